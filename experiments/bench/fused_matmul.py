@@ -6,14 +6,13 @@ First every variant is held to the formula in fp32; one that is farther from it 
 explain fails, and its time is in no table. Times are medians of CUPTI kernel time; calls rotate
 through as many weights as keep L2 from holding one. "apart" is a norm, the product by whom its op
 chooses, and a sum; what launching each of them costs is not in it. "of_copy" is the weight's bytes
-over those of a copy in the same process. With --tables the times of 16-bit weights go into the
-tables of a folder, which "auto" follows.
+over those of a copy in the same process. With --tables the times go into the tables of a folder,
+which "auto" follows: one of 16-bit weights, one of weights in few bits.
 """
 
 import argparse
 import concurrent.futures
 import dataclasses
-import functools
 import math
 import pathlib
 import statistics
@@ -25,26 +24,30 @@ import jax
 import jax.numpy as jnp
 
 from experiments.bench.decode import copied
+from experiments.bench.few_bit_tiles import worth_timing
 from experiments.bench.quantized_matmul import FORMATS, Rotation, taken_us
 from experiments.bench.table import Table
 from experiments.bench.tuned_table import add_rows
 from pallas_kernels import fused_matmul
 from pallas_kernels.common import tables
 from pallas_kernels.common.row_inputs import RmsNorm
-from pallas_kernels.fused_matmul.choice import OP, QUESTION, case_of
+from pallas_kernels.fused_matmul import quantized
+from pallas_kernels.fused_matmul.choice import OP, case_of, question_of
 from pallas_kernels.fused_matmul.config import FusedConfig, config_for, configs
 from pallas_kernels.fused_matmul.hopper import fused_matmul_hopper
 from pallas_kernels.fused_matmul.reference import FusedCall, fused_matmul_reference
-from pallas_kernels.quantized_matmul import arranged, round_weight, takes_kernel
+from pallas_kernels.quantized_matmul import QuantizedWeight, arranged, round_weight
+from pallas_kernels.quantized_matmul.config import ProductShape, QuantizedConfig
 
 BF16 = jnp.dtype(jnp.bfloat16)
 LAYERS = {  # model width, q and kv heads' width, hidden width
     "8b": (4096, 6144, 14_336),
     "1b": (2048, 3072, 8192),
 }
-WEIGHTS = {"bf16": None, "int4": FORMATS["int4"], "fp8": FORMATS["fp8"]}
+WEIGHTS = {"bf16": None} | {name: FORMATS[name] for name in ("int4", "fp8", "int8")}
 LEAST_BLOCKS, MOST_BLOCKS = 90, 600
 BEYOND_CACHE = 160 * 2**20
+MOST_WEIGHTS = 8  # drawn by themselves; codes of one in few bits are rolled
 ROUNDS = 3
 LARGEST_ERROR = 6e-3
 """Of the result's norm: three roundings to bfloat16 are 1.7e-3 each."""
@@ -88,9 +91,12 @@ def products(layer: str, *, in_few_bits: bool) -> dict[str, Product]:
 class Case:
     """A product at a number of rows, and its programs, which compile side by side."""
 
-    def __init__(self, name: str, product: Product, form: str, M: int, pool):
+    def __init__(self, name: str, product: Product, form: str, M: int, pool, *, pushed: bool):
         self.name, self.product, self.M, self.form = name, product, M, WEIGHTS[form]
-        self.count = max(2, min(8, 1 + BEYOND_CACHE // self.num_bytes))
+        self.pushed = pushed
+        self.count = max(2, 1 + BEYOND_CACHE // self.num_bytes)
+        if self.form is None:
+            self.count = min(self.count, MOST_WEIGHTS)
         given = jax.eval_shape(self.given)
         weight = jax.eval_shape(self.one, jax.random.key(0))
         self.candidates = self.variants(weight)
@@ -108,20 +114,23 @@ class Case:
         return self.product.K * self.product.N * bits // 8
 
     def variants(self, weight: Any) -> dict[Any, Callable]:
-        """By "apart", "hopper" of a weight in few bits, or tiles."""
+        """By "apart", or tiles."""
         p = self.product
 
-        def public(given, weight, implementation: Any) -> jax.Array:
+        def apart(given, weight) -> jax.Array:
             call = p.call(given, weight)
             return fused_matmul(
                 call.x, weight, norm=call.norm, swiglu=call.swiglu, residual=call.residual,
-                swiglu_input=call.swiglu_input, implementation=implementation,
+                swiglu_input=call.swiglu_input, implementation="apart",
             )  # fmt: skip
 
-        found: dict[Any, Callable] = {"apart": functools.partial(public, implementation="apart")}
-        if self.form is not None:
-            if takes_kernel(weight):
-                found["hopper"] = functools.partial(public, implementation="hopper")
+        found: dict[Any, Callable] = {"apart": apart}
+        if isinstance(weight, QuantizedWeight):
+            shape = ProductShape.of(self.M, weight)
+            for tiles in worth_timing(shape, pushed=self.pushed):
+                found[tiles] = lambda given, weight, tiles=tiles: quantized.fused(
+                    p.call(given, weight), config=tiles
+                )
             return found
         every = configs(p.N, p.K, swiglu=p.swiglu)
         chosen = [c for c in every if LEAST_BLOCKS <= c.num_blocks(p.N) <= MOST_BLOCKS]
@@ -131,6 +140,12 @@ class Case:
                 p.call(given, weight), config=config
             )
         return found
+
+    @property
+    def call(self) -> FusedCall:
+        """Of shapes."""
+        weight = jax.eval_shape(self.one, jax.random.key(0))
+        return self.product.call(jax.eval_shape(self.given), weight)
 
     def given(self) -> dict[str, jax.Array]:
         """Random rows, and what belongs to them."""
@@ -153,8 +168,13 @@ class Case:
 
     def drawn(self) -> tuple[dict[str, jax.Array], list[Any]]:
         """Rows, and weights."""
+        keys = jax.random.split(jax.random.key(0), self.count)
+        if self.form is None:
+            return self.given(), [self.one(key) for key in keys]
+        first = self.one(keys[0])
         return self.given(), [
-            self.one(key) for key in jax.random.split(jax.random.key(0), self.count)
+            dataclasses.replace(first, data=jnp.roll(first.data, i, axis=0))
+            for i in range(self.count)
         ]
 
     def exact(self, given: dict[str, jax.Array], weight: Any) -> jax.Array:
@@ -196,11 +216,11 @@ class Case:
     def row(self, key: Any, us: float) -> tables.Row:
         """As the tables have it."""
         choice: dict[str, tables.Value] = {"implementation": "apart"}
-        if isinstance(key, FusedConfig):
+        if isinstance(key, FusedConfig | QuantizedConfig):
             choice = {"implementation": "hopper", "tiles": key.tiles, "split": key.split}
-        given = jax.eval_shape(self.given)
-        call = self.product.call(given, jax.eval_shape(self.one, jax.random.key(0)))
-        return tables.Row.of(case=case_of(call), choice=choice, ms=us / 1e3)
+        if isinstance(key, QuantizedConfig):
+            choice |= {"groups": key.groups, "stages": key.stages, "is_pushed": key.is_pushed}
+        return tables.Row.of(case=case_of(self.call), choice=choice, ms=us / 1e3)
 
 
 def main() -> None:
@@ -211,12 +231,14 @@ def main() -> None:
     parser.add_argument("--layers", nargs="+", default=[*LAYERS], choices=[*LAYERS])
     parser.add_argument("--weights", nargs="+", default=[*WEIGHTS], choices=[*WEIGHTS])
     parser.add_argument("--rows", type=int, default=1, help="1 to 8")
+    parser.add_argument("--pushed", action="store_true", help="few bits: sums that are sent, too")
     args = parser.parse_args()
     table = Table(out=args.out, deadline=time.monotonic() + args.budget)
-    begun, found = time.monotonic(), []
+    begun = time.monotonic()
+    found: dict[str, list[tables.Row]] = {}
     with concurrent.futures.ThreadPoolExecutor(14) as pool:
         cases = [
-            Case(f"{layer} {form} {name}", product, form, args.rows, pool)
+            Case(f"{layer} {form} {name}", product, form, args.rows, pool, pushed=args.pushed)
             for layer in args.layers
             for form in args.weights
             for name, product in products(layer, in_few_bits=form != "bf16").items()
@@ -239,10 +261,13 @@ def main() -> None:
         summary.append(
             f"{case.name}: apart {apart:.2f}, fused {fused.get(best, math.nan):.2f}, {best}"
         )
-        if case.form is None:
-            found += [case.row(key, us) for key, us in times.items()]
+        rows = found.setdefault(question_of(case.call), [])
+        rows += [case.row(key, us) for key, us in times.items()]
     if args.tables is not None:
-        add_rows(args.tables, found, op=OP, question=QUESTION)
+        for question, rows in found.items():
+            # Tiles of a case that were timed before, and are not now, were of another kernel.
+            timed = {row.case for row in rows}
+            add_rows(args.tables, rows, op=OP, question=question, without=timed)
     print(*summary, sep="\n")
 
 

@@ -13,7 +13,7 @@ from pallas_kernels.quantized_matmul import QuantizedWeight, quantized_matmul
 from pallas_kernels.skinny_matmul import skinny_matmul
 
 from . import quantized
-from .choice import measured_config
+from .choice import measured_config, measured_in_few_bits
 from .hopper import fused_matmul_hopper, unsupported
 from .reference import FusedCall, fused_matmul_reference, multiplied
 
@@ -44,8 +44,8 @@ def fused_matmul(
         residual: what is added, of the result's shape, in x's dtype.
         implementation: "hopper" (Mosaic GPU; 1 to 8 rows, on one device), "apart" (one after
             another, the product by whom ``skinny_matmul`` or ``quantized_matmul`` chooses),
-            "reference"; "auto" takes hopper for a 16-bit weight where it was measured to be 1.03
-            times as fast (``tuned``), and never yet for one in few bits.
+            "reference"; "auto" takes hopper where it was measured to be 1.03 times as fast
+            (``tuned``: a table for 16-bit weights, and one for few bits by format).
 
     Returns:
         [M, N] or [M, N / 2] in x's dtype; ``input(x)`` is rounded to it, too.
@@ -87,7 +87,7 @@ def fused_matmul(
     elif implementation == "apart":
         product = _apart(call)
     elif is_quantized:
-        product = quantized.fused(call, quantized.measured(call))
+        product = quantized.fused(call, config=measured_in_few_bits(call))
     else:
         product = fused_matmul_hopper(call, config=measured_config(call))
     return without_gradient(
@@ -120,8 +120,9 @@ def _checked(call: FusedCall) -> FusedCall:
 
 
 def _is_measured_faster(call: FusedCall) -> bool:
-    # Of weights in few bits no time was measured, nor were results seen on a GPU.
-    return not isinstance(call.weight, QuantizedWeight) and measured_config(call) is not None
+    is_in_few_bits = isinstance(call.weight, QuantizedWeight)
+    measured = measured_in_few_bits if is_in_few_bits else measured_config
+    return measured(call) is not None
 
 
 def _apart(call: FusedCall) -> jax.Array:

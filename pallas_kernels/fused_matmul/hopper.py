@@ -22,9 +22,9 @@ from pallas_kernels.common import device
 from pallas_kernels.common.errors import UnsupportedError
 from pallas_kernels.hopper.cluster_sums import WIDTH, ClusterSums
 from pallas_kernels.hopper.launch import launch
-from pallas_kernels.hopper.machine import WARPGROUP
 from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.resident_rows import DEPTH, MOST_ROWS, ResidentRows
+from pallas_kernels.hopper.ring import offer
 from pallas_kernels.hopper.tile import tiled
 
 from .config import FusedConfig, config_for
@@ -137,7 +137,7 @@ class _FusedKernel:
         return {
             "x": plgpu.SMEM(x, dtype, transforms=tiled(128)),
             "w": plgpu.SMEM(w, dtype, transforms=tiled(128)),
-            "sums": plgpu.SMEM((1, self.sums.count * WARPGROUP), jnp.float32),
+            **self.sums.scratch(),
             **self.rows.scratch(),
             "full": plgpu.Barrier(num_arrivals=self.parts, num_barriers=stages),
             "empty": plgpu.Barrier(num_arrivals=1, num_barriers=stages),
@@ -157,7 +157,7 @@ class _FusedKernel:
 
         def step(i, _):
             slot = lax.rem(i, self.num_stages)
-            pl.when(i >= self.num_stages)(lambda: plgpu.barrier_wait(smem.empty.at[slot]))
+            plgpu.barrier_wait(smem.empty.at[slot])
             rows = pl.ds((first + i) * depth, depth)
             for part in range(self.parts):
                 columns = pl.ds(part * (self.N // self.parts) + block * self.part_n, self.part_n)
@@ -170,6 +170,7 @@ class _FusedKernel:
 
     def compute(self, gmem, smem, first) -> None:
         """The rows into shared memory, their products with the ring's tiles, everyone's sums."""
+        offer(smem.empty, self.num_stages)
         self.rows.place(gmem, smem, smem.x, first, jnp.int32(0), transforms=tiled(128))
         plgpu.commit_smem()
 

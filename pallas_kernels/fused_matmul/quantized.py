@@ -13,8 +13,7 @@ from .reference import FusedCall
 
 def unsupported(call: FusedCall) -> str | None:
     """Why the kernel cannot compute this call; None if it can."""
-    weight = call.weight
-    assert isinstance(weight, QuantizedWeight), "16-bit weights have a kernel of their own"
+    weight = _weight(call)
     reason = unsupported_product(call.x, weight, call.x.dtype)
     if reason is not None:
         return reason
@@ -22,27 +21,40 @@ def unsupported(call: FusedCall) -> str | None:
         return "gates and ups are columns of different blocks; give them as the next one's input"
     if weight.format.activations is not None:
         return f"{weight.format.name} rounds activations"
-    config = measured(call) or config_for(ProductShape.of(call.M, weight))
+    return unsupported_tiles(call, tiles_of_product(call))
+
+
+def unsupported_tiles(call: FusedCall, config: QuantizedConfig | None) -> str | None:
+    """Why these tiles cannot compute a call that others may; None if they can."""
+    weight = _weight(call)
     if config is None or not fuses(call.M, weight, config):
         return f"{call.M} rows do not stay in shared memory in their order"
-    return None
+    return config.unsupported(ProductShape.of(call.M, weight))
 
 
-def measured(call: FusedCall) -> QuantizedConfig | None:
-    """Tiles of the product; None where no table takes the kernel."""
-    assert isinstance(call.weight, QuantizedWeight)
-    return measured_config(ProductShape.of(call.M, call.weight))
+def tiles_of_product(call: FusedCall) -> QuantizedConfig | None:
+    """Those of the product by itself."""
+    shape = ProductShape.of(call.M, _weight(call))
+    return measured_config(shape) or config_for(shape)
 
 
-def fused(call: FusedCall, config: QuantizedConfig | None) -> jax.Array:
-    """As the reference, of a call of which ``unsupported`` says nothing."""
-    assert isinstance(call.weight, QuantizedWeight)
+def fused(call: FusedCall, *, config: QuantizedConfig | None = None) -> jax.Array:
+    """As the reference, of a call of which ``unsupported`` says nothing.
+
+    Raises:
+        UnsupportedError: tiles that do not fit the call.
+    """
     return quantized_matmul_hopper(
         call.x,
-        call.weight,
+        _weight(call),
         out_dtype=call.x.dtype,
-        config=config,
+        config=config or tiles_of_product(call),
         norm=call.norm,
         swiglu_input=call.swiglu_input,
         residual_MN=call.residual,
     )
+
+
+def _weight(call: FusedCall) -> QuantizedWeight:
+    assert isinstance(call.weight, QuantizedWeight), "16-bit weights have a kernel of their own"
+    return call.weight

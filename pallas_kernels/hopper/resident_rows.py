@@ -49,6 +49,7 @@ class ResidentRows:
     dtype: jnp.dtype
     steps: int  # times 128 columns: the block's part
     groups: int = 1  # warpgroups that take turns at them
+    places: int = MOST_ROWS  # of rows in shared memory
     norm: RmsNorm | None = None  # of each row first
     gated: bool = False  # x is [M, 2 K], gates first: silu(gate) * up is multiplied
 
@@ -80,7 +81,7 @@ class ResidentRows:
         not have stay as they are: no sum of another row reads them.
 
         Args:
-            x_smem: [turns, K of 128 in two halves, 8, 64], whatever dims of 1 are between.
+            x_smem: [turns, K of 128 in two halves, places, 64], whatever dims of 1 are between.
             first: the block's first 128 columns, in units of as many.
             transforms: of ``x_smem``.
         """
@@ -128,8 +129,8 @@ class ResidentRows:
             words = self._made(early[i] if i < _EARLY else read(place), place.m, squares)
             at = total(
                 address(target),
-                (place.turn, 2 * DEPTH * MOST_ROWS),
-                (arith.divui(place.chunk, constant(_ACROSS)), 2 * CHUNK * _ACROSS * MOST_ROWS),
+                (place.turn, 2 * DEPTH * self.places),
+                (arith.divui(place.chunk, constant(_ACROSS)), 2 * CHUNK * _ACROSS * self.places),
                 (place.m, 2 * CHUNK * _ACROSS),
                 (arith.xori(arith.remui(place.chunk, constant(_ACROSS)), place.m), 2 * CHUNK),
             )

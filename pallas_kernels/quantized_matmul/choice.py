@@ -46,17 +46,19 @@ def _measured(shape: ProductShape, slug: str, folder: str) -> QuantizedConfig | 
             continue
         apart = tables.octaves_apart(case, wanted)
         if all(apart[name] <= _FARTHEST[name] for name in apart):
-            found.append((sum(apart.values()), row.ms, _tiles(dict(row.choice))))
+            found.append((sum(apart.values()), row.ms, tiles_of(dict(row.choice))))
     for _, _, config in sorted(found, key=lambda each: each[:2]):
         if config.unsupported(shape) is None:
             return config
     return config_for(shape)
 
 
-def _tiles(choice: dict[str, tables.Value]) -> QuantizedConfig:
+def tiles_of(choice: dict[str, tables.Value]) -> QuantizedConfig:
+    """A table's choice of tiles."""
     return QuantizedConfig(
         tiles=tables.count(choice["tiles"]),
         split=tables.count(choice["split"]),
         groups=tables.count(choice["groups"]),
         stages=tables.count(choice["stages"]),
+        is_pushed=bool(choice.get("is_pushed", False)),
     )

@@ -57,6 +57,11 @@ class ProductShape:
         return -(-self.rows_at_a_time // STRIP)
 
     @property
+    def places(self) -> int:
+        """Of rows of a strip, in shared memory where x is resident: all lanes read a lone row."""
+        return 1 if self.M == 1 else STRIP
+
+    @property
     def scaled_parts(self) -> int:
         """Groups of a stage that have scales of their own; 0 where all rows share one."""
         return DEPTH // self.group_rows if self.group_rows else 0
@@ -71,6 +76,7 @@ class QuantizedConfig:
     groups: int = 2  # warpgroups that multiply: they take turns at a block's stages
     stages: int = 4  # tiles of the weight in the ring
     quads: bool = False  # others' sums read four at a time: by name only until a GPU has run it
+    is_pushed: bool = False  # sums of at most 8 rows are sent: where a table says it is faster
 
     def steps(self, shape: ProductShape) -> int:
         """Stages of a block."""
@@ -86,7 +92,7 @@ class QuantizedConfig:
 
     def x_bytes(self, shape: ProductShape) -> int:
         """Shared memory of a block's part of x."""
-        return 2 * shape.strips * STRIP * DEPTH * self.turns(shape) * self.groups
+        return 2 * shape.strips * shape.places * DEPTH * self.turns(shape) * self.groups
 
     def shared_bytes(self, shape: ProductShape) -> int:
         """Shared memory of all buffers."""
@@ -110,6 +116,8 @@ class QuantizedConfig:
         if self.stages % self.groups:
             # A warpgroup counts the phases of a barrier by its own waits.
             return f"{self.stages} stages for {self.groups} warpgroups: each takes its own slots"
+        if self.is_pushed and (shape.strips > 1 or self.quads):
+            return "sums of more than 8 rows, or by fours, are fetched"
         if self.tiles * shape.strips * 4 > MOST_SUMS:
             return f"{self.tiles} tiles of {shape.rows_at_a_time} rows are too many registers"
         if self.shared_bytes(shape) > SMEM_BYTES:

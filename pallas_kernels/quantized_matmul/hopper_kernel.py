@@ -20,9 +20,9 @@ from jaxlib.mlir import ir
 from pallas_kernels.common.row_inputs import RmsNorm
 from pallas_kernels.hopper.cluster_sums import STRIP, WIDTH, ClusterSums
 from pallas_kernels.hopper.launch import launch
-from pallas_kernels.hopper.machine import WARPGROUP
 from pallas_kernels.hopper.mosaic import arith, mgpu, plgpu
 from pallas_kernels.hopper.resident_rows import DEPTH, ResidentRows
+from pallas_kernels.hopper.ring import offer
 from pallas_kernels.hopper.threads import address, constant, thread, total
 from pallas_kernels.hopper.tile import tiled
 
@@ -66,6 +66,7 @@ class QuantizedKernel:
             scale_dtype=None if self.s.scaled_parts else self.scale_dtype,
             has_residual=self.has_residual,
             quads=self.c.quads,
+            is_pushed=self.c.is_pushed,
         )
 
     @property
@@ -77,9 +78,17 @@ class QuantizedKernel:
             dtype=self.dequantizer.dtype,
             steps=self.c.steps(self.s),
             groups=self.c.groups,
+            places=self.s.places,
             norm=self.norm,
             gated=self.gated,
         )
+
+    @property
+    def chains(self) -> int:
+        """Sums of an element: a product waits for the one that it adds to, and a warp that has a
+        lone fragment has nothing else to multiply meanwhile.
+        """
+        return 2 if self.sums.count == 4 else 1
 
     @property
     def words(self) -> int:
@@ -129,11 +138,11 @@ class QuantizedKernel:
         block = (DEPTH // ROWS, WIDTH * c.tiles // COLUMNS, 32 * self.words)
         scratch: dict[str, Any] = {
             "words": plgpu.SMEM((c.stages, *block), jnp.int32),
-            "sums": plgpu.SMEM((c.groups, self.sums.count * WARPGROUP), jnp.float32),
+            **self.sums.scratch(),
         }
         copies = 1 + len(self.staged)
         if self.is_resident:
-            part = (c.turns(s), s.strips, DEPTH // SWIZZLED, STRIP, SWIZZLED)
+            part = (c.turns(s), s.strips, DEPTH // SWIZZLED, s.places, SWIZZLED)
             scratch["x"] = plgpu.SMEM((c.groups, *part), self.dequantizer.dtype)
             scratch |= self.rows.scratch()
         else:
@@ -166,7 +175,7 @@ class QuantizedKernel:
 
         def step(i, _):
             slot = lax.rem(i, c.stages)
-            pl.when(i >= c.stages)(lambda: plgpu.barrier_wait(smem.empty.at[slot]))
+            plgpu.barrier_wait(smem.empty.at[slot])
             at, full = first + i, smem.full.at[slot]
             depth = pl.ds(at * (DEPTH // ROWS), DEPTH // ROWS)
             plgpu.copy_gmem_to_smem(
@@ -193,6 +202,8 @@ class QuantizedKernel:
         c, s = self.c, self.s
         if self.has_many_sums:
             plgpu.set_max_registers(232, action="increase")
+        offer(smem.empty, c.stages, group=group, groups=c.groups)
+        self.sums.begin(smem, group)
         if self.is_resident:
             self.rows.place(gmem, smem, smem.x.at[group], first, group)
 
@@ -229,7 +240,7 @@ class QuantizedKernel:
         """One thread's totals with a stage's products."""
         s, per_lane = self.s, self.words
         warp, lane = arith.shrui(thread(), constant(5)), arith.andi(thread(), constant(31))
-        row = arith.andi(lane, constant(STRIP - 1))
+        row = arith.andi(lane, constant(s.places - 1))
         # Of 8 chunks of 16 bytes in a row of x, the place of one is its number xor the row's.
         chunk = arith.xori(arith.shrui(lane, constant(3)), row)
         x_place = total(address(x), (row, 2 * SWIZZLED), (chunk, 16))
@@ -244,24 +255,27 @@ class QuantizedKernel:
         nothing = [mgpu.c(0.0, ir.F32Type.get())] * len(totals)
         parts = max(s.scaled_parts, 1)
         blocks = DEPTH // ROWS // parts
+        half = 2 * SWIZZLED * s.places
         for part in range(parts):
             taken = self.zero_points(zero_place, part)
-            sums = nothing if s.scaled_parts else totals
+            sums = [nothing if s.scaled_parts else totals] + [nothing] * (self.chains - 1)
             for block in range(part * blocks, (part + 1) * blocks):
                 half_of_swizzle = x_places[block % 2]
                 rows = [
-                    load_matrices(half_of_swizzle, 1024 * (2 * strip + block // 2))
+                    load_matrices(half_of_swizzle, half * (2 * strip + block // 2))
                     for strip in range(s.strips)
                 ]
                 sums = self.add_block(sums, rows, word_place, block, taken)
-            totals = self.scaled(totals, sums, scale_place, part) if s.scaled_parts else sums
+            joined = [functools.reduce(arith.addf, each) for each in zip(*sums, strict=True)]
+            totals = self.scaled(totals, joined, scale_place, part) if s.scaled_parts else joined
         return totals
 
     def add_block(
-        self, sums: list[Any], rows: list[Any], place, block: int, taken: list[Any]
-    ) -> list[Any]:
-        """Sums with the products of 32 rows of the weight."""
-        sums, per_lane, strips = [*sums], self.words, self.s.strips
+        self, apart: list[list[Any]], rows: list[Any], place, block: int, taken: list[Any]
+    ) -> list[list[Any]]:
+        """Sums, in their chains, with the products of 32 rows of the weight."""
+        apart = [[*sums] for sums in apart]
+        per_lane, strips = self.words, self.s.strips
         across = WIDTH * self.c.tiles // COLUMNS
         for tile in range(self.c.tiles):
             offset = 128 * per_lane * (block * across + 4 * tile)
@@ -271,9 +285,9 @@ class QuantizedKernel:
                 left = self.dequantizer.numbers(mine, taken[tile])
                 for strip in range(strips):
                     right = rows[strip][2 * step : 2 * step + 2]
-                    at = 4 * (tile * strips + strip)
+                    sums, at = apart[step % len(apart)], 4 * (tile * strips + strip)
                     sums[at : at + 4] = self.dequantizer.product(left, right, sums[at : at + 4])
-        return sums
+        return apart
 
     def zero_points(self, place: Any | None, part: int) -> list[tuple[Any, Any]]:
         """What is taken from the codes of columns g and g + 8 of each tile."""

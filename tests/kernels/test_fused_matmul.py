@@ -5,8 +5,11 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,16 +17,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import InputError, UnsupportedError, fused_matmul
+from pallas_kernels import InputError, UnsupportedError, fused_matmul, quantized_matmul
 from pallas_kernels.common import device, tables
 from pallas_kernels.common.row_inputs import RmsNorm
 from pallas_kernels.fused_matmul import hopper
-from pallas_kernels.fused_matmul.choice import OP, QUESTION, case_of, measured_config
+from pallas_kernels.fused_matmul.choice import (
+    OP,
+    case_of,
+    measured_config,
+    measured_in_few_bits,
+    question_of,
+)
 from pallas_kernels.fused_matmul.config import FusedConfig, config_for, configs
 from pallas_kernels.fused_matmul.reference import FusedCall
 from pallas_kernels.hopper.cluster_sums import ClusterSums
 from pallas_kernels.hopper.machine import SMEM_BYTES
 from pallas_kernels.hopper.resident_rows import DEPTH, ResidentRows
+from pallas_kernels.quantized_matmul import WeightCode, WeightFormat, arranged, round_weight
+from pallas_kernels.quantized_matmul.config import QuantizedConfig
 from tests.kernels.fused_cases import OPTIONS, exact, operands
 from tests.tolerance import assert_within_rounding
 
@@ -65,6 +76,55 @@ def finished_in_registers(sums, accumulators, gmem, smem, group) -> None:
         product = jax.nn.silu(gate) * up
     columns = pl.ds(lax.axis_index("columns") * sums.width, sums.width)
     gmem.out[:, columns] = product.astype(sums.out_dtype)
+
+
+DOWN = 14_336, 4096
+
+
+def in_16_bits() -> Any:
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, DOWN[0]), DOWN))
+    return jax.make_jaxpr(functools.partial(fused_matmul, implementation="hopper"))(x, w)
+
+
+def in_few_bits(rows: int) -> Any:
+    whole = jax.ShapeDtypeStruct(DOWN, jnp.float32)
+    form = WeightFormat(code=WeightCode.INT4, group_rows=128)
+    weight = jax.eval_shape(lambda w: arranged(round_weight(w, form)), whole)
+    x = jax.ShapeDtypeStruct((rows, DOWN[0]), jnp.bfloat16)
+    return jax.make_jaxpr(functools.partial(quantized_matmul, implementation="hopper"))(x, weight)
+
+
+KERNELS: dict[str, Callable[[], Any]] = {
+    "16 bits": in_16_bits,
+    "few bits": functools.partial(in_few_bits, 1),
+    "few bits, x in stages": functools.partial(in_few_bits, 16),
+}
+
+
+def equations(jaxpr: jax.extend.core.Jaxpr) -> Iterator[jax.extend.core.JaxprEqn]:
+    """All, whatever they are in."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for part in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from equations(part)
+
+
+@pytest.mark.parametrize("kernel", list(KERNELS))
+def test_no_request_is_without_a_wait(kernel):
+    """``hopper.ring`` has the reason; ``test_fused_matmul_gpu`` has the size that went wrong."""
+    with device.compiling_for(device.H200):
+        traced = KERNELS[kernel]()
+    found = 0
+    for loop in equations(traced.jaxpr):
+        if loop.primitive.name not in ("scan", "while"):
+            continue
+        (*_, body) = jax.extend.core.jaxprs_in_params(loop.params)
+        names = [each.primitive.name for each in equations(body)]
+        if "copy_gmem_to_smem" in names:
+            found += 1
+            assert names.index("barrier_wait") < names.index("copy_gmem_to_smem")
+            assert "cond" not in names
+    assert found == 1
 
 
 @pytest.mark.slow  # the interpreter takes seconds; a GPU runs the same in test_fused_matmul_gpu
@@ -118,32 +178,53 @@ def test_tiles_fit_whatever_the_size():
     assert config_for(100, 128, swiglu=False) is None
 
 
+FUSED, IN_FEW_BITS = FusedConfig(tiles=2, split=2), QuantizedConfig(split=2, groups=4, stages=8)
+
+
 @pytest.fixture
 def measured(tmp_path, monkeypatch):
-    """A table whose kernel takes a tenth of the time."""
+    """Calls with tables whose kernel takes a tenth of the time."""
     x, w, given = operands(1, 256, 512, OPTIONS["norm"])
-    call = FusedCall(x=x, weight=w, **given)
+    calls = [FusedCall(x=jnp.asarray(x), weight=each, **given) for each in (w, in_int4(w))]
     monkeypatch.setenv(tables.USER_FOLDER_VARIABLE, str(tmp_path))
     with device.compiling_for(device.H200):
-        case = case_of(call)
-        choices = {"apart": ({}, 1.0), "hopper": ({"tiles": 2, "split": 2}, 0.1)}
-        rows = [
-            tables.Row.of(case=case, choice={"implementation": name, **tiles}, ms=ms)
-            for name, (tiles, ms) in choices.items()
-        ]
-        facts = device.target()
-        environment = tuple((n, "") for n in ("clocks", "command", "date", "jax", "jaxlib"))
-        table = tables.Table(
-            op=OP, question=QUESTION, device_kind=facts.kind, environment=environment,
-            rows=tuple(rows),
-        )  # fmt: skip
-        (tmp_path / OP).mkdir()
-        tables.save(table, tmp_path / OP / f"{QUESTION}-{facts.slug}.json")
-        yield call
+        for call, config in zip(calls, (FUSED, IN_FEW_BITS), strict=True):
+            choices = {"apart": ({}, 1.0), "hopper": (dataclasses.asdict(config), 0.1)}
+            choices["hopper"][0].pop("quads", None)
+            rows = [
+                tables.Row.of(case=case_of(call), choice={"implementation": name, **tiles}, ms=ms)
+                for name, (tiles, ms) in choices.items()
+            ]
+            facts, question = device.target(), question_of(call)
+            environment = tuple((n, "") for n in ("clocks", "command", "date", "jax", "jaxlib"))
+            table = tables.Table(
+                op=OP, question=question, device_kind=facts.kind, environment=environment,
+                rows=tuple(rows),
+            )  # fmt: skip
+            tables.save(table, tmp_path / OP / f"{question}-{facts.slug}.json")
+        yield calls
+
+
+def in_int4(w: np.ndarray):
+    return arranged(round_weight(jnp.asarray(w), WeightFormat(code=WeightCode.INT4, group_rows=64)))
+
+
+def test_auto_takes_few_bits_that_were_measured_to_be_faster(measured):
+    call = measured[1]
+    assert measured_in_few_bits(call) == IN_FEW_BITS
+    computed = jax.make_jaxpr(functools.partial(fused_matmul, norm=call.norm))
+    assert "rsqrt" not in str(computed(call.x, call.weight)).partition("mpmd_map")[0]
+    # Neither of another format nor of a residual was anything measured.
+    int8 = arranged(round_weight(jnp.ones((256, 512)), WeightFormat(code=WeightCode.INT8)))
+    added = dataclasses.replace(call, residual=jnp.ones((1, 512), jnp.bfloat16))
+    for other in (dataclasses.replace(call, weight=int8), added):
+        assert measured_in_few_bits(other) is None
+    assert "rsqrt" in str(computed(call.x, int8)).partition("mpmd_map")[0]
 
 
 def test_auto_takes_what_was_measured_to_be_faster(measured):
-    assert measured_config(measured) == FusedConfig(tiles=2, split=2)
+    measured = measured[0]
+    assert measured_config(measured) == FUSED
     traced = jax.make_jaxpr(functools.partial(fused_matmul, norm=measured.norm))
     assert "mpmd_map" in str(traced(measured.x, measured.weight))
     # Nine rows are beyond the kernel, and of a residual nothing was measured.

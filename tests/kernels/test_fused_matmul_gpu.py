@@ -1,5 +1,6 @@
 """The kernels that norm, multiply and add in one, on a Hopper GPU, against the formula in fp64."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,10 +9,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels import fused_matmul
+from pallas_kernels.fused_matmul import quantized
 from pallas_kernels.fused_matmul.config import configs
 from pallas_kernels.fused_matmul.hopper import fused_matmul_hopper
 from pallas_kernels.fused_matmul.reference import FusedCall
 from pallas_kernels.quantized_matmul import arranged
+from pallas_kernels.quantized_matmul.config import QuantizedConfig
 from tests.kernels.fused_cases import OPTIONS, exact, operands
 from tests.kernels.test_quantized_matmul_hopper import FORMATS, weight_of
 from tests.tolerance import assert_within_rounding
@@ -20,13 +23,22 @@ pytestmark = pytest.mark.gpu
 
 CASES = [
     (case, shape, jnp.bfloat16) for case in OPTIONS for shape in ((1, 1024, 512), (8, 2048, 256))
-] + [("norm of fp32, gated", (3, 512, 1024), jnp.float16)]
+] + [
+    ("norm of fp32, gated", (3, 512, 1024), jnp.float16),
+    # Requests of two stages, as many as here, lost a tile (``hopper.ring``).
+    ("residual", (1, 14_336, 256), jnp.bfloat16),
+]
 IN_FEW_BITS = [
     (case, rows, form)
     for rows, form in ((1, "int4"), (7, "e4m3"))
     for case in OPTIONS
     if "swiglu" not in OPTIONS[case]
-] + [("norm", 4, "int8")]
+] + [("norm", 4, "int8"), ("residual", 1, "e4m3"), ("hidden values, residual", 1, "int8")]
+TILINGS = [
+    QuantizedConfig(tiles=1, split=1, groups=4, stages=12),
+    QuantizedConfig(tiles=1, split=8, groups=2, stages=2),
+    QuantizedConfig(tiles=4, split=2, groups=1, stages=5),
+]
 
 
 def checked(f, x, w, given) -> None:
@@ -69,3 +81,28 @@ def test_weights_in_few_bits(case, rows, form):
     arrays = {name: given[name] for name in given if name not in flags}
     run = jax.jit(functools.partial(fused_matmul, implementation="hopper", **flags))
     checked(lambda x, w, _: run(x, found, **arrays), x, weight, given)
+    for tiling in TILINGS:
+        named = jax.jit(functools.partial(in_tiles, tiling=tiling, flags=flags))
+        checked(lambda x, w, _, named=named: named(x, found, arrays), x, weight, given)
+
+
+@pytest.mark.parametrize(("case", "rows", "form"), IN_FEW_BITS)
+def test_sums_that_are_sent_are_those_that_are_fetched(case, rows, form):
+    """To the bit: the same numbers are added in the same order."""
+    depth, columns = 2048, 512
+    x, _, given = operands(rows, depth, columns, OPTIONS[case])
+    found = jax.jit(arranged)(weight_of(FORMATS[form], shape=(depth, columns)))
+    flags = {name: given[name] for name in given if name.startswith("swiglu")}
+    arrays = {name: given[name] for name in given if name not in flags}
+    for tiling in TILINGS:
+        sent = dataclasses.replace(tiling, is_pushed=True)
+        got, want = (
+            jax.jit(functools.partial(in_tiles, tiling=each, flags=flags))(x, found, arrays)
+            for each in (sent, tiling)
+        )
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
+def in_tiles(x, weight, arrays, *, tiling, flags) -> jax.Array:
+    call = FusedCall(x=x, weight=weight, **arrays, **flags)
+    return quantized.fused(call, config=tiling)

@@ -11,7 +11,7 @@ from pallas_kernels.common.row_inputs import RmsNorm
 from pallas_kernels.hopper.cluster_sums import STRIP, WIDTH, ClusterSums
 from pallas_kernels.hopper.machine import WARPGROUP
 from pallas_kernels.hopper.resident_rows import DEPTH, MOST_ROWS, ResidentRows
-from tests.kernels.thread_stand_in import Warpgroup, bfloat16
+from tests.kernels.thread_stand_in import Ref, Warpgroup, bfloat16
 
 BF16 = jnp.dtype(jnp.bfloat16)
 UNIT = 2.0**-8
@@ -22,12 +22,12 @@ def placed(rows: ResidentRows, x: np.ndarray, *, first: int, scale: np.ndarray |
     found = np.zeros((rows.M, rows.steps * DEPTH), np.float64)
     for group in range(rows.groups):
         threads = Warpgroup(ml_dtypes.bfloat16)
-        refs = [threads.put(x), threads.put(np.zeros((rows.turns, 2, MOST_ROWS, 64), np.uint16))]
+        refs = [threads.put(x), threads.put(np.zeros((rows.turns, 2, rows.places, 64), np.uint16))]
         if scale is not None:
             refs += [threads.put(scale), threads.put(np.zeros((MOST_ROWS, 4), np.float32))]
         with threads.running():
             rows.put(first, group, *refs)
-        shape = (rows.turns, 2, MOST_ROWS, 8, 8)
+        shape = (rows.turns, 2, rows.places, 8, 8)
         x_smem = threads.read(refs[1], shape, ml_dtypes.bfloat16).astype(np.float64)
         for turn, half, m, chunk in itertools.product(
             range(rows.turns), (0, 1), range(rows.M), range(8)
@@ -41,10 +41,11 @@ def placed(rows: ResidentRows, x: np.ndarray, *, first: int, scale: np.ndarray |
 
 
 @pytest.mark.parametrize(
-    ("M", "K", "split", "groups"), [(1, 2048, 4, 1), (3, 1280, 2, 2), (8, 512, 1, 1)]
+    ("M", "K", "split", "groups", "places"),
+    [(1, 2048, 4, 1, 8), (1, 1280, 2, 2, 1), (3, 1280, 2, 2, 8), (8, 512, 1, 1, 8)],
 )
 @pytest.mark.parametrize("kind", ["plain", "normed", "offset", "gated"])
-def test_rows_are_put_where_products_read_them(M, K, split, groups, kind):
+def test_rows_are_put_where_products_read_them(M, K, split, groups, places, kind):
     rng = np.random.default_rng(1)
     width = 2 * K if kind == "gated" else K
     x = bfloat16(rng, M, width)
@@ -57,7 +58,7 @@ def test_rows_are_put_where_products_read_them(M, K, split, groups, kind):
         )
     rows = ResidentRows(
         M=M, K=K, dtype=BF16, steps=K // DEPTH // split, groups=groups, norm=norm,
-        gated=kind == "gated",
+        gated=kind == "gated", places=places,
     )  # fmt: skip
     true = x.astype(np.float64)
     if norm is not None and scale is not None:
@@ -78,13 +79,14 @@ def test_rows_are_put_where_products_read_them(M, K, split, groups, kind):
     ("M", "tiles", "split", "groups", "gated"),
     [(1, 1, 4, 1, False), (8, 2, 1, 1, True), (3, 4, 2, 1, True), (5, 3, 4, 2, False)],
 )
-def test_sums_of_a_cluster_are_added_and_written(M, tiles, split, groups, gated):
+@pytest.mark.parametrize("is_pushed", [False, True], ids=["fetched", "sent"])
+def test_sums_of_a_cluster_are_added_and_written(M, tiles, split, groups, gated, is_pushed):
     rng = np.random.default_rng(2)
     width, blocks = WIDTH * tiles, 2
     columns = blocks * width // (2 if gated else 1)
     sums = ClusterSums(
         rows=M, rows_at_a_time=M, columns=columns, tiles=tiles, split=split, groups=groups,
-        out_dtype=BF16, gated=gated, has_residual=True,
+        out_dtype=BF16, gated=gated, has_residual=True, is_pushed=is_pushed,
     )  # fmt: skip
     threads = Warpgroup(ml_dtypes.bfloat16)
     residual = bfloat16(rng, M, columns)
@@ -95,13 +97,21 @@ def test_sums_of_a_cluster_are_added_and_written(M, tiles, split, groups, gated)
         refs = []
         for rank in range(split):
             threads.used = at
-            refs.append(
-                threads.put(np.zeros((groups, sums.count * WARPGROUP), np.float32), rank=rank)
-            )
-            for group in range(groups):
-                ref = type(refs[rank])(refs[rank].base + 4 * group * sums.count * WARPGROUP)
-                with threads.running():
-                    sums.keep(fragments(parts[block, rank, group], tiles), ref)
+            # What is never sent shows in the result.
+            empty = np.full((groups, sums.count * WARPGROUP), np.nan, np.float32)
+            refs.append(threads.put(empty, rank=rank))
+        for rank, group in itertools.product(range(split), range(groups)):
+            threads.rank = rank
+            numbers, ref = fragments(parts[block, rank, group], tiles), refs[rank]
+            with threads.running():
+                if sums.pushed is not None:
+                    sums.pushed.push(numbers, group, ref, ref)
+                else:
+                    sums.keep(numbers, Ref(ref.base + 4 * group * sums.count * WARPGROUP))
+        if sums.pushed is not None:
+            # A barrier that waits for another number of bytes waits for ever.
+            np.testing.assert_array_equal(threads.sent[:split], sums.pushed.num_bytes)
+            threads.sent[:] = 0
         for rank, group in itertools.product(range(split), range(groups)):
             threads.rank = rank
             with threads.running():

@@ -106,6 +106,8 @@ def _assembly(op: ir.Operation, given: list, memory: Memory) -> list:
             return [[memory.load(at + np.uint32(4 * i), np.uint32) for i in range(count)]]
         kinds = {"b16": np.uint16, "b32": np.uint32, "f32": np.float32}
         return [memory.load(at, kinds[name.split(".")[-1]])]
+    if name.startswith("ldmatrix"):
+        return [_matrices(given[0] + np.uint32(numbers[-1]), memory)]
     if name == "st.shared.f32":
         memory.store(memory.shared, given[0] + np.uint32(numbers[0]), given[1])
         return []
@@ -157,6 +159,17 @@ def _mma(a: list, b: list, c: list) -> list[np.ndarray]:
         rows = product[:, 8 * (i // 2) : 8 * (i // 2) + 8, i % 2 :: 2]
         found.append((rows.reshape(THREADS) + before).astype(np.float32))
     return found
+
+
+def _matrices(places: np.ndarray, memory: Memory) -> list[np.ndarray]:
+    """Four matrices of 8 by 8, as ``_fragment`` has one; 8 lanes say where the rows of each are."""
+    assert not np.any(places % 16), "aligned"
+    lane = np.arange(THREADS) % LANES
+    first = np.arange(THREADS) - lane
+    rows = (places[first + 8 * i + lane // 4] for i in range(4))
+    return [
+        memory.load(row + np.uint32(4) * (lane % 4).astype(np.uint32), np.uint32) for row in rows
+    ]
 
 
 def _turned(register: np.ndarray) -> np.ndarray:
