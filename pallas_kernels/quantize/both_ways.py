@@ -179,9 +179,9 @@ def quantize_swiglu_gradient(
     return of_gate, of_up
 
 
-def case_of(source: Source, scaling: Scaling, x: jax.Array) -> dict[str, tables.Value]:
+def case_of(source: Source, scaling: Scaling, shape: tuple[int, ...]) -> dict[str, tables.Value]:
     """What the fastest implementation depends on."""
-    rows, columns = x.shape
+    rows, columns = shape
     return {"form": source.name, "scaling": str(scaling), "rows": rows, "columns": columns}
 
 
@@ -195,7 +195,7 @@ def takes_one_kernel(
 ) -> bool:
     """Whether "auto" takes the one kernel: it can compute this and was measured to be faster."""
     reason = unsupported(inputs, scaling, power_of_two=power_of_two, num_devices=num_devices)
-    case = case_of(source, scaling, inputs[0])
+    case = case_of(source, scaling, inputs[0].shape)
     faster = reason is None and _was_faster(case)
     told = " ".join(map(str, case.values()))
     because = None if reason is None else f"not hopper: {reason}"
@@ -241,7 +241,7 @@ def _both_ways(
     inputs = vary_alike(without_gradient(inputs, WHY_NO_GRADIENT))
     options: dict[str, Any] = {"dtype": dtype, "power_of_two": power_of_two}
     if _chosen(source, inputs, form, power_of_two, implementation, num) != "hopper":
-        return _apart(source, inputs, form, implementation=implementation, num=num, **options)
+        return apart(source, inputs, form, implementation=implementation, num=num, **options)
     call = functools.partial(
         both_ways_hopper,
         source.in_kernel,
@@ -271,7 +271,7 @@ def _chosen(
     return implementation
 
 
-def _apart(
+def apart(
     source: Source,
     inputs: tuple[jax.Array, ...],
     form: Scaling,
