@@ -1,4 +1,4 @@
-"""Casts of a matrix and its transpose in one kernel on a Hopper GPU, and a layer that takes them."""
+"""Casts of a matrix and its transpose in one kernel on a Hopper GPU."""
 
 import jax
 import jax.numpy as jnp
