@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from .paged_attention import paged_attention as paged_attention
     from .quantize import quantize as quantize
     from .quantize import quantize_both_ways as quantize_both_ways
+    from .quantize import quantize_swiglu as quantize_swiglu
+    from .quantize import quantize_swiglu_gradient as quantize_swiglu_gradient
     from .quantized_matmul import QuantizedWeight as QuantizedWeight
     from .quantized_matmul import quantized_matmul as quantized_matmul
     from .scaled_matmul import scaled_matmul as scaled_matmul
@@ -59,7 +61,12 @@ _PUBLIC = {
     ),
     "norm": ("layer_norm", "layer_norm_fp8", "rms_norm", "rms_norm_fp8"),
     "paged_attention": ("append_heads", "append_to_pages", "paged_attention"),
-    "quantize": ("quantize", "quantize_both_ways"),
+    "quantize": (
+        "quantize",
+        "quantize_both_ways",
+        "quantize_swiglu",
+        "quantize_swiglu_gradient",
+    ),
     "quantized_matmul": ("QuantizedWeight", "quantized_matmul"),
     "scaled_matmul": ("scaled_matmul",),
     "skinny_matmul": ("skinny_matmul",),

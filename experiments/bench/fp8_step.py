@@ -5,7 +5,8 @@ python -m experiments.bench.fp8_step --preset tiny --layers 2 --batch 1 --length
 
 All contenders take the same parameters and moments in turns, since two copies of an 8B-shaped state
 do not fit: times are of equal shapes, and losses are not compared here. "tensor, our kernel"
-computes scaled products by the Hopper kernel where ``auto`` takes XLA's.
+computes scaled products by the Hopper kernel where ``auto`` takes XLA's; "cast both ways" takes
+the kernel that casts a matrix, or SwiGLU and its gradient, with the transpose wherever it can.
 """
 
 import argparse
@@ -39,15 +40,20 @@ from jaxinfra.models.flops import training_flops_per_token
 from jaxinfra.ops import fp8_product
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.training.xla_options import Options
+from pallas_kernels.quantize import both_ways
 
 CONTENDERS: dict[str, Fp8Matmuls | None] = {
     "bf16": None,
     "blocks": Fp8Matmuls(scaling=Fp8Scaling.BLOCKS),
     "squares": Fp8Matmuls(scaling=Fp8Scaling.SQUARES),
+    "blocks, cast both ways": Fp8Matmuls(scaling=Fp8Scaling.BLOCKS),
+    "squares, cast both ways": Fp8Matmuls(scaling=Fp8Scaling.SQUARES),
     "tensor": Fp8Matmuls(scaling=Fp8Scaling.TENSOR),
     "tensor, our kernel": Fp8Matmuls(scaling=Fp8Scaling.TENSOR),
     "delayed, our kernel": Fp8Matmuls(scaling=Fp8Scaling.DELAYED),
 }
+FORCED = ("our kernel", "cast both ways")
+"""In names: a kernel is taken that ``auto`` does not take."""
 # A trace would name a whole CUDA graph where it should name the operation and its scope.
 TRACEABLE: Options = {"xla_gpu_enable_command_buffer": ""}
 
@@ -136,7 +142,7 @@ def _compiled(
         except (RuntimeError, ValueError, NotImplementedError) as error:  # a row, not the end
             return error
 
-    forced = [name for name in args.contenders if "our kernel" in name]
+    forced = [name for name in args.contenders if any(what in name for what in FORCED)]
     free = [name for name in args.contenders if name not in forced]
     with ThreadPoolExecutor(len(free) or 1) as pool:
         found = dict(zip(free, pool.map(compiled, free), strict=True))
@@ -146,7 +152,11 @@ def _compiled(
 
 @contextlib.contextmanager
 def _kernel_of(name: str) -> Iterator[None]:
-    """Within, products are traced with the contender's kernel."""
+    """Within, a step is traced with the contender's kernel."""
+    if "cast both ways" in name:
+        with mock.patch.object(both_ways, "_was_faster", return_value=True):
+            yield
+        return
     if "our kernel" not in name:
         yield
         return

@@ -20,6 +20,7 @@ from jaxinfra.ops.cross_entropy import CrossEntropySums
 from jaxinfra.ops.deferred import Deferred
 from jaxinfra.ops.experts import ExpertWeights, apply_experts
 from jaxinfra.ops.fp8_operands import Input
+from jaxinfra.ops.fp8_swiglu import Factor
 from jaxinfra.ops.gathered import GatheredWeight
 from jaxinfra.ops.quantized import QuantizedWeight
 
@@ -79,6 +80,16 @@ class SwiGlu(Protocol):
     ) -> jax.Array | Deferred:
         """Returns ``silu(x gate) * (x up)`` in the compute dtype, or what the port ``fused`` makes
         it of; the weight's first half of columns are gates.
+        """
+        ...
+
+
+class SwiGluInput(Protocol):
+    """Hidden values in 8 bits; ``jaxinfra.ops.fp8_swiglu.swiglu_input`` is one."""
+
+    def __call__(self, x: Input, gate: Factor, up: Factor, *, recipe: Recipe) -> Input | None:
+        """Returns ``silu(x gate) * (x up)`` for the product that reads it; None where products,
+        activation and casts follow one another.
         """
         ...
 
@@ -359,6 +370,7 @@ class Execution:
     policy: Policy
     multiply: Multiply
     swiglu: SwiGlu | None  # of a packed weight; None: a product, then the activation
+    swiglu_input: SwiGluInput
     fused: Fused | None  # None: norms, products and sums one after another
     prepare: Prepare
     attend: Attend

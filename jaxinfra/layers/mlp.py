@@ -19,6 +19,7 @@ from jaxinfra.layers.projection import HIDDEN, Projection
 from jaxinfra.layers.statistics import site_sums
 from jaxinfra.ops.activation import activated
 from jaxinfra.ops.deferred import Deferred
+from jaxinfra.ops.fp8_operands import Input
 
 
 class Mlp(nnx.Module):
@@ -65,20 +66,24 @@ class Mlp(nnx.Module):
     def __call__(self, x_BTD: Float[Array, "B T D"] | Deferred, given: Pass) -> LayerOutput:
         """[B, T, D] to [B, T, D] in the compute dtype."""
         hidden_BTF = self._hidden(x_BTD)
-        if not isinstance(hidden_BTF, Deferred):
+        if not isinstance(hidden_BTF, Deferred | Input):
             hidden_BTF = self.execution.place(hidden_BTF, (axes.BATCH, axes.SEQUENCE, axes.MLP))
         out_BTD = self.down(hidden_BTF, residual=given.residual_BTD)
         if not self.execution.statistics or isinstance(hidden_BTF, Deferred):
             return LayerOutput(x=out_BTD)
-        sums = site_sums({"mlp_hidden": hidden_BTF}, policy=self.execution.policy)
+        values_BTF = hidden_BTF.x if isinstance(hidden_BTF, Input) else hidden_BTF
+        sums = site_sums({"mlp_hidden": values_BTF}, policy=self.execution.policy)
         return LayerOutput(x=out_BTD, sums=sums)
 
-    def _hidden(self, x_BTD: jax.Array | Deferred) -> jax.Array | Deferred:
-        """What ``down`` reads, in the compute dtype."""
+    def _hidden(self, x_BTD: jax.Array | Deferred) -> jax.Array | Deferred | Input:
+        """What ``down`` reads, in the compute dtype or quantized."""
         policy, swiglu = self.execution.policy, self.execution.swiglu
         if self.packed is None:
             assert not isinstance(x_BTD, Deferred), "Block"
             given_BTD = self.up.prepared(x_BTD)
+            hidden = self._quantized_hidden(given_BTD)
+            if hidden is not None:
+                return hidden
             up_BTF = policy.to_accum(self.up(given_BTD))
             gate_BTF = None if self.gate is None else policy.to_accum(self.gate(given_BTD))
         elif swiglu is not None and self.config.kind is MlpKind.SWIGLU and not self.config.bias:
@@ -87,3 +92,13 @@ class Mlp(nnx.Module):
             gate_BTF, up_BTF = jnp.split(policy.to_accum(self.packed(x_BTD)), 2, axis=-1)
         hidden_BTF = policy.to_compute(activated(self.config.kind, up_BTF, gate_BTF))
         return labelled(hidden_BTF, self.label)
+
+    def _quantized_hidden(self, x: jax.Array | Input) -> Input | None:
+        """``_hidden`` in 8 bits, of products in 8 bits; None where it is an array first."""
+        factors = [None if layer is None else layer.factor for layer in (self.gate, self.up)]
+        gate, up = factors
+        is_swiglu = self.config.kind is MlpKind.SWIGLU and self.down.recipe == self.up.recipe
+        if not isinstance(x, Input) or not is_swiglu or gate is None or up is None:
+            return None
+        hidden = self.execution.swiglu_input(x, gate, up, recipe=self.up.recipe)
+        return None if hidden is None else hidden._replace(x=labelled(hidden.x, self.label))

@@ -16,6 +16,7 @@ from jaxinfra.layers.row_adapters import RowAdapters
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.deferred import Deferred
 from jaxinfra.ops.fp8_operands import Input, empty_history, next_history
+from jaxinfra.ops.fp8_swiglu import Factor
 from jaxinfra.ops.gathered import GatheredWeight
 from jaxinfra.ops.quantized import QuantizedWeight, contracted_dims, repeated_outputs
 
@@ -130,6 +131,18 @@ class Projection(nnx.Module):
         return self.prepare(x, recipe=self.recipe, dims=contracted, history=self._history)
 
     @property
+    def factor(self) -> Factor | None:
+        """What the product in 8 bits multiplies with; None if it is another, or not all of it."""
+        weight = self._multiplied
+        is_plain = self.recipe.fp8 is not None and self.adapter is None and self.bias is None
+        if not is_plain or isinstance(weight, QuantizedWeight | GatheredWeight):
+            return None
+        return Factor(weight, self._history, self._multiplied_dims, self._named)
+
+    def _named(self, y: Float[Array, "B T *_"]) -> Float[Array, "B T *_"]:
+        return labelled(checkpoint_name(y, self.name), self.label)
+
+    @property
     def _multiplied_dims(self) -> Dims:
         """Logical dims of ``_multiplied``: of one that was placed those that it still has."""
         if self.place is None:
@@ -190,7 +203,7 @@ class Projection(nnx.Module):
             bias = self._repeated(self.policy.to_accum(self.bias[...]))
             bias = jnp.expand_dims(bias, range(y.ndim - bias.ndim))
             y = (self.policy.to_accum(y) + bias).astype(y.dtype)
-        return labelled(checkpoint_name(y, self.name), self.label)
+        return self._named(y)
 
     @property
     def _served(self) -> Float[Array, "..."] | QuantizedWeight:

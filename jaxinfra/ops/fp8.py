@@ -103,14 +103,6 @@ def _fitting(devices: Devices, sides: tuple[Side, ...], fp8: Fp8Recipe) -> Devic
     return devices.together
 
 
-def _matrix(x: jax.Array, contracted: int, devices: Devices, fp8: Fp8Recipe) -> jax.Array:
-    """x as [M, K] where a device has it, else [..., T, K]."""
-    *lead, _ = x.shape[: x.ndim - contracted + 1]
-    x = x.reshape(*lead, math.prod(x.shape[len(lead) :]))
-    flat = devices.spread == 1 and (not operands.form_of(fp8).by_blocks or operands.in_blocks(x))
-    return x.reshape(-1, x.shape[-1]) if flat or x.ndim < 3 else x
-
-
 def _quantized_tokens(
     x: jax.Array,
     history: jax.Array | None,
@@ -135,7 +127,7 @@ def _quantized_tokens(
         tokens = TOKENS  # brought together in 16 bits
 
     def part(x: jax.Array, history: jax.Array | None) -> tuple[BothWays, jax.Array]:
-        matrix = _matrix(x.astype(recipe.compute), len(dims), devices, fp8)
+        matrix = operands.as_matrix(x.astype(recipe.compute), len(dims), devices, fp8)
         sequences = x.shape[0]
         return caster.tokens(matrix, history, dims=dims, lie=tokens, sequences=sequences)
 
@@ -207,6 +199,28 @@ def multiply_fp8(
     Raises:
         UnsupportedError: the einsum is no matmul.
     """
+    call, x = planned(
+        spec, x, weight, recipe=recipe, out=out, history=history, dims=dims, devices=devices
+    )
+    return call.product(x.x, x.quantized, x.seen, weight, history)
+
+
+def planned(
+    spec: str,
+    x: jax.Array | Input,
+    weight: jax.Array,
+    *,
+    recipe: Recipe,
+    out: jnp.dtype | None = None,
+    history: jax.Array | None = None,
+    dims: Dims | None = None,
+    devices: FindDevices = one_device,
+) -> tuple["Call", Input]:
+    """The parts of ``multiply_fp8``, and x, quantized if it was not.
+
+    Args:
+        spec, x, weight, recipe, out, history, dims, devices: as there.
+    """
     fp8, form = recipe.fp8, _form(spec)
     assert fp8 is not None
     dims = (None,) * weight.ndim if dims is None else dims
@@ -223,7 +237,7 @@ def multiply_fp8(
         x = quantized_input(
             x, recipe=recipe, dims=dims[contracted], history=history, devices=lambda: fitting
         )
-    call = _Call(
+    call = Call(
         recipe=recipe,
         fp8=fp8,
         contracted_first=form.contracted_first,
@@ -233,11 +247,11 @@ def multiply_fp8(
         out=out or recipe.compute,
         devices=fitting,
     )
-    return call.product(x.x, x.quantized, x.seen, weight, history)
+    return call, x
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Call:
+class Call:
     """One matmul: what is known of it without its arrays."""
 
     recipe: Recipe
@@ -278,9 +292,8 @@ class _Call:
 
     def backward(self, kept, cotangent):
         """dx, dweight, and what the history emits."""
-        x_tokens, x_seen, w, w_seen, history = kept
-        contracted, outer = self.matrix_dims if self.contracted_first else self.matrix_dims[::-1]
-        both, g_seen = _quantized_tokens(
+        history, (contracted, outer) = kept[-1], self.sides
+        both, seen = _quantized_tokens(
             cotangent,
             history,
             operand=COTANGENT,
@@ -289,13 +302,23 @@ class _Call:
             tokens=self.devices.tokens_of_sum(contracted),
             devices=self.devices,
         )
+        return self.gradients(kept, both, seen)
+
+    def gradients(self, kept, cotangent: BothWays, g_seen: jax.Array):
+        """``backward`` of a cotangent in 8 bits, and what was seen of it."""
+        x_tokens, x_seen, w, w_seen, history = kept
         compute, first = self.recipe.compute, self.contracted_first
-        dx = self._with_weight(both.rows, w, out=compute, along_first=not first)
-        sides = (x_tokens, both.tokens) if first else (both.tokens, x_tokens)
+        dx = self._with_weight(cotangent.rows, w, out=compute, along_first=not first)
+        sides = (x_tokens, cotangent.tokens) if first else (cotangent.tokens, x_tokens)
         dweight = self._of_weight(*sides)
         if history is None:
             return dx, dweight, None
         return dx, dweight, operands.emitted(history, [x_seen, w_seen, g_seen])
+
+    @property
+    def sides(self) -> tuple[Dims, Dims]:
+        """Logical dims of the weight: those that are contracted with x, and the others."""
+        return self.matrix_dims if self.contracted_first else self.matrix_dims[::-1]
 
     def _quantized_weight(self, weight, history, *, by_columns: bool):
         """In this device's share, and what was seen of it."""

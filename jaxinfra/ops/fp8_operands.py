@@ -10,7 +10,8 @@ C column of a weight.
 """
 
 import functools
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from jaxinfra.numerics.recipe import Fp8Recipe
 from jaxinfra.ops.fp8_devices import TOKENS, Devices, Hold
 from pallas_kernels.common.dot import ACCUMULATOR
 from pallas_kernels.common.scales import BLOCK, Quantized, Scaling
-from pallas_kernels.quantize import quantize
+from pallas_kernels.quantize import quantize, quantize_both_ways
 from pallas_kernels.quantize.formula import largest_of, magnitude, scale_and_inverse
 from pallas_kernels.quantize.xla import quantize_across_xla, quantize_xla
 
@@ -117,6 +118,16 @@ class Caster(NamedTuple):
         return self.fp8.gradient if self.operand == COTANGENT else self.fp8.forward
 
     @property
+    def format(self) -> dict[str, Any]:
+        """As ``pallas_kernels.quantize`` takes it."""
+        return {"dtype": self.dtype, "power_of_two": self.fp8.power_of_two}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The same, with what says where kernels run."""
+        return {**self.format, "num_devices": self.devices.spread}
+
+    @property
     def held(self) -> Hold:
         """How a mesh holds it."""
         return Hold.STORED if self.operand == WEIGHT else Hold.USED
@@ -141,29 +152,29 @@ class Caster(NamedTuple):
         if x.ndim == 2:
             # One array for what rounds it, by rows and across: XLA would compute it again for each.
             x = jax.lax.optimization_barrier(x)
-        form, largest = self.form, None
+        form, largest, across = self.form, None, None
         if form is Scaling.TENSOR:
             rows, largest = self._by_tensor(x, history, lie + dims)
         elif form is Scaling.ROW:
             rows = self._by_rows(x, dims)
-        else:
+            across = self._by_rows(jnp.swapaxes(x, -1, -2), lie, sequences=range(x.ndim - 2))
+        elif form is Scaling.BLOCK and (x.ndim > 2 or lie != TOKENS):
             rows = self._by_blocks(x)
-        seen = self._seen(x, rows, lie + dims, largest)
+        elif x.ndim > 2:
+            rows, across = self._by_blocks(x), quantize_across_xla(x, **self.format)
+        else:
+            rows, across = quantize_both_ways(x, form, **self.options)
+        seen = self.seen(x, rows, lie + dims, largest)
         join = functools.partial(self.devices.joined, tokens=lie, sequences=sequences)
-        scale_dim = rows.scale.ndim - 1  # of rows, after that of blocks of columns
-        scale = rows.scale if form is Scaling.TENSOR else join(rows.scale, dim=scale_dim)
-        rows = Quantized(join(rows.values, dim=0), scale)
-        if form is Scaling.TENSOR:
+        if form is not Scaling.TENSOR:  # of rows, after the dim of blocks of columns
+            rows = rows._replace(scale=join(rows.scale, dim=rows.scale.ndim - 1))
+        rows = rows._replace(values=join(rows.values, dim=0))
+        if across is None:
+            scale = rows.scale if form is Scaling.TENSOR else jnp.swapaxes(rows.scale, -1, -2)
             return BothWays(rows, Quantized(jnp.swapaxes(rows.values, -1, -2), scale)), seen
-        if form is Scaling.BLOCK:
-            return BothWays(rows, Quantized(*(jnp.swapaxes(each, -1, -2) for each in rows))), seen
-        if form is Scaling.ROW:
-            tokens = self._by_rows(jnp.swapaxes(x, -1, -2), lie, sequences=range(x.ndim - 2))
-            return BothWays(rows, Quantized(join(tokens.values, dim=1), tokens.scale)), seen
-        options = {"dtype": self.dtype, "power_of_two": self.fp8.power_of_two}
-        values, scale = quantize_across_xla(x, **options)
-        tokens = Quantized(join(values, dim=1), join(scale, dim=0))
-        return BothWays(rows, tokens), seen
+        if form is not Scaling.ROW:
+            across = across._replace(scale=join(across.scale, dim=0))
+        return BothWays(rows, across._replace(values=join(across.values, dim=1))), seen
 
     def weight(
         self,
@@ -193,7 +204,7 @@ class Caster(NamedTuple):
             quantized = Quantized(transposed.values.T, transposed.scale)
         else:
             quantized = self._by_rows(weight_RC, columns)
-        return quantized, self._seen(weight_RC, quantized, rows + columns, largest)
+        return quantized, self.seen(weight_RC, quantized, rows + columns, largest)
 
     def _by_tensor(
         self, x: jax.Array, history: jax.Array | None, dims: Dims
@@ -203,7 +214,7 @@ class Caster(NamedTuple):
         """
         fp8 = self.fp8
         own = self.devices.largest(jnp.max(magnitude(x.astype(ACCUMULATOR))), dims, self.held)
-        given = {"dtype": self.dtype, "power_of_two": fp8.power_of_two}
+        given = self.format
         if fp8.scaling is not Fp8Scaling.DELAYED:
             return quantize_xla(x, Scaling.TENSOR, largest=own, **given), own
         assert history is not None, "delayed scaling needs its history"
@@ -224,24 +235,26 @@ class Caster(NamedTuple):
         largest = self.devices.largest(
             jnp.max(size, axis=(*sequences, x.ndim - 1)), dims, self.held
         )
-        power_of_two = self.fp8.power_of_two
-        return quantize_xla(
-            x, Scaling.ROW, dtype=self.dtype, power_of_two=power_of_two, largest=largest
-        )
+        return quantize_xla(x, Scaling.ROW, largest=largest, **self.format)
 
     def _by_blocks(self, x: jax.Array) -> Quantized:
-        given = {"dtype": self.dtype, "power_of_two": self.fp8.power_of_two}
         if x.ndim > 2:
-            return quantize_xla(x, self.form, **given)
-        return quantize(x, self.form, num_devices=self.devices.spread, **given)
+            return quantize_xla(x, self.form, **self.format)
+        return quantize(x, self.form, **self.options)
 
-    def _seen(
+    def seen(
         self,
         x: jax.Array,
         quantized: Quantized,
         dims: Dims,
         largest: jax.Array | None = None,
     ) -> jax.Array:
+        """``seen`` of all shares of x.
+
+        Args:
+            dims: logical dims of which this is a share.
+            largest: of a tensor with one scale.
+        """
         each = self.devices.of_all(
             seen(x, quantized, largest=largest, whole=self.devices.spread == 1), dims, self.held
         )
@@ -280,3 +293,15 @@ def seen(
 def in_blocks(x: jax.Array) -> bool:
     """Whether 128 tokens of the memory's order are always of one sequence: x may be flattened."""
     return x.shape[-2] % BLOCK == 0
+
+
+def as_matrix(x: jax.Array, contracted: int, devices: Devices, fp8: Fp8Recipe) -> jax.Array:
+    """x as [M, K] where a device has it, else [..., T, K].
+
+    Args:
+        contracted: number of its last dims, which become K.
+    """
+    *lead, _ = x.shape[: x.ndim - contracted + 1]
+    x = x.reshape(*lead, math.prod(x.shape[len(lead) :]))
+    flat = devices.spread == 1 and (not form_of(fp8).by_blocks or in_blocks(x))
+    return x.reshape(-1, x.shape[-1]) if flat or x.ndim < 3 else x

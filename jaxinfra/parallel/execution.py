@@ -11,6 +11,7 @@ from jaxinfra.layers.execution import Anywhere, Execution
 from jaxinfra.numerics.policy import POLICIES, Policy
 from jaxinfra.ops.append_heads import append_packed_heads
 from jaxinfra.ops.few_rows import fused_few_rows, multiply_few_rows, swiglu_few_rows
+from jaxinfra.ops.fp8_swiglu import swiglu_input
 from jaxinfra.ops.multiply import multiply, prepared
 from jaxinfra.parallel.attend import attention_on, decode_on, latents_on
 from jaxinfra.parallel.exchange import exchange_on
@@ -69,6 +70,7 @@ def execution_on(
         policy=policy,
         multiply=multiply_few_rows if serves_alone else multiply_anywhere,
         swiglu=swiglu_few_rows if serves_alone else None,
+        swiglu_input=functools.partial(swiglu_input, devices=devices),
         fused=fused_few_rows if serves_alone else None,
         append=append_packed_heads if serves_alone else None,
         prepare=functools.partial(prepared, devices=devices),

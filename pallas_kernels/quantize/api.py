@@ -15,7 +15,7 @@ from pallas_kernels.common.scales import FORMATS, Quantized, Scaling
 from pallas_kernels.common.varying import results_vary, vary_alike
 
 from .hopper import quantize_hopper, unsupported
-from .xla import quantize_across_xla, quantize_xla
+from .xla import quantize_xla
 
 NAMES = ("hopper", "xla")
 WHY_NO_GRADIENT = (
@@ -64,7 +64,7 @@ def quantize(
         >>> values[0, 0].item(), scale.tolist()
         (448.0, [0.015625, 0.015625])
     """
-    form, dtype = _checked(x, scaling, jnp.dtype(dtype), implementation)
+    form, dtype = checked(x, scaling, jnp.dtype(dtype), implementation)
     if scale is not None and (form is not Scaling.TENSOR or scale.shape or power_of_two):
         raise InputError(
             f"scale is {list(scale.shape)} with scaling={form} and power_of_two={power_of_two}; a "
@@ -75,40 +75,6 @@ def quantize(
     if _takes_hopper(implementation, x, form, scale is not None, power_of_two, num_devices):
         return results_vary(functools.partial(quantize_hopper, scaling=form, **options))(x)
     return quantize_xla(x, form, scale=scale, **options)
-
-
-def quantize_both_ways(
-    x: jax.Array,
-    *,
-    dtype: Any = jnp.float8_e4m3fn,
-    power_of_two: bool = False,
-    implementation: str = "auto",
-    num_devices: int = 1,
-) -> tuple[Quantized, Quantized]:
-    """``x`` by 1x128 blocks, and its transpose by 1x128 blocks.
-
-    A layer contracts its input over columns, the gradient of its weight over rows. The transpose is
-    XLA's in any case: there is no kernel for it yet.
-
-    Args:
-        x: [R, C].
-        dtype, power_of_two, implementation, num_devices: as in ``quantize``.
-
-    Returns:
-        x [R, C] and its transpose [C, R].
-
-    Raises:
-        InputError, UnsupportedError: as ``quantize``.
-
-    Examples:
-        >>> x, transposed = pallas_kernels.quantize_both_ways(jnp.ones((128, 256)))
-        >>> x.values.shape, transposed.values.shape
-        ((128, 256), (256, 128))
-    """
-    form, dtype = _checked(x, Scaling.BLOCK_OF_ROW, jnp.dtype(dtype), implementation)
-    options = {"dtype": dtype, "power_of_two": power_of_two}
-    one = quantize(x, form, implementation=implementation, num_devices=num_devices, **options)
-    return one, quantize_across_xla(without_gradient(x, WHY_NO_GRADIENT), **options)
 
 
 def _takes_hopper(
@@ -131,9 +97,14 @@ def _takes_hopper(
     return reason is None
 
 
-def _checked(
+def checked(
     x: jax.Array, scaling: Scaling | str, dtype: jnp.dtype, implementation: str
 ) -> tuple[Scaling, jnp.dtype]:
+    """The form and format of a call, found right.
+
+    Raises:
+        InputError: they are not.
+    """
     if x.ndim != 2 or x.dtype not in INPUTS or 0 in x.shape:
         raise InputError(
             f"x is {x.dtype}{list(x.shape)}; a matrix of bfloat16, float16 or float32 is "

@@ -26,7 +26,9 @@ from .weight_gradient_kernel import grouped_weight_gradient
 
 LEAST_WIDTH = BLOCK_ROWS
 DEFAULT = GroupedConfig()
-SCALED = ScaledGroupedConfig()
+LEAST_FREE_ROWS = 1024
+"""Rows per group, on average, from which warpgroups multiply 8 bits freely: 5 and 8% faster than in
+turns with 1,024 (an H200, an H100), 1% with 4,096; with 512 they are 1 and 5% slower."""
 
 
 def _not_hopper() -> str | None:
@@ -61,6 +63,11 @@ def scaled_unsupported(b_GNK: jax.Array) -> str | None:
         if width % multiple or width < LEAST_WIDTH:
             return f"{name}={width} is not a multiple of {multiple} and at least {LEAST_WIDTH}"
     return None
+
+
+def scaled_config(num_rows: int, num_groups: int) -> ScaledGroupedConfig:
+    """Tiles of a product of 8-bit operands; results are the same to the last bit with any."""
+    return ScaledGroupedConfig(in_turns=num_rows < LEAST_FREE_ROWS * num_groups)
 
 
 def product(
@@ -167,7 +174,7 @@ def scaled_product(
     kernel = functools.partial(
         scaled_grouped_product,
         out_dtype=out_dtype,
-        config=config or SCALED,
+        config=config or scaled_config(a_MK.shape[0], b_GNK.shape[0]),
         interpretable=interpretable,
     )
     operands = _padded(a_MK), b_GNK, _padded(a_scale_JM.T).T, b_scale_GJI, group_sizes_G

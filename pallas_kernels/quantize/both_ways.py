@@ -1,0 +1,296 @@
+"""Matrices and their transposes in 8 bits, of one read: the public functions.
+
+Dims: R row, C column, the dim that a layer contracts.
+"""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common import tables
+from pallas_kernels.common.chosen import announce
+from pallas_kernels.common.errors import InputError, UnsupportedError
+from pallas_kernels.common.no_gradient import without_gradient
+from pallas_kernels.common.scales import Quantized, Scaling
+from pallas_kernels.common.varying import results_vary, vary_alike
+
+from . import swiglu_formula
+from .api import WHY_NO_GRADIENT, checked, quantize
+from .hopper_both_ways import BothWays, both_ways_hopper, unsupported
+from .xla import quantize_across_xla
+
+TUNED = pathlib.Path(__file__).parent / "tuned"
+OP, QUESTION = "quantize", "both-ways"
+"""``tuned/both-ways-DEVICE.json``: a row's case is ``case_of``, its choice {"implementation":
+"hopper" or "apart"}: one kernel, or what "auto" takes where no measurement says so."""
+LEAST_GAIN = 1.03
+"""How much faster the one kernel must have been measured for "auto" to take it."""
+_FARTHEST = {"rows": 2.0, "columns": 2.0}
+"""Powers of two from the nearest measured shape within which its measurement is trusted."""
+NAMES = ("hopper", "xla")
+FORMS = (Scaling.BLOCK_OF_ROW, Scaling.BLOCK)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """What is made of the inputs before it is cast, number by number in fp32."""
+
+    name: str
+    num_results: int
+    plainly: Callable[..., tuple[jax.Array, ...]]
+    in_kernel: Callable[..., tuple[jax.Array, ...]]
+
+
+PLAIN = Source(name="x", num_results=1, plainly=swiglu_formula.same, in_kernel=swiglu_formula.same)
+SWIGLU = Source(
+    name="swiglu",
+    num_results=1,
+    plainly=swiglu_formula.swiglu,
+    in_kernel=swiglu_formula.swiglu_in_kernel,
+)
+SWIGLU_GRADIENT = Source(
+    name="swiglu gradient",
+    num_results=2,
+    plainly=swiglu_formula.swiglu_gradient,
+    in_kernel=swiglu_formula.gradient_in_kernel,
+)
+
+
+def quantize_both_ways(
+    x: jax.Array,
+    scaling: Scaling | str = Scaling.BLOCK_OF_ROW,
+    *,
+    dtype: Any = jnp.float8_e4m3fn,
+    power_of_two: bool = False,
+    implementation: str = "auto",
+    num_devices: int = 1,
+) -> BothWays:
+    """``x`` by blocks, and its transpose by blocks.
+
+    A layer contracts its input over columns, the gradient of its weight over rows.
+
+    Args:
+        x: [R, C], bfloat16, float16 or float32.
+        scaling: "1x128", each way by its own blocks, or "128x128", whose scales are the same.
+        dtype, power_of_two: as in ``quantize``.
+        implementation: "hopper" (one Mosaic GPU kernel that reads x once; bf16, R and C multiples
+            of 128), "xla", or "auto": that kernel where it was measured to be 1.03 times as fast
+            (``tuned``), else ``quantize``'s for the rows and XLA for the transpose. Results are the
+            same to the last bit.
+        num_devices: that the compiler spreads the call over; kernels run on one.
+
+    Returns:
+        x [R, C] and its transpose [C, R].
+
+    Raises:
+        InputError, UnsupportedError: as ``quantize``.
+
+    Examples:
+        >>> x, transposed = pallas_kernels.quantize_both_ways(jnp.ones((128, 256)))
+        >>> x.values.shape, transposed.values.shape
+        ((128, 256), (256, 128))
+    """
+    (both,) = _both_ways(
+        PLAIN, (x,), scaling, dtype, power_of_two, implementation=implementation, num=num_devices
+    )
+    return both
+
+
+def quantize_swiglu(
+    gate: jax.Array,
+    up: jax.Array,
+    scaling: Scaling | str = Scaling.BLOCK_OF_ROW,
+    *,
+    dtype: Any = jnp.float8_e4m3fn,
+    power_of_two: bool = False,
+    implementation: str = "auto",
+    num_devices: int = 1,
+) -> BothWays:
+    """``silu(gate) * up`` by blocks, and its transpose: what a product and the gradient of its
+    weight contract.
+
+    Computed in fp32 and rounded to the dtype of ``gate``, then to 8 bits as ``quantize`` has it: of
+    the same rounded values the results are the same to the last bit. The kernel computes silu with
+    other instructions than XLA, so that one value in some thousands is rounded to its neighbour.
+
+    Args:
+        gate, up: [R, C], alike.
+        scaling, dtype, power_of_two, implementation, num_devices: as in ``quantize_both_ways``;
+            without the one kernel the rounded values are an array in between.
+
+    Returns:
+        The hidden values [R, C] and their transpose [C, R].
+
+    Raises:
+        InputError, UnsupportedError: as ``quantize``.
+
+    Examples:
+        >>> gate = jnp.full((128, 128), 20.0, jnp.bfloat16)
+        >>> hidden, _ = pallas_kernels.quantize_swiglu(gate, gate)
+        >>> float(hidden.values[0, 0]) * float(hidden.scale[0, 0])
+        400.0
+    """
+    (both,) = _both_ways(
+        SWIGLU, (gate, up), scaling, dtype, power_of_two,
+        implementation=implementation, num=num_devices,
+    )  # fmt: skip
+    return both
+
+
+def quantize_swiglu_gradient(
+    gate: jax.Array,
+    up: jax.Array,
+    d_hidden: jax.Array,
+    scaling: Scaling | str = Scaling.BLOCK_OF_ROW,
+    *,
+    dtype: Any = jnp.float8_e4m3fn,
+    power_of_two: bool = False,
+    implementation: str = "auto",
+    num_devices: int = 1,
+) -> tuple[BothWays, BothWays]:
+    """The gradients of ``silu(gate) * up`` by blocks, each with its transpose.
+
+    Args:
+        gate, up, d_hidden: [R, C], alike; the last is the cotangent of the hidden values.
+        scaling, dtype, power_of_two, implementation, num_devices: as in ``quantize_swiglu``, with
+            the same steps of rounding.
+
+    Returns:
+        The cotangent of gate and that of up, as ``quantize_both_ways`` returns them.
+
+    Raises:
+        InputError, UnsupportedError: as ``quantize``.
+
+    Examples:
+        >>> gate = jnp.full((128, 128), 20.0, jnp.bfloat16)
+        >>> of_gate, of_up = pallas_kernels.quantize_swiglu_gradient(gate, gate, gate)
+        >>> float(of_up[0].values[0, 0]) * float(of_up[0].scale[0, 0])
+        400.0
+    """
+    of_gate, of_up = _both_ways(
+        SWIGLU_GRADIENT, (gate, up, d_hidden), scaling, dtype, power_of_two,
+        implementation=implementation, num=num_devices,
+    )  # fmt: skip
+    return of_gate, of_up
+
+
+def case_of(source: Source, scaling: Scaling, shape: tuple[int, ...]) -> dict[str, tables.Value]:
+    """What the fastest implementation depends on."""
+    rows, columns = shape
+    return {"form": source.name, "scaling": str(scaling), "rows": rows, "columns": columns}
+
+
+def takes_one_kernel(
+    source: Source,
+    inputs: tuple[jax.Array, ...],
+    scaling: Scaling,
+    *,
+    power_of_two: bool,
+    num_devices: int = 1,
+) -> bool:
+    """Whether "auto" takes the one kernel: it can compute this and was measured to be faster."""
+    reason = unsupported(inputs, scaling, power_of_two=power_of_two, num_devices=num_devices)
+    case = case_of(source, scaling, inputs[0].shape)
+    faster = reason is None and _was_faster(case)
+    told = " ".join(map(str, case.values()))
+    because = None if reason is None else f"not hopper: {reason}"
+    announce("quantize_both_ways", "hopper" if faster else "apart", told, because=because)
+    return faster
+
+
+def _was_faster(case: dict[str, tables.Value]) -> bool:
+    table = tables.find(TUNED, OP, QUESTION)
+    if table is None:
+        return False
+    sizes = {name: tables.count(case[name]) for name in _FARTHEST}
+    same = {name: case[name] for name in case if name not in sizes}
+    ms = {
+        dict(row.choice)["implementation"]: row.ms
+        for row in tables.nearest(table, same, sizes, _FARTHEST)
+    }
+    return {"hopper", "apart"} <= set(ms) and ms["apart"] >= LEAST_GAIN * ms["hopper"]
+
+
+def _both_ways(
+    source: Source,
+    inputs: tuple[jax.Array, ...],
+    scaling: Scaling | str,
+    dtype: Any,
+    power_of_two: bool,
+    *,
+    implementation: str,
+    num: int,
+) -> tuple[BothWays, ...]:
+    form, dtype = checked(inputs[0], scaling, jnp.dtype(dtype), implementation)
+    if form not in FORMS:
+        raise InputError(
+            f"scaling={form}; a matrix and its transpose are cast in one read by blocks, "
+            f"{' or '.join(FORMS)}: call quantize for each"
+        )
+    for x in inputs[1:]:
+        if (x.shape, x.dtype) != (inputs[0].shape, inputs[0].dtype):
+            raise InputError(
+                f"{source.name} takes matrices of one shape and dtype, and has "
+                f"{inputs[0].dtype}{list(inputs[0].shape)} and {x.dtype}{list(x.shape)}"
+            )
+    inputs = vary_alike(without_gradient(inputs, WHY_NO_GRADIENT))
+    options: dict[str, Any] = {"dtype": dtype, "power_of_two": power_of_two}
+    if _chosen(source, inputs, form, power_of_two, implementation, num) != "hopper":
+        return apart(source, inputs, form, implementation=implementation, num=num, **options)
+    call = functools.partial(
+        both_ways_hopper,
+        source.in_kernel,
+        scaling=form,
+        num_results=source.num_results,
+        **options,
+    )
+    return results_vary(lambda *x: call(x))(*inputs)
+
+
+def _chosen(
+    source: Source,
+    inputs: tuple[jax.Array, ...],
+    form: Scaling,
+    power_of_two: bool,
+    implementation: str,
+    num: int,
+) -> str:
+    given: dict[str, Any] = {"power_of_two": power_of_two, "num_devices": num}
+    if implementation == "auto":
+        return "hopper" if takes_one_kernel(source, inputs, form, **given) else "apart"
+    if implementation == "hopper" and (reason := unsupported(inputs, form, **given)) is not None:
+        raise UnsupportedError(
+            f"implementation='hopper' cannot quantize this both ways: {reason}. "
+            "implementation='xla' can"
+        )
+    return implementation
+
+
+def apart(
+    source: Source,
+    inputs: tuple[jax.Array, ...],
+    form: Scaling,
+    *,
+    implementation: str,
+    num: int,
+    **options: Any,
+) -> tuple[BothWays, ...]:
+    """By steps: the results in 16 bits, then each of their casts."""
+
+    def cast(x: jax.Array) -> BothWays:
+        rows = quantize(x, form, implementation=implementation, num_devices=num, **options)
+        if form is Scaling.BLOCK:
+            return rows, Quantized(rows.values.T, rows.scale.T)
+        return rows, quantize_across_xla(x, **options)
+
+    if source is PLAIN:
+        return (cast(inputs[0]),)
+    made = source.plainly(*(x.astype(jnp.float32) for x in inputs))
+    rounded = tuple(x.astype(inputs[0].dtype) for x in made)
+    # One array for what rounds it, by rows and across: XLA would compute it again for each.
+    return tuple(map(cast, jax.lax.optimization_barrier(rounded)))
