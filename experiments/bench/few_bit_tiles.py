@@ -18,18 +18,15 @@ from pallas_kernels.quantized_matmul.config import (
 )
 
 LEAST_BLOCKS = 90
-NUM_TILINGS = 2
+NUM_TILINGS = 3
 LEAST_STAGES = 4
 _HALF = SMEM_BYTES // 2 - 1024  # of a multiprocessor, less what the system keeps of each block
 _PART_BYTES = 16 * 1024  # read in the time that another block's sums take
 
 
-def worth_timing(shape: ProductShape, *, pushed: bool) -> list[QuantizedConfig]:
+def worth_timing(shape: ProductShape) -> list[QuantizedConfig]:
     """The default tiles, and of the tilings that leave least to the busiest multiprocessor two and
     four warpgroups, or two where two blocks share one.
-
-    Args:
-        pushed: all of them also with sums that are sent.
     """
     found: dict[tuple[int, int], list[QuantizedConfig]] = {}
     for config in configs(shape):
@@ -43,8 +40,7 @@ def worth_timing(shape: ProductShape, *, pushed: bool) -> list[QuantizedConfig]:
     tilings = sorted(found.values(), key=lambda each: busiest_bytes(each[0], shape))
     few = [config for tiling in tilings[:NUM_TILINGS] for config in tiling]
     chosen = config_for(shape)
-    few = list(dict.fromkeys(few if chosen is None else [chosen, *few]))
-    return few + [dataclasses.replace(each, is_pushed=True) for each in few if pushed]
+    return list(dict.fromkeys(few if chosen is None else [chosen, *few]))
 
 
 def num_blocks(config: QuantizedConfig, shape: ProductShape) -> int:

@@ -91,9 +91,8 @@ def products(layer: str, *, in_few_bits: bool) -> dict[str, Product]:
 class Case:
     """A product at a number of rows, and its programs, which compile side by side."""
 
-    def __init__(self, name: str, product: Product, form: str, M: int, pool, *, pushed: bool):
+    def __init__(self, name: str, product: Product, form: str, M: int, pool):
         self.name, self.product, self.M, self.form = name, product, M, WEIGHTS[form]
-        self.pushed = pushed
         self.count = max(2, 1 + BEYOND_CACHE // self.num_bytes)
         if self.form is None:
             self.count = min(self.count, MOST_WEIGHTS)
@@ -126,8 +125,7 @@ class Case:
 
         found: dict[Any, Callable] = {"apart": apart}
         if isinstance(weight, QuantizedWeight):
-            shape = ProductShape.of(self.M, weight)
-            for tiles in worth_timing(shape, pushed=self.pushed):
+            for tiles in worth_timing(ProductShape.of(self.M, weight)):
                 found[tiles] = lambda given, weight, tiles=tiles: quantized.fused(
                     p.call(given, weight), config=tiles
                 )
@@ -219,7 +217,7 @@ class Case:
         if isinstance(key, FusedConfig | QuantizedConfig):
             choice = {"implementation": "hopper", "tiles": key.tiles, "split": key.split}
         if isinstance(key, QuantizedConfig):
-            choice |= {"groups": key.groups, "stages": key.stages, "is_pushed": key.is_pushed}
+            choice |= {"groups": key.groups, "stages": key.stages}
         return tables.Row.of(case=case_of(self.call), choice=choice, ms=us / 1e3)
 
 
@@ -231,14 +229,13 @@ def main() -> None:
     parser.add_argument("--layers", nargs="+", default=[*LAYERS], choices=[*LAYERS])
     parser.add_argument("--weights", nargs="+", default=[*WEIGHTS], choices=[*WEIGHTS])
     parser.add_argument("--rows", type=int, default=1, help="1 to 8")
-    parser.add_argument("--pushed", action="store_true", help="few bits: sums that are sent, too")
     args = parser.parse_args()
     table = Table(out=args.out, deadline=time.monotonic() + args.budget)
     begun = time.monotonic()
     found: dict[str, list[tables.Row]] = {}
     with concurrent.futures.ThreadPoolExecutor(14) as pool:
         cases = [
-            Case(f"{layer} {form} {name}", product, form, args.rows, pool, pushed=args.pushed)
+            Case(f"{layer} {form} {name}", product, form, args.rows, pool)
             for layer in args.layers
             for form in args.weights
             for name, product in products(layer, in_few_bits=form != "bf16").items()

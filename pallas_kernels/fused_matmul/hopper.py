@@ -22,6 +22,7 @@ from pallas_kernels.common import device
 from pallas_kernels.common.errors import UnsupportedError
 from pallas_kernels.hopper.cluster_sums import WIDTH, ClusterSums
 from pallas_kernels.hopper.launch import launch
+from pallas_kernels.hopper.machine import WARPGROUP
 from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.resident_rows import DEPTH, MOST_ROWS, ResidentRows
 from pallas_kernels.hopper.ring import offer
@@ -137,7 +138,7 @@ class _FusedKernel:
         return {
             "x": plgpu.SMEM(x, dtype, transforms=tiled(128)),
             "w": plgpu.SMEM(w, dtype, transforms=tiled(128)),
-            **self.sums.scratch(),
+            "sums": plgpu.SMEM((1, self.sums.count * WARPGROUP), jnp.float32),
             **self.rows.scratch(),
             "full": plgpu.Barrier(num_arrivals=self.parts, num_barriers=stages),
             "empty": plgpu.Barrier(num_arrivals=1, num_barriers=stages),

@@ -20,7 +20,6 @@ from jaxlib.mlir import ir
 from .held import Held
 from .machine import WARPGROUP
 from .mosaic import arith, llvm, mgpu, mgpu_utils, plgpu
-from .pushed_sums import PushedSums, wait_for_cluster
 from .threads import (
     address,
     assembly,
@@ -55,32 +54,6 @@ class ClusterSums:
     gated: bool = False  # the first half of the tiles are gates: silu(gate) * up is written
     has_residual: bool = False  # a number of the result's dtype is added to each sum
     quads: bool = False  # others' sums read four at a time: by name only until a GPU has run it
-    is_pushed: bool = False  # of at most 8 rows: sent to who adds them, instead of fetched
-
-    @property
-    def pushed(self) -> PushedSums | None:
-        """Where sums are sent to; None: they are fetched."""
-        if not self.is_pushed:
-            return None
-        assert self.strips == 1, "of at most 8 rows"
-        return PushedSums(
-            rows=self.rows_at_a_time,
-            tiles=self.tiles,
-            split=self.split,
-            groups=self.groups,
-            gated=self.gated,
-        )
-
-    def scratch(self) -> dict[str, Any]:
-        """Buffers of sums."""
-        if self.pushed is not None:
-            return self.pushed.scratch()
-        return {"sums": plgpu.SMEM((self.groups, self.count * WARPGROUP), jnp.float32)}
-
-    def begin(self, smem, group: jax.Array) -> None:
-        """What a warpgroup with sums does before its first product."""
-        if self.pushed is not None:
-            self.pushed.begin(smem, jnp.broadcast_to(group, ()))
 
     @property
     def strips(self) -> int:
@@ -114,10 +87,14 @@ class ClusterSums:
 
     def finish(self, sums: jax.Array, gmem, smem, group: jax.Array) -> None:
         """Everyone's sums of this block's part of the columns, to the result."""
-        if self.pushed is None:
-            self.exchange(sums, smem, group)
-        else:
-            self.send(self.pushed, sums, smem, group)
+
+        @plgpu.inline_mgpu(arg_types=(self.held.layout, plgpu.RefType()))
+        def keep(ctx, sums, ref):
+            del ctx
+            self.keep(self.held.apart(sums), ref)
+
+        keep(sums, smem.sums.at[group])
+        _meet(ordered=True)
         refs = [smem.sums, gmem.out]
         refs += [] if self.scale_dtype is None else [gmem.scales]
         refs += [gmem.residual] if self.has_residual else []
@@ -135,33 +112,7 @@ class ClusterSums:
         column = lax.axis_index("columns") * self.width
         row = lax.axis_index("rows") * self.rows_at_a_time
         add(*(jnp.broadcast_to(x, ()) for x in (column, row, group)), *refs)
-        if self.pushed is None:
-            _meet(ordered=False)
-
-    def exchange(self, sums: jax.Array, smem, group: jax.Array) -> None:
-        """Sums to where every block of the cluster fetches them."""
-
-        @plgpu.inline_mgpu(arg_types=(self.held.layout, plgpu.RefType()))
-        def keep(ctx, sums, ref):
-            del ctx
-            self.keep(self.held.apart(sums), ref)
-
-        keep(sums, smem.sums.at[group])
-        _meet(ordered=True)
-
-    def send(self, pushed: PushedSums, sums: jax.Array, smem, group: jax.Array) -> None:
-        """Sums to who adds them, until everyone's are here."""
-        kinds = (self.held.layout, plgpu.Layout.WG_SPLAT(()), plgpu.RefType(), plgpu.RefType())
-
-        @plgpu.inline_mgpu(arg_types=kinds)
-        def push(ctx, sums, group, buffer, arrived):
-            del ctx
-            numbers, group = self.held.apart(sums), group.registers.flat[0]
-            pushed.push(numbers, group, buffer, arrived)
-            pushed.wait(arrived)
-
-        wait_for_cluster()
-        push(sums, jnp.broadcast_to(group, ()), smem.sums, smem.arrived)
+        _meet(ordered=False)
 
     def keep(self, numbers: list[Any], sums) -> None:
         """A thread's numbers to the sums of its warpgroup."""
@@ -173,8 +124,7 @@ class ClusterSums:
     def meet_as_bystander(self) -> None:
         """What a warpgroup without sums does meanwhile."""
         _meet(ordered=False)
-        if self.pushed is None:
-            _meet(ordered=False)
+        _meet(ordered=False)
 
     def write(self, column, row, group, sums, out, scales, residual=None) -> None:
         """Two neighboring columns of one row at a time."""
@@ -185,12 +135,11 @@ class ClusterSums:
         for start in range(0, pairs, threads):
             pair = total(thread(), (group, WARPGROUP), constant(start))
             m, n = (f(pair, constant(width // 2)) for f in (arith.divui, arith.remui))
-            own = total((n, 2))
-            n = total(own, (rank, width))
+            n = total((n, 2), (rank, width))
             inside = arith.cmpi(arith.CmpIPredicate.ult, pair, constant(pairs))
             there = arith.cmpi(arith.CmpIPredicate.ult, total(m, row), constant(self.rows))
             with mgpu_utils.when(arith.andi(inside, there)):
-                found = self.pair_of(bases, m, n if self.pushed is None else own)
+                found = self.pair_of(bases, m, n)
                 at = total(column, n)
                 if self.scale_dtype is not None:
                     found = [
@@ -206,30 +155,22 @@ class ClusterSums:
                 self.store_pair(out, at, found)
 
     def pair_of(self, bases: list[Any], m, n) -> list[Any]:
-        """Columns n and n + 1 of row m, of a cluster's; where sums are sent, of the block's."""
-        next_column = 16 if self.pushed is None else 4
-        halves = []
-        for is_up in (False, True)[: 2 if self.gated else 1]:
-            if self.pushed is not None:
-                offset = self.pushed.offset(m, n, is_up=is_up)
-            else:
-                offset = self.offset(m, total(n, constant(self.width if is_up else 0)))
-            halves.append([self.everyones(bases, offset, next_column * e) for e in range(2)])
+        """Columns n and n + 1 of row m, of a cluster's."""
         if not self.gated:
-            return halves[0]
-        return [swiglu(*each) for each in zip(*halves, strict=True)]
+            return [self.everyones(bases, self.offset(m, n), e) for e in range(2)]
+        ups = total(n, constant(self.width))
+        gate, up = (
+            [self.everyones(bases, self.offset(m, x), e) for e in range(2)] for x in (n, ups)
+        )
+        return [swiglu(*each) for each in zip(gate, up, strict=True)]
 
-    def everywhere(self, sums) -> list[tuple[Any, int]]:
-        """Where sums are by rank and warpgroup: a place and bytes from it."""
-        if self.pushed is not None:
-            slots = range(self.pushed.num_slots)
-            return [(address(sums), self.pushed.slot_bytes * slot) for slot in slots]
-        text, group_bytes = "mapa.shared::cluster.u32 $0, $1, $2;", 4 * self.count * WARPGROUP
-        blocks = [
+    def everywhere(self, sums) -> list[Any]:
+        """Where each block of the cluster keeps its sums."""
+        text = "mapa.shared::cluster.u32 $0, $1, $2;"
+        return [
             assembly(i32(), [address(sums), constant(block)], text, "=r,r,r", pure=True)
             for block in range(self.split)
         ]
-        return [(base, group_bytes * group) for base in blocks for group in range(self.groups)]
 
     def offset(self, m, n) -> Any:
         """Bytes to the sum of row m and column n, an even one, among a warpgroup's."""
@@ -238,13 +179,15 @@ class ClusterSums:
         register = total((total((tile, self.strips), strip), 4), (half, 2), e)
         return total((register, 4 * WARPGROUP), (warp, 128), (g, 16), (t, 4))
 
-    def everyones(self, bases: list[tuple[Any, int]], offset, byte: int) -> Any:
-        """The sum over ranks and warpgroups, in this order, so many bytes further."""
-        f32, space = ir.F32Type.get(), "cta" if self.is_pushed else "cluster"
+    def everyones(self, bases: list[Any], offset, e: int) -> Any:
+        """The sum over ranks and warpgroups, in this order; e: of the next column."""
+        f32 = ir.F32Type.get()
         found = []
-        for base, start in bases:
-            text = f"ld.shared::{space}.f32 $0, [$1+{start + byte}];"
-            found.append(assembly(f32, [total(base, offset)], text, "=f,r", pure=False))
+        for base in bases:
+            for group in range(self.groups):
+                byte = 4 * (group * self.count * WARPGROUP + 4 * e)
+                text = f"ld.shared::cluster.f32 $0, [$1+{byte}];"
+                found.append(assembly(f32, [total(base, offset)], text, "=f,r", pure=False))
         return functools.reduce(arith.addf, found)
 
     def store_pair(self, out, at, found: list[Any]) -> None:
@@ -265,7 +208,6 @@ class ClusterSums:
         """
         assert not self.gated, "by pairs"
         assert not self.has_residual, "by pairs"
-        assert not self.is_pushed, "by pairs"
         pieces, threads = self.count * QUADS // self.split, self.groups * WARPGROUP
         rank = arith.index_cast(i32(), mgpu_utils.cluster_idx())
         bases = self.everywhere(sums)
@@ -289,14 +231,16 @@ class ClusterSums:
                     with mgpu_utils.when(there):
                         self.store(out, total((m, self.columns), at), number)
 
-    def everyones_quads(self, bases: list[tuple[Any, int]], offset) -> list[Any]:
+    def everyones_quads(self, bases: list[Any], offset) -> list[Any]:
         """Four sums over ranks and warpgroups, in this order."""
         kind = llvm.StructType.get_literal([ir.F32Type.get()] * 4)
         found = []
-        for base, start in bases:
-            text = f"ld.shared::cluster.v4.f32 {{$0,$1,$2,$3}}, [$4+{start}];"
+        for base in bases:
             place = total(base, offset)
-            found.append(assembly(kind, [place], text, "=f,=f,=f,=f,r", pure=False))
+            for group in range(self.groups):
+                byte = 4 * group * self.count * WARPGROUP
+                text = f"ld.shared::cluster.v4.f32 {{$0,$1,$2,$3}}, [$4+{byte}];"
+                found.append(assembly(kind, [place], text, "=f,=f,=f,=f,r", pure=False))
         f32 = ir.F32Type.get()
         columns = [[llvm.extractvalue(f32, four, [i]) for four in found] for i in range(4)]
         return [functools.reduce(arith.addf, each) for each in columns]

@@ -60,5 +60,4 @@ def tiles_of(choice: dict[str, tables.Value]) -> QuantizedConfig:
         split=tables.count(choice["split"]),
         groups=tables.count(choice["groups"]),
         stages=tables.count(choice["stages"]),
-        is_pushed=bool(choice.get("is_pushed", False)),
     )

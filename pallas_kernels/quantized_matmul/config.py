@@ -76,7 +76,6 @@ class QuantizedConfig:
     groups: int = 2  # warpgroups that multiply: they take turns at a block's stages
     stages: int = 4  # tiles of the weight in the ring
     quads: bool = False  # others' sums read four at a time: by name only until a GPU has run it
-    is_pushed: bool = False  # sums of at most 8 rows are sent: where a table says it is faster
 
     def steps(self, shape: ProductShape) -> int:
         """Stages of a block."""
@@ -116,8 +115,6 @@ class QuantizedConfig:
         if self.stages % self.groups:
             # A warpgroup counts the phases of a barrier by its own waits.
             return f"{self.stages} stages for {self.groups} warpgroups: each takes its own slots"
-        if self.is_pushed and (shape.strips > 1 or self.quads):
-            return "sums of more than 8 rows, or by fours, are fetched"
         if self.tiles * shape.strips * 4 > MOST_SUMS:
             return f"{self.tiles} tiles of {shape.rows_at_a_time} rows are too many registers"
         if self.shared_bytes(shape) > SMEM_BYTES:

@@ -20,6 +20,7 @@ from jaxlib.mlir import ir
 from pallas_kernels.common.row_inputs import RmsNorm
 from pallas_kernels.hopper.cluster_sums import STRIP, WIDTH, ClusterSums
 from pallas_kernels.hopper.launch import launch
+from pallas_kernels.hopper.machine import WARPGROUP
 from pallas_kernels.hopper.mosaic import arith, mgpu, plgpu
 from pallas_kernels.hopper.resident_rows import DEPTH, ResidentRows
 from pallas_kernels.hopper.ring import offer
@@ -66,7 +67,6 @@ class QuantizedKernel:
             scale_dtype=None if self.s.scaled_parts else self.scale_dtype,
             has_residual=self.has_residual,
             quads=self.c.quads,
-            is_pushed=self.c.is_pushed,
         )
 
     @property
@@ -138,7 +138,7 @@ class QuantizedKernel:
         block = (DEPTH // ROWS, WIDTH * c.tiles // COLUMNS, 32 * self.words)
         scratch: dict[str, Any] = {
             "words": plgpu.SMEM((c.stages, *block), jnp.int32),
-            **self.sums.scratch(),
+            "sums": plgpu.SMEM((c.groups, self.sums.count * WARPGROUP), jnp.float32),
         }
         copies = 1 + len(self.staged)
         if self.is_resident:
@@ -203,7 +203,6 @@ class QuantizedKernel:
         if self.has_many_sums:
             plgpu.set_max_registers(232, action="increase")
         offer(smem.empty, c.stages, group=group, groups=c.groups)
-        self.sums.begin(smem, group)
         if self.is_resident:
             self.rows.place(gmem, smem, smem.x.at[group], first, group)
 

@@ -11,7 +11,7 @@ from pallas_kernels.common.row_inputs import RmsNorm
 from pallas_kernels.hopper.cluster_sums import STRIP, WIDTH, ClusterSums
 from pallas_kernels.hopper.machine import WARPGROUP
 from pallas_kernels.hopper.resident_rows import DEPTH, MOST_ROWS, ResidentRows
-from tests.kernels.thread_stand_in import Ref, Warpgroup, bfloat16
+from tests.kernels.thread_stand_in import Warpgroup, bfloat16
 
 BF16 = jnp.dtype(jnp.bfloat16)
 UNIT = 2.0**-8
@@ -79,14 +79,13 @@ def test_rows_are_put_where_products_read_them(M, K, split, groups, places, kind
     ("M", "tiles", "split", "groups", "gated"),
     [(1, 1, 4, 1, False), (8, 2, 1, 1, True), (3, 4, 2, 1, True), (5, 3, 4, 2, False)],
 )
-@pytest.mark.parametrize("is_pushed", [False, True], ids=["fetched", "sent"])
-def test_sums_of_a_cluster_are_added_and_written(M, tiles, split, groups, gated, is_pushed):
+def test_sums_of_a_cluster_are_added_and_written(M, tiles, split, groups, gated):
     rng = np.random.default_rng(2)
     width, blocks = WIDTH * tiles, 2
     columns = blocks * width // (2 if gated else 1)
     sums = ClusterSums(
         rows=M, rows_at_a_time=M, columns=columns, tiles=tiles, split=split, groups=groups,
-        out_dtype=BF16, gated=gated, has_residual=True, is_pushed=is_pushed,
+        out_dtype=BF16, gated=gated, has_residual=True,
     )  # fmt: skip
     threads = Warpgroup(ml_dtypes.bfloat16)
     residual = bfloat16(rng, M, columns)
@@ -97,21 +96,13 @@ def test_sums_of_a_cluster_are_added_and_written(M, tiles, split, groups, gated,
         refs = []
         for rank in range(split):
             threads.used = at
-            # What is never sent shows in the result.
-            empty = np.full((groups, sums.count * WARPGROUP), np.nan, np.float32)
-            refs.append(threads.put(empty, rank=rank))
-        for rank, group in itertools.product(range(split), range(groups)):
-            threads.rank = rank
-            numbers, ref = fragments(parts[block, rank, group], tiles), refs[rank]
-            with threads.running():
-                if sums.pushed is not None:
-                    sums.pushed.push(numbers, group, ref, ref)
-                else:
-                    sums.keep(numbers, Ref(ref.base + 4 * group * sums.count * WARPGROUP))
-        if sums.pushed is not None:
-            # A barrier that waits for another number of bytes waits for ever.
-            np.testing.assert_array_equal(threads.sent[:split], sums.pushed.num_bytes)
-            threads.sent[:] = 0
+            refs.append(
+                threads.put(np.zeros((groups, sums.count * WARPGROUP), np.float32), rank=rank)
+            )
+            for group in range(groups):
+                ref = type(refs[rank])(refs[rank].base + 4 * group * sums.count * WARPGROUP)
+                with threads.running():
+                    sums.keep(fragments(parts[block, rank, group], tiles), ref)
         for rank, group in itertools.product(range(split), range(groups)):
             threads.rank = rank
             with threads.running():

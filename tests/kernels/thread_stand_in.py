@@ -15,11 +15,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.hopper import cluster_sums, pushed_sums, resident_rows, threads
+from pallas_kernels.hopper import cluster_sums, resident_rows, threads
 from pallas_kernels.hopper.machine import WARPGROUP
 
 _BLOCK = 1 << 24  # bytes of addresses that a block of a cluster has
-_MOST_BLOCKS = 4
 _I32, _F32 = np.uint32, np.float32
 
 
@@ -35,18 +34,16 @@ class Warpgroup:
 
     def __init__(self, dtype: Any):
         self.dtype = dtype
-        self.memory = np.zeros(_MOST_BLOCKS * _BLOCK, np.uint8)
+        self.memory = np.zeros(4 * _BLOCK, np.uint8)
         self.used = 1024
         self.rank, self.mask = 0, np.ones(WARPGROUP, bool)
-        self.sent = np.zeros(_MOST_BLOCKS, int)  # bytes that barriers of blocks have counted
         self.asm: list[tuple[str, Callable[..., Any]]] = [
             (r"ld\.(?:global\.nc|shared)\.v4\.(?:b32|f32)", self._load_four),
             (r"st\.shared\.v4\.b32", self._store_words),
             (r"st\.shared\.f32", self._store_words),
             (r"st\.global\.b32", self._store_words),
             (r"ld\.global\.nc\.b16", lambda place, _: self._load(place, np.uint16)),
-            (r"ld\.shared::(?:cluster|cta)\.f32", lambda place, _: self._load(place, _F32)),
-            (r"st\.async", self._send),
+            (r"ld\.shared::cluster\.f32", lambda place, _: self._load(place, _F32)),
             (r"mapa", lambda place, block, _: place % _BLOCK + block * _BLOCK),
             (r"shfl\.sync\.bfly", self._shuffle),
             (r"rsqrt", lambda x, _: 1 / np.sqrt(x)),
@@ -91,12 +88,6 @@ class Warpgroup:
             kind = _F32 if np.asarray(word).dtype == _F32 else _I32
             found = np.broadcast_to(np.asarray(word, kind), WARPGROUP)[self.mask]
             self.memory[at] = np.ascontiguousarray(found)[:, None].view(np.uint8)
-
-    def _send(self, place: Any, number: Any, barrier: Any, text: str) -> None:
-        self._store_words(place, number, text)
-        to = np.broadcast_to(np.asarray(place) // _BLOCK, WARPGROUP)
-        assert (to == np.broadcast_to(np.asarray(barrier) // _BLOCK, WARPGROUP)).all()
-        np.add.at(self.sent, to[self.mask], 4)
 
     def _shuffle(self, x: np.ndarray, text: str) -> np.ndarray:
         distance = int(re.findall(r"\$1, (\d+)", text)[0])
@@ -170,7 +161,7 @@ class Warpgroup:
         ir = types.SimpleNamespace(F32Type=kind, IntegerType=kind)
         places = {"arith": arith, "llvm": llvm, "mgpu_utils": utils, "mgpu": mgpu, "ir": ir}
         with pytest.MonkeyPatch.context() as patch:
-            for module in (threads, resident_rows, cluster_sums, pushed_sums):
+            for module in (threads, resident_rows, cluster_sums):
                 for name, stand_in in places.items():
                     patch.setattr(module, name, stand_in, raising=False)
             yield
