@@ -26,7 +26,7 @@ from experiments.bench.tuned_table import add_rows
 from pallas_kernels.common import tables
 from pallas_kernels.common.scales import Scaling, spread
 from pallas_kernels.quantize import both_ways
-from pallas_kernels.quantize.both_ways import PLAIN, SWIGLU, SWIGLU_GRADIENT, Source
+from pallas_kernels.quantize.both_ways import PLAIN, SWIGLU, SWIGLU_GRADIENT, CastSource
 
 E4M3, E5M2 = jnp.dtype("float8_e4m3fn"), jnp.dtype("float8_e5m2")
 NUM_INPUTS = {PLAIN.name: 1, SWIGLU.name: 2, SWIGLU_GRADIENT.name: 3}
@@ -55,7 +55,7 @@ def inputs(num: int, rows: int, columns: int) -> tuple[jax.Array, ...]:
     return tuple(one(key) for key in jax.random.split(jax.random.key(0), num))
 
 
-def program(source: Source, scaling: Scaling, how: str, dtype=E4M3, power_of_two: bool = False):
+def program(source: CastSource, scaling: Scaling, how: str, dtype=E4M3, power_of_two: bool = False):
     """Of inputs: each result with its transpose."""
 
     def one_kernel(*x):
@@ -105,7 +105,7 @@ def beside(mine, theirs, scaling):
     return jnp.min(jnp.stack(same)), jnp.all(jnp.stack(near))
 
 
-def check(source: Source, scaling: Scaling, programs: dict[str, Future]) -> dict:
+def check(source: CastSource, scaling: Scaling, programs: dict[str, Future]) -> dict:
     given = jax.jit(inputs, static_argnums=(0, 1, 2))(NUM_INPUTS[source.name], *CHECK)
     mine, again, theirs = (programs[how].result()(*given) for how in ("hopper", "hopper", "xla"))
     flat = [[x for both in found for x in both] for found in (mine, theirs)]
@@ -120,7 +120,7 @@ def check(source: Source, scaling: Scaling, programs: dict[str, Future]) -> dict
     return {"same": float(same), "near": bool(near), "repeats": repeats, "ok": ok}
 
 
-def measure(source: Source, programs: dict[str, Future], rows: int, columns: int) -> dict:
+def measure(source: CastSource, programs: dict[str, Future], rows: int, columns: int) -> dict:
     num = NUM_INPUTS[source.name]
     given = jax.jit(inputs, static_argnums=(0, 1, 2))(num, rows, columns)
     fewest = (2 * num + 2 * source.num_results) * rows * columns
@@ -138,7 +138,9 @@ def measure(source: Source, programs: dict[str, Future], rows: int, columns: int
     }
 
 
-def measured_rows(found: list[tuple[Source, Scaling, tuple[int, int], dict]]) -> list[tables.Row]:
+def measured_rows(
+    found: list[tuple[CastSource, Scaling, tuple[int, int], dict]],
+) -> list[tables.Row]:
     """What "auto" is to know."""
     return [
         tables.Row.of(

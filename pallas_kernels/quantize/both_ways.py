@@ -21,7 +21,7 @@ from pallas_kernels.common.varying import results_vary, vary_alike
 
 from . import swiglu_formula
 from .api import WHY_NO_GRADIENT, checked, quantize
-from .hopper_both_ways import BothWays, both_ways_hopper, unsupported
+from .hopper_both_ways import WithTranspose, both_ways_hopper, unsupported
 from .xla import quantize_across_xla
 
 TUNED = pathlib.Path(__file__).parent / "tuned"
@@ -37,7 +37,7 @@ FORMS = (Scaling.BLOCK_OF_ROW, Scaling.BLOCK)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class CastSource:
     """What is made of the inputs before it is cast, number by number in fp32."""
 
     name: str
@@ -46,14 +46,16 @@ class Source:
     in_kernel: Callable[..., tuple[jax.Array, ...]]
 
 
-PLAIN = Source(name="x", num_results=1, plainly=swiglu_formula.same, in_kernel=swiglu_formula.same)
-SWIGLU = Source(
+PLAIN = CastSource(
+    name="x", num_results=1, plainly=swiglu_formula.same, in_kernel=swiglu_formula.same
+)
+SWIGLU = CastSource(
     name="swiglu",
     num_results=1,
     plainly=swiglu_formula.swiglu,
     in_kernel=swiglu_formula.swiglu_in_kernel,
 )
-SWIGLU_GRADIENT = Source(
+SWIGLU_GRADIENT = CastSource(
     name="swiglu gradient",
     num_results=2,
     plainly=swiglu_formula.swiglu_gradient,
@@ -69,7 +71,7 @@ def quantize_both_ways(
     power_of_two: bool = False,
     implementation: str = "auto",
     num_devices: int = 1,
-) -> BothWays:
+) -> WithTranspose:
     """``x`` by blocks, and its transpose by blocks.
 
     A layer contracts its input over columns, the gradient of its weight over rows.
@@ -110,7 +112,7 @@ def quantize_swiglu(
     power_of_two: bool = False,
     implementation: str = "auto",
     num_devices: int = 1,
-) -> BothWays:
+) -> WithTranspose:
     """``silu(gate) * up`` by blocks, and its transpose: what a product and the gradient of its
     weight contract.
 
@@ -130,10 +132,10 @@ def quantize_swiglu(
         InputError, UnsupportedError: as ``quantize``.
 
     Examples:
-        >>> gate = jnp.full((128, 128), 20.0, jnp.bfloat16)
-        >>> hidden, _ = pallas_kernels.quantize_swiglu(gate, gate)
-        >>> float(hidden.values[0, 0]) * float(hidden.scale[0, 0])
-        400.0
+        >>> gate = jnp.full((128, 256), 20.0, jnp.bfloat16)
+        >>> hidden, transposed = pallas_kernels.quantize_swiglu(gate, gate)
+        >>> hidden.values[0, 0].item(), round(hidden.scale[0, 0].item() * 448), transposed[0].shape
+        (448.0, 400, (256, 128))
     """
     (both,) = _both_ways(
         SWIGLU, (gate, up), scaling, dtype, power_of_two,
@@ -152,7 +154,7 @@ def quantize_swiglu_gradient(
     power_of_two: bool = False,
     implementation: str = "auto",
     num_devices: int = 1,
-) -> tuple[BothWays, BothWays]:
+) -> tuple[WithTranspose, WithTranspose]:
     """The gradients of ``silu(gate) * up`` by blocks, each with its transpose.
 
     Args:
@@ -169,8 +171,8 @@ def quantize_swiglu_gradient(
     Examples:
         >>> gate = jnp.full((128, 128), 20.0, jnp.bfloat16)
         >>> of_gate, of_up = pallas_kernels.quantize_swiglu_gradient(gate, gate, gate)
-        >>> float(of_up[0].values[0, 0]) * float(of_up[0].scale[0, 0])
-        400.0
+        >>> of_up[0].values[0, 0].item(), round(of_up[0].scale[0, 0].item() * 448)
+        (448.0, 400)
     """
     of_gate, of_up = _both_ways(
         SWIGLU_GRADIENT, (gate, up, d_hidden), scaling, dtype, power_of_two,
@@ -179,14 +181,16 @@ def quantize_swiglu_gradient(
     return of_gate, of_up
 
 
-def case_of(source: Source, scaling: Scaling, shape: tuple[int, ...]) -> dict[str, tables.Value]:
+def case_of(
+    source: CastSource, scaling: Scaling, shape: tuple[int, ...]
+) -> dict[str, tables.Value]:
     """What the fastest implementation depends on."""
     rows, columns = shape
     return {"form": source.name, "scaling": str(scaling), "rows": rows, "columns": columns}
 
 
 def takes_one_kernel(
-    source: Source,
+    source: CastSource,
     inputs: tuple[jax.Array, ...],
     scaling: Scaling,
     *,
@@ -217,7 +221,7 @@ def _was_faster(case: dict[str, tables.Value]) -> bool:
 
 
 def _both_ways(
-    source: Source,
+    source: CastSource,
     inputs: tuple[jax.Array, ...],
     scaling: Scaling | str,
     dtype: Any,
@@ -225,7 +229,7 @@ def _both_ways(
     *,
     implementation: str,
     num: int,
-) -> tuple[BothWays, ...]:
+) -> tuple[WithTranspose, ...]:
     form, dtype = checked(inputs[0], scaling, jnp.dtype(dtype), implementation)
     if form not in FORMS:
         raise InputError(
@@ -253,7 +257,7 @@ def _both_ways(
 
 
 def _chosen(
-    source: Source,
+    source: CastSource,
     inputs: tuple[jax.Array, ...],
     form: Scaling,
     power_of_two: bool,
@@ -272,17 +276,17 @@ def _chosen(
 
 
 def apart(
-    source: Source,
+    source: CastSource,
     inputs: tuple[jax.Array, ...],
     form: Scaling,
     *,
     implementation: str,
     num: int,
     **options: Any,
-) -> tuple[BothWays, ...]:
+) -> tuple[WithTranspose, ...]:
     """By steps: the results in 16 bits, then each of their casts."""
 
-    def cast(x: jax.Array) -> BothWays:
+    def cast(x: jax.Array) -> WithTranspose:
         rows = quantize(x, form, implementation=implementation, num_devices=num, **options)
         if form is Scaling.BLOCK:
             return rows, Quantized(rows.values.T, rows.scale.T)
