@@ -74,13 +74,26 @@ _SHARED_MEMORY = {
             "layer_norm-10240-bfloat16",
             "layer_norm-131072-bfloat16",
             "layer_norm-262144-float32",
+            "softmax-126976-bfloat16",
+            "softmax-262144-float32",
         )
     },
-    **{f"{_MASKED}[{columns}-bfloat16]": _ROWS for columns in (131072, 262144)},
+    **{f"{_MASKED}[{columns}-bfloat16]": _ROWS for columns in (32768, 131072, 262144)},
 }
 
 _WIDTH = "the same test of widths 72 and 256, and of this mask in another dtype"
 _ATTENTION = {
+    f"test_reference_and_xla[{case}]": f"the same test of {kept}"
+    for case, kept in (
+        ("bias-float32", "bias-of-queries and bias-broadcast"),
+        ("causal-more-keys-float32", "everything, more keys too, and of causal-more-queries"),
+        ("everything-float16", "everything in float32 and bfloat16, and of outliers in float16"),
+        ("mqa-float32", "causal, of groups too, and of mha"),
+        ("sinks-bfloat16", "sinks-empty-rows and sinks-and-one-off"),
+        ("soft-cap-causal-bfloat16", "everything and bias-broadcast, which are capped"),
+        ("window-of-two-float32", "window, window-left and window-open-left"),
+    )
+} | {
     f"test_reference_and_xla[{case}]": _WIDTH
     for case in (
         "causal-bfloat16",
@@ -187,6 +200,12 @@ NEAR_COPIES: dict[str, dict[str, str]] = {
     "kernels/test_attention_numerics.py": _ATTENTION,
     "kernels/test_attention_sharding.py": {
         "test_hopper_kernels_lower_on_a_mesh[fused-shard_map]": "the same test of a part of a mesh",
+        **{
+            f"test_sharded_arrays[xla-{split}-Explicit]": (
+                "the same test of Auto; test_public_function_on_explicit_axes[xla]"
+            )
+            for split in ("gqa", "sinks-and-bias")
+        },
     },
     "kernels/test_fused_matmul.py": {
         f"test_portable_forms_compute_the_formula[{case}-reference]": "the same test of apart"
@@ -197,6 +216,7 @@ NEAR_COPIES: dict[str, dict[str, str]] = {
     "kernels/test_linear_cross_entropy_hopper.py": {
         "test_loss_and_gradients_are_no_worse_than_the_plain_form[smoothed-2]": "its case both",
         "test_lowers[1-50257-None-False]": "test_lowers[1-50257-30.0-True]",
+        "test_lowers[1-128256-None-True]": "test_lowers[2-128256-30.0-True]",
     },
     "kernels/test_norm.py": {
         "test_long_rows_of_other_dtypes_are_no_worse_than_the_plain_form[read twice-float32]": (
@@ -240,6 +260,9 @@ NEAR_COPIES: dict[str, dict[str, str]] = {
     "sharded/test_context_attention.py": {
         "test_bytes_sent_are_the_formula[ring-float32]": (
             "sharded/test_context_step.py, what a step sends round, by the same formula"
+        ),
+        "test_equals_one_device[packed-all_gather]": (
+            "sharded/test_pipeline_gradients.py's zb_v with context, packed and by all_gather"
         ),
     },
     "sharded/test_context_step.py": {
@@ -289,6 +312,9 @@ NEAR_COPIES: dict[str, dict[str, str]] = {
         "test_stage_1_scatters_gradients_once_and_gathers_parameters_once[2]": (
             "test_two_levels_scatter_first, which gathers as often"
         ),
+        "test_kept_weights_are_gathered_once": (
+            "sharded/test_planning_receipt.py, bytes of a step that keeps what it gathered"
+        ),
     },
     "unit/test_decode_launches.py": {
         "test_a_layer_is_seven_kernels[int4 g128]": (
@@ -320,6 +346,10 @@ NEAR_COPIES: dict[str, dict[str, str]] = {
         "test_generation_is_the_same[greedy]": "test_generation_is_the_same[drawn]",
     },
     "unit/test_serving_mesh.py": _SERVING_MESHES,
+    "unit/test_serving_sampling.py": {
+        f"test_rows_draw_what_compiled_settings_draw[{case}]": "the same test of both at once"
+        for case in ("top-k", "top-p")
+    },
     "unit/test_serving_pages.py": {
         "test_on_hopper_the_kernels_read_the_cache[bfloat16-plain-False-2]": (
             "the same test of plain-True"
