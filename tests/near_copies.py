@@ -200,12 +200,6 @@ NEAR_COPIES: dict[str, dict[str, str]] = {
     "kernels/test_attention_numerics.py": _ATTENTION,
     "kernels/test_attention_sharding.py": {
         "test_hopper_kernels_lower_on_a_mesh[fused-shard_map]": "the same test of a part of a mesh",
-        **{
-            f"test_sharded_arrays[xla-{split}-Explicit]": (
-                "the same test of Auto; test_public_function_on_explicit_axes[xla]"
-            )
-            for split in ("gqa", "sinks-and-bias")
-        },
     },
     "kernels/test_fused_matmul.py": {
         f"test_portable_forms_compute_the_formula[{case}-reference]": "the same test of apart"
@@ -216,7 +210,6 @@ NEAR_COPIES: dict[str, dict[str, str]] = {
     "kernels/test_linear_cross_entropy_hopper.py": {
         "test_loss_and_gradients_are_no_worse_than_the_plain_form[smoothed-2]": "its case both",
         "test_lowers[1-50257-None-False]": "test_lowers[1-50257-30.0-True]",
-        "test_lowers[1-128256-None-True]": "test_lowers[2-128256-30.0-True]",
     },
     "kernels/test_norm.py": {
         "test_long_rows_of_other_dtypes_are_no_worse_than_the_plain_form[read twice-float32]": (
