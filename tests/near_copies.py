@@ -74,13 +74,26 @@ _SHARED_MEMORY = {
             "layer_norm-10240-bfloat16",
             "layer_norm-131072-bfloat16",
             "layer_norm-262144-float32",
+            "softmax-126976-bfloat16",
+            "softmax-262144-float32",
         )
     },
-    **{f"{_MASKED}[{columns}-bfloat16]": _ROWS for columns in (131072, 262144)},
+    **{f"{_MASKED}[{columns}-bfloat16]": _ROWS for columns in (32768, 131072, 262144)},
 }
 
 _WIDTH = "the same test of widths 72 and 256, and of this mask in another dtype"
 _ATTENTION = {
+    f"test_reference_and_xla[{case}]": f"the same test of {kept}"
+    for case, kept in (
+        ("bias-float32", "bias-of-queries and bias-broadcast"),
+        ("causal-more-keys-float32", "everything, more keys too, and of causal-more-queries"),
+        ("everything-float16", "everything in float32 and bfloat16, and of outliers in float16"),
+        ("mqa-float32", "causal, of groups too, and of mha"),
+        ("sinks-bfloat16", "sinks-empty-rows and sinks-and-one-off"),
+        ("soft-cap-causal-bfloat16", "everything and bias-broadcast, which are capped"),
+        ("window-of-two-float32", "window, window-left and window-open-left"),
+    )
+} | {
     f"test_reference_and_xla[{case}]": _WIDTH
     for case in (
         "causal-bfloat16",
@@ -241,6 +254,9 @@ NEAR_COPIES: dict[str, dict[str, str]] = {
         "test_bytes_sent_are_the_formula[ring-float32]": (
             "sharded/test_context_step.py, what a step sends round, by the same formula"
         ),
+        "test_equals_one_device[packed-all_gather]": (
+            "sharded/test_pipeline_gradients.py's zb_v with context, packed and by all_gather"
+        ),
     },
     "sharded/test_context_step.py": {
         "test_step_equals_one_device[tied-context4-ring-]": (
@@ -289,6 +305,9 @@ NEAR_COPIES: dict[str, dict[str, str]] = {
         "test_stage_1_scatters_gradients_once_and_gathers_parameters_once[2]": (
             "test_two_levels_scatter_first, which gathers as often"
         ),
+        "test_kept_weights_are_gathered_once": (
+            "sharded/test_planning_receipt.py, bytes of a step that keeps what it gathered"
+        ),
     },
     "unit/test_decode_launches.py": {
         "test_a_layer_is_seven_kernels[int4 g128]": (
@@ -320,6 +339,10 @@ NEAR_COPIES: dict[str, dict[str, str]] = {
         "test_generation_is_the_same[greedy]": "test_generation_is_the_same[drawn]",
     },
     "unit/test_serving_mesh.py": _SERVING_MESHES,
+    "unit/test_serving_sampling.py": {
+        f"test_rows_draw_what_compiled_settings_draw[{case}]": "the same test of both at once"
+        for case in ("top-k", "top-p")
+    },
     "unit/test_serving_pages.py": {
         "test_on_hopper_the_kernels_read_the_cache[bfloat16-plain-False-2]": (
             "the same test of plain-True"

@@ -1,6 +1,7 @@
 """What the packages import is declared, and what is declared is locked with its hashes."""
 
 import ast
+import functools
 import pathlib
 import re
 import sys
@@ -20,6 +21,9 @@ BY_JAX = pytest.mark.parametrize("jax", bootstrap.JAX_SERIES)
 def canonical(requirement: str) -> str:
     """The distribution a requirement names, spelled as the lock spells it."""
     return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement).group()).lower()
+
+
+distributions_of_packages = functools.cache(packages_distributions)
 
 
 def imported_packages(package: str) -> set[str]:
@@ -58,7 +62,7 @@ def test_imports_are_declared(package):
         *PROJECT["project"]["optional-dependencies"]["serve"],
     ]
     declared = {canonical(entry) for entry in wanted}
-    distributions = packages_distributions()
+    distributions = distributions_of_packages()
     foreign = imported_packages(package) - set(sys.stdlib_module_names) - set(PACKAGES)
     for module in sorted(foreign):
         names = {canonical(entry) for entry in distributions.get(module, [module])}

@@ -17,7 +17,6 @@ import urllib.request
 import jax
 import jax.numpy as jnp
 import numpy as np
-import openai
 import pytest
 
 from experiments.bench import serve as bench
@@ -84,7 +83,7 @@ def adapted_model(model: LoadedModel) -> tuple[Decoder, Adapters]:
 class Running:
     """A server in a thread, with what it serves."""
 
-    def __init__(self, directory: pathlib.Path, *, max_running: int = 4):
+    def __init__(self, directory: pathlib.Path, *, max_running: int = 4, is_warm: bool = True):
         (directory / "chat_template.jinja").write_text(TEMPLATE)
         self.model = loaded_model()
         self.decoder = self.model.decoder
@@ -100,7 +99,8 @@ class Running:
                 max_piece_rows=1,
             ),
         )
-        self.engine.warm_up()
+        if is_warm:
+            self.engine.warm_up()
         self.thread = EngineThread(self.engine, max_open=8)
         self.thread.start()
         service = Service(
@@ -137,6 +137,8 @@ def running(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(running):
+    import openai  # a second of every worker's start, where it stands above
+
     with openai.OpenAI(base_url=f"{running.server.address}/v1", api_key=KEY, max_retries=0) as made:
         yield made
 
@@ -506,7 +508,7 @@ def test_metrics_have_the_names_of_dashboards(running, client):
 
 
 def test_a_stop_lets_open_requests_end(tmp_path):
-    served = Running(tmp_path, max_running=1)
+    served = Running(tmp_path, max_running=1, is_warm=False)
     with contextlib.ExitStack() as stack:
         stack.callback(served.thread.close)
         with served.server.running():

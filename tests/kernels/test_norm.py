@@ -234,8 +234,8 @@ def abstract(shape, dtype=jnp.bfloat16):
     [
         pytest.param(
             each,
-            # ``test_rows_choice`` lowers rows of these lengths.
-            marks=[pytest.mark.slow] * (each.columns in (32768, 131072)),
+            # ``test_rows_choice`` lowers rows of these lengths; of 1024 ``lowers_with_everything``.
+            marks=[pytest.mark.slow] * (each.columns in (1024, 4096, 32768, 131072)),
             id=each.name,
         )
         for each in WORKLOADS

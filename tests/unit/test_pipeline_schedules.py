@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfra.config.pipeline import PipelineSchedule
@@ -26,6 +26,10 @@ CHUNKS = {GPIPE: [1], ONE: [1], INTERLEAVED: [2, 3, 4], ZB_H1: [1], ZB_V: [2]}
 CASES = [(name, chunks) for name, options in CHUNKS.items() for chunks in options]
 
 
+# Half of the usual number: the next test's programs are others, of the same few kinds.
+FEWER = settings(max_examples=50)
+
+
 @st.composite
 def programs(draw):
     name, chunks = draw(st.sampled_from(CASES))
@@ -35,12 +39,14 @@ def programs(draw):
     )
 
 
+@FEWER
 @given(programs())
 def test_any_schedule_is_complete_in_order_and_reads_what_was_written(program):
     assert not violations(program.schedule)
     assert not lifetime_violations(program)
 
 
+@FEWER
 @given(programs())
 def test_no_stage_holds_more_than_it_has_slots_for(program):
     schedule = program.schedule
@@ -52,6 +58,7 @@ def test_no_stage_holds_more_than_it_has_slots_for(program):
         assert program.num_saved <= schedule.num_positions
 
 
+@FEWER
 @given(programs())
 def test_each_round_of_the_layers_exchange_sends_and_receives_one_run_a_stage(program):
     schedule = program.schedule

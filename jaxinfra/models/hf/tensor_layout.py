@@ -9,9 +9,10 @@ P positions of a learned table, E experts, R compressed (latent) width.
 """
 
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -63,7 +64,8 @@ class TensorLayout:
         return block[tuple(wanted[letter] for letter in self.ours)]
 
 
-def parse_layout(text: str, our_shape: Sequence[int]) -> TensorLayout:
+@functools.cache  # the same for every layer and expert
+def parse_layout(text: str, our_shape: tuple[int, ...]) -> TensorLayout:
     """Reads ``"(N H) D -> D N H"``; sizes are those of our parameter."""
     theirs, ours = text.split("->")
     dims = tuple(tuple(dim.strip("()").split()) for dim in re.findall(r"\([^)]*\)|\S", theirs))
