@@ -29,6 +29,10 @@ FORMS = {
     "memory": Odd(warpgroups=2, tile=32, tiles=3, in_memory=3, interpretable=True),
     "read again": Odd(warpgroups=1, tile=32, tiles=6, in_memory=2, interpretable=True),
 }
+WINDOWS = {  # of four rows, of which each begins at another column of a vector
+    "registers": Odd(warpgroups=1, tile=128, tiles=2, vector=4, interpretable=True),
+    "memory": Odd(warpgroups=1, tile=128, tiles=2, vector=4, in_memory=1, interpretable=True),
+}
 SLOW = pytest.mark.slow
 
 
@@ -40,6 +44,24 @@ def test_softmaxes_are_no_worse_than_the_plain_form(config):
     x, d_y = inputs((3, COLUMNS))
     x[1, :400] = -np.inf
     check_softmaxes(x, d_y, config)
+
+
+@pytest.mark.parametrize("name", ["registers", pytest.param("memory", marks=SLOW)])
+def test_softmaxes_of_windows_are_no_worse_than_the_plain_form(name):
+    """Neighbors' columns would count: theirs are far larger, -inf and NaN."""
+    x, d_y = inputs((4, COLUMNS))
+    x[1, :400], x[2] = -np.inf, x[2] + 80
+    check_softmaxes(x, d_y, WINDOWS[name])
+
+
+@SLOW
+@pytest.mark.parametrize("form", [{"f": layer_norm}, {"f": rms_norm}], ids=["layer", "rms"])
+def test_norms_of_windows_read_the_scale_of_their_columns(monkeypatch, form):
+    x, *vectors = norms.inputs((4, COLUMNS))
+    monkeypatch.setattr(apply, "config_for", lambda *_: WINDOWS["registers"])
+    with interpreted_hopper():
+        got = form["f"](x, *vectors[: 2 if form["f"] is layer_norm else 1], epsilon=1e-5)
+    del got
 
 
 @pytest.mark.parametrize(
@@ -88,7 +110,8 @@ def test_every_odd_length_fits():
                 assert smem_bytes(config, call) + REDUCTION_BYTES <= SMEM_BYTES, (columns, name)
                 reach = config.tiles * config.warpgroups * config.columns
                 assert config.columns <= columns <= reach, (columns, name)
-                assert columns % config.vector == 0
+                assert config.window(columns) <= reach, (columns, name)
+                assert (columns if call.num_sums else 4096) % config.vector == 0
 
 
 def test_more_elements_than_an_int32_counts_are_refused():
