@@ -74,9 +74,7 @@ def _shifted(vector_C: jax.Array, c: Odd, columns: int) -> jax.Array:
     if columns % c.vector == 0:
         return vector_C
     width = c.window(columns)
-    return jnp.concatenate(
-        [jnp.pad(vector_C, (k, width - columns - k)) for k in range(c.vector)]
-    )
+    return jnp.concatenate([jnp.pad(vector_C, (k, width - columns - k)) for k in range(c.vector)])
 
 
 def _whole(sums_NTPAM: jax.Array, columns: int) -> jax.Array:
