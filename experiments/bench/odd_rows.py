@@ -12,6 +12,7 @@ import concurrent.futures
 import functools
 import pathlib
 import time
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,9 @@ from experiments.bench.memory_random import given, operands
 from experiments.bench.table import Table
 from pallas_kernels.rows import apply
 from pallas_kernels.rows.choice import config_for
+from pallas_kernels.rows.config import RowConfig
 from pallas_kernels.rows.dispatch import RowWorkload
+from pallas_kernels.rows.formula import RowCall
 
 ELEMENTS = 134_217_728
 LENGTHS = (1001, 5001, 19999, 50257, 100003, 200001)
@@ -35,11 +38,15 @@ MOST_ERROR = 0.004  # relative, of results rounded to 8 bits: 2**-9 / sqrt(3) ea
 def compiled(name: str, workload: RowWorkload) -> dict[str, jax.stages.Compiled]:
     """An op by both forms, by name; ``config_for`` of one row may not take windows."""
     found = {}
-    for form, rows in (("columns", 1), ("windows", workload.rows)):
-        apply.config_for = lambda _, call, rows=rows: config_for(rows, call)
-        lowered = jax.jit(lambda *args: OPS[name].kernel(*args)).lower(*operands(name, workload))
-        found[form] = lowered
-    apply.config_for = config_for
+    for form, num_rows in (("columns", 1), ("windows", workload.rows)):
+
+        def chosen(rows: int, call: RowCall, num_rows=num_rows) -> RowConfig:
+            del rows
+            return config_for(num_rows, call)
+
+        with mock.patch.object(apply, "config_for", chosen):
+            f = jax.jit(lambda *args: OPS[name].kernel(*args))
+            found[form] = f.lower(*operands(name, workload))
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         return dict(zip(found, pool.map(lambda x: x.compile(), found.values()), strict=True))
 

@@ -115,7 +115,7 @@ class _Row:
         self.layout = tile_layout(c.vector)
         self.shape = (WARPS, c.tile)
         self.shifts = columns % c.vector > 0
-        self.shift = 0  # columns of the window before the row
+        self.shift: jax.Array | int = 0  # columns of the window before the row
 
     def place(self, i):
         """Where the i-th tile of this warpgroup begins in the window; the bounds, in the tile, of
