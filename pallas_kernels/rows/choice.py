@@ -61,8 +61,12 @@ MOST_ODD = 2**31 - 1
 """Elements of an array whose odd rows lie one after another: their places are int32."""
 
 
-def config_for(rows: int, call: RowCall) -> RowConfig:
+def config_for(rows: int, call: RowCall, *, windows: bool = False) -> RowConfig:
     """Tiles for rows of a dtype of 16 or 32 bits: by the copy engine, or straight from memory.
+
+    Args:
+        windows: read odd rows by aligned windows (see ``odd``): asked for by name until their
+            edges have been written on a GPU (``bench.odd_rows``).
 
     Raises:
         UnsupportedError: there are none.
@@ -70,7 +74,7 @@ def config_for(rows: int, call: RowCall) -> RowConfig:
     try:
         return _even(rows, call)
     except UnsupportedError:
-        config = _odd(call) if rows else None
+        config = _odd(rows if windows else 1, call) if rows else None
         if config is None:
             raise
         if rows * call.columns > MOST_ODD:
@@ -132,10 +136,10 @@ def _even(rows: int, call: RowCall) -> RowConfig:
     return streamed
 
 
-def _odd(call: RowCall) -> Odd | None:
+def _odd(rows: int, call: RowCall) -> Odd | None:
     """Tiles of which the last overlaps: in registers, or in the memory of half a multiprocessor.
 
-    For formulas that can leave columns out, of 128 columns on. None if there are none.
+    Vectors divide so many rows together. For formulas that can leave columns out, of 128 columns on. None if there are none.
     """
     fits = call.has_neutral and not call.num_masks and call.over_inputs
     if not fits or not WARPS * LANES <= call.columns <= LONGEST_ROW:
@@ -146,14 +150,14 @@ def _odd(call: RowCall) -> Odd | None:
     for warpgroups in ODD_WARPGROUPS:
         if warpgroups > 2 and not call.num_sums:
             most = min(most, MOST_KEPT_BY_FOUR // call.num_inputs)
-        config = _odd_tiles(call, warpgroups, most_in_turn=most)
+        config = _odd_tiles(rows, call, warpgroups, most_in_turn=most)
         if config.tiles * config.tile // LANES <= most and (warpgroups < 8 or call.num_sums):
             blocks = max(1, 4 // warpgroups)
             return dataclasses.replace(config, most_workers=blocks * NUM_PROCESSORS)
     if call.num_sums:
         return None
     for share, warpgroups in ((2, 4), (1, 8)):
-        config = _odd_tiles(call, warpgroups, most_in_turn=16 // call.num_inputs)
+        config = _odd_tiles(rows, call, warpgroups, most_in_turn=16 // call.num_inputs)
         slot = warpgroups * config.columns * call.num_inputs * call.itemsize
         room = SMEM_PROCESSOR_BYTES // share - SMEM_BLOCK_BYTES
         for in_memory in range(min(config.tiles, room // slot), 0, -1):
@@ -165,19 +169,32 @@ def _odd(call: RowCall) -> Odd | None:
     raise AssertionError("what does not fit is read again")
 
 
-def _odd_tiles(call: RowCall, warpgroups: int, *, most_in_turn: int) -> Odd:
-    """The tiles that reach beyond a row the least, of so many columns a thread at most."""
-    vector = math.gcd(call.columns, 16 // call.itemsize)
-    while WARPS * LANES * vector > call.columns:
+def _odd_tiles(rows: int, call: RowCall, warpgroups: int, *, most_in_turn: int) -> Odd:
+    """The tiles that reach beyond a row the least, of so many columns a thread at most.
+
+    Vectors divide these rows together, so that the last row's window ends with the array; beside sums
+    they divide a row, for sums of shifted columns would not belong together.
+    """
+    columns = call.columns
+    vector = math.gcd(columns if call.num_sums else rows * columns, 16 // call.itemsize)
+    while WARPS * LANES * vector > columns:
         vector //= 2
 
-    def tiled(turns: int) -> Odd:
-        tile = LANES * vector * turns
-        tiles = -(-call.columns // (warpgroups * WARPS * tile))
-        return Odd(warpgroups=warpgroups, tile=tile, tiles=tiles, vector=vector)
+    def tiled(vector: int, turns: int) -> Odd:
+        config = Odd(warpgroups=warpgroups, tile=LANES * vector * turns, tiles=1, vector=vector)
+        tiles = -(-config.window(columns) // (warpgroups * config.columns))
+        return dataclasses.replace(config, tiles=tiles)
 
-    most = max(1, min(most_in_turn // vector, call.columns // (WARPS * LANES * vector)))
-    return min(map(tiled, range(most, 0, -1)), key=lambda c: c.tiles * c.tile)
+    def fits(c: Odd) -> bool:
+        """Whether only the last tiles may reach beyond a row, wherever its window begins."""
+        return (c.tiles - 1) * c.warpgroups * c.columns <= columns
+
+    while True:
+        most = max(1, min(most_in_turn // vector, columns // (WARPS * LANES * vector)))
+        found = [c for c in (tiled(vector, turns) for turns in range(most, 0, -1)) if fits(c)]
+        if found:
+            return min(found, key=lambda c: c.tiles * c.tile)
+        vector //= 2
 
 
 def _with_stages(config: Stream, call: RowCall) -> Stream | None:

@@ -125,7 +125,7 @@ class Odd:
     warpgroups: int = 1
     tile: int = 512  # columns of a warp's part of a tile
     tiles: int = 1  # of a warpgroup; of a row, ``warpgroups`` times as many or some fewer
-    vector: int = 1  # columns that a thread holds side by side: they divide a row
+    vector: int = 1  # columns that a thread holds side by side: they divide all rows together
     in_memory: int = 0  # the last tiles that stay in shared memory; if none, all in registers
     most_workers: int = NUM_PROCESSORS  # blocks, where sums go from row to row
     interpretable: bool = False  # avoids what the interpreter lacks, references of another shape
@@ -134,6 +134,11 @@ class Odd:
     def columns(self) -> int:
         """Columns of a tile, at most those of a row."""
         return WARPS * self.tile
+
+    def window(self, columns: int) -> int:
+        """Columns, in whole vectors, that have any row among them."""
+        more = self.vector - 1 if columns % self.vector else 0
+        return -(-(columns + more) // self.vector) * self.vector
 
 
 type RowConfig = Blocks | Stream | Wide | Twice | Odd

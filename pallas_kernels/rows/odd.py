@@ -1,7 +1,9 @@
 """Rows of lengths that nothing divides, through a Hopper GPU: straight from and to global memory.
 
-Such rows begin anywhere, where the copy engine cannot: every thread reads and writes as many
-columns at once as divide the length, a single one if it must. The warpgroups of a row take its
+Such rows begin anywhere, where the copy engine cannot. A row's window begins and ends where as many
+columns as a thread reads at once do, ``vector``: at most so many less one at either end are a
+neighbor's. They do not count, and only the window's first and last vector are written in single
+columns. If ``vector`` divides the length, the window is the row. The warpgroups of a row take its
 tiles in turn, and the last tile begins so early that it ends where the row does: the columns that
 it shares with the tile before count once, and are written twice, the same. What is read stays in
 registers, or in shared memory where only the thread that put it there looks; what fits in neither
@@ -25,6 +27,7 @@ from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.registers import write_registers
 
 from .config import Odd, lane_layout, tile_layout
+from .edges import write_between
 from .formula import Formula, Parts, RowCall, compiler_params, to_columns
 from .smem import REDUCTION_BYTES, TURNS, odd_scratch
 
@@ -40,13 +43,15 @@ def odd_rows(
     formula = formula.apart or formula
     assert formula.neutral is not None, "columns that must not count have no value in this formula"
     (num_rows, columns), dtype = inputs_RC[0].shape, inputs_RC[0].dtype
+    assert num_rows * columns % config.vector == 0, "the last window would reach beyond the array"
+    assert not (formula.num_sums and columns % config.vector), "sums of shifted columns"
     num_workers = min(config.most_workers, num_rows) if formula.num_sums else num_rows
     sums = (num_workers, config.tiles, config.warpgroups, WARPS, config.tile)
     found = launch(
         functools.partial(_run, formula, config, (num_rows, num_workers, columns)),
         operands={
             "inputs": [x.reshape(-1) for x in inputs_RC],
-            "vectors": list(vectors_C),
+            "vectors": [_shifted(x, config, columns) for x in vectors_C],
         },
         results={
             "results": [
@@ -62,6 +67,14 @@ def odd_rows(
     )
     results = tuple(x.reshape(num_rows, columns) for x in found["results"])
     return results, tuple(_whole(x, columns) for x in found["sums"])
+
+
+def _shifted(vector_C: jax.Array, c: Odd, columns: int) -> jax.Array:
+    """Where windows begin before their rows, by 0 to ``vector`` - 1 columns: as each needs it."""
+    if columns % c.vector == 0:
+        return vector_C
+    width = c.window(columns)
+    return jnp.concatenate([jnp.pad(vector_C, (k, width - columns - k)) for k in range(c.vector)])
 
 
 def _whole(sums_NTPAM: jax.Array, columns: int) -> jax.Array:
@@ -101,24 +114,36 @@ class _Row:
         self.wg = lax.axis_index("wg")
         self.layout = tile_layout(c.vector)
         self.shape = (WARPS, c.tile)
+        self.shifts = columns % c.vector > 0
+        self.shift: jax.Array | int = 0  # columns of the window before the row
 
     def place(self, i):
-        """Where the i-th tile of this warpgroup begins, and its first column that counts."""
+        """Where the i-th tile of this warpgroup begins in the window; the bounds, in the tile, of
+        the columns that count.
+        """
         wanted = (i * self.c.warpgroups + self.wg) * self.c.columns
-        start = jnp.minimum(wanted, self.columns - self.c.columns)
-        start = pl.multiple_of(start, self.c.vector)
-        return start, wanted - start
+        end = self.shift + self.columns
+        whole = lax.div(end + self.c.vector - 1, self.c.vector) * self.c.vector
+        start = pl.multiple_of(jnp.minimum(wanted, whole - self.c.columns), self.c.vector)
+        return start, (jnp.maximum(wanted, self.shift) - start, end - start)
 
-    def own(self, x, first, fill):
-        """x [A, M] in the columns from ``first`` on, ``fill`` before."""
+    def own(self, x, bounds, fill):
+        """x [A, M] in the columns within bounds, ``fill`` elsewhere."""
         warp, column = (
             plgpu.broadcasted_iota(jnp.int32, self.shape, dim, layout=self.layout) for dim in (0, 1)
         )
-        return jnp.where(warp * self.c.tile + column >= first, x, fill)
+        at = warp * self.c.tile + column
+        counts = at >= bounds[0]
+        if self.shifts:
+            counts = counts & (at < bounds[1])
+        return jnp.where(counts, x, fill)
 
     def read(self, ref, row, start):
         """A tile [A, M] of a row."""
-        place = self.tile(ref, row, start)
+        return self.load(self.tile(ref, row, start))
+
+    def load(self, place):
+        """A tile [A, M]."""
         if self.c.interpretable:
             return place[...].reshape(self.shape)
         return plgpu.load(place.reshape(self.shape), layout=self.layout, optimized=False)
@@ -126,6 +151,13 @@ class _Row:
     def write(self, value, ref, row, start):
         """A tile [A, M] of a row."""
         place = self.tile(ref, row, start)
+        if self.shifts:
+            bounds = self.shift - start, self.shift + self.columns - start
+            if self.c.interpretable:
+                value = self.own(value, bounds, self.load(place))
+            else:
+                write_between(value, place, bounds, vector=self.c.vector)
+                return
         if self.c.interpretable:
             place[...] = value.reshape(-1)
         else:
@@ -133,16 +165,17 @@ class _Row:
 
     def tile(self, ref, row, start):
         """The place of a tile in rows that lie one after another."""
-        start = pl.multiple_of(row * self.columns + start, self.c.vector)
+        start = pl.multiple_of(row * self.columns - self.shift + start, self.c.vector)
         return ref.at[pl.ds(start, self.c.columns)]
 
     def vectors(self, start):
         """Loads vectors of a tile."""
-        return lambda j: self.read(self.gmem.vectors[j], 0, start)
+        start = pl.multiple_of(self.shift * self.c.window(self.columns) + start, self.c.vector)
+        return lambda j: self.load(self.gmem.vectors[j].at[pl.ds(start, self.c.columns)])
 
     def fold(self, tiles, i, *, whole: bool, totals=()):
         """The numbers of the i-th tile, given its inputs; of a second turn, given totals."""
-        start, first = self.place(i)
+        start, bounds = self.place(i)
         neutral = self.f.neutral
         assert neutral is not None
         if totals:  # the first is the mean, from which the mean is apart by nothing
@@ -150,12 +183,16 @@ class _Row:
 
         def load(j):
             x = tiles[j].astype(jnp.float32)
-            return x if whole else self.own(x, first, neutral[j])
+            return x if whole else self.own(x, bounds, neutral[j])
 
         if totals:
             assert self.f.again is not None
             return self.f.again.fold(load, self.vectors(start), totals)
         return self.f.fold(load, self.vectors(start))
+
+    def is_whole(self, i: int) -> bool:
+        """Whether all columns of the i-th tile count, of any warpgroup and row."""
+        return i < self.c.tiles - 1 and not (self.shifts and i == 0)
 
     def merge(self, i, numbers, more, totals=()):
         """The numbers of i tiles and of one more."""
@@ -166,15 +203,17 @@ class _Row:
 
     def finish(self, tiles, row, i, totals):
         """Writes the results of the i-th tile; what is summed over rows."""
-        start, first = self.place(i)
+        start, bounds = self.place(i)
         load = lambda j: tiles[j].astype(jnp.float32)  # noqa: E731
         results, addends = self.f.finish(load, self.vectors(start), totals)
         for out, result in zip(self.gmem.results, results, strict=True):
             self.write(result.astype(out.dtype), out, row, start)
-        return [self.own(x, first, 0.0) for x in addends]
+        return [self.own(x, bounds, 0.0) for x in addends]
 
     def work(self, row, turn, sums):
         """One row; the sums with its own added."""
+        if self.shifts:
+            self.shift = lax.rem(row * self.columns, self.c.vector)
         if self.c.in_memory:
             return self.by_memory(row, turn)
         c = self.c
@@ -185,7 +224,7 @@ class _Row:
         def numbers(totals=()):
             found = ()
             for i in range(c.tiles):
-                more = self.fold(tiles[i], i, whole=i < c.tiles - 1, totals=totals)
+                more = self.fold(tiles[i], i, whole=self.is_whole(i), totals=totals)
                 found = self.merge(i, found, more, totals) if i else more
             return found
 
@@ -223,7 +262,7 @@ class _Row:
                 return self.merge(i, found, more, totals)
 
             last = c.tiles - 1
-            found = look(jnp.int32(0), stays=again == 0, whole=last > 0, totals=totals)
+            found = look(jnp.int32(0), stays=again == 0, whole=self.is_whole(0), totals=totals)
             found = lax.fori_loop(1, again, functools.partial(merge, stays=False), found)
             stay = functools.partial(merge, stays=True)
             found = lax.fori_loop(max(again, 1), last, stay, found)

@@ -12,6 +12,8 @@ from pallas_kernels import layer_norm, rms_norm, softmax
 from pallas_kernels.common import device
 from pallas_kernels.common.errors import UnsupportedError
 from pallas_kernels.hopper.machine import SMEM_BYTES
+from pallas_kernels.norm.formulas import NormForm
+from pallas_kernels.norm.hopper import norm
 from pallas_kernels.rows import apply
 from pallas_kernels.rows.choice import config_for
 from pallas_kernels.rows.config import Odd
@@ -29,6 +31,10 @@ FORMS = {
     "memory": Odd(warpgroups=2, tile=32, tiles=3, in_memory=3, interpretable=True),
     "read again": Odd(warpgroups=1, tile=32, tiles=6, in_memory=2, interpretable=True),
 }
+WINDOWS = {  # of four rows, of which each begins at another column of a vector
+    "registers": Odd(warpgroups=1, tile=128, tiles=2, vector=4, interpretable=True),
+    "memory": Odd(warpgroups=1, tile=128, tiles=2, vector=4, in_memory=1, interpretable=True),
+}
 SLOW = pytest.mark.slow
 
 
@@ -40,6 +46,25 @@ def test_softmaxes_are_no_worse_than_the_plain_form(config):
     x, d_y = inputs((3, COLUMNS))
     x[1, :400] = -np.inf
     check_softmaxes(x, d_y, config)
+
+
+@pytest.mark.parametrize("name", [pytest.param("registers", marks=SLOW), "memory"])
+def test_softmaxes_of_windows_are_no_worse_than_the_plain_form(name):
+    """Neighbors' columns would count: theirs are far larger or -inf."""
+    x, d_y = inputs((4, COLUMNS))
+    x[1, :400], x[2] = -np.inf, x[2] + 80
+    check_softmaxes(x, d_y, WINDOWS[name])
+
+
+@SLOW  # a second of the interpreter; the softmax above has windows and bounds alike
+def test_norms_of_windows_read_the_scale_of_their_columns():
+    """Layer norm, whose second turn counts the mean for columns that are a neighbor's."""
+    (x, _), (scale, bias), ds = norms.inputs((4, COLUMNS), offset=5.0)
+    form = NormForm(columns=COLUMNS, epsilon=norms.EPSILON, centered=True, biased=True)
+    with interpreted_hopper():
+        got = norm(form, [x], [scale, bias], config=WINDOWS["registers"])
+    exact = norms.exact((x, x), (scale, bias), ds, f=layer_norm)
+    assert_within_rounding(got, exact[0])
 
 
 @pytest.mark.parametrize(
@@ -79,7 +104,7 @@ def test_every_odd_length_fits():
     for columns in lengths:
         for name, call in calls(columns).items():
             try:
-                config = config_for(4096, call)
+                config = config_for(4096, call, windows=True)
             except UnsupportedError:
                 lacks = call.num_masks or not call.over_inputs or not call.has_neutral
                 assert call.num_sums or lacks, (columns, name)
@@ -88,7 +113,8 @@ def test_every_odd_length_fits():
                 assert smem_bytes(config, call) + REDUCTION_BYTES <= SMEM_BYTES, (columns, name)
                 reach = config.tiles * config.warpgroups * config.columns
                 assert config.columns <= columns <= reach, (columns, name)
-                assert columns % config.vector == 0
+                assert config.window(columns) <= reach, (columns, name)
+                assert (columns if call.num_sums else 4096) % config.vector == 0
 
 
 def test_more_elements_than_an_int32_counts_are_refused():

@@ -1,0 +1,62 @@
+"""Writes a tile whose first and last columns may belong to a neighbor."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.hopper.machine import LANES
+from pallas_kernels.hopper.mosaic import arith, llvm, mgpu_utils, plgpu
+from pallas_kernels.hopper.mosaic import vector as vectors
+from pallas_kernels.hopper.threads import constant, global_place, thread, total
+
+from .config import tile_layout
+
+
+def write_between(value, ref, bounds: tuple[jax.Array, jax.Array], *, vector: int) -> None:
+    """Stores a tile [A, M] one part after another, but columns outside of bounds.
+
+    Of all threads' vectors only the tile's first and its last may reach beyond them.
+    """
+    width, size = value.shape[1], value.dtype.itemsize
+    splat = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(tile_layout(vector), splat, splat, plgpu.RefType()))
+    def write(_, value, first, end, ref):
+        first, end = (x.registers.flat[0] for x in (first, end))
+        warp = arith.divui(thread(), constant(LANES))
+        lane = arith.remui(thread(), constant(LANES))
+        start = total((warp, width), (lane, vector))
+        registers = list(value.registers.flat)
+        for k, register in enumerate(registers):
+            column = total(start, constant(k * LANES * vector))
+            place = global_place(ref, column, size)
+            if 0 < k < len(registers) - 1:
+                _store(register, place)
+            else:
+                _store_within(register, place, column, (first, end), vector=vector, size=size)
+
+    write(value, *(jnp.broadcast_to(x, ()) for x in bounds), ref)
+
+
+def _store(x: Any, place: Any) -> None:
+    llvm.store(x, llvm.inttoptr(llvm.PointerType.get(1), place))
+
+
+def _store_within(register: Any, place: Any, column: Any, bounds, *, vector: int, size: int):
+    """A vector whole, or those of its columns that are within bounds."""
+    first, end = bounds
+
+    def at_least(a, b):
+        return arith.cmpi(arith.CmpIPredicate.sge, a, b)
+
+    whole = arith.andi(at_least(column, first), at_least(end, total(column, constant(vector))))
+    with mgpu_utils.when(whole):
+        _store(register, place)
+    with mgpu_utils.when(arith.xori(whole, mgpu_utils.c(1, whole.type))):
+        for e in range(vector):
+            at = total(column, constant(e))
+            inside = arith.andi(at_least(at, first), at_least(end, total(at, constant(1))))
+            with mgpu_utils.when(inside):
+                one = vectors.extract(register, dynamic_position=[], static_position=[e])
+                _store(one, arith.addi(place, mgpu_utils.c(e * size, place.type)))
