@@ -139,7 +139,8 @@ def _even(rows: int, call: RowCall) -> RowConfig:
 def _odd(rows: int, call: RowCall) -> Odd | None:
     """Tiles of which the last overlaps: in registers, or in the memory of half a multiprocessor.
 
-    Vectors divide so many rows together. For formulas that can leave columns out, of 128 columns on. None if there are none.
+    Vectors divide so many rows together. For formulas that can leave columns out, of 128 columns
+    on. None if there are none.
     """
     fits = call.has_neutral and not call.num_masks and call.over_inputs
     if not fits or not WARPS * LANES <= call.columns <= LONGEST_ROW:
@@ -172,8 +173,8 @@ def _odd(rows: int, call: RowCall) -> Odd | None:
 def _odd_tiles(rows: int, call: RowCall, warpgroups: int, *, most_in_turn: int) -> Odd:
     """The tiles that reach beyond a row the least, of so many columns a thread at most.
 
-    Vectors divide these rows together, so that the last row's window ends with the array; beside sums
-    they divide a row, for sums of shifted columns would not belong together.
+    Vectors divide these rows together, so that the last row's window ends with the array; beside
+    sums they divide a row, for sums of shifted columns would not belong together.
     """
     columns = call.columns
     vector = math.gcd(columns if call.num_sums else rows * columns, 16 // call.itemsize)
