@@ -111,6 +111,15 @@ class Setting:
         return " ".join(parts)
 
 
+def narrow_moments(state: Any) -> Any:
+    """A state whose moments are bf16, as PyTorch's AdamW has them of bf16 weights."""
+    moments = jax.tree.map(
+        lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 and x.ndim else x,
+        state.optimizer,
+    )
+    return dataclasses.replace(state, optimizer=moments)
+
+
 class Traced(NamedTuple):
     """The step of this package, not lowered yet."""
 
@@ -164,11 +173,13 @@ def traced(config: ModelConfig, setting: Setting, devices: Sequence[Any]) -> Tra
     )
 
     def in_place(state: Any, batch: Batch) -> tuple[Any, Any]:
-        """Moments of bf16 weights are kept in bf16, though updates are computed in fp32."""
+        """Keeps moments in their format, though updates are computed in fp32."""
         after, metrics = step(state, batch)
         return jax.tree.map(lambda new, old: new.astype(old.dtype), after, state), metrics
 
-    initial = functools.partial(initial_state, model, optimizer, precision=precision)
+    def initial(seed: int) -> Any:
+        state = initial_state(model, optimizer, precision=precision, seed=seed)
+        return state if setting.masters else narrow_moments(state)
 
     def nothing() -> Batch[jax.Array]:
         tokens = jnp.zeros((setting.batch, setting.length), jnp.int32)
