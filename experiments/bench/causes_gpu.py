@@ -2,11 +2,13 @@
 
     python -m experiments.bench.causes_gpu --out experiments/results/causes-gpu-h200.json
 
-Half of Llama-3.2-1B's layers, compiled once as they should be and once for each cause. All go on
-from one state, in turns, which measures what a cause costs; then two steps of each are traced, and
-``jaxinfra trace`` says of two traces what differs first (``trace A B``), or of one what it loses
-first (``trace RUN``). Predicted is what it says that the remedy wins, measured how far the medians
-are apart.
+Half of Llama-3.2-1B's layers, compiled once as they should be and once for each cause. A cause and
+its remedy take turns, both going on from one state, which measures what the cause costs; two steps
+at the end of each one's last turn are traced, and ``jaxinfra trace`` says of two traces what
+differs first (``trace A B``), or of one what it loses first (``trace RUN``). Predicted is what it
+says that the remedy wins, measured how far the medians are apart. Every turn begins with a second
+of steps that do not count: a GPU at its power limit takes a tenth longer than a rested one, and
+what ran before decides.
 """
 
 import argparse
@@ -58,7 +60,8 @@ class GpuCause:
     without: str = "good"  # the program that the remedy makes of it
 
 
-_BEFORE_TRACE_S = 1.5  # a rested GPU takes a tenth less for a step than one at its power limit
+_WARM_S = 1.0  # of steps before a turn counts: one of the clock that the program itself leaves
+_TURN_S = 0.5
 _LOSS = "experiments.bench.causes_gpu:plain_loss"
 _FLAG = "xla_gpu_exclude_nondeterministic_ops=true"
 CAUSES = {
@@ -163,7 +166,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4, help="of a turn; the first is not counted")
+    parser.add_argument("--steps", type=int, default=4, help="of a turn, at least")
     parser.add_argument("--cache", type=Path, help="keep compiled programs there")
     parser.add_argument("--traces", type=Path, help="leave traces there")
     parser.add_argument("--compile-only", action="store_true")
@@ -193,27 +196,29 @@ def compiled(jobs: dict[str, Job], say: Callable[[str], None]) -> dict[str, Any]
 class Turns:
     """One state that all steps advance, and what they took."""
 
-    def __init__(self, good: Job, steps: dict[str, Any], batch: Batch):
-        self.steps = steps
+    def __init__(self, good: Job, steps: dict[str, Any], batch: Batch, at_least: int):
+        self.steps, self.at_least = steps, at_least
         self.state, self.batch = good.initialize(), good.put(batch)
-        self.seconds: dict[str, list[float]] = {name: [] for name in steps}
 
-    def take(self, number: int, count: int) -> None:
-        """Times so many steps of each, but for the first."""
-        for name in self.seconds if number % 2 == 0 else [*reversed(self.seconds)]:
-            for at in range(count):
-                start = time.perf_counter()
-                self.state, metrics = self.steps[name](self.state, self.batch)
-                jax.block_until_ready(metrics)
-                if at:
-                    self.seconds[name].append(time.perf_counter() - start)
+    def _step(self, name: str) -> float:
+        start = time.perf_counter()
+        self.state, metrics = self.steps[name](self.state, self.batch)
+        jax.block_until_ready(metrics)
+        return time.perf_counter() - start
+
+    def take(self, name: str) -> list[float]:
+        """Seconds of each step of a turn, at the clock that the steps before it leave."""
+        self._for(name, _WARM_S, 1)
+        return self._for(name, _TURN_S, self.at_least)
+
+    def _for(self, name: str, seconds: float, at_least: int) -> list[float]:
+        took: list[float] = []
+        while sum(took) < seconds or len(took) < at_least:
+            took.append(self._step(name))
+        return took
 
     def trace(self, name: str, job: Job, place: Path) -> None:
-        """Traces two steps, at the clock that those before them leave, as in a run."""
-        start = time.perf_counter()
-        while time.perf_counter() - start < _BEFORE_TRACE_S:
-            self.state, metrics = self.steps[name](self.state, self.batch)
-            jax.block_until_ready(metrics)
+        """Traces two steps."""
         profiler = Profiler(ProfileRange(start=0, stop=2), place)
         profiler.describe(job, self.state, self.batch)
         for step in range(2):
@@ -223,7 +228,7 @@ class Turns:
 
 
 def main() -> None:
-    """Compiles, measures in turns, traces, judges; writes as it goes."""
+    """Compiles; of each cause measures in turns, traces and judges; writes as it goes."""
     args, began = _arguments(), time.perf_counter()
 
     def say(text: str) -> None:
@@ -236,49 +241,46 @@ def main() -> None:
     if args.compile_only:
         return
     good = jobs["good"]
-    turns = Turns(good, steps, batch_of(good.config.model.vocab_size, args.batch, args.length))
-    for number in range(args.rounds):
-        turns.take(number, args.steps)
-        say(f"turn {number + 1}")
-    took = {name: 1e3 * statistics.median(each) for name, each in turns.seconds.items()}
+    turns = Turns(
+        good, steps, batch_of(good.config.model.vocab_size, args.batch, args.length), args.steps
+    )
     result: dict[str, Any] = {
-        "environment": environment() | {"clocks_at_work": clocks()},
+        "environment": environment(),
         "shapes": {
             name: getattr(args, name) for name in ("preset", "layers", "batch", "length", "set")
         },
-        "median_ms": took,
-        "seconds": turns.seconds,
         "rows": {},
     }
-
-    def write() -> None:
-        if args.out is not None:
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
-
-    write()
     turns.trace("good", good, place / "thrown-away")  # the first one begins late and runs slowly
-    for name in steps:
-        turns.trace(name, jobs[name], place / name)
-    say("traced the steps")
     for name in args.names or CAUSES:
         cause, own = CAUSES[name], names[name]
         without = names.get(cause.without, cause.without)
-        if own not in took or without not in took:
+        if own not in steps or without not in steps:
             continue
+        sides = {side: place / f"{name}-{side}" for side in (without, own)}
+        took: dict[str, list[float]] = {side: [] for side in sides}
+        for number in range(args.rounds):
+            for side, traced in sides.items():
+                took[side] += turns.take(side)
+                if number == args.rounds - 1:
+                    turns.trace(side, jobs[side], traced)
         try:
-            row = judge(cause, place / own, place / without)
+            row = judge(cause, sides[own], sides[without])
         except JaxinfraError as error:
             say(f"{name}: {error}")
             continue
+        medians = {side: 1e3 * statistics.median(each) for side, each in took.items()}
         row["command"], row["settings"] = cause.command, list(cause.settings)
-        row["measured_ms"] = took[own] - took[without]
+        row["seconds"], row["median_ms"], row["clocks"] = took, medians, clocks()
+        row["measured_ms"] = medians[own] - medians[without]
         if row["predicted_ms"] is not None:
             row["predicted_over_measured"] = row["predicted_ms"] / row["measured_ms"] - 1
         result["rows"][name] = row
         say(f"{name}: {'named' if row['named'] else 'NOT named'}: {row['said']}")
         predicted = row["predicted_ms"] or 0.0
         say(f"    predicted {predicted:.1f} ms, measured {row['measured_ms']:.1f} ms")
-        write()
+        if args.out is not None:
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ def _text(
         return f"{text}: it multiplies in {now} in place of {was}", "precision as in the first run"
     old, new = (_main_kernels(each, scope) for each in (first, second))
     if old != new:
-        remedy = _REMEDIES.get(scope, "") if _OWN in old else ""
+        remedy = _REMEDIES.get(scope, "") if _OWN in old and _OWN not in new else ""
         text = f"{text}: it runs {', '.join(new) or 'nothing'} in place of {', '.join(old)}"
         return text, remedy or _FLAGS
     return f"{text}, in the same kernels ({', '.join(new)})", _LOOK
