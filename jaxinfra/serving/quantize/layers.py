@@ -92,7 +92,8 @@ class CalibrationModel:
         """The first layer's input, [B, T, D] on the host."""
         decoder = self._block(0).bound(self._source)
         positions = jnp.broadcast_to(jnp.arange(ids_BT.shape[1])[None], ids_BT.shape)
-        return np.asarray(jax.jit(lambda: decoder.embed(jnp.asarray(ids_BT), positions, None))())
+        # Not jitted: the table would be a constant of the program, which XLA folds.
+        return np.asarray(decoder.embed(jnp.asarray(ids_BT), positions, None))
 
     def run(
         self,

@@ -128,7 +128,7 @@ class _AppendHeads:
 
         def to_queries() -> None:
             for each, half in zip(columns, self.turned(gmem, token, halves), strict=True):
-                gmem.q[token, pl.ds(first, WARPS), each] = half
+                write_registers(half, gmem.q.at[token, pl.ds(first, WARPS), each])
 
         pl.when(first < self.N)(to_queries)
         for name, before in (("k", self.N), ("v", self.N + self.K)):
@@ -142,7 +142,7 @@ class _AppendHeads:
                     self.write_codes(found, pages, getattr(gmem, f"{name}_scale"), at)
                     return
                 for each, half in zip(columns, found, strict=True):
-                    pages[*at, each] = half
+                    write_registers(half, pages.at[*at, each])
 
     def write_codes(self, halves: list, pages, scales, at: tuple) -> None:
         """As ``codes_of``; a warp has a head."""
