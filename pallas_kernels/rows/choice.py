@@ -57,16 +57,19 @@ MOST_KEPT_BY_FOUR = 24
 copy's rate, in shared memory 69 to 74%."""
 MOST_KEPT_BESIDE_SUMS = 16
 """Of one input, if there are sums."""
+LEAST_IN_WINDOWS = 50_000
+"""Columns of rows, of two inputs or more, that windows read faster: 1.11 to 1.21x from 50,257 on,
+0.73 to 1.16x below 20,000; of one input 0.82 to 1.06x (``odd-rows-h200.json``)."""
 MOST_ODD = 2**31 - 1
 """Elements of an array whose odd rows lie one after another: their places are int32."""
 
 
-def config_for(rows: int, call: RowCall, *, windows: bool = False) -> RowConfig:
+def config_for(rows: int, call: RowCall, *, windows: bool | None = None) -> RowConfig:
     """Tiles for rows of a dtype of 16 or 32 bits: by the copy engine, or straight from memory.
 
     Args:
-        windows: read odd rows by aligned windows (see ``odd``): asked for by name until their
-            edges have been written on a GPU (``bench.odd_rows``).
+        windows: whether odd rows are read by aligned windows (see ``odd``); None: where that is
+            faster.
 
     Raises:
         UnsupportedError: there are none.
@@ -74,6 +77,8 @@ def config_for(rows: int, call: RowCall, *, windows: bool = False) -> RowConfig:
     try:
         return _even(rows, call)
     except UnsupportedError:
+        if windows is None:
+            windows = call.num_inputs > 1 and call.columns >= LEAST_IN_WINDOWS
         config = _odd(rows if windows else 1, call) if rows else None
         if config is None:
             raise
