@@ -47,6 +47,8 @@ from jaxinfra.config.presets import deepseek, mixtures
 from jaxinfra.config.run import Remat, TrainingConfig
 from jaxinfra.core.devices import device_peak
 from jaxinfra.data.batch import Batch
+from jaxinfra.diagnostics.trace import device_events
+from jaxinfra.diagnostics.waterfall import explain
 from jaxinfra.models.definition import define_model
 from jaxinfra.models.flops import training_flops_per_token
 from jaxinfra.numerics.policy import held_as_computed, policy_of
@@ -290,7 +292,7 @@ def main() -> None:
         contenders = _contenders(name, config, args)
         rows = measured(contenders, config, args) if contenders else []
         if args.trace is not None:
-            _trace(contenders, args.trace / name)
+            _trace(contenders, rows, args.trace / name)
         result["rows"] += [{"model": name, "layers": config.num_layers, **row} for row in rows]
         result["clocks_after"] = clocks()
         del contenders
@@ -298,12 +300,19 @@ def main() -> None:
             args.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def _trace(contenders: dict[str, Any], directory: pathlib.Path) -> None:
-    """A profile of a few steps of each contender of this package, for ``jaxinfra trace``."""
-    ours = [each for each in contenders.values() if isinstance(each, Contender)]
-    for i, contender in enumerate(ours):
+def _trace(contenders: dict[str, Any], rows: list[dict[str, Any]], directory: pathlib.Path) -> None:
+    """A profile of each contender of this package; into its row what of communication is hidden."""
+    for i, (contender, row) in enumerate(zip(contenders.values(), rows, strict=True)):
+        if not isinstance(contender, Contender):
+            continue
         with jax.profiler.trace(str(directory / str(i))):
             contender.time_steps(_TRACED_STEPS - 1)  # after one that it does first
+        waterfall = explain(device_events(directory / str(i)), steps=_TRACED_STEPS).as_json(top=25)
+        exposed = waterfall["by_kind_ms"].get("collective", 0.0)
+        hidden = waterfall["hidden_ms"].get("collective", 0.0)
+        row["waterfall"] = waterfall
+        row["hidden_communication"] = hidden / (hidden + exposed) if hidden + exposed else None
+        print(f"{row['name']}: communication exposed {exposed:.2f} ms, hidden {hidden:.2f}")
 
 
 def _contenders(name: str, config: ModelConfig, args: argparse.Namespace) -> dict[str, Any]:
