@@ -166,7 +166,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4, help="of a turn, at least")
+    parser.add_argument("--steps", type=int, default=4, help="of a group")
     parser.add_argument("--cache", type=Path, help="keep compiled programs there")
     parser.add_argument("--traces", type=Path, help="leave traces there")
     parser.add_argument("--compile-only", action="store_true")
@@ -196,26 +196,26 @@ def compiled(jobs: dict[str, Job], say: Callable[[str], None]) -> dict[str, Any]
 class Turns:
     """One state that all steps advance, and what they took."""
 
-    def __init__(self, good: Job, steps: dict[str, Any], batch: Batch, at_least: int):
-        self.steps, self.at_least = steps, at_least
+    def __init__(self, good: Job, steps: dict[str, Any], batch: Batch, group: int):
+        self.steps, self.group = steps, group
         self.state, self.batch = good.initialize(), good.put(batch)
 
-    def _step(self, name: str) -> float:
-        start = time.perf_counter()
-        self.state, metrics = self.steps[name](self.state, self.batch)
-        jax.block_until_ready(metrics)
-        return time.perf_counter() - start
-
     def take(self, name: str) -> list[float]:
-        """Seconds of each step of a turn, at the clock that the steps before it leave."""
-        self._for(name, _WARM_S, 1)
-        return self._for(name, _TURN_S, self.at_least)
+        """Seconds a step, of groups of steps that do not wait for each other, as in a run; at the
+        clock that the steps before leave.
+        """
+        self._for(name, _WARM_S)
+        return self._for(name, _TURN_S)
 
-    def _for(self, name: str, seconds: float, at_least: int) -> list[float]:
+    def _for(self, name: str, seconds: float) -> list[float]:
         took: list[float] = []
-        while sum(took) < seconds or len(took) < at_least:
-            took.append(self._step(name))
-        return took
+        while sum(took) < seconds:
+            start = time.perf_counter()
+            for _ in range(self.group):
+                self.state, _ = self.steps[name](self.state, self.batch)
+            jax.block_until_ready(self.state)
+            took.append(time.perf_counter() - start)
+        return [each / self.group for each in took]
 
     def trace(self, name: str, job: Job, place: Path) -> None:
         """Traces two steps."""

@@ -126,11 +126,20 @@ def _gain(change: Change, changes: list[Change], by: float) -> float | None:
     """What a remedy wins, of all places that ask for it; None where it only says where to look.
 
     No more than the whole step lost: what one place takes longer, its neighbors may take shorter
-    for the same reason.
+    for the same reason. And as much, but for idle time and communication, if there is no other
+    remedy: the same kernels then take longer beside it.
     """
-    if not change.remedy or change.remedy in (_LOOK, _LOOK_AT_IDLE, _LOOK_AT_LINKS):
+    if change.remedy not in _wanted(changes):
         return None
+    if len(_wanted(changes)) == 1:
+        apart = sum(max(0.0, each.ms) for each in changes if each.kind in ("collective", IDLE))
+        return max(0.0, by - apart)
     return max(0.0, min(by, sum(each.ms for each in changes if each.remedy == change.remedy)))
+
+
+def _wanted(changes: list[Change]) -> set[str]:
+    """Remedies that say what is to be done."""
+    return {each.remedy for each in changes} - {"", _LOOK, _LOOK_AT_IDLE, _LOOK_AT_LINKS}
 
 
 def _by_part(waterfall: Waterfall) -> dict[tuple[str, str], float]:

@@ -136,6 +136,24 @@ def test_a_remedy_wins_no_more_than_the_step_lost():
     assert [each.gain_ms for each in found.changes] == pytest.approx([30.0, 30.0])
 
 
+def test_the_only_remedy_wins_what_its_neighbors_lose_but_no_idle_time():
+    """XLA's fusions in a kernel's place, 13 ms more; matmuls 4 ms slower beside them, 9 ms idle."""
+    second = [
+        (("nvjet_big", "gemm.9", LOSS[2]), 28) if each == LOSS else (each, ms)
+        for each, ms in HEALTHY
+    ]
+    second = [(each, 34 if each == MLP_BACK else ms) for each, ms in second]
+    found = compare_steps(waterfall(*HEALTHY), waterfall(*second[:2], (None, 9), *second[2:]))
+    assert "which makes no array of all logits (wins 17.0 ms)." in found.paragraph()
+
+
+def test_a_kernel_that_stays_is_not_what_its_part_lacks():
+    """Fusions beside the loss's own kernel: what differs are flags, not the loss."""
+    beside = ("loop_fusion", "fusion.9", LOSS[2])
+    found = compare_steps(waterfall(*HEALTHY), waterfall(*HEALTHY, (beside, 10)))
+    assert [each.remedy.split(" as in")[0] for each in found.changes] == ["XLA's flags"]
+
+
 def test_options_that_differ_are_said_first():
     known = {
         "device_kind": "H200",
