@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.precision import PolicyName
+from jaxinfra.models.definition import Parameters
 from jaxinfra.serving.load import LoadedModel, load
 from jaxinfra.serving.quantize.quantize import quantize_model
 from jaxinfra.serving.quantize.recipes import RECIPES, quantization_recipe
@@ -31,25 +32,33 @@ _ROWS = 8
 
 def log_probabilities(model: LoadedModel, ids_BT: np.ndarray) -> np.ndarray:
     """Of each next token, float32 [B, T, V]."""
-    decoder = model.decoder
-    rows = [ids_BT[i : i + _ROWS] for i in range(0, len(ids_BT), _ROWS)]
-    found = [jax.nn.log_softmax(decoder(jnp.asarray(each))) for each in rows]
-    return np.concatenate([np.asarray(each, np.float32) for each in found])
+
+    @jax.jit
+    def one(parameters: Parameters, ids_BT: jax.Array) -> jax.Array:
+        return jax.nn.log_softmax(model.definition.bind(parameters)(ids_BT))
+
+    return _by_rows(one, model, ids_BT)
 
 
 def cached_log_probabilities(
     model: LoadedModel, ids_BT: np.ndarray, form: CacheFormat
 ) -> np.ndarray:
     """The same with keys and values as a cache of this format gives them back."""
-    decoder = model.with_cache(form).decoder
+    definition = model.with_cache(form).definition
 
     @jax.jit
-    def one(ids_BT: jax.Array) -> jax.Array:
+    def one(parameters: Parameters, ids_BT: jax.Array) -> jax.Array:
+        decoder = definition.bind(parameters)
         cache = decoder.empty_cache(batch=len(ids_BT), num_slots=ids_BT.shape[1])
         return jax.nn.log_softmax(decoder.logits(decoder.run(ids_BT, cache=cache).x))
 
+    return _by_rows(one, model, ids_BT)
+
+
+def _by_rows(one: Any, model: LoadedModel, ids_BT: np.ndarray) -> np.ndarray:
     rows = [ids_BT[i : i + _ROWS] for i in range(0, len(ids_BT), _ROWS)]
-    return np.concatenate([np.asarray(one(jnp.asarray(each)), np.float32) for each in rows])
+    found = [one(model.parameters, jnp.asarray(each)) for each in rows]
+    return np.concatenate([np.asarray(each, np.float32) for each in found])
 
 
 def compared(want: np.ndarray, got: np.ndarray, ids_BT: np.ndarray) -> dict[str, float]:
