@@ -37,7 +37,9 @@ from pallas_kernels.fused_matmul.config import FusedConfig, config_for, configs
 from pallas_kernels.fused_matmul.hopper import fused_matmul_hopper
 from pallas_kernels.fused_matmul.reference import FusedCall, fused_matmul_reference
 from pallas_kernels.quantized_matmul import QuantizedWeight, arranged, round_weight
+from pallas_kernels.quantized_matmul.choice import choice_of
 from pallas_kernels.quantized_matmul.config import ProductShape, QuantizedConfig
+from pallas_kernels.quantized_matmul.sliced_config import SlicedConfig
 
 BF16 = jnp.dtype(jnp.bfloat16)
 LAYERS = {  # model width, q and kv heads' width, hidden width
@@ -214,10 +216,10 @@ class Case:
     def row(self, key: Any, us: float) -> tables.Row:
         """As the tables have it."""
         choice: dict[str, tables.Value] = {"implementation": "apart"}
-        if isinstance(key, FusedConfig | QuantizedConfig):
+        if isinstance(key, FusedConfig):
             choice = {"implementation": "hopper", "tiles": key.tiles, "split": key.split}
-        if isinstance(key, QuantizedConfig):
-            choice |= {"groups": key.groups, "stages": key.stages}
+        if isinstance(key, QuantizedConfig | SlicedConfig):
+            choice = {"implementation": "hopper", **choice_of(key)}
         return tables.Row.of(case=case_of(self.call), choice=choice, ms=us / 1e3)
 
 

@@ -6,8 +6,9 @@ import pathlib
 
 from pallas_kernels.common import device, tables
 from pallas_kernels.quantized_matmul import QuantizedWeight
-from pallas_kernels.quantized_matmul.choice import tiles_of
+from pallas_kernels.quantized_matmul.choice import tiles_or_slices_of
 from pallas_kernels.quantized_matmul.config import QuantizedConfig
+from pallas_kernels.quantized_matmul.sliced_config import SlicedConfig
 
 from . import quantized
 from .config import FusedConfig
@@ -53,10 +54,10 @@ def measured_config(call: FusedCall) -> FusedConfig | None:
     return None
 
 
-def measured_in_few_bits(call: FusedCall) -> QuantizedConfig | None:
+def measured_in_few_bits(call: FusedCall) -> QuantizedConfig | SlicedConfig | None:
     """The tiles of a weight in few bits, where they were faster at the nearest size."""
     for tiles in _faster_than_apart(call):
-        config = tiles_of(tiles)
+        config = tiles_or_slices_of(tiles)
         if quantized.unsupported_tiles(call, config) is None:
             return config
     return None

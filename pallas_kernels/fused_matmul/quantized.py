@@ -7,6 +7,7 @@ from pallas_kernels.quantized_matmul.choice import measured_config
 from pallas_kernels.quantized_matmul.config import ProductShape, QuantizedConfig, config_for
 from pallas_kernels.quantized_matmul.hopper import fuses, quantized_matmul_hopper
 from pallas_kernels.quantized_matmul.hopper import unsupported as unsupported_product
+from pallas_kernels.quantized_matmul.sliced_config import SlicedConfig
 
 from .reference import FusedCall
 
@@ -24,7 +25,7 @@ def unsupported(call: FusedCall) -> str | None:
     return unsupported_tiles(call, tiles_of_product(call))
 
 
-def unsupported_tiles(call: FusedCall, config: QuantizedConfig | None) -> str | None:
+def unsupported_tiles(call: FusedCall, config: QuantizedConfig | SlicedConfig | None) -> str | None:
     """Why these tiles cannot compute a call that others may; None if they can."""
     weight = _weight(call)
     if config is None or not fuses(call.M, weight, config):
@@ -38,7 +39,7 @@ def tiles_of_product(call: FusedCall) -> QuantizedConfig | None:
     return measured_config(shape) or config_for(shape)
 
 
-def fused(call: FusedCall, *, config: QuantizedConfig | None = None) -> jax.Array:
+def fused(call: FusedCall, *, config: QuantizedConfig | SlicedConfig | None = None) -> jax.Array:
     """As the reference, of a call of which ``unsupported`` says nothing.
 
     Raises:

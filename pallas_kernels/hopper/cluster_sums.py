@@ -28,6 +28,7 @@ from .threads import (
     global_place,
     i32,
     packed_pair,
+    store_number,
     swiglu,
     thread,
     total,
@@ -229,7 +230,7 @@ class ClusterSums:
                     m = total(first, constant(2 * t))
                     there = arith.cmpi(arith.CmpIPredicate.ult, m, constant(self.rows))
                     with mgpu_utils.when(there):
-                        self.store(out, total((m, self.columns), at), number)
+                        store_number(out, total((m, self.columns), at), number, self.out_dtype)
 
     def everyones_quads(self, bases: list[Any], offset) -> list[Any]:
         """Four sums over ranks and warpgroups, in this order."""
@@ -244,17 +245,6 @@ class ClusterSums:
         f32 = ir.F32Type.get()
         columns = [[llvm.extractvalue(f32, four, [i]) for four in found] for i in range(4)]
         return [functools.reduce(arith.addf, each) for each in columns]
-
-    def store(self, out, at, number) -> None:
-        """One element of the result, rounded."""
-        i16 = ir.IntegerType.get_signless(16)
-        place = global_place(out, at, self.out_dtype.itemsize)
-        if self.out_dtype == jnp.float32:
-            assembly(None, [place, number], "st.global.f32 [$0], $1;", "l,f", pure=False)
-            return
-        name = "bf16" if self.out_dtype == jnp.bfloat16 else "f16"
-        half = assembly(i16, [number], f"cvt.rn.{name}.f32 $0, $1;", "=h,f", pure=True)
-        assembly(None, [place, half], "st.global.b16 [$0], $1;", "l,h", pure=False)
 
 
 def _digits(x: Any, *bases: int) -> list[Any]:

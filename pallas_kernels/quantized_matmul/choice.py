@@ -2,10 +2,12 @@
 
 import functools
 import pathlib
+from typing import Any
 
 from pallas_kernels.common import device, tables
 
 from .config import ProductShape, QuantizedConfig, config_for
+from .sliced_config import SlicedConfig
 from .weight import QuantizedWeight
 
 OP, QUESTION = "quantized_matmul", "tiles"
@@ -13,6 +15,8 @@ TUNED = pathlib.Path(__file__).parent / "tuned"
 MOST_ROWS_MEASURED = 64
 """Beyond these rows the kernel reads and converts the weight again, which no GPU has timed; there
 the weight is dequantized once, by a kernel, and a library multiplies."""
+_TILES = ("tiles", "split", "groups", "stages")
+_SLICES = ("fragments", "passes", "groups", "stages")
 _FARTHEST = {"rows": 1.0, "depth": 1.0, "columns": 1.0}
 """Powers of two from the nearest measured size within which its tiles are taken."""
 
@@ -55,9 +59,19 @@ def _measured(shape: ProductShape, slug: str, folder: str) -> QuantizedConfig | 
 
 def tiles_of(choice: dict[str, tables.Value]) -> QuantizedConfig:
     """A table's choice of tiles."""
-    return QuantizedConfig(
-        tiles=tables.count(choice["tiles"]),
-        split=tables.count(choice["split"]),
-        groups=tables.count(choice["groups"]),
-        stages=tables.count(choice["stages"]),
-    )
+    return QuantizedConfig(**_counts(choice, _TILES))
+
+
+def tiles_or_slices_of(choice: dict[str, tables.Value]) -> QuantizedConfig | SlicedConfig:
+    """A table's choice of tiles; with ``fragments``, of the kernel that splits K over warps."""
+    return SlicedConfig(**_counts(choice, _SLICES)) if "fragments" in choice else tiles_of(choice)
+
+
+def choice_of(config: QuantizedConfig | SlicedConfig) -> dict[str, tables.Value]:
+    """What a table keeps of tiles."""
+    names = _SLICES if isinstance(config, SlicedConfig) else _TILES
+    return {name: getattr(config, name) for name in names}
+
+
+def _counts(choice: dict[str, tables.Value], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: tables.count(choice[name]) for name in names}

@@ -12,6 +12,8 @@ from pallas_kernels.common.row_inputs import RmsNorm
 from .config import MOST_ROWS, STRIP, ProductShape, QuantizedConfig, config_for
 from .fragments import Dequantizer
 from .hopper_kernel import QuantizedKernel
+from .hopper_sliced import SlicedKernel
+from .sliced_config import SlicedConfig
 from .weight import Arrangement, QuantizedWeight
 
 DTYPES = ("bfloat16", "float16")
@@ -41,7 +43,7 @@ def quantized_matmul_hopper(
     weight: QuantizedWeight,
     *,
     out_dtype: jnp.dtype,
-    config: QuantizedConfig | None = None,
+    config: QuantizedConfig | SlicedConfig | None = None,
     norm: RmsNorm | None = None,
     swiglu_input: bool = False,
     residual_MN: jax.Array | None = None,
@@ -63,28 +65,32 @@ def quantized_matmul_hopper(
     assert config is not None, "unsupported"
     is_fused = norm is not None or swiglu_input or residual_MN is not None
     assert not is_fused or fuses(rows, weight, config), "fuses"
-    if not config.is_resident(shape):
+    if isinstance(config, QuantizedConfig) and not config.is_resident(shape):
         shape = dataclasses.replace(shape, M=-(-rows // STRIP) * STRIP)
         x_MK = jnp.pad(x_MK, ((0, shape.M - rows), (0, 0)))
     reason = config.unsupported(shape)
     if reason is not None:
         raise UnsupportedError(f"{config} for {shape}: {reason}")
-    kernel = QuantizedKernel(
-        c=config,
-        s=shape,
-        dequantizer=Dequantizer(code=weight.format.code, dtype=jnp.dtype(x_MK.dtype)),
-        scale_dtype=jnp.dtype(weight.scales.dtype),
-        out_dtype=jnp.dtype(out_dtype),
-        norm=norm,
-        gated=swiglu_input,
-        has_residual=residual_MN is not None,
-    )
+    given = {
+        "s": shape,
+        "dequantizer": Dequantizer(code=weight.format.code, dtype=jnp.dtype(x_MK.dtype)),
+        "scale_dtype": jnp.dtype(weight.scales.dtype),
+        "out_dtype": jnp.dtype(out_dtype),
+        "norm": norm,
+        "gated": swiglu_input,
+        "has_residual": residual_MN is not None,
+    }
+    if isinstance(config, SlicedConfig):
+        return SlicedKernel(c=config, **given).result(x_MK, weight, residual_MN)
+    kernel = QuantizedKernel(c=config, **given)
     return kernel.result(x_MK, weight, residual_MN)[:rows]
 
 
-def fuses(rows: int, weight: QuantizedWeight, config: QuantizedConfig) -> bool:
+def fuses(rows: int, weight: QuantizedWeight, config: QuantizedConfig | SlicedConfig) -> bool:
     """Whether the kernel also does what comes before and after its product: of rows that stay in
     shared memory as they are, by sums that are read in pairs.
     """
+    if isinstance(config, SlicedConfig):
+        return weight.order is None
     is_resident = config.is_resident(ProductShape.of(rows, weight))
     return is_resident and weight.order is None and not config.quads

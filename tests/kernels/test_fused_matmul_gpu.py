@@ -14,6 +14,7 @@ from pallas_kernels.fused_matmul.hopper import fused_matmul_hopper
 from pallas_kernels.fused_matmul.reference import FusedCall
 from pallas_kernels.quantized_matmul import arranged
 from pallas_kernels.quantized_matmul.config import QuantizedConfig
+from pallas_kernels.quantized_matmul.sliced_config import SlicedConfig
 from tests.kernels.fused_cases import OPTIONS, exact, operands
 from tests.kernels.test_quantized_matmul_hopper import FORMATS, weight_of
 from tests.tolerance import assert_within_rounding
@@ -37,6 +38,9 @@ TILINGS = [
     QuantizedConfig(tiles=1, split=1, groups=4, stages=12),
     QuantizedConfig(tiles=1, split=8, groups=2, stages=2),
     QuantizedConfig(tiles=4, split=2, groups=1, stages=5),
+    SlicedConfig(fragments=2, passes=1, groups=2, stages=2),
+    SlicedConfig(fragments=1, passes=4, groups=4, stages=3),
+    SlicedConfig(fragments=4, passes=2, groups=1, stages=5),
 ]
 
 

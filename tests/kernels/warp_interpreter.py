@@ -1,4 +1,4 @@
-"""Runs on a CPU the instructions that a kernel's threads are given: straight MLIR and PTX.
+"""Runs on a CPU the instructions that a kernel's threads are given: MLIR and PTX without loops.
 
 A warpgroup's 128 threads go in step, each operation on an array of 128 numbers. Operations are
 those that kernels of ours write; another one is a KeyError.
@@ -22,16 +22,17 @@ class Memory:
 
     def __init__(self, shared: int, out: int = 0):
         self.shared, self.out = np.zeros(shared, np.uint8), np.zeros(out, np.uint8)
+        self.active = np.ones(THREADS, np.bool_)  # threads whose condition holds
 
     def load(self, address: np.ndarray, dtype) -> np.ndarray:
         size = np.dtype(dtype).itemsize
+        address = np.where(self.active, address, 0).astype(address.dtype)
         assert not np.any(address % size), "aligned"
         places = address.astype(np.int64)[:, None] + np.arange(size)
         return self.shared[places].view(dtype)[:, 0]
 
-    @staticmethod
-    def store(memory: np.ndarray, address: np.ndarray, x: np.ndarray) -> None:
-        size = x.dtype.itemsize
+    def store(self, memory: np.ndarray, address: np.ndarray, x: np.ndarray) -> None:
+        size, address, x = x.dtype.itemsize, address[self.active], x[self.active]
         places = address.astype(np.int64)[:, None] + np.arange(size)
         memory[places] = x[:, None].view(np.uint8).reshape(len(x), size)
 
@@ -47,10 +48,21 @@ def run(emit: Callable, arguments: list[np.ndarray], memory: Memory) -> list[lis
                 lists = emit(*block.arguments)
         known = dict(zip(block.arguments, arguments, strict=True))
         with np.errstate(all="ignore"):
-            for op in block.operations:
-                results = _execute(op.operation, [known[x] for x in op.operation.operands], memory)
-                known.update(zip(op.operation.results, results, strict=True))
+            _run_block(block, known, memory)
         return [[known[x] for x in each] for each in lists or ()]
+
+
+def _run_block(block: ir.Block, known: dict, memory: Memory) -> None:
+    for op in block.operations:
+        given = [known[x] for x in op.operation.operands]
+        if op.operation.name == "scf.if":
+            before = memory.active
+            memory.active = before & given[0].astype(np.bool_)
+            _run_block(op.operation.regions[0].blocks[0], known, memory)
+            memory.active = before
+        elif op.operation.name != "scf.yield":
+            results = _execute(op.operation, given, memory)
+            known.update(zip(op.operation.results, results, strict=True))
 
 
 def _kind(x: np.ndarray) -> ir.Type:
@@ -72,7 +84,8 @@ def _execute(op: ir.Operation, given: list, memory: Memory) -> list:
             return [given[0].view(_DTYPES[str(op.results[0].type)])]
         case "arith.cmpi":
             a, b = (x.view(np.int32) if x.dtype == np.uint32 else x for x in given)
-            return [{2: np.less, 5: np.greater_equal}[op.attributes["predicate"].value](a, b)]
+            predicates = {2: np.less, 5: np.greater_equal, 6: np.less}
+            return [predicates[op.attributes["predicate"].value](a, b)]
         case "arith.cmpf":
             assert op.attributes["predicate"].value == 1, "ordered and equal"
             return [given[0] == given[1]]
