@@ -18,6 +18,7 @@ from pallas_kernels.paged_attention.spec import PagedCall
 from .attend import attend_pages
 from .attend_codes import attend_codes
 from .config import (
+    DTYPES,
     GROUP_ROWS,
     ROWS,
     SCALE_HEADS,
@@ -29,7 +30,6 @@ from .config import (
 from .merge import merge_pages
 from .plan import PagePlan, plan_pages
 
-DTYPES = ("bfloat16", "float16")
 SIZES = (16, 32, 64, 128, 256)
 WIDTH_MULTIPLE = 64
 CODE_WIDTHS = (64, 128)
