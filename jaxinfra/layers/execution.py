@@ -329,6 +329,27 @@ class Place(Protocol):
         ...
 
 
+class AppendAndAttend(Protocol):
+    """``AppendHeads`` and what its queries find, at once;
+    ``jaxinfra.ops.append_heads.append_and_attend`` is one.
+    """
+
+    def __call__(
+        self,
+        heads_BTNH: jax.Array,
+        pages: Pages,
+        *,
+        config: MixerConfig,
+        positions_BT: jax.Array,
+        rope: tuple[jax.Array, jax.Array] | None,
+        sinks_N: jax.Array | None,
+    ) -> tuple[jax.Array, dict[str, jax.Array]] | None:
+        """Returns [B, T, N, H] in the heads' dtype, and the pages' arrays with the new tokens;
+        None where this is done one after another.
+        """
+        ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Anywhere:
     """``Place`` on one device: the identity."""
@@ -387,4 +408,5 @@ class Execution:
     cache_format: CacheFormat  # of what is kept of past tokens
     packed: bool  # projections of one input are one weight: for serving, without tensor parallelism
     append: AppendHeads | None = None  # None: heads are rotated and appended one after another
+    append_and_attend: AppendAndAttend | None = None  # None: ``append``, then ``decode``
     statistics: bool = False  # layers say what their activations are like, in ``Sums``

@@ -3,8 +3,6 @@
 Dims: as in ``pallas_kernels.paged_attention.spec``; R turned pair.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
@@ -45,12 +43,14 @@ def append_and_attend_hopper(
     *,
     launches: Launches = "in-turn",
     config: PagedConfig | None = None,
+    interpretable: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As the portable form, of a step of which ``unsupported_step`` says nothing.
 
     Args:
         call: whose queries are not turned yet; they are read of the heads.
         config: tiles; the default where None.
+        interpretable: see ``attend_pages``.
     """
     layout = QueryLayout.of(call)
     config = config or config_for(layout)
@@ -58,14 +58,21 @@ def append_and_attend_hopper(
     cos_BR, sin_BR = (
         jnp.broadcast_to(x, (layout.B, 1, layout.H // 2))[:, 0].astype(jnp.float32) for x in rope
     )
-    step = StepHeads(
-        heads_BNH=heads_BTNH[:, 0], positions_B=positions_BT[:, 0], cos_BR=cos_BR, sin_BR=sin_BR
-    )
     # References, which the kernel writes into: what it leaves is not copied.
-    k_ref, v_ref = (jax.new_ref(pages) for pages in (call.k_PSKH, call.v_PSKV))
+    assert call.v_PSKV is not None
+    k_ref, v_ref = jax.new_ref(call.k_PSKH), jax.new_ref(call.v_PSKV)
+    step = StepHeads(
+        k_pages=k_ref,
+        v_pages=v_ref,
+        heads_BNH=heads_BTNH[:, 0],
+        positions_B=positions_BT[:, 0],
+        cos_BR=cos_BR,
+        sin_BR=sin_BR,
+    )
     out, lse = attend_pages(
-        dataclasses.replace(call, k_PSKH=k_ref, v_PSKV=v_ref),
+        call,
         plan, layout=layout, config=config, launches=launches, step=step,
+        interpretable=interpretable,
     )  # fmt: skip
     merged = merge_pages(call, plan, out, lse, layout=layout, config=config, launches=launches)
     return merged, jax.freeze(k_ref), jax.freeze(v_ref)

@@ -8,6 +8,7 @@ Dims: B row, N query heads, K kv heads, H width, R turned pair.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,14 +32,17 @@ NUM_COPIES = 4  # a key, a value, cosines, sines
 class StepHeads:
     """What a step appends and attends with."""
 
+    k_pages: Any  # which are written
+    v_pages: Any
     heads_BNH: jax.Array  # of queries, then of keys, then of values
     positions_B: jax.Array
     cos_BR: jax.Array
     sin_BR: jax.Array
 
-    def operands(self) -> dict[str, jax.Array]:
+    def operands(self) -> dict[str, Any]:
         """By the names that the kernel has for them."""
         return {
+            "k": self.k_pages, "v": self.v_pages,
             "q": self.heads_BNH[:, None], "heads": self.heads_BNH, "positions": self.positions_B,
             "cos": self.cos_BR, "sin": self.sin_BR,
         }  # fmt: skip
