@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Protocol
 
 import jax
@@ -329,25 +330,9 @@ class Place(Protocol):
         ...
 
 
-class AppendAndAttend(Protocol):
-    """``AppendHeads`` and what its queries find, at once;
-    ``jaxinfra.ops.append_heads.append_and_attend`` is one.
-    """
-
-    def __call__(
-        self,
-        heads_BTNH: jax.Array,
-        pages: Pages,
-        *,
-        config: MixerConfig,
-        positions_BT: jax.Array,
-        rope: tuple[jax.Array, jax.Array] | None,
-        sinks_N: jax.Array | None,
-    ) -> tuple[jax.Array, dict[str, jax.Array]] | None:
-        """Returns [B, T, N, H] in the heads' dtype, and the pages' arrays with the new tokens;
-        None where this is done one after another.
-        """
-        ...
+type AppendAndAttend = Callable[..., tuple[jax.Array, dict[str, jax.Array]] | None]
+"""``AppendHeads`` given ``sinks_N`` too, and in the place of queries what they find, at once;
+``jaxinfra.ops.append_heads.append_and_attend`` is one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
