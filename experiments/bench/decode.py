@@ -39,6 +39,7 @@ from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingNeeds, SamplingRows
 from jaxinfra.serving.steps import DecodeState, StepConfig, decode, prefill
+from pallas_kernels.hopper.launch import Launches
 
 SHAPES = {
     "llama3_8b": ((1, 2048), (16, 2048), (64, 2048), (128, 1024)),
@@ -92,7 +93,9 @@ class Form:
         )
 
 
-def forms(preset: str, wanted: Sequence[str]) -> Iterator[tuple[str, Form]]:
+def forms(
+    preset: str, wanted: Sequence[str], step: Launches | None = None
+) -> Iterator[tuple[str, Form]]:
     """The model in each form, of the same weights."""
     policy = held_as_computed(POLICIES[PolicyName.BF16])
     config = MODELS[preset]()
@@ -106,7 +109,9 @@ def forms(preset: str, wanted: Sequence[str]) -> Iterator[tuple[str, Form]]:
     if "scan" in wanted:
         yield "scan", form(definition, drawn)
     if "serving" in wanted:
-        served = serving_form(definition, execution_on(policy=policy, packed=True))
+        served = serving_form(
+            definition, execution_on(policy=policy, packed=True, step_launches=step)
+        )
         yield "serving", form(served, serving_parameters(served, config, drawn))
 
 
@@ -279,6 +284,10 @@ def main() -> None:
     parser.add_argument("--samplings", nargs="+", default=[*SAMPLINGS], choices=[*SAMPLINGS])
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--programs", type=pathlib.Path, help="folder for compiled programs' text")
+    parser.add_argument(
+        "--append-within", choices=["in-turn", "overlapped"], dest="step",
+        help="steps of the serving form append within the attention kernel, launched so",
+    )  # fmt: skip
     parser.add_argument("--small", action="store_true", help="sizes for a check on a CPU")
     args = parser.parse_args()
     table = Table(out=args.out, deadline=time.monotonic() + args.budget, only=args.only)
@@ -290,7 +299,7 @@ def main() -> None:
         names += [f"{preset} prefill {b} x {t}" for b, t in PREFILLS.get(preset, ())]
         if not any(name.startswith(tuple(args.only)) for name in names):
             continue
-        for form_name, form in forms(preset, args.forms):
+        for form_name, form in forms(preset, args.forms, args.step):
             measure_form(table, args, copy, preset, form_name, form, shapes)
 
 

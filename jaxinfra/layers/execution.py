@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Protocol
 
 import jax
@@ -329,6 +330,11 @@ class Place(Protocol):
         ...
 
 
+type AppendAndAttend = Callable[..., tuple[jax.Array, dict[str, jax.Array]] | None]
+"""``AppendHeads`` given ``sinks_N`` too, and in the place of queries what they find, at once;
+``jaxinfra.ops.append_heads.append_and_attend`` is one."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Anywhere:
     """``Place`` on one device: the identity."""
@@ -387,4 +393,5 @@ class Execution:
     cache_format: CacheFormat  # of what is kept of past tokens
     packed: bool  # projections of one input are one weight: for serving, without tensor parallelism
     append: AppendHeads | None = None  # None: heads are rotated and appended one after another
+    append_and_attend: AppendAndAttend | None = None  # None: ``append``, then ``decode``
     statistics: bool = False  # layers say what their activations are like, in ``Sums``

@@ -3,10 +3,12 @@
 Dims: B batch, T position, N heads of queries, keys and values, H head width.
 """
 
+from typing import Literal
+
 import jax
 
 import pallas_kernels
-from jaxinfra.config.cache import SCALE
+from jaxinfra.config.cache import SCALE, CacheFormat
 from jaxinfra.config.model import GroupedAttentionConfig, MixerConfig
 from jaxinfra.config.rope import RopePairs
 from jaxinfra.ops.cached_attention import Pages
@@ -23,18 +25,10 @@ def append_packed_heads(
     rope: tuple[jax.Array, jax.Array] | None,
 ) -> tuple[jax.Array, dict[str, jax.Array]] | None:
     """``Execution.append``: of few tokens on a Hopper GPU, of heads that turn whole; else None."""
-    if (
-        not isinstance(config, GroupedAttentionConfig)
-        or config.qk_norm is not None
-        or config.rope is None
-        or rope is None
-        or config.rope.pairs is not RopePairs.HALVES
-        or 2 * rope[0].shape[-1] != heads_BTNH.shape[-1]
-        or pages.tables_BM is None
-        or positions_BT.size > MOST_ROWS
-        or device.target().capability != (9, 0)
-    ):
+    if not _is_step(heads_BTNH, pages, config=config, positions_BT=positions_BT, rope=rope):
         return None
+    assert rope is not None
+    assert pages.tables_BM is not None
     q_BTNH, *pools = pallas_kernels.append_heads(
         heads_BTNH,
         pages.arrays["k"],
@@ -47,3 +41,63 @@ def append_packed_heads(
     )
     names = [name for name in ("k", "v", "k" + SCALE, "v" + SCALE) if name in pages.arrays]
     return q_BTNH, dict(zip(names, pools, strict=True))
+
+
+def append_and_attend(
+    heads_BTNH: jax.Array,
+    pages: Pages,
+    *,
+    config: MixerConfig,
+    positions_BT: jax.Array,
+    rope: tuple[jax.Array, jax.Array] | None,
+    sinks_N: jax.Array | None,
+    launches: Literal["in-turn", "overlapped"],
+) -> tuple[jax.Array, dict[str, jax.Array]] | None:
+    """``Execution.append_and_attend``: of one token per row on a Hopper GPU; else None.
+
+    Raises:
+        UnsupportedError: a step that the kernels cannot compute.
+    """
+    is_step = _is_step(heads_BTNH, pages, config=config, positions_BT=positions_BT, rope=rope)
+    if not is_step or positions_BT.shape[1] > 1 or pages.format is not CacheFormat.PLAIN:
+        return None
+    assert rope is not None
+    assert pages.tables_BM is not None
+    assert isinstance(config, GroupedAttentionConfig)
+    out_BTNH, k, v = pallas_kernels.append_and_attend(
+        heads_BTNH,
+        pages.arrays["k"],
+        pages.arrays["v"],
+        pages.tables_BM,
+        positions_BT,
+        rope,
+        implementation="hopper",
+        window=config.window,
+        soft_cap=config.logit_soft_cap,
+        sinks=sinks_N,
+        scale=config.scale,
+        launches=launches,
+    )
+    return out_BTNH, {"k": k, "v": v}
+
+
+def _is_step(
+    heads_BTNH: jax.Array,
+    pages: Pages,
+    *,
+    config: MixerConfig,
+    positions_BT: jax.Array,
+    rope: tuple[jax.Array, jax.Array] | None,
+) -> bool:
+    """Whether these are few tokens on a Hopper GPU, of heads that turn whole."""
+    return (
+        isinstance(config, GroupedAttentionConfig)
+        and config.qk_norm is None
+        and config.rope is not None
+        and rope is not None
+        and config.rope.pairs is RopePairs.HALVES
+        and 2 * rope[0].shape[-1] == heads_BTNH.shape[-1]
+        and pages.tables_BM is not None
+        and positions_BT.size <= MOST_ROWS
+        and device.target().capability == (9, 0)
+    )

@@ -1,6 +1,7 @@
 """The one place where a decoder's ports are put together: for jobs, serving, benches and tests."""
 
 import functools
+from typing import Literal
 
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.exchange import ExchangeConfig
@@ -9,7 +10,7 @@ from jaxinfra.config.run import AttentionImplementation, ContextMethod, KeptValu
 from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.layers.execution import Anywhere, Execution
 from jaxinfra.numerics.policy import POLICIES, Policy
-from jaxinfra.ops.append_heads import append_packed_heads
+from jaxinfra.ops.append_heads import append_and_attend, append_packed_heads
 from jaxinfra.ops.few_rows import fused_few_rows, multiply_few_rows, swiglu_few_rows
 from jaxinfra.ops.fp8_swiglu import swiglu_input
 from jaxinfra.ops.multiply import multiply, prepared
@@ -35,6 +36,7 @@ def execution_on(
     unroll: int = 1,
     packed: bool = False,
     cache_format: CacheFormat = CacheFormat.PLAIN,
+    step_launches: Literal["in-turn", "overlapped"] | None = None,
 ) -> Execution:
     """How a decoder runs on this mesh.
 
@@ -48,6 +50,8 @@ def execution_on(
         unroll: layers in one body of their loop.
         packed: projections of one input are one weight: for serving, which takes no gradient.
         cache_format: of keys and values, or latents, in a cache.
+        step_launches: on a Hopper GPU, decode steps append within the kernel that attends, launched
+            so; None: a kernel appends before it. Not yet seen on a GPU.
 
     Raises:
         UnsupportedError: packed weights where heads are split between devices, or in 8 bits.
@@ -73,6 +77,11 @@ def execution_on(
         swiglu_input=functools.partial(swiglu_input, devices=devices),
         fused=fused_few_rows if serves_alone else None,
         append=append_packed_heads if serves_alone else None,
+        append_and_attend=(
+            functools.partial(append_and_attend, launches=step_launches)
+            if serves_alone and step_launches is not None
+            else None
+        ),
         prepare=functools.partial(prepared, devices=devices),
         attend=attention_on(placement, implementation=attention, method=context_method),
         attend_latents=latents_on(placement, implementation=attention, method=context_method),

@@ -4,5 +4,6 @@ from .api import PagedImplementation as PagedImplementation
 from .api import paged_attention as paged_attention
 from .append import append_heads as append_heads
 from .append import append_to_pages as append_to_pages
+from .append_attend import append_and_attend as append_and_attend
 from .codes import codes_of as codes_of
 from .codes import numbers_of as numbers_of

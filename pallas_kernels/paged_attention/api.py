@@ -8,6 +8,7 @@ import numpy as np
 
 from pallas_kernels.common.chosen import announce
 from pallas_kernels.common.errors import InputError, UnsupportedError
+from pallas_kernels.hopper.launch import Launches
 
 from .hopper import numbers_first, paged_attention_hopper, unsupported
 from .reference import paged_attention_reference
@@ -40,6 +41,7 @@ def paged_attention(
     sinks: jax.Array | None = None,
     scale: float | None = None,
     implementation: PagedImplementation = "auto",
+    launches: Launches = "in-turn",
 ) -> jax.Array:
     """Attention of the last tokens of each row to all that the row has in pages.
 
@@ -68,6 +70,8 @@ def paged_attention(
         implementation: "hopper" (Mosaic GPU kernels), "xla" (a loop over pages, linear memory) and
             "reference" (the formula, all pages at once) compute the call themselves or raise.
             "auto" takes hopper where it can, else xla, and logs which once.
+        launches: of the kernels: "overlapped" ones begin while the one before them ends, and wait
+            within for its results.
 
     Returns:
         [B, N, V] or [B, T, N, V] in q's dtype. A query that sees nothing, as in a row of length 0,
@@ -94,11 +98,11 @@ def paged_attention(
         k_scale=k_scale, v_scale=v_scale, query_lengths=query_lengths, value_width=value_width,
         window=window, soft_cap=soft_cap, sinks=sinks, scale=scale,
     )  # fmt: skip
-    out_BTNV = _compute(implementation, call)
+    out_BTNV = _compute(implementation, call, launches)
     return out_BTNV[:, 0] if q.ndim == 3 else out_BTNV
 
 
-def _compute(implementation: str, call: PagedCall) -> jax.Array:
+def _compute(implementation: str, call: PagedCall, launches: Launches) -> jax.Array:
     if implementation not in ("auto", *_IMPLEMENTATIONS):
         raise InputError(
             f"implementation={implementation!r} must be auto or {', '.join(_IMPLEMENTATIONS)}"
@@ -113,4 +117,6 @@ def _compute(implementation: str, call: PagedCall) -> jax.Array:
             f"implementation='hopper' cannot compute this paged attention: {reason}. Call: "
             f"{call.describe()}. These can: xla, reference"
         )
+    if implementation == "hopper":
+        return paged_attention_hopper(call, launches=launches)
     return _IMPLEMENTATIONS[implementation](call)

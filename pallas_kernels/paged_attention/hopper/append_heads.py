@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.common import device
-from pallas_kernels.hopper.launch import launch
+from pallas_kernels.hopper.launch import Launches, launch
 from pallas_kernels.hopper.machine import LANES, WARPS
 from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.registers import write_registers
@@ -23,7 +23,7 @@ from pallas_kernels.paged_attention.codes import LARGEST, LEAST_SCALE
 from pallas_kernels.quantized_matmul import WeightCode
 from pallas_kernels.rows.config import tile_layout
 
-from .forward import DTYPES
+from .config import DTYPES
 
 
 def unsupported_append(
@@ -55,6 +55,7 @@ def append_heads_hopper(
     rope: tuple[jax.Array, jax.Array],
     *,
     code: WeightCode | None = None,
+    launches: Launches = "in-turn",
 ) -> tuple[jax.Array, ...]:
     """As the portable form, of a call of which ``unsupported_append`` says nothing.
 
@@ -67,7 +68,7 @@ def append_heads_hopper(
     cos_AR, sin_AR = (
         jnp.broadcast_to(x, (batch, length, width // 2)).reshape(tokens, -1) for x in rope
     )
-    kernel = _AppendHeads(
+    kernel = HeadAppender(
         N=num_heads - 2 * num_kv_heads,
         K=num_kv_heads,
         H=width,
@@ -88,6 +89,7 @@ def append_heads_hopper(
         grid=(tokens, num_heads // WARPS),
         grid_names=("token", "part"),
         num_threads=1,
+        launches=launches,
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )  # fmt: skip
     q_BTNH = found["q"].reshape(batch, length, kernel.N, width)
@@ -95,8 +97,8 @@ def append_heads_hopper(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _AppendHeads:
-    """The kernel of one call."""
+class HeadAppender:
+    """Of one call: what a block does, or a warpgroup of another kernel."""
 
     N: int
     K: int
@@ -110,6 +112,22 @@ class _AppendHeads:
         del smem
         token = lax.axis_index("token")
         first = lax.axis_index("part") * WARPS
+        halves = self.halves(gmem, token, first)
+
+        def to_queries() -> None:
+            for each, half in zip(self.columns, self.turned(gmem, token, halves), strict=True):
+                write_registers(half, gmem.q.at[token, pl.ds(first, WARPS), each])
+
+        pl.when(first < self.N)(to_queries)
+        self.put(gmem, token, first, halves)
+
+    def put(self, gmem, token, first, halves: list | None = None) -> None:
+        """Four heads into their page, if they are keys or values and the row has one.
+
+        Args:
+            halves: of the heads, where they were loaded before.
+        """
+        halves = halves or self.halves(gmem, token, first)
         size, width = gmem.k.shape[1], gmem.tables.shape[1]
         position = gmem.positions[token]
         place = lax.div(jnp.maximum(position, 0), size)
@@ -117,20 +135,6 @@ class _AppendHeads:
         slot = lax.rem(jnp.maximum(position, 0), size)
         is_kept = (position >= 0) & (place < width) & (page >= 0) & (page < gmem.k.shape[0])
         page = jnp.maximum(page, 0)
-        columns = [pl.ds(0, self.H // 2), pl.ds(self.H // 2, self.H // 2)]
-        halves = [
-            plgpu.load(
-                gmem.heads.at[token, pl.ds(first, WARPS), each],
-                layout=self.layout, optimized=False,
-            )
-            for each in columns
-        ]  # fmt: skip
-
-        def to_queries() -> None:
-            for each, half in zip(columns, self.turned(gmem, token, halves), strict=True):
-                write_registers(half, gmem.q.at[token, pl.ds(first, WARPS), each])
-
-        pl.when(first < self.N)(to_queries)
         for name, before in (("k", self.N), ("v", self.N + self.K)):
             at = page, slot, pl.ds(first - before, WARPS)
 
@@ -141,7 +145,7 @@ class _AppendHeads:
                 if self.code is not None:
                     self.write_codes(found, pages, getattr(gmem, f"{name}_scale"), at)
                     return
-                for each, half in zip(columns, found, strict=True):
+                for each, half in zip(self.columns, found, strict=True):
                     write_registers(half, pages.at[*at, each])
 
     def write_codes(self, halves: list, pages, scales, at: tuple) -> None:
@@ -167,6 +171,21 @@ class _AppendHeads:
                 x = jnp.round(x)
             columns = pl.ds(i * self.H // 2, self.H // 2)
             write_registers(x.astype(pages.dtype), pages.at[*at, columns])
+
+    @property
+    def columns(self) -> list:
+        """Both halves of a head."""
+        return [pl.ds(0, self.H // 2), pl.ds(self.H // 2, self.H // 2)]
+
+    def halves(self, gmem, token, first) -> list:
+        """Both halves of four heads."""
+        return [
+            plgpu.load(
+                gmem.heads.at[token, pl.ds(first, WARPS), each],
+                layout=self.layout, optimized=False,
+            )
+            for each in self.columns
+        ]  # fmt: skip
 
     @property
     def layout(self):

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jaxlib.mlir import ir
 
 from pallas_kernels.hopper.held import Held
-from pallas_kernels.hopper.launch import launch
+from pallas_kernels.hopper.launch import Launches, launch
 from pallas_kernels.hopper.mosaic import llvm, mgpu_utils, plgpu
 from pallas_kernels.hopper.threads import address, thread
 from pallas_kernels.hopper.tile import tiled
@@ -41,7 +41,12 @@ LINE = 64  # scales of a row in shared memory, where a slot has few
 
 
 def attend_codes(
-    call: PagedCall, plan: PagePlan, *, layout: QueryLayout, config: PagedConfig
+    call: PagedCall,
+    plan: PagePlan,
+    *,
+    layout: QueryLayout,
+    config: PagedConfig,
+    launches: Launches = "in-turn",
 ) -> tuple[jax.Array, jax.Array]:
     """As ``attend_pages``, of a call whose pages have scales."""
     assert call.code is not None
@@ -77,6 +82,7 @@ def attend_codes(
         grid=(config.num_blocks,),
         grid_names=("block",),
         num_threads=2 * config.num_workers,
+        launches=launches,
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),

@@ -9,6 +9,7 @@ import math
 from pallas_kernels.hopper.machine import NUM_PROCESSORS, SMEM_BYTES
 from pallas_kernels.paged_attention.spec import PagedCall
 
+DTYPES = ("bfloat16", "float16")
 ROWS = 64  # of a tile of queries: what the tensor cores multiply at a time
 CODE_ROWS = (8, 16)  # where a cache in few bits is multiplied: columns of a warp's product
 GROUP_ROWS = 8  # which copies cannot divide

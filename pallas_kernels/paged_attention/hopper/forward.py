@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common import device
 from pallas_kernels.common.errors import UnsupportedError
+from pallas_kernels.hopper.launch import Launches
 from pallas_kernels.hopper.machine import COPY_ALIGNMENT, SMEM_BYTES
 from pallas_kernels.paged_attention.codes import rows_as_pages
 from pallas_kernels.paged_attention.spec import PagedCall
@@ -18,6 +19,7 @@ from pallas_kernels.paged_attention.spec import PagedCall
 from .attend import attend_pages
 from .attend_codes import attend_codes
 from .config import (
+    DTYPES,
     GROUP_ROWS,
     ROWS,
     SCALE_HEADS,
@@ -29,7 +31,6 @@ from .config import (
 from .merge import merge_pages
 from .plan import PagePlan, plan_pages
 
-DTYPES = ("bfloat16", "float16")
 SIZES = (16, 32, 64, 128, 256)
 WIDTH_MULTIPLE = 64
 CODE_WIDTHS = (64, 128)
@@ -109,6 +110,7 @@ def paged_attention_hopper(
     *,
     plan: PagePlan | None = None,
     config: PagedConfig | None = None,
+    launches: Launches = "in-turn",
     interpretable: bool = False,
 ) -> jax.Array:
     """As the reference.
@@ -117,6 +119,7 @@ def paged_attention_hopper(
         call: of which ``unsupported`` says nothing.
         plan: of ``plan_pages``, where it was made before.
         config: tiles; the default where None.
+        launches: of both kernels.
         interpretable: see ``attend_pages``.
 
     Raises:
@@ -140,9 +143,10 @@ def paged_attention_hopper(
         q_BTNH = jnp.pad(call.q_BTNH, ((0, 0), (0, 0), (0, pad), (0, 0)))
         padded = dataclasses.replace(call, q_BTNH=q_BTNH)
     if call.code is not None:
-        out, lse = attend_codes(padded, plan, layout=layout, config=config)
+        out, lse = attend_codes(padded, plan, layout=layout, config=config, launches=launches)
     else:
         out, lse = attend_pages(
-            padded, plan, layout=layout, config=config, interpretable=interpretable
-        )
-    return merge_pages(call, plan, out, lse, layout=layout, config=config)
+            padded, plan, layout=layout, config=config, launches=launches,
+            interpretable=interpretable,
+        )  # fmt: skip
+    return merge_pages(call, plan, out, lse, layout=layout, config=config, launches=launches)
