@@ -15,8 +15,8 @@ E2E: dict[str, dict[str, str]] = {
             "unit/test_checkpoint_failures.py"
         ),
         "test_on_two_devices_the_same_data_follow": (
-            "e2e/test_run_identity.py, a run that goes on on eight devices; unit/test_checkpoint.py "
-            "restores on other meshes; unit/test_data_pipeline.py goes on where it was"
+            "e2e/test_run_identity.py, an edited run that goes on on eight devices; "
+            "unit/test_checkpoint.py restores on other meshes; unit/test_data_pipeline.py"
         ),
     },
     "test_training_run.py": {

@@ -200,6 +200,10 @@ UNIT: dict[str, dict[str, str]] = {
     },
     "test_fp8.py": _EIGHT_BITS,
     "test_hf_commands.py": {
+        "test_generate_in_a_chat_template": (
+            "unit/test_finetune.py, a conversation run speaks by its own template; "
+            "unit/test_hf_chat.py of templates"
+        ),
         "test_generate_continues_alike": (
             "test_an_exported_run_gives_the_same_logits; unit/test_serving_load.py's command"
         ),
@@ -211,7 +215,17 @@ UNIT: dict[str, dict[str, str]] = {
             "test_only_experts_are_read_as_rounded; test_values_and_gradients_of_a_scan"
         ),
     },
+    "test_lora.py": {
+        "test_merged_weights_give_the_logits_of_the_adapters[phi3]": (
+            "unit/test_finetune.py, adapters merged on the way out; unit/test_peft.py of phi3"
+        ),
+    },
     "test_loss.py": _LOSSES,
+    "test_memory_report.py": {
+        "test_the_report_of_an_error": (
+            "e2e/test_bad_input.py, a model that no device holds, whose report is written"
+        ),
+    },
     "test_model.py": _MODEL,
     "test_numerics_program.py": _POLICIES,
     "test_pipeline_report.py": {
@@ -238,6 +252,9 @@ UNIT: dict[str, dict[str, str]] = {
         ),
     },
     "test_step.py": {
+        "test_a_run_traces_its_step_once": (
+            "sharded/test_placement.py, a step leaves shardings and types unchanged"
+        ),
         "test_non_finite_step_changes_counters_only[<lambda>1]": "the same test of both others",
         "test_micro_batches_equal_the_batch[4]": (
             "sharded/test_meshes.py's untied on three axes, in four ragged micro-batches"
