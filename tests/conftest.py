@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Marks near copies as slow; a listed name that is none's is an error where files are whole."""
     unknown = mark_slow(items)
     if unknown and not any("::" in argument for argument in config.args):
-        raise pytest.UsageError(f"near_copies.py names what is not there: {sorted(unknown)}")
+        raise pytest.UsageError(f"near_copies names what is not there: {sorted(unknown)}")
 
 
 def pytest_collection_finish() -> None:

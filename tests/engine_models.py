@@ -46,7 +46,13 @@ CONFIG = ModelConfig(
 )
 DEFINITION = define_model(CONFIG, execution_on())
 POISON = 299
-PROMPTS = [(5,), (7, 250, 3, 99, 4, 8, 1, 2, 3, 40), (1, 2, 3), (7, 250, 3, 99, 4, 8, 1, 9)]
+# Of two lengths: what they give alone is a program for each.
+PROMPTS = [
+    (5,),
+    (7, 250, 3, 99, 4, 8, 1, 2, 3, 40),
+    (1, 2, 3, 4, 6, 9, 11, 30, 2, 8),
+    (7, 250, 3, 99, 4, 8, 1, 9, 6, 5),
+]
 
 
 def parameters(seed=0):

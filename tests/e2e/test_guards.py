@@ -61,41 +61,45 @@ def samples_of(step: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def excluded(shared) -> Path:
-    """A run that never trains on the batch of step 10."""
-    train(shared, "excluded", faults=[], reliability__exclude_steps="[10]")
+    """A run that never trains on the batches of steps 3 and 10."""
+    train(shared, "excluded", faults=[], reliability__exclude_steps="[3,10]")
     return shared / "excluded"
 
 
-def assert_like_excluded(run: Path, excluded: Path) -> None:
-    """The state is that of the run without the batch, and the ledger lacks it."""
-    assert state_sums(run, STEPS) == state_sums(excluded, STEPS)
-    assert ledger(run) == ledger(excluded)
-    assert [entry[0] for entry in ledger(run) if not entry[-1]] == [10]
+@pytest.fixture(scope="module")
+def spoilt(shared) -> Path:
+    """A run with a batch that is not finite in step 3, and one of wrong targets in step 10."""
+    weights, targets = (f"jaxinfra.gym.corruption:poison_{what}" for what in ("weights", "targets"))
+    faults = [
+        {"target": BATCHES, "samples": samples_of(3)[-1:], "action": weights},
+        {"target": BATCHES, "samples": samples_of(10)[:1], "action": targets, "token": 299},
+    ]
+    train(shared, "spoilt", faults=faults, **SPIKE)
+    return shared / "spoilt"
 
 
-def test_what_is_not_finite_is_skipped_and_located(bench, excluded):
-    action = "jaxinfra.gym.corruption:poison_weights"
-    fault = {"target": BATCHES, "samples": samples_of(10)[-1:], "action": action}
-    train(bench, "run", faults=[fault])
-    (found,) = incidents(bench / "run", "not finite")
-    assert (found["step"], found["ranks"], found["cause"]) == (10, [0], "batch")
+def test_what_is_not_finite_is_skipped_and_located(spoilt):
+    (found,) = incidents(spoilt, "not finite")
+    assert (found["step"], found["ranks"], found["cause"]) == (3, [0], "batch")
     assert found["tensors"][0].startswith("layer 0: blocks/0/")
-    assert_like_excluded(bench / "run", excluded)
 
 
-def test_a_bad_batch_is_found_and_left_out(bench, excluded):
-    action = "jaxinfra.gym.corruption:poison_targets"
-    fault = {"target": BATCHES, "samples": samples_of(10)[:1], "action": action, "token": 299}
-    train(bench, "run", faults=[fault], **SPIKE)
-    (found,) = incidents(bench / "run", "batch excluded")
+def test_a_bad_batch_is_found_and_left_out(spoilt):
+    (found,) = incidents(spoilt, "batch excluded")
     assert (found["step"], found["samples"]) == (10, [72, 79])
-    assert len(incidents(bench / "run", "went back")) == 2, "to see it again, and to leave it out"
-    assert_like_excluded(bench / "run", excluded)
-    explained(bench / "run")
+    assert len(incidents(spoilt, "went back")) == 2, "to see it again, and to leave it out"
+    explained(spoilt)
     # What was undone is not in the metrics, and is in the ledger of time.
-    steps = [line["step"] for line in metrics(bench / "run") if "heldout_loss" not in line]
+    steps = [line["step"] for line in metrics(spoilt) if "heldout_loss" not in line]
     assert steps == list(range(1, STEPS + 1))
-    assert json.loads((bench / "run" / "summary.json").read_text())["wall_s_by_cause"]["lost"] > 0
+    assert json.loads((spoilt / "summary.json").read_text())["wall_s_by_cause"]["lost"] > 0
+
+
+def test_the_state_is_that_of_the_run_without_the_batches(spoilt, excluded):
+    """And the ledger lacks them."""
+    assert state_sums(spoilt, STEPS) == state_sums(excluded, STEPS)
+    assert ledger(spoilt) == ledger(excluded)
+    assert [entry[0] for entry in ledger(spoilt) if not entry[-1]] == [3, 10]
 
 
 def explained(run: Path) -> None:

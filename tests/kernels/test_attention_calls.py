@@ -202,7 +202,13 @@ def test_workloads_have_their_own_names():
     assert len({workload.name for workload in WORKLOADS}) == len(WORKLOADS)
 
 
-@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
+@pytest.mark.parametrize(
+    "workload",
+    [  # the bars are sizes of three shapes
+        pytest.param(each, marks=[pytest.mark.slow] * (each in BARS[1:]), id=each.name)
+        for each in WORKLOADS
+    ],
+)
 def test_workloads_are_valid_calls(workload):
     key = jax.eval_shape(lambda: jax.random.key(0))
     arrays = jax.eval_shape(workload.arrays, key)

@@ -3,8 +3,7 @@
 Bounds as in ``test_meshes``: what rounding may do.
 Rows are packed documents throughout. The models bring grouped queries and tied embeddings (tied),
 whole heads, biases, untied tables and accumulation (untied), windows, soft caps and sandwich norms
-(capped). A sample runs by default, all of them with
-``-m slow``.
+(capped). All of it is slow: ``test_meshes`` has one step with most of these features.
 """
 
 import itertools
@@ -66,25 +65,10 @@ def matrix() -> list[tuple[str, str, int]]:
     return found
 
 
-ALL = matrix()
-SAMPLE = {
-    ("tied", "replica=2,fsdp=4", 2),  # ZeRO 2
-    ("untied", "fsdp=2,context=2,tensor=2", 3),  # sequence parallel over context, accumulated
-}
-
-
-def test_the_sample_is_of_the_matrix():
-    assert set(ALL) >= SAMPLE
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "mesh", "number"),
-    [
-        pytest.param(
-            *each, marks=() if each in SAMPLE else pytest.mark.slow, id="-".join(map(str, each))
-        )
-        for each in ALL
-    ],
+    [pytest.param(*each, id="-".join(map(str, each))) for each in matrix()],
 )
 def test_equals_one_device(case, mesh, number):
     how = hows(parse_mesh(mesh))[number]

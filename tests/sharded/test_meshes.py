@@ -48,21 +48,13 @@ CASES = {
     "latent": (mla_like, {}),
 }
 # Every mesh with one model; every model with one mesh of three axes and one with more tensor
-# shards than the smaller dims would like. By default each kind of mesh and each model once: what
-# they do together is the sample's of ``test_matrix`` too.
+# shards than the smaller dims would like.
 PAIRS = [
     *(("tied", mesh) for mesh in MESHES),
     *(("untied", mesh) for mesh in ("replica8", "fsdp2-tensor4", "replica2-fsdp2-tensor2")),
     *(("capped", mesh) for mesh in ("fsdp2-tensor4", "replica2-fsdp2-tensor2")),
     ("latent", "fsdp2-tensor4"),
 ]
-QUICK = {
-    ("tied", "replica8"),
-    ("tied", "fsdp8"),
-    ("untied", "fsdp2-tensor4"),
-    ("capped", "replica2-fsdp2-tensor2"),
-    ("latent", "fsdp2-tensor4"),
-}
 
 
 def run(case: str, mesh: MeshConfig, **how):
@@ -125,10 +117,24 @@ def test_one_device_equals_the_oracle(case):
     assert_as_one_device(result, case, what=f"{case} on one device")
 
 
-@pytest.mark.parametrize(
-    ("case", "mesh"),
-    [pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow) for pair in PAIRS],
-)
+@functools.cache
+def on_three_axes():
+    """``run`` of biases and whole heads on replicas, shards and tensor shards, accumulated and
+    recomputed, its gradients sharded by ZeRO's stage 2 and its stream by positions.
+    """
+    sharding = ShardingConfig(zero=2, sequence_parallel=True)
+    return run("untied", MESHES["replica2-fsdp2-tensor2"], sharding=sharding)
+
+
+def test_replicas_shards_and_stage_2_equal_one_device():
+    start, result = on_three_axes()
+    chex.assert_trees_all_equal(start, drawn(gpt_like()))
+    assert_as_one_device(result, "untied", what="on three axes")
+
+
+# Each by itself, which says where a fault is.
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "mesh"), PAIRS)
 def test_mesh_equals_one_device(case, mesh):
     start, result = run(case, MESHES[mesh])
     chex.assert_trees_all_equal(start, drawn(CASES[case][0]()))
@@ -218,7 +224,7 @@ def test_the_bound_catches(fault):
 
 def test_a_gradient_of_zero_is_held_on_the_scale_of_its_terms():
     """A shift of all keys moves no softmax: a key bias's gradient is rounding, and no more."""
-    _, (loss, norm, gradients, _) = single("untied")
+    _, (loss, norm, gradients, _) = on_three_axes()
     gradients = jax.tree.map(lambda leaf: leaf, gradients)  # the cached tree stays as it is
     key = gradients["blocks"][0]["attention"]["key"]["bias"]
     value = gradients["blocks"][0]["attention"]["value"]["bias"]

@@ -35,8 +35,8 @@ def near():
 def test_every_draw_is_that_without_drafts(draft):
     other = DEFINITION.bind(near()) if draft == "model" else None
     engine = Engine(model(), num_ids=257, options=DRAFTING, draft=other)
-    # Repeated beginnings give the look-up something to find.
-    prompts = [PROMPTS[1], PROMPTS[2], (5, 6, 7, 8) * 4]
+    # Repeated beginnings give the look-up something to find. Of one length: each is a program.
+    prompts = [PROMPTS[1], PROMPTS[1][::-1], (5, 6, 7, 8) * 2 + (5, 6)]
     requests = [
         GenerationRequest(prompt_ids=p, max_new_tokens=14, sampling=s, seed=5)
         for p in prompts
