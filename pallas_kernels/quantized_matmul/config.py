@@ -62,6 +62,16 @@ class ProductShape:
         return 1 if self.M == 1 else STRIP
 
     @property
+    def words_per_lane(self) -> int:
+        """In a block of 32 rows and 16 columns."""
+        return self.bits // 2
+
+    @property
+    def scale_arrays(self) -> tuple[str, ...]:
+        """What a stage has besides words, and x where that is staged too."""
+        return ("scales", "zeros")[: bool(self.scaled_parts) + self.has_zeros]
+
+    @property
     def scaled_parts(self) -> int:
         """Groups of a stage that have scales of their own; 0 where all rows share one."""
         return DEPTH // self.group_rows if self.group_rows else 0

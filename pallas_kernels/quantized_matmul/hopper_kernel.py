@@ -90,16 +90,6 @@ class QuantizedKernel:
         """
         return 2 if self.sums.count == 4 else 1
 
-    @property
-    def words(self) -> int:
-        """Of a lane in a block of 32 rows and 16 columns."""
-        return self.s.bits // 2
-
-    @property
-    def staged(self) -> tuple[str, ...]:
-        """What a stage has besides words and x."""
-        return ("scales", "zeros")[: bool(self.s.scaled_parts) + self.s.has_zeros]
-
     def result(
         self, x_MK: jax.Array, weight: QuantizedWeight, residual_MN: jax.Array | None
     ) -> jax.Array:
@@ -135,12 +125,12 @@ class QuantizedKernel:
     def scratch(self) -> dict[str, Any]:
         """The ring, x, everyone's sums, barriers."""
         c, s = self.c, self.s
-        block = (DEPTH // ROWS, WIDTH * c.tiles // COLUMNS, 32 * self.words)
+        block = (DEPTH // ROWS, WIDTH * c.tiles // COLUMNS, 32 * self.s.words_per_lane)
         scratch: dict[str, Any] = {
             "words": plgpu.SMEM((c.stages, *block), jnp.int32),
             "sums": plgpu.SMEM((c.groups, self.sums.count * WARPGROUP), jnp.float32),
         }
-        copies = 1 + len(self.staged)
+        copies = 1 + len(self.s.scale_arrays)
         if self.is_resident:
             part = (c.turns(s), s.strips, DEPTH // SWIZZLED, s.places, SWIZZLED)
             scratch["x"] = plgpu.SMEM((c.groups, *part), self.dequantizer.dtype)
@@ -149,7 +139,7 @@ class QuantizedKernel:
             part = (c.stages, s.strips * STRIP, DEPTH)
             scratch["x"] = plgpu.SMEM(part, self.dequantizer.dtype, transforms=tiled(128))
             copies += 1
-        for name in self.staged:
+        for name in self.s.scale_arrays:
             part = (c.stages, s.scaled_parts, c.tiles, WIDTH)
             dtype = self.scale_dtype if name == "scales" else jnp.dtype(jnp.uint16)
             scratch[name] = plgpu.SMEM(part, dtype)
@@ -181,7 +171,7 @@ class QuantizedKernel:
             plgpu.copy_gmem_to_smem(
                 gmem.words.at[depth, pl.ds(block * fragments, fragments)], smem.words.at[slot], full
             )
-            for name in self.staged:
+            for name in self.s.scale_arrays:
                 parts = pl.ds(at * s.scaled_parts, s.scaled_parts)
                 ref = getattr(gmem, name).at[parts, pl.ds(block * c.tiles, c.tiles)]
                 plgpu.copy_gmem_to_smem(ref, getattr(smem, name).at[slot], full)
@@ -212,7 +202,7 @@ class QuantizedKernel:
             plgpu.barrier_wait(smem.full.at[slot])
             x = smem.x.at[group, turn] if self.is_resident else smem.x.at[slot]
             refs = [smem.words.at[slot], x]
-            refs += [getattr(smem, name).at[slot] for name in self.staged]
+            refs += [getattr(smem, name).at[slot] for name in self.s.scale_arrays]
             sums = self.add_stage(sums, refs)
             plgpu.barrier_arrive(smem.empty.at[slot])
             return sums
@@ -237,7 +227,7 @@ class QuantizedKernel:
 
     def stage(self, totals: list[Any], words, x, scales=None, zeros=None) -> list[Any]:
         """One thread's totals with a stage's products."""
-        s, per_lane = self.s, self.words
+        s, per_lane = self.s, self.s.words_per_lane
         warp, lane = arith.shrui(thread(), constant(5)), arith.andi(thread(), constant(31))
         row = arith.andi(lane, constant(s.places - 1))
         # Of 8 chunks of 16 bytes in a row of x, the place of one is its number xor the row's.
@@ -274,7 +264,7 @@ class QuantizedKernel:
     ) -> list[list[Any]]:
         """Sums, in their chains, with the products of 32 rows of the weight."""
         apart = [[*sums] for sums in apart]
-        per_lane, strips = self.words, self.s.strips
+        per_lane, strips = self.s.words_per_lane, self.s.strips
         across = WIDTH * self.c.tiles // COLUMNS
         for tile in range(self.c.tiles):
             offset = 128 * per_lane * (block * across + 4 * tile)

@@ -78,16 +78,6 @@ class SlicedKernel:
         return Held(count=4 * self.c.fragments, dtype=jnp.dtype(jnp.float32))
 
     @property
-    def words(self) -> int:
-        """Of a lane in a block of 32 rows and 16 columns."""
-        return self.s.bits // 2
-
-    @property
-    def staged(self) -> tuple[str, ...]:
-        """What a stage has besides words."""
-        return ("scales", "zeros")[: bool(self.s.scaled_parts) + self.s.has_zeros]
-
-    @property
     def pass_columns(self) -> int:
         """Columns of a stage."""
         return COLUMNS * self.c.fragments
@@ -124,7 +114,7 @@ class SlicedKernel:
     def scratch(self) -> dict[str, Any]:
         """The ring, x, every warp's sums, barriers."""
         c, s = self.c, self.s
-        stage = (c.units * BLOCKS, c.fragments, 32 * self.words)
+        stage = (c.units * BLOCKS, c.fragments, 32 * self.s.words_per_lane)
         x = (c.groups, c.steps(s), WARPS, DEPTH // SWIZZLED, s.places, SWIZZLED)
         scratch: dict[str, Any] = {
             "words": plgpu.SMEM((c.stages, *stage), jnp.int32),
@@ -132,11 +122,11 @@ class SlicedKernel:
             "sums": plgpu.SMEM((c.passes, c.units * self.pass_columns * s.M), jnp.float32),
             **self.rows.scratch(),
         }
-        for name in self.staged:
+        for name in self.s.scale_arrays:
             part = (c.stages, c.units * s.scaled_parts, c.fragments, COLUMNS)
             dtype = self.scale_dtype if name == "scales" else jnp.dtype(jnp.uint16)
             scratch[name] = plgpu.SMEM(part, dtype)
-        copies = 1 + len(self.staged)
+        copies = 1 + len(self.s.scale_arrays)
         scratch["full"] = plgpu.Barrier(num_arrivals=copies, num_barriers=c.stages)
         scratch["empty"] = plgpu.Barrier(num_arrivals=c.groups, num_barriers=c.stages)
         scratch["summed"] = plgpu.Barrier(num_arrivals=c.groups)
@@ -160,7 +150,7 @@ class SlicedKernel:
             across = pl.ds((first + lax.div(i, steps)) * c.fragments, c.fragments)
             depth = pl.ds(at * (c.units * BLOCKS), c.units * BLOCKS)
             plgpu.copy_gmem_to_smem(gmem.words.at[depth, across], smem.words.at[slot], full)
-            for name in self.staged:
+            for name in self.s.scale_arrays:
                 parts = pl.ds(at * (c.units * s.scaled_parts), c.units * s.scaled_parts)
                 ref = getattr(gmem, name).at[parts, across]
                 plgpu.copy_gmem_to_smem(ref, getattr(smem, name).at[slot], full)
@@ -178,7 +168,7 @@ class SlicedKernel:
                 slot = lax.rem(number * steps + at, c.stages)
                 plgpu.barrier_wait(smem.full.at[slot])
                 refs = [smem.words.at[slot], smem.x.at[group, at]]
-                refs += [getattr(smem, name).at[slot] for name in self.staged]
+                refs += [getattr(smem, name).at[slot] for name in self.s.scale_arrays]
                 sums = self.add_stage(sums, group, refs)
                 plgpu.barrier_arrive(smem.empty.at[slot])
                 return sums
@@ -215,7 +205,7 @@ class SlicedKernel:
 
     def stage(self, totals: list[Any], group, words, x, scales=None, zeros=None) -> list[Any]:
         """One thread's totals with the products of its warp's rows."""
-        s, c, per_lane = self.s, self.c, self.words
+        s, c, per_lane = self.s, self.c, self.s.words_per_lane
         warp, lane = _warp_and_lane()
         row = arith.andi(lane, constant(s.places - 1))
         # Of 8 chunks of 16 bytes in a row of x, the place of one is its number xor the row's.
@@ -263,7 +253,7 @@ class SlicedKernel:
         """Sums with a fragment's products, of rows that share a scale; two chains of products, as
         each waits for the one whose sum it adds to.
         """
-        blocks, per_lane = BLOCKS // max(self.s.scaled_parts, 1), self.words
+        blocks, per_lane = BLOCKS // max(self.s.scaled_parts, 1), self.s.words_per_lane
         chains = [sums, [mgpu.c(0.0, ir.F32Type.get())] * 4]
         for block in range(part * blocks, (part + 1) * blocks):
             offset = 128 * per_lane * (block * self.c.fragments + fragment)
