@@ -51,7 +51,7 @@ def execution_on(
         packed: projections of one input are one weight: for serving, which takes no gradient.
         cache_format: of keys and values, or latents, in a cache.
         step_launches: on a Hopper GPU, decode steps append within the kernel that attends, launched
-            so; None: a kernel appends before it. Not yet seen on a GPU.
+            so; None: a kernel appends before it.
 
     Raises:
         UnsupportedError: packed weights where heads are split between devices, or in 8 bits.

@@ -3,7 +3,7 @@
 The default command has one case of each capability, at the cheapest level that catches the fault.
 A test that is slow in itself is marked at its place. These are cases of parametrized tests, or
 tests beside one that fails where they do. Each file of this package has those of a folder of
-tests: file, and the names in it, without `test_` only where pytest has none.
+tests: by test file, names as pytest writes them and who fails instead.
 """
 
 from collections.abc import Sequence
