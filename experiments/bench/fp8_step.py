@@ -166,14 +166,17 @@ def _kernel_of(name: str) -> Iterator[None]:
 
 
 def _trace(shared: SharedState, name: str, directory: pathlib.Path) -> dict[str, Any]:
-    """Milliseconds a step by scope, and the longest kernels."""
+    """Milliseconds a step by scope, of kernels that quantize (SwiGLU's gradient among them, where
+    one kernel does both), and the longest kernels.
+    """
     steps = 2
     with jax.profiler.trace(str(directory)):
         for _ in range(steps):
             jax.block_until_ready(shared.advance(name))
     found = explain(device_events(directory), steps=steps)
     print(name, {k: round(ms, 2) for k, ms in found.by_scope().items()}, flush=True)
-    return found.as_json(top=60)
+    quantizing = sum(each.ms for each in found.kernels if "quantize" in each.kernel)
+    return {"quantizing_ms": quantizing} | found.as_json(top=60)
 
 
 def _write(result: dict[str, Any], out: pathlib.Path | None) -> None:

@@ -185,8 +185,16 @@ _KINDS = (
     ("collective", rf"nccl|{_COLLECTIVE}"),
     ("copy", r"memcpy|memset|dynamic_update_slice|copy"),
     ("matmul", r"nvjet|gemm|cutlass|xmma|cublas"),
-    ("attention", r"fmha|sdpa|flash|mosaic_gpu"),
+    ("attention", r"fmha|sdpa|flash"),
     ("reduction", r"reduce|softmax"),
+)
+_MOSAIC = "_mosaic_gpu"
+_MOSAIC_KINDS = (
+    # As ``pallas_kernels`` names its own.
+    ("matmul", r"matmul|cross_entropy"),
+    ("attention", r"attention|append_heads"),
+    ("reduction", r"softmax|norm"),
+    ("elementwise", r"quantize"),
 )
 KINDS = ("matmul", "attention", "reduction", "elementwise", "copy", "collective")
 
@@ -194,9 +202,18 @@ KINDS = ("matmul", "attention", "reduction", "elementwise", "copy", "collective"
 def kind_of(event: TraceEvent) -> str:
     """One of ``KINDS``, by the kernel's name: who wrote it decides what it is called."""
     text = f"{event.kernel} {event.hlo_op}".lower()
-    kind = next((kind for kind, pattern in _KINDS if re.search(pattern, text)), "elementwise")
-    is_mosaic = "mosaic_gpu" in text
-    if is_mosaic and "/attention/" not in f"/{event.op_name}/":
-        path = re.sub(r"[\w.]+\(|\)", "/", event.op_name)
-        return "matmul" if "/loss/" in path or "/experts/" in path else "elementwise"
-    return kind
+    if _MOSAIC in text:
+        return _mosaic_kind(event)
+    return next((kind for kind, pattern in _KINDS if re.search(pattern, text)), "elementwise")
+
+
+def _mosaic_kind(event: TraceEvent) -> str:
+    """By its name, and of one that says nothing by where it was called."""
+    name = event.kernel.lower().partition(_MOSAIC)[0]
+    for kind, pattern in _MOSAIC_KINDS:
+        if re.search(pattern, name):
+            return kind
+    path = re.sub(r"[\w.]+\(|\)", "/", f"/{event.op_name}/")
+    if "/attention/" in path:
+        return "attention"
+    return "matmul" if "/loss/" in path or "/experts/" in path else "elementwise"

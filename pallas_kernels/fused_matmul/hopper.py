@@ -118,6 +118,7 @@ class _FusedKernel:
         shape = (self.sums.rows, self.sums.columns)
         return launch(
             self.run,
+            name="fused_matmul",
             operands=operands,
             results={"out": jax.ShapeDtypeStruct(shape, self.sums.out_dtype)},
             scratch=self.scratch(),

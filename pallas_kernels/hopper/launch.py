@@ -17,6 +17,7 @@ is room for them; then they wait within for its end, and what a launch takes has
 def launch(
     run: Callable[[types.SimpleNamespace, types.SimpleNamespace], None],
     *,
+    name: str,
     operands: Named,
     results: Named,
     scratch: Named,
@@ -29,6 +30,7 @@ def launch(
 
     Args:
         run: one warpgroup; its thread axis is "wg".
+        name: of the kernel in traces, where "_mosaic_gpu_kernel" follows it.
         operands: arrays by name, or lists of arrays.
         results: their shapes, likewise.
         scratch: buffers and barriers, in the order in which they are allocated.
@@ -55,6 +57,7 @@ def launch(
         num_threads=num_threads,
         thread_name="wg",
         compiler_params=compiler_params,
+        kernel_name=name,
         **grid,
     )(*_flat(operands))
     return _grouped(results, outs)[0]

@@ -96,6 +96,7 @@ def exponentials(
         results["matrix"] = jax.ShapeDtypeStruct((num_rows, num_columns), x_RD.dtype)
     found = launch(
         kernel.run,
+        name="cross_entropy_exponentials",
         operands={"x": x_RD, "table": table_VD, "reference": reference_R},
         results=results,
         scratch=kernel.scratch(),

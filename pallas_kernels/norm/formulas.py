@@ -27,6 +27,11 @@ class NormForm:
     residual: bool = False  # x is the sum of two inputs, rounded to their dtype; it is a result too
     dtype: jnp.dtype = jnp.dtype(jnp.bfloat16)
 
+    @property
+    def name(self) -> str:
+        """Of its kernels in traces."""
+        return "layer_norm" if self.centered else "rms_norm"
+
 
 def row(norm: NormForm, load: Load) -> jax.Array:
     """x of the forward, fp32."""
@@ -53,6 +58,7 @@ def forward(norm: NormForm) -> Formula:
         return ((y, x) if norm.residual else (y,)), ()
 
     return Formula(
+        name=norm.name,
         fold=fold, merge=_merge if norm.centered else add, join=join, finish=finish,
         num_numbers=2 if norm.centered else 1,
         num_results=2 if norm.residual else 1,
@@ -108,6 +114,7 @@ def backward(norm: NormForm) -> Formula:
         return (d_x,), sums
 
     return Formula(
+        name=f"{norm.name}_gradient",
         fold=fold, merge=_merge if norm.centered else add, join=join, finish=finish,
         num_numbers=4 if norm.centered else 2,
         num_sums=2 if norm.biased else 1,
@@ -129,6 +136,7 @@ def _centered_in_two_turns(norm: NormForm, finish: Callable[..., Any]) -> Formul
         return (jnp.sum(apart * apart, axis=1),)
 
     return Formula(
+        name=norm.name,
         fold=lambda load, vector: (jnp.sum(load(0), axis=1),),
         merge=add,
         join=lambda parts, x_P: (parts.sum(x_P) * per_column,),
@@ -162,6 +170,7 @@ def _gradient_in_two_turns(norm: NormForm, finish: Callable[..., Any]) -> Formul
         return finish(load, vector, [mean, root, slope, mean_g * root])
 
     return Formula(
+        name=f"{norm.name}_gradient",
         fold=fold, merge=add, join=join, finish=finish_in_order, num_numbers=2,
         num_sums=2 if norm.biased else 1,
         again=Again(fold=fold_again, merge=_add, join=join_again, num_numbers=2),

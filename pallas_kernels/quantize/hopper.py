@@ -75,6 +75,7 @@ def quantize_hopper(
     )
     found = launch(
         kernel.run,
+        name="quantize",
         operands={"x": x_RC},
         results={
             "values": jax.ShapeDtypeStruct((R, C), dtype),

@@ -94,6 +94,7 @@ def both_ways_hopper(
     num_read = len(inputs_RC) - num_results  # inputs that no result is written over
     found = launch(
         kernel.run,
+        name="quantize_both_ways",
         operands={"x": list(inputs_RC)},
         results={
             "values": [shape((R, C), dtype) for _ in of_results],

@@ -78,6 +78,7 @@ class _DequantizingKernel:
         tile = (SLOTS, WIDTH, DEPTH)
         return launch(
             self.run,
+            name="dequantize",
             operands=operands,
             results={"out": jax.ShapeDtypeStruct((self.N, self.K), self.dequantizer.dtype)},
             scratch={"out": plgpu.SMEM(tile, self.dequantizer.dtype, transforms=tiled(128))},

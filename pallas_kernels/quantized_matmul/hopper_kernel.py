@@ -108,6 +108,7 @@ class QuantizedKernel:
             operands["residual"] = residual_MN
         return launch(
             self.run,
+            name="quantized_matmul",
             operands=operands,
             results={"out": jax.ShapeDtypeStruct((s.M, s.N), self.out_dtype)},
             scratch=self.scratch(),

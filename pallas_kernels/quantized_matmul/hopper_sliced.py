@@ -100,6 +100,7 @@ class SlicedKernel:
             operands["residual"] = residual_MN
         return launch(
             self.run,
+            name="quantized_matmul",
             operands=operands,
             results={"out": jax.ShapeDtypeStruct((s.M, s.N), self.out_dtype)},
             scratch=self.scratch(),

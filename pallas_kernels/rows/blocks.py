@@ -95,6 +95,7 @@ def block_rows(
         grid_names=("block",),
         num_threads=1,
         thread_name="wg",
+        kernel_name=formula.name,
         compiler_params=compiler_params(inputs_RC[0].dtype, 256),
     )(*(x.reshape(tiled) for x in inputs_RC), *(v.reshape(vector_shape) for v in vectors_C))
     whole = tuple(out.reshape(rows, columns) for out in outs[: formula.num_results])

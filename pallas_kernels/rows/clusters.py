@@ -45,6 +45,7 @@ def call_clusters(
     partial = jax.ShapeDtypeStruct((num_workers, *row_shape), jnp.float32)
     found = launch(
         run,
+        name=formula.name,
         operands={
             "inputs": [x.reshape(shape) for x in inputs_RC],
             "vectors": [v.reshape(row_shape) for v in vectors_C],

@@ -68,6 +68,8 @@ class Again:
 class Formula:
     """What is done to a row."""
 
+    name: str
+    """Of its kernels in traces."""
     fold: Callable[[Load, Load], tuple[jax.Array, ...]]
     """(inputs, vectors) to numbers of each part, [A] each."""
     merge: Callable[..., tuple[jax.Array, ...]]

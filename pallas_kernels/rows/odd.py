@@ -49,6 +49,7 @@ def odd_rows(
     sums = (num_workers, config.tiles, config.warpgroups, WARPS, config.tile)
     found = launch(
         functools.partial(_run, formula, config, (num_rows, num_workers, columns)),
+        name=formula.name,
         operands={
             "inputs": [x.reshape(-1) for x in inputs_RC],
             "vectors": [_shifted(x, config, columns) for x in vectors_C],

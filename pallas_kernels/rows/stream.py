@@ -55,6 +55,7 @@ def stream_rows(
     partial = (kernel.num_workers, config.group, WARPS, kernel.slot_shape[1])
     found = launch(
         kernel.run,
+        name=formula.name,
         operands={
             "inputs": [x.reshape(kernel.tiled_shape) for x in inputs_RC],
             "vectors": [v.reshape(kernel.vector_shape) for v in vectors_C],

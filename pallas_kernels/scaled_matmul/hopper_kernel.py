@@ -54,6 +54,7 @@ class ScaledKernel:
         """The product, or one of each split."""
         found = launch(
             self.run,
+            name="scaled_matmul",
             operands=operands,
             results={"out": out},
             scratch=self.scratch(),

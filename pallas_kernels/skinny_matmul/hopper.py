@@ -116,6 +116,7 @@ class _SkinnyKernel:
             shape, dtype = (c.splits, *shape), jnp.dtype("float32")
         return launch(
             self.run,
+            name="skinny_matmul",
             operands={"x": x_MK, "w": w_KN},
             results={"out": jax.ShapeDtypeStruct(shape, dtype)},
             scratch=self.scratch(),

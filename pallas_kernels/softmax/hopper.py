@@ -71,6 +71,7 @@ def forward(*, log: bool, masked: bool) -> Formula:
         return (jnp.where(load(1) != 0.0, y, 0.0) if masked else y,), ()
 
     return Formula(
+        name="log_softmax" if log else "softmax",
         fold=fold, merge=merge, join=join, finish=finish, num_numbers=2, neutral=(-jnp.inf, 0.0)
     )  # fmt: skip
 
@@ -97,6 +98,7 @@ def gradient() -> Formula:
         return (load(0) * (load(1) - totals[0]),), ()
 
     return Formula(
+        name="softmax_gradient",
         fold=fold, merge=add, join=join, finish=finish, num_numbers=1, neutral=(0.0, 0.0)
     )  # fmt: skip
 
@@ -128,5 +130,6 @@ def log_gradient() -> Formula:
         return (load(1) - jnp.exp(load(0) - totals[0]) * totals[1],), ()
 
     return Formula(
+        name="log_softmax_gradient",
         fold=fold, merge=merge, join=join, finish=finish, num_numbers=3, neutral=(-jnp.inf, 0.0)
     )  # fmt: skip

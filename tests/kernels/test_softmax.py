@@ -217,6 +217,7 @@ def test_masks_are_read_as_bytes():
     casts = [line for line in lowered.splitlines() if "stablehlo.convert" in line]
     assert len(casts) == 1
     assert "(tensor<64x4096xi1>) -> tensor<64x4096xi8>" in casts[0]
+    assert "softmax_mosaic_gpu" in lowered, "what a trace calls the kernel"
 
 
 @pytest.mark.parametrize("shape", [(4, 96), (2, 2048)], ids=str)

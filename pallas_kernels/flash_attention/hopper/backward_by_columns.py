@@ -10,6 +10,7 @@ warpgroup 1 computes dO V' and dS; each hands its result to the other through sh
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +71,8 @@ def gradients_by(
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ByColumns(FusedKernel):
     """The kernel of one call."""
+
+    name: ClassVar[str] = "attention_backward"
 
     @property
     def num_stages(self) -> int:

@@ -17,6 +17,7 @@ blocks, and the copy engine adds it to a float32 array in global memory. Two for
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +68,8 @@ def backward(
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _ByKeys(FusedKernel):
     """The kernel of one call."""
+
+    name: ClassVar[str] = "attention_backward"
 
     c: BackwardConfig
 

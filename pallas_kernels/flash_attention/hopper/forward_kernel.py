@@ -5,6 +5,7 @@ query and key, Hv head width of value. The block and its loops are those of ``fo
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +84,8 @@ def forward(
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Forward(ForwardBlock):
     """The kernel of one call."""
+
+    name: ClassVar[str] = "attention_forward"
 
     OPERAND_BYTES = 2
     TRANSPOSED_VALUES = False

@@ -11,6 +11,7 @@ because ``fp8_registers`` numbers the keys of the values as the registers happen
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -126,6 +127,8 @@ def _value_scales(operands: Fp8Operands, config: Fp8Config) -> tuple[jax.Array, 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Fp8Forward(ForwardBlock):
     """The kernel of one call."""
+
+    name: ClassVar[str] = "attention_forward_fp8"
 
     OPERAND_BYTES = 1
     TRANSPOSED_VALUES = True

@@ -5,7 +5,7 @@ query and key, Hv head width of value.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from .tiles import Geometry
 class AttentionKernel:
     """One call's kernel; methods of its subclasses are its phases, written once per trace."""
 
+    name: ClassVar[str]  # in traces
     g: Geometry
     spec: AttentionSpec
     dtype: jnp.dtype  # of operands and results
@@ -71,6 +72,7 @@ class AttentionKernel:
         """Runs a block for each tile."""
         return launch(
             self.run,
+            name=self.name,
             operands=operands,
             results=results,
             scratch=dict(sorted(self.scratch().items())),

@@ -10,6 +10,7 @@ of the five matmuls are done twice for it. The fused kernels sum dK and dV in a 
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +50,8 @@ def query_gradient(
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _QueryGradient(AttentionKernel):
     """The kernel of one call."""
+
+    name: ClassVar[str] = "attention_query_gradient"
 
     @property
     def num_stages(self) -> int:

@@ -9,7 +9,7 @@ Dims: M row, G group, K contraction, N column, J blocks of 128 of K, I blocks of
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +84,8 @@ def scaled_grouped_product(
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _ScaledProduct(RowTilesKernel):
     """The kernel of one call; methods are its phases, written once per trace."""
+
+    name: ClassVar[str] = "scaled_grouped_matmul"
 
     c: ScaledGroupedConfig
     b_dtype: jnp.dtype

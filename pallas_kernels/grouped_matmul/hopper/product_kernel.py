@@ -8,7 +8,7 @@ Dims: M row, G group, K contraction, N column.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +86,8 @@ def grouped_product(
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Product(RowTilesKernel):
     """The kernel of one call; methods are its phases, written once per trace."""
+
+    name: ClassVar[str] = "grouped_matmul"
 
     depths: tuple[int, ...]
     num_weights: int

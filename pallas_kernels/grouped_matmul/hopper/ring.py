@@ -7,7 +7,7 @@ away. No list of tiles is made before the kernel: a launch costs as much as read
 
 import abc
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,7 @@ class RingKernel(abc.ABC):
     groups for what comes behind the last tile; the rest is the kernel's.
     """
 
+    name: ClassVar[str]  # in traces
     c: GroupedConfig
     dtype: jnp.dtype  # of operands
     out_dtype: jnp.dtype
@@ -65,6 +66,7 @@ class RingKernel(abc.ABC):
         """Results by name, of one block on each multiprocessor."""
         return launch(
             self.run,
+            name=self.name,
             operands=operands,
             results=results,
             scratch=self.scratch(),

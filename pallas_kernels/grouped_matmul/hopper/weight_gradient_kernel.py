@@ -8,7 +8,7 @@ Dims: M row, G group, K width of x, N width of d.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +77,8 @@ def grouped_weight_gradient(
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _WeightGradient(RingKernel):
     """The kernel of one call."""
+
+    name: ClassVar[str] = "grouped_matmul_weight_gradient"
 
     width: int
     num_columns: int

@@ -80,6 +80,7 @@ def append_heads_hopper(
     refs = {name: jax.new_ref(pool) for name, pool in pools.items()}
     found = launch(
         kernel.run,
+        name="append_heads",
         operands={
             "heads": heads_BTNH.reshape(tokens, num_heads, width), "cos": cos_AR, "sin": sin_AR,
             "tables": tables_BM, "positions": positions_BT.reshape(tokens), **refs,

@@ -79,6 +79,7 @@ def attend_pages(
     }
     found = launch(
         kernel.run,
+        name="paged_attention",
         operands=operands,
         results=results,
         scratch=kernel.scratch(),

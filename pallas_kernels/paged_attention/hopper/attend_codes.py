@@ -73,6 +73,7 @@ def attend_codes(
     operands |= {"before": plan.before_E1, "starts": plan.entry_W}
     found = launch(
         kernel.run,
+        name="paged_attention",
         operands=operands,
         results={
             "out": jax.ShapeDtypeStruct((num_partials, layout.tile, layout.V), F32),

@@ -44,6 +44,7 @@ def merge_pages(
     shape = (g.B, g.T, g.K, g.merged_group, g.V)
     found = launch(
         kernel.run,
+        name="paged_attention_merge",
         operands=operands,
         results={"merged": jax.ShapeDtypeStruct(shape, call.q_BTNH.dtype)},
         scratch={},
