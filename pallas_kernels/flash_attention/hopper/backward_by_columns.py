@@ -40,28 +40,15 @@ LEAST_DQ_COLUMNS = 32  # of dQ that leave at a time, where more do not fit in sh
 
 
 def backward(
-    operands: BackwardOperands,
-    *,
-    spec: AttentionSpec,
-    interpretable: bool = False,
+    operands: BackwardOperands, *, spec: AttentionSpec, interpretable: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As ``backward_by_keys.backward``, for widths above 128, of values perhaps a smaller one.
 
     Half of each width must be a multiple of 32.
     """
-    return gradients_by(ByColumns, operands, spec, interpretable)
-
-
-def gradients_by(
-    kernel_type: "type[ByColumns]",
-    operands: BackwardOperands,
-    spec: AttentionSpec,
-    interpretable: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dQ, dK and dV by a kernel of one order of the loop."""
     g, parts = split_heads(geometry_of(operands.q, operands.v), KEYS)
     arrays = kernel_operands(operands, q_tile=QUERIES, kv_tile=KEYS, by_keys=True)
-    kernel = kernel_type(
+    kernel = _ByColumns(
         g=g, parts=parts, spec=spec, dtype=operands.q.dtype,
         q_tile=QUERIES, kv_tile=KEYS, segmented="ranges" in arrays, interpretable=interpretable,
     )  # fmt: skip
@@ -69,15 +56,10 @@ def gradients_by(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ByColumns(FusedKernel):
+class _ByColumns(FusedKernel):
     """The kernel of one call."""
 
     name: ClassVar[str] = "attention_backward"
-
-    @property
-    def num_stages(self) -> int:
-        """Query tiles in flight."""
-        return NUM_STAGES
 
     @property
     def half(self) -> int:
@@ -106,38 +88,35 @@ class ByColumns(FusedKernel):
 
     def smem_bytes(self, dq_columns: int) -> int:
         """Shared memory of a block that sends so many columns of dQ at a time."""
-        operands = (1 + self.num_stages) * 64 * (self.g.H + self.g.Hv) + 2 * KEYS * QUERIES
-        rows = 2 * self.num_stages * QUERIES + (self.num_stages + 1) * QUERIES  # statistics and ids
+        operands = (1 + NUM_STAGES) * 64 * (self.g.H + self.g.Hv) + 2 * KEYS * QUERIES
+        rows = 2 * NUM_STAGES * QUERIES + (NUM_STAGES + 1) * QUERIES  # statistics and ids
         return 2 * operands + 4 * rows + 4 * 2 * QUERIES * dq_columns + BARRIER_BYTES
 
     def scratch(self) -> dict:
-        """Shared memory and barriers of a block, by name."""
         g = self.g
         # One swizzle for both operands of a product, and so for all.
         tile = tiled(swizzle_bytes(self.half, self.half_values))
         buffers = {
             "k": plgpu.SMEM((KEYS, g.H), self.dtype, transforms=tile),
             "v": plgpu.SMEM((KEYS, g.Hv), self.dtype, transforms=tile),
-            "q": plgpu.SMEM((self.num_stages, QUERIES, g.H), self.dtype, transforms=tile),
-            "do": plgpu.SMEM((self.num_stages, QUERIES, g.Hv), self.dtype, transforms=tile),
-            "rows": plgpu.SMEM((2, self.num_stages, QUERIES), jnp.float32),
+            "q": plgpu.SMEM((NUM_STAGES, QUERIES, g.H), self.dtype, transforms=tile),
+            "do": plgpu.SMEM((NUM_STAGES, QUERIES, g.Hv), self.dtype, transforms=tile),
+            "rows": plgpu.SMEM((2, NUM_STAGES, QUERIES), jnp.float32),
             "p": plgpu.SMEM((KEYS, QUERIES), self.dtype, transforms=tile),
             "ds": plgpu.SMEM((KEYS, QUERIES), self.dtype, transforms=tile),
             "dq": plgpu.SMEM(
                 (2, QUERIES, self.dq_columns), jnp.float32, transforms=tiled(128, itemsize=4)
             ),
             "kv_full": plgpu.Barrier(num_arrivals=3 if self.segmented else 2),
-            "full": plgpu.Barrier(
-                num_arrivals=5 if self.segmented else 4, num_barriers=self.num_stages
-            ),
-            "empty": plgpu.Barrier(num_arrivals=2, num_barriers=self.num_stages),
+            "full": plgpu.Barrier(num_arrivals=5 if self.segmented else 4, num_barriers=NUM_STAGES),
+            "empty": plgpu.Barrier(num_arrivals=2, num_barriers=NUM_STAGES),
             "p_ready": plgpu.Barrier(),
             "ds_ready": plgpu.Barrier(),
             "done": plgpu.Barrier(num_arrivals=2),
         }
         if self.segmented:
             # Of the queries in each stage, and last of the keys: two buffers would not fit.
-            buffers["ids"] = plgpu.SMEM((self.num_stages + 1, QUERIES), jnp.int32)
+            buffers["ids"] = plgpu.SMEM((NUM_STAGES + 1, QUERIES), jnp.int32)
         return buffers
 
     def run(self, gmem, smem) -> None:
@@ -166,15 +145,13 @@ class ByColumns(FusedKernel):
         plgpu.copy_gmem_to_smem(gmem.k.at[b, keys, self.shared(kv_head)], smem.k, smem.kv_full)
         plgpu.copy_gmem_to_smem(gmem.v.at[b, keys, self.shared(kv_head)], smem.v, smem.kv_full)
         if self.segmented:
-            plgpu.copy_gmem_to_smem(
-                gmem.kv_ids.at[b, keys], smem.ids.at[self.num_stages], smem.kv_full
-            )
+            plgpu.copy_gmem_to_smem(gmem.kv_ids.at[b, keys], smem.ids.at[NUM_STAGES], smem.kv_full)
         per_head = jnp.maximum(queries.hi - queries.lo, 1)
 
         def step(it, _):
             # One query tile more than there are: its first product is computed and dropped.
             n = kv_head * g.group + jnp.minimum(lax.div(it, per_head), g.group - 1)
-            slot = lax.rem(it, self.num_stages)
+            slot = lax.rem(it, NUM_STAGES)
             i = jnp.maximum(queries.hi - 1 - lax.rem(it, per_head), 0)
             rows = pl.ds(i * QUERIES, QUERIES)
             full = smem.full.at[slot]
@@ -187,12 +164,12 @@ class ByColumns(FusedKernel):
                 plgpu.copy_gmem_to_smem(gmem.q_ids.at[b, rows], smem.ids.at[slot], full)
 
         lax.fori_loop(0, (queries.hi - queries.lo) * g.group + 1, step, None)
-        for i in range(self.num_stages):
+        for i in range(NUM_STAGES):
             plgpu.barrier_wait(smem.empty.at[i])
 
     def compute(self, gmem, smem, wg: int, b, kv_head, k_tile, queries: TileRange) -> None:
         """Half the columns of 64 keys: dK and dV over all queries, then out."""
-        for i in range(self.num_stages):
+        for i in range(NUM_STAGES):
             plgpu.barrier_arrive(smem.empty.at[i])
         plgpu.barrier_wait(smem.kv_full)
         dk, dv = pl.run_scoped(
@@ -239,11 +216,11 @@ class ByColumns(FusedKernel):
 
         def step(before, x, head):
             it, i = head * per_head + before, queries.hi - 1 - before
-            slot = lax.rem(it, self.num_stages)
+            slot = lax.rem(it, NUM_STAGES)
             row = plgpu.load(smem.rows.at[wg, slot], layout=column_layout())
             do_smem = smem.do.at[slot, :, self.my_values(wg)]
             if wg == 0:
-                p = self.write_p(smem, smem.p, slot, x, row, i, k_tile, queries)
+                p = self.write_p(smem, slot, x, row, i, k_tile, queries)
             else:
                 plgpu.barrier_wait(smem.p_ready)
                 p = plgpu.load(smem.p, layout=tile_layout())
@@ -272,19 +249,19 @@ class ByColumns(FusedKernel):
                     self.add_to_dq, gmem, smem, wg, dq, b, n, i, k_tile, start
                 )
             plgpu.barrier_arrive(smem.empty.at[slot])
-            return first_product(lax.rem(it + 1, self.num_stages), leave)
+            return first_product(lax.rem(it + 1, NUM_STAGES), leave)
 
         def one_head(head, x):
             return lax.fori_loop(0, per_head, functools.partial(step, head=head), x)
 
         lax.fori_loop(0, self.g.group, one_head, first_product(0))
-        plgpu.barrier_arrive(smem.empty.at[lax.rem(per_head * self.g.group, self.num_stages)])
+        plgpu.barrier_arrive(smem.empty.at[lax.rem(per_head * self.g.group, NUM_STAGES)])
         return (
             plgpu.wgmma_accumulator_load(dk_acc, wait_n=0),
             plgpu.wgmma_accumulator_load(dv_acc, wait_n=0),
         )
 
-    def write_p(self, smem, p_smem, slot, s, lse, i, k_tile, queries: TileRange) -> jax.Array:
+    def write_p(self, smem, slot, s, lse, i, k_tile, queries: TileRange) -> jax.Array:
         """P into shared memory, for both warpgroups, and here."""
         if self.spec.logit_soft_cap is None:
             s = s * (self.spec.scale * LOG2E)
@@ -295,7 +272,7 @@ class ByColumns(FusedKernel):
             mask = functools.partial(self.mask, smem, slot, i, k_tile)
             p = lax.cond(queries.is_whole(i), lambda p: p, mask, p)
         p = p.astype(self.dtype)
-        p_smem[...] = p
+        smem.p[...] = p
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem.p_ready)
         return p
@@ -319,7 +296,7 @@ class ByColumns(FusedKernel):
         """0 where the query of a column does not see the key of a row."""
         if self.segmented:
             q_ids = plgpu.load(smem.ids.at[slot], layout=column_layout())
-            kv_ids = plgpu.load(smem.ids.at[self.num_stages], layout=row_layout())
+            kv_ids = plgpu.load(smem.ids.at[NUM_STAGES], layout=row_layout())
             p = self.mask_ids(p, q_ids, kv_ids, fill=0.0, by_keys=True)
         key0 = k_tile * KEYS
         aligned = key0 - self.g.diagonal - i * QUERIES

@@ -84,20 +84,6 @@ class BackwardConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ColumnsConfig:
-    """Form of the fused backward of wider heads: 64 keys a block, 64 queries at a time."""
-
-    ahead: bool = False  # dQ one tile late, the next scores early
-
-    def check(self, head_dim: int, value_dim: int) -> None:
-        """Refuses widths that three products at a time leave no registers or memory for."""
-        if self.ahead and (head_dim, value_dim) != (192, 128):
-            raise UnsupportedError(
-                f"{self}: ahead is for heads of 192/128, not {head_dim}/{value_dim}; leave it False"
-            )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Config(BlockTiles):
     """Tiles of the FP8 forward."""
 
@@ -126,8 +112,6 @@ TUNED: TunedConfigs[TileConfig] = TunedConfigs(
 )
 """A key is the head widths of query and value as "128/128", perhaps with ``UNGROUPED``, ``SHORT``
 or ``SHORT_CAUSAL``."""
-COLUMNS: dict[tuple[int, int], ColumnsConfig] = {}
-"""By head widths of query and value, what was measured faster than the plain form on an H200."""
 SHORT, SHORT_CAUSAL = " short", " short causal"
 """End the key of a forward whose query tiles see few keys."""
 SHORT_KEYS, SHORT_CAUSAL_KEYS = 1024, 512
@@ -207,11 +191,6 @@ def fp8_config(head_dim: int, value_dim: int) -> Fp8Config:
     config = TUNED.fastest("fp8", f"{head_dim}/{value_dim}")
     assert isinstance(config, Fp8Config)
     return config
-
-
-def columns_config(head_dim: int, value_dim: int) -> ColumnsConfig:
-    """The form of the backward of heads wider than 128."""
-    return COLUMNS.get((head_dim, value_dim), ColumnsConfig())
 
 
 def backward_config(head_dim: int, value_dim: int, group: int) -> BackwardConfig:

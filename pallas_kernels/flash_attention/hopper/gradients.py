@@ -15,16 +15,8 @@ from pallas_kernels.flash_attention.spec import (
     BackwardOperands,
 )
 
-from . import backward_ahead, backward_by_columns, backward_by_keys, query_gradient
-from .config import (
-    BackwardConfig,
-    ColumnsConfig,
-    backward_config,
-    columns_config,
-    exceeds_shared_memory,
-    refuse,
-    unsupported,
-)
+from . import backward_by_columns, backward_by_keys, query_gradient
+from .config import BackwardConfig, backward_config, exceeds_shared_memory, refuse, unsupported
 from .tiles import pad_width
 
 WIDEST_BY_KEYS = 128  # wider heads are split over columns
@@ -37,7 +29,7 @@ def backward(
     *,
     spec: AttentionSpec,
     deterministic: bool,
-    config: BackwardConfig | ColumnsConfig | None = None,
+    config: BackwardConfig | None = None,
 ) -> AttentionGradients:
     """Gradients of q, k, v, and of the sinks where the call has them.
 
@@ -45,11 +37,10 @@ def backward(
         operands: of the forward, its results and their cotangents.
         spec: as in the forward.
         deterministic: dQ summed in a fixed order, so that a repeated call returns the same bits.
-        config: form for heads up to 128 wide, or for wider ones; the table's where None.
+        config: form for heads up to 128 wide; the table's where None.
 
     Raises:
-        UnsupportedError: ``unsupported`` has a reason, the tiles exceed shared memory, or the
-            form is of other widths.
+        UnsupportedError: ``unsupported`` has a reason, or the tiles exceed shared memory.
     """
     o = operands
     refuse(unsupported(spec, o.masks, o.q, o.k, o.v))
@@ -58,18 +49,11 @@ def backward(
     step = HALVES if by_columns else HALVES // 2
     q, k, v, out, d_out = (pad_width(x, step) for x in (o.q, o.k, o.v, o.out, o.d_out))
     wide = dataclasses.replace(o, q=q, k=k, v=v, out=out, d_out=d_out)
-    widths = q.shape[3], v.shape[3]
     if by_columns:
-        form = config or columns_config(*widths)
-        refuse(_other_form(form, ColumnsConfig, *widths))
-        assert isinstance(form, ColumnsConfig)
-        form.check(*widths)
-        run = backward_ahead if form.ahead else backward_by_columns
-        dq, dk, dv = run.backward(wide, spec=spec)
+        dq, dk, dv = backward_by_columns.backward(wide, spec=spec)
     else:
+        widths = q.shape[3], v.shape[3]
         config = config or backward_config(*widths, o.q.shape[2] // o.k.shape[2])
-        refuse(_other_form(config, BackwardConfig, *widths))
-        assert isinstance(config, BackwardConfig)
         config.check(widths[0])
         refuse(exceeds_shared_memory(config, *widths))
         dq, dk, dv = backward_by_keys.backward(wide, spec=spec, config=config)
@@ -78,13 +62,6 @@ def backward(
         dq = query_gradient.query_gradient(wide, spec=spec)
     d_sinks = None if o.masks.sinks is None else sink_gradient(o)
     return AttentionGradients(dq[..., :H], dk[..., :H], dv[..., :Hv], d_sinks)
-
-
-def _other_form(config, wanted: type, head_dim: int, value_dim: int) -> str | None:
-    """Why a form is not one of these widths; None if it is."""
-    if isinstance(config, wanted):
-        return None
-    return f"{config} is no form for heads of {head_dim}/{value_dim}; give a {wanted.__name__}"
 
 
 def sink_gradient(o: BackwardOperands) -> jax.Array:
