@@ -282,7 +282,7 @@ class Decoder(nnx.Module):
             )
             if has_experts and cache is None and 1 < repeats == unroll:
                 (x_BTD, stored), sums = one_by_one(steps, start, layers)
-            elif len(set(steps)) > 1:
+            elif len(set(steps)) > 1 or (cache is None and 1 < repeats == unroll):
                 (x_BTD, stored), sums = one_by_one(steps, start, layers, take=take_apart)
             else:
                 (x_BTD, stored), sums = jax.lax.scan(steps[0], start, layers, unroll=unroll)

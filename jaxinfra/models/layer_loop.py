@@ -1,5 +1,6 @@
 """Layers one after another, without a loop; their parameters are stacked along a first dim."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,6 +12,37 @@ type Step[Carry] = Callable[[Carry, Any], tuple[Carry, Any]]
 """As of ``jax.lax.scan``."""
 type Take = Callable[[jax.Array, int], Iterator[jax.Array]]
 """A stack [count, ...] and count to its layers; it decides how the stack's gradient is made."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LayerOf:
+    """A layer that is cut out of its stack where it is read.
+
+    Recomputation holds its inputs from the forward pass to the backward one: cut out before, a
+    layer's weights are held as a copy, of all layers one more fp32 model.
+    """
+
+    index: jax.Array
+    stack: jax.Array  # without a gradient
+    layer: jax.Array  # the layer as ``Take`` has it; takes the gradient and is not read
+
+    def read(self) -> jax.Array:
+        """The layer."""
+        return _read(self.index, self.stack, self.layer)
+
+
+def opened(step: Step) -> Step:
+    """The step of a layer whose arrays may be ``LayerOf`` a stack."""
+
+    def read(x: Any) -> Any:
+        return x.read() if isinstance(x, LayerOf) else x
+
+    def of_layer(carry: Any, layer: Any) -> tuple[Any, Any]:
+        whole = jax.tree.map(read, layer, is_leaf=lambda x: isinstance(x, LayerOf))
+        return step(carry, whole)
+
+    return of_layer
 
 
 def take_in_place(stack: jax.Array, count: int) -> Iterator[jax.Array]:
@@ -35,7 +67,7 @@ def one_by_one[Carry](
     """``jax.lax.scan(step, carry, layers)`` without a loop, where each layer has its step.
 
     Args:
-        steps: of each layer; equal ones are traced once.
+        steps: of each layer, ``opened``; equal ones are traced once.
         layers: arrays [count, ...].
     """
     count = len(steps)
@@ -43,10 +75,34 @@ def one_by_one[Carry](
     leaves, structure = jax.tree.flatten(layers)
     each = zip(*(take(leaf, count) for leaf in leaves), strict=True)  # as the layers come
     results = []
-    for step, taken in zip(steps, each, strict=True):
-        carry, result = traced[step](carry, structure.unflatten(taken))
+    for i, (step, taken) in enumerate(zip(steps, each, strict=True)):
+        read = [_where_read(i, *pair) for pair in zip(leaves, taken, strict=True)]
+        carry, result = traced[step](carry, structure.unflatten(read))
         results.append(result)
     return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *results)
+
+
+def _where_read(i: int, stack: jax.Array, layer: jax.Array) -> jax.Array | LayerOf:
+    if not jnp.issubdtype(stack.dtype, jnp.floating):
+        return layer
+    return LayerOf(index=jnp.int32(i), stack=jax.lax.stop_gradient(stack), layer=layer)
+
+
+@jax.custom_vjp
+def _read(index: jax.Array, stack: jax.Array, layer: jax.Array) -> jax.Array:
+    del layer
+    return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
+
+
+def _read_forward(index: jax.Array, stack: jax.Array, layer: jax.Array) -> tuple[jax.Array, None]:
+    return _read(index, stack, layer), None
+
+
+def _read_backward(_: None, gradient: jax.Array) -> tuple[None, None, jax.Array]:
+    return None, None, gradient
+
+
+_read.defvjp(_read_forward, _read_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

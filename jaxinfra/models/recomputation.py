@@ -11,6 +11,7 @@ from jaxinfra.config.run import KeptValues, Remat
 from jaxinfra.core.errors import ConfigError, nearest
 from jaxinfra.layers.execution import Execution
 from jaxinfra.layers.projection import GATHERED, HIDDEN, PROJECTION
+from jaxinfra.models.layer_loop import opened
 from jaxinfra.ops.attention import ATTENTION_NAMES, is_attention_result
 from jaxinfra.ops.experts import CHOICE_NAME, HIDDEN_NAMES, OUT_NAME
 from jaxinfra.ops.fp8 import QUANTIZED
@@ -116,7 +117,7 @@ def steps_of_stack(
         kept = [kept_by(execution.remat)] * len(repetitions)
     each = list(zip(repetitions, kept, strict=True))
     steps = {
-        (repetition, names): rematerialized(repetition, names, in_loop=in_loop)
+        (repetition, names): rematerialized(opened(repetition), names, in_loop=in_loop)
         for repetition, names in dict.fromkeys(each)
     }
     return [steps[key] for key in each]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
-from jaxinfra.models.layer_loop import one_by_one, take_apart, take_in_place
+from jaxinfra.models.layer_loop import one_by_one, opened, take_apart, take_in_place
 from tests.sharded.cases import build, gradients_of, packed_batch
 from tests.sharded.test_experts import model
 
@@ -42,11 +42,33 @@ def test_values_and_gradients_of_a_scan():
         return jax.lax.scan(*args)
 
     def alone(step, *args, take=take_in_place):
-        return one_by_one([step] * COUNT, *args, take=take)
+        return one_by_one([opened(step)] * COUNT, *args, take=take)
 
     for take in (take_in_place, take_apart):
         one = functools.partial(alone, take=take)
         chex.assert_trees_all_close(results(one), results(loop), rtol=1e-6)
+
+
+def test_recomputation_holds_no_copy_of_a_layer():
+    """Cut out of the stack before it, layers are held in fp32 from one pass to the other."""
+    count, width = 4, 256
+    stack = jnp.ones((count, width, width))
+
+    def tanh(x, w):
+        return jnp.tanh(x @ w.astype(jnp.bfloat16).astype(jnp.float32)), None
+
+    def scanned(w, x):
+        return jnp.sum(jax.lax.scan(jax.checkpoint(tanh), x, w, unroll=count)[0])
+
+    def read_late(w, x):
+        steps = [jax.checkpoint(opened(tanh))] * count
+        return jnp.sum(one_by_one(steps, x, w, take=take_apart)[0])
+
+    def temporaries(objective):
+        compiled = jax.jit(jax.grad(objective)).lower(stack, jnp.ones((2, width))).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(read_late) < temporaries(scanned) - stack.nbytes / 4
 
 
 ROUNDED = PrecisionConfig(policy=PolicyName.BF16, weight_gradients=WeightGradients.COMPUTE)
