@@ -38,6 +38,7 @@ def opened(step: Step) -> Step:
     def read(x: Any) -> Any:
         return x.read() if isinstance(x, LayerOf) else x
 
+    @functools.wraps(step)
     def of_layer(carry: Any, layer: Any) -> tuple[Any, Any]:
         whole = jax.tree.map(read, layer, is_leaf=lambda x: isinstance(x, LayerOf))
         return step(carry, whole)
