@@ -17,8 +17,9 @@ MOST_NAMES = 14
 """Whose sets are all looked at; of more, those are dropped whose keeping saves the least."""
 BINS = 4096
 """Parts of the room that bytes are counted in, rounded up."""
-MATMUL_SHARE = 0.72
-"""Of the peak of the tensor cores that matmuls of a training step reach, and attention here too."""
+MATMUL_SHARE = 0.62
+"""Of the peak of the tensor cores that matmuls reach in a step that is at its power limit, and
+attention here too: those that an H200 computed again in a step of 8B shapes did."""
 MEMORY_SHARE = 0.85
 """Of the memory's bandwidth that passes over it reach."""
 
