@@ -198,6 +198,11 @@ class Engine:
                 f"logit_bias of {len(biased)} ids up to {max(biased)}: at most {MOST_BIASES} ids "
                 f"below {self.num_ids} can be given one"
             )
+        stops = request.stop_ids
+        if min(stops, default=0) < 0 or max(stops, default=0) >= self.num_ids:
+            raise ConfigError(
+                f"stop ids {min(stops)}..{max(stops)}: the model gives ids 0..{self.num_ids - 1}"
+            )
         if request.max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens={request.max_new_tokens} must be at least 1")
         if request.stop and self.tokenizer is None:

@@ -93,6 +93,12 @@ class GenerationBody(ClientBody):
     response_format: ResponseFormat | None = None
     user: str | None = None  # who asks; nothing depends on it
 
+    @pydantic.model_validator(mode="after")
+    def _options_of_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options are of a stream; send stream=true too, or leave them")
+        return self
+
     @property
     def num_scores(self) -> int | None:
         """Most likely tokens told of each one; None: no log-probabilities."""

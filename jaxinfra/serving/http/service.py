@@ -117,6 +117,8 @@ class Service:
         Raises:
             DataError, ConfigError: what is wrong with one of them, with its numbers.
         """
+        if not prompts:
+            raise DataError("the list of prompts is empty; send one at least")
         wanted = body.n * len(prompts)
         if wanted > self.limits.max_continuations:
             raise ConfigError(
