@@ -123,6 +123,18 @@ def number(x: float) -> Any:
     return mgpu.c(x, ir.F32Type.get())
 
 
+def fused(a: Any, b: Any, c: Any) -> Any:
+    """``a b + c`` in fp32, rounded once."""
+    f32 = ir.F32Type.get()
+    return assembly(f32, [a, b, c], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", pure=True)
+
+
+def from_lane_xor(x: Any, distance: int) -> Any:
+    """x of the lane whose number differs in this bit."""
+    text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
+    return assembly(ir.F32Type.get(), [x], text, "=f,f", pure=False)
+
+
 def swiglu(gate: Any, up: Any) -> Any:
     """``silu(gate) * up``, f32, by the hardware's exponential."""
     f32 = ir.F32Type.get()

@@ -1,0 +1,4 @@
+"""Decoder layers of a one-token step, launched whole."""
+
+from .api import LayerImplementation as LayerImplementation
+from .api import layer_tail as layer_tail
