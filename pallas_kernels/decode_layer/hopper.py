@@ -1,7 +1,7 @@
-"""What follows attention in a layer, in one launch: a block on every multiprocessor, which all meet
-between products while weights of the next ones arrive.
+"""A layer, or what follows attention in it, in one launch: a block on every multiprocessor, which
+all meet between phases while weights of the next ones arrive.
 
-Dims: D width of the stream, A width of all heads, F hidden width.
+Dims: D width of the stream, A width of all query heads, F hidden width; as in ``attention``.
 """
 
 import dataclasses
@@ -14,21 +14,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.common import device
+from pallas_kernels.common.row_inputs import RmsNorm
 from pallas_kernels.hopper.grid import GridBarrier, meet_in_block
 from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.machine import NUM_PROCESSORS
 from pallas_kernels.hopper.mosaic import plgpu
 
 from . import inputs
+from .attention import Attention, AttentionPlan
+from .attention_threads import HeadSizes, most_parts, put_attended
 from .config import DEPTH, GROUPS, SLICES, THREADS, Share, num_stages
-from .reference import TailCall
+from .per_thread import each_thread
+from .reference import LayerCall, TailCall
 from .stream import Product, WeightStream, piece
 
 DTYPES = ("bfloat16", "float16")
 _LEAST_STAGES = 4
 
 
-def unsupported(call: TailCall) -> str | None:
+def unsupported(call: TailCall | LayerCall) -> str | None:
     """Why the kernel cannot compute this call; None if it can."""
     facts = device.target()
     if facts.capability != (9, 0):
@@ -39,148 +43,170 @@ def unsupported(call: TailCall) -> str | None:
         return f"{call.x.shape[0]} rows: it takes one"
     if call.x.dtype.name not in DTYPES:
         return f"{call.x.dtype} is neither bfloat16 nor float16"
-    if call.norm.scale.dtype.name not in (*DTYPES, "float32"):
-        return f"the norm's scale is {call.norm.scale.dtype}"
-    kernel = TailKernel.of(call)
+    for norm in call.norms.values():
+        if norm.scale.dtype.name not in (*DTYPES, "float32"):
+            return f"a norm's scale is {norm.scale.dtype}"
+    kernel = LayerKernel.of(call)
     reasons = [product.share.unsupported() for product in kernel.products]
+    reasons.append(None if kernel.attention is None else kernel.attention.unsupported())
     if any(reasons):
         return next(filter(None, reasons))
-    if kernel.num_stages < _LEAST_STAGES:
-        return f"{kernel.num_stages} tiles of weights fit in shared memory beside x"
+    if kernel.stream.num_stages < _LEAST_STAGES:
+        return f"{kernel.stream.num_stages} tiles of weights fit in shared memory beside x"
     return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TailKernel:
+class LayerKernel:
     """The kernel of one call; methods are its phases, written once per trace."""
 
-    products: tuple[Product, ...]
+    products: tuple[Product, ...]  # of heads, where there is attention; out, wide, down
+    attention: Attention | None
+    norms: dict[str, RmsNorm]
     dtype: jnp.dtype
-    norm: Any  # RmsNorm
 
     @classmethod
-    def of(cls, call: TailCall) -> "TailKernel":
-        """The products of a call."""
-        D, A, F = call.x.shape[1], call.attended.shape[1], call.down.shape[0]
-        return cls(
-            products=(
-                Product(weight="out", parts="outs", share=Share(K=A, N=D), is_whole=False),
-                Product(weight="wide", parts="wides", share=Share(K=D, N=2 * F), is_whole=True),
-                Product(weight="down", parts="downs", share=Share(K=F, N=D), is_whole=False),
+    def of(cls, call: TailCall | LayerCall) -> "LayerKernel":
+        """The phases of a call."""
+        D, F = call.x.shape[1], call.down.shape[0]
+        heads, attention, dtype = (), None, call.x.dtype
+        if isinstance(call, LayerCall):
+            share = Share(K=D, N=call.qkv.shape[1])
+            heads = (Product(weight="qkv", parts="heads", share=share, is_whole=True),)
+            num_pages, page, K, H = call.k_pages.shape
+            sizes = HeadSizes(
+                N=call.out.shape[0] // H, K=K, H=H, scale=call.scale, dtype=dtype, share=share
+            )
+            attention = Attention(
+                sizes=sizes, num_pages=num_pages, page=page, table=call.tables.shape[1],
+                blocks=share.blocks,
+            )  # fmt: skip
+        tail = (
+            Product(
+                weight="out", parts="outs", share=Share(K=call.out.shape[0], N=D), is_whole=False
             ),
-            dtype=call.x.dtype,
-            norm=call.norm,
+            Product(weight="wide", parts="wides", share=Share(K=D, N=2 * F), is_whole=True),
+            Product(weight="down", parts="downs", share=Share(K=F, N=D), is_whole=False),
         )
+        return cls(products=heads + tail, attention=attention, norms=call.norms, dtype=dtype)
 
     @property
     def x_numbers(self) -> int:
-        """What weights are multiplied with at a time, at most."""
-        return max(p.share.K if p.is_whole else p.share.most * DEPTH for p in self.products)
-
-    @property
-    def num_stages(self) -> int:
-        """Tiles in the ring."""
-        return num_stages(self.x_numbers)
+        """fp32 numbers in shared memory beside weights, at most."""
+        counts = [p.share.K if p.is_whole else p.share.most * DEPTH for p in self.products]
+        return max(*counts, 0 if self.attention is None else self.attention.sizes.x_numbers)
 
     @property
     def stream(self) -> WeightStream:
         """All weights, in the order in which they are needed."""
-        return WeightStream(products=self.products, num_stages=self.num_stages, dtype=self.dtype)
+        return WeightStream(
+            products=self.products, num_stages=num_stages(self.x_numbers), dtype=self.dtype,
+            attention=self.attention,
+        )  # fmt: skip
 
-    def result(self, call: TailCall, counter: Any) -> jax.Array:
-        """[1, D]; ``counter`` is a reference to int32 [1]."""
-        shares = [product.share for product in self.products]
-        operands = {
-            "x": call.x,
-            "attended": call.attended,
-            "scale": call.norm.scale,
-            "out": call.out,
-            "wide": call.gate_up,
-            "down": call.down,
-            "counter": counter,
-        }
+    def result(self, call: TailCall | LayerCall, refs: dict[str, Any]) -> jax.Array:
+        """[1, D].
+
+        Args:
+            refs: references to what is written in place: "counter", int32 [1], and "k" and "v".
+        """
+        blocks = self.products[0].share.blocks
         results = {"y": jax.ShapeDtypeStruct(call.x.shape, self.dtype)}
-        for product, share in zip(self.products, shares, strict=True):
-            shape = (share.parts, share.N)
+        for product in self.products:
+            shape = (product.share.parts, product.share.N)
             results[product.parts] = jax.ShapeDtypeStruct(shape, jnp.float32)
+        if self.attention is not None:
+            sizes = self.attention.sizes
+            shape = (most_parts(sizes.K, blocks), sizes.N)
+            results["attended"] = jax.ShapeDtypeStruct((*shape, sizes.H), jnp.float32)
+            results["stats"] = jax.ShapeDtypeStruct((*shape, 2), jnp.float32)
+        scales = {f"{name}_scale": norm.scale for name, norm in self.norms.items()}
         return launch(
             self.run,
-            operands=operands,
+            operands={"x": call.x, **call.arrays(), **scales, **refs},
             results=results,
-            scratch=self.scratch(),
+            scratch={
+                **self.stream.scratch(),
+                "x": plgpu.SMEM((self.x_numbers,), jnp.float32),
+                "squares": plgpu.SMEM((SLICES,), jnp.float32),
+            },
             num_threads=GROUPS + 1,
-            grid=(shares[0].blocks,),
+            grid=(blocks,),
             grid_names=("block",),
             compiler_params=plgpu.CompilerParams(
                 approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
             ),
         )["y"]
 
-    def scratch(self) -> dict[str, Any]:
-        """The ring, x, barriers."""
-        return {
-            **self.stream.scratch(),
-            "x": plgpu.SMEM((self.x_numbers,), jnp.float32),
-            "squares": plgpu.SMEM((SLICES,), jnp.float32),
-        }
-
     def run(self, gmem, smem) -> None:
         """One block: a role for each warpgroup."""
         wg = lax.axis_index("wg")
-        pl.when(wg < GROUPS)(functools.partial(self.compute, gmem, smem))
-        pl.when(wg == GROUPS)(functools.partial(self.stream.load, gmem, smem))
+        plan = None if self.attention is None else self.attention.plan(gmem)
+        pl.when(wg < GROUPS)(functools.partial(self.compute, gmem, smem, plan))
+        pl.when(wg == GROUPS)(functools.partial(self.stream.load, gmem, smem, plan))
 
-    def compute(self, gmem, smem) -> None:
+    def compute(self, gmem, smem, plan: AttentionPlan | None) -> None:
         """Products, one after another; blocks meet where one reads what others wrote."""
-        stream, (out, wide, down) = self.stream, self.products
+        stream, first = self.stream, len(self.products) - 3
+        out, wide, down = self.products[first:]
         grid = GridBarrier(blocks=out.share.blocks, threads=THREADS)
         stream.offer(smem)
-        self.put(inputs.put_rows, smem, gmem.attended, piece_of=out, dtype=self.dtype)
-        stream.multiply(gmem, smem, 0)
+        if plan is None:
+            self.put(inputs.put_rows, [gmem.attended], smem, out, dtype=self.dtype)
+        else:
+            self.put_normed(gmem, smem, "attention", None)
+            stream.multiply(gmem, smem, 0)
+            grid.meet(gmem.counter)
+            stream.attend(gmem, smem, plan)
+            grid.meet(gmem.counter)
+            self.put_attended(gmem, smem, plan, out)
+        stream.multiply(gmem, smem, first, plan)
         grid.meet(gmem.counter)
-        self.put_normed(gmem, smem)
-        stream.multiply(gmem, smem, 1)
+        self.put_normed(gmem, smem, "mlp", out.share)
+        stream.multiply(gmem, smem, first + 1, plan)
         grid.meet(gmem.counter)
-        self.put(inputs.put_hidden, smem, gmem.wides, piece_of=down, gates_and_ups=wide.share)
-        stream.multiply(gmem, smem, 2)
+        self.put(inputs.put_hidden, [gmem.wides], smem, down, gates_and_ups=wide.share)
+        stream.multiply(gmem, smem, first + 2, plan)
         grid.meet(gmem.counter)
-        self.write(gmem)
+        self.write(gmem, out, down)
 
-    def put(self, put: Any, smem, source: Any, *, piece_of: Product, **options: Any) -> None:
+    def put(self, put: Any, sources: list[Any], smem, product: Product, **options: Any) -> None:
         """What the block's tiles of a product are multiplied with, into shared memory."""
-        splat, ref, share = plgpu.Layout.WG_SPLAT(()), plgpu.RefType(), piece_of.share
 
-        @plgpu.inline_mgpu(arg_types=(ref, ref, splat, splat))
-        def run(ctx, source, x, start, stop):
-            del ctx
-            start, stop = (each.registers.flat[0] for each in (start, stop))
-            put(source, x, start, stop, share, **options)
+        def body(*given):
+            put(*given, share=product.share, **options)
             meet_in_block(THREADS)
 
-        run(source, smem.x, *(jnp.broadcast_to(each, ()) for each in piece(share)))
+        each_thread(body, [*sources, smem.x], piece(product.share))
 
-    def put_normed(self, gmem, smem) -> None:
-        """The normalized stream, into shared memory."""
-        share = self.products[0].share
+    def put_attended(self, gmem, smem, plan: AttentionPlan, product: Product) -> None:
+        """What attention gave, of all blocks."""
+        assert self.attention is not None
+        sizes = self.attention.sizes
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 5)
-        def run(ctx, x, parts, scale, squares, x_smem):
-            del ctx
-            inputs.put_normed(x, parts, scale, squares, x_smem, share, self.norm, dtype=self.dtype)
+        def body(*given):
+            put_attended(*given, sizes=sizes, share=product.share)
             meet_in_block(THREADS)
 
-        run(gmem.x, gmem.outs, gmem.scale, smem.squares, smem.x)
+        numbers = [*piece(product.share), plan.tiles, plan.line, plan.blocks]
+        each_thread(body, [gmem.attended, gmem.stats, smem.x], numbers)
 
-    def write(self, gmem) -> None:
+    def put_normed(self, gmem, smem, name: str, share: Share | None) -> None:
+        """The normalized stream, with a product of this share added, into shared memory."""
+        norm, sources = self.norms[name], [gmem.x, getattr(gmem, f"{name}_scale")]
+
+        def body(x, scale, squares, x_smem, parts=None):
+            inputs.put_normed(x, parts, scale, squares, x_smem, share, norm, dtype=self.dtype)
+            meet_in_block(THREADS)
+
+        parts = [] if share is None else [gmem.outs]
+        each_thread(body, [*sources, smem.squares, smem.x, *parts], [])
+
+    def write(self, gmem, out: Product, down: Product) -> None:
         """The block's part of the result."""
-        out, _, down = self.products
-        refs = (plgpu.RefType(),) * 4
 
-        @plgpu.inline_mgpu(arg_types=(*refs, plgpu.Layout.WG_SPLAT(())))
-        def run(ctx, x, outs, downs, y, block):
-            del ctx
+        def body(x, outs, downs, y, block):
             sources = [(outs, out.share), (downs, down.share)]
-            inputs.write_sums(x, sources, y, block.registers.flat[0], dtype=self.dtype)
+            inputs.write_sums(x, sources, y, block, dtype=self.dtype)
 
-        block = jnp.broadcast_to(lax.axis_index("block"), ())
-        run(gmem.x, gmem.outs, gmem.downs, gmem.y, block)
+        each_thread(body, [gmem.x, gmem.outs, gmem.downs, gmem.y], [lax.axis_index("block")])

@@ -7,7 +7,6 @@ all that it reads before it adds.
 Dims: D width of the stream, F hidden width.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -31,41 +30,11 @@ from pallas_kernels.hopper.threads import (
     widened_pair,
 )
 
-from .config import DEPTH, SLICES, THREADS, WIDTH, Share
-from .stream import num_parts, warp_and_lane
+from .config import DEPTH, SLICES, THREADS, Share
+from .parts import QUAD, Columns
+from .per_thread import below, warp_and_lane
 
-_QUAD = 4
 _LANE_BITS = (16, 8, 4, 2, 1)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Columns:
-    """Columns of an earlier product of this launch."""
-
-    share: Share
-
-    def asked(self, parts, column) -> list[list[Any]]:
-        """Every part of columns ``column`` to ``column + 3``, of a multiple of four."""
-        return [
-            loaded(
-                "ld.relaxed.gpu.global.v4.b32",
-                global_place(parts, total(column, constant(part * self.share.N)), 4),
-                _QUAD,
-                kind="l",
-            )
-            for part in range(self.share.parts)
-        ]
-
-    def added(self, asked: list[list[Any]], column) -> list[Any]:
-        """Their sums; where there are fewer parts, memory holds nothing."""
-        count = num_parts(arith.divui(column, constant(WIDTH)), self.share)
-        sums = [number(0.0)] * _QUAD
-        for part, words in enumerate(asked):
-            there = arith.cmpi(arith.CmpIPredicate.ult, constant(part), count)
-            for i, word in enumerate(words):
-                found = arith.bitcast(ir.F32Type.get(), word)
-                sums[i] = arith.addf(sums[i], arith.select(there, found, number(0.0)))
-        return sums
 
 
 def quads(count: int, *, threads: int = THREADS) -> list[Any]:
@@ -79,65 +48,64 @@ def quads(count: int, *, threads: int = THREADS) -> list[Any]:
 
 def put_rows(source, x_smem, start, stop, share: Share, *, dtype: jnp.dtype) -> None:
     """Numbers of an array [K], those that the block's tiles are multiplied with."""
-    places = [_place(quad, start, stop, share) for quad in quads(_most_quads(share))]
+    places = [place_of(quad, start, stop, share) for quad in quads(most_quads(share))]
     asked = [halves(source, k) for _, k in places]
     for (at, _), words in zip(places, asked, strict=True):
-        _store(x_smem, at, widened(words, dtype))
+        store_quad(x_smem, at, widened(words, dtype))
 
 
 def put_hidden(parts, x_smem, start, stop, share: Share, gates_and_ups: Share) -> None:
     """Hidden values of what the block's tiles are multiplied with."""
     columns = Columns(share=gates_and_ups)
-    places = [_place(quad, start, stop, share) for quad in quads(_most_quads(share))]
+    places = [place_of(quad, start, stop, share) for quad in quads(most_quads(share))]
     pairs = [(k, total(k, constant(share.K))) for _, k in places]
     asked = [[columns.asked(parts, column) for column in pair] for pair in pairs]
     for (at, _), pair, words in zip(places, pairs, asked, strict=True):
         gates, ups = (columns.added(w, c) for w, c in zip(words, pair, strict=True))
-        _store(x_smem, at, [swiglu(*both) for both in zip(gates, ups, strict=True)])
+        store_quad(x_smem, at, [swiglu(*both) for both in zip(gates, ups, strict=True)])
 
 
 def put_normed(
-    residual, parts, scale, squares_smem, x_smem, share: Share, norm: RmsNorm, *, dtype: jnp.dtype
+    x, parts, scale, squares_smem, x_smem, share: Share | None, norm: RmsNorm, *, dtype: jnp.dtype
 ) -> None:
-    """``norm(residual + product)``, all of it.
+    """``norm(x + product)``, all of it.
 
     Args:
-        share: of the product that the parts are of.
+        parts, share: of the product; None: ``norm(x)``.
         squares_smem: fp32 [warps].
     """
-    columns, mine = Columns(share=share), quads(share.N // _QUAD)
-    places = [total((quad, _QUAD)) for quad in mine]
-    asked = [(halves(residual, at), columns.asked(parts, at)) for at in places]
+    count = norm.scale.shape[0] // QUAD
+    places = [total((quad, QUAD)) for quad in quads(count)]
+    columns = None if share is None else Columns(share=share)
+    asked = [(halves(x, at), [] if columns is None else columns.asked(parts, at)) for at in places]
     scales = [_scales(scale, at, norm) for at in places]
     rows, square = [], number(0.0)
-    for i, (at, (x, words)) in enumerate(zip(places, asked, strict=True)):
-        found = _sums(widened(x, dtype), columns.added(words, at))
+    for i, (at, (own, words)) in enumerate(zip(places, asked, strict=True)):
+        found = widened(own, dtype)
+        if columns is not None:
+            found = _sums(found, columns.added(words, at))
         rows.append(found)
-        first = total(mgpu_utils.thread_idx(), constant(i * THREADS))
-        mine_alone = arith.cmpi(arith.CmpIPredicate.ult, first, constant(share.N // _QUAD))
+        is_mine = below(total(mgpu_utils.thread_idx(), constant(i * THREADS)), constant(count))
         for each in found:
             squared = arith.mulf(each, each)
-            square = arith.addf(square, arith.select(mine_alone, squared, number(0.0)))
-    factor = _factor(square, squares_smem, share.N, norm)
+            square = arith.addf(square, arith.select(is_mine, squared, number(0.0)))
+    factor = _factor(square, squares_smem, count * QUAD, norm)
     for at, row, each in zip(places, rows, scales, strict=True):
         normed = [arith.mulf(arith.mulf(x, factor), s) for x, s in zip(row, each, strict=True)]
-        _store(x_smem, at, normed)
+        store_quad(x_smem, at, normed)
 
 
 def write_sums(residual, sources: list[tuple[Any, Share]], out, block, *, dtype: jnp.dtype) -> None:
     """``residual`` and all products added, rounded once: the block's quads of the result."""
     share = sources[0][1]
-    count = share.N // _QUAD
+    count = share.N // QUAD
     each = -(-count // share.blocks)
     assert each <= THREADS, "a thread has a quad"
     mine = mgpu_utils.thread_idx()
     quad = total((block, each), mine)
-    is_mine = arith.andi(
-        arith.cmpi(arith.CmpIPredicate.ult, mine, constant(each)),
-        arith.cmpi(arith.CmpIPredicate.ult, quad, constant(count)),
-    )
+    is_mine = arith.andi(below(mine, constant(each)), below(quad, constant(count)))
     with mgpu_utils.when(is_mine):
-        at = total((quad, _QUAD))
+        at = total((quad, QUAD))
         x = halves(residual, at)
         asked = [(Columns(share=s), Columns(share=s).asked(parts, at)) for parts, s in sources]
         found = widened(x, dtype)
@@ -158,19 +126,21 @@ def widened(words: list[Any], dtype: jnp.dtype) -> list[Any]:
     return [x for word in words for x in widened_pair(word, dtype)]
 
 
-def _most_quads(share: Share) -> int:
-    return share.most * DEPTH // _QUAD
+def most_quads(share: Share) -> int:
+    """Of what a block's tiles are multiplied with, at most."""
+    return share.most * DEPTH // QUAD
 
 
-def _place(quad, start, stop, share: Share) -> tuple[Any, Any]:
+def place_of(quad, start, stop, share: Share) -> tuple[Any, Any]:
     """Of a quad of what a block's tiles are multiplied with: where it goes, and its row of K."""
-    per_tile = constant(DEPTH // _QUAD)
+    per_tile = constant(DEPTH // QUAD)
     tile = arith.minui(total(start, arith.divui(quad, per_tile)), total(stop, constant(-1)))
     down = arith.remui(tile, constant(share.down))
-    return total((quad, _QUAD)), total((down, DEPTH), (arith.remui(quad, per_tile), _QUAD))
+    return total((quad, QUAD)), total((down, DEPTH), (arith.remui(quad, per_tile), QUAD))
 
 
-def _store(x_smem, at, numbers: list[Any]) -> None:
+def store_quad(x_smem, at, numbers: list[Any]) -> None:
+    """Four fp32 numbers to ``x_smem``, from number ``at`` on."""
     place = total(address(x_smem), (at, 4))
     text = "st.shared.v4.f32 [$0], {$1,$2,$3,$4};"
     assembly(None, [place, *numbers], text, "r,f,f,f,f", pure=False)
@@ -184,7 +154,7 @@ def _scales(scale, at, norm: RmsNorm) -> list[Any]:
     """Four of the norm's, with what is added to each."""
     dtype = jnp.dtype(norm.scale.dtype)
     if dtype == jnp.float32:
-        words = loaded("ld.global.nc.v4.b32", global_place(scale, at, 4), _QUAD, kind="l")
+        words = loaded("ld.global.nc.v4.b32", global_place(scale, at, 4), QUAD, kind="l")
         found = [arith.bitcast(ir.F32Type.get(), word) for word in words]
     else:
         found = widened(halves(scale, at), dtype)
@@ -202,8 +172,8 @@ def _factor(square, squares_smem, count: int, norm: RmsNorm) -> Any:
     meet_in_block(THREADS)
     words = [
         word
-        for i in range(0, SLICES, _QUAD)
-        for word in loaded("ld.shared.v4.b32", address(squares_smem), _QUAD, kind="r", offset=4 * i)
+        for i in range(0, SLICES, QUAD)
+        for word in loaded("ld.shared.v4.b32", address(squares_smem), QUAD, kind="r", offset=4 * i)
     ]
     found = functools.reduce(arith.addf, [arith.bitcast(ir.F32Type.get(), w) for w in words])
     mean = arith.addf(arith.mulf(found, number(1.0 / count)), number(norm.epsilon))

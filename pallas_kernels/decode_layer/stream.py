@@ -36,7 +36,10 @@ from pallas_kernels.hopper.threads import (
     widened_pair,
 )
 
+from .attention import Attention, AttentionPlan
 from .config import DEPTH, GROUPS, SLICES, THREADS, WIDTH, Share
+from .parts import first_block
+from .per_thread import below, splat, warp_and_lane
 
 _COLUMNS = 8  # of a lane: 16 bytes
 _ACROSS = WIDTH // _COLUMNS  # lanes side by side
@@ -68,6 +71,12 @@ class WeightStream:
     products: tuple[Product, ...]
     num_stages: int
     dtype: jnp.dtype
+    attention: Attention | None = None  # whose keys and values come after the first product
+
+    @property
+    def copies(self) -> int:
+        """Pieces of a tile, which are copied one by one."""
+        return 1 if self.attention is None else self.attention.copies
 
     def scratch(self) -> dict[str, Any]:
         """The ring, sums, barriers."""
@@ -75,28 +84,49 @@ class WeightStream:
         return {
             "w": plgpu.SMEM((n, DEPTH, WIDTH), self.dtype),
             "sums": plgpu.SMEM((2, SLICES, WIDTH), jnp.float32),
-            "full": plgpu.Barrier(num_arrivals=1, num_barriers=n),
+            "full": plgpu.Barrier(num_arrivals=self.copies, num_barriers=n),
             "empty": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=n),
         }
 
-    def before(self, which: int) -> jax.Array:
+    def before(self, which: int, plan: AttentionPlan | None) -> jax.Array:
         """Tiles of the block that pass the ring before those of a product."""
         counts = [stop - start for start, stop in (piece(p.share) for p in self.products[:which])]
+        if which and plan is not None:
+            counts.append(2 * (plan.stop - plan.start))
         return functools.reduce(jnp.add, counts, jnp.int32(0))
 
-    def load(self, gmem, smem) -> None:
-        """Fills the ring with all products' tiles."""
+    def slot(self, turn: jax.Array) -> jax.Array:
+        """Where a tile lies in the ring."""
+        return lax.rem(turn, jnp.int32(self.num_stages))
+
+    def load(self, gmem, smem, plan: AttentionPlan | None) -> None:
+        """Fills the ring with all that the block needs."""
+
+        def take(turn):
+            slot = self.slot(turn)
+            plgpu.barrier_wait(smem.empty.at[slot])
+            return slot
+
         for which, product in enumerate(self.products):
-            down, before = product.share.down, self.before(which)
+            if which == 1 and self.attention is not None and plan is not None:
+                start, stop = piece(self.products[0].share)
+                self.attention.load(
+                    gmem, smem, plan, lambda turn, done=stop - start: take(done + turn)
+                )
+            down, before = product.share.down, self.before(which, plan)
             start, stop = piece(product.share)
             w_KN = getattr(gmem, product.weight)
 
             def step(i, _, down=down, before=before, start=start, w_KN=w_KN):
-                slot = lax.rem(before + i - start, jnp.int32(self.num_stages))
-                plgpu.barrier_wait(smem.empty.at[slot])
-                rows = pl.ds(lax.rem(i, jnp.int32(down)) * DEPTH, DEPTH)
+                slot, row = take(before + i - start), lax.rem(i, jnp.int32(down)) * DEPTH
                 columns = pl.ds(lax.div(i, jnp.int32(down)) * WIDTH, WIDTH)
-                plgpu.copy_gmem_to_smem(w_KN.at[rows, columns], smem.w.at[slot], smem.full.at[slot])
+                rows = DEPTH // self.copies
+                for first in range(0, DEPTH, rows):
+                    plgpu.copy_gmem_to_smem(
+                        w_KN.at[pl.ds(row + first, rows), columns],
+                        smem.w.at[slot, pl.ds(first, rows)],
+                        smem.full.at[slot],
+                    )
 
             lax.fori_loop(start, stop, step, None)
 
@@ -104,10 +134,16 @@ class WeightStream:
         """What a warpgroup that multiplies does first."""
         offer(smem.empty, self.num_stages)
 
-    def multiply(self, gmem, smem, which: int) -> None:
+    def attend(self, gmem, smem, plan: AttentionPlan) -> None:
+        """The block's part of attention."""
+        assert self.attention is not None
+        start, stop = piece(self.products[0].share)
+        self.attention.attend(gmem, smem, plan, lambda turn: self.slot(stop - start + turn))
+
+    def multiply(self, gmem, smem, which: int, plan: AttentionPlan | None = None) -> None:
         """Products of the numbers in ``smem.x`` with the block's tiles, to its parts."""
         product = self.products[which]
-        down, before = product.share.down, self.before(which)
+        down, before = product.share.down, self.before(which, plan)
         start, stop = piece(product.share)
 
         def column(t, _):
@@ -115,7 +151,7 @@ class WeightStream:
             base = top if product.is_whole else start
 
             def step(i, sums):
-                slot = lax.rem(before + i - start, jnp.int32(self.num_stages))
+                slot = self.slot(before + i - start)
                 plgpu.barrier_wait(smem.full.at[slot])
                 sums = self.add_tile(sums, smem.w.at[slot], smem.x, (i - base) * DEPTH)
                 plgpu.barrier_arrive(smem.empty.at[slot])
@@ -137,7 +173,7 @@ class WeightStream:
             del ctx
             return _HELD.together(self.tile(_HELD.apart(sums), w, x, row.registers.flat[0]))
 
-        return add(sums, w_smem, x_smem, jnp.broadcast_to(row, ()))
+        return add(sums, w_smem, x_smem, splat(row))
 
     def tile(self, sums: list[Any], w, x, row) -> list[Any]:
         """``add_tile`` as one thread does it."""
@@ -166,8 +202,7 @@ class WeightStream:
             column, block = (x.registers.flat[0] for x in (column, block))
             self.put(_HELD.apart(sums), sums_smem, parts, column, block, share)
 
-        place = (jnp.broadcast_to(x, ()) for x in (column, lax.axis_index("block")))
-        put(sums, sums_smem, parts, *place)
+        put(sums, sums_smem, parts, splat(column), splat(lax.axis_index("block")))
 
     def put(self, sums: list[Any], sums_smem, parts, column, block, share: Share) -> None:
         """``leave`` as one thread does it.
@@ -180,13 +215,13 @@ class WeightStream:
             sums = [arith.addf(x, from_lane_xor(x, distance)) for x in sums]
         turn = total(address(sums_smem), (arith.remui(column, constant(2)), 4 * SLICES * WIDTH))
         place = total(turn, (warp, 4 * WIDTH), (lane, 4 * _COLUMNS))
-        with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.ult, lane, constant(_ACROSS))):
+        with mgpu_utils.when(below(lane, constant(_ACROSS))):
             for i in range(0, _COLUMNS, 4):
                 text = f"st.shared.v4.f32 [$0+{4 * i}], {{$1,$2,$3,$4}};"
                 assembly(None, [place, *sums[i : i + 4]], text, "r,f,f,f,f", pure=False)
         meet_in_block(THREADS)
         mine = mgpu_utils.thread_idx()
-        with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.ult, mine, constant(WIDTH))):
+        with mgpu_utils.when(below(mine, constant(WIDTH))):
             place = total(turn, (mine, 4))
             found = [
                 assembly(
@@ -200,25 +235,6 @@ class WeightStream:
             out = global_place(parts, at, 4)
             both = [out, functools.reduce(arith.addf, found)]
             assembly(None, both, "st.global.f32 [$0], $1;", "l,f", pure=False)
-
-
-def first_block(column, share: Share) -> Any:
-    """``Share.first_block`` of a number in a register."""
-    last = total((column, share.down * share.blocks), constant(share.blocks - 1))
-    return arith.divui(last, constant(share.line))
-
-
-def num_parts(column, share: Share) -> Any:
-    """How many blocks have a part of a column of tiles."""
-    last = total((column, share.down * share.blocks), constant(share.down * share.blocks - 1))
-    last = arith.divui(last, constant(share.line))
-    return arith.subi(total(last, constant(1)), first_block(column, share))
-
-
-def warp_and_lane() -> tuple[Any, Any]:
-    """Of this thread in its block."""
-    thread = mgpu_utils.thread_idx()
-    return arith.divui(thread, constant(LANES)), arith.remui(thread, constant(LANES))
 
 
 def _nothing() -> jax.Array:
