@@ -94,7 +94,11 @@ class Form:
 
 
 def forms(
-    preset: str, wanted: Sequence[str], step: Launches | None = None
+    preset: str,
+    wanted: Sequence[str],
+    step: Launches | None = None,
+    *,
+    whole_layers: bool = False,
 ) -> Iterator[tuple[str, Form]]:
     """The model in each form, of the same weights."""
     policy = held_as_computed(POLICIES[PolicyName.BF16])
@@ -110,7 +114,8 @@ def forms(
         yield "scan", form(definition, drawn)
     if "serving" in wanted:
         served = serving_form(
-            definition, execution_on(policy=policy, packed=True, step_launches=step)
+            definition,
+            execution_on(policy=policy, packed=True, step_launches=step, whole_layers=whole_layers),
         )
         yield "serving", form(served, serving_parameters(served, config, drawn))
 
@@ -288,6 +293,10 @@ def main() -> None:
         "--append-within", choices=["in-turn", "overlapped"], dest="step",
         help="steps of the serving form append within the attention kernel, launched so",
     )  # fmt: skip
+    parser.add_argument(
+        "--whole-layers", action="store_true",
+        help="steps of one row of the serving form launch each layer once",
+    )  # fmt: skip
     parser.add_argument("--small", action="store_true", help="sizes for a check on a CPU")
     args = parser.parse_args()
     table = Table(out=args.out, deadline=time.monotonic() + args.budget, only=args.only)
@@ -299,7 +308,7 @@ def main() -> None:
         names += [f"{preset} prefill {b} x {t}" for b, t in PREFILLS.get(preset, ())]
         if not any(name.startswith(tuple(args.only)) for name in names):
             continue
-        for form_name, form in forms(preset, args.forms, args.step):
+        for form_name, form in forms(preset, args.forms, args.step, whole_layers=args.whole_layers):
             measure_form(table, args, copy, preset, form_name, form, shapes)
 
 

@@ -4,7 +4,7 @@
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import jax
@@ -330,6 +330,27 @@ class Place(Protocol):
         ...
 
 
+class DecodeLayer(Protocol):
+    """A layer's step of one token, whole; ``jaxinfra.ops.decode_layer.decode_layer`` is one."""
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        norms: Sequence[Deferred | None],
+        weights: Mapping[str, jax.Array | QuantizedWeight],
+        pages: Pages,
+        *,
+        positions_BT: jax.Array,
+        rope: tuple[jax.Array, jax.Array] | None,
+        scale: float | None,
+        meetings: jax.Array | None,
+    ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array] | None:
+        """Returns x after the layer, the pages' arrays with the new token, and ``meetings`` for the
+        next layer; None where it is computed in parts.
+        """
+        ...
+
+
 type AppendAndAttend = Callable[..., tuple[jax.Array, dict[str, jax.Array]] | None]
 """``AppendHeads`` given ``sinks_N`` too, and in the place of queries what they find, at once;
 ``jaxinfra.ops.append_heads.append_and_attend`` is one."""
@@ -394,4 +415,5 @@ class Execution:
     packed: bool  # projections of one input are one weight: for serving, without tensor parallelism
     append: AppendHeads | None = None  # None: heads are rotated and appended one after another
     append_and_attend: AppendAndAttend | None = None  # None: ``append``, then ``decode``
+    decode_layer: DecodeLayer | None = None  # None: layers are computed in parts
     statistics: bool = False  # layers say what their activations are like, in ``Sums``

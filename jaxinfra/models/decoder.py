@@ -199,7 +199,8 @@ class Decoder(nnx.Module):
             (None, None) if dropout_key is None else jax.random.split(dropout_key)
         )
         x_BTD = self.embed(token_ids, positions, embed_key)
-        given = Pass(positions_BT=positions, segment_ids_BT=segment_ids)
+        meetings = None if self.execution.decode_layer is None else jnp.zeros(1, jnp.int32)
+        given = Pass(positions_BT=positions, segment_ids_BT=segment_ids, meetings=meetings)
         layer_keys = None
         if blocks_key is not None:
             layer_keys = jax.random.split(blocks_key, self.config.num_layers)
@@ -223,7 +224,7 @@ class Decoder(nnx.Module):
                 keys=keys,
                 cache=None if cache is None else cache[places],
             )
-            x_BTD = out.x
+            x_BTD, given = out.x, dataclasses.replace(given, meetings=out.meetings)
             caches += out.cache or ()
             sums += out.sums
         return LayerOutput(
