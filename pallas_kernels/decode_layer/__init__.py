@@ -1,6 +1,5 @@
-"""Decoder layers of a one-token step, launched whole."""
+"""Decoder layers of a one-token step, all in one launch."""
 
 from .api import LayerImplementation as LayerImplementation
-from .api import LayerWeights as LayerWeights
-from .api import decode_layer as decode_layer
-from .api import layer_tail as layer_tail
+from .api import decode_layers as decode_layers
+from .reference import LayerWeights as LayerWeights

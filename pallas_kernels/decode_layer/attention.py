@@ -18,11 +18,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper.held import Held
-from pallas_kernels.hopper.mosaic import plgpu
+from pallas_kernels.hopper.mosaic import arith, plgpu
+from pallas_kernels.hopper.slots import COPIED, Slots
+from pallas_kernels.hopper.threads import assembly, constant, global_place, i32, total
 
 from .attention_threads import HeadSizes
 from .config import WIDTH
-from .per_thread import each_thread, splat
+from .per_thread import COPIED_ROWS, copied_place, each_thread, row_place, splat
 
 
 class AttentionPlan(NamedTuple):
@@ -51,11 +53,6 @@ class Attention:
     blocks: int
 
     @property
-    def copies(self) -> int:
-        """Pieces of a tile, which are copied one by one."""
-        return self.sizes.keys // min(self.page, self.sizes.keys) * self.sizes.halves
-
-    @property
     def held(self) -> Held:
         """A thread's sums, maxima and sums of probabilities."""
         return Held(count=self.sizes.num_held, dtype=jnp.dtype(jnp.float32))
@@ -65,10 +62,6 @@ class Attention:
         s = self.sizes
         if s.H not in (64, 128) or s.N % s.K:
             return f"{s.N} query heads, {s.K} kv heads of {s.H} columns: those are 64 or 128"
-        if s.keys % self.page and self.page % s.keys:
-            return f"pages of {self.page} slots neither divide {s.keys} nor are multiples of it"
-        if self.copies > 4:
-            return f"pages of {self.page} slots: a tile would be {self.copies} copies, 4 at most"
         return None
 
     def plan(self, gmem) -> AttentionPlan:
@@ -84,54 +77,67 @@ class Attention:
         )
         return AttentionPlan(length, tiles, line, blocks, start, stop)
 
-    def load(self, gmem, smem, plan: AttentionPlan, take: Any) -> None:
-        """Keys and values of the block's tiles into the ring; take: waits for its next slot."""
-        s = self.sizes
-        rows = min(self.page, s.keys)
+    def load(self, gmem, smem, plan: AttentionPlan, layer, before, slots, table) -> None:
+        """Keys and values of the block's tiles into the ring, from turn ``before`` on."""
+
+        def body(tables, barriers, addresses, ring, layer, turn, head, tile):
+            pools = [table.address(addresses, name, layer) for name in ("k", "v")]
+            self.fetch(tables, pools, barriers, ring, slots, turn, head, tile)
 
         def step(i, _):
             head, tile = lax.div(i, plan.tiles), lax.rem(i, plan.tiles)
-            for which, pages in enumerate((gmem.k, gmem.v)):
-                slot = take(2 * (i - plan.start) + which)
-                for first in range(0, s.keys, rows):
-                    at = tile * s.keys + first
-                    place = jnp.minimum(lax.div(at, self.page), self.table - 1)
-                    # A tile may go beyond what the row has: any page will do.
-                    page = jnp.clip(gmem.tables[0, place], 0, self.num_pages - 1)
-                    slots = pl.ds(lax.rem(at, self.page), rows)
-                    for half in range(s.halves):
-                        columns = pl.ds(half * WIDTH, WIDTH)
-                        plgpu.copy_gmem_to_smem(
-                            pages.at[page, slots, head, columns],
-                            smem.w.at[slot, pl.ds(half * s.keys + first, rows)],
-                            smem.full.at[slot],
-                        )
+            refs = [gmem.tables, smem.barriers, smem.table, smem.w]
+            each_thread(body, refs, [layer, before + 2 * (i - plan.start), head, tile])
 
         lax.fori_loop(plan.start, plan.stop, step, None)
 
-    def attend(self, gmem, smem, plan: AttentionPlan, slot_of: Any) -> None:
+    def fetch(self, tables, pools, barriers, ring, slots: Slots, turn, head, tile) -> None:
+        """One thread's copies of a tile of keys, and of one of values."""
+        s, (down, across) = self.sizes, copied_place()
+        rows = []
+        for first in range(0, s.keys, COPIED_ROWS):
+            position = total((tile, s.keys), down, constant(first))
+            place = arith.divui(position, constant(self.page))
+            # A tile may go beyond what the row has: any page will do.
+            place = arith.minui(place, constant(self.table - 1))
+            word = global_place(tables, place, 4)
+            page = assembly(i32(), [word], "ld.global.nc.b32 $0, [$1];", "=r,l", pure=False)
+            page = arith.minui(arith.maxsi(page, constant(0)), constant(self.num_pages - 1))
+            slot = arith.remui(position, constant(self.page))
+            rows.append(total((total((page, self.page), slot), s.K), head))
+        for which, pool in enumerate(pools):
+            mine = total(turn, constant(which))
+            target = total(slots.place(ring, mine), (down, 2 * WIDTH), (across, COPIED))
+            copies = []
+            for half in range(s.halves):
+                for i, row in enumerate(rows):
+                    column = total((across, COPIED // 2), constant(half * WIDTH))
+                    to = constant(2 * WIDTH * (half * s.keys + i * COPIED_ROWS))
+                    copies.append((row_place(pool, row, column, s.H), total(target, to)))
+            slots.wait_free(barriers, mine)
+            slots.fill(barriers, mine, copies)
+
+    def attend(self, gmem, smem, plan: AttentionPlan, layer, before, slots, table) -> None:
         """The block's tiles, to its parts."""
 
         def head(h, _):
             end = (h + 1) * plan.tiles
             first, last = jnp.maximum(plan.start, end - plan.tiles), jnp.minimum(plan.stop, end)
-            self.prepare(gmem, smem, h, plan, is_last=last == end)
+            self.prepare(gmem, smem, table, layer, h, plan, is_last=last == end)
 
             def step(i, held):
-                slots = [slot_of(2 * (i - plan.start) + which) for which in range(2)]
-                for slot in slots:
-                    plgpu.barrier_wait(smem.full.at[slot])
-                k_smem, v_smem = (smem.w.at[slot] for slot in slots)
+                turn = before + 2 * (i - plan.start)
                 left = plan.length - (i - (end - plan.tiles)) * self.sizes.keys
+
+                def put_token(x, ring, barriers, turn, row):
+                    places = self.wait(ring, barriers, slots, turn)
+                    self.sizes.put_token(x, *places, row)
 
                 @pl.when(i == end - 1)
                 def _():
-                    each_thread(self.sizes.put_token, [smem.x, k_smem, v_smem], [left - 1])
+                    each_thread(put_token, [smem.x, smem.w, smem.barriers], [turn, left - 1])
 
-                held = self.add_tile(held, smem.x, k_smem, v_smem, left)
-                for slot in slots:
-                    plgpu.barrier_arrive(smem.empty.at[slot])
-                return held
+                return self.add_tile(held, smem, slots, turn, left)
 
             held = lax.fori_loop(first, last, step, self.nothing())
             part = lax.axis_index("block") - plan.first_block(h)
@@ -142,29 +148,44 @@ class Attention:
             stop = lax.div(plan.stop - 1, plan.tiles) + 1
             lax.fori_loop(lax.div(plan.start, plan.tiles), stop, head, None)
 
-    def prepare(self, gmem, smem, h, plan: AttentionPlan, *, is_last) -> None:
+    def prepare(self, gmem, smem, table, layer, h, plan: AttentionPlan, *, is_last) -> None:
         """A head's queries, and the new key and value, turned, into shared memory."""
         at = jnp.maximum(plan.length - 1, 0)
         page = gmem.tables[0, lax.div(at, self.page)]
         is_kept = is_last & (page >= 0) & (page < self.num_pages)
         place = jnp.maximum(page, 0) * self.page + lax.rem(at, self.page)
-        each_thread(
-            self.sizes.put_heads,
-            [gmem.heads, gmem.cos, gmem.sin, smem.x, gmem.k, gmem.v],
-            [h, jnp.where(is_kept, place, -1)],
-        )
 
-    def add_tile(self, held, x_smem, k_smem, v_smem, left) -> jax.Array:
-        """The sums with a tile; left: keys that the row has from the tile's first one on."""
-        kinds = (self.held.layout, *[plgpu.RefType()] * 3, plgpu.Layout.WG_SPLAT(()))
+        def body(heads, cos, sin, x, addresses, layer, h, place):
+            pools = [table.address(addresses, name, layer) for name in ("k", "v")]
+            self.sizes.put_heads(heads, cos, sin, x, pools, h, place)
+
+        refs = [gmem.qkv_parts, gmem.cos, gmem.sin, smem.x, smem.table]
+        each_thread(body, refs, [layer, h, jnp.where(is_kept, place, -1)])
+
+    def wait(self, ring, barriers, slots: Slots, turn) -> list[Any]:
+        """Where tiles of keys and of values lie, once they do."""
+        both = [turn, total(turn, constant(1))]
+        for each in both:
+            slots.wait_full(barriers, each)
+        return [slots.place(ring, each) for each in both]
+
+    def add_tile(self, held, smem, slots: Slots, turn, left) -> jax.Array:
+        """The sums with the ring's next two tiles; left: keys that the row has from their first
+        one on.
+        """
+        kinds = (self.held.layout, *[plgpu.RefType()] * 3, *[plgpu.Layout.WG_SPLAT(())] * 2)
 
         @plgpu.inline_mgpu(arg_types=kinds, return_type=self.held.array)
-        def add(ctx, held, x, k, v, left):
+        def add(ctx, held, x, ring, barriers, turn, left):
             del ctx
-            held = self.held.apart(held)
-            return self.held.together(self.sizes.tile(held, x, k, v, left.registers.flat[0]))
+            turn, left = (each.registers.flat[0] for each in (turn, left))
+            places = self.wait(ring, barriers, slots, turn)
+            held = self.sizes.tile(self.held.apart(held), x, *places, left)
+            for each in (turn, total(turn, constant(1))):
+                slots.leave(barriers, each)
+            return self.held.together(held)
 
-        return add(held, x_smem, k_smem, v_smem, splat(left))
+        return add(held, smem.x, smem.w, smem.barriers, splat(turn), splat(left))
 
     def leave(self, held, x_smem, attended, stats, h, part) -> None:
         """What all warps found, to the block's part."""

@@ -10,6 +10,7 @@ Dims: as in ``attention``.
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -34,9 +35,9 @@ from pallas_kernels.hopper.threads import (
 from pallas_kernels.hopper.tile import LOG2E
 
 from .config import DEPTH, SLICES, THREADS, WIDTH, Share
-from .inputs import most_quads, place_of, quads, store_quad
-from .parts import QUAD, Columns
-from .per_thread import below, warp_and_lane
+from .inputs import place_of, quads, store_quad
+from .parts import QUAD, Columns, added
+from .per_thread import below, row_place, warp_and_lane
 
 _COLUMNS = 8  # of a lane: 16 bytes
 _ACROSS = WIDTH // _COLUMNS
@@ -92,9 +93,9 @@ class HeadSizes:
         none = [number(0.0)] * sums
         return none + [number(_NO_MAXIMUM)] * self.group + [number(0.0)] * self.group
 
-    def put_heads(self, heads, cos, sin, x, k_pages, v_pages, h, place) -> None:
+    def put_heads(self, heads, cos, sin, x, pages: Sequence[Any], h, place) -> None:
         """A kv head's queries, key and value, turned, in fp32 to ``x``; the last two rounded to
-        their place in pages, where that is not below 0.
+        their place in pages of keys and of values, where that is not below 0.
         """
         per_head, columns = self.H // (2 * QUAD), Columns(share=self.share)
         for unit in quads((self.group + 2) * per_head):
@@ -116,9 +117,7 @@ class HeadSizes:
                 ]
                 for each in (cos, sin)
             ]
-            low, high = (
-                columns.added(words, first) for words, first in zip(asked, firsts, strict=True)
-            )
+            low, high = map(added, asked)
             factor = arith.select(is_query, number(self.scale * LOG2E), number(1.0))
             turned: list[list[Any]] = [[], []]
             for a, b, c, s in zip(low, high, *angles, strict=True):
@@ -131,25 +130,20 @@ class HeadSizes:
             for half, found in enumerate(turned):
                 store_quad(x, total((u, self.H), at, constant(half * self.H // 2)), found)
             is_kept = arith.cmpi(arith.CmpIPredicate.sge, place, constant(0))
-            for which, pages in enumerate((k_pages, v_pages)):
+            for which, pool in enumerate(pages):
                 is_this = arith.cmpi(arith.CmpIPredicate.eq, u, constant(self.group + which))
                 with mgpu_utils.when(arith.andi(is_kept, is_this)):
                     for half, found in enumerate(turned):
                         row = total((place, self.K), h)
-                        to = self._page_place(pages, row, total(at, constant(half * self.H // 2)))
+                        column = total(at, constant(half * self.H // 2))
+                        to = row_place(pool, row, column, self.H)
                         words = [packed_pair(found[e : e + 2], self.dtype) for e in (0, 2)]
                         text = "st.global.v2.b32 [$0], {$1,$2};"
                         assembly(None, [to, *words], text, "l,r,r", pure=False)
         meet_in_block(THREADS)
 
-    def _page_place(self, pages, row, column) -> Any:
-        """Where a head's column lies in a pool, which may have more than 2**31 elements."""
-        i64 = ir.IntegerType.get_signless(64)
-        byte = arith.muli(arith.extui(i64, row), arith.constant(i64, 2 * self.H))
-        return arith.addi(global_place(pages, column, 2), byte)
-
     def put_token(self, x, k, v, row) -> None:
-        """The new key and value, rounded, into a row of their tiles."""
+        """The new key and value, rounded, into a row of their tiles, which lie at k and v."""
         across = self.H // _COLUMNS
         mine = mgpu_utils.thread_idx()
         with mgpu_utils.when(below(mine, constant(across))):
@@ -160,11 +154,9 @@ class HeadSizes:
                 source = total(address(x), (column, 4), constant(4 * (self.group + which) * self.H))
                 found = self._numbers(source, _COLUMNS)
                 words = [packed_pair(found[e : e + 2], self.dtype) for e in range(0, _COLUMNS, 2)]
-                place = total(address(tile), (to, 2 * WIDTH), (inside, 2))
+                place = total(tile, (to, 2 * WIDTH), (inside, 2))
                 text = "st.shared.v4.b32 [$0], {$1,$2,$3,$4};"
                 assembly(None, [place, *words], text, "r,r,r,r,r", pure=False)
-        # The slot's next tile comes from the copy engine.
-        assembly(None, [], "fence.proxy.async.shared::cta;", "", pure=False)
         meet_in_block(THREADS)
 
     def tile(self, held: list[Any], x, k, v, left) -> list[Any]:
@@ -267,7 +259,7 @@ class HeadSizes:
 
     def _columns(self, tile, first, across, row: int, *, there: Any = None) -> list[Any]:
         """This lane's columns of a row of a tile, below its first one; 0 where it has none."""
-        place = total(address(tile), (first, 2 * WIDTH), (across, 2 * _COLUMNS))
+        place = total(tile, (first, 2 * WIDTH), (across, 2 * _COLUMNS))
         words = loaded("ld.shared.v4.b32", place, 4, kind="r", offset=2 * WIDTH * row)
         if there is not None:
             words = [arith.select(there, word, constant(0)) for word in words]
@@ -324,19 +316,18 @@ def merged(sizes: HeadSizes, attended, stats, column, parts: int, count: Any) ->
 
 
 def put_attended(
-    attended, stats, x_smem, start, stop, tiles, line, blocks, sizes: HeadSizes, share: Share
+    attended, stats, x_smem, block, tiles, line, blocks, sizes: HeadSizes, share: Share
 ) -> None:
-    """What the block's tiles of a product are multiplied with, of what attention gave.
+    """What the block's units of a product are multiplied with, of what attention gave.
 
     Args:
-        start, stop: the block's tiles of the product.
         tiles, line, blocks: of attention's plan.
         share: of the product.
     """
     parts = most_parts(sizes.K, share.blocks)
     line = arith.maxui(line, constant(1))
-    for quad in quads(most_quads(share)):
-        at, column = place_of(quad, start, stop, share)
+    for quad in quads(share.most_rows // QUAD):
+        at, column = place_of(quad, block, share)
         first = arith.muli(arith.divui(column, constant(sizes.group * sizes.H)), tiles)
         last = total(first, tiles, constant(-1))
         ends = [
@@ -344,8 +335,7 @@ def put_attended(
             for tile in (first, last)
         ]
         count = arith.subi(total(ends[1], constant(1)), ends[0])
-        is_there = below(constant(0), tiles)
-        count = arith.select(is_there, count, constant(0))
+        count = arith.select(below(constant(0), tiles), count, constant(0))
         store_quad(x_smem, at, merged(sizes, attended, stats, column, parts, count))
 
 

@@ -12,16 +12,19 @@ TILE_BYTES = 2 * DEPTH * WIDTH
 GROUPS = 2  # warpgroups that multiply
 THREADS = GROUPS * WARPGROUP
 SLICES = THREADS // LANES  # warps, each with a part of a tile's rows
-MOST_STAGES = 32  # barriers of a kind
-_RESERVE = 2 * 1024  # barriers, gaps between buffers
+MOST_LAYERS = 32
+"""Of a launch: addresses of their ten arrays are parameters of the kernel, of 4 KB at most."""
+_MOST_STAGES = 32  # barriers of a kind
+_RESERVE = 7 * 1024  # addresses of arrays, barriers, gaps between buffers
+_PART_COST = 0.01  # of the time of a product, for each part that readers add
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """A product's tiles in one line, down each column of tiles, cut into a piece for each block.
+    """A product's units, dealt out to blocks one by one: a column of tiles, or a part of its K.
 
-    Pieces differ by a tile at most. A piece ends anywhere in a column of tiles, so that columns are
-    sums of several blocks' parts; block b's part of column t is number ``b - first_block(t)``.
+    Blocks work on neighboring columns at the same time, so that what lies side by side in memory is
+    read together. Units of several parts of K leave as many parts of each column.
     """
 
     K: int
@@ -29,44 +32,45 @@ class Share:
     blocks: int = NUM_PROCESSORS
 
     @property
-    def down(self) -> int:
-        """Tiles of a column of tiles."""
-        return self.K // DEPTH
-
-    @property
-    def line(self) -> int:
-        """All tiles."""
-        return self.down * (self.N // WIDTH)
-
-    @property
-    def most(self) -> int:
-        """Tiles of the longest piece."""
-        return -(-self.line // self.blocks)
-
-    def start(self, block: int) -> int:
-        """The first tile of a block's piece."""
-        return block * self.line // self.blocks
-
-    def first_block(self, column: int) -> int:
-        """Who has the first tile of a column of tiles: the last block that begins at or before."""
-        return ((column * self.down + 1) * self.blocks - 1) // self.line
-
-    def last_block(self, column: int) -> int:
-        """Who has its last tile."""
-        return ((column + 1) * self.down * self.blocks - 1) // self.line
+    def across(self) -> int:
+        """Columns of tiles."""
+        return self.N // WIDTH
 
     @property
     def parts(self) -> int:
-        """Parts of a column at most."""
-        columns = range(self.N // WIDTH)
-        return max(self.last_block(t) - self.first_block(t) + 1 for t in columns)
+        """Of K: as few as give every block nearly the same."""
+        tiles = self.K // DEPTH
+
+        def cost(parts: int) -> float:
+            units = -(-self.across * parts // self.blocks)
+            return units * (tiles // parts) * (1 + _PART_COST * parts)
+
+        return min((parts for parts in range(1, tiles + 1) if tiles % parts == 0), key=cost)
+
+    @property
+    def down(self) -> int:
+        """Tiles of a unit."""
+        return self.K // DEPTH // self.parts
+
+    @property
+    def units(self) -> int:
+        """Of all blocks."""
+        return self.across * self.parts
+
+    @property
+    def most(self) -> int:
+        """Units of a block at most."""
+        return -(-self.units // self.blocks)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the weight in a block's units, at most."""
+        return self.most * self.down * DEPTH
 
     def unsupported(self) -> str | None:
         """Why it cannot be divided; None if it can."""
         if self.K % DEPTH or self.N % WIDTH:
             return f"{self.K} x {self.N} is no multiple of {DEPTH} x {WIDTH}"
-        if self.line < self.blocks:
-            return f"{self.K} x {self.N} are {self.line} tiles, fewer than {self.blocks} blocks"
         return None
 
 
@@ -74,4 +78,4 @@ def num_stages(x_numbers: int) -> int:
     """Tiles of the ring, beside so many fp32 numbers that weights are multiplied with."""
     sums = 2 * SLICES * WIDTH
     left = SMEM_BYTES - _RESERVE - 4 * (x_numbers + sums)
-    return min(left // TILE_BYTES, MOST_STAGES)
+    return min(left // TILE_BYTES, _MOST_STAGES)

@@ -1,5 +1,5 @@
-"""A layer, or what follows attention in it, in one launch: a block on every multiprocessor, which
-all meet between phases while weights of the next ones arrive.
+"""Layers of a one-token step in one launch: a block on every multiprocessor, which all meet between
+phases while weights of the next ones arrive.
 
 Dims: D width of the stream, A width of all query heads, F hidden width; as in ``attention``.
 """
@@ -23,16 +23,17 @@ from pallas_kernels.hopper.mosaic import plgpu
 from . import inputs
 from .attention import Attention, AttentionPlan
 from .attention_threads import HeadSizes, most_parts, put_attended
-from .config import DEPTH, GROUPS, SLICES, THREADS, Share, num_stages
+from .config import GROUPS, MOST_LAYERS, SLICES, THREADS, Share, num_stages
 from .per_thread import each_thread
-from .reference import LayerCall, TailCall
-from .stream import Product, WeightStream, piece
+from .reference import LayersCall
+from .stream import Product, TileStream
 
 DTYPES = ("bfloat16", "float16")
 _LEAST_STAGES = 4
+_ATTENTION, _MLP = 0, 1  # rows of the stream: what either's norm is of
 
 
-def unsupported(call: TailCall | LayerCall) -> str | None:
+def unsupported(call: LayersCall) -> str | None:
     """Why the kernel cannot compute this call; None if it can."""
     facts = device.target()
     if facts.capability != (9, 0):
@@ -43,12 +44,13 @@ def unsupported(call: TailCall | LayerCall) -> str | None:
         return f"{call.x.shape[0]} rows: it takes one"
     if call.x.dtype.name not in DTYPES:
         return f"{call.x.dtype} is neither bfloat16 nor float16"
-    for norm in call.norms.values():
-        if norm.scale.dtype.name not in (*DTYPES, "float32"):
-            return f"a norm's scale is {norm.scale.dtype}"
-    kernel = LayerKernel.of(call)
+    for norms in zip(*(layer.norms for layer in call.layers), strict=True):
+        kinds = {(norm.scale.dtype.name, norm.epsilon, norm.offset) for norm in norms}
+        if len(kinds) > 1 or norms[0].scale.dtype.name not in (*DTYPES, "float32"):
+            return f"norms {kinds} of its layers are not one, with a scale in 16 or 32 bits"
+    kernel = LayersKernel.of(call)
     reasons = [product.share.unsupported() for product in kernel.products]
-    reasons.append(None if kernel.attention is None else kernel.attention.unsupported())
+    reasons.append(kernel.attention.unsupported())
     if any(reasons):
         return next(filter(None, reasons))
     if kernel.stream.num_stages < _LEAST_STAGES:
@@ -56,74 +58,95 @@ def unsupported(call: TailCall | LayerCall) -> str | None:
     return None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LayerKernel:
-    """The kernel of one call; methods are its phases, written once per trace."""
+def decode_layers_hopper(call: LayersCall) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
+    """As the reference, of a call of which ``unsupported`` says nothing."""
+    x, after = call.x, []
+    for first in range(0, len(call.layers), MOST_LAYERS):
+        some = slice(first, first + MOST_LAYERS)
+        part = dataclasses.replace(call, x=x, layers=call.layers[some], pages=call.pages[some])
+        # References, which the kernel writes into: what it leaves is not copied.
+        k, v = ([jax.new_ref(pool) for pool in pools] for pools in zip(*part.pages, strict=True))
+        counter = jax.new_ref(jnp.zeros(1, jnp.int32))
+        x = LayersKernel.of(part).result(part, {"k": k, "v": v, "counter": counter})
+        after += [(jax.freeze(each), jax.freeze(other)) for each, other in zip(k, v, strict=True)]
+    return x, after
 
-    products: tuple[Product, ...]  # of heads, where there is attention; out, wide, down
-    attention: Attention | None
-    norms: dict[str, RmsNorm]
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LayersKernel:
+    """The kernel of one launch; methods are its phases, written once per trace."""
+
+    products: tuple[Product, ...]
+    attention: Attention
+    norms: tuple[RmsNorm, RmsNorm]  # one layer's: of the same constants in all
+    num_layers: int
     dtype: jnp.dtype
 
     @classmethod
-    def of(cls, call: TailCall | LayerCall) -> "LayerKernel":
+    def of(cls, call: LayersCall) -> "LayersKernel":
         """The phases of a call."""
-        D, F = call.x.shape[1], call.down.shape[0]
-        heads, attention, dtype = (), None, call.x.dtype
-        if isinstance(call, LayerCall):
-            share = Share(K=D, N=call.qkv.shape[1])
-            heads = (Product(weight="qkv", parts="heads", share=share, is_whole=True),)
-            num_pages, page, K, H = call.k_pages.shape
-            sizes = HeadSizes(
-                N=call.out.shape[0] // H, K=K, H=H, scale=call.scale, dtype=dtype, share=share
-            )
-            attention = Attention(
-                sizes=sizes, num_pages=num_pages, page=page, table=call.tables.shape[1],
-                blocks=share.blocks,
-            )  # fmt: skip
-        tail = (
+        layer, (pool, _) = call.layers[0], call.pages[0]
+        (D, width), (A, _), (F, _) = (x.shape for x in (layer.qkv, layer.out, layer.down))
+        num_pages, page, K, H = pool.shape
+        sizes = {"qkv": (D, width), "out": (A, D), "gate_up": (D, 2 * F), "down": (F, D)}
+        qkv, out, gate_up, down = (
             Product(
-                weight="out", parts="outs", share=Share(K=call.out.shape[0], N=D), is_whole=False
-            ),
-            Product(weight="wide", parts="wides", share=Share(K=D, N=2 * F), is_whole=True),
-            Product(weight="down", parts="downs", share=Share(K=F, N=D), is_whole=False),
+                weight=n,
+                parts=f"{n}_parts",
+                share=Share(K=k, N=m),
+                is_whole=n in ("qkv", "gate_up"),
+            )
+            for n, (k, m) in sizes.items()
         )
-        return cls(products=heads + tail, attention=attention, norms=call.norms, dtype=dtype)
+        heads = HeadSizes(N=A // H, K=K, H=H, scale=call.scale, dtype=call.x.dtype, share=qkv.share)
+        attention = Attention(
+            sizes=heads, num_pages=num_pages, page=page, table=call.tables.shape[1],
+            blocks=qkv.share.blocks,
+        )  # fmt: skip
+        return cls(
+            products=(qkv, out, gate_up, down), attention=attention, norms=layer.norms,
+            num_layers=len(call.layers), dtype=call.x.dtype,
+        )  # fmt: skip
 
     @property
     def x_numbers(self) -> int:
-        """fp32 numbers in shared memory beside weights, at most."""
-        counts = [p.share.K if p.is_whole else p.share.most * DEPTH for p in self.products]
-        return max(*counts, 0 if self.attention is None else self.attention.sizes.x_numbers)
+        """fp32 numbers in shared memory beside tiles, at most."""
+        counts = [p.share.K if p.is_whole else p.share.most_rows for p in self.products]
+        return max(*counts, self.attention.sizes.x_numbers)
 
     @property
-    def stream(self) -> WeightStream:
-        """All weights, in the order in which they are needed."""
-        return WeightStream(
-            products=self.products, num_stages=num_stages(self.x_numbers), dtype=self.dtype,
-            attention=self.attention,
+    def blocks(self) -> int:
+        """Of the grid."""
+        return self.attention.blocks
+
+    @property
+    def stream(self) -> TileStream:
+        """All weights, keys and values, in the order in which they are needed."""
+        return TileStream(
+            products=self.products, attention=self.attention, num_layers=self.num_layers,
+            num_stages=num_stages(self.x_numbers), dtype=self.dtype,
         )  # fmt: skip
 
-    def result(self, call: TailCall | LayerCall, refs: dict[str, Any]) -> jax.Array:
+    def result(self, call: LayersCall, refs: dict[str, Any]) -> jax.Array:
         """[1, D].
 
         Args:
-            refs: references to what is written in place: "counter", int32 [1], and "k" and "v".
+            refs: references to what is written in place: "counter", int32 [1], and lists "k", "v".
         """
-        blocks = self.products[0].share.blocks
-        results = {"y": jax.ShapeDtypeStruct(call.x.shape, self.dtype)}
+        sizes, width = self.attention.sizes, call.x.shape[1]
+        parts = most_parts(sizes.K, self.blocks)
+        results = {
+            "y": jax.ShapeDtypeStruct(call.x.shape, self.dtype),
+            "stream": jax.ShapeDtypeStruct((2, width), jnp.float32),
+            "attended": jax.ShapeDtypeStruct((parts, sizes.N, sizes.H), jnp.float32),
+            "stats": jax.ShapeDtypeStruct((parts, sizes.N, 2), jnp.float32),
+        }
         for product in self.products:
             shape = (product.share.parts, product.share.N)
             results[product.parts] = jax.ShapeDtypeStruct(shape, jnp.float32)
-        if self.attention is not None:
-            sizes = self.attention.sizes
-            shape = (most_parts(sizes.K, blocks), sizes.N)
-            results["attended"] = jax.ShapeDtypeStruct((*shape, sizes.H), jnp.float32)
-            results["stats"] = jax.ShapeDtypeStruct((*shape, 2), jnp.float32)
-        scales = {f"{name}_scale": norm.scale for name, norm in self.norms.items()}
         return launch(
             self.run,
-            operands={"x": call.x, **call.arrays(), **scales, **refs},
+            operands={**call.arrays(), **refs},
             results=results,
             scratch={
                 **self.stream.scratch(),
@@ -131,7 +154,7 @@ class LayerKernel:
                 "squares": plgpu.SMEM((SLICES,), jnp.float32),
             },
             num_threads=GROUPS + 1,
-            grid=(blocks,),
+            grid=(self.blocks,),
             grid_names=("block",),
             compiler_params=plgpu.CompilerParams(
                 approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
@@ -141,72 +164,83 @@ class LayerKernel:
     def run(self, gmem, smem) -> None:
         """One block: a role for each warpgroup."""
         wg = lax.axis_index("wg")
-        plan = None if self.attention is None else self.attention.plan(gmem)
+        plan = self.attention.plan(gmem)
+        self.stream.begin(gmem, smem)
         pl.when(wg < GROUPS)(functools.partial(self.compute, gmem, smem, plan))
         pl.when(wg == GROUPS)(functools.partial(self.stream.load, gmem, smem, plan))
 
-    def compute(self, gmem, smem, plan: AttentionPlan | None) -> None:
-        """Products, one after another; blocks meet where one reads what others wrote."""
-        stream, first = self.stream, len(self.products) - 3
-        out, wide, down = self.products[first:]
-        grid = GridBarrier(blocks=out.share.blocks, threads=THREADS)
-        stream.offer(smem)
-        if plan is None:
-            self.put(inputs.put_rows, [gmem.attended], smem, out, dtype=self.dtype)
-        else:
-            self.put_normed(gmem, smem, "attention", None)
-            stream.multiply(gmem, smem, 0)
-            grid.meet(gmem.counter)
-            stream.attend(gmem, smem, plan)
-            grid.meet(gmem.counter)
-            self.put_attended(gmem, smem, plan, out)
-        stream.multiply(gmem, smem, first, plan)
-        grid.meet(gmem.counter)
-        self.put_normed(gmem, smem, "mlp", out.share)
-        stream.multiply(gmem, smem, first + 1, plan)
-        grid.meet(gmem.counter)
-        self.put(inputs.put_hidden, [gmem.wides], smem, down, gates_and_ups=wide.share)
-        stream.multiply(gmem, smem, first + 2, plan)
-        grid.meet(gmem.counter)
-        self.write(gmem, out, down)
+    def compute(self, gmem, smem, plan: AttentionPlan) -> None:
+        """Layers, one after another; blocks meet where one reads what others wrote."""
+        stream, (_, out, wide, down) = self.stream, self.products
+        grid = GridBarrier(blocks=self.blocks, threads=THREADS)
+        put_normed = functools.partial(self.put_normed, gmem, smem)
 
-    def put(self, put: Any, sources: list[Any], smem, product: Product, **options: Any) -> None:
-        """What the block's tiles of a product are multiplied with, into shared memory."""
+        def layer(i, _):
+            multiply = functools.partial(stream.multiply, gmem, smem, i, plan=plan)
+            pl.when(i == 0)(lambda: put_normed(i, _ATTENTION, None))
+            pl.when(i > 0)(lambda: put_normed(i, _ATTENTION, down))
+            multiply(0)
+            grid.meet(gmem.counter)
+            stream.attend(gmem, smem, plan, i)
+            grid.meet(gmem.counter)
+            self.put_attended(gmem, smem, plan)
+            multiply(1)
+            grid.meet(gmem.counter)
+            put_normed(i, _MLP, out)
+            multiply(2)
+            grid.meet(gmem.counter)
+            self.put_hidden(gmem, smem, wide, down)
+            multiply(3)
+            grid.meet(gmem.counter)
+
+        lax.fori_loop(0, self.num_layers, layer, None)
+        self.write(gmem, down)
+
+    def put_hidden(self, gmem, smem, wide: Product, down: Product) -> None:
+        """Hidden values, of all blocks' gates and ups."""
 
         def body(*given):
-            put(*given, share=product.share, **options)
+            inputs.put_hidden(*given, down.share, wide.share)
             meet_in_block(THREADS)
 
-        each_thread(body, [*sources, smem.x], piece(product.share))
+        refs = [getattr(gmem, wide.parts), smem.x]
+        each_thread(body, refs, [lax.axis_index("block")])
 
-    def put_attended(self, gmem, smem, plan: AttentionPlan, product: Product) -> None:
+    def put_attended(self, gmem, smem, plan: AttentionPlan) -> None:
         """What attention gave, of all blocks."""
-        assert self.attention is not None
-        sizes = self.attention.sizes
+        share = self.products[1].share
 
         def body(*given):
-            put_attended(*given, sizes=sizes, share=product.share)
+            put_attended(*given, self.attention.sizes, share)
             meet_in_block(THREADS)
 
-        numbers = [*piece(product.share), plan.tiles, plan.line, plan.blocks]
+        numbers = [lax.axis_index("block"), plan.tiles, plan.line, plan.blocks]
         each_thread(body, [gmem.attended, gmem.stats, smem.x], numbers)
 
-    def put_normed(self, gmem, smem, name: str, share: Share | None) -> None:
-        """The normalized stream, with a product of this share added, into shared memory."""
-        norm, sources = self.norms[name], [gmem.x, getattr(gmem, f"{name}_scale")]
+    def put_normed(self, gmem, smem, layer: jax.Array, row: int, product: Product | None) -> None:
+        """The normalized stream, with a product added, into shared memory."""
+        name, table = ("attention_scale", "mlp_scale")[row], self.stream.table
+        share, parts = None, []
+        if product is not None:
+            share, parts = product.share, [getattr(gmem, product.parts)]
 
-        def body(x, scale, squares, x_smem, parts=None):
-            inputs.put_normed(x, parts, scale, squares, x_smem, share, norm, dtype=self.dtype)
+        def body(x, stream, addresses, squares, x_smem, *rest):
+            *parts, layer, block = rest
+            inputs.put_normed(
+                x, parts[0] if parts else None, stream, table.address(addresses, name, layer),
+                squares, x_smem, block, row=row, share=share, norm=self.norms[row],
+                blocks=self.blocks, dtype=self.dtype,
+            )  # fmt: skip
             meet_in_block(THREADS)
 
-        parts = [] if share is None else [gmem.outs]
-        each_thread(body, [*sources, smem.squares, smem.x, *parts], [])
+        refs = [gmem.x, gmem.stream, smem.table, smem.squares, smem.x, *parts]
+        each_thread(body, refs, [layer, lax.axis_index("block")])
 
-    def write(self, gmem, out: Product, down: Product) -> None:
+    def write(self, gmem, down: Product) -> None:
         """The block's part of the result."""
 
-        def body(x, outs, downs, y, block):
-            sources = [(outs, out.share), (downs, down.share)]
-            inputs.write_sums(x, sources, y, block, dtype=self.dtype)
+        def body(*given):
+            inputs.write_result(*given, row=_MLP, share=down.share, dtype=self.dtype)
 
-        each_thread(body, [gmem.x, gmem.outs, gmem.downs, gmem.y], [lax.axis_index("block")])
+        refs = [getattr(gmem, down.parts), gmem.stream, gmem.y]
+        each_thread(body, refs, [lax.axis_index("block")])

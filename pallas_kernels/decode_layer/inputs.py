@@ -1,8 +1,8 @@
 """What the threads of a block put into shared memory before a product, in fp32.
 
-Products leave parts of their columns, and whoever reads a column adds them in the order of blocks:
-so no phase is there for sums alone. A thread takes four neighboring numbers at a time, and asks for
-all that it reads before it adds.
+Products leave parts of their columns, and whoever reads a column adds them in one order: so no
+phase is there for sums alone. A thread takes four neighboring numbers at a time, and asks for all
+that it reads before it adds.
 
 Dims: D width of the stream, F hidden width.
 """
@@ -31,89 +31,107 @@ from pallas_kernels.hopper.threads import (
 )
 
 from .config import DEPTH, SLICES, THREADS, Share
-from .parts import QUAD, Columns
+from .parts import QUAD, Columns, added, asked_quad
 from .per_thread import below, warp_and_lane
 
 _LANE_BITS = (16, 8, 4, 2, 1)
 
 
-def quads(count: int, *, threads: int = THREADS) -> list[Any]:
+def quads(count: int) -> list[Any]:
     """This thread's quads of so many; threads beyond the last one have it once more."""
     mine = mgpu_utils.thread_idx()
     return [
         arith.minui(total(mine, constant(first)), constant(count - 1))
-        for first in range(0, count, threads)
+        for first in range(0, count, THREADS)
     ]
 
 
-def put_rows(source, x_smem, start, stop, share: Share, *, dtype: jnp.dtype) -> None:
-    """Numbers of an array [K], those that the block's tiles are multiplied with."""
-    places = [place_of(quad, start, stop, share) for quad in quads(most_quads(share))]
-    asked = [halves(source, k) for _, k in places]
-    for (at, _), words in zip(places, asked, strict=True):
-        store_quad(x_smem, at, widened(words, dtype))
-
-
-def put_hidden(parts, x_smem, start, stop, share: Share, gates_and_ups: Share) -> None:
-    """Hidden values of what the block's tiles are multiplied with."""
+def put_hidden(parts, x_smem, block, share: Share, gates_and_ups: Share) -> None:
+    """Hidden values of what the block's units are multiplied with."""
     columns = Columns(share=gates_and_ups)
-    places = [place_of(quad, start, stop, share) for quad in quads(most_quads(share))]
-    pairs = [(k, total(k, constant(share.K))) for _, k in places]
-    asked = [[columns.asked(parts, column) for column in pair] for pair in pairs]
-    for (at, _), pair, words in zip(places, pairs, asked, strict=True):
-        gates, ups = (columns.added(w, c) for w, c in zip(words, pair, strict=True))
+    for quad in quads(share.most_rows // QUAD):
+        at, gate = place_of(quad, block, share)
+        asked = [columns.asked(parts, c) for c in (gate, total(gate, constant(share.K)))]
+        gates, ups = map(added, asked)
         store_quad(x_smem, at, [swiglu(*both) for both in zip(gates, ups, strict=True)])
 
 
 def put_normed(
-    x, parts, scale, squares_smem, x_smem, share: Share | None, norm: RmsNorm, *, dtype: jnp.dtype
-) -> None:
-    """``norm(x + product)``, all of it.
+    own, parts, stream, scale, squares_smem, x_smem, block, *, row: int, share: Share | None,
+    norm: RmsNorm, blocks: int, dtype: jnp.dtype,
+) -> None:  # fmt: skip
+    """``norm(x)``, all of it; the block's quads of x itself to a row of the stream.
 
     Args:
-        parts, share: of the product; None: ``norm(x)``.
+        own: x, in 16 bits, where there is no product.
+        parts, share: of a product; x is the stream's other row and this.
+        stream: fp32 [2, D].
         squares_smem: fp32 [warps].
+        row: of the stream, that is written.
     """
-    count = norm.scale.shape[0] // QUAD
-    places = [total((quad, QUAD)) for quad in quads(count)]
-    columns = None if share is None else Columns(share=share)
-    asked = [(halves(x, at), [] if columns is None else columns.asked(parts, at)) for at in places]
-    scales = [_scales(scale, at, norm) for at in places]
-    rows, square = [], number(0.0)
-    for i, (at, (own, words)) in enumerate(zip(places, asked, strict=True)):
-        found = widened(own, dtype)
-        if columns is not None:
-            found = _sums(found, columns.added(words, at))
-        rows.append(found)
-        is_mine = below(total(mgpu_utils.thread_idx(), constant(i * THREADS)), constant(count))
+    width = norm.scale.shape[0]
+    mine = quads(width // QUAD)
+    asked, columns = [], None if share is None else Columns(share=share)
+    for quad in mine:
+        at = total((quad, QUAD))
+        if columns is None:
+            asked.append([widened(halves(own, at), dtype)])
+        else:
+            before = asked_quad(stream, total(at, constant((1 - row) * width)))
+            asked.append([before, *columns.asked(parts, at)])
+    scales = [_scales(scale, total((quad, QUAD)), norm) for quad in mine]
+    rows, square = [added(each) for each in asked], number(0.0)
+    for i, found in enumerate(rows):
+        first = total(mgpu_utils.thread_idx(), constant(i * THREADS))
+        is_first = below(first, constant(width // QUAD))
         for each in found:
             squared = arith.mulf(each, each)
-            square = arith.addf(square, arith.select(is_mine, squared, number(0.0)))
-    factor = _factor(square, squares_smem, count * QUAD, norm)
-    for at, row, each in zip(places, rows, scales, strict=True):
-        normed = [arith.mulf(arith.mulf(x, factor), s) for x, s in zip(row, each, strict=True)]
-        store_quad(x_smem, at, normed)
+            square = arith.addf(square, arith.select(is_first, squared, number(0.0)))
+    each_block = constant(-(-width // QUAD // blocks))
+    for quad, found in zip(mine, rows, strict=True):
+        owner = arith.divui(quad, each_block)
+        with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.eq, owner, block)):
+            place = global_place(stream, total((quad, QUAD), constant(row * width)), 4)
+            text = "st.global.v4.f32 [$0], {$1,$2,$3,$4};"
+            assembly(None, [place, *found], text, "l,f,f,f,f", pure=False)
+    factor = _factor(square, squares_smem, width, norm)
+    for quad, found, each in zip(mine, rows, scales, strict=True):
+        normed = [arith.mulf(arith.mulf(x, factor), s) for x, s in zip(found, each, strict=True)]
+        store_quad(x_smem, total((quad, QUAD)), normed)
 
 
-def write_sums(residual, sources: list[tuple[Any, Share]], out, block, *, dtype: jnp.dtype) -> None:
-    """``residual`` and all products added, rounded once: the block's quads of the result."""
-    share = sources[0][1]
+def write_result(parts, stream, y, block, *, row: int, share: Share, dtype: jnp.dtype) -> None:
+    """A row of the stream and a product, rounded once: the block's quads of the result."""
     count = share.N // QUAD
     each = -(-count // share.blocks)
     assert each <= THREADS, "a thread has a quad"
     mine = mgpu_utils.thread_idx()
     quad = total((block, each), mine)
-    is_mine = arith.andi(below(mine, constant(each)), below(quad, constant(count)))
-    with mgpu_utils.when(is_mine):
+    with mgpu_utils.when(arith.andi(below(mine, constant(each)), below(quad, constant(count)))):
         at = total((quad, QUAD))
-        x = halves(residual, at)
-        asked = [(Columns(share=s), Columns(share=s).asked(parts, at)) for parts, s in sources]
-        found = widened(x, dtype)
-        for columns, words in asked:
-            found = _sums(found, columns.added(words, at))
+        before = asked_quad(stream, total(at, constant(row * share.N)))
+        found = added([before, *Columns(share=share).asked(parts, at)])
         words = [packed_pair(found[i : i + 2], dtype) for i in (0, 2)]
-        place = global_place(out, at, 2)
+        place = global_place(y, at, 2)
         assembly(None, [place, *words], "st.global.v2.b32 [$0], {$1,$2};", "l,r,r", pure=False)
+
+
+def place_of(quad, block, share: Share) -> tuple[Any, Any]:
+    """Of a quad of what a block's units are multiplied with: where it goes, and its row of K."""
+    per_unit = constant(share.down * DEPTH // QUAD)
+    unit = total(block, (arith.divui(quad, per_unit), share.blocks))
+    unit = arith.minui(unit, constant(share.units - 1))
+    part = arith.divui(unit, constant(share.across))
+    return total((quad, QUAD)), total(
+        (part, share.down * DEPTH), (arith.remui(quad, per_unit), QUAD)
+    )
+
+
+def store_quad(x_smem, at, numbers: list[Any]) -> None:
+    """Four fp32 numbers to ``x_smem``, from number ``at`` on."""
+    place = total(address(x_smem), (at, 4))
+    text = "st.shared.v4.f32 [$0], {$1,$2,$3,$4};"
+    assembly(None, [place, *numbers], text, "r,f,f,f,f", pure=False)
 
 
 def halves(ref, at) -> list[Any]:
@@ -124,30 +142,6 @@ def halves(ref, at) -> list[Any]:
 def widened(words: list[Any], dtype: jnp.dtype) -> list[Any]:
     """16-bit numbers as fp32."""
     return [x for word in words for x in widened_pair(word, dtype)]
-
-
-def most_quads(share: Share) -> int:
-    """Of what a block's tiles are multiplied with, at most."""
-    return share.most * DEPTH // QUAD
-
-
-def place_of(quad, start, stop, share: Share) -> tuple[Any, Any]:
-    """Of a quad of what a block's tiles are multiplied with: where it goes, and its row of K."""
-    per_tile = constant(DEPTH // QUAD)
-    tile = arith.minui(total(start, arith.divui(quad, per_tile)), total(stop, constant(-1)))
-    down = arith.remui(tile, constant(share.down))
-    return total((quad, QUAD)), total((down, DEPTH), (arith.remui(quad, per_tile), QUAD))
-
-
-def store_quad(x_smem, at, numbers: list[Any]) -> None:
-    """Four fp32 numbers to ``x_smem``, from number ``at`` on."""
-    place = total(address(x_smem), (at, 4))
-    text = "st.shared.v4.f32 [$0], {$1,$2,$3,$4};"
-    assembly(None, [place, *numbers], text, "r,f,f,f,f", pure=False)
-
-
-def _sums(xs: list[Any], ys: list[Any]) -> list[Any]:
-    return [arith.addf(x, y) for x, y in zip(xs, ys, strict=True)]
 
 
 def _scales(scale, at, norm: RmsNorm) -> list[Any]:

@@ -1,15 +1,15 @@
 """Columns of a product that several blocks have parts of, as one thread reads them."""
 
 import dataclasses
+import functools
 from typing import Any
 
 from jaxlib.mlir import ir
 
 from pallas_kernels.hopper.mosaic import arith
-from pallas_kernels.hopper.threads import constant, global_place, loaded, number, total
+from pallas_kernels.hopper.threads import constant, global_place, loaded, total
 
-from .config import WIDTH, Share
-from .per_thread import below
+from .config import Share
 
 QUAD = 4
 """Neighboring numbers that a thread takes at a time."""
@@ -24,36 +24,19 @@ class Columns:
     def asked(self, parts, column) -> list[list[Any]]:
         """Every part of columns ``column`` to ``column + 3``, of a multiple of four."""
         return [
-            loaded(
-                "ld.relaxed.gpu.global.v4.b32",
-                global_place(parts, total(column, constant(part * self.share.N)), 4),
-                QUAD,
-                kind="l",
-            )
+            asked_quad(parts, total(column, constant(part * self.share.N)))
             for part in range(self.share.parts)
         ]
 
-    def added(self, asked: list[list[Any]], column) -> list[Any]:
-        """Their sums, in the order of blocks; where there are fewer, memory holds nothing."""
-        tile = arith.divui(column, constant(WIDTH))
-        count = arith.subi(
-            total(_last_block(tile, self.share), constant(1)), first_block(tile, self.share)
-        )
-        sums = [number(0.0)] * QUAD
-        for part, words in enumerate(asked):
-            there = below(constant(part), count)
-            for i, word in enumerate(words):
-                found = arith.bitcast(ir.F32Type.get(), word)
-                sums[i] = arith.addf(sums[i], arith.select(there, found, number(0.0)))
-        return sums
+
+def added(quads: list[list[Any]]) -> list[Any]:
+    """Sums of quads, in their order."""
+    return functools.reduce(
+        lambda xs, ys: [arith.addf(x, y) for x, y in zip(xs, ys, strict=True)], quads
+    )
 
 
-def first_block(column, share: Share) -> Any:
-    """``Share.first_block`` of a number in a register."""
-    last = total((column, share.down * share.blocks), constant(share.blocks - 1))
-    return arith.divui(last, constant(share.line))
-
-
-def _last_block(column, share: Share) -> Any:
-    last = total((column, share.down * share.blocks), constant(share.down * share.blocks - 1))
-    return arith.divui(last, constant(share.line))
+def asked_quad(ref, at) -> list[Any]:
+    """Four fp32 numbers, from number ``at`` on, of an array that blocks write."""
+    words = loaded("ld.relaxed.gpu.global.v4.b32", global_place(ref, at, 4), QUAD, kind="l")
+    return [arith.bitcast(ir.F32Type.get(), word) for word in words]

@@ -5,10 +5,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxlib.mlir import ir
 
-from pallas_kernels.hopper.machine import LANES
-from pallas_kernels.hopper.mosaic import arith, mgpu_utils, plgpu
-from pallas_kernels.hopper.threads import constant
+from pallas_kernels.hopper.machine import LANES, WARPGROUP
+from pallas_kernels.hopper.mosaic import arith, mgpu, mgpu_utils, plgpu
+from pallas_kernels.hopper.slots import COPIED
+from pallas_kernels.hopper.threads import constant, global_place
+
+from .config import WIDTH
+
+_ACROSS = 2 * WIDTH // COPIED  # copies of a row of a tile
+COPIED_ROWS = WARPGROUP // _ACROSS
+"""Rows of a tile that a warpgroup copies at once."""
 
 
 def splat(x: Any) -> jax.Array:
@@ -32,6 +40,29 @@ def warp_and_lane() -> tuple[Any, Any]:
     """Of this thread in its block."""
     thread = mgpu_utils.thread_idx()
     return arith.divui(thread, constant(LANES)), arith.remui(thread, constant(LANES))
+
+
+def copied_place() -> tuple[Any, Any]:
+    """Of what this thread copies of the first rows of a tile: row, and 16 bytes of it."""
+    mine = arith.remui(mgpu_utils.thread_idx(), constant(WARPGROUP))
+    return arith.divui(mine, constant(_ACROSS)), arith.remui(mine, constant(_ACROSS))
+
+
+def row_place(pool: Any, row: Any, column: Any, width: int) -> Any:
+    """Where a column of a head lies in a pool, which may have more than 2**31 elements.
+
+    Args:
+        row: slot of the pool and head, as one number.
+        width: of a head, of 16-bit numbers.
+    """
+    i64 = ir.IntegerType.get_signless(64)
+    byte = arith.muli(arith.extui(i64, row), mgpu.c(2 * width, i64))
+    return arith.addi(global_place(pool, column, 2), byte)
+
+
+def beyond(place: Any, offset: int) -> Any:
+    """A place in global memory, so many bytes on."""
+    return arith.addi(place, mgpu.c(offset, ir.IntegerType.get_signless(64)))
 
 
 def below(a: Any, b: Any) -> Any:

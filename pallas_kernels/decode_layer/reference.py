@@ -5,6 +5,8 @@ heads, H width of a head; P page of the pool, S slot of a page, R turned pair.
 """
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,63 +15,45 @@ from pallas_kernels.common.row_inputs import RmsNorm
 from pallas_kernels.paged_attention import append_and_attend
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TailCall:
-    """A validated call: what follows attention in a layer."""
+class LayerWeights:
+    """A layer's."""
 
-    x: jax.Array  # [M, D]: the stream before attention
-    attended: jax.Array  # [M, A]
-    out: jax.Array  # [A, D]
-    norm: RmsNorm
-    gate_up: jax.Array  # [D, 2 F], gates first
-    down: jax.Array  # [F, D]
-
-    @property
-    def norms(self) -> dict[str, RmsNorm]:
-        """By the names of what they come before."""
-        return {"mlp": self.norm}
-
-    def arrays(self) -> dict[str, jax.Array]:
-        """Those that a kernel reads beside x."""
-        return {
-            "attended": self.attended, "out": self.out, "wide": self.gate_up, "down": self.down
-        }  # fmt: skip
-
-    def describe(self) -> str:
-        """One line for logs and errors."""
-        (M, D), A, F = self.x.shape, self.attended.shape[1], self.down.shape[0]
-        return f"{M} rows {self.x.dtype} of {D}, heads {A}, hidden {F}"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LayerCall:
-    """A validated call: a layer's step of one token per row."""
-
-    x: jax.Array  # [M, D]: the stream
     attention_norm: RmsNorm
-    qkv: jax.Array  # [D, (N + 2 K) H]: heads of queries, keys, values
+    qkv: jax.Array  # [D, (N + 2 K) H]: heads of queries, then of keys, then of values
     out: jax.Array  # [N H, D]
     mlp_norm: RmsNorm
     gate_up: jax.Array  # [D, 2 F], gates first
     down: jax.Array  # [F, D]
-    k_pages: jax.Array  # [P, S, K, H]
-    v_pages: jax.Array
+
+    @property
+    def norms(self) -> tuple[RmsNorm, RmsNorm]:
+        """Both."""
+        return self.attention_norm, self.mlp_norm
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LayersCall:
+    """A validated call: a step of one token per row, through layers that are alike."""
+
+    x: jax.Array  # [M, D]: the stream
+    layers: Sequence[LayerWeights]
+    pages: Sequence[tuple[jax.Array, jax.Array]]  # of each layer, keys and values [P, S, K, H]
     tables: jax.Array  # int32 [M, pages of a row]
     positions: jax.Array  # int32 [M]
     rope: tuple[jax.Array, jax.Array]  # fp32 [M, R]: cosines, sines
     scale: float  # of scores
 
-    @property
-    def norms(self) -> dict[str, RmsNorm]:
-        """By the names of what they come before."""
-        return {"attention": self.attention_norm, "mlp": self.mlp_norm}
-
-    def arrays(self) -> dict[str, jax.Array]:
-        """Those that a kernel reads beside x."""
+    def arrays(self) -> dict[str, Any]:
+        """What a kernel reads, by name; weights as lists."""
         cos, sin = self.rope
+        names = ("qkv", "out", "gate_up", "down")
         return {
-            "qkv": self.qkv, "out": self.out, "wide": self.gate_up, "down": self.down,
-            "tables": self.tables, "positions": self.positions, "cos": cos, "sin": sin,
+            "x": self.x, "tables": self.tables, "positions": self.positions, "cos": cos, "sin": sin,
+            **{name: [getattr(layer, name) for layer in self.layers] for name in names},
+            "attention_scale": [layer.attention_norm.scale for layer in self.layers],
+            "mlp_scale": [layer.mlp_norm.scale for layer in self.layers],
         }  # fmt: skip
 
     def per_token(self) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -77,55 +61,34 @@ class LayerCall:
         cos, sin = self.rope
         return self.positions[:, None], (cos[:, None], sin[:, None])
 
-    def tail(self, x: jax.Array, attended: jax.Array) -> TailCall:
-        """What follows attention."""
-        return TailCall(
-            x=x, attended=attended.reshape(len(x), -1), out=self.out, norm=self.mlp_norm,
-            gate_up=self.gate_up, down=self.down,
-        )  # fmt: skip
-
-    @property
-    def num_heads(self) -> int:
-        """Of queries, keys and values."""
-        return self.qkv.shape[1] // self.k_pages.shape[3]
-
     def describe(self) -> str:
         """One line for logs and errors."""
-        (M, D), F, (P, S, K, H) = self.x.shape, self.down.shape[0], self.k_pages.shape
+        (M, D), (P, S, K, H) = self.x.shape, self.pages[0][0].shape
+        A, F = self.layers[0].out.shape[0], self.layers[0].down.shape[0]
         return (
-            f"{M} rows {self.x.dtype} of {D}, heads {self.num_heads - 2 * K}/{K} of {H}, hidden "
-            f"{F}, {P} pages of {S}"
+            f"{len(self.layers)} layers of {M} rows {self.x.dtype} of {D}, heads {A // H}/{K} of "
+            f"{H}, hidden {F}, {P} pages of {S}"
         )
 
 
-def layer_tail_reference(call: TailCall) -> jax.Array:
-    """``x1 + (silu(g) * u) down``, ``x1 = x + attended out``, g and u of ``norm(x1) gate_up``.
-
-    All in fp32, rounded once: [M, D] in x's dtype.
-    """
-    x, attended, out, gate_up, down = (
-        each.astype(jnp.float32)
-        for each in (call.x, call.attended, call.out, call.gate_up, call.down)
-    )
-    x = x + _times(attended, out)
-    gate, up = jnp.split(_times(call.norm(x), gate_up), 2, axis=1)
-    return (x + _times(jax.nn.silu(gate) * up, down)).astype(call.x.dtype)
-
-
-def decode_layer_reference(call: LayerCall) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The stream after the layer, in fp32 and rounded once, and the pages with the new token."""
-    x, M = call.x.astype(jnp.float32), len(call.x)
-    k_pages, v_pages = call.k_pages.astype(jnp.float32), call.v_pages.astype(jnp.float32)
-    heads = _times(call.attention_norm(x), call.qkv.astype(jnp.float32))
-    heads = heads.reshape(M, 1, call.num_heads, -1)
-    attended, k_pages, v_pages = append_and_attend(
-        heads, k_pages, v_pages, call.tables, *call.per_token(), implementation="xla",
-        scale=call.scale,
-    )  # fmt: skip
-    y = layer_tail_reference(call.tail(x, attended)).astype(call.x.dtype)
-    dtype = call.k_pages.dtype
-    return y, k_pages.astype(dtype), v_pages.astype(dtype)
+def decode_layers_reference(
+    call: LayersCall,
+) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
+    """The stream after all layers, in fp32 and rounded once, and the pages with the new token."""
+    x, M, after = call.x.astype(jnp.float32), len(call.x), []
+    for layer, pools in zip(call.layers, call.pages, strict=True):
+        dtype, (k, v) = pools[0].dtype, (pool.astype(jnp.float32) for pool in pools)
+        heads = _times(layer.attention_norm(x), layer.qkv)
+        attended, k, v = append_and_attend(
+            heads.reshape(M, 1, -1, k.shape[3]), k, v, call.tables, *call.per_token(),
+            implementation="xla", scale=call.scale,
+        )  # fmt: skip
+        after.append((k.astype(dtype), v.astype(dtype)))
+        x = x + _times(attended.reshape(M, -1), layer.out)
+        gate, up = jnp.split(_times(layer.mlp_norm(x), layer.gate_up), 2, axis=1)
+        x = x + _times(jax.nn.silu(gate) * up, layer.down)
+    return x.astype(call.x.dtype), after
 
 
 def _times(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+    return jnp.matmul(a, b.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)

@@ -1,9 +1,9 @@
-"""One ring of weight tiles through all products of a launch, and the products themselves.
+"""One ring of tiles through all layers of a launch, and the products of weights.
 
 A warpgroup copies tiles of one product after another and waits for free slots only: as weights
-depend on nothing, it is in the next product while others still wait at the grid's barrier. Two
-warpgroups multiply. A warp has 16 rows of every tile, a lane 8 columns; of each column of tiles the
-block's part is added up in one order and written in fp32.
+depend on nothing, it is in the next product, or layer, while others still wait for all blocks. Two
+warpgroups multiply. A warp has 16 rows of every tile, a lane 8 columns; of each unit the sums are
+added in one order and written in fp32.
 
 Dims: K contracted, N column of the weight.
 """
@@ -15,14 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jaxlib.mlir import ir
 
 from pallas_kernels.hopper.grid import meet_in_block
 from pallas_kernels.hopper.held import Held
-from pallas_kernels.hopper.machine import LANES
+from pallas_kernels.hopper.machine import LANES, WARPGROUP
 from pallas_kernels.hopper.mosaic import arith, mgpu_utils, plgpu
-from pallas_kernels.hopper.ring import offer
+from pallas_kernels.hopper.slots import COPIED, Slots
 from pallas_kernels.hopper.threads import (
     address,
     assembly,
@@ -37,9 +36,17 @@ from pallas_kernels.hopper.threads import (
 )
 
 from .attention import Attention, AttentionPlan
-from .config import DEPTH, GROUPS, SLICES, THREADS, WIDTH, Share
-from .parts import first_block
-from .per_thread import below, splat, warp_and_lane
+from .config import DEPTH, GROUPS, SLICES, THREADS, TILE_BYTES, WIDTH, Share
+from .per_thread import (
+    COPIED_ROWS,
+    below,
+    beyond,
+    copied_place,
+    each_thread,
+    splat,
+    warp_and_lane,
+)
+from .table import Table
 
 _COLUMNS = 8  # of a lane: 16 bytes
 _ACROSS = WIDTH // _COLUMNS  # lanes side by side
@@ -49,134 +56,153 @@ _HELD = Held(count=_COLUMNS, dtype=jnp.dtype(jnp.float32))
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Product:
-    """One of a launch's products."""
+    """One of a layer's products."""
 
-    weight: str  # names in global memory, of the weight [K, N]
+    weight: str  # names in global memory, of all layers' weights [K, N]
     parts: str  # and of what blocks leave, fp32 [parts, N]
     share: Share
-    is_whole: bool  # all of x is in shared memory; else what the block's tiles are multiplied with
+    is_whole: bool  # all of x is in shared memory; else what the block's units are multiplied with
 
+    def count(self) -> jax.Array:
+        """Tiles of the block."""
+        s, block = self.share, lax.axis_index("block")
+        return lax.div(s.units - block + (s.blocks - 1), jnp.int32(s.blocks)) * s.down
 
-def piece(share: Share) -> tuple[jax.Array, jax.Array]:
-    """The block's tiles of a product: the first one, and the one after the last."""
-    block = lax.axis_index("block")
-    starts = (lax.div(b * share.line, jnp.int32(share.blocks)) for b in (block, block + 1))
-    return next(starts), next(starts)
+    def place(self, i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Of the block's tile ``i``: its part of K, its row of tiles, its column of tiles."""
+        s = self.share
+        unit = lax.axis_index("block") + lax.div(i, jnp.int32(s.down)) * s.blocks
+        part, column = lax.div(unit, jnp.int32(s.across)), lax.rem(unit, jnp.int32(s.across))
+        return part, part * s.down + lax.rem(i, jnp.int32(s.down)), column
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class WeightStream:
+class TileStream:
     """The ring of a launch."""
 
-    products: tuple[Product, ...]
+    products: tuple[Product, ...]  # of heads, then others
+    attention: Attention  # whose keys and values come after those of heads
+    num_layers: int
     num_stages: int
     dtype: jnp.dtype
-    attention: Attention | None = None  # whose keys and values come after the first product
 
     @property
-    def copies(self) -> int:
-        """Pieces of a tile, which are copied one by one."""
-        return 1 if self.attention is None else self.attention.copies
+    def slots(self) -> Slots:
+        """The ring."""
+        return Slots(count=self.num_stages, warps=SLICES, bytes=TILE_BYTES)
+
+    @property
+    def table(self) -> Table:
+        """Where layers' arrays are."""
+        return Table(num_layers=self.num_layers)
 
     def scratch(self) -> dict[str, Any]:
         """The ring, sums, barriers."""
-        n = self.num_stages
         return {
-            "w": plgpu.SMEM((n, DEPTH, WIDTH), self.dtype),
+            "w": plgpu.SMEM((self.num_stages, DEPTH, WIDTH), self.dtype),
             "sums": plgpu.SMEM((2, SLICES, WIDTH), jnp.float32),
-            "full": plgpu.Barrier(num_arrivals=self.copies, num_barriers=n),
-            "empty": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=n),
+            "barriers": plgpu.SMEM((self.slots.numbers,), jnp.int32),
+            "table": self.table.scratch(),
         }
 
-    def before(self, which: int, plan: AttentionPlan | None) -> jax.Array:
+    def begin(self, gmem, smem) -> None:
+        """What all threads of a block do before they part."""
+        threads = (GROUPS + 1) * WARPGROUP
+
+        def body(barriers, table, *refs):
+            first = arith.cmpi(arith.CmpIPredicate.eq, mgpu_utils.thread_idx(), constant(0))
+            with mgpu_utils.when(first):
+                self.slots.begin(barriers)
+                self.table.write(table, refs)
+            meet_in_block(threads, everyone=True)
+
+        each_thread(body, [smem.barriers, smem.table, *self.table.refs(gmem)], [])
+
+    def before(self, layer: jax.Array, which: int, plan: AttentionPlan) -> jax.Array:
         """Tiles of the block that pass the ring before those of a product."""
-        counts = [stop - start for start, stop in (piece(p.share) for p in self.products[:which])]
-        if which and plan is not None:
-            counts.append(2 * (plan.stop - plan.start))
-        return functools.reduce(jnp.add, counts, jnp.int32(0))
+        counts = [self.products[0].count(), 2 * (plan.stop - plan.start)]
+        counts += [product.count() for product in self.products[1:]]
+        before = functools.reduce(jnp.add, counts[: which and which + 1], jnp.int32(0))
+        return layer * functools.reduce(jnp.add, counts) + before
 
-    def slot(self, turn: jax.Array) -> jax.Array:
-        """Where a tile lies in the ring."""
-        return lax.rem(turn, jnp.int32(self.num_stages))
-
-    def load(self, gmem, smem, plan: AttentionPlan | None) -> None:
+    def load(self, gmem, smem, plan: AttentionPlan) -> None:
         """Fills the ring with all that the block needs."""
 
-        def take(turn):
-            slot = self.slot(turn)
-            plgpu.barrier_wait(smem.empty.at[slot])
-            return slot
+        def copy_product(layer, which: int, product: Product) -> None:
+            before, share = self.before(layer, which, plan), product.share
 
-        for which, product in enumerate(self.products):
-            if which == 1 and self.attention is not None and plan is not None:
-                start, stop = piece(self.products[0].share)
-                self.attention.load(
-                    gmem, smem, plan, lambda turn, done=stop - start: take(done + turn)
-                )
-            down, before = product.share.down, self.before(which, plan)
-            start, stop = piece(product.share)
-            w_KN = getattr(gmem, product.weight)
+            def body(barriers, table, ring, layer, turn, row, column):
+                weight = self.table.address(table, product.weight, layer)
+                self.fetch(barriers, ring, weight, turn, row, column, share)
 
-            def step(i, _, down=down, before=before, start=start, w_KN=w_KN):
-                slot, row = take(before + i - start), lax.rem(i, jnp.int32(down)) * DEPTH
-                columns = pl.ds(lax.div(i, jnp.int32(down)) * WIDTH, WIDTH)
-                rows = DEPTH // self.copies
-                for first in range(0, DEPTH, rows):
-                    plgpu.copy_gmem_to_smem(
-                        w_KN.at[pl.ds(row + first, rows), columns],
-                        smem.w.at[slot, pl.ds(first, rows)],
-                        smem.full.at[slot],
-                    )
+            def step(i, _):
+                _, row, column = product.place(i)
+                refs = [smem.barriers, smem.table, smem.w]
+                each_thread(body, refs, [layer, before + i, row, column])
 
-            lax.fori_loop(start, stop, step, None)
+            lax.fori_loop(0, product.count(), step, None)
 
-    def offer(self, smem) -> None:
-        """What a warpgroup that multiplies does first."""
-        offer(smem.empty, self.num_stages)
+        def each_layer(layer, _):
+            for which, product in enumerate(self.products):
+                copy_product(layer, which, product)
+                if which == 0:
+                    before = self.before(layer, 0, plan) + product.count()
+                    self.attention.load(gmem, smem, plan, layer, before, self.slots, self.table)
 
-    def attend(self, gmem, smem, plan: AttentionPlan) -> None:
+        lax.fori_loop(0, self.num_layers, each_layer, None)
+
+    def fetch(self, barriers, ring, weight, turn, row, column, share: Share) -> None:
+        """One thread's copies of a weight's tile."""
+        down, across = copied_place()
+        first = total((total((row, DEPTH), down), share.N), (column, WIDTH), (across, _COLUMNS))
+        source = global_place(weight, first, 2)
+        target = total(self.slots.place(ring, turn), (down, 2 * WIDTH), (across, COPIED))
+        self.slots.wait_free(barriers, turn)
+        copies = []
+        for i in range(0, DEPTH, COPIED_ROWS):
+            copies.append((beyond(source, 2 * i * share.N), total(target, constant(2 * i * WIDTH))))
+        self.slots.fill(barriers, turn, copies)
+
+    def attend(self, gmem, smem, plan: AttentionPlan, layer: jax.Array) -> None:
         """The block's part of attention."""
-        assert self.attention is not None
-        start, stop = piece(self.products[0].share)
-        self.attention.attend(gmem, smem, plan, lambda turn: self.slot(stop - start + turn))
+        before = self.before(layer, 0, plan) + self.products[0].count()
+        self.attention.attend(gmem, smem, plan, layer, before, self.slots, self.table)
 
-    def multiply(self, gmem, smem, which: int, plan: AttentionPlan | None = None) -> None:
+    def multiply(self, gmem, smem, layer: jax.Array, which: int, plan: AttentionPlan) -> None:
         """Products of the numbers in ``smem.x`` with the block's tiles, to its parts."""
         product = self.products[which]
-        down, before = product.share.down, self.before(which, plan)
-        start, stop = piece(product.share)
+        down, before = product.share.down, self.before(layer, which, plan)
 
-        def column(t, _):
-            top = t * down
-            base = top if product.is_whole else start
+        def unit(j, _):
+            part, row, column = product.place(j * down)
+            base = row if product.is_whole else j * down
 
             def step(i, sums):
-                slot = self.slot(before + i - start)
-                plgpu.barrier_wait(smem.full.at[slot])
-                sums = self.add_tile(sums, smem.w.at[slot], smem.x, (i - base) * DEPTH)
-                plgpu.barrier_arrive(smem.empty.at[slot])
-                return sums
+                return self.add_tile(sums, smem, before + j * down + i, (base + i) * DEPTH)
 
-            first, last = jnp.maximum(start, top), jnp.minimum(stop, top + down)
-            sums = lax.fori_loop(first, last, step, _nothing())
-            self.leave(sums, smem.sums, getattr(gmem, product.parts), t, product.share)
+            sums = lax.fori_loop(0, down, step, _nothing())
+            parts = getattr(gmem, product.parts)
+            self.leave(sums, smem.sums, parts, j, part, column, product.share)
 
-        last = lax.div(stop - 1, jnp.int32(down)) + 1
-        lax.fori_loop(lax.div(start, jnp.int32(down)), last, column, None)
+        lax.fori_loop(0, lax.div(product.count(), jnp.int32(down)), unit, None)
 
-    def add_tile(self, sums: jax.Array, w_smem: Any, x_smem: Any, row: jax.Array) -> jax.Array:
-        """Sums with the products of a tile and x from ``row`` on."""
-        kinds = (_HELD.layout, plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT(()))
+    def add_tile(self, sums: jax.Array, smem, turn: jax.Array, row: jax.Array) -> jax.Array:
+        """Sums with the products of the ring's next tile and x from ``row`` on."""
+        kinds = (_HELD.layout, *[plgpu.RefType()] * 3, *[plgpu.Layout.WG_SPLAT(())] * 2)
 
         @plgpu.inline_mgpu(arg_types=kinds, return_type=_HELD.array)
-        def add(ctx, sums, w, x, row):
+        def add(ctx, sums, ring, x, barriers, turn, row):
             del ctx
-            return _HELD.together(self.tile(_HELD.apart(sums), w, x, row.registers.flat[0]))
+            turn, row = (each.registers.flat[0] for each in (turn, row))
+            self.slots.wait_full(barriers, turn)
+            found = self.tile(_HELD.apart(sums), self.slots.place(ring, turn), x, row)
+            self.slots.leave(barriers, turn)
+            return _HELD.together(found)
 
-        return add(sums, w_smem, x_smem, splat(row))
+        return add(sums, smem.w, smem.x, smem.barriers, splat(turn), splat(row))
 
-    def tile(self, sums: list[Any], w, x, row) -> list[Any]:
-        """``add_tile`` as one thread does it."""
+    def tile(self, sums: list[Any], place, x, row) -> list[Any]:
+        """``add_tile`` as one thread does it; place: of the tile, in shared memory."""
         warp, lane = warp_and_lane()
         mine = total((warp, DEPTH // SLICES), (arith.divui(lane, constant(_ACROSS)), _ROWS))
         x_place = total(address(x), (total(mine, row), 4))
@@ -185,35 +211,35 @@ class WeightStream:
             for word in loaded("ld.shared.v4.b32", x_place, _ROWS, kind="r")
         ]
         across = arith.remui(lane, constant(_ACROSS))
-        w_place = total(address(w), (mine, 2 * WIDTH), (across, 2 * _COLUMNS))
+        w_place = total(place, (mine, 2 * WIDTH), (across, 2 * _COLUMNS))
         for i, factor in enumerate(factors):
             words = loaded("ld.shared.v4.b32", w_place, 4, kind="r", offset=2 * WIDTH * i)
             weights = [x for word in words for x in widened_pair(word, self.dtype)]
             sums = [fused(w, factor, x) for w, x in zip(weights, sums, strict=True)]
         return sums
 
-    def leave(self, sums: jax.Array, sums_smem: Any, parts: Any, column, share: Share) -> None:
-        """The block's part of a column of tiles, over all warps."""
-        kinds = (_HELD.layout, plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT(()))
+    def leave(self, sums, sums_smem: Any, parts: Any, j, part, column, share: Share) -> None:
+        """A unit's sums, over all warps, to its part of its columns."""
+        numbers = (j, part, column)
+        kinds = (_HELD.layout, *[plgpu.RefType()] * 2, *[plgpu.Layout.WG_SPLAT(())] * 3)
 
-        @plgpu.inline_mgpu(arg_types=(*kinds, plgpu.Layout.WG_SPLAT(())))
-        def put(ctx, sums, sums_smem, parts, column, block):
+        @plgpu.inline_mgpu(arg_types=kinds)
+        def put(ctx, sums, sums_smem, parts, *numbers):
             del ctx
-            column, block = (x.registers.flat[0] for x in (column, block))
-            self.put(_HELD.apart(sums), sums_smem, parts, column, block, share)
+            numbers = [x.registers.flat[0] for x in numbers]
+            self.put(_HELD.apart(sums), sums_smem, parts, *numbers, share)
 
-        put(sums, sums_smem, parts, splat(column), splat(lax.axis_index("block")))
+        put(sums, sums_smem, parts, *map(splat, numbers))
 
-    def put(self, sums: list[Any], sums_smem, parts, column, block, share: Share) -> None:
+    def put(self, sums: list[Any], sums_smem, parts, j, part, column, share: Share) -> None:
         """``leave`` as one thread does it.
 
-        Columns take turns at two buffers: who writes one again has met those who read it, in
-        between.
+        Units take turns at two buffers: who writes one again has met those who read it, in between.
         """
         warp, lane = warp_and_lane()
         for distance in (_ACROSS, 2 * _ACROSS):
             sums = [arith.addf(x, from_lane_xor(x, distance)) for x in sums]
-        turn = total(address(sums_smem), (arith.remui(column, constant(2)), 4 * SLICES * WIDTH))
+        turn = total(address(sums_smem), (arith.remui(j, constant(2)), 4 * SLICES * WIDTH))
         place = total(turn, (warp, 4 * WIDTH), (lane, 4 * _COLUMNS))
         with mgpu_utils.when(below(lane, constant(_ACROSS))):
             for i in range(0, _COLUMNS, 4):
@@ -223,16 +249,11 @@ class WeightStream:
         mine = mgpu_utils.thread_idx()
         with mgpu_utils.when(below(mine, constant(WIDTH))):
             place = total(turn, (mine, 4))
-            found = [
-                assembly(
-                    ir.F32Type.get(), [place], f"ld.shared.f32 $0, [$1+{4 * WIDTH * i}];", "=f,r",
-                    pure=False,
-                )
-                for i in range(SLICES)
-            ]  # fmt: skip
-            part = arith.subi(block, first_block(column, share))
-            at = total((part, share.N), (column, WIDTH), mine)
-            out = global_place(parts, at, 4)
+            found = []
+            for i in range(SLICES):
+                text = f"ld.shared.f32 $0, [$1+{4 * WIDTH * i}];"
+                found.append(assembly(ir.F32Type.get(), [place], text, "=f,r", pure=False))
+            out = global_place(parts, total((part, share.N), (column, WIDTH), mine), 4)
             both = [out, functools.reduce(arith.addf, found)]
             assembly(None, both, "st.global.f32 [$0], $1;", "l,f", pure=False)
 

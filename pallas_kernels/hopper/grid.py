@@ -12,13 +12,14 @@ import jax
 from .mosaic import arith, mgpu_utils, plgpu
 from .threads import assembly, constant, global_place
 
-_NAMED = 8
-"""Of the hardware's barriers, one that Mosaic does not use: it takes 0, and one per warpgroup."""
+_SOME, _ALL = 8, 9
+"""Of the hardware's barriers, two that Mosaic does not use: it takes 0, and one per warpgroup."""
 
 
-def meet_in_block(threads: int) -> None:
+def meet_in_block(threads: int, *, everyone: bool = False) -> None:
     """Waits for these threads of the block; within ``plgpu.inline_mgpu``."""
-    assembly(None, [], f"bar.sync {_NAMED}, {threads};", "", pure=False)
+    name = _ALL if everyone else _SOME
+    assembly(None, [], f"bar.sync {name}, {threads};", "~{memory}", pure=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
