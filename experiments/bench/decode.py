@@ -295,7 +295,7 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument(
         "--whole-layers", action="store_true",
-        help="steps of one row of the serving form launch each layer once",
+        help="steps of one row of the serving form launch all layers at once",
     )  # fmt: skip
     parser.add_argument("--small", action="store_true", help="sizes for a check on a CPU")
     args = parser.parse_args()

@@ -22,8 +22,6 @@ from jaxinfra.config.model import (
 )
 from jaxinfra.config.own import OwnLayer
 from jaxinfra.core import axes
-from jaxinfra.core.errors import UnsupportedError
-from jaxinfra.layers.cache import with_pages
 from jaxinfra.layers.dropout import dropout
 from jaxinfra.layers.execution import Execution
 from jaxinfra.layers.experts import Experts
@@ -34,7 +32,6 @@ from jaxinfra.layers.norm import Norm
 from jaxinfra.layers.passes import LayerOutput, Pass, joined
 from jaxinfra.layers.projection import Projection
 from jaxinfra.layers.statistics import site_sums
-from jaxinfra.layers.whole import check_whole
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.deferred import Deferred
 
@@ -76,8 +73,6 @@ class Block(nnx.Module):
         execution: Execution,
         rngs: nnx.Rngs,
     ):
-        if execution.decode_layer is not None:
-            check_whole(config)
         self.execution = execution
         self.dropout_rate = dropout_rate
         norm = functools.partial(
@@ -105,9 +100,6 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD: Float[Array, "B T D"], given: Pass) -> LayerOutput:
         """Runs both layers; dropout only where ``given`` has a key."""
-        whole = self._whole(x_BTD, given)
-        if whole is not None:
-            return whole
         key = given.dropout_key
         keys = (None, None) if key is None else jax.random.split(key)
         with jax.named_scope("attention"):
@@ -123,40 +115,6 @@ class Block(nnx.Module):
             sites = {"attention": mixed.x, "mlp": fed.x, "stream": x_BTD}
             sums = joined(sums, site_sums(sites, policy=self.execution.policy))
         return LayerOutput(x=x_BTD, cache=mixed.cache, sums=sums)
-
-    def _whole(self, x_BTD: jax.Array, given: Pass) -> LayerOutput | None:
-        """A step of one token in one launch; None where it is computed in parts."""
-        step, cache = self.execution.decode_layer, given.cache
-        if step is None or cache is None or cache.is_empty or self.execution.statistics:
-            return None
-        attention, mlp = self.attention, self.mlp
-        assert isinstance(attention, GroupedAttention), "check_whole"
-        assert isinstance(mlp, Mlp), "check_whole"
-        layers = {
-            "qkv": attention.packed, "out": attention.out, "gate_up": mlp.packed, "down": mlp.down
-        }  # fmt: skip
-        weights = {}
-        for name, layer in layers.items():
-            assert layer is not None, "packed"
-            if layer.adapter is not None:
-                raise UnsupportedError(
-                    "whole layers with adapters: merge them first, or leave whole_layers=False"
-                )
-            weights[name] = layer.weight.get_value()
-        done = step(
-            x_BTD,
-            [norm.deferred(x_BTD) for norm in (self.attention_norm, self.mlp_norm)],
-            weights,
-            cache.places(),
-            positions_BT=given.positions_BT,
-            rope=given.rope,
-            scale=attention.config.scale,
-            meetings=given.meetings,
-        )
-        if done is None:
-            return None
-        x_BTD, arrays, meetings = done
-        return LayerOutput(x=x_BTD, cache=with_pages(cache, arrays), meetings=meetings)
 
     def _branch(
         self,

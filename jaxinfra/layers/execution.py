@@ -4,7 +4,7 @@
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import jax
@@ -18,6 +18,7 @@ from jaxinfra.numerics.policy import Policy
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.cached_attention import Pages
 from jaxinfra.ops.cross_entropy import CrossEntropySums
+from jaxinfra.ops.decode_layers import LayerWeights
 from jaxinfra.ops.deferred import Deferred
 from jaxinfra.ops.experts import ExpertWeights, apply_experts
 from jaxinfra.ops.fp8_operands import Input
@@ -330,23 +331,21 @@ class Place(Protocol):
         ...
 
 
-class DecodeLayer(Protocol):
-    """A layer's step of one token, whole; ``jaxinfra.ops.decode_layer.decode_layer`` is one."""
+class DecodeLayers(Protocol):
+    """All layers' step of one token; ``jaxinfra.ops.decode_layers.decode_layers`` is one."""
 
     def __call__(
         self,
         x_BTD: jax.Array,
-        norms: Sequence[Deferred | None],
-        weights: Mapping[str, jax.Array | QuantizedWeight],
-        pages: Pages,
+        layers: Sequence[LayerWeights],
+        pages: Sequence[Pages],
         *,
         positions_BT: jax.Array,
-        rope: tuple[jax.Array, jax.Array] | None,
+        rope: tuple[jax.Array, jax.Array],
         scale: float | None,
-        meetings: jax.Array | None,
-    ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array] | None:
-        """Returns x after the layer, the pages' arrays with the new token, and ``meetings`` for the
-        next layer; None where it is computed in parts.
+    ) -> tuple[jax.Array, list[dict[str, jax.Array]]] | None:
+        """Returns x after the layers, and each layer's pages with the new token; None where layers
+        are computed one after another.
         """
         ...
 
@@ -415,5 +414,5 @@ class Execution:
     packed: bool  # projections of one input are one weight: for serving, without tensor parallelism
     append: AppendHeads | None = None  # None: heads are rotated and appended one after another
     append_and_attend: AppendAndAttend | None = None  # None: ``append``, then ``decode``
-    decode_layer: DecodeLayer | None = None  # None: layers are computed in parts
+    decode_layers: DecodeLayers | None = None  # None: layers are computed one after another
     statistics: bool = False  # layers say what their activations are like, in ``Sums``

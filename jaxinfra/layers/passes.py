@@ -34,7 +34,6 @@ class Pass:
     dropout_key: jax.Array | None = None  # drops out where given
     # [B, T, D] that the layer adds its result to; None: whoever called it does.
     residual_BTD: jax.Array | None = None
-    meetings: jax.Array | None = None  # of a port ``decode_layer``, from layer to layer
 
 
 @jax.tree_util.register_dataclass
@@ -106,7 +105,6 @@ class LayerOutput:
     x: jax.Array  # [B, T, D] in the compute dtype
     cache: Any = None  # as it is after this pass; None where none was given
     sums: Any = dataclasses.field(default_factory=Sums)
-    meetings: jax.Array | None = None  # as in ``Pass``
 
 
 def labelled(x: jax.Array, label: str) -> jax.Array:

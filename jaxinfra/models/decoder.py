@@ -38,6 +38,7 @@ from jaxinfra.models.repetition import (
     one_repetition,
     repetition_of,
 )
+from jaxinfra.models.whole_step import check_whole, whole_step
 from jaxinfra.numerics.policy import unquantized
 from jaxinfra.numerics.recipe import Site
 
@@ -47,6 +48,8 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, execution: Execution, rngs: nnx.Rngs):
         check_recipes(config, execution)
+        if execution.decode_layers is not None:
+            check_whole(config)
         self.config = config
         self.execution = execution
         table = functools.partial(
@@ -199,12 +202,14 @@ class Decoder(nnx.Module):
             (None, None) if dropout_key is None else jax.random.split(dropout_key)
         )
         x_BTD = self.embed(token_ids, positions, embed_key)
-        meetings = None if self.execution.decode_layer is None else jnp.zeros(1, jnp.int32)
-        given = Pass(positions_BT=positions, segment_ids_BT=segment_ids, meetings=meetings)
+        given = Pass(positions_BT=positions, segment_ids_BT=segment_ids)
         layer_keys = None
         if blocks_key is not None:
             layer_keys = jax.random.split(blocks_key, self.config.num_layers)
         ropes = self.rope_tables(positions, contexts)
+        whole = whole_step(x_BTD, list(self.blocks), self.execution, given, ropes, cache)
+        if whole is not None:
+            return dataclasses.replace(whole, x=self.normalized(whole.x))
         caches, sums, num_blocks, num_layers = [], [], 0, 0
         for each in self.config.stacks:
             places = slice(num_blocks, num_blocks + len(each.pattern))
@@ -224,7 +229,7 @@ class Decoder(nnx.Module):
                 keys=keys,
                 cache=None if cache is None else cache[places],
             )
-            x_BTD, given = out.x, dataclasses.replace(given, meetings=out.meetings)
+            x_BTD = out.x
             caches += out.cache or ()
             sums += out.sums
         return LayerOutput(

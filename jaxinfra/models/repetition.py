@@ -146,7 +146,7 @@ def one_repetition(
         block = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[0], stacked))
         seen = in_layer(cached, cached.arrays, np.zeros((), np.int32))  # known when traced
         out = block(x_BTD, dataclasses.replace(given, rope=rope, cache=seen))
-        x_BTD, given = out.x, dataclasses.replace(given, meetings=out.meetings)
+        x_BTD = out.x
         sums.append(jax.tree.map(lambda leaf: leaf[None], out.sums))
         written.append(after_pass(cached, out.cache.arrays))
-    return LayerOutput(x=x_BTD, cache=tuple(written), sums=tuple(sums), meetings=given.meetings)
+    return LayerOutput(x=x_BTD, cache=tuple(written), sums=tuple(sums))

@@ -11,7 +11,7 @@ from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.layers.execution import Anywhere, Execution
 from jaxinfra.numerics.policy import POLICIES, Policy
 from jaxinfra.ops.append_heads import append_and_attend, append_packed_heads
-from jaxinfra.ops.decode_layer import decode_layer
+from jaxinfra.ops.decode_layers import decode_layers
 from jaxinfra.ops.few_rows import fused_few_rows, multiply_few_rows, swiglu_few_rows
 from jaxinfra.ops.fp8_swiglu import swiglu_input
 from jaxinfra.ops.multiply import multiply, prepared
@@ -54,7 +54,7 @@ def execution_on(
         cache_format: of keys and values, or latents, in a cache.
         step_launches: on a Hopper GPU, decode steps append within the kernel that attends, launched
             so; None: a kernel appends before it.
-        whole_layers: on a Hopper GPU, a layer of a decode step of one row is one launch.
+        whole_layers: on a Hopper GPU, all layers of a decode step of one row are one launch.
 
     Raises:
         UnsupportedError: packed weights where heads are split between devices, or in 8 bits; whole
@@ -91,7 +91,7 @@ def execution_on(
             if serves_alone and step_launches is not None
             else None
         ),
-        decode_layer=decode_layer if serves_alone and whole_layers else None,
+        decode_layers=decode_layers if serves_alone and whole_layers else None,
         prepare=functools.partial(prepared, devices=devices),
         attend=attention_on(placement, implementation=attention, method=context_method),
         attend_latents=latents_on(placement, implementation=attention, method=context_method),

@@ -130,8 +130,8 @@ class Attention:
                 left = plan.length - (i - (end - plan.tiles)) * self.sizes.keys
 
                 def put_token(x, ring, barriers, turn, row):
-                    places = self.wait(ring, barriers, slots, turn)
-                    self.sizes.put_token(x, *places, row)
+                    k, v = self.wait(ring, barriers, slots, turn)
+                    self.sizes.put_token(x, k, v, row)
 
                 @pl.when(i == end - 1)
                 def _():
@@ -179,8 +179,8 @@ class Attention:
         def add(ctx, held, x, ring, barriers, turn, left):
             del ctx
             turn, left = (each.registers.flat[0] for each in (turn, left))
-            places = self.wait(ring, barriers, slots, turn)
-            held = self.sizes.tile(self.held.apart(held), x, *places, left)
+            k, v = self.wait(ring, barriers, slots, turn)
+            held = self.sizes.tile(self.held.apart(held), x, k, v, left)
             for each in (turn, total(turn, constant(1))):
                 slots.leave(barriers, each)
             return self.held.together(held)

@@ -316,15 +316,15 @@ def merged(sizes: HeadSizes, attended, stats, column, parts: int, count: Any) ->
 
 
 def put_attended(
-    attended, stats, x_smem, block, tiles, line, blocks, sizes: HeadSizes, share: Share
+    attended, stats, x_smem, block, plan: Sequence[Any], sizes: HeadSizes, share: Share
 ) -> None:
     """What the block's units of a product are multiplied with, of what attention gave.
 
     Args:
-        tiles, line, blocks: of attention's plan.
+        plan: tiles of a head, tiles, blocks that have tiles.
         share: of the product.
     """
-    parts = most_parts(sizes.K, share.blocks)
+    (tiles, line, blocks), parts = plan, most_parts(sizes.K, share.blocks)
     line = arith.maxui(line, constant(1))
     for quad in quads(share.most_rows // QUAD):
         at, column = place_of(quad, block, share)

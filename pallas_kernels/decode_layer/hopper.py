@@ -199,8 +199,8 @@ class LayersKernel:
     def put_hidden(self, gmem, smem, wide: Product, down: Product) -> None:
         """Hidden values, of all blocks' gates and ups."""
 
-        def body(*given):
-            inputs.put_hidden(*given, down.share, wide.share)
+        def body(parts, x, block):
+            inputs.put_hidden(parts, x, block, down.share, wide.share)
             meet_in_block(THREADS)
 
         refs = [getattr(gmem, wide.parts), smem.x]
@@ -210,8 +210,8 @@ class LayersKernel:
         """What attention gave, of all blocks."""
         share = self.products[1].share
 
-        def body(*given):
-            put_attended(*given, self.attention.sizes, share)
+        def body(attended, stats, x, block, *plan):
+            put_attended(attended, stats, x, block, plan, self.attention.sizes, share)
             meet_in_block(THREADS)
 
         numbers = [lax.axis_index("block"), plan.tiles, plan.line, plan.blocks]

@@ -113,7 +113,7 @@ class TileStream:
             first = arith.cmpi(arith.CmpIPredicate.eq, mgpu_utils.thread_idx(), constant(0))
             with mgpu_utils.when(first):
                 self.slots.begin(barriers)
-                self.table.write(table, refs)
+                self.table.write(table, list(refs))
             meet_in_block(threads, everyone=True)
 
         each_thread(body, [smem.barriers, smem.table, *self.table.refs(gmem)], [])
@@ -226,8 +226,8 @@ class TileStream:
         @plgpu.inline_mgpu(arg_types=kinds)
         def put(ctx, sums, sums_smem, parts, *numbers):
             del ctx
-            numbers = [x.registers.flat[0] for x in numbers]
-            self.put(_HELD.apart(sums), sums_smem, parts, *numbers, share)
+            j, part, column = (x.registers.flat[0] for x in numbers)
+            self.put(_HELD.apart(sums), sums_smem, parts, j, part, column, share)
 
         put(sums, sums_smem, parts, *map(splat, numbers))
 

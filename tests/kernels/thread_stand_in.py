@@ -1,4 +1,5 @@
-"""Threads of a warpgroup or of a block in NumPy, for bodies of ``plgpu.inline_mgpu`` that no interpreter knows.
+"""Threads of a warpgroup or of a block in NumPy, for bodies of ``plgpu.inline_mgpu``, which no
+interpreter knows.
 
 Values are arrays with an element for each thread; every instruction is executed by all of them
 before the next, so that barriers have nothing to do. Instructions are told by their text.
@@ -15,14 +16,23 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.decode_layer import attention_threads, inputs, parts, per_thread, stream
-from pallas_kernels.hopper import cluster_sums, grid, resident_rows, threads
+from pallas_kernels.decode_layer import (
+    attention,
+    attention_threads,
+    inputs,
+    parts,
+    per_thread,
+    stream,
+    table,
+)
+from pallas_kernels.hopper import cluster_sums, grid, resident_rows, slots, threads
 from pallas_kernels.hopper.machine import WARPGROUP
 
 _BLOCK = 1 << 24  # bytes of addresses that a block of a cluster has
 _I32, _F32, _F64 = np.uint32, np.float32, np.float64
 _MODULES = (
-    threads, resident_rows, cluster_sums, grid, attention_threads, inputs, parts, per_thread, stream
+    threads, resident_rows, cluster_sums, grid, slots,
+    attention, attention_threads, inputs, parts, per_thread, stream, table,
 )  # fmt: skip
 """Whose instructions these threads execute."""
 
@@ -46,7 +56,13 @@ class Warpgroup:
             (r"ld\.(?:global\.nc|shared|relaxed\.gpu\.global)\.v\d", self._load_several),
             (r"ld\.shared\.f32", lambda place, _: self._load(place, _F32)),
             (r"st\.(?:shared|global)\.(?:v\d\.)?(?:b32|f32)", self._store_words),
-            (r"bar\.sync|fence\.proxy", lambda _: None),
+            (r"bar\.(?:warp\.)?sync", lambda _: None),
+            (r"ld\.shared\.b64", lambda place, _: self._load(place, np.int64)),
+            (r"ld\.global\.nc\.b32", lambda place, _: self._load(place, np.int32)),
+            (r"st\.shared\.b64", self._store_address),
+            # Tiles are there when they are waited for, and copies take no time.
+            (r"\s*\{|mbarrier\.|cp\.async\.mbarrier", lambda *_: None),
+            (r"cp\.async\.cg", self._copy),
             (r"fma\.rn", lambda a, b, c, _: (_F64(a) * b + c).astype(_F32)),
             (r"ld\.global\.nc\.b16", lambda place, _: self._load(place, np.uint16)),
             (r"ld\.shared::cluster\.f32", lambda place, _: self._load(place, _F32)),
@@ -96,6 +112,15 @@ class Warpgroup:
             found = np.broadcast_to(np.asarray(word, kind), self.count)[self.mask]
             self.memory[at] = np.ascontiguousarray(found)[:, None].view(np.uint8)
 
+    def _store_address(self, place: Any, address: Any, _: str) -> None:
+        at = self._bytes(place, 8)[self.mask]
+        found = np.broadcast_to(np.asarray(address, np.int64), self.count)[self.mask]
+        self.memory[at] = np.ascontiguousarray(found)[:, None].view(np.uint8)
+
+    def _copy(self, target: Any, source: Any, _: str) -> None:
+        at, what = (self._bytes(place, 16)[self.mask] for place in (target, source))
+        self.memory[at] = self.memory[what]
+
     def _shuffle(self, x: np.ndarray, text: str) -> np.ndarray:
         distance = int(re.findall(r"\$1, (\d+)", text)[0])
         return np.broadcast_to(x, self.count)[np.arange(self.count) ^ distance]
@@ -142,7 +167,7 @@ class Warpgroup:
             remui=integer(np.remainder), andi=integer(np.bitwise_and), xori=integer(np.bitwise_xor),
             shrui=integer(np.right_shift), shli=integer(np.left_shift), minui=integer(np.minimum),
             extui=lambda _, x: x, trunci=lambda _, x: np.asarray(x) & 0xFFFF, bitcast=bitcast,
-            index_cast=lambda _, x: x, select=np.where, constant=lambda _, x: np.int64(x),
+            index_cast=lambda _, x: x, select=np.where, maxsi=integer(np.maximum),
             subi=integer(np.subtract), maxui=integer(np.maximum), maximumf=np.maximum,
             subf=lambda a, b: np.subtract(a, b, dtype=_F32),
             divf=lambda a, b: np.divide(a, b, dtype=_F32),

@@ -119,18 +119,14 @@ def test_a_layer_is_seven_kernels(weights, monkeypatch):
                 assert out.aval.size < PAGES, each
 
 
-def test_a_whole_layer_is_one_kernel():
+def test_whole_layers_are_one_kernel():
     with compiling_for(H200):
         step = traced_step("bf16", config(2048), whole_layers=True)
         with pytest.raises(UnsupportedError, match="whole layers of weights in int4"):
             traced_step("int4 g128", config(2048), whole_layers=True)
-    layers = [e for e in step.eqns if e.params.get("name") == "one_repetition"]
-    assert len(layers) == 2
-    for layer in layers:
-        found = [*operations(layer.params["jaxpr"].jaxpr)]
-        assert [e.primitive.name for e in found].count("mpmd_map") == 1
-        (x, *_), *_ = [e.outvars for e in found if e.primitive.name == "mpmd_map"]
-        assert x.aval.shape == (1, 2048)
+    found = [*operations(step)]
+    (kernel,) = [e for e in found if e.primitive.name == "mpmd_map"]
+    assert kernel.outvars[0].aval.shape == (1, 2048)
 
 
 def test_whole_layers_that_are_none_are_refused():
@@ -140,8 +136,10 @@ def test_whole_layers_that_are_none_are_refused():
     for change in ({"window": 100}, {"sinks": True}, {"qkv_bias": True}):
         mixer = dataclasses.replace(ATTENTION, **change)
         block = dataclasses.replace(stack.pattern[0], mixer=mixer)
-        changed = dataclasses.replace(stack, pattern=(block,))
+        changed = dataclasses.replace(stack, pattern=(block,), repeats=1)
         with pytest.raises(UnsupportedError, match="whole layers with attention"):
             define_model(dataclasses.replace(config(), stacks=(changed,)), whole)
+    with pytest.raises(UnsupportedError, match="stacked layers"):
+        define_model(config(), whole)
     with pytest.raises(UnsupportedError, match="not packed"):
         execution_on(policy=policy, whole_layers=True)
