@@ -4,7 +4,7 @@
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import jax
@@ -18,7 +18,6 @@ from jaxinfra.numerics.policy import Policy
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.cached_attention import Pages
 from jaxinfra.ops.cross_entropy import CrossEntropySums
-from jaxinfra.ops.decode_layers import LayerWeights
 from jaxinfra.ops.deferred import Deferred
 from jaxinfra.ops.experts import ExpertWeights, apply_experts
 from jaxinfra.ops.fp8_operands import Input
@@ -331,28 +330,11 @@ class Place(Protocol):
         ...
 
 
-class DecodeLayers(Protocol):
-    """All layers' step of one token; ``jaxinfra.ops.decode_layers.decode_layers`` is one."""
-
-    def __call__(
-        self,
-        x_BTD: jax.Array,
-        layers: Sequence[LayerWeights],
-        pages: Sequence[Pages],
-        *,
-        positions_BT: jax.Array,
-        rope: tuple[jax.Array, jax.Array],
-        scale: float | None,
-    ) -> tuple[jax.Array, list[dict[str, jax.Array]]] | None:
-        """Returns x after the layers, and each layer's pages with the new token; None where layers
-        are computed one after another.
-        """
-        ...
-
+type DecodeLayers = Callable[..., tuple[jax.Array, list[dict[str, jax.Array]]] | None]
+"""All layers' step of one token: x, each layer's pages; ``jaxinfra.ops.decode_layers`` has one."""
 
 type AppendAndAttend = Callable[..., tuple[jax.Array, dict[str, jax.Array]] | None]
-"""``AppendHeads`` given ``sinks_N`` too, and in the place of queries what they find, at once;
-``jaxinfra.ops.append_heads.append_and_attend`` is one."""
+"""``AppendHeads`` given ``sinks_N`` too: what queries find; ``ops.append_heads`` has one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from .config import WIDTH
 from .per_thread import COPIED_ROWS, copied_place, each_thread, row_place, splat
 
 
-class AttentionPlan(NamedTuple):
+class KeyPlan(NamedTuple):
     """Numbers that all of a block's roles read once; int32."""
 
     length: jax.Array  # keys, the new one among them
@@ -64,7 +64,7 @@ class Attention:
             return f"{s.N} query heads, {s.K} kv heads of {s.H} columns: those are 64 or 128"
         return None
 
-    def plan(self, gmem) -> AttentionPlan:
+    def plan(self, gmem) -> KeyPlan:
         """Of this step."""
         s, block = self.sizes, lax.axis_index("block")
         length = jnp.clip(gmem.positions[0] + 1, 0, self.table * self.page)
@@ -75,9 +75,9 @@ class Attention:
             lax.div(jnp.minimum(b, blocks) * line, jnp.maximum(blocks, 1))
             for b in (block, block + 1)
         )
-        return AttentionPlan(length, tiles, line, blocks, start, stop)
+        return KeyPlan(length, tiles, line, blocks, start, stop)
 
-    def load(self, gmem, smem, plan: AttentionPlan, layer, before, slots, table) -> None:
+    def load(self, gmem, smem, plan: KeyPlan, layer, before, slots, table) -> None:
         """Keys and values of the block's tiles into the ring, from turn ``before`` on."""
 
         def body(tables, barriers, addresses, ring, layer, turn, head, tile):
@@ -117,7 +117,7 @@ class Attention:
             slots.wait_free(barriers, mine)
             slots.fill(barriers, mine, copies)
 
-    def attend(self, gmem, smem, plan: AttentionPlan, layer, before, slots, table) -> None:
+    def attend(self, gmem, smem, plan: KeyPlan, layer, before, slots, table) -> None:
         """The block's tiles, to its parts."""
 
         def head(h, _):
@@ -148,7 +148,7 @@ class Attention:
             stop = lax.div(plan.stop - 1, plan.tiles) + 1
             lax.fori_loop(lax.div(plan.start, plan.tiles), stop, head, None)
 
-    def prepare(self, gmem, smem, table, layer, h, plan: AttentionPlan, *, is_last) -> None:
+    def prepare(self, gmem, smem, table, layer, h, plan: KeyPlan, *, is_last) -> None:
         """A head's queries, and the new key and value, turned, into shared memory."""
         at = jnp.maximum(plan.length - 1, 0)
         page = gmem.tables[0, lax.div(at, self.page)]

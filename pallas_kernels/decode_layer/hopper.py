@@ -21,7 +21,7 @@ from pallas_kernels.hopper.machine import NUM_PROCESSORS
 from pallas_kernels.hopper.mosaic import plgpu
 
 from . import inputs
-from .attention import Attention, AttentionPlan
+from .attention import Attention, KeyPlan
 from .attention_threads import HeadSizes, most_parts, put_attended
 from .config import GROUPS, MOST_LAYERS, SLICES, THREADS, Share, num_stages
 from .per_thread import each_thread
@@ -169,7 +169,7 @@ class LayersKernel:
         pl.when(wg < GROUPS)(functools.partial(self.compute, gmem, smem, plan))
         pl.when(wg == GROUPS)(functools.partial(self.stream.load, gmem, smem, plan))
 
-    def compute(self, gmem, smem, plan: AttentionPlan) -> None:
+    def compute(self, gmem, smem, plan: KeyPlan) -> None:
         """Layers, one after another; blocks meet where one reads what others wrote."""
         stream, (_, out, wide, down) = self.stream, self.products
         grid = GridBarrier(blocks=self.blocks, threads=THREADS)
@@ -206,7 +206,7 @@ class LayersKernel:
         refs = [getattr(gmem, wide.parts), smem.x]
         each_thread(body, refs, [lax.axis_index("block")])
 
-    def put_attended(self, gmem, smem, plan: AttentionPlan) -> None:
+    def put_attended(self, gmem, smem, plan: KeyPlan) -> None:
         """What attention gave, of all blocks."""
         share = self.products[1].share
 

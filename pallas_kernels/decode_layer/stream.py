@@ -35,7 +35,7 @@ from pallas_kernels.hopper.threads import (
     widened_pair,
 )
 
-from .attention import Attention, AttentionPlan
+from .attention import Attention, KeyPlan
 from .config import DEPTH, GROUPS, SLICES, THREADS, TILE_BYTES, WIDTH, Share
 from .per_thread import (
     COPIED_ROWS,
@@ -46,7 +46,7 @@ from .per_thread import (
     splat,
     warp_and_lane,
 )
-from .table import Table
+from .table import AddressTable
 
 _COLUMNS = 8  # of a lane: 16 bytes
 _ACROSS = WIDTH // _COLUMNS  # lanes side by side
@@ -92,9 +92,9 @@ class TileStream:
         return Slots(count=self.num_stages, warps=SLICES, bytes=TILE_BYTES)
 
     @property
-    def table(self) -> Table:
+    def table(self) -> AddressTable:
         """Where layers' arrays are."""
-        return Table(num_layers=self.num_layers)
+        return AddressTable(num_layers=self.num_layers)
 
     def scratch(self) -> dict[str, Any]:
         """The ring, sums, barriers."""
@@ -118,14 +118,14 @@ class TileStream:
 
         each_thread(body, [smem.barriers, smem.table, *self.table.refs(gmem)], [])
 
-    def before(self, layer: jax.Array, which: int, plan: AttentionPlan) -> jax.Array:
+    def before(self, layer: jax.Array, which: int, plan: KeyPlan) -> jax.Array:
         """Tiles of the block that pass the ring before those of a product."""
         counts = [self.products[0].count(), 2 * (plan.stop - plan.start)]
         counts += [product.count() for product in self.products[1:]]
         before = functools.reduce(jnp.add, counts[: which and which + 1], jnp.int32(0))
         return layer * functools.reduce(jnp.add, counts) + before
 
-    def load(self, gmem, smem, plan: AttentionPlan) -> None:
+    def load(self, gmem, smem, plan: KeyPlan) -> None:
         """Fills the ring with all that the block needs."""
 
         def copy_product(layer, which: int, product: Product) -> None:
@@ -163,12 +163,12 @@ class TileStream:
             copies.append((beyond(source, 2 * i * share.N), total(target, constant(2 * i * WIDTH))))
         self.slots.fill(barriers, turn, copies)
 
-    def attend(self, gmem, smem, plan: AttentionPlan, layer: jax.Array) -> None:
+    def attend(self, gmem, smem, plan: KeyPlan, layer: jax.Array) -> None:
         """The block's part of attention."""
         before = self.before(layer, 0, plan) + self.products[0].count()
         self.attention.attend(gmem, smem, plan, layer, before, self.slots, self.table)
 
-    def multiply(self, gmem, smem, layer: jax.Array, which: int, plan: AttentionPlan) -> None:
+    def multiply(self, gmem, smem, layer: jax.Array, which: int, plan: KeyPlan) -> None:
         """Products of the numbers in ``smem.x`` with the block's tiles, to its parts."""
         product = self.products[which]
         down, before = product.share.down, self.before(layer, which, plan)

@@ -14,7 +14,7 @@ NAMES = ("qkv", "out", "gate_up", "down", "attention_scale", "mlp_scale", "k", "
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
+class AddressTable:
     """Of so many layers."""
 
     num_layers: int
