@@ -107,15 +107,18 @@ kept = jax.jit(run, static_argnames="form")
 
 def check(arguments: tuple[Any, ...], form: LayerImplementation) -> dict[str, Any]:
     """All layers against the formula, and against themselves."""
-    want, got = (kept(*arguments, form=each) for each in ("reference", form))
+    x, pools, weights, place = arguments
+    want, got = (x, []), kept(*arguments, form=form)
+    for layer in zip(pools, weights, strict=True):  # compiled once for all
+        y, after = kept(want[0], *([each] for each in layer), place, form="reference")
+        want = y, want[1] + after
     wrong = sum(not bool(jnp.all(kept(*arguments, form=form)[0] == got[0])) for _ in range(REPEATS))
 
     def error(a, b) -> float:
         a, b = (each.astype(jnp.float32) for each in (a, b))
         return float(jnp.linalg.norm((a - b).ravel()) / jnp.linalg.norm(b.ravel()))
 
-    x = arguments[0].astype(jnp.float32)
-    added = [y.astype(jnp.float32) - x for y, _ in (got, want)]
+    added = [y.astype(jnp.float32) - x.astype(jnp.float32) for y, _ in (got, want)]
     pools = max(jax.tree.leaves(jax.tree.map(error, got[1], want[1])))
     return {
         "ok": error(*added) < LARGEST_ERROR and pools < LARGEST_ERROR and wrong == 0,
