@@ -1,5 +1,6 @@
 """The public function: validates, chooses who computes. Dims: as in ``reference``."""
 
+import functools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -109,14 +110,28 @@ def _check(call: LayersCall) -> None:
 
 
 def _apart(call: LayersCall) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
-    x, M, after = call.x, len(call.x), []
+    x, after = call.x, []
     for layer, (k, v) in zip(call.layers, call.pages, strict=True):
-        heads = fused_matmul(x, layer.qkv, norm=layer.attention_norm)
-        heads = heads.reshape(M, 1, -1, k.shape[3])
-        q, k, v = append_heads(heads, k, v, call.tables, *call.per_token())
-        attended = paged_attention(q, k, v, call.tables, call.positions + 1, scale=call.scale)
+        x, k, v = _layer_apart(x, layer, k, v, call.tables, call.per_token(), scale=call.scale)
         after.append((k, v))
-        x = fused_matmul(attended.reshape(M, -1), layer.out, residual=x)
-        hidden = fused_matmul(x, layer.gate_up, norm=layer.mlp_norm, swiglu=True)
-        x = fused_matmul(hidden, layer.down, residual=x)
     return x, after
+
+
+@functools.partial(jax.jit, static_argnames="scale")  # traced once for all layers
+def _layer_apart(
+    x: jax.Array,
+    layer: LayerWeights,
+    k: jax.Array,
+    v: jax.Array,
+    tables: jax.Array,
+    per_token: tuple[jax.Array, tuple[jax.Array, jax.Array]],
+    *,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    heads = fused_matmul(x, layer.qkv, norm=layer.attention_norm)
+    q, k, v = append_heads(heads.reshape(len(x), 1, -1, k.shape[3]), k, v, tables, *per_token)
+    lengths = per_token[0][:, 0] + 1
+    attended = paged_attention(q, k, v, tables, lengths, scale=scale)
+    x = fused_matmul(attended.reshape(len(x), -1), layer.out, residual=x)
+    hidden = fused_matmul(x, layer.gate_up, norm=layer.mlp_norm, swiglu=True)
+    return fused_matmul(hidden, layer.down, residual=x), k, v

@@ -36,6 +36,7 @@ class KeyPlan(NamedTuple):
     blocks: jax.Array  # that have tiles
     start: jax.Array  # the block's
     stop: jax.Array
+    place: jax.Array  # slot of the pool that the new token goes into; below 0 where there is none
 
     def first_block(self, head: jax.Array) -> jax.Array:
         """Who has a head's first tile."""
@@ -75,7 +76,11 @@ class Attention:
             lax.div(jnp.minimum(b, blocks) * line, jnp.maximum(blocks, 1))
             for b in (block, block + 1)
         )
-        return KeyPlan(length, tiles, line, blocks, start, stop)
+        at = jnp.maximum(length - 1, 0)
+        page = gmem.tables[0, lax.div(at, self.page)]
+        is_kept = (length > 0) & (page >= 0) & (page < self.num_pages)
+        place = jnp.where(is_kept, page * self.page + lax.rem(at, self.page), -1)
+        return KeyPlan(length, tiles, line, blocks, start, stop, place)
 
     def load(self, gmem, smem, plan: KeyPlan, layer, before, slots, table) -> None:
         """Keys and values of the block's tiles into the ring, from turn ``before`` on."""
@@ -150,17 +155,13 @@ class Attention:
 
     def prepare(self, gmem, smem, table, layer, h, plan: KeyPlan, *, is_last) -> None:
         """A head's queries, and the new key and value, turned, into shared memory."""
-        at = jnp.maximum(plan.length - 1, 0)
-        page = gmem.tables[0, lax.div(at, self.page)]
-        is_kept = is_last & (page >= 0) & (page < self.num_pages)
-        place = jnp.maximum(page, 0) * self.page + lax.rem(at, self.page)
 
         def body(heads, cos, sin, x, addresses, layer, h, place):
             pools = [table.address(addresses, name, layer) for name in ("k", "v")]
             self.sizes.put_heads(heads, cos, sin, x, pools, h, place)
 
         refs = [gmem.qkv_parts, gmem.cos, gmem.sin, smem.x, smem.table]
-        each_thread(body, refs, [layer, h, jnp.where(is_kept, place, -1)])
+        each_thread(body, refs, [layer, h, jnp.where(is_last, plan.place, -1)])
 
     def wait(self, ring, barriers, slots: Slots, turn) -> list[Any]:
         """Where tiles of keys and of values lie, once they do."""

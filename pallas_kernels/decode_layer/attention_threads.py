@@ -36,7 +36,7 @@ from pallas_kernels.hopper.tile import LOG2E
 
 from .config import DEPTH, SLICES, THREADS, WIDTH, Share
 from .inputs import place_of, quads, store_quad
-from .parts import QUAD, Columns, added
+from .parts import QUAD, Columns, added, asked_quad
 from .per_thread import below, row_place, warp_and_lane
 
 _COLUMNS = 8  # of a lane: 16 bytes
@@ -275,68 +275,82 @@ class HeadSizes:
         return [arith.bitcast(ir.F32Type.get(), word) for word in words]
 
 
-def merged(sizes: HeadSizes, attended, stats, column, parts: int, count: Any) -> list[Any]:
-    """Four columns of what attention gives, of all blocks' parts.
-
-    Args:
-        column: of all heads.
-        parts: at most; count: how many there are of this head.
-    """
-    head, d = (f(column, constant(sizes.H)) for f in (arith.divui, arith.remui))
-    rows = [total(head, constant(part * sizes.N)) for part in range(parts)]
-    relaxed = "ld.relaxed.gpu.global"
-    both = [
-        loaded(f"{relaxed}.v2.b32", global_place(stats, total((row, 2)), 4), 2, kind="l")
-        for row in rows
-    ]
-    words = [
-        loaded(
-            f"{relaxed}.v4.b32", global_place(attended, total((row, sizes.H), d), 4), QUAD, kind="l"
-        )
-        for row in rows
-    ]
-
-    def there(part: int, word: Any, otherwise: float) -> Any:
-        found = arith.bitcast(ir.F32Type.get(), word)
-        return arith.select(below(constant(part), count), found, number(otherwise))
-
-    peaks = [there(part, each[0], _NO_MAXIMUM) for part, each in enumerate(both)]
-    sums = [there(part, each[1], 0.0) for part, each in enumerate(both)]
-    _, factors = _factors(peaks)
-    below_all = _dot(factors, sums)
-    # Where nothing is seen, the result is 0.
-    is_nothing = arith.cmpf(arith.CmpFPredicate.OEQ, below_all, number(0.0))
-    below_all = arith.select(is_nothing, number(1.0), below_all)
-    return [
-        arith.divf(
-            _dot(factors, [there(p, each[i], 0.0) for p, each in enumerate(words)]), below_all
-        )
-        for i in range(QUAD)
-    ]
-
-
 def put_attended(
     attended, stats, x_smem, block, plan: Sequence[Any], sizes: HeadSizes, share: Share
 ) -> None:
     """What the block's units of a product are multiplied with, of what attention gave.
 
+    A thread of each head says what its parts are multiplied with, while all wait for the columns.
+
     Args:
         plan: tiles of a head, tiles, blocks that have tiles.
         share: of the product.
     """
-    (tiles, line, blocks), parts = plan, most_parts(sizes.K, share.blocks)
-    line = arith.maxui(line, constant(1))
-    for quad in quads(share.most_rows // QUAD):
+    parts = most_parts(sizes.K, share.blocks)
+    factors = total(address(x_smem), constant(4 * share.most_rows))
+    for i, quad in enumerate(quads(share.most_rows // QUAD)):
         at, column = place_of(quad, block, share)
-        first = arith.muli(arith.divui(column, constant(sizes.group * sizes.H)), tiles)
+        head, d = (f(column, constant(sizes.H)) for f in (arith.divui, arith.remui))
+        asked = []
+        for part in range(parts):
+            row = total(head, constant(part * sizes.N))
+            asked.append(asked_quad(attended, total((row, sizes.H), d)))
+        if i == 0:
+            _put_factors(stats, factors, parts, block, plan, sizes, share)
+            meet_in_block(THREADS)
+        mine = total(factors, (arith.divui(at, constant(sizes.H)), 4 * parts))
+        sums = [number(0.0)] * QUAD
+        for part, found in enumerate(asked):
+            factor = _shared_number(mine, 4 * part)
+            # What no block has written may be no number.
+            is_none = arith.cmpf(arith.CmpFPredicate.OEQ, factor, number(0.0))
+            for e, each in enumerate(found):
+                sums[e] = fused(factor, arith.select(is_none, number(0.0), each), sums[e])
+        store_quad(x_smem, at, sums)
+
+
+def _put_factors(stats, factors, parts: int, block, plan, sizes: HeadSizes, share: Share) -> None:
+    """Of each of the block's heads what its parts are multiplied with, to shared memory."""
+    tiles, line, blocks = plan
+    mine, heads = mgpu_utils.thread_idx(), share.most_rows // sizes.H
+    assert heads <= THREADS, "a thread has a head"
+    with mgpu_utils.when(below(mine, constant(heads))):
+        _, column = place_of(total((mine, sizes.H // QUAD)), block, share)
+        head = arith.divui(column, constant(sizes.H))
+        both = []
+        for part in range(parts):
+            place = global_place(stats, total((head, 2), constant(2 * part * sizes.N)), 4)
+            both.append(loaded("ld.relaxed.gpu.global.v2.b32", place, 2, kind="l"))
+        first = arith.muli(arith.divui(head, constant(sizes.group)), tiles)
         last = total(first, tiles, constant(-1))
+        line = arith.maxui(line, constant(1))
         ends = [
             arith.divui(total(arith.muli(total(tile, constant(1)), blocks), constant(-1)), line)
             for tile in (first, last)
         ]
         count = arith.subi(total(ends[1], constant(1)), ends[0])
         count = arith.select(below(constant(0), tiles), count, constant(0))
-        store_quad(x_smem, at, merged(sizes, attended, stats, column, parts, count))
+        peaks, sums = (
+            [
+                arith.select(
+                    below(constant(part), count),
+                    arith.bitcast(ir.F32Type.get(), words[which]),
+                    number(otherwise),
+                )
+                for part, words in enumerate(both)
+            ]
+            for which, otherwise in enumerate((_NO_MAXIMUM, 0.0))
+        )
+        _, powers = _factors(peaks)
+        below_all = _dot(powers, sums)
+        # Where nothing is seen, the result is 0.
+        is_nothing = arith.cmpf(arith.CmpFPredicate.OEQ, below_all, number(0.0))
+        below_all = arith.select(is_nothing, number(1.0), below_all)
+        for part, power in enumerate(powers):
+            power = arith.select(below(constant(part), count), power, number(0.0))
+            place = total(factors, (mine, 4 * parts), constant(4 * part))
+            text = "st.shared.f32 [$0], $1;"
+            assembly(None, [place, arith.divf(power, below_all)], text, "r,f", pure=False)
 
 
 def most_parts(heads: int, blocks: int) -> int:

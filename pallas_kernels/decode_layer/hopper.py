@@ -18,7 +18,8 @@ from pallas_kernels.common.row_inputs import RmsNorm
 from pallas_kernels.hopper.grid import GridBarrier, meet_in_block
 from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.machine import NUM_PROCESSORS
-from pallas_kernels.hopper.mosaic import plgpu
+from pallas_kernels.hopper.mosaic import arith, mgpu_utils, plgpu
+from pallas_kernels.hopper.threads import assembly, constant, global_place
 
 from . import inputs
 from .attention import Attention, KeyPlan
@@ -30,6 +31,9 @@ from .stream import Product, TileStream
 
 DTYPES = ("bfloat16", "float16")
 _LEAST_STAGES = 4
+_MEETINGS = 5  # of a layer
+_SCALES = "attention_scale", "mlp_scale"
+_LINE = 128  # bytes that L2 is asked for
 _ATTENTION, _MLP = 0, 1  # rows of the stream: what either's norm is of
 
 
@@ -112,7 +116,9 @@ class LayersKernel:
     def x_numbers(self) -> int:
         """fp32 numbers in shared memory beside tiles, at most."""
         counts = [p.share.K if p.is_whole else p.share.most_rows for p in self.products]
-        return max(*counts, self.attention.sizes.x_numbers)
+        rows, sizes = self.products[1].share.most_rows, self.attention.sizes
+        factors = rows // sizes.H * most_parts(sizes.K, self.blocks)
+        return max(*counts, sizes.x_numbers, rows + factors)
 
     @property
     def blocks(self) -> int:
@@ -166,8 +172,17 @@ class LayersKernel:
         wg = lax.axis_index("wg")
         plan = self.attention.plan(gmem)
         self.stream.begin(gmem, smem)
-        pl.when(wg < GROUPS)(functools.partial(self.compute, gmem, smem, plan))
-        pl.when(wg == GROUPS)(functools.partial(self.stream.load, gmem, smem, plan))
+
+        # Of a multiprocessor's registers as many as all that warpgroups began with, less a few.
+        @pl.when(wg < GROUPS)
+        def _():
+            plgpu.set_max_registers(208, action="increase")
+            self.compute(gmem, smem, plan)
+
+        @pl.when(wg == GROUPS)
+        def _():
+            plgpu.set_max_registers(80, action="decrease")
+            self.stream.load(gmem, smem, plan)
 
     def compute(self, gmem, smem, plan: KeyPlan) -> None:
         """Layers, one after another; blocks meet where one reads what others wrote."""
@@ -176,22 +191,28 @@ class LayersKernel:
         put_normed = functools.partial(self.put_normed, gmem, smem)
 
         def layer(i, _):
+            def meet(which: int) -> None:
+                grid.meet(gmem.counter, i * _MEETINGS + which)
+
             multiply = functools.partial(stream.multiply, gmem, smem, i, plan=plan)
             pl.when(i == 0)(lambda: put_normed(i, _ATTENTION, None))
             pl.when(i > 0)(lambda: put_normed(i, _ATTENTION, down))
             multiply(0)
-            grid.meet(gmem.counter)
+            self.ask_for_scale(smem, i, _MLP)
+            meet(0)
             stream.attend(gmem, smem, plan, i)
-            grid.meet(gmem.counter)
+            meet(1)
             self.put_attended(gmem, smem, plan)
             multiply(1)
-            grid.meet(gmem.counter)
+            meet(2)
             put_normed(i, _MLP, out)
             multiply(2)
-            grid.meet(gmem.counter)
+            meet(3)
             self.put_hidden(gmem, smem, wide, down)
+            after = jnp.minimum(i + 1, self.num_layers - 1)
+            self.ask_for_scale(smem, after, _ATTENTION)
             multiply(3)
-            grid.meet(gmem.counter)
+            meet(4)
 
         lax.fori_loop(0, self.num_layers, layer, None)
         self.write(gmem, down)
@@ -217,9 +238,24 @@ class LayersKernel:
         numbers = [lax.axis_index("block"), plan.tiles, plan.line, plan.blocks]
         each_thread(body, [gmem.attended, gmem.stats, smem.x], numbers)
 
+    def ask_for_scale(self, smem, layer: jax.Array, row: int) -> None:
+        """Has a norm's scale in L2 by when it is needed: a read of memory takes long while the ring
+        is filled.
+        """
+        name, scale = _SCALES[row], self.norms[row].scale
+        lines = -(-scale.shape[0] * scale.dtype.itemsize // _LINE)
+
+        def body(addresses, layer):
+            place = self.stream.table.address(addresses, name, layer)
+            mine = arith.minui(mgpu_utils.thread_idx(), constant(lines - 1))
+            line = global_place(place, mine, _LINE)
+            assembly(None, [line], "prefetch.global.L2 [$0];", "l", pure=False)
+
+        each_thread(body, [smem.table], [layer])
+
     def put_normed(self, gmem, smem, layer: jax.Array, row: int, product: Product | None) -> None:
         """The normalized stream, with a product added, into shared memory."""
-        name, table = ("attention_scale", "mlp_scale")[row], self.stream.table
+        name, table = _SCALES[row], self.stream.table
         share, parts = None, []
         if product is not None:
             share, parts = product.share, [getattr(gmem, product.parts)]

@@ -193,7 +193,7 @@ def test_attention_of_all_blocks(H, length):
             block.run(sizes.leave, held, x_smem, attended, stats, h, part)
     got = np.zeros(N * H)
     out = Share(K=N * H, N=256, blocks=blocks)
-    x_smem = block.nothing(out.most_rows)
+    x_smem = block.nothing(out.most_rows + out.most_rows // H * parts)
     for b in range(blocks):
         plan = tiles, line, used
         block.run(put_attended, attended, stats, x_smem, b, plan, sizes, out)
