@@ -37,6 +37,7 @@ from jaxinfra.models.definition import ModelDefinition, define_model
 from jaxinfra.models.serving_form import serving_form, serving_parameters
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.parallel.execution import execution_on
+from jaxinfra.serving.engine.weights import NamedArrays
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingNeeds, SamplingRows
 from jaxinfra.serving.steps import DecodeState, StepConfig, decode, prefill
 from pallas_kernels.hopper.launch import Launches
@@ -70,6 +71,11 @@ class Form:
     definition: ModelDefinition
     weights: nnx.State
     graphdef: nnx.GraphDef
+
+    @functools.cached_property
+    def arrays(self) -> NamedArrays:
+        """The weights as the engine passes them: Python would walk through a state."""
+        return NamedArrays.of(self.weights)
 
     def state(self, batch: int, context: int, sampling: SamplingConfig) -> DecodeState:
         """Rows in the midst of generation; numbers, as zeros take less power."""
@@ -155,7 +161,11 @@ def step_of(
         needs=SamplingNeeds.of([sampling]),
     )
     tokens = jax.ShapeDtypeStruct(state.positions_B.shape, jnp.int32)
-    lowered = decode.lower(form.weights, state, tokens, config=config)
+
+    def step(weights: NamedArrays, state: DecodeState, tokens: jax.Array):
+        return decode(weights.state, state, tokens, config=config)
+
+    lowered = jax.jit(step, donate_argnums=1).lower(form.arrays, state, tokens)
     return lowered.compile(compiler_options=BUFFERS[buffers] or None)
 
 
@@ -165,14 +175,14 @@ def timed(step: jax.stages.Compiled, form: Form, make_state, *, steps: int) -> d
     tokens = jnp.arange(state.positions_B.size, dtype=jnp.int32)
     first = []
     for _ in range(3):
-        tokens, state = step(form.weights, state, tokens)
+        tokens, state = step(form.arrays, state, tokens)
         first.append(jax.device_get(tokens)[:4].tolist())
     taken, issued = [], []
     for _ in range(ROUNDS):
         jax.block_until_ready(tokens)
         start = time.perf_counter()
         for _ in range(steps):
-            tokens, state = step(form.weights, state, tokens)
+            tokens, state = step(form.arrays, state, tokens)
         issued.append((time.perf_counter() - start) / steps)
         jax.block_until_ready(tokens)
         taken.append((time.perf_counter() - start) / steps)

@@ -31,8 +31,13 @@ def decode_layers(
         UnsupportedError: a step that the kernel cannot compute.
     """
     tables_BM = pages[0].tables_BM
-    if positions_BT.size > 1 or tables_BM is None or device.target().capability != (9, 0):
+    if positions_BT.size > 1 or device.target().capability != (9, 0):
         return None
+    if tables_BM is None:
+        raise UnsupportedError(
+            "whole layers with a cache that does not divide into pages: the kernel reads pages; "
+            "give it a multiple of 16 slots, or leave whole_layers=False"
+        )
     formats = {each.format for each in pages}
     if formats != {CacheFormat.PLAIN}:
         raise UnsupportedError(
