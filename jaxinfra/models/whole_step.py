@@ -103,20 +103,16 @@ def _weights(block: Block, x_BTD: jax.Array) -> LayerWeights:
     assert isinstance(attention, GroupedAttention), "check_whole"
     assert isinstance(mlp, Mlp), "check_whole"
 
-    def matrix(layer: Projection | None, contracted: int = 1) -> jax.Array:
+    def matrix(layer: Projection | None, contracted: int = 1) -> jax.Array | QuantizedWeight:
         assert layer is not None, "packed"
-        weight = layer.weight.get_value()
+        weight = jax.tree.map(lambda leaf: leaf[0], layer.weight.get_value())
         if layer.adapter is not None:
             raise UnsupportedError(
                 "whole layers with adapters: merge them first, or leave whole_layers=False"
             )
         if isinstance(weight, QuantizedWeight):
-            raise UnsupportedError(
-                f"whole layers of weights in {weight.format.name}: the kernel reads 16 bits; "
-                "leave whole_layers=False"
-            )
-        rows = int(np.prod(weight.shape[1 : 1 + contracted]))
-        return weight.astype(dtype).reshape(rows, -1)
+            return weight
+        return weight.astype(dtype).reshape(int(np.prod(weight.shape[:contracted])), -1)
 
     def norm(layer: Norm) -> RmsNorm:
         config = layer.config

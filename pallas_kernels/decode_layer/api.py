@@ -12,6 +12,7 @@ from pallas_kernels.common.errors import InputError, UnsupportedError
 from pallas_kernels.common.no_gradient import without_gradient
 from pallas_kernels.fused_matmul import fused_matmul
 from pallas_kernels.paged_attention import append_heads, paged_attention
+from pallas_kernels.quantized_matmul import QuantizedWeight
 
 from .hopper import decode_layers_hopper, unsupported
 from .reference import LayersCall, LayerWeights, decode_layers_reference
@@ -36,15 +37,15 @@ def decode_layers(
 
     Args:
         x: [M, D], bfloat16 or float16: the stream.
-        layers: weights of each, in x's dtype; layers are alike.
+        layers: weights of each, in x's dtype or all in one format of few bits; layers are alike.
         pages: keys and values of each layer, [P, S, K, H] in x's dtype; donate them.
         page_tables: int32 [M, pages of a row]; below 0 where a row has no page.
         positions: int32 [M]; below 0 in a row that has no token. Its pages have room for it.
         rope: cos and sin, float32 [M, H / 2]; pairs as in ``append_to_pages``.
         implementation: "hopper" is one launch of a Mosaic GPU kernel for up to 32 layers: of one
-            row, heads of 64 or 128 columns which all turn, on one device of 132 multiprocessors
-            that it has to itself; "apart" is a product after another, each by whom its op chooses,
-            "reference" the formula in fp32.
+            row, heads of 64 or 128 columns which all turn, weights in few bits without zero points
+            and ``arranged``, on one device of 132 multiprocessors that it has to itself; "apart" is
+            a product after another, each by whom its op chooses, "reference" the formula in fp32.
         scale: of the scores; default 1 / sqrt(H).
 
     Returns:
@@ -84,7 +85,7 @@ def _check(call: LayersCall) -> None:
     if x.ndim != 2 or len(shape) != 4:
         raise InputError(f"x is {list(x.shape)}, pages {list(shape)}: [M, D] and [P, S, K, H]")
     (M, D), (_, _, K, H) = x.shape, shape
-    A, F = (getattr(call.layers[0], name).shape[0] for name in ("out", "down"))
+    A, F = (call.layers[0].shape(name)[0] for name in ("out", "down"))
     if A % (K * H):
         raise InputError(f"out has {A} rows, no multiple of {K} kv heads of {H} columns")
     width = A + 2 * K * H
@@ -93,11 +94,16 @@ def _check(call: LayersCall) -> None:
         arrays = {name: getattr(layer, name) for name in wanted}
         arrays |= {"keys' pages": pools[0], "values' pages": pools[1]}
         for name, array in arrays.items():
-            each = wanted.get(name, shape)
-            if array.shape != each or array.dtype != x.dtype:
+            each, is_right = wanted.get(name, shape), True
+            if isinstance(array, QuantizedWeight):
+                array.check()
+                found = array.matrix_shape
+            else:
+                found, is_right = array.shape, array.dtype == x.dtype
+            if tuple(found) != tuple(each) or not is_right:
                 raise InputError(
-                    f"{name} of layer {i} is {array.dtype}{list(array.shape)}; it must be "
-                    f"{x.dtype}{list(each)}, for {call.describe()}"
+                    f"{name} of layer {i} is {list(found)}, {array.dtype}; it must be "
+                    f"{list(each)}, {x.dtype} or in few bits, for {call.describe()}"
                 )
         if any(norm.scale.shape != (D,) for norm in layer.norms):
             raise InputError(f"norms of layer {i} have scales that are not [{D}]")

@@ -35,7 +35,7 @@ from pallas_kernels.hopper.threads import (
 from pallas_kernels.hopper.tile import LOG2E
 
 from .config import DEPTH, SLICES, THREADS, WIDTH, Share
-from .inputs import place_of, quads, store_quad
+from .inputs import Rows, place_of, quads, store_quad
 from .parts import QUAD, Columns, added, asked_quad
 from .per_thread import below, row_place, warp_and_lane
 
@@ -276,7 +276,7 @@ class HeadSizes:
 
 
 def put_attended(
-    attended, stats, x_smem, block, plan: Sequence[Any], sizes: HeadSizes, share: Share
+    attended, stats, x: Rows, block, plan: Sequence[Any], sizes: HeadSizes, share: Share
 ) -> None:
     """What the block's units of a product are multiplied with, of what attention gave.
 
@@ -287,7 +287,7 @@ def put_attended(
         share: of the product.
     """
     parts = most_parts(sizes.K, share.blocks)
-    factors = total(address(x_smem), constant(4 * share.most_rows))
+    factors = total(address(x.smem), constant(4 * share.most_rows))
     for i, quad in enumerate(quads(share.most_rows // QUAD)):
         at, column = place_of(quad, block, share)
         head, d = (f(column, constant(sizes.H)) for f in (arith.divui, arith.remui))
@@ -306,7 +306,7 @@ def put_attended(
             is_none = arith.cmpf(arith.CmpFPredicate.OEQ, factor, number(0.0))
             for e, each in enumerate(found):
                 sums[e] = fused(factor, arith.select(is_none, number(0.0), each), sums[e])
-        store_quad(x_smem, at, sums)
+        x.store(at, sums)
 
 
 def _put_factors(stats, factors, parts: int, block, plan, sizes: HeadSizes, share: Share) -> None:

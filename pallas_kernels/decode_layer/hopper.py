@@ -20,13 +20,15 @@ from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.machine import NUM_PROCESSORS
 from pallas_kernels.hopper.mosaic import arith, mgpu_utils, plgpu
 from pallas_kernels.hopper.threads import assembly, constant, global_place
+from pallas_kernels.quantized_matmul import Arrangement, QuantizedWeight
 
 from . import inputs
 from .attention import Attention, KeyPlan
 from .attention_threads import HeadSizes, most_parts, put_attended
-from .config import GROUPS, MOST_LAYERS, SLICES, THREADS, Share, num_stages
+from .config import GROUPS, MOST_LAYERS, SLICES, THREADS, Share, TileForm, num_stages
+from .few_bits import CodeTile
 from .per_thread import each_thread
-from .reference import LayersCall
+from .reference import WEIGHTS, LayersCall, LayerWeights
 from .stream import Product, TileStream
 
 DTYPES = ("bfloat16", "float16")
@@ -55,6 +57,10 @@ def unsupported(call: LayersCall) -> str | None:
         kinds = {(norm.scale.dtype.name, norm.epsilon, norm.offset) for norm in norms}
         if len(kinds) > 1 or norms[0].scale.dtype.name not in (*DTYPES, "float32"):
             return f"norms {kinds} of its layers are not one, with a scale in 16 or 32 bits"
+    for layer in call.layers:
+        reason = _unlike(layer, call.layers[0])
+        if reason is not None:
+            return reason
     kernel = LayersKernel.of(call)
     reasons = [product.share.unsupported() for product in kernel.products]
     reasons.append(kernel.attention.unsupported())
@@ -62,6 +68,24 @@ def unsupported(call: LayersCall) -> str | None:
         return next(filter(None, reasons))
     if kernel.stream.num_stages < _LEAST_STAGES:
         return f"{kernel.stream.num_stages} tiles of weights fit in shared memory beside x"
+    return None
+
+
+def _unlike(layer: LayerWeights, first: LayerWeights) -> str | None:
+    """Why a layer's weights cannot be those of a launch whose first weight is this layer's."""
+    for name in WEIGHTS:
+        weight = getattr(layer, name)
+        if isinstance(weight, QuantizedWeight) != isinstance(first.qkv, QuantizedWeight):
+            return "some weights are in few bits, and some in 16"
+        if not isinstance(weight, QuantizedWeight):
+            continue
+        form = weight.format
+        if weight.arrangement is not Arrangement.FRAGMENTS or form.activations is not None:
+            return f"{name} in {form.name} is not in the order of fragments: see arranged"
+        if weight.zeros is not None:
+            return f"{name} in {form.name} has zero points"
+        if TileForm.of(weight) != TileForm.of(first.qkv):
+            return f"{name} is in {form.name}, and qkv in another format"
     return None
 
 
@@ -88,23 +112,25 @@ class LayersKernel:
     norms: tuple[RmsNorm, RmsNorm]  # one layer's: of the same constants in all
     num_layers: int
     dtype: jnp.dtype
+    codes: CodeTile | None
 
     @classmethod
     def of(cls, call: LayersCall) -> "LayersKernel":
         """The phases of a call."""
         layer, (pool, _) = call.layers[0], call.pages[0]
-        (D, width), (A, _), (F, _) = (x.shape for x in (layer.qkv, layer.out, layer.down))
+        shapes = {name: layer.shape(name) for name in WEIGHTS}
+        form, (A, _) = TileForm.of(layer.qkv), shapes["out"]
         num_pages, page, K, H = pool.shape
-        sizes = {"qkv": (D, width), "out": (A, D), "gate_up": (D, 2 * F), "down": (F, D)}
         qkv, out, gate_up, down = (
             Product(
-                weight=n,
-                parts=f"{n}_parts",
-                share=Share(K=k, N=m),
-                is_whole=n in ("qkv", "gate_up"),
+                weight=name, parts=f"{name}_parts", scales=f"{name}_scales",
+                share=Share(K=k, N=n, depth=form.depth), is_whole=name in ("qkv", "gate_up"),
             )
-            for n, (k, m) in sizes.items()
-        )
+            for name, (k, n) in shapes.items()
+        )  # fmt: skip
+        codes = None
+        if isinstance(layer.qkv, QuantizedWeight):
+            codes = CodeTile(form=form, dtype=call.x.dtype, scale_dtype=layer.qkv.scales.dtype)
         heads = HeadSizes(N=A // H, K=K, H=H, scale=call.scale, dtype=call.x.dtype, share=qkv.share)
         attention = Attention(
             sizes=heads, num_pages=num_pages, page=page, table=call.tables.shape[1],
@@ -112,16 +138,17 @@ class LayersKernel:
         )  # fmt: skip
         return cls(
             products=(qkv, out, gate_up, down), attention=attention, norms=layer.norms,
-            num_layers=len(call.layers), dtype=call.x.dtype,
+            num_layers=len(call.layers), dtype=call.x.dtype, codes=codes,
         )  # fmt: skip
 
     @property
-    def x_numbers(self) -> int:
-        """fp32 numbers in shared memory beside tiles, at most."""
+    def x_bytes(self) -> int:
+        """Shared memory beside tiles, at most: what weights are multiplied with, of one phase."""
         counts = [p.share.K if p.is_whole else p.share.most_rows for p in self.products]
         rows, sizes = self.products[1].share.most_rows, self.attention.sizes
         factors = rows // sizes.H * most_parts(sizes.K, self.blocks)
-        return max(*counts, sizes.x_numbers, rows + factors)
+        own = max(counts) * (4 if self.codes is None else 2)
+        return max(own, 4 * sizes.x_numbers, 4 * (rows + factors))
 
     @property
     def blocks(self) -> int:
@@ -129,11 +156,21 @@ class LayersKernel:
         return self.attention.blocks
 
     @property
+    def form(self) -> TileForm:
+        """How weights lie in memory."""
+        return TileForm() if self.codes is None else self.codes.form
+
+    def rows(self, x_smem: Any) -> inputs.Rows:
+        """What weights are multiplied with."""
+        return inputs.Rows(smem=x_smem, packed=None if self.codes is None else self.dtype)
+
+    @property
     def stream(self) -> TileStream:
         """All weights, keys and values, in the order in which they are needed."""
         return TileStream(
             products=self.products, attention=self.attention, num_layers=self.num_layers,
-            num_stages=num_stages(self.x_numbers), dtype=self.dtype,
+            num_stages=num_stages(self.x_bytes, self.form.stage_bytes), dtype=self.dtype,
+            codes=self.codes,
         )  # fmt: skip
 
     def result(self, call: LayersCall, refs: dict[str, Any]) -> jax.Array:
@@ -159,7 +196,7 @@ class LayersKernel:
             results=results,
             scratch={
                 **self.stream.scratch(),
-                "x": plgpu.SMEM((self.x_numbers,), jnp.float32),
+                "x": plgpu.SMEM((self.x_bytes // 4,), jnp.float32),
                 "squares": plgpu.SMEM((SLICES,), jnp.float32),
             },
             num_threads=GROUPS + 1,
@@ -224,7 +261,7 @@ class LayersKernel:
         """Hidden values, of all blocks' gates and ups."""
 
         def body(parts, x, block):
-            inputs.put_hidden(parts, x, block, down.share, wide.share)
+            inputs.put_hidden(parts, self.rows(x), block, down.share, wide.share)
             meet_in_block(THREADS)
 
         refs = [getattr(gmem, wide.parts), smem.x]
@@ -235,7 +272,8 @@ class LayersKernel:
         share = self.products[1].share
 
         def body(attended, stats, x, block, *plan):
-            put_attended(attended, stats, x, block, plan, self.attention.sizes, share)
+            rows = self.rows(x)
+            put_attended(attended, stats, rows, block, plan, self.attention.sizes, share)
             meet_in_block(THREADS)
 
         numbers = [lax.axis_index("block"), plan.tiles, plan.line, plan.blocks]
@@ -267,7 +305,7 @@ class LayersKernel:
             *parts, layer, block = rest
             inputs.put_normed(
                 x, parts[0] if parts else None, stream, table.address(addresses, name, layer),
-                squares, x_smem, block, row=row, share=share, norm=self.norms[row],
+                squares, self.rows(x_smem), block, row=row, share=share, norm=self.norms[row],
                 blocks=self.blocks, dtype=self.dtype,
             )  # fmt: skip
             meet_in_block(THREADS)

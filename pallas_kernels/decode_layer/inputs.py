@@ -7,6 +7,7 @@ that it reads before it adds.
 Dims: D width of the stream, F hidden width.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -30,7 +31,7 @@ from pallas_kernels.hopper.threads import (
     widened_pair,
 )
 
-from .config import DEPTH, SLICES, THREADS, Share
+from .config import SLICES, THREADS, Share
 from .parts import QUAD, Columns, added, asked_quad
 from .per_thread import below, warp_and_lane
 
@@ -46,18 +47,18 @@ def quads(count: int) -> list[Any]:
     ]
 
 
-def put_hidden(parts, x_smem, block, share: Share, gates_and_ups: Share) -> None:
+def put_hidden(parts, x: "Rows", block, share: Share, gates_and_ups: Share) -> None:
     """Hidden values of what the block's units are multiplied with."""
     columns = Columns(share=gates_and_ups)
     for quad in quads(share.most_rows // QUAD):
         at, gate = place_of(quad, block, share)
         asked = [columns.asked(parts, c) for c in (gate, total(gate, constant(share.K)))]
         gates, ups = map(added, asked)
-        store_quad(x_smem, at, [swiglu(*both) for both in zip(gates, ups, strict=True)])
+        x.store(at, [swiglu(*both) for both in zip(gates, ups, strict=True)])
 
 
 def put_normed(
-    own, parts, stream, scale, squares_smem, x_smem, block, *, row: int, share: Share | None,
+    own, parts, stream, scale, squares_smem, x: "Rows", block, *, row: int, share: Share | None,
     norm: RmsNorm, blocks: int, dtype: jnp.dtype,
 ) -> None:  # fmt: skip
     """``norm(x)``, all of it; the block's quads of x itself to a row of the stream.
@@ -96,8 +97,8 @@ def put_normed(
             assembly(None, [place, *found], text, "l,f,f,f,f", pure=False)
     factor = _factor(square, squares_smem, width, norm)
     for quad, found, each in zip(mine, rows, scales, strict=True):
-        normed = [arith.mulf(arith.mulf(x, factor), s) for x, s in zip(found, each, strict=True)]
-        store_quad(x_smem, total((quad, QUAD)), normed)
+        normed = [arith.mulf(arith.mulf(n, factor), s) for n, s in zip(found, each, strict=True)]
+        x.store(total((quad, QUAD)), normed)
 
 
 def write_result(parts, stream, y, block, *, row: int, share: Share, dtype: jnp.dtype) -> None:
@@ -118,13 +119,33 @@ def write_result(parts, stream, y, block, *, row: int, share: Share, dtype: jnp.
 
 def place_of(quad, block, share: Share) -> tuple[Any, Any]:
     """Of a quad of what a block's units are multiplied with: where it goes, and its row of K."""
-    per_unit = constant(share.down * DEPTH // QUAD)
+    per_unit = constant(share.rows // QUAD)
     unit = total(block, (arith.divui(quad, per_unit), share.blocks))
     unit = arith.minui(unit, constant(share.units - 1))
     part = arith.divui(unit, constant(share.across))
-    return total((quad, QUAD)), total(
-        (part, share.down * DEPTH), (arith.remui(quad, per_unit), QUAD)
-    )
+    return total((quad, QUAD)), total((part, share.rows), (arith.remui(quad, per_unit), QUAD))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """What weights are multiplied with, in shared memory: fp32, or 16 bits beside few-bit ones."""
+
+    smem: Any
+    packed: jnp.dtype | None
+
+    @property
+    def size(self) -> int:
+        """Bytes of a number."""
+        return 4 if self.packed is None else 2
+
+    def store(self, at, numbers: list[Any]) -> None:
+        """Four fp32 numbers, from number ``at`` on."""
+        if self.packed is None:
+            store_quad(self.smem, at, numbers)
+            return
+        words = [packed_pair(numbers[i : i + 2], self.packed) for i in (0, 2)]
+        place = total(address(self.smem), (at, 2))
+        assembly(None, [place, *words], "st.shared.v2.b32 [$0], {$1,$2};", "r,r,r", pure=False)
 
 
 def store_quad(x_smem, at, numbers: list[Any]) -> None:

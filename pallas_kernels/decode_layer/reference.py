@@ -13,19 +13,29 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.row_inputs import RmsNorm
 from pallas_kernels.paged_attention import append_and_attend
+from pallas_kernels.quantized_matmul import QuantizedWeight
+
+WEIGHTS = "qkv", "out", "gate_up", "down"
+"""Those of ``LayerWeights`` that are multiplied with."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
-    """A layer's."""
+    """A layer's, in x's dtype or all in one format of few bits."""
 
     attention_norm: RmsNorm
-    qkv: jax.Array  # [D, (N + 2 K) H]: heads of queries, then of keys, then of values
-    out: jax.Array  # [N H, D]
+    # [D, (N + 2 K) H]: heads of queries, then of keys, then of values
+    qkv: jax.Array | QuantizedWeight
+    out: jax.Array | QuantizedWeight  # [N H, D]
     mlp_norm: RmsNorm
-    gate_up: jax.Array  # [D, 2 F], gates first
-    down: jax.Array  # [F, D]
+    gate_up: jax.Array | QuantizedWeight  # [D, 2 F], gates first
+    down: jax.Array | QuantizedWeight  # [F, D]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a weight as a matrix."""
+        weight = getattr(self, name)
+        return weight.matrix_shape if isinstance(weight, QuantizedWeight) else weight.shape
 
     @property
     def norms(self) -> tuple[RmsNorm, RmsNorm]:
@@ -48,10 +58,13 @@ class LayersCall:
     def arrays(self) -> dict[str, Any]:
         """What a kernel reads, by name; weights as lists."""
         cos, sin = self.rope
-        names = ("qkv", "out", "gate_up", "down")
+        weights = {name: [getattr(layer, name) for layer in self.layers] for name in WEIGHTS}
+        if isinstance(self.layers[0].qkv, QuantizedWeight):
+            scales = {f"{n}_scales": [each.scales for each in of] for n, of in weights.items()}
+            weights = {n: [each.data for each in of] for n, of in weights.items()} | scales
         return {
             "x": self.x, "tables": self.tables, "positions": self.positions, "cos": cos, "sin": sin,
-            **{name: [getattr(layer, name) for layer in self.layers] for name in names},
+            **weights,
             "attention_scale": [layer.attention_norm.scale for layer in self.layers],
             "mlp_scale": [layer.mlp_norm.scale for layer in self.layers],
         }  # fmt: skip
@@ -64,7 +77,7 @@ class LayersCall:
     def describe(self) -> str:
         """One line for logs and errors."""
         (M, D), (P, S, K, H) = self.x.shape, self.pages[0][0].shape
-        A, F = self.layers[0].out.shape[0], self.layers[0].down.shape[0]
+        A, F = self.layers[0].shape("out")[0], self.layers[0].shape("down")[0]
         return (
             f"{len(self.layers)} layers of {M} rows {self.x.dtype} of {D}, heads {A // H}/{K} of "
             f"{H}, hidden {F}, {P} pages of {S}"
@@ -90,5 +103,7 @@ def decode_layers_reference(
     return x.astype(call.x.dtype), after
 
 
-def _times(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.matmul(a, b.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+def _times(a: jax.Array, b: jax.Array | QuantizedWeight) -> jax.Array:
+    is_quantized = isinstance(b, QuantizedWeight)
+    b = b.dequantize(jnp.float32) if is_quantized else b.astype(jnp.float32)
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)

@@ -36,12 +36,20 @@ from pallas_kernels.hopper.threads import (
 )
 
 from .attention import Attention, KeyPlan
-from .config import DEPTH, GROUPS, SLICES, THREADS, TILE_BYTES, WIDTH, Share
+from .config import (
+    DEPTH,
+    GROUPS,
+    SLICES,
+    THREADS,
+    TILE_BYTES,
+    WIDTH,
+    Share,
+    TileForm,
+)
+from .few_bits import CodeTile
 from .per_thread import (
-    COPIED_ROWS,
     below,
     beyond,
-    copied_place,
     each_thread,
     splat,
     warp_and_lane,
@@ -61,6 +69,7 @@ class Product:
     weight: str  # names in global memory, of all layers' weights [K, N]
     parts: str  # and of what blocks leave, fp32 [parts, N]
     share: Share
+    scales: str  # name of all layers' scales, of weights in few bits
     is_whole: bool  # all of x is in shared memory; else what the block's units are multiplied with
 
     def count(self) -> jax.Array:
@@ -85,21 +94,31 @@ class TileStream:
     num_layers: int
     num_stages: int
     dtype: jnp.dtype
+    codes: CodeTile | None = None  # None: weights in 16 bits
+
+    @property
+    def form(self) -> TileForm:
+        """How weights lie in memory."""
+        return TileForm() if self.codes is None else self.codes.form
 
     @property
     def slots(self) -> Slots:
         """The ring."""
-        return Slots(count=self.num_stages, warps=SLICES, bytes=TILE_BYTES)
+        return Slots(count=self.num_stages, warps=SLICES, bytes=self.form.stage_bytes)
 
     @property
     def table(self) -> AddressTable:
         """Where layers' arrays are."""
-        return AddressTable(num_layers=self.num_layers)
+        names = [product.weight for product in self.products]
+        if self.codes is not None:
+            names += [product.scales for product in self.products]
+        names += ["attention_scale", "mlp_scale", "k", "v"]
+        return AddressTable(names=tuple(names), num_layers=self.num_layers)
 
     def scratch(self) -> dict[str, Any]:
         """The ring, sums, barriers."""
         return {
-            "w": plgpu.SMEM((self.num_stages, DEPTH, WIDTH), self.dtype),
+            "w": plgpu.SMEM((self.num_stages * self.form.stage_bytes // 4,), jnp.int32),
             "sums": plgpu.SMEM((2, SLICES, WIDTH), jnp.float32),
             "barriers": plgpu.SMEM((self.slots.numbers,), jnp.int32),
             "table": self.table.scratch(),
@@ -132,8 +151,9 @@ class TileStream:
             before, share = self.before(layer, which, plan), product.share
 
             def body(barriers, table, ring, layer, turn, row, column):
-                weight = self.table.address(table, product.weight, layer)
-                self.fetch(barriers, ring, weight, turn, row, column, share)
+                names = [product.weight] + ([] if self.codes is None else [product.scales])
+                arrays = [self.table.address(table, name, layer) for name in names]
+                self.fetch(barriers, ring, arrays, turn, row, column, share)
 
             def step(i, _):
                 _, row, column = product.place(i)
@@ -151,17 +171,43 @@ class TileStream:
 
         lax.fori_loop(0, self.num_layers, each_layer, None)
 
-    def fetch(self, barriers, ring, weight, turn, row, column, share: Share) -> None:
-        """One thread's copies of a weight's tile."""
-        down, across = copied_place()
-        first = total((total((row, DEPTH), down), share.N), (column, WIDTH), (across, _COLUMNS))
-        source = global_place(weight, first, 2)
-        target = total(self.slots.place(ring, turn), (down, 2 * WIDTH), (across, COPIED))
+    def fetch(self, barriers, ring, arrays: list[Any], turn, row, column, share: Share) -> None:
+        """One thread's copies of a weight's tile, and of its scales."""
+        form, line = self.form, self.form.line_bytes
+        across, mine = line // COPIED, arith.remui(mgpu_utils.thread_idx(), constant(WARPGROUP))
+        down, at = (f(mine, constant(across)) for f in (arith.divui, arith.remui))
+        # In units of 16 bytes, of which a large weight has fewer than 2**31.
+        stride = share.N * form.row_bits // 8 // COPIED
+        lines = form.depth // form.line_rows
+        first = total((total((row, lines), down), stride), (column, across), at)
+        source, place = global_place(arrays[0], first, COPIED), self.slots.place(ring, turn)
+        step = WARPGROUP // across  # lines
+        copies = [
+            (
+                beyond(source, i * stride * COPIED),
+                total(place, (mine, COPIED), constant(i * line)),
+            )
+            for i in range(0, lines, step)
+        ]
         self.slots.wait_free(barriers, turn)
-        copies = []
-        for i in range(0, DEPTH, COPIED_ROWS):
-            copies.append((beyond(source, 2 * i * share.N), total(target, constant(2 * i * WIDTH))))
+        if self.codes is not None:
+            self.fetch_scales(place, arrays[1], row, column, share)
         self.slots.fill(barriers, turn, copies)
+
+    def fetch_scales(self, place, scales, row, column, share: Share) -> None:
+        """One thread's copy of a tile's scales."""
+        form, mine = self.form, arith.remui(mgpu_utils.thread_idx(), constant(WARPGROUP))
+        across = WIDTH * form.scale_bytes // COPIED
+        assert form.groups * across <= WARPGROUP, "a thread has a copy"
+        down, at = (f(mine, constant(across)) for f in (arith.divui, arith.remui))
+        group = total(row if form.group_rows == 0 else (row, form.groups), down)
+        if form.group_rows == 0:
+            group = constant(0)
+        with mgpu_utils.when(below(mine, constant(form.groups * across))):
+            stride = share.N * form.scale_bytes // COPIED
+            source = global_place(scales, total((group, stride), (column, across), at), COPIED)
+            target = total(place, constant(TILE_BYTES), (mine, COPIED))
+            self.slots.copy(source, target)
 
     def attend(self, gmem, smem, plan: KeyPlan, layer: jax.Array) -> None:
         """The block's part of attention."""
@@ -178,7 +224,9 @@ class TileStream:
             base = row if product.is_whole else j * down
 
             def step(i, sums):
-                return self.add_tile(sums, smem, before + j * down + i, (base + i) * DEPTH)
+                return self.add_tile(
+                    sums, smem, before + j * down + i, (base + i) * self.form.depth
+                )
 
             sums = lax.fori_loop(0, down, step, _nothing())
             parts = getattr(gmem, product.parts)
@@ -195,7 +243,8 @@ class TileStream:
             del ctx
             turn, row = (each.registers.flat[0] for each in (turn, row))
             self.slots.wait_full(barriers, turn)
-            found = self.tile(_HELD.apart(sums), self.slots.place(ring, turn), x, row)
+            tile = self.tile if self.codes is None else self.codes.tile
+            found = tile(_HELD.apart(sums), self.slots.place(ring, turn), x, row)
             self.slots.leave(barriers, turn)
             return _HELD.together(found)
 
@@ -237,14 +286,18 @@ class TileStream:
         Units take turns at two buffers: who writes one again has met those who read it, in between.
         """
         warp, lane = warp_and_lane()
-        for distance in (_ACROSS, 2 * _ACROSS):
-            sums = [arith.addf(x, from_lane_xor(x, distance)) for x in sums]
         turn = total(address(sums_smem), (arith.remui(j, constant(2)), 4 * SLICES * WIDTH))
-        place = total(turn, (warp, 4 * WIDTH), (lane, 4 * _COLUMNS))
-        with mgpu_utils.when(below(lane, constant(_ACROSS))):
-            for i in range(0, _COLUMNS, 4):
-                text = f"st.shared.v4.f32 [$0+{4 * i}], {{$1,$2,$3,$4}};"
-                assembly(None, [place, *sums[i : i + 4]], text, "r,f,f,f,f", pure=False)
+        place = total(turn, (warp, 4 * WIDTH))
+        if self.codes is None:
+            for distance in (_ACROSS, 2 * _ACROSS):
+                sums = [arith.addf(x, from_lane_xor(x, distance)) for x in sums]
+            with mgpu_utils.when(below(lane, constant(_ACROSS))):
+                for i in range(0, _COLUMNS, 4):
+                    text = f"st.shared.v4.f32 [$0+{4 * i}], {{$1,$2,$3,$4}};"
+                    both = [total(place, (lane, 4 * _COLUMNS)), *sums[i : i + 4]]
+                    assembly(None, both, text, "r,f,f,f,f", pure=False)
+        else:
+            self.codes.keep(sums, place)
         meet_in_block(THREADS)
         mine = mgpu_utils.thread_idx()
         with mgpu_utils.when(below(mine, constant(WIDTH))):

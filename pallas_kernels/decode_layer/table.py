@@ -10,22 +10,22 @@ from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.threads import Address, address, address_of, assembly, constant, total
 
 _BYTES = 8
-NAMES = ("qkv", "out", "gate_up", "down", "attention_scale", "mlp_scale", "k", "v")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AddressTable:
     """Of so many layers."""
 
+    names: tuple[str, ...]
     num_layers: int
 
     def scratch(self) -> Any:
         """Shared memory."""
-        return plgpu.SMEM((len(NAMES) * self.num_layers * _BYTES // 4,), jnp.int32)
+        return plgpu.SMEM((len(self.names) * self.num_layers * _BYTES // 4,), jnp.int32)
 
     def refs(self, gmem) -> list[Any]:
         """All arrays, in their order."""
-        return [ref for name in NAMES for ref in getattr(gmem, name)]
+        return [ref for name in self.names for ref in getattr(gmem, name)]
 
     def write(self, table: Any, refs: list[Any]) -> None:
         """Of one thread."""
@@ -36,7 +36,9 @@ class AddressTable:
     def address(self, table: Any, name: str, layer: Any) -> Address:
         """Of one layer's array."""
         place = total(
-            address(table), (layer, _BYTES), constant(_BYTES * NAMES.index(name) * self.num_layers)
+            address(table),
+            (layer, _BYTES),
+            constant(_BYTES * self.names.index(name) * self.num_layers),
         )
         i64 = ir.IntegerType.get_signless(64)
         return Address(assembly(i64, [place], "ld.shared.b64 $0, [$1];", "=l,r", pure=False))

@@ -82,10 +82,14 @@ mbarrier.try_wait.parity.shared::cta.b64 over, [$0], $1;
             place = self._barrier(barriers, turn, 1)
             assembly(None, [place], text, "r,~{memory}", pure=False)
 
+    def copy(self, source: Any, target: Any) -> None:
+        """Starts a copy of 16 bytes; it belongs to the tile that this thread fills next."""
+        text = f"cp.async.cg.shared.global.L2::128B [$0], [$1], {COPIED};"
+        assembly(None, [target, source], text, "r,l,~{memory}", pure=False)
+
     def fill(self, barriers: Any, turn: Any, copies: Sequence[tuple[Any, Any]]) -> None:
         """Starts this thread's copies, from places in global to places in shared memory."""
         for source, target in copies:
-            text = f"cp.async.cg.shared.global.L2::128B [$0], [$1], {COPIED};"
-            assembly(None, [target, source], text, "r,l,~{memory}", pure=False)
+            self.copy(source, target)
         text = "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];"
         assembly(None, [self._barrier(barriers, turn, 0)], text, "r,~{memory}", pure=False)

@@ -11,25 +11,39 @@ import numpy as np
 
 from pallas_kernels.common.row_inputs import RmsNorm
 from pallas_kernels.decode_layer import LayerWeights
+from pallas_kernels.quantized_matmul import (
+    QuantizedWeight,
+    WeightCode,
+    WeightFormat,
+    arranged,
+    round_weight,
+)
 from tests.rounding import Rounded, stored
 
 EPSILON = 1e-3
 BF16 = jnp.dtype(jnp.bfloat16)
+FORMS = {
+    "int4": WeightFormat(code=WeightCode.INT4, group_rows=128),
+    "int4 of 64": WeightFormat(code=WeightCode.INT4, group_rows=64),
+    "e4m3": WeightFormat(code=WeightCode.E4M3),
+    "int8 of 128": WeightFormat(code=WeightCode.INT8, group_rows=128),
+}
 
 
 class Drawn:
     """Random arrays."""
 
-    def __init__(self, seed: int = 7):
-        self.rng = np.random.default_rng(seed)
+    def __init__(self, form: WeightFormat | None = None):
+        self.rng, self.form = np.random.default_rng(7), form
 
     def array(self, *shape: int, size: float = 1.0, dtype: Any = BF16) -> np.ndarray:
         """Normally distributed."""
         return (size * self.rng.normal(size=shape)).astype(dtype)
 
-    def weight(self, *shape: int) -> np.ndarray:
+    def weight(self, *shape: int) -> Any:
         """Whose products have the size of what they are multiplied with."""
-        return self.array(*shape, size=shape[0] ** -0.5)
+        w = self.array(*shape, size=shape[0] ** -0.5)
+        return w if self.form is None else arranged(round_weight(jnp.asarray(w), self.form))
 
     def norm(self, D: int, dtype: Any = BF16) -> RmsNorm:
         """A norm."""
@@ -48,10 +62,11 @@ class LayerCase:
     F: int = 1024
     size: int = 64
     layers: int = 1
+    form: str | None = None  # of weights in few bits
 
     def arguments(self) -> tuple[Any, ...]:
         """What ``decode_layers`` takes."""
-        drawn, A = Drawn(), self.N * self.H
+        drawn, A = Drawn(None if self.form is None else FORMS[self.form]), self.N * self.H
         layers = [
             LayerWeights(
                 attention_norm=drawn.norm(self.D),
@@ -95,9 +110,13 @@ class LayerCase:
         def between(rows: Rounded) -> Rounded:
             return stored(rows, BF16) if is_apart else rows
 
+        def inward(rows: Rounded) -> Rounded:
+            """Few-bit weights are multiplied with 16 bits."""
+            return rows if self.form is None else stored(rows, BF16)
+
         x, after = _wide(x), []
         for w, pools in zip(layers, pages, strict=True):
-            heads = between(between(_normed(x, w.attention_norm)) @ _wide(w.qkv))
+            heads = between(inward(between(_normed(x, w.attention_norm))) @ _wide(w.qkv))
             heads = np.reshape(heads, (-1, self.H))
             attended, new = self._attended(heads, pools, table, rope, between)
             if sees_nothing:
@@ -106,11 +125,11 @@ class LayerCase:
                 pool = _wide(pool)
                 pool[table[(self.length - 1) // self.size], (self.length - 1) % self.size] = rows
                 after.append(pool)
-            x = between(between(between(attended) @ _wide(w.out)) + x)
-            both = between(between(_normed(x, w.mlp_norm)) @ _wide(w.gate_up))
+            x = between(between(inward(between(attended)) @ _wide(w.out)) + x)
+            both = between(inward(between(_normed(x, w.mlp_norm))) @ _wide(w.gate_up))
             gate, up = both[:, : self.F], both[:, self.F :]
             hidden = between(gate / (1 + np.exp(-gate)) * up)
-            x = between(between(hidden @ _wide(w.down)) + x)
+            x = between(between(inward(hidden) @ _wide(w.down)) + x)
         return x, after
 
     def _attended(self, heads, pools, table, rope, between) -> tuple[Rounded, list[Rounded]]:
@@ -131,6 +150,7 @@ class LayerCase:
 
 
 def _wide(x: Any) -> Rounded:
+    x = x.dequantize(jnp.float32) if isinstance(x, QuantizedWeight) else x
     return Rounded(np.asarray(x, np.float64))
 
 

@@ -50,8 +50,8 @@ def test_units_are_dealt_out_evenly(K, N, busiest):
 
 
 def test_rings_fit():
-    assert num_stages(2048) >= 12
-    assert num_stages(60_000) < 0
+    assert num_stages(4 * 2048) >= 12
+    assert num_stages(4 * 60_000) < 0
 
 
 def test_what_does_not_fit_is_refused():
@@ -74,6 +74,10 @@ def test_what_does_not_fit_is_refused():
         ):
             with pytest.raises(UnsupportedError, match=why):
                 decode_layers(*case.arguments(), implementation="hopper")
+        mixed = list(LayerCase(length=5, layers=2, form="int4").arguments())
+        mixed[1] = [mixed[1][0], LayerCase(length=5).arguments()[1][0]]
+        with pytest.raises(UnsupportedError, match="some in 16"):
+            decode_layers(*mixed, implementation="hopper")
     with pytest.raises(UnsupportedError, match="no gradient"):
         jax.grad(
             lambda x: jnp.sum(
@@ -83,9 +87,9 @@ def test_what_does_not_fit_is_refused():
 
 
 @pytest.mark.slow  # lowering takes seconds
-@pytest.mark.parametrize("H", [64, 128])
-def test_layers_lower_for_a_gpu(H):
-    case = LayerCase(length=200, N=2048 // H, H=H, layers=2)
+@pytest.mark.parametrize(("H", "form"), [(64, None), (128, None), (64, "int4"), (128, "e4m3")])
+def test_layers_lower_for_a_gpu(H, form):
+    case = LayerCase(length=200, N=2048 // H, H=H, layers=2, form=form)
     f = jax.jit(functools.partial(decode_layers, implementation="hopper"))
     with device.compiling_for(device.H200):
         lowered = f.trace(*case.arguments()).lower(lowering_platforms=("cuda",))

@@ -19,6 +19,9 @@ CASES = {
     "long": LayerCase(length=2500, size=128),
     "odd": LayerCase(length=70, D=2176, N=22, K=2, F=1152),
     "wide heads": LayerCase(length=700, N=32, K=8, H=128, layers=2),
+    "int4": LayerCase(length=300, layers=2, form="int4"),
+    "int4 of 64": LayerCase(length=70, N=16, K=8, H=128, form="int4 of 64"),
+    "e4m3": LayerCase(length=129, layers=2, form="e4m3"),
     "1b": LayerCase(length=2048, N=32, K=8, F=8192),
 }
 

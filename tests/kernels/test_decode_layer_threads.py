@@ -3,19 +3,28 @@
 A block at a time runs each phase; memory that nobody wrote holds NaN.
 """
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 from pallas_kernels.common.row_inputs import RmsNorm
-from pallas_kernels.decode_layer import inputs
+from pallas_kernels.decode_layer import few_bits, inputs
 from pallas_kernels.decode_layer.attention import Attention
 from pallas_kernels.decode_layer.attention_threads import HeadSizes, most_parts, put_attended
-from pallas_kernels.decode_layer.config import DEPTH, SLICES, THREADS, WIDTH, Share
+from pallas_kernels.decode_layer.config import DEPTH, SLICES, THREADS, WIDTH, Share, TileForm
+from pallas_kernels.decode_layer.few_bits import CodeTile
 from pallas_kernels.decode_layer.stream import TileStream
-from pallas_kernels.decode_layer.table import NAMES
+from pallas_kernels.decode_layer.table import AddressTable
+from pallas_kernels.hopper.mosaic import arith
+from pallas_kernels.hopper.threads import constant, total
+from pallas_kernels.quantized_matmul import QuantizedWeight, arranged, round_weight
+from tests.kernels.layer_cases import FORMS
 from tests.kernels.thread_stand_in import Ref, Warpgroup, bfloat16
+from tests.kernels.warp_interpreter import Memory, run
 
 BF16 = jnp.dtype(jnp.bfloat16)
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}  # sums of some hundred numbers of size 1 in fp32
@@ -48,6 +57,11 @@ def in_parts(rng, x: np.ndarray, share: Share) -> np.ndarray:
     return found
 
 
+def fp32(x_smem: Ref) -> inputs.Rows:
+    """What 16-bit weights are multiplied with."""
+    return inputs.Rows(smem=x_smem, packed=None)
+
+
 def units_of(share: Share, b: int) -> list[int]:
     """A block's, as ``Product.place`` deals them."""
     return list(range(b, share.units, share.blocks))
@@ -55,7 +69,7 @@ def units_of(share: Share, b: int) -> list[int]:
 
 def rows_of(share: Share, b: int) -> np.ndarray:
     """Rows of the weight in a block's units."""
-    rows = share.down * DEPTH
+    rows = share.rows
     parts = [u // share.across for u in units_of(share, b)]
     return np.concatenate([np.arange(rows) + part * rows for part in parts])
 
@@ -66,9 +80,9 @@ def test_a_product_of_all_blocks_is_whole():
     block, stream = Block(), stream_of(layers=2)
     x_ref, sums_ref = block.put(x), block.nothing(2, SLICES, WIDTH)
     ring, barriers = block.nothing(3, DEPTH, WIDTH // 2), block.nothing(16)
-    table, weights = block.nothing(2 * 2 * len(NAMES)), [block.put(each) for each in (w * 0, w)]
-    others = [Ref(0)] * 2 * (len(NAMES) - 1)
-    block.run(stream.table.write, table, weights + others)
+    addresses = AddressTable(names=("other", "qkv"), num_layers=2)
+    table, refs = block.nothing(2 * 2 * 2), [Ref(0), Ref(0), block.put(w * 0), block.put(w)]
+    block.run(addresses.write, table, refs)
     parts = block.nothing(share.parts, share.N)
     assert share.parts > 1
     for b in range(share.blocks):
@@ -77,8 +91,8 @@ def test_a_product_of_all_blocks_is_whole():
             sums = [np.zeros(THREADS, np.float32)] * 8
             for turn in range(share.down):
                 row = part * share.down + turn
-                weight = block.run(stream.table.address, table, "qkv", 1)
-                block.run(stream.fetch, barriers, ring, weight, turn, row, column, share)
+                weight = block.run(addresses.address, table, "qkv", 1)
+                block.run(stream.fetch, barriers, ring, [weight], turn, row, column, share)
                 place = block.run(stream.slots.place, ring, turn)
                 sums = block.run(stream.tile, sums, place, x_ref, row * DEPTH)
             block.run(stream.put, sums, sums_ref, parts, j, part, column, share)
@@ -115,7 +129,7 @@ def test_a_normalized_stream(is_summed):
         x_smem, stream = block.nothing(share.N), block.put(before)
         block.run(
             inputs.put_normed, None if is_summed else own, parts if is_summed else None, stream,
-            block.put(scale), block.nothing(SLICES), x_smem, b, row=1,
+            block.put(scale), block.nothing(SLICES), fp32(x_smem), b, row=1,
             share=share if is_summed else None, norm=norm, blocks=share.blocks, dtype=BF16,
         )  # fmt: skip
         before = block.threads.read(stream, (2, share.N), np.float32).copy()
@@ -134,10 +148,64 @@ def test_hidden_values_of_a_blocks_units():
     parts = block.put(in_parts(rng, np.concatenate([gates, ups]), wide))
     x_smem = block.nothing(down.most_rows)
     for b in range(blocks):
-        block.run(inputs.put_hidden, parts, x_smem, b, down, wide)
+        block.run(inputs.put_hidden, parts, fp32(x_smem), b, down, wide)
         rows = rows_of(down, b)
         got = block.read(x_smem, down.most_rows)[: len(rows)]
         np.testing.assert_allclose(got, hidden[rows], **TOLERANCE)
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+def test_tiles_of_codes_and_their_scales(form):
+    """As the loading warpgroup copies them, and as warps multiply them."""
+    rng, depth = np.random.default_rng(5), TileForm.of(few_bits_weight(form, 64, 64)).depth
+    K, N = 2 * depth, 192
+    weight = few_bits_weight(form, K, N)
+    codes = CodeTile(form=TileForm.of(weight), dtype=BF16, scale_dtype=weight.scales.dtype)
+    share = Share(K=K, N=N, blocks=4, depth=depth)
+    stream = dataclasses.replace(stream_of(layers=1), codes=codes)
+    block, stage = Block(), codes.form.stage_bytes
+    arrays = [block.put(np.asarray(each)) for each in (weight.data, weight.scales)]
+    ring, barriers = block.put(np.zeros(3 * stage, np.uint8)), block.nothing(16)
+    x = bfloat16(rng, K)
+    numbers = np.asarray(weight.dequantize(jnp.float32), np.float64)
+    for row, column in ((0, 0), (1, 2)):
+        block.run(stream.fetch, barriers, ring, arrays, 1, row, column, share)
+        tile = block.threads.read(Ref(ring.base + stage), (stage,), np.uint8)
+        rows, columns = slice(row * depth, (row + 1) * depth), slice(column * 64, column * 64 + 64)
+        got = multiplied_by_warps(codes, tile, x[rows])
+        want = x[rows].astype(np.float64) @ numbers[rows, columns]
+        size = np.abs(x[rows].astype(np.float64)) @ np.abs(numbers[rows, columns])
+        assert (np.abs(got - want) <= 2e-5 * size).all()
+
+
+def multiplied_by_warps(codes: CodeTile, tile: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """The sums of all warps, by MLIR of two warpgroups."""
+    place, x_place, sums = 0, 1 << 15, 1 << 17
+    memory = Memory(1 << 18)
+    memory.shared[place : place + len(tile)] = tile
+    memory.shared[x_place : x_place + 2 * len(x)] = x.view(np.uint8)
+    for group in range(THREADS // 128):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(few_bits, "address", lambda ref: ref)
+
+            def body(thread, *totals, patch=patch):
+                warp, lane = (f(thread, constant(32)) for f in (arith.divui, arith.remui))
+                patch.setattr(few_bits, "warp_and_lane", lambda: (warp, lane))
+                zero = constant(0)
+                found = codes.tile(list(totals), constant(place), constant(x_place), zero)
+                codes.keep(found, total(constant(sums), (warp, 4 * WIDTH)))
+
+            threads = np.arange(128, dtype=np.uint32) + np.uint32(128 * group)
+            run(body, [threads, *[np.zeros(128, np.float32)] * 8], memory)
+    found = memory.shared[sums : sums + 4 * SLICES * WIDTH].view(np.float32)
+    return found.reshape(SLICES, WIDTH).astype(np.float64).sum(axis=0)
+
+
+def few_bits_weight(form: str, K: int, N: int) -> QuantizedWeight:
+    """A random one, as kernels read it; small ones for their format alone."""
+    whole = max(K, 128), max(N, 64)
+    w = np.random.default_rng(6).normal(size=whole).astype(np.float32)
+    return jax.jit(lambda w: arranged(round_weight(w, FORMS[form])))(w)
 
 
 def test_the_result_is_written_once():
@@ -196,7 +264,7 @@ def test_attention_of_all_blocks(H, length):
     x_smem = block.nothing(out.most_rows + out.most_rows // H * parts)
     for b in range(blocks):
         plan = tiles, line, used
-        block.run(put_attended, attended, stats, x_smem, b, plan, sizes, out)
+        block.run(put_attended, attended, stats, fp32(x_smem), b, plan, sizes, out)
         got[rows_of(out, b)] = block.read(x_smem, out.most_rows)[: len(rows_of(out, b))]
     if length == 0:
         assert (got == 0).all()

@@ -119,13 +119,11 @@ def test_a_layer_is_seven_kernels(weights, monkeypatch):
                 assert out.aval.size < PAGES, each
 
 
-def test_whole_layers_are_one_kernel():
+@pytest.mark.parametrize("weights", ["bf16", "int4 g128", "fp8"])
+def test_whole_layers_are_one_kernel(weights):
     with compiling_for(H200):
-        step = traced_step("bf16", config(2048), whole_layers=True)
-        with pytest.raises(UnsupportedError, match="whole layers of weights in int4"):
-            traced_step("int4 g128", config(2048), whole_layers=True)
-    found = [*operations(step)]
-    (kernel,) = [e for e in found if e.primitive.name == "mpmd_map"]
+        step = traced_step(weights, config(2048), whole_layers=True)
+    (kernel,) = [e for e in operations(step) if e.primitive.name == "mpmd_map"]
     assert kernel.outvars[0].aval.shape == (1, 2048)
 
 
