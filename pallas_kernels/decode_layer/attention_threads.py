@@ -37,7 +37,7 @@ from pallas_kernels.hopper.tile import LOG2E
 from .config import DEPTH, SLICES, THREADS, WIDTH, Share
 from .inputs import Rows, place_of, quads, store_quad
 from .parts import QUAD, Columns, added, asked_quad
-from .per_thread import below, row_place, warp_and_lane
+from .per_thread import below, row_place, thread_anew, warp_and_lane
 
 _COLUMNS = 8  # of a lane: 16 bytes
 _ACROSS = WIDTH // _COLUMNS
@@ -233,7 +233,7 @@ class HeadSizes:
                 assembly(None, [mine, peak, sums], text, "r,f,f", pure=False)
         meet_in_block(THREADS)
         for start in range(0, self.group * self.H, THREADS):
-            place = total(mgpu_utils.thread_idx(), constant(start))
+            place = total(thread_anew(), constant(start))
             with mgpu_utils.when(below(place, constant(self.group * self.H))):
                 g, d = (f(place, constant(self.H)) for f in (arith.divui, arith.remui))
                 row = total(results, (g, 4 * width))
@@ -312,7 +312,7 @@ def put_attended(
 def _put_factors(stats, factors, parts: int, block, plan, sizes: HeadSizes, share: Share) -> None:
     """Of each of the block's heads what its parts are multiplied with, to shared memory."""
     tiles, line, blocks = plan
-    mine, heads = mgpu_utils.thread_idx(), share.most_rows // sizes.H
+    mine, heads = thread_anew(), share.most_rows // sizes.H
     assert heads <= THREADS, "a thread has a head"
     with mgpu_utils.when(below(mine, constant(heads))):
         _, column = place_of(total((mine, sizes.H // QUAD)), block, share)

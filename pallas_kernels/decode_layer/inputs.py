@@ -33,14 +33,14 @@ from pallas_kernels.hopper.threads import (
 
 from .config import SLICES, THREADS, Share
 from .parts import QUAD, Columns, added, asked_quad
-from .per_thread import below, warp_and_lane
+from .per_thread import below, thread_anew, warp_and_lane
 
 _LANE_BITS = (16, 8, 4, 2, 1)
 
 
 def quads(count: int) -> list[Any]:
     """This thread's quads of so many; threads beyond the last one have it once more."""
-    mine = mgpu_utils.thread_idx()
+    mine = thread_anew()
     return [
         arith.minui(total(mine, constant(first)), constant(count - 1))
         for first in range(0, count, THREADS)

@@ -10,7 +10,7 @@ from jaxlib.mlir import ir
 from pallas_kernels.hopper.machine import LANES, WARPGROUP
 from pallas_kernels.hopper.mosaic import arith, mgpu, mgpu_utils, plgpu
 from pallas_kernels.hopper.slots import COPIED
-from pallas_kernels.hopper.threads import constant, global_place
+from pallas_kernels.hopper.threads import assembly, constant, global_place, i32
 
 from .config import WIDTH
 
@@ -34,6 +34,15 @@ def each_thread(body: Callable[..., None], refs: Sequence[Any], numbers: Sequenc
         body(*given[: len(refs)], *(x.registers.flat[0] for x in given[len(refs) :]))
 
     run(*refs, *map(splat, numbers))
+
+
+def thread_anew() -> Any:
+    """This thread's number in its block, of which nothing is computed ahead of where it stands.
+
+    What phases derive from it is the same in all layers, and would be kept for all of them: in
+    memory, as there are more such numbers than registers.
+    """
+    return assembly(i32(), [], "mov.u32 $0, %tid.x;", "=r", pure=False)
 
 
 def warp_and_lane() -> tuple[Any, Any]:

@@ -57,6 +57,7 @@ class Warpgroup:
             (r"ld\.shared\.f32", lambda place, _: self._load(place, _F32)),
             (r"st\.(?:shared|global)\.(?:v\d\.)?(?:b32|f32)", self._store_words),
             (r"bar\.(?:warp\.)?sync", lambda _: None),
+            (r"mov\.u32 \$0, %tid\.x", lambda _: np.arange(self.count)),
             (r"ld\.shared\.b64", lambda place, _: self._load(place, np.int64)),
             (r"ld\.global\.nc\.b32", lambda place, _: self._load(place, np.int32)),
             (r"st\.shared\.b64", self._store_address),
