@@ -24,7 +24,7 @@ _LANES = 4  # that have the same columns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class CodeTile:
+class FewBitTile:
     """How a tile of codes is multiplied."""
 
     form: TileForm

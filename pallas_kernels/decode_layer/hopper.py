@@ -26,7 +26,7 @@ from . import inputs
 from .attention import Attention, KeyPlan
 from .attention_threads import HeadSizes, most_parts, put_attended
 from .config import GROUPS, MOST_LAYERS, SLICES, THREADS, Share, TileForm, num_stages
-from .few_bits import CodeTile
+from .few_bits import FewBitTile
 from .per_thread import each_thread
 from .reference import WEIGHTS, LayersCall, LayerWeights
 from .stream import Product, TileStream
@@ -112,7 +112,7 @@ class LayersKernel:
     norms: tuple[RmsNorm, RmsNorm]  # one layer's: of the same constants in all
     num_layers: int
     dtype: jnp.dtype
-    codes: CodeTile | None
+    codes: FewBitTile | None
 
     @classmethod
     def of(cls, call: LayersCall) -> "LayersKernel":
@@ -130,7 +130,7 @@ class LayersKernel:
         )  # fmt: skip
         codes = None
         if isinstance(layer.qkv, QuantizedWeight):
-            codes = CodeTile(form=form, dtype=call.x.dtype, scale_dtype=layer.qkv.scales.dtype)
+            codes = FewBitTile(form=form, dtype=call.x.dtype, scale_dtype=layer.qkv.scales.dtype)
         heads = HeadSizes(N=A // H, K=K, H=H, scale=call.scale, dtype=call.x.dtype, share=qkv.share)
         attention = Attention(
             sizes=heads, num_pages=num_pages, page=page, table=call.tables.shape[1],

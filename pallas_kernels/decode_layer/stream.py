@@ -46,7 +46,7 @@ from .config import (
     Share,
     TileForm,
 )
-from .few_bits import CodeTile
+from .few_bits import FewBitTile
 from .per_thread import (
     below,
     beyond,
@@ -94,7 +94,7 @@ class TileStream:
     num_layers: int
     num_stages: int
     dtype: jnp.dtype
-    codes: CodeTile | None = None  # None: weights in 16 bits
+    codes: FewBitTile | None = None  # None: weights in 16 bits
 
     @property
     def form(self) -> TileForm:

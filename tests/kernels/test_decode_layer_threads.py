@@ -16,7 +16,7 @@ from pallas_kernels.decode_layer import few_bits, inputs
 from pallas_kernels.decode_layer.attention import Attention
 from pallas_kernels.decode_layer.attention_threads import HeadSizes, most_parts, put_attended
 from pallas_kernels.decode_layer.config import DEPTH, SLICES, THREADS, WIDTH, Share, TileForm
-from pallas_kernels.decode_layer.few_bits import CodeTile
+from pallas_kernels.decode_layer.few_bits import FewBitTile
 from pallas_kernels.decode_layer.stream import TileStream
 from pallas_kernels.decode_layer.table import AddressTable
 from pallas_kernels.hopper.mosaic import arith
@@ -160,7 +160,7 @@ def test_tiles_of_codes_and_their_scales(form):
     rng, depth = np.random.default_rng(5), TileForm.of(few_bits_weight(form, 64, 64)).depth
     K, N = 2 * depth, 192
     weight = few_bits_weight(form, K, N)
-    codes = CodeTile(form=TileForm.of(weight), dtype=BF16, scale_dtype=weight.scales.dtype)
+    codes = FewBitTile(form=TileForm.of(weight), dtype=BF16, scale_dtype=weight.scales.dtype)
     share = Share(K=K, N=N, blocks=4, depth=depth)
     stream = dataclasses.replace(stream_of(layers=1), codes=codes)
     block, stage = Block(), codes.form.stage_bytes
@@ -178,7 +178,7 @@ def test_tiles_of_codes_and_their_scales(form):
         assert (np.abs(got - want) <= 2e-5 * size).all()
 
 
-def multiplied_by_warps(codes: CodeTile, tile: np.ndarray, x: np.ndarray) -> np.ndarray:
+def multiplied_by_warps(codes: FewBitTile, tile: np.ndarray, x: np.ndarray) -> np.ndarray:
     """The sums of all warps, by MLIR of two warpgroups."""
     place, x_place, sums = 0, 1 << 15, 1 << 17
     memory = Memory(1 << 18)
