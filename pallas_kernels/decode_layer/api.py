@@ -54,6 +54,25 @@ def decode_layers(
     Raises:
         InputError: shapes or dtypes that disagree, or an unknown implementation.
         UnsupportedError: the kernel is named and cannot compute this call, or a gradient is taken.
+
+    Examples:
+        A layer whose weights are 0 adds nothing to the stream, and its key is 0:
+
+        >>> from pallas_kernels.common.row_inputs import RmsNorm
+        >>> from pallas_kernels.decode_layer import LayerWeights
+        >>> zeros = lambda *shape: jnp.zeros(shape, jnp.bfloat16)
+        >>> norm = RmsNorm(scale=zeros(8), epsilon=1e-5)
+        >>> layer = LayerWeights(
+        ...     attention_norm=norm, qkv=zeros(8, 16), out=zeros(8, 8), mlp_norm=norm,
+        ...     gate_up=zeros(8, 12), down=zeros(6, 8),
+        ... )
+        >>> pages = zeros(2, 4, 1, 4) + 1, zeros(2, 4, 1, 4)
+        >>> place = jnp.array([[1]]), jnp.array([2]), (jnp.ones((1, 2)), jnp.zeros((1, 2)))
+        >>> y, [(k, v)] = pallas_kernels.decode_layers(
+        ...     zeros(1, 8) + 3, [layer], [pages], *place, implementation="apart"
+        ... )
+        >>> y.tolist(), k[1, :, 0, 0].tolist()
+        ([[3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0]], [1.0, 1.0, 0.0, 1.0])
     """
     if not layers or len(layers) != len(pages):
         raise InputError(f"{len(layers)} layers and pages of {len(pages)}; give as many, or more")
