@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .common.errors import InputError as InputError
     from .common.errors import UnsupportedError as UnsupportedError
     from .common.merge import merge_partials as merge_partials
+    from .decode_layer import decode_layers as decode_layers
     from .flash_attention import flash_attention as flash_attention
     from .flash_attention import flash_attention_fp8 as flash_attention_fp8
     from .flash_attention import flash_attention_gradient as flash_attention_gradient
@@ -46,6 +47,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "common.errors": ("InputError", "UnsupportedError"),
     "common.merge": ("merge_partials",),
+    "decode_layer": ("decode_layers",),
     "flash_attention": (
         "flash_attention",
         "flash_attention_fp8",

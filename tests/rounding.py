@@ -171,7 +171,7 @@ def _both(function: Callable) -> None:
 
 
 for _function in (np.concatenate, np.broadcast_to, np.repeat, np.take_along_axis, np.split,
-                  np.moveaxis, np.squeeze):  # fmt: skip
+                  np.moveaxis, np.squeeze, np.reshape):  # fmt: skip
     _both(_function)
 
 

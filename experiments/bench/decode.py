@@ -37,6 +37,7 @@ from jaxinfra.models.definition import ModelDefinition, define_model
 from jaxinfra.models.serving_form import serving_form, serving_parameters
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.parallel.execution import execution_on
+from jaxinfra.serving.engine.weights import NamedArrays
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingNeeds, SamplingRows
 from jaxinfra.serving.steps import DecodeState, StepConfig, decode, prefill
 from pallas_kernels.hopper.launch import Launches
@@ -71,6 +72,11 @@ class Form:
     weights: nnx.State
     graphdef: nnx.GraphDef
 
+    @functools.cached_property
+    def arrays(self) -> NamedArrays:
+        """The weights as the engine passes them: Python would walk through a state."""
+        return NamedArrays.of(self.weights)
+
     def state(self, batch: int, context: int, sampling: SamplingConfig) -> DecodeState:
         """Rows in the midst of generation; numbers, as zeros take less power."""
         decoder = nnx.merge(self.graphdef, self.weights)
@@ -94,7 +100,11 @@ class Form:
 
 
 def forms(
-    preset: str, wanted: Sequence[str], step: Launches | None = None
+    preset: str,
+    wanted: Sequence[str],
+    step: Launches | None = None,
+    *,
+    whole_layers: bool = False,
 ) -> Iterator[tuple[str, Form]]:
     """The model in each form, of the same weights."""
     policy = held_as_computed(POLICIES[PolicyName.BF16])
@@ -110,7 +120,8 @@ def forms(
         yield "scan", form(definition, drawn)
     if "serving" in wanted:
         served = serving_form(
-            definition, execution_on(policy=policy, packed=True, step_launches=step)
+            definition,
+            execution_on(policy=policy, packed=True, step_launches=step, whole_layers=whole_layers),
         )
         yield "serving", form(served, serving_parameters(served, config, drawn))
 
@@ -150,7 +161,11 @@ def step_of(
         needs=SamplingNeeds.of([sampling]),
     )
     tokens = jax.ShapeDtypeStruct(state.positions_B.shape, jnp.int32)
-    lowered = decode.lower(form.weights, state, tokens, config=config)
+
+    def step(weights: NamedArrays, state: DecodeState, tokens: jax.Array):
+        return decode(weights.state, state, tokens, config=config)
+
+    lowered = jax.jit(step, donate_argnums=1).lower(form.arrays, state, tokens)
     return lowered.compile(compiler_options=BUFFERS[buffers] or None)
 
 
@@ -160,14 +175,14 @@ def timed(step: jax.stages.Compiled, form: Form, make_state, *, steps: int) -> d
     tokens = jnp.arange(state.positions_B.size, dtype=jnp.int32)
     first = []
     for _ in range(3):
-        tokens, state = step(form.weights, state, tokens)
+        tokens, state = step(form.arrays, state, tokens)
         first.append(jax.device_get(tokens)[:4].tolist())
     taken, issued = [], []
     for _ in range(ROUNDS):
         jax.block_until_ready(tokens)
         start = time.perf_counter()
         for _ in range(steps):
-            tokens, state = step(form.weights, state, tokens)
+            tokens, state = step(form.arrays, state, tokens)
         issued.append((time.perf_counter() - start) / steps)
         jax.block_until_ready(tokens)
         taken.append((time.perf_counter() - start) / steps)
@@ -288,6 +303,10 @@ def main() -> None:
         "--append-within", choices=["in-turn", "overlapped"], dest="step",
         help="steps of the serving form append within the attention kernel, launched so",
     )  # fmt: skip
+    parser.add_argument(
+        "--whole-layers", action="store_true",
+        help="steps of one row of the serving form launch all layers at once",
+    )  # fmt: skip
     parser.add_argument("--small", action="store_true", help="sizes for a check on a CPU")
     args = parser.parse_args()
     table = Table(out=args.out, deadline=time.monotonic() + args.budget, only=args.only)
@@ -299,7 +318,7 @@ def main() -> None:
         names += [f"{preset} prefill {b} x {t}" for b, t in PREFILLS.get(preset, ())]
         if not any(name.startswith(tuple(args.only)) for name in names):
             continue
-        for form_name, form in forms(preset, args.forms, args.step):
+        for form_name, form in forms(preset, args.forms, args.step, whole_layers=args.whole_layers):
             measure_form(table, args, copy, preset, form_name, form, shapes)
 
 

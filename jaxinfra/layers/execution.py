@@ -330,9 +330,11 @@ class Place(Protocol):
         ...
 
 
+type DecodeLayers = Callable[..., tuple[jax.Array, list[dict[str, jax.Array]]] | None]
+"""All layers' step of one token: x, each layer's pages; ``jaxinfra.ops.decode_layers`` has one."""
+
 type AppendAndAttend = Callable[..., tuple[jax.Array, dict[str, jax.Array]] | None]
-"""``AppendHeads`` given ``sinks_N`` too, and in the place of queries what they find, at once;
-``jaxinfra.ops.append_heads.append_and_attend`` is one."""
+"""``AppendHeads`` given ``sinks_N`` too: what queries find; ``ops.append_heads`` has one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -394,4 +396,5 @@ class Execution:
     packed: bool  # projections of one input are one weight: for serving, without tensor parallelism
     append: AppendHeads | None = None  # None: heads are rotated and appended one after another
     append_and_attend: AppendAndAttend | None = None  # None: ``append``, then ``decode``
+    decode_layers: DecodeLayers | None = None  # None: layers are computed one after another
     statistics: bool = False  # layers say what their activations are like, in ``Sums``

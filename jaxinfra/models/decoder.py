@@ -38,6 +38,7 @@ from jaxinfra.models.repetition import (
     one_repetition,
     repetition_of,
 )
+from jaxinfra.models.whole_step import check_whole, whole_step
 from jaxinfra.numerics.policy import unquantized
 from jaxinfra.numerics.recipe import Site
 
@@ -47,6 +48,8 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, execution: Execution, rngs: nnx.Rngs):
         check_recipes(config, execution)
+        if execution.decode_layers is not None:
+            check_whole(config)
         self.config = config
         self.execution = execution
         table = functools.partial(
@@ -204,6 +207,9 @@ class Decoder(nnx.Module):
         if blocks_key is not None:
             layer_keys = jax.random.split(blocks_key, self.config.num_layers)
         ropes = self.rope_tables(positions, contexts)
+        whole = whole_step(x_BTD, list(self.blocks), self.execution, given, ropes, cache)
+        if whole is not None:
+            return dataclasses.replace(whole, x=self.normalized(whole.x))
         caches, sums, num_blocks, num_layers = [], [], 0, 0
         for each in self.config.stacks:
             places = slice(num_blocks, num_blocks + len(each.pattern))

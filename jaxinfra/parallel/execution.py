@@ -11,6 +11,7 @@ from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.layers.execution import Anywhere, Execution
 from jaxinfra.numerics.policy import POLICIES, Policy
 from jaxinfra.ops.append_heads import append_and_attend, append_packed_heads
+from jaxinfra.ops.decode_layers import decode_layers
 from jaxinfra.ops.few_rows import fused_few_rows, multiply_few_rows, swiglu_few_rows
 from jaxinfra.ops.fp8_swiglu import swiglu_input
 from jaxinfra.ops.multiply import multiply, prepared
@@ -37,6 +38,7 @@ def execution_on(
     packed: bool = False,
     cache_format: CacheFormat = CacheFormat.PLAIN,
     step_launches: Literal["in-turn", "overlapped"] | None = None,
+    whole_layers: bool = False,
 ) -> Execution:
     """How a decoder runs on this mesh.
 
@@ -52,9 +54,11 @@ def execution_on(
         cache_format: of keys and values, or latents, in a cache.
         step_launches: on a Hopper GPU, decode steps append within the kernel that attends, launched
             so; None: a kernel appends before it.
+        whole_layers: on a Hopper GPU, all layers of a decode step of one row are one launch.
 
     Raises:
-        UnsupportedError: packed weights where heads are split between devices, or in 8 bits.
+        UnsupportedError: packed weights where heads are split between devices, or in 8 bits; whole
+            layers without packed weights, or on several devices.
     """
     if packed and any(recipe.fp8 is not None for _, recipe in policy.sites):
         raise UnsupportedError(
@@ -68,6 +72,11 @@ def execution_on(
         )
     # Kernels are custom calls, which the compiler cannot split.
     serves_alone = packed and (placement is None or placement.mesh.size == 1)
+    if whole_layers and not serves_alone:
+        raise UnsupportedError(
+            "whole layers where weights are not packed, or on several devices: the kernel reads "
+            "packed weights of one device; leave whole_layers=False"
+        )
     devices = fp8_devices_on(placement)
     multiply_anywhere = functools.partial(multiply, devices=devices)
     return Execution(
@@ -82,6 +91,7 @@ def execution_on(
             if serves_alone and step_launches is not None
             else None
         ),
+        decode_layers=decode_layers if serves_alone and whole_layers else None,
         prepare=functools.partial(prepared, devices=devices),
         attend=attention_on(placement, implementation=attention, method=context_method),
         attend_latents=latents_on(placement, implementation=attention, method=context_method),

@@ -16,7 +16,7 @@ from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import RunConfig
-from jaxinfra.core.errors import CheckpointError, ConfigError, nearest
+from jaxinfra.core.errors import CheckpointError, ConfigError, UnsupportedError, nearest
 from jaxinfra.core.files import read_json
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.models.decoder import Decoder
@@ -67,7 +67,11 @@ class LoadedModel:
         return dataclasses.replace(self, definition=definition)
 
     def serving_decoder(
-        self, *, is_straight: bool | None = None, consumes: bool = False
+        self,
+        *,
+        is_straight: bool | None = None,
+        consumes: bool = False,
+        whole_layers: bool = False,
     ) -> Decoder:
         """The model as an engine runs it: on GPUs layer by layer, with packed projections where
         devices do not split them; its weights are copied. With adapters or 8-bit
@@ -76,6 +80,10 @@ class LoadedModel:
         Args:
             is_straight: the form of GPUs, or not, on any device.
             consumes: free this model's weights as they are copied; it has none afterwards.
+            whole_layers: as ``execution_on`` has it; of the form of GPUs.
+
+        Raises:
+            UnsupportedError: whole layers of a model that they are not for.
         """
         definition = self.definition
         if is_straight is None:
@@ -83,6 +91,11 @@ class LoadedModel:
         policy = definition.execution.policy
         in_8_bits = any(recipe.fp8 is not None for _, recipe in policy.sites)
         if not is_straight or definition.lora is not None or in_8_bits:
+            if whole_layers:
+                raise UnsupportedError(
+                    "whole layers of a model with adapters, with matmuls in 8 bits, or not in the "
+                    "form of GPUs; leave whole_layers=False"
+                )
             return self.decoder
         is_whole = self.placement is None or self.placement.head_shards == 1
         is_packed = is_whole and can_pack(self.parameters)
@@ -91,6 +104,7 @@ class LoadedModel:
             policy=policy,
             packed=is_packed,
             cache_format=definition.execution.cache_format,
+            whole_layers=whole_layers,
         )
         form = serving_form(definition, execution)
         config, parameters = definition.config, self.parameters

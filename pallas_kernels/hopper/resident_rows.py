@@ -22,6 +22,7 @@ from .threads import (
     address,
     assembly,
     constant,
+    from_lane_xor,
     global_place,
     loaded,
     number,
@@ -213,7 +214,7 @@ class ResidentRows:
                 is_there = arith.cmpi(arith.CmpIPredicate.ult, chunk, constant(chunks))
                 found = arith.addf(found, arith.select(is_there, part, number(0.0)))
             for distance in (16, 8, 4, 2, 1):
-                found = arith.addf(found, _from_lane_xor(found, distance))
+                found = arith.addf(found, from_lane_xor(found, distance))
             with mgpu_utils.when(is_first):
                 place = total(address(squares), (warp, 4), constant(4 * WARPS * m))
                 assembly(None, [place, found], "st.shared.f32 [$0], $1;", "r,f", pure=False)
@@ -231,9 +232,3 @@ class _Place:
 def _chunk(ref: Any, at: Any, *, size: int = 2) -> list[Any]:
     """16 bytes of global memory, from element ``at`` of so many bytes on."""
     return loaded("ld.global.nc.v4.b32", global_place(ref, at, size), 4, kind="l")
-
-
-def _from_lane_xor(x: Any, distance: int) -> Any:
-    """x of the lane whose number differs in this bit."""
-    text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
-    return assembly(ir.F32Type.get(), [x], text, "=f,f", pure=False)

@@ -3,6 +3,7 @@
 Values are MLIR's: i32 registers, which may have two 16-bit numbers, f32, addresses.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -69,11 +70,29 @@ def widened(half: Any, dtype: jnp.dtype) -> Any:
     return assembly(f32, [half], "cvt.f32.f16 $0, $1;", "=f,h", pure=True)
 
 
-def global_place(ref: Any, at: Any, size: int) -> Any:
-    """Where element ``at`` (i32) of so many bytes lies in global memory, i64."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Address:
+    """Where an array begins in global memory, i64."""
+
+    value: Any
+
+
+def address_of(ref: Any) -> Address:
+    """That of an array."""
     i64 = ir.IntegerType.get_signless(64)
+    return Address(llvm.ptrtoint(i64, mgpu_utils.memref_ptr(ref)))
+
+
+def global_place(ref: Any, at: Any, size: int) -> Any:
+    """Where element ``at`` (i32) of so many bytes lies in global memory, i64.
+
+    Args:
+        ref: the array, or its ``Address``.
+    """
+    i64 = ir.IntegerType.get_signless(64)
+    base = ref if isinstance(ref, Address) else address_of(ref)
     byte = arith.muli(arith.extui(i64, at), mgpu.c(size, i64))
-    return arith.addi(llvm.ptrtoint(i64, mgpu_utils.memref_ptr(ref)), byte)
+    return arith.addi(base.value, byte)
 
 
 def global_number(ref: Any, at: Any, offset: int, dtype: jnp.dtype) -> Any:
@@ -121,6 +140,18 @@ def store_number(ref: Any, at: Any, x: Any, dtype: jnp.dtype) -> None:
 def number(x: float) -> Any:
     """An f32."""
     return mgpu.c(x, ir.F32Type.get())
+
+
+def fused(a: Any, b: Any, c: Any) -> Any:
+    """``a b + c`` in fp32, rounded once."""
+    f32 = ir.F32Type.get()
+    return assembly(f32, [a, b, c], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", pure=True)
+
+
+def from_lane_xor(x: Any, distance: int) -> Any:
+    """x of the lane whose number differs in this bit."""
+    text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
+    return assembly(ir.F32Type.get(), [x], text, "=f,f", pure=False)
 
 
 def swiglu(gate: Any, up: Any) -> Any:

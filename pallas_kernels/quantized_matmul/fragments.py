@@ -114,12 +114,6 @@ class Dequantizer:
         return [llvm.extractvalue(f32, found, [i]) for i in range(4)]
 
 
-def fused(a: Any, b: Any, c: Any) -> Any:
-    """``a b + c`` in fp32, rounded once."""
-    f32 = ir.F32Type.get()
-    return assembly(f32, [a, b, c], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", pure=True)
-
-
 def load_matrices(place: Any, offset: int) -> list[Any]:
     """Four right fragments of 8 rows of x and 8 of K, the bytes of each lane's row given."""
     return loaded("ldmatrix.sync.aligned.m8n8.x4.shared.b16", place, 4, kind="r", offset=offset)

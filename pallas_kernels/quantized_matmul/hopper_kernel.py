@@ -24,12 +24,12 @@ from pallas_kernels.hopper.machine import WARPGROUP
 from pallas_kernels.hopper.mosaic import arith, mgpu, plgpu
 from pallas_kernels.hopper.resident_rows import DEPTH, ResidentRows
 from pallas_kernels.hopper.ring import offer
-from pallas_kernels.hopper.threads import address, constant, thread, total
+from pallas_kernels.hopper.threads import address, constant, fused, thread, total
 from pallas_kernels.hopper.tile import tiled
 
 from .codes import COLUMNS, ROWS
 from .config import ProductShape, QuantizedConfig
-from .fragments import Dequantizer, fused, load_matrices, load_number, load_words
+from .fragments import Dequantizer, load_matrices, load_number, load_words
 from .weight import QuantizedWeight
 
 SWIZZLED = 64  # columns of x whose 16-byte chunks are permuted together

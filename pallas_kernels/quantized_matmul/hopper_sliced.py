@@ -29,6 +29,7 @@ from pallas_kernels.hopper.threads import (
     address,
     assembly,
     constant,
+    fused,
     global_number,
     store_number,
     thread,
@@ -37,7 +38,7 @@ from pallas_kernels.hopper.threads import (
 
 from .codes import COLUMNS, ROWS
 from .config import ProductShape
-from .fragments import Dequantizer, fused, load_matrices, load_number, load_words
+from .fragments import Dequantizer, load_matrices, load_number, load_words
 from .hopper_kernel import SWIZZLED
 from .sliced_config import SlicedConfig
 from .weight import QuantizedWeight

@@ -1,4 +1,5 @@
-"""A warpgroup's threads in NumPy, for bodies of ``plgpu.inline_mgpu`` that no interpreter knows.
+"""Threads of a warpgroup or of a block in NumPy, for bodies of ``plgpu.inline_mgpu``, which no
+interpreter knows.
 
 Values are arrays with an element for each thread; every instruction is executed by all of them
 before the next, so that barriers have nothing to do. Instructions are told by their text.
@@ -15,11 +16,25 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.hopper import cluster_sums, resident_rows, threads
+from pallas_kernels.decode_layer import (
+    attention,
+    attention_threads,
+    inputs,
+    parts,
+    per_thread,
+    stream,
+    table,
+)
+from pallas_kernels.hopper import cluster_sums, grid, resident_rows, slots, threads
 from pallas_kernels.hopper.machine import WARPGROUP
 
 _BLOCK = 1 << 24  # bytes of addresses that a block of a cluster has
-_I32, _F32 = np.uint32, np.float32
+_I32, _F32, _F64 = np.uint32, np.float32, np.float64
+_MODULES = (
+    threads, resident_rows, cluster_sums, grid, slots,
+    attention, attention_threads, inputs, parts, per_thread, stream, table,
+)  # fmt: skip
+"""Whose instructions these threads execute."""
 
 
 @dataclasses.dataclass
@@ -30,18 +45,26 @@ class Ref:
 
 
 class Warpgroup:
-    """The threads of one warpgroup of a cluster's block, and all memory."""
+    """The threads of one warpgroup of a cluster's block, or several, and all memory."""
 
-    def __init__(self, dtype: Any):
-        self.dtype = dtype
+    def __init__(self, dtype: Any, *, count: int = WARPGROUP):
+        self.dtype, self.count = dtype, count
         self.memory = np.zeros(4 * _BLOCK, np.uint8)
         self.used = 1024
-        self.rank, self.mask = 0, np.ones(WARPGROUP, bool)
+        self.rank, self.mask = 0, np.ones(count, bool)
         self.asm: list[tuple[str, Callable[..., Any]]] = [
-            (r"ld\.(?:global\.nc|shared)\.v4\.(?:b32|f32)", self._load_four),
-            (r"st\.shared\.v4\.b32", self._store_words),
-            (r"st\.shared\.f32", self._store_words),
-            (r"st\.global\.b32", self._store_words),
+            (r"ld\.(?:global\.nc|shared|relaxed\.gpu\.global)\.v\d", self._load_several),
+            (r"ld\.shared\.f32", lambda place, _: self._load(place, _F32)),
+            (r"st\.(?:shared|global)\.(?:v\d\.)?(?:b32|f32)", self._store_words),
+            (r"bar\.(?:warp\.)?sync", lambda _: None),
+            (r"mov\.u32 \$0, %tid\.x", lambda _: np.arange(self.count)),
+            (r"ld\.shared\.b64", lambda place, _: self._load(place, np.int64)),
+            (r"ld\.global\.nc\.b32", lambda place, _: self._load(place, np.int32)),
+            (r"st\.shared\.b64", self._store_address),
+            # Tiles are there when they are waited for, and copies take no time.
+            (r"\s*\{|mbarrier\.|cp\.async\.mbarrier", lambda *_: None),
+            (r"cp\.async\.cg", self._copy),
+            (r"fma\.rn", lambda a, b, c, _: (_F64(a) * b + c).astype(_F32)),
             (r"ld\.global\.nc\.b16", lambda place, _: self._load(place, np.uint16)),
             (r"ld\.shared::cluster\.f32", lambda place, _: self._load(place, _F32)),
             (r"mapa", lambda place, block, _: place % _BLOCK + block * _BLOCK),
@@ -67,7 +90,7 @@ class Warpgroup:
 
     def _bytes(self, place: Any, size: int) -> np.ndarray:
         """Indices of each thread's bytes, [threads, size]."""
-        place = np.broadcast_to(np.asarray(place, np.int64), WARPGROUP)
+        place = np.broadcast_to(np.asarray(place, np.int64), self.count)
         assert (place[self.mask] % size == 0).all(), "misaligned"
         return place[:, None] + np.arange(size)
 
@@ -75,10 +98,11 @@ class Warpgroup:
         at = self._bytes(np.asarray(place, np.int64) + offset, np.dtype(dtype).itemsize)
         return self.memory[np.where(self.mask[:, None], at, 0)].view(dtype)[:, 0]
 
-    def _load_four(self, place: Any, text: str) -> list[np.ndarray]:
-        self._bytes(place, 16)
+    def _load_several(self, place: Any, text: str) -> list[np.ndarray]:
+        count = int(re.findall(r"\.v(\d)", text)[0])
+        self._bytes(place, 4 * count)
         kind = _F32 if "f32" in text else _I32
-        return [self._load(place, kind, offset=4 * i) for i in range(4)]
+        return [self._load(place, kind, offset=4 * i) for i in range(count)]
 
     def _store_words(self, place: Any, *rest: Any) -> None:
         *words, _ = rest
@@ -86,12 +110,21 @@ class Warpgroup:
         for i, word in enumerate(words):
             at = self._bytes(np.asarray(place, np.int64) + 4 * i, 4)[self.mask]
             kind = _F32 if np.asarray(word).dtype == _F32 else _I32
-            found = np.broadcast_to(np.asarray(word, kind), WARPGROUP)[self.mask]
+            found = np.broadcast_to(np.asarray(word, kind), self.count)[self.mask]
             self.memory[at] = np.ascontiguousarray(found)[:, None].view(np.uint8)
+
+    def _store_address(self, place: Any, address: Any, _: str) -> None:
+        at = self._bytes(place, 8)[self.mask]
+        found = np.broadcast_to(np.asarray(address, np.int64), self.count)[self.mask]
+        self.memory[at] = np.ascontiguousarray(found)[:, None].view(np.uint8)
+
+    def _copy(self, target: Any, source: Any, _: str) -> None:
+        at, what = (self._bytes(place, 16)[self.mask] for place in (target, source))
+        self.memory[at] = self.memory[what]
 
     def _shuffle(self, x: np.ndarray, text: str) -> np.ndarray:
         distance = int(re.findall(r"\$1, (\d+)", text)[0])
-        return np.broadcast_to(x, WARPGROUP)[np.arange(WARPGROUP) ^ distance]
+        return np.broadcast_to(x, self.count)[np.arange(self.count) ^ distance]
 
     def _pack(self, low: Any, high: Any, _: str) -> np.ndarray:
         halves = [np.asarray(x, _F32).astype(self.dtype).view(np.uint16) for x in (low, high)]
@@ -128,17 +161,24 @@ class Warpgroup:
             return lambda *xs: f(*(np.asarray(x, np.int64) for x in xs))
 
         def bitcast(_: Any, x: Any) -> np.ndarray:
-            return np.broadcast_to(np.asarray(x).astype(_I32), WARPGROUP).copy().view(_F32)
+            return np.broadcast_to(np.asarray(x).astype(_I32), self.count).copy().view(_F32)
 
         arith = types.SimpleNamespace(
             addi=integer(np.add), muli=integer(np.multiply), divui=integer(np.floor_divide),
             remui=integer(np.remainder), andi=integer(np.bitwise_and), xori=integer(np.bitwise_xor),
             shrui=integer(np.right_shift), shli=integer(np.left_shift), minui=integer(np.minimum),
             extui=lambda _, x: x, trunci=lambda _, x: np.asarray(x) & 0xFFFF, bitcast=bitcast,
-            index_cast=lambda _, x: x, select=np.where,
+            index_cast=lambda _, x: x, select=np.where, maxsi=integer(np.maximum),
+            subi=integer(np.subtract), maxui=integer(np.maximum), maximumf=np.maximum,
+            subf=lambda a, b: np.subtract(a, b, dtype=_F32),
+            divf=lambda a, b: np.divide(a, b, dtype=_F32),
+            cmpf=lambda predicate, a, b: predicate(a, b),
+            CmpFPredicate=types.SimpleNamespace(OEQ=np.equal),
             addf=lambda a, b: np.add(a, b, dtype=_F32),
             mulf=lambda a, b: np.multiply(a, b, dtype=_F32),
-            CmpIPredicate=types.SimpleNamespace(ult=np.less, eq=np.equal),
+            CmpIPredicate=types.SimpleNamespace(
+                ult=np.less, eq=np.equal, sge=np.greater_equal
+            ),
             cmpi=lambda predicate, a, b: predicate(a, b),
         )  # fmt: skip
         llvm = types.SimpleNamespace(
@@ -149,7 +189,7 @@ class Warpgroup:
         )
         utils = types.SimpleNamespace(
             memref_ptr=lambda ref: ref.base,
-            thread_idx=lambda: np.arange(WARPGROUP),
+            thread_idx=lambda: np.arange(self.count),
             cluster_idx=lambda: self.rank,
             when=self.when,
         )
@@ -161,7 +201,7 @@ class Warpgroup:
         ir = types.SimpleNamespace(F32Type=kind, IntegerType=kind)
         places = {"arith": arith, "llvm": llvm, "mgpu_utils": utils, "mgpu": mgpu, "ir": ir}
         with pytest.MonkeyPatch.context() as patch:
-            for module in (threads, resident_rows, cluster_sums):
+            for module in _MODULES:
                 for name, stand_in in places.items():
                     patch.setattr(module, name, stand_in, raising=False)
             yield

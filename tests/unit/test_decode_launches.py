@@ -19,6 +19,7 @@ from jaxinfra.config.kinds import MlpKind
 from jaxinfra.config.model import GroupedAttentionConfig, MlpConfig, ModelConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.rope import RopeConfig
+from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.layers.cache import after_pass
 from jaxinfra.models.definition import define_model
 from jaxinfra.models.serving_form import serving_form, serving_parameters
@@ -48,25 +49,25 @@ ATTENTION = GroupedAttentionConfig(
 NUM_SLOTS, PAGES = 4096, 64
 
 
-def config() -> ModelConfig:
+def config(model_dim: int = 512) -> ModelConfig:
     """Two small layers that the kernels take."""
-    small = model(ATTENTION, vocab_size=64, model_dim=512, max_positions=NUM_SLOTS)
+    small = model(ATTENTION, vocab_size=64, model_dim=model_dim, max_positions=NUM_SLOTS)
     (stack,) = small.stacks
     fed = MlpConfig(kind=MlpKind.SWIGLU, hidden_dim=1024)
     block = dataclasses.replace(stack.pattern[0], feed_forward=fed)
     return dataclasses.replace(small, stacks=(dataclasses.replace(stack, pattern=(block,)),))
 
 
-def traced_step(weights: str) -> jax.extend.core.Jaxpr:
+def traced_step(weights: str, sizes: ModelConfig, **how: Any) -> jax.extend.core.Jaxpr:
     """A step of one row in the midst of generation."""
     policy = held_as_computed(POLICIES[PolicyName.BF16])
-    definition = define_model(config(), execution_on(policy=policy))
-    form = serving_form(definition, execution_on(policy=policy, packed=True))
+    definition = define_model(sizes, execution_on(policy=policy))
+    form = serving_form(definition, execution_on(policy=policy, packed=True, **how))
     graphdefs: list[Any] = []
 
     def state() -> tuple[Any, DecodeState]:
         drawn = in_format(definition, definition.initialize(jax.random.key(0)), FORMATS[weights])
-        decoder = form.bind(serving_parameters(form, config(), drawn))
+        decoder = form.bind(serving_parameters(form, sizes, drawn))
         graphdef, parameters = nnx.split(decoder)
         graphdefs.append(graphdef)
         caches = decoder.empty_cache(batch=1, num_slots=NUM_SLOTS)
@@ -79,7 +80,7 @@ def traced_step(weights: str) -> jax.extend.core.Jaxpr:
 
     parameters, begun = jax.eval_shape(state)
     step = StepConfig(
-        graphdef=graphdefs[-1], num_ids=config().vocab_size, needs=SamplingNeeds.of([GREEDY])
+        graphdef=graphdefs[-1], num_ids=sizes.vocab_size, needs=SamplingNeeds.of([GREEDY])
     )
     tokens = jax.ShapeDtypeStruct((1,), jnp.int32)
     return decode.trace(parameters, begun, tokens, config=step).jaxpr.jaxpr
@@ -102,7 +103,7 @@ def test_a_layer_is_seven_kernels(weights, monkeypatch):
     monkeypatch.setattr(api, "measured_config", fast)
     monkeypatch.setattr(api, "_is_measured_faster", lambda call: True)
     with compiling_for(H200):
-        step = traced_step(weights)
+        step = traced_step(weights, config())
     layers = [e for e in step.eqns if e.params.get("name") == "one_repetition"]
     assert len(layers) == 2
     for layer in layers:
@@ -116,3 +117,27 @@ def test_a_layer_is_seven_kernels(weights, monkeypatch):
                 is_number = jnp.issubdtype(out.aval.dtype, jnp.integer) or out.aval.dtype == bool
                 assert is_number, each
                 assert out.aval.size < PAGES, each
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int4 g128", "fp8"])
+def test_whole_layers_are_one_kernel(weights):
+    with compiling_for(H200):
+        step = traced_step(weights, config(2048), whole_layers=True)
+    (kernel,) = [e for e in operations(step) if e.primitive.name == "mpmd_map"]
+    assert kernel.outvars[0].aval.shape == (1, 2048)
+
+
+def test_whole_layers_that_are_none_are_refused():
+    policy = held_as_computed(POLICIES[PolicyName.BF16])
+    whole = execution_on(policy=policy, packed=True, whole_layers=True)
+    (stack,) = config().stacks
+    for change in ({"window": 100}, {"sinks": True}, {"qkv_bias": True}):
+        mixer = dataclasses.replace(ATTENTION, **change)
+        block = dataclasses.replace(stack.pattern[0], mixer=mixer)
+        changed = dataclasses.replace(stack, pattern=(block,), repeats=1)
+        with pytest.raises(UnsupportedError, match="whole layers with attention"):
+            define_model(dataclasses.replace(config(), stacks=(changed,)), whole)
+    with pytest.raises(UnsupportedError, match="stacked layers"):
+        define_model(config(), whole)
+    with pytest.raises(UnsupportedError, match="not packed"):
+        execution_on(policy=policy, whole_layers=True)

@@ -1,0 +1,5 @@
+"""Decoder layers of a one-token step, all in one launch."""
+
+from .api import LayerImplementation as LayerImplementation
+from .api import decode_layers as decode_layers
+from .reference import LayerWeights as LayerWeights

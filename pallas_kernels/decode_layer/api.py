@@ -1,0 +1,162 @@
+"""The public function: validates, chooses who computes. Dims: as in ``reference``."""
+
+import functools
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.common.errors import InputError, UnsupportedError
+from pallas_kernels.common.no_gradient import without_gradient
+from pallas_kernels.fused_matmul import fused_matmul
+from pallas_kernels.paged_attention import append_heads, paged_attention
+from pallas_kernels.quantized_matmul import QuantizedWeight
+
+from .hopper import decode_layers_hopper, unsupported
+from .reference import LayersCall, LayerWeights, decode_layers_reference
+
+type LayerImplementation = Literal["hopper", "apart", "reference"]
+
+
+def decode_layers(
+    x: jax.Array,
+    layers: Sequence[LayerWeights],
+    pages: Sequence[tuple[jax.Array, jax.Array]],
+    page_tables: jax.Array | np.ndarray,
+    positions: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    *,
+    implementation: LayerImplementation,
+    scale: float | None = None,
+) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
+    """Decoder layers' step of one token per row: both branches of each, tokens into their pages.
+
+    It has no gradient.
+
+    Args:
+        x: [M, D], bfloat16 or float16: the stream.
+        layers: weights of each, in x's dtype or all in one format of few bits; layers are alike.
+        pages: keys and values of each layer, [P, S, K, H] in x's dtype; donate them.
+        page_tables: int32 [M, pages of a row]; below 0 where a row has no page.
+        positions: int32 [M]; below 0 in a row that has no token. Its pages have room for it.
+        rope: cos and sin, float32 [M, H / 2]; pairs as in ``append_to_pages``.
+        implementation: "hopper" is one launch of a Mosaic GPU kernel for up to 32 layers: of one
+            row, heads of 64 or 128 columns which all turn, weights in few bits without zero points
+            and ``arranged``, on one device of 132 multiprocessors that it has to itself; "apart" is
+            a product after another, each by whom its op chooses, "reference" the formula in fp32.
+        scale: of the scores; default 1 / sqrt(H).
+
+    Returns:
+        [M, D] in x's dtype, and the pages of each layer.
+
+    Raises:
+        InputError: shapes or dtypes that disagree, or an unknown implementation.
+        UnsupportedError: the kernel is named and cannot compute this call, or a gradient is taken.
+
+    Examples:
+        A layer whose weights are 0 adds nothing to the stream, and its key is 0:
+
+        >>> from pallas_kernels.common.row_inputs import RmsNorm
+        >>> from pallas_kernels.decode_layer import LayerWeights
+        >>> zeros = lambda *shape: jnp.zeros(shape, jnp.bfloat16)
+        >>> norm = RmsNorm(scale=zeros(8), epsilon=1e-5)
+        >>> layer = LayerWeights(
+        ...     attention_norm=norm, qkv=zeros(8, 16), out=zeros(8, 8), mlp_norm=norm,
+        ...     gate_up=zeros(8, 12), down=zeros(6, 8),
+        ... )
+        >>> pages = zeros(2, 4, 1, 4) + 1, zeros(2, 4, 1, 4)
+        >>> place = jnp.array([[1]]), jnp.array([2]), (jnp.ones((1, 2)), jnp.zeros((1, 2)))
+        >>> y, [(k, v)] = pallas_kernels.decode_layers(
+        ...     zeros(1, 8) + 3, [layer], [pages], *place, implementation="apart"
+        ... )
+        >>> y.tolist(), k[1, :, 0, 0].tolist()
+        ([[3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0]], [1.0, 1.0, 0.0, 1.0])
+    """
+    if not layers or len(layers) != len(pages):
+        raise InputError(f"{len(layers)} layers and pages of {len(pages)}; give as many, or more")
+    call = LayersCall(
+        x=x, layers=layers, pages=pages, tables=jnp.asarray(page_tables), positions=positions,
+        rope=rope, scale=pages[0][0].shape[-1] ** -0.5 if scale is None else scale,
+    )  # fmt: skip
+    _check(call)
+    if implementation == "reference":
+        found = decode_layers_reference(call)
+    elif implementation == "apart":
+        found = _apart(call)
+    elif implementation == "hopper":
+        reason = unsupported(call)
+        if reason is not None:
+            raise UnsupportedError(
+                f"implementation='hopper' cannot compute {call.describe()}: {reason}; apart can"
+            )
+        found = decode_layers_hopper(call)
+    else:
+        raise InputError(f"implementation={implementation!r} must be hopper, apart, reference")
+    return without_gradient(
+        found, "decode_layers has no gradient: it is for generating; norm, multiply and add apart"
+    )
+
+
+def _check(call: LayersCall) -> None:
+    x, shape = call.x, call.pages[0][0].shape
+    if x.ndim != 2 or len(shape) != 4:
+        raise InputError(f"x is {list(x.shape)}, pages {list(shape)}: [M, D] and [P, S, K, H]")
+    (M, D), (_, _, K, H) = x.shape, shape
+    A, F = (call.layers[0].shape(name)[0] for name in ("out", "down"))
+    if A % (K * H):
+        raise InputError(f"out has {A} rows, no multiple of {K} kv heads of {H} columns")
+    width = A + 2 * K * H
+    wanted = {"qkv": (D, width), "out": (A, D), "gate_up": (D, 2 * F), "down": (F, D)}
+    for i, (layer, pools) in enumerate(zip(call.layers, call.pages, strict=True)):
+        arrays = {name: getattr(layer, name) for name in wanted}
+        arrays |= {"keys' pages": pools[0], "values' pages": pools[1]}
+        for name, array in arrays.items():
+            each, is_right = wanted.get(name, shape), True
+            if isinstance(array, QuantizedWeight):
+                array.check()
+                found = array.matrix_shape
+            else:
+                found, is_right = array.shape, array.dtype == x.dtype
+            if tuple(found) != tuple(each) or not is_right:
+                raise InputError(
+                    f"{name} of layer {i} is {list(found)}, {array.dtype}; it must be "
+                    f"{list(each)}, {x.dtype} or in few bits, for {call.describe()}"
+                )
+        if any(norm.scale.shape != (D,) for norm in layer.norms):
+            raise InputError(f"norms of layer {i} have scales that are not [{D}]")
+    shapes = [call.tables.shape[:1], call.positions.shape, *(each.shape for each in call.rope)]
+    if shapes != [(M,), (M,), (M, H // 2), (M, H // 2)]:
+        raise InputError(
+            f"tables, positions, cos, sin begin with {shapes}; of {M} rows they must be "
+            f"[M, pages], [M], [M, {H // 2}], [M, {H // 2}]"
+        )
+
+
+def _apart(call: LayersCall) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
+    x, after = call.x, []
+    for layer, (k, v) in zip(call.layers, call.pages, strict=True):
+        x, k, v = _layer_apart(x, layer, k, v, call.tables, call.per_token(), scale=call.scale)
+        after.append((k, v))
+    return x, after
+
+
+@functools.partial(jax.jit, static_argnames="scale")  # traced once for all layers
+def _layer_apart(
+    x: jax.Array,
+    layer: LayerWeights,
+    k: jax.Array,
+    v: jax.Array,
+    tables: jax.Array,
+    per_token: tuple[jax.Array, tuple[jax.Array, jax.Array]],
+    *,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    heads = fused_matmul(x, layer.qkv, norm=layer.attention_norm)
+    q, k, v = append_heads(heads.reshape(len(x), 1, -1, k.shape[3]), k, v, tables, *per_token)
+    lengths = per_token[0][:, 0] + 1
+    attended = paged_attention(q, k, v, tables, lengths, scale=scale)
+    x = fused_matmul(attended.reshape(len(x), -1), layer.out, residual=x)
+    hidden = fused_matmul(x, layer.gate_up, norm=layer.mlp_norm, swiglu=True)
+    return fused_matmul(hidden, layer.down, residual=x), k, v

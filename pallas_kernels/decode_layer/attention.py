@@ -1,0 +1,211 @@
+"""Attention of one new token to pages, its key and value among them, as a phase of a layer.
+
+Key tiles of all kv heads are a line, cut into a piece for each block. A block's tiles of keys and
+values come through the ring of weights, as earlier steps wrote them. Who has a head's last tile
+turns the new key, and puts it and the new value into the tile in shared memory and into their
+page. A warp has some keys of each tile, and a softmax of its own; a block leaves what it found
+unnormalized, with its maximum and sum, and the next product's readers merge (``merged``).
+
+Dims: N query heads, K kv heads, G query heads per kv head, H width, P page, S slot of a page.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.hopper.held import Held
+from pallas_kernels.hopper.mosaic import arith, plgpu
+from pallas_kernels.hopper.slots import COPIED, Slots
+from pallas_kernels.hopper.threads import assembly, constant, global_place, i32, total
+
+from .attention_threads import HeadSizes
+from .config import WIDTH
+from .per_thread import COPIED_ROWS, copied_place, each_thread, row_place, splat
+
+
+class KeyPlan(NamedTuple):
+    """Numbers that all of a block's roles read once; int32."""
+
+    length: jax.Array  # keys, the new one among them
+    tiles: jax.Array  # of a head
+    line: jax.Array  # of all heads
+    blocks: jax.Array  # that have tiles
+    start: jax.Array  # the block's
+    stop: jax.Array
+    place: jax.Array  # slot of the pool that the new token goes into; below 0 where there is none
+
+    def first_block(self, head: jax.Array) -> jax.Array:
+        """Who has a head's first tile."""
+        return lax.div((head * self.tiles + 1) * self.blocks - 1, jnp.maximum(self.line, 1))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Attention:
+    """The phase of one call."""
+
+    sizes: HeadSizes
+    num_pages: int
+    page: int  # slots
+    table: int  # pages of the row at most
+    blocks: int
+
+    @property
+    def held(self) -> Held:
+        """A thread's sums, maxima and sums of probabilities."""
+        return Held(count=self.sizes.num_held, dtype=jnp.dtype(jnp.float32))
+
+    def unsupported(self) -> str | None:
+        """Why it cannot be computed; None if it can."""
+        s = self.sizes
+        if s.H not in (64, 128) or s.N % s.K:
+            return f"{s.N} query heads, {s.K} kv heads of {s.H} columns: those are 64 or 128"
+        return None
+
+    def plan(self, gmem) -> KeyPlan:
+        """Of this step."""
+        s, block = self.sizes, lax.axis_index("block")
+        length = jnp.clip(gmem.positions[0] + 1, 0, self.table * self.page)
+        tiles = lax.div(length + (s.keys - 1), jnp.int32(s.keys))
+        line = tiles * s.K
+        blocks = jnp.minimum(jnp.int32(self.blocks), line)
+        start, stop = (
+            lax.div(jnp.minimum(b, blocks) * line, jnp.maximum(blocks, 1))
+            for b in (block, block + 1)
+        )
+        at = jnp.maximum(length - 1, 0)
+        page = gmem.tables[0, lax.div(at, self.page)]
+        is_kept = (length > 0) & (page >= 0) & (page < self.num_pages)
+        place = jnp.where(is_kept, page * self.page + lax.rem(at, self.page), -1)
+        return KeyPlan(length, tiles, line, blocks, start, stop, place)
+
+    def load(self, gmem, smem, plan: KeyPlan, layer, before, slots, table) -> None:
+        """Keys and values of the block's tiles into the ring, from turn ``before`` on."""
+
+        def body(tables, barriers, addresses, ring, layer, turn, head, tile):
+            pools = [table.address(addresses, name, layer) for name in ("k", "v")]
+            self.fetch(tables, pools, barriers, ring, slots, turn, head, tile)
+
+        def step(i, _):
+            head, tile = lax.div(i, plan.tiles), lax.rem(i, plan.tiles)
+            refs = [gmem.tables, smem.barriers, smem.table, smem.w]
+            each_thread(body, refs, [layer, before + 2 * (i - plan.start), head, tile])
+
+        lax.fori_loop(plan.start, plan.stop, step, None)
+
+    def fetch(self, tables, pools, barriers, ring, slots: Slots, turn, head, tile) -> None:
+        """One thread's copies of a tile of keys, and of one of values."""
+        s, (down, across) = self.sizes, copied_place()
+        rows = []
+        for first in range(0, s.keys, COPIED_ROWS):
+            position = total((tile, s.keys), down, constant(first))
+            place = arith.divui(position, constant(self.page))
+            # A tile may go beyond what the row has: any page will do.
+            place = arith.minui(place, constant(self.table - 1))
+            word = global_place(tables, place, 4)
+            page = assembly(i32(), [word], "ld.global.nc.b32 $0, [$1];", "=r,l", pure=False)
+            page = arith.minui(arith.maxsi(page, constant(0)), constant(self.num_pages - 1))
+            slot = arith.remui(position, constant(self.page))
+            rows.append(total((total((page, self.page), slot), s.K), head))
+        for which, pool in enumerate(pools):
+            mine = total(turn, constant(which))
+            target = total(slots.place(ring, mine), (down, 2 * WIDTH), (across, COPIED))
+            copies = []
+            for half in range(s.halves):
+                for i, row in enumerate(rows):
+                    column = total((across, COPIED // 2), constant(half * WIDTH))
+                    to = constant(2 * WIDTH * (half * s.keys + i * COPIED_ROWS))
+                    copies.append((row_place(pool, row, column, s.H), total(target, to)))
+            slots.wait_free(barriers, mine)
+            slots.fill(barriers, mine, copies)
+
+    def attend(self, gmem, smem, plan: KeyPlan, layer, before, slots, table) -> None:
+        """The block's tiles, to its parts."""
+
+        def head(h, _):
+            end = (h + 1) * plan.tiles
+            first, last = jnp.maximum(plan.start, end - plan.tiles), jnp.minimum(plan.stop, end)
+            self.prepare(gmem, smem, table, layer, h, plan, is_last=last == end)
+
+            def step(i, held):
+                turn = before + 2 * (i - plan.start)
+                left = plan.length - (i - (end - plan.tiles)) * self.sizes.keys
+
+                def put_token(x, ring, barriers, turn, row):
+                    k, v = self.wait(ring, barriers, slots, turn)
+                    self.sizes.put_token(x, k, v, row)
+
+                @pl.when(i == end - 1)
+                def _():
+                    each_thread(put_token, [smem.x, smem.w, smem.barriers], [turn, left - 1])
+
+                return self.add_tile(held, smem, slots, turn, left)
+
+            held = lax.fori_loop(first, last, step, self.nothing())
+            part = lax.axis_index("block") - plan.first_block(h)
+            self.leave(held, smem.x, gmem.attended, gmem.stats, h, part)
+
+        @pl.when(plan.stop > plan.start)
+        def _():
+            stop = lax.div(plan.stop - 1, plan.tiles) + 1
+            lax.fori_loop(lax.div(plan.start, plan.tiles), stop, head, None)
+
+    def prepare(self, gmem, smem, table, layer, h, plan: KeyPlan, *, is_last) -> None:
+        """A head's queries, and the new key and value, turned, into shared memory."""
+
+        def body(heads, cos, sin, x, addresses, layer, h, place):
+            pools = [table.address(addresses, name, layer) for name in ("k", "v")]
+            self.sizes.put_heads(heads, cos, sin, x, pools, h, place)
+
+        refs = [gmem.qkv_parts, gmem.cos, gmem.sin, smem.x, smem.table]
+        each_thread(body, refs, [layer, h, jnp.where(is_last, plan.place, -1)])
+
+    def wait(self, ring, barriers, slots: Slots, turn) -> list[Any]:
+        """Where tiles of keys and of values lie, once they do."""
+        both = [turn, total(turn, constant(1))]
+        for each in both:
+            slots.wait_full(barriers, each)
+        return [slots.place(ring, each) for each in both]
+
+    def add_tile(self, held, smem, slots: Slots, turn, left) -> jax.Array:
+        """The sums with the ring's next two tiles; left: keys that the row has from their first
+        one on.
+        """
+        kinds = (self.held.layout, *[plgpu.RefType()] * 3, *[plgpu.Layout.WG_SPLAT(())] * 2)
+
+        @plgpu.inline_mgpu(arg_types=kinds, return_type=self.held.array)
+        def add(ctx, held, x, ring, barriers, turn, left):
+            del ctx
+            turn, left = (each.registers.flat[0] for each in (turn, left))
+            k, v = self.wait(ring, barriers, slots, turn)
+            held = self.sizes.tile(self.held.apart(held), x, k, v, left)
+            for each in (turn, total(turn, constant(1))):
+                slots.leave(barriers, each)
+            return self.held.together(held)
+
+        return add(held, smem.x, smem.w, smem.barriers, splat(turn), splat(left))
+
+    def leave(self, held, x_smem, attended, stats, h, part) -> None:
+        """What all warps found, to the block's part."""
+        kinds = (self.held.layout, *[plgpu.RefType()] * 3, *[plgpu.Layout.WG_SPLAT(())] * 2)
+
+        @plgpu.inline_mgpu(arg_types=kinds)
+        def put(ctx, held, x, attended, stats, h, part):
+            del ctx
+            h, part = (each.registers.flat[0] for each in (h, part))
+            self.sizes.leave(self.held.apart(held), x, attended, stats, h, part)
+
+        put(held, x_smem, attended, stats, splat(h), splat(part))
+
+    def nothing(self) -> jax.Array:
+        """Sums of nothing."""
+
+        @plgpu.inline_mgpu(return_type=self.held.array)
+        def start(ctx):
+            del ctx
+            return self.held.together(self.sizes.nothing())
+
+        return start()

@@ -1,0 +1,139 @@
+"""How a layer's products are divided among blocks, and what fits in shared memory.
+
+Dims: K contracted, N column of the weight.
+"""
+
+import dataclasses
+
+import jax
+
+from pallas_kernels.hopper.machine import LANES, NUM_PROCESSORS, SMEM_BYTES, WARPGROUP
+from pallas_kernels.quantized_matmul import QuantizedWeight, WeightCode
+
+DEPTH, WIDTH = 128, 64  # rows and columns of a tile of 16-bit numbers
+TILE_BYTES = 2 * DEPTH * WIDTH
+BLOCK_ROWS = 32  # of a line of codes
+GROUPS = 2  # warpgroups that multiply
+THREADS = GROUPS * WARPGROUP
+SLICES = THREADS // LANES  # warps, each with a part of a tile's rows
+MOST_LAYERS = 32
+"""Of a launch: addresses of their ten arrays are parameters of the kernel, of 4 KB at most."""
+_MOST_STAGES = 32  # barriers of a kind
+_RESERVE = 7 * 1024  # addresses of arrays, barriers, gaps between buffers
+_PART_COST = 0.01  # of the time of a product, for each part that readers add
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TileForm:
+    """How weights lie in memory: a tile is lines of 64 columns, of a row or of 32 rows of codes."""
+
+    code: WeightCode | None = None  # of weights in few bits
+    group_rows: int = 0  # that share a scale; 0: all
+    scale_bytes: int = 2
+
+    @classmethod
+    def of(cls, weight: jax.Array | QuantizedWeight) -> "TileForm":
+        """That of a weight, in few bits one in the order of fragments."""
+        if not isinstance(weight, QuantizedWeight):
+            return cls()
+        form, scale_bytes = weight.format, weight.scales.dtype.itemsize
+        return cls(code=form.code, group_rows=form.group_rows, scale_bytes=scale_bytes)
+
+    @property
+    def line_rows(self) -> int:
+        """Rows of a line."""
+        return 1 if self.code is None else BLOCK_ROWS
+
+    @property
+    def row_bits(self) -> int:
+        """Bits of a column of a line."""
+        return self.line_rows * (16 if self.code is None else self.code.bits)
+
+    @property
+    def line_bytes(self) -> int:
+        """Of a line of a tile."""
+        return WIDTH * self.row_bits // 8
+
+    @property
+    def depth(self) -> int:
+        """Rows of a tile."""
+        return TILE_BYTES // self.line_bytes * self.line_rows
+
+    @property
+    def groups(self) -> int:
+        """Of rows that share a scale, in a tile."""
+        if self.code is None:
+            return 0
+        return max(1, self.depth // self.group_rows) if self.group_rows else 1
+
+    @property
+    def stage_bytes(self) -> int:
+        """A tile and its scales."""
+        return TILE_BYTES + self.groups * WIDTH * self.scale_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """A product's units, dealt out to blocks one by one: a column of tiles, or a part of its K.
+
+    Blocks work on neighboring columns at the same time, so that what lies side by side in memory is
+    read together. Units of several parts of K leave as many parts of each column.
+    """
+
+    K: int
+    N: int
+    blocks: int = NUM_PROCESSORS
+    depth: int = DEPTH  # rows of a tile
+
+    @property
+    def across(self) -> int:
+        """Columns of tiles."""
+        return self.N // WIDTH
+
+    @property
+    def parts(self) -> int:
+        """Of K: as few as give every block nearly the same."""
+        tiles = self.K // self.depth
+
+        def cost(parts: int) -> float:
+            units = -(-self.across * parts // self.blocks)
+            return units * (tiles // parts) * (1 + _PART_COST * parts)
+
+        return min((parts for parts in range(1, tiles + 1) if tiles % parts == 0), key=cost)
+
+    @property
+    def down(self) -> int:
+        """Tiles of a unit."""
+        return self.K // self.depth // self.parts
+
+    @property
+    def units(self) -> int:
+        """Of all blocks."""
+        return self.across * self.parts
+
+    @property
+    def most(self) -> int:
+        """Units of a block at most."""
+        return -(-self.units // self.blocks)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a unit."""
+        return self.down * self.depth
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the weight in a block's units, at most."""
+        return self.most * self.rows
+
+    def unsupported(self) -> str | None:
+        """Why it cannot be divided; None if it can."""
+        if self.K % self.depth or self.N % WIDTH:
+            return f"{self.K} x {self.N} is no multiple of {self.depth} x {WIDTH}"
+        return None
+
+
+def num_stages(x_bytes: int, stage_bytes: int = TILE_BYTES) -> int:
+    """Stages of the ring, beside so many bytes of what weights are multiplied with."""
+    left = SMEM_BYTES - _RESERVE - x_bytes - 4 * 2 * SLICES * WIDTH
+    return min(left // stage_bytes, _MOST_STAGES)

@@ -1,0 +1,324 @@
+"""Layers of a one-token step in one launch: a block on every multiprocessor, which all meet between
+phases while weights of the next ones arrive.
+
+Dims: D width of the stream, A width of all query heads, F hidden width; as in ``attention``.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.common import device
+from pallas_kernels.common.row_inputs import RmsNorm
+from pallas_kernels.hopper.grid import GridBarrier, meet_in_block
+from pallas_kernels.hopper.launch import launch
+from pallas_kernels.hopper.machine import NUM_PROCESSORS
+from pallas_kernels.hopper.mosaic import arith, mgpu_utils, plgpu
+from pallas_kernels.hopper.threads import assembly, constant, global_place
+from pallas_kernels.quantized_matmul import Arrangement, QuantizedWeight
+
+from . import inputs
+from .attention import Attention, KeyPlan
+from .attention_threads import HeadSizes, most_parts, put_attended
+from .config import GROUPS, MOST_LAYERS, SLICES, THREADS, Share, TileForm, num_stages
+from .few_bits import FewBitTile
+from .per_thread import each_thread
+from .reference import WEIGHTS, LayersCall, LayerWeights
+from .stream import Product, TileStream
+
+DTYPES = ("bfloat16", "float16")
+_LARGE = "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200"
+"""Names, or their beginnings, of what has as many multiprocessors as a launch has blocks."""
+_LEAST_STAGES = 4
+_MEETINGS = 5  # of a layer
+_SCALES = "attention_scale", "mlp_scale"
+_LINE = 128  # bytes that L2 is asked for
+_ATTENTION, _MLP = 0, 1  # rows of the stream: what either's norm is of
+
+
+def unsupported(call: LayersCall) -> str | None:
+    """Why the kernel cannot compute this call; None if it can."""
+    facts = device.target()
+    if facts.capability != (9, 0):
+        return f"it needs a GPU of compute capability 9.0 (Hopper), not {facts.kind}"
+    if not facts.kind.startswith(_LARGE):
+        few = f"{facts.kind} may have fewer than {NUM_PROCESSORS} multiprocessors"
+        return f"{few}, and blocks wait for each other"
+    if call.x.shape[0] != 1:
+        return f"{call.x.shape[0]} rows: it takes one"
+    if call.x.dtype.name not in DTYPES:
+        return f"{call.x.dtype} is neither bfloat16 nor float16"
+    for norms in zip(*(layer.norms for layer in call.layers), strict=True):
+        kinds = {(norm.scale.dtype.name, norm.epsilon, norm.offset) for norm in norms}
+        if len(kinds) > 1 or norms[0].scale.dtype.name not in (*DTYPES, "float32"):
+            return f"norms {kinds} of its layers are not one, with a scale in 16 or 32 bits"
+    for layer in call.layers:
+        reason = _unlike(layer, call.layers[0])
+        if reason is not None:
+            return reason
+    kernel = LayersKernel.of(call)
+    reasons = [product.share.unsupported() for product in kernel.products]
+    reasons.append(kernel.attention.unsupported())
+    if any(reasons):
+        return next(filter(None, reasons))
+    if kernel.stream.num_stages < _LEAST_STAGES:
+        return f"{kernel.stream.num_stages} tiles of weights fit in shared memory beside x"
+    return None
+
+
+def _unlike(layer: LayerWeights, first: LayerWeights) -> str | None:
+    """Why a layer's weights cannot be those of a launch whose first weight is this layer's."""
+    for name in WEIGHTS:
+        weight = getattr(layer, name)
+        if isinstance(weight, QuantizedWeight) != isinstance(first.qkv, QuantizedWeight):
+            return "some weights are in few bits, and some in 16"
+        if not isinstance(weight, QuantizedWeight):
+            continue
+        form = weight.format
+        if weight.arrangement is not Arrangement.FRAGMENTS or form.activations is not None:
+            return f"{name} in {form.name} is not in the order of fragments: see arranged"
+        if weight.zeros is not None:
+            return f"{name} in {form.name} has zero points"
+        if TileForm.of(weight) != TileForm.of(first.qkv):
+            return f"{name} is in {form.name}, and qkv in another format"
+    return None
+
+
+def decode_layers_hopper(call: LayersCall) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
+    """As the reference, of a call of which ``unsupported`` says nothing."""
+    x, after = call.x, []
+    for first in range(0, len(call.layers), MOST_LAYERS):
+        some = slice(first, first + MOST_LAYERS)
+        part = dataclasses.replace(call, x=x, layers=call.layers[some], pages=call.pages[some])
+        # References, which the kernel writes into: what it leaves is not copied.
+        k, v = ([jax.new_ref(pool) for pool in pools] for pools in zip(*part.pages, strict=True))
+        counter = jax.new_ref(jnp.zeros(1, jnp.int32))
+        x = LayersKernel.of(part).result(part, {"k": k, "v": v, "counter": counter})
+        after += [(jax.freeze(each), jax.freeze(other)) for each, other in zip(k, v, strict=True)]
+    return x, after
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LayersKernel:
+    """The kernel of one launch; methods are its phases, written once per trace."""
+
+    products: tuple[Product, ...]
+    attention: Attention
+    norms: tuple[RmsNorm, RmsNorm]  # one layer's: of the same constants in all
+    num_layers: int
+    dtype: jnp.dtype
+    codes: FewBitTile | None
+
+    @classmethod
+    def of(cls, call: LayersCall) -> "LayersKernel":
+        """The phases of a call."""
+        layer, (pool, _) = call.layers[0], call.pages[0]
+        shapes = {name: layer.shape(name) for name in WEIGHTS}
+        form, (A, _) = TileForm.of(layer.qkv), shapes["out"]
+        num_pages, page, K, H = pool.shape
+        qkv, out, gate_up, down = (
+            Product(
+                weight=name, parts=f"{name}_parts", scales=f"{name}_scales",
+                share=Share(K=k, N=n, depth=form.depth), is_whole=name in ("qkv", "gate_up"),
+            )
+            for name, (k, n) in shapes.items()
+        )  # fmt: skip
+        codes = None
+        if isinstance(layer.qkv, QuantizedWeight):
+            codes = FewBitTile(form=form, dtype=call.x.dtype, scale_dtype=layer.qkv.scales.dtype)
+        heads = HeadSizes(N=A // H, K=K, H=H, scale=call.scale, dtype=call.x.dtype, share=qkv.share)
+        attention = Attention(
+            sizes=heads, num_pages=num_pages, page=page, table=call.tables.shape[1],
+            blocks=qkv.share.blocks,
+        )  # fmt: skip
+        return cls(
+            products=(qkv, out, gate_up, down), attention=attention, norms=layer.norms,
+            num_layers=len(call.layers), dtype=call.x.dtype, codes=codes,
+        )  # fmt: skip
+
+    @property
+    def x_bytes(self) -> int:
+        """Shared memory beside tiles, at most: what weights are multiplied with, of one phase."""
+        counts = [p.share.K if p.is_whole else p.share.most_rows for p in self.products]
+        rows, sizes = self.products[1].share.most_rows, self.attention.sizes
+        factors = rows // sizes.H * most_parts(sizes.K, self.blocks)
+        own = max(counts) * (4 if self.codes is None else 2)
+        return max(own, 4 * sizes.x_numbers, 4 * (rows + factors))
+
+    @property
+    def blocks(self) -> int:
+        """Of the grid."""
+        return self.attention.blocks
+
+    @property
+    def form(self) -> TileForm:
+        """How weights lie in memory."""
+        return TileForm() if self.codes is None else self.codes.form
+
+    def rows(self, x_smem: Any) -> inputs.Rows:
+        """What weights are multiplied with."""
+        return inputs.Rows(smem=x_smem, packed=None if self.codes is None else self.dtype)
+
+    @property
+    def stream(self) -> TileStream:
+        """All weights, keys and values, in the order in which they are needed."""
+        return TileStream(
+            products=self.products, attention=self.attention, num_layers=self.num_layers,
+            num_stages=num_stages(self.x_bytes, self.form.stage_bytes), dtype=self.dtype,
+            codes=self.codes,
+        )  # fmt: skip
+
+    def result(self, call: LayersCall, refs: dict[str, Any]) -> jax.Array:
+        """[1, D].
+
+        Args:
+            refs: references to what is written in place: "counter", int32 [1], and lists "k", "v".
+        """
+        sizes, width = self.attention.sizes, call.x.shape[1]
+        parts = most_parts(sizes.K, self.blocks)
+        results = {
+            "y": jax.ShapeDtypeStruct(call.x.shape, self.dtype),
+            "stream": jax.ShapeDtypeStruct((2, width), jnp.float32),
+            "attended": jax.ShapeDtypeStruct((parts, sizes.N, sizes.H), jnp.float32),
+            "stats": jax.ShapeDtypeStruct((parts, sizes.N, 2), jnp.float32),
+        }
+        for product in self.products:
+            shape = (product.share.parts, product.share.N)
+            results[product.parts] = jax.ShapeDtypeStruct(shape, jnp.float32)
+        return launch(
+            self.run,
+            name="decode_layers",
+            operands={**call.arrays(), **refs},
+            results=results,
+            scratch={
+                **self.stream.scratch(),
+                "x": plgpu.SMEM((self.x_bytes // 4,), jnp.float32),
+                "squares": plgpu.SMEM((SLICES,), jnp.float32),
+            },
+            num_threads=GROUPS + 1,
+            grid=(self.blocks,),
+            grid_names=("block",),
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+            ),
+        )["y"]
+
+    def run(self, gmem, smem) -> None:
+        """One block: a role for each warpgroup."""
+        wg = lax.axis_index("wg")
+        plan = self.attention.plan(gmem)
+        self.stream.begin(gmem, smem)
+
+        # Of a multiprocessor's registers as many as all that warpgroups began with, less a few.
+        @pl.when(wg < GROUPS)
+        def _():
+            plgpu.set_max_registers(208, action="increase")
+            self.compute(gmem, smem, plan)
+
+        @pl.when(wg == GROUPS)
+        def _():
+            plgpu.set_max_registers(80, action="decrease")
+            self.stream.load(gmem, smem, plan)
+
+    def compute(self, gmem, smem, plan: KeyPlan) -> None:
+        """Layers, one after another; blocks meet where one reads what others wrote."""
+        stream, (_, out, wide, down) = self.stream, self.products
+        grid = GridBarrier(blocks=self.blocks, threads=THREADS)
+        put_normed = functools.partial(self.put_normed, gmem, smem)
+
+        def layer(i, _):
+            def meet(which: int) -> None:
+                grid.meet(gmem.counter, i * _MEETINGS + which)
+
+            multiply = functools.partial(stream.multiply, gmem, smem, i, plan=plan)
+            pl.when(i == 0)(lambda: put_normed(i, _ATTENTION, None))
+            pl.when(i > 0)(lambda: put_normed(i, _ATTENTION, down))
+            multiply(0)
+            self.ask_for_scale(smem, i, _MLP)
+            meet(0)
+            stream.attend(gmem, smem, plan, i)
+            meet(1)
+            self.put_attended(gmem, smem, plan)
+            multiply(1)
+            meet(2)
+            put_normed(i, _MLP, out)
+            multiply(2)
+            meet(3)
+            self.put_hidden(gmem, smem, wide, down)
+            after = jnp.minimum(i + 1, self.num_layers - 1)
+            self.ask_for_scale(smem, after, _ATTENTION)
+            multiply(3)
+            meet(4)
+
+        lax.fori_loop(0, self.num_layers, layer, None)
+        self.write(gmem, down)
+
+    def put_hidden(self, gmem, smem, wide: Product, down: Product) -> None:
+        """Hidden values, of all blocks' gates and ups."""
+
+        def body(parts, x, block):
+            inputs.put_hidden(parts, self.rows(x), block, down.share, wide.share)
+            meet_in_block(THREADS)
+
+        refs = [getattr(gmem, wide.parts), smem.x]
+        each_thread(body, refs, [lax.axis_index("block")])
+
+    def put_attended(self, gmem, smem, plan: KeyPlan) -> None:
+        """What attention gave, of all blocks."""
+        share = self.products[1].share
+
+        def body(attended, stats, x, block, *plan):
+            rows = self.rows(x)
+            put_attended(attended, stats, rows, block, plan, self.attention.sizes, share)
+            meet_in_block(THREADS)
+
+        numbers = [lax.axis_index("block"), plan.tiles, plan.line, plan.blocks]
+        each_thread(body, [gmem.attended, gmem.stats, smem.x], numbers)
+
+    def ask_for_scale(self, smem, layer: jax.Array, row: int) -> None:
+        """Has a norm's scale in L2 by when it is needed: a read of memory takes long while the ring
+        is filled.
+        """
+        name, scale = _SCALES[row], self.norms[row].scale
+        lines = -(-scale.shape[0] * scale.dtype.itemsize // _LINE)
+
+        def body(addresses, layer):
+            place = self.stream.table.address(addresses, name, layer)
+            mine = arith.minui(mgpu_utils.thread_idx(), constant(lines - 1))
+            line = global_place(place, mine, _LINE)
+            assembly(None, [line], "prefetch.global.L2 [$0];", "l", pure=False)
+
+        each_thread(body, [smem.table], [layer])
+
+    def put_normed(self, gmem, smem, layer: jax.Array, row: int, product: Product | None) -> None:
+        """The normalized stream, with a product added, into shared memory."""
+        name, table = _SCALES[row], self.stream.table
+        share, parts = None, []
+        if product is not None:
+            share, parts = product.share, [getattr(gmem, product.parts)]
+
+        def body(x, stream, addresses, squares, x_smem, *rest):
+            *parts, layer, block = rest
+            inputs.put_normed(
+                x, parts[0] if parts else None, stream, table.address(addresses, name, layer),
+                squares, self.rows(x_smem), block, row=row, share=share, norm=self.norms[row],
+                blocks=self.blocks, dtype=self.dtype,
+            )  # fmt: skip
+            meet_in_block(THREADS)
+
+        refs = [gmem.x, gmem.stream, smem.table, smem.squares, smem.x, *parts]
+        each_thread(body, refs, [layer, lax.axis_index("block")])
+
+    def write(self, gmem, down: Product) -> None:
+        """The block's part of the result."""
+
+        def body(*given):
+            inputs.write_result(*given, row=_MLP, share=down.share, dtype=self.dtype)
+
+        refs = [getattr(gmem, down.parts), gmem.stream, gmem.y]
+        each_thread(body, refs, [lax.axis_index("block")])

@@ -1,0 +1,195 @@
+"""What the threads of a block put into shared memory before a product, in fp32.
+
+Products leave parts of their columns, and whoever reads a column adds them in one order: so no
+phase is there for sums alone. A thread takes four neighboring numbers at a time, and asks for all
+that it reads before it adds.
+
+Dims: D width of the stream, F hidden width.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jaxlib.mlir import ir
+
+from pallas_kernels.common.row_inputs import RmsNorm
+from pallas_kernels.hopper.grid import meet_in_block
+from pallas_kernels.hopper.mosaic import arith, mgpu_utils
+from pallas_kernels.hopper.threads import (
+    address,
+    assembly,
+    constant,
+    from_lane_xor,
+    global_place,
+    loaded,
+    number,
+    packed_pair,
+    swiglu,
+    total,
+    widened_pair,
+)
+
+from .config import SLICES, THREADS, Share
+from .parts import QUAD, Columns, added, asked_quad
+from .per_thread import below, thread_anew, warp_and_lane
+
+_LANE_BITS = (16, 8, 4, 2, 1)
+
+
+def quads(count: int) -> list[Any]:
+    """This thread's quads of so many; threads beyond the last one have it once more."""
+    mine = thread_anew()
+    return [
+        arith.minui(total(mine, constant(first)), constant(count - 1))
+        for first in range(0, count, THREADS)
+    ]
+
+
+def put_hidden(parts, x: "Rows", block, share: Share, gates_and_ups: Share) -> None:
+    """Hidden values of what the block's units are multiplied with."""
+    columns = Columns(share=gates_and_ups)
+    for quad in quads(share.most_rows // QUAD):
+        at, gate = place_of(quad, block, share)
+        asked = [columns.asked(parts, c) for c in (gate, total(gate, constant(share.K)))]
+        gates, ups = map(added, asked)
+        x.store(at, [swiglu(*both) for both in zip(gates, ups, strict=True)])
+
+
+def put_normed(
+    own, parts, stream, scale, squares_smem, x: "Rows", block, *, row: int, share: Share | None,
+    norm: RmsNorm, blocks: int, dtype: jnp.dtype,
+) -> None:  # fmt: skip
+    """``norm(x)``, all of it; the block's quads of x itself to a row of the stream.
+
+    Args:
+        own: x, in 16 bits, where there is no product.
+        parts, share: of a product; x is the stream's other row and this.
+        stream: fp32 [2, D].
+        squares_smem: fp32 [warps].
+        row: of the stream, that is written.
+    """
+    width = norm.scale.shape[0]
+    mine = quads(width // QUAD)
+    asked, columns = [], None if share is None else Columns(share=share)
+    for quad in mine:
+        at = total((quad, QUAD))
+        if columns is None:
+            asked.append([widened(halves(own, at), dtype)])
+        else:
+            before = asked_quad(stream, total(at, constant((1 - row) * width)))
+            asked.append([before, *columns.asked(parts, at)])
+    scales = [_scales(scale, total((quad, QUAD)), norm) for quad in mine]
+    rows, square = [added(each) for each in asked], number(0.0)
+    for i, found in enumerate(rows):
+        first = total(mgpu_utils.thread_idx(), constant(i * THREADS))
+        is_first = below(first, constant(width // QUAD))
+        for each in found:
+            squared = arith.mulf(each, each)
+            square = arith.addf(square, arith.select(is_first, squared, number(0.0)))
+    each_block = constant(-(-width // QUAD // blocks))
+    for quad, found in zip(mine, rows, strict=True):
+        owner = arith.divui(quad, each_block)
+        with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.eq, owner, block)):
+            place = global_place(stream, total((quad, QUAD), constant(row * width)), 4)
+            text = "st.global.v4.f32 [$0], {$1,$2,$3,$4};"
+            assembly(None, [place, *found], text, "l,f,f,f,f", pure=False)
+    factor = _factor(square, squares_smem, width, norm)
+    for quad, found, each in zip(mine, rows, scales, strict=True):
+        normed = [arith.mulf(arith.mulf(n, factor), s) for n, s in zip(found, each, strict=True)]
+        x.store(total((quad, QUAD)), normed)
+
+
+def write_result(parts, stream, y, block, *, row: int, share: Share, dtype: jnp.dtype) -> None:
+    """A row of the stream and a product, rounded once: the block's quads of the result."""
+    count = share.N // QUAD
+    each = -(-count // share.blocks)
+    assert each <= THREADS, "a thread has a quad"
+    mine = mgpu_utils.thread_idx()
+    quad = total((block, each), mine)
+    with mgpu_utils.when(arith.andi(below(mine, constant(each)), below(quad, constant(count)))):
+        at = total((quad, QUAD))
+        before = asked_quad(stream, total(at, constant(row * share.N)))
+        found = added([before, *Columns(share=share).asked(parts, at)])
+        words = [packed_pair(found[i : i + 2], dtype) for i in (0, 2)]
+        place = global_place(y, at, 2)
+        assembly(None, [place, *words], "st.global.v2.b32 [$0], {$1,$2};", "l,r,r", pure=False)
+
+
+def place_of(quad, block, share: Share) -> tuple[Any, Any]:
+    """Of a quad of what a block's units are multiplied with: where it goes, and its row of K."""
+    per_unit = constant(share.rows // QUAD)
+    unit = total(block, (arith.divui(quad, per_unit), share.blocks))
+    unit = arith.minui(unit, constant(share.units - 1))
+    part = arith.divui(unit, constant(share.across))
+    return total((quad, QUAD)), total((part, share.rows), (arith.remui(quad, per_unit), QUAD))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """What weights are multiplied with, in shared memory: fp32, or 16 bits beside few-bit ones."""
+
+    smem: Any
+    packed: jnp.dtype | None
+
+    @property
+    def size(self) -> int:
+        """Bytes of a number."""
+        return 4 if self.packed is None else 2
+
+    def store(self, at, numbers: list[Any]) -> None:
+        """Four fp32 numbers, from number ``at`` on."""
+        if self.packed is None:
+            store_quad(self.smem, at, numbers)
+            return
+        words = [packed_pair(numbers[i : i + 2], self.packed) for i in (0, 2)]
+        place = total(address(self.smem), (at, 2))
+        assembly(None, [place, *words], "st.shared.v2.b32 [$0], {$1,$2};", "r,r,r", pure=False)
+
+
+def store_quad(x_smem, at, numbers: list[Any]) -> None:
+    """Four fp32 numbers to ``x_smem``, from number ``at`` on."""
+    place = total(address(x_smem), (at, 4))
+    text = "st.shared.v4.f32 [$0], {$1,$2,$3,$4};"
+    assembly(None, [place, *numbers], text, "r,f,f,f,f", pure=False)
+
+
+def halves(ref, at) -> list[Any]:
+    """Four 16-bit numbers of an array that no block writes."""
+    return loaded("ld.global.nc.v2.b32", global_place(ref, at, 2), 2, kind="l")
+
+
+def widened(words: list[Any], dtype: jnp.dtype) -> list[Any]:
+    """16-bit numbers as fp32."""
+    return [x for word in words for x in widened_pair(word, dtype)]
+
+
+def _scales(scale, at, norm: RmsNorm) -> list[Any]:
+    """Four of the norm's, with what is added to each."""
+    dtype = jnp.dtype(norm.scale.dtype)
+    if dtype == jnp.float32:
+        words = loaded("ld.global.nc.v4.b32", global_place(scale, at, 4), QUAD, kind="l")
+        found = [arith.bitcast(ir.F32Type.get(), word) for word in words]
+    else:
+        found = widened(halves(scale, at), dtype)
+    return [arith.addf(x, number(norm.offset)) for x in found] if norm.offset else found
+
+
+def _factor(square, squares_smem, count: int, norm: RmsNorm) -> Any:
+    """One over the root of the mean of all threads' squares."""
+    for bit in _LANE_BITS:
+        square = arith.addf(square, from_lane_xor(square, bit))
+    warp, lane = warp_and_lane()
+    with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.eq, lane, constant(0))):
+        place = total(address(squares_smem), (warp, 4))
+        assembly(None, [place, square], "st.shared.f32 [$0], $1;", "r,f", pure=False)
+    meet_in_block(THREADS)
+    words = [
+        word
+        for i in range(0, SLICES, QUAD)
+        for word in loaded("ld.shared.v4.b32", address(squares_smem), QUAD, kind="r", offset=4 * i)
+    ]
+    found = functools.reduce(arith.addf, [arith.bitcast(ir.F32Type.get(), w) for w in words])
+    mean = arith.addf(arith.mulf(found, number(1.0 / count)), number(norm.epsilon))
+    return assembly(ir.F32Type.get(), [mean], "rsqrt.approx.ftz.f32 $0, $1;", "=f,f", pure=True)

@@ -1,0 +1,79 @@
+"""Calls of bodies that are written for one thread, which Pallas cannot say."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxlib.mlir import ir
+
+from pallas_kernels.hopper.machine import LANES, WARPGROUP
+from pallas_kernels.hopper.mosaic import arith, mgpu, mgpu_utils, plgpu
+from pallas_kernels.hopper.slots import COPIED
+from pallas_kernels.hopper.threads import assembly, constant, global_place, i32
+
+from .config import WIDTH
+
+_ACROSS = 2 * WIDTH // COPIED  # copies of a row of a tile
+COPIED_ROWS = WARPGROUP // _ACROSS
+"""Rows of a tile that a warpgroup copies at once."""
+
+
+def splat(x: Any) -> jax.Array:
+    """A number as an argument of ``plgpu.inline_mgpu``."""
+    return jnp.broadcast_to(x, ())
+
+
+def each_thread(body: Callable[..., None], refs: Sequence[Any], numbers: Sequence[Any]) -> None:
+    """Every thread's ``body(*refs, *numbers)``, numbers as int32 registers."""
+    kinds = [plgpu.RefType()] * len(refs) + [plgpu.Layout.WG_SPLAT(())] * len(numbers)
+
+    @plgpu.inline_mgpu(arg_types=tuple(kinds))
+    def run(ctx, *given):
+        del ctx
+        body(*given[: len(refs)], *(x.registers.flat[0] for x in given[len(refs) :]))
+
+    run(*refs, *map(splat, numbers))
+
+
+def thread_anew() -> Any:
+    """This thread's number in its block, of which nothing is computed ahead of where it stands.
+
+    What phases derive from it is the same in all layers, and would be kept for all of them: in
+    memory, as there are more such numbers than registers.
+    """
+    return assembly(i32(), [], "mov.u32 $0, %tid.x;", "=r", pure=False)
+
+
+def warp_and_lane() -> tuple[Any, Any]:
+    """Of this thread in its block."""
+    thread = mgpu_utils.thread_idx()
+    return arith.divui(thread, constant(LANES)), arith.remui(thread, constant(LANES))
+
+
+def copied_place() -> tuple[Any, Any]:
+    """Of what this thread copies of the first rows of a tile: row, and 16 bytes of it."""
+    mine = arith.remui(mgpu_utils.thread_idx(), constant(WARPGROUP))
+    return arith.divui(mine, constant(_ACROSS)), arith.remui(mine, constant(_ACROSS))
+
+
+def row_place(pool: Any, row: Any, column: Any, width: int) -> Any:
+    """Where a column of a head lies in a pool, which may have more than 2**31 elements.
+
+    Args:
+        row: slot of the pool and head, as one number.
+        width: of a head, of 16-bit numbers.
+    """
+    i64 = ir.IntegerType.get_signless(64)
+    byte = arith.muli(arith.extui(i64, row), mgpu.c(2 * width, i64))
+    return arith.addi(global_place(pool, column, 2), byte)
+
+
+def beyond(place: Any, offset: int) -> Any:
+    """A place in global memory, so many bytes on."""
+    return arith.addi(place, mgpu.c(offset, ir.IntegerType.get_signless(64)))
+
+
+def below(a: Any, b: Any) -> Any:
+    """``a < b``, as numbers without a sign."""
+    return arith.cmpi(arith.CmpIPredicate.ult, a, b)

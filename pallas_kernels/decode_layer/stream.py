@@ -1,0 +1,320 @@
+"""One ring of tiles through all layers of a launch, and the products of weights.
+
+A warpgroup copies tiles of one product after another and waits for free slots only: as weights
+depend on nothing, it is in the next product, or layer, while others still wait for all blocks. Two
+warpgroups multiply. A warp has 16 rows of every tile, a lane 8 columns; of each unit the sums are
+added in one order and written in fp32.
+
+Dims: K contracted, N column of the weight.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxlib.mlir import ir
+
+from pallas_kernels.hopper.grid import meet_in_block
+from pallas_kernels.hopper.held import Held
+from pallas_kernels.hopper.machine import LANES, WARPGROUP
+from pallas_kernels.hopper.mosaic import arith, mgpu_utils, plgpu
+from pallas_kernels.hopper.slots import COPIED, Slots
+from pallas_kernels.hopper.threads import (
+    address,
+    assembly,
+    constant,
+    from_lane_xor,
+    fused,
+    global_place,
+    loaded,
+    number,
+    total,
+    widened_pair,
+)
+
+from .attention import Attention, KeyPlan
+from .config import (
+    DEPTH,
+    GROUPS,
+    SLICES,
+    THREADS,
+    TILE_BYTES,
+    WIDTH,
+    Share,
+    TileForm,
+)
+from .few_bits import FewBitTile
+from .per_thread import (
+    below,
+    beyond,
+    each_thread,
+    splat,
+    warp_and_lane,
+)
+from .table import AddressTable
+
+_COLUMNS = 8  # of a lane: 16 bytes
+_ACROSS = WIDTH // _COLUMNS  # lanes side by side
+_ROWS = DEPTH // SLICES // (LANES // _ACROSS)  # of a lane, one after another
+_HELD = Held(count=_COLUMNS, dtype=jnp.dtype(jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Product:
+    """One of a layer's products."""
+
+    weight: str  # names in global memory, of all layers' weights [K, N]
+    parts: str  # and of what blocks leave, fp32 [parts, N]
+    share: Share
+    scales: str  # name of all layers' scales, of weights in few bits
+    is_whole: bool  # all of x is in shared memory; else what the block's units are multiplied with
+
+    def count(self) -> jax.Array:
+        """Tiles of the block."""
+        s, block = self.share, lax.axis_index("block")
+        return lax.div(s.units - block + (s.blocks - 1), jnp.int32(s.blocks)) * s.down
+
+    def place(self, i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Of the block's tile ``i``: its part of K, its row of tiles, its column of tiles."""
+        s = self.share
+        unit = lax.axis_index("block") + lax.div(i, jnp.int32(s.down)) * s.blocks
+        part, column = lax.div(unit, jnp.int32(s.across)), lax.rem(unit, jnp.int32(s.across))
+        return part, part * s.down + lax.rem(i, jnp.int32(s.down)), column
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TileStream:
+    """The ring of a launch."""
+
+    products: tuple[Product, ...]  # of heads, then others
+    attention: Attention  # whose keys and values come after those of heads
+    num_layers: int
+    num_stages: int
+    dtype: jnp.dtype
+    codes: FewBitTile | None = None  # None: weights in 16 bits
+
+    @property
+    def form(self) -> TileForm:
+        """How weights lie in memory."""
+        return TileForm() if self.codes is None else self.codes.form
+
+    @property
+    def slots(self) -> Slots:
+        """The ring."""
+        return Slots(count=self.num_stages, warps=SLICES, bytes=self.form.stage_bytes)
+
+    @property
+    def table(self) -> AddressTable:
+        """Where layers' arrays are."""
+        names = [product.weight for product in self.products]
+        if self.codes is not None:
+            names += [product.scales for product in self.products]
+        names += ["attention_scale", "mlp_scale", "k", "v"]
+        return AddressTable(names=tuple(names), num_layers=self.num_layers)
+
+    def scratch(self) -> dict[str, Any]:
+        """The ring, sums, barriers."""
+        return {
+            "w": plgpu.SMEM((self.num_stages * self.form.stage_bytes // 4,), jnp.int32),
+            "sums": plgpu.SMEM((2, SLICES, WIDTH), jnp.float32),
+            "barriers": plgpu.SMEM((self.slots.numbers,), jnp.int32),
+            "table": self.table.scratch(),
+        }
+
+    def begin(self, gmem, smem) -> None:
+        """What all threads of a block do before they part."""
+        threads = (GROUPS + 1) * WARPGROUP
+
+        def body(barriers, table, *refs):
+            first = arith.cmpi(arith.CmpIPredicate.eq, mgpu_utils.thread_idx(), constant(0))
+            with mgpu_utils.when(first):
+                self.slots.begin(barriers)
+                self.table.write(table, list(refs))
+            meet_in_block(threads, everyone=True)
+
+        each_thread(body, [smem.barriers, smem.table, *self.table.refs(gmem)], [])
+
+    def before(self, layer: jax.Array, which: int, plan: KeyPlan) -> jax.Array:
+        """Tiles of the block that pass the ring before those of a product."""
+        counts = [self.products[0].count(), 2 * (plan.stop - plan.start)]
+        counts += [product.count() for product in self.products[1:]]
+        before = functools.reduce(jnp.add, counts[: which and which + 1], jnp.int32(0))
+        return layer * functools.reduce(jnp.add, counts) + before
+
+    def load(self, gmem, smem, plan: KeyPlan) -> None:
+        """Fills the ring with all that the block needs."""
+
+        def copy_product(layer, which: int, product: Product) -> None:
+            before, share = self.before(layer, which, plan), product.share
+
+            def body(barriers, table, ring, layer, turn, row, column):
+                names = [product.weight] + ([] if self.codes is None else [product.scales])
+                arrays = [self.table.address(table, name, layer) for name in names]
+                self.fetch(barriers, ring, arrays, turn, row, column, share)
+
+            def step(i, _):
+                _, row, column = product.place(i)
+                refs = [smem.barriers, smem.table, smem.w]
+                each_thread(body, refs, [layer, before + i, row, column])
+
+            lax.fori_loop(0, product.count(), step, None)
+
+        def each_layer(layer, _):
+            for which, product in enumerate(self.products):
+                copy_product(layer, which, product)
+                if which == 0:
+                    before = self.before(layer, 0, plan) + product.count()
+                    self.attention.load(gmem, smem, plan, layer, before, self.slots, self.table)
+
+        lax.fori_loop(0, self.num_layers, each_layer, None)
+
+    def fetch(self, barriers, ring, arrays: list[Any], turn, row, column, share: Share) -> None:
+        """One thread's copies of a weight's tile, and of its scales."""
+        form, line = self.form, self.form.line_bytes
+        across, mine = line // COPIED, arith.remui(mgpu_utils.thread_idx(), constant(WARPGROUP))
+        down, at = (f(mine, constant(across)) for f in (arith.divui, arith.remui))
+        # In units of 16 bytes, of which a large weight has fewer than 2**31.
+        stride = share.N * form.row_bits // 8 // COPIED
+        lines = form.depth // form.line_rows
+        first = total((total((row, lines), down), stride), (column, across), at)
+        source, place = global_place(arrays[0], first, COPIED), self.slots.place(ring, turn)
+        step = WARPGROUP // across  # lines
+        copies = [
+            (
+                beyond(source, i * stride * COPIED),
+                total(place, (mine, COPIED), constant(i * line)),
+            )
+            for i in range(0, lines, step)
+        ]
+        self.slots.wait_free(barriers, turn)
+        if self.codes is not None:
+            self.fetch_scales(place, arrays[1], row, column, share)
+        self.slots.fill(barriers, turn, copies)
+
+    def fetch_scales(self, place, scales, row, column, share: Share) -> None:
+        """One thread's copy of a tile's scales."""
+        form, mine = self.form, arith.remui(mgpu_utils.thread_idx(), constant(WARPGROUP))
+        across = WIDTH * form.scale_bytes // COPIED
+        assert form.groups * across <= WARPGROUP, "a thread has a copy"
+        down, at = (f(mine, constant(across)) for f in (arith.divui, arith.remui))
+        group = total(row if form.group_rows == 0 else (row, form.groups), down)
+        if form.group_rows == 0:
+            group = constant(0)
+        with mgpu_utils.when(below(mine, constant(form.groups * across))):
+            stride = share.N * form.scale_bytes // COPIED
+            source = global_place(scales, total((group, stride), (column, across), at), COPIED)
+            target = total(place, constant(TILE_BYTES), (mine, COPIED))
+            self.slots.copy(source, target)
+
+    def attend(self, gmem, smem, plan: KeyPlan, layer: jax.Array) -> None:
+        """The block's part of attention."""
+        before = self.before(layer, 0, plan) + self.products[0].count()
+        self.attention.attend(gmem, smem, plan, layer, before, self.slots, self.table)
+
+    def multiply(self, gmem, smem, layer: jax.Array, which: int, plan: KeyPlan) -> None:
+        """Products of the numbers in ``smem.x`` with the block's tiles, to its parts."""
+        product = self.products[which]
+        down, before = product.share.down, self.before(layer, which, plan)
+
+        def unit(j, _):
+            part, row, column = product.place(j * down)
+            base = row if product.is_whole else j * down
+
+            def step(i, sums):
+                return self.add_tile(
+                    sums, smem, before + j * down + i, (base + i) * self.form.depth
+                )
+
+            sums = lax.fori_loop(0, down, step, _nothing())
+            parts = getattr(gmem, product.parts)
+            self.leave(sums, smem.sums, parts, j, part, column, product.share)
+
+        lax.fori_loop(0, lax.div(product.count(), jnp.int32(down)), unit, None)
+
+    def add_tile(self, sums: jax.Array, smem, turn: jax.Array, row: jax.Array) -> jax.Array:
+        """Sums with the products of the ring's next tile and x from ``row`` on."""
+        kinds = (_HELD.layout, *[plgpu.RefType()] * 3, *[plgpu.Layout.WG_SPLAT(())] * 2)
+
+        @plgpu.inline_mgpu(arg_types=kinds, return_type=_HELD.array)
+        def add(ctx, sums, ring, x, barriers, turn, row):
+            del ctx
+            turn, row = (each.registers.flat[0] for each in (turn, row))
+            self.slots.wait_full(barriers, turn)
+            tile = self.tile if self.codes is None else self.codes.tile
+            found = tile(_HELD.apart(sums), self.slots.place(ring, turn), x, row)
+            self.slots.leave(barriers, turn)
+            return _HELD.together(found)
+
+        return add(sums, smem.w, smem.x, smem.barriers, splat(turn), splat(row))
+
+    def tile(self, sums: list[Any], place, x, row) -> list[Any]:
+        """``add_tile`` as one thread does it; place: of the tile, in shared memory."""
+        warp, lane = warp_and_lane()
+        mine = total((warp, DEPTH // SLICES), (arith.divui(lane, constant(_ACROSS)), _ROWS))
+        x_place = total(address(x), (total(mine, row), 4))
+        factors = [
+            arith.bitcast(ir.F32Type.get(), word)
+            for word in loaded("ld.shared.v4.b32", x_place, _ROWS, kind="r")
+        ]
+        across = arith.remui(lane, constant(_ACROSS))
+        w_place = total(place, (mine, 2 * WIDTH), (across, 2 * _COLUMNS))
+        for i, factor in enumerate(factors):
+            words = loaded("ld.shared.v4.b32", w_place, 4, kind="r", offset=2 * WIDTH * i)
+            weights = [x for word in words for x in widened_pair(word, self.dtype)]
+            sums = [fused(w, factor, x) for w, x in zip(weights, sums, strict=True)]
+        return sums
+
+    def leave(self, sums, sums_smem: Any, parts: Any, j, part, column, share: Share) -> None:
+        """A unit's sums, over all warps, to its part of its columns."""
+        numbers = (j, part, column)
+        kinds = (_HELD.layout, *[plgpu.RefType()] * 2, *[plgpu.Layout.WG_SPLAT(())] * 3)
+
+        @plgpu.inline_mgpu(arg_types=kinds)
+        def put(ctx, sums, sums_smem, parts, *numbers):
+            del ctx
+            j, part, column = (x.registers.flat[0] for x in numbers)
+            self.put(_HELD.apart(sums), sums_smem, parts, j, part, column, share)
+
+        put(sums, sums_smem, parts, *map(splat, numbers))
+
+    def put(self, sums: list[Any], sums_smem, parts, j, part, column, share: Share) -> None:
+        """``leave`` as one thread does it.
+
+        Units take turns at two buffers: who writes one again has met those who read it, in between.
+        """
+        warp, lane = warp_and_lane()
+        turn = total(address(sums_smem), (arith.remui(j, constant(2)), 4 * SLICES * WIDTH))
+        place = total(turn, (warp, 4 * WIDTH))
+        if self.codes is None:
+            for distance in (_ACROSS, 2 * _ACROSS):
+                sums = [arith.addf(x, from_lane_xor(x, distance)) for x in sums]
+            with mgpu_utils.when(below(lane, constant(_ACROSS))):
+                for i in range(0, _COLUMNS, 4):
+                    text = f"st.shared.v4.f32 [$0+{4 * i}], {{$1,$2,$3,$4}};"
+                    both = [total(place, (lane, 4 * _COLUMNS)), *sums[i : i + 4]]
+                    assembly(None, both, text, "r,f,f,f,f", pure=False)
+        else:
+            self.codes.keep(sums, place)
+        meet_in_block(THREADS)
+        mine = mgpu_utils.thread_idx()
+        with mgpu_utils.when(below(mine, constant(WIDTH))):
+            place = total(turn, (mine, 4))
+            found = []
+            for i in range(SLICES):
+                text = f"ld.shared.f32 $0, [$1+{4 * WIDTH * i}];"
+                found.append(assembly(ir.F32Type.get(), [place], text, "=f,r", pure=False))
+            out = global_place(parts, total((part, share.N), (column, WIDTH), mine), 4)
+            both = [out, functools.reduce(arith.addf, found)]
+            assembly(None, both, "st.global.f32 [$0], $1;", "l,f", pure=False)
+
+
+def _nothing() -> jax.Array:
+    @plgpu.inline_mgpu(return_type=_HELD.array)
+    def zeros(ctx):
+        del ctx
+        return _HELD.together([number(0.0)] * _COLUMNS)
+
+    return zeros()

@@ -1,0 +1,63 @@
+"""A barrier of all blocks of a grid, which must all be resident: one block on each multiprocessor.
+
+A counter in global memory, 0 when the launch begins, goes up by one for each block that arrives.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from .mosaic import arith, mgpu_utils, plgpu
+from .threads import assembly, constant, global_place, total
+
+_SOME, _ALL = 8, 9
+"""Of the hardware's barriers, two that Mosaic does not use: it takes 0, and one per warpgroup."""
+
+
+def meet_in_block(threads: int, *, everyone: bool = False) -> None:
+    """Waits for these threads of the block; within ``plgpu.inline_mgpu``."""
+    name = _ALL if everyone else _SOME
+    assembly(None, [], f"bar.sync {name}, {threads};", "~{memory}", pure=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GridBarrier:
+    """Of so many blocks, and in each of so many threads, the block's first ones."""
+
+    blocks: int
+    threads: int
+
+    def meet(self, counter: jax.Array, before: jax.Array | int) -> None:
+        """Waits for all blocks: what any of these threads wrote before, all may read after.
+
+        Reads after it must be ``ld.relaxed.gpu`` or ``ld.global``, never ``ld.global.nc``, whose
+        cache knows of no writer.
+
+        Args:
+            before: meetings of the launch before this one.
+        """
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
+        def meet(ctx, counter, before):
+            del ctx
+            meet_in_block(self.threads)
+            first = arith.cmpi(arith.CmpIPredicate.eq, mgpu_utils.thread_idx(), constant(0))
+            with mgpu_utils.when(first):
+                text = """
+{
+.reg .pred early;
+.reg .b32 now;
+red.release.gpu.global.add.u32 [$0], 1;
+WAIT:
+ld.acquire.gpu.global.u32 now, [$0];
+setp.lt.u32 early, now, $1;
+@early bra WAIT;
+}
+"""
+                place = global_place(counter, constant(0), 4)
+                all_of_them = total((before.registers.flat[0], self.blocks), constant(self.blocks))
+                assembly(None, [place, all_of_them], text, "l,r,~{memory}", pure=False)
+            meet_in_block(self.threads)
+
+        meet(counter, jnp.broadcast_to(jnp.asarray(before, jnp.int32), ()))

@@ -1,0 +1,159 @@
+"""Layers of a decode step, and what they mean in float64 with the rounding of programs.
+
+Dims: as in ``pallas_kernels.decode_layer.reference``.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.common.row_inputs import RmsNorm
+from pallas_kernels.decode_layer import LayerWeights
+from pallas_kernels.quantized_matmul import (
+    QuantizedWeight,
+    WeightCode,
+    WeightFormat,
+    arranged,
+    round_weight,
+)
+from tests.rounding import Rounded, stored
+
+EPSILON = 1e-3
+BF16 = jnp.dtype(jnp.bfloat16)
+FORMS = {
+    "int4": WeightFormat(code=WeightCode.INT4, group_rows=128),
+    "int4 of 64": WeightFormat(code=WeightCode.INT4, group_rows=64),
+    "e4m3": WeightFormat(code=WeightCode.E4M3),
+    "int8 of 128": WeightFormat(code=WeightCode.INT8, group_rows=128),
+}
+
+
+class Drawn:
+    """Random arrays."""
+
+    def __init__(self, form: WeightFormat | None = None):
+        self.rng, self.form = np.random.default_rng(7), form
+
+    def array(self, *shape: int, size: float = 1.0, dtype: Any = BF16) -> np.ndarray:
+        """Normally distributed."""
+        return (size * self.rng.normal(size=shape)).astype(dtype)
+
+    def weight(self, *shape: int) -> Any:
+        """Whose products have the size of what they are multiplied with."""
+        w = self.array(*shape, size=shape[0] ** -0.5)
+        return w if self.form is None else arranged(round_weight(jnp.asarray(w), self.form))
+
+    def norm(self, D: int, dtype: Any = BF16) -> RmsNorm:
+        """A norm."""
+        return RmsNorm(scale=jnp.asarray(self.array(D, dtype=dtype)), epsilon=EPSILON)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerCase:
+    """One row of so many tokens, the last one new; nobody's slots hold NaN."""
+
+    length: int
+    D: int = 2048
+    N: int = 16
+    K: int = 4
+    H: int = 64
+    F: int = 1024
+    size: int = 64
+    layers: int = 1
+    form: str | None = None  # of weights in few bits
+
+    def arguments(self) -> tuple[Any, ...]:
+        """What ``decode_layers`` takes."""
+        drawn, A = Drawn(None if self.form is None else FORMS[self.form]), self.N * self.H
+        layers = [
+            LayerWeights(
+                attention_norm=drawn.norm(self.D),
+                qkv=drawn.weight(self.D, A + 2 * self.K * self.H),
+                out=drawn.weight(A, self.D),
+                mlp_norm=drawn.norm(self.D),
+                gate_up=drawn.weight(self.D, 2 * self.F),
+                down=drawn.weight(self.F, self.D),
+            )
+            for _ in range(self.layers)
+        ]
+        per_row = -(-self.length // self.size)
+        shape = per_row + 3, self.size, self.K, self.H
+        table = drawn.rng.permutation(per_row + 2)[:per_row].astype(np.int32)
+        empty = np.ones(shape[:2], bool)
+        empty[self._places(table)] = False
+        pages = [(drawn.array(*shape), drawn.array(*shape)) for _ in layers]
+        for pool in (pool for both in pages for pool in both):
+            pool[empty] = np.nan
+        table = np.append(table, -1)[None].astype(np.int32)
+        angles = drawn.rng.uniform(0, 6, (1, self.H // 2)).astype(np.float32)
+        positions = np.array([self.length - 1], np.int32)
+        rope = np.cos(angles), np.sin(angles)
+        return drawn.array(1, self.D), layers, pages, table, positions, rope
+
+    def _places(self, table: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Pages and slots of the tokens that were there before."""
+        places = [(table[p // self.size], p % self.size) for p in range(self.length - 1)]
+        return tuple(np.array(places, int).reshape(-1, 2).T)
+
+    def exact(
+        self, given: tuple[Any, ...], *, is_apart: bool = False, sees_nothing: bool = False
+    ) -> tuple[Rounded, list[Rounded]]:
+        """The stream after the layers, and all pools.
+
+        Args:
+            is_apart: what goes from product to product is rounded to x's dtype.
+        """
+        x, layers, pages, (table,), _, rope = given
+
+        def between(rows: Rounded) -> Rounded:
+            return stored(rows, BF16) if is_apart else rows
+
+        def inward(rows: Rounded) -> Rounded:
+            """Few-bit weights are multiplied with 16 bits."""
+            return rows if self.form is None else stored(rows, BF16)
+
+        x, after = _wide(x), []
+        for w, pools in zip(layers, pages, strict=True):
+            heads = between(inward(between(_normed(x, w.attention_norm))) @ _wide(w.qkv))
+            heads = np.reshape(heads, (-1, self.H))
+            attended, new = self._attended(heads, pools, table, rope, between)
+            if sees_nothing:
+                attended = attended * 0.0
+            for pool, rows in zip(pools, new, strict=True):
+                pool = _wide(pool)
+                pool[table[(self.length - 1) // self.size], (self.length - 1) % self.size] = rows
+                after.append(pool)
+            x = between(between(inward(between(attended)) @ _wide(w.out)) + x)
+            both = between(inward(between(_normed(x, w.mlp_norm))) @ _wide(w.gate_up))
+            gate, up = both[:, : self.F], both[:, self.F :]
+            hidden = between(gate / (1 + np.exp(-gate)) * up)
+            x = between(between(inward(hidden) @ _wide(w.down)) + x)
+        return x, after
+
+    def _attended(self, heads, pools, table, rope, between) -> tuple[Rounded, list[Rounded]]:
+        """[1, N H], and the new key and value as pages have them."""
+        half, (cos, sin) = self.H // 2, (_wide(each) for each in rope)
+        first, second = heads[:, :half], heads[:, half:]
+        turned = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        queries = np.reshape(between(turned[: self.N]), (self.K, self.N // self.K, self.H))
+        new = [stored(turned[self.N : self.N + self.K], BF16), stored(heads[-self.K :], BF16)]
+        places = self._places(table)
+        old = [_wide(pool[places].reshape(-1, self.K, self.H)) for pool in pools]
+        keys, values = (np.concatenate([o, n[None]], axis=0) for o, n in zip(old, new, strict=True))
+        scores = np.einsum("kgh,lkh->kgl", queries, keys) * self.H**-0.5
+        powers = np.exp(scores - np.max(scores, axis=-1, keepdims=True))
+        powers = between(powers / np.sum(powers, axis=-1, keepdims=True))
+        attended = np.einsum("kgl,lkh->kgh", powers, values)
+        return np.reshape(attended, (1, -1)), new
+
+
+def _wide(x: Any) -> Rounded:
+    x = x.dequantize(jnp.float32) if isinstance(x, QuantizedWeight) else x
+    return Rounded(np.asarray(x, np.float64))
+
+
+def _normed(x: Rounded, norm: RmsNorm) -> Rounded:
+    root = np.sqrt(np.mean(x * x, axis=1, keepdims=True) + norm.epsilon)
+    return x / root * _wide(norm.scale)
