@@ -141,4 +141,53 @@ class Odd:
         return -(-(columns + more) // self.vector) * self.vector
 
 
-type RowConfig = Blocks | Stream | Wide | Twice | Odd
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Boxes:
+    """A row to a warp, to warpgroups of a block or to a cluster, padded in shared memory alone."""
+
+    cluster: int = 1  # blocks that share a row
+    group: int = 4  # warpgroups of a block that share a row; 0 gives each warp a row of its own
+    teams: int = 1  # groups of a block, or warpgroups whose warps have rows of their own
+    tile: int = 512  # columns of a warp's part that are in registers at a time
+    tiles: int = 1  # of a chunk: what arrives and leaves at once
+    chunks: int = 1  # of a warpgroup's share of a row
+    slots: int = 4  # chunks in shared memory, one of which is leaving
+    vector: int = 8
+    ahead: bool = False  # the next row is folded before a row is finished; needs two rows' slots
+    in_memory: int = 0  # tiles whose vectors are in shared memory; those before are in registers
+    interpretable: bool = False  # avoids what the interpreter lacks: copies that are not Pallas's
+
+    @property
+    def by_warps(self) -> bool:
+        """Whether each warp has a row of its own."""
+        return not self.group
+
+    @property
+    def members(self) -> int:
+        """Warpgroups of a block that share a row, or its warps' rows."""
+        return self.group or 1
+
+    @property
+    def warpgroups(self) -> int:
+        """Of a block."""
+        return self.members * self.teams
+
+    @property
+    def piece(self) -> int:
+        """Columns that are copied at once."""
+        return self.tile if self.by_warps else self.tiles * WARPS * self.tile
+
+    @property
+    def columns(self) -> int:
+        """Columns of the longest row that fits."""
+        if self.by_warps:
+            return self.chunks * self.tiles * self.tile
+        return self.cluster * self.group * self.chunks * self.piece
+
+    @property
+    def num_clusters(self) -> int:
+        """That run at the same time."""
+        return NUM_CLUSTERS[self.cluster]
+
+
+type RowConfig = Blocks | Stream | Wide | Twice | Odd | Boxes
