@@ -115,6 +115,7 @@ class RowCall:
     num_turns: int = 1  # over a row, before it is finished
     over_inputs: bool = True  # results fit where inputs were
     has_neutral: bool = False  # columns can be left out of ``Formula.fold``
+    num_turns_cut: int = 1  # over a row of which columns are left out
 
     @classmethod
     def of(
@@ -130,6 +131,7 @@ class RowCall:
             num_turns=formula.num_turns,
             over_inputs=formula.first_dtype is None and not formula.num_row_results,
             has_neutral=(formula.apart or formula).neutral is not None,
+            num_turns_cut=(formula.apart or formula).num_turns,
         )  # fmt: skip
         assert dtypes == list(call.dtypes), f"{dtypes} are not of one dtype and then masks"
         return call
