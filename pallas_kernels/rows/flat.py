@@ -39,6 +39,7 @@ from pallas_kernels.hopper.threads import (
 )
 
 LINE = 256  # elements of a box side by side
+MOST_LINES = 256  # of a box
 SHORT_BOXES = (128, 64)  # of multiples of 128 bytes, down to 16-bit elements
 
 type Columns = tuple[int, ...] | jax.Array
@@ -268,8 +269,8 @@ class FlatCopies:
 
 def _boxes(size: int, *, stores: bool) -> list[tuple[int, int]]:
     """(offset, elements) of the boxes of a piece: to load, which may reach beyond it, or store."""
-    whole = size // LINE * LINE
-    found = [(0, whole)] if whole else []
+    whole, box = size // LINE * LINE, MOST_LINES * LINE
+    found = [(at, min(box, whole - at)) for at in range(0, whole, box)]
     if not stores:
         return found + [(whole, LINE)] * (size > whole)
     for box in SHORT_BOXES:
