@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jax.experimental.mosaic.gpu import mma_utils as mma_utils
     from jax.experimental.mosaic.gpu import utils as mgpu_utils
     from jax.experimental.pallas import mosaic_gpu as plgpu
-    from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, scf, vector
+    from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 else:
 
     class _Deferred:
@@ -26,7 +26,7 @@ else:
     mma_utils = _Deferred("jax.experimental.mosaic.gpu.mma_utils")
     mgpu_utils = _Deferred("jax.experimental.mosaic.gpu.utils")
     plgpu = _Deferred("jax.experimental.pallas.mosaic_gpu")
-    arith, llvm, memref, nvvm, scf, vector = (
+    arith, llvm, nvvm, scf, vector = (
         _Deferred(f"jaxlib.mlir.dialects.{name}")
-        for name in ("arith", "llvm", "memref", "nvvm", "scf", "vector")
+        for name in ("arith", "llvm", "nvvm", "scf", "vector")
     )

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import jax
 
 from .blocks import block_rows
-from .boxes import box_rows
 from .choice import config_for
-from .config import Blocks, Boxes, Odd, RowConfig, Stream, Wide
+from .config import Blocks, Flat, Odd, RowConfig, Stream, Wide
+from .flat import flat_rows
 from .formula import Formula, RowCall
 from .odd import odd_rows
 from .stream import stream_rows
@@ -46,6 +46,6 @@ def apply_rows(
         return stream_rows(formula, inputs_RC, config=config, vectors_C=vectors_C)
     if isinstance(config, Odd):
         return odd_rows(formula, inputs_RC, config=config, vectors_C=vectors_C)
-    if isinstance(config, Boxes):
-        return box_rows(formula, inputs_RC, config=config, vectors_C=vectors_C)
+    if isinstance(config, Flat):
+        return flat_rows(formula, inputs_RC, config=config, vectors_C=vectors_C)
     return twice_rows(formula, inputs_RC, config=config, vectors_C=vectors_C)

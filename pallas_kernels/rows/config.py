@@ -142,19 +142,19 @@ class Odd:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Boxes:
-    """A row to a warp, to warpgroups of a block or to a cluster, padded in shared memory alone."""
+class Flat:
+    """A row to a warp, to warpgroups of a block or to a cluster, as it lies between 16-byte words."""
 
     cluster: int = 1  # blocks that share a row
     group: int = 4  # warpgroups of a block that share a row; 0 gives each warp a row of its own
     teams: int = 1  # groups of a block, or warpgroups whose warps have rows of their own
-    tile: int = 512  # columns of a warp's part that are in registers at a time
-    tiles: int = 1  # of a chunk: what arrives and leaves at once
-    chunks: int = 1  # of a warpgroup's share of a row
-    slots: int = 4  # chunks in shared memory, one of which is leaving
+    tile: int = 512  # columns of a warp's part of a chunk, which is in registers at a time
+    chunks: int = 1  # of a warpgroup's share of a row: what arrives at once
+    slots: int = 4  # chunks in shared memory
     vector: int = 8
+    by_columns: bool = False  # threads have columns, the same of all rows, or elements of words
     ahead: bool = False  # the next row is folded before a row is finished; needs two rows' slots
-    in_memory: int = 0  # tiles whose vectors are in shared memory; those before are in registers
+    in_memory: int = 0  # chunks whose vectors are in shared memory; those before are in registers
     interpretable: bool = False  # avoids what the interpreter lacks: copies that are not Pallas's
 
     @property
@@ -164,7 +164,7 @@ class Boxes:
 
     @property
     def members(self) -> int:
-        """Warpgroups of a block that share a row, or its warps' rows."""
+        """Warpgroups of a block that share a row, or whose warps have rows of their own."""
         return self.group or 1
 
     @property
@@ -174,15 +174,18 @@ class Boxes:
 
     @property
     def piece(self) -> int:
-        """Columns that are copied at once."""
-        return self.tile if self.by_warps else self.tiles * WARPS * self.tile
+        """Columns of a chunk, or of each warp's."""
+        return self.tile if self.by_warps else WARPS * self.tile
 
     @property
     def columns(self) -> int:
         """Columns of the longest row that fits."""
-        if self.by_warps:
-            return self.chunks * self.tiles * self.tile
-        return self.cluster * self.group * self.chunks * self.piece
+        return self.cluster * self.members * self.chunks * self.piece
+
+    @property
+    def leaving(self) -> int:
+        """Slots that wait to be read by the copy engine: results of columns leave through it."""
+        return 1 if self.by_columns else 0
 
     @property
     def num_clusters(self) -> int:
@@ -190,4 +193,4 @@ class Boxes:
         return NUM_CLUSTERS[self.cluster]
 
 
-type RowConfig = Blocks | Stream | Wide | Twice | Odd | Boxes
+type RowConfig = Blocks | Stream | Wide | Twice | Odd | Flat

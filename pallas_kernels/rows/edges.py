@@ -32,18 +32,19 @@ def write_between(value, ref, bounds: tuple[jax.Array, jax.Array], *, vector: in
             column = total(start, constant(k * LANES * vector))
             place = global_place(ref, column, size)
             if 0 < k < len(registers) - 1:
-                _store(register, place)
+                store(register, place)
             else:
-                _store_within(register, place, column, (first, end), vector=vector, size=size)
+                store_within(register, place, column, (first, end), vector=vector, size=size)
 
     write(value, *(jnp.broadcast_to(x, ()) for x in bounds), ref)
 
 
-def _store(x: Any, place: Any) -> None:
+def store(x: Any, place: Any) -> None:
+    """To global memory."""
     llvm.store(x, llvm.inttoptr(llvm.PointerType.get(1), place))
 
 
-def _store_within(register: Any, place: Any, column: Any, bounds, *, vector: int, size: int):
+def store_within(register: Any, place: Any, column: Any, bounds, *, vector: int, size: int):
     """A vector whole, or those of its columns that are within bounds."""
     first, end = bounds
 
@@ -52,11 +53,11 @@ def _store_within(register: Any, place: Any, column: Any, bounds, *, vector: int
 
     whole = arith.andi(at_least(column, first), at_least(end, total(column, constant(vector))))
     with mgpu_utils.when(whole):
-        _store(register, place)
+        store(register, place)
     with mgpu_utils.when(arith.xori(whole, mgpu_utils.c(1, whole.type))):
         for e in range(vector):
             at = total(column, constant(e))
             inside = arith.andi(at_least(at, first), at_least(end, total(at, constant(1))))
             with mgpu_utils.when(inside):
                 one = vectors.extract(register, dynamic_position=[], static_position=[e])
-                _store(one, arith.addi(place, mgpu_utils.c(e * size, place.type)))
+                store(one, arith.addi(place, mgpu_utils.c(e * size, place.type)))

@@ -10,12 +10,12 @@ from jax.experimental import pallas as pl
 from pallas_kernels.hopper.machine import WARPS
 from pallas_kernels.hopper.mosaic import mgpu_utils, plgpu
 
-from .config import Boxes, Twice, Wide, lane_layout
+from .config import Flat, Twice, Wide, lane_layout
 from .smem import TURNS
 
 
 def send(
-    c: Wide | Twice | Boxes, smem, me, i, numbers: tuple[jax.Array, ...], team: int | jax.Array = 0
+    c: Wide | Twice | Flat, smem, me, i, numbers: tuple[jax.Array, ...], team: int | jax.Array = 0
 ) -> None:
     """This warpgroup's numbers of its i-th exchange, [A] each, to all blocks of the row.
 
@@ -41,7 +41,7 @@ def send(
 
 
 def receive(
-    c: Wide | Twice | Boxes, smem, i, num_numbers: int, team: int | jax.Array = 0
+    c: Wide | Twice | Flat, smem, i, num_numbers: int, team: int | jax.Array = 0
 ) -> list[jax.Array]:
     """The numbers of all parts in the i-th exchange, [P] each."""
     num_parts = smem.numbers.shape[-1]

@@ -1,312 +1,433 @@
-"""Copies between flat arrays and shared memory that begin at any element, by the copy engine.
+"""Rows of any length on a Hopper GPU: read once by the copy engine, each as it lies between words.
 
-The engine asks for multiples of 16 bytes of the strides of its tensor maps, not of a coordinate. So
-a map of a flat array [N] takes a box from any element on, and of rows that begin anywhere each lies
-in shared memory as an even row would. A map sees the array as lines of 256 elements, the most that
-a box has side by side, at strides of 256: its lines overlap, as the first coordinate is any of the
-N elements, and one box of many lines is any long part of the array. What a map may not do is store
-beyond a row's end. There boxes of whole lines, of 128 and of 64 elements are followed by single
-elements: boxes of fewer begin where no box may, between multiples of 128 bytes of shared memory.
+As ``wide``, but that a row may begin behind the first element of a chunk and end within one
+(``flat_copies``): what a slot has beside it belongs to neighbors and does not count. A chunk is
+folded, the numbers of all chunks of a row are exchanged, and a second turn over the chunks writes
+the results. Where nothing belongs to a column, threads have whole vectors of words and store them
+from registers. Scales and sums over rows belong to columns, whose place within a word differs from
+row to row: then a thread has columns, the same of all rows, as many at once as divide the length,
+and writes results over inputs, where the engine takes them away; it asks for a slot's next chunk
+one chunk later.
 
-A piece is what is copied at once: a part of one row, full or cut off by the row's end. Pallas has
-no such maps, and all threads of a warpgroup arrive where it copies; here one thread counts bytes.
+A row belongs to the warpgroups of one or more blocks, a shorter one to one of several teams of a
+block, and one of one or two thousand columns to a warp, which needs no exchange.
+
+Dims: R row, C column, A part of a row in a warpgroup or a warp's row, M column of a tile, P part.
 """
 
 import dataclasses
 import functools
+import itertools
+import types
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jaxlib.mlir import ir
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 
-from pallas_kernels.hopper.machine import LANES, WARPS
-from pallas_kernels.hopper.mosaic import (
-    arith,
-    memref,
-    mgpu,
-    mgpu_utils,
-    nvvm,
-    plgpu,
-)
-from pallas_kernels.hopper.threads import (
-    address,
-    assembly,
-    constant,
-    global_place,
-    thread,
-    total,
-)
+from pallas_kernels.hopper.launch import launch
+from pallas_kernels.hopper.machine import WARPS
+from pallas_kernels.hopper.mosaic import plgpu
+from pallas_kernels.hopper.registers import write_registers
 
-LINE = 256  # elements of a box side by side
-MOST_LINES = 256  # of a box
-SHORT_BOXES = (128, 64)  # of multiples of 128 bytes, down to 16-bit elements
-
-type Columns = tuple[int, ...] | jax.Array
+from .config import Flat, tile_layout
+from .exchange import receive, send
+from .flat_copies import FlatCopies
+from .flat_interpreted import InterpretedCopies
+from .formula import Formula, Parts, RowCall, compiler_params, to_columns
+from .smem import BARRIER_WORDS, REDUCTION_BYTES, flat_scratch
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Lines:
-    """A flat array of so many elements as overlapping rows of one map: [lines, N - ...].
-
-    A box within the array is within the map, and all that the map has is within the array.
-    """
-
-    lines: int
-    num_elements: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.lines, self.num_elements - LINE * (self.lines - 1)
-
-    def apply(self, ref: Any) -> Any:
-        kind = ir.MemRefType(ref.type)
-        layout = ir.StridedLayoutAttr.get(0, [LINE, 1])
-        seen = ir.MemRefType.get(self.shape, kind.element_type, layout, kind.memory_space)
-        return memref.reinterpret_cast(
-            seen, ref, [], [], [], static_offsets=[0], static_sizes=list(self.shape),
-            static_strides=[LINE, 1],
-        )  # fmt: skip
-
-    def transform_index(self, index: Any) -> tuple[Any, ...]:
-        return mgpu.c(0, ir.IndexType.get()), index[0]
-
-    def transform_shape(self, shape: Any) -> tuple[int, ...]:
-        del shape
-        return self.lines, LINE
-
-    def transform_gmem_shape(self, shape: Any) -> tuple[int, ...]:
-        del shape
-        return self.shape
-
-    def transform_strides(self, strides: Any) -> tuple[int, ...]:
-        del strides
-        return LINE, 1
+def flat_rows(
+    formula: Formula,
+    inputs_RC: Sequence[jax.Array],
+    *,
+    config: Flat,
+    vectors_C: Sequence[jax.Array] = (),
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Results and partial sums; arguments as in ``apply.apply_rows``."""
+    formula = formula.apart or formula
+    c, (num_rows, columns), dtype = config, inputs_RC[0].shape, inputs_RC[0].dtype
+    assert formula.neutral is not None, "columns that must not count have no value in this formula"
+    assert formula.num_results <= len(inputs_RC), "results are written over inputs"
+    assert formula.first_dtype is None
+    assert formula.num_row_results == 0
+    assert not (formula.num_sums and c.by_warps), "sums of four rows"
+    word = 16 // jnp.dtype(dtype).itemsize
+    shifts = columns % word > 0
+    if not c.by_columns:
+        assert not (shifts and (vectors_C or formula.num_sums)), "columns of shifted rows"
+        assert columns + (word - 1) * shifts <= c.columns, (columns, c)
+    else:
+        assert not c.by_warps
+        assert columns % c.vector == 0
+        assert columns <= c.columns, (columns, c)
+    needed = c.chunks * (2 if c.ahead else 1) + c.leaving
+    assert c.slots >= needed, f"{c} keeps {needed} chunks"
+    assert formula.again is None or not c.ahead
+    kernel = _Flat(f=formula, c=c, num_rows=num_rows, columns=columns, dtype=dtype)
+    padding = c.columns - columns
+    flat, size = [x.reshape(-1) for x in inputs_RC], num_rows * columns
+    if c.interpretable:
+        flat, size = [jnp.pad(x, (0, c.columns + word)) for x in flat], num_rows * c.columns
+    partial = (kernel.num_workers * c.teams, *kernel.row_shape)
+    found = launch(
+        kernel.run,
+        operands={
+            "inputs": flat,
+            "vectors": [jnp.pad(v, (0, padding)).reshape(kernel.row_shape) for v in vectors_C],
+        },
+        results={
+            "results": [jax.ShapeDtypeStruct((size,), dtype)] * formula.num_results,
+            "sums": [jax.ShapeDtypeStruct(partial, jnp.float32)] * formula.num_sums,
+        },
+        scratch=flat_scratch(c, RowCall.of(formula, inputs_RC, vectors_C)),
+        grid=(kernel.num_workers,),
+        grid_names=("worker",),
+        cluster=(c.cluster,),
+        cluster_names=("cluster",),
+        num_threads=c.warpgroups,
+        compiler_params=compiler_params(dtype, REDUCTION_BYTES),
+    )
+    if isinstance(kernel.copies, InterpretedCopies):
+        results = tuple(kernel.copies.whole(x) for x in found["results"])
+    else:
+        results = tuple(x.reshape(num_rows, columns) for x in found["results"])
+    return results, tuple(x.reshape(partial[0], -1)[:, :columns] for x in found["sums"])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class FlatCopies:
-    """Copies of pieces of one size, of rows that follow each other in arrays of one dtype."""
+class _Flat:
+    """The kernel of one call; methods are its phases, written once per trace."""
 
+    f: Formula
+    c: Flat
     num_rows: int
-    columns: int  # of a row
-    piece: int  # columns of a full piece, whole lines
-    itemsize: int
-    by_warps: bool  # each warp of a warpgroup copies pieces of its own row, or one warp of one row
+    columns: int
+    dtype: jnp.dtype
 
     @property
-    def num_elements(self) -> int:
-        """Of an array."""
-        return self.num_rows * self.columns
+    def row_shape(self) -> tuple[int, ...]:
+        """Of what belongs to the columns of a row, padded."""
+        c = self.c
+        if c.by_warps:
+            return 1, 1, c.chunks, c.tile
+        return c.cluster, c.group, c.chunks, WARPS, c.tile
 
     @property
-    def cut(self) -> int:
-        """Columns of the piece at a row's end, 0 if that one is full."""
-        return self.columns % self.piece
+    def num_units(self) -> int:
+        """What a team works on at a time: a row, or one for each warp."""
+        return -(-self.num_rows // WARPS) if self.c.by_warps else self.num_rows
 
     @property
-    def arrivals(self) -> int:
-        """Threads that arrive at a barrier."""
-        return WARPS if self.by_warps else 1
+    def num_workers(self) -> int:
+        return min(self.c.num_clusters, -(-self.num_units // self.c.teams))
 
-    def begin(self, barriers: Any, count: int) -> None:
-        """Makes barriers, int32 [2 count] of shared memory of one warpgroup."""
+    @property
+    def copies(self) -> FlatCopies | InterpretedCopies:
+        """What copies pieces."""
+        c = self.c
+        fields = {
+            "num_rows": self.num_rows, "columns": self.columns, "piece": c.piece,
+            "itemsize": self.dtype.itemsize, "by_warps": c.by_warps, "by_columns": c.by_columns,
+        }  # fmt: skip
+        if c.interpretable:
+            return InterpretedCopies(**fields, width=c.columns)
+        return FlatCopies(**fields)
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-        def begin(_, ref):
-            place, one = mgpu_utils.memref_ptr(ref), _one_thread(by_warps=False)
-            for i in range(count):
-                ptx = f"mbarrier.init.shared::cta.b64 [$0 + {8 * i}], {self.arrivals};"
-                mgpu_utils.inline_ptx(ptx, place, predicate=one, has_side_effects=True)
-            mgpu_utils.inline_ptx("fence.mbarrier_init.release.cluster;", has_side_effects=True)
+    def run(self, gmem, smem) -> None:
+        """One warpgroup."""
+        wg = lax.axis_index("wg")
+        team, member = lax.div(wg, self.c.members), lax.rem(wg, self.c.members)
+        me = types.SimpleNamespace(wg=member, rank=lax.axis_index("cluster"))
+        # Teams of other blocks first: few rows are spread over all multiprocessors.
+        first = team * self.num_workers + lax.axis_index("worker")
+        _Team(self, gmem, smem, me, (wg, team, first)).run()
 
-        begin(barriers)
+
+class _Team:
+    """What a warpgroup does with its team's rows."""
+
+    def __init__(self, kernel: _Flat, gmem, smem, me, places):
+        self.k, self.f, self.c = kernel, kernel.f, kernel.c
+        self.gmem, self.smem, self.me = gmem, smem, me
+        self.wg, self.team, self.first = places
+        self.slots = [getattr(smem, f"input{j}").at[self.wg] for j in range(len(gmem.inputs))]
+        self.copies = kernel.copies
+        self.layout = tile_layout(self.c.vector)
+        self.shape = (WARPS, self.c.tile)
+        self.parts = Parts(whole=self.c.by_warps)
+        self.stride = kernel.num_workers * self.c.teams
+        left = jnp.maximum(kernel.num_units - self.first + self.stride - 1, 0)
+        self.count = lax.div(left, self.stride)
+        self.held: dict[tuple[int, int], jax.Array] = {}
+        # What is in registers, scales or sums, has no index: then chunks are written out.
+        held = len(gmem.vectors) and self.c.in_memory < self.c.chunks
+        self.static = bool(self.f.num_sums or held or self.c.chunks <= 2)
+
+    def run(self) -> None:
+        """All rows of the team."""
+        c, f, gmem, me = self.c, self.f, self.gmem, self.me
+        if not c.interpretable:
+            self.copies.begin(self.smem.full.at[self.wg], c.slots)
+        for k in range(c.slots - c.leaving):
+            self.fetch(jnp.int32(0), k)
+        self.hold_vectors()
+        zero = plgpu.layout_cast(jnp.zeros(self.shape, jnp.float32), self.layout)
+        sums = (zero,) * (f.num_sums * c.chunks)
+        if c.ahead:
+            self.fold(jnp.int32(0))
+
+            def step(i, sums):
+                self.fold(i + 1)
+                return self.finish(i, sums)
+
+            sums = lax.fori_loop(0, self.count - 1, step, sums)
+            sums = self.finish(self.count - 1, sums)
+        else:
+
+            def step(i, sums):
+                return self.finish(i, sums, self.fold(i))
+
+            sums = lax.fori_loop(0, self.count, step, sums)
+        for k, value in enumerate(sums):
+            chunk, j = divmod(k, f.num_sums)
+            write_registers(value, gmem.sums[j].at[self.first, me.rank, me.wg, chunk])
+        plgpu.wait_smem_to_gmem(0)
+
+    def fetch(self, i, k) -> None:
+        """Asks for a chunk, the k-th from the i-th row on."""
+        c = self.c
+        slot = lax.rem(i * c.chunks + k, c.slots)
+        if isinstance(k, int):
+            later, chunk = divmod(k, c.chunks)
+        else:
+            later, chunk = lax.div(k, c.chunks), lax.rem(k, c.chunks)
+        self.copies.load(
+            self.gmem.inputs, [x.at[slot] for x in self.slots], self.barrier(slot),
+            row=self.row(i + later), column=self.column(chunk), wanted=i + later < self.count,
+        )  # fmt: skip
+
+    def row(self, i):
+        """The i-th row, or the first warp's."""
+        return (self.first + i * self.stride) * (WARPS if self.c.by_warps else 1)
+
+    def column(self, chunk):
+        """Where a chunk begins in a row."""
+        member = self.me.rank * self.c.members + self.me.wg
+        return (member * self.c.chunks + chunk) * self.c.piece
+
+    def barrier(self, slot):
+        if self.c.interpretable:
+            return self.smem.full.at[self.wg * self.c.slots + slot]
+        return self.smem.full.at[self.wg, pl.ds(BARRIER_WORDS * slot, BARRIER_WORDS)]
+
+    def input_of(self, i, chunk, fill: Sequence[Any] | None = None):
+        """Loads inputs of a chunk of the i-th row; what is not the row's becomes fill."""
+        slot = self.slot(i, chunk)
+
+        def load(j):
+            x = self.read(self.place(i, self.slots[j].at[slot])).astype(jnp.float32)
+            return x if fill is None else jnp.where(self.counts(i, chunk), x, fill[j])
+
+        return load
+
+    def place(self, i, slot):
+        """Where a chunk's tile lies in its slot."""
+        shift = self.shift(self.row(i)) if self.c.by_columns else 0
+        return slot.at[pl.ds(shift, WARPS * self.c.tile)]
+
+    def shift(self, row):
+        """Elements of a row's first word that belong to the row before."""
+        return lax.rem(row * self.k.columns, self.copies.word)
+
+    def counts(self, i, chunk):
+        """[A, M]: whether an element of a chunk is the row's."""
+        warp, at = (
+            plgpu.broadcasted_iota(jnp.int32, self.shape, dim, layout=self.layout) for dim in (0, 1)
+        )
+        row, column = self.row(i), self.column(chunk)
+        if self.c.by_warps:
+            row = row + warp
+        else:
+            at = warp * self.c.tile + at
+        if self.c.by_columns or self.k.columns % self.copies.word == 0:
+            return at < self.k.columns - column
+        begin = self.shift(row) - column
+        return (at >= begin) & (at < begin + self.k.columns)
+
+    def read(self, place):
+        if self.c.interpretable:
+            return place[...].reshape(self.shape)
+        return plgpu.load(place.reshape(self.shape), layout=self.layout, optimized=False)
+
+    def whole(self, chunk: int) -> bool:
+        """Whether all elements of a chunk are the row's, of any warpgroup and row."""
+        c, word = self.c, self.copies.word
+        shifts = not c.by_columns and self.k.columns % word > 0
+        last = (c.cluster * c.members - 1) * c.chunks + chunk  # the first to be cut off
+        return (last + 1) * c.piece <= self.k.columns and not (shifts and chunk == 0)
+
+    def merged(self, look, merge):
+        """The numbers of a row's chunks; ``look(chunk, cut=)`` finds those of one."""
+
+        def step(chunk, numbers, *, cut):
+            more = look(chunk, cut=cut)
+            return merge(numbers, more) if numbers else more
+
+        return self.over_chunks(step, ())
+
+    def over_chunks(self, step, carry):
+        """Chunks one after another, in loops where nothing of a chunk is in registers."""
+        chunks, first = range(self.c.chunks), 0
+        if not self.static:
+            whole = [k for k in chunks if self.whole(k)]
+            for chunk in chunks[: whole[0] if whole else None]:
+                carry, first = step(chunk, carry, cut=True), chunk + 1
+            if len(whole) > 2:
+                if not first:
+                    carry, first = step(0, carry, cut=False), 1
+                inner = functools.partial(step, cut=False)
+                carry, first = lax.fori_loop(first, whole[-1] + 1, inner, carry), whole[-1] + 1
+        for chunk in chunks[first:]:
+            carry = step(chunk, carry, cut=not self.whole(chunk))
+        return carry
+
+    def fold(self, i):
+        """The numbers of the i-th row, sent to those who share it, or of each warp's row."""
+        f, c = self.f, self.c
+
+        def look(chunk, *, cut):
+            q = i * c.chunks + chunk
+            slot = lax.rem(q, c.slots)
+            self.copies.wait(self.barrier(slot), lax.rem(lax.div(q, c.slots), 2))
+            if cut and self.copies.odd_end:
+                self.complete(i, chunk)
+            fill = f.neutral if cut else None
+            return f.fold(self.input_of(i, chunk, fill), self.vector_of(chunk))
+
+        numbers = self.merged(look, lambda found, more: f.merge(0, c.tile, found, more))
+        return self.send(i * f.num_turns, numbers)
+
+    def complete(self, i, chunk) -> None:
+        """Loads what is behind the last word of the arrays, where that is the i-th row's end."""
+        row, slot = self.row(i), self.slot(i, chunk)
+
+        @pl.when(row + (WARPS if self.c.by_warps else 1) >= self.k.num_rows)
+        def _():
+            self.copies.complete(
+                self.gmem.inputs, [x.at[slot] for x in self.slots], row=row,
+                column=self.column(chunk),
+            )  # fmt: skip
+
+    def fold_again(self, again, i, totals):
+        """More totals of the i-th row, that need the first."""
+        neutral = self.f.neutral
+        assert neutral is not None
+        # The first is the mean, from which the mean is apart by nothing.
+        fill = (totals[0], *neutral[1:])
+
+        def look(chunk, *, cut):
+            load = self.input_of(i, chunk, fill if cut else None)
+            return again.fold(load, self.vector_of(chunk), totals)
+
+        turn = i * self.f.num_turns + 1
+        numbers = self.send(turn, self.merged(look, again.merge))
+        return again.join(self.parts, *self.receive(turn, again.num_numbers, numbers))
+
+    def slot(self, i, chunk):
+        return lax.rem(i * self.c.chunks + chunk, self.c.slots)
+
+    def send(self, i, numbers):
+        if self.c.by_warps:
+            return numbers
+        send(self.c, self.smem, self.me, i, numbers, self.team)
+        return None
+
+    def receive(self, i, num_numbers: int, numbers):
+        if self.c.by_warps:
+            return numbers
+        return receive(self.c, self.smem, i, num_numbers, self.team)
+
+    def finish(self, i, sums, numbers=None):
+        """Writes the i-th row's results; the sums with its own added."""
+        f, c = self.f, self.c
+        found = self.receive(i * f.num_turns, f.num_numbers, numbers)
+        totals = [to_columns(x, self.shape) for x in f.join(self.parts, *found)]
+        if f.again is not None:
+            more = self.fold_again(f.again, i, totals)
+            totals += [to_columns(x, self.shape) for x in more]
+
+        def step(chunk, added, *, cut):
+            results, addends = f.finish(self.input_of(i, chunk), self.vector_of(chunk), totals)
+            results = [x.astype(self.k.dtype) for x in results]
+            if c.by_columns and not c.interpretable:
+                self.leave(i, chunk, results)
+                # The chunk before has had this one's time to be read out.
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            else:
+                options = {} if c.interpretable else {"vector": c.vector, "cut": cut}
+                place = {"row": self.row(i), "column": self.column(chunk)}
+                for out, result in zip(self.gmem.results, results, strict=True):
+                    self.copies.write(result, out, **place, **options)
+                plgpu.commit_smem()  # all warps have read the slot
+            self.fetch(i, chunk + c.slots - c.leaving)
+            return (*added, *addends)
+
+        added = self.over_chunks(step, ())
+        return tuple(s + a for s, a in zip(sums, added, strict=True))
+
+    def leave(self, i, chunk, results) -> None:
+        """Writes results over inputs, and has the engine take them away."""
+        slot = self.slot(i, chunk)
+        slots = [x.at[slot] for x in self.slots[: len(results)]]
+        for place, result in zip(slots, results, strict=True):
+            write_registers(result, self.place(i, place).reshape(self.shape))
         plgpu.commit_smem()
+        self.copies.store(
+            slots, self.gmem.results, row=self.row(i), column=self.column(chunk)
+        )
 
-    def wait(self, barrier: Any, turn: Any) -> None:
-        """Waits for the copies of a barrier's turn, 0 or 1 for every second."""
+    def hold_vectors(self) -> None:
+        """Those of the first chunks in registers, the others in shared memory."""
+        c, gmem, me = self.c, self.gmem, self.me
+        num_held = c.chunks - c.in_memory
+        for j, k in itertools.product(range(len(gmem.vectors)), range(num_held)):
+            self.held[j, k] = self.load_vector(gmem.vectors[j].at[me.rank, me.wg, k])
+        if not gmem.vectors or not c.in_memory:
+            return
 
-        @plgpu.inline_mgpu(arg_types=_kinds(1, 1))
-        def wait(_, turn, ref):
-            odd = arith.trunci(ir.IntegerType.get_signless(1), _value(turn))
-            _barrier(ref).wait_parity(odd)
+        @pl.when(self.wg == 0)
+        def _():
+            for j, member, k in itertools.product(
+                range(len(gmem.vectors)), range(c.members), range(c.in_memory)
+            ):
+                plgpu.copy_gmem_to_smem(
+                    gmem.vectors[j].at[me.rank, member, num_held + k],
+                    getattr(self.smem, f"vector{j}").at[member, k],
+                    self.smem.vectors_full,
+                    oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+                )
 
-        wait(turn, barrier)
+        plgpu.barrier_wait(self.smem.vectors_full)
 
-    def load(
-        self, arrays: Sequence[Any], slots: Sequence[Any], barrier: Any, *, row: Any,
-        columns: Columns, wanted: Any,
-    ) -> None:  # fmt: skip
-        """Asks for the pieces of a slot, and has the barrier count their bytes.
+    def vector_of(self, chunk):
+        """Loads vectors of a chunk."""
+        num_held = self.c.chunks - self.c.in_memory
+        if isinstance(chunk, int) and chunk < num_held:
+            return lambda j: self.held[j, chunk]
 
-        Args:
-            arrays: flat, in global memory.
-            slots: of each array, [elements] in shared memory: pieces one after another.
-            row: int32; of the first warp, if each has one.
-            columns: where the pieces of a row begin; only one piece may begin at a traced column.
-            wanted: whether to ask at all; if not, nobody may wait.
-        """
-        count, places = len(arrays), _places(columns)
+        def load(j):
+            ref = getattr(self.smem, f"vector{j}").at[self.me.wg, chunk - num_held]
+            return self.load_vector(ref)
 
-        @plgpu.inline_mgpu(arg_types=_kinds(2 + len(places), 1 + 2 * count))
-        def load(ctx, row, wanted, *rest):
-            found, barrier = rest[: len(places)], _barrier(rest[len(places)])
-            refs = rest[len(places) + 1 :]
-            row, mine = self._mine(_value(row))
-            exists = _both(_value(wanted), mine)
-            one = _one_thread(by_warps=self.by_warps)
-            num_bytes, boxes = constant(0), []
-            for k, at, size, holds in self._pieces(columns, found):
-                holds = _both(holds, exists)
-                sizes = _boxes(size, stores=False)
-                taken = constant(sum(s for _, s in sizes) * self.itemsize * count)
-                num_bytes = total(num_bytes, arith.select(holds, taken, constant(0)))
-                boxes += [(k, at, _both(holds, one), *box) for box in sizes]
-            arrives = _both(one, _value(wanted))
-            barrier.arrive_expect_tx(num_bytes, predicate=arrives)
-            for k, at, holds, offset, size in boxes:
-                for x, slot in zip(refs[:count], refs[count:], strict=True):
-                    ctx.async_copy(
-                        src_ref=x, dst_ref=self._part(slot, k, offset, size), barrier=barrier,
-                        arrive=False, predicate=holds, **self._box(row, at, offset, size),
-                    )  # fmt: skip
+        return load
 
-        load(row, wanted, *places, barrier, *arrays, *slots)
-
-    def store(
-        self, slots: Sequence[Any], arrays: Sequence[Any], *, row: Any, columns: Columns
-    ) -> None:
-        """Sends the pieces of a slot, as a group of copies; arguments as in ``load``.
-
-        All threads must have written their part of the slots and said so (``commit_smem``).
-        """
-        count, places = len(arrays), _places(columns)
-
-        @plgpu.inline_mgpu(arg_types=_kinds(1 + len(places), 2 * count))
-        def store(ctx, row, *rest):
-            found, refs = rest[: len(places)], rest[len(places) :]
-            row, exists = self._mine(_value(row))
-            one = _one_thread(by_warps=self.by_warps)
-            for k, at, size, holds in self._pieces(columns, found):
-                holds, boxes = _both(holds, exists), _boxes(size, stores=True)
-                for slot, x in zip(refs[:count], refs[count:], strict=True):
-                    for offset, width in boxes:
-                        ctx.async_copy(
-                            src_ref=self._part(slot, k, offset, width), dst_ref=x, arrive=False,
-                            predicate=_both(holds, one), **self._box(row, at, offset, width),
-                        )  # fmt: skip
-                    done = sum(width for _, width in boxes)
-                    self._store_singly(slot, x, (k, row, at), (done, size), holds)
-            nvvm.cp_async_bulk_commit_group()
-
-        store(row, *places, *slots, *arrays)
-
-    def _mine(self, row: Any) -> tuple[Any, Any]:
-        """This warp's row, and whether there is one."""
-        if not self.by_warps:
-            return row, mgpu.c(1, ir.IntegerType.get_signless(1))
-        row = total(row, _warp())
-        return row, arith.cmpi(arith.CmpIPredicate.slt, row, constant(self.num_rows))
-
-    def _pieces(self, columns: Columns, found: Sequence[Any]) -> list[tuple[int, Any, int, Any]]:
-        """Of each piece that a slot may have: its number, column, size and whether it has it."""
-        if isinstance(columns, tuple):
-            sizes = ((k, at, min(self.columns - at, self.piece)) for k, at in enumerate(columns))
-            return [(k, constant(at), size, None) for k, at, size in sizes if size > 0]
-        at, pieces = _value(found[0]), []
-        if self.columns >= self.piece:
-            last = constant(self.columns - self.piece)
-            full = arith.cmpi(arith.CmpIPredicate.sle, at, last)
-            pieces.append((0, at, self.piece, full))
-        if self.cut:
-            end = arith.cmpi(arith.CmpIPredicate.eq, at, constant(self.columns - self.cut))
-            pieces.append((0, at, self.cut, end))
-        return pieces
-
-    def _box(self, row: Any, at: Any, offset: int, size: int) -> dict[str, Any]:
-        """Where a box lies in an array, for the engine."""
-        start = total((row, self.columns), at, constant(offset))
-        start = arith.index_cast(ir.IndexType.get(), start)
-        lines = (_Lines(size // LINE, self.num_elements),) if size > LINE else ()
-        return {
-            "gmem_slice": (mgpu_utils.ds(start, size),),
-            "gmem_transform": lines,
-            # Any other mode would become a copy without a map, whose places are multiples of 16.
-            "oob_mode": plgpu.OOBFillMode.ZEROS,
-        }
-
-    def _start(self, k: int) -> Any:
-        """Where this warp's k-th piece begins in a slot, in elements."""
-        if not self.by_warps:
-            return constant(k * self.piece)
-        return total(constant(k * WARPS * self.piece), (_warp(), self.piece))
-
-    def _part(self, slot: Any, k: int, offset: int, size: int) -> Any:
-        """A box's part of the k-th piece of a slot."""
-        start = arith.index_cast(ir.IndexType.get(), total(self._start(k), constant(offset)))
-        part = mgpu_utils.memref_slice(slot, (mgpu_utils.ds(start, size),))
-        return mgpu_utils.memref_unfold(part, 0, (size // LINE, LINE)) if size > LINE else part
-
-    def _store_singly(
-        self, slot: Any, x: Any, place: tuple[int, Any, Any], part: tuple[int, int], holds: Any
-    ) -> None:
-        """Stores the last columns of a piece, an element to a thread."""
-        (k, row, at), (done, size) = place, part
-        threads = LANES if self.by_warps else LANES * WARPS
-        bits = 8 * self.itemsize
-        for first in range(done, size, threads):
-            column = total(arith.remui(thread(), constant(threads)), constant(first))
-            inside = arith.cmpi(arith.CmpIPredicate.slt, column, constant(size))
-            source = total(address(slot), (total(self._start(k), column), self.itemsize))
-            target = global_place(x, total((row, self.columns), at, column), self.itemsize)
-            text = f"""{{
-                .reg .b{bits} x;
-                @$2 ld.shared.b{bits} x, [$0];
-                @$2 st.global.b{bits} [$1], x;
-            }}"""
-            assembly(None, [source, target, _both(holds, inside)], text, "r,l,b", pure=False)
-
-
-def _boxes(size: int, *, stores: bool) -> list[tuple[int, int]]:
-    """(offset, elements) of the boxes of a piece: to load, which may reach beyond it, or store."""
-    whole, box = size // LINE * LINE, MOST_LINES * LINE
-    found = [(at, min(box, whole - at)) for at in range(0, whole, box)]
-    if not stores:
-        return found + [(whole, LINE)] * (size > whole)
-    for box in SHORT_BOXES:
-        if (size - whole) & box:
-            found.append((whole, box))
-            whole += box
-    return found
-
-
-def _places(columns: Columns) -> tuple[Any, ...]:
-    return () if isinstance(columns, tuple) else (columns,)
-
-
-def _kinds(num_numbers: int, num_refs: int) -> tuple[Any, ...]:
-    splat = plgpu.Layout.WG_SPLAT(())
-    return (splat,) * num_numbers + (plgpu.RefType(),) * num_refs
-
-
-def _value(number: Any) -> Any:
-    return number.registers.flat[0]
-
-
-def _both(*conditions: Any) -> Any:
-    """Whether all hold, as None does."""
-    return functools.reduce(arith.andi, (x for x in conditions if x is not None))
-
-
-def _warp() -> Any:
-    return arith.divui(thread(), constant(LANES))
-
-
-def _one_thread(*, by_warps: bool) -> Any:
-    """Whether this thread is the one that asks: of each warp, or of the warpgroup."""
-    subset = mgpu_utils.ThreadSubset
-    return mgpu_utils.single_thread_predicate(subset.WARP if by_warps else subset.WARPGROUP)
-
-
-def _barrier(ref: Any) -> Any:
-    return mgpu_utils.BarrierRef(mgpu_utils.memref_ptr(ref), constant(0), None, 1)
+    def load_vector(self, ref):
+        """[A, M] of a chunk's columns, the same in all rows of warps that have their own."""
+        if not self.c.by_warps:
+            return plgpu.load(ref, layout=self.layout, optimized=False)
+        x_M = plgpu.load(ref, layout=self.layout.reduce(0), optimized=False)
+        return lax.broadcast_in_dim(x_M, self.shape, [1])

@@ -12,7 +12,7 @@ import numpy as np
 from pallas_kernels.hopper.machine import WARPS
 from pallas_kernels.hopper.mosaic import plgpu
 
-from .config import Boxes, Odd, Stream, Twice, Wide
+from .config import Flat, Odd, Stream, Twice, Wide
 from .formula import RowCall
 
 ALIGNMENT = 1024  # where Pallas starts each buffer, the compiler's own for reductions too
@@ -22,7 +22,7 @@ REDUCTION_BYTES = 256  # what kernels whose blocks exchange give the compiler
 TURNS = 4  # exchanges that may overlap: one is still read while the second next is written
 
 
-def smem_bytes(config: Stream | Wide | Twice | Odd | Boxes, call: RowCall) -> int:
+def smem_bytes(config: Stream | Wide | Twice | Odd | Flat, call: RowCall) -> int:
     """What a block allocates: no kernel may ask for more than ``machine.SMEM_BYTES``."""
     total = 0 if isinstance(config, Stream) else _aligned(REDUCTION_BYTES)
     if isinstance(config, Stream):
@@ -31,8 +31,8 @@ def smem_bytes(config: Stream | Wide | Twice | Odd | Boxes, call: RowCall) -> in
         scratch = wide_scratch(config, call)
     elif isinstance(config, Twice):
         scratch = twice_scratch(config, call)
-    elif isinstance(config, Boxes):
-        scratch = boxes_scratch(config, call)
+    elif isinstance(config, Flat):
+        scratch = flat_scratch(config, call)
     else:
         scratch = odd_scratch(config, call)
     for buffer in scratch.values():
@@ -104,15 +104,15 @@ def odd_scratch(c: Odd, call: RowCall) -> dict[str, Any]:
     return buffers
 
 
-def boxes_scratch(c: Boxes, call: RowCall) -> dict[str, Any]:
-    """Buffers and barriers of ``boxes`` by name."""
-    chunk = c.tiles * WARPS * c.tile
+def flat_scratch(c: Flat, call: RowCall) -> dict[str, Any]:
+    """Buffers and barriers of ``flat`` by name."""
+    size = WARPS * c.tile + (16 // call.itemsize if c.by_columns else 0)
     buffers: dict[str, Any] = {
-        f"input{j}": plgpu.SMEM((c.warpgroups, c.slots, chunk), call.dtype)
+        f"input{j}": plgpu.SMEM((c.warpgroups, c.slots, size), call.dtype)
         for j in range(call.num_inputs)
     }
     if c.interpretable:
-        pieces = WARPS * c.tiles if c.by_warps else 1
+        pieces = WARPS if c.by_warps else 1
         buffers["full"] = plgpu.Barrier(
             num_arrivals=call.num_inputs * pieces, num_barriers=c.warpgroups * c.slots
         )

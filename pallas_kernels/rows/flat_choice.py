@@ -1,0 +1,120 @@
+"""Which chunks suit rows of a length that nothing divides, on a Hopper GPU."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+from pallas_kernels.hopper.machine import LANES, SMEM_BYTES, WARPS
+
+from .config import LONGEST_ROW, Flat
+from .formula import RowCall
+from .smem import smem_bytes
+
+SHORTEST = 256  # columns
+LONGEST_OF_A_WARP = 2048
+"""Columns of all inputs, and of all vectors, of rows that are a warp's."""
+
+SHARED = ((1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 4, 1), (4, 4, 1), (8, 4, 1))
+"""Blocks and warpgroups that share a row, teams of a block: the fewest that hold a row come first,
+so that the fewest wait for each other."""
+
+LEADS = (48 * 1024, 24 * 1024)
+"""Bytes that a block asks for ahead of the rows it works on: the first if any form leaves so many."""
+MOST_LEAD = 112 * 1024
+
+MOST_CHUNKS, MOST_WRITTEN_OUT = 32, 10
+"""Of a warpgroup's share of a row; the fewer where they are written out one after another."""
+MOST_AT_ONCE = 24
+"""Columns of all inputs that a thread has in registers at a time."""
+MOST_HELD, MOST_BESIDE_SUMS = 64, 48
+"""Numbers that a thread holds from row to row, and if there are sums and vectors among them."""
+NARROWER = {8: 0.0, 4: 0.01, 2: 0.03, 1: 0.08}
+"""What fewer columns at a time cost, as a part of a row that is computed for nothing."""
+A_CHUNK = 0.002
+"""What a chunk costs, likewise."""
+
+
+def flat_for(call: RowCall) -> Flat | None:
+    """For formulas that can leave columns out, of inputs that are no masks; None if there are none.
+
+    From ``SHORTEST`` columns on.
+    """
+    fits = call.has_neutral and not call.num_masks and call.over_inputs
+    if not fits or not SHORTEST <= call.columns <= LONGEST_ROW:
+        return None
+    shifts = call.columns % (16 // call.itemsize) > 0
+    by_columns = shifts and (call.num_vectors > 0 or call.num_sums > 0)
+    per_row = call.columns * max(call.num_inputs, call.num_vectors)
+    if not by_columns and not call.num_sums and per_row <= LONGEST_OF_A_WARP:
+        return _of_warps(call)
+    for lead, (cluster, group, teams) in itertools.product(LEADS, SHARED):
+        shared = Flat(cluster=cluster, group=group, teams=teams, by_columns=by_columns)
+        found = [c for each in _tiled(shared, call) if (c := _filled(each, call, lead)) is not None]
+        if found:
+            return min(found, key=lambda c: _cost(c, call))
+    return None
+
+
+def _of_warps(call: RowCall) -> Flat:
+    """A row to a warp, in one or two chunks."""
+    vector = 16 // call.itemsize
+    chunks = -(-_reach(call) // 1024)
+    tile = -(-_reach(call) // (chunks * LANES * vector)) * LANES * vector
+    config = Flat(group=0, teams=4, tile=tile, chunks=chunks, vector=vector)
+    for slots in range(6 * chunks, chunks, -1):
+        if smem_bytes(filled := dataclasses.replace(config, slots=slots), call) <= SMEM_BYTES:
+            return filled
+    raise AssertionError(f"a row and a chunk of {config} exceed shared memory")
+
+
+def _tiled(c: Flat, call: RowCall) -> Iterator[Flat]:
+    """In chunks that together reach beyond a row by little."""
+    reach = call.columns if c.by_columns else _reach(call)
+    share = -(-reach // (c.cluster * c.group * WARPS))
+    for vector, chunks in itertools.product(NARROWER, range(1, MOST_CHUNKS + 1)):
+        if vector * call.itemsize > 16 or (c.by_columns and call.columns % vector):
+            continue
+        unit = LANES * vector
+        units = -(-share // (unit * chunks))  # of a warp and chunk
+        fits = units * vector * call.num_inputs <= MOST_AT_ONCE
+        if fits and (chunks - 1) * units * unit < share:
+            yield dataclasses.replace(c, tile=units * unit, chunks=chunks, vector=vector)
+
+
+def _filled(c: Flat, call: RowCall, lead: int) -> Flat | None:
+    """With vectors where they fit and slots as memory has; None if it has not."""
+    a_chunk = c.tile // LANES
+    sums = c.chunks * a_chunk * call.num_sums
+    if sums > MOST_HELD:
+        return None
+    held = c.chunks
+    if call.num_vectors:
+        left = (MOST_BESIDE_SUMS if sums else MOST_HELD) - sums
+        held = min(max(left, 0) // (a_chunk * call.num_vectors), c.chunks)
+        if call.num_sums and held < c.chunks:
+            held = 0  # beside sums, half a scale in registers is slower than none
+        if held < c.chunks and c.vector * 4 > 16:
+            return None  # banks would conflict
+        c = dataclasses.replace(c, in_memory=c.chunks - held)
+        if (held or sums) and c.chunks > MOST_WRITTEN_OUT:
+            return None
+    chunk = c.warpgroups * WARPS * c.tile * call.num_inputs * call.itemsize
+    fewest, most = (c.chunks + c.leaving + -(-size // chunk) for size in (lead, MOST_LEAD))
+    may_fold_ahead = c.cluster > 1 and call.num_turns_cut == 1 and call.num_sums == 0
+    for slots in range(most, fewest - 1, -1):
+        ahead = may_fold_ahead and slots > 2 * c.chunks
+        filled = dataclasses.replace(c, slots=slots, ahead=ahead)
+        if smem_bytes(filled, call) <= SMEM_BYTES:
+            return filled
+    return None
+
+
+def _reach(call: RowCall) -> int:
+    """Elements from a row's first word to its last, at most."""
+    word = 16 // call.itemsize
+    return call.columns + (word - 1) * (call.columns % word > 0)
+
+
+def _cost(c: Flat, call: RowCall) -> float:
+    """What is computed for nothing and as if it were, as a part of a row."""
+    return c.columns / call.columns - 1 + NARROWER[c.vector] + A_CHUNK * c.chunks
