@@ -11,12 +11,15 @@ from .formula import RowCall
 from .smem import smem_bytes
 
 SHORTEST = 256  # columns
-LONGEST_OF_A_WARP = 2048
-"""Columns of all inputs, and of all vectors, of rows that are a warp's."""
+LONGEST_OF_A_WARP = 4096
+"""Bytes of all inputs, or as many of all vectors as if they were one, of rows that are a warp's."""
 
-SHARED = ((1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 4, 1), (4, 4, 1), (8, 4, 1))
-"""Blocks and warpgroups that share a row, teams of a block: the fewest that hold a row come first,
-so that the fewest wait for each other."""
+SHARED = {
+    (1, 1, 4): 0.0, (1, 2, 2): 0.03, (1, 4, 1): 0.06, (2, 4, 1): 0.12, (4, 4, 1): 0.25,
+    (8, 4, 1): 0.4,
+}  # fmt: skip
+"""Blocks and warpgroups that share a row, teams of a block; what waiting for each other costs, as a
+part of a row."""
 
 LEADS = (48 * 1024, 24 * 1024)
 """Bytes that a block asks for ahead of the rows it works on: the first if any form leaves so many."""
@@ -24,14 +27,15 @@ MOST_LEAD = 112 * 1024
 
 MOST_CHUNKS, MOST_WRITTEN_OUT = 32, 10
 """Of a warpgroup's share of a row; the fewer where they are written out one after another."""
-MOST_AT_ONCE = 24
-"""Columns of all inputs that a thread has in registers at a time."""
+MOST_AT_ONCE = 48
+"""Columns that a thread has of a chunk."""
 MOST_HELD, MOST_BESIDE_SUMS = 64, 48
 """Numbers that a thread holds from row to row, and if there are sums and vectors among them."""
-NARROWER = {8: 0.0, 4: 0.01, 2: 0.03, 1: 0.08}
-"""What fewer columns at a time cost, as a part of a row that is computed for nothing."""
-A_CHUNK = 0.002
-"""What a chunk costs, likewise."""
+NARROWER = {8: 0.0, 4: 0.03, 2: 0.1, 1: 0.3}
+"""What fewer elements at a time cost, as a part of a row that is computed for nothing."""
+A_CHUNK = 4
+"""What a chunk costs, likewise, in columns of each thread: it is reduced within a warp, waited for
+and asked for."""
 
 
 def flat_for(call: RowCall) -> Flat | None:
@@ -44,12 +48,18 @@ def flat_for(call: RowCall) -> Flat | None:
         return None
     shifts = call.columns % (16 // call.itemsize) > 0
     by_columns = shifts and (call.num_vectors > 0 or call.num_sums > 0)
-    per_row = call.columns * max(call.num_inputs, call.num_vectors)
+    per_row = call.columns * call.itemsize * max(call.num_inputs, call.num_vectors)
     if not by_columns and not call.num_sums and per_row <= LONGEST_OF_A_WARP:
         return _of_warps(call)
-    for lead, (cluster, group, teams) in itertools.product(LEADS, SHARED):
-        shared = Flat(cluster=cluster, group=group, teams=teams, by_columns=by_columns)
-        found = [c for each in _tiled(shared, call) if (c := _filled(each, call, lead)) is not None]
+    for lead in LEADS:
+        found = [
+            filled
+            for cluster, group, teams in SHARED
+            for c in _tiled(
+                Flat(cluster=cluster, group=group, teams=teams, by_columns=by_columns), call
+            )
+            if (filled := _filled(c, call, lead)) is not None
+        ]
         if found:
             return min(found, key=lambda c: _cost(c, call))
     return None
@@ -76,7 +86,7 @@ def _tiled(c: Flat, call: RowCall) -> Iterator[Flat]:
             continue
         unit = LANES * vector
         units = -(-share // (unit * chunks))  # of a warp and chunk
-        fits = units * vector * call.num_inputs <= MOST_AT_ONCE
+        fits = units * vector <= MOST_AT_ONCE
         if fits and (chunks - 1) * units * unit < share:
             yield dataclasses.replace(c, tile=units * unit, chunks=chunks, vector=vector)
 
@@ -117,4 +127,6 @@ def _reach(call: RowCall) -> int:
 
 def _cost(c: Flat, call: RowCall) -> float:
     """What is computed for nothing and as if it were, as a part of a row."""
-    return c.columns / call.columns - 1 + NARROWER[c.vector] + A_CHUNK * c.chunks
+    chunks = A_CHUNK * c.chunks * c.cluster * c.group * WARPS * LANES
+    shared = SHARED[c.cluster, c.group, c.teams]
+    return (c.columns + chunks) / call.columns - 1 + NARROWER[c.vector] + shared

@@ -30,7 +30,7 @@ from pallas_kernels.hopper.threads import (
 )
 
 from .config import tile_layout
-from .edges import store, store_within
+from .edges import store, store_single
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,6 +189,12 @@ class FlatCopies:
         Args:
             cut: whether elements of it may be a neighbor's.
         """
+        width = value.shape[1]
+        at_once = LANES * vector  # elements of a warp's part that are in one register of its lanes
+
+        # A vector that a row has only a part of is the row's first or last: in these registers.
+        ends = [self.columns % self.piece + shift for shift in (0, self.word - 1)]
+        shared = {0, *(end % self.piece % width // at_once for end in ends)}
 
         @plgpu.inline_mgpu(arg_types=(tile_layout(vector), *_kinds(2, 1)))
         def write(_, value, row, column, array):
@@ -198,16 +204,23 @@ class FlatCopies:
             lane = arith.remui(thread(), constant(LANES))
             at = total((lane, vector))
             if not self.by_warps:
-                at = total(at, (_warp(), value.shape[1]))
+                at = total(at, (_warp(), width))
             for k, register in enumerate(value.registers.flat):
-                here = total(at, constant(k * LANES * vector))
+                here = total(at, constant(k * at_once))
                 place = global_place(array, total(start, here), self.itemsize)
-                if cut:
-                    store_within(
-                        register, place, here, (first, end), vector=vector, size=self.itemsize
-                    )
-                else:
+                if not cut:
                     store(register, place)
+                    continue
+                behind = total(here, constant(vector))
+                with mgpu_utils.when(_both(_at_least(here, first), _at_least(end, behind))):
+                    store(register, place)
+                if k not in shared:
+                    continue
+                begins = _both(_less(here, first), _less(first, behind))
+                stops = _both(_less(here, end), _less(end, behind))
+                with mgpu_utils.when(arith.ori(begins, stops)):
+                    bounds = first, end
+                    store_single(register, place, here, bounds, vector=vector, size=self.itemsize)
 
         write(value, row, column, array)
 

@@ -1,0 +1,210 @@
+"""Rows as they lie between words: the kernels in the interpreter, and copies thread by thread."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import layer_norm, rms_norm, softmax
+from pallas_kernels.hopper import threads
+from pallas_kernels.hopper.machine import SMEM_BYTES, WARPGROUP
+from pallas_kernels.rows import apply, flat_copies
+from pallas_kernels.rows.config import Flat
+from pallas_kernels.rows.flat_choice import SHORTEST, flat_for
+from pallas_kernels.rows.flat_copies import FlatCopies
+from pallas_kernels.rows.smem import smem_bytes
+from pallas_kernels.softmax import hopper as softmaxes
+from tests.kernels import test_norm as norms
+from tests.kernels.row_cases import interpreted_hopper, num_kernels
+from tests.kernels.test_rows_choice import calls
+from tests.kernels.test_softmax import check_softmaxes, inputs
+from tests.kernels.thread_stand_in import Ref, Warpgroup
+from tests.tolerance import assert_within_rounding
+
+COLUMNS = 701
+SLOW = pytest.mark.slow
+shared = functools.partial(Flat, group=2, tile=64, chunks=2, slots=4, interpretable=True)
+WORDS = {
+    "warpgroups": shared(),
+    "teams": Flat(group=1, teams=2, tile=64, chunks=3, slots=5, interpretable=True),
+    "warps": Flat(group=0, teams=2, tile=384, chunks=2, slots=3, interpretable=True),
+}
+BY_COLUMNS = {
+    "registers": shared(by_columns=True, vector=1),
+    "memory": Flat(
+        group=1, tile=64, chunks=3, slots=5, in_memory=1, by_columns=True, vector=1,
+        interpretable=True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["warpgroups", pytest.param("teams", marks=SLOW), pytest.param("warps", marks=SLOW)]
+)
+def test_softmaxes_are_no_worse_than_the_plain_form(name):
+    """Neighbors' elements would count: theirs are far larger or -inf."""
+    x, d_y = inputs((3, COLUMNS))
+    x[1, :400], x[2] = -np.inf, x[2] + 80
+    check_softmaxes(x, d_y, WORDS[name])
+
+
+@pytest.mark.parametrize("name", [pytest.param("warpgroups", marks=SLOW), "warps"])
+def test_neighbors_that_are_no_numbers_change_nothing(name):
+    """Five rows: of the second four warps' three have none."""
+    x, _ = inputs((5, COLUMNS))
+    alone = np.array(x[::2])
+    x[1], x[3] = np.nan, np.inf
+    with interpreted_hopper():
+        got = softmaxes.softmax(x, config=WORDS[name])[::2]
+    assert np.isfinite(got.astype(np.float32)).all()
+    want = jax.nn.softmax(alone.astype(np.float32), axis=-1)
+    np.testing.assert_allclose(got.astype(np.float32), want, rtol=2**-7)
+
+
+@pytest.mark.parametrize(
+    ("f", "name"),
+    [(layer_norm, "memory"), *[pytest.param(f, "registers", marks=SLOW) for f in (layer_norm, rms_norm)]],
+)
+def test_norms_are_no_worse_than_the_plain_form(monkeypatch, f, name):
+    """Scales, and sums over rows, of threads' columns, whatever place in a word a row begins at."""
+    monkeypatch.setattr(apply, "config_for", lambda *_: BY_COLUMNS[name])
+    case = norms.inputs((3, COLUMNS))
+    with interpreted_hopper():
+        got = norms.evaluate(*case, f=f, implementation="hopper")
+    assert_within_rounding(got, norms.exact(*case, f=f))
+
+
+@SLOW
+def test_rows_of_whole_words_have_scales_without_columns_of_their_own(monkeypatch):
+    monkeypatch.setattr(apply, "config_for", lambda *_: WORDS["warpgroups"])
+    case = norms.inputs((3, COLUMNS + 3))
+    with interpreted_hopper():
+        got = norms.evaluate(*case, f=layer_norm, implementation="hopper")
+    assert_within_rounding(got, norms.exact(*case, f=layer_norm))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_every_choice_fits(dtype):
+    """Of any length: within shared memory, and a row within its chunks."""
+    rng = np.random.default_rng(0)
+    lengths = (SHORTEST, 257, 1000, 8193, 50257, *rng.integers(SHORTEST, 262144, 10).tolist())
+    for columns in lengths:
+        for name, call in calls(columns, dtype).items():
+            c = flat_for(call)
+            if c is None:
+                continue
+            what = f"{name} of {columns}: {c}"
+            assert smem_bytes(c, call) <= SMEM_BYTES, what
+            assert c.tile % (32 * c.vector) == 0, what
+            assert c.slots >= c.chunks * (1 + c.ahead) + c.leaving, what
+            assert c.columns >= columns, what
+            if c.by_columns:
+                assert columns % c.vector == 0, what
+
+
+@pytest.mark.parametrize("columns", [1001, pytest.param(50257, marks=SLOW)])
+@pytest.mark.parametrize("f", [softmax, rms_norm])
+def test_the_real_form_lowers(monkeypatch, f, columns):
+    """Both directions, so copies in and out of every kind."""
+    monkeypatch.setattr(apply, "config_for", lambda rows, call: flat_for(call))
+    x = jax.ShapeDtypeStruct((9, columns), jnp.bfloat16)
+    vectors = () if f is softmax else (jax.ShapeDtypeStruct((columns,), jnp.float32),)
+    options = {} if f is softmax else {"epsilon": 1e-6}
+
+    def both(x, vectors, d_y):
+        y, vjp = jax.vjp(functools.partial(f, implementation="hopper", **options), x, *vectors)
+        return y, vjp(d_y)
+
+    assert num_kernels(both, x, vectors, x) == 2
+
+
+class _Threads(Warpgroup):
+    """Threads of a warpgroup, and a copy engine that is done at once and counts its bytes."""
+
+    def __init__(self, copies: FlatCopies):
+        super().__init__(jnp.bfloat16)
+        self.copies = copies
+        self.copied = self.expected = 0
+
+    def inline_asm(self, result, operands, text, *_, **__):
+        del result
+        *operands, holds = (np.broadcast_to(x, WARPGROUP).astype(np.int64) for x in operands)
+        if "cp.async.bulk" in text:
+            for target, source, size in np.stack(operands[:3], axis=1)[holds > 0]:
+                assert target % 16 == source % 16 == size % 16 == 0, "no words"
+                assert size > 0
+                self.memory[target : target + size] = self.memory[source : source + size].copy()
+                self.copied += size
+            return
+        first, second = operands
+        source, target = (second, first) if "ld.global" in text else (first, second)
+        size = self.copies.itemsize
+        for at, to in np.stack([source, target], axis=1)[holds > 0]:
+            self.memory[to : to + size] = self.memory[at : at + size].copy()
+
+    def run(self, name: str, *refs, **numbers) -> None:
+        """One of the copies' methods, by all threads."""
+        thread, value = np.arange(WARPGROUP), lambda x: types.SimpleNamespace(flat=[np.int64(x)])
+        numbers = {k: types.SimpleNamespace(registers=value(x)) for k, x in numbers.items()}
+
+        def arrive(num_bytes, predicate):
+            self.expected += int(np.sum(np.where(predicate, num_bytes, 0)))
+
+        with self.running(), pytest.MonkeyPatch.context() as patch:
+            arith = threads.arith
+            arith.subi, arith.minsi, arith.maxsi = np.subtract, np.minimum, np.maximum
+            arith.CmpIPredicate.slt, arith.CmpIPredicate.sge = np.less, np.greater_equal
+            arith.andi = lambda a, b: np.bitwise_and(a, b)
+            utils = types.SimpleNamespace(
+                ThreadSubset=types.SimpleNamespace(WARP=32, WARPGROUP=128),
+                single_thread_predicate=lambda subset: thread % subset == 0,
+                memref_ptr=lambda ref: ref.base,
+                BarrierRef=lambda *_: types.SimpleNamespace(arrive_expect_tx=arrive),
+            )
+            plgpu = types.SimpleNamespace(
+                inline_mgpu=lambda **_: lambda f: functools.partial(f, None),
+                Layout=types.SimpleNamespace(WG_SPLAT=lambda _: None),
+                RefType=lambda: None,
+                commit_smem=lambda: None,
+            )
+            nvvm = types.SimpleNamespace(cp_async_bulk_commit_group=lambda: None)
+            places = {"arith": arith, "mgpu_utils": utils, "plgpu": plgpu, "nvvm": nvvm}
+            for module, stand_in in places.items():
+                patch.setattr(flat_copies, module, stand_in)
+            getattr(self.copies, name)(*refs, **numbers)
+
+
+@pytest.mark.parametrize("by_warps", [False, True])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("columns", [299, 300, 514, 520])
+def test_copies_move_a_row_and_nothing_else(columns, itemsize, by_warps):
+    """Seven rows by chunks into a slot and out of it, to where neighbors and the end are known."""
+    dtype, num_rows = {2: np.uint16, 4: np.uint32}[itemsize], 7
+    x = np.random.default_rng(0).integers(1, 2**16, num_rows * columns).astype(dtype)
+    piece = 256
+    copies = FlatCopies(
+        num_rows=num_rows, columns=columns, piece=piece, itemsize=itemsize, by_warps=by_warps,
+        by_columns=not by_warps,
+    )  # fmt: skip
+    world = _Threads(copies)
+    guard = np.full(64, 7, dtype)
+    source = world.put(np.concatenate([x, guard]))
+    out = world.put(np.concatenate([np.zeros_like(x), guard]))
+    slot = world.put(np.full(4 * (piece + 8), 9, dtype))
+    word, wanted = 16 // itemsize, 0
+    for row in range(0, num_rows, 4 if by_warps else 1):
+        for column in range(0, columns + (word - 1) * by_warps, piece):
+            world.run("load", [source], [slot], Ref(0), row=row, column=column, wanted=1)
+            assert world.expected == world.copied, "the barrier would wait for ever, or not"
+            if copies.odd_end:
+                world.run("complete", [source], [slot], row=row, column=column)
+            wanted = world.copied
+            world.run("store", [slot], [out], row=row, column=column)
+            world.expected = world.copied
+    assert wanted
+    assert (world.read(out, (len(x) + 64,), dtype) == np.concatenate([x, guard])).all()
+    found = world.read(slot, (4 * (piece + 8),), dtype)
+    assert not np.isin(found, guard).any() or (guard[0] == x).any(), "read behind the array"
