@@ -61,7 +61,6 @@ def flat_rows(
         assert not (shifts and (vectors_C or formula.num_sums)), "columns of shifted rows"
         assert columns + (word - 1) * shifts <= c.columns, (columns, c)
     else:
-        assert not c.by_warps
         assert columns % c.vector == 0
         assert columns <= c.columns, (columns, c)
     needed = c.chunks * (2 if c.ahead else 1) + c.leaving
@@ -229,15 +228,10 @@ class _Team:
         slot = self.slot(i, chunk)
 
         def load(j):
-            x = self.read(self.place(i, self.slots[j].at[slot])).astype(jnp.float32)
+            x = self.read(i, self.slots[j].at[slot]).astype(jnp.float32)
             return x if fill is None else jnp.where(self.counts(i, chunk), x, fill[j])
 
         return load
-
-    def place(self, i, slot):
-        """Where a chunk's tile lies in its slot."""
-        shift = self.shift(self.row(i)) if self.c.by_columns else 0
-        return slot.at[pl.ds(shift, WARPS * self.c.tile)]
 
     def shift(self, row):
         """Elements of a row's first word that belong to the row before."""
@@ -258,10 +252,16 @@ class _Team:
         begin = self.shift(row) - column
         return (at >= begin) & (at < begin + self.k.columns)
 
-    def read(self, place):
-        if self.c.interpretable:
-            return place[...].reshape(self.shape)
-        return plgpu.load(place.reshape(self.shape), layout=self.layout, optimized=False)
+    def read(self, i, slot):
+        """A chunk [A, M] of the i-th row."""
+        c, row = self.c, self.row(i)
+        if isinstance(self.copies, InterpretedCopies):
+            return self.copies.read(slot, row=row, shape=self.shape)
+        if c.by_columns:
+            return self.copies.read(
+                slot, row=row, shape=self.shape, dtype=self.k.dtype, vector=c.vector
+            )
+        return plgpu.load(slot.reshape(self.shape), layout=self.layout, optimized=False)
 
     def whole(self, chunk: int) -> bool:
         """Whether all elements of a chunk are the row's, of any warpgroup and row."""
@@ -384,7 +384,7 @@ class _Team:
         slot = self.slot(i, chunk)
         slots = [x.at[slot] for x in self.slots[: len(results)]]
         for place, result in zip(slots, results, strict=True):
-            write_registers(result, self.place(i, place).reshape(self.shape))
+            self.copies.put(result, place, row=self.row(i), vector=self.c.vector)
         plgpu.commit_smem()
         self.copies.store(
             slots, self.gmem.results, row=self.row(i), column=self.column(chunk)

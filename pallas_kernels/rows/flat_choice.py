@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 
 from pallas_kernels.hopper.machine import LANES, SMEM_BYTES, WARPS
@@ -31,6 +32,8 @@ MOST_AT_ONCE = 48
 """Columns that a thread has of a chunk."""
 MOST_HELD, MOST_BESIDE_SUMS = 64, 48
 """Numbers that a thread holds from row to row, and if there are sums and vectors among them."""
+MOST_OF_A_WARP = 40
+"""Likewise, of vectors where a warp has a row."""
 NARROWER = {8: 0.0, 4: 0.03, 2: 0.1, 1: 0.3}
 """What fewer elements at a time cost, as a part of a row that is computed for nothing."""
 A_CHUNK = 4
@@ -49,8 +52,8 @@ def flat_for(call: RowCall) -> Flat | None:
     shifts = call.columns % (16 // call.itemsize) > 0
     by_columns = shifts and (call.num_vectors > 0 or call.num_sums > 0)
     per_row = call.columns * call.itemsize * max(call.num_inputs, call.num_vectors)
-    if not by_columns and not call.num_sums and per_row <= LONGEST_OF_A_WARP:
-        return _of_warps(call)
+    if not call.num_sums and per_row <= LONGEST_OF_A_WARP:
+        return _of_warps(call, by_columns=by_columns)
     for lead in LEADS:
         found = [
             filled
@@ -65,12 +68,22 @@ def flat_for(call: RowCall) -> Flat | None:
     return None
 
 
-def _of_warps(call: RowCall) -> Flat:
+def _of_warps(call: RowCall, *, by_columns: bool) -> Flat:
     """A row to a warp, in one or two chunks."""
-    vector = 16 // call.itemsize
-    chunks = -(-_reach(call) // 1024)
-    tile = -(-_reach(call) // (chunks * LANES * vector)) * LANES * vector
-    config = Flat(group=0, teams=4, tile=tile, chunks=chunks, vector=vector)
+    word = 16 // call.itemsize
+    vector = math.gcd(call.columns, word) if by_columns else word
+    reach = call.columns if by_columns else _reach(call)
+    chunks = -(-reach // 1024)
+    tile = -(-reach // (chunks * LANES * vector)) * LANES * vector
+    if call.num_vectors * chunks * tile // LANES > MOST_OF_A_WARP:
+        in_memory = chunks
+        vector = min(vector, 4)  # banks would conflict
+    else:
+        in_memory = 0
+    config = Flat(
+        group=0, teams=4, tile=tile, chunks=chunks, vector=vector, by_columns=by_columns,
+        in_memory=in_memory,
+    )  # fmt: skip
     for slots in range(6 * chunks, chunks, -1):
         if smem_bytes(filled := dataclasses.replace(config, slots=slots), call) <= SMEM_BYTES:
             return filled

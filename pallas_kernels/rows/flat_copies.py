@@ -16,10 +16,11 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from jaxlib.mlir import ir
 
 from pallas_kernels.hopper.machine import LANES, WARPS
-from pallas_kernels.hopper.mosaic import arith, mgpu_utils, nvvm, plgpu
+from pallas_kernels.hopper.mosaic import arith, llvm, mgpu, mgpu_utils, nvvm, plgpu
 from pallas_kernels.hopper.threads import (
     address,
     assembly,
@@ -31,6 +32,8 @@ from pallas_kernels.hopper.threads import (
 
 from .config import tile_layout
 from .edges import store, store_single
+
+SHARED = 3  # the address space
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,6 +149,48 @@ class FlatCopies:
 
         complete(row, column, *arrays, *slots)
         plgpu.commit_smem()
+
+    def read(self, slot: Any, *, row: Any, shape: tuple[int, int], dtype: Any, vector: int):
+        """The columns of a chunk, [A, M], of a slot that has them behind the row's shift."""
+        kind = plgpu.ShapeDtypeStruct(shape, dtype, layout=tile_layout(vector))
+
+        @plgpu.inline_mgpu(arg_types=_kinds(1, 1), return_type=kind)
+        def read(_, row, slot):
+            layout = tile_layout(vector).to_mgpu()
+            one = ir.VectorType.get((vector,), mgpu_utils.dtype_to_ir_type(dtype))
+            places = self._places(slot, _value(row), shape[1], vector)
+            found = np.array([llvm.load(one, place) for place in places], dtype=object)
+            registers = found.reshape(layout.registers_shape(shape))
+            return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+        return read(row, slot)
+
+    def put(self, value: Any, slot: Any, *, row: Any, vector: int) -> None:
+        """Writes columns where ``read`` finds them."""
+
+        @plgpu.inline_mgpu(arg_types=(tile_layout(vector), *_kinds(1, 1)))
+        def put(_, value, row, slot):
+            places = self._places(slot, _value(row), value.shape[1], vector)
+            for register, place in zip(value.registers.flat, places, strict=True):
+                llvm.store(register, place)
+
+        put(value, row, slot)
+
+    def _places(self, slot: Any, row: Any, width: int, vector: int) -> list[Any]:
+        """Where this thread's columns are, ``vector`` at once."""
+        if self.by_warps:
+            row = total(row, _warp())
+        begin = arith.muli(row, constant(self.columns))
+        at = arith.andi(begin, constant(self.word - 1))
+        at = total(at, (arith.remui(thread(), constant(LANES)), vector))
+        at = total(at, (_warp(), self.slot if self.by_warps else width))
+        first = total(address(slot), (at, self.itemsize))
+        step = LANES * vector * self.itemsize
+        pointer = llvm.PointerType.get(SHARED)
+        return [
+            llvm.inttoptr(pointer, total(first, constant(k * step)))
+            for k in range(width // (LANES * vector))
+        ]
 
     def store(self, slots: Sequence[Any], arrays: Sequence[Any], *, row: Any, column: Any) -> None:
         """Sends a chunk to all arrays, as a group of copies; arguments as in ``load``.

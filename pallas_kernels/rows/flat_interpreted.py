@@ -57,6 +57,17 @@ class InterpretedCopies:
                     part = slot.at[pl.ds(warp * self.slot, self.slot)]
                     plgpu.copy_gmem_to_smem(x.at[pl.ds(start, self.slot)], part, barrier)
 
+    def read(self, slot: Any, *, row: Any, shape: tuple[int, int]) -> jax.Array:
+        """A chunk [A, M]."""
+        if not self.by_warps:
+            shift = lax.rem(row * self.columns, self.word) if self.by_columns else 0
+            return slot[pl.ds(shift, shape[0] * shape[1])].reshape(shape)
+        parts = []
+        for warp in range(WARPS):
+            shift = lax.rem((row + warp) * self.columns, self.word) if self.by_columns else 0
+            parts.append(slot[pl.ds(warp * self.slot + shift, shape[1])])
+        return jnp.stack(parts)
+
     def write(self, value: Any, array: Any, *, row: Any, column: Any) -> None:
         """A chunk [A, M] to rows of ``width``."""
         if not self.by_warps:

@@ -119,10 +119,9 @@ def flat_scratch(c: Flat, call: RowCall) -> dict[str, Any]:
     else:
         buffers["full"] = plgpu.SMEM((c.warpgroups, BARRIER_WORDS * c.slots), jnp.int32)
     if call.num_vectors and c.in_memory:
+        tile = (c.tile,) if c.by_warps else (WARPS, c.tile)
         for j in range(call.num_vectors):
-            buffers[f"vector{j}"] = plgpu.SMEM(
-                (c.members, c.in_memory, WARPS, c.tile), jnp.float32
-            )
+            buffers[f"vector{j}"] = plgpu.SMEM((c.members, c.in_memory, *tile), jnp.float32)
         buffers["vectors_full"] = plgpu.Barrier(
             num_arrivals=call.num_vectors * c.members * c.in_memory
         )
