@@ -106,7 +106,8 @@ def odd_scratch(c: Odd, call: RowCall) -> dict[str, Any]:
 
 def flat_scratch(c: Flat, call: RowCall) -> dict[str, Any]:
     """Buffers and barriers of ``flat`` by name."""
-    size = WARPS * c.tile + (16 // call.itemsize if c.by_columns else 0)
+    shift = 16 // call.itemsize if c.by_columns else 0
+    size = WARPS * (c.tile + shift) if c.by_warps else WARPS * c.tile + shift
     buffers: dict[str, Any] = {
         f"input{j}": plgpu.SMEM((c.warpgroups, c.slots, size), call.dtype)
         for j in range(call.num_inputs)
