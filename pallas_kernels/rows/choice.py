@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Literal
 
 from pallas_kernels.common.errors import UnsupportedError
 from pallas_kernels.hopper.machine import LANES, NUM_PROCESSORS, SMEM_BYTES, WARPS
@@ -11,12 +12,14 @@ from .config import (
     LONGEST_ROW,
     LONGEST_WHOLE_ROW,
     Blocks,
+    Flat,
     Odd,
     RowConfig,
     Stream,
     Twice,
     Wide,
 )
+from .flat_choice import flat_for
 from .formula import RowCall
 from .smem import smem_bytes
 
@@ -60,16 +63,19 @@ MOST_KEPT_BESIDE_SUMS = 16
 LEAST_IN_WINDOWS = 50_000
 """Columns of rows, of two inputs or more, that windows read faster: 1.11 to 1.21x from 50,257 on,
 0.73 to 1.16x below 20,000; of one input 0.82 to 1.06x (``odd-rows-h200.json``)."""
+
+type OddForm = Literal["flat", "columns", "windows"]
+
 MOST_ODD = 2**31 - 1
 """Elements of an array whose odd rows lie one after another: their places are int32."""
 
 
-def config_for(rows: int, call: RowCall, *, windows: bool | None = None) -> RowConfig:
+def config_for(rows: int, call: RowCall, *, form: OddForm | None = None) -> RowConfig:
     """Tiles for rows of a dtype of 16 or 32 bits: by the copy engine, or straight from memory.
 
     Args:
-        windows: whether odd rows are read by aligned windows (see ``odd``); None: where that is
-            faster.
+        form: of rows that no even tile divides: "flat" through the copy engine, "columns" or
+            aligned "windows" through registers (see ``odd``); None: the one that is faster.
 
     Raises:
         UnsupportedError: there are none.
@@ -77,9 +83,7 @@ def config_for(rows: int, call: RowCall, *, windows: bool | None = None) -> RowC
     try:
         return _even(rows, call)
     except UnsupportedError:
-        if windows is None:
-            windows = call.num_inputs > 1 and call.columns >= LEAST_IN_WINDOWS
-        config = _odd(rows if windows else 1, call) if rows else None
+        config = _of_any_length(rows, call, form) if rows else None
         if config is None:
             raise
         if rows * call.columns > MOST_ODD:
@@ -88,6 +92,15 @@ def config_for(rows: int, call: RowCall, *, windows: bool | None = None) -> RowC
                 "most of rows that no tile divides,"
             ) from None
         return config
+
+
+def _of_any_length(rows: int, call: RowCall, form: OddForm | None) -> Flat | Odd | None:
+    if form in (None, "flat"):
+        config = flat_for(call)
+        if config is not None or form:
+            return config
+        form = "windows" if call.num_inputs > 1 and call.columns >= LEAST_IN_WINDOWS else "columns"
+    return _odd(rows if form == "windows" else 1, call)
 
 
 def _even(rows: int, call: RowCall) -> RowConfig:

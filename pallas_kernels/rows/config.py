@@ -143,7 +143,7 @@ class Odd:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Flat:
-    """A row to a warp, to warpgroups of a block or to a cluster, as it lies between 16-byte words."""
+    """A row to a warp, to warpgroups of a block or to a cluster, wherever in a word it begins."""
 
     cluster: int = 1  # blocks that share a row
     group: int = 4  # warpgroups of a block that share a row; 0 gives each warp a row of its own

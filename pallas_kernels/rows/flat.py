@@ -17,7 +17,6 @@ Dims: R row, C column, A part of a row in a warpgroup or a warp's row, M column 
 
 import dataclasses
 import functools
-import itertools
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -36,6 +35,8 @@ from .config import Flat, tile_layout
 from .exchange import receive, send
 from .flat_copies import FlatCopies
 from .flat_interpreted import InterpretedCopies
+from .flat_registers import masked, put, read, write
+from .flat_vectors import Vectors
 from .formula import Formula, Parts, RowCall, compiler_params, to_columns
 from .smem import BARRIER_WORDS, REDUCTION_BYTES, flat_scratch
 
@@ -161,7 +162,6 @@ class _Team:
         self.stride = kernel.num_workers * self.c.teams
         left = jnp.maximum(kernel.num_units - self.first + self.stride - 1, 0)
         self.count = lax.div(left, self.stride)
-        self.held: dict[tuple[int, int], jax.Array] = {}
         # What is in registers, scales or sums, has no index: then chunks are written out.
         held = len(gmem.vectors) and self.c.in_memory < self.c.chunks
         self.static = bool(self.f.num_sums or held or self.c.chunks <= 2)
@@ -169,11 +169,11 @@ class _Team:
     def run(self) -> None:
         """All rows of the team."""
         c, f, gmem, me = self.c, self.f, self.gmem, self.me
-        if not c.interpretable:
+        if isinstance(self.copies, FlatCopies):
             self.copies.begin(self.smem.full.at[self.wg], c.slots)
         for k in range(c.slots - c.leaving):
             self.fetch(jnp.int32(0), k)
-        self.hold_vectors()
+        self.vectors = Vectors(c, gmem, self.smem, me, self.wg)
         zero = plgpu.layout_cast(jnp.zeros(self.shape, jnp.float32), self.layout)
         sums = (zero,) * (f.num_sums * c.chunks)
         if c.ahead:
@@ -229,7 +229,13 @@ class _Team:
 
         def load(j):
             x = self.read(i, self.slots[j].at[slot]).astype(jnp.float32)
-            return x if fill is None else jnp.where(self.counts(i, chunk), x, fill[j])
+            if fill is None:
+                return x
+            if isinstance(self.copies, InterpretedCopies):
+                return jnp.where(self.counts(i, chunk), x, fill[j])
+            place = {"row": self.row(i), "column": self.column(chunk)}
+            sure, vector = self.sure(chunk), self.c.vector
+            return masked(self.copies, x, fill[j], **place, vector=vector, sure=sure)
 
         return load
 
@@ -258,17 +264,20 @@ class _Team:
         if isinstance(self.copies, InterpretedCopies):
             return self.copies.read(slot, row=row, shape=self.shape)
         if c.by_columns:
-            return self.copies.read(
-                slot, row=row, shape=self.shape, dtype=self.k.dtype, vector=c.vector
-            )
+            dtype, vector = self.k.dtype, c.vector
+            return read(self.copies, slot, row=row, shape=self.shape, dtype=dtype, vector=vector)
         return plgpu.load(slot.reshape(self.shape), layout=self.layout, optimized=False)
+
+    def sure(self, chunk: int) -> int:
+        """Elements of a chunk that are not behind a row's end, of any warpgroup and row."""
+        c = self.c
+        last = (c.cluster * c.members - 1) * c.chunks + chunk  # the first to be cut off
+        return max(0, min(c.piece, self.k.columns - last * c.piece))
 
     def whole(self, chunk: int) -> bool:
         """Whether all elements of a chunk are the row's, of any warpgroup and row."""
-        c, word = self.c, self.copies.word
-        shifts = not c.by_columns and self.k.columns % word > 0
-        last = (c.cluster * c.members - 1) * c.chunks + chunk  # the first to be cut off
-        return (last + 1) * c.piece <= self.k.columns and not (shifts and chunk == 0)
+        begins = not self.c.by_columns and self.k.columns % self.copies.word > 0 and chunk == 0
+        return self.sure(chunk) == self.c.piece and not begins
 
     def merged(self, look, merge):
         """The numbers of a row's chunks; ``look(chunk, cut=)`` finds those of one."""
@@ -303,24 +312,22 @@ class _Team:
             q = i * c.chunks + chunk
             slot = lax.rem(q, c.slots)
             self.copies.wait(self.barrier(slot), lax.rem(lax.div(q, c.slots), 2))
-            if cut and self.copies.odd_end:
-                self.complete(i, chunk)
+            if cut and isinstance(self.copies, FlatCopies) and self.copies.odd_end:
+                self.complete(self.copies, i, chunk)
             fill = f.neutral if cut else None
-            return f.fold(self.input_of(i, chunk, fill), self.vector_of(chunk))
+            return f.fold(self.input_of(i, chunk, fill), self.vectors.of(chunk))
 
         numbers = self.merged(look, lambda found, more: f.merge(0, c.tile, found, more))
         return self.send(i * f.num_turns, numbers)
 
-    def complete(self, i, chunk) -> None:
+    def complete(self, copies: FlatCopies, i, chunk) -> None:
         """Loads what is behind the last word of the arrays, where that is the i-th row's end."""
         row, slot = self.row(i), self.slot(i, chunk)
 
         @pl.when(row + (WARPS if self.c.by_warps else 1) >= self.k.num_rows)
         def _():
-            self.copies.complete(
-                self.gmem.inputs, [x.at[slot] for x in self.slots], row=row,
-                column=self.column(chunk),
-            )  # fmt: skip
+            slots = [x.at[slot] for x in self.slots]
+            copies.complete(self.gmem.inputs, slots, row=row, column=self.column(chunk))
 
     def fold_again(self, again, i, totals):
         """More totals of the i-th row, that need the first."""
@@ -331,7 +338,7 @@ class _Team:
 
         def look(chunk, *, cut):
             load = self.input_of(i, chunk, fill if cut else None)
-            return again.fold(load, self.vector_of(chunk), totals)
+            return again.fold(load, self.vectors.of(chunk), totals)
 
         turn = i * self.f.num_turns + 1
         numbers = self.send(turn, self.merged(look, again.merge))
@@ -361,17 +368,15 @@ class _Team:
             totals += [to_columns(x, self.shape) for x in more]
 
         def step(chunk, added, *, cut):
-            results, addends = f.finish(self.input_of(i, chunk), self.vector_of(chunk), totals)
+            results, addends = f.finish(self.input_of(i, chunk), self.vectors.of(chunk), totals)
             results = [x.astype(self.k.dtype) for x in results]
-            if c.by_columns and not c.interpretable:
-                self.leave(i, chunk, results)
+            if c.by_columns and isinstance(self.copies, FlatCopies):
+                self.leave(self.copies, i, chunk, results)
                 # The chunk before has had this one's time to be read out.
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             else:
-                options = {} if c.interpretable else {"vector": c.vector, "cut": cut}
-                place = {"row": self.row(i), "column": self.column(chunk)}
                 for out, result in zip(self.gmem.results, results, strict=True):
-                    self.copies.write(result, out, **place, **options)
+                    self.write(i, chunk, result, out, cut=cut)
                 plgpu.commit_smem()  # all warps have read the slot
             self.fetch(i, chunk + c.slots - c.leaving)
             return (*added, *addends)
@@ -379,55 +384,21 @@ class _Team:
         added = self.over_chunks(step, ())
         return tuple(s + a for s, a in zip(sums, added, strict=True))
 
-    def leave(self, i, chunk, results) -> None:
+    def write(self, i, chunk, result, out, *, cut: bool) -> None:
+        """Stores a result from registers."""
+        row, column = self.row(i), self.column(chunk)
+        if isinstance(self.copies, FlatCopies):
+            sure = self.sure(chunk) if cut else None
+            vector = self.c.vector
+            write(self.copies, result, out, row=row, column=column, vector=vector, sure=sure)
+        else:
+            self.copies.write(result, out, row=row, column=column)
+
+    def leave(self, copies: FlatCopies, i, chunk, results) -> None:
         """Writes results over inputs, and has the engine take them away."""
-        slot = self.slot(i, chunk)
+        row, slot = self.row(i), self.slot(i, chunk)
         slots = [x.at[slot] for x in self.slots[: len(results)]]
         for place, result in zip(slots, results, strict=True):
-            self.copies.put(result, place, row=self.row(i), vector=self.c.vector)
+            put(copies, result, place, row=row, vector=self.c.vector)
         plgpu.commit_smem()
-        self.copies.store(
-            slots, self.gmem.results, row=self.row(i), column=self.column(chunk)
-        )
-
-    def hold_vectors(self) -> None:
-        """Those of the first chunks in registers, the others in shared memory."""
-        c, gmem, me = self.c, self.gmem, self.me
-        num_held = c.chunks - c.in_memory
-        for j, k in itertools.product(range(len(gmem.vectors)), range(num_held)):
-            self.held[j, k] = self.load_vector(gmem.vectors[j].at[me.rank, me.wg, k])
-        if not gmem.vectors or not c.in_memory:
-            return
-
-        @pl.when(self.wg == 0)
-        def _():
-            for j, member, k in itertools.product(
-                range(len(gmem.vectors)), range(c.members), range(c.in_memory)
-            ):
-                plgpu.copy_gmem_to_smem(
-                    gmem.vectors[j].at[me.rank, member, num_held + k],
-                    getattr(self.smem, f"vector{j}").at[member, k],
-                    self.smem.vectors_full,
-                    oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
-                )
-
-        plgpu.barrier_wait(self.smem.vectors_full)
-
-    def vector_of(self, chunk):
-        """Loads vectors of a chunk."""
-        num_held = self.c.chunks - self.c.in_memory
-        if isinstance(chunk, int) and chunk < num_held:
-            return lambda j: self.held[j, chunk]
-
-        def load(j):
-            ref = getattr(self.smem, f"vector{j}").at[self.me.wg, chunk - num_held]
-            return self.load_vector(ref)
-
-        return load
-
-    def load_vector(self, ref):
-        """[A, M] of a chunk's columns, the same in all rows of warps that have their own."""
-        if not self.c.by_warps:
-            return plgpu.load(ref, layout=self.layout, optimized=False)
-        x_M = plgpu.load(ref, layout=self.layout.reduce(0), optimized=False)
-        return lax.broadcast_in_dim(x_M, self.shape, [1])
+        copies.store(slots, self.gmem.results, row=row, column=self.column(chunk))

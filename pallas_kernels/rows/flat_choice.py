@@ -15,15 +15,22 @@ SHORTEST = 256  # columns
 LONGEST_OF_A_WARP = 4096
 """Bytes of all inputs, or as many of all vectors as if they were one, of rows that are a warp's."""
 
-SHARED = {
-    (1, 1, 4): 0.0, (1, 2, 2): 0.03, (1, 4, 1): 0.06, (2, 4, 1): 0.12, (4, 4, 1): 0.25,
-    (8, 4, 1): 0.4,
-}  # fmt: skip
-"""Blocks and warpgroups that share a row, teams of a block; what waiting for each other costs, as a
-part of a row."""
+SHARED = {(1, 4): 0.0, (2, 2): 0.03, (4, 1): 0.06}
+"""Warpgroups that share a row and teams of a block; what waiting for each other costs, as a part of
+a row."""
 
-LEADS = (48 * 1024, 24 * 1024)
-"""Bytes that a block asks for ahead of the rows it works on: the first if any form leaves so many."""
+CLUSTERS = (1, 2, 4, 8)
+"""Blocks that share a row, the fewest first: of two that hold 50 KB each, a fifth is waiting."""
+
+LEAD, SHORT_LEAD = 48 * 1024, 20 * 1024
+"""Bytes that a block asks for ahead of the rows it works on, the fewer unless two inputs are all
+that is read."""
+SHORT = 0.1
+"""What fewer than ``LEAD`` cost."""
+LEAST_LEAD = 8 * 1024
+"""Where nothing leaves more; there more is in registers than is fast."""
+WAITING = 0.25
+"""What it costs if blocks that share a row could fold one ahead and have no room to."""
 MOST_LEAD = 112 * 1024
 
 MOST_CHUNKS, MOST_WRITTEN_OUT = 32, 10
@@ -36,7 +43,7 @@ MOST_OF_A_WARP = 40
 """Likewise, of vectors where a warp has a row."""
 NARROWER = {8: 0.0, 4: 0.03, 2: 0.1, 1: 0.3}
 """What fewer elements at a time cost, as a part of a row that is computed for nothing."""
-A_CHUNK = 4
+A_CHUNK = 2
 """What a chunk costs, likewise, in columns of each thread: it is reduced within a warp, waited for
 and asked for."""
 
@@ -54,10 +61,12 @@ def flat_for(call: RowCall) -> Flat | None:
     per_row = call.columns * call.itemsize * max(call.num_inputs, call.num_vectors)
     if not call.num_sums and per_row <= LONGEST_OF_A_WARP:
         return _of_warps(call, by_columns=by_columns)
-    for lead in LEADS:
+    least = LEAD if call.num_inputs > 1 and not call.num_vectors else SHORT_LEAD
+    for lead, cluster in itertools.product((least, LEAST_LEAD), CLUSTERS):
         found = [
             filled
-            for cluster, group, teams in SHARED
+            for group, teams in SHARED
+            if cluster == 1 or teams == 1
             for c in _tiled(
                 Flat(cluster=cluster, group=group, teams=teams, by_columns=by_columns), call
             )
@@ -112,24 +121,30 @@ def _filled(c: Flat, call: RowCall, lead: int) -> Flat | None:
         return None
     held = c.chunks
     if call.num_vectors:
-        left = (MOST_BESIDE_SUMS if sums else MOST_HELD) - sums
+        full = lead == LEAST_LEAD
+        left = (MOST_BESIDE_SUMS if sums and not full else MOST_HELD) - sums
         held = min(max(left, 0) // (a_chunk * call.num_vectors), c.chunks)
-        if call.num_sums and held < c.chunks:
+        if call.num_sums and held < c.chunks and not full:
             held = 0  # beside sums, half a scale in registers is slower than none
         if held < c.chunks and c.vector * 4 > 16:
             return None  # banks would conflict
         c = dataclasses.replace(c, in_memory=c.chunks - held)
         if (held or sums) and c.chunks > MOST_WRITTEN_OUT:
             return None
-    chunk = c.warpgroups * WARPS * c.tile * call.num_inputs * call.itemsize
-    fewest, most = (c.chunks + c.leaving + -(-size // chunk) for size in (lead, MOST_LEAD))
-    may_fold_ahead = c.cluster > 1 and call.num_turns_cut == 1 and call.num_sums == 0
-    for slots in range(most, fewest - 1, -1):
-        ahead = may_fold_ahead and slots > 2 * c.chunks
-        filled = dataclasses.replace(c, slots=slots, ahead=ahead)
-        if smem_bytes(filled, call) <= SMEM_BYTES:
-            return filled
+    chunk = _chunk_bytes(c, call)
+    for ahead in (True, False) if _may_fold_ahead(c, call) else (False,):
+        kept = c.chunks * (1 + ahead) + c.leaving
+        for slots in range(kept + -(-MOST_LEAD // chunk), kept + -(-lead // chunk) - 1, -1):
+            filled = dataclasses.replace(c, slots=slots, ahead=ahead)
+            if smem_bytes(filled, call) <= SMEM_BYTES:
+                return filled
     return None
+
+
+def _may_fold_ahead(c: Flat, call: RowCall) -> bool:
+    """Beside sums, as ``wide``: two of them, or a third input, leave no registers."""
+    lean = call.num_inputs == 2 and call.num_sums == 1 and call.itemsize == 2
+    return c.cluster > 1 and call.num_turns_cut == 1 and (call.num_sums == 0 or lean)
 
 
 def _reach(call: RowCall) -> int:
@@ -141,5 +156,13 @@ def _reach(call: RowCall) -> int:
 def _cost(c: Flat, call: RowCall) -> float:
     """What is computed for nothing and as if it were, as a part of a row."""
     chunks = A_CHUNK * c.chunks * c.cluster * c.group * WARPS * LANES
-    shared = SHARED[c.cluster, c.group, c.teams]
-    return (c.columns + chunks) / call.columns - 1 + NARROWER[c.vector] + shared
+    shared = SHARED[c.group, c.teams]
+    waits = WAITING * (_may_fold_ahead(c, call) and not c.ahead)
+    lead = (c.slots - c.leaving - c.chunks * (1 + c.ahead)) * _chunk_bytes(c, call)
+    apart = NARROWER[c.vector] + shared + waits + SHORT * (lead < LEAD)
+    return (c.columns + chunks) / call.columns - 1 + apart
+
+
+def _chunk_bytes(c: Flat, call: RowCall) -> int:
+    """Of a block."""
+    return c.warpgroups * WARPS * c.tile * call.num_inputs * call.itemsize

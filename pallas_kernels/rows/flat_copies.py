@@ -16,11 +16,10 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from jaxlib.mlir import ir
 
 from pallas_kernels.hopper.machine import LANES, WARPS
-from pallas_kernels.hopper.mosaic import arith, llvm, mgpu, mgpu_utils, nvvm, plgpu
+from pallas_kernels.hopper.mosaic import arith, mgpu_utils, nvvm, plgpu
 from pallas_kernels.hopper.threads import (
     address,
     assembly,
@@ -29,11 +28,6 @@ from pallas_kernels.hopper.threads import (
     thread,
     total,
 )
-
-from .config import tile_layout
-from .edges import store, store_single
-
-SHARED = 3  # the address space
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,9 +74,9 @@ class FlatCopies:
     def wait(self, barrier: Any, turn: Any) -> None:
         """Waits for the copies of a barrier's turn, 0 or 1 for every second."""
 
-        @plgpu.inline_mgpu(arg_types=_kinds(1, 1))
+        @plgpu.inline_mgpu(arg_types=kinds(1, 1))
         def wait(_, turn, ref):
-            odd = arith.trunci(ir.IntegerType.get_signless(1), _value(turn))
+            odd = arith.trunci(ir.IntegerType.get_signless(1), value(turn))
             _barrier(ref).wait_parity(odd)
 
         wait(turn, barrier)
@@ -102,24 +96,24 @@ class FlatCopies:
         """
         count = len(arrays)
 
-        @plgpu.inline_mgpu(arg_types=_kinds(3, 1 + 2 * count))
+        @plgpu.inline_mgpu(arg_types=kinds(3, 1 + 2 * count))
         def load(_, row, column, wanted, barrier, *refs):
-            one = _both(_one_thread(by_warps=self.by_warps), _value(wanted))
-            start, first, end, mine = self._bounds(_value(row), _value(column))
-            there = _both(mine, _less(first, end))
+            one = both(_one_thread(by_warps=self.by_warps), value(wanted))
+            start, first, end, mine = self.bounds(value(row), value(column))
+            there = both(mine, less(first, end))
             size = _rounded(total(end, constant(self.word - 1)), self.word)
             if self.odd_end:
                 whole = self.num_rows * self.columns - self.odd_end
                 size = arith.minsi(size, arith.subi(constant(whole), start))
             num_bytes = arith.muli(size, constant(self.itemsize))
             num_bytes = arith.select(there, num_bytes, constant(0))
-            asks = _both(one, _less(constant(0), num_bytes))
+            asks = both(one, less(constant(0), num_bytes))
             expected = arith.muli(num_bytes, constant(count))
             _barrier(barrier).arrive_expect_tx(expected, predicate=one)
             arrives = address(barrier)
             for x, slot in zip(refs[:count], refs[count:], strict=True):
                 source = global_place(x, start, self.itemsize)
-                target = total(address(slot), (self._piece(), self.itemsize))
+                target = total(address(slot), (self.piece_start(), self.itemsize))
                 text = (
                     "@$4 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
                     "[$0], [$1], $2, [$3];"
@@ -134,13 +128,13 @@ class FlatCopies:
         """Loads what is behind an array's last whole word, if the chunk reaches there."""
         count = len(arrays)
 
-        @plgpu.inline_mgpu(arg_types=_kinds(2, 2 * count))
+        @plgpu.inline_mgpu(arg_types=kinds(2, 2 * count))
         def complete(_, row, column, *refs):
-            start, first, end, mine = self._bounds(_value(row), _value(column))
+            start, first, end, mine = self.bounds(value(row), value(column))
             whole = constant(self.num_rows * self.columns - self.odd_end)
             at = total(arith.subi(whole, start), self._index())
-            inside = _both(mine, _less(at, end), _at_least(at, first))
-            inside = _both(inside, _less(self._index(), constant(self.odd_end)))
+            inside = both(mine, less(at, end), at_least(at, first))
+            inside = both(inside, less(self._index(), constant(self.odd_end)))
             for x, slot in zip(refs[:count], refs[count:], strict=True):
                 place = self._place(slot, at)
                 text = self._moved("ld.global", "$1", "st.shared", "$0")
@@ -150,48 +144,6 @@ class FlatCopies:
         complete(row, column, *arrays, *slots)
         plgpu.commit_smem()
 
-    def read(self, slot: Any, *, row: Any, shape: tuple[int, int], dtype: Any, vector: int):
-        """The columns of a chunk, [A, M], of a slot that has them behind the row's shift."""
-        kind = plgpu.ShapeDtypeStruct(shape, dtype, layout=tile_layout(vector))
-
-        @plgpu.inline_mgpu(arg_types=_kinds(1, 1), return_type=kind)
-        def read(_, row, slot):
-            layout = tile_layout(vector).to_mgpu()
-            one = ir.VectorType.get((vector,), mgpu_utils.dtype_to_ir_type(dtype))
-            places = self._places(slot, _value(row), shape[1], vector)
-            found = np.array([llvm.load(one, place) for place in places], dtype=object)
-            registers = found.reshape(layout.registers_shape(shape))
-            return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
-
-        return read(row, slot)
-
-    def put(self, value: Any, slot: Any, *, row: Any, vector: int) -> None:
-        """Writes columns where ``read`` finds them."""
-
-        @plgpu.inline_mgpu(arg_types=(tile_layout(vector), *_kinds(1, 1)))
-        def put(_, value, row, slot):
-            places = self._places(slot, _value(row), value.shape[1], vector)
-            for register, place in zip(value.registers.flat, places, strict=True):
-                llvm.store(register, place)
-
-        put(value, row, slot)
-
-    def _places(self, slot: Any, row: Any, width: int, vector: int) -> list[Any]:
-        """Where this thread's columns are, ``vector`` at once."""
-        if self.by_warps:
-            row = total(row, _warp())
-        begin = arith.muli(row, constant(self.columns))
-        at = arith.andi(begin, constant(self.word - 1))
-        at = total(at, (arith.remui(thread(), constant(LANES)), vector))
-        at = total(at, (_warp(), self.slot if self.by_warps else width))
-        first = total(address(slot), (at, self.itemsize))
-        step = LANES * vector * self.itemsize
-        pointer = llvm.PointerType.get(SHARED)
-        return [
-            llvm.inttoptr(pointer, total(first, constant(k * step)))
-            for k in range(width // (LANES * vector))
-        ]
-
     def store(self, slots: Sequence[Any], arrays: Sequence[Any], *, row: Any, column: Any) -> None:
         """Sends a chunk to all arrays, as a group of copies; arguments as in ``load``.
 
@@ -199,18 +151,18 @@ class FlatCopies:
         """
         count = len(arrays)
 
-        @plgpu.inline_mgpu(arg_types=_kinds(2, 2 * count))
+        @plgpu.inline_mgpu(arg_types=kinds(2, 2 * count))
         def store(_, row, column, *refs):
-            start, first, end, mine = self._bounds(_value(row), _value(column))
+            start, first, end, mine = self.bounds(value(row), value(column))
             low = _rounded(total(first, constant(self.word - 1)), self.word)
             high = _rounded(end, self.word)
-            one = _both(_one_thread(by_warps=self.by_warps), mine, _less(low, high))
+            one = both(_one_thread(by_warps=self.by_warps), mine, less(low, high))
             num_bytes = arith.muli(arith.subi(high, low), constant(self.itemsize))
             index = self._index()
             before = total(first, index)
-            inside = _both(mine, _less(before, arith.minsi(low, end)))
+            inside = both(mine, less(before, arith.minsi(low, end)))
             behind = total(high, index)
-            outside = _both(mine, _at_least(high, low), _less(behind, end))
+            outside = both(mine, at_least(high, low), less(behind, end))
             for slot, x in zip(refs[:count], refs[count:], strict=True):
                 target = global_place(x, total(start, low), self.itemsize)
                 text = "@$3 cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;"
@@ -228,55 +180,14 @@ class FlatCopies:
 
         store(row, column, *slots, *arrays)
 
-    def write(self, value: Any, array: Any, *, row: Any, column: Any, vector: int, cut: bool):
-        """Stores a chunk [A, M] from registers, ``vector`` elements of a word at once.
-
-        Args:
-            cut: whether elements of it may be a neighbor's.
-        """
-        width = value.shape[1]
-        at_once = LANES * vector  # elements of a warp's part that are in one register of its lanes
-
-        # A vector that a row has only a part of is the row's first or last: in these registers.
-        ends = [self.columns % self.piece + shift for shift in (0, self.word - 1)]
-        shared = {0, *(end % self.piece % width // at_once for end in ends)}
-
-        @plgpu.inline_mgpu(arg_types=(tile_layout(vector), *_kinds(2, 1)))
-        def write(_, value, row, column, array):
-            start, first, end, mine = self._bounds(_value(row), _value(column))
-            if self.by_warps:  # nothing of a row that there is not
-                end = arith.select(mine, end, constant(0))
-            lane = arith.remui(thread(), constant(LANES))
-            at = total((lane, vector))
-            if not self.by_warps:
-                at = total(at, (_warp(), width))
-            for k, register in enumerate(value.registers.flat):
-                here = total(at, constant(k * at_once))
-                place = global_place(array, total(start, here), self.itemsize)
-                if not cut:
-                    store(register, place)
-                    continue
-                behind = total(here, constant(vector))
-                with mgpu_utils.when(_both(_at_least(here, first), _at_least(end, behind))):
-                    store(register, place)
-                if k not in shared:
-                    continue
-                begins = _both(_less(here, first), _less(first, behind))
-                stops = _both(_less(here, end), _less(end, behind))
-                with mgpu_utils.when(arith.ori(begins, stops)):
-                    bounds = first, end
-                    store_single(register, place, here, bounds, vector=vector, size=self.itemsize)
-
-        write(value, row, column, array)
-
-    def _bounds(self, row: Any, column: Any) -> tuple[Any, Any, Any, Any]:
+    def bounds(self, row: Any, column: Any) -> tuple[Any, Any, Any, Any]:
         """Where this thread's piece begins in an array, at a word; the bounds, in it, of what is
         the row's; whether there is such a row.
         """
-        mine = _less(row, constant(self.num_rows))
+        mine = less(row, constant(self.num_rows))
         if self.by_warps:
-            row = total(row, _warp())
-            mine = _less(row, constant(self.num_rows))
+            row = total(row, warp())
+            mine = less(row, constant(self.num_rows))
         begin = arith.muli(row, constant(self.columns))
         shift = arith.andi(begin, constant(self.word - 1))
         start = arith.subi(total(begin, column), shift)
@@ -292,13 +203,13 @@ class FlatCopies:
         """This thread's number among those that have a piece."""
         return arith.remui(thread(), constant(LANES if self.by_warps else LANES * WARPS))
 
-    def _piece(self) -> Any:
+    def piece_start(self) -> Any:
         """Where this thread's piece begins in a slot, in elements."""
-        return total((_warp(), self.slot)) if self.by_warps else constant(0)
+        return total((warp(), self.slot)) if self.by_warps else constant(0)
 
     def _place(self, slot: Any, at: Any) -> Any:
         """The address of an element of this thread's piece."""
-        return total(address(slot), (total(self._piece(), at), self.itemsize))
+        return total(address(slot), (total(self.piece_start(), at), self.itemsize))
 
     def _moved(self, load: str, source: str, store: str, target: str) -> str:
         """Assembly that copies an element, if operand 2 holds."""
@@ -310,24 +221,28 @@ class FlatCopies:
         }}"""
 
 
-def _kinds(num_numbers: int, num_refs: int) -> tuple[Any, ...]:
+def kinds(num_numbers: int, num_refs: int) -> tuple[Any, ...]:
+    """Types of int32 numbers and of references."""
     splat = plgpu.Layout.WG_SPLAT(())
     return (splat,) * num_numbers + (plgpu.RefType(),) * num_refs
 
 
-def _value(number: Any) -> Any:
+def value(number: Any) -> Any:
+    """A number's register."""
     return number.registers.flat[0]
 
 
-def _less(a: Any, b: Any) -> Any:
+def less(a: Any, b: Any) -> Any:
+    """Signed."""
     return arith.cmpi(arith.CmpIPredicate.slt, a, b)
 
 
-def _at_least(a: Any, b: Any) -> Any:
+def at_least(a: Any, b: Any) -> Any:
+    """Signed."""
     return arith.cmpi(arith.CmpIPredicate.sge, a, b)
 
 
-def _both(*conditions: Any) -> Any:
+def both(*conditions: Any) -> Any:
     """Whether all hold."""
     return functools.reduce(arith.andi, conditions)
 
@@ -337,7 +252,8 @@ def _rounded(x: Any, word: int) -> Any:
     return arith.andi(x, constant(2**32 - word))
 
 
-def _warp() -> Any:
+def warp() -> Any:
+    """This thread's, of its warpgroup."""
     return arith.divui(thread(), constant(LANES))
 
 
@@ -348,4 +264,5 @@ def _one_thread(*, by_warps: bool) -> Any:
 
 
 def _barrier(ref: Any) -> Any:
-    return mgpu_utils.BarrierRef(mgpu_utils.memref_ptr(ref), constant(0), None, 1)
+    phases: Any = None  # a wait is given its parity
+    return mgpu_utils.BarrierRef(mgpu_utils.memref_ptr(ref), constant(0), phases, 1)

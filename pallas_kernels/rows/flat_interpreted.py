@@ -30,17 +30,16 @@ class InterpretedCopies:
 
     @property
     def word(self) -> int:
+        """Elements of 16 bytes."""
         return 16 // self.itemsize
 
     @property
-    def odd_end(self) -> int:
-        return 0
-
-    @property
     def slot(self) -> int:
+        """Elements of a piece in shared memory."""
         return self.piece + (self.word if self.by_columns else 0)
 
     def wait(self, barrier: Any, turn: Any) -> None:
+        """Waits for a slot's copies."""
         del turn
         plgpu.barrier_wait(barrier)
 
@@ -48,6 +47,8 @@ class InterpretedCopies:
         self, arrays: Sequence[Any], slots: Sequence[Any], barrier: Any, *, row: Any, column: Any,
         wanted: Any,
     ) -> None:  # fmt: skip
+        """Asks for whole pieces, with what is a neighbor's."""
+
         @pl.when(wanted)
         def _():
             for warp in range(WARPS if self.by_warps else 1):

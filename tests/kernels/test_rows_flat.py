@@ -1,5 +1,6 @@
 """Rows as they lie between words: the kernels in the interpreter, and copies thread by thread."""
 
+import contextlib
 import functools
 import types
 
@@ -11,7 +12,7 @@ import pytest
 from pallas_kernels import layer_norm, rms_norm, softmax
 from pallas_kernels.hopper import threads
 from pallas_kernels.hopper.machine import SMEM_BYTES, WARPGROUP
-from pallas_kernels.rows import apply, flat_copies
+from pallas_kernels.rows import apply, dispatch, flat_copies, flat_registers
 from pallas_kernels.rows.config import Flat
 from pallas_kernels.rows.flat_choice import SHORTEST, flat_for
 from pallas_kernels.rows.flat_copies import FlatCopies
@@ -66,7 +67,10 @@ def test_neighbors_that_are_no_numbers_change_nothing(name):
 
 @pytest.mark.parametrize(
     ("f", "name"),
-    [(layer_norm, "memory"), *[pytest.param(f, "registers", marks=SLOW) for f in (layer_norm, rms_norm)]],
+    [
+        (layer_norm, "memory"),
+        *[pytest.param(f, "registers", marks=SLOW) for f in (layer_norm, rms_norm)],
+    ],
 )
 def test_norms_are_no_worse_than_the_plain_form(monkeypatch, f, name):
     """Scales, and sums over rows, of threads' columns, whatever place in a word a row begins at."""
@@ -109,7 +113,8 @@ def test_every_choice_fits(dtype):
 @pytest.mark.parametrize("f", [softmax, rms_norm])
 def test_the_real_form_lowers(monkeypatch, f, columns):
     """Both directions, so copies in and out of every kind."""
-    monkeypatch.setattr(apply, "config_for", lambda rows, call: flat_for(call))
+    for module in (apply, dispatch):
+        monkeypatch.setattr(module, "config_for", lambda rows, call: flat_for(call))
     x = jax.ShapeDtypeStruct((9, columns), jnp.bfloat16)
     vectors = () if f is softmax else (jax.ShapeDtypeStruct((columns,), jnp.float32),)
     options = {} if f is softmax else {"epsilon": 1e-6}
@@ -145,10 +150,10 @@ class _Threads(Warpgroup):
         for at, to in np.stack([source, target], axis=1)[holds > 0]:
             self.memory[to : to + size] = self.memory[at : at + size].copy()
 
-    def run(self, name: str, *refs, **numbers) -> None:
-        """One of the copies' methods, by all threads."""
-        thread, value = np.arange(WARPGROUP), lambda x: types.SimpleNamespace(flat=[np.int64(x)])
-        numbers = {k: types.SimpleNamespace(registers=value(x)) for k, x in numbers.items()}
+    @contextlib.contextmanager
+    def working(self):
+        """In the place of MLIR, with what copies need beside other kernels."""
+        thread = np.arange(WARPGROUP)
 
         def arrive(num_bytes, predicate):
             self.expected += int(np.sum(np.where(predicate, num_bytes, 0)))
@@ -157,7 +162,7 @@ class _Threads(Warpgroup):
             arith = threads.arith
             arith.subi, arith.minsi, arith.maxsi = np.subtract, np.minimum, np.maximum
             arith.CmpIPredicate.slt, arith.CmpIPredicate.sge = np.less, np.greater_equal
-            arith.andi = lambda a, b: np.bitwise_and(a, b)
+            arith.andi = np.bitwise_and
             utils = types.SimpleNamespace(
                 ThreadSubset=types.SimpleNamespace(WARP=32, WARPGROUP=128),
                 single_thread_predicate=lambda subset: thread % subset == 0,
@@ -174,7 +179,56 @@ class _Threads(Warpgroup):
             places = {"arith": arith, "mgpu_utils": utils, "plgpu": plgpu, "nvvm": nvvm}
             for module, stand_in in places.items():
                 patch.setattr(flat_copies, module, stand_in)
+            patch.setattr(flat_registers, "arith", arith)
+            yield
+
+    def run(self, name: str, *refs, **numbers) -> None:
+        """One of the copies' methods, by all threads."""
+        value = lambda x: types.SimpleNamespace(flat=[np.int64(x)])  # noqa: E731
+        numbers = {k: types.SimpleNamespace(registers=value(x)) for k, x in numbers.items()}
+        with self.working():
             getattr(self.copies, name)(*refs, **numbers)
+
+
+@pytest.mark.parametrize(
+    ("by_warps", "by_columns"), [(False, False), (False, True), (True, False), (True, True)]
+)
+@pytest.mark.parametrize("columns", [301, 514, 1025, 1920, 2048])
+def test_what_is_a_neighbors_is_told(columns, by_warps, by_columns):
+    """Of each register of each thread of two warpgroups that share rows, chunk by chunk."""
+    vector, members, chunks = 1 if by_columns else 8, 1 if by_warps else 2, 1
+    shift = 0 if by_columns else 7
+    pieces = 128 * 8 if by_warps else 4 * 256
+    chunks = -(-(columns + shift) // (members * pieces))
+    width, num_rows = pieces if by_warps else 256, 12
+    copies = FlatCopies(
+        num_rows=num_rows, columns=columns, piece=pieces, itemsize=2, by_warps=by_warps,
+        by_columns=by_columns,
+    )  # fmt: skip
+    thread = np.arange(WARPGROUP)
+    first = thread % 32 * vector + (0 if by_warps else thread // 32 * width)
+    told = 0
+    for row in range(0, num_rows - 1, 4 if by_warps else 1):
+        rows = row + (thread // 32 if by_warps else 0 * thread)
+        begin = 0 if by_columns else rows * columns % 8
+        for member in range(members):
+            for chunk in range(chunks):
+                sure = max(0, min(pieces, columns - ((members - 1) * chunks + chunk) * pieces))
+                column = (member * chunks + chunk) * pieces
+                with _Threads(copies).working():
+                    found = flat_registers.doubtful(copies, (row, column), width, vector, sure)
+                for k in range(width // (32 * vector)):
+                    at = (first + k * 32 * vector)[:, None] + np.arange(vector) + column
+                    mine = (at >= np.reshape(begin, (-1, 1))) & (
+                        at < np.reshape(begin, (-1, 1)) + columns
+                    )
+                    holds = [np.broadcast_to(x, WARPGROUP) for x in found.get(k, [])]
+                    if len(holds) == 1:
+                        holds *= vector
+                    want = np.stack(holds, axis=1) if holds else np.ones_like(mine)
+                    assert (want == mine).all(), (row, member, chunk, k)
+                    told += len(holds)
+    assert told or columns == 2048
 
 
 @pytest.mark.parametrize("by_warps", [False, True])
@@ -183,28 +237,26 @@ class _Threads(Warpgroup):
 def test_copies_move_a_row_and_nothing_else(columns, itemsize, by_warps):
     """Seven rows by chunks into a slot and out of it, to where neighbors and the end are known."""
     dtype, num_rows = {2: np.uint16, 4: np.uint32}[itemsize], 7
-    x = np.random.default_rng(0).integers(1, 2**16, num_rows * columns).astype(dtype)
+    x = np.random.default_rng(0).integers(1, 2**14, num_rows * columns).astype(dtype)
     piece = 256
     copies = FlatCopies(
         num_rows=num_rows, columns=columns, piece=piece, itemsize=itemsize, by_warps=by_warps,
         by_columns=not by_warps,
     )  # fmt: skip
     world = _Threads(copies)
-    guard = np.full(64, 7, dtype)
+    guard = np.full(64, 0x7777, dtype)
     source = world.put(np.concatenate([x, guard]))
     out = world.put(np.concatenate([np.zeros_like(x), guard]))
-    slot = world.put(np.full(4 * (piece + 8), 9, dtype))
-    word, wanted = 16 // itemsize, 0
+    slot = world.put(np.zeros(4 * (piece + 8), dtype))
+    word = 16 // itemsize
     for row in range(0, num_rows, 4 if by_warps else 1):
         for column in range(0, columns + (word - 1) * by_warps, piece):
             world.run("load", [source], [slot], Ref(0), row=row, column=column, wanted=1)
             assert world.expected == world.copied, "the barrier would wait for ever, or not"
             if copies.odd_end:
                 world.run("complete", [source], [slot], row=row, column=column)
-            wanted = world.copied
+            seen = world.read(slot, (4 * (piece + 8),), dtype)
+            assert not (seen == 0x7777).any(), "read behind the array"
             world.run("store", [slot], [out], row=row, column=column)
             world.expected = world.copied
-    assert wanted
     assert (world.read(out, (len(x) + 64,), dtype) == np.concatenate([x, guard])).all()
-    found = world.read(slot, (4 * (piece + 8),), dtype)
-    assert not np.isin(found, guard).any() or (guard[0] == x).any(), "read behind the array"

@@ -104,7 +104,7 @@ def test_every_odd_length_fits():
     for columns in lengths:
         for name, call in calls(columns).items():
             try:
-                config = config_for(4096, call, windows=True)
+                config = config_for(4096, call, form="windows")
             except UnsupportedError:
                 lacks = call.num_masks or not call.over_inputs or not call.has_neutral
                 assert call.num_sums or lacks, (columns, name)
