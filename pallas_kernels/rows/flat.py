@@ -200,10 +200,8 @@ class _Team:
         """Asks for a chunk, the k-th from the i-th row on."""
         c = self.c
         slot = lax.rem(i * c.chunks + k, c.slots)
-        if isinstance(k, int):
-            later, chunk = divmod(k, c.chunks)
-        else:
-            later, chunk = lax.div(k, c.chunks), lax.rem(k, c.chunks)
+        later = k // c.chunks if isinstance(k, int) else lax.div(k, c.chunks)
+        chunk = k - later * c.chunks
         self.copies.load(
             self.gmem.inputs, [x.at[slot] for x in self.slots], self.barrier(slot),
             row=self.row(i + later), column=self.column(chunk), wanted=i + later < self.count,
@@ -309,9 +307,8 @@ class _Team:
         f, c = self.f, self.c
 
         def look(chunk, *, cut):
-            q = i * c.chunks + chunk
-            slot = lax.rem(q, c.slots)
-            self.copies.wait(self.barrier(slot), lax.rem(lax.div(q, c.slots), 2))
+            turn = lax.div(i * c.chunks + chunk, c.slots)
+            self.copies.wait(self.barrier(self.slot(i, chunk)), lax.rem(turn, 2))
             if cut and isinstance(self.copies, FlatCopies) and self.copies.odd_end:
                 self.complete(self.copies, i, chunk)
             fill = f.neutral if cut else None
@@ -388,8 +385,7 @@ class _Team:
         """Stores a result from registers."""
         row, column = self.row(i), self.column(chunk)
         if isinstance(self.copies, FlatCopies):
-            sure = self.sure(chunk) if cut else None
-            vector = self.c.vector
+            sure, vector = self.sure(chunk) if cut else None, self.c.vector
             write(self.copies, result, out, row=row, column=column, vector=vector, sure=sure)
         else:
             self.copies.write(result, out, row=row, column=column)

@@ -2,7 +2,7 @@
 
 A row is in parts, each in the registers of one warp. A formula folds a part into a few numbers,
 joins the numbers of all parts into totals of the row, and finishes each part with these. One
-formula serves ``blocks``, ``stream``, ``wide`` and ``twice``.
+formula serves ``blocks``, ``stream``, ``wide``, ``twice``, ``flat`` and ``odd``.
 
 Dims: A row or part that a warpgroup holds, M column of a part, P part of a row.
 """
