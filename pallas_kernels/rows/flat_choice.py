@@ -63,24 +63,39 @@ def flat_for(call: RowCall) -> Flat | None:
         return _of_warps(call, by_columns=by_columns)
     least = LEAD if call.num_inputs > 1 and not call.num_vectors else SHORT_LEAD
     for lead, cluster in itertools.product((least, LEAST_LEAD), CLUSTERS):
-        found = [
-            filled
-            for group, teams in SHARED
-            if cluster == 1 or teams == 1
-            for c in _tiled(
-                Flat(cluster=cluster, group=group, teams=teams, by_columns=by_columns), call
-            )
-            if (filled := _filled(c, call, lead)) is not None
-        ]
-        if found:
-            return min(found, key=lambda c: _cost(c, call))
+        config = _cheapest(call, cluster, lead, by_columns=by_columns)
+        if config is not None:
+            return config
     return None
+
+
+def _cheapest(call: RowCall, cluster: int, lead: int, *, by_columns: bool) -> Flat | None:
+    """Of so many blocks that share a row."""
+    tiled = [
+        c
+        for group, teams in SHARED
+        if cluster == 1 or teams == 1
+        for c in _tiled(
+            Flat(cluster=cluster, group=group, teams=teams, by_columns=by_columns), call
+        )
+    ]
+    best, least = None, math.inf
+    for c in sorted(tiled, key=lambda c: _cost(c, call)):
+        if _cost(c, call) >= least:
+            break  # room for its slots costs nothing or more
+        filled = _filled(c, call, lead)
+        if (
+            filled is not None
+            and (cost := _cost(filled, call) + _cost_of_slots(filled, call)) < least
+        ):
+            best, least = filled, cost
+    return best
 
 
 def _of_warps(call: RowCall, *, by_columns: bool) -> Flat:
     """A row to a warp, in one or two chunks."""
     word = 16 // call.itemsize
-    vector = math.gcd(call.columns, word) if by_columns else word
+    vector = 1 if by_columns else word
     reach = call.columns if by_columns else _reach(call)
     chunks = -(-reach // 1024)
     tile = -(-reach // (chunks * LANES * vector)) * LANES * vector
@@ -104,8 +119,8 @@ def _tiled(c: Flat, call: RowCall) -> Iterator[Flat]:
     reach = call.columns if c.by_columns else _reach(call)
     share = -(-reach // (c.cluster * c.group * WARPS))
     for vector, chunks in itertools.product(NARROWER, range(1, MOST_CHUNKS + 1)):
-        if vector * call.itemsize > 16 or (c.by_columns and call.columns % vector):
-            continue
+        if vector * call.itemsize > 16 or c.by_columns != (vector == 1):
+            continue  # more columns at once would be of one word only where they divide the length
         unit = LANES * vector
         units = -(-share // (unit * chunks))  # of a warp and chunk
         fits = units * vector <= MOST_AT_ONCE
@@ -162,11 +177,15 @@ def _reach(call: RowCall) -> int:
 def _cost(c: Flat, call: RowCall) -> float:
     """What is computed for nothing and as if it were, as a part of a row."""
     chunks = A_CHUNK * c.chunks * c.cluster * c.group * WARPS * LANES
-    shared = SHARED[c.group, c.teams]
-    waits = WAITING * (_may_fold_ahead(c, call) and not c.ahead)
-    lead = (c.slots - c.leaving - c.chunks * (1 + c.ahead)) * _chunk_bytes(c, call)
-    apart = NARROWER[c.vector] + shared + waits + SHORT * (lead < LEAD)
+    apart = NARROWER[c.vector] + SHARED[c.group, c.teams]
     return (c.columns + chunks) / call.columns - 1 + apart
+
+
+def _cost_of_slots(c: Flat, call: RowCall) -> float:
+    """What too few slots add to it."""
+    waits = _may_fold_ahead(c, call) and not c.ahead
+    lead = (c.slots - c.leaving - c.chunks * (1 + c.ahead)) * _chunk_bytes(c, call)
+    return WAITING * waits + SHORT * (lead < LEAD)
 
 
 def _chunk_bytes(c: Flat, call: RowCall) -> int:
