@@ -149,16 +149,15 @@ def _filled(c: Flat, call: RowCall, lead: int) -> Flat | None:
     chunk = _chunk_bytes(c, call)
     for ahead in (True, False) if _may_fold_ahead(c, call) else (False,):
         kept = c.chunks * (1 + ahead) + c.leaving
+        if kept * chunk + lead > SMEM_BYTES:
+            continue
         filled = dataclasses.replace(c, ahead=ahead, slots=kept + -(-lead // chunk))
         left = SMEM_BYTES - smem_bytes(filled, call)
         if left < 0:
             continue
         most = min(filled.slots + left // chunk, kept + -(-MOST_LEAD // chunk))
-        for slots in range(most, filled.slots, -1):
-            fuller = dataclasses.replace(filled, slots=slots)
-            if smem_bytes(fuller, call) <= SMEM_BYTES:
-                return fuller
-        return filled
+        fuller = (dataclasses.replace(filled, slots=n) for n in range(most, filled.slots, -1))
+        return next((each for each in fuller if smem_bytes(each, call) <= SMEM_BYTES), filled)
     return None
 
 
