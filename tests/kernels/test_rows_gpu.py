@@ -47,10 +47,19 @@ def test_softmax_of_odd_rows(columns, f):
     assert_within_rounding(got, softmaxes.exact(x, d_y, f=f))
 
 
-@pytest.mark.parametrize("columns", [130, 1001, 5000, 7777, 19999, 50257])
+@pytest.mark.parametrize("columns", [130, 1001, 5000, 7777])
 @pytest.mark.parametrize("form", norms.FORMS[:3], ids=norms.NAMES[:3])
 def test_norm_and_gradient_of_odd_rows(columns, form):
     case = norms.inputs((700, columns))
+    got = norms.evaluate(*case, **form, implementation="hopper")
+    assert_within_rounding(got, norms.exact(*case, **form))
+
+
+# Rows that fill a block, and that blocks share; an odd number of them ends between words.
+@pytest.mark.parametrize("columns", [19999, 50257])
+@pytest.mark.parametrize("form", norms.FORMS[:2], ids=norms.NAMES[:2])
+def test_norm_and_gradient_of_long_odd_rows(columns, form):
+    case = norms.inputs((149, columns))
     got = norms.evaluate(*case, **form, implementation="hopper")
     assert_within_rounding(got, norms.exact(*case, **form))
 
