@@ -6,7 +6,8 @@ import jax
 
 from .blocks import block_rows
 from .choice import config_for
-from .config import Blocks, Odd, RowConfig, Stream, Wide
+from .config import Blocks, Flat, Odd, RowConfig, Stream, Wide
+from .flat import flat_rows
 from .formula import Formula, RowCall
 from .odd import odd_rows
 from .stream import stream_rows
@@ -45,4 +46,6 @@ def apply_rows(
         return stream_rows(formula, inputs_RC, config=config, vectors_C=vectors_C)
     if isinstance(config, Odd):
         return odd_rows(formula, inputs_RC, config=config, vectors_C=vectors_C)
+    if isinstance(config, Flat):
+        return flat_rows(formula, inputs_RC, config=config, vectors_C=vectors_C)
     return twice_rows(formula, inputs_RC, config=config, vectors_C=vectors_C)

@@ -2,6 +2,9 @@
 
 import dataclasses
 import math
+from typing import Literal
+
+import jax.numpy as jnp
 
 from pallas_kernels.common.errors import UnsupportedError
 from pallas_kernels.hopper.machine import LANES, NUM_PROCESSORS, SMEM_BYTES, WARPS
@@ -11,12 +14,14 @@ from .config import (
     LONGEST_ROW,
     LONGEST_WHOLE_ROW,
     Blocks,
+    Flat,
     Odd,
     RowConfig,
     Stream,
     Twice,
     Wide,
 )
+from .flat_choice import flat_for
 from .formula import RowCall
 from .smem import smem_bytes
 
@@ -60,34 +65,74 @@ MOST_KEPT_BESIDE_SUMS = 16
 LEAST_IN_WINDOWS = 50_000
 """Columns of rows, of two inputs or more, that windows read faster: 1.11 to 1.21x from 50,257 on,
 0.73 to 1.16x below 20,000; of one input 0.82 to 1.06x (``odd-rows-h200.json``)."""
+LEAST_FLAT = 1000
+"""Columns of ``flat`` rows, the fewest that were timed (``flat-rows-h200.json``)."""
+
+type OddForm = Literal["flat", "columns", "windows"]
+
 MOST_ODD = 2**31 - 1
 """Elements of an array whose odd rows lie one after another: their places are int32."""
 
 
-def config_for(rows: int, call: RowCall, *, windows: bool | None = None) -> RowConfig:
+def config_for(rows: int, call: RowCall, *, form: OddForm | None = None) -> RowConfig:
     """Tiles for rows of a dtype of 16 or 32 bits: by the copy engine, or straight from memory.
 
     Args:
-        windows: whether odd rows are read by aligned windows (see ``odd``); None: where that is
-            faster.
+        form: of rows that no even tile divides: "flat" through the copy engine as they lie between
+            words, which takes others too; "columns" or aligned "windows" through registers (see
+            ``odd``); None: what was timed and is faster.
 
     Raises:
         UnsupportedError: there are none.
     """
     try:
-        return _even(rows, call)
-    except UnsupportedError:
-        if windows is None:
-            windows = call.num_inputs > 1 and call.columns >= LEAST_IN_WINDOWS
-        config = _odd(rows if windows else 1, call) if rows else None
-        if config is None:
-            raise
-        if rows * call.columns > MOST_ODD:
-            raise _refused(
-                f"{rows} rows of {call.columns} columns are more than {MOST_ODD} elements, the "
-                "most of rows that no tile divides,"
-            ) from None
-        return config
+        even = _even(rows, call) if form is None else None
+        refusal = None
+    except UnsupportedError as error:
+        even, refusal = None, error
+    if even is not None and not isinstance(even, Twice):
+        return even
+    config = _of_any_length(rows, call, form, instead=even) if rows else None
+    if config is None:
+        raise refusal or _refused(f"{rows} rows of {call.columns} columns do not go by {form}")
+    if config is not even and rows * call.columns > MOST_ODD:
+        raise _refused(
+            f"{rows} rows of {call.columns} columns are more than {MOST_ODD} elements, the most of "
+            "rows that no tile divides,"
+        )
+    return config
+
+
+def _of_any_length(
+    rows: int, call: RowCall, form: OddForm | None, *, instead: Twice | None
+) -> Flat | Odd | Twice | None:
+    """Tiles of a form, or of the fastest that was timed; ``instead`` of such as read rows twice."""
+    if form == "flat":
+        return flat_for(call)
+    if form is None:
+        flat = flat_for(call) if _is_timed(call) else None
+        if instead is not None:
+            # Softmax of 126,976 columns: 86% of a copy's rate instead of 29%.
+            taken = flat is not None and not call.num_vectors and rows * call.columns <= MOST_ODD
+            return flat if taken else instead
+        # LayerNorm's two exchanges of two blocks: 47 and 42% of 50,257 and 100,003 columns.
+        slow = flat is not None and flat.cluster > 1 and call.num_vectors > 1
+        if flat is not None and not slow:
+            return flat
+        form = "windows" if call.num_inputs > 1 and call.columns >= LEAST_IN_WINDOWS else "columns"
+    return _odd(rows if form == "windows" else 1, call)
+
+
+def _is_timed(call: RowCall) -> bool:
+    """Whether a GPU has timed ``flat`` rows like these, whatever their number: of bf16, and not as
+    scales and sums over rows of whole words are read, nor with a residual.
+    """
+    if call.dtype != jnp.bfloat16 or call.columns < LEAST_FLAT:
+        return False
+    if not call.num_vectors:
+        return True
+    residual = call.num_inputs > (2 if call.num_sums else 1)
+    return call.columns % (16 // call.itemsize) > 0 and not residual
 
 
 def _even(rows: int, call: RowCall) -> RowConfig:

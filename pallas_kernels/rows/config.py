@@ -141,4 +141,56 @@ class Odd:
         return -(-(columns + more) // self.vector) * self.vector
 
 
-type RowConfig = Blocks | Stream | Wide | Twice | Odd
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Flat:
+    """A row to a warp, to warpgroups of a block or to a cluster, wherever in a word it begins."""
+
+    cluster: int = 1  # blocks that share a row
+    group: int = 4  # warpgroups of a block that share a row; 0 gives each warp a row of its own
+    teams: int = 1  # groups of a block, or warpgroups whose warps have rows of their own
+    tile: int = 512  # columns of a warp's part of a chunk, which is in registers at a time
+    chunks: int = 1  # of a warpgroup's share of a row: what arrives at once
+    slots: int = 4  # chunks in shared memory
+    vector: int = 8
+    by_columns: bool = False  # threads have columns, the same of all rows, or elements of words
+    ahead: bool = False  # the next row is folded before a row is finished; needs two rows' slots
+    in_memory: int = 0  # chunks whose vectors are in shared memory; those before are in registers
+    interpretable: bool = False  # avoids what the interpreter lacks: copies that are not Pallas's
+
+    @property
+    def by_warps(self) -> bool:
+        """Whether each warp has a row of its own."""
+        return not self.group
+
+    @property
+    def members(self) -> int:
+        """Warpgroups of a block that share a row, or whose warps have rows of their own."""
+        return self.group or 1
+
+    @property
+    def warpgroups(self) -> int:
+        """Of a block."""
+        return self.members * self.teams
+
+    @property
+    def piece(self) -> int:
+        """Columns of a chunk, or of each warp's."""
+        return self.tile if self.by_warps else WARPS * self.tile
+
+    @property
+    def columns(self) -> int:
+        """Columns of the longest row that fits."""
+        return self.cluster * self.members * self.chunks * self.piece
+
+    @property
+    def leaving(self) -> int:
+        """Slots that wait to be read by the copy engine: results of columns leave through it."""
+        return 1 if self.by_columns else 0
+
+    @property
+    def num_clusters(self) -> int:
+        """That run at the same time."""
+        return NUM_CLUSTERS[self.cluster]
+
+
+type RowConfig = Blocks | Stream | Wide | Twice | Odd | Flat

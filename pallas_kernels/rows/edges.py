@@ -32,31 +32,39 @@ def write_between(value, ref, bounds: tuple[jax.Array, jax.Array], *, vector: in
             column = total(start, constant(k * LANES * vector))
             place = global_place(ref, column, size)
             if 0 < k < len(registers) - 1:
-                _store(register, place)
+                store(register, place)
             else:
                 _store_within(register, place, column, (first, end), vector=vector, size=size)
 
     write(value, *(jnp.broadcast_to(x, ()) for x in bounds), ref)
 
 
-def _store(x: Any, place: Any) -> None:
+def store(x: Any, place: Any) -> None:
+    """To global memory."""
     llvm.store(x, llvm.inttoptr(llvm.PointerType.get(1), place))
 
 
 def _store_within(register: Any, place: Any, column: Any, bounds, *, vector: int, size: int):
     """A vector whole, or those of its columns that are within bounds."""
     first, end = bounds
-
-    def at_least(a, b):
-        return arith.cmpi(arith.CmpIPredicate.sge, a, b)
-
-    whole = arith.andi(at_least(column, first), at_least(end, total(column, constant(vector))))
+    behind = total(column, constant(vector))
+    whole = arith.andi(_at_least(column, first), _at_least(end, behind))
     with mgpu_utils.when(whole):
-        _store(register, place)
+        store(register, place)
     with mgpu_utils.when(arith.xori(whole, mgpu_utils.c(1, whole.type))):
-        for e in range(vector):
-            at = total(column, constant(e))
-            inside = arith.andi(at_least(at, first), at_least(end, total(at, constant(1))))
-            with mgpu_utils.when(inside):
-                one = vectors.extract(register, dynamic_position=[], static_position=[e])
-                _store(one, arith.addi(place, mgpu_utils.c(e * size, place.type)))
+        store_single(register, place, column, bounds, vector=vector, size=size)
+
+
+def store_single(register: Any, place: Any, column: Any, bounds, *, vector: int, size: int):
+    """Of a vector, one after another, those of its columns that are within bounds."""
+    first, end = bounds
+    for e in range(vector):
+        at = total(column, constant(e))
+        inside = arith.andi(_at_least(at, first), _at_least(end, total(at, constant(1))))
+        with mgpu_utils.when(inside):
+            one = vectors.extract(register, dynamic_position=[], static_position=[e])
+            store(one, arith.addi(place, mgpu_utils.c(e * size, place.type)))
+
+
+def _at_least(a: Any, b: Any) -> Any:
+    return arith.cmpi(arith.CmpIPredicate.sge, a, b)

@@ -10,14 +10,22 @@ from jax.experimental import pallas as pl
 from pallas_kernels.hopper.machine import WARPS
 from pallas_kernels.hopper.mosaic import mgpu_utils, plgpu
 
-from .config import Twice, Wide, lane_layout
+from .config import Flat, Twice, Wide, lane_layout
 from .smem import TURNS
 
 
-def send(c: Wide | Twice, smem, me, i, numbers: tuple[jax.Array, ...]) -> None:
-    """This warpgroup's numbers of its i-th exchange, [A] each, to all blocks of the row."""
-    mine = pl.ds((me.rank * c.warpgroups + me.wg) * WARPS, WARPS)
-    turn = lax.rem(i, TURNS)
+def send(
+    c: Wide | Twice | Flat, smem, me, i, numbers: tuple[jax.Array, ...], team: int | jax.Array = 0
+) -> None:
+    """This warpgroup's numbers of its i-th exchange, [A] each, to all blocks of the row.
+
+    Args:
+        me: ``rank`` of the block in its cluster, ``wg`` of the warpgroup in its team.
+        team: of the block's, each with a row of its own.
+    """
+    num_parts = smem.numbers.shape[-1]
+    mine = pl.ds(me.rank * (num_parts // c.cluster) + me.wg * WARPS, WARPS)
+    turn = team * TURNS + lax.rem(i, TURNS)
     for j, number_A in enumerate(numbers):
         smem.numbers[turn, j, mine] = number_A
     plgpu.commit_smem()
@@ -28,19 +36,22 @@ def send(c: Wide | Twice, smem, me, i, numbers: tuple[jax.Array, ...]) -> None:
         if c.cluster > 4:
             # Thread 8 b arrives at block b: from the fifth on, not of the warp that has copied.
             plgpu.commit_smem()
-    plgpu.barrier_arrive(smem.exchanged.at[lax.rem(i, 2)])
+    if num_parts > WARPS:
+        plgpu.barrier_arrive(smem.exchanged.at[team * 2 + lax.rem(i, 2)])
 
 
-def receive(c: Wide | Twice, smem, i, num_numbers: int) -> list[jax.Array]:
+def receive(
+    c: Wide | Twice | Flat, smem, i, num_numbers: int, team: int | jax.Array = 0
+) -> list[jax.Array]:
     """The numbers of all parts in the i-th exchange, [P] each."""
-    plgpu.barrier_wait(smem.exchanged.at[lax.rem(i, 2)])
+    num_parts = smem.numbers.shape[-1]
+    if num_parts > WARPS:
+        plgpu.barrier_wait(smem.exchanged.at[team * 2 + lax.rem(i, 2)])
     if c.cluster > 1:
         _cluster_fence()
-    num_parts = smem.numbers.shape[-1]
+    turn = team * TURNS + lax.rem(i, TURNS)
     return [
-        plgpu.load(
-            smem.numbers.at[lax.rem(i, TURNS), j], layout=lane_layout(num_parts), optimized=False
-        )
+        plgpu.load(smem.numbers.at[turn, j], layout=lane_layout(num_parts), optimized=False)
         for j in range(num_numbers)
     ]
 

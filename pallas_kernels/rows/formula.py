@@ -2,7 +2,7 @@
 
 A row is in parts, each in the registers of one warp. A formula folds a part into a few numbers,
 joins the numbers of all parts into totals of the row, and finishes each part with these. One
-formula serves ``blocks``, ``stream``, ``wide`` and ``twice``.
+formula serves ``blocks``, ``stream``, ``wide``, ``twice``, ``flat`` and ``odd``.
 
 Dims: A row or part that a warpgroup holds, M column of a part, P part of a row.
 """
@@ -117,6 +117,7 @@ class RowCall:
     num_turns: int = 1  # over a row, before it is finished
     over_inputs: bool = True  # results fit where inputs were
     has_neutral: bool = False  # columns can be left out of ``Formula.fold``
+    num_turns_cut: int = 1  # over a row of which columns are left out
 
     @classmethod
     def of(
@@ -132,6 +133,7 @@ class RowCall:
             num_turns=formula.num_turns,
             over_inputs=formula.first_dtype is None and not formula.num_row_results,
             has_neutral=(formula.apart or formula).neutral is not None,
+            num_turns_cut=(formula.apart or formula).num_turns,
         )  # fmt: skip
         assert dtypes == list(call.dtypes), f"{dtypes} are not of one dtype and then masks"
         return call

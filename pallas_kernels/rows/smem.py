@@ -12,16 +12,17 @@ import numpy as np
 from pallas_kernels.hopper.machine import WARPS
 from pallas_kernels.hopper.mosaic import plgpu
 
-from .config import Odd, Stream, Twice, Wide
+from .config import Flat, Odd, Stream, Twice, Wide
 from .formula import RowCall
 
 ALIGNMENT = 1024  # where Pallas starts each buffer, the compiler's own for reductions too
 BARRIER_BYTES = 8
+BARRIER_WORDS = 2  # of int32, where a kernel makes barriers of its own
 REDUCTION_BYTES = 256  # what kernels whose blocks exchange give the compiler
 TURNS = 4  # exchanges that may overlap: one is still read while the second next is written
 
 
-def smem_bytes(config: Stream | Wide | Twice | Odd, call: RowCall) -> int:
+def smem_bytes(config: Stream | Wide | Twice | Odd | Flat, call: RowCall) -> int:
     """What a block allocates: no kernel may ask for more than ``machine.SMEM_BYTES``."""
     total = 0 if isinstance(config, Stream) else _aligned(REDUCTION_BYTES)
     if isinstance(config, Stream):
@@ -30,6 +31,8 @@ def smem_bytes(config: Stream | Wide | Twice | Odd, call: RowCall) -> int:
         scratch = wide_scratch(config, call)
     elif isinstance(config, Twice):
         scratch = twice_scratch(config, call)
+    elif isinstance(config, Flat):
+        scratch = flat_scratch(config, call)
     else:
         scratch = odd_scratch(config, call)
     for buffer in scratch.values():
@@ -98,6 +101,41 @@ def odd_scratch(c: Odd, call: RowCall) -> dict[str, Any]:
     num_parts = c.warpgroups * WARPS
     buffers["numbers"] = plgpu.SMEM((TURNS, call.num_numbers, num_parts), jnp.float32)
     buffers["exchanged"] = plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=2)
+    return buffers
+
+
+def flat_scratch(c: Flat, call: RowCall) -> dict[str, Any]:
+    """Buffers and barriers of ``flat`` by name."""
+    shift = 16 // call.itemsize if c.by_columns else 0
+    size = WARPS * (c.tile + shift) if c.by_warps else WARPS * c.tile + shift
+    buffers: dict[str, Any] = {
+        f"input{j}": plgpu.SMEM((c.warpgroups, c.slots, size), call.dtype)
+        for j in range(call.num_inputs)
+    }
+    if c.interpretable:
+        pieces = WARPS if c.by_warps else 1
+        buffers["full"] = plgpu.Barrier(
+            num_arrivals=call.num_inputs * pieces, num_barriers=c.warpgroups * c.slots
+        )
+    else:
+        buffers["full"] = plgpu.SMEM((c.warpgroups, BARRIER_WORDS * c.slots), jnp.int32)
+    if call.num_vectors and c.in_memory:
+        tile = (c.tile,) if c.by_warps else (WARPS, c.tile)
+        for j in range(call.num_vectors):
+            buffers[f"vector{j}"] = plgpu.SMEM((c.members, c.in_memory, *tile), jnp.float32)
+        buffers["vectors_full"] = plgpu.Barrier(
+            num_arrivals=call.num_vectors * c.members * c.in_memory
+        )
+    if c.by_warps:
+        return buffers
+    num_parts = c.cluster * c.group * WARPS
+    buffers["numbers"] = plgpu.SMEM((c.teams * TURNS, call.num_numbers, num_parts), jnp.float32)
+    if c.cluster > 1:
+        buffers["exchanged"] = plgpu.ClusterBarrier(
+            collective_axes=("cluster",), num_barriers=2, num_arrivals=c.group
+        )
+    elif c.group > 1:
+        buffers["exchanged"] = plgpu.Barrier(num_arrivals=c.group, num_barriers=2 * c.teams)
     return buffers
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import log_softmax, softmax
+from pallas_kernels import log_softmax, rms_norm, softmax
 from pallas_kernels.common import device
 from pallas_kernels.rows.dispatch import DTYPES
 from tests.kernels import test_norm as norms
@@ -38,7 +38,7 @@ def test_softmax(columns, f):
     assert_within_rounding(got, softmaxes.exact(x, d_y, f=f))
 
 
-# In registers, of one to eight warpgroups, in shared memory, and partly read again.
+# In registers; a row to a warp, to one to four warpgroups and to blocks of a cluster.
 @pytest.mark.parametrize("columns", [130, 1001, 5000, 11008, 50257, 100003, 262143])
 @pytest.mark.parametrize("f", [softmax, log_softmax])
 def test_softmax_of_odd_rows(columns, f):
@@ -53,6 +53,31 @@ def test_norm_and_gradient_of_odd_rows(columns, form):
     case = norms.inputs((700, columns))
     got = norms.evaluate(*case, **form, implementation="hopper")
     assert_within_rounding(got, norms.exact(*case, **form))
+
+
+# Rows that fill a block, and that blocks share; an odd number of them ends between words.
+@pytest.mark.parametrize("columns", [19999, 50257])
+@pytest.mark.parametrize("form", norms.FORMS[:2], ids=norms.NAMES[:2])
+def test_norm_and_gradient_of_long_odd_rows(columns, form):
+    case = norms.inputs((149, columns))
+    got = norms.evaluate(*case, **form, implementation="hopper")
+    assert_within_rounding(got, norms.exact(*case, **form))
+
+
+@pytest.mark.parametrize("columns", [1001, 5003, 50257])
+@pytest.mark.parametrize("f", [softmax, rms_norm])
+def test_neighbors_that_are_no_numbers_change_nothing(columns, f):
+    """Every second row is NaN or infinite; an odd number of them, so that the array ends oddly."""
+    x = np.random.default_rng(0).standard_normal((301, columns)).astype(jnp.bfloat16)
+    alone = np.array(x[::2], np.float32)
+    x[1::4], x[3::4] = np.nan, np.inf
+    if f is softmax:
+        got, want = softmax(x, implementation="hopper"), jax.nn.softmax(alone, axis=-1)
+    else:
+        scale = np.linspace(0.5, 1.5, columns, dtype=np.float32)
+        got = rms_norm(x, scale, epsilon=1e-6, implementation="hopper")
+        want = alone / np.sqrt(np.mean(alone**2, axis=-1, keepdims=True) + 1e-6) * scale
+    np.testing.assert_allclose(np.asarray(got[::2], np.float32), want, rtol=2**-7, atol=1e-30)
 
 
 # Of each way through the GPU; fp32 rows take twice the memory.

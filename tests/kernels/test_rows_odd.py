@@ -16,7 +16,7 @@ from pallas_kernels.norm.formulas import NormForm
 from pallas_kernels.norm.hopper import norm
 from pallas_kernels.rows import apply
 from pallas_kernels.rows.choice import config_for
-from pallas_kernels.rows.config import Odd
+from pallas_kernels.rows.config import Flat, Odd
 from pallas_kernels.rows.odd import _whole
 from pallas_kernels.rows.smem import REDUCTION_BYTES, smem_bytes
 from tests.kernels import test_norm as norms
@@ -104,7 +104,7 @@ def test_every_odd_length_fits():
     for columns in lengths:
         for name, call in calls(columns).items():
             try:
-                config = config_for(4096, call, windows=True)
+                config = config_for(4096, call, form="windows")
             except UnsupportedError:
                 lacks = call.num_masks or not call.over_inputs or not call.has_neutral
                 assert call.num_sums or lacks, (columns, name)
@@ -120,9 +120,10 @@ def test_every_odd_length_fits():
 def test_more_elements_than_an_int32_counts_are_refused():
     """Their places would overflow, and the kernel read elsewhere."""
     rows, call = 2**31 // 50257, calls(50257)["softmax"]
-    assert isinstance(config_for(rows, call), Odd)
-    with pytest.raises(UnsupportedError, match="more than 2147483647 elements"):
-        config_for(rows + 1, call)
+    for form, kind in (("flat", Flat), ("columns", Odd)):
+        assert isinstance(config_for(rows, call, form=form), kind)
+        with pytest.raises(UnsupportedError, match="more than 2147483647 elements"):
+            config_for(rows + 1, call, form=form)
     x = jax.ShapeDtypeStruct((rows + 1, 50257), jnp.bfloat16)
     assert num_chosen(softmax, x) == 0
 

@@ -1,0 +1,400 @@
+"""Rows of any length on a Hopper GPU: read once by the copy engine, each as it lies between words.
+
+As ``wide``, but that a row may begin behind the first element of a chunk and end within one
+(``flat_copies``): what a slot has beside it belongs to neighbors and does not count. A chunk is
+folded, the numbers of all chunks of a row are exchanged, and a second turn over the chunks writes
+the results. Where nothing belongs to a column, threads have whole vectors of words and store them
+from registers. Scales and sums over rows belong to columns, whose place within a word differs from
+row to row: then a thread has columns, the same of all rows, as many at once as divide the length,
+and writes results over inputs, where the engine takes them away; it asks for a slot's next chunk
+one chunk later.
+
+A row belongs to the warpgroups of one or more blocks, a shorter one to one of several teams of a
+block, and one of one or two thousand columns to a warp, which needs no exchange.
+
+Dims: R row, C column, A part of a row in a warpgroup or a warp's row, M column of a tile, P part.
+"""
+
+import dataclasses
+import functools
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.hopper.launch import launch
+from pallas_kernels.hopper.machine import WARPS
+from pallas_kernels.hopper.mosaic import plgpu
+from pallas_kernels.hopper.registers import write_registers
+
+from .config import Flat, tile_layout
+from .exchange import receive, send
+from .flat_copies import FlatCopies
+from .flat_interpreted import InterpretedCopies
+from .flat_registers import masked, put, read, write
+from .flat_vectors import Vectors
+from .formula import Formula, Parts, RowCall, compiler_params, to_columns
+from .smem import BARRIER_WORDS, REDUCTION_BYTES, flat_scratch
+
+
+def flat_rows(
+    formula: Formula,
+    inputs_RC: Sequence[jax.Array],
+    *,
+    config: Flat,
+    vectors_C: Sequence[jax.Array] = (),
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Results and partial sums; arguments as in ``apply.apply_rows``."""
+    formula = formula.apart or formula
+    c, (num_rows, columns), dtype = config, inputs_RC[0].shape, inputs_RC[0].dtype
+    assert formula.neutral is not None, "columns that must not count have no value in this formula"
+    assert formula.num_results <= len(inputs_RC), "results are written over inputs"
+    assert formula.first_dtype is None
+    assert formula.num_row_results == 0
+    assert not (formula.num_sums and c.by_warps), "sums of four rows"
+    word = 16 // jnp.dtype(dtype).itemsize
+    shifts = columns % word > 0
+    if not c.by_columns:
+        assert not (shifts and (vectors_C or formula.num_sums)), "columns of shifted rows"
+        assert columns + (word - 1) * shifts <= c.columns, (columns, c)
+    else:
+        assert columns % c.vector == 0
+        assert columns <= c.columns, (columns, c)
+    assert c.slots >= c.chunks * (2 if c.ahead else 1) + c.leaving, c
+    assert formula.again is None or not c.ahead
+    kernel = _Flat(f=formula, c=c, num_rows=num_rows, columns=columns, dtype=dtype)
+    padding = c.columns - columns
+    flat, size = [x.reshape(-1) for x in inputs_RC], num_rows * columns
+    if c.interpretable:
+        flat, size = [jnp.pad(x, (0, c.columns + word)) for x in flat], num_rows * c.columns
+    partial = (kernel.num_workers * c.teams, *kernel.row_shape)
+    found = launch(
+        kernel.run,
+        name=formula.name,
+        operands={
+            "inputs": flat,
+            "vectors": [jnp.pad(v, (0, padding)).reshape(kernel.row_shape) for v in vectors_C],
+        },
+        results={
+            "results": [jax.ShapeDtypeStruct((size,), dtype)] * formula.num_results,
+            "sums": [jax.ShapeDtypeStruct(partial, jnp.float32)] * formula.num_sums,
+        },
+        scratch=flat_scratch(c, RowCall.of(formula, inputs_RC, vectors_C)),
+        grid=(kernel.num_workers,),
+        grid_names=("worker",),
+        cluster=(c.cluster,),
+        cluster_names=("cluster",),
+        num_threads=c.warpgroups,
+        compiler_params=compiler_params(dtype, REDUCTION_BYTES),
+    )
+    if isinstance(kernel.copies, InterpretedCopies):
+        results = tuple(kernel.copies.whole(x) for x in found["results"])
+    else:
+        results = tuple(x.reshape(num_rows, columns) for x in found["results"])
+    return results, tuple(x.reshape(partial[0], -1)[:, :columns] for x in found["sums"])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Flat:
+    """The kernel of one call; methods are its phases, written once per trace."""
+
+    f: Formula
+    c: Flat
+    num_rows: int
+    columns: int
+    dtype: jnp.dtype
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Of what belongs to the columns of a row, padded."""
+        c = self.c
+        if c.by_warps:
+            return 1, 1, c.chunks, c.tile
+        return c.cluster, c.group, c.chunks, WARPS, c.tile
+
+    @property
+    def num_units(self) -> int:
+        """What a team works on at a time: a row, or one for each warp."""
+        return -(-self.num_rows // WARPS) if self.c.by_warps else self.num_rows
+
+    @property
+    def num_workers(self) -> int:
+        return min(self.c.num_clusters, -(-self.num_units // self.c.teams))
+
+    @property
+    def copies(self) -> FlatCopies | InterpretedCopies:
+        """What copies pieces."""
+        c = self.c
+        fields = {
+            "num_rows": self.num_rows, "columns": self.columns, "piece": c.piece,
+            "itemsize": self.dtype.itemsize, "by_warps": c.by_warps, "by_columns": c.by_columns,
+        }  # fmt: skip
+        if c.interpretable:
+            return InterpretedCopies(**fields, width=c.columns)
+        return FlatCopies(**fields)
+
+    def run(self, gmem, smem) -> None:
+        """One warpgroup."""
+        wg = lax.axis_index("wg")
+        team, member = lax.div(wg, self.c.members), lax.rem(wg, self.c.members)
+        me = types.SimpleNamespace(wg=member, rank=lax.axis_index("cluster"))
+        # Teams of other blocks first: few rows are spread over all multiprocessors.
+        first = team * self.num_workers + lax.axis_index("worker")
+        _Team(self, gmem, smem, me, (wg, team, first)).run()
+
+
+class _Team:
+    """What a warpgroup does with its team's rows."""
+
+    def __init__(self, kernel: _Flat, gmem, smem, me, places):
+        self.k, self.f, self.c = kernel, kernel.f, kernel.c
+        self.gmem, self.smem, self.me = gmem, smem, me
+        self.wg, self.team, self.first = places
+        self.slots = [getattr(smem, f"input{j}").at[self.wg] for j in range(len(gmem.inputs))]
+        self.copies = kernel.copies
+        self.layout = tile_layout(self.c.vector)
+        self.shape = (WARPS, self.c.tile)
+        self.parts = Parts(whole=self.c.by_warps)
+        self.stride = kernel.num_workers * self.c.teams
+        left = jnp.maximum(kernel.num_units - self.first + self.stride - 1, 0)
+        self.count = lax.div(left, self.stride)
+        # What is in registers, scales or sums, has no index: then chunks are written out.
+        held = len(gmem.vectors) and self.c.in_memory < self.c.chunks
+        self.static = bool(self.f.num_sums or held or self.c.chunks <= 2)
+
+    def run(self) -> None:
+        """All rows of the team."""
+        c, f, gmem, me = self.c, self.f, self.gmem, self.me
+        if isinstance(self.copies, FlatCopies):
+            self.copies.begin(self.smem.full.at[self.wg], c.slots)
+        for k in range(c.slots - c.leaving):
+            self.fetch(jnp.int32(0), k)
+        self.vectors = Vectors(c, gmem, self.smem, me, self.wg)
+        zero = plgpu.layout_cast(jnp.zeros(self.shape, jnp.float32), self.layout)
+        sums = (zero,) * (f.num_sums * c.chunks)
+        if c.ahead:
+            self.fold(jnp.int32(0))
+
+            def step(i, sums):
+                self.fold(i + 1)
+                return self.finish(i, sums)
+
+            sums = lax.fori_loop(0, self.count - 1, step, sums)
+            sums = self.finish(self.count - 1, sums)
+        else:
+
+            def step(i, sums):
+                return self.finish(i, sums, self.fold(i))
+
+            sums = lax.fori_loop(0, self.count, step, sums)
+        for k, value in enumerate(sums):
+            chunk, j = divmod(k, f.num_sums)
+            write_registers(value, gmem.sums[j].at[self.first, me.rank, me.wg, chunk])
+        plgpu.wait_smem_to_gmem(0)
+
+    def fetch(self, i, k) -> None:
+        """Asks for a chunk, the k-th from the i-th row on."""
+        c = self.c
+        slot = lax.rem(i * c.chunks + k, c.slots)
+        later = k // c.chunks if isinstance(k, int) else lax.div(k, c.chunks)
+        chunk = k - later * c.chunks
+        self.copies.load(
+            self.gmem.inputs, [x.at[slot] for x in self.slots], self.barrier(slot),
+            row=self.row(i + later), column=self.column(chunk), wanted=i + later < self.count,
+        )  # fmt: skip
+
+    def row(self, i):
+        """The i-th row, or the first warp's."""
+        return (self.first + i * self.stride) * (WARPS if self.c.by_warps else 1)
+
+    def column(self, chunk):
+        """Where a chunk begins in a row."""
+        member = self.me.rank * self.c.members + self.me.wg
+        return (member * self.c.chunks + chunk) * self.c.piece
+
+    def barrier(self, slot):
+        if self.c.interpretable:
+            return self.smem.full.at[self.wg * self.c.slots + slot]
+        return self.smem.full.at[self.wg, pl.ds(BARRIER_WORDS * slot, BARRIER_WORDS)]
+
+    def input_of(self, i, chunk, fill: Sequence[Any] | None = None):
+        """Loads inputs of a chunk of the i-th row; what is not the row's becomes fill."""
+        slot = self.slot(i, chunk)
+
+        def load(j):
+            x = self.read(i, self.slots[j].at[slot]).astype(jnp.float32)
+            if fill is None:
+                return x
+            if isinstance(self.copies, InterpretedCopies):
+                return jnp.where(self.counts(i, chunk), x, fill[j])
+            place = {"row": self.row(i), "column": self.column(chunk)}
+            sure, vector = self.sure(chunk), self.c.vector
+            return masked(self.copies, x, fill[j], **place, vector=vector, sure=sure)
+
+        return load
+
+    def shift(self, row):
+        """Elements of a row's first word that belong to the row before."""
+        return lax.rem(row * self.k.columns, self.copies.word)
+
+    def counts(self, i, chunk):
+        """[A, M]: whether an element of a chunk is the row's."""
+        warp, at = (
+            plgpu.broadcasted_iota(jnp.int32, self.shape, dim, layout=self.layout) for dim in (0, 1)
+        )
+        row, column = self.row(i), self.column(chunk)
+        if self.c.by_warps:
+            row = row + warp
+        else:
+            at = warp * self.c.tile + at
+        if self.c.by_columns or self.k.columns % self.copies.word == 0:
+            return at < self.k.columns - column
+        begin = self.shift(row) - column
+        return (at >= begin) & (at < begin + self.k.columns)
+
+    def read(self, i, slot):
+        """A chunk [A, M] of the i-th row."""
+        c, row = self.c, self.row(i)
+        if isinstance(self.copies, InterpretedCopies):
+            return self.copies.read(slot, row=row, shape=self.shape)
+        if c.by_columns:
+            dtype, vector = self.k.dtype, c.vector
+            return read(self.copies, slot, row=row, shape=self.shape, dtype=dtype, vector=vector)
+        return plgpu.load(slot.reshape(self.shape), layout=self.layout, optimized=False)
+
+    def sure(self, chunk: int) -> int:
+        """Elements of a chunk that are not behind a row's end, of any warpgroup and row."""
+        c = self.c
+        last = (c.cluster * c.members - 1) * c.chunks + chunk  # the first to be cut off
+        return max(0, min(c.piece, self.k.columns - last * c.piece))
+
+    def whole(self, chunk: int) -> bool:
+        """Whether all elements of a chunk are the row's, of any warpgroup and row."""
+        begins = not self.c.by_columns and self.k.columns % self.copies.word > 0 and chunk == 0
+        return self.sure(chunk) == self.c.piece and not begins
+
+    def merged(self, look, merge):
+        """The numbers of a row's chunks; ``look(chunk, cut=)`` finds those of one."""
+
+        def step(chunk, numbers, *, cut):
+            more = look(chunk, cut=cut)
+            return merge(numbers, more) if numbers else more
+
+        return self.over_chunks(step, ())
+
+    def over_chunks(self, step, carry):
+        """Chunks one after another, in loops where nothing of a chunk is in registers."""
+        chunks, first = range(self.c.chunks), 0
+        if not self.static:
+            whole = [k for k in chunks if self.whole(k)]
+            for chunk in chunks[: whole[0] if whole else None]:
+                carry, first = step(chunk, carry, cut=True), chunk + 1
+            if len(whole) > 2:
+                if not first:
+                    carry, first = step(0, carry, cut=False), 1
+                inner = functools.partial(step, cut=False)
+                carry, first = lax.fori_loop(first, whole[-1] + 1, inner, carry), whole[-1] + 1
+        for chunk in chunks[first:]:
+            carry = step(chunk, carry, cut=not self.whole(chunk))
+        return carry
+
+    def fold(self, i):
+        """The numbers of the i-th row, sent to those who share it, or of each warp's row."""
+        f, c = self.f, self.c
+
+        def look(chunk, *, cut):
+            turn = lax.div(i * c.chunks + chunk, c.slots)
+            self.copies.wait(self.barrier(self.slot(i, chunk)), lax.rem(turn, 2))
+            if cut and isinstance(self.copies, FlatCopies) and self.copies.odd_end:
+                self.complete(self.copies, i, chunk)
+            fill = f.neutral if cut else None
+            return f.fold(self.input_of(i, chunk, fill), self.vectors.of(chunk))
+
+        numbers = self.merged(look, lambda found, more: f.merge(0, c.tile, found, more))
+        return self.send(i * f.num_turns, numbers)
+
+    def complete(self, copies: FlatCopies, i, chunk) -> None:
+        """Loads what is behind the last word of the arrays, where that is the i-th row's end."""
+        row, slot = self.row(i), self.slot(i, chunk)
+
+        @pl.when(row + (WARPS if self.c.by_warps else 1) >= self.k.num_rows)
+        def _():
+            slots = [x.at[slot] for x in self.slots]
+            copies.complete(self.gmem.inputs, slots, row=row, column=self.column(chunk))
+
+    def fold_again(self, again, i, totals):
+        """More totals of the i-th row, that need the first."""
+        neutral = self.f.neutral
+        assert neutral is not None
+        # The first is the mean, from which the mean is apart by nothing.
+        fill = (totals[0], *neutral[1:])
+
+        def look(chunk, *, cut):
+            load = self.input_of(i, chunk, fill if cut else None)
+            return again.fold(load, self.vectors.of(chunk), totals)
+
+        turn = i * self.f.num_turns + 1
+        numbers = self.send(turn, self.merged(look, again.merge))
+        return again.join(self.parts, *self.receive(turn, again.num_numbers, numbers))
+
+    def slot(self, i, chunk):
+        return lax.rem(i * self.c.chunks + chunk, self.c.slots)
+
+    def send(self, i, numbers):
+        if self.c.by_warps:
+            return numbers
+        send(self.c, self.smem, self.me, i, numbers, self.team)
+        return None
+
+    def receive(self, i, num_numbers: int, numbers):
+        if self.c.by_warps:
+            return numbers
+        return receive(self.c, self.smem, i, num_numbers, self.team)
+
+    def finish(self, i, sums, numbers=None):
+        """Writes the i-th row's results; the sums with its own added."""
+        f, c = self.f, self.c
+        found = self.receive(i * f.num_turns, f.num_numbers, numbers)
+        totals = [to_columns(x, self.shape) for x in f.join(self.parts, *found)]
+        if f.again is not None:
+            more = self.fold_again(f.again, i, totals)
+            totals += [to_columns(x, self.shape) for x in more]
+
+        def step(chunk, added, *, cut):
+            results, addends = f.finish(self.input_of(i, chunk), self.vectors.of(chunk), totals)
+            results = [x.astype(self.k.dtype) for x in results]
+            if c.by_columns and isinstance(self.copies, FlatCopies):
+                self.leave(self.copies, i, chunk, results)
+                # The chunk before has had this one's time to be read out.
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            else:
+                for out, result in zip(self.gmem.results, results, strict=True):
+                    self.write(i, chunk, result, out, cut=cut)
+                plgpu.commit_smem()  # all warps have read the slot
+            self.fetch(i, chunk + c.slots - c.leaving)
+            return (*added, *addends)
+
+        added = self.over_chunks(step, ())
+        return tuple(s + a for s, a in zip(sums, added, strict=True))
+
+    def write(self, i, chunk, result, out, *, cut: bool) -> None:
+        """Stores a result from registers."""
+        row, column = self.row(i), self.column(chunk)
+        if isinstance(self.copies, FlatCopies):
+            sure, vector = self.sure(chunk) if cut else None, self.c.vector
+            write(self.copies, result, out, row=row, column=column, vector=vector, sure=sure)
+        else:
+            self.copies.write(result, out, row=row, column=column)
+
+    def leave(self, copies: FlatCopies, i, chunk, results) -> None:
+        """Writes results over inputs, and has the engine take them away."""
+        row, slot = self.row(i), self.slot(i, chunk)
+        slots = [x.at[slot] for x in self.slots[: len(results)]]
+        for place, result in zip(slots, results, strict=True):
+            put(copies, result, place, row=row, vector=self.c.vector)
+        plgpu.commit_smem()
+        copies.store(slots, self.gmem.results, row=row, column=self.column(chunk))

@@ -1,0 +1,192 @@
+"""Which chunks suit rows of a length that nothing divides, on a Hopper GPU."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+
+from pallas_kernels.hopper.machine import LANES, SMEM_BYTES, WARPS
+
+from .config import LONGEST_ROW, Flat
+from .formula import RowCall
+from .smem import smem_bytes
+
+SHORTEST = 256  # columns
+LONGEST_OF_A_WARP = 4096
+"""Bytes of all inputs, or as many of all vectors as if they were one, of rows that are a warp's."""
+
+SHARED = {(1, 4): 0.0, (2, 2): 0.03, (4, 1): 0.06}
+"""Warpgroups that share a row and teams of a block; what waiting for each other costs, as a part of
+a row."""
+
+CLUSTERS = (1, 2, 4, 8)
+"""Blocks that share a row, the fewest first: of two that hold 50 KB each, a fifth is waiting."""
+
+LEAD, SHORT_LEAD = 48 * 1024, 20 * 1024
+"""Bytes that a block asks for ahead of the rows it works on, the fewer unless two inputs are all
+that is read."""
+SHORT = 0.1
+"""What fewer than ``LEAD`` cost."""
+LEAST_LEAD = 8 * 1024
+"""Where nothing leaves more; there more is in registers than is fast."""
+WAITING = 0.25
+"""What it costs if blocks that share a row could fold one ahead and have no room to."""
+MOST_LEAD = 112 * 1024
+
+MOST_CHUNKS, MOST_WRITTEN_OUT = 32, 10
+"""Of a warpgroup's share of a row; the fewer where they are written out one after another."""
+MOST_AT_ONCE = 48
+"""Columns that a thread has of a chunk."""
+MOST_HELD, MOST_BESIDE_SUMS = 64, 48
+"""Numbers that a thread holds from row to row, and if there are sums and vectors among them."""
+MOST_OF_A_WARP = 40
+"""Likewise, of vectors where a warp has a row."""
+NARROWER = {8: 0.0, 4: 0.03, 2: 0.1, 1: 0.3}
+"""What fewer elements at a time cost, as a part of a row that is computed for nothing."""
+A_CHUNK = 2
+"""What a chunk costs, likewise, in columns of each thread: it is reduced within a warp, waited for
+and asked for."""
+
+
+def flat_for(call: RowCall) -> Flat | None:
+    """For formulas that can leave columns out, of inputs that are no masks; None if there are none.
+
+    From ``SHORTEST`` columns on.
+    """
+    fits = call.has_neutral and not call.num_masks and call.over_inputs
+    if not fits or not SHORTEST <= call.columns <= LONGEST_ROW:
+        return None
+    shifts = call.columns % (16 // call.itemsize) > 0
+    by_columns = shifts and (call.num_vectors > 0 or call.num_sums > 0)
+    per_row = call.columns * call.itemsize * max(call.num_inputs, call.num_vectors)
+    if not call.num_sums and per_row <= LONGEST_OF_A_WARP:
+        return _of_warps(call, by_columns=by_columns)
+    least = LEAD if call.num_inputs > 1 and not call.num_vectors else SHORT_LEAD
+    for lead, cluster in itertools.product((least, LEAST_LEAD), CLUSTERS):
+        config = _cheapest(call, cluster, lead, by_columns=by_columns)
+        if config is not None:
+            return config
+    return None
+
+
+def _cheapest(call: RowCall, cluster: int, lead: int, *, by_columns: bool) -> Flat | None:
+    """Of so many blocks that share a row."""
+    tiled = [
+        c
+        for group, teams in SHARED
+        if cluster == 1 or teams == 1
+        for c in _tiled(
+            Flat(cluster=cluster, group=group, teams=teams, by_columns=by_columns), call
+        )
+    ]
+    best, least = None, math.inf
+    for c in sorted(tiled, key=lambda c: _cost(c, call)):
+        if _cost(c, call) >= least:
+            break  # room for its slots costs nothing or more
+        filled = _filled(c, call, lead)
+        if (
+            filled is not None
+            and (cost := _cost(filled, call) + _cost_of_slots(filled, call)) < least
+        ):
+            best, least = filled, cost
+    return best
+
+
+def _of_warps(call: RowCall, *, by_columns: bool) -> Flat:
+    """A row to a warp, in one or two chunks."""
+    word = 16 // call.itemsize
+    vector = 1 if by_columns else word
+    reach = call.columns if by_columns else _reach(call)
+    chunks = -(-reach // 1024)
+    tile = -(-reach // (chunks * LANES * vector)) * LANES * vector
+    if call.num_vectors * chunks * tile // LANES > MOST_OF_A_WARP:
+        in_memory = chunks
+        vector = min(vector, 4)  # banks would conflict
+    else:
+        in_memory = 0
+    config = Flat(
+        group=0, teams=4, tile=tile, chunks=chunks, vector=vector, by_columns=by_columns,
+        in_memory=in_memory,
+    )  # fmt: skip
+    for slots in range(6 * chunks, chunks, -1):
+        if smem_bytes(filled := dataclasses.replace(config, slots=slots), call) <= SMEM_BYTES:
+            return filled
+    raise AssertionError(f"a row and a chunk of {config} exceed shared memory")
+
+
+def _tiled(c: Flat, call: RowCall) -> Iterator[Flat]:
+    """In chunks that together reach beyond a row by little."""
+    reach = call.columns if c.by_columns else _reach(call)
+    share = -(-reach // (c.cluster * c.group * WARPS))
+    for vector, chunks in itertools.product(NARROWER, range(1, MOST_CHUNKS + 1)):
+        if vector * call.itemsize > 16 or c.by_columns != (vector == 1):
+            continue  # more columns at once would be of one word only where they divide the length
+        unit = LANES * vector
+        units = -(-share // (unit * chunks))  # of a warp and chunk
+        fits = units * vector <= MOST_AT_ONCE
+        if fits and (chunks - 1) * units * unit < share:
+            yield dataclasses.replace(c, tile=units * unit, chunks=chunks, vector=vector)
+
+
+def _filled(c: Flat, call: RowCall, lead: int) -> Flat | None:
+    """With vectors where they fit and slots as memory has; None if it has not."""
+    a_chunk = c.tile // LANES
+    sums = c.chunks * a_chunk * call.num_sums
+    if sums > MOST_HELD:
+        return None
+    held = c.chunks
+    if call.num_vectors:
+        full = lead == LEAST_LEAD
+        left = (MOST_BESIDE_SUMS if sums and not full else MOST_HELD) - sums
+        held = min(max(left, 0) // (a_chunk * call.num_vectors), c.chunks)
+        if call.num_sums and held < c.chunks and not full:
+            held = 0  # beside sums, half a scale in registers is slower than none
+        if held < c.chunks and c.vector * 4 > 16:
+            return None  # banks would conflict
+        c = dataclasses.replace(c, in_memory=c.chunks - held)
+        if (held or sums) and c.chunks > MOST_WRITTEN_OUT:
+            return None
+    chunk = _chunk_bytes(c, call)
+    for ahead in (True, False) if _may_fold_ahead(c, call) else (False,):
+        kept = c.chunks * (1 + ahead) + c.leaving
+        if kept * chunk + lead > SMEM_BYTES:
+            continue
+        filled = dataclasses.replace(c, ahead=ahead, slots=kept + -(-lead // chunk))
+        left = SMEM_BYTES - smem_bytes(filled, call)
+        if left < 0:
+            continue
+        most = min(filled.slots + left // chunk, kept + -(-MOST_LEAD // chunk))
+        fuller = (dataclasses.replace(filled, slots=n) for n in range(most, filled.slots, -1))
+        return next((each for each in fuller if smem_bytes(each, call) <= SMEM_BYTES), filled)
+    return None
+
+
+def _may_fold_ahead(c: Flat, call: RowCall) -> bool:
+    """Beside sums, as ``wide``: two of them, or a third input, leave no registers."""
+    lean = call.num_inputs == 2 and call.num_sums == 1 and call.itemsize == 2
+    return c.cluster > 1 and call.num_turns_cut == 1 and (call.num_sums == 0 or lean)
+
+
+def _reach(call: RowCall) -> int:
+    """Elements from a row's first word to its last, at most."""
+    word = 16 // call.itemsize
+    return call.columns + (word - 1) * (call.columns % word > 0)
+
+
+def _cost(c: Flat, call: RowCall) -> float:
+    """What is computed for nothing and as if it were, as a part of a row."""
+    chunks = A_CHUNK * c.chunks * c.cluster * c.group * WARPS * LANES
+    apart = NARROWER[c.vector] + SHARED[c.group, c.teams]
+    return (c.columns + chunks) / call.columns - 1 + apart
+
+
+def _cost_of_slots(c: Flat, call: RowCall) -> float:
+    """What too few slots add to it."""
+    waits = _may_fold_ahead(c, call) and not c.ahead
+    lead = (c.slots - c.leaving - c.chunks * (1 + c.ahead)) * _chunk_bytes(c, call)
+    return WAITING * waits + SHORT * (lead < LEAD)
+
+
+def _chunk_bytes(c: Flat, call: RowCall) -> int:
+    """Of a block."""
+    return c.warpgroups * WARPS * c.tile * call.num_inputs * call.itemsize

@@ -1,0 +1,89 @@
+"""``flat_copies`` for the interpreter, which knows Pallas's own copies and barriers alone.
+
+It stores what a chunk has of neighbors too, of each row into a place of its own.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.hopper.machine import WARPS
+from pallas_kernels.hopper.mosaic import plgpu
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class InterpretedCopies:
+    """Fields and methods as of ``FlatCopies``; arrays are padded by a row's length in chunks."""
+
+    num_rows: int
+    columns: int
+    piece: int
+    itemsize: int
+    by_warps: bool
+    by_columns: bool
+    width: int  # of a row in chunks
+
+    @property
+    def word(self) -> int:
+        """Elements of 16 bytes."""
+        return 16 // self.itemsize
+
+    @property
+    def slot(self) -> int:
+        """Elements of a piece in shared memory."""
+        return self.piece + (self.word if self.by_columns else 0)
+
+    def wait(self, barrier: Any, turn: Any) -> None:
+        """Waits for a slot's copies."""
+        del turn
+        plgpu.barrier_wait(barrier)
+
+    def load(
+        self, arrays: Sequence[Any], slots: Sequence[Any], barrier: Any, *, row: Any, column: Any,
+        wanted: Any,
+    ) -> None:  # fmt: skip
+        """Asks for whole pieces, with what is a neighbor's."""
+
+        @pl.when(wanted)
+        def _():
+            for warp in range(WARPS if self.by_warps else 1):
+                begin = jnp.minimum(row + warp, self.num_rows - 1) * self.columns
+                start = begin - lax.rem(begin, self.word) + column
+                for x, slot in zip(arrays, slots, strict=True):
+                    part = slot.at[pl.ds(warp * self.slot, self.slot)]
+                    plgpu.copy_gmem_to_smem(x.at[pl.ds(start, self.slot)], part, barrier)
+
+    def read(self, slot: Any, *, row: Any, shape: tuple[int, int]) -> jax.Array:
+        """A chunk [A, M]."""
+        if not self.by_warps:
+            shift = lax.rem(row * self.columns, self.word) if self.by_columns else 0
+            return slot[pl.ds(shift, shape[0] * shape[1])].reshape(shape)
+        parts = []
+        for warp in range(WARPS):
+            shift = lax.rem((row + warp) * self.columns, self.word) if self.by_columns else 0
+            parts.append(slot[pl.ds(warp * self.slot + shift, shape[1])])
+        return jnp.stack(parts)
+
+    def write(self, value: Any, array: Any, *, row: Any, column: Any) -> None:
+        """A chunk [A, M] to rows of ``width``."""
+        if not self.by_warps:
+            array[pl.ds(row * self.width + column, WARPS * value.shape[1])] = value.reshape(-1)
+            return
+        for warp in range(WARPS):
+
+            @pl.when(row + warp < self.num_rows)
+            def _(warp=warp):
+                at = pl.ds((row + warp) * self.width + column, value.shape[1])
+                array[at] = value[warp]
+
+    def whole(self, array: jax.Array) -> jax.Array:
+        """Rows [R, C] of what was written."""
+        begin = jnp.arange(self.num_rows) * self.columns % self.word
+        begin = begin * 0 if self.by_columns else begin
+        rows = array.reshape(self.num_rows, self.width)
+        return jax.vmap(lambda x, i: lax.dynamic_slice_in_dim(x, i, self.columns))(rows, begin)

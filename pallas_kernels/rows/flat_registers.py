@@ -1,0 +1,173 @@
+"""Chunks of rows that begin at any element, in registers (``flat_copies``).
+
+Dims: A part of a row in a warpgroup or a warp's row, M column or element of it.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jaxlib.mlir import ir
+
+from pallas_kernels.hopper.machine import LANES, WARPS
+from pallas_kernels.hopper.mosaic import arith, llvm, mgpu, mgpu_utils, plgpu
+from pallas_kernels.hopper.mosaic import vector as vectors
+from pallas_kernels.hopper.threads import address, constant, global_place, thread, total
+
+from .config import tile_layout
+from .edges import store, store_single
+from .flat_copies import FlatCopies, at_least, both, kinds, less, value, warp
+
+SHARED = 3  # the address space
+
+
+def read(
+    copies: FlatCopies, slot: Any, *, row: Any, shape: tuple[int, int], dtype: Any, vector: int
+) -> jax.Array:
+    """The columns of a chunk, [A, M], of a slot that has them behind the row's shift."""
+    kind = plgpu.ShapeDtypeStruct(shape, dtype, layout=tile_layout(vector))
+
+    @plgpu.inline_mgpu(arg_types=kinds(1, 1), return_type=kind)
+    def read(_, row, slot):
+        layout = tile_layout(vector).to_mgpu()
+        one = ir.VectorType.get((vector,), mgpu_utils.dtype_to_ir_type(dtype))
+        places = _places(copies, slot, value(row), shape[1], vector)
+        found = np.array([llvm.load(one, place) for place in places], dtype=object)
+        registers = found.reshape(layout.registers_shape(shape))
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return read(row, slot)
+
+
+def put(copies: FlatCopies, x: Any, slot: Any, *, row: Any, vector: int) -> None:
+    """Writes columns where ``read`` finds them."""
+
+    @plgpu.inline_mgpu(arg_types=(tile_layout(vector), *kinds(1, 1)))
+    def put(_, x, row, slot):
+        places = _places(copies, slot, value(row), x.shape[1], vector)
+        for register, place in zip(x.registers.flat, places, strict=True):
+            llvm.store(register, place)
+
+    put(x, row, slot)
+
+
+def masked(
+    copies: FlatCopies, x: Any, fill: float | Any, *, row: Any, column: Any, vector: int, sure: int
+) -> jax.Array:
+    """A chunk [A, M] in which what is a neighbor's is fill, a number or [A, M].
+
+    Args:
+        sure: elements that are not behind the row's end, of any row and warpgroup.
+    """
+    layout = tile_layout(vector)
+    fills = [] if isinstance(fill, float) else [plgpu.layout_cast(fill, layout)]
+    kind = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=((layout,) * (1 + len(fills)), *kinds(2, 0)), return_type=kind)
+    def masked(_, arrays, row, column):
+        x, *fills = arrays
+        found, place = list(x.registers.flat), (value(row), value(column))
+        for k, holds in doubtful(copies, place, x.shape[1], vector, sure).items():
+            if fills:
+                other = fills[0].registers.flat[k]
+            else:
+                other = vectors.broadcast(found[k].type, mgpu.c(fill, ir.F32Type.get()))
+            taken = holds[0]
+            if len(holds) > 1:
+                each = ir.VectorType.get((vector,), ir.IntegerType.get_signless(1))
+                taken = vectors.from_elements(each, holds)
+            found[k] = arith.select(taken, found[k], other)
+        registers = np.array(found, dtype=object).reshape(x.registers.shape)
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    return masked((x, *fills), row, column)
+
+
+def write(
+    copies: FlatCopies, x: Any, array: Any, *, row: Any, column: Any, vector: int, sure: int | None
+) -> None:
+    """Stores a chunk [A, M] from registers, ``vector`` elements of a word at once.
+
+    Args:
+        sure: as in ``masked``; None if no element is a neighbor's.
+    """
+    assert not copies.by_columns, "vectors are no part of a word"
+    width, size = x.shape[1], copies.itemsize
+
+    @plgpu.inline_mgpu(arg_types=(tile_layout(vector), *kinds(2, 1)))
+    def write(_, x, row, column, array):
+        place = value(row), value(column)
+        start, *bounds, mine = copies.bounds(*place)
+        at = _first(copies, width, vector)
+        begin = global_place(array, total(start, at), size)
+        some = {} if sure is None else doubtful(copies, place, width, vector, sure)
+        for k, register in enumerate(x.registers.flat):
+            target = arith.addi(begin, mgpu.c(k * LANES * vector * size, begin.type))
+            holds = some.get(k, [])
+            # A warp may have no row; a warpgroup that has none stops before.
+            whole = both(mine, *holds[:1], *holds[-1:]) if copies.by_warps or holds else None
+            if whole is None:
+                store(register, target)
+                continue
+            with mgpu_utils.when(whole):
+                store(register, target)
+            if len(holds) > 1:
+                ends = arith.xori(holds[0], holds[-1])
+                with mgpu_utils.when(both(mine, ends)):
+                    here = total(at, constant(k * LANES * vector))
+                    store_single(register, target, here, bounds, vector=vector, size=size)
+
+    write(x, row, column, array)
+
+
+def doubtful(
+    copies: FlatCopies, place: tuple[Any, Any], width: int, vector: int, sure: int
+) -> dict[int, list[Any]]:
+    """Of a thread's registers, those that may have a neighbor's elements, and whether what they
+    have is the row's: each element where a row may begin or end within the register, else all.
+
+    Args:
+        place: row, as a piece's bounds are found by, and column.
+        width: columns of a warp's part.
+    """
+    _, first, end, _ = copies.bounds(*place)
+    if copies.by_columns:  # registers begin with the row, which a slot has behind its shift
+        first, end = constant(0), arith.subi(end, first)
+    at_once = LANES * vector  # elements of a warp's part that are in one register of its lanes
+    shifts = copies.columns % copies.word > 0 and not copies.by_columns
+    ends = [(copies.columns + s) % copies.piece for s in (0, (copies.word - 1) * shifts)]
+    partial = {end % width // at_once for end in ends} | ({0} if shifts else set())
+    last = 0 if copies.by_warps else (WARPS - 1) * width  # where the last warp's part begins
+    found = {}
+    for k in range(width // at_once):
+        if k not in partial and last + (k + 1) * at_once <= sure:
+            continue
+        at = total(_first(copies, width, vector), constant(k * at_once))
+        each = [total(at, constant(e)) for e in range(vector if k in partial else 1)]
+        if k in partial:
+            found[k] = [both(at_least(i, first), less(i, end)) for i in each]
+        else:
+            found[k] = [less(at, end)]
+    return found
+
+
+def _places(copies: FlatCopies, slot: Any, row: Any, width: int, vector: int) -> list[Any]:
+    """Where this thread's columns are, ``vector`` at once."""
+    if copies.by_warps:
+        row = total(row, warp())
+    begin = arith.muli(row, constant(copies.columns))
+    at = arith.andi(begin, constant(copies.word - 1))
+    at = total(at, copies.piece_start(), _first(copies, width, vector))
+    first = total(address(slot), (at, copies.itemsize))
+    step = LANES * vector * copies.itemsize
+    pointer = llvm.PointerType.get(SHARED)
+    return [
+        llvm.inttoptr(pointer, total(first, constant(k * step)))
+        for k in range(width // (LANES * vector))
+    ]
+
+
+def _first(copies: FlatCopies, width: int, vector: int) -> Any:
+    """Where in the piece this thread's first register lies."""
+    at = total((arith.remui(thread(), constant(LANES)), vector))
+    return at if copies.by_warps else total(at, (warp(), width))

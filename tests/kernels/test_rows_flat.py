@@ -1,0 +1,286 @@
+"""Rows as they lie between words: the kernels in the interpreter, and copies thread by thread."""
+
+import contextlib
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import layer_norm, rms_norm, softmax
+from pallas_kernels.common.errors import UnsupportedError
+from pallas_kernels.hopper import threads
+from pallas_kernels.hopper.machine import SMEM_BYTES, WARPGROUP
+from pallas_kernels.rows import apply, dispatch, flat_copies, flat_registers
+from pallas_kernels.rows.choice import config_for
+from pallas_kernels.rows.config import Flat
+from pallas_kernels.rows.flat_choice import SHORTEST, flat_for
+from pallas_kernels.rows.flat_copies import FlatCopies
+from pallas_kernels.rows.smem import smem_bytes
+from pallas_kernels.softmax import hopper as softmaxes
+from tests.kernels import test_norm as norms
+from tests.kernels.row_cases import interpreted_hopper, num_kernels
+from tests.kernels.test_rows_choice import calls
+from tests.kernels.test_softmax import check_softmaxes, inputs
+from tests.kernels.thread_stand_in import Ref, Warpgroup
+from tests.tolerance import assert_within_rounding
+
+COLUMNS = 701
+SLOW = pytest.mark.slow
+shared = functools.partial(Flat, group=2, tile=64, chunks=2, slots=4, interpretable=True)
+WORDS = {
+    "warpgroups": shared(),
+    "teams": Flat(group=1, teams=2, tile=64, chunks=3, slots=5, interpretable=True),
+    "warps": Flat(group=0, teams=2, tile=384, chunks=2, slots=3, interpretable=True),
+}
+BY_COLUMNS = {
+    "registers": shared(by_columns=True, vector=1),
+    "memory": Flat(
+        group=1, tile=64, chunks=3, slots=5, in_memory=1, by_columns=True, vector=1,
+        interpretable=True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["warpgroups", pytest.param("teams", marks=SLOW), pytest.param("warps", marks=SLOW)]
+)
+def test_softmaxes_are_no_worse_than_the_plain_form(name):
+    """Neighbors' elements would count: theirs are far larger or -inf."""
+    x, d_y = inputs((3, COLUMNS))
+    x[1, :400], x[2] = -np.inf, x[2] + 80
+    check_softmaxes(x, d_y, WORDS[name])
+
+
+@pytest.mark.parametrize("name", [pytest.param("warpgroups", marks=SLOW), "warps"])
+def test_neighbors_that_are_no_numbers_change_nothing(name):
+    """Five rows: of the second four warps' three have none."""
+    x, _ = inputs((5, COLUMNS))
+    alone = np.array(x[::2])
+    x[1], x[3] = np.nan, np.inf
+    with interpreted_hopper():
+        got = softmaxes.softmax(x, config=WORDS[name])[::2]
+    assert np.isfinite(got.astype(np.float32)).all()
+    want = jax.nn.softmax(alone.astype(np.float32), axis=-1)
+    np.testing.assert_allclose(got.astype(np.float32), want, rtol=2**-7)
+
+
+@pytest.mark.parametrize(
+    ("f", "name"),
+    [
+        (layer_norm, "memory"),
+        *[pytest.param(f, "registers", marks=SLOW) for f in (layer_norm, rms_norm)],
+    ],
+)
+def test_norms_are_no_worse_than_the_plain_form(monkeypatch, f, name):
+    """Scales, and sums over rows, of threads' columns, whatever place in a word a row begins at."""
+    monkeypatch.setattr(apply, "config_for", lambda *_: BY_COLUMNS[name])
+    case = norms.inputs((3, COLUMNS))
+    with interpreted_hopper():
+        got = norms.evaluate(*case, f=f, implementation="hopper")
+    assert_within_rounding(got, norms.exact(*case, f=f))
+
+
+@SLOW
+def test_rows_of_whole_words_have_scales_without_columns_of_their_own(monkeypatch):
+    monkeypatch.setattr(apply, "config_for", lambda *_: WORDS["warpgroups"])
+    case = norms.inputs((3, COLUMNS + 3))
+    with interpreted_hopper():
+        got = norms.evaluate(*case, f=layer_norm, implementation="hopper")
+    assert_within_rounding(got, norms.exact(*case, f=layer_norm))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_every_choice_fits(dtype):
+    """Of any length: within shared memory, and a row within its chunks."""
+    rng = np.random.default_rng(0)
+    lengths = (SHORTEST, 257, 1000, 8193, 50257, *rng.integers(SHORTEST, 262144, 6).tolist())
+    for columns in lengths:
+        for name, call in calls(columns, dtype).items():
+            c = flat_for(call)
+            if c is None:
+                lacks = call.num_masks or not call.over_inputs or not call.has_neutral
+                assert call.num_sums or lacks or dtype == jnp.float32, (columns, name)
+                continue
+            what = f"{name} of {columns}: {c}"
+            assert smem_bytes(c, call) <= SMEM_BYTES, what
+            assert c.tile % (32 * c.vector) == 0, what
+            assert c.slots >= c.chunks * (1 + c.ahead) + c.leaving, what
+            assert c.columns >= columns, what
+            if c.by_columns:
+                assert columns % c.vector == 0, what
+
+
+def test_what_was_timed_is_taken():
+    """bf16 of 1,000 columns on; two blocks that share a row of LayerNorm were slower."""
+    for columns, names in (
+        (5001, {"softmax", "softmax_gradient", "log_softmax_gradient", "rms_norm", "layer_norm",
+                "rms_norm_gradient", "layer_norm_gradient"}),
+        (11008, {"softmax", "softmax_gradient", "log_softmax_gradient"}),
+        (126976, {"softmax", "softmax_gradient", "log_softmax_gradient"}),
+        (100003, {"softmax", "softmax_gradient", "log_softmax_gradient", "rms_norm",
+                  "rms_norm_gradient", "layer_norm_gradient"}),
+        (999, set()),
+    ):  # fmt: skip
+        for name, call in calls(columns).items():
+            try:
+                taken = isinstance(config_for(8, call), Flat)
+            except UnsupportedError:
+                taken = False
+            assert taken == (name in names), (columns, name)
+    assert not isinstance(config_for(8, calls(5001, jnp.float32)["softmax"]), Flat)
+
+
+@pytest.mark.parametrize("columns", [1001, pytest.param(50257, marks=SLOW)])
+@pytest.mark.parametrize("f", [softmax, rms_norm])
+def test_the_real_form_lowers(monkeypatch, f, columns):
+    """Both directions, so copies in and out of every kind."""
+    for module in (apply, dispatch):
+        monkeypatch.setattr(module, "config_for", lambda rows, call: flat_for(call))
+    x = jax.ShapeDtypeStruct((9, columns), jnp.bfloat16)
+    vectors = () if f is softmax else (jax.ShapeDtypeStruct((columns,), jnp.float32),)
+    options = {} if f is softmax else {"epsilon": 1e-6}
+
+    def both(x, vectors, d_y):
+        y, vjp = jax.vjp(functools.partial(f, implementation="hopper", **options), x, *vectors)
+        return y, vjp(d_y)
+
+    assert num_kernels(both, x, vectors, x) == 2
+
+
+class _Threads(Warpgroup):
+    """Threads of a warpgroup, and a copy engine that is done at once and counts its bytes."""
+
+    def __init__(self, copies: FlatCopies):
+        super().__init__(jnp.bfloat16)
+        self.copies = copies
+        self.copied = self.expected = 0
+
+    def inline_asm(self, result, operands, text, *_, **__):
+        del result
+        *operands, holds = (np.broadcast_to(x, WARPGROUP).astype(np.int64) for x in operands)
+        if "cp.async.bulk" in text:
+            for target, source, size in np.stack(operands[:3], axis=1)[holds > 0]:
+                assert target % 16 == source % 16 == size % 16 == 0, "no words"
+                assert size > 0
+                self.memory[target : target + size] = self.memory[source : source + size].copy()
+                self.copied += size
+            return
+        first, second = operands
+        source, target = (second, first) if "ld.global" in text else (first, second)
+        size = self.copies.itemsize
+        for at, to in np.stack([source, target], axis=1)[holds > 0]:
+            self.memory[to : to + size] = self.memory[at : at + size].copy()
+
+    @contextlib.contextmanager
+    def working(self):
+        """In the place of MLIR, with what copies need beside other kernels."""
+        thread = np.arange(WARPGROUP)
+
+        def arrive(num_bytes, predicate):
+            self.expected += int(np.sum(np.where(predicate, num_bytes, 0)))
+
+        with self.running(), pytest.MonkeyPatch.context() as patch:
+            arith = threads.arith
+            arith.subi, arith.minsi, arith.maxsi = np.subtract, np.minimum, np.maximum
+            arith.CmpIPredicate.slt, arith.CmpIPredicate.sge = np.less, np.greater_equal
+            arith.andi = np.bitwise_and
+            utils = types.SimpleNamespace(
+                ThreadSubset=types.SimpleNamespace(WARP=32, WARPGROUP=128),
+                single_thread_predicate=lambda subset: thread % subset == 0,
+                memref_ptr=lambda ref: ref.base,
+                BarrierRef=lambda *_: types.SimpleNamespace(arrive_expect_tx=arrive),
+            )
+            plgpu = types.SimpleNamespace(
+                inline_mgpu=lambda **_: lambda f: functools.partial(f, None),
+                Layout=types.SimpleNamespace(WG_SPLAT=lambda _: None),
+                RefType=lambda: None,
+                commit_smem=lambda: None,
+            )
+            nvvm = types.SimpleNamespace(cp_async_bulk_commit_group=lambda: None)
+            places = {"arith": arith, "mgpu_utils": utils, "plgpu": plgpu, "nvvm": nvvm}
+            for module, stand_in in places.items():
+                patch.setattr(flat_copies, module, stand_in)
+            patch.setattr(flat_registers, "arith", arith)
+            yield
+
+    def run(self, name: str, *refs, **numbers) -> None:
+        """One of the copies' methods, by all threads."""
+        value = lambda x: types.SimpleNamespace(flat=[np.int64(x)])  # noqa: E731
+        numbers = {k: types.SimpleNamespace(registers=value(x)) for k, x in numbers.items()}
+        with self.working():
+            getattr(self.copies, name)(*refs, **numbers)
+
+
+@pytest.mark.parametrize(
+    ("by_warps", "by_columns"), [(False, False), (False, True), (True, False), (True, True)]
+)
+@pytest.mark.parametrize("columns", [301, 514, 1025, 1920, 2048])
+def test_what_is_a_neighbors_is_told(columns, by_warps, by_columns):
+    """Of each register of each thread of two warpgroups that share rows, chunk by chunk."""
+    vector, members, chunks = 1 if by_columns else 8, 1 if by_warps else 2, 1
+    shift = 0 if by_columns else 7
+    pieces = 128 * 8 if by_warps else 4 * 256
+    chunks = -(-(columns + shift) // (members * pieces))
+    width, num_rows = pieces if by_warps else 256, 12
+    copies = FlatCopies(
+        num_rows=num_rows, columns=columns, piece=pieces, itemsize=2, by_warps=by_warps,
+        by_columns=by_columns,
+    )  # fmt: skip
+    thread = np.arange(WARPGROUP)
+    first = thread % 32 * vector + (0 if by_warps else thread // 32 * width)
+    told = 0
+    for row in range(0, num_rows - 1, 4 if by_warps else 1):
+        rows = row + (thread // 32 if by_warps else 0 * thread)
+        begin = 0 if by_columns else rows * columns % 8
+        for member in range(members):
+            for chunk in range(chunks):
+                sure = max(0, min(pieces, columns - ((members - 1) * chunks + chunk) * pieces))
+                column = (member * chunks + chunk) * pieces
+                with _Threads(copies).working():
+                    found = flat_registers.doubtful(copies, (row, column), width, vector, sure)
+                for k in range(width // (32 * vector)):
+                    at = (first + k * 32 * vector)[:, None] + np.arange(vector) + column
+                    mine = (at >= np.reshape(begin, (-1, 1))) & (
+                        at < np.reshape(begin, (-1, 1)) + columns
+                    )
+                    holds = [np.broadcast_to(x, WARPGROUP) for x in found.get(k, [])]
+                    if len(holds) == 1:
+                        holds *= vector
+                    want = np.stack(holds, axis=1) if holds else np.ones_like(mine)
+                    assert (want == mine).all(), (row, member, chunk, k)
+                    told += len(holds)
+    assert told or columns == 2048
+
+
+@pytest.mark.parametrize("by_warps", [False, True])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("columns", [299, 300, 514, 520])
+def test_copies_move_a_row_and_nothing_else(columns, itemsize, by_warps):
+    """Seven rows by chunks into a slot and out of it, to where neighbors and the end are known."""
+    dtype, num_rows = {2: np.uint16, 4: np.uint32}[itemsize], 7
+    x = np.random.default_rng(0).integers(1, 2**14, num_rows * columns).astype(dtype)
+    piece = 256
+    copies = FlatCopies(
+        num_rows=num_rows, columns=columns, piece=piece, itemsize=itemsize, by_warps=by_warps,
+        by_columns=not by_warps,
+    )  # fmt: skip
+    world = _Threads(copies)
+    guard = np.full(64, 0x7777, dtype)
+    source = world.put(np.concatenate([x, guard]))
+    out = world.put(np.concatenate([np.zeros_like(x), guard]))
+    slot = world.put(np.zeros(4 * (piece + 8), dtype))
+    word = 16 // itemsize
+    for row in range(0, num_rows, 4 if by_warps else 1):
+        for column in range(0, columns + (word - 1) * by_warps, piece):
+            world.run("load", [source], [slot], Ref(0), row=row, column=column, wanted=1)
+            assert world.expected == world.copied, "the barrier would wait for ever, or not"
+            if copies.odd_end:
+                world.run("complete", [source], [slot], row=row, column=column)
+            seen = world.read(slot, (4 * (piece + 8),), dtype)
+            assert not (seen == 0x7777).any(), "read behind the array"
+            world.run("store", [slot], [out], row=row, column=column)
+            world.expected = world.copied
+    assert (world.read(out, (len(x) + 64,), dtype) == np.concatenate([x, guard])).all()
