@@ -78,6 +78,7 @@ def read_qwen2_moe(keys: Keys) -> ModelConfig:
 def read_qwen3_moe(keys: Keys) -> ModelConfig:
     """Qwen 3 with experts (arXiv 2505.09388); a window is of all layers."""
     keys.require("num_key_value_heads")
+    keys.expect("use_qk_norm", (True, None), "queries and keys are normalized here")
     window = keys.integer("sliding_window", None)
     if keys.flag("use_sliding_window", False):
         keys.require("sliding_window")
