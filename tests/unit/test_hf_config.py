@@ -93,7 +93,8 @@ def test_contradicting_rope_keys_are_refused():
 @pytest.mark.parametrize(
     ("scaling", "message"),
     [
-        ({"rope_type": "dynamic", "factor": 2.0}, "rope type 'dynamic' is not supported"),
+        ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic' is not supported.*up to that length"),
+        ({"rope_type": "warped"}, "rope type 'warped' is not supported; known: default"),
         ({"rope_type": "linear"}, "required key 'factor'"),
         ({"rope_type": "linear", "factor": "2"}, "factor='2' is no int or float"),
         ({"rope_type": "linear", "factor": 2.0, "warp": 1}, "unknown keys.*warp=1"),
@@ -159,6 +160,17 @@ def test_what_releases_default_differently_must_be_named(name, key, null_is_none
         from_hf_config(without(name, key))
     if null_is_none:
         assert from_hf_config(values(name, **{key: None})) != from_hf_config(values(name))
+
+
+@pytest.mark.parametrize("scaling", [{}, {"rope_scaling": None}, {"rope_parameters": {}}])
+def test_gpt_oss_says_how_positions_are_scaled(scaling):
+    """Null is YaRN to some releases and no scaling to others, and so never written."""
+    bare = without("gpt_oss", "rope_parameters")
+    with pytest.raises(ConfigError, match="rope_scaling is missing or null"):
+        from_hf_config(bare | scaling)
+    config = from_hf_config(bare | {"rope_scaling": {"rope_type": "default"}})
+    assert rope_of(config).scaling is None
+    assert to_hf_config(config, model_type="gpt_oss")["rope_scaling"] == {"rope_type": "default"}
 
 
 def test_windows_by_layer():

@@ -80,6 +80,12 @@ def _read_scaling(rope: Keys, *, max_positions: int, original: int) -> RopeScali
         return _read_yarn(rope, max_positions=max_positions, original=original)
     if name in _LONGROPE_NAMES:
         return _read_longrope(rope, max_positions=max_positions, original=original)
+    if name == "dynamic":
+        raise ConfigError(
+            "rope type 'dynamic' is not supported: its frequencies change with a sequence's "
+            f"length beyond max_position_embeddings={max_positions}, and so keys that are cached; "
+            "up to that length it is the type 'default': write that, or 'yarn' for longer contexts"
+        )
     raise ConfigError(
         f"rope type {name!r} is not supported; "
         f"known: default, linear, llama3, yarn, {', '.join(_LONGROPE_NAMES)}"
