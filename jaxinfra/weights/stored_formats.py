@@ -25,12 +25,16 @@ _Found = tuple[str, StoredWeight] | None
 def find_scaled_fp8(
     files: TensorFiles, name: str, *, config: BlockScaledFp8 | TensorScaledFp8
 ) -> _Found:
-    """``NAME`` in e4m3 with ``NAME_scale_inv`` of blocks, or ``NAME_scale`` of the tensor."""
+    """``NAME`` in e4m3 with ``NAME_scale_inv`` of blocks, or one scale of the tensor, which
+    transformers calls so too and others ``NAME_scale``.
+    """
     tensor = files.tensors[name]
     if tensor.dtype.name != "float8_e4m3fn":
         return None
     if isinstance(config, TensorScaledFp8):
-        return name, _plain(files, name, f"{name}_scale", tensor, WeightCode.E4M3, per_tensor=True)
+        names = (f"{name}_scale_inv", f"{name}_scale")
+        scale = next((each for each in names if each in files.tensors), names[-1])
+        return name, _plain(files, name, scale, tensor, WeightCode.E4M3, per_tensor=True)
     outputs, inputs = config.block
     form = WeightFormat(code=WeightCode.E4M3, group_rows=inputs, group_columns=outputs)
     scale = f"{name}_scale_inv"
@@ -89,6 +93,11 @@ def find_gptq(files: TensorFiles, name: str, *, config: Gptq) -> _Found:
         found(order, (inputs,), kinds=_WORDS)
         parts.append(order)
         groups = functools.partial(stored.group_numbers, files, order, group=group)
+    elif config.act_order and group < inputs:
+        raise CheckpointError(
+            f"{files.directory}: {order} is missing, which says the group of each input where "
+            "desc_act is true; copy all files again, or correct desc_act"
+        )
     code = WeightCode.INT4 if config.bits == 4 else WeightCode.INT8
     middle = 0 if config.bits == 4 else 128
 

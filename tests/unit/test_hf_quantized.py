@@ -19,23 +19,10 @@ from jaxinfra.weights.load_pretrained import load_pretrained
 from jaxinfra.weights.model_directory import read_model_directory
 from jaxinfra.weights.quantized_files import plain_tensors
 from jaxinfra.weights.tensor_files import open_tensor_files
+from tests.raw_tensors import save
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "hf"
 BLOCK = (6, 8)  # divides no matrix here
-CODES = {"float8_e4m3fn": "F8_E4M3", "uint8": "U8", "float32": "F32", "bfloat16": "BF16"}
-
-
-def save(directory, tensors):
-    """Safetensors of types that the library does not take from NumPy."""
-    header, start = {}, 0
-    for name, x in tensors.items():
-        offsets = [start, start + x.nbytes]
-        header[name] = {"dtype": CODES[x.dtype.name], "shape": x.shape, "data_offsets": offsets}
-        start += x.nbytes
-    text = json.dumps(header).encode()
-    elements = (np.ascontiguousarray(x).tobytes() for x in tensors.values())
-    content = len(text).to_bytes(8, "little") + text + b"".join(elements)
-    (directory / "model.safetensors").write_bytes(content)
 
 
 def in_fp8(x):
