@@ -8,7 +8,9 @@ import numpy as np
 
 CODES = {
     "float8_e4m3fn": "F8_E4M3",
+    "float8_e8m0fnu": "F8_E8M0",
     "uint8": "U8",
+    "int8": "I8",
     "int32": "I32",
     "float16": "F16",
     "float32": "F32",

@@ -18,6 +18,7 @@ from jaxinfra.weights.stored_weights import StoredWeight
 from jaxinfra.weights.tensor_files import StoredTensor, TensorFiles
 
 _FLOATS = ("float16", "bfloat16", "float32")
+_POWERS = "float8_e8m0fnu"  # of two alone, where scale_fmt is ue8m0
 _WORDS = ("int32",)
 _Found = tuple[str, StoredWeight] | None
 
@@ -39,7 +40,8 @@ def find_scaled_fp8(
     form = WeightFormat(code=WeightCode.E4M3, group_rows=inputs, group_columns=outputs)
     scale = f"{name}_scale_inv"
     shape = _matrix(files, name, tensor)
-    stored.found_tensor(files, scale, form.scales_shape(*shape[::-1])[::-1], of=name, kinds=_FLOATS)
+    grid = form.scales_shape(*shape[::-1])[::-1]
+    stored.found_tensor(files, scale, grid, of=name, kinds=(*_FLOATS, _POWERS))
     return name, StoredWeight(
         shape=shape,
         form=form,
@@ -241,9 +243,14 @@ def _plain(
     )
     if config is not None and not config.symmetric:
         zero = f"{name}_zero_point"
-        stored.found_tensor(files, zero, (outputs, grid[1]), of=name, kinds=("int8",))
+        shape_of_zeros = (1,) if per_tensor else (outputs, grid[1])
+        stored.found_tensor(files, zero, shape_of_zeros, of=name, kinds=("int8",))
         parts.append(zero)
-        zeros = functools.partial(stored.read_whole, files, zero)
+
+        def zeros() -> np.ndarray:
+            read = stored.read_whole(files, zero)
+            return np.broadcast_to(read, (outputs, 1)) if per_tensor else read
+
     return StoredWeight(
         shape=shape,
         form=form,

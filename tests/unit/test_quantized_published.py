@@ -19,6 +19,7 @@ from jaxinfra.weights.tensor_files import open_tensor_files
 from tests.raw_tensors import save
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "quantized"
+RNG = np.random.default_rng(0)
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 
@@ -133,3 +134,29 @@ def test_one_scale_of_a_tensor_has_either_name(tmp_path, name):
     read = plain_tensors(open_tensor_files(tmp_path), form).read
     got = read("q.weight", (slice(0, 2), slice(0, 8)))
     np.testing.assert_array_equal(got, elements.astype(np.float32) * np.float32(0.75))
+
+
+@pytest.mark.parametrize("kind", [ml_dtypes.bfloat16, ml_dtypes.float8_e8m0fnu])
+def test_scales_of_blocks_in_fewer_bits(tmp_path, kind):
+    """Powers of two, which both kinds hold."""
+    scales = np.ldexp(np.float32(1), np.arange(-4, 4).reshape(2, 4)).astype(kind)
+    elements = RNG.normal(size=(24, 60)).astype(ml_dtypes.float8_e4m3fn)  # 16 divides neither
+    save(tmp_path, {"q.weight": elements, "q.weight_scale_inv": scales})
+    form = quantization_of(config("fp8_blocks", scale_fmt="ue8m0"))
+    read = plain_tensors(open_tensor_files(tmp_path), form).read
+    got = read("q.weight", (slice(0, 24), slice(0, 60)))
+    for (i, j), value in np.ndenumerate(got):
+        want = np.float32(elements[i, j]) * np.float32(scales[i // 16, j // 16])
+        assert value == want
+
+
+def test_one_zero_point_of_a_tensor(tmp_path):
+    codes = np.arange(-8, 8, dtype=np.int8).reshape(2, 8)
+    parts = {"weight": codes, "weight_scale": np.float32([0.5]), "weight_zero_point": np.int8([3])}
+    save(tmp_path, {f"q.{name}": part for name, part in parts.items()})
+    values = config("ct_int8")
+    group = values["quantization_config"]["config_groups"]["group_0"]
+    group["weights"] |= {"strategy": "tensor", "symmetric": False}
+    read = plain_tensors(open_tensor_files(tmp_path), quantization_of(values)).read
+    got = read("q.weight", (slice(0, 2), slice(0, 8)))
+    np.testing.assert_array_equal(got, (codes.astype(np.float32) - 3) * np.float32(0.5))
