@@ -206,3 +206,10 @@ def test_any_slice_of_mxfp4_has_its_own_exponents(tmp_path):
     for inputs in (slice(0, 96), slice(31, 33), slice(40, 41), slice(64, 96)):
         index = (slice(1, 2), inputs, slice(2, 5))
         np.testing.assert_array_equal(reader.read("w", index).astype(np.float64), want[index])
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 3), (2, 6, 3, 8)])
+def test_mxfp4_blocks_of_another_shape_are_named(tmp_path, shape):
+    save(tmp_path, {"w_blocks": np.zeros(shape, np.uint8), "w_scales": np.zeros(shape, np.uint8)})
+    with pytest.raises(CheckpointError, match="w_blocks is uint8"):
+        plain_tensors(open_tensor_files(tmp_path), Mxfp4())
