@@ -186,6 +186,17 @@ def test_windows_by_layer():
     assert [block.mixer.window for block in off.blocks] == [None]
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_models_without_windows_are_written_with_a_width(name):
+    """Null fails there: the reference makes the mask of windows before it asks who has one."""
+    layers = from_hf_config(values(name)).num_layers
+    config = from_hf_config(values(name, layer_types=["full_attention"] * layers))
+    assert [block.mixer.window for block in config.blocks] == [None]
+    written = to_hf_config(config, model_type=name)
+    assert written["sliding_window"] == config.max_positions
+    assert from_hf_config(written) == config
+
+
 @pytest.mark.parametrize(
     "scaling",
     [

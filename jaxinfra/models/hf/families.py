@@ -146,6 +146,8 @@ def write_gemma2(config: ModelConfig) -> dict[str, Any]:
     keys = write_qwen2(config)
     for name in ("use_sliding_window", "max_window_layers", "hidden_act"):
         del keys[name]
+    # The reference makes a mask of windows whether a layer has one or not.
+    keys["sliding_window"] = keys["sliding_window"] or config.max_positions
     scale = attention.head_dim**-0.5 if attention.scale is None else attention.scale
     scalar = round(scale**-2, 6)
     return keys | {

@@ -143,7 +143,7 @@ def _block(size: tuple[Any, ...], name: str) -> tuple[int, int]:
 
 def _awq(keys: Keys) -> Awq:
     _bits(keys, "bits", (4,))
-    for name in ("version", "format"):  # the older and the newer name
+    for name in ("version", "format", "checkpoint_format"):  # as releases have called it
         keys.expect(name, ("gemm", "GEMM"), "of AWQ's layouts gemm is read: save in that")
     if keys.text("backend", None) == "llm-awq":
         raise ConfigError(
@@ -164,7 +164,6 @@ def _gptq(keys: Keys) -> Gptq:
             "layouts gptq and gptq_v2 are read, which both must name alike; save in one of those"
         )
     keys.expect("dynamic", (None, {}), "one format for all layers is read, not rules by name")
-    keys.expect("pack_dtype", ("int32", None), "elements are read in words of 32 bits")
     return Gptq(
         bits=bits,
         group=_group(keys),
@@ -181,6 +180,7 @@ def _bits(keys: Keys, name: str, known: tuple[int, ...]) -> int:
             "are read in this format; use the original checkpoint"
         )
     keys.expect("data_type", ("int", None), "elements are read as integers in this format")
+    keys.expect("pack_dtype", ("int32", None), "elements are read in words of 32 bits")
     return bits
 
 
@@ -214,6 +214,7 @@ def _compressed_tensors(keys: Keys) -> CompressedTensors:
             f"quantization_config: sparsity_config of format={sparsity['format']!r}: weights that "
             "are sparse too are read where they lie as dense ones; save them so"
         )
+    keys.expect("moe_sparsity_config", (None, {}), "experts that are sparse too are not read")
     keys.expect("transform_config", (None, {}), "weights that are rotated too are not read")
     groups = keys.mapping("config_groups") or {}
     if len(groups) != 1:

@@ -204,7 +204,8 @@ def write_gpt_oss(config: ModelConfig) -> dict[str, Any]:
         "num_local_experts": experts.num_experts,
         "num_experts_per_tok": experts.top_k,
         "attention_bias": attention.out_bias,
-        "sliding_window": max((w for w in windows if w is not None), default=None),
+        # The reference makes a mask of windows whether a layer has one or not.
+        "sliding_window": max((w for w in windows if w is not None), default=config.max_positions),
         "layer_types": [FULL if window is None else SLIDING for window in windows],
         **_GATE,
     }
