@@ -73,3 +73,10 @@ def test_keys_without_effect(name, keys):
 def test_another_value_is_another_model(name, keys, message):
     with pytest.raises(ConfigError, match=message):
         from_hf_config(values(name, **keys))
+
+
+def test_a_factor_that_programs_take_differently_is_refused():
+    """DeepSeek-R1-0528-Qwen3-8B has one, whose product with YaRN's own is 1."""
+    scaling = values("qwen2_yarn")["rope_parameters"]
+    with pytest.raises(ConfigError, match=r"attn_factor=0\.878: .*own 1\.13863 by it"):
+        from_hf_config(values("qwen2_yarn", rope_parameters=scaling | {"attn_factor": 0.878}))

@@ -95,6 +95,12 @@ def _read_scaling(rope: Keys, *, max_positions: int, original: int) -> RopeScali
 def _read_yarn(rope: Keys, *, max_positions: int, original: int) -> YarnScaling:
     factor = rope.number("factor", max_positions / original)
     attention_factor = rope.number("attention_factor", None)
+    if (multiplier := rope.number("attn_factor", None)) is not None:
+        raise ConfigError(
+            f"attn_factor={multiplier}: transformers takes no notice of it, others multiply YaRN's "
+            f"own {yarn_temperature(factor, 1.0):.6g} by it; remove it, or write attention_factor, "
+            "which is the product, in its place"
+        )
     mscale, all_dim = rope.number("mscale", None), rope.number("mscale_all_dim", None)
     if attention_factor is None and mscale and all_dim:
         attention_factor = yarn_temperature(factor, mscale) / yarn_temperature(factor, all_dim)
