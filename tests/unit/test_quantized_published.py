@@ -64,6 +64,7 @@ DENSE = {"format": "dense", "global_sparsity": 0.1, "ignore": [], "targets": []}
         pytest.param("gptq", GPTQMODEL, id="gptqmodel"),
         pytest.param("gptq", AUTOROUND, id="autoround"),
         pytest.param("gptq", {"format": "gptq", "checkpoint_format": "gptq"}, id="gptq-both"),
+        pytest.param("gptq", {"dynamic": {"-:.*mlp.gate$": {}}}, id="qwen3-moe-gptq"),
         # Named so alone, it was read as the first version: every zero point one too large.
         pytest.param("gptq_act", {"checkpoint_format": "absent", "format": "gptq_v2"}, id="v2"),
         pytest.param("awq", {"format": "gemm", "backend": "auto"}, id="awq-both"),
@@ -83,6 +84,7 @@ def test_releases_say_the_same(case, changes):
     [
         ("gptq", {"format": "gptq_v2", "checkpoint_format": "gptq"}, "both must name alike"),
         ("gptq", {"format": "marlin"}, "format='marlin'"),
+        ("gptq", {"dynamic": {"-:lm_head": {}, "+:.*up.*": {"bits": 8}}}, r"dynamic=\{'\+:"),
         ("gptq", {"data_type": "fp"}, "read as integers"),
         ("gptq", {"pack_dtype": "int8"}, "words of 32 bits"),
         ("awq", {"format": "gemv"}, "format='gemv'"),

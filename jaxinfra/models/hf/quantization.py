@@ -163,7 +163,13 @@ def _gptq(keys: Keys) -> Gptq:
             f"quantization_config: checkpoint_format={older!r} and format={newer!r}: of GPTQ's "
             "layouts gptq and gptq_v2 are read, which both must name alike; save in one of those"
         )
-    keys.expect("dynamic", (None, {}), "one format for all layers is read, not rules by name")
+    rules = keys.mapping("dynamic") or {}
+    # Rules with a minus name layers that are left as they are: the files say so too.
+    if others := {name: rule for name, rule in rules.items() if not name.startswith("-:")}:
+        raise ConfigError(
+            f"quantization_config: dynamic={others}: one format for all layers is read, not rules "
+            "by name, but for those of layers that are left out (-:); quantize all layers alike"
+        )
     return Gptq(
         bits=bits,
         group=_group(keys),
