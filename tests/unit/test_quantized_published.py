@@ -98,6 +98,14 @@ def test_other_layouts_are_refused(case, changes, message):
         quantization_of(config(case, **changes))
 
 
+@pytest.mark.parametrize("targets", [["re:.*self_attn.*", "re:.*mlp.*"], ["LlamaMLP"]])
+def test_layers_may_be_named_by_any_pattern(targets):
+    """Of one group: which weights are in few bits is seen in the files."""
+    values = config("ct_int8")
+    values["quantization_config"]["config_groups"]["group_0"]["targets"] = targets
+    assert quantization_of(values) == quantization_of(config("ct_int8"))
+
+
 def changed(tmp_path, case, change):
     """A copy whose tensors ``change`` has edited."""
     path = shutil.copytree(GOLDEN / case, tmp_path / "copy")
