@@ -94,6 +94,10 @@ def test_contradicting_rope_keys_are_refused():
     ("scaling", "message"),
     [
         ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic' is not supported.*up to that length"),
+        (
+            {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0},
+            "original_max_position_embeddings=0 must be at least 1",
+        ),
         ({"rope_type": "warped"}, "rope type 'warped' is not supported; known: default"),
         ({"rope_type": "linear"}, "required key 'factor'"),
         ({"rope_type": "linear", "factor": "2"}, "factor='2' is no int or float"),

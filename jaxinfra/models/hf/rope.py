@@ -43,13 +43,17 @@ def read_rope(
         if not values:
             return None
         rope = Keys(values, what=name)
-        named = rope.integer("original_max_position_embeddings", None)
+        named = rope.integer("original_max_position_embeddings", max_positions)
+        context = named if original is None else original
+        if context < 1:
+            raise ConfigError(
+                f"original_max_position_embeddings={context} must be at least 1: the positions "
+                "that the model was trained with before they were scaled"
+            )
         result = RopeConfig(
             theta=rope.number("rope_theta", theta),
             fraction=rope.number("partial_rotary_factor", fraction),
-            scaling=_read_scaling(
-                rope, max_positions=max_positions, original=original or named or max_positions
-            ),
+            scaling=_read_scaling(rope, max_positions=max_positions, original=context),
         )
         rope.finish(neutral=())
         return result
