@@ -136,6 +136,8 @@ def test_rope_settings_that_cannot_be_followed_are_refused(scaling, message):
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scaled by layer"),
         ("gpt2", {"scale_attn_weights": False}, "without 1/sqrt"),
         ("gpt2", {"n_ctx": 12}, "must equal n_positions"),
+        ("deepseek_v3", {"norm_topk_prob": None}, "norm_topk_prob is null"),
+        ("deepseek_v3", {"rope_interleave": None}, "rope_interleave is null"),
         ("gpt2", {"add_cross_attention": True}, "cross-attention is not supported"),
     ],
 )

@@ -104,7 +104,12 @@ class Keys:
         return None if value is None else self._float(name, value)
 
     def flag(self, name: str, default: Any = _MISSING) -> bool:
-        """True or false."""
+        """True or false. Null is taken for missing, unless that is true: programs differ there."""
+        if default is True and self._values.get(name, True) is None:
+            raise ConfigError(
+                f"{self._what}: {name} is null, which some programs take for false and others for "
+                "not given, which is true; write true or false"
+            )
         return self._typed(name, default, (bool,))
 
     def text(self, name: str, default: Any = _MISSING) -> Any:
