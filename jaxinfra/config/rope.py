@@ -104,6 +104,15 @@ def check_rope(rope: RopeConfig, *, head_dim: int) -> None:
                     f"{name} has {count} entries; one for each of the {rotary_dim // 2} pairs "
                     "that are rotated is needed"
                 )
+    elif (
+        isinstance(scaling, Llama3Scaling)
+        and not 0.0 < scaling.low_frequency_factor < scaling.high_frequency_factor
+    ):
+        raise ConfigError(
+            f"rope scaling with low_frequency_factor={scaling.low_frequency_factor} and "
+            f"high_frequency_factor={scaling.high_frequency_factor}: the first must be positive "
+            "and less than the second, or there is no ramp between them"
+        )
     elif scaling is not None and scaling.factor < 1.0:
         raise ConfigError(
             f"rope scaling factor={scaling.factor} must be at least 1: it lengthens contexts"

@@ -105,8 +105,15 @@ class Decoder(nnx.Module):
     ) -> Float[Array, "B T V"]:
         """Logits of the next token, in the accum dtype (fp32). Compiled once per shape.
 
-        Raises ConfigError where the rows do not divide over the devices of a mesh.
+        Raises ConfigError where the rows do not divide over the devices of a mesh, or are longer
+        than a learned table of positions.
         """
+        length, longest = token_ids.shape[1], self.config.max_positions
+        if self.config.learned_positions and positions is None and length > longest:
+            raise ConfigError(
+                f"rows of {length} tokens, and the model has learned {longest} positions; give at "
+                f"most {longest} tokens"
+            )
         rows, shards = token_ids.shape[0], self.execution.place.batch_shards
         if rows % shards:
             raise ConfigError(

@@ -250,7 +250,7 @@ def _packed(source: ParameterSource, path: str, shape: tuple[int, ...]) -> Packe
         form=forms.pop(),
         inputs=tuple(sizes[letter] for letter in theirs[1]),
         outputs=tuple(sizes[letter] for letter in theirs[0]),
-        scale_dtype=scale,
+        scale_dtype=scale if scale.itemsize > 1 else np.dtype(np.float32),  # powers of two
         has_zeros=has_zeros.pop(),
         has_order=any(weight.groups() is not None for weight in stored),
     )

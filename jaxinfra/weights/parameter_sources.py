@@ -7,7 +7,7 @@ is that slice and no more.
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Protocol
 
 import jax
@@ -124,7 +124,7 @@ def mapped_parameters(files: TensorReader, weights: WeightMap) -> MappedParamete
     """Checks names and shapes of all tensors; raises CheckpointError naming those that are wrong.
 
     Files of the bare model lack the root of all names; a tensor tied to another may be there if it
-    equals it.
+    equals it, and a bias that the model has not, as AutoGPTQ wrote for every layer, if it is 0.
     """
     bare = not any(name.startswith(weights.root) for name in files.tensors)
     names = {
@@ -146,6 +146,7 @@ def mapped_parameters(files: TensorReader, weights: WeightMap) -> MappedParamete
         if name not in known
         and not (weights.ignored is not None and weights.ignored.fullmatch(root + name))
         and weights.extra_layer(root + name) is None
+        and not _is_zero_bias(files, name, known)
     ]
     if extra:
         raise CheckpointError(
@@ -196,6 +197,14 @@ def stored_parameters(
 def _listed(names: list[str]) -> str:
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({shown})"
+
+
+def _is_zero_bias(files: TensorReader, name: str, known: Collection[str]) -> bool:
+    """Whether this is a bias that adds nothing to the product with a weight of the model."""
+    shape = files.tensors[name].shape
+    if f"{name.removesuffix('.bias')}.weight" not in known or len(shape) != 1:
+        return False
+    return not np.any(files.read(name, (slice(0, shape[0]),)))
 
 
 def _equal(files: TensorReader, first: str, second: str) -> bool:

@@ -15,7 +15,7 @@ from typing import Protocol
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.errors import CheckpointError, ConfigError
 from jaxinfra.models.hf.quantization import (
     Awq,
     BlockScaledFp8,
@@ -116,7 +116,13 @@ class _Mxfp4Files:
         for name, tensor in self.files.tensors.items():
             weight = name.removesuffix(_BLOCKS)
             if name != weight:
-                experts, outputs, groups, _ = tensor.shape
+                shape = tensor.shape
+                if len(shape) != 4 or shape[-1] != _GROUP // 2 or tensor.dtype != np.uint8:
+                    raise CheckpointError(
+                        f"{self.directory}: {name} is {tensor.dtype.name}{list(shape)}; blocks are "
+                        "uint8 [experts, outputs, inputs / 32, 16]: copy all files again"
+                    )
+                experts, outputs, groups, _ = shape
                 found_tensor(
                     self.files,
                     weight + _SCALES,

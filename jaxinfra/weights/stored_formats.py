@@ -18,6 +18,7 @@ from jaxinfra.weights.stored_weights import StoredWeight
 from jaxinfra.weights.tensor_files import StoredTensor, TensorFiles
 
 _FLOATS = ("float16", "bfloat16", "float32")
+_POWERS = "float8_e8m0fnu"  # of two alone, where scale_fmt is ue8m0
 _WORDS = ("int32",)
 _Found = tuple[str, StoredWeight] | None
 
@@ -25,17 +26,22 @@ _Found = tuple[str, StoredWeight] | None
 def find_scaled_fp8(
     files: TensorFiles, name: str, *, config: BlockScaledFp8 | TensorScaledFp8
 ) -> _Found:
-    """``NAME`` in e4m3 with ``NAME_scale_inv`` of blocks, or ``NAME_scale`` of the tensor."""
+    """``NAME`` in e4m3 with ``NAME_scale_inv`` of blocks, or one scale of the tensor, which
+    transformers calls so too and others ``NAME_scale``.
+    """
     tensor = files.tensors[name]
     if tensor.dtype.name != "float8_e4m3fn":
         return None
     if isinstance(config, TensorScaledFp8):
-        return name, _plain(files, name, f"{name}_scale", tensor, WeightCode.E4M3, per_tensor=True)
+        names = (f"{name}_scale_inv", f"{name}_scale")
+        scale = next((each for each in names if each in files.tensors), names[-1])
+        return name, _plain(files, name, scale, tensor, WeightCode.E4M3, per_tensor=True)
     outputs, inputs = config.block
     form = WeightFormat(code=WeightCode.E4M3, group_rows=inputs, group_columns=outputs)
     scale = f"{name}_scale_inv"
     shape = _matrix(files, name, tensor)
-    stored.found_tensor(files, scale, form.scales_shape(*shape[::-1])[::-1], of=name, kinds=_FLOATS)
+    grid = form.scales_shape(*shape[::-1])[::-1]
+    stored.found_tensor(files, scale, grid, of=name, kinds=(*_FLOATS, _POWERS))
     return name, StoredWeight(
         shape=shape,
         form=form,
@@ -89,6 +95,11 @@ def find_gptq(files: TensorFiles, name: str, *, config: Gptq) -> _Found:
         found(order, (inputs,), kinds=_WORDS)
         parts.append(order)
         groups = functools.partial(stored.group_numbers, files, order, group=group)
+    elif config.act_order and group < inputs:
+        raise CheckpointError(
+            f"{files.directory}: {order} is missing, which says the group of each input where "
+            "desc_act is true; copy all files again, or correct desc_act"
+        )
     code = WeightCode.INT4 if config.bits == 4 else WeightCode.INT8
     middle = 0 if config.bits == 4 else 128
 
@@ -232,9 +243,14 @@ def _plain(
     )
     if config is not None and not config.symmetric:
         zero = f"{name}_zero_point"
-        stored.found_tensor(files, zero, (outputs, grid[1]), of=name, kinds=("int8",))
+        shape_of_zeros = (1,) if per_tensor else (outputs, grid[1])
+        stored.found_tensor(files, zero, shape_of_zeros, of=name, kinds=("int8",))
         parts.append(zero)
-        zeros = functools.partial(stored.read_whole, files, zero)
+
+        def zeros() -> np.ndarray:
+            read = stored.read_whole(files, zero)
+            return np.broadcast_to(read, (outputs, 1)) if per_tensor else read
+
     return StoredWeight(
         shape=shape,
         form=form,

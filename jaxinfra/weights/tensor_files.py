@@ -23,6 +23,7 @@ DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 
 STORED = DTYPES | {
     "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
     "U8": "uint8",
     "I8": "int8",
     "I32": "int32",

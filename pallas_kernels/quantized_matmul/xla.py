@@ -94,6 +94,9 @@ def _both_rounded(x_MK: jax.Array, weight: QuantizedWeight, *, out_dtype: jnp.dt
     dims = (((1,), (1 if in_columns else 0,)), ((), ()))
     if weight.format.code is WeightCode.INT8:
         sums_MN = lax.dot_general(values_MK, weight.data, dims, preferred_element_type=jnp.int32)
+        if weight.zeros is not None:  # sum x (code - zero) = sum x code - zero sum x
+            sums_M1 = jnp.sum(values_MK, axis=1, keepdims=True, dtype=jnp.int32)
+            sums_MN = sums_MN - sums_M1 * weight.zeros.astype(jnp.int32)
         product_MN = sums_MN.astype(jnp.float32)
     else:
 

@@ -129,10 +129,13 @@ def test_ranges_with_zero_points_reach_both_ends():
     assert largest(True) <= 0.5 * 3 / 15 * 1.001 < largest(False)
 
 
-@pytest.mark.parametrize("activations", list(Activations))
-def test_activations_are_rounded_row_by_row(activations):
+@pytest.mark.parametrize(
+    ("activations", "has_zeros"),
+    [(Activations.INT8, False), (Activations.INT8, True), (Activations.E4M3, False)],
+)
+def test_activations_are_rounded_row_by_row(activations, has_zeros):
     form = WeightFormat(code=WeightCode(activations.value), activations=activations)
-    weight, value = stored(form)
+    weight, value = stored(form, has_zeros=has_zeros)
     x = RNG.normal(size=(3, K)) * np.array([[1.0], [1e3], [1e-3]])
     top = 127 if activations is Activations.INT8 else 448
     scale = np.abs(x).max(1, keepdims=True).astype(np.float32) / np.float32(top)

@@ -93,7 +93,16 @@ def test_contradicting_rope_keys_are_refused():
 @pytest.mark.parametrize(
     ("scaling", "message"),
     [
-        ({"rope_type": "dynamic", "factor": 2.0}, "rope type 'dynamic' is not supported"),
+        ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic' is not supported.*up to that length"),
+        (
+            {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0},
+            "original_max_position_embeddings=0 must be at least 1",
+        ),
+        (
+            {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0},
+            "no ramp between",
+        ),
+        ({"rope_type": "warped"}, "rope type 'warped' is not supported; known: default"),
         ({"rope_type": "linear"}, "required key 'factor'"),
         ({"rope_type": "linear", "factor": "2"}, "factor='2' is no int or float"),
         ({"rope_type": "linear", "factor": 2.0, "warp": 1}, "unknown keys.*warp=1"),
@@ -127,6 +136,8 @@ def test_rope_settings_that_cannot_be_followed_are_refused(scaling, message):
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scaled by layer"),
         ("gpt2", {"scale_attn_weights": False}, "without 1/sqrt"),
         ("gpt2", {"n_ctx": 12}, "must equal n_positions"),
+        ("deepseek_v3", {"norm_topk_prob": None}, "norm_topk_prob is null"),
+        ("deepseek_v3", {"rope_interleave": None}, "rope_interleave is null"),
         ("gpt2", {"add_cross_attention": True}, "cross-attention is not supported"),
     ],
 )
@@ -161,6 +172,17 @@ def test_what_releases_default_differently_must_be_named(name, key, null_is_none
         assert from_hf_config(values(name, **{key: None})) != from_hf_config(values(name))
 
 
+@pytest.mark.parametrize("scaling", [{}, {"rope_scaling": None}, {"rope_parameters": {}}])
+def test_gpt_oss_says_how_positions_are_scaled(scaling):
+    """Null is YaRN to some releases and no scaling to others, and so never written."""
+    bare = without("gpt_oss", "rope_parameters")
+    with pytest.raises(ConfigError, match="rope_scaling is missing or null"):
+        from_hf_config(bare | scaling)
+    config = from_hf_config(bare | {"rope_scaling": {"rope_type": "default"}})
+    assert rope_of(config).scaling is None
+    assert to_hf_config(config, model_type="gpt_oss")["rope_scaling"] == {"rope_type": "default"}
+
+
 def test_windows_by_layer():
     assert [block.mixer.window for block in from_hf_config(values("gemma2")).blocks] == [
         7,
@@ -172,6 +194,17 @@ def test_windows_by_layer():
     assert windows == [None, None, 7, 7]
     off = from_hf_config(older | {"use_sliding_window": False})
     assert [block.mixer.window for block in off.blocks] == [None]
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_models_without_windows_are_written_with_a_width(name):
+    """Null fails there: the reference makes the mask of windows before it asks who has one."""
+    layers = from_hf_config(values(name)).num_layers
+    config = from_hf_config(values(name, layer_types=["full_attention"] * layers))
+    assert [block.mixer.window for block in config.blocks] == [None]
+    written = to_hf_config(config, model_type=name)
+    assert written["sliding_window"] == config.max_positions
+    assert from_hf_config(written) == config
 
 
 @pytest.mark.parametrize(

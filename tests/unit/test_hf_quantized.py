@@ -19,23 +19,10 @@ from jaxinfra.weights.load_pretrained import load_pretrained
 from jaxinfra.weights.model_directory import read_model_directory
 from jaxinfra.weights.quantized_files import plain_tensors
 from jaxinfra.weights.tensor_files import open_tensor_files
+from tests.raw_tensors import save
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "hf"
 BLOCK = (6, 8)  # divides no matrix here
-CODES = {"float8_e4m3fn": "F8_E4M3", "uint8": "U8", "float32": "F32", "bfloat16": "BF16"}
-
-
-def save(directory, tensors):
-    """Safetensors of types that the library does not take from NumPy."""
-    header, start = {}, 0
-    for name, x in tensors.items():
-        offsets = [start, start + x.nbytes]
-        header[name] = {"dtype": CODES[x.dtype.name], "shape": x.shape, "data_offsets": offsets}
-        start += x.nbytes
-    text = json.dumps(header).encode()
-    elements = (np.ascontiguousarray(x).tobytes() for x in tensors.values())
-    content = len(text).to_bytes(8, "little") + text + b"".join(elements)
-    (directory / "model.safetensors").write_bytes(content)
 
 
 def in_fp8(x):
@@ -219,3 +206,10 @@ def test_any_slice_of_mxfp4_has_its_own_exponents(tmp_path):
     for inputs in (slice(0, 96), slice(31, 33), slice(40, 41), slice(64, 96)):
         index = (slice(1, 2), inputs, slice(2, 5))
         np.testing.assert_array_equal(reader.read("w", index).astype(np.float64), want[index])
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 3), (2, 6, 3, 8)])
+def test_mxfp4_blocks_of_another_shape_are_named(tmp_path, shape):
+    save(tmp_path, {"w_blocks": np.zeros(shape, np.uint8), "w_scales": np.zeros(shape, np.uint8)})
+    with pytest.raises(CheckpointError, match="w_blocks is uint8"):
+        plain_tensors(open_tensor_files(tmp_path), Mxfp4())

@@ -15,6 +15,7 @@ import pytest
 from jaxinfra.config.model import ModelConfig, NormConfig, stacked
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import AttentionImplementation, Remat
+from jaxinfra.core.errors import ConfigError
 from jaxinfra.layers.block import Block
 from jaxinfra.models.definition import define_model
 from jaxinfra.parallel.execution import execution_on
@@ -174,6 +175,8 @@ def test_learned_positions_are_added_where_the_batch_says():
     last = jnp.array([[config.max_positions - 1]])
     assert jnp.isfinite(run(tokens[:, :1], positions=last)).all()
     assert jnp.isnan(run(tokens[:, :1], positions=last + 1)).all(), "beyond the table"
+    with pytest.raises(ConfigError, match=f"the model has learned {config.max_positions} posit"):
+        run(jnp.zeros((1, config.max_positions + 1), jnp.int32))
 
 
 def test_an_id_beyond_the_vocabulary_is_loud():

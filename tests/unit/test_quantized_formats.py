@@ -118,7 +118,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
     ("case", "changes", "message"),
     [
         ("awq", {"bits": 3}, "bits=3: weights of 4 bits"),
-        ("awq", {"version": "gemv"}, "version='gemv'.*version gemm is read"),
+        ("awq", {"version": "gemv"}, "version='gemv'.*layouts gemm is read"),
         ("awq", {"group_size": 0}, "group_size=0"),
         ("awq", {"group_size": "16"}, "group_size='16' is no int"),
         ("gptq", {"bits": 2}, "bits=2: weights of 4 or 8 bits"),

@@ -48,12 +48,14 @@ def write_mistral(config: ModelConfig) -> dict[str, Any]:
 def read_qwen2(keys: Keys) -> ModelConfig:
     """Qwen 2 and 2.5: biased query, key and value."""
     keys.require("num_key_value_heads")
+    keys.expect("qkv_bias", (True, None), "queries, keys and values have biases here")
     return decoder_config(keys, windows=layer_windows(keys), qkv_bias=True)
 
 
 def read_qwen3(keys: Keys) -> ModelConfig:
     """Qwen 3: query and key normalized by head."""
     keys.require("num_key_value_heads", "head_dim")
+    keys.expect("use_qk_norm", (True, None), "queries and keys are normalized here")
     bias = keys.flag("attention_bias", False)
     norm = NormConfig(epsilon=keys.number("rms_norm_eps"))
     return decoder_config(
@@ -83,6 +85,9 @@ def write_qwen3(config: ModelConfig) -> dict[str, Any]:
 
 def read_phi3(keys: Keys) -> ModelConfig:
     """Phi-3, 3.5-mini, 4: fused projections, LongRoPE."""
+    # Of Phi-4-mini's own code, which can mix kinds of attention and stretch positions.
+    keys.expect("full_attn_mod", (1, None), "all layers attend alike here")
+    keys.expect("interpolate_factor", (1, None), "positions are scaled by rope_scaling alone")
     return decoder_config(
         keys,
         windows=(keys.integer("sliding_window", None),),
@@ -111,6 +116,8 @@ def read_gemma2(keys: Keys) -> ModelConfig:
     keys.require("attn_logit_softcapping", "final_logit_softcapping")
     keys.expect("hidden_act", (keys.text("hidden_activation"),), "hidden_activation says otherwise")
     keys.expect("use_bidirectional_attention", (None, False), "attention here is causal")
+    window = keys.integer("sliding_window", None)
+    keys.expect("sliding_window_size", (window, None), "sliding_window says otherwise")
     num_layers = keys.integer("num_hidden_layers")
     bias = keys.flag("attention_bias", False)
     return decoder_config(
@@ -118,7 +125,7 @@ def read_gemma2(keys: Keys) -> ModelConfig:
         activation_key="hidden_activation",
         windows=typed_windows(
             keys.sequence("layer_types", ((SLIDING, FULL) * num_layers)[:num_layers]),
-            keys.integer("sliding_window", None),
+            window,
             num_layers=num_layers,
         ),
         qkv_bias=bias,
@@ -139,6 +146,8 @@ def write_gemma2(config: ModelConfig) -> dict[str, Any]:
     keys = write_qwen2(config)
     for name in ("use_sliding_window", "max_window_layers", "hidden_act"):
         del keys[name]
+    # The reference makes a mask of windows whether a layer has one or not.
+    keys["sliding_window"] = keys["sliding_window"] or config.max_positions
     scale = attention.head_dim**-0.5 if attention.scale is None else attention.scale
     scalar = round(scale**-2, 6)
     return keys | {

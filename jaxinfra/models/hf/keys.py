@@ -25,6 +25,8 @@ _NEUTRAL_NAMES = """
     encoder_no_repeat_ngram_size bad_words_ids num_return_sequences forced_bos_token_id
     forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
     begin_suppress_tokens
+    _num_labels n_special predict_special_tokens output_past max_sequence_length
+    is_llama_config transformers.js_config
 """
 NEUTRAL = frozenset(_NEUTRAL_NAMES.split())
 
@@ -42,9 +44,16 @@ _PLAIN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("sliding_window", (None,), "this architecture has no windows"),
     ("use_sliding_window", (False, None), "this architecture has no windows"),
     ("rope_scaling", (None,), "this architecture has no rotary embedding"),
+    ("rope_interleaved", (False, None), "halves of a head are rotated here, not neighbours"),
+    ("use_mrope", (False, None), "a token has one position here, not one of each image axis"),
+    ("qkv_bias", (False, None), "this architecture has no such bias"),
+    ("lm_head_bias", (False, None), "logits have no bias here"),
+    ("use_qk_norm", (False, None), "this architecture has no norms of queries and keys"),
+    ("shared_expert_intermediate_size", (0, None), "this architecture has no shared experts"),
 )
 
 
+_ADD = "; add it, with the value that the model was trained with"
 _LARGEST = 1 << 53
 _BOUNDED = {"num_hidden_layers": "num_layers", "n_layer": "num_layers"}
 
@@ -87,7 +96,7 @@ class Keys:
         """
         for name in names:
             if name not in self._values:
-                raise ConfigError(f"{self._what}: required key {name!r} is missing")
+                raise ConfigError(f"{self._what}: required key {name!r} is missing{_ADD}")
 
     def number(self, name: str, default: Any = _MISSING) -> Any:
         """A number, as float; the default may be None."""
@@ -95,7 +104,12 @@ class Keys:
         return None if value is None else self._float(name, value)
 
     def flag(self, name: str, default: Any = _MISSING) -> bool:
-        """True or false."""
+        """True or false. Null is taken for missing, unless that is true: programs differ there."""
+        if default is True and self._values.get(name, True) is None:
+            raise ConfigError(
+                f"{self._what}: {name} is null, which some programs take for false and others for "
+                "not given, which is true; write true or false"
+            )
         return self._typed(name, default, (bool,))
 
     def text(self, name: str, default: Any = _MISSING) -> Any:
@@ -162,7 +176,7 @@ class Keys:
         value = self._values.get(name)
         if value is None:  # the reference implementation takes null for "not given" too
             if default is _MISSING:
-                raise ConfigError(f"{self._what}: required key {name!r} is missing")
+                raise ConfigError(f"{self._what}: required key {name!r} is missing{_ADD}")
             return default
         # JSON's true is an int in Python, and no number.
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):

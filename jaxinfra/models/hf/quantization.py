@@ -46,6 +46,7 @@ class Gptq:
     bits: int
     group: int  # inputs that share a scale; -1: all
     adds_one: bool  # to zero points as stored: all but the second version of the format
+    act_order: bool  # groups are of inputs in another order, which the files must then say
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,16 +68,22 @@ type Quantization = BlockScaledFp8 | TensorScaledFp8 | Mxfp4 | Awq | Gptq | Comp
 
 # Of what is left as it is: the files say it as well. Of how the reference implementation computes.
 _NEUTRAL_NAMES = """
-    modules_to_not_convert ignored_layers dequantize scale_fmt
-    backend do_fuse exllama_config fuse_max_seq_len modules_to_fuse
+    modules_to_not_convert modules_to_convert ignored_layers dequantize scale_fmt
+    backend do_fuse exllama_config disable_exllama fuse_max_seq_len modules_to_fuse
     batch_size block_name_to_quantize cache_block_outputs damp_percent dataset desc_act lm_head
     max_input_length meta model_file_base_name model_name_or_path model_seqlen
-    module_name_preceding_first_block modules_in_block_to_quantize pack_dtype pad_token_id
-    static_groups sym tokenizer true_sequential use_cuda_fp16 use_exllama act_group_aware format
+    module_name_preceding_first_block modules_in_block_to_quantize pad_token_id
+    static_groups sym tokenizer true_sequential use_cuda_fp16 use_exllama act_group_aware hyb_act
+    damp_auto_increment offload_to_disk pack_impl
+    amp autoround_version enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input
+    gradient_accumulate_steps iters low_gpu_mem_usage lr lr_scheduler minmax_lr nsamples scale_dtype
+    seqlen to_quant_block_names train_bs
     global_compression_ratio ignore quantization_status version
 """
 _NEUTRAL = frozenset(_NEUTRAL_NAMES.split())
-_NEUTRAL_OF_WEIGHTS = frozenset(("observer", "observer_kwargs", "block_structure", "actorder"))
+_NEUTRAL_OF_WEIGHTS = frozenset(
+    ("observer", "observer_kwargs", "block_structure", "actorder", "scale_dtype", "zp_dtype")
+)
 
 
 def read_quantization(keys: Keys) -> Quantization | None:
@@ -113,8 +120,12 @@ def read_quantization(keys: Keys) -> Quantization | None:
 def _fp8(keys: Keys) -> BlockScaledFp8 | TensorScaledFp8:
     keys.expect("fmt", ("e4m3",), "elements are read as e4m3")
     keys.expect(
-        "activation_scheme", ("dynamic",), "scales of activations are computed, not read from files"
+        "activation_scheme",
+        ("dynamic",),
+        "scales of activations are computed, not read from files; use a checkpoint whose scheme is "
+        "dynamic, or the original one",
     )
+    keys.expect("expert_dtype", ("fp8", None), "experts are read in the format of the others")
     size = keys.sequence("weight_block_size", None)
     if size is None:
         return TensorScaledFp8()
@@ -132,21 +143,39 @@ def _block(size: tuple[Any, ...], name: str) -> tuple[int, int]:
 
 def _awq(keys: Keys) -> Awq:
     _bits(keys, "bits", (4,))
-    keys.expect("version", ("gemm", "GEMM"), "of AWQ's layouts version gemm is read: save in that")
+    for name in ("version", "format", "checkpoint_format"):  # as releases have called it
+        keys.expect(name, ("gemm", "GEMM"), "of AWQ's layouts gemm is read: save in that")
+    if keys.text("backend", None) == "llm-awq":
+        raise ConfigError(
+            "quantization_config: backend='llm-awq' has a layout of its own: of AWQ's layouts gemm "
+            "is read: save in that"
+        )
     keys.expect("zero_point", (True,), "AWQ is read with zero points; without, use GPTQ's format")
     return Awq(group=_group(keys))
 
 
 def _gptq(keys: Keys) -> Gptq:
     bits = _bits(keys, "bits", (4, 8))
-    version = keys.text("checkpoint_format", "gptq")
-    if version not in ("gptq", "gptq_v2"):
+    older, newer = (keys.text(name, None) for name in ("checkpoint_format", "format"))
+    version = older or newer or "gptq"
+    if version not in ("gptq", "gptq_v2") or newer not in (None, version):
         raise ConfigError(
-            f"quantization_config: checkpoint_format={version!r}: of GPTQ's layouts gptq and "
-            "gptq_v2 are read; save in one of those"
+            f"quantization_config: checkpoint_format={older!r} and format={newer!r}: of GPTQ's "
+            "layouts gptq and gptq_v2 are read, which both must name alike; save in one of those"
         )
-    keys.expect("dynamic", (None, {}), "one format for all layers is read, not rules by name")
-    return Gptq(bits=bits, group=_group(keys), adds_one=version == "gptq")
+    rules = keys.mapping("dynamic") or {}
+    # Rules with a minus name layers that are left as they are: the files say so too.
+    if others := {name: rule for name, rule in rules.items() if not name.startswith("-:")}:
+        raise ConfigError(
+            f"quantization_config: dynamic={others}: one format for all layers is read, not rules "
+            "by name, but for those of layers that are left out (-:); quantize all layers alike"
+        )
+    return Gptq(
+        bits=bits,
+        group=_group(keys),
+        adds_one=version == "gptq",
+        act_order=keys.flag("desc_act", False),
+    )
 
 
 def _bits(keys: Keys, name: str, known: tuple[int, ...]) -> int:
@@ -156,6 +185,8 @@ def _bits(keys: Keys, name: str, known: tuple[int, ...]) -> int:
             f"quantization_config: {name}={bits}: weights of {' or '.join(map(str, known))} bits "
             "are read in this format; use the original checkpoint"
         )
+    keys.expect("data_type", ("int", None), "elements are read as integers in this format")
+    keys.expect("pack_dtype", ("int32", None), "elements are read in words of 32 bits")
     return bits
 
 
@@ -177,9 +208,20 @@ def _compressed_tensors(keys: Keys) -> CompressedTensors:
             f"quantization_config: format={layout!r}: of compressed-tensors "
             f"{', '.join(known)} are read; save in one of those"
         )
-    keys.expect("kv_cache_scheme", (None,), "scales of caches are computed, not read from files")
-    for name in ("sparsity_config", "transform_config"):
-        keys.expect(name, (None, {}), "weights that are sparse or rotated too are not read")
+    keys.expect(
+        "kv_cache_scheme",
+        (None,),
+        "scales of caches are computed, not read from files; use a checkpoint without one, and a "
+        "cache in 8 bits when serving it",
+    )
+    sparsity = keys.mapping("sparsity_config") or {}
+    if sparsity.get("format", "dense") != "dense":
+        raise ConfigError(
+            f"quantization_config: sparsity_config of format={sparsity['format']!r}: weights that "
+            "are sparse too are read where they lie as dense ones; save them so"
+        )
+    keys.expect("moe_sparsity_config", (None, {}), "experts that are sparse too are not read")
+    keys.expect("transform_config", (None, {}), "weights that are rotated too are not read")
     groups = keys.mapping("config_groups") or {}
     if len(groups) != 1:
         raise ConfigError(
@@ -187,12 +229,7 @@ def _compressed_tensors(keys: Keys) -> CompressedTensors:
             "format for all linear layers is read; quantize them alike"
         )
     group = _nested(next(iter(groups.values())), "config_groups")
-    targets = group.sequence("targets", ())
-    if targets != ("Linear",):
-        raise ConfigError(
-            f"quantization_config: targets={list(targets)}: groups of ['Linear'] are read, with "
-            "exceptions in ignore"
-        )
+    group.ignore("targets")  # of one format, the files say which layers have it
     group.expect("output_activations", (None,), "outputs are not quantized here")
     group.expect("format", (None, layout), "all weights lie in one layout")
     inputs = group.mapping("input_activations")
@@ -262,7 +299,8 @@ def _activations(keys: Keys) -> Activations:
         raise ConfigError(
             f"quantization_config: input_activations with num_bits={bits}, dynamic={dynamic}, "
             f"strategy={strategy!r}, symmetric={symmetric}: inputs are rounded to 8 bits, each "
-            "token by its own largest element (dynamic, token, symmetric)"
+            "token by its own largest element (dynamic, token, symmetric); use a checkpoint of "
+            "that kind, or the original one"
         )
     return Activations.E4M3 if kind == "float" else Activations.INT8
 

@@ -43,13 +43,17 @@ def read_rope(
         if not values:
             return None
         rope = Keys(values, what=name)
-        named = rope.integer("original_max_position_embeddings", None)
+        named = rope.integer("original_max_position_embeddings", max_positions)
+        context = named if original is None else original
+        if context < 1:
+            raise ConfigError(
+                f"original_max_position_embeddings={context} must be at least 1: the positions "
+                "that the model was trained with before they were scaled"
+            )
         result = RopeConfig(
             theta=rope.number("rope_theta", theta),
             fraction=rope.number("partial_rotary_factor", fraction),
-            scaling=_read_scaling(
-                rope, max_positions=max_positions, original=original or named or max_positions
-            ),
+            scaling=_read_scaling(rope, max_positions=max_positions, original=context),
         )
         rope.finish(neutral=())
         return result
@@ -80,6 +84,12 @@ def _read_scaling(rope: Keys, *, max_positions: int, original: int) -> RopeScali
         return _read_yarn(rope, max_positions=max_positions, original=original)
     if name in _LONGROPE_NAMES:
         return _read_longrope(rope, max_positions=max_positions, original=original)
+    if name == "dynamic":
+        raise ConfigError(
+            "rope type 'dynamic' is not supported: its frequencies change with a sequence's "
+            f"length beyond max_position_embeddings={max_positions}, and so keys that are cached; "
+            "up to that length it is the type 'default': write that, or 'yarn' for longer contexts"
+        )
     raise ConfigError(
         f"rope type {name!r} is not supported; "
         f"known: default, linear, llama3, yarn, {', '.join(_LONGROPE_NAMES)}"
@@ -89,6 +99,12 @@ def _read_scaling(rope: Keys, *, max_positions: int, original: int) -> RopeScali
 def _read_yarn(rope: Keys, *, max_positions: int, original: int) -> YarnScaling:
     factor = rope.number("factor", max_positions / original)
     attention_factor = rope.number("attention_factor", None)
+    if (multiplier := rope.number("attn_factor", None)) is not None:
+        raise ConfigError(
+            f"attn_factor={multiplier}: transformers takes no notice of it, others multiply YaRN's "
+            f"own {yarn_temperature(factor, 1.0):.6g} by it; remove it, or write attention_factor, "
+            "which is the product, in its place"
+        )
     mscale, all_dim = rope.number("mscale", None), rope.number("mscale_all_dim", None)
     if attention_factor is None and mscale and all_dim:
         attention_factor = yarn_temperature(factor, mscale) / yarn_temperature(factor, all_dim)

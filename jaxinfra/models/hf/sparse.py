@@ -78,6 +78,7 @@ def read_qwen2_moe(keys: Keys) -> ModelConfig:
 def read_qwen3_moe(keys: Keys) -> ModelConfig:
     """Qwen 3 with experts (arXiv 2505.09388); a window is of all layers."""
     keys.require("num_key_value_heads")
+    keys.expect("use_qk_norm", (True, None), "queries and keys are normalized here")
     window = keys.integer("sliding_window", None)
     if keys.flag("use_sliding_window", False):
         keys.require("sliding_window")
@@ -165,9 +166,12 @@ def read_gpt_oss(keys: Keys) -> ModelConfig:
     num_layers = keys.integer("num_hidden_layers")
     types = keys.sequence("layer_types", ((SLIDING, FULL) * num_layers)[:num_layers])
     bias = keys.flag("attention_bias", True)
-    if keys.mapping("rope_scaling") is None and keys.mapping("rope_parameters") is None:
-        # Where neither is there, the reference implementation scales all the same.
-        keys.require("rope_scaling")
+    if not keys.mapping("rope_scaling") and not keys.mapping("rope_parameters"):
+        raise ConfigError(
+            "gpt_oss config: rope_scaling is missing or null, which releases of the reference "
+            "implementation take for YaRN by 32 or for no scaling; write what the model was "
+            'trained with, {"rope_type": "default"} if unscaled'
+        )
     dense = decoder_config(
         keys,
         windows=typed_windows(types, keys.integer("sliding_window", None), num_layers=num_layers),
@@ -192,11 +196,16 @@ def write_gpt_oss(config: ModelConfig) -> dict[str, Any]:
     attention, experts, _ = _layers(config)
     windows = [block.mixer.window for block in config.layers]
     wide = dataclasses.replace(_as_wide(experts), kind=MlpKind.SWIGLU)
-    return decoder_keys(config, mlp=wide) | {
+    keys = decoder_keys(config, mlp=wide)
+    # Null would be read as YaRN.
+    scaling = keys.get("rope_scaling") or {"rope_type": "default"}
+    return keys | {
+        "rope_scaling": scaling,
         "num_local_experts": experts.num_experts,
         "num_experts_per_tok": experts.top_k,
         "attention_bias": attention.out_bias,
-        "sliding_window": max((w for w in windows if w is not None), default=None),
+        # The reference makes a mask of windows whether a layer has one or not.
+        "sliding_window": max((w for w in windows if w is not None), default=config.max_positions),
         "layer_types": [FULL if window is None else SLIDING for window in windows],
         **_GATE,
     }
