@@ -191,7 +191,7 @@ _KINDS = (
 _MOSAIC = "_mosaic_gpu"
 _MOSAIC_KINDS = (
     # As ``pallas_kernels`` names its own.
-    ("matmul", r"matmul|cross_entropy"),
+    ("matmul", r"matmul|cross_entropy|decode_layers"),
     ("attention", r"attention|append_heads"),
     ("reduction", r"softmax|norm"),
     ("elementwise", r"quantize"),

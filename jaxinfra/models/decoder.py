@@ -28,7 +28,7 @@ from jaxinfra.layers.norm import Norm
 from jaxinfra.layers.passes import LayerOutput, Pass
 from jaxinfra.layers.rope import RopeTable, rope_table
 from jaxinfra.layers.stack import stack as stack_of
-from jaxinfra.models.layer_loop import one_by_one, take_apart
+from jaxinfra.models.layer_loop import one_by_one, take_apart, take_in_place
 from jaxinfra.models.recomputation import check_kept, repeats_in_body, steps_of_stack
 from jaxinfra.models.repetition import KVCache as KVCache
 from jaxinfra.models.repetition import (
@@ -287,16 +287,15 @@ class Decoder(nnx.Module):
                 in_loop=unroll < repeats,
             )
             start, layers = (x_BTD, stored), (indices, parameters, keys)
-            # Of experts there are more weights than of all else: how their gradients are put
-            # together is most of what an update takes.
-            has_experts = any(
-                isinstance(block.feed_forward, ExpertsConfig)
-                for block in self.config.blocks[places]
-            )
-            if has_experts and cache is None and 1 < repeats == unroll:
-                (x_BTD, stored), sums = one_by_one(steps, start, layers)
-            elif len(set(steps)) > 1 or (cache is None and 1 < repeats == unroll):
-                (x_BTD, stored), sums = one_by_one(steps, start, layers, take=take_apart)
+            if len(set(steps)) > 1 or (cache is None and 1 < repeats == unroll):
+                # Of experts there are more weights than of all else: how their gradients are put
+                # together is most of what an update takes.
+                has_experts = any(
+                    isinstance(block.feed_forward, ExpertsConfig)
+                    for block in self.config.blocks[places]
+                )
+                take = take_in_place if has_experts else take_apart
+                (x_BTD, stored), sums = one_by_one(steps, start, layers, take=take)
             else:
                 (x_BTD, stored), sums = jax.lax.scan(steps[0], start, layers, unroll=unroll)
         if cache is not None and stored is not None:

@@ -71,8 +71,9 @@ def whole_step(
     cache: KVCache | None,
 ) -> LayerOutput | None:
     """All layers of a step of one token; None where they are computed one after another."""
-    is_cached = cache is not None and not any(each.is_empty for each in cache)
-    if execution.decode_layers is None or cache is None or not is_cached or execution.statistics:
+    if execution.decode_layers is None or execution.statistics or cache is None:
+        return None
+    if any(each.is_empty for each in cache):
         return None
     rope = ropes[0]
     assert rope is not None, "check_whole"

@@ -112,8 +112,9 @@ def _of_any_length(
     if form is None:
         flat = flat_for(call) if _is_timed(call) else None
         if instead is not None:
-            # Softmax of 126,976 columns: 86% of a copy's rate instead of 29%.
-            taken = flat is not None and not call.num_vectors and rows * call.columns <= MOST_ODD
+            # Softmax of 126,976 columns: 86% of a copy's rate instead of 29%. Gradients of such
+            # lengths were not timed.
+            taken = flat is not None and _alone(call) and rows * call.columns <= MOST_ODD
             return flat if taken else instead
         # LayerNorm's two exchanges of two blocks: 47 and 42% of 50,257 and 100,003 columns.
         slow = flat is not None and flat.cluster > 1 and call.num_vectors > 1
