@@ -104,7 +104,7 @@ def forms(
     wanted: Sequence[str],
     step: Launches | None = None,
     *,
-    whole_layers: bool = False,
+    whole_layers: bool | None = False,
 ) -> Iterator[tuple[str, Form]]:
     """The model in each form, of the same weights."""
     policy = held_as_computed(POLICIES[PolicyName.BF16])

@@ -29,11 +29,8 @@ from jaxinfra.ops.quantized import QuantizedWeight
 
 def check_whole(config: ModelConfig) -> None:
     """Raises UnsupportedError for a model whose layers the kernel cannot compute."""
-    first = config.blocks[0]
-    wrong = _wrong_with(first)
-    if any(block != first for block in config.blocks):
-        wrong = "layers that differ"
-    elif any(repeats > 1 for repeats in config.repeats):
+    wrong = unlike_whole(config)
+    if any(repeats > 1 for repeats in config.repeats):
         wrong = "stacked layers: it is of the serving form"
     if wrong is not None:
         raise UnsupportedError(
@@ -41,6 +38,14 @@ def check_whole(config: ModelConfig) -> None:
             "to all earlier tokens, rotary in halves, SwiGLU, RMS norms before both, no biases; "
             "leave whole_layers=False"
         )
+
+
+def unlike_whole(config: ModelConfig) -> str | None:
+    """What a model's layers have that the kernel cannot compute, stacked or not; None: nothing."""
+    first = config.blocks[0]
+    if any(block != first for block in config.blocks):
+        return "layers that differ"
+    return _wrong_with(first)
 
 
 def _wrong_with(config: BlockConfig) -> str | None:
@@ -82,7 +87,7 @@ def whole_step(
     assert isinstance(attention, GroupedAttention), "check_whole"
     done = execution.decode_layers(
         x_BTD,
-        [_weights(block, x_BTD) for block in blocks],
+        [_weights(block) for block in blocks],
         [each.places() for each in seen],
         positions_BT=given.positions_BT,
         rope=rope,
@@ -98,9 +103,9 @@ def whole_step(
     return LayerOutput(x=x_BTD, cache=written, sums=tuple(Sums() for _ in blocks))
 
 
-def _weights(block: Block, x_BTD: jax.Array) -> LayerWeights:
+def _weights(block: Block) -> LayerWeights:
     """One layer's: a block is a stack of one."""
-    attention, mlp, dtype = block.attention, block.mlp, x_BTD.dtype
+    attention, mlp = block.attention, block.mlp
     assert isinstance(attention, GroupedAttention), "check_whole"
     assert isinstance(mlp, Mlp), "check_whole"
 
@@ -113,7 +118,7 @@ def _weights(block: Block, x_BTD: jax.Array) -> LayerWeights:
             )
         if isinstance(weight, QuantizedWeight):
             return weight
-        return weight.astype(dtype).reshape(int(np.prod(weight.shape[:contracted])), -1)
+        return weight.reshape(int(np.prod(weight.shape[:contracted])), -1)
 
     def norm(layer: Norm) -> RmsNorm:
         config = layer.config

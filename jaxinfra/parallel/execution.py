@@ -38,7 +38,7 @@ def execution_on(
     packed: bool = False,
     cache_format: CacheFormat = CacheFormat.PLAIN,
     step_launches: Literal["in-turn", "overlapped"] | None = None,
-    whole_layers: bool = False,
+    whole_layers: bool | None = False,
 ) -> Execution:
     """How a decoder runs on this mesh.
 
@@ -54,7 +54,8 @@ def execution_on(
         cache_format: of keys and values, or latents, in a cache.
         step_launches: on a Hopper GPU, decode steps append within the kernel that attends, launched
             so; None: a kernel appends before it.
-        whole_layers: on a Hopper GPU, all layers of a decode step of one row are one launch.
+        whole_layers: on a Hopper GPU, all layers of a decode step of one row are one launch; None:
+            where the kernel can, and on GPUs on which it was measured to be faster.
 
     Raises:
         UnsupportedError: packed weights where heads are split between devices, or in 8 bits; whole
@@ -91,7 +92,11 @@ def execution_on(
             if serves_alone and step_launches is not None
             else None
         ),
-        decode_layers=decode_layers if serves_alone and whole_layers else None,
+        decode_layers=(
+            functools.partial(decode_layers, is_named=bool(whole_layers))
+            if serves_alone and whole_layers is not False
+            else None
+        ),
         prepare=functools.partial(prepared, devices=devices),
         attend=attention_on(placement, implementation=attention, method=context_method),
         attend_latents=latents_on(placement, implementation=attention, method=context_method),

@@ -23,6 +23,7 @@ from jaxinfra.models.decoder import Decoder
 from jaxinfra.models.definition import ModelDefinition, Parameters, define_model, merged
 from jaxinfra.models.quantized_base import base_shapes
 from jaxinfra.models.serving_form import can_pack, serving_form, serving_parameters
+from jaxinfra.models.whole_step import unlike_whole
 from jaxinfra.numerics.policy import POLICIES, as_kept, held_as_computed
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.place import Placement
@@ -71,7 +72,7 @@ class LoadedModel:
         *,
         is_straight: bool | None = None,
         consumes: bool = False,
-        whole_layers: bool = False,
+        whole_layers: bool | None = None,
     ) -> Decoder:
         """The model as an engine runs it: on GPUs layer by layer, with packed projections where
         devices do not split them; its weights are copied. With adapters or 8-bit
@@ -80,7 +81,8 @@ class LoadedModel:
         Args:
             is_straight: the form of GPUs, or not, on any device.
             consumes: free this model's weights as they are copied; it has none afterwards.
-            whole_layers: as ``execution_on`` has it; of the form of GPUs.
+            whole_layers: as ``execution_on`` has it; of the form of GPUs. None: of a model whose
+                layers the launch can compute.
 
         Raises:
             UnsupportedError: whole layers of a model that they are not for.
@@ -99,6 +101,8 @@ class LoadedModel:
             return self.decoder
         is_whole = self.placement is None or self.placement.head_shards == 1
         is_packed = is_whole and can_pack(self.parameters)
+        if whole_layers is None and unlike_whole(definition.config) is not None:
+            whole_layers = False
         execution = execution_on(
             self.placement,
             policy=policy,

@@ -2,4 +2,5 @@
 
 from .api import LayerImplementation as LayerImplementation
 from .api import decode_layers as decode_layers
+from .api import refused_layers as refused_layers
 from .reference import LayerWeights as LayerWeights

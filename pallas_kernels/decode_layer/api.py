@@ -74,13 +74,7 @@ def decode_layers(
         >>> y.tolist(), k[1, :, 0, 0].tolist()
         ([[3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0]], [1.0, 1.0, 0.0, 1.0])
     """
-    if not layers or len(layers) != len(pages):
-        raise InputError(f"{len(layers)} layers and pages of {len(pages)}; give as many, or more")
-    call = LayersCall(
-        x=x, layers=layers, pages=pages, tables=jnp.asarray(page_tables), positions=positions,
-        rope=rope, scale=pages[0][0].shape[-1] ** -0.5 if scale is None else scale,
-    )  # fmt: skip
-    _check(call)
+    call = _checked(x, layers, pages, page_tables, positions, rope, scale)
     if implementation == "reference":
         found = decode_layers_reference(call)
     elif implementation == "apart":
@@ -97,6 +91,33 @@ def decode_layers(
     return without_gradient(
         found, "decode_layers has no gradient: it is for generating; norm, multiply and add apart"
     )
+
+
+def refused_layers(
+    x: jax.Array,
+    layers: Sequence[LayerWeights],
+    pages: Sequence[tuple[jax.Array, jax.Array]],
+    page_tables: jax.Array | np.ndarray,
+    positions: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+) -> str | None:
+    """Why ``decode_layers`` by "hopper" would refuse these arguments; None if it takes them.
+
+    Raises:
+        InputError: as ``decode_layers``.
+    """
+    return unsupported(_checked(x, layers, pages, page_tables, positions, rope, None))
+
+
+def _checked(x, layers, pages, page_tables, positions, rope, scale) -> LayersCall:
+    if not layers or len(layers) != len(pages):
+        raise InputError(f"{len(layers)} layers and pages of {len(pages)}; give as many, or more")
+    call = LayersCall(
+        x=x, layers=layers, pages=pages, tables=jnp.asarray(page_tables), positions=positions,
+        rope=rope, scale=pages[0][0].shape[-1] ** -0.5 if scale is None else scale,
+    )  # fmt: skip
+    _check(call)
+    return call
 
 
 def _check(call: LayersCall) -> None:

@@ -23,6 +23,9 @@ CASES = {
     "int4 of 64": LayerCase(length=70, N=16, K=8, H=128, form="int4 of 64"),
     "e4m3": LayerCase(length=129, layers=2, form="e4m3"),
     "1b": LayerCase(length=2048, N=32, K=8, F=8192),
+    "8b": LayerCase(length=2048, D=4096, N=32, K=8, H=128, F=14_336),
+    "8b int4": LayerCase(length=2048, D=4096, N=32, K=8, H=128, F=14_336, form="int4"),
+    "int8": LayerCase(length=129, layers=2, form="int8 of 128"),
 }
 
 

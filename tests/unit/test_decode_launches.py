@@ -127,6 +127,18 @@ def test_whole_layers_are_one_kernel(weights):
     assert kernel.outvars[0].aval.shape == (1, 2048)
 
 
+def test_whole_layers_are_taken_where_they_were_measured():
+    def kernels(kind: str = H200.kind, weights: str = "bf16", width: int = 2048) -> int:
+        with compiling_for(dataclasses.replace(H200, kind=kind)):
+            step = traced_step(weights, config(width), whole_layers=None)
+        return len([e for e in operations(step) if e.primitive.name == "mpmd_map"])
+
+    assert kernels() == 1
+    assert kernels(weights="int4 g128") == 1
+    assert kernels(kind="NVIDIA GH200 480GB") > 1  # nobody timed it there
+    assert kernels(width=576) > 1  # no multiple of a tile's rows
+
+
 def test_whole_layers_that_are_none_are_refused():
     policy = held_as_computed(POLICIES[PolicyName.BF16])
     whole = execution_on(policy=policy, packed=True, whole_layers=True)
