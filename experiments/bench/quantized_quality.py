@@ -77,7 +77,7 @@ def compared(want: np.ndarray, got: np.ndarray, ids_BT: np.ndarray) -> dict[str,
 
 
 def main() -> None:
-    """Prints a table and writes JSON."""
+    """Prints a table and writes JSON, row by row."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--text", type=Path, required=True, help="held-out text")
@@ -91,41 +91,45 @@ def main() -> None:
     original = load(args.run, policy=PolicyName.FP32)
     sizes = {"sequence_length": args.length, "num_sequences": args.sequences}
     rows: dict[str, dict[str, Any]] = {}
+    result = {
+        "command": shlex.join(
+            ["python", "-m", "experiments.bench.quantized_quality", *sys.argv[1:]]
+        ),
+        "model": args.model,
+        "device": jax.devices()[0].device_kind,
+        "tokens": args.sequences * args.length,
+        "rows": rows,
+    }
+
+    def add(name: str, row: dict[str, Any]) -> None:
+        rows[name] = row
+        row["perplexity_change"] = row["perplexity"] / rows["fp32"]["perplexity"] - 1
+        print(
+            f"{name:12s} {row['perplexity']:9.3f} {row['perplexity_change']:+8.3%} "
+            f"KL {row['kl_nats']:.2e}  top-1 {row['top1_agreement']:.2%}",
+            flush=True,
+        )
+        if args.out is not None:
+            args.out.write_text(json.dumps(result, indent=2) + "\n")
+
     with tempfile.TemporaryDirectory() as made, source_model(args.run) as source:
         ids_BT = calibration_ids(args.text, source.tokenizer_directory, **sizes)
         calibration = calibration_ids(args.calibrate, source.tokenizer_directory, **sizes)
         want = log_probabilities(original, ids_BT)
-        rows["fp32"] = compared(want, want, ids_BT)
+        add("fp32", compared(want, want, ids_BT))
         in_bf16 = load(args.run, policy=PolicyName.BF16)
-        rows["bf16"] = compared(want, log_probabilities(in_bf16, ids_BT), ids_BT)
+        add("bf16", compared(want, log_probabilities(in_bf16, ids_BT), ids_BT))
         for form in CacheFormat:
             got = cached_log_probabilities(original, ids_BT, form)
-            rows[f"cache-{form}"] = compared(want, got, ids_BT)
+            add(f"cache-{form}", compared(want, got, ids_BT))
         for name in RECIPES:
             recipe = quantization_recipe(name, group=args.group_size)
             report = quantize_model(source, Path(made) / name, recipe, ids_BT=calibration)
             got = log_probabilities(load(Path(made) / name), ids_BT)
             bits = 8 * report.quantized_bytes / report.num_quantized
-            rows[name] = compared(want, got, ids_BT) | {"bits_per_weight": bits}
             errors = [layer.error for layer in report.layers if layer.error is not None]
-            rows[name]["layer_errors"] = errors
-    base = rows["fp32"]["perplexity"]
-    for name, row in rows.items():
-        row["perplexity_change"] = row["perplexity"] / base - 1
-        print(
-            f"{name:12s} {row['perplexity']:9.3f} {row['perplexity_change']:+8.3%} "
-            f"KL {row['kl_nats']:.2e}  top-1 {row['top1_agreement']:.2%}"
-        )
-    if args.out is not None:
-        command = shlex.join(["python", "-m", "experiments.bench.quantized_quality", *sys.argv[1:]])
-        result = {
-            "command": command,
-            "model": args.model,
-            "device": jax.devices()[0].device_kind,
-            "tokens": int(ids_BT.size),
-            "rows": rows,
-        }
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
+            row = {"bits_per_weight": bits, "layer_errors": errors}
+            add(name, compared(want, got, ids_BT) | row)
 
 
 if __name__ == "__main__":

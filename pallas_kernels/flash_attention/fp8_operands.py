@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.e4m3 import E4M3, LARGEST, LEAST
 from pallas_kernels.common.errors import InputError
+from pallas_kernels.common.rounding import keep_rounded
 
 from .validate import check_qkv
 
@@ -142,7 +143,7 @@ def _scaled(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """e4m3 and scales of [B, J, rows, K, H] with one scale for rows and H."""
     largest = jnp.max(jnp.abs(x), axis=(2, 4), keepdims=True)
     scale = jnp.maximum(largest, LEAST) / LARGEST
-    return (x / scale).astype(E4M3), scale[:, :, 0, :, 0]
+    return keep_rounded((x / scale).astype(E4M3)), scale[:, :, 0, :, 0]
 
 
 def _of_each_key(scale: jax.Array, length: int) -> jax.Array:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.e4m3 import E4M3, LARGEST, LEAST
+from pallas_kernels.common.rounding import keep_rounded
 from pallas_kernels.rows.formula import Again, Formula, Load, Parts
 
 from . import formulas
@@ -32,7 +33,7 @@ def to_fp8(y: jax.Array) -> Fp8Rows:
     """Rounds float32 [..., C]."""
     largest = jnp.max(jnp.abs(y), axis=-1)
     scale = jnp.maximum(largest, LEAST) / LARGEST
-    return Fp8Rows(values=(y / scale[..., None]).astype(E4M3), scale=scale)
+    return Fp8Rows(values=keep_rounded((y / scale[..., None]).astype(E4M3)), scale=scale)
 
 
 def forward(norm: NormForm) -> Formula:

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common.rounding import keep_rounded
 from pallas_kernels.quantized_matmul import WeightCode
 
 from .spec import PagedCall
@@ -22,10 +23,10 @@ def codes_of(x: jax.Array, code: WeightCode, scale_dtype: jnp.dtype) -> tuple[ja
     wide = x.astype(jnp.float32)
     top = LARGEST[code]
     size = jnp.maximum(jnp.max(jnp.abs(wide), axis=-1), LEAST_SCALE * top)
-    scale = (size / top).astype(scale_dtype)
+    scale = keep_rounded((size / top).astype(scale_dtype))
     scaled = jnp.clip(wide / scale.astype(jnp.float32)[..., None], -top, top)
     if code is WeightCode.E4M3:
-        return scaled.astype(code.storage), scale
+        return keep_rounded(scaled.astype(code.storage)), scale
     if code is WeightCode.INT8:
         return jnp.round(scaled).astype(jnp.int8), scale
     low, high = jnp.split((jnp.round(scaled) + 8.0).astype(jnp.uint8), 2, axis=-1)

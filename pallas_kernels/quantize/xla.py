@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from pallas_kernels.common.rounding import keep_rounded
 from pallas_kernels.common.scales import BLOCK, Quantized, Scaling, spread
 
 from .formula import cast, magnitude, scale_and_inverse
@@ -33,7 +34,7 @@ def quantize_xla(
         inverse = 1.0 / scale
     each = spread(scaling, inverse, *x.shape[-2:])
     each = each.reshape((1,) * (x.ndim - each.ndim) + each.shape)
-    return Quantized(cast(x, each, dtype), scale)
+    return Quantized(keep_rounded(cast(x, each, dtype)), scale)
 
 
 def quantize_across_xla(x: jax.Array, *, dtype: jnp.dtype, power_of_two: bool) -> Quantized:
@@ -55,7 +56,7 @@ def quantize_across_xla(x: jax.Array, *, dtype: jnp.dtype, power_of_two: bool) -
     if x.ndim == 2:
         # Left to XLA, the matrix is transposed in fp32 before it is cast: three times as slow.
         values = with_layout_constraint(values, Layout(major_to_minor=(0, 1)))
-    return Quantized(jnp.swapaxes(values, -1, -2), scale)
+    return Quantized(keep_rounded(jnp.swapaxes(values, -1, -2)), scale)
 
 
 def _largest(x: jax.Array, scaling: Scaling) -> jax.Array:

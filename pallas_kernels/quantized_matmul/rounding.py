@@ -9,6 +9,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common.rounding import keep_rounded
+
 from .codes import packed_pairs
 from .reference import MIDDLE, NF4_VALUES, spread_rows
 from .weight import QuantizedWeight, WeightCode, WeightFormat
@@ -54,11 +56,11 @@ def round_weight(
     zeros = None
     if has_zeros and form.code is WeightCode.INT4:
         least, largest = jnp.minimum(least, 0.0), jnp.maximum(largest, 0.0)
-        scales = (jnp.maximum(largest - least, _LEAST) / 15.0).astype(kept)
+        scales = keep_rounded((jnp.maximum(largest - least, _LEAST) / 15.0).astype(kept))
         zeros = jnp.clip(jnp.round(-least / scales.astype(jnp.float32)), 0.0, 15.0)
     else:
         size = jnp.maximum(jnp.maximum(-least, largest), _LEAST)
-        scales = (size / _LARGEST.get(form.code, 1.0)).astype(kept)
+        scales = keep_rounded((size / _LARGEST.get(form.code, 1.0)).astype(kept))
     each = spread_rows(scales.astype(jnp.float32), form.group_rows, rows)
     if form.group_columns > 1:
         each = jnp.repeat(each, form.group_columns, axis=-1)[..., :columns]
@@ -86,7 +88,7 @@ def _codes(scaled: jax.Array, form: WeightFormat, zeros: jax.Array | None) -> ja
         case WeightCode.INT8:
             return jnp.clip(jnp.round(scaled), -127.0, 127.0).astype(jnp.int8)
         case WeightCode.E4M3:
-            return jnp.clip(scaled, -448.0, 448.0).astype(jnp.float8_e4m3fn)
+            return keep_rounded(jnp.clip(scaled, -448.0, 448.0).astype(jnp.float8_e4m3fn))
         case WeightCode.NF4:
             # Halves of double precision, rounded once, are the bounds that bitsandbytes spells out.
             bounds = [(low + high) / 2 for low, high in itertools.pairwise(NF4_VALUES)]

@@ -9,6 +9,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common.rounding import keep_rounded
+
 _BLOCK = 256  # scales that share a constant
 _LARGEST = 448.0  # of e4m3
 _LEAST = 2.0**-100  # of a block's largest deviation: no constant is 0
@@ -56,7 +58,7 @@ def double_quantized(scales: jax.Array) -> DoubleQuantizedScales:
     # The factor is spelled out: compilers differ in whether they divide by a constant.
     constants = jnp.maximum(largest, _LEAST) * jnp.float32(1.0 / _LARGEST)
     scaled = apart / jnp.repeat(constants, _BLOCK, axis=-1)[..., : apart.shape[-1]]
-    codes = jnp.clip(scaled, -_LARGEST, _LARGEST).astype(jnp.float8_e4m3fn)
+    codes = keep_rounded(jnp.clip(scaled, -_LARGEST, _LARGEST).astype(jnp.float8_e4m3fn))
     return DoubleQuantizedScales(
         codes=codes.reshape(*lead, groups, columns), constants=constants, mean=mean
     )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common.dot import pinned_einsum
+from pallas_kernels.common.rounding import keep_rounded
 
 from .codes import COLUMNS
 from .config import WIDTH
@@ -73,7 +74,8 @@ def rounded_rows(x_MK: jax.Array, activations: Activations) -> tuple[jax.Array, 
     scale = jnp.maximum(largest, _LEAST) / _LARGEST[activations]
     if activations is Activations.INT8:
         return jnp.clip(jnp.round(x / scale), -127.0, 127.0).astype(jnp.int8), scale
-    return jnp.clip(x / scale, -448.0, 448.0).astype(jnp.float8_e4m3fn), scale
+    values = jnp.clip(x / scale, -448.0, 448.0)
+    return keep_rounded(values.astype(jnp.float8_e4m3fn)), scale
 
 
 def _both_rounded(x_MK: jax.Array, weight: QuantizedWeight, *, out_dtype: jnp.dtype) -> jax.Array:

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import UnsupportedError, paged_attention
 from pallas_kernels.common import device
@@ -154,7 +156,10 @@ SHAPES = [
 )
 def test_lowers(shape, dtype):
     B, T, N, K, H, V, size, options = shape
-    struct, options = jax.ShapeDtypeStruct, dict(options)
+    options = dict(options)
+    # Of a mesh, as after training: then numbers within a kernel, too, have its sharding.
+    mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
+    struct = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, P()))
     arguments = [struct((B, T, N, H), dtype), struct((99, size, K, H), dtype)]
     latent = "value_width" in options
     arguments += [None if latent else struct((99, size, K, V), dtype)]

@@ -54,7 +54,7 @@ def extent_of(
     """
 
     def divided(x: Any, by: int) -> Any:
-        return lax.div(x, lax.full_like(x, by))
+        return lax.div(x, np.full(np.shape(x), by, np.int32))
 
     token = divided(tile, layout.tiles_per_token) * layout.tokens
     length = jnp.minimum(jnp.maximum(length, 0), capacity)
@@ -63,7 +63,7 @@ def extent_of(
     position = length - queries + token
     # Without tokens, it sees nothing.
     end = jnp.maximum(position + tokens, 0) * jnp.minimum(tokens, 1)
-    begin = jnp.zeros_like(end)
+    begin = end - end  # zeros_like of a number with a mesh's sharding does not lower in a kernel
     if window is not None:
         begin = jnp.minimum(jnp.maximum(position - (window - 1), 0), end)
     return Extent(position=position, tokens=tokens, begin=begin, end=end)
