@@ -160,3 +160,13 @@ CASES = [
     PagedCase(name="heads-of-three", lengths=(40,), N=6, K=2, T=2),
 ]  # fmt: skip
 NAMED = {case.name: case for case in CASES}
+
+CHUNKS = [
+    PagedCase(name="chunk-everything", lengths=(300, 150), T=140, query_lengths=(130, 9), N=2, K=1,
+              window=70, cap=5.0, sinks=True),
+    PagedCase(name="chunk-behind", lengths=(300,), T=140, N=2, K=1, size=64),
+    PagedCase(name="chunk-before-keys", lengths=(40,), T=140, N=1, K=1, H=128, size=128),
+    PagedCase(name="chunk-empty", lengths=(0, 200), T=140, query_lengths=(0, 70), N=1, K=1,
+              size=32),
+]  # fmt: skip
+"""Calls of many tokens, of few heads for the interpreter's sake."""

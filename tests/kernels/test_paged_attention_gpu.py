@@ -10,10 +10,12 @@ import pytest
 from pallas_kernels import append_heads, paged_attention
 from pallas_kernels.common import device
 from pallas_kernels.paged_attention import numbers_of
+from pallas_kernels.paged_attention.hopper.chunk import is_chunk
 from pallas_kernels.quantized_matmul import WeightCode
 from tests.kernels import paged_cases as cases
 from tests.kernels import test_append_heads as appended
 from tests.kernels.test_paged_attention import run
+from tests.kernels.test_paged_attention_hopper import call_of
 from tests.tolerance import assert_within_rounding
 
 pytestmark = pytest.mark.gpu
@@ -39,6 +41,19 @@ def test_kernels_are_the_definition(name, dtype):
     arguments, arrays = case.arrays(dtype)
     got = run(case, arguments, arrays, "hopper")
     assert_within_rounding(got, cases.expected(case, arguments, arrays))
+
+
+@pytest.mark.parametrize("case", cases.CHUNKS, ids=lambda case: case.name)
+def test_chunks_are_the_definition(case):
+    # Enough tiles for the kernel for chunks.
+    case = dataclasses.replace(case, N=16 * case.N, K=4 * case.K, lengths=2 * case.lengths)
+    if case.query_lengths is not None:
+        case = dataclasses.replace(case, query_lengths=2 * case.query_lengths)
+    arguments, arrays = case.arrays("bfloat16")
+    assert is_chunk(call_of(case, arguments, arrays))
+    got = run(case, arguments, arrays, "hopper")
+    assert_within_rounding(got, cases.expected(case, arguments, arrays))
+    np.testing.assert_array_equal(got, run(case, arguments, arrays, "hopper"))
 
 
 CODED = (

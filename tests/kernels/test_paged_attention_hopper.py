@@ -16,9 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import UnsupportedError, paged_attention
 from pallas_kernels.common import device
+from pallas_kernels.flash_attention.hopper.config import ForwardConfig
 from pallas_kernels.paged_attention.codes import rows_as_pages
 from pallas_kernels.paged_attention.hopper import plan_pages
 from pallas_kernels.paged_attention.hopper.attend import attend_pages
+from pallas_kernels.paged_attention.hopper.chunk import attend_chunk, is_chunk
 from pallas_kernels.paged_attention.hopper.config import PagedConfig, QueryLayout, config_for
 from pallas_kernels.paged_attention.hopper.forward import SIZES, reads_codes, unsupported
 from pallas_kernels.paged_attention.hopper.merge import merge_pages
@@ -71,6 +73,49 @@ def test_kernels_are_the_definition(name):
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         got = merge(arguments, arrays, *attend(arguments, arrays))
     assert_within_rounding(got, cases.expected(case, arguments, arrays))
+
+
+def chunk_of(case, arguments, arrays):
+    """By the kernel for chunks, in tiles for the interpreter."""
+
+    def attend(arguments, arrays):
+        call = call_of(case, arguments, arrays)
+        return attend_chunk(call, config=ForwardConfig(block_kv=64), interpretable=True)
+
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        return jax.jit(attend)(arguments, arrays)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of NaN in hidden slots
+@pytest.mark.parametrize(
+    "case",
+    [
+        cases.CHUNKS[0],
+        *(pytest.param(c, marks=pytest.mark.slow) for c in cases.CHUNKS[1:]),
+    ],
+    ids=lambda case: case.name,
+)
+def test_chunks_are_the_definition(case):
+    arguments, arrays = case.arrays("bfloat16")
+    want = cases.expected(case, arguments, arrays)
+    assert_within_rounding(chunk_of(case, arguments, arrays), want)
+    if case.window is not None:
+        wider = dataclasses.replace(case, window=case.window + 1)
+        with pytest.raises(AssertionError):
+            assert_within_rounding(chunk_of(wider, arguments, arrays), want)
+
+
+def test_who_takes_a_chunk():
+    def is_taken(T=512, N=32, K=8, B=1, size=64, **options):
+        case = cases.PagedCase(name="", lengths=(T,) * B, T=T, N=N, K=K, size=size, **options)
+        return is_chunk(call_of(case, *case.arrays("bfloat16")))
+
+    assert is_taken()
+    assert is_taken(size=256)
+    assert is_taken(T=128, B=4)
+    assert not is_taken(T=64, B=8)
+    assert not is_taken(T=128)  # 16 tiles leave most of a GPU idle
+    assert not is_taken(latent=True, K=1)
 
 
 def test_a_wrong_weight_of_a_part_is_caught():
@@ -171,7 +216,8 @@ def test_lowers(shape, dtype):
     f = functools.partial(paged_attention, **options)
     with device.compiling_for(device.H200):
         text = jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@mosaic_gpu") >= 2  # what reads and what merges
+    # What reads and what merges; chunks are not split.
+    assert text.count("@mosaic_gpu") >= (1 if "attention_chunk" in text else 2)
 
 
 @pytest.mark.parametrize(

@@ -80,14 +80,33 @@ class ForwardBlock(AttentionKernel):
         """Where a warpgroup's output leaves from."""
         raise NotImplementedError
 
-    def normalized(self, gmem, b, n, peak, total):
+    def normalized(self, gmem, b, n, row0, peak, total):
         """The factor of the output's rows, and their maxima and sums, a sink's with them."""
         raise NotImplementedError
+
+    # What kernels of other arrays than whole ones have otherwise.
+
+    @property
+    def pieces(self) -> int:
+        """Copies that bring a tile of keys, or of values."""
+        return 1
+
+    def aligned(self, gmem, b, row0):
+        """The key at the position of query ``row0``."""
+        del gmem, b
+        return row0 + self.g.diagonal
+
+    def cleaner(self, smem, slot, keys: TileRange, i) -> Callable[[], None] | None:
+        """What to do with the i-th visited tile's values before they are multiplied."""
+        del smem, slot, keys, i
+        return None
 
     # What they share.
 
     def rows_and_barriers(self, *, copies: int) -> dict[str, Any]:
-        """Buffers of each row and barriers; ``copies`` bring the queries, and as many the keys."""
+        """Buffers of each row and barriers; ``copies`` bring the queries, and other copies than
+        the keys themselves, one less, come with them.
+        """
         c = self.c
         ring = functools.partial(plgpu.Barrier, num_barriers=c.num_stages)
         return {
@@ -95,8 +114,8 @@ class ForwardBlock(AttentionKernel):
             "pin": plgpu.SMEM((c.num_warpgroups, 64, 8), jnp.float32),
             "q_full": plgpu.Barrier(num_arrivals=copies, num_barriers=c.num_warpgroups),
             "q_empty": plgpu.Barrier(num_barriers=c.num_warpgroups),
-            "k_full": ring(num_arrivals=copies),
-            "v_full": ring(),
+            "k_full": ring(num_arrivals=self.pieces + copies - 1),
+            "v_full": ring(num_arrivals=self.pieces),
             "k_empty": ring(num_arrivals=c.num_warpgroups),
             "v_empty": ring(num_arrivals=c.num_warpgroups),
             "turn": plgpu.Barrier(num_barriers=c.num_warpgroups),
@@ -233,21 +252,23 @@ class ForwardBlock(AttentionKernel):
         """64 queries of a warpgroup: attention over all key tiles, then out and logsumexp."""
         c, wg = self.c, lax.axis_index("wg")
         row0 = q0 + 64 * wg
+        key0 = self.aligned(gmem, b, row0)
 
         def attend():
             if self.interpretable:
                 staged = StagedValueSum(smem, self.g.Hv, transposed=self.TRANSPOSED_VALUES)
-                return self.attend(smem, row0, keys, staged)
+                return self.attend(smem, key0, keys, staged)
             return pl.run_scoped(
-                lambda acc: self.attend(smem, row0, keys, self.value_sum(smem, acc)),
+                lambda acc: self.attend(smem, key0, keys, self.value_sum(smem, acc)),
                 plgpu.ACC((64, self.g.Hv), jnp.float32),
             )
 
         plgpu.barrier_wait(smem.q_full.at[wg])
         o, peak, total = attend()
-        factor, peak, total = self.normalized(gmem, b, n, peak, total.sum(axis=1))
+        factor, peak, total = self.normalized(gmem, b, n, row0, peak, total.sum(axis=1))
         out_smem = self.out_buffer(smem, wg)
-        out_smem[...] = (o * lax.broadcast_in_dim(factor, o.shape, [0])).astype(self.dtype)
+        factor = lax.broadcast_in_dim(factor, o.shape, [0])
+        out_smem[...] = jnp.where(factor == 0.0, 0.0, o * factor).astype(self.dtype)
         lse = self.log2_total(peak, total) * (1 / LOG2E)
         smem.lse[wg] = jnp.where(total == 0.0, -jnp.inf, lse)
         plgpu.commit_smem()
@@ -256,8 +277,12 @@ class ForwardBlock(AttentionKernel):
         plgpu.wait_smem_to_gmem(0, wait_read_only=c.persistent)
         plgpu.barrier_arrive(smem.q_empty.at[wg])
 
-    def attend(self, smem, row0, keys: TileRange, product: ValueSum | StagedValueSum):
-        """The loop over key tiles: unnormalized output, row maxima and row sums (of 8 columns)."""
+    def attend(self, smem, aligned, keys: TileRange, product: ValueSum | StagedValueSum):
+        """The loop over key tiles: unnormalized output, row maxima and row sums (of 8 columns).
+
+        Args:
+            aligned: the key at the first query's position.
+        """
         c = self.c
         wg = lax.axis_index("wg")
         peak = plgpu.layout_cast(jnp.full((64,), NO_MAXIMUM, jnp.float32), row_layout())
@@ -281,7 +306,7 @@ class ForwardBlock(AttentionKernel):
                 if self.spec.logit_soft_cap is not None:
                     s = soft_cap(s, self.spec.scale, self.spec.logit_soft_cap)
                 if masked:
-                    s = self.mask(smem, slot, s, row0, (keys.hi - 1 - i) * c.block_kv, of_rows)
+                    s = self.mask(smem, slot, s, aligned, (keys.hi - 1 - i) * c.block_kv, of_rows)
                 plgpu.barrier_arrive(smem.k_empty.at[slot])
                 p, *rest = self.softmax(smem, i, s, peak, total, of_rows)
                 if not first and c.overlap:
@@ -299,7 +324,8 @@ class ForwardBlock(AttentionKernel):
             p, peak, total, o = carry
             slot = lax.rem(i - 1, c.num_stages)
             product.prepare(slot)
-            issue = functools.partial(product.issue, p, slot)
+            clean = self.cleaner(smem, slot, keys, i - 1) if masked else None
+            issue = functools.partial(product.issue, p, slot, clean)
             p, peak, total, alpha, part = scores(i, issue, masked, peak, total)
             o = product.rescale(o, part, slot, alpha)
             return self.as_operand(p), peak, total, o
@@ -311,14 +337,15 @@ class ForwardBlock(AttentionKernel):
         p, peak, total, o = self.walk(keys, step, carry, product.loop)
         slot = lax.rem(keys.hi - keys.lo - 1, c.num_stages)
         product.prepare(slot)
-        return product.last(o, p, slot), peak, total
+        clean = self.cleaner(smem, slot, keys, keys.hi - keys.lo - 1)
+        return product.last(o, p, slot, clean), peak, total
 
-    def mask(self, smem, slot, s, row0, key0, q_ids):
+    def mask(self, smem, slot, s, aligned, key0, q_ids):
         """-inf where the query of a row does not see the key of a column."""
         if self.segmented:
             kv_ids = plgpu.load(smem.kv_ids.at[slot], layout=column_layout())
             s = self.mask_ids(s, q_ids, kv_ids, fill=-jnp.inf)
-        return self.mask_positions(s, row0 + self.g.diagonal - key0, key0, fill=-jnp.inf)
+        return self.mask_positions(s, aligned - key0, key0, fill=-jnp.inf)
 
     def walk(self, keys: TileRange, step: Callable[..., Any], carry, loop: Callable[..., Any]):
         """``step(i, carry, masked=...)`` for all visited tiles but the first, from the last key."""

@@ -73,7 +73,7 @@ def forward(
     operands = {"q": q, "k": k, "v": v, **ids}
     if masks.sinks is not None:
         operands["sinks"] = masks.sinks.astype(jnp.float32) * LOG2E
-    kernel = _Forward(
+    kernel = ForwardKernel(
         g=g, spec=spec, c=config, dtype=q.dtype, q_tile=config.block_q, kv_tile=config.block_kv,
         segmented=bool(ids), sinks=masks.sinks is not None, interpretable=interpretable,
     )  # fmt: skip
@@ -82,7 +82,7 @@ def forward(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Forward(ForwardBlock):
+class ForwardKernel(ForwardBlock):
     """The kernel of one call."""
 
     name: ClassVar[str] = "attention_forward"
@@ -94,6 +94,7 @@ class _Forward(ForwardBlock):
     sinks: bool
 
     def scratch(self) -> dict:
+        """Shared memory and barriers of a block, by name."""
         g, c = self.g, self.c
         tile = tiled(swizzle_bytes(g.H, g.Hv, c.block_kv))
         buffers = {
@@ -173,9 +174,9 @@ class _Forward(ForwardBlock):
         """The place of the warpgroup's queries."""
         return smem.q_out[1].at[wg, pl.ds(0, 64)]
 
-    def normalized(self, gmem, b, n, peak, total):
+    def normalized(self, gmem, b, n, row0, peak, total):
         """The factor of the output's rows, and their maxima and sums, a sink's with them."""
-        del b
+        del b, row0
         factor = jnp.where(total == 0.0, 0.0, 1.0 / total)
         if not self.sinks:
             return factor, peak, total

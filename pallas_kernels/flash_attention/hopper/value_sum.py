@@ -29,9 +29,11 @@ class ValueSum:
     def prepare(self, slot):
         """What comes before the scores that the product runs beside."""
 
-    def issue(self, p, slot):
-        """Starts ``p @ v`` with the values of a slot."""
+    def issue(self, p, slot, clean=None):
+        """Starts ``p @ v`` with the values of a slot, once they are clean."""
         plgpu.barrier_wait(self.smem.v_full.at[slot])
+        if clean is not None:
+            clean()
         plgpu.wgmma(self.acc, p, self.smem.v.at[slot])
 
     def collect(self):
@@ -54,10 +56,10 @@ class ValueSum:
         """The steps first .. last."""
         return lax.fori_loop(first, last, step, carry)
 
-    def last(self, carried, p, slot):
+    def last(self, carried, p, slot, clean=None):
         """The last product, and the whole sum."""
         del carried
-        self.issue(p, slot)
+        self.issue(p, slot, clean)
         return self.finish(slot)
 
     def finish(self, slot):
@@ -90,8 +92,9 @@ class Fp8ValueSum(ValueSum):
         """Waits for the values."""
         plgpu.barrier_wait(self.smem.v_full.at[slot])
 
-    def issue(self, p, slot):
+    def issue(self, p, slot, clean=None):
         """Starts ``p @ v``: the values lie transposed."""
+        assert clean is None
         plgpu.wgmma(self.acc, p, self.smem.v.at[slot].transpose((1, 0)))
 
     def rescale(self, carried, part, slot, alpha):
@@ -120,9 +123,9 @@ class Fp8ValueSum(ValueSum):
         self.acc[...] = o * 0.0
         return _ones()
 
-    def last(self, carried, p, slot):
+    def last(self, carried, p, slot, clean=None):
         """The last product, and the whole sum."""
-        return super().last(carried, p, slot) + self._sum(carried)
+        return super().last(carried, p, slot, clean) + self._sum(carried)
 
     def _sum(self, behind):
         total = plgpu.load(self.smem.sum.at[lax.axis_index("wg")], layout=tile_layout())
@@ -144,8 +147,10 @@ class StagedValueSum:
         """Waits for the values."""
         plgpu.barrier_wait(self.smem.v_full.at[slot])
 
-    def issue(self, p, slot, acc):
-        """Starts the product with the values of a slot."""
+    def issue(self, p, slot, clean, acc):
+        """Starts the product with the values of a slot, once they are clean."""
+        if clean is not None:
+            clean()
         p_smem = self.smem.p.at[lax.axis_index("wg")]
         p_smem[...] = p
         plgpu.commit_smem()
@@ -165,11 +170,11 @@ class StagedValueSum:
         """The steps first .. last."""
         return lax.fori_loop(first, last, step, carry)
 
-    def last(self, o, p, slot):
+    def last(self, o, p, slot, clean=None):
         """The last product, and the whole sum."""
 
         def product(acc):
-            self.issue(p, slot, acc)
+            self.issue(p, slot, clean, acc)
             return self.collect(acc)
 
         part = pl.run_scoped(product, *self.accumulators)

@@ -157,11 +157,11 @@ class _AttendPages:
             "q_full": each(num_arrivals=g.tokens + (0 if self.new is None else NUM_COPIES)),
             "q_empty": each(num_arrivals=c.value_parts),
             "q_read": read,
-            "k_full": ring(num_arrivals=self.reader.pages_per_tile),
+            "k_full": ring(num_arrivals=self.reader.pieces.count),
             "k_empty": ring(num_arrivals=c.value_parts),
         }
         if not g.latent:
-            buffers["v_full"] = ring(num_arrivals=self.reader.pages_per_tile)
+            buffers["v_full"] = ring(num_arrivals=self.reader.pieces.count)
             buffers["v_empty"] = ring(num_arrivals=c.value_parts)
         if self.new is not None:
             buffers |= self.new.scratch()
@@ -189,7 +189,7 @@ class _AttendPages:
 
     def load(self, gmem, smem, worker) -> None:
         """Fills the ring of a worker."""
-        g, c = self.g, self.c
+        g, c, pieces = self.g, self.c, self.reader.pieces
 
         def segment(seg: Segment, done, mine):
             plgpu.barrier_wait(smem.q_empty.at[mine])
@@ -200,14 +200,12 @@ class _AttendPages:
 
             def step(i, _):
                 slot = worker * c.num_stages + lax.rem(done + i, c.num_stages)
-                places = self.reader.places(gmem, seg, seg.first + i)
+                places = pieces.places(gmem, seg.row, seg.first + i)
                 plgpu.barrier_wait(smem.k_empty.at[slot])
-                self.reader.copy(gmem.k, smem.k.at[slot], smem.k_full.at[slot], places, seg.head)
+                pieces.copy(gmem.k, smem.k.at[slot], smem.k_full.at[slot], places, seg.head)
                 if not g.latent:
                     plgpu.barrier_wait(smem.v_empty.at[slot])
-                    self.reader.copy(
-                        gmem.v, smem.v.at[slot], smem.v_full.at[slot], places, seg.head
-                    )
+                    pieces.copy(gmem.v, smem.v.at[slot], smem.v_full.at[slot], places, seg.head)
 
             lax.fori_loop(0, seg.count, step, None)
 

@@ -137,7 +137,7 @@ class _AttendCodes:
         ring = functools.partial(plgpu.Barrier, num_barriers=slots)
         each = functools.partial(plgpu.Barrier, num_barriers=workers * c.num_queries)
         width = g.V + RESULT_PADDING
-        pieces = self.reader.pages_per_tile
+        pieces = self.reader.pieces.count
         return {
             "q": plgpu.SMEM(
                 (workers * c.num_queries, g.tile, g.H), self.dtype, transforms=tiled(128)
@@ -183,14 +183,14 @@ class _AttendCodes:
 
             def step(i, _):
                 slot = worker * c.num_stages + lax.rem(done + i, c.num_stages)
-                places = reader.places(gmem, seg, seg.first + i)
+                places = reader.pieces.places(gmem, seg.row, seg.first + i)
                 k_full, v_full = smem.k_full.at[slot], smem.v_full.at[slot]
                 plgpu.barrier_wait(smem.k_empty.at[slot])
-                reader.copy(gmem.k, smem.k.at[slot], k_full, places, seg.head)
+                reader.pieces.copy(gmem.k, smem.k.at[slot], k_full, places, seg.head)
                 self.copy_scales(gmem.k_scale, smem.k_scale.at[slot], k_full, places, seg.head)
                 self.copy_scales(gmem.v_scale, smem.v_scale.at[slot], k_full, places, seg.head)
                 plgpu.barrier_wait(smem.v_empty.at[slot])
-                reader.copy(gmem.v, smem.v.at[slot], v_full, places, seg.head)
+                reader.pieces.copy(gmem.v, smem.v.at[slot], v_full, places, seg.head)
 
             lax.fori_loop(0, seg.count, step, None)
 
@@ -209,7 +209,7 @@ class _AttendCodes:
     def copy_scales(self, scale_gmem, tile_smem, full, places: list, head) -> None:
         """Starts the copies of a tile's scales, of heads side by side."""
         g, heads = self.g, self.g.scale_heads
-        lines = self.reader.rows * heads // self.line
+        lines = self.reader.pieces.slots * heads // self.line
         for j, (page, slot) in enumerate(places):
             if heads < g.K:
                 at = page, pl.ds(slot, lines), pl.ds(lax.div(head, heads) * heads, heads)

@@ -18,6 +18,7 @@ from pallas_kernels.paged_attention.spec import PagedCall
 
 from .attend import attend_pages
 from .attend_codes import attend_codes
+from .chunk import attend_chunk, is_chunk
 from .config import (
     DTYPES,
     GROUP_ROWS,
@@ -128,6 +129,8 @@ def paged_attention_hopper(
     num_heads = call.q_BTNH.shape[2]
     if call.code is not None and not reads_codes(call):
         call = rows_as_pages(call)
+    if plan is None and config is None and is_chunk(call):
+        return attend_chunk(call, interpretable=interpretable)
     layout = QueryLayout.of(call)
     config = config or config_for(layout)
     if config.smem_bytes(layout) > SMEM_BYTES:

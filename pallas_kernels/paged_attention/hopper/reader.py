@@ -18,6 +18,47 @@ from .segments import Segment, TileLine
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Pieces:
+    """A tile of ``block`` keys in pages of ``size`` slots, of which one divides the other."""
+
+    size: int
+    block: int
+
+    @property
+    def count(self) -> int:
+        """Of a tile."""
+        return max(1, self.block // self.size)
+
+    @property
+    def slots(self) -> int:
+        """Of a piece."""
+        return min(self.size, self.block)
+
+    def places(self, gmem, row, tile) -> list[tuple[Any, Any]]:
+        """Page and first slot of each of a tile's pieces."""
+        last, num_pages = gmem.tables.shape[1] - 1, gmem.k.shape[0]
+
+        def page(place):
+            # A tile may go beyond what the row has: any page will do, whose values do not count.
+            number = gmem.tables[row, jnp.minimum(place, last)]
+            return jnp.minimum(jnp.maximum(number, 0), num_pages - 1)
+
+        if self.size >= self.block:
+            per_page = self.size // self.block
+            return [(page(lax.div(tile, per_page)), lax.rem(tile, per_page) * self.block)]
+        return [(page(tile * self.count + j), 0) for j in range(self.count)]
+
+    def copy(self, pages_gmem, tile_smem, full, places: list[tuple[Any, Any]], head) -> None:
+        """Starts the copies of a tile's pieces."""
+        for j, (page, slot) in enumerate(places):
+            plgpu.copy_gmem_to_smem(
+                pages_gmem.at[page, pl.ds(slot, self.slots), head],
+                tile_smem.at[pl.ds(j * self.slots, self.slots)],
+                full,
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PageReader:
     """The call, as those who read pages see it."""
 
@@ -28,14 +69,9 @@ class PageReader:
     ragged_queries: bool
 
     @property
-    def pages_per_tile(self) -> int:
-        """Pieces of a tile."""
-        return max(1, self.c.block_kv // self.g.size)
-
-    @property
-    def rows(self) -> int:
-        """Slots of a piece."""
-        return min(self.g.size, self.c.block_kv)
+    def pieces(self) -> Pieces:
+        """Of a tile."""
+        return Pieces(size=self.g.size, block=self.c.block_kv)
 
     def each_segment(self, gmem, worker, body: Callable[[Segment, Any, Any], None]) -> None:
         """Calls ``body(segment, tiles done, its queries' place)`` for a worker's segments."""
@@ -64,30 +100,5 @@ class PageReader:
             plgpu.copy_gmem_to_smem(
                 gmem.q.at[seg.row, token, pl.ds(head0, rows)],
                 tile_smem.at[pl.ds(t * g.span, rows)],
-                full,
-            )
-
-    def places(self, gmem, seg: Segment, tile) -> list:
-        """Page and first slot of each of a tile's pieces."""
-        size, block = self.g.size, self.c.block_kv
-        last, num_pages = gmem.tables.shape[1] - 1, gmem.k.shape[0]
-
-        def page(place):
-            # A tile may go beyond what the row has: any page will do, whose values do not count.
-            number = gmem.tables[seg.row, jnp.minimum(place, last)]
-            return jnp.minimum(jnp.maximum(number, 0), num_pages - 1)
-
-        if size >= block:
-            per_page = size // block
-            return [(page(lax.div(tile, per_page)), lax.rem(tile, per_page) * block)]
-        first = tile * self.pages_per_tile
-        return [(page(first + j), 0) for j in range(self.pages_per_tile)]
-
-    def copy(self, pages_gmem, tile_smem, full, places: list, head) -> None:
-        """Starts the copies of a tile's pieces."""
-        for j, (page, slot) in enumerate(places):
-            plgpu.copy_gmem_to_smem(
-                pages_gmem.at[page, pl.ds(slot, self.rows), head],
-                tile_smem.at[pl.ds(j * self.rows, self.rows)],
                 full,
             )

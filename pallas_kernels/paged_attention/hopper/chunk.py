@@ -1,0 +1,181 @@
+"""Attention of many new tokens of each row to its pages: flash attention that reads tables.
+
+Tiles of ``attend`` have a few tokens with all query heads of a kv head, for which there is nothing
+to gain but the reading of pages once. A chunk of a prompt multiplies: here a tile has 128 tokens of
+one head, as in training, and only where its keys lie is looked up. Rows are not split over blocks.
+
+Dims: as in ``pallas_kernels.paged_attention.spec``.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.flash_attention.hopper.config import (
+    FORWARD_WIDTH,
+    WIDTHS,
+    ForwardConfig,
+    exceeds_shared_memory,
+    forward_config,
+)
+from pallas_kernels.flash_attention.hopper.forward_kernel import ForwardKernel
+from pallas_kernels.flash_attention.hopper.tiles import Geometry, TileRange, pad_rows
+from pallas_kernels.flash_attention.spec import AttentionSpec
+from pallas_kernels.hopper.mosaic import plgpu
+from pallas_kernels.hopper.tile import LOG2E, row_layout
+from pallas_kernels.paged_attention.spec import PagedCall
+
+from .reader import Pieces
+from .scores import clean
+
+LEAST_TOKENS = 128
+LEAST_TILES = 64
+"""Blocks below which a split of the rows over multiprocessors counts for more."""
+
+
+def is_chunk(call: PagedCall) -> bool:
+    """Whether this kernel takes a call, of which ``forward.unsupported`` says nothing."""
+    B, T, N, H = call.q_BTNH.shape
+    V, size = call.spec.value_width, call.k_PSKH.shape[1]
+    if call.v_PSKV is None or call.code is not None or f"{H}/{V}" not in WIDTHS:
+        return False
+    config = forward_config(H, V)
+    many = T >= LEAST_TOKENS and B * N * -(-T // config.block_q) >= LEAST_TILES
+    fits = config.block_kv % size == 0 or size % config.block_kv == 0
+    whole = H % FORWARD_WIDTH == V % FORWARD_WIDTH == 0
+    return many and fits and whole and exceeds_shared_memory(config, H, V) is None
+
+
+def attend_chunk(
+    call: PagedCall, *, config: ForwardConfig | None = None, interpretable: bool = False
+) -> jax.Array:
+    """As the reference, of a call that ``is_chunk``.
+
+    Args:
+        config: tiles; those of attention in training where None.
+        interpretable: see ``flash_attention.hopper.forward_kernel.forward``.
+    """
+    B, T, N, H = call.q_BTNH.shape
+    _, size, K, _ = call.k_PSKH.shape
+    spec, V = call.spec, call.spec.value_width
+    config = config or forward_config(H, V)
+    q = pad_rows(call.q_BTNH)
+    lengths_B = jnp.clip(call.lengths_B, 0, call.capacity)
+    queries_B = jnp.full((B,), T, jnp.int32)
+    if call.query_lengths_B is not None:
+        queries_B = jnp.clip(call.query_lengths_B, 0, T)
+    operands = {
+        "q": q,
+        "k": call.k_PSKH,
+        "v": call.v_PSKV,
+        "tables": jnp.asarray(call.tables_BM),
+        # A row's first query is at this position, and it has so many.
+        "rows": jnp.stack([lengths_B - queries_B, queries_B], axis=1),
+    }
+    if call.sinks_N is not None:
+        operands["sinks"] = call.sinks_N.astype(jnp.float32) * LOG2E
+    kernel = _Chunk(
+        g=Geometry(B=B, T=T, S=call.capacity, N=N, K=K, H=H, Hv=V),
+        spec=AttentionSpec(
+            scale=spec.scale,
+            left=None if spec.window is None else spec.window - 1,
+            right=0,
+            logit_soft_cap=spec.soft_cap,
+        ),
+        c=config, dtype=q.dtype, q_tile=config.block_q, kv_tile=config.block_kv, segmented=False,
+        sinks=call.sinks_N is not None, interpretable=interpretable, size=size,
+    )  # fmt: skip
+    return kernel.attend_all(operands, padded_queries=q.shape[1])[0]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _SeenTiles(TileRange):
+    """Tiles of a block, and the keys begin..end that any of its queries sees."""
+
+    begin: jax.Array
+    end: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Chunk(ForwardKernel):
+    """The kernel of one call."""
+
+    name: ClassVar[str] = "paged_attention_chunk"
+
+    size: int  # slots of a page
+
+    @property
+    def split(self) -> Pieces:
+        """A tile as pieces of pages."""
+        return Pieces(size=self.size, block=self.c.block_kv)
+
+    @property
+    def pieces(self) -> int:
+        """Copies that bring a tile of keys, or of values."""
+        return self.split.count
+
+    def place(self, gmem, block) -> tuple[jax.Array, jax.Array, jax.Array, TileRange]:
+        """Batch entry, head and first query of a tile, and the key tiles that it visits."""
+        c, left = self.c, self.spec.left
+        head, q_tile = self.tile_of(block)
+        b, n, q0 = lax.div(head, self.g.N), lax.rem(head, self.g.N), q_tile * c.block_q
+        offset, queries = gmem.rows[b, 0], gmem.rows[b, 1]
+        # Without queries, it sees nothing.
+        after = jnp.maximum(offset + jnp.minimum(q0 + c.block_q, queries), 0)
+        end = jnp.where(q0 < queries, after, 0)
+        begin, full_lo = jnp.int32(0), jnp.int32(0)
+        if left is not None:
+            begin = jnp.minimum(jnp.maximum(offset + q0 - left, 0), end)
+            full_lo = _tiles(jnp.maximum(end - 1 - left, 0) + (c.block_kv - 1), c.block_kv)
+        hi = _tiles(end + (c.block_kv - 1), c.block_kv)
+        # The last tile's values are cleaned where the second tile's scores are masked.
+        full_hi = jnp.minimum(_tiles(jnp.maximum(offset + q0 + 1, 0), c.block_kv), hi - 2)
+        tiles = TileRange(_tiles(begin, c.block_kv), full_lo, full_hi, hi)
+        tiles = tiles.ordered(at_least_one=True)
+        return b, n, q0, _SeenTiles(tiles.lo, tiles.full_lo, tiles.full_hi, tiles.hi, begin, end)
+
+    def aligned(self, gmem, b, row0):
+        """The position of query ``row0``."""
+        return gmem.rows[b, 0] + row0
+
+    def copy_keys(self, gmem, smem, b, kv_head, tile, i) -> None:
+        """Starts the copies of key tile ``tile``, the i-th visited, which arrive at ``k_full``."""
+        slot = lax.rem(i, self.c.num_stages)
+        places = self.split.places(gmem, b, tile)
+        self.split.copy(gmem.k, smem.k.at[slot], smem.k_full.at[slot], places, kv_head)
+
+    def copy_values(self, gmem, smem, b, kv_head, tile, i) -> None:
+        """Starts the copies of the values of a tile, which arrive at ``v_full``."""
+        slot = lax.rem(i, self.c.num_stages)
+        places = self.split.places(gmem, b, tile)
+        self.split.copy(gmem.v, smem.v.at[slot], smem.v_full.at[slot], places, kv_head)
+
+    def prefetch(self, gmem, block: jax.Array) -> None:
+        """Nothing: what a later block reads stands in tables, which would be waited for."""
+
+    def cleaner(self, smem, slot, keys: TileRange, i) -> Callable[[], None]:
+        """Zeros for values of a tile that no query of the block sees, which may be anything."""
+        assert isinstance(keys, _SeenTiles)
+        key0 = (keys.hi - 1 - i) * self.c.block_kv
+        first, stop = keys.begin - key0, keys.end - key0
+
+        def cleaned() -> None:
+            is_ragged = (first > 0) | (stop < self.c.block_kv)
+            pl.when(is_ragged)(lambda: clean(smem.v.at[slot], first, stop))
+
+        return cleaned
+
+    def normalized(self, gmem, b, n, row0, peak, total):
+        """As without pages; 0 for rows that are no queries."""
+        factor, peak, total = ForwardKernel.normalized(self, gmem, b, n, row0, peak, total)
+        row = plgpu.broadcasted_iota(jnp.int32, (64,), 0, layout=row_layout())
+        return jnp.where(row0 + row < gmem.rows[b, 1], factor, 0.0), peak, total
+
+
+def _tiles(keys: jax.Array, block: int) -> jax.Array:
+    return lax.div(keys, jnp.int32(block))
