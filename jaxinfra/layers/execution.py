@@ -191,12 +191,14 @@ class AppendHeads(Protocol):
         config: MixerConfig,
         positions_BT: jax.Array,
         rope: tuple[jax.Array, jax.Array] | None,
+        is_empty: bool,
     ) -> tuple[jax.Array, dict[str, jax.Array]] | None:
         """Returns rotated queries, and the pages' arrays with the new tokens; None where this is
         done one after another.
 
         Args:
             pages: with tables, below 0 where a row has no page.
+            is_empty: the cache was, before these tokens.
         """
         ...
 

@@ -94,7 +94,7 @@ class GroupedAttention(nnx.Module):
         place = self.execution.place
         cache = given.cache
         heads_BTNH = None if self.packed is None else self.packed(x_BTD)
-        if heads_BTNH is not None and cache is not None and not cache.is_empty:
+        if heads_BTNH is not None and cache is not None and given.segment_ids_BT is None:
             appended = self._appended(heads_BTNH, given, cache)
             if appended is not None:
                 return appended
@@ -132,7 +132,7 @@ class GroupedAttention(nnx.Module):
         """``__call__`` where a packed product goes straight into a cache; None where in parts."""
         if self.execution.append is None:
             return None
-        if self.execution.append_and_attend is not None:
+        if self.execution.append_and_attend is not None and not cache.is_empty:
             with jax.named_scope("core"):
                 done = self.execution.append_and_attend(
                     heads_BTNH,
@@ -152,6 +152,7 @@ class GroupedAttention(nnx.Module):
             config=self.config,
             positions_BT=given.positions_BT,
             rope=given.rope,
+            is_empty=cache.is_empty,
         )
         if found is None:
             return None

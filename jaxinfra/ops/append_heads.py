@@ -1,4 +1,4 @@
-"""A decode step's new heads into its cache, in one kernel on a Hopper GPU.
+"""A layer's new heads into its cache, in one kernel on a Hopper GPU.
 
 Dims: B batch, T position, N heads of queries, keys and values, H head width.
 """
@@ -14,6 +14,7 @@ from jaxinfra.config.rope import RopePairs
 from jaxinfra.ops.cached_attention import Pages
 from jaxinfra.ops.few_rows import MOST_ROWS
 from pallas_kernels.common import device
+from pallas_kernels.paged_attention import attends_chunk
 
 
 def append_packed_heads(
@@ -23,12 +24,15 @@ def append_packed_heads(
     config: MixerConfig,
     positions_BT: jax.Array,
     rope: tuple[jax.Array, jax.Array] | None,
+    is_empty: bool,
 ) -> tuple[jax.Array, dict[str, jax.Array]] | None:
-    """``Execution.append``: of few tokens on a Hopper GPU, of heads that turn whole; else None."""
-    if not _is_step(heads_BTNH, pages, config=config, positions_BT=positions_BT, rope=rope):
+    """``Execution.append``: on a Hopper GPU, of heads that turn whole; else None."""
+    if not _is_taken(heads_BTNH, pages, config=config, rope=rope):
         return None
     assert rope is not None
     assert pages.tables_BM is not None
+    if is_empty and not _reads_back(heads_BTNH, pages):
+        return None
     q_BTNH, *pools = pallas_kernels.append_heads(
         heads_BTNH,
         pages.arrays["k"],
@@ -58,8 +62,9 @@ def append_and_attend(
     Raises:
         UnsupportedError: a step that the kernels cannot compute.
     """
-    is_step = _is_step(heads_BTNH, pages, config=config, positions_BT=positions_BT, rope=rope)
-    if not is_step or positions_BT.shape[1] > 1 or pages.format is not CacheFormat.PLAIN:
+    is_step = positions_BT.shape[1] == 1 and positions_BT.size <= MOST_ROWS
+    taken = is_step and _is_taken(heads_BTNH, pages, config=config, rope=rope)
+    if not taken or pages.format is not CacheFormat.PLAIN:
         return None
     assert rope is not None
     assert pages.tables_BM is not None
@@ -81,15 +86,14 @@ def append_and_attend(
     return out_BTNH, {"k": k, "v": v}
 
 
-def _is_step(
+def _is_taken(
     heads_BTNH: jax.Array,
     pages: Pages,
     *,
     config: MixerConfig,
-    positions_BT: jax.Array,
     rope: tuple[jax.Array, jax.Array] | None,
 ) -> bool:
-    """Whether these are few tokens on a Hopper GPU, of heads that turn whole."""
+    """Whether this is a Hopper GPU, and heads turn whole."""
     return (
         isinstance(config, GroupedAttentionConfig)
         and config.qk_norm is None
@@ -98,6 +102,15 @@ def _is_step(
         and config.rope.pairs is RopePairs.HALVES
         and 2 * rope[0].shape[-1] == heads_BTNH.shape[-1]
         and pages.tables_BM is not None
-        and positions_BT.size <= MOST_ROWS
         and device.target().capability == (9, 0)
     )
+
+
+def _reads_back(heads_BTNH: jax.Array, pages: Pages) -> bool:
+    """Whether tokens that see each other only find keys in pages as fast as side by side."""
+    assert pages.tables_BM is not None
+    if pages.format is not CacheFormat.PLAIN:
+        return False
+    k, v = pages.arrays["k"], pages.arrays["v"]
+    num_q_heads = heads_BTNH.shape[2] - 2 * k.shape[2]
+    return attends_chunk(heads_BTNH[:, :, :num_q_heads], k, v, pages.tables_BM)

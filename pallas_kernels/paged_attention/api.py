@@ -10,7 +10,7 @@ from pallas_kernels.common.chosen import announce
 from pallas_kernels.common.errors import InputError, UnsupportedError
 from pallas_kernels.hopper.launch import Launches
 
-from .hopper import numbers_first, paged_attention_hopper, unsupported
+from .hopper import is_chunk, numbers_first, paged_attention_hopper, unsupported
 from .reference import paged_attention_reference
 from .spec import PagedCall
 from .validate import make_call
@@ -100,6 +100,18 @@ def paged_attention(
     )  # fmt: skip
     out_BTNV = _compute(implementation, call, launches)
     return out_BTNV[:, 0] if q.ndim == 3 else out_BTNV
+
+
+def attends_chunk(
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, page_tables: jax.Array | np.ndarray
+) -> bool:
+    """Whether these queries find keys in pages as fast as in an array: chunks of a prompt on a
+    Hopper GPU. Arguments as in ``paged_attention``, pages plain.
+    """
+    unset = ("query_lengths", "value_width", "window", "soft_cap", "sinks", "scale")
+    lengths = jnp.zeros(len(q), jnp.int32)
+    call = make_call(q, k_pages, v_pages, page_tables, lengths, **dict.fromkeys(unset))
+    return unsupported(call) is None and is_chunk(call)
 
 
 def _compute(implementation: str, call: PagedCall, launches: Launches) -> jax.Array:

@@ -27,7 +27,7 @@ from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.ops.target import H200, compiling_for
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.sampling import GREEDY, SamplingNeeds, SamplingRows
-from jaxinfra.serving.steps import DecodeState, StepConfig, decode
+from jaxinfra.serving.steps import DecodeState, StepConfig, decode, prefill
 from pallas_kernels.fused_matmul import api
 from pallas_kernels.fused_matmul.config import config_for
 from tests.decoder_oracle import model
@@ -137,6 +137,23 @@ def test_whole_layers_are_taken_where_they_were_measured():
     assert kernels(weights="int4 g128") == 1
     assert kernels(kind="NVIDIA GH200 480GB") > 1  # nobody timed it there
     assert kernels(width=576) > 1  # no multiple of a tile's rows
+
+
+def test_a_prompt_into_an_empty_cache_is_appended_by_a_kernel():
+    policy = held_as_computed(POLICIES[PolicyName.BF16])
+    served = execution_on(policy=policy, packed=True)
+    form = serving_form(define_model(config(), execution_on(policy=policy)), served)
+    parameters = jax.eval_shape(lambda: nnx.state(form.bind(form.initialize(jax.random.key(0)))))
+    graphdef = nnx.graphdef(form.bind(jax.eval_shape(form.initialize, jax.random.key(0))))
+    step = StepConfig(graphdef=graphdef, num_ids=64, needs=SamplingNeeds.of([GREEDY]))
+    ids, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 256), (2,)))
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 2))
+    with compiling_for(H200):
+        sampling = SamplingRows.of([GREEDY] * 2)
+        traced = prefill.trace(parameters, ids, lengths, keys, sampling, config=step, num_slots=256)
+    found = operations(traced.jaxpr.jaxpr)
+    names = [e.params["name"] for e in found if e.primitive.name == "mpmd_map"]
+    assert names == 2 * ["append_heads", "paged_attention_chunk"]
 
 
 def test_whole_layers_that_are_none_are_refused():

@@ -33,9 +33,8 @@ from pallas_kernels.paged_attention.spec import PagedCall
 from .reader import Pieces
 from .scores import clean
 
-LEAST_TOKENS = 128
-LEAST_TILES = 64
-"""Blocks below which a split of the rows over multiprocessors counts for more."""
+LEAST_TOKENS, LEAST_TILES = 128, 32
+"""Below these, a split of the rows over multiprocessors counts for more."""
 
 
 def is_chunk(call: PagedCall) -> bool:
