@@ -157,7 +157,6 @@ def config_for(shape: ProductShape) -> QuantizedConfig | None:
         return math.ceil(blocks / NUM_PROCESSORS) * work
 
     found = [each for each in configs(shape) if each.groups == 2] or configs(shape)
-    if shape.M > STRIP:
-        # Sums of many rows from many blocks take longer than what equal work saves.
-        found = [each for each in found if each.split <= 2] or found
+    # Sums from many blocks take longer than what equal work saves, of one row too.
+    found = [each for each in found if each.split <= 2] or found
     return min(found, key=lambda c: (waves(c), c.split, -c.tiles), default=None)

@@ -177,8 +177,9 @@ def test_measured_tiles_are_taken_near_what_was_measured():
     up = ProductShape(M=16, K=4096, N=14_336, bits=4, group_rows=128, scale_bytes=2)
     with device.compiling_for(device.H200):
         assert measured_config(up) == QuantizedConfig(tiles=2, split=1, groups=2, stages=12)
-        one_row = dataclasses.replace(up, M=1)
-        assert measured_config(one_row) == config_for(one_row)
+        assert measured_config(dataclasses.replace(up, M=1)) != measured_config(up)
+        between = dataclasses.replace(up, M=5)
+        assert measured_config(between) == config_for(between)
     assert measured_config(up) is None  # of a CPU nothing was measured
 
 
