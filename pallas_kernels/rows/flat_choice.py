@@ -33,6 +33,10 @@ WAITING = 0.25
 """What it costs if blocks that share a row could fold one ahead and have no room to."""
 MOST_LEAD = 112 * 1024
 
+MOST_BYTES = SMEM_BYTES - 1024
+"""Of shared memory: a block that counted exactly ``SMEM_BYTES`` was refused at its launch, and what
+the compiler adds to what is counted is not known; one of 1,000 bytes less ran."""
+
 MOST_CHUNKS, MOST_WRITTEN_OUT = 32, 10
 """Of a warpgroup's share of a row; the fewer where they are written out one after another."""
 MOST_AT_ONCE = 48
@@ -109,7 +113,7 @@ def _of_warps(call: RowCall, *, by_columns: bool) -> Flat:
         in_memory=in_memory,
     )  # fmt: skip
     for slots in range(6 * chunks, chunks, -1):
-        if smem_bytes(filled := dataclasses.replace(config, slots=slots), call) <= SMEM_BYTES:
+        if smem_bytes(filled := dataclasses.replace(config, slots=slots), call) <= MOST_BYTES:
             return filled
     raise AssertionError(f"a row and a chunk of {config} exceed shared memory")
 
@@ -149,15 +153,15 @@ def _filled(c: Flat, call: RowCall, lead: int) -> Flat | None:
     chunk = _chunk_bytes(c, call)
     for ahead in (True, False) if _may_fold_ahead(c, call) else (False,):
         kept = c.chunks * (1 + ahead) + c.leaving
-        if kept * chunk + lead > SMEM_BYTES:
+        if kept * chunk + lead > MOST_BYTES:
             continue
         filled = dataclasses.replace(c, ahead=ahead, slots=kept + -(-lead // chunk))
-        left = SMEM_BYTES - smem_bytes(filled, call)
+        left = MOST_BYTES - smem_bytes(filled, call)
         if left < 0:
             continue
         most = min(filled.slots + left // chunk, kept + -(-MOST_LEAD // chunk))
         fuller = (dataclasses.replace(filled, slots=n) for n in range(most, filled.slots, -1))
-        return next((each for each in fuller if smem_bytes(each, call) <= SMEM_BYTES), filled)
+        return next((each for each in fuller if smem_bytes(each, call) <= MOST_BYTES), filled)
     return None
 
 

@@ -41,7 +41,7 @@ NAMES = (
     "norm, gate, up",
     "down, residual",
 )
-MOVED = {"reshape", "squeeze", "freeze", "new_ref"}
+MOVED = {"reshape", "squeeze", "freeze", "new_ref", "optimization_barrier"}
 """Primitives that no kernel is made of."""
 ATTENTION = GroupedAttentionConfig(
     num_q_heads=16, num_kv_heads=4, head_dim=64, rope=RopeConfig(theta=100.0)

@@ -76,8 +76,11 @@ def append_heads_hopper(
         dtype=heads_BTNH.dtype,
         code=code,
     )
-    # References, which the kernel writes into: what it leaves is not copied.
-    refs = {name: jax.new_ref(pool) for name, pool in pools.items()}
+    # References, which the kernel writes into: what it leaves is not copied. The barrier keeps
+    # pools of one value apart, such as two of zeros: where heads are a slice of a larger array, XLA
+    # makes a fusion of the call and passes the value once, and both references were one buffer.
+    apart = lax.optimization_barrier(tuple(pools.values()))
+    refs = {name: jax.new_ref(pool) for name, pool in zip(pools, apart, strict=True)}
     found = launch(
         kernel.run,
         name="append_heads",
