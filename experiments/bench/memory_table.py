@@ -1,7 +1,6 @@
 """Makes the tables that ``implementation="auto"`` of softmaxes and norms follows.
 
-python -m experiments.bench.memory_table experiments/results/memory-bound-dtypes-h200.json \\
-    experiments/results/memory-bound-h200.json
+python -m experiments.bench.memory_table DIR/memory-{bound-dtypes,bound-odd,random,bound}-h200.json
 
 Of a row that several files have the last counts; device, clock, date and versions are the last
 file's, commands all files'.

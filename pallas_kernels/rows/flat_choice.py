@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from pallas_kernels.hopper.machine import LANES, SMEM_BYTES, WARPS
 
-from .config import LONGEST_ROW, Flat
+from .config import LONGEST_IN_BLOCK, LONGEST_ROW, Flat
 from .formula import RowCall
 from .smem import smem_bytes
 
@@ -66,11 +66,15 @@ def flat_for(call: RowCall) -> Flat | None:
     if not call.num_sums and per_row <= LONGEST_OF_A_WARP:
         return _of_warps(call, by_columns=by_columns)
     least = LEAD if call.num_inputs > 1 and not call.num_vectors else SHORT_LEAD
+    waiting = None
     for lead, cluster in itertools.product((least, LEAST_LEAD), CLUSTERS):
         config = _cheapest(call, cluster, lead, by_columns=by_columns)
-        if config is not None:
+        if config is None:
+            continue
+        if not _waits(config, call):
             return config
-    return None
+        waiting = waiting or config
+    return waiting
 
 
 def _cheapest(call: RowCall, cluster: int, lead: int, *, by_columns: bool) -> Flat | None:
@@ -167,8 +171,22 @@ def _filled(c: Flat, call: RowCall, lead: int) -> Flat | None:
 
 def _may_fold_ahead(c: Flat, call: RowCall) -> bool:
     """Beside sums, as ``wide``: two of them, or a third input, leave no registers."""
-    lean = call.num_inputs == 2 and call.num_sums == 1 and call.itemsize == 2
-    return c.cluster > 1 and call.num_turns_cut == 1 and (call.num_sums == 0 or lean)
+    return c.cluster > 1 and call.num_turns_cut == 1 and (call.num_sums == 0 or _is_lean(call))
+
+
+def _waits(c: Flat, call: RowCall) -> bool:
+    """Whether more blocks, which could fold a row ahead, are faster than these, which cannot."""
+    could = _is_lean(call) or (call.num_vectors == 1 and not call.num_sums)
+    if c.ahead or not could or call.num_turns_cut > 1 or call.columns <= LONGEST_IN_BLOCK:
+        return False
+    if not call.num_sums:
+        return c.cluster > 2
+    return c.cluster > 1 or c.in_memory == c.chunks
+
+
+def _is_lean(call: RowCall) -> bool:
+    """Sums over rows as RMSNorm's gradient has them."""
+    return call.num_inputs == 2 and call.num_sums == 1 and call.itemsize == 2
 
 
 def _reach(call: RowCall) -> int:

@@ -313,7 +313,8 @@ def test_the_shipped_table():
 
 @pytest.mark.parametrize("op", FOLDERS)
 def test_shipped_tables_are_what_was_measured(op):
-    result = read([RESULTS / f"memory-bound-{name}h200.json" for name in ("dtypes-", "odd-", "")])
+    names = ("bound-dtypes", "bound-odd", "random", "bound")
+    result = read([RESULTS / f"memory-{name}-h200.json" for name in names])
     shipped = tables.load(FOLDERS[op] / "dispatch-nvidia-h200.json")
     made = table_of(result, op)
     assert set(made.rows) == set(shipped.rows)
