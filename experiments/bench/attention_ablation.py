@@ -40,7 +40,7 @@ def shortest_first(kernel: Any, block: jax.Array) -> tuple[jax.Array, jax.Array]
     return head, kernel.num_q_tiles - 1 - q_tile
 
 
-TILE_OF: Callable[..., tuple[jax.Array, jax.Array]] = forward_kernel._Forward.tile_of
+TILE_OF: Callable[..., tuple[jax.Array, jax.Array]] = forward_kernel.ForwardKernel.tile_of
 
 
 @contextlib.contextmanager
@@ -73,7 +73,7 @@ def forms(case: Case) -> Iterator[tuple[str, ForwardConfig, contextlib.AbstractC
     all_heads = mock.patch.object(forward_block, "heads_per_wave", lambda heads, *_: heads)
     yield "all heads side by side", shipped, all_heads
     if case.causal:
-        order = mock.patch.object(forward_kernel._Forward, "tile_of", shortest_first)
+        order = mock.patch.object(forward_kernel.ForwardKernel, "tile_of", shortest_first)
         yield "shortest rows first", shipped, order
 
 

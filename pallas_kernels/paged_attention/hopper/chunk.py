@@ -63,7 +63,8 @@ def attend_chunk(
     _, size, K, _ = call.k_PSKH.shape
     spec, V = call.spec, call.spec.value_width
     config = config or forward_config(H, V)
-    q = pad_rows(call.q_BTNH)
+    q, v = pad_rows(call.q_BTNH), call.v_PSKV
+    assert v is not None, "is_chunk"
     lengths_B = jnp.clip(call.lengths_B, 0, call.capacity)
     queries_B = jnp.full((B,), T, jnp.int32)
     if call.query_lengths_B is not None:
@@ -71,7 +72,7 @@ def attend_chunk(
     operands = {
         "q": q,
         "k": call.k_PSKH,
-        "v": call.v_PSKV,
+        "v": v,
         "tables": jnp.asarray(call.tables_BM),
         # A row's first query is at this position, and it has so many.
         "rows": jnp.stack([lengths_B - queries_B, queries_B], axis=1),
