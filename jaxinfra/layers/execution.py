@@ -193,12 +193,9 @@ class AppendHeads(Protocol):
         rope: tuple[jax.Array, jax.Array] | None,
         is_empty: bool,
     ) -> tuple[jax.Array, dict[str, jax.Array]] | None:
-        """Returns rotated queries, and the pages' arrays with the new tokens; None where this is
-        done one after another.
+        """Rotated queries, and pages with the new tokens; None where one is done after the other.
 
-        Args:
-            pages: with tables, below 0 where a row has no page.
-            is_empty: the cache was, before these tokens.
+        Tables are below 0 where a row has no page; ``is_empty`` is what the cache was before.
         """
         ...
 

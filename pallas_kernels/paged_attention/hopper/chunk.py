@@ -30,7 +30,7 @@ from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.tile import LOG2E, row_layout
 from pallas_kernels.paged_attention.spec import PagedCall
 
-from .reader import Pieces
+from .reader import PagePieces
 from .scores import clean
 
 LEAST_TOKENS, LEAST_TILES = 128, 32
@@ -110,9 +110,9 @@ class _Chunk(ForwardKernel):
     size: int  # slots of a page
 
     @property
-    def split(self) -> Pieces:
+    def split(self) -> PagePieces:
         """A tile as pieces of pages."""
-        return Pieces(size=self.size, block=self.c.block_kv)
+        return PagePieces(size=self.size, block=self.c.block_kv)
 
     @property
     def pieces(self) -> int:

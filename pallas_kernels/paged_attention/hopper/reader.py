@@ -18,7 +18,7 @@ from .segments import Segment, TileLine
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Pieces:
+class PagePieces:
     """A tile of ``block`` keys in pages of ``size`` slots, of which one divides the other."""
 
     size: int
@@ -69,9 +69,9 @@ class PageReader:
     ragged_queries: bool
 
     @property
-    def pieces(self) -> Pieces:
+    def pieces(self) -> PagePieces:
         """Of a tile."""
-        return Pieces(size=self.g.size, block=self.c.block_kv)
+        return PagePieces(size=self.g.size, block=self.c.block_kv)
 
     def each_segment(self, gmem, worker, body: Callable[[Segment, Any, Any], None]) -> None:
         """Calls ``body(segment, tiles done, its queries' place)`` for a worker's segments."""
