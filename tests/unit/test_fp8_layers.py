@@ -25,6 +25,7 @@ from jaxinfra.training.describe import describe_job
 from jaxinfra.training.gradients import make_gradient
 from jaxinfra.training.job import make_job
 from jaxinfra.training.pieces import StepPieces
+from tests.dropped_casts import casts_dropped
 from tests.sharded.cases import build, drawn, gemma_like, gradients_of, llama_like, packed_batch
 from tests.unit.test_recompute import small_run
 
@@ -173,6 +174,15 @@ def test_what_would_be_ignored_is_refused(out, settings, why):
         config = dataclasses.replace(config, mesh=parse_mesh(mesh))
     with pytest.raises(ConfigError, match=why):
         make_job(config, devices=jax.devices()[: config.mesh.num_devices])
+
+
+@pytest.mark.parametrize("scaling", Fp8Scaling)
+def test_no_cast_to_8_bits_can_be_dropped(scaling):
+    """XLA for GPUs drops casts there and back, and then nothing would be in 8 bits."""
+    history = {"history": 2} if scaling is Fp8Scaling.DELAYED else {}
+    precision = PrecisionConfig(policy=PolicyName.BF16, fp8=Fp8Matmuls(scaling=scaling, **history))
+    model = define_model(deep(), execution_on(policy=policy_of(precision), unroll=LAYERS))
+    assert not casts_dropped(gradient_jaxpr(model).jaxpr, most_bytes=1)
 
 
 def test_less_than_no_layers_are_refused():
