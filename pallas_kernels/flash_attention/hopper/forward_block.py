@@ -104,8 +104,11 @@ class ForwardBlock(AttentionKernel):
     # What they share.
 
     def rows_and_barriers(self, *, copies: int) -> dict[str, Any]:
-        """Buffers of each row and barriers; ``copies`` bring the queries, and other copies than
-        the keys themselves, one less, come with them.
+        """Buffers of each row and barriers.
+
+        Args:
+            copies: that bring a warpgroup's queries: they, and what else belongs to them. As much
+                comes with a tile of keys, which arrives in ``pieces``.
         """
         c = self.c
         ring = functools.partial(plgpu.Barrier, num_barriers=c.num_stages)
