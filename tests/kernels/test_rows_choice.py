@@ -174,7 +174,7 @@ def test_rows_that_are_kept_nowhere():
 
 
 def test_measurements_count_where_rows_go_the_same_way(tmp_path):
-    """131,072 columns lie in whole words, those of 126,976 go as any length does."""
+    """131,072 columns divide into blocks evenly, 126,976 go as any length does."""
     measured = [
         tables.Row.of(
             case={

@@ -270,6 +270,7 @@ class ForwardBlock(AttentionKernel):
         o, peak, total = attend()
         factor, peak, total = self.normalized(gmem, b, n, row0, peak, total.sum(axis=1))
         out_smem = self.out_buffer(smem, wg)
+        # A row that sees nothing is 0, also where what is hidden from it is no number.
         factor = lax.broadcast_in_dim(factor, o.shape, [0])
         out_smem[...] = jnp.where(factor == 0.0, 0.0, o * factor).astype(self.dtype)
         lse = self.log2_total(peak, total) * (1 / LOG2E)
