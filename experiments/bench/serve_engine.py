@@ -353,7 +353,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", help="of steps; all by default")
     parser.add_argument("--samplings", nargs="+", default=["greedy", "temperature", "top-p"])
     parser.add_argument("--check-lengths", type=int, nargs="+", default=[5, 64, 200, 777, 1024])
-    return parser.parse_args()
+    args = parser.parse_args()
+    if "load" in args.cases and "batch" not in args.cases:
+        parser.error("--cases load takes shares of the rate of requests that --cases batch finds")
+    return args
 
 
 def main() -> None:
