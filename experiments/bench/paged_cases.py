@@ -76,6 +76,7 @@ WORKLOADS = (
     PagedWorkload(name="b16 x 32768 x 64/8", B=16, length=32768, N=64, K=8),
     PagedWorkload(name="b128 x 2048 x 32/32", B=128, length=2048, N=32, K=32),
     PagedWorkload(name="b1 x 32768 x 32/8", B=1, length=32768, N=32, K=8),
+    PagedWorkload(name="b256 x 2048 x 32/8", B=256, length=2048, N=32, K=8),
     PagedWorkload(name="b128 x 1024 x 32/8", B=128, length=1024, N=32, K=8),
     PagedWorkload(name="b64 x 2048 x 32/8 of 64", B=64, length=2048, N=32, K=8, H=64, V=64),
     PagedWorkload(

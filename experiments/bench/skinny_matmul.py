@@ -9,6 +9,7 @@ relative to the product in fp32. With --tables the fastest go into the tables of
 
 import argparse
 import concurrent.futures
+import dataclasses
 import functools
 import itertools
 import math
@@ -77,10 +78,15 @@ class Case:
             for width, depth, cluster in itertools.product(sorted(widths), DEPTHS, self.clusters)
         ]
         if self.name.endswith(SUMMED):
-            for width, depth in itertools.product((64, 128), DEPTHS):
+            for width, depth, cluster in itertools.product((64, 128), DEPTHS, self.clusters):
                 # As many parts as there are multiprocessors for.
                 splits = 2 ** int(math.log2(max(1, NUM_PROCESSORS // (self.N // width))))
-                each.append(SkinnyConfig(tile_n=width, depth=depth, splits=splits))
+                each.append(SkinnyConfig(tile_n=width, depth=depth, cluster=cluster, splits=splits))
+        if padded(self.M) > 64:
+            each += [
+                dataclasses.replace(config, tile_n=width, transposed=True)
+                for config, width in itertools.product(tuple(each), (64, 128))
+            ]
         # Deep tiles were up to twice as slow from 128 rows on, and in wide gated ones.
         slow = [c for c in each if c.depth > 64 and (rows > 64 or c.tile_n > 128)]
         return [None, *(c for c in dict.fromkeys(each) if self.fits(c) and c not in slow)]
@@ -135,6 +141,7 @@ class Case:
             choice = {
                 "implementation": "hopper", "tile_n": config.tile_n, "depth": config.depth,
                 "cluster": config.cluster, "splits": config.splits,
+                "transposed": config.transposed,
             }  # fmt: skip
         return tables.Row.of(case=case, choice=choice, ms=us / 1e3)
 

@@ -35,9 +35,9 @@ def _measured(M: int, N: int, K: int, swiglu: bool, slug: str, folder: str) -> S
         if choice.pop("implementation") == "xla":
             compiler_ms = row.ms
         else:
-            times[SkinnyConfig(**{name: tables.count(value) for name, value in choice.items()})] = (
-                row.ms
-            )
+            transposed = choice.pop("transposed", False) is True
+            tiles = {name: tables.count(value) for name, value in choice.items()}
+            times[SkinnyConfig(**tiles, transposed=transposed)] = row.ms
     for config in sorted(times, key=lambda config: times[config]):
         if compiler_ms == math.inf or compiler_ms < LEAST_GAIN * times[config]:
             return None

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from pallas_kernels.hopper.machine import NUM_PROCESSORS, SMEM_BYTES
+from pallas_kernels.hopper.machine import NUM_PROCESSORS, SMEM_BYTES, WARPGROUP
 
 ROWS = 64  # of a warpgroup's product
 DEPTHS = (64, 128)  # of K, in a tile
@@ -11,6 +11,8 @@ ROW_MULTIPLE = 8
 WIDTHS = (32, 64, 128, 256)
 MOST_STAGES = 24
 RESERVE = 2 * 1024  # barriers
+TRANSPOSED_WARPGROUPS = 2  # that share the rows
+MOST_SUMS = 128  # a thread of these two, beside what else it needs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,19 +23,30 @@ class SkinnyConfig:
     depth: int = 64  # of K, in a tile
     cluster: int = 1  # blocks that share each copy of x's tiles
     splits: int = 1  # parts of K; above 1 sums leave in fp32, and whoever reads them adds them
+    transposed: bool = False  # columns of the weight are the left operand of tensor cores
 
     @property
     def out_bytes(self) -> int:
         """Bytes of a sum on its way out."""
         return 4 if self.splits > 1 else 2
 
+    def num_warpgroups(self, M: int) -> int:
+        """Those that multiply."""
+        return TRANSPOSED_WARPGROUPS if self.transposed else num_groups(M)
+
+    def staged_rows(self, M: int) -> int:
+        """Rows of x that a tile in shared memory has."""
+        return M if self.transposed else num_groups(M) * ROWS
+
     def stage_bytes(self, M: int) -> int:
         """Shared memory of a tile of x and one of the weight."""
-        return 2 * self.depth * (self.tile_n + num_groups(M) * ROWS)
+        return 2 * self.depth * (self.tile_n + self.staged_rows(M))
 
     def num_stages(self, M: int, *, swiglu: bool) -> int:
         """Tiles in a ring, beside results on their way out: what shared memory has room for."""
-        out = self.out_bytes * num_groups(M) * ROWS * self.tile_n // (2 if swiglu else 1)
+        out = self.out_bytes * self.staged_rows(M) * self.tile_n // (2 if swiglu else 1)
+        if self.transposed and self.splits > 1:
+            out = 0  # sums leave from registers
         return min((SMEM_BYTES - RESERVE - out) // self.stage_bytes(M), MOST_STAGES)
 
     def unsupported(self, M: int, N: int, K: int, *, swiglu: bool) -> str | None:
@@ -45,9 +58,15 @@ class SkinnyConfig:
             )
         if self.depth not in DEPTHS or K % (self.depth * self.splits):
             return f"K={K} is not a multiple of {self.splits} times {self.depth}"
-        if self.splits > 1 and (swiglu or self.cluster > 1):
-            return "parts of K are of plain products, without shared copies"
-        if num_groups(M) > 2 and self.tile_n > 128:
+        if self.splits > 1 and swiglu:
+            return "parts of K are of plain products"
+        if self.transposed:
+            if M % (8 * TRANSPOSED_WARPGROUPS) or part % ROWS:
+                return f"{M} rows do not divide by 16, or {part} columns by {ROWS}"
+            registers = M * self.tile_n // TRANSPOSED_WARPGROUPS // WARPGROUP > MOST_SUMS
+        else:
+            registers = num_groups(M) > 2 and self.tile_n > 128
+        if registers:
             return f"{M} rows by {self.tile_n} columns are too many registers"
         if self.cluster > 1 and (M % (8 * self.cluster) or N // self.tile_n % self.cluster):
             return f"{M} rows or {N // self.tile_n} blocks do not divide by {self.cluster}"
@@ -57,7 +76,7 @@ class SkinnyConfig:
 
 
 def num_groups(M: int) -> int:
-    """Warpgroups that multiply."""
+    """Warpgroups that multiply 64 rows each."""
     return -(-M // ROWS)
 
 

@@ -22,6 +22,14 @@ CASES = {
     "gated, two groups": ((72, 256, 128), True, SkinnyConfig()),
     "shared copies": ((64, 192, 128), False, SkinnyConfig(cluster=2)),
     "parts of K": ((24, 512, 64), False, SkinnyConfig(splits=4)),
+    "parts of K, shared copies": ((32, 256, 128), False, SkinnyConfig(splits=2, cluster=2)),
+    "transposed": ((32, 256, 128), False, SkinnyConfig(transposed=True)),
+    "transposed, gated": ((48, 256, 256), True, SkinnyConfig(tile_n=128, transposed=True)),
+    "transposed, parts of K": (
+        (32, 512, 128),
+        False,
+        SkinnyConfig(tile_n=128, splits=4, transposed=True),
+    ),
     "deep, narrow": ((16, 384, 32), False, SkinnyConfig(tile_n=32, depth=128)),
 }
 
@@ -103,6 +111,10 @@ def test_auto_takes_what_was_measured_to_be_faster():
         assert gated == SkinnyConfig(tile_n=256)
         down = measured_config(64, 4096, 14_336, swiglu=False)
         assert down == SkinnyConfig(depth=128, splits=2)
+        out = measured_config(256, 4096, 4096, swiglu=False)
+        assert out == SkinnyConfig(splits=2, transposed=True)
+        # Rows that do not divide by 16 go as the next best does.
+        assert measured_config(200, 4096, 4096, swiglu=False) == SkinnyConfig(splits=2)
         # With 128 rows XLA is as fast; so far from a measured size nothing is known.
         assert measured_config(128, 4096, 14_336, swiglu=False) is None
         assert measured_config(64, 512, 512, swiglu=False) is None
