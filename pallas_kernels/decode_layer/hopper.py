@@ -19,6 +19,7 @@ from pallas_kernels.hopper.grid import GridBarrier, meet_in_block
 from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.machine import NUM_PROCESSORS
 from pallas_kernels.hopper.mosaic import arith, mgpu_utils, plgpu
+from pallas_kernels.hopper.references import references
 from pallas_kernels.hopper.threads import assembly, constant, global_place
 from pallas_kernels.quantized_matmul import Arrangement, QuantizedWeight
 
@@ -95,9 +96,9 @@ def decode_layers_hopper(call: LayersCall) -> tuple[jax.Array, list[tuple[jax.Ar
     for first in range(0, len(call.layers), MOST_LAYERS):
         some = slice(first, first + MOST_LAYERS)
         part = dataclasses.replace(call, x=x, layers=call.layers[some], pages=call.pages[some])
-        # References, which the kernel writes into: what it leaves is not copied.
-        k, v = ([jax.new_ref(pool) for pool in pools] for pools in zip(*part.pages, strict=True))
-        counter = jax.new_ref(jnp.zeros(1, jnp.int32))
+        keys, values = zip(*part.pages, strict=True)
+        counter, *pools = references((jnp.zeros(1, jnp.int32), *keys, *values))
+        k, v = pools[: len(keys)], pools[len(keys) :]
         x = LayersKernel.of(part).result(part, {"k": k, "v": v, "counter": counter})
         after += [(jax.freeze(each), jax.freeze(other)) for each, other in zip(k, v, strict=True)]
     return x, after

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper.launch import Launches
+from pallas_kernels.hopper.references import references
 from pallas_kernels.paged_attention.spec import PagedCall
 
 from .append_heads import unsupported_append
@@ -58,9 +59,8 @@ def append_and_attend_hopper(
     cos_BR, sin_BR = (
         jnp.broadcast_to(x, (layout.B, 1, layout.H // 2))[:, 0].astype(jnp.float32) for x in rope
     )
-    # References, which the kernel writes into: what it leaves is not copied.
     assert call.v_PSKV is not None
-    k_ref, v_ref = jax.new_ref(call.k_PSKH), jax.new_ref(call.v_PSKV)
+    k_ref, v_ref = references((call.k_PSKH, call.v_PSKV))
     step = StepHeads(
         k_pages=k_ref,
         v_pages=v_ref,

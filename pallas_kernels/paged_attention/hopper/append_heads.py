@@ -18,6 +18,7 @@ from pallas_kernels.common import device
 from pallas_kernels.hopper.launch import Launches, launch
 from pallas_kernels.hopper.machine import LANES, WARPS
 from pallas_kernels.hopper.mosaic import plgpu
+from pallas_kernels.hopper.references import references
 from pallas_kernels.hopper.registers import write_registers
 from pallas_kernels.paged_attention.codes import LARGEST, LEAST_SCALE
 from pallas_kernels.quantized_matmul import WeightCode
@@ -76,11 +77,7 @@ def append_heads_hopper(
         dtype=heads_BTNH.dtype,
         code=code,
     )
-    # References, which the kernel writes into: what it leaves is not copied. The barrier keeps
-    # pools of one value apart, such as two of zeros: where heads are a slice of a larger array, XLA
-    # makes a fusion of the call and passes the value once, and both references were one buffer.
-    apart = lax.optimization_barrier(tuple(pools.values()))
-    refs = {name: jax.new_ref(pool) for name, pool in zip(pools, apart, strict=True)}
+    refs = dict(zip(pools, references(list(pools.values())), strict=True))
     found = launch(
         kernel.run,
         name="append_heads",
