@@ -113,8 +113,8 @@ class QueryLayout:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a tile."""
-        return max(1, self.tile // self.span)
+        """Tokens of a tile; not more than there are, whose results would be written for nobody."""
+        return max(1, min(self.T, self.tile // self.span))
 
     @property
     def tiles_per_token(self) -> int:
