@@ -117,7 +117,9 @@ class _MergePages:
         last = team_of(start + jnp.maximum(tiles - 1, 0), total, num_teams)
         count = jnp.where(tiles > 0, last - first + 1, 0)
         base = first + entry * head_blocks + block
-        at_a_time = max(2, min(8, HELD // g.V))
+        # Of more rows than workers, most have a part or two.
+        many = g.num_entries * g.K >= self.c.num_teams(g) * members
+        at_a_time = 2 if many else max(2, min(8, HELD // g.V))
 
         def some(i, carry):
             peak, total, out = carry
