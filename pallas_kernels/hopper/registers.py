@@ -1,8 +1,10 @@
 """How an array gets from registers to memory as it lies there, without the copy engine."""
 
 import jax
+from jaxlib.mlir import ir
 
-from .mosaic import plgpu
+from .mosaic import arith, mgpu, mgpu_utils, plgpu, vector
+from .tile import STRIP, tile_layout
 
 STORES_ARE_CHECKED = jax.__version_info__ >= (0, 12)
 
@@ -19,3 +21,29 @@ def write_registers(array: jax.Array, ref) -> None:
         plgpu.store(ref, array, optimized=False)  # pyrefly: ignore[missing-attribute]
     else:
         ref[...] = array
+
+
+def write_rows(tile: jax.Array, ref, *, first: int = 0) -> None:
+    """Stores as many rows of a tile of 64 as a reference has.
+
+    Args:
+        tile: [64, columns] as WGMMA leaves it: a thread has two numbers side by side, in one row of
+            eight and in the row eight below.
+        ref: [rows, columns] in global memory.
+        first: of the rows.
+    """
+    rows = ref.shape[0]
+
+    @plgpu.inline_mgpu(arg_types=(tile_layout(), plgpu.RefType()))
+    def store(ctx, tile, ref):
+        del ctx
+        places = list(zip(tile.layout.thread_idxs(tile.shape), tile.registers.flat, strict=True))
+        index = ir.IndexType.get()
+        for half in range(1 if first + rows <= STRIP else 2):
+            row = arith.subi(places[half][0][0], mgpu.c(first, index))
+            # Rows before the first are large numbers.
+            with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.ult, row, mgpu.c(rows, index))):
+                for (_, column), value in places[half::2]:
+                    vector.store(value, ref, [row, column])
+
+    store(tile, ref)

@@ -69,10 +69,10 @@ def append_and_attend_hopper(
         cos_BR=cos_BR,
         sin_BR=sin_BR,
     )
-    out, lse = attend_pages(
+    partials = attend_pages(
         call,
         plan, layout=layout, config=config, launches=launches, step=step,
         interpretable=interpretable,
     )  # fmt: skip
-    merged = merge_pages(call, plan, out, lse, layout=layout, config=config, launches=launches)
+    merged = merge_pages(call, plan, partials, layout=layout, config=config, launches=launches)
     return merged, jax.freeze(k_ref), jax.freeze(v_ref)

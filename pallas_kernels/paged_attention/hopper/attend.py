@@ -11,6 +11,7 @@ Dims: as in ``pallas_kernels.paged_attention.spec``.
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +20,11 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper.launch import Launches, launch
 from pallas_kernels.hopper.mosaic import plgpu
+from pallas_kernels.hopper.registers import write_registers, write_rows
 from pallas_kernels.hopper.tile import STRIP, row_layout, swizzle_bytes, tile_layout, tiled
 from pallas_kernels.paged_attention.spec import PagedCall, PagedSpec
 
-from .config import ROWS, PagedConfig, QueryLayout
+from .config import GROUP_ROWS, ROWS, PagedConfig, QueryLayout
 from .new_tokens import NUM_COPIES, NewTokens, StepHeads
 from .plan import PagePlan
 from .reader import PageReader
@@ -39,7 +41,7 @@ def attend_pages(
     launches: Launches = "in-turn",
     interpretable: bool = False,
     step: StepHeads | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> "Partials":
     """Partial results, normalized, with their logsumexps.
 
     That of a team's worker ``member`` for a segment, which is an entry of the plan for a block of
@@ -54,14 +56,13 @@ def attend_pages(
         step: heads that are not in pages yet, in the place of the call's queries, which then are
             neither turned nor read; pages are references to write them into.
 
-    Returns:
-        float32 [partials, rows, V] and, in units of log2, float32 [partials, 64].
     """
     kernel = _AttendPages(
         g=layout, c=config, spec=call.spec, dtype=call.q_BTNH.dtype, capacity=call.capacity,
         ragged_queries=call.query_lengths_B is not None,
         interpretable=interpretable,
         new=None if step is None else NewTokens(g=layout, c=config, dtype=call.q_BTNH.dtype),
+        finishes=finishes(call, layout),
     )  # fmt: skip
     # One more: the second kernel reads a few rows at a time, perhaps beyond a partial's last.
     num_partials = (
@@ -77,6 +78,9 @@ def attend_pages(
         "out": jax.ShapeDtypeStruct((num_partials, layout.rows, layout.V), jnp.float32),
         "lse": jax.ShapeDtypeStruct((num_partials, ROWS), jnp.float32),
     }
+    if kernel.finishes:
+        shape = (layout.B, layout.T, layout.N, layout.V)
+        results["whole"] = jax.ShapeDtypeStruct(shape, call.q_BTNH.dtype)
     found = launch(
         kernel.run,
         name="paged_attention",
@@ -91,7 +95,26 @@ def attend_pages(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
     )
-    return found["out"], found["lse"]
+    return Partials(**found)
+
+
+class Partials(NamedTuple):
+    """What the kernel leaves."""
+
+    out: jax.Array  # float32 [partials, rows, V]
+    lse: jax.Array  # float32 [partials, 64], in units of log2
+    whole: jax.Array | None = None
+    """[B, T, N, V] in the queries' dtype: rows that one worker has read have their results here and
+    no partial ones; others have nothing here yet."""
+
+
+def finishes(call: PagedCall, layout: QueryLayout) -> bool:
+    """Whether results of rows that are not cut leave as they are: a fourth of the bytes.
+
+    What is written costs more than as many bytes that are read (NOTES.md).
+    """
+    whole_heads = layout.tiles_per_token == 1 and layout.group == layout.merged_group
+    return layout.T == 1 and whole_heads and call.sinks_N is None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +129,7 @@ class _AttendPages:
     ragged_queries: bool
     interpretable: bool
     new: NewTokens | None
+    finishes: bool
 
     @property
     def reader(self) -> PageReader:
@@ -120,12 +144,6 @@ class _AttendPages:
         """Columns of values that a warpgroup computes."""
         return self.g.V // self.c.value_parts
 
-    @property
-    def out_width(self) -> int:
-        """Columns that leave at a time, through the space of the queries."""
-        width = self.g.H // (2 * self.c.value_parts)
-        return max(w for w in (16, 32, 64, 128) if w <= width and self.part_width % w == 0)
-
     def scratch(self) -> dict:
         """Shared memory and barriers; of worker w, slot s is ``w * num_stages + s``."""
         g, c = self.g, self.c
@@ -135,17 +153,10 @@ class _AttendPages:
         def tiles(*shape: int):
             return plgpu.SMEM(shape, self.dtype, transforms=tiled(swizzle_bytes(shape[-1])))
 
-        # As large as the queries whose place it takes, so that no worker's lies in another's.
-        staged = plgpu.SMEM(
-            (c.num_workers * c.num_queries, ROWS * g.H // (2 * self.out_width), self.out_width),
-            jnp.float32,
-            transforms=tiled(swizzle_bytes(self.out_width, itemsize=4), itemsize=4),
-        )
         ring = functools.partial(plgpu.Barrier, num_barriers=slots)
         each = functools.partial(plgpu.Barrier, num_barriers=c.num_workers * c.num_queries)
-        read = plgpu.Barrier(num_arrivals=c.value_parts, num_barriers=c.num_workers)
         buffers = {
-            "q_out": plgpu.RefUnion(tiles(c.num_workers * c.num_queries, ROWS, g.H), staged),
+            "q": tiles(c.num_workers * c.num_queries, ROWS, g.H),
             "k": tiles(slots, c.block_kv, g.H),
         }
         if not g.latent:
@@ -153,10 +164,8 @@ class _AttendPages:
         if self.interpretable:
             buffers["p"] = tiles(compute_groups, ROWS, c.block_kv)
         buffers |= {
-            "lse": plgpu.SMEM((c.num_workers, ROWS), jnp.float32),
             "q_full": each(num_arrivals=g.tokens + (0 if self.new is None else NUM_COPIES)),
             "q_empty": each(num_arrivals=c.value_parts),
-            "q_read": read,
             "k_full": ring(num_arrivals=self.reader.pieces.count),
             "k_empty": ring(num_arrivals=c.value_parts),
         }
@@ -193,7 +202,7 @@ class _AttendPages:
 
         def segment(seg: Segment, done, mine):
             plgpu.barrier_wait(smem.q_empty.at[mine])
-            tile = smem.q_out[0].at[mine]
+            tile = smem.q.at[mine]
             self.reader.copy_queries(gmem, tile, smem.q_full.at[mine], seg)
             if self.new is not None:
                 self.new.copy(gmem, smem, smem.q_full.at[mine], mine, seg)
@@ -242,16 +251,16 @@ class _AttendPages:
                 o, peak, total = pl.run_scoped(
                     attend, plgpu.ACC((ROWS, self.part_width), jnp.float32)
                 )
-            self.leave(gmem, smem, worker, mine, part, seg, o, peak, total)
+            plgpu.barrier_arrive(smem.q_empty.at[mine])
+            self.leave(gmem, part, seg, o, peak, total)
 
         self.reader.each_segment(gmem, worker, segment)
-        plgpu.wait_smem_to_gmem(0)
 
     def attend(self, smem, worker, mine, part: int, seg: Segment, done, acc):
         """The loop over a segment's tiles: unnormalized output, row maxima, row sums."""
         c, key_start, key_stop = self.c, seg.extent.begin, seg.extent.end
         positions = positions_less_columns(seg, self.g)
-        q_smem = smem.q_out[0].at[mine]
+        q_smem = smem.q.at[mine]
         columns = pl.ds(part * self.part_width, self.part_width)
 
         def step(i, carry):
@@ -313,25 +322,37 @@ class _AttendPages:
         new = pl.run_scoped(product, plgpu.ACC((ROWS, self.part_width), jnp.float32))
         return [o[0] * lax.broadcast_in_dim(alpha, new.shape, [0]) + new]
 
-    def leave(self, gmem, smem, worker, mine, part: int, seg: Segment, o, peak, total) -> None:
-        """Normalizes a segment's result and copies it out."""
-        g, c = self.g, self.c
+    def leave(self, gmem, part: int, seg: Segment, o, peak, total) -> None:
+        """Normalizes a segment's result and writes it.
+
+        From registers: the copy engine takes one request after another, so that a result would wait
+        for all tiles asked for before it, and the next row's first tile for the result.
+        """
         factor = jnp.where(total == 0.0, 0.0, 1.0 / total)
         o = o * lax.broadcast_in_dim(factor, o.shape, [0])
-        if part == 0:
-            smem.lse[worker] = jnp.where(total == 0.0, -jnp.inf, peak + jnp.log2(total))
-        if c.value_parts > 1:  # the other may still multiply with the queries
-            plgpu.barrier_arrive(smem.q_read.at[worker])
-            plgpu.barrier_wait(smem.q_read.at[worker])
-        staged = smem.q_out[1].at[mine, pl.ds(part * ROWS, ROWS)]
-        for column in range(0, self.part_width, self.out_width):
-            staged[...] = lax.slice(o, (0, column), (ROWS, column + self.out_width))
-            plgpu.commit_smem()
-            columns = pl.ds(part * self.part_width + column, self.out_width)
-            plgpu.copy_smem_to_gmem(
-                staged.at[pl.ds(0, g.rows)], gmem.out.at[seg.partial, :, columns]
-            )
-            if part == 0 and column == 0:
-                plgpu.copy_smem_to_gmem(smem.lse.at[worker], gmem.lse.at[seg.partial])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(smem.q_empty.at[mine])
+        columns = pl.ds(part * self.part_width, self.part_width)
+
+        def leave_part():
+            self.write(o, gmem.out.at[seg.partial, :, columns])
+            if part == 0:
+                lse = jnp.where(total == 0.0, -jnp.inf, peak + jnp.log2(total))
+                write_registers(lse, gmem.lse.at[seg.partial])
+
+        if not self.finishes:
+            leave_part()
+            return
+        pl.when(jnp.logical_not(seg.whole))(leave_part)
+        group = self.g.group
+        heads = gmem.whole.at[seg.row, 0, pl.ds(seg.head * group, group), columns]
+        # Where the group begins among the heads that were copied.
+        for first in sorted({head * group % GROUP_ROWS for head in range(self.g.K)}):
+            here = lax.rem(seg.head * group, GROUP_ROWS) == first
+            write = functools.partial(self.write, o.astype(self.dtype), heads, first=first)
+            pl.when(seg.whole & here)(write)
+
+    def write(self, tile, ref, *, first: int = 0) -> None:
+        """Some of a tile's rows."""
+        if self.interpretable:
+            ref[...] = lax.slice(tile, (first, 0), (first + ref.shape[0], tile.shape[1]))
+        else:
+            write_rows(tile, ref, first=first)

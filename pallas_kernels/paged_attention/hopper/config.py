@@ -30,7 +30,7 @@ class PagedConfig:
     block_kv: int = 64  # keys of a tile
     num_stages: int = 3  # tiles of keys, and of values, in flight for each worker
     num_workers: int = 2
-    num_queries: int = 1  # query tiles of a worker: of two, one comes while the other's part leaves
+    num_queries: int = 1  # query tiles of a worker: of two, one comes while the other multiplies
     value_parts: int = 1  # compute warpgroups of a worker, each with a part of the values' columns
     teams: bool = True  # workers side by side read the same pages, each for another kv head
     num_blocks: int = NUM_PROCESSORS
@@ -47,7 +47,7 @@ class PagedConfig:
         """Shared memory of a block."""
         ring = self.num_stages * self.block_kv * layout.slot_bytes
         queries = 2 * self.num_queries * layout.tile * layout.H
-        results = 4 * ROWS
+        results = 0
         if layout.bits < 16:  # four warps' maxima, sums and results
             results = 4 * 4 * layout.tile * (layout.V + RESULT_PADDING + 2)
         return self.num_workers * (ring + queries + results) + BARRIER_BYTES

@@ -16,7 +16,7 @@ from pallas_kernels.hopper.machine import COPY_ALIGNMENT, SMEM_BYTES
 from pallas_kernels.paged_attention.codes import rows_as_pages
 from pallas_kernels.paged_attention.spec import PagedCall
 
-from .attend import attend_pages
+from .attend import Partials, attend_pages
 from .attend_codes import attend_codes
 from .chunk import attend_chunk, is_chunk
 from .config import (
@@ -146,10 +146,11 @@ def paged_attention_hopper(
         q_BTNH = jnp.pad(call.q_BTNH, ((0, 0), (0, 0), (0, pad), (0, 0)))
         padded = dataclasses.replace(call, q_BTNH=q_BTNH)
     if call.code is not None:
-        out, lse = attend_codes(padded, plan, layout=layout, config=config, launches=launches)
+        found = attend_codes(padded, plan, layout=layout, config=config, launches=launches)
+        partials = Partials(*found)
     else:
-        out, lse = attend_pages(
+        partials = attend_pages(
             padded, plan, layout=layout, config=config, launches=launches,
             interpretable=interpretable,
         )  # fmt: skip
-    return merge_pages(call, plan, out, lse, layout=layout, config=config, launches=launches)
+    return merge_pages(call, plan, partials, layout=layout, config=config, launches=launches)

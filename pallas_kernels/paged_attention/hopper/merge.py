@@ -18,6 +18,7 @@ from pallas_kernels.hopper.tile import LOG2E
 from pallas_kernels.paged_attention.spec import PagedCall
 from pallas_kernels.rows.config import tile_layout
 
+from .attend import Partials
 from .config import MERGED_ROWS, PagedConfig, QueryLayout
 from .plan import PagePlan, team_of
 from .scores import NO_MAXIMUM
@@ -28,25 +29,30 @@ HELD = 1024  # columns of partial results that a warp reads at a time
 def merge_pages(
     call: PagedCall,
     plan: PagePlan,
-    partial_out: jax.Array,
-    partial_lse: jax.Array,
+    partials: Partials,
     *,
     layout: QueryLayout,
     config: PagedConfig,
     launches: Launches = "in-turn",
 ) -> jax.Array:
-    """[B, T, N, V] in the queries' dtype from what ``attend_pages`` left."""
+    """[B, T, N, V] in the queries' dtype from what ``attend_pages`` or ``attend_codes`` left."""
     g = layout
-    kernel = _MergePages(g=g, c=config, dtype=call.q_BTNH.dtype, sinks=call.sinks_N is not None)
-    operands = {"out": partial_out, "lse": partial_lse, "before": plan.before_E1}
+    kernel = _MergePages(
+        g=g, c=config, dtype=call.q_BTNH.dtype, sinks=call.sinks_N is not None,
+        only_cut=partials.whole is not None,
+    )  # fmt: skip
+    operands = {"out": partials.out, "lse": partials.lse, "before": plan.before_E1}
     if call.sinks_N is not None:
         operands["sinks"] = jnp.pad(call.sinks_N * LOG2E, (0, MERGED_ROWS))
-    shape = (g.B, g.T, g.K, g.merged_group, g.V)
-    found = launch(
+    shape = (g.B, g.T, g.K * g.merged_group, g.V)
+    results = {"merged": jax.ShapeDtypeStruct(shape, call.q_BTNH.dtype)}
+    if partials.whole is not None:
+        operands["merged"], results = jax.new_ref(partials.whole), {}
+    found = operands | launch(
         kernel.run,
         name="paged_attention_merge",
         operands=operands,
-        results={"merged": jax.ShapeDtypeStruct(shape, call.q_BTNH.dtype)},
+        results=results,
         scratch={},
         grid=(g.B * g.T * g.K * g.merged_group // MERGED_ROWS,),
         grid_names=("unit",),
@@ -54,7 +60,10 @@ def merge_pages(
         launches=launches,
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )
-    return found["merged"][:, :, :, : g.group].reshape(g.B, g.T, g.N, g.V)
+    if partials.whole is not None:
+        return jax.freeze(found["merged"])
+    merged = found["merged"].reshape(g.B, g.T, g.K, g.merged_group, g.V)
+    return merged[:, :, :, : g.group].reshape(g.B, g.T, g.N, g.V)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +74,7 @@ class _MergePages:
     c: PagedConfig
     dtype: jnp.dtype
     sinks: bool
+    only_cut: bool  # rows that are not cut have their results
 
     def run(self, gmem, smem) -> None:
         """One block: four query heads of a token."""
@@ -82,7 +92,19 @@ class _MergePages:
             entry += lax.div(row, g.tile)
             row = lax.rem(row, g.tile)
         row += lax.rem(t, g.tokens) * g.span
-        peak, total, out = self.sum(gmem, entry, head, row)
+        count, first = self.parts(gmem, entry, head)
+
+        def merge():
+            self.merge(gmem, (b, t, head, part), self.sum(gmem, head, row, count, first))
+
+        if self.only_cut:
+            pl.when(count != 1)(merge)
+        else:
+            merge()
+
+    def merge(self, gmem, place, sums) -> None:
+        """Writes what sums are of."""
+        (b, t, head, part), (peak, total, out), g = place, sums, self.g
         if self.sinks:
             at = pl.ds(head * g.group + part * MERGED_ROWS, MERGED_ROWS)
             sink = plgpu.load(gmem.sinks.at[at], layout=self.layout.reduce(1), optimized=False)
@@ -92,7 +114,8 @@ class _MergePages:
             out = out * lax.broadcast_in_dim(shrink, out.shape, [0])
         factor = jnp.where(total == 0.0, 0.0, 1.0 / total)
         out = out * lax.broadcast_in_dim(factor, out.shape, [0])
-        gmem.merged[b, t, head, pl.ds(part * MERGED_ROWS, MERGED_ROWS)] = out.astype(self.dtype)
+        heads = pl.ds(head * g.merged_group + part * MERGED_ROWS, MERGED_ROWS)
+        gmem.merged[b, t, heads] = out.astype(self.dtype)
 
     @property
     def layout(self):
@@ -100,12 +123,11 @@ class _MergePages:
         assert MERGED_ROWS == WARPS
         return tile_layout(next(v for v in (4, 2, 1) if self.g.V % (LANES * v) == 0))
 
-    def sum(self, gmem, entry, head, row):
-        """Maxima, sums of weights and weighted sums over the partial results of a segment."""
-        g, layout = self.g, self.layout
+    def parts(self, gmem, entry, head) -> tuple:
+        """How many partial results a segment has, and where they begin, in teams' members."""
+        g = self.g
         members = self.c.team(g)
-        head_blocks = g.K // members
-        block, member = lax.div(head, members), lax.rem(head, members)
+        head_blocks, block = g.K // members, lax.div(head, members)
         before = gmem.before[entry]
         tiles = lax.div(gmem.before[entry + 1] - before, head_blocks)
         start, total, num_teams = (
@@ -116,7 +138,13 @@ class _MergePages:
         first = team_of(start, total, num_teams)
         last = team_of(start + jnp.maximum(tiles - 1, 0), total, num_teams)
         count = jnp.where(tiles > 0, last - first + 1, 0)
-        base = first + entry * head_blocks + block
+        return count, first + entry * head_blocks + block
+
+    def sum(self, gmem, head, row, count, base):
+        """Maxima, sums of weights and weighted sums over the partial results of a segment."""
+        g, layout = self.g, self.layout
+        members = self.c.team(g)
+        member = lax.rem(head, members)
         # Of more rows than workers, most have a part or two.
         many = g.num_entries * g.K >= self.c.num_teams(g) * members
         at_a_time = 2 if many else max(2, min(8, HELD // g.V))

@@ -74,7 +74,7 @@ class NewTokens:
 
     def turn_queries(self, smem, mine) -> None:
         """Turns a tile of queries where it lies."""
-        q_smem = smem.q_out[0].at[mine]
+        q_smem = smem.q.at[mine]
         parts = [q_smem.at[:, pl.ds(i, COLUMNS)] for i in range(0, self.g.H, COLUMNS)]
         loaded = [plgpu.load(x, layout=tile_layout(), optimized=False) for x in parts]
         if len(loaded) == 1:

@@ -25,6 +25,7 @@ class Segment:
     extent: Extent
     first: Any  # key tile of the row
     count: Any  # key tiles
+    whole: Any  # whether they are all that the query tile sees
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +72,7 @@ class TileLine:
                 extent=extent,
                 first=lax.div(extent.begin, c.block_kv) + lo,
                 count=count,
+                whole=(lo == 0) & (count == tiles),
             )
             pl.when(count > 0)(lambda: body(segment, done, nth))
             return s + 1, at + count, done + count, nth + (count > 0).astype(jnp.int32)
