@@ -152,7 +152,6 @@ class Flat:
     chunks: int = 1  # of a warpgroup's share of a row: what arrives at once
     slots: int = 4  # chunks in shared memory
     vector: int = 8
-    by_columns: bool = False  # threads have columns, the same of all rows, or elements of words
     ahead: bool = False  # the next row is folded before a row is finished; needs two rows' slots
     in_memory: int = 0  # chunks whose vectors are in shared memory; those before are in registers
     interpretable: bool = False  # avoids what the interpreter lacks: copies that are not Pallas's
@@ -181,11 +180,6 @@ class Flat:
     def columns(self) -> int:
         """Columns of the longest row that fits."""
         return self.cluster * self.members * self.chunks * self.piece
-
-    @property
-    def leaving(self) -> int:
-        """Slots that wait to be read by the copy engine: results of columns leave through it."""
-        return 1 if self.by_columns else 0
 
     @property
     def num_clusters(self) -> int:

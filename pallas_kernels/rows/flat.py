@@ -3,11 +3,12 @@
 As ``wide``, but that a row may begin behind the first element of a chunk and end within one
 (``flat_copies``): what a slot has beside it belongs to neighbors and does not count. A chunk is
 folded, the numbers of all chunks of a row are exchanged, and a second turn over the chunks writes
-the results. Where nothing belongs to a column, threads have whole vectors of words and store them
-from registers. Scales and sums over rows belong to columns, whose place within a word differs from
-row to row: then a thread has columns, the same of all rows, as many at once as divide the length,
-and writes results over inputs, where the engine takes them away; it asks for a slot's next chunk
-one chunk later.
+the results from registers, whole vectors of words.
+
+Scales and sums over rows belong to columns, whose place within a vector differs from row to row,
+but repeats after a period of 2, 4 or 8 rows. All rows of a block are multiples of the period apart
+(``flat_order``), so a thread has the same columns of all of them: scales lie behind the same shift,
+and sums are stored as if they were one more row.
 
 A row belongs to the warpgroups of one or more blocks, a shorter one to one of several teams of a
 block, and one of one or two thousand columns to a warp, which needs no exchange.
@@ -29,13 +30,13 @@ from jax.experimental import pallas as pl
 from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.machine import WARPS
 from pallas_kernels.hopper.mosaic import plgpu
-from pallas_kernels.hopper.registers import write_registers
 
 from .config import Flat, tile_layout
 from .exchange import receive, send
 from .flat_copies import FlatCopies
 from .flat_interpreted import InterpretedCopies
-from .flat_registers import masked, put, read, write
+from .flat_order import Order, period_of, reach_of, unit_of
+from .flat_registers import added, masked, read, write
 from .flat_vectors import Vectors
 from .formula import Formula, Parts, RowCall, compiler_params, to_columns
 from .smem import BARRIER_WORDS, REDUCTION_BYTES, flat_scratch
@@ -52,50 +53,43 @@ def flat_rows(
     formula = formula.apart or formula
     c, (num_rows, columns), dtype = config, inputs_RC[0].shape, inputs_RC[0].dtype
     assert formula.neutral is not None, "columns that must not count have no value in this formula"
-    assert formula.num_results <= len(inputs_RC), "results are written over inputs"
     assert formula.first_dtype is None
     assert formula.num_row_results == 0
     assert not (formula.num_sums and c.by_warps), "sums of four rows"
-    word = 16 // jnp.dtype(dtype).itemsize
-    shifts = columns % word > 0
-    if not c.by_columns:
-        assert not (shifts and (vectors_C or formula.num_sums)), "columns of shifted rows"
-        assert columns + (word - 1) * shifts <= c.columns, (columns, c)
-    else:
-        assert columns % c.vector == 0
-        assert columns <= c.columns, (columns, c)
-    assert c.slots >= c.chunks * (2 if c.ahead else 1) + c.leaving, c
+    call = RowCall.of(formula, inputs_RC, vectors_C)
+    assert reach_of(c, call) <= c.columns, (columns, c)
+    assert c.slots >= c.chunks * (2 if c.ahead else 1), c
     assert formula.again is None or not c.ahead
-    kernel = _Flat(f=formula, c=c, num_rows=num_rows, columns=columns, dtype=dtype)
-    padding = c.columns - columns
-    flat, size = [x.reshape(-1) for x in inputs_RC], num_rows * columns
+    order = Order(config=c, num_rows=num_rows, period=period_of(c, call))
+    unit = unit_of(c, call)
+    kernel = _Flat(f=formula, c=c, order=order, columns=columns, dtype=dtype, unit=unit)
+    flat, a_row = [x.reshape(-1) for x in inputs_RC], columns
     if c.interpretable:
-        flat, size = [jnp.pad(x, (0, c.columns + word)) for x in flat], num_rows * c.columns
-    partial = (kernel.num_workers * c.teams, *kernel.row_shape)
+        a_row = c.columns
+        flat = [jnp.pad(x, (0, a_row + kernel.copies.word)) for x in flat]
+    sums = kernel.sums
     found = launch(
         kernel.run,
         name=formula.name,
-        operands={
-            "inputs": flat,
-            "vectors": [jnp.pad(v, (0, padding)).reshape(kernel.row_shape) for v in vectors_C],
-        },
+        operands={"inputs": flat, "vectors": [kernel.shifted(v) for v in vectors_C]},
         results={
-            "results": [jax.ShapeDtypeStruct((size,), dtype)] * formula.num_results,
-            "sums": [jax.ShapeDtypeStruct(partial, jnp.float32)] * formula.num_sums,
+            "results": [jax.ShapeDtypeStruct((num_rows * a_row,), dtype)] * formula.num_results,
+            "sums": [jax.ShapeDtypeStruct((sums.num_rows * a_row,), jnp.float32)]
+            * formula.num_sums,
         },
-        scratch=flat_scratch(c, RowCall.of(formula, inputs_RC, vectors_C)),
-        grid=(kernel.num_workers,),
+        scratch=flat_scratch(c, call),
+        grid=(order.num_workers,),
         grid_names=("worker",),
         cluster=(c.cluster,),
         cluster_names=("cluster",),
         num_threads=c.warpgroups,
         compiler_params=compiler_params(dtype, REDUCTION_BYTES),
     )
-    if isinstance(kernel.copies, InterpretedCopies):
-        results = tuple(kernel.copies.whole(x) for x in found["results"])
+    if isinstance(sums, InterpretedCopies):
+        whole = sums.whole
     else:
-        results = tuple(x.reshape(num_rows, columns) for x in found["results"])
-    return results, tuple(x.reshape(partial[0], -1)[:, :columns] for x in found["sums"])
+        whole = lambda x: x.reshape(-1, columns)  # noqa: E731
+    return tuple(map(whole, found["results"])), tuple(map(whole, found["sums"]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,9 +98,10 @@ class _Flat:
 
     f: Formula
     c: Flat
-    num_rows: int
+    order: Order
     columns: int
     dtype: jnp.dtype
+    unit: int  # elements, of which rows' shifts are fewer
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -116,51 +111,56 @@ class _Flat:
             return 1, 1, c.chunks, c.tile
         return c.cluster, c.group, c.chunks, WARPS, c.tile
 
-    @property
-    def num_units(self) -> int:
-        """What a team works on at a time: a row, or one for each warp."""
-        return -(-self.num_rows // WARPS) if self.c.by_warps else self.num_rows
-
-    @property
-    def num_workers(self) -> int:
-        return min(self.c.num_clusters, -(-self.num_units // self.c.teams))
+    def shifted(self, x_C: jax.Array) -> jax.Array:
+        """A vector as it lies behind the shift of each row of a period."""
+        shifts = [row * self.columns % self.unit for row in range(self.order.period)]
+        behind = self.c.columns - self.columns
+        return jnp.stack([jnp.pad(x_C, (s, behind - s)).reshape(self.row_shape) for s in shifts])
 
     @property
     def copies(self) -> FlatCopies | InterpretedCopies:
         """What copies pieces."""
         c = self.c
         fields = {
-            "num_rows": self.num_rows, "columns": self.columns, "piece": c.piece,
-            "itemsize": self.dtype.itemsize, "by_warps": c.by_warps, "by_columns": c.by_columns,
+            "num_rows": self.order.num_rows, "columns": self.columns, "piece": c.piece,
+            "itemsize": self.dtype.itemsize, "by_warps": c.by_warps, "unit": self.unit,
+            "spacing": self.order.period,
         }  # fmt: skip
         if c.interpretable:
             return InterpretedCopies(**fields, width=c.columns)
         return FlatCopies(**fields)
+
+    @property
+    def sums(self) -> FlatCopies | InterpretedCopies:
+        """Of what teams have summed, a row each, which has the shift of the team's rows."""
+        return dataclasses.replace(self.copies, num_rows=self.order.stride)
 
     def run(self, gmem, smem) -> None:
         """One warpgroup."""
         wg = lax.axis_index("wg")
         team, member = lax.div(wg, self.c.members), lax.rem(wg, self.c.members)
         me = types.SimpleNamespace(wg=member, rank=lax.axis_index("cluster"))
+        worker = lax.axis_index("worker")
         # Teams of other blocks first: few rows are spread over all multiprocessors.
-        first = team * self.num_workers + lax.axis_index("worker")
-        _Team(self, gmem, smem, me, (wg, team, first)).run()
+        first = team * self.order.num_workers + worker
+        _Team(self, gmem, smem, me, (wg, team, first), lax.rem(worker, self.order.period)).run()
 
 
 class _Team:
     """What a warpgroup does with its team's rows."""
 
-    def __init__(self, kernel: _Flat, gmem, smem, me, places):
+    def __init__(self, kernel: _Flat, gmem, smem, me, places, phase):
         self.k, self.f, self.c = kernel, kernel.f, kernel.c
         self.gmem, self.smem, self.me = gmem, smem, me
         self.wg, self.team, self.first = places
+        self.phase = phase  # of the period
         self.slots = [getattr(smem, f"input{j}").at[self.wg] for j in range(len(gmem.inputs))]
         self.copies = kernel.copies
         self.layout = tile_layout(self.c.vector)
         self.shape = (WARPS, self.c.tile)
         self.parts = Parts(whole=self.c.by_warps)
-        self.stride = kernel.num_workers * self.c.teams
-        left = jnp.maximum(kernel.num_units - self.first + self.stride - 1, 0)
+        self.order, self.stride = kernel.order, kernel.order.stride
+        left = jnp.maximum(self.order.num_turns - self.first + self.stride - 1, 0)
         self.count = lax.div(left, self.stride)
         # What is in registers, scales or sums, has no index: then chunks are written out.
         held = len(gmem.vectors) and self.c.in_memory < self.c.chunks
@@ -171,9 +171,10 @@ class _Team:
         c, f, gmem, me = self.c, self.f, self.gmem, self.me
         if isinstance(self.copies, FlatCopies):
             self.copies.begin(self.smem.full.at[self.wg], c.slots)
-        for k in range(c.slots - c.leaving):
+        for k in range(c.slots):
             self.fetch(jnp.int32(0), k)
-        self.vectors = Vectors(c, gmem, self.smem, me, self.wg)
+        vectors = [x.at[self.phase] for x in gmem.vectors]
+        self.vectors = Vectors(c, vectors, self.smem, me, self.wg)
         zero = plgpu.layout_cast(jnp.zeros(self.shape, jnp.float32), self.layout)
         sums = (zero,) * (f.num_sums * c.chunks)
         if c.ahead:
@@ -193,8 +194,8 @@ class _Team:
             sums = lax.fori_loop(0, self.count, step, sums)
         for k, value in enumerate(sums):
             chunk, j = divmod(k, f.num_sums)
-            write_registers(value, gmem.sums[j].at[self.first, me.rank, me.wg, chunk])
-        plgpu.wait_smem_to_gmem(0)
+            cut = not self.whole(chunk)
+            self.write(self.k.sums, value, gmem.sums[j], (self.first, chunk), cut=cut)
 
     def fetch(self, i, k) -> None:
         """Asks for a chunk, the k-th from the i-th row on."""
@@ -209,7 +210,7 @@ class _Team:
 
     def row(self, i):
         """The i-th row, or the first warp's."""
-        return (self.first + i * self.stride) * (WARPS if self.c.by_warps else 1)
+        return self.order.row(self.first + i * self.stride)
 
     def column(self, chunk):
         """Where a chunk begins in a row."""
@@ -238,8 +239,8 @@ class _Team:
         return load
 
     def shift(self, row):
-        """Elements of a row's first word that belong to the row before."""
-        return lax.rem(row * self.k.columns, self.copies.word)
+        """Elements of a row's first unit that belong to the row before."""
+        return lax.rem(row * self.k.columns, self.k.unit)
 
     def counts(self, i, chunk):
         """[A, M]: whether an element of a chunk is the row's."""
@@ -248,22 +249,18 @@ class _Team:
         )
         row, column = self.row(i), self.column(chunk)
         if self.c.by_warps:
-            row = row + warp
+            row = row + warp * self.order.period
         else:
             at = warp * self.c.tile + at
-        if self.c.by_columns or self.k.columns % self.copies.word == 0:
-            return at < self.k.columns - column
         begin = self.shift(row) - column
         return (at >= begin) & (at < begin + self.k.columns)
 
     def read(self, i, slot):
         """A chunk [A, M] of the i-th row."""
-        c, row = self.c, self.row(i)
         if isinstance(self.copies, InterpretedCopies):
-            return self.copies.read(slot, row=row, shape=self.shape)
-        if c.by_columns:
-            dtype, vector = self.k.dtype, c.vector
-            return read(self.copies, slot, row=row, shape=self.shape, dtype=dtype, vector=vector)
+            return self.copies.read(slot, row=self.row(i), shape=self.shape)
+        if self.k.unit < self.copies.word:
+            return read(self.copies, slot, row=self.row(i), shape=self.shape, vector=self.c.vector)
         return plgpu.load(slot.reshape(self.shape), layout=self.layout, optimized=False)
 
     def sure(self, chunk: int) -> int:
@@ -274,7 +271,7 @@ class _Team:
 
     def whole(self, chunk: int) -> bool:
         """Whether all elements of a chunk are the row's, of any warpgroup and row."""
-        begins = not self.c.by_columns and self.k.columns % self.copies.word > 0 and chunk == 0
+        begins = self.k.columns % self.k.unit > 0 and chunk == 0
         return self.sure(chunk) == self.c.piece and not begins
 
     def merged(self, look, merge):
@@ -321,7 +318,9 @@ class _Team:
         """Loads what is behind the last word of the arrays, where that is the i-th row's end."""
         row, slot = self.row(i), self.slot(i, chunk)
 
-        @pl.when(row + (WARPS if self.c.by_warps else 1) >= self.k.num_rows)
+        last = row + (WARPS - 1) * self.order.period * self.c.by_warps
+
+        @pl.when(last >= self.order.num_rows - 1)
         def _():
             slots = [x.at[slot] for x in self.slots]
             copies.complete(self.gmem.inputs, slots, row=row, column=self.column(chunk))
@@ -364,37 +363,34 @@ class _Team:
             more = self.fold_again(f.again, i, totals)
             totals += [to_columns(x, self.shape) for x in more]
 
-        def step(chunk, added, *, cut):
+        def step(chunk, sums, *, cut):
             results, addends = f.finish(self.input_of(i, chunk), self.vectors.of(chunk), totals)
-            results = [x.astype(self.k.dtype) for x in results]
-            if c.by_columns and isinstance(self.copies, FlatCopies):
-                self.leave(self.copies, i, chunk, results)
-                # The chunk before has had this one's time to be read out.
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            else:
-                for out, result in zip(self.gmem.results, results, strict=True):
-                    self.write(i, chunk, result, out, cut=cut)
-                plgpu.commit_smem()  # all warps have read the slot
-            self.fetch(i, chunk + c.slots - c.leaving)
-            return (*added, *addends)
+            if addends:
+                first = chunk * f.num_sums
+                mine = sums[first : first + f.num_sums]
+                new = tuple(self.add(s, a) for s, a in zip(mine, addends, strict=True))
+                sums = (*sums[:first], *new, *sums[first + f.num_sums :])
+            for out, result in zip(self.gmem.results, results, strict=True):
+                result = result.astype(self.k.dtype)
+                self.write(self.copies, result, out, (self.row(i), chunk), cut=cut)
+            plgpu.commit_smem()  # all warps have read the slot
+            self.fetch(i, chunk + c.slots)
+            return sums
 
-        added = self.over_chunks(step, ())
-        return tuple(s + a for s, a in zip(sums, added, strict=True))
+        return self.over_chunks(step, sums)
 
-    def write(self, i, chunk, result, out, *, cut: bool) -> None:
-        """Stores a result from registers."""
-        row, column = self.row(i), self.column(chunk)
-        if isinstance(self.copies, FlatCopies):
-            sure, vector = self.sure(chunk) if cut else None, self.c.vector
-            write(self.copies, result, out, row=row, column=column, vector=vector, sure=sure)
+    def add(self, total, addend):
+        """A sum over rows with one more."""
+        if isinstance(self.copies, InterpretedCopies):
+            return total + addend
+        return added(total, addend, vector=self.c.vector)
+
+    def write(self, copies, x, out, place, *, cut: bool) -> None:
+        """Stores a row's chunk from registers."""
+        (row, chunk), vector = place, self.c.vector
+        column = self.column(chunk)
+        if isinstance(copies, FlatCopies):
+            sure = self.sure(chunk) if cut else None
+            write(copies, x, out, row=row, column=column, vector=vector, sure=sure)
         else:
-            self.copies.write(result, out, row=row, column=column)
-
-    def leave(self, copies: FlatCopies, i, chunk, results) -> None:
-        """Writes results over inputs, and has the engine take them away."""
-        row, slot = self.row(i), self.slot(i, chunk)
-        slots = [x.at[slot] for x in self.slots[: len(results)]]
-        for place, result in zip(slots, results, strict=True):
-            put(copies, result, place, row=row, vector=self.c.vector)
-        plgpu.commit_smem()
-        copies.store(slots, self.gmem.results, row=row, column=self.column(chunk))
+            copies.write(x, out, row=row, column=column)

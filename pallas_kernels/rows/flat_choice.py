@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pallas_kernels.hopper.machine import LANES, SMEM_BYTES, WARPS
 
 from .config import LONGEST_IN_BLOCK, LONGEST_ROW, Flat
+from .flat_order import in_periods, period_of, reach_of
 from .formula import RowCall
 from .smem import smem_bytes
 
@@ -45,7 +46,7 @@ MOST_HELD, MOST_BESIDE_SUMS = 64, 48
 """Numbers that a thread holds from row to row, and if there are sums and vectors among them."""
 MOST_OF_A_WARP = 40
 """Likewise, of vectors where a warp has a row."""
-NARROWER = {8: 0.0, 4: 0.03, 2: 0.1, 1: 0.3}
+NARROWER = {8: 0.0, 4: 0.03, 2: 0.1}
 """What fewer elements at a time cost, as a part of a row that is computed for nothing."""
 A_CHUNK = 2
 """What a chunk costs, likewise, in columns of each thread: it is reduced within a warp, waited for
@@ -60,15 +61,13 @@ def flat_for(call: RowCall) -> Flat | None:
     fits = call.has_neutral and not call.num_masks and call.over_inputs
     if not fits or not SHORTEST <= call.columns <= LONGEST_ROW:
         return None
-    shifts = call.columns % (16 // call.itemsize) > 0
-    by_columns = shifts and (call.num_vectors > 0 or call.num_sums > 0)
     per_row = call.columns * call.itemsize * max(call.num_inputs, call.num_vectors)
     if not call.num_sums and per_row <= LONGEST_OF_A_WARP:
-        return _of_warps(call, by_columns=by_columns)
+        return _of_warps(call)
     least = LEAD if call.num_inputs > 1 and not call.num_vectors else SHORT_LEAD
     waiting = None
     for lead, cluster in itertools.product((least, LEAST_LEAD), CLUSTERS):
-        config = _cheapest(call, cluster, lead, by_columns=by_columns)
+        config = _cheapest(call, cluster, lead)
         if config is None:
             continue
         if not _waits(config, call):
@@ -77,15 +76,13 @@ def flat_for(call: RowCall) -> Flat | None:
     return waiting
 
 
-def _cheapest(call: RowCall, cluster: int, lead: int, *, by_columns: bool) -> Flat | None:
+def _cheapest(call: RowCall, cluster: int, lead: int) -> Flat | None:
     """Of so many blocks that share a row."""
     tiled = [
         c
         for group, teams in SHARED
         if cluster == 1 or teams == 1
-        for c in _tiled(
-            Flat(cluster=cluster, group=group, teams=teams, by_columns=by_columns), call
-        )
+        for c in _tiled(Flat(cluster=cluster, group=group, teams=teams), call)
     ]
     best, least = None, math.inf
     for c in sorted(tiled, key=lambda c: _cost(c, call)):
@@ -100,11 +97,10 @@ def _cheapest(call: RowCall, cluster: int, lead: int, *, by_columns: bool) -> Fl
     return best
 
 
-def _of_warps(call: RowCall, *, by_columns: bool) -> Flat:
+def _of_warps(call: RowCall) -> Flat:
     """A row to a warp, in one or two chunks."""
-    word = 16 // call.itemsize
-    vector = 1 if by_columns else word
-    reach = call.columns if by_columns else _reach(call)
+    vector = 16 // call.itemsize
+    reach = reach_of(Flat(group=0, vector=vector), call)
     chunks = -(-reach // 1024)
     tile = -(-reach // (chunks * LANES * vector)) * LANES * vector
     if call.num_vectors * chunks * tile // LANES > MOST_OF_A_WARP:
@@ -112,10 +108,7 @@ def _of_warps(call: RowCall, *, by_columns: bool) -> Flat:
         vector = min(vector, 4)  # banks would conflict
     else:
         in_memory = 0
-    config = Flat(
-        group=0, teams=4, tile=tile, chunks=chunks, vector=vector, by_columns=by_columns,
-        in_memory=in_memory,
-    )  # fmt: skip
+    config = Flat(group=0, teams=4, tile=tile, chunks=chunks, vector=vector, in_memory=in_memory)
     for slots in range(6 * chunks, chunks, -1):
         if smem_bytes(filled := dataclasses.replace(config, slots=slots), call) <= MOST_BYTES:
             return filled
@@ -124,11 +117,11 @@ def _of_warps(call: RowCall, *, by_columns: bool) -> Flat:
 
 def _tiled(c: Flat, call: RowCall) -> Iterator[Flat]:
     """In chunks that together reach beyond a row by little."""
-    reach = call.columns if c.by_columns else _reach(call)
-    share = -(-reach // (c.cluster * c.group * WARPS))
+    num_parts = c.cluster * c.group * WARPS
     for vector, chunks in itertools.product(NARROWER, range(1, MOST_CHUNKS + 1)):
-        if vector * call.itemsize > 16 or c.by_columns != (vector == 1):
-            continue  # more columns at once would be of one word only where they divide the length
+        if vector * call.itemsize > 16:
+            continue
+        share = -(-reach_of(dataclasses.replace(c, vector=vector), call) // num_parts)
         unit = LANES * vector
         units = -(-share // (unit * chunks))  # of a warp and chunk
         fits = units * vector <= MOST_AT_ONCE
@@ -156,7 +149,7 @@ def _filled(c: Flat, call: RowCall, lead: int) -> Flat | None:
             return None
     chunk = _chunk_bytes(c, call)
     for ahead in (True, False) if _may_fold_ahead(c, call) else (False,):
-        kept = c.chunks * (1 + ahead) + c.leaving
+        kept = c.chunks * (1 + ahead)
         if kept * chunk + lead > MOST_BYTES:
             continue
         filled = dataclasses.replace(c, ahead=ahead, slots=kept + -(-lead // chunk))
@@ -189,23 +182,18 @@ def _is_lean(call: RowCall) -> bool:
     return call.num_inputs == 2 and call.num_sums == 1 and call.itemsize == 2
 
 
-def _reach(call: RowCall) -> int:
-    """Elements from a row's first word to its last, at most."""
-    word = 16 // call.itemsize
-    return call.columns + (word - 1) * (call.columns % word > 0)
-
-
 def _cost(c: Flat, call: RowCall) -> float:
-    """What is computed for nothing and as if it were, as a part of a row."""
+    """What is computed for nothing, as if it were, or could be meanwhile, as a part of a row."""
     chunks = A_CHUNK * c.chunks * c.cluster * c.group * WARPS * LANES
     apart = NARROWER[c.vector] + SHARED[c.group, c.teams]
-    return (c.columns + chunks) / call.columns - 1 + apart
+    idle = c.num_clusters / in_periods(c.num_clusters, period_of(c, call)) - 1
+    return (c.columns + chunks) / call.columns - 1 + apart + idle
 
 
 def _cost_of_slots(c: Flat, call: RowCall) -> float:
     """What too few slots add to it."""
     waits = _may_fold_ahead(c, call) and not c.ahead
-    lead = (c.slots - c.leaving - c.chunks * (1 + c.ahead)) * _chunk_bytes(c, call)
+    lead = (c.slots - c.chunks * (1 + c.ahead)) * _chunk_bytes(c, call)
     return WAITING * waits + SHORT * (lead < LEAD)
 
 

@@ -2,10 +2,11 @@
 
 A row, or a chunk of one, is copied from the last 16 bytes that begin no later (a "word" here) and
 as far as words that it reaches into, so it lies in shared memory as many elements behind the start
-of a slot as in global memory behind a word: its shift. Neighbors' elements come along, and are
-never written: of words that a row shares, single elements are stored. The tensor maps of the engine
-do not help: a coordinate that is no multiple of 16 bytes ends a kernel with an illegal instruction
-on an H200.
+of a slot as in global memory behind a word. Threads take it from the last unit (``flat_order``)
+that begins no later, a word or a part of one, and it lies behind its shift there. Neighbors'
+elements come along, and are never written (``flat_registers``). The tensor maps of the engine do
+not help: a coordinate that is no multiple of 16 bytes ends a kernel with an illegal instruction on
+an H200.
 
 Pallas copies a fixed size, and there all threads of a warpgroup arrive at a barrier; here one asks
 and counts the bytes.
@@ -19,7 +20,7 @@ from typing import Any
 from jaxlib.mlir import ir
 
 from pallas_kernels.hopper.machine import LANES, WARPS
-from pallas_kernels.hopper.mosaic import arith, mgpu_utils, nvvm, plgpu
+from pallas_kernels.hopper.mosaic import arith, mgpu_utils, plgpu
 from pallas_kernels.hopper.threads import (
     address,
     assembly,
@@ -39,7 +40,8 @@ class FlatCopies:
     piece: int  # columns of a chunk, or of each warp's
     itemsize: int
     by_warps: bool  # each warp of a warpgroup copies its own row, or one warp the warpgroup's
-    by_columns: bool  # a chunk begins at a column, or at an element of the words that have the row
+    unit: int  # elements; a chunk begins at a multiple of them
+    spacing: int  # rows from a warp's to the next warp's, if each has its own
 
     @property
     def word(self) -> int:
@@ -50,11 +52,6 @@ class FlatCopies:
     def odd_end(self) -> int:
         """Elements behind the last whole word of an array."""
         return self.num_rows * self.columns % self.word
-
-    @property
-    def slot(self) -> int:
-        """Elements of a piece in shared memory."""
-        return self.piece + (self.word if self.by_columns else 0)
 
     def begin(self, barriers: Any, count: int) -> None:
         """Makes barriers, int32 [2 count] of shared memory of one warpgroup."""
@@ -100,8 +97,10 @@ class FlatCopies:
         def load(_, row, column, wanted, barrier, *refs):
             one = both(_one_thread(by_warps=self.by_warps), value(wanted))
             start, first, end, mine = self.bounds(value(row), value(column))
+            behind = self.behind(start)
+            start = arith.subi(start, behind)
             there = both(mine, less(first, end))
-            size = _rounded(total(end, constant(self.word - 1)), self.word)
+            size = _rounded(total(end, behind, constant(self.word - 1)), self.word)
             if self.odd_end:
                 whole = self.num_rows * self.columns - self.odd_end
                 size = arith.minsi(size, arith.subi(constant(whole), start))
@@ -136,7 +135,7 @@ class FlatCopies:
             inside = both(mine, less(at, end), at_least(at, first))
             inside = both(inside, less(self._index(), constant(self.odd_end)))
             for x, slot in zip(refs[:count], refs[count:], strict=True):
-                place = self._place(slot, at)
+                place = self._place(slot, total(at, self.behind(start)))
                 text = self._moved("ld.global", "$1", "st.shared", "$0")
                 source = global_place(x, total(start, at), self.itemsize)
                 assembly(None, [place, source, inside], text, "r,l,b", pure=False)
@@ -144,57 +143,18 @@ class FlatCopies:
         complete(row, column, *arrays, *slots)
         plgpu.commit_smem()
 
-    def store(self, slots: Sequence[Any], arrays: Sequence[Any], *, row: Any, column: Any) -> None:
-        """Sends a chunk to all arrays, as a group of copies; arguments as in ``load``.
-
-        All threads must have written their part of the slots and said so (``commit_smem``).
-        """
-        count = len(arrays)
-
-        @plgpu.inline_mgpu(arg_types=kinds(2, 2 * count))
-        def store(_, row, column, *refs):
-            start, first, end, mine = self.bounds(value(row), value(column))
-            low = _rounded(total(first, constant(self.word - 1)), self.word)
-            high = _rounded(end, self.word)
-            one = both(_one_thread(by_warps=self.by_warps), mine, less(low, high))
-            num_bytes = arith.muli(arith.subi(high, low), constant(self.itemsize))
-            index = self._index()
-            before = total(first, index)
-            inside = both(mine, less(before, arith.minsi(low, end)))
-            behind = total(high, index)
-            outside = both(mine, at_least(high, low), less(behind, end))
-            for slot, x in zip(refs[:count], refs[count:], strict=True):
-                target = global_place(x, total(start, low), self.itemsize)
-                text = "@$3 cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;"
-                assembly(
-                    None, [target, self._place(slot, low), num_bytes, one], text, "l,r,r,b",
-                    pure=False,
-                )  # fmt: skip
-                text = self._moved("ld.shared", "$0", "st.global", "$1")
-                for at, holds in ((before, inside), (behind, outside)):
-                    target = global_place(x, total(start, at), self.itemsize)
-                    assembly(
-                        None, [self._place(slot, at), target, holds], text, "r,l,b", pure=False
-                    )
-            nvvm.cp_async_bulk_commit_group()
-
-        store(row, column, *slots, *arrays)
-
     def bounds(self, row: Any, column: Any) -> tuple[Any, Any, Any, Any]:
-        """Where this thread's piece begins in an array, at a word; the bounds, in it, of what is
+        """Where this thread's piece begins in an array, at a unit; the bounds, in it, of what is
         the row's; whether there is such a row.
         """
         mine = less(row, constant(self.num_rows))
         if self.by_warps:
-            row = total(row, warp())
+            row = total(row, (warp(), self.spacing))
             mine = less(row, constant(self.num_rows))
         begin = arith.muli(row, constant(self.columns))
-        shift = arith.andi(begin, constant(self.word - 1))
+        shift = arith.andi(begin, constant(self.unit - 1))
         start = arith.subi(total(begin, column), shift)
         left = arith.subi(constant(self.columns), column)
-        if self.by_columns:
-            size = arith.maxsi(arith.minsi(left, constant(self.piece)), constant(0))
-            return start, shift, total(shift, size), mine
         first = arith.maxsi(arith.subi(shift, column), constant(0))
         end = arith.minsi(total(shift, left), constant(self.piece))
         return start, first, arith.maxsi(end, constant(0)), mine
@@ -203,9 +163,13 @@ class FlatCopies:
         """This thread's number among those that have a piece."""
         return arith.remui(thread(), constant(LANES if self.by_warps else LANES * WARPS))
 
+    def behind(self, start: Any) -> Any:
+        """Elements between a word and the place where a piece begins: 0 if units are words."""
+        return arith.andi(start, constant(self.word - 1))
+
     def piece_start(self) -> Any:
         """Where this thread's piece begins in a slot, in elements."""
-        return total((warp(), self.slot)) if self.by_warps else constant(0)
+        return total((warp(), self.piece)) if self.by_warps else constant(0)
 
     def _place(self, slot: Any, at: Any) -> Any:
         """The address of an element of this thread's piece."""

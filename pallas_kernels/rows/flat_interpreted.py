@@ -25,18 +25,14 @@ class InterpretedCopies:
     piece: int
     itemsize: int
     by_warps: bool
-    by_columns: bool
+    unit: int
+    spacing: int
     width: int  # of a row in chunks
 
     @property
     def word(self) -> int:
         """Elements of 16 bytes."""
         return 16 // self.itemsize
-
-    @property
-    def slot(self) -> int:
-        """Elements of a piece in shared memory."""
-        return self.piece + (self.word if self.by_columns else 0)
 
     def wait(self, barrier: Any, turn: Any) -> None:
         """Waits for a slot's copies."""
@@ -47,27 +43,25 @@ class InterpretedCopies:
         self, arrays: Sequence[Any], slots: Sequence[Any], barrier: Any, *, row: Any, column: Any,
         wanted: Any,
     ) -> None:  # fmt: skip
-        """Asks for whole pieces, with what is a neighbor's."""
+        """Asks for whole pieces, from a word on, with what is a neighbor's."""
 
         @pl.when(wanted)
         def _():
+            size = self.piece + self.word * (self.unit < self.word)
             for warp in range(WARPS if self.by_warps else 1):
-                begin = jnp.minimum(row + warp, self.num_rows - 1) * self.columns
+                mine = jnp.minimum(row + warp * self.spacing, self.num_rows - 1)
+                begin = mine * self.columns
                 start = begin - lax.rem(begin, self.word) + column
                 for x, slot in zip(arrays, slots, strict=True):
-                    part = slot.at[pl.ds(warp * self.slot, self.slot)]
-                    plgpu.copy_gmem_to_smem(x.at[pl.ds(start, self.slot)], part, barrier)
+                    part = slot.at[pl.ds(warp * self.piece, size)]
+                    plgpu.copy_gmem_to_smem(x.at[pl.ds(start, size)], part, barrier)
 
     def read(self, slot: Any, *, row: Any, shape: tuple[int, int]) -> jax.Array:
-        """A chunk [A, M]."""
-        if not self.by_warps:
-            shift = lax.rem(row * self.columns, self.word) if self.by_columns else 0
-            return slot[pl.ds(shift, shape[0] * shape[1])].reshape(shape)
-        parts = []
-        for warp in range(WARPS):
-            shift = lax.rem((row + warp) * self.columns, self.word) if self.by_columns else 0
-            parts.append(slot[pl.ds(warp * self.slot + shift, shape[1])])
-        return jnp.stack(parts)
+        """A chunk [A, M], from the row's first unit on."""
+        begin = row * self.columns
+        behind = lax.rem(begin, self.word) - lax.rem(begin, self.unit)
+        start = behind if self.unit < self.word else 0  # of warps, rows differ and units are words
+        return slot[pl.ds(start, shape[0] * shape[1])].reshape(shape)
 
     def write(self, value: Any, array: Any, *, row: Any, column: Any) -> None:
         """A chunk [A, M] to rows of ``width``."""
@@ -75,15 +69,15 @@ class InterpretedCopies:
             array[pl.ds(row * self.width + column, WARPS * value.shape[1])] = value.reshape(-1)
             return
         for warp in range(WARPS):
+            mine = row + warp * self.spacing
 
-            @pl.when(row + warp < self.num_rows)
-            def _(warp=warp):
-                at = pl.ds((row + warp) * self.width + column, value.shape[1])
+            @pl.when(mine < self.num_rows)
+            def _(warp=warp, mine=mine):
+                at = pl.ds(mine * self.width + column, value.shape[1])
                 array[at] = value[warp]
 
     def whole(self, array: jax.Array) -> jax.Array:
         """Rows [R, C] of what was written."""
-        begin = jnp.arange(self.num_rows) * self.columns % self.word
-        begin = begin * 0 if self.by_columns else begin
-        rows = array.reshape(self.num_rows, self.width)
+        rows = array.reshape(-1, self.width)
+        begin = jnp.arange(len(rows)) * self.columns % self.unit
         return jax.vmap(lambda x, i: lax.dynamic_slice_in_dim(x, i, self.columns))(rows, begin)

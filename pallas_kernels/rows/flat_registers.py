@@ -12,7 +12,14 @@ from jaxlib.mlir import ir
 from pallas_kernels.hopper.machine import LANES, WARPS
 from pallas_kernels.hopper.mosaic import arith, llvm, mgpu, mgpu_utils, plgpu
 from pallas_kernels.hopper.mosaic import vector as vectors
-from pallas_kernels.hopper.threads import address, constant, global_place, thread, total
+from pallas_kernels.hopper.threads import (
+    address,
+    assembly,
+    constant,
+    global_place,
+    thread,
+    total,
+)
 
 from .config import tile_layout
 from .edges import store, store_single
@@ -22,33 +29,28 @@ SHARED = 3  # the address space
 
 
 def read(
-    copies: FlatCopies, slot: Any, *, row: Any, shape: tuple[int, int], dtype: Any, vector: int
+    copies: FlatCopies, slot: Any, *, row: Any, shape: tuple[int, int], vector: int
 ) -> jax.Array:
-    """The columns of a chunk, [A, M], of a slot that has them behind the row's shift."""
-    kind = plgpu.ShapeDtypeStruct(shape, dtype, layout=tile_layout(vector))
+    """A chunk [A, M] of a slot, from the row's first unit on.
+
+    Pallas's load of two columns at a time is ``ldmatrix``, which takes whole words alone.
+    """
+    kind = plgpu.ShapeDtypeStruct(shape, slot.dtype, layout=tile_layout(vector))
 
     @plgpu.inline_mgpu(arg_types=kinds(1, 1), return_type=kind)
     def read(_, row, slot):
         layout = tile_layout(vector).to_mgpu()
-        one = ir.VectorType.get((vector,), mgpu_utils.dtype_to_ir_type(dtype))
-        places = _places(copies, slot, value(row), shape[1], vector)
-        found = np.array([llvm.load(one, place) for place in places], dtype=object)
-        registers = found.reshape(layout.registers_shape(shape))
+        start, *_ = copies.bounds(value(row), constant(0))
+        at = total(copies.behind(start), _first(copies, shape[1], vector))
+        first, step = total(address(slot), (at, copies.itemsize)), LANES * vector * copies.itemsize
+        some = ir.VectorType.get((vector,), slot.type.element_type)
+        pointer = llvm.PointerType.get(SHARED)
+        places = [total(first, constant(k * step)) for k in range(shape[1] // (LANES * vector))]
+        found = [llvm.load(some, llvm.inttoptr(pointer, place)) for place in places]
+        registers = np.array(found, dtype=object).reshape(layout.registers_shape(shape))
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return read(row, slot)
-
-
-def put(copies: FlatCopies, x: Any, slot: Any, *, row: Any, vector: int) -> None:
-    """Writes columns where ``read`` finds them."""
-
-    @plgpu.inline_mgpu(arg_types=(tile_layout(vector), *kinds(1, 1)))
-    def put(_, x, row, slot):
-        places = _places(copies, slot, value(row), x.shape[1], vector)
-        for register, place in zip(x.registers.flat, places, strict=True):
-            llvm.store(register, place)
-
-    put(x, row, slot)
 
 
 def masked(
@@ -91,8 +93,7 @@ def write(
     Args:
         sure: as in ``masked``; None if no element is a neighbor's.
     """
-    assert not copies.by_columns, "vectors are no part of a word"
-    width, size = x.shape[1], copies.itemsize
+    width, size = x.shape[1], x.dtype.itemsize  # sums are wider than what is copied
 
     @plgpu.inline_mgpu(arg_types=(tile_layout(vector), *kinds(2, 1)))
     def write(_, x, row, column, array):
@@ -120,6 +121,30 @@ def write(
     write(x, row, column, array)
 
 
+def added(x: jax.Array, y: jax.Array, *, vector: int) -> jax.Array:
+    """x + y, fp32 [A, M], here: LLVM would put additions off until a row's last branch, a part of
+    ``write``, and keep all addends till there.
+    """
+    layout = tile_layout(vector)
+    kind = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout, layout), return_type=kind)
+    def added(_, x, y):
+        found = []
+        for registers in zip(x.registers.flat, y.registers.flat, strict=True):
+            each = [
+                [vectors.extract(r, dynamic_position=[], static_position=[e]) for r in registers]
+                for e in range(vector)
+            ]
+            text, f32 = "add.rn.f32 $0, $1, $2;", ir.F32Type.get()
+            sums = [assembly(f32, pair, text, "=f,f,f", pure=False) for pair in each]
+            found.append(vectors.from_elements(registers[0].type, sums))
+        registers = np.array(found, dtype=object).reshape(x.registers.shape)
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    return added(x, plgpu.layout_cast(y, layout))
+
+
 def doubtful(
     copies: FlatCopies, place: tuple[Any, Any], width: int, vector: int, sure: int
 ) -> dict[int, list[Any]]:
@@ -131,11 +156,9 @@ def doubtful(
         width: columns of a warp's part.
     """
     _, first, end, _ = copies.bounds(*place)
-    if copies.by_columns:  # registers begin with the row, which a slot has behind its shift
-        first, end = constant(0), arith.subi(end, first)
     at_once = LANES * vector  # elements of a warp's part that are in one register of its lanes
-    shifts = copies.columns % copies.word > 0 and not copies.by_columns
-    ends = [(copies.columns + s) % copies.piece for s in (0, (copies.word - 1) * shifts)]
+    shifts = copies.columns % copies.unit > 0
+    ends = [(copies.columns + s) % copies.piece for s in (0, (copies.unit - 1) * shifts)]
     partial = {end % width // at_once for end in ends} | ({0} if shifts else set())
     last = 0 if copies.by_warps else (WARPS - 1) * width  # where the last warp's part begins
     found = {}
@@ -149,22 +172,6 @@ def doubtful(
         else:
             found[k] = [less(at, end)]
     return found
-
-
-def _places(copies: FlatCopies, slot: Any, row: Any, width: int, vector: int) -> list[Any]:
-    """Where this thread's columns are, ``vector`` at once."""
-    if copies.by_warps:
-        row = total(row, warp())
-    begin = arith.muli(row, constant(copies.columns))
-    at = arith.andi(begin, constant(copies.word - 1))
-    at = total(at, copies.piece_start(), _first(copies, width, vector))
-    first = total(address(slot), (at, copies.itemsize))
-    step = LANES * vector * copies.itemsize
-    pointer = llvm.PointerType.get(SHARED)
-    return [
-        llvm.inttoptr(pointer, total(first, constant(k * step)))
-        for k in range(width // (LANES * vector))
-    ]
 
 
 def _first(copies: FlatCopies, width: int, vector: int) -> Any:

@@ -19,13 +19,13 @@ from .config import Flat, tile_layout
 class Vectors:
     """Those of the first chunks in registers, the others in shared memory."""
 
-    def __init__(self, c: Flat, gmem, smem, me, wg):
+    def __init__(self, c: Flat, vectors, smem, me, wg):
         self.c, self.smem, self.me = c, smem, me
         self.layout = tile_layout(c.vector)
         self.num_held = c.chunks - c.in_memory
-        num_vectors = len(gmem.vectors)
+        num_vectors = len(vectors)
         places = itertools.product(range(num_vectors), range(self.num_held))
-        self.held = {(j, k): self._load(gmem.vectors[j].at[me.rank, me.wg, k]) for j, k in places}
+        self.held = {(j, k): self._load(vectors[j].at[me.rank, me.wg, k]) for j, k in places}
         if not num_vectors or not c.in_memory:
             return
 
@@ -35,7 +35,7 @@ class Vectors:
                 range(num_vectors), range(c.members), range(c.in_memory)
             ):
                 plgpu.copy_gmem_to_smem(
-                    gmem.vectors[j].at[me.rank, member, self.num_held + k],
+                    vectors[j].at[me.rank, member, self.num_held + k],
                     getattr(smem, f"vector{j}").at[member, k],
                     smem.vectors_full,
                     oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,

@@ -139,6 +139,11 @@ class RowCall:
         return call
 
     @property
+    def has_columns(self) -> bool:
+        """Whether anything belongs to a column."""
+        return self.num_vectors + self.num_sums > 0
+
+    @property
     def itemsize(self) -> int:
         """Bytes of an element of an input that is no mask."""
         return self.dtype.itemsize

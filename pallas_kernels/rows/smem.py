@@ -13,6 +13,7 @@ from pallas_kernels.hopper.machine import WARPS
 from pallas_kernels.hopper.mosaic import plgpu
 
 from .config import Flat, Odd, Stream, Twice, Wide
+from .flat_order import unit_of
 from .formula import RowCall
 
 ALIGNMENT = 1024  # where Pallas starts each buffer, the compiler's own for reductions too
@@ -106,8 +107,8 @@ def odd_scratch(c: Odd, call: RowCall) -> dict[str, Any]:
 
 def flat_scratch(c: Flat, call: RowCall) -> dict[str, Any]:
     """Buffers and barriers of ``flat`` by name."""
-    shift = 16 // call.itemsize if c.by_columns else 0
-    size = WARPS * (c.tile + shift) if c.by_warps else WARPS * c.tile + shift
+    word = 16 // call.itemsize
+    size = WARPS * c.tile + word * (unit_of(c, call) < word)
     buffers: dict[str, Any] = {
         f"input{j}": plgpu.SMEM((c.warpgroups, c.slots, size), call.dtype)
         for j in range(call.num_inputs)

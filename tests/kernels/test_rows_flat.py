@@ -1,7 +1,10 @@
 """Rows as they lie between words: the kernels in the interpreter, and copies thread by thread."""
 
+import collections
 import contextlib
+import dataclasses
 import functools
+import itertools
 import types
 
 import jax
@@ -15,9 +18,10 @@ from pallas_kernels.hopper import threads
 from pallas_kernels.hopper.machine import SMEM_BYTES, WARPGROUP
 from pallas_kernels.rows import apply, dispatch, flat_copies, flat_registers
 from pallas_kernels.rows.choice import config_for
-from pallas_kernels.rows.config import Flat
+from pallas_kernels.rows.config import NUM_CLUSTERS, Flat
 from pallas_kernels.rows.flat_choice import SHORTEST, flat_for
 from pallas_kernels.rows.flat_copies import FlatCopies
+from pallas_kernels.rows.flat_order import Order, period_of, reach_of, unit_of
 from pallas_kernels.rows.smem import smem_bytes
 from pallas_kernels.softmax import hopper as softmaxes
 from tests.kernels import test_norm as norms
@@ -35,12 +39,40 @@ WORDS = {
     "teams": Flat(group=1, teams=2, tile=64, chunks=3, slots=5, interpretable=True),
     "warps": Flat(group=0, teams=2, tile=384, chunks=2, slots=3, interpretable=True),
 }
-BY_COLUMNS = {
-    "registers": shared(by_columns=True, vector=1),
-    "memory": Flat(
-        group=1, tile=64, chunks=3, slots=5, in_memory=1, by_columns=True, vector=1,
-        interpretable=True,
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """Rows that something of columns belongs to, and blocks that take several of them."""
+
+    config: Flat
+    rows: int
+    columns: int = COLUMNS
+    num_clusters: int  # that could run; as many take part as the period divides
+
+
+COLUMN_CASES = {
+    "period of 8": Case(config=shared(), rows=17, num_clusters=9),
+    "period of 4": Case(
+        config=Flat(group=1, tile=64, chunks=3, slots=5, in_memory=1, vector=4, interpretable=True),
+        rows=9, num_clusters=7,
     ),
+    "of 4 by 2 mod 4": Case(config=shared(), rows=6, columns=COLUMNS + 1, num_clusters=5),
+    "of 2 by 4 mod 8": Case(
+        config=shared(in_memory=2), rows=5, columns=COLUMNS - 1, num_clusters=3
+    ),
+    "of 2 by pairs": Case(config=shared(vector=2), rows=5, num_clusters=3),
+    "teams": Case(
+        config=Flat(
+            group=1, teams=2, tile=64, chunks=3, slots=5, in_memory=2, vector=2, interpretable=True
+        ),
+        rows=7, num_clusters=3,
+    ),
+    "few rows of teams": Case(
+        config=Flat(group=1, teams=2, tile=64, chunks=3, slots=5, interpretable=True),
+        rows=3, num_clusters=9,
+    ),
+    "one row each": Case(config=shared(), rows=5, num_clusters=6),
 }  # fmt: skip
 
 
@@ -70,17 +102,78 @@ def test_neighbors_that_are_no_numbers_change_nothing(name):
 @pytest.mark.parametrize(
     ("f", "name"),
     [
-        (layer_norm, "memory"),
-        *[pytest.param(f, "registers", marks=SLOW) for f in (layer_norm, rms_norm)],
+        (layer_norm, "period of 4"),
+        (rms_norm, "of 2 by pairs"),
+        (layer_norm, "teams"),
+        *[pytest.param(layer_norm, name, marks=SLOW) for name in COLUMN_CASES
+          if name not in ("period of 4", "teams")],
+        pytest.param(rms_norm, "period of 8", marks=SLOW),
     ],
-)
+)  # fmt: skip
 def test_norms_are_no_worse_than_the_plain_form(monkeypatch, f, name):
-    """Scales, and sums over rows, of threads' columns, whatever place in a word a row begins at."""
-    monkeypatch.setattr(apply, "config_for", lambda *_: BY_COLUMNS[name])
-    case = norms.inputs((3, COLUMNS))
+    """Scales, and sums over several rows of a team, behind each shift: no two columns are alike."""
+    case = COLUMN_CASES[name]
+    monkeypatch.setattr(apply, "config_for", lambda *_: case.config)
+    monkeypatch.setattr(Flat, "num_clusters", case.num_clusters)
+    arrays = norms.inputs((case.rows, case.columns))
     with interpreted_hopper():
-        got = norms.evaluate(*case, f=f, implementation="hopper")
-    assert_within_rounding(got, norms.exact(*case, f=f))
+        got = norms.evaluate(*arrays, f=f, implementation="hopper")
+    assert_within_rounding(got, norms.exact(*arrays, f=f))
+
+
+@pytest.mark.parametrize("f", [layer_norm, pytest.param(rms_norm, marks=SLOW)])
+def test_norms_of_warps_rows_have_one_shift(monkeypatch, f):
+    """35 rows: three turns of a second round, in which one warp has a row."""
+    monkeypatch.setattr(apply, "config_for", lambda *_: WORDS["warps"])
+    monkeypatch.setattr(Flat, "num_clusters", 9)
+    (x, _), vectors, _ = arrays = norms.inputs((35, COLUMNS))
+    vectors = vectors if f is layer_norm else vectors[:1]
+    with interpreted_hopper():
+        got = f(x, *vectors, epsilon=norms.EPSILON, implementation="hopper")
+    assert_within_rounding(got, norms.exact(*arrays, f=f)[0][0])
+
+
+@pytest.mark.parametrize("name", ["of 2 by pairs", pytest.param("period of 8", marks=SLOW)])
+def test_neighbors_that_are_no_numbers_leave_norms_alone(monkeypatch, name):
+    """Rows between such as are no numbers, and their gradients."""
+    case = COLUMN_CASES[name]
+    monkeypatch.setattr(apply, "config_for", lambda *_: case.config)
+    monkeypatch.setattr(Flat, "num_clusters", case.num_clusters)
+    (x, _), (scale, _), (d_y, _) = norms.inputs((case.rows, case.columns))
+    x[1::2] = np.nan
+    with interpreted_hopper():
+        y, vjp = jax.vjp(
+            functools.partial(rms_norm, epsilon=1e-6, implementation="hopper"), x, scale
+        )
+        d_x, _ = vjp(d_y)
+    for found in (y, d_x):
+        assert np.isfinite(found[::2].astype(np.float32)).all()
+        assert np.isnan(found[1::2].astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("columns", [1001, 5001, 17706, 27164, 12496])
+@pytest.mark.parametrize("rows", [1, 3, 8, 131, 133, 300, 1031])
+def test_each_row_is_taken_once_by_a_block_of_its_shift(rows, columns):
+    """In every number of blocks, teams and elements of a unit."""
+    call = calls(columns)["layer_norm"]
+    ways = [(1, 0, 4), (1, 1, 4), (1, 2, 2), *((cluster, 4, 1) for cluster in NUM_CLUSTERS)]
+    for (cluster, group, teams), vector in itertools.product(ways, (8, 4, 2)):
+        c = Flat(cluster=cluster, group=group, teams=teams, vector=vector)
+        order = Order(config=c, num_rows=rows, period=period_of(c, call))
+        shifts, taken = collections.defaultdict(set), []
+        for team, worker in itertools.product(range(teams), range(order.num_workers)):
+            first = team * order.num_workers + worker
+            for turn in range(first, order.num_turns, order.stride):
+                for warp in range(4 if c.by_warps else 1):
+                    row = int(order.row(turn)) + warp * order.period
+                    if row < rows:
+                        taken.append(row)
+                        shifts[worker].add(row * columns % unit_of(c, call))
+                        assert worker % order.period * columns % unit_of(c, call) in shifts[worker]
+        assert sorted(taken) == list(range(rows)), c
+        assert all(len(found) == 1 for found in shifts.values()), c
+        assert order.num_workers <= c.num_clusters, c
+        assert teams > 1 or len(shifts) == order.num_workers, f"idle blocks would wait: {c}"
 
 
 @SLOW
@@ -107,10 +200,8 @@ def test_every_choice_fits(dtype):
             what = f"{name} of {columns}: {c}"
             assert smem_bytes(c, call) <= SMEM_BYTES, what
             assert c.tile % (32 * c.vector) == 0, what
-            assert c.slots >= c.chunks * (1 + c.ahead) + c.leaving, what
-            assert c.columns >= columns, what
-            if c.by_columns:
-                assert columns % c.vector == 0, what
+            assert c.slots >= c.chunks * (1 + c.ahead), what
+            assert c.columns >= reach_of(c, call), what
 
 
 def test_what_was_timed_is_taken():
@@ -135,14 +226,17 @@ def test_what_was_timed_is_taken():
     assert not isinstance(config_for(8, calls(5001, jnp.float32)["softmax"]), Flat)
 
 
-@pytest.mark.parametrize("columns", [1001, pytest.param(50257, marks=SLOW)])
-@pytest.mark.parametrize("f", [softmax, rms_norm])
+@pytest.mark.parametrize(
+    "columns", [1001, *[pytest.param(n, marks=SLOW) for n in (5001, 17706, 48739, 100422)]]
+)
+@pytest.mark.parametrize("f", [softmax, rms_norm, layer_norm])
 def test_the_real_form_lowers(monkeypatch, f, columns):
     """Both directions, so copies in and out of every kind."""
     for module in (apply, dispatch):
         monkeypatch.setattr(module, "config_for", lambda rows, call: flat_for(call))
     x = jax.ShapeDtypeStruct((9, columns), jnp.bfloat16)
-    vectors = () if f is softmax else (jax.ShapeDtypeStruct((columns,), jnp.float32),)
+    num_vectors = {softmax: 0, rms_norm: 1, layer_norm: 2}[f]
+    vectors = (jax.ShapeDtypeStruct((columns,), jnp.float32),) * num_vectors
     options = {} if f is softmax else {"epsilon": 1e-6}
 
     def both(x, vectors, d_y):
@@ -170,8 +264,7 @@ class _Threads(Warpgroup):
                 self.memory[target : target + size] = self.memory[source : source + size].copy()
                 self.copied += size
             return
-        first, second = operands
-        source, target = (second, first) if "ld.global" in text else (first, second)
+        target, source = operands
         size = self.copies.itemsize
         for at, to in np.stack([source, target], axis=1)[holds > 0]:
             self.memory[to : to + size] = self.memory[at : at + size].copy()
@@ -201,8 +294,7 @@ class _Threads(Warpgroup):
                 RefType=lambda: None,
                 commit_smem=lambda: None,
             )
-            nvvm = types.SimpleNamespace(cp_async_bulk_commit_group=lambda: None)
-            places = {"arith": arith, "mgpu_utils": utils, "plgpu": plgpu, "nvvm": nvvm}
+            places = {"arith": arith, "mgpu_utils": utils, "plgpu": plgpu}
             for module, stand_in in places.items():
                 patch.setattr(flat_copies, module, stand_in)
             patch.setattr(flat_registers, "arith", arith)
@@ -217,26 +309,26 @@ class _Threads(Warpgroup):
 
 
 @pytest.mark.parametrize(
-    ("by_warps", "by_columns"), [(False, False), (False, True), (True, False), (True, True)]
+    ("by_warps", "vector", "unit"),
+    [(False, 8, 8), (False, 4, 8), (False, 4, 4), (False, 2, 2), (True, 8, 8), (True, 4, 8)],
 )
-@pytest.mark.parametrize("columns", [301, 514, 1025, 1920, 2048])
-def test_what_is_a_neighbors_is_told(columns, by_warps, by_columns):
+@pytest.mark.parametrize("columns", [301, 514, 895, 1025, 1920, 2048])
+def test_what_is_a_neighbors_is_told(columns, by_warps, vector, unit):
     """Of each register of each thread of two warpgroups that share rows, chunk by chunk."""
-    vector, members, chunks = 1 if by_columns else 8, 1 if by_warps else 2, 1
-    shift = 0 if by_columns else 7
+    members = 1 if by_warps else 2
     pieces = 128 * 8 if by_warps else 4 * 256
-    chunks = -(-(columns + shift) // (members * pieces))
-    width, num_rows = pieces if by_warps else 256, 12
+    chunks = -(-(columns + 7) // (members * pieces))
+    width, num_rows, spacing = pieces if by_warps else 256, 12, 2
     copies = FlatCopies(
         num_rows=num_rows, columns=columns, piece=pieces, itemsize=2, by_warps=by_warps,
-        by_columns=by_columns,
+        unit=unit, spacing=spacing,
     )  # fmt: skip
     thread = np.arange(WARPGROUP)
     first = thread % 32 * vector + (0 if by_warps else thread // 32 * width)
     told = 0
-    for row in range(0, num_rows - 1, 4 if by_warps else 1):
-        rows = row + (thread // 32 if by_warps else 0 * thread)
-        begin = 0 if by_columns else rows * columns % 8
+    for row in range(num_rows):
+        rows = row + (thread // 32 * spacing if by_warps else 0 * thread)
+        begin = rows * columns % unit
         for member in range(members):
             for chunk in range(chunks):
                 sure = max(0, min(pieces, columns - ((members - 1) * chunks + chunk) * pieces))
@@ -257,32 +349,41 @@ def test_what_is_a_neighbors_is_told(columns, by_warps, by_columns):
     assert told or columns == 2048
 
 
-@pytest.mark.parametrize("by_warps", [False, True])
-@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize(
+    ("by_warps", "itemsize", "unit"),
+    [(False, 2, 8), (False, 2, 4), (False, 2, 2), (False, 4, 4), (False, 4, 2), (True, 2, 8),
+     (True, 4, 4)],
+)  # fmt: skip
 @pytest.mark.parametrize("columns", [299, 300, 514, 520])
-def test_copies_move_a_row_and_nothing_else(columns, itemsize, by_warps):
-    """Seven rows by chunks into a slot and out of it, to where neighbors and the end are known."""
-    dtype, num_rows = {2: np.uint16, 4: np.uint32}[itemsize], 7
+def test_copies_bring_a_row_to_where_it_is_read(columns, itemsize, by_warps, unit):
+    """Seven rows by chunks into a slot, from an array whose end is known."""
+    dtype, num_rows, spacing = {2: np.uint16, 4: np.uint32}[itemsize], 7, 2
     x = np.random.default_rng(0).integers(1, 2**14, num_rows * columns).astype(dtype)
-    piece = 256
+    piece, word = 256, 16 // itemsize
     copies = FlatCopies(
         num_rows=num_rows, columns=columns, piece=piece, itemsize=itemsize, by_warps=by_warps,
-        by_columns=not by_warps,
+        unit=unit, spacing=spacing,
     )  # fmt: skip
     world = _Threads(copies)
-    guard = np.full(64, 0x7777, dtype)
-    source = world.put(np.concatenate([x, guard]))
-    out = world.put(np.concatenate([np.zeros_like(x), guard]))
-    slot = world.put(np.zeros(4 * (piece + 8), dtype))
-    word = 16 // itemsize
-    for row in range(0, num_rows, 4 if by_warps else 1):
-        for column in range(0, columns + (word - 1) * by_warps, piece):
+    source = world.put(np.concatenate([x, np.full(64, 0x7777, dtype)]))
+    slot_size = 4 * piece if by_warps else piece + word * (unit < word)
+    slot = world.put(np.zeros(slot_size + word, dtype))
+    for row in range(num_rows):
+        for column in range(0, columns + unit - 1, piece):
             world.run("load", [source], [slot], Ref(0), row=row, column=column, wanted=1)
             assert world.expected == world.copied, "the barrier would wait for ever, or not"
             if copies.odd_end:
                 world.run("complete", [source], [slot], row=row, column=column)
-            seen = world.read(slot, (4 * (piece + 8),), dtype)
+            seen = world.read(slot, (slot_size + word,), dtype)
             assert not (seen == 0x7777).any(), "read behind the array"
-            world.run("store", [slot], [out], row=row, column=column)
-            world.expected = world.copied
-    assert (world.read(out, (len(x) + 64,), dtype) == np.concatenate([x, guard])).all()
+            assert not seen[slot_size:].any(), "written behind the slot"
+            for warp in range(4 if by_warps else 1):
+                mine = row + warp * spacing
+                if mine >= num_rows:
+                    continue
+                begin = mine * columns
+                first, last = max(column - begin % unit, 0), column - begin % unit + piece
+                part = x[begin + first : begin + min(last, columns)]
+                # As ``flat_registers.read`` and ``doubtful`` say, or from a warp's piece on.
+                at = warp * piece + begin % word - begin % unit + max(begin % unit - column, 0)
+                assert (seen[at : at + len(part)] == part).all(), (row, warp, column)

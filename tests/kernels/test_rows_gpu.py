@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import log_softmax, rms_norm, softmax
+from pallas_kernels import layer_norm, log_softmax, rms_norm, softmax
 from pallas_kernels.common import device
+from pallas_kernels.rows import apply, dispatch
+from pallas_kernels.rows.choice import config_for
 from pallas_kernels.rows.dispatch import DTYPES
 from tests.kernels import test_norm as norms
 from tests.kernels import test_norm_fp8 as norms_fp8
@@ -64,20 +66,67 @@ def test_norm_and_gradient_of_long_odd_rows(columns, form):
     assert_within_rounding(got, norms.exact(*case, **form))
 
 
-@pytest.mark.parametrize("columns", [1001, 5003, 50257])
-@pytest.mark.parametrize("f", [softmax, rms_norm])
+@pytest.fixture
+def flat(monkeypatch):
+    """By the copy engine, whatever is the default."""
+    for module in (apply, dispatch):
+        monkeypatch.setattr(module, "config_for", functools.partial(config_for, form="flat"))
+
+
+# Shifts repeat after 8, 4 and 2 rows, or never are; one to eight blocks, some in pairs of columns.
+@pytest.mark.parametrize(
+    "columns", [1001, 2499, 5001, 12496, 17706, 27164, 27167, 48739, 80098, 100423, 125184]
+)
+@pytest.mark.parametrize("form", norms.FORMS[:2], ids=norms.NAMES[:2])
+@pytest.mark.usefixtures("flat")
+def test_norm_and_gradient_of_rows_between_words(columns, form):
+    """An odd number of rows, several of each block: the array ends between words."""
+    case = norms.inputs((601 if columns < 50000 else 301, columns))
+    got = norms.evaluate(*case, **form, implementation="hopper")
+    assert_within_rounding(got, norms.exact(*case, **form))
+
+
+# Fewer rows than a period has, than blocks, and not a multiple of either.
+@pytest.mark.parametrize("rows", [1, 3, 5, 8, 37, 131])
+@pytest.mark.parametrize("columns", [1001, 5001, 17706, 48739])
+@pytest.mark.parametrize("form", norms.FORMS[:2], ids=norms.NAMES[:2])
+@pytest.mark.usefixtures("flat")
+def test_norm_and_gradient_of_few_rows_between_words(rows, columns, form):
+    case = norms.inputs((rows, columns))
+    got = norms.evaluate(*case, **form, implementation="hopper")
+    assert_within_rounding(got, norms.exact(*case, **form))
+
+
+@pytest.mark.parametrize("columns", [5001, 48739])
+@pytest.mark.parametrize("form", norms.FORMS[:2], ids=norms.NAMES[:2])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+@pytest.mark.usefixtures("flat")
+def test_norm_of_other_dtypes_between_words(dtype, form, columns):
+    case = norms.inputs((301, columns), dtype=dtype)
+    got = norms.evaluate(*case, **form, implementation="hopper")
+    assert_within_rounding(got, norms.exact(*case, **form))
+
+
+@pytest.mark.parametrize("columns", [1001, 5003, 17706, 50257, 100423])
+@pytest.mark.parametrize("f", [softmax, rms_norm, layer_norm])
+@pytest.mark.usefixtures("flat")
 def test_neighbors_that_are_no_numbers_change_nothing(columns, f):
     """Every second row is NaN or infinite; an odd number of them, so that the array ends oddly."""
     x = np.random.default_rng(0).standard_normal((301, columns)).astype(jnp.bfloat16)
     alone = np.array(x[::2], np.float32)
     x[1::4], x[3::4] = np.nan, np.inf
+    scale = np.linspace(0.5, 1.5, columns, dtype=np.float32)
     if f is softmax:
         got, want = softmax(x, implementation="hopper"), jax.nn.softmax(alone, axis=-1)
     else:
-        scale = np.linspace(0.5, 1.5, columns, dtype=np.float32)
-        got = rms_norm(x, scale, epsilon=1e-6, implementation="hopper")
-        want = alone / np.sqrt(np.mean(alone**2, axis=-1, keepdims=True) + 1e-6) * scale
-    np.testing.assert_allclose(np.asarray(got[::2], np.float32), want, rtol=2**-7, atol=1e-30)
+        vectors = (scale, np.zeros_like(scale)) if f is layer_norm else (scale,)
+        got = f(x, *vectors, epsilon=1e-6, implementation="hopper")
+        apart = alone - np.mean(alone, axis=-1, keepdims=True) if f is layer_norm else alone
+        root = np.sqrt(np.mean(apart**2, axis=-1, keepdims=True) + 1e-6)
+        want = apart / root * scale
+    # LayerNorm's mean, fp32, cancels what is near it.
+    least = 1e-6 if f is layer_norm else 1e-30
+    np.testing.assert_allclose(np.asarray(got[::2], np.float32), want, rtol=2**-7, atol=least)
 
 
 # Of each way through the GPU; fp32 rows take twice the memory.
