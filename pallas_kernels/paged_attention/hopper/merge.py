@@ -5,6 +5,7 @@ and reads several partial results at a time: it waits for memory once for all of
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ def merge_pages(
         g=g, c=config, dtype=call.q_BTNH.dtype, sinks=call.sinks_N is not None,
         only_cut=partials.whole is not None,
     )  # fmt: skip
-    operands = {"out": partials.out, "lse": partials.lse, "before": plan.before_E1}
+    operands: dict[str, Any] = {"out": partials.out, "lse": partials.lse, "before": plan.before_E1}
     if call.sinks_N is not None:
         operands["sinks"] = jnp.pad(call.sinks_N * LOG2E, (0, MERGED_ROWS))
     shape = (g.B, g.T, g.K * g.merged_group, g.V)
