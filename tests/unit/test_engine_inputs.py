@@ -11,31 +11,75 @@ from flax import nnx
 from jaxinfra.cli.engine_options import add_engine_arguments, engine_options
 from jaxinfra.config.presets import MODELS
 from jaxinfra.core.errors import ConfigError
-from jaxinfra.serving.engine.inputs import RowInputs, RowNumbers
+from jaxinfra.serving.engine.inputs import RowWriter
 from jaxinfra.serving.engine.options import EngineOptions, Preemption, options_on
+from jaxinfra.serving.engine.plan import PlannedRow, SchedulerLimits
+from jaxinfra.serving.engine.requests import GenerationRequest, RequestStream
 from jaxinfra.serving.engine.weights import NamedArrays
 from jaxinfra.serving.sampling import GREEDY, SamplingRows
 
+LIMITS = SchedulerLimits(
+    num_pages=9,
+    page_size=4,
+    max_running=4,
+    max_step_tokens=64,
+    max_positions=8,
+    row_sizes=(1, 4),
+    chunk_sizes=(2,),
+    max_piece_rows=1,
+)
+
+
+def a_row(*, slot, number=0, **said):
+    request = GenerationRequest(
+        prompt_ids=(1, 2), max_new_tokens=4, seed=2**32 - 5, choice=1, adapter=said.pop("adapter")
+    )
+    stream = RequestStream(number=number, request=request, tokens=[1, 2], limit=6)
+    told = dict(pages=(), start=7, ids=(), count=2, draws=True, context=9)
+    return PlannedRow(stream=stream, slot=slot, **(told | said))
+
+
+@jax.jit
+def read(rows):
+    fields = (rows.slots_B, rows.starts_B, rows.counts_B, rows.contexts_B, rows.choices_B)
+    more = (rows.adapters_B, rows.key_positions_B, rows.is_masked_B, rows.is_counted_B)
+    return (*fields, *more), rows.seeds_B, rows.draws_B, rows.tables_BM, rows.ids_BT
+
 
 def test_one_array_holds_what_was_said_of_the_rows():
-    said = RowNumbers(slot=3, start=7, count=2, context=9, seed=2**32 - 5, choice=1, draws=True)
-    padding = RowNumbers(slot=4)
-    sampling = SamplingRows.of([GREEDY] * 3)
-    rows = RowInputs.of([said], size=3, table_width=2, length=2, sampling=sampling, padding=padding)
-    rows.tables_BM[0], rows.ids_BT[0] = (5, 6), (-1, 8)
-
-    @jax.jit
-    def read(rows):
-        fields = (rows.slots_B, rows.starts_B, rows.counts_B, rows.contexts_B, rows.choices_B)
-        return fields, rows.seeds_B, rows.draws_B, rows.tables_BM, rows.ids_BT
-
-    fields, seeds, draws, tables, ids = read(rows)
-    assert [x.tolist() for x in fields] == [[3, 4, 4], [7, 0, 0], [2, 0, 0], [9, 0, 0], [1, 0, 0]]
+    writer = RowWriter(LIMITS, adapters=("other", "mine"))
+    rows = [
+        a_row(slot=3, adapter="mine", pages=(5, 6), ids=(7, 8), num_drafts=1),
+        a_row(slot=1, adapter=None, draws=False, start=0, context=2),
+    ]
+    written = writer.write(
+        rows, size=3, length=2, sampling=SamplingRows.of([GREEDY] * 3), masks={1: None}, counted=[0]
+    )
+    fields, seeds, draws, tables, ids = read(written)
+    assert [x.tolist() for x in fields] == [
+        [3, 1, 4], [7, 0, 0], [2, 2, 0], [9, 2, 0], [1, 1, 0], [2, 0, 0], [8, 2, 0],
+        [False, True, False], [True, False, False],
+    ]  # fmt: skip
     assert seeds.dtype == jnp.uint32
-    assert seeds.tolist() == [2**32 - 5, 0, 0]
+    assert seeds.tolist() == [2**32 - 5, 2**32 - 5, 0]
     assert draws.tolist() == [True, False, False]
     np.testing.assert_array_equal(tables, [[5, 6], [0, 0], [0, 0]])
-    np.testing.assert_array_equal(ids, [[-1, 8], [0, 0], [0, 0]])
+    np.testing.assert_array_equal(ids, [[7, 8], [-1, 0], [0, 0]])
+
+
+def test_a_slot_keeps_nothing_of_who_was_in_it_before():
+    writer, sampling = RowWriter(LIMITS, adapters=("other",)), SamplingRows.of([GREEDY])
+
+    def told(row):
+        (slots, *_, adapters, _, _, _), _, _, tables, ids = read(
+            writer.write([row], size=1, length=1, sampling=sampling)
+        )
+        return slots.tolist(), adapters.tolist(), tables.tolist(), ids.tolist()
+
+    first = a_row(slot=2, adapter="other", pages=(5, 6))
+    assert told(first) == ([2], [1], [[5, 6]], [[-1]])
+    assert told(first._replace(pages=(5,), ids=(3,))) == ([2], [1], [[5, 0]], [[3]])
+    assert told(a_row(slot=2, adapter=None, pages=(5,))) == ([2], [0], [[5, 0]], [[-1]])
 
 
 def test_named_arrays_are_the_state():

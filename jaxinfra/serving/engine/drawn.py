@@ -1,6 +1,7 @@
 """What a step drew, as the host reads it."""
 
-import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -9,9 +10,8 @@ from jaxinfra.serving.engine.requests import TokenScore
 from jaxinfra.serving.sampling import LogProbabilities
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Drawn:
-    """What a step drew for one row."""
+class Drawn(NamedTuple):
+    """What a step drew for one row; of a kind that is quickly made."""
 
     row: PlannedRow
     tokens: tuple[int, ...]  # after the first token, and after each draft
@@ -21,15 +21,33 @@ class Drawn:
     prompt_scores: tuple[TokenScore, ...] = ()  # of the prompt's tokens after these
 
 
-def of_row(row: PlannedRow, place: int, drawn: np.ndarray, scores: list[LogProbabilities]) -> Drawn:
-    """What a call gave for one row.
+def of_rows(
+    rows: Sequence[PlannedRow], drawn: np.ndarray, scores: Sequence[LogProbabilities]
+) -> list[Drawn]:
+    """What a call gave for each of its rows that draws or is scored.
 
     Args:
-        scores: of the draws, and of the tokens that follow the row's; none where nobody asked.
+        drawn: int32, a token of each row [B], or how many drafts hold and a token after each of
+            the row's [B, 1 + T]; rows beyond these are padding.
+        scores: of the draws, and of the tokens that follow the rows'; none where nobody asked.
     """
-    held, *tokens = drawn.tolist() if drawn.ndim else (0, int(drawn))
+    values = drawn.tolist()
+    if drawn.ndim == 1 and not scores:
+        told = zip(rows, values, strict=False)
+        return [Drawn(row, (token,), 0, token < 0) for row, token in told if row.draws]
+    return [
+        _of_row(row, place, value if drawn.ndim > 1 else [0, value], scores)
+        for place, (row, value) in enumerate(zip(rows, values, strict=False))
+        if row.draws or row.targets
+    ]
+
+
+def _of_row(
+    row: PlannedRow, place: int, drawn: Sequence[int], scores: Sequence[LogProbabilities]
+) -> Drawn:
+    held, *tokens = drawn
     asked, score, of_prompt = row.stream.request.sampling.logprobs, None, ()
-    if asked is not None and row.draws:
+    if asked is not None and row.draws and scores:
         score = _score(scores[0], place, asked)
     if asked is not None and row.targets and len(scores) > 1:
         of_prompt = tuple(_score(scores[1], at, asked) for at in range(len(row.targets)))

@@ -56,7 +56,6 @@ class _Told:
 
     stream: RequestStream
     text: TextStream | None
-    is_admitted: bool = False
     prompt_scores: list[TokenScore] = dataclasses.field(default_factory=list)
 
 
@@ -124,6 +123,7 @@ class Engine:
         )
         self._numbers = itertools.count()
         self._requests: dict[int, _Told] = {}
+        self._unadmitted: set[int] = set()
         self._unread: collections.deque[tuple[Dispatched, StepPlan]] = collections.deque()
         self._ended: list[RequestProgress] = []
         self.counts = EngineCounts()
@@ -228,6 +228,7 @@ class Engine:
             text = TextStream(self.tokenizer, request.prompt_ids, request.stop)
         self._scheduler.add(stream)
         self._requests[number] = _Told(stream=stream, text=text)
+        self._unadmitted.add(number)
         self.counts.prompt_tokens += len(request.prompt_ids)
         return number
 
@@ -277,10 +278,9 @@ class Engine:
     def _count(self, plan: StepPlan) -> None:
         self.counts.steps += 1
         self.counts.computed_tokens += plan.num_tokens
-        for row in plan.rows:
-            told = self._requests[row.stream.number]
-            if not told.is_admitted:
-                told.is_admitted = True
+        for row in plan.rows if self._unadmitted else ():
+            if row.stream.number in self._unadmitted:
+                self._unadmitted.remove(row.stream.number)
                 self.counts.cached_tokens += row.stream.num_cached
 
     def _take(self, drawn: Drawn) -> RequestProgress | None:
@@ -290,7 +290,7 @@ class Engine:
         if drawn.is_bad and told is not None:
             stream.pending -= drawn.row.draws
             return self._end(told, EndReason.ERROR, error=NOT_FINITE, poisoned=True)
-        if told is not None:
+        if told is not None and drawn.prompt_scores:
             wanted = len(stream.request.prompt_ids) - 1 - len(told.prompt_scores)
             known = len(told.prompt_scores) - drawn.row.start  # some, if it was begun again
             if known >= 0:
@@ -321,9 +321,7 @@ class Engine:
             return progress
         prompt, told.prompt_scores = tuple(told.prompt_scores), []
         is_first = len(told.stream.tokens) == len(told.stream.request.prompt_ids) + 1
-        return dataclasses.replace(
-            progress, scores=(drawn.score,), prompt_scores=prompt if is_first else ()
-        )
+        return progress._replace(scores=(drawn.score,), prompt_scores=prompt if is_first else ())
 
     def _meaning(self, told: _Told, token: int, *, after: int) -> tuple[EndReason | None, str]:
         """Whether a request ends with this token, and the text that it makes certain.
@@ -362,6 +360,7 @@ class Engine:
     ) -> RequestProgress:
         stream = told.stream
         del self._requests[stream.number]
+        self._unadmitted.discard(stream.number)
         self._scheduler.end(stream, poisoned=poisoned)
         self.counts.ended[end] += 1
         if told.text is not None and not told.text.is_stopped:

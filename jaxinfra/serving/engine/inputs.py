@@ -1,68 +1,40 @@
 """What the host says of the rows of a call: one array, as each one is a transfer of its own.
 
-Dims: B row, T new token, M page of a row, C column.
+Dims: B row, T new token, M page of a row, C column, S slot.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, UInt32
 
+from jaxinfra.serving.engine.plan import PlannedRow, SchedulerLimits
+from jaxinfra.serving.engine.requests import RequestStream
 from jaxinfra.serving.sampling import SamplingRows
 
-
-class RowNumbers(NamedTuple):
-    """A row's numbers, a column each; a row without tokens is padding."""
-
-    slot: int  # beyond the last slot: padding
-    start: int = 0  # position of the first token
-    count: int = 0
-    context: int = 0  # tokens that the row has come to
-    seed: int = 0  # below 2**32
-    choice: int = 0
-    key_position: int = 0  # tokens before the first draw: tells a request's apart
-    draws: bool = False  # the draw counts
-    is_masked: bool = False  # the slot's mask holds
-    adapter: int = 0  # of the model's bank; 0: none
-    is_counted: bool = False  # the token was drawn, and is not in the slot's history yet
-
-
-_NUM_FIELDS = len(RowNumbers._fields)
+_OF_REQUEST = ("slot", "seed", "choice", "adapter")
+_OF_STEP = ("start", "count", "context", "key_position", "draws")
+_FIELDS = (*_OF_REQUEST, *_OF_STEP, "is_masked", "is_counted")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RowInputs:
-    """The rows of a call, and how they draw; properties are of a traced one."""
+    """The rows of a call, and how they draw; properties are of a traced one.
+
+    A row whose slot is beyond the last is padding.
+    """
 
     numbers_BC: Int[Array, "B C"] | np.ndarray  # int32: fields, pages (0: none), token ids
     sampling: SamplingRows
     length: int = dataclasses.field(metadata=dict(static=True))  # tokens of a row
 
-    @classmethod
-    def of(
-        cls,
-        rows: Sequence[RowNumbers],
-        *,
-        size: int,
-        table_width: int,
-        length: int,
-        sampling: SamplingRows,
-        padding: RowNumbers,
-    ) -> "RowInputs":
-        """Rows without pages and with ids 0, to be written into ``tables_BM`` and ``ids_BT``."""
-        numbers_BC = np.zeros((size, _NUM_FIELDS + table_width + length), np.int32)
-        padded = [*rows, *[padding] * (size - len(rows))]
-        # Seeds keep their bits.
-        numbers_BC[:, :_NUM_FIELDS] = np.array(padded, np.int64).astype(np.int32)
-        return cls(numbers_BC=numbers_BC, sampling=sampling, length=length)
-
     def _field(self, name: str) -> Int[Array, "B"]:
-        return jnp.asarray(self.numbers_BC)[:, RowNumbers._fields.index(name)]
+        return jnp.asarray(self.numbers_BC)[:, _FIELDS.index(name)]
 
     @property
     def ids_BT(self) -> Int[Array, "B T"] | np.ndarray:
@@ -72,11 +44,11 @@ class RowInputs:
     @property
     def tables_BM(self) -> Int[Array, "B M"] | np.ndarray:
         """int32, each row's pages; 0 where it has none."""
-        return self.numbers_BC[:, _NUM_FIELDS : -self.length]
+        return self.numbers_BC[:, len(_FIELDS) : -self.length]
 
     @property
     def slots_B(self) -> Int[Array, "B"]:
-        """Each row's slot; the fields are those of ``RowNumbers``."""
+        """Each row's slot; beyond the last: padding."""
         return self._field("slot")
 
     @property
@@ -128,3 +100,74 @@ class RowInputs:
     def is_counted_B(self) -> Bool[Array, "B"]:
         """Whether each row's token is new to its history."""
         return self._field("is_counted") != 0
+
+
+@final
+class RowWriter:
+    """Writes rows' numbers. What most steps find as the step before did, a slot keeps.
+
+    Args:
+        adapters: names of those in the model's bank, by which requests choose.
+    """
+
+    def __init__(self, limits: SchedulerLimits, adapters: Sequence[str] = ()):
+        self._padding = limits.max_running
+        self._adapters = {name: place for place, name in enumerate((None, *adapters))}
+        width = len(_FIELDS) + limits.table_width
+        self._kept_SC = np.zeros((limits.max_running + 1, width), np.int32)
+        self._kept_SC[self._padding, 0] = self._padding
+        # Of whom it is kept, by slot: a request, and its pages.
+        self._known: list[tuple[RequestStream | None, tuple[int, ...]]]
+        self._known = [(None, ())] * limits.max_running
+
+    def write(
+        self,
+        rows: Sequence[PlannedRow],
+        *,
+        size: int,
+        length: int,
+        sampling: SamplingRows,
+        masks: Mapping[int, np.ndarray] | None = None,
+        counted: Sequence[int] = (),
+    ) -> RowInputs:
+        """The rows of a call, and padding.
+
+        Args:
+            masks: by slot, of the rows whose request has a structure.
+            counted: which rows' tokens were drawn, and are not in their slots' history yet.
+        """
+        numbers_BC = np.zeros((size, self._kept_SC.shape[1] + length), np.int32)
+        written = RowInputs(numbers_BC=numbers_BC, sampling=sampling, length=length)
+        count, known = len(rows), self._known
+        for row in rows:
+            stream, pages = known[row.slot]
+            if stream is not row.stream or pages != row.pages:
+                self._keep(row)
+        slots = [row.slot for row in rows] + [self._padding] * (size - count)
+        numbers_BC[:, :-length] = self._kept_SC[slots]
+        if rows:
+            first = len(_OF_REQUEST)
+            numbers_BC[:count, first : first + len(_OF_STEP)] = [
+                (r.start, r.count, r.context, r.start + r.count - r.num_drafts, r.draws)
+                for r in rows
+            ]
+            if length == 1:
+                numbers_BC[:count, -1] = [row.ids[0] if row.ids else -1 for row in rows]
+            else:
+                for ids_T, row in zip(numbers_BC[:, -length:], rows, strict=False):
+                    ids_T[: len(row.ids) or 1] = row.ids or -1
+        if masks:
+            is_masked = [row.slot in masks for row in rows]
+            numbers_BC[:count, _FIELDS.index("is_masked")] = is_masked
+        for place in counted:
+            numbers_BC[place, _FIELDS.index("is_counted")] = True
+        return written
+
+    def _keep(self, row: PlannedRow) -> None:
+        request, kept_C = row.stream.request, self._kept_SC[row.slot]
+        self._known[row.slot] = row.stream, row.pages
+        # The seed keeps its bits.
+        seed = np.uint32(request.seed & 0xFFFFFFFF).astype(np.int32)
+        kept_C[: len(_OF_REQUEST)] = row.slot, seed, request.choice, self._adapters[request.adapter]
+        kept_C[len(_FIELDS) :] = 0
+        kept_C[len(_FIELDS) : len(_FIELDS) + len(row.pages)] = row.pages

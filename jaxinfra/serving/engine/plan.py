@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+from typing import NamedTuple
 
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.serving.engine.requests import RequestStream
@@ -65,9 +66,8 @@ class SchedulerLimits:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedRow:
-    """Tokens of one request that a step takes in."""
+class PlannedRow(NamedTuple):
+    """Tokens of one request that a step takes in; of a kind that is quickly made."""
 
     stream: RequestStream
     slot: int

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 from collections.abc import Hashable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -74,9 +74,8 @@ class TokenScore:
     top: tuple[tuple[int, float], ...]  # ids and their log-probabilities, the most likely first
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RequestProgress:
-    """What one step of the engine brought for one request."""
+class RequestProgress(NamedTuple):
+    """What one step of the engine brought for one request; of a kind that is quickly made."""
 
     request: int  # the number that ``submit`` gave
     tokens: tuple[int, ...] = ()

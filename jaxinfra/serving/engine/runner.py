@@ -16,8 +16,8 @@ from flax import nnx
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.serving.engine import page_moves, programs
-from jaxinfra.serving.engine.drawn import Drawn, of_row
-from jaxinfra.serving.engine.inputs import RowInputs, RowNumbers
+from jaxinfra.serving.engine.drawn import Drawn, of_rows
+from jaxinfra.serving.engine.inputs import RowWriter
 from jaxinfra.serving.engine.page_moves import HostMemory, batches
 from jaxinfra.serving.engine.pages import NULL_PAGE
 from jaxinfra.serving.engine.plan import PlannedRow, SchedulerLimits, StepPlan
@@ -84,7 +84,7 @@ class ModelRunner:
                 "that all share experts (fsdp=2,expert=2), and others an engine of their own"
             )
         self._limits = limits
-        self._adapters = {name: place for place, name in enumerate((None, *adapters))}
+        self._writer = RowWriter(limits, adapters)
         graphdef, parameters = nnx.split(model)
         draft_graphdef, draft_parameters = (None, None) if draft is None else nnx.split(draft)
         self._weights = Weights(
@@ -96,8 +96,6 @@ class ModelRunner:
         self._verify_length = verify_length
         self._compiled: dict[ProgramKey, Callable[..., Any]] = {}
         self._histories: dict[int, tuple[int, int]] = {}  # by slot: request, and tokens it has
-        self._tables: dict[int, tuple[tuple[int, ...], np.ndarray]] = {}  # by slot
-        self._no_pages = np.zeros(limits.table_width, np.int32)
         self._sampling: dict[int, tuple[tuple[SamplingConfig, ...], SamplingRows]] = {}
         self._tell: Callable[[ProgramKey, tuple[Any, ...]], None] | None = None
         self.num_compiled = 0
@@ -187,11 +185,8 @@ class ModelRunner:
             self._host.collect()
         result = []
         for rows, (array, *told) in dispatched.rows:
-            values = np.asarray(array)
             scores = [jax.tree.map(np.asarray, each) for each in told]
-            for place, (row, drawn) in enumerate(zip(rows, values, strict=False)):
-                if row.draws or row.targets:
-                    result.append(of_row(row, place, drawn, scores))
+            result += of_rows(rows, np.asarray(array), scores)
         return result
 
     def _call(
@@ -200,8 +195,10 @@ class ModelRunner:
         if name == "step" and length > 1 and rows[0].stream.request.scores_prompt:
             name = "score"
         is_chunk = name == "step" and length > 1
-        is_asked = any(row.stream.request.sampling.logprobs is not None for row in rows)
         is_plain = all(row.stream.is_plain for row in rows)
+        is_asked = not is_plain and any(
+            row.stream.request.sampling.logprobs is not None for row in rows
+        )
         key = ProgramKey(
             name=name,
             rows=self._limits.rows(len(rows)),
@@ -209,7 +206,15 @@ class ModelRunner:
             is_fresh=is_chunk and all(row.start == 0 for row in rows),
             is_full=is_chunk or (name == "step" and not is_plain),
         )
-        arguments: list[Any] = [self._inputs(rows, key, masks)]
+        inputs = self._writer.write(
+            rows,
+            size=key.rows,
+            length=length,
+            sampling=self._sampling_rows([row.stream.request.sampling for row in rows], key.rows),
+            masks=masks,
+            counted=() if is_plain else self._counted(rows),
+        )
+        arguments: list[Any] = [inputs]
         if name == "score":
             targets_BT = np.zeros((key.rows, length), np.int32)
             targets_BT[0, : len(rows[0].targets)] = rows[0].targets
@@ -221,46 +226,15 @@ class ModelRunner:
             each.copy_to_host_async()
         return given
 
-    def _inputs(
-        self, rows: Sequence[PlannedRow], key: ProgramKey, masks: dict[int, np.ndarray]
-    ) -> RowInputs:
-        sampling = self._sampling_rows([row.stream.request.sampling for row in rows], key.rows)
-        inputs = self._blank(key, sampling, [self._numbers(row, masks) for row in rows])
-        ids_BT, tables_BM = inputs.ids_BT, inputs.tables_BM
-        for place, row in enumerate(rows):
-            tables_BM[place] = self._table(row)
-            if row.ids:
-                ids_BT[place, : len(row.ids)] = row.ids
-            else:
-                ids_BT[place, 0] = -1
-        return inputs
-
-    def _numbers(self, row: PlannedRow, masks: dict[int, np.ndarray]) -> RowNumbers:
-        request = row.stream.request
-        return RowNumbers(
-            slot=row.slot,
-            start=row.start,
-            count=row.count,
-            context=row.context,
-            seed=request.seed & 0xFFFFFFFF,
-            choice=request.choice,
-            key_position=row.start + row.count - row.num_drafts,
-            draws=row.draws,
-            is_masked=row.slot in masks,
-            adapter=self._adapters[request.adapter],
-            is_counted=not row.stream.is_plain
-            and request.sampling.is_penalized
-            and self._is_counted(row),
-        )
-
-    def _table(self, row: PlannedRow) -> np.ndarray:
-        """A row's pages, int32 [M]; kept, as most steps find them as the step before did."""
-        pages, table_M = self._tables.get(row.slot, ((), self._no_pages))
-        if pages != row.pages:
-            table_M = self._no_pages.copy()
-            table_M[: len(row.pages)] = row.pages
-            self._tables[row.slot] = row.pages, table_M
-        return table_M
+    def _counted(self, rows: Sequence[PlannedRow]) -> list[int]:
+        """Which rows' tokens are new to their slots' histories; of those that have one."""
+        return [
+            place
+            for place, row in enumerate(rows)
+            if not row.stream.is_plain
+            and row.stream.request.sampling.is_penalized
+            and self._is_counted(row)
+        ]
 
     def _is_counted(self, row: PlannedRow) -> bool:
         """Whether a row's token is new to its slot's history, which is begun here where need be."""
@@ -286,19 +260,6 @@ class ModelRunner:
             rows = SamplingRows.of(padded, num_biases=MOST_BIASES)
             known = self._sampling[size] = (padded, rows)
         return known[1]
-
-    def _blank(
-        self, key: ProgramKey, sampling: SamplingRows, rows: Sequence[RowNumbers] = ()
-    ) -> RowInputs:
-        """Rows whose pages and ids are yet to be written, and padding."""
-        return RowInputs.of(
-            rows,
-            size=key.rows,
-            table_width=self._limits.table_width,
-            length=key.length,
-            sampling=sampling,
-            padding=RowNumbers(slot=self._limits.max_running),
-        )
 
     def _copy(self, pairs: list[tuple[int, int]]) -> None:
         for _, padded in batches(pairs, (NULL_PAGE, self._limits.num_pages)):
@@ -374,7 +335,8 @@ class ModelRunner:
                 if key.name == "step":
                     kind = {"is_fresh": key.is_fresh, "is_full": key.is_full}
                     function = functools.partial(function, **kind)
-                blank = self._blank(key, self._sampling_rows((), key.rows))
+                sampling = self._sampling_rows((), key.rows)
+                blank = self._writer.write((), size=key.rows, length=key.length, sampling=sampling)
                 arguments = (self._weights, self._state, blank)
                 if key.name == "score":
                     arguments = (*arguments, np.zeros((key.rows, key.length), np.int32))

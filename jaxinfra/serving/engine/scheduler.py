@@ -46,6 +46,8 @@ class Scheduler:
         self._saves: list[tuple[int, int]] = []  # of the step that is being planned
         self._restores: list[tuple[int, int]] = []
         self._planned: set[RequestStream] = set()
+        # How many drafts hold is known when they are read.
+        self._speculates = propose is not None or limits.num_drafts > 0
 
     def add(self, stream: RequestStream) -> None:
         """One more request; the limit on its tokens is set here."""
@@ -83,11 +85,13 @@ class Scheduler:
         plan = self._plan_prompts(plan, prompts, self.limits.max_step_tokens - num_tokens)
         copied = {page for _, page in plan.copies}
         plan.zeros.extend(page for page in self.allocator.unclean() if page not in copied)
-        self.allocator.suspect(page for _, page in plan.restores)
+        written = [page for _, page in plan.restores]
         for row in plan.rows:
-            row.stream.computed += row.count
-            row.stream.pending += row.draws
-            self.allocator.suspect(self._pages(row.stream, row.start, row.start + row.count))
+            stream, count = row.stream, row.count
+            stream.computed += count
+            stream.pending += row.draws
+            written += self._pages(stream, row.start, row.start + count)
+        self.allocator.suspect(written)
         for row in plan.chunks:
             self._register(row.stream)
         return plan
@@ -96,22 +100,15 @@ class Scheduler:
         """Whether a running request can take part in the next step."""
         if stream.total >= stream.limit:
             return False  # it draws its last token already
-        kind = self._kind(stream)
-        if kind != stream.kind:
+        if self.limits.long_context is not None and (kind := self._kind(stream)) != stream.kind:
             if stream.pending:
                 return False
             # Its keys are others now: all are computed again.
             self._give_up_pages(stream)
             stream.kind = kind
             return self._begin(stream, copies)
-        if not stream.pending:
-            return True
-        # How many drafts hold, or what a structure allows next, is known when they are read.
-        return stream.request.constraint is None and not self._speculates
-
-    @property
-    def _speculates(self) -> bool:
-        return self._propose is not None or self.limits.num_drafts > 0
+        # What a structure allows next is known when the draw is read.
+        return not stream.pending or (stream.request.constraint is None and not self._speculates)
 
     def _kind(self, stream: RequestStream) -> tuple[bool, str | None]:
         """What a page's keys depend on beside its tokens: the angles, and the adapter."""
@@ -122,8 +119,9 @@ class Scheduler:
         self, stream: RequestStream, plan: StepPlan, *, may_draft: bool = True
     ) -> None:
         """One token of a request that is past its prompt, and drafts after it."""
-        room, drafts, num_drafts = stream.limit - stream.total - 1, (), 0
-        if may_draft and stream.can_be_drafted:
+        drafts, num_drafts = (), 0
+        if self._speculates and may_draft and stream.can_be_drafted:
+            room = stream.limit - stream.total - 1
             if self._propose is not None:
                 drafts = tuple(self._propose(stream))[:room]
             num_drafts = min(self.limits.num_drafts, room) or len(drafts)
@@ -131,8 +129,7 @@ class Scheduler:
             return
         row = self._row(stream, count=1, draws=True)
         if num_drafts:
-            row = dataclasses.replace(
-                row,
+            row = row._replace(
                 ids=(*row.ids, *drafts),
                 count=1 + num_drafts,
                 num_drafts=num_drafts,
@@ -143,17 +140,18 @@ class Scheduler:
     def _row(self, stream: RequestStream, *, count: int, draws: bool) -> PlannedRow:
         assert stream.slot is not None
         self._planned.add(stream)
+        start = stream.computed
         return PlannedRow(
             stream=stream,
             slot=stream.slot,
             pages=tuple(stream.pages),
-            start=stream.computed,
-            ids=tuple(stream.tokens[stream.computed : stream.computed + count]),
+            start=start,
+            ids=tuple(stream.tokens[start : start + count]),
             count=count,
             draws=draws,
             context=stream.total,
             targets=(
-                tuple(stream.tokens[stream.computed + 1 : stream.computed + count + 1])
+                tuple(stream.tokens[start + 1 : start + count + 1])
                 if stream.request.scores_prompt
                 else ()
             ),
@@ -293,6 +291,8 @@ class Scheduler:
     def _reserve(self, stream: RequestStream, num_tokens: int) -> bool:
         """Pages for a request's first tokens; False if it had to give up its own for others."""
         needed = -(-num_tokens // self.limits.page_size) - len(stream.pages)
+        if needed <= 0:
+            return True
         while needed > self._num_available:
             youngest = next(s for s in reversed(self.running) if s not in self._planned)
             self._preempt(youngest)
@@ -378,7 +378,8 @@ class Scheduler:
         """
         size = self.limits.page_size
         num_pages = num_tokens // size if stream.pending else -(-num_tokens // size)
-        self.allocator.trust(stream.pages[stream.num_finite : num_pages])
+        if num_pages > stream.num_finite:
+            self.allocator.trust(stream.pages[stream.num_finite : num_pages])
         stream.num_finite = num_tokens // size
 
     def _pages(self, stream: RequestStream, start: int, end: int) -> list[int]:

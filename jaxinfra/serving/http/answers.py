@@ -155,7 +155,7 @@ class AnswerForm:
         if self._body.max_tokens != 0 or progress.end is EndReason.ERROR:
             return progress
         end = None if progress.end is None else EndReason.LENGTH
-        return dataclasses.replace(progress, tokens=(), text="", scores=(), end=end)
+        return progress._replace(tokens=(), text="", scores=(), end=end)
 
     def _spelled(self, token: int) -> str:
         return self._tokenizer.decode([token])
