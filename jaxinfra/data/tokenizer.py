@@ -46,6 +46,7 @@ class Tokenizer:
         tokenizer.no_truncation()
         self._tokenizer = tokenizer
         self._json = tokenizer.to_str()
+        self._alone: dict[int, str] = {}
         self.vocab_size: int = num_ids(tokenizer)
         eos_id = _first_id(tokenizer, _EOS_NAMES)
         if eos_id is None:
@@ -100,6 +101,14 @@ class Tokenizer:
         with panics():
             return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
+    def alone(self, ids: Sequence[int]) -> str:
+        """``decode``; of a single token it is kept, as streams ask for it again and again."""
+        if len(ids) != 1:
+            return self.decode(ids)
+        if (text := self._alone.get(ids[0])) is None:
+            text = self._alone[ids[0]] = self.decode(ids)
+        return text
+
     def stream_decoder(self) -> "StreamDecoder":
         """A decoder to feed token by token."""
         return StreamDecoder(self)
@@ -134,6 +143,7 @@ class StreamDecoder:
         # treat the first token of a text differently.
         self._shown: list[int] = []
         self._held: list[int] = []
+        self._before = ""  # the text of those shown
 
     def push(self, token: int) -> str:
         """The text this token completes, often its own; empty while a character is incomplete."""
@@ -142,17 +152,17 @@ class StreamDecoder:
         if not text or text.endswith("\ufffd"):
             return ""
         self._shown, self._held = self._held, []
+        self._before = self._tokenizer.alone(self._shown)
         return text
 
     def flush(self) -> str:
         """What is held back at the end; an incomplete character becomes U+FFFD."""
         text = self._pending()
-        self._shown, self._held = [], []
+        self._shown, self._held, self._before = [], [], ""
         return text
 
     def _pending(self) -> str:
-        before = self._tokenizer.decode(self._shown)
-        return self._tokenizer.decode([*self._shown, *self._held])[len(before) :]
+        return self._tokenizer.decode([*self._shown, *self._held])[len(self._before) :]
 
 
 def num_ids(tokenizer: tokenizers.Tokenizer) -> int:
@@ -179,20 +189,30 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
         ) from error
 
 
-@contextlib.contextmanager
-def panics() -> Iterator[None]:
+@final
+class _Panics:
+    """A class, as a generator's context takes as long as decoding a token."""
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if type(error) is Exception or type(error).__name__ == "PanicException":
+            raise DataError(
+                f"the tokenizer's rules fail on this text ({' '.join(str(error).split())[:200]}); "
+                "a pattern that backtracks without end, or an empty one, does so: use another "
+                "tokenizer"
+            ) from error
+
+
+_PANICS = _Panics()
+
+
+def panics() -> contextlib.AbstractContextManager[None]:
     """Within, what the library itself raises becomes a DataError: bare Exceptions, and panics,
     which are none.
     """
-    try:
-        yield
-    except BaseException as error:
-        if type(error) is not Exception and type(error).__name__ != "PanicException":
-            raise
-        raise DataError(
-            f"the tokenizer's rules fail on this text ({' '.join(str(error).split())[:200]}); a "
-            "pattern that backtracks without end, or an empty one, does so: use another tokenizer"
-        ) from error
+    return _PANICS
 
 
 def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:

@@ -17,6 +17,8 @@ from jaxinfra.serving.engine.requests import (
 )
 from jaxinfra.serving.http.bodies import GenerationBody
 
+_encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
 type Given = AsyncIterator[tuple[int, RequestProgress]]
 
 _FINISH = {
@@ -254,7 +256,7 @@ class ChatForm(AnswerForm):
 
 def event(body: dict[str, Any]) -> str:
     """A server-sent event."""
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"data: {_encoded(body)}\n\n"
 
 
 def error_body(message: str, *, kind: str, code: str | None = None) -> dict[str, Any]:

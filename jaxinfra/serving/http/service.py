@@ -14,6 +14,7 @@ from jaxinfra.serving.engine.background import EngineThread
 from jaxinfra.serving.engine.grammar import GrammarCompiler
 from jaxinfra.serving.engine.requests import GenerationRequest, RequestProgress
 from jaxinfra.serving.http.bodies import GenerationBody
+from jaxinfra.serving.http.deliveries import Deliveries
 from jaxinfra.serving.http.metrics import EngineMetrics
 from jaxinfra.serving.load import LoadedModel
 
@@ -63,6 +64,7 @@ class Service:
         except ConfigError as error:
             self.no_chat = str(error)
         self._compiler: GrammarCompiler | None = None
+        self._deliveries: Deliveries | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -172,6 +174,11 @@ class Service:
             )
         return self._compiler
 
+    def _deliveries_of(self, loop: asyncio.AbstractEventLoop) -> Deliveries:
+        if self._deliveries is None or self._deliveries.loop is not loop:
+            self._deliveries = Deliveries(loop)
+        return self._deliveries
+
     async def stream(
         self, requests: list[GenerationRequest]
     ) -> AsyncGenerator[tuple[int, RequestProgress]]:
@@ -180,10 +187,10 @@ class Service:
         Who stops to listen cancels those that have not ended. Requests are handed over at the
         first value asked for, where overload raises.
         """
-        loop, queue = asyncio.get_running_loop(), asyncio.Queue()
+        queue, deliveries = asyncio.Queue(), self._deliveries_of(asyncio.get_running_loop())
 
         def listen(place: int, progress: RequestProgress) -> None:
-            loop.call_soon_threadsafe(queue.put_nowait, (place, progress))
+            deliveries.put(queue, (place, progress))
 
         begun = time.perf_counter()
         tickets = self.engine.submit(requests, listen)
