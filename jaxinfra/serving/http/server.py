@@ -48,6 +48,7 @@ class HttpServer:
             timeout_graceful_shutdown=1,  # seconds beyond ``drain_s``
             limit_concurrency=options.max_connections,
             ws="none",
+            http="h11",  # which bounds a request's headers; httptools does not
         )
         self._server = _DrainingServer(config, drain, options.drain_s)
 
