@@ -125,6 +125,10 @@ def test_auto_logs_each_case_once(caplog):
     assert "not cudnn: it needs an NVIDIA GPU" in lines[0]
 
 
+LOSING = (("hopper", 2.0), ("cudnn", 1.0))
+"""Times of our kernels beside a faster one."""
+
+
 def test_auto_takes_the_fastest_measured_near_the_case(tmp_path, monkeypatch):
     case = dispatch.case_of(make_call(), gradient=True)
 
@@ -159,6 +163,11 @@ def test_auto_takes_the_fastest_measured_near_the_case(tmp_path, monkeypatch):
     mixed = table.with_rows([near[1], near[4], *other])
     assert dispatch.rank(mixed, between) == ["cudnn", "xla"]
     assert dispatch.rank(mixed, between | {"mask": "other"}) == ["xla", "cudnn"]
+    # A kernel that cannot compute the nearest case may be the fastest of those that are next.
+    near = [row(1050, "hopper", 2.0), row(1050, "xla", 3.0)]
+    near += [row(length, name, ms) for length in (900, 1200) for name, ms in LOSING]
+    unlike = table.with_rows(near)
+    assert dispatch.rank(unlike, between) == ["cudnn", "hopper", "xla"]
     older = dict(case)
     del older["heads"]
     with pytest.raises(tables.TableError, match=r"heads.*measure again"):
