@@ -49,3 +49,24 @@ def said_by_whole(together) -> str:
 def bench(shared, tmp_path) -> Bench:
     """A place of the test's own."""
     return Bench(tmp_path, cache=shared.cache, text=shared.text)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    """A server that answers in letters."""
+    from e2e.served_letters import Running  # what a server imports takes seconds
+
+    served = Running(tmp_path_factory.mktemp("model"))
+    with served.server.running():
+        yield served
+    served.thread.close()
+
+
+@pytest.fixture(scope="module")
+def client(running):
+    """OpenAI's own, of that server."""
+    import openai
+    from e2e.served_letters import KEY
+
+    with openai.OpenAI(base_url=f"{running.server.address}/v1", api_key=KEY, max_retries=0) as made:
+        yield made

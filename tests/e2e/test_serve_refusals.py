@@ -1,0 +1,153 @@
+"""Clients that ask for what cannot be, come too often, go away or do not listen; and its end."""
+
+import concurrent.futures
+import contextlib
+import http.client
+import json
+import re
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from e2e.served_letters import BASE, KEY, Running, post, wait_until_idle
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("/v1/completions", BASE | {"prompt": "x" * 300}, 400, "301 tokens.*context is 256"),
+        ("/v1/completions", BASE | {"model": "other"}, 404, "'other' is not served here"),
+        ("/v1/completions", BASE | {"n": 7}, 400, "7 continuations; this server takes 6"),
+        ("/v1/completions", BASE | {"temperature": -1}, 400, "temperature"),
+        ("/v1/completions", BASE | {"best_of": 2}, 400, "best_of"),
+        ("/v1/completions", BASE | {"stop_token_ids": [2, -3]}, 400, r"stop ids -3\.\.2"),
+        ("/v1/completions", BASE | {"prompt": []}, 400, "list of prompts is empty"),
+        ("/v1/completions", BASE | {"stream_options": {}}, 400, "stream_options are of a stream"),
+        ("/v1/completions", b"{", 400, "JSON"),
+        ("/v1/completions", b"\xff\xfe", 400, "JSON decode error"),
+        ("/v1/completions", b'{"prompt": "\\ud800"}', 400, "half a character"),
+        ("/v1/nothing", BASE, 404, "Not Found"),
+        ("/detokenize", {"tokens": [-1]}, 400, r"ids -1\.\.-1 are not all in 0\.\.256"),
+        ("/v1/completions", BASE | {"prompt": [300]}, 400, r"token ids 300\.\.300"),
+        ("/v1/completions", BASE | {"prompt": "x" * 30_000}, 413, "more than 20000 bytes"),
+        (
+            "/v1/completions",
+            BASE | {"response_format": {"type": "regex", "regex": "(("}},
+            400,
+            "regex",
+        ),
+        ("/v1/chat/completions", {"messages": [{"content": "x"}]}, 400, "has no role"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "reads text only",
+        ),
+        ("/v1/embeddings", {"input": "x"}, 400, "makes no embeddings"),
+    ],
+    ids=[
+        *("too_long", "model", "choices", "temperature", "unknown_setting"),
+        *("stop_ids", "no_prompts", "no_stream", "no_json"),
+        *("no_text", "half_a_character", "path", "tokens"),
+        *("ids", "body_size", "structure", "role", "image", "embeddings"),
+    ],
+)
+def test_refusals_say_why(running, path, body, status, message):
+    code, answer, _ = post(running, path, body)
+    assert code == status
+    assert re.search(message, answer["error"]["message"]), answer
+
+
+def test_the_key_is_asked_for(running, client):
+    assert post(running, "/v1/completions", BASE, key=None)[0] == 401
+    assert post(running, "/v1/completions", BASE, key="other")[0] == 401
+    with urllib.request.urlopen(f"{running.server.address}/health") as answer:
+        assert json.loads(answer.read()) == {"status": "ok", "stalled_s": 0}
+    assert [model.id for model in client.models.list()] == ["letters", "tuned"]
+    assert client.models.retrieve("tuned").parent == "letters"
+    assert not hasattr(client.models.retrieve("letters"), "parent")
+
+
+def test_overload_is_told_to_come_again(running):
+    long = BASE | {"max_tokens": 200, "ignore_eos": True, "temperature": 0}
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(post, running, "/v1/completions", long | {"n": 2}) for _ in range(6)]
+        answers = [each.result() for each in asked]
+    codes = [code for code, _, _ in answers]
+    assert set(codes) == {200, 429}
+    assert all(headers["Retry-After"] for code, _, headers in answers if code == 429)
+    wait_until_idle(running)
+
+
+def test_a_client_that_goes_away_frees_its_pages(running):
+    body = BASE | {"max_tokens": 250, "ignore_eos": True}
+    ended = dict(running.engine.counts.ended)
+    for stream in (True, False):
+        connection = http.client.HTTPConnection("127.0.0.1", running.server.port)
+        connection.request(
+            "POST",
+            "/v1/completions",
+            json.dumps(body | {"stream": stream}),
+            {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"},
+        )
+        if stream:
+            connection.getresponse().read(40)
+        else:
+            time.sleep(0.05)
+        connection.sock and connection.sock.close()
+        connection.close()
+    wait_until_idle(running)
+    assert running.engine.counts.ended["cancelled"] > ended.get("cancelled", 0)
+
+
+def test_a_client_that_does_not_read_holds_nobody_up(running):
+    """What it asked for is computed and waits for it, and others are answered meanwhile."""
+    body = BASE | {"max_tokens": 200, "ignore_eos": True, "temperature": 0, "logprobs": 20}
+    with contextlib.closing(
+        http.client.HTTPConnection("127.0.0.1", running.server.port, timeout=30)
+    ) as slow:
+        slow.connect()
+        slow.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+        slow.request("POST", "/v1/completions", json.dumps(body | {"stream": True}), headers)
+        assert post(running, "/v1/completions", BASE)[0] == 200
+        wait_until_idle(running)
+        events = slow.getresponse().read().decode().strip().split("\n\n")
+    assert events[-1] == "data: [DONE]"
+    said = [json.loads(each.removeprefix("data: "))["choices"][0] for each in events[:-1]]
+    assert (
+        "".join(each["text"] for each in said)
+        == (post(running, "/v1/completions", body)[1]["choices"][0]["text"])
+    )
+    assert said[-1]["finish_reason"] == "length"
+
+
+def test_headers_without_end_are_not_kept(running):
+    """Nobody has shown a key yet when headers come."""
+    more = b"".join(b"x-%d: %s\r\n" % (number, b"a" * 8000) for number in range(4000))
+    with socket.create_connection(("127.0.0.1", running.server.port), timeout=30) as endless:
+        endless.sendall(b"GET /health HTTP/1.1\r\n")
+        with pytest.raises(OSError):
+            endless.sendall(more)  # 32 MB, of which it hears 64 KB and sockets hold some
+
+
+def test_a_stop_lets_open_requests_end(tmp_path):
+    served = Running(tmp_path, max_running=1, is_warm=False)
+    with contextlib.ExitStack() as stack:
+        stack.callback(served.thread.close)
+        with served.server.running():
+            results = []
+            body = BASE | {"max_tokens": 200, "ignore_eos": True}
+            asking = threading.Thread(
+                target=lambda: results.append(post(served, "/v1/completions", body))
+            )
+            asking.start()
+            while not served.thread.num_open:
+                time.sleep(0.001)
+        asking.join()
+    ((status, answer, _),) = results
+    assert status == 200
+    assert answer["usage"]["completion_tokens"] == 200
