@@ -231,9 +231,7 @@ class ModelRunner:
         return [
             place
             for place, row in enumerate(rows)
-            if not row.stream.is_plain
-            and row.stream.request.sampling.is_penalized
-            and self._is_counted(row)
+            if row.stream.request.sampling.is_penalized and self._is_counted(row)
         ]
 
     def _is_counted(self, row: PlannedRow) -> bool:
