@@ -56,28 +56,25 @@ class Shape:
         return -(-BYTES // self.floor_bytes)
 
     def arguments(self) -> tuple[Any, ...]:
-        """The stream, pages of all layers, their weights, and where the new token goes."""
-        keys = iter(jax.random.split(jax.random.key(0), 200))
+        """The stream, pools and weights of all layers, and where the new token goes."""
+        keys, L = iter(jax.random.split(jax.random.key(0), 20)), self.num_layers
 
         def drawn(*shape: int, size: float = 1.0) -> jax.Array:
             return (size * jax.random.normal(next(keys), shape)).astype(jnp.bfloat16)
 
         def weight(*shape: int) -> jax.Array:
-            return drawn(*shape, size=shape[0] ** -0.5)
+            return drawn(L, *shape, size=shape[0] ** -0.5)
 
         def norm() -> RmsNorm:
-            return RmsNorm(scale=1 + drawn(self.D, size=0.1), epsilon=1e-5)
+            return RmsNorm(scale=1 + drawn(L, self.D, size=0.1), epsilon=1e-5)
 
         D, A = self.D, self.N * self.H
-        weights = [
-            LayerWeights(
-                attention_norm=norm(), qkv=weight(D, A + 2 * self.K * self.H), out=weight(A, D),
-                mlp_norm=norm(), gate_up=weight(D, 2 * self.F), down=weight(self.F, D),
-            )
-            for _ in range(self.num_layers)
-        ]  # fmt: skip
-        pool = LENGTH // PAGE, PAGE, self.K, self.H
-        pools = [(drawn(*pool), drawn(*pool)) for _ in weights]
+        weights = LayerWeights(
+            attention_norm=norm(), qkv=weight(D, A + 2 * self.K * self.H), out=weight(A, D),
+            mlp_norm=norm(), gate_up=weight(D, 2 * self.F), down=weight(self.F, D),
+        )  # fmt: skip
+        pool = L, LENGTH // PAGE, PAGE, self.K, self.H
+        pools = drawn(*pool), drawn(*pool)
         table = jax.random.permutation(next(keys), LENGTH // PAGE)[None].astype(jnp.int32)
         angles = jax.random.uniform(next(keys), (1, self.H // 2), maxval=6.0)
         place = table, jnp.full(1, LENGTH - 1, jnp.int32), (jnp.cos(angles), jnp.sin(angles))
@@ -108,10 +105,12 @@ kept = jax.jit(run, static_argnames="form")
 def check(arguments: tuple[Any, ...], form: LayerImplementation) -> dict[str, Any]:
     """All layers against the formula, and against themselves."""
     x, pools, weights, place = arguments
-    want, got = (x, []), kept(*arguments, form=form)
-    for layer in zip(pools, weights, strict=True):  # compiled once for all
-        y, after = kept(want[0], *([each] for each in layer), place, form="reference")
-        want = y, want[1] + after
+    got, y, each = kept(*arguments, form=form), x, []
+    for i in range(len(pools[0])):  # compiled once for all
+        one = jax.tree.map(lambda stack, i=i: stack[i : i + 1], (pools, weights))
+        y, after = kept(y, *one, place, form="reference")
+        each.append(after)
+    want = y, tuple(jnp.concatenate(layers) for layers in zip(*each, strict=True))
     wrong = sum(not bool(jnp.all(kept(*arguments, form=form)[0] == got[0])) for _ in range(REPEATS))
 
     def error(a, b) -> float:

@@ -1,7 +1,6 @@
 """The public function: validates, chooses who computes. Dims: as in ``reference``."""
 
 import functools
-from collections.abc import Sequence
 from typing import Literal
 
 import jax
@@ -15,41 +14,42 @@ from pallas_kernels.paged_attention import append_heads, paged_attention
 from pallas_kernels.quantized_matmul import QuantizedWeight
 
 from .hopper import decode_layers_hopper, unsupported
-from .reference import LayersCall, LayerWeights, decode_layers_reference
+from .reference import LayersCall, LayerWeights, Pools, decode_layers_reference
 
 type LayerImplementation = Literal["hopper", "apart", "reference"]
 
 
 def decode_layers(
     x: jax.Array,
-    layers: Sequence[LayerWeights],
-    pages: Sequence[tuple[jax.Array, jax.Array]],
+    layers: LayerWeights,
+    pages: Pools,
     page_tables: jax.Array | np.ndarray,
     positions: jax.Array,
     rope: tuple[jax.Array, jax.Array],
     *,
     implementation: LayerImplementation,
     scale: float | None = None,
-) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
+) -> tuple[jax.Array, Pools]:
     """Decoder layers' step of one token per row: both branches of each, tokens into their pages.
 
     It has no gradient.
 
     Args:
         x: [M, D], bfloat16 or float16: the stream.
-        layers: weights of each, in x's dtype or all in one format of few bits; layers are alike.
-        pages: keys and values of each layer, [P, S, K, H] in x's dtype; donate them.
-        page_tables: int32 [M, pages of a row]; below 0 where a row has no page.
+        layers: weights, stacked over layers, in x's dtype or all in one format of few bits.
+        pages: pools of all layers' keys and values, [L, P, S, K, H] in x's dtype; donate them.
+        page_tables: int32 [M, pages of a row], pages 0 to P - 1 of each layer; below 0 where a row
+            has no page.
         positions: int32 [M]; below 0 in a row that has no token. Its pages have room for it.
         rope: cos and sin, float32 [M, H / 2]; pairs as in ``append_to_pages``.
-        implementation: "hopper" is one launch of a Mosaic GPU kernel for up to 32 layers: of one
-            row, heads of 64 or 128 columns which all turn, weights in few bits without zero points
-            and ``arranged``, on one device of 132 multiprocessors that it has to itself; "apart" is
-            a product after another, each by whom its op chooses, "reference" the formula in fp32.
+        implementation: "hopper" is one launch of a Mosaic GPU kernel for all layers: of one row,
+            heads of 64 or 128 columns which all turn, weights in few bits without zero points and
+            ``arranged``, on one device of 132 multiprocessors that it has to itself; "apart" is a
+            product after another, each by whom its op chooses, "reference" the formula in fp32.
         scale: of the scores; default 1 / sqrt(H).
 
     Returns:
-        [M, D] in x's dtype, and the pages of each layer.
+        [M, D] in x's dtype, and ``pages``.
 
     Raises:
         InputError: shapes or dtypes that disagree, or an unknown implementation.
@@ -61,17 +61,17 @@ def decode_layers(
         >>> from pallas_kernels.common.row_inputs import RmsNorm
         >>> from pallas_kernels.decode_layer import LayerWeights
         >>> zeros = lambda *shape: jnp.zeros(shape, jnp.bfloat16)
-        >>> norm = RmsNorm(scale=zeros(8), epsilon=1e-5)
-        >>> layer = LayerWeights(
-        ...     attention_norm=norm, qkv=zeros(8, 16), out=zeros(8, 8), mlp_norm=norm,
-        ...     gate_up=zeros(8, 12), down=zeros(6, 8),
+        >>> norm = RmsNorm(scale=zeros(1, 8), epsilon=1e-5)
+        >>> layers = LayerWeights(
+        ...     attention_norm=norm, qkv=zeros(1, 8, 16), out=zeros(1, 8, 8), mlp_norm=norm,
+        ...     gate_up=zeros(1, 8, 12), down=zeros(1, 6, 8),
         ... )
-        >>> pages = zeros(2, 4, 1, 4) + 1, zeros(2, 4, 1, 4)
+        >>> pages = zeros(1, 2, 4, 1, 4) + 1, zeros(1, 2, 4, 1, 4)
         >>> place = jnp.array([[1]]), jnp.array([2]), (jnp.ones((1, 2)), jnp.zeros((1, 2)))
-        >>> y, [(k, v)] = pallas_kernels.decode_layers(
-        ...     zeros(1, 8) + 3, [layer], [pages], *place, implementation="apart"
+        >>> y, (k, v) = pallas_kernels.decode_layers(
+        ...     zeros(1, 8) + 3, layers, pages, *place, implementation="apart"
         ... )
-        >>> y.tolist(), k[1, :, 0, 0].tolist()
+        >>> y.tolist(), k[0, 1, :, 0, 0].tolist()
         ([[3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0]], [1.0, 1.0, 0.0, 1.0])
     """
     call = _checked(x, layers, pages, page_tables, positions, rope, scale)
@@ -95,8 +95,8 @@ def decode_layers(
 
 def refused_layers(
     x: jax.Array,
-    layers: Sequence[LayerWeights],
-    pages: Sequence[tuple[jax.Array, jax.Array]],
+    layers: LayerWeights,
+    pages: Pools,
     page_tables: jax.Array | np.ndarray,
     positions: jax.Array,
     rope: tuple[jax.Array, jax.Array],
@@ -110,43 +110,45 @@ def refused_layers(
 
 
 def _checked(x, layers, pages, page_tables, positions, rope, scale) -> LayersCall:
-    if not layers or len(layers) != len(pages):
-        raise InputError(f"{len(layers)} layers and pages of {len(pages)}; give as many, or more")
     call = LayersCall(
         x=x, layers=layers, pages=pages, tables=jnp.asarray(page_tables), positions=positions,
-        rope=rope, scale=pages[0][0].shape[-1] ** -0.5 if scale is None else scale,
+        rope=rope, scale=pages[0].shape[-1] ** -0.5 if scale is None else scale,
     )  # fmt: skip
     _check(call)
     return call
 
 
 def _check(call: LayersCall) -> None:
-    x, shape = call.x, call.pages[0][0].shape
-    if x.ndim != 2 or len(shape) != 4:
-        raise InputError(f"x is {list(x.shape)}, pages {list(shape)}: [M, D] and [P, S, K, H]")
-    (M, D), (_, _, K, H) = x.shape, shape
-    A, F = (call.layers[0].shape(name)[0] for name in ("out", "down"))
+    x, layers, shape = call.x, call.layers, call.pages[0].shape
+    if x.ndim != 2 or len(shape) != 5 or not shape[0]:
+        raise InputError(
+            f"x is {list(x.shape)}, pages {list(shape)}: [M, D] and [L, P, S, K, H] of a layer or "
+            "more"
+        )
+    (M, D), (L, _, _, K, H) = x.shape, shape
+    A, F = (layers.shape(name)[0] for name in ("out", "down"))
     if A % (K * H):
         raise InputError(f"out has {A} rows, no multiple of {K} kv heads of {H} columns")
     width = A + 2 * K * H
     wanted = {"qkv": (D, width), "out": (A, D), "gate_up": (D, 2 * F), "down": (F, D)}
-    for i, (layer, pools) in enumerate(zip(call.layers, call.pages, strict=True)):
-        arrays = {name: getattr(layer, name) for name in wanted}
-        arrays |= {"keys' pages": pools[0], "values' pages": pools[1]}
-        for name, array in arrays.items():
-            each, is_right = wanted.get(name, shape), True
-            if isinstance(array, QuantizedWeight):
-                array.check()
-                found = array.matrix_shape
-            else:
-                found, is_right = array.shape, array.dtype == x.dtype
-            if tuple(found) != tuple(each) or not is_right:
-                raise InputError(
-                    f"{name} of layer {i} is {list(found)}, {array.dtype}; it must be "
-                    f"{list(each)}, {x.dtype} or in few bits, for {call.describe()}"
-                )
-        if any(norm.scale.shape != (D,) for norm in layer.norms):
-            raise InputError(f"norms of layer {i} have scales that are not [{D}]")
+    wanted = {name: (L, *each) for name, each in wanted.items()}
+    arrays = {name: getattr(layers, name) for name in wanted}
+    arrays |= dict(zip(("keys' pages", "values' pages"), call.pages, strict=True))
+    for name, array in arrays.items():
+        if isinstance(array, QuantizedWeight):
+            array.check()
+            found, held, is_right = (*array.leading, *array.matrix_shape), array.format.name, True
+        else:
+            found, held, is_right = array.shape, array.dtype, array.dtype == x.dtype
+        want = wanted.get(name, shape)
+        if tuple(found) != tuple(want) or not is_right:
+            raise InputError(
+                f"{name} of all layers are {list(found)}, {held}; they must be {list(want)}, "
+                f"{x.dtype} or in few bits, for {call.describe()}"
+            )
+    scales = [norm.scale.shape for norm in layers.norms]
+    if any(each != (L, D) for each in scales):
+        raise InputError(f"norms have scales {scales}; they must be [{L}, {D}]")
     shapes = [call.tables.shape[:1], call.positions.shape, *(each.shape for each in call.rope)]
     if shapes != [(M,), (M,), (M, H // 2), (M, H // 2)]:
         raise InputError(
@@ -155,12 +157,14 @@ def _check(call: LayersCall) -> None:
         )
 
 
-def _apart(call: LayersCall) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
-    x, after = call.x, []
-    for layer, (k, v) in zip(call.layers, call.pages, strict=True):
-        x, k, v = _layer_apart(x, layer, k, v, call.tables, call.per_token(), scale=call.scale)
-        after.append((k, v))
-    return x, after
+def _apart(call: LayersCall) -> tuple[jax.Array, Pools]:
+    x, shape = call.x, call.pages[0].shape
+    # One array through all layers, so that none is copied where the caller donates it.
+    k, v = (pool.reshape(-1, *shape[2:]) for pool in call.pages)
+    for i in range(shape[0]):
+        layer, tables = call.layers.layer(i), call.tables_of(i)
+        x, k, v = _layer_apart(x, layer, k, v, tables, call.per_token(), scale=call.scale)
+    return x, (k.reshape(shape), v.reshape(shape))
 
 
 @functools.partial(jax.jit, static_argnames="scale")  # traced once for all layers

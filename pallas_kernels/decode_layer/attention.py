@@ -36,7 +36,7 @@ class KeyPlan(NamedTuple):
     blocks: jax.Array  # that have tiles
     start: jax.Array  # the block's
     stop: jax.Array
-    place: jax.Array  # slot of the pool that the new token goes into; below 0 where there is none
+    place: jax.Array  # slot of a layer's pool that the new token goes into; below 0: none
 
     def first_block(self, head: jax.Array) -> jax.Array:
         """Who has a head's first tile."""
@@ -82,17 +82,17 @@ class Attention:
         place = jnp.where(is_kept, page * self.page + lax.rem(at, self.page), -1)
         return KeyPlan(length, tiles, line, blocks, start, stop, place)
 
-    def load(self, gmem, smem, plan: KeyPlan, layer, before, slots, table) -> None:
+    def load(self, gmem, smem, plan: KeyPlan, layer, before, slots) -> None:
         """Keys and values of the block's tiles into the ring, from turn ``before`` on."""
 
-        def body(tables, barriers, addresses, ring, layer, turn, head, tile):
-            pools = [table.address(addresses, name, layer) for name in ("k", "v")]
-            self.fetch(tables, pools, barriers, ring, slots, turn, head, tile)
+        def body(tables, barriers, ring, k, v, turn, head, tile):
+            self.fetch(tables, [k, v], barriers, ring, slots, turn, head, tile)
 
         def step(i, _):
             head, tile = lax.div(i, plan.tiles), lax.rem(i, plan.tiles)
-            refs = [gmem.tables, smem.barriers, smem.table, smem.w]
-            each_thread(body, refs, [layer, before + 2 * (i - plan.start), head, tile])
+            refs = [gmem.tables, smem.barriers, smem.w]
+            numbers = [before + 2 * (i - plan.start), head, tile]
+            each_thread(body, refs, numbers, layer=layer, stacks=[gmem.k, gmem.v])
 
         lax.fori_loop(plan.start, plan.stop, step, None)
 
@@ -122,13 +122,13 @@ class Attention:
             slots.wait_free(barriers, mine)
             slots.fill(barriers, mine, copies)
 
-    def attend(self, gmem, smem, plan: KeyPlan, layer, before, slots, table) -> None:
+    def attend(self, gmem, smem, plan: KeyPlan, layer, before, slots) -> None:
         """The block's tiles, to its parts."""
 
         def head(h, _):
             end = (h + 1) * plan.tiles
             first, last = jnp.maximum(plan.start, end - plan.tiles), jnp.minimum(plan.stop, end)
-            self.prepare(gmem, smem, table, layer, h, plan, is_last=last == end)
+            self.prepare(gmem, smem, layer, h, plan, is_last=last == end)
 
             def step(i, held):
                 turn = before + 2 * (i - plan.start)
@@ -153,15 +153,15 @@ class Attention:
             stop = lax.div(plan.stop - 1, plan.tiles) + 1
             lax.fori_loop(lax.div(plan.start, plan.tiles), stop, head, None)
 
-    def prepare(self, gmem, smem, table, layer, h, plan: KeyPlan, *, is_last) -> None:
+    def prepare(self, gmem, smem, layer, h, plan: KeyPlan, *, is_last) -> None:
         """A head's queries, and the new key and value, turned, into shared memory."""
 
-        def body(heads, cos, sin, x, addresses, layer, h, place):
-            pools = [table.address(addresses, name, layer) for name in ("k", "v")]
-            self.sizes.put_heads(heads, cos, sin, x, pools, h, place)
+        def body(heads, cos, sin, x, k, v, h, place):
+            self.sizes.put_heads(heads, cos, sin, x, [k, v], h, place)
 
-        refs = [gmem.qkv_parts, gmem.cos, gmem.sin, smem.x, smem.table]
-        each_thread(body, refs, [layer, h, jnp.where(is_last, plan.place, -1)])
+        refs = [gmem.qkv_parts, gmem.cos, gmem.sin, smem.x]
+        numbers = [h, jnp.where(is_last, plan.place, -1)]
+        each_thread(body, refs, numbers, layer=layer, stacks=[gmem.k, gmem.v])
 
     def wait(self, ring, barriers, slots: Slots, turn) -> list[Any]:
         """Where tiles of keys and of values lie, once they do."""

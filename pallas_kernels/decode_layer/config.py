@@ -16,10 +16,8 @@ BLOCK_ROWS = 32  # of a line of codes
 GROUPS = 2  # warpgroups that multiply
 THREADS = GROUPS * WARPGROUP
 SLICES = THREADS // LANES  # warps, each with a part of a tile's rows
-MOST_LAYERS = 32
-"""Of a launch: addresses of their ten arrays are parameters of the kernel, of 4 KB at most."""
 _MOST_STAGES = 32  # barriers of a kind
-_RESERVE = 7 * 1024  # addresses of arrays, barriers, gaps between buffers
+_RESERVE = 4 * 1024  # barriers, gaps between buffers
 _PART_COST = 0.01  # of the time of a product, for each part that readers add
 
 

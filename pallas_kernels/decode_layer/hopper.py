@@ -1,7 +1,8 @@
 """Layers of a one-token step in one launch: a block on every multiprocessor, which all meet between
 phases while weights of the next ones arrive.
 
-Dims: D width of the stream, A width of all query heads, F hidden width; as in ``attention``.
+Dims: L layer, D width of the stream, A width of all query heads, F hidden width; as in
+``attention``.
 """
 
 import dataclasses
@@ -26,10 +27,10 @@ from pallas_kernels.quantized_matmul import Arrangement, QuantizedWeight
 from . import inputs
 from .attention import Attention, KeyPlan
 from .attention_threads import HeadSizes, most_parts, put_attended
-from .config import GROUPS, MOST_LAYERS, SLICES, THREADS, Share, TileForm, num_stages
+from .config import GROUPS, SLICES, THREADS, Share, TileForm, num_stages
 from .few_bits import FewBitTile
 from .per_thread import each_thread
-from .reference import WEIGHTS, LayersCall, LayerWeights
+from .reference import WEIGHTS, LayersCall, LayerWeights, Pools
 from .stream import Product, TileStream
 
 DTYPES = ("bfloat16", "float16")
@@ -54,14 +55,12 @@ def unsupported(call: LayersCall) -> str | None:
         return f"{call.x.shape[0]} rows: it takes one"
     if call.x.dtype.name not in DTYPES:
         return f"{call.x.dtype} is neither bfloat16 nor float16"
-    for norms in zip(*(layer.norms for layer in call.layers), strict=True):
-        kinds = {(norm.scale.dtype.name, norm.epsilon, norm.offset) for norm in norms}
-        if len(kinds) > 1 or norms[0].scale.dtype.name not in (*DTYPES, "float32"):
-            return f"norms {kinds} of its layers are not one, with a scale in 16 or 32 bits"
-    for layer in call.layers:
-        reason = _unlike(layer, call.layers[0])
-        if reason is not None:
-            return reason
+    for norm in call.layers.norms:
+        if norm.scale.dtype.name not in (*DTYPES, "float32"):
+            return f"a norm's scales are {norm.scale.dtype}, neither 16 nor 32 bits"
+    reason = _unlike(call.layers)
+    if reason is not None:
+        return reason
     kernel = LayersKernel.of(call)
     reasons = [product.share.unsupported() for product in kernel.products]
     reasons.append(kernel.attention.unsupported())
@@ -72,11 +71,11 @@ def unsupported(call: LayersCall) -> str | None:
     return None
 
 
-def _unlike(layer: LayerWeights, first: LayerWeights) -> str | None:
-    """Why a layer's weights cannot be those of a launch whose first weight is this layer's."""
+def _unlike(layers: LayerWeights) -> str | None:
+    """Why weights cannot be those of one launch."""
     for name in WEIGHTS:
-        weight = getattr(layer, name)
-        if isinstance(weight, QuantizedWeight) != isinstance(first.qkv, QuantizedWeight):
+        weight = getattr(layers, name)
+        if isinstance(weight, QuantizedWeight) != isinstance(layers.qkv, QuantizedWeight):
             return "some weights are in few bits, and some in 16"
         if not isinstance(weight, QuantizedWeight):
             continue
@@ -85,23 +84,16 @@ def _unlike(layer: LayerWeights, first: LayerWeights) -> str | None:
             return f"{name} in {form.name} is not in the order of fragments: see arranged"
         if weight.zeros is not None:
             return f"{name} in {form.name} has zero points"
-        if TileForm.of(weight) != TileForm.of(first.qkv):
+        if TileForm.of(weight) != TileForm.of(layers.qkv):
             return f"{name} is in {form.name}, and qkv in another format"
     return None
 
 
-def decode_layers_hopper(call: LayersCall) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
+def decode_layers_hopper(call: LayersCall) -> tuple[jax.Array, Pools]:
     """As the reference, of a call of which ``unsupported`` says nothing."""
-    x, after = call.x, []
-    for first in range(0, len(call.layers), MOST_LAYERS):
-        some = slice(first, first + MOST_LAYERS)
-        part = dataclasses.replace(call, x=x, layers=call.layers[some], pages=call.pages[some])
-        keys, values = zip(*part.pages, strict=True)
-        counter, *pools = references((jnp.zeros(1, jnp.int32), *keys, *values))
-        k, v = pools[: len(keys)], pools[len(keys) :]
-        x = LayersKernel.of(part).result(part, {"k": k, "v": v, "counter": counter})
-        after += [(jax.freeze(each), jax.freeze(other)) for each, other in zip(k, v, strict=True)]
-    return x, after
+    counter, k, v = references((jnp.zeros(1, jnp.int32), *call.pages))
+    y = LayersKernel.of(call).result(call, {"k": k, "v": v, "counter": counter})
+    return y, (jax.freeze(k), jax.freeze(v))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +102,7 @@ class LayersKernel:
 
     products: tuple[Product, ...]
     attention: Attention
-    norms: tuple[RmsNorm, RmsNorm]  # one layer's: of the same constants in all
+    norms: tuple[RmsNorm, RmsNorm]  # with scales [L, D]
     num_layers: int
     dtype: jnp.dtype
     codes: FewBitTile | None
@@ -118,10 +110,10 @@ class LayersKernel:
     @classmethod
     def of(cls, call: LayersCall) -> "LayersKernel":
         """The phases of a call."""
-        layer, (pool, _) = call.layers[0], call.pages[0]
-        shapes = {name: layer.shape(name) for name in WEIGHTS}
-        form, (A, _) = TileForm.of(layer.qkv), shapes["out"]
-        num_pages, page, K, H = pool.shape
+        layers = call.layers
+        shapes = {name: layers.shape(name) for name in WEIGHTS}
+        form, (A, _) = TileForm.of(layers.qkv), shapes["out"]
+        num_layers, num_pages, page, K, H = call.pages[0].shape
         qkv, out, gate_up, down = (
             Product(
                 weight=name, parts=f"{name}_parts", scales=f"{name}_scales",
@@ -130,16 +122,16 @@ class LayersKernel:
             for name, (k, n) in shapes.items()
         )  # fmt: skip
         codes = None
-        if isinstance(layer.qkv, QuantizedWeight):
-            codes = FewBitTile(form=form, dtype=call.x.dtype, scale_dtype=layer.qkv.scales.dtype)
+        if isinstance(layers.qkv, QuantizedWeight):
+            codes = FewBitTile(form=form, dtype=call.x.dtype, scale_dtype=layers.qkv.scales.dtype)
         heads = HeadSizes(N=A // H, K=K, H=H, scale=call.scale, dtype=call.x.dtype, share=qkv.share)
         attention = Attention(
             sizes=heads, num_pages=num_pages, page=page, table=call.tables.shape[1],
             blocks=qkv.share.blocks,
         )  # fmt: skip
         return cls(
-            products=(qkv, out, gate_up, down), attention=attention, norms=layer.norms,
-            num_layers=len(call.layers), dtype=call.x.dtype, codes=codes,
+            products=(qkv, out, gate_up, down), attention=attention, norms=layers.norms,
+            num_layers=num_layers, dtype=call.x.dtype, codes=codes,
         )  # fmt: skip
 
     @property
@@ -178,7 +170,7 @@ class LayersKernel:
         """[1, D].
 
         Args:
-            refs: references to what is written in place: "counter", int32 [1], and lists "k", "v".
+            refs: references to what is written in place: "counter", int32 [1], and pools "k", "v".
         """
         sizes, width = self.attention.sizes, call.x.shape[1]
         parts = most_parts(sizes.K, self.blocks)
@@ -213,7 +205,7 @@ class LayersKernel:
         """One block: a role for each warpgroup."""
         wg = lax.axis_index("wg")
         plan = self.attention.plan(gmem)
-        self.stream.begin(gmem, smem)
+        self.stream.begin(smem)
 
         # Of a multiprocessor's registers as many as all that warpgroups began with, less a few.
         @pl.when(wg < GROUPS)
@@ -240,7 +232,7 @@ class LayersKernel:
             pl.when(i == 0)(lambda: put_normed(i, _ATTENTION, None))
             pl.when(i > 0)(lambda: put_normed(i, _ATTENTION, down))
             multiply(0)
-            self.ask_for_scale(smem, i, _MLP)
+            self.ask_for_scale(gmem, i, _MLP)
             meet(0)
             stream.attend(gmem, smem, plan, i)
             meet(1)
@@ -252,7 +244,7 @@ class LayersKernel:
             meet(3)
             self.put_hidden(gmem, smem, wide, down)
             after = jnp.minimum(i + 1, self.num_layers - 1)
-            self.ask_for_scale(smem, after, _ATTENTION)
+            self.ask_for_scale(gmem, after, _ATTENTION)
             multiply(3)
             meet(4)
 
@@ -281,39 +273,37 @@ class LayersKernel:
         numbers = [lax.axis_index("block"), plan.tiles, plan.line, plan.blocks]
         each_thread(body, [gmem.attended, gmem.stats, smem.x], numbers)
 
-    def ask_for_scale(self, smem, layer: jax.Array, row: int) -> None:
+    def ask_for_scale(self, gmem, layer: jax.Array, row: int) -> None:
         """Has a norm's scale in L2 by when it is needed: a read of memory takes long while the ring
         is filled.
         """
-        name, scale = _SCALES[row], self.norms[row].scale
-        lines = -(-scale.shape[0] * scale.dtype.itemsize // _LINE)
+        scales = getattr(gmem, _SCALES[row])
+        lines = -(-scales.shape[1] * scales.dtype.itemsize // _LINE)
 
-        def body(addresses, layer):
-            place = self.stream.table.address(addresses, name, layer)
+        def body(scale):
             mine = arith.minui(mgpu_utils.thread_idx(), constant(lines - 1))
-            line = global_place(place, mine, _LINE)
+            line = global_place(scale, mine, _LINE)
             assembly(None, [line], "prefetch.global.L2 [$0];", "l", pure=False)
 
-        each_thread(body, [smem.table], [layer])
+        each_thread(body, [], [], layer=layer, stacks=[scales])
 
     def put_normed(self, gmem, smem, layer: jax.Array, row: int, product: Product | None) -> None:
         """The normalized stream, with a product added, into shared memory."""
-        name, table = _SCALES[row], self.stream.table
         share, parts = None, []
         if product is not None:
             share, parts = product.share, [getattr(gmem, product.parts)]
 
-        def body(x, stream, addresses, squares, x_smem, *rest):
-            *parts, layer, block = rest
+        def body(x, stream, squares, x_smem, *rest):
+            *parts, scale, block = rest
             inputs.put_normed(
-                x, parts[0] if parts else None, stream, table.address(addresses, name, layer),
-                squares, self.rows(x_smem), block, row=row, share=share, norm=self.norms[row],
-                blocks=self.blocks, dtype=self.dtype,
+                x, parts[0] if parts else None, stream, scale, squares, self.rows(x_smem), block,
+                row=row, share=share, norm=self.norms[row], blocks=self.blocks, dtype=self.dtype,
             )  # fmt: skip
             meet_in_block(THREADS)
 
-        refs = [gmem.x, gmem.stream, smem.table, smem.squares, smem.x, *parts]
-        each_thread(body, refs, [layer, lax.axis_index("block")])
+        refs = [gmem.x, gmem.stream, smem.squares, smem.x, *parts]
+        numbers, stacks = [lax.axis_index("block")], [getattr(gmem, _SCALES[row])]
+        each_thread(body, refs, numbers, layer=layer, stacks=stacks)
 
     def write(self, gmem, down: Product) -> None:
         """The block's part of the result."""

@@ -68,9 +68,10 @@ def put_normed(
         parts, share: of a product; x is the stream's other row and this.
         stream: fp32 [2, D].
         squares_smem: fp32 [warps].
+        scale: the layer's; ``norm``'s may be those of all layers.
         row: of the stream, that is written.
     """
-    width = norm.scale.shape[0]
+    width = norm.scale.shape[-1]
     mine = quads(width // QUAD)
     asked, columns = [], None if share is None else Columns(share=share)
     for quad in mine:

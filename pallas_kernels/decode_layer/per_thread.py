@@ -1,5 +1,6 @@
 """Calls of bodies that are written for one thread, which Pallas cannot say."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from jaxlib.mlir import ir
 from pallas_kernels.hopper.machine import LANES, WARPGROUP
 from pallas_kernels.hopper.mosaic import arith, mgpu, mgpu_utils, plgpu
 from pallas_kernels.hopper.slots import COPIED
-from pallas_kernels.hopper.threads import assembly, constant, global_place, i32
+from pallas_kernels.hopper.threads import Address, assembly, constant, global_place, i32
 
 from .config import WIDTH
 
@@ -24,16 +25,37 @@ def splat(x: Any) -> jax.Array:
     return jnp.broadcast_to(x, ())
 
 
-def each_thread(body: Callable[..., None], refs: Sequence[Any], numbers: Sequence[Any]) -> None:
-    """Every thread's ``body(*refs, *numbers)``, numbers as int32 registers."""
-    kinds = [plgpu.RefType()] * len(refs) + [plgpu.Layout.WG_SPLAT(())] * len(numbers)
+def each_thread(
+    body: Callable[..., None],
+    refs: Sequence[Any],
+    numbers: Sequence[Any],
+    *,
+    layer: Any = 0,
+    stacks: Sequence[Any] = (),
+) -> None:
+    """Every thread's ``body(*refs, *arrays, *numbers)``, numbers as int32 registers.
+
+    Args:
+        layer, stacks: ``arrays`` are where this layer's begin, in a stack of all layers' each.
+    """
+    first = len(refs) + len(stacks)
+    kinds = [plgpu.RefType()] * first + [plgpu.Layout.WG_SPLAT(())] * (1 + len(numbers))
+    sizes = [math.prod(stack.shape[1:]) * stack.dtype.itemsize for stack in stacks]
 
     @plgpu.inline_mgpu(arg_types=tuple(kinds))
     def run(ctx, *given):
         del ctx
-        body(*given[: len(refs)], *(x.registers.flat[0] for x in given[len(refs) :]))
+        layer, *registers = (x.registers.flat[0] for x in given[first:])
+        stacked = zip(given[len(refs) : first], sizes, strict=True)
+        arrays = [layer_array(stack, layer, size) for stack, size in stacked]
+        body(*given[: len(refs)], *arrays, *registers)
 
-    run(*refs, *map(splat, numbers))
+    run(*refs, *stacks, *map(splat, [layer, *numbers]))
+
+
+def layer_array(stack: Any, layer: Any, size: int) -> Address:
+    """Where a layer's array of so many bytes begins in a stack, which may have more than 2**32."""
+    return Address(global_place(stack, layer, size))
 
 
 def thread_anew() -> Any:

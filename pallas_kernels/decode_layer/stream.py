@@ -5,7 +5,7 @@ depend on nothing, it is in the next product, or layer, while others still wait 
 warpgroups multiply. A warp has 16 rows of every tile, a lane 8 columns; of each unit the sums are
 added in one order and written in fp32.
 
-Dims: K contracted, N column of the weight.
+Dims: L layer, K contracted, N column of the weight.
 """
 
 import dataclasses
@@ -54,7 +54,6 @@ from .per_thread import (
     splat,
     warp_and_lane,
 )
-from .table import AddressTable
 
 _COLUMNS = 8  # of a lane: 16 bytes
 _ACROSS = WIDTH // _COLUMNS  # lanes side by side
@@ -66,7 +65,7 @@ _HELD = Held(count=_COLUMNS, dtype=jnp.dtype(jnp.float32))
 class Product:
     """One of a layer's products."""
 
-    weight: str  # names in global memory, of all layers' weights [K, N]
+    weight: str  # names in global memory, of all layers' weights [L, K, N]
     parts: str  # and of what blocks leave, fp32 [parts, N]
     share: Share
     scales: str  # name of all layers' scales, of weights in few bits
@@ -106,36 +105,25 @@ class TileStream:
         """The ring."""
         return Slots(count=self.num_stages, warps=SLICES, bytes=self.form.stage_bytes)
 
-    @property
-    def table(self) -> AddressTable:
-        """Where layers' arrays are."""
-        names = [product.weight for product in self.products]
-        if self.codes is not None:
-            names += [product.scales for product in self.products]
-        names += ["attention_scale", "mlp_scale", "k", "v"]
-        return AddressTable(names=tuple(names), num_layers=self.num_layers)
-
     def scratch(self) -> dict[str, Any]:
         """The ring, sums, barriers."""
         return {
             "w": plgpu.SMEM((self.num_stages * self.form.stage_bytes // 4,), jnp.int32),
             "sums": plgpu.SMEM((2, SLICES, WIDTH), jnp.float32),
             "barriers": plgpu.SMEM((self.slots.numbers,), jnp.int32),
-            "table": self.table.scratch(),
         }
 
-    def begin(self, gmem, smem) -> None:
+    def begin(self, smem) -> None:
         """What all threads of a block do before they part."""
         threads = (GROUPS + 1) * WARPGROUP
 
-        def body(barriers, table, *refs):
+        def body(barriers):
             first = arith.cmpi(arith.CmpIPredicate.eq, mgpu_utils.thread_idx(), constant(0))
             with mgpu_utils.when(first):
                 self.slots.begin(barriers)
-                self.table.write(table, list(refs))
             meet_in_block(threads, everyone=True)
 
-        each_thread(body, [smem.barriers, smem.table, *self.table.refs(gmem)], [])
+        each_thread(body, [smem.barriers], [])
 
     def before(self, layer: jax.Array, which: int, plan: KeyPlan) -> jax.Array:
         """Tiles of the block that pass the ring before those of a product."""
@@ -149,16 +137,18 @@ class TileStream:
 
         def copy_product(layer, which: int, product: Product) -> None:
             before, share = self.before(layer, which, plan), product.share
+            names = [product.weight] + ([] if self.codes is None else [product.scales])
+            stacks = [getattr(gmem, name) for name in names]
 
-            def body(barriers, table, ring, layer, turn, row, column):
-                names = [product.weight] + ([] if self.codes is None else [product.scales])
-                arrays = [self.table.address(table, name, layer) for name in names]
+            def body(barriers, ring, *rest):
+                *arrays, turn, row, column = rest
                 self.fetch(barriers, ring, arrays, turn, row, column, share)
 
             def step(i, _):
                 _, row, column = product.place(i)
-                refs = [smem.barriers, smem.table, smem.w]
-                each_thread(body, refs, [layer, before + i, row, column])
+                numbers = [before + i, row, column]
+                refs = [smem.barriers, smem.w]
+                each_thread(body, refs, numbers, layer=layer, stacks=stacks)
 
             lax.fori_loop(0, product.count(), step, None)
 
@@ -167,7 +157,7 @@ class TileStream:
                 copy_product(layer, which, product)
                 if which == 0:
                     before = self.before(layer, 0, plan) + product.count()
-                    self.attention.load(gmem, smem, plan, layer, before, self.slots, self.table)
+                    self.attention.load(gmem, smem, plan, layer, before, self.slots)
 
         lax.fori_loop(0, self.num_layers, each_layer, None)
 
@@ -212,7 +202,7 @@ class TileStream:
     def attend(self, gmem, smem, plan: KeyPlan, layer: jax.Array) -> None:
         """The block's part of attention."""
         before = self.before(layer, 0, plan) + self.products[0].count()
-        self.attention.attend(gmem, smem, plan, layer, before, self.slots, self.table)
+        self.attention.attend(gmem, smem, plan, layer, before, self.slots)
 
     def multiply(self, gmem, smem, layer: jax.Array, which: int, plan: KeyPlan) -> None:
         """Products of the numbers in ``smem.x`` with the block's tiles, to its parts."""

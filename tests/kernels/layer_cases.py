@@ -6,6 +6,7 @@ Dims: as in ``pallas_kernels.decode_layer.reference``.
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -52,7 +53,10 @@ class Drawn:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerCase:
-    """One row of so many tokens, the last one new; nobody's slots hold NaN."""
+    """One row of so many tokens, the last one new; nobody's slots hold NaN.
+
+    Its table has entries below 0 where tokens have not come to.
+    """
 
     length: int
     D: int = 2048
@@ -83,14 +87,23 @@ class LayerCase:
         table = drawn.rng.permutation(per_row + 2)[:per_row].astype(np.int32)
         empty = np.ones(shape[:2], bool)
         empty[self._places(table)] = False
-        pages = [(drawn.array(*shape), drawn.array(*shape)) for _ in layers]
-        for pool in (pool for both in pages for pool in both):
-            pool[empty] = np.nan
-        table = np.append(table, -1)[None].astype(np.int32)
+        pages = drawn.array(self.layers, *shape), drawn.array(self.layers, *shape)
+        for pool in pages:
+            pool[:, empty] = np.nan
+        table = np.append(table, [-1, -1])[None].astype(np.int32)
         angles = drawn.rng.uniform(0, 6, (1, self.H // 2)).astype(np.float32)
         positions = np.array([self.length - 1], np.int32)
         rope = np.cos(angles), np.sin(angles)
-        return drawn.array(1, self.D), layers, pages, table, positions, rope
+        stacks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+        return drawn.array(1, self.D), stacks, pages, table, positions, rope
+
+    def assert_nothing_else_written(self, given: tuple[Any, ...], after: Any) -> None:
+        """Pools have the bits that they had before, but for the new token's slot of each layer."""
+        _, _, pages, (table,), _, _ = given
+        other = np.ones(pages[0].shape[1:3], bool)
+        other[table[(self.length - 1) // self.size], (self.length - 1) % self.size] = False
+        for pool, before in zip(after, pages, strict=True):
+            np.testing.assert_array_equal(bits(pool)[:, other], bits(before)[:, other])
 
     def _places(self, table: np.ndarray) -> tuple[np.ndarray, ...]:
         """Pages and slots of the tokens that were there before."""
@@ -99,8 +112,8 @@ class LayerCase:
 
     def exact(
         self, given: tuple[Any, ...], *, is_apart: bool = False, sees_nothing: bool = False
-    ) -> tuple[Rounded, list[Rounded]]:
-        """The stream after the layers, and all pools.
+    ) -> tuple[Rounded, tuple[Rounded, Rounded]]:
+        """The stream after the layers, and the pools.
 
         Args:
             is_apart: what goes from product to product is rounded to x's dtype.
@@ -114,17 +127,16 @@ class LayerCase:
             """Few-bit weights are multiplied with 16 bits."""
             return rows if self.form is None else stored(rows, BF16)
 
-        x, after = _wide(x), []
-        for w, pools in zip(layers, pages, strict=True):
+        x, after = _wide(x), (_wide(pages[0]), _wide(pages[1]))
+        for i in range(self.layers):
+            w, pools = layers.layer(i), (pages[0][i], pages[1][i])
             heads = between(inward(between(_normed(x, w.attention_norm))) @ _wide(w.qkv))
             heads = np.reshape(heads, (-1, self.H))
             attended, new = self._attended(heads, pools, table, rope, between)
             if sees_nothing:
                 attended = attended * 0.0
-            for pool, rows in zip(pools, new, strict=True):
-                pool = _wide(pool)
-                pool[table[(self.length - 1) // self.size], (self.length - 1) % self.size] = rows
-                after.append(pool)
+            for pool, rows in zip(after, new, strict=True):
+                pool[i, table[(self.length - 1) // self.size], (self.length - 1) % self.size] = rows
             x = between(between(inward(between(attended)) @ _wide(w.out)) + x)
             both = between(inward(between(_normed(x, w.mlp_norm))) @ _wide(w.gate_up))
             gate, up = both[:, : self.F], both[:, self.F :]
@@ -147,6 +159,11 @@ class LayerCase:
         powers = between(powers / np.sum(powers, axis=-1, keepdims=True))
         attended = np.einsum("kgl,lkh->kgh", powers, values)
         return np.reshape(attended, (1, -1)), new
+
+
+def bits(x: Any) -> np.ndarray:
+    """Of 16-bit numbers, NaN among them."""
+    return np.asarray(x).view(np.uint16)
 
 
 def _wide(x: Any) -> Rounded:

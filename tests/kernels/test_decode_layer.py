@@ -3,16 +3,18 @@
 ``test_decode_layer_threads`` runs what threads do between them.
 """
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels import InputError, UnsupportedError, decode_layers
 from pallas_kernels.common import device
 from pallas_kernels.decode_layer.config import Share, num_stages
-from tests.kernels.layer_cases import LayerCase
+from tests.kernels.layer_cases import LayerCase, bits
 from tests.tolerance import assert_within_rounding
 
 SMALL = LayerCase(length=37, D=64, N=4, K=2, H=16, F=96, size=16, layers=2)
@@ -22,14 +24,33 @@ SMALL = LayerCase(length=37, D=64, N=4, K=2, H=16, F=96, size=16, layers=2)
 def test_portable_forms_compute_the_formula(implementation):
     is_apart = implementation == "apart"
     given = SMALL.arguments()
-    y, pages = jax.jit(functools.partial(decode_layers, implementation=implementation))(*given)
-    want, pools = SMALL.exact(given, is_apart=is_apart)
-    assert_within_rounding((y, jax.tree.leaves(pages)), (want, pools))
+    found = jax.jit(functools.partial(decode_layers, implementation=implementation))(*given)
+    assert_within_rounding(found, SMALL.exact(given, is_apart=is_apart))
+    SMALL.assert_nothing_else_written(given, found[1])
     # Heads turned the other way are no rounding.
     cos, sin = given[-1]
     wrong, _ = SMALL.exact((*given[:-1], (cos, -sin)), is_apart=is_apart)
     with pytest.raises(AssertionError):
-        assert_within_rounding(y, wrong)
+        assert_within_rounding(found[0], wrong)
+
+
+@pytest.mark.parametrize("implementation", ["apart", "reference"])
+@pytest.mark.parametrize("page", [-1, 6])
+def test_what_is_no_page_of_a_layer_is_none_of_its_neighbors(implementation, page):
+    x, layers, pages, table, *rest = SMALL.arguments()
+    assert pages[0].shape[1] == 6
+    table[0, (SMALL.length - 1) // SMALL.size] = page
+    f = jax.jit(functools.partial(decode_layers, implementation=implementation))
+    _, after = f(x, layers, pages, table, *rest)
+    for pool, before in zip(after, pages, strict=True):
+        np.testing.assert_array_equal(bits(pool), bits(before))
+
+
+def test_layers_in_few_bits():
+    case = LayerCase(length=70, D=256, N=4, K=2, H=64, F=128, layers=3, form="int4")
+    given = case.arguments()
+    found = jax.jit(functools.partial(decode_layers, implementation="reference"))(*given)
+    assert_within_rounding(found, case.exact(given))
 
 
 @pytest.mark.parametrize(
@@ -58,13 +79,21 @@ def test_what_does_not_fit_is_refused():
     x, layers, pages, *rest = SMALL.arguments()
     with pytest.raises(InputError, match="must be hopper"):
         decode_layers(x, layers, pages, *rest, implementation="triton")  # pyrefly: ignore
-    with pytest.raises(InputError, match="2 layers and pages of 1"):
-        decode_layers(x, layers, pages[:1], *rest, implementation="apart")
-    wrong = [pages[0], (pages[1][0][:1], pages[1][1])]
-    with pytest.raises(InputError, match="keys' pages of layer 1"):
-        decode_layers(x, layers, wrong, *rest, implementation="apart")
-    with pytest.raises(InputError, match="qkv of layer 0"):
-        decode_layers(x[:, :32], layers[:1], pages[:1], *rest, implementation="apart")
+    k, v = pages
+    with pytest.raises(InputError, match=r"qkv of all layers are \[2, 64, 128\]"):
+        decode_layers(x, layers, (k[:1], v[:1]), *rest, implementation="apart")
+    with pytest.raises(InputError, match="of a layer or more"):
+        decode_layers(x, layers, (k[:0], v[:0]), *rest, implementation="apart")
+    with pytest.raises(InputError, match="of a layer or more"):
+        decode_layers(x, layers, (k[0], v[0]), *rest, implementation="apart")
+    with pytest.raises(InputError, match="values' pages of all layers"):
+        decode_layers(x, layers, (k, v[:, :1]), *rest, implementation="apart")
+    with pytest.raises(InputError, match="qkv of all layers"):
+        decode_layers(x[:, :32], layers, pages, *rest, implementation="apart")
+    norm = dataclasses.replace(layers.mlp_norm, scale=layers.mlp_norm.scale[0])
+    wrong = dataclasses.replace(layers, mlp_norm=norm)
+    with pytest.raises(InputError, match=r"must be \[2, 64\]"):
+        decode_layers(x, wrong, pages, *rest, implementation="apart")
     with pytest.raises(UnsupportedError, match="apart can"):
         decode_layers(x, layers, pages, *rest, implementation="hopper")
     with device.compiling_for(device.H200):
@@ -74,10 +103,15 @@ def test_what_does_not_fit_is_refused():
         ):
             with pytest.raises(UnsupportedError, match=why):
                 decode_layers(*case.arguments(), implementation="hopper")
-        mixed = list(LayerCase(length=5, layers=2, form="int4").arguments())
-        mixed[1] = [mixed[1][0], LayerCase(length=5).arguments()[1][0]]
+        plain, few_bits = (
+            LayerCase(length=5, layers=2, form=form).arguments() for form in (None, "int4")
+        )
+        mixed = dataclasses.replace(few_bits[1], out=plain[1].out)
         with pytest.raises(UnsupportedError, match="some in 16"):
-            decode_layers(*mixed, implementation="hopper")
+            decode_layers(plain[0], mixed, *plain[2:], implementation="hopper")
+        one = jax.tree.map(lambda leaf: leaf[:1], few_bits[1])
+        with pytest.raises(InputError, match=r"qkv of all layers are \[1, .* int4 in groups"):
+            decode_layers(plain[0], one, *plain[2:], implementation="hopper")
     with pytest.raises(UnsupportedError, match="no gradient"):
         jax.grad(
             lambda x: jnp.sum(
@@ -87,10 +121,12 @@ def test_what_does_not_fit_is_refused():
 
 
 @pytest.mark.slow  # lowering takes seconds
-@pytest.mark.parametrize(("H", "form"), [(64, None), (128, None), (64, "int4"), (128, "e4m3")])
-def test_layers_lower_for_a_gpu(H, form):
-    case = LayerCase(length=200, N=2048 // H, H=H, layers=2, form=form)
+@pytest.mark.parametrize(
+    ("H", "form", "layers"), [(64, None, 2), (128, None, 40), (64, "int4", 2), (128, "e4m3", 2)]
+)
+def test_layers_lower_for_a_gpu(H, form, layers):
+    case = LayerCase(length=200, N=2048 // H, H=H, layers=layers, form=form)
     f = jax.jit(functools.partial(decode_layers, implementation="hopper"))
     with device.compiling_for(device.H200):
         lowered = f.trace(*case.arguments()).lower(lowering_platforms=("cuda",))
-    assert "mosaic_gpu" in lowered.as_text()
+    assert lowered.as_text().count("custom_call @mosaic_gpu") == 1

@@ -3,11 +3,12 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import decode_layers
-from tests.kernels.layer_cases import LayerCase
+from tests.kernels.layer_cases import LayerCase, bits
 from tests.tolerance import assert_within_rounding
 
 pytestmark = pytest.mark.gpu
@@ -29,14 +30,17 @@ CASES = {
 }
 
 
+step = functools.partial(decode_layers, implementation="hopper")
+
+
 @pytest.mark.parametrize("name", list(CASES))
 def test_layers_are_right_and_repeat_bit_for_bit(name):
     case = CASES[name]
     given = case.arguments()
-    f = jax.jit(functools.partial(decode_layers, implementation="hopper"))
+    f = jax.jit(step)
     first = f(*given)
-    want, pools = case.exact(given)
-    assert_within_rounding((first[0], jax.tree.leaves(first[1])), (want, pools))
+    assert_within_rounding(first, case.exact(given))
+    case.assert_nothing_else_written(given, first[1])
     for _ in range(20):
         again = f(*given)
         for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(first), strict=True):
@@ -46,14 +50,47 @@ def test_layers_are_right_and_repeat_bit_for_bit(name):
 def test_a_row_without_a_token_attends_to_nothing():
     case = LayerCase(length=70, layers=2)
     x, layers, pages, tables, positions, rope = case.arguments()
-    f = jax.jit(functools.partial(decode_layers, implementation="hopper"))
-    got, after = f(x, layers, pages, tables, positions * 0 - 1, rope)
+    got, after = jax.jit(step)(x, layers, pages, tables, positions * 0 - 1, rope)
     want, _ = case.exact((x, layers, pages, tables, positions, rope), sees_nothing=True)
     assert_within_rounding(got, want)
-    for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(pages), strict=True):
-        np.testing.assert_array_equal(bits(a), bits(b))
+    for pool, before in zip(after, pages, strict=True):
+        np.testing.assert_array_equal(bits(pool), bits(before))
 
 
-def bits(x) -> np.ndarray:
-    """Of 16-bit numbers, NaN among them."""
-    return np.asarray(x).view(np.uint16)
+@pytest.mark.parametrize("page", [-1, 6])
+def test_what_is_no_page_of_a_layer_is_none_of_its_neighbors(page):
+    case = LayerCase(length=129, layers=3)
+    x, layers, pages, tables, *rest = case.arguments()
+    assert pages[0].shape[1] == 6
+    tables[0, 2] = page
+    _, after = jax.jit(step)(x, layers, pages, tables, *rest)
+    for pool, before in zip(after, pages, strict=True):
+        np.testing.assert_array_equal(bits(pool), bits(before))
+
+
+@pytest.mark.parametrize("large", ["weights", "pages"])
+def test_layers_may_begin_far_into_their_stacks(large):
+    """Layers of zeros add nothing to the stream, so two that begin beyond 4 GB are as first ones.
+
+    There are more than the 32 whose arrays would fit in a kernel's parameters one by one.
+    """
+    F, num_pages = (16_384, 16) if large == "weights" else (1024, 1024)
+    case = LayerCase(length=300, K=8, H=128, F=F, layers=2)
+    x, layers, pages, *place = case.arguments()
+    y, new = jax.jit(step)(x, layers, pages, *place)
+    used, before = pages[0].shape[1], 33
+
+    def behind(stack, *more: int):
+        widths = [(before, 0), *((0, count) for count in more)]
+        return jnp.pad(stack, widths + [(0, 0)] * (stack.ndim - len(widths)))
+
+    behind_zeros = jax.tree.map(behind, layers)
+    pools = tuple(behind(jnp.asarray(pool), num_pages - used) for pool in pages)
+    stack = behind_zeros.gate_up if large == "weights" else pools[0]
+    assert before * stack[0].nbytes > 2**32
+    got, after = jax.jit(step, donate_argnums=2)(x, behind_zeros, pools, *place)
+    np.testing.assert_array_equal(bits(got), bits(y))
+    for pool, wanted in zip(after, new, strict=True):
+        np.testing.assert_array_equal(bits(pool[before:, :used]), bits(wanted))
+        assert not jnp.any(pool[:before]), "zero weights make zero keys and values"
+        assert not jnp.any(pool[before:, used:]), "pages of no row"

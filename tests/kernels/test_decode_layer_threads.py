@@ -17,10 +17,10 @@ from pallas_kernels.decode_layer.attention import Attention
 from pallas_kernels.decode_layer.attention_threads import HeadSizes, most_parts, put_attended
 from pallas_kernels.decode_layer.config import DEPTH, SLICES, THREADS, WIDTH, Share, TileForm
 from pallas_kernels.decode_layer.few_bits import FewBitTile
+from pallas_kernels.decode_layer.per_thread import layer_array
 from pallas_kernels.decode_layer.stream import TileStream
-from pallas_kernels.decode_layer.table import AddressTable
 from pallas_kernels.hopper.mosaic import arith
-from pallas_kernels.hopper.threads import constant, total
+from pallas_kernels.hopper.threads import Address, constant, total
 from pallas_kernels.quantized_matmul import QuantizedWeight, arranged, round_weight
 from tests.kernels.layer_cases import FORMS
 from tests.kernels.thread_stand_in import Ref, Warpgroup, bfloat16
@@ -80,9 +80,7 @@ def test_a_product_of_all_blocks_is_whole():
     block, stream = Block(), stream_of(layers=2)
     x_ref, sums_ref = block.put(x), block.nothing(2, SLICES, WIDTH)
     ring, barriers = block.nothing(3, DEPTH, WIDTH // 2), block.nothing(16)
-    addresses = AddressTable(names=("other", "qkv"), num_layers=2)
-    table, refs = block.nothing(2 * 2 * 2), [Ref(0), Ref(0), block.put(w * 0), block.put(w)]
-    block.run(addresses.write, table, refs)
+    weights = block.put(np.stack([w * 0, w]))
     parts = block.nothing(share.parts, share.N)
     assert share.parts > 1
     for b in range(share.blocks):
@@ -91,7 +89,7 @@ def test_a_product_of_all_blocks_is_whole():
             sums = [np.zeros(THREADS, np.float32)] * 8
             for turn in range(share.down):
                 row = part * share.down + turn
-                weight = block.run(addresses.address, table, "qkv", 1)
+                weight = block.run(layer_array, weights, 1, w.nbytes)
                 block.run(stream.fetch, barriers, ring, [weight], turn, row, column, share)
                 place = block.run(stream.slots.place, ring, turn)
                 sums = block.run(stream.tile, sums, place, x_ref, row * DEPTH)
@@ -99,6 +97,17 @@ def test_a_product_of_all_blocks_is_whole():
     got = block.read(parts, share.parts, share.N).sum(axis=0)
     want = x.astype(np.float64) @ w.astype(np.float64)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1 << 20, (1 << 31) + 256, (1 << 33) + 128])
+def test_a_layer_may_begin_far_into_a_stack(size):
+    base, layers = np.full(128, 1 << 46, np.uint64), np.arange(128, dtype=np.uint32)
+
+    def body(base, layer):
+        return [[layer_array(Address(base), layer, size).value]]
+
+    [[found]] = run(body, [base, layers], Memory(0))
+    assert found.tolist() == [(1 << 46) + size * i for i in range(128)]
 
 
 def stream_of(*, layers: int) -> TileStream:

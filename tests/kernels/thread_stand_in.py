@@ -23,7 +23,6 @@ from pallas_kernels.decode_layer import (
     parts,
     per_thread,
     stream,
-    table,
 )
 from pallas_kernels.hopper import cluster_sums, grid, resident_rows, slots, threads
 from pallas_kernels.hopper.machine import WARPGROUP
@@ -32,7 +31,7 @@ _BLOCK = 1 << 24  # bytes of addresses that a block of a cluster has
 _I32, _F32, _F64 = np.uint32, np.float32, np.float64
 _MODULES = (
     threads, resident_rows, cluster_sums, grid, slots,
-    attention, attention_threads, inputs, parts, per_thread, stream, table,
+    attention, attention_threads, inputs, parts, per_thread, stream,
 )  # fmt: skip
 """Whose instructions these threads execute."""
 
@@ -58,9 +57,7 @@ class Warpgroup:
             (r"st\.(?:shared|global)\.(?:v\d\.)?(?:b32|f32)", self._store_words),
             (r"bar\.(?:warp\.)?sync", lambda _: None),
             (r"mov\.u32 \$0, %tid\.x", lambda _: np.arange(self.count)),
-            (r"ld\.shared\.b64", lambda place, _: self._load(place, np.int64)),
             (r"ld\.global\.nc\.b32", lambda place, _: self._load(place, np.int32)),
-            (r"st\.shared\.b64", self._store_address),
             # Tiles are there when they are waited for, and copies take no time.
             (r"\s*\{|mbarrier\.|cp\.async\.mbarrier", lambda *_: None),
             (r"cp\.async\.cg", self._copy),
@@ -112,11 +109,6 @@ class Warpgroup:
             kind = _F32 if np.asarray(word).dtype == _F32 else _I32
             found = np.broadcast_to(np.asarray(word, kind), self.count)[self.mask]
             self.memory[at] = np.ascontiguousarray(found)[:, None].view(np.uint8)
-
-    def _store_address(self, place: Any, address: Any, _: str) -> None:
-        at = self._bytes(place, 8)[self.mask]
-        found = np.broadcast_to(np.asarray(address, np.int64), self.count)[self.mask]
-        self.memory[at] = np.ascontiguousarray(found)[:, None].view(np.uint8)
 
     def _copy(self, target: Any, source: Any, _: str) -> None:
         at, what = (self._bytes(place, 16)[self.mask] for place in (target, source))
