@@ -10,10 +10,11 @@ from collections.abc import Iterable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key, UInt32
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.serving.cuts import kept_tokens
+from jaxinfra.serving.gumbel import gumbel_noise
 from jaxinfra.serving.token_history import TokenHistory
 
 _TINY = float(np.finfo(np.float32).tiny)
@@ -183,6 +184,7 @@ class Sampled:
 
     ids_B: Int[Array, "B"]  # int32; ``NO_TOKEN`` where there is nothing to draw from
     logprobs: LogProbabilities | None  # where needed
+    is_finite_B: Bool[Array, "B"]  # whether all of a row's logits were
 
 
 def sample(
@@ -214,18 +216,34 @@ def sample(
     if needs.penalties:
         assert history is not None, "penalties need a history"
         logits_BV = _penalized(logits_BV, rows, history)
-    greedy_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-    # A NaN counts as the largest.
-    largest_B1 = jnp.take_along_axis(logits_BV, greedy_B[:, None], axis=-1)
-
+    largest_B, greedy_B, is_finite_B = _largest(logits_BV, jnp.isfinite(given_BV))
     ids_B = greedy_B
     if needs.noise:
-        ids_B = _drawn(logits_BV, largest_B1, greedy_B, keys_B, rows, cuts=needs.cuts)
+        ids_B = _drawn(logits_BV, largest_B[:, None], greedy_B, keys_B, rows, cuts=needs.cuts)
     logprobs = None
     if needs.logprobs is not None:
         logprobs = log_probabilities(given_BV, ids_B, num_top=needs.logprobs)
-    is_sound_B = jnp.isfinite(largest_B1[:, 0])
-    return Sampled(ids_B=jnp.where(is_sound_B, ids_B, NO_TOKEN), logprobs=logprobs)
+    ids_B = jnp.where(jnp.isfinite(largest_B), ids_B, NO_TOKEN)
+    return Sampled(ids_B=ids_B, logprobs=logprobs, is_finite_B=is_finite_B)
+
+
+def _largest(logits_BV: jax.Array, flags_BV: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The largest logit of each row and its id, a NaN before all others and the first of equals;
+    and whether all flags are true. One reduction: of a few rows each is launches and little else.
+    """
+    shape = logits_BV.shape
+    ids_BV = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+
+    def of_two(one: tuple[jax.Array, ...], other: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        (x, i, holds), (y, j, also) = one, other
+        is_nan, other_is_nan = x != x, y != y
+        is_like = (x == y) | (is_nan & other_is_nan)
+        takes = (x > y) | (is_nan & ~other_is_nan) | (is_like & (i < j))
+        return jnp.where(takes, x, y), jnp.where(takes, i, j), holds & also
+
+    none = (logits_BV.dtype.type(-jnp.inf), np.int32(shape[1]), np.bool_(True))
+    largest_B, ids_B, holds_B = jax.lax.reduce((logits_BV, ids_BV, flags_BV), none, of_two, (1,))
+    return largest_B, ids_B, holds_B
 
 
 def _drawn(
@@ -241,7 +259,8 @@ def _drawn(
     is_drawn_B = rows.temperature_B > 0
     # Relative to the largest, so that a small temperature cannot overflow it.
     scaled_BV = (logits_BV - largest_B1) / jnp.where(is_drawn_B, rows.temperature_B, 1.0)[:, None]
-    noisy_BV = scaled_BV + _noise(keys_B, scaled_BV)
+    # Noise belongs to ids, not ranks: cutting the tail changes only the draws that were in it.
+    noisy_BV = scaled_BV + gumbel_noise(keys_B, scaled_BV.shape[1])
     if cuts:
         # At least the most likely is left: its logarithm is 0.
         is_likely_BV = scaled_BV >= jnp.log(rows.min_p_B)[:, None]
@@ -262,17 +281,6 @@ def log_probabilities(
     return LogProbabilities(
         chosen_B=chosen_B1[:, 0], top_ids_BK=top_ids_BK, top_BK=top_BK - total_B1
     )
-
-
-def _noise(keys_B: jax.Array, like_BV: jax.Array) -> jax.Array:
-    """The Gumbel noise that is added to logits before an argmax."""
-    # Noise belongs to ids, not ranks: cutting the tail changes only the draws that were in it.
-    # "high": the default's 23 bits misjudge tokens less likely than 1e-7, of which there are many.
-
-    def noise(key: jax.Array) -> jax.Array:
-        return jax.random.gumbel(key, like_BV.shape[1:], like_BV.dtype, mode="high")
-
-    return jax.vmap(noise)(keys_B)
 
 
 def _penalized(logits_BV: jax.Array, rows: SamplingRows, history: TokenHistory) -> jax.Array:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxinfra.core.errors import ConfigError
+from jaxinfra.serving.gumbel import gumbel_noise, gumbel_of_bits
 from jaxinfra.serving.sampling import (
     GREEDY,
     NO_TOKEN,
@@ -186,7 +187,7 @@ def drawn_one_by_one(logits, keys, config: SamplingConfig) -> np.ndarray:
 
     def draw(logits_V, key):
         scaled_V = (logits_V - jnp.max(logits_V)) / config.temperature
-        noise_V = jax.random.gumbel(key, scaled_V.shape, mode="high")
+        (noise_V,) = gumbel_noise(key[None], scaled_V.size)
         if config.top_k is None and config.top_p is None:
             return jnp.argmax(scaled_V + noise_V)
         scaled_K, ids_K = jax.lax.top_k(scaled_V, config.top_k or scaled_V.size)
@@ -254,3 +255,34 @@ def test_nothing_is_drawn_from_logits_that_are_no_numbers(config):
     ids = np.asarray(_sample(spoilt, keys, SamplingRows.of([config] * FEW)))
     assert ids[:4].tolist() == [NO_TOKEN] * 4
     np.testing.assert_array_equal(ids[4:], draws(RANDOM, config, num=FEW)[4:])
+
+
+def test_noise_is_that_of_its_bits():
+    """In fp32, beside the formula in fp64, which the first and the last bits are no end of."""
+    rng = np.random.default_rng(8)
+    high, low = (rng.integers(0, 2**32, 100_000, np.uint32) for _ in range(2))
+    high[:6], low[:6] = [0, 0, 0, 1, 2**32 - 1, 2**31], [0, 1, 2**32 - 1, 0, 2**32 - 1, 5]
+    got = np.asarray(gumbel_of_bits(jnp.asarray(high), jnp.asarray(low)), np.float64)
+    x = (high.astype(np.float64) + (low + 0.5) / 2.0**32) / 2.0**32
+    x = np.minimum(x, 1 - 2.0**-24)
+    exponential = -np.log1p(-x)
+    # x and log1p are each a few units off, which 1 - x makes of x near 1 some 1 / (1 - x) more;
+    # the logarithm makes a relative error an absolute one.
+    unit = 2.0**-24
+    error = 4 * unit * (1 + x / ((1 - x) * exponential)) + 2 * unit * np.abs(np.log(exponential))
+    assert np.all(np.abs(got + np.log(exponential)) <= error)
+    assert got[0] > 45
+    assert np.isfinite(got).all()
+
+
+def test_noise_is_gumbel_s_and_of_row_and_id_alone():
+    """By the distribution of 200,000 of them: Kolmogorov's bound, 1e-9 likely to be passed."""
+    noise = np.asarray(gumbel_noise(jax.random.split(jax.random.key(7), 2), 100_000))
+    values = np.sort(noise.reshape(-1).astype(np.float64))
+    steps = np.arange(values.size + 1) / values.size
+    cumulated = np.exp(-np.exp(-values))
+    apart = max(np.max(steps[1:] - cumulated), np.max(cumulated - steps[:-1]))
+    assert apart < np.sqrt(np.log(2 / 1e-9) / (2 * values.size))
+    assert abs(np.corrcoef(noise)[0, 1]) < 6 / np.sqrt(100_000)
+    few = np.asarray(gumbel_noise(jax.random.split(jax.random.key(7), 2)[1:], 300))
+    np.testing.assert_array_equal(few[0], noise[1, :300])

@@ -174,8 +174,7 @@ def _drawn(
         history=history,
         allowed_BW=allowed_BW,
     )
-    is_bad_B = ~jnp.all(jnp.isfinite(logits_BV), axis=-1)
-    tokens_B = jnp.where(is_bad_B, NO_TOKEN, drawn.ids_B)
+    tokens_B = jnp.where(drawn.is_finite_B, drawn.ids_B, NO_TOKEN)
     slots_B = jnp.where(rows.draws_B, rows.slots_B, state.last_S.shape[0])
     last_S = state.last_S.at[slots_B].set(jnp.maximum(tokens_B, 0), mode="drop")
     return (tokens_B, drawn.logprobs), dataclasses.replace(state, last_S=last_S)
