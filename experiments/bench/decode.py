@@ -123,7 +123,7 @@ def forms(
             definition,
             execution_on(policy=policy, packed=True, step_launches=step, whole_layers=whole_layers),
         )
-        yield "serving", form(served, serving_parameters(served, config, drawn))
+        yield "serving", form(served, serving_parameters(served, drawn))
 
 
 def floor_bytes(form: Form, batch: int, context: int) -> int:

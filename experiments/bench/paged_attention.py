@@ -40,6 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {  # what differs from the default tiles
     "3 tiles": {"num_stages": 3},
     "1 worker, 6 tiles": {"num_stages": 6, "num_workers": 1},
     "2 tiles of 128": {"block_kv": 128, "num_stages": 2},
+    "3 tiles of 128": {"block_kv": 128, "num_stages": 3},
     "1 worker, 3 tiles of 128": {"block_kv": 128, "num_stages": 3, "num_workers": 1},
 }
 LATENT = [each for each in WORKLOADS if each.latent]

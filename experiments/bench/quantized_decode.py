@@ -72,7 +72,7 @@ def served(preset: str, form: WeightFormat | None, *, whole_layers: bool = False
     drawn = jax.jit(definition.initialize)(jax.random.key(0))
     how = execution_on(policy=policy, packed=True, whole_layers=whole_layers)
     straight = serving_form(definition, how)
-    parameters = serving_parameters(straight, config, in_format(definition, drawn, form))
+    parameters = serving_parameters(straight, in_format(definition, drawn, form))
     graphdef, weights = nnx.split(straight.bind(parameters))
     return Form(definition=straight, weights=weights, graphdef=graphdef)
 

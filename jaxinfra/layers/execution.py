@@ -329,7 +329,7 @@ class Place(Protocol):
         ...
 
 
-type DecodeLayers = Callable[..., tuple[jax.Array, list[dict[str, jax.Array]]] | None]
+type DecodeLayers = Callable[..., tuple[jax.Array, dict[str, jax.Array]] | None]
 """All layers' step of one token: x, each layer's pages; ``jaxinfra.ops.decode_layers`` has one."""
 
 type AppendAndAttend = Callable[..., tuple[jax.Array, dict[str, jax.Array]] | None]
@@ -393,6 +393,7 @@ class Execution:
     unroll: int
     cache_format: CacheFormat  # of what is kept of past tokens
     packed: bool  # projections of one input are one weight: for serving, without tensor parallelism
+    is_straight: bool = False  # with a cache, layers are one after another, not a loop
     append: AppendHeads | None = None  # None: heads are rotated and appended one after another
     append_and_attend: AppendAndAttend | None = None  # None: ``append``, then ``decode``
     decode_layers: DecodeLayers | None = None  # None: layers are computed one after another

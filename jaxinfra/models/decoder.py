@@ -35,8 +35,8 @@ from jaxinfra.models.repetition import (
     check_recipes,
     graphdefs_of,
     in_eight_bits,
-    one_repetition,
     repetition_of,
+    straight,
 )
 from jaxinfra.models.whole_step import check_whole, whole_step
 from jaxinfra.numerics.policy import unquantized
@@ -265,12 +265,10 @@ class Decoder(nnx.Module):
         """
         repeats, unroll = stack.repeats, repeats_in_body(stack, self.execution.unroll)
         kinds = in_eight_bits(self.config, self.execution.policy, places)
-        if repeats == 1 and cache is not None:
-            graphdefs, parameters = graphdefs_of(self._blocks_at(places), kinds[0])
+        if cache is not None and (repeats == 1 or self.execution.is_straight):
+            blocks = self._blocks_at(places)
             with jax.named_scope("layer"):
-                return one_repetition(
-                    x_BTD, parameters, given, tuple(ropes), cache, graphdefs=graphdefs
-                )
+                return straight(x_BTD, blocks, kinds, given, tuple(ropes), cache)
         computed = {
             kind: self.repetition(places, given, ropes=ropes, cache=cache, number=kinds.index(kind))
             for kind in dict.fromkeys(kinds)

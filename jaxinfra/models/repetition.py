@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxinfra.config.model import ModelConfig
@@ -130,6 +130,37 @@ def repetition_of(
     return repetition
 
 
+def straight(
+    x_BTD: jax.Array,
+    blocks: Sequence[Block],
+    kinds: Sequence[InEightBits],
+    given: Pass,
+    ropes: tuple[RopeTable | None, ...],
+    cache: KVCache,
+) -> LayerOutput:
+    """A stack's repetitions one after another, each with its part of the parameters.
+
+    Args:
+        blocks, ropes, cache: of the pattern.
+        kinds: of each repetition.
+    """
+    of_kind = {kind: graphdefs_of(blocks, kind) for kind in dict.fromkeys(kinds)}
+    sums = []
+    for index, kind in enumerate(kinds):
+        graphdefs, stacks = of_kind[kind]
+        mine = jax.tree.map(lambda x, i=index: jax.lax.index_in_dim(x, i, keepdims=False), stacks)
+        out = one_repetition(
+            x_BTD, mine, given, ropes, cache, jnp.int32(index), graphdefs=graphdefs
+        )
+        assert out.cache is not None
+        x_BTD, cache = out.x, out.cache
+        sums.append(out.sums)
+    stacked = jax.tree.map(lambda *each: jnp.stack(each), *sums)
+    return LayerOutput(
+        x=x_BTD, cache=tuple(after_pass(each, each.arrays) for each in cache), sums=stacked
+    )
+
+
 @functools.partial(jax.jit, static_argnames=("graphdefs",))
 def one_repetition(
     x_BTD: jax.Array,
@@ -137,16 +168,22 @@ def one_repetition(
     given: Pass,
     ropes: tuple[RopeTable | None, ...],
     cache: KVCache,
+    index: jax.Array,
     *,
     graphdefs: tuple[nnx.GraphDef[Block], ...],
 ) -> LayerOutput:
-    """A stack that is not repeated: traced and lowered once for all stacks that are alike."""
+    """One repetition by itself: traced and lowered once for all that are alike.
+
+    Args:
+        parameters: of each block, without the dim of repetitions.
+        index: which repetition it is, int32.
+    """
     written, sums = [], []
-    for graphdef, stacked, rope, cached in zip(graphdefs, parameters, ropes, cache, strict=True):
-        block = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[0], stacked))
-        seen = in_layer(cached, cached.arrays, np.zeros((), np.int32))  # known when traced
-        out = block(x_BTD, dataclasses.replace(given, rope=rope, cache=seen))
+    for graphdef, mine, rope, cached in zip(graphdefs, parameters, ropes, cache, strict=True):
+        seen = in_layer(cached, cached.arrays, index)
+        given = dataclasses.replace(given, rope=rope, cache=seen)
+        out = nnx.merge(graphdef, mine)(x_BTD, given)
         x_BTD = out.x
-        sums.append(jax.tree.map(lambda leaf: leaf[None], out.sums))
-        written.append(after_pass(cached, out.cache.arrays))
+        sums.append(out.sums)
+        written.append(dataclasses.replace(cached, arrays=out.cache.arrays))
     return LayerOutput(x=x_BTD, cache=tuple(written), sums=tuple(sums))

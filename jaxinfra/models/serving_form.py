@@ -1,9 +1,11 @@
-"""A decoder as serving runs it: each layer's arrays by themselves, projections of one input packed.
+"""A decoder as serving runs it: layer after layer without a loop, projections of one input packed.
 
 Training scans over layers whose parameters are stacked, so that one layer is compiled. In a decode
 step, which should only read memory, a loop costs as much again: its turns are launched by the host
 one after another, and a weight is cut out of its stack before a library can multiply with it. Here
 the step is one straight program, and queries, keys and values are one product, as gate and up are.
+Parameters stay stacks, as caches do: XLA gives a kernel the part of an array that it asks for, and
+the host has 10 arrays to hand over at every step, not 130.
 """
 
 import dataclasses
@@ -13,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfra.config.model import ModelConfig, Stack
 from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import (
@@ -37,7 +38,7 @@ which of a bias is the same from the end.
 
 
 def serving_form(definition: ModelDefinition, execution: Execution) -> ModelDefinition:
-    """The same model, its layers each a stack of their own.
+    """The same model, its layers computed one after another where they have a cache.
 
     Args:
         execution: how it runs; with ``packed``, projections of one input are one weight.
@@ -50,64 +51,39 @@ def serving_form(definition: ModelDefinition, execution: Execution) -> ModelDefi
             "the serving form of a model with adapters: its projections are packed; merge the "
             "adapters first (jaxinfra convert)"
         )
-    stacks = tuple(
-        Stack(pattern=(block,), repeats=1)
-        for stack in definition.config.stacks
-        for _ in range(stack.repeats)
-        for block in stack.pattern
-    )
-    return define_model(dataclasses.replace(definition.config, stacks=stacks), execution)
+    return define_model(definition.config, dataclasses.replace(execution, is_straight=True))
 
 
 def serving_parameters(
-    form: ModelDefinition, config: ModelConfig, parameters: Parameters, *, consumes: bool = False
+    form: ModelDefinition, parameters: Parameters, *, consumes: bool = False
 ) -> Parameters:
-    """Parameters and state for ``form.bind``; copies, but for what lies outside of layers.
+    """Parameters and state for ``form.bind``: the same arrays, but for what is packed.
 
     Where one device serves, weights in few bits come in the order in which its kernel reads them.
 
     Args:
-        config: of the stacked model.
-        parameters: as that model's ``bind`` takes them.
-        consumes: free each stack once all of its layers are cut out: never more is held than the
-            parameters and the largest stack twice.
+        parameters: as the ``bind`` of the model that ``form`` is of takes them.
+        consumes: free arrays once others have been made of them: never more is held than the
+            parameters and the largest packed stack twice.
     """
-    sources, layers = _weights_by_path(parameters), [*config.layer_places]
-    result: dict[tuple[Any, ...], jax.Array | QuantizedWeight] = {}
-    cuts: dict[tuple[str, ...], list[_Cut]] = {}
+    sources = _weights_by_path(parameters)
+    result: dict[tuple[str, ...], jax.Array | QuantizedWeight] = {}
     for path in by_path(form.arrays):
-        head, *rest = path.split("/")
-        if head != "blocks":
-            result[head, *rest] = sources[path]
-            continue
-        number, *rest = rest
-        place, repetition = layers[int(number)]
-        names, dim = [rest[-2]], 0
-        if rest[-2] == "packed":
-            names, dim = _PACKED[rest[-3]]
-        stacks = ["/".join(["blocks", str(place), *rest[:-2], name, rest[-1]]) for name in names]
-        cut = _Cut(keys=("blocks", int(number), *rest), repetition=repetition, dim=dim)
-        cuts.setdefault(tuple(stacks), []).append(cut)
-    for stacks, each in cuts.items():
-        stacked = [sources[path] for path in stacks]
-        for cut in each:
-            weight = _cut(stacked, cut.repetition, dim=cut.dim)
-            if isinstance(weight, QuantizedWeight) and form.execution.swiglu is not None:
-                weight = as_kernels_read(weight)
-            result[cut.keys] = weight
+        *parents, name, last = path.split("/")
+        names, dim = [name], 0
+        if name == "packed":
+            names, dim = _PACKED[parents[-1]]
+        parts = [sources["/".join([*parents, each, last])] for each in names]
+        weight = parts[0] if len(parts) == 1 else _packed(parts, dim=dim)
+        if isinstance(weight, QuantizedWeight) and form.execution.swiglu is not None:
+            weight = as_kernels_read(weight)
+        result[*parents, name, last] = weight
         if consumes:
-            for leaf in jax.tree.leaves(stacked):
-                leaf.delete()
+            kept = {id(leaf) for leaf in jax.tree.leaves(weight)}
+            for leaf in jax.tree.leaves(parts):
+                if id(leaf) not in kept:
+                    leaf.delete()
     return nest(result)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Cut:
-    """One layer's part of a stack, or of several that are packed."""
-
-    keys: tuple[Any, ...]  # where it goes
-    repetition: int
-    dim: int  # that several follow one another in
 
 
 def can_pack(parameters: Parameters) -> bool:
@@ -132,15 +108,10 @@ def _weights_by_path(parameters: Parameters) -> dict[str, Any]:
 
 
 @functools.partial(jax.jit, static_argnames=("dim",))
-def _cut(
-    stacked: list[jax.Array | QuantizedWeight], repetition: int, *, dim: int
-) -> jax.Array | QuantizedWeight:
-    """One repetition of these arrays, one after another, as a stack of one."""
-    cut = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, repetition, 1), stacked)
-    if len(cut) == 1:
-        return cut[0]
-    quantized = [each for each in cut if isinstance(each, QuantizedWeight)]
+def _packed(parts: list[jax.Array | QuantizedWeight], *, dim: int) -> jax.Array | QuantizedWeight:
+    """One after another in this dim."""
+    quantized = [each for each in parts if isinstance(each, QuantizedWeight)]
     if quantized:
-        assert len(quantized) == len(cut), "can_pack"
+        assert len(quantized) == len(parts), "can_pack"
         return concatenated_columns(quantized, axis=dim)
-    return jnp.concatenate(cut, axis=dim)
+    return jnp.concatenate([each for each in parts if isinstance(each, jax.Array)], axis=dim)

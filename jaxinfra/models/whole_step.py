@@ -30,8 +30,6 @@ from jaxinfra.ops.quantized import QuantizedWeight
 def check_whole(config: ModelConfig) -> None:
     """Raises UnsupportedError for a model whose layers the kernel cannot compute."""
     wrong = unlike_whole(config)
-    if any(repeats > 1 for repeats in config.repeats):
-        wrong = "stacked layers: it is of the serving form"
     if wrong is not None:
         raise UnsupportedError(
             f"whole layers with {wrong}; the kernel takes layers that are alike: grouped attention "
@@ -41,9 +39,9 @@ def check_whole(config: ModelConfig) -> None:
 
 
 def unlike_whole(config: ModelConfig) -> str | None:
-    """What a model's layers have that the kernel cannot compute, stacked or not; None: nothing."""
-    first = config.blocks[0]
-    if any(block != first for block in config.blocks):
+    """What a model's layers have that the kernel cannot compute; None: nothing."""
+    first, *others = config.blocks
+    if others:
         return "layers that differ"
     return _wrong_with(first)
 
@@ -78,17 +76,17 @@ def whole_step(
     """All layers of a step of one token; None where they are computed one after another."""
     if execution.decode_layers is None or execution.statistics or cache is None:
         return None
-    if any(each.is_empty for each in cache):
+    (block,), (rope,), (before,) = blocks, ropes, cache
+    if before.is_empty:
         return None
-    rope = ropes[0]
     assert rope is not None, "check_whole"
-    seen = [in_layer(each, each.arrays, np.zeros((), np.int32)) for each in cache]
-    attention = blocks[0].attention
+    attention = block.attention
     assert isinstance(attention, GroupedAttention), "check_whole"
+    seen = in_layer(before, before.arrays, np.zeros((), np.int32))
     done = execution.decode_layers(
         x_BTD,
-        [_weights(block) for block in blocks],
-        [each.places() for each in seen],
+        _weights(block),
+        seen.places(),
         positions_BT=given.positions_BT,
         rope=rope,
         scale=attention.config.scale,
@@ -96,41 +94,37 @@ def whole_step(
     if done is None:
         return None
     x_BTD, arrays = done
-    written = tuple(
-        after_pass(before, with_pages(mine, new).arrays)
-        for before, mine, new in zip(cache, seen, arrays, strict=True)
-    )
-    return LayerOutput(x=x_BTD, cache=written, sums=tuple(Sums() for _ in blocks))
+    written = after_pass(before, with_pages(seen, arrays).arrays)
+    return LayerOutput(x=x_BTD, cache=(written,), sums=(Sums(),))
 
 
 def _weights(block: Block) -> LayerWeights:
-    """One layer's: a block is a stack of one."""
+    """Of all layers: [L, ...] each."""
     attention, mlp = block.attention, block.mlp
     assert isinstance(attention, GroupedAttention), "check_whole"
     assert isinstance(mlp, Mlp), "check_whole"
 
-    def matrix(layer: Projection | None, contracted: int = 1) -> jax.Array | QuantizedWeight:
+    def matrices(layer: Projection | None, contracted: int = 1) -> jax.Array | QuantizedWeight:
         assert layer is not None, "packed"
-        weight = jax.tree.map(lambda leaf: leaf[0], layer.weight.get_value())
+        weight = layer.weight.get_value()
         if layer.adapter is not None:
             raise UnsupportedError(
                 "whole layers with adapters: merge them first, or leave whole_layers=False"
             )
         if isinstance(weight, QuantizedWeight):
             return weight
-        return weight.reshape(int(np.prod(weight.shape[:contracted])), -1)
+        rows = int(np.prod(weight.shape[1 : 1 + contracted]))
+        return weight.reshape(len(weight), rows, -1)
 
-    def norm(layer: Norm) -> RmsNorm:
+    def norms(layer: Norm) -> RmsNorm:
         config = layer.config
-        return RmsNorm(
-            scale=layer.scale[...][0], epsilon=config.epsilon, offset=config.scale_offset
-        )
+        return RmsNorm(scale=layer.scale[...], epsilon=config.epsilon, offset=config.scale_offset)
 
     return LayerWeights(
-        attention_norm=norm(block.attention_norm),
-        qkv=matrix(attention.packed),
-        out=matrix(attention.out, 2),
-        mlp_norm=norm(block.mlp_norm),
-        gate_up=matrix(mlp.packed),
-        down=matrix(mlp.down),
+        attention_norm=norms(block.attention_norm),
+        qkv=matrices(attention.packed),
+        out=matrices(attention.out, 2),
+        mlp_norm=norms(block.mlp_norm),
+        gate_up=matrices(mlp.packed),
+        down=matrices(mlp.down),
     )

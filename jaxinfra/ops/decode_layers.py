@@ -3,8 +3,6 @@
 Dims: B batch, T position, D model width.
 """
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 
@@ -23,17 +21,19 @@ MEASURED = ("NVIDIA H200",)
 
 def decode_layers(
     x_BTD: jax.Array,
-    layers: Sequence[LayerWeights],
-    pages: Sequence[Pages],
+    layers: LayerWeights,
+    pages: Pages,
     *,
     positions_BT: jax.Array,
     rope: tuple[jax.Array, jax.Array],
     scale: float | None,
     is_named: bool,
-) -> tuple[jax.Array, list[dict[str, jax.Array]]] | None:
+) -> tuple[jax.Array, dict[str, jax.Array]] | None:
     """``Execution.decode_layers``: of one row's one token on a Hopper GPU; else None.
 
     Args:
+        layers: stacks, of all layers [L, ...] each.
+        pages: the first layer's, in pools of all of them.
         is_named: a step that the kernel cannot compute is an error. Otherwise it is None, and so is
             any step on a GPU where the launch was not measured.
 
@@ -48,40 +48,41 @@ def decode_layers(
         return None
     if reason is not None:
         raise UnsupportedError(f"whole layers with {reason}, or leave whole_layers=False")
+    num_layers = len(layers.attention_norm.scale)
+
+    def pools(pages: jax.Array) -> jax.Array:
+        return pages.reshape(num_layers, -1, *pages.shape[1:])
+
     cos, sin = (jnp.broadcast_to(x, (1, 1, x.shape[-1]))[:, 0] for x in rope)
     given = (
         x_BTD.reshape(1, -1),
         layers,
-        [(each.arrays["k"], each.arrays["v"]) for each in pages],
-        jnp.asarray(pages[0].tables_BM),
+        (pools(pages.arrays["k"]), pools(pages.arrays["v"])),
+        jnp.asarray(pages.tables_BM),
         positions_BT[:, 0],
         (cos, sin),
     )
     if not is_named and refused_layers(*given) is not None:
         return None
-    y_MD, after = pallas_kernels.decode_layers(*given, implementation="hopper", scale=scale)
-    return y_MD.reshape(x_BTD.shape), [{"k": k, "v": v} for k, v in after]
+    y_MD, (k, v) = pallas_kernels.decode_layers(*given, implementation="hopper", scale=scale)
+    return y_MD.reshape(x_BTD.shape), {"k": k, "v": v}
 
 
-def _refused(
-    x_BTD: jax.Array, layers: Sequence[LayerWeights], pages: Sequence[Pages]
-) -> str | None:
+def _refused(x_BTD: jax.Array, layers: LayerWeights, pages: Pages) -> str | None:
     """What the kernel is not given as it reads it, and the remedy."""
     held = {
         weight.dtype
-        for layer in layers
-        for weight in (layer.qkv, layer.out, layer.gate_up, layer.down)
+        for weight in (layers.qkv, layers.out, layers.gate_up, layers.down)
         if not isinstance(weight, QuantizedWeight)
     }
     if held - {x_BTD.dtype}:
         names = ", ".join(sorted(dtype.name for dtype in held))
         return f"weights in {names}: the kernel reads {x_BTD.dtype}; hold them as they are computed"
-    if pages[0].tables_BM is None:
+    if pages.tables_BM is None:
         return (
             "a cache that does not divide into pages: the kernel reads pages; give it a multiple "
             "of 16 slots"
         )
-    formats = {each.format for each in pages}
-    if formats != {CacheFormat.PLAIN}:
-        return f"caches in {', '.join(sorted(formats))}: the kernel reads 16 bits; keep them plain"
+    if pages.format is not CacheFormat.PLAIN:
+        return f"a cache in {pages.format}: the kernel reads 16 bits; keep it plain"
     return None

@@ -80,7 +80,10 @@ def as_kernels_read(weight: QuantizedWeight) -> QuantizedWeight:
     return _arranged(weight)
 
 
-_arranged = jax.jit(arranged)
+@jax.jit
+def _arranged(weight: QuantizedWeight) -> QuantizedWeight:
+    # Of a stack one after another: what is between takes several times a weight.
+    return jax.lax.map(arranged, weight) if weight.leading else arranged(weight)
 
 
 def kept_for_kernel(weight: QuantizedWeight, kind: str) -> QuantizedWeight | None:

@@ -75,12 +75,12 @@ class LoadedModel:
         whole_layers: bool | None = None,
     ) -> Decoder:
         """The model as an engine runs it: on GPUs layer by layer, with packed projections where
-        devices do not split them; its weights are copied. With adapters or 8-bit
-        matmuls it stays as it is.
+        devices do not split them, which are copies. With adapters or 8-bit matmuls it stays as it
+        is.
 
         Args:
             is_straight: the form of GPUs, or not, on any device.
-            consumes: free this model's weights as they are copied; it has none afterwards.
+            consumes: free what is copied of this model's weights; it is not used afterwards.
             whole_layers: as ``execution_on`` has it; of the form of GPUs. None: of a model whose
                 layers the launch can compute.
 
@@ -111,8 +111,7 @@ class LoadedModel:
             whole_layers=whole_layers,
         )
         form = serving_form(definition, execution)
-        config, parameters = definition.config, self.parameters
-        return form.bind(serving_parameters(form, config, parameters, consumes=consumes))
+        return form.bind(serving_parameters(form, self.parameters, consumes=consumes))
 
 
 def load_model(path: str | Path, dtype: str = "float32", mesh: MeshConfig | None = None) -> Decoder:

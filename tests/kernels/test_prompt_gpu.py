@@ -37,7 +37,7 @@ def test_logits_are_those_without_a_cache(window):
     plain = define_model(config, execution_on(policy=policy))
     drawn = plain.initialize(jax.random.key(0))
     served = serving_form(plain, execution_on(policy=policy, packed=True))
-    packed = serving_parameters(served, config, drawn)
+    packed = serving_parameters(served, drawn)
 
     @jax.jit
     def whole(parameters, ids):

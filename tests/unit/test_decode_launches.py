@@ -67,7 +67,7 @@ def traced_step(weights: str, sizes: ModelConfig, **how: Any) -> jax.extend.core
 
     def state() -> tuple[Any, DecodeState]:
         drawn = in_format(definition, definition.initialize(jax.random.key(0)), FORMATS[weights])
-        decoder = form.bind(serving_parameters(form, sizes, drawn))
+        decoder = form.bind(serving_parameters(form, drawn))
         graphdef, parameters = nnx.split(decoder)
         graphdefs.append(graphdef)
         caches = decoder.empty_cache(batch=1, num_slots=NUM_SLOTS)
@@ -113,10 +113,11 @@ def test_a_layer_is_seven_kernels(weights, monkeypatch):
         others = [e for e in found if e not in kernels and e.primitive.name not in MOVED]
         for each in others:
             for out in each.outvars:
-                # The plan of who attends to what is some numbers, and one for all layers.
+                # The plan of who attends to what is some numbers, one for all layers; where their
+                # pages lie in the pools, XLA makes in one fusion of all layers.
                 is_number = jnp.issubdtype(out.aval.dtype, jnp.integer) or out.aval.dtype == bool
                 assert is_number, each
-                assert out.aval.size < PAGES, each
+                assert out.aval.size <= PAGES, each
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int4 g128", "fp8"])
@@ -166,7 +167,9 @@ def test_whole_layers_that_are_none_are_refused():
         changed = dataclasses.replace(stack, pattern=(block,), repeats=1)
         with pytest.raises(UnsupportedError, match="whole layers with attention"):
             define_model(dataclasses.replace(config(), stacks=(changed,)), whole)
-    with pytest.raises(UnsupportedError, match="stacked layers"):
-        define_model(config(), whole)
+    block = dataclasses.replace(stack.pattern[0], mixer=dataclasses.replace(ATTENTION, window=100))
+    several = dataclasses.replace(stack, pattern=(stack.pattern[0], block))
+    with pytest.raises(UnsupportedError, match="layers that differ"):
+        define_model(dataclasses.replace(config(), stacks=(several,)), whole)
     with pytest.raises(UnsupportedError, match="not packed"):
         execution_on(policy=policy, whole_layers=True)

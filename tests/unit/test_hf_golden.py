@@ -108,7 +108,7 @@ def test_greedy_continuations(name):
 def test_greedy_continuations_of_the_serving_form(name):
     model = pretrained(name)
     form = serving_form(model.definition, execution_on(packed=True))
-    parameters = serving_parameters(form, model.definition.config, model.parameters)
+    parameters = serving_parameters(form, model.parameters)
     assert_continues(name, form.bind(parameters))
 
 
@@ -187,7 +187,9 @@ def assert_gradients_are_the_reference_s(name, change=lambda gradient: gradient)
             [got.astype(np.float64), *(np.asarray(other[key], np.float64) for other in others)]
         )
         # A token that went to another expert for a rounding would make the bound worth nothing.
-        assert np.max(true.spread) < 3e-5 * np.max(np.abs(exact[key])), f"{name} {key} is not sharp"
+        assert np.max(true.spread) <= 3e-5 * np.max(np.abs(exact[key])), (
+            f"{name} {key} is not sharp"
+        )
         want = Rounded(np.reshape(exact[key], got.shape), true.spread)
         assert_within_rounding(change(got), want, what=f"{name} {key}")
 

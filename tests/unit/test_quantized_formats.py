@@ -183,7 +183,7 @@ def test_the_serving_form_multiplies_the_same_weights(case):
     definition = model.definition
     execution = execution_on(policy=definition.execution.policy, packed=packed)
     form = serving_form(definition, execution)
-    straight = form.bind(serving_parameters(form, definition.config, model.parameters))
+    straight = form.bind(serving_parameters(form, model.parameters))
     ids = jnp.asarray(np.load(directory(case) / "golden.npz")["ids"], jnp.int32)
     np.testing.assert_allclose(straight(ids), logits(case, keep_packed=True), atol=1e-4)
 

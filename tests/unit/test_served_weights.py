@@ -150,7 +150,7 @@ def test_an_engine_on_a_gpu_keeps_what_is_predicted(model, name):
             define_model(config, execution_on(policy=policy)),
             execution_on(policy=policy, packed=True),
         )
-        held = jax.eval_shape(lambda tree: serving_parameters(form, config, tree), loaded)
+        held = jax.eval_shape(lambda tree: serving_parameters(form, tree), loaded)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(held))
     assert weight_bytes(plan_model(config), H200, Serving(weights=name)) == size
 

@@ -49,6 +49,19 @@ def test_a_program_of_shapes_alone_has_its_roles():
     assert report.by_role()[CACHES] == pages
 
 
+def test_a_step_is_given_as_many_arrays_whatever_its_layers():
+    """Each costs the host time at every step, and the longer the more layers there are."""
+
+    def arrays(repeats: int) -> int:
+        (stack,) = CONFIG.stacks
+        config = dataclasses.replace(CONFIG, stacks=(dataclasses.replace(stack, repeats=repeats),))
+        runner = dataclasses.replace(CASE, model=config, is_straight=True).runner()
+        key = next(key for key in runner.keys if key.name == "step" and not key.is_full)
+        return len(jax.tree.leaves(runner.lowered(key).in_avals))
+
+    assert arrays(2) == arrays(5)
+
+
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory):
     """A directory of the model in 4 bits."""

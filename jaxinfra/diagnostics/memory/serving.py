@@ -90,7 +90,7 @@ class ServingCase:
             )
         held = self.weights
         if self.is_straight:
-            made = functools.partial(serving_parameters, form, self.model)
+            made = functools.partial(serving_parameters, form)
             held = jax.eval_shape(made, self.weights)
         return jax.tree.map(lambda leaf: _placed(leaf, placement.replicated), held)
 
