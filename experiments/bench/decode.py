@@ -34,12 +34,16 @@ from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.presets import MODELS
 from jaxinfra.layers.cache import after_pass
 from jaxinfra.models.definition import ModelDefinition, define_model
-from jaxinfra.models.serving_form import serving_form, serving_parameters
+from jaxinfra.models.serving_form import (
+    COMPILER_OPTIONS,
+    serving_form,
+    serving_parameters,
+)
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.engine.weights import NamedArrays
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingNeeds, SamplingRows
-from jaxinfra.serving.steps import DecodeState, StepConfig, decode, prefill
+from jaxinfra.serving.steps import DecodeState, StepConfig, decode_rows, prefill
 from pallas_kernels.hopper.launch import Launches
 
 SHAPES = {
@@ -163,10 +167,10 @@ def step_of(
     tokens = jax.ShapeDtypeStruct(state.positions_B.shape, jnp.int32)
 
     def step(weights: NamedArrays, state: DecodeState, tokens: jax.Array):
-        return decode(weights.state, state, tokens, config=config)
+        return decode_rows(weights.state, state, tokens, config=config)
 
     lowered = jax.jit(step, donate_argnums=1).lower(form.arrays, state, tokens)
-    return lowered.compile(compiler_options=BUFFERS[buffers] or None)
+    return lowered.compile(compiler_options=COMPILER_OPTIONS | BUFFERS[buffers])
 
 
 def timed(step: jax.stages.Compiled, form: Form, make_state, *, steps: int) -> dict[str, Any]:
@@ -259,9 +263,10 @@ def repeatable(form: Form, state: DecodeState, sampling: SamplingConfig) -> jax.
         needs=SamplingNeeds.of([sampling]),
     )
     # Within another program nothing is donated, so that the step can be repeated.
-    kept = jax.jit(functools.partial(decode, config=config))
+    kept = jax.jit(functools.partial(decode_rows, config=config))
     tokens = jax.ShapeDtypeStruct(state.positions_B.shape, jnp.int32)
-    return kept.lower(form.weights, state, tokens).compile(compiler_options=BUFFERS["off"])
+    options = COMPILER_OPTIONS | BUFFERS["off"]
+    return kept.lower(form.weights, state, tokens).compile(compiler_options=options)
 
 
 def profile(step: jax.stages.Compiled, form: Form, make_state, *, top: int) -> dict[str, Any]:

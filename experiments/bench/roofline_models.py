@@ -27,7 +27,7 @@ from jaxinfra.parallel.execution import execution_on
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.model import PlannedModel, find_model
 from jaxinfra.serving.sampling import GREEDY, SamplingNeeds, SamplingRows
-from jaxinfra.serving.steps import DecodeState, StepConfig, decode, prefill
+from jaxinfra.serving.steps import DecodeState, StepConfig, decode, decode_rows, prefill
 from pallas_kernels.common import timing
 
 DECODED = 8  # tokens by which two measurements of decoding differ
@@ -190,6 +190,6 @@ def decode_several(weights, state, tokens, count, *, config: StepConfig) -> jax.
 
     def one(_, carry):
         tokens, state = carry
-        return decode(weights, state, tokens, config=config)
+        return decode_rows(weights, state, tokens, config=config)
 
     return lax.fori_loop(0, count, one, (tokens, state))[0]

@@ -115,7 +115,7 @@ class Bench:
 
     def steps(self, batch: int, context: int, sampling: str) -> dict[str, Any]:
         """Time of a step in which all requests decode."""
-        engine, warm, timed = self.engine, 8, self.args.steps
+        engine, warm, timed = self.engine, self.args.warm_steps, self.args.steps
         lead = warm + timed // 2
         numbers = [
             engine.submit(self.request(context - lead, 4 * timed + warm, SAMPLINGS[sampling]))
@@ -349,6 +349,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.8])
     parser.add_argument("--load-seconds", type=float, default=20.0)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--warm-steps", type=int, default=8, help="before those that are timed")
     parser.add_argument("--few-programs", action="store_true", help="others compile when needed")
     parser.add_argument("--batches", type=int, nargs="+", help="of steps; all by default")
     parser.add_argument("--samplings", nargs="+", default=["greedy", "temperature", "top-p"])

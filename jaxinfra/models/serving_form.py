@@ -31,6 +31,18 @@ from jaxinfra.ops.quantized import (
     concatenated_columns,
 )
 
+COMPILER_OPTIONS = {
+    # A weight is cut out of its stack by the call that reads it. Triton's products would cut it
+    # themselves, each layer's a kernel of its own that is tuned on a copy of the whole stack.
+    "xla_gpu_enable_triton_gemm": False,
+    # Products of one input would be one, of a concatenation that only Triton's do not write out.
+    "xla_gpu_dot_merger_threshold_mb": 0,
+    # It counts pools that are updated in place once for each layer, and computed products twice for
+    # want of memory that nobody needs.
+    "xla_disable_hlo_passes": "rematerialization",
+}
+"""What programs of this form are compiled with; other devices than GPUs do not look at them."""
+
 _PACKED = {"attention": (("query", "key", "value"), -2), "mlp": (("gate", "up"), -1)}
 """What a layer's ``packed`` is made of, and the dim of the weights that they follow one another in,
 which of a bias is the same from the end.

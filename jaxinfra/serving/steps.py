@@ -13,6 +13,7 @@ from jaxtyping import Array, Int, Key
 
 from jaxinfra.core import axes
 from jaxinfra.models.decoder import Decoder, KVCache
+from jaxinfra.models.serving_form import COMPILER_OPTIONS
 from jaxinfra.serving.sampling import SamplingNeeds, SamplingRows, sample
 from jaxinfra.serving.token_history import TokenHistory
 
@@ -63,7 +64,9 @@ def empty_state(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("config", "num_slots"))
+@functools.partial(
+    jax.jit, static_argnames=("config", "num_slots"), compiler_options=COMPILER_OPTIONS
+)
 def prefill(
     parameters: nnx.State,
     ids_BT: Int[Array, "B T"],
@@ -85,7 +88,12 @@ def prefill(
     return _extend(model, state, ids_BT, lengths_B, lengths_B, config)
 
 
-@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("state",))
+@functools.partial(
+    jax.jit,
+    static_argnames=("config",),
+    donate_argnames=("state",),
+    compiler_options=COMPILER_OPTIONS,
+)
 def extend(
     parameters: nnx.State,
     state: DecodeState,
@@ -110,12 +118,11 @@ def extend(
     return _extend(model, _prompted(state, ids_BT, counts_B), ids_BT, counts_B, contexts_B, config)
 
 
-@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("state",))
-def decode(
+def decode_rows(
     parameters: nnx.State, state: DecodeState, tokens_B: Int[Array, "B"], *, config: StepConfig
 ) -> tuple[Int[Array, "B"], DecodeState]:
     """Appends one token to every row; returns the next one, int32 [B], and the new state;
-    ``NO_TOKEN`` where a row's logits are not finite.
+    ``NO_TOKEN`` where a row's logits are not finite. ``decode`` is it compiled.
 
     Rows that are through go on, at no extra cost and to no effect: one that is full stays so.
     """
@@ -125,6 +132,14 @@ def decode(
     if state.history is not None:
         state = dataclasses.replace(state, history=state.history.after(tokens_B, counts_B > 0))
     return _extend(model, state, tokens_B[:, None], counts_B, contexts_B, config)
+
+
+decode = jax.jit(
+    decode_rows,
+    static_argnames=("config",),
+    donate_argnames=("state",),
+    compiler_options=COMPILER_OPTIONS,
+)
 
 
 def _prompted(state: DecodeState, ids_BT: jax.Array, counts_B: jax.Array) -> DecodeState:

@@ -19,6 +19,7 @@ from jaxinfra.numerics.loss_scale import initial_loss_scale, next_loss_scale
 from jaxinfra.numerics.policy import POLICIES, policy_of
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.multiply import multiply
+from jaxinfra.ops.target import H200, compiling_for
 
 EPSILON = float(np.finfo(np.float32).eps)
 SPEC, SHAPES = "BTD,DNH->BTNH", ((3, 20, 16), (16, 4, 5))
@@ -102,6 +103,30 @@ def dynamic(start: float, interval: int) -> PrecisionConfig:
         initial_loss_scale=start,
         growth_interval=interval,
     )
+
+
+def test_one_row_of_a_gpu_is_multiplied_as_two():
+    """Without Triton's products XLA would make an fp32 copy of the weight for one."""
+    recipe = POLICIES[PolicyName.BF16].recipe(Site.LOGITS)
+    x, weight = jnp.arange(8.0).reshape(1, 1, 8), jnp.sin(jnp.arange(40.0)).reshape(5, 8)
+
+    def product(x, weight):
+        return multiply("BTD,VD->BTV", x, weight, recipe=recipe, out=recipe.accum)
+
+    def rows(x):
+        eqns = jax.make_jaxpr(lambda x: product(x, weight))(x).jaxpr.eqns
+        (call,) = [each for each in eqns if each.primitive.name == "custom_vjp_call"]
+        return call.invars[0].aval.shape[0]
+
+    value, gradients = jax.value_and_grad(lambda *a: product(*a).sum(), (0, 1))(x, weight)
+    with compiling_for(H200):
+        assert (rows(x), rows(jnp.concatenate([x] * 3))) == (2, 3)
+        again, others = jax.value_and_grad(lambda *a: product(*a).sum(), (0, 1))(x, weight)
+    assert rows(x) == 1
+    # Sums of 40 products, each below 8, in an order that is the library's.
+    np.testing.assert_allclose(again, value, atol=40 * 8 * 40 * 2.0**-24)
+    for got, want in zip(others, gradients, strict=True):
+        np.testing.assert_allclose(got, want, rtol=8 * 2.0**-23, atol=8 * 2.0**-23)
 
 
 @hypothesis.settings(max_examples=25, deadline=None, derandomize=True)

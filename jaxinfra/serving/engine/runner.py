@@ -15,6 +15,7 @@ from flax import nnx
 
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.models.decoder import Decoder
+from jaxinfra.models.serving_form import COMPILER_OPTIONS
 from jaxinfra.serving.engine import page_moves, programs
 from jaxinfra.serving.engine.drawn import Drawn, of_rows
 from jaxinfra.serving.engine.inputs import RowWriter
@@ -342,7 +343,8 @@ class ModelRunner:
         donated = tuple(
             place for place, each in enumerate(arguments) if each is self._state and key != SAVE
         )
-        return jax.jit(function, donate_argnums=donated).lower(*arguments)
+        jitted = jax.jit(function, donate_argnums=donated, compiler_options=COMPILER_OPTIONS)
+        return jitted.lower(*arguments)
 
 
 def _shapes_of(lowered: jax.stages.Lowered) -> Any:
