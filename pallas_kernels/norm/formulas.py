@@ -4,14 +4,13 @@ Dims: R row, C column, A row or part of a row in a warpgroup, M column of a part
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.rows.formula import Again, Formula, Load, Parts, add, to_columns
+from pallas_kernels.rows.counts import ALL, Counted, share
+from pallas_kernels.rows.formula import Formula, Load, Parts, add, to_columns
 
 type RowArrays = tuple[jax.Array, ...]
 
@@ -43,9 +42,10 @@ def row(norm: NormForm, load: Load) -> jax.Array:
 def forward(norm: NormForm) -> Formula:
     """Inputs x, or both addends of x; vectors scale and bias; results y, and x if it is a sum."""
 
-    def fold(load: Load, vector: Load):
+    def fold(load: Load, vector: Load, counted: Counted = ALL):
         del vector
-        return _spread_of(norm, row(norm, load))
+        x = row(norm, load)
+        return _about_mean(x, counted)[:2] if norm.centered else (jnp.sum(x * x, axis=1),)
 
     def join(parts: Parts, *numbers_P: jax.Array):
         return _mean_and_root(norm, parts, *numbers_P)
@@ -63,7 +63,7 @@ def forward(norm: NormForm) -> Formula:
         num_numbers=2 if norm.centered else 1,
         num_results=2 if norm.residual else 1,
         neutral=None if norm.centered else (0.0, 0.0),
-        apart=_centered_in_two_turns(norm, finish) if norm.centered and not norm.residual else None,
+        uneven=fold if norm.centered else None,
     )  # fmt: skip
 
 
@@ -77,14 +77,13 @@ def backward(norm: NormForm) -> Formula:
     read anyway.
     """
 
-    def fold(load: Load, vector: Load):
+    def fold(load: Load, vector: Load, counted: Counted = ALL):
         x = load(0)
-        g = load(1) * vector(0)
-        numbers_A = _spread_of(norm, x)
+        g = counted.own(load(1)) * vector(0)
         if not norm.centered:
-            return *numbers_A, jnp.sum(g * x, axis=1)
-        apart = x - to_columns(numbers_A[0], x.shape)
-        return *numbers_A, jnp.sum(g, axis=1), jnp.sum(g * apart, axis=1)
+            return jnp.sum(x * x, axis=1), jnp.sum(g * x, axis=1)
+        mean_A, square_A, apart = _about_mean(x, counted)
+        return mean_A, square_A, jnp.sum(g, axis=1), jnp.sum(g * apart, axis=1)
 
     def join(parts: Parts, *numbers_P: jax.Array):
         if not norm.centered:
@@ -119,97 +118,36 @@ def backward(norm: NormForm) -> Formula:
         num_numbers=4 if norm.centered else 2,
         num_sums=2 if norm.biased else 1,
         neutral=None if norm.centered else (0.0, 0.0, 0.0),
-        apart=_gradient_in_two_turns(norm, finish) if norm.centered else None,
+        uneven=fold if norm.centered else None,
     )  # fmt: skip
 
 
-def _centered_in_two_turns(norm: NormForm, finish: Callable[..., Any]) -> Formula:
-    """LayerNorm by the mean first and then the squares about it: sums, to which 0 adds nothing."""
-    per_column = 1.0 / norm.columns
-
-    def root_of(parts: Parts, square_P: jax.Array):
-        return (lax.rsqrt(parts.sum(square_P) * per_column + norm.epsilon),)
-
-    def squares(load: Load, vector: Load, totals: list[jax.Array]):
-        del vector
-        apart = load(0) - totals[0]
-        return (jnp.sum(apart * apart, axis=1),)
-
-    return Formula(
-        name=norm.name,
-        fold=lambda load, vector: (jnp.sum(load(0), axis=1),),
-        merge=add,
-        join=lambda parts, x_P: (parts.sum(x_P) * per_column,),
-        finish=finish,
-        num_numbers=1,
-        again=Again(fold=squares, merge=_add, join=root_of, num_numbers=1),
-        neutral=(0.0,),
-    )
-
-
-def _gradient_in_two_turns(norm: NormForm, finish: Callable[..., Any]) -> Formula:
-    """``backward`` of LayerNorm, likewise."""
-    per_column = 1.0 / norm.columns
-
-    def fold(load: Load, vector: Load):
-        return jnp.sum(load(0), axis=1), jnp.sum(load(1) * vector(0), axis=1)
-
-    def join(parts: Parts, x_P: jax.Array, g_P: jax.Array):
-        return parts.sum(x_P) * per_column, parts.sum(g_P) * per_column
-
-    def fold_again(load: Load, vector: Load, totals: list[jax.Array]):
-        apart = load(0) - totals[0]
-        return jnp.sum(apart * apart, axis=1), jnp.sum(load(1) * vector(0) * apart, axis=1)
-
-    def join_again(parts: Parts, square_P: jax.Array, dot_P: jax.Array):
-        root = lax.rsqrt(parts.sum(square_P) * per_column + norm.epsilon)
-        return root, parts.sum(dot_P) * root * root * root * per_column
-
-    def finish_in_order(load: Load, vector: Load, totals: list[jax.Array]):
-        mean, mean_g, root, slope = totals
-        return finish(load, vector, [mean, root, slope, mean_g * root])
-
-    return Formula(
-        name=f"{norm.name}_gradient",
-        fold=fold, merge=add, join=join, finish=finish_in_order, num_numbers=2,
-        num_sums=2 if norm.biased else 1,
-        again=Again(fold=fold_again, merge=_add, join=join_again, num_numbers=2),
-        neutral=(0.0, 0.0, 0.0),
-    )  # fmt: skip
-
-
-def _add(numbers_A: RowArrays, more_A: RowArrays) -> RowArrays:
-    return tuple(map(jnp.add, numbers_A, more_A))
-
-
-def _spread_of(norm: NormForm, x: jax.Array) -> tuple[jax.Array, ...]:
-    """Of each part: the sum of squares, or its own mean and the sum of squares about that."""
-    if not norm.centered:
-        return (jnp.sum(x * x, axis=1),)
-    mean_A = jnp.sum(x, axis=1) * (1.0 / x.shape[1])
-    apart = x - to_columns(mean_A, x.shape)
-    return mean_A, jnp.sum(apart * apart, axis=1)
+def _about_mean(x: jax.Array, counted: Counted) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of each part: its own mean [A], the sum of squares about that [A], what is squared [A, M]."""
+    mean_A = counted.mean(x)
+    apart = counted.own(x - to_columns(mean_A, x.shape))
+    return mean_A, jnp.sum(apart * apart, axis=1), apart
 
 
 def _merge(seen, columns, numbers_A, more_A):
     """Chan, Golub and LeVeque's update (1979), and for the gradient that of its two sums."""
-    mean_A = numbers_A[0] + (more_A[0] - numbers_A[0]) * (1.0 / (seen + 1))
-    shifts = numbers_A[0] - mean_A, more_A[0] - mean_A
-    apart = more_A[0] - numbers_A[0]
-    square_A = numbers_A[1] + more_A[1] + apart * apart * (columns * seen / (seen + 1))
+    apart, part = more_A[0] - numbers_A[0], share(columns, seen)
+    mean_A = numbers_A[0] + apart * part
+    square_A = numbers_A[1] + more_A[1] + apart * apart * (seen * part)
     if len(numbers_A) == 2:
         return mean_A, square_A
+    shifts = numbers_A[0] - mean_A, more_A[0] - mean_A
     dots = [n[3] + shift * n[2] for n, shift in zip((numbers_A, more_A), shifts, strict=True)]
     return mean_A, square_A, numbers_A[2] + more_A[2], dots[0] + dots[1]
 
 
 def _mean_and_root(norm: NormForm, parts: Parts, *numbers_P: jax.Array) -> tuple[jax.Array, ...]:
-    """Of the row; RMSNorm has no mean. Parts of equal size are joined as tiles are merged."""
+    """Of the row; RMSNorm has no mean. Parts are joined as tiles are merged."""
     if not norm.centered:
         (square_P,) = numbers_P
         return (lax.rsqrt(parts.sum(square_P) * (1.0 / norm.columns) + norm.epsilon),)
     mean_P, square_P = numbers_P
-    mean = parts.mean(mean_P)
+    mean = parts.mean(norm.columns, mean_P)
     apart_P = mean_P - parts.spread(mean, mean_P)
     square = parts.sum(square_P + apart_P * apart_P * parts.size(norm.columns, mean_P))
     return mean, lax.rsqrt(square * (1.0 / norm.columns) + norm.epsilon)

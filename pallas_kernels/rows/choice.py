@@ -115,9 +115,7 @@ def _of_any_length(
             # 53,248 columns, percent of a copy's rate: RMSNorm 83 instead of 30, its gradient 77
             # instead of 25; softmax's gradient of 120,832 97 instead of 44.
             return flat if flat is not None and rows * call.columns <= MOST_ODD else instead
-        # LayerNorm's two exchanges of two blocks: 47 and 42% of 50,257 and 100,003 columns.
-        slow = flat is not None and flat.cluster > 1 and call.num_vectors > 1
-        if flat is not None and not slow:
+        if flat is not None:
             return flat
         form = "windows" if call.num_inputs > 1 and call.columns >= LEAST_IN_WINDOWS else "columns"
     return _odd(rows if form == "windows" else 1, call)
@@ -191,7 +189,7 @@ def _odd(rows: int, call: RowCall) -> Odd | None:
     Vectors divide so many rows together. For formulas that can leave columns out, of 128 columns
     on. None if there are none.
     """
-    fits = call.has_neutral and not call.num_masks and call.over_inputs
+    fits = call.may_cut and not call.num_masks and call.over_inputs
     if not fits or not WARPS * LANES <= call.columns <= LONGEST_ROW:
         return None
     most = MOST_KEPT // call.num_inputs

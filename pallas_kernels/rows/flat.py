@@ -20,7 +20,6 @@ import dataclasses
 import functools
 import types
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +31,14 @@ from pallas_kernels.hopper.machine import WARPS
 from pallas_kernels.hopper.mosaic import plgpu
 
 from .config import Flat, tile_layout
+from .counts import Counted, flat_bounds, members_and_warps, of_tiles, warps, within
 from .exchange import receive, send
 from .flat_copies import FlatCopies
 from .flat_interpreted import InterpretedCopies
 from .flat_order import Order, period_of, reach_of, unit_of
 from .flat_registers import added, masked, read, write
 from .flat_vectors import Vectors
-from .formula import Formula, Parts, RowCall, compiler_params, to_columns
+from .formula import Formula, Parts, RowCall, compiler_params, to_columns, to_parts
 from .smem import BARRIER_WORDS, REDUCTION_BYTES, flat_scratch
 
 
@@ -50,16 +50,16 @@ def flat_rows(
     vectors_C: Sequence[jax.Array] = (),
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Results and partial sums; arguments as in ``apply.apply_rows``."""
-    formula = formula.apart or formula
     c, (num_rows, columns), dtype = config, inputs_RC[0].shape, inputs_RC[0].dtype
-    assert formula.neutral is not None, "columns that must not count have no value in this formula"
+    assert formula.may_cut, "columns that must not count have no value in this formula"
+    assert formula.again is None
     assert formula.first_dtype is None
     assert formula.num_row_results == 0
     assert not (formula.num_sums and c.by_warps), "sums of four rows"
     call = RowCall.of(formula, inputs_RC, vectors_C)
+    assert not (formula.uneven and c.by_warps) or call.has_columns, "warps' rows of several shifts"
     assert reach_of(c, call) <= c.columns, (columns, c)
     assert c.slots >= c.chunks * (2 if c.ahead else 1), c
-    assert formula.again is None or not c.ahead
     order = Order(config=c, num_rows=num_rows, period=period_of(c, call))
     unit = unit_of(c, call)
     kernel = _Flat(f=formula, c=c, order=order, columns=columns, dtype=dtype, unit=unit)
@@ -158,7 +158,6 @@ class _Team:
         self.copies = kernel.copies
         self.layout = tile_layout(self.c.vector)
         self.shape = (WARPS, self.c.tile)
-        self.parts = Parts(whole=self.c.by_warps)
         self.order, self.stride = kernel.order, kernel.order.stride
         left = jnp.maximum(self.order.num_turns - self.first + self.stride - 1, 0)
         self.count = lax.div(left, self.stride)
@@ -212,31 +211,32 @@ class _Team:
         """The i-th row, or the first warp's."""
         return self.order.row(self.first + i * self.stride)
 
+    @property
+    def member(self):
+        """This warpgroup's number among all that share a row."""
+        return self.me.rank * self.c.members + self.me.wg
+
     def column(self, chunk):
         """Where a chunk begins in a row."""
-        member = self.me.rank * self.c.members + self.me.wg
-        return (member * self.c.chunks + chunk) * self.c.piece
+        return (self.member * self.c.chunks + chunk) * self.c.piece
 
     def barrier(self, slot):
         if self.c.interpretable:
             return self.smem.full.at[self.wg * self.c.slots + slot]
         return self.smem.full.at[self.wg, pl.ds(BARRIER_WORDS * slot, BARRIER_WORDS)]
 
-    def input_of(self, i, chunk, fill: Sequence[Any] | None = None):
-        """Loads inputs of a chunk of the i-th row; what is not the row's becomes fill."""
+    def input_of(self, i, chunk):
+        """Loads inputs of a chunk of the i-th row."""
         slot = self.slot(i, chunk)
+        return lambda j: self.read(i, self.slots[j].at[slot]).astype(jnp.float32)
 
-        def load(j):
-            x = self.read(i, self.slots[j].at[slot]).astype(jnp.float32)
-            if fill is None:
-                return x
-            if isinstance(self.copies, InterpretedCopies):
-                return jnp.where(self.counts(i, chunk), x, fill[j])
-            place = {"row": self.row(i), "column": self.column(chunk)}
-            sure, vector = self.sure(chunk), self.c.vector
-            return masked(self.copies, x, fill[j], **place, vector=vector, sure=sure)
-
-        return load
+    def own(self, i, chunk, x, fill: float = 0.0):
+        """x [A, M] of a chunk in what is the i-th row's, fill elsewhere."""
+        if isinstance(self.copies, InterpretedCopies):
+            return jnp.where(self.counts(i, chunk), x, fill)
+        place = {"row": self.row(i), "column": self.column(chunk)}
+        sure, vector = self.sure(chunk), self.c.vector
+        return masked(self.copies, x, fill, **place, vector=vector, sure=sure)
 
     def shift(self, row):
         """Elements of a row's first unit that belong to the row before."""
@@ -254,6 +254,22 @@ class _Team:
             at = warp * self.c.tile + at
         begin = self.shift(row) - column
         return (at >= begin) & (at < begin + self.k.columns)
+
+    def columns_of(self, i, member, warp, chunk):
+        """fp32: columns of a warp's part of a chunk that are the i-th row's."""
+        c = self.c
+        bounds = flat_bounds(c, self.k.columns, self.shift(self.row(i)), member, chunk)
+        return within(warp * c.tile, c.tile, bounds)
+
+    def parts(self, i) -> Parts:
+        """Of the i-th row."""
+        c = self.c
+        whole = [self.whole(k) for k in range(c.chunks)]
+        if c.by_warps or self.f.uneven is None or all(whole):
+            return Parts(whole=c.by_warps)
+        places_P = members_and_warps(c.cluster * c.members * WARPS)
+        count = functools.partial(self.columns_of, i, *places_P)
+        return Parts(whole=False, counts=of_tiles(c.tile, whole, count))
 
     def read(self, i, slot):
         """A chunk [A, M] of the i-th row."""
@@ -273,15 +289,6 @@ class _Team:
         """Whether all elements of a chunk are the row's, of any warpgroup and row."""
         begins = self.k.columns % self.k.unit > 0 and chunk == 0
         return self.sure(chunk) == self.c.piece and not begins
-
-    def merged(self, look, merge):
-        """The numbers of a row's chunks; ``look(chunk, cut=)`` finds those of one."""
-
-        def step(chunk, numbers, *, cut):
-            more = look(chunk, cut=cut)
-            return merge(numbers, more) if numbers else more
-
-        return self.over_chunks(step, ())
 
     def over_chunks(self, step, carry):
         """Chunks one after another, in loops where nothing of a chunk is in registers."""
@@ -308,11 +315,26 @@ class _Team:
             self.copies.wait(self.barrier(self.slot(i, chunk)), lax.rem(turn, 2))
             if cut and isinstance(self.copies, FlatCopies) and self.copies.odd_end:
                 self.complete(self.copies, i, chunk)
-            fill = f.neutral if cut else None
-            return f.fold(self.input_of(i, chunk, fill), self.vectors.of(chunk))
+            load, vector, columns = self.input_of(i, chunk), self.vectors.of(chunk), c.tile
+            if not cut:
+                return columns, f.fold(load, vector)
+            if f.uneven is not None:
+                warp = 0 if c.by_warps else warps(self.layout)
+                columns = to_parts(self.columns_of(i, self.member, warp, chunk), self.layout)
+            counted = Counted(columns=columns, own=functools.partial(self.own, i, chunk))
+            return columns, f.fold_cut(load, vector, counted)
 
-        numbers = self.merged(look, lambda found, more: f.merge(0, c.tile, found, more))
-        return self.send(i * f.num_turns, numbers)
+        def step(chunk, found, *, cut):
+            columns, more = look(chunk, cut=cut)
+            if found is None:
+                if not self.static:  # loops carry arrays
+                    columns = to_parts(jnp.asarray(columns, jnp.float32), self.layout)
+                return columns, more
+            seen, numbers = found
+            return seen + columns, f.merge(seen, columns, numbers, more)
+
+        _, numbers = self.over_chunks(step, None)
+        return self.send(i, numbers)
 
     def complete(self, copies: FlatCopies, i, chunk) -> None:
         """Loads what is behind the last word of the arrays, where that is the i-th row's end."""
@@ -325,21 +347,6 @@ class _Team:
             slots = [x.at[slot] for x in self.slots]
             copies.complete(self.gmem.inputs, slots, row=row, column=self.column(chunk))
 
-    def fold_again(self, again, i, totals):
-        """More totals of the i-th row, that need the first."""
-        neutral = self.f.neutral
-        assert neutral is not None
-        # The first is the mean, from which the mean is apart by nothing.
-        fill = (totals[0], *neutral[1:])
-
-        def look(chunk, *, cut):
-            load = self.input_of(i, chunk, fill if cut else None)
-            return again.fold(load, self.vectors.of(chunk), totals)
-
-        turn = i * self.f.num_turns + 1
-        numbers = self.send(turn, self.merged(look, again.merge))
-        return again.join(self.parts, *self.receive(turn, again.num_numbers, numbers))
-
     def slot(self, i, chunk):
         return lax.rem(i * self.c.chunks + chunk, self.c.slots)
 
@@ -349,19 +356,16 @@ class _Team:
         send(self.c, self.smem, self.me, i, numbers, self.team)
         return None
 
-    def receive(self, i, num_numbers: int, numbers):
+    def receive(self, i, numbers):
         if self.c.by_warps:
             return numbers
-        return receive(self.c, self.smem, i, num_numbers, self.team)
+        return receive(self.c, self.smem, i, self.f.num_numbers, self.team)
 
     def finish(self, i, sums, numbers=None):
         """Writes the i-th row's results; the sums with its own added."""
         f, c = self.f, self.c
-        found = self.receive(i * f.num_turns, f.num_numbers, numbers)
-        totals = [to_columns(x, self.shape) for x in f.join(self.parts, *found)]
-        if f.again is not None:
-            more = self.fold_again(f.again, i, totals)
-            totals += [to_columns(x, self.shape) for x in more]
+        found = f.join(self.parts(i), *self.receive(i, numbers))
+        totals = [to_columns(x, self.shape) for x in found]
 
         def step(chunk, sums, *, cut):
             results, addends = f.finish(self.input_of(i, chunk), self.vectors.of(chunk), totals)

@@ -58,7 +58,7 @@ def flat_for(call: RowCall) -> Flat | None:
 
     From ``SHORTEST`` columns on.
     """
-    fits = call.has_neutral and not call.num_masks and call.over_inputs
+    fits = call.may_cut and not call.num_masks and call.over_inputs
     if not fits or not SHORTEST <= call.columns <= LONGEST_ROW:
         return None
     per_row = call.columns * call.itemsize * max(call.num_inputs, call.num_vectors)
@@ -164,13 +164,13 @@ def _filled(c: Flat, call: RowCall, lead: int) -> Flat | None:
 
 def _may_fold_ahead(c: Flat, call: RowCall) -> bool:
     """Beside sums, as ``wide``: two of them, or a third input, leave no registers."""
-    return c.cluster > 1 and call.num_turns_cut == 1 and (call.num_sums == 0 or _is_lean(call))
+    return c.cluster > 1 and (call.num_sums == 0 or _is_lean(call))
 
 
 def _waits(c: Flat, call: RowCall) -> bool:
     """Whether more blocks, which could fold a row ahead, are faster than these, which cannot."""
     could = _is_lean(call) or (call.num_vectors == 1 and not call.num_sums)
-    if c.ahead or not could or call.num_turns_cut > 1 or call.columns <= LONGEST_IN_BLOCK:
+    if c.ahead or not could or call.columns <= LONGEST_IN_BLOCK:
         return False
     if not call.num_sums:
         return c.cluster > 2

@@ -54,26 +54,21 @@ def read(
 
 
 def masked(
-    copies: FlatCopies, x: Any, fill: float | Any, *, row: Any, column: Any, vector: int, sure: int
+    copies: FlatCopies, x: Any, fill: float, *, row: Any, column: Any, vector: int, sure: int
 ) -> jax.Array:
-    """A chunk [A, M] in which what is a neighbor's is fill, a number or [A, M].
+    """A chunk [A, M] in which what is a neighbor's is fill.
 
     Args:
         sure: elements that are not behind the row's end, of any row and warpgroup.
     """
     layout = tile_layout(vector)
-    fills = [] if isinstance(fill, float) else [plgpu.layout_cast(fill, layout)]
     kind = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
 
-    @plgpu.inline_mgpu(arg_types=((layout,) * (1 + len(fills)), *kinds(2, 0)), return_type=kind)
-    def masked(_, arrays, row, column):
-        x, *fills = arrays
+    @plgpu.inline_mgpu(arg_types=(layout, *kinds(2, 0)), return_type=kind)
+    def masked(_, x, row, column):
         found, place = list(x.registers.flat), (value(row), value(column))
         for k, holds in doubtful(copies, place, x.shape[1], vector, sure).items():
-            if fills:
-                other = fills[0].registers.flat[k]
-            else:
-                other = vectors.broadcast(found[k].type, mgpu.c(fill, ir.F32Type.get()))
+            other = vectors.broadcast(found[k].type, mgpu.c(fill, ir.F32Type.get()))
             taken = holds[0]
             if len(holds) > 1:
                 each = ir.VectorType.get((vector,), ir.IntegerType.get_signless(1))
@@ -82,7 +77,7 @@ def masked(
         registers = np.array(found, dtype=object).reshape(x.registers.shape)
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
-    return masked((x, *fills), row, column)
+    return masked(x, row, column)
 
 
 def write(

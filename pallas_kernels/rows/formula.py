@@ -2,7 +2,8 @@
 
 A row is in parts, each in the registers of one warp. A formula folds a part into a few numbers,
 joins the numbers of all parts into totals of the row, and finishes each part with these. One
-formula serves ``blocks``, ``stream``, ``wide``, ``twice``, ``flat`` and ``odd``.
+formula serves ``blocks``, ``stream``, ``wide``, ``twice``, ``flat`` and ``odd``. The last two leave
+columns out: parts then differ in size (``counts``).
 
 Dims: A row or part that a warpgroup holds, M column of a part, P part of a row.
 """
@@ -17,6 +18,8 @@ from jax import lax
 from pallas_kernels.hopper.machine import WARPS
 from pallas_kernels.hopper.mosaic import plgpu
 
+from .counts import Counted
+
 MASK = jnp.dtype(jnp.int8)
 """Of masks: a byte an element; the GPU's kernels read no bool."""
 
@@ -29,6 +32,7 @@ class Parts:
     """How the numbers of a row's parts are brought together: along the last dim, P."""
 
     whole: bool  # rows in one part: nothing is brought together
+    counts: jax.Array | None = None  # fp32 [P]: columns of each; None: all have as many
 
     def sum(self, x: jax.Array) -> jax.Array:
         """[..., P] to [...]."""
@@ -38,17 +42,23 @@ class Parts:
         """[..., P] to [...]."""
         return x if self.whole else jnp.max(x, axis=-1)
 
-    def mean(self, x: jax.Array) -> jax.Array:
-        """[..., P] to [...]."""
-        return x if self.whole else jnp.sum(x, axis=-1) * (1.0 / x.shape[-1])
+    def mean(self, columns: int, x: jax.Array) -> jax.Array:
+        """[..., P] to [...], by columns."""
+        if self.whole:
+            return x
+        if self.counts is None:
+            return jnp.sum(x, axis=-1) * (1.0 / x.shape[-1])
+        return jnp.sum(x * self.counts, axis=-1) * (1.0 / columns)
 
     def spread(self, total: jax.Array, x: jax.Array) -> jax.Array:
         """[...] to x's [..., P]."""
         return total if self.whole else lax.broadcast_in_dim(total, x.shape, range(total.ndim))
 
-    def size(self, columns: int, x: jax.Array) -> int:
-        """Columns of a part."""
-        return columns if self.whole else columns // x.shape[-1]
+    def size(self, columns: int, x: jax.Array) -> int | jax.Array:
+        """Columns of a part, or of each."""
+        if self.whole:
+            return columns
+        return columns // x.shape[-1] if self.counts is None else self.counts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +83,8 @@ class Formula:
     fold: Callable[[Load, Load], tuple[jax.Array, ...]]
     """(inputs, vectors) to numbers of each part, [A] each."""
     merge: Callable[..., tuple[jax.Array, ...]]
-    """(k, columns, numbers of k tiles of a part, numbers of one more) to those of k + 1, [A]."""
+    """(columns of a part's tiles so far, columns of one more, numbers of the former, of the latter)
+    to numbers of all, [A]. Columns are static or fp32 [A]."""
     join: Callable[..., tuple[jax.Array, ...]]
     """(parts, *numbers of all parts [..., P]) to totals [...]."""
     finish: Callable[..., tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]]
@@ -86,10 +97,10 @@ class Formula:
     first_dtype: jnp.dtype | None = None
     """Of the first result; the others', and by default this one's, is the inputs'."""
     neutral: tuple[float, ...] | None = None
-    """What each input would be in columns that do not count in ``fold``; None if nothing serves. In
-    a second turn it is the first total for the first input."""
-    apart: "Formula | None" = None
-    """Computes the same and has ``neutral``, where this one has not."""
+    """What each input would be in columns that do not count in ``fold``; None if nothing serves."""
+    uneven: Callable[[Load, Load, Counted], tuple[jax.Array, ...]] | None = None
+    """(inputs, vectors, what counts) to ``fold``'s numbers of the columns that count, where nothing
+    is neutral; ``merge`` and ``join`` go by how many these are."""
     num_row_results: int = 0
     """How many of the last totals are results as well, fp32 [R], after the others."""
 
@@ -97,6 +108,19 @@ class Formula:
     def num_turns(self) -> int:
         """Over a row, before it is finished."""
         return 1 if self.again is None else 2
+
+    @property
+    def may_cut(self) -> bool:
+        """Whether columns can be left out."""
+        return self.neutral is not None or self.uneven is not None
+
+    def fold_cut(self, load: Load, vector: Load, counted: Counted) -> tuple[jax.Array, ...]:
+        """``fold`` of a tile in which some columns do not count."""
+        if self.uneven is not None:
+            return self.uneven(load, vector, counted)
+        neutral = self.neutral
+        assert neutral is not None, "columns that must not count have no value in this formula"
+        return self.fold(lambda j: counted.own(load(j), neutral[j]), vector)
 
     def dtypes(self, dtype: jnp.dtype) -> tuple[jnp.dtype, ...]:
         """Of the results [R, C], by the inputs'."""
@@ -116,8 +140,7 @@ class RowCall:
     num_sums: int = 0  # arrays of [columns] that it sums over rows, fp32
     num_turns: int = 1  # over a row, before it is finished
     over_inputs: bool = True  # results fit where inputs were
-    has_neutral: bool = False  # columns can be left out of ``Formula.fold``
-    num_turns_cut: int = 1  # over a row of which columns are left out
+    may_cut: bool = False  # columns can be left out
 
     @classmethod
     def of(
@@ -132,8 +155,7 @@ class RowCall:
             num_numbers=formula.num_numbers, num_sums=formula.num_sums,
             num_turns=formula.num_turns,
             over_inputs=formula.first_dtype is None and not formula.num_row_results,
-            has_neutral=(formula.apart or formula).neutral is not None,
-            num_turns_cut=(formula.apart or formula).num_turns,
+            may_cut=formula.may_cut,
         )  # fmt: skip
         assert dtypes == list(call.dtypes), f"{dtypes} are not of one dtype and then masks"
         return call

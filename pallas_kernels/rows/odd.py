@@ -27,8 +27,9 @@ from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.registers import write_registers
 
 from .config import Odd, lane_layout, tile_layout
+from .counts import Counted, members_and_warps, odd_bounds, of_tiles, warps, within
 from .edges import write_between
-from .formula import Formula, Parts, RowCall, compiler_params, to_columns
+from .formula import Formula, Parts, RowCall, compiler_params, to_columns, to_parts
 from .smem import REDUCTION_BYTES, TURNS, odd_scratch
 
 
@@ -40,8 +41,8 @@ def odd_rows(
     vectors_C: Sequence[jax.Array] = (),
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Results and partial sums; arguments as in ``apply.apply_rows``."""
-    formula = formula.apart or formula
-    assert formula.neutral is not None, "columns that must not count have no value in this formula"
+    assert formula.may_cut, "columns that must not count have no value in this formula"
+    assert formula.again is None
     (num_rows, columns), dtype = inputs_RC[0].shape, inputs_RC[0].dtype
     assert num_rows * columns % config.vector == 0, "the last window would reach beyond the array"
     assert not (formula.num_sums and columns % config.vector), "sums of shifted columns"
@@ -122,13 +123,24 @@ class _Row:
         """Where the i-th tile of this warpgroup begins in the window; the bounds, in the tile, of
         the columns that count.
         """
-        wanted = (i * self.c.warpgroups + self.wg) * self.c.columns
-        end = self.shift + self.columns
-        whole = lax.div(end + self.c.vector - 1, self.c.vector) * self.c.vector
-        start = pl.multiple_of(jnp.minimum(wanted, whole - self.c.columns), self.c.vector)
-        return start, (jnp.maximum(wanted, self.shift) - start, end - start)
+        start, bounds = odd_bounds(self.c, self.columns, self.shift, self.wg, i)
+        return pl.multiple_of(start, self.c.vector), bounds
 
-    def own(self, x, bounds, fill):
+    def parts(self) -> Parts:
+        """Of the row."""
+        c = self.c
+        if self.f.uneven is None:
+            return Parts(whole=False)
+        member_P, warp_P = members_and_warps(c.warpgroups * WARPS)
+
+        def count(i):
+            _, bounds = odd_bounds(c, self.columns, self.shift, member_P, i)
+            return within(warp_P * c.tile, c.tile, bounds)
+
+        whole = [self.is_whole(i) for i in range(c.tiles)]
+        return Parts(whole=False, counts=of_tiles(c.tile, whole, count))
+
+    def own(self, bounds, x, fill=0.0):
         """x [A, M] in the columns within bounds, ``fill`` elsewhere."""
         warp, column = (
             plgpu.broadcasted_iota(jnp.int32, self.shape, dim, layout=self.layout) for dim in (0, 1)
@@ -155,7 +167,7 @@ class _Row:
         if self.shifts:
             bounds = self.shift - start, self.shift + self.columns - start
             if self.c.interpretable:
-                value = self.own(value, bounds, self.load(place))
+                value = self.own(bounds, value, self.load(place))
             else:
                 write_between(value, place, bounds, vector=self.c.vector)
                 return
@@ -174,42 +186,37 @@ class _Row:
         start = pl.multiple_of(self.shift * self.c.window(self.columns) + start, self.c.vector)
         return lambda j: self.load(self.gmem.vectors[j].at[pl.ds(start, self.c.columns)])
 
-    def fold(self, tiles, i, *, whole: bool, totals=()):
-        """The numbers of the i-th tile, given its inputs; of a second turn, given totals."""
+    def fold(self, tiles, i, *, whole: bool):
+        """How many columns of the i-th tile count, and its numbers, given its inputs."""
         start, bounds = self.place(i)
-        neutral = self.f.neutral
-        assert neutral is not None
-        if totals:  # the first is the mean, from which the mean is apart by nothing
-            neutral = (totals[0], *neutral[1:])
+        load, vector, columns = self.inputs(tiles), self.vectors(start), self.c.tile
+        if whole:
+            return columns, self.f.fold(load, vector)
+        if self.f.uneven is not None:
+            columns = within(warps(self.layout) * self.c.tile, self.c.tile, bounds)
+        counted = Counted(columns=columns, own=functools.partial(self.own, bounds))
+        return columns, self.f.fold_cut(load, vector, counted)
 
-        def load(j):
-            x = tiles[j].astype(jnp.float32)
-            return x if whole else self.own(x, bounds, neutral[j])
-
-        if totals:
-            assert self.f.again is not None
-            return self.f.again.fold(load, self.vectors(start), totals)
-        return self.f.fold(load, self.vectors(start))
+    def inputs(self, tiles):
+        """Loads of a tile, given its inputs."""
+        return lambda j: tiles[j].astype(jnp.float32)
 
     def is_whole(self, i: int) -> bool:
         """Whether all columns of the i-th tile count, of any warpgroup and row."""
         return i < self.c.tiles - 1 and not (self.shifts and i == 0)
 
-    def merge(self, i, numbers, more, totals=()):
-        """The numbers of i tiles and of one more."""
-        if totals:
-            assert self.f.again is not None
-            return self.f.again.merge(numbers, more)
-        return self.f.merge(i, self.c.tile, numbers, more)
+    def merge(self, found, more):
+        """Columns and numbers of some tiles, and those of one more."""
+        (seen, numbers), (columns, of_one) = found, more
+        return seen + columns, self.f.merge(seen, columns, numbers, of_one)
 
     def finish(self, tiles, row, i, totals):
         """Writes the results of the i-th tile; what is summed over rows."""
         start, bounds = self.place(i)
-        load = lambda j: tiles[j].astype(jnp.float32)  # noqa: E731
-        results, addends = self.f.finish(load, self.vectors(start), totals)
+        results, addends = self.f.finish(self.inputs(tiles), self.vectors(start), totals)
         for out, result in zip(self.gmem.results, results, strict=True):
             self.write(result.astype(out.dtype), out, row, start)
-        return [self.own(x, bounds, 0.0) for x in addends]
+        return [self.own(bounds, x) for x in addends]
 
     def work(self, row, turn, sums):
         """One row; the sums with its own added."""
@@ -222,13 +229,8 @@ class _Row:
             [self.read(x, row, self.place(i)[0]) for x in self.gmem.inputs] for i in range(c.tiles)
         ]
 
-        def numbers(totals=()):
-            found = ()
-            for i in range(c.tiles):
-                more = self.fold(tiles[i], i, whole=self.is_whole(i), totals=totals)
-                found = self.merge(i, found, more, totals) if i else more
-            return found
-
+        folds = (self.fold(tiles[i], i, whole=self.is_whole(i)) for i in range(c.tiles))
+        _, numbers = functools.reduce(self.merge, folds)
         totals = self.together(turn, numbers)
         added = []
         for i in range(c.tiles):
@@ -250,25 +252,23 @@ class _Row:
             refs = [ref.at[i - again] for ref in held]
             return [plgpu.load(ref, layout=self.layout, optimized=False) for ref in refs]
 
-        def look(i, *, stays, whole, totals):
-            tiles = kept(i) if totals and stays else read(i)
-            if stays and not totals:
+        def look(i, *, stays, whole):
+            tiles = read(i)
+            if stays:
                 for x, ref in zip(tiles, held, strict=True):
                     write_registers(x, ref.at[i - again])
-            return self.fold(tiles, i, whole=whole, totals=totals)
+            return self.fold(tiles, i, whole=whole)
 
-        def numbers(totals=()):
-            def merge(i, found, *, stays, whole=True):
-                more = look(i, stays=stays, whole=whole, totals=totals)
-                return self.merge(i, found, more, totals)
+        def merge(i, found, *, stays, whole=True):
+            return self.merge(found, look(i, stays=stays, whole=whole))
 
-            last = c.tiles - 1
-            found = look(jnp.int32(0), stays=again == 0, whole=self.is_whole(0), totals=totals)
-            found = lax.fori_loop(1, again, functools.partial(merge, stays=False), found)
-            stay = functools.partial(merge, stays=True)
-            found = lax.fori_loop(max(again, 1), last, stay, found)
-            return stay(jnp.int32(last), found, whole=False) if last else found
-
+        last = c.tiles - 1
+        columns, numbers = look(jnp.int32(0), stays=again == 0, whole=self.is_whole(0))
+        found = to_parts(jnp.asarray(columns, jnp.float32), self.layout), numbers
+        found = lax.fori_loop(1, again, functools.partial(merge, stays=False), found)
+        stay = functools.partial(merge, stays=True)
+        found = lax.fori_loop(max(again, 1), last, stay, found)
+        _, numbers = stay(jnp.int32(last), found, whole=False) if last else found
         totals = self.together(turn, numbers)
 
         def finish(i, _, tiles):
@@ -279,15 +279,9 @@ class _Row:
         return lax.fori_loop(again, c.tiles, functools.partial(finish, tiles=kept), ())
 
     def together(self, turn, numbers):
-        """Totals [A, M] of the row, from the numbers of all its warpgroups in each turn over it."""
-        f = self.f
-        found = f.join(Parts(whole=False), *self.exchange(turn * f.num_turns, numbers()))
-        totals = [to_columns(x, self.shape) for x in found]
-        if f.again is None:
-            return totals
-        more = self.exchange(turn * f.num_turns + 1, numbers(totals))
-        found = f.again.join(Parts(whole=False), *more)
-        return totals + [to_columns(x, self.shape) for x in found]
+        """Totals [A, M] of the row, from the numbers of all its warpgroups."""
+        found = self.f.join(self.parts(), *self.exchange(turn, numbers))
+        return [to_columns(x, self.shape) for x in found]
 
     def exchange(self, turn, numbers):
         """The numbers of all warps of the row, [P] each."""

@@ -112,7 +112,7 @@ def _run(f: Formula, c: Twice, sizes: tuple[int, int], gmem, smem) -> None:
             return numbers
 
         def merge(chunk, numbers):
-            seen_A = lax.broadcast_in_dim(chunk.astype(jnp.float32), (WARPS,), ())
+            seen_A = lax.broadcast_in_dim((chunk * c.tile).astype(jnp.float32), (WARPS,), ())
             return f.merge(seen_A, c.tile, numbers, fold(chunk))
 
         send(c, smem, me, i * f.num_turns, lax.fori_loop(1, c.chunks, merge, fold(0)))

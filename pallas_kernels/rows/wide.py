@@ -133,7 +133,7 @@ class _Wide:
                 plgpu.barrier_wait(smem.full.at[me.wg * c.slots + slot])
                 for tile in range(c.tiles):
                     more = f.fold(input_of(slot, tile), vector_of(chunk, tile))
-                    seen = chunk * c.tiles + tile
+                    seen = (chunk * c.tiles + tile) * c.tile
                     numbers = f.merge(seen, c.tile, numbers, more) if numbers else more
             assert numbers is not None
             send(c, smem, me, i * f.num_turns, numbers)

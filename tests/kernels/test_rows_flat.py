@@ -194,8 +194,9 @@ def test_every_choice_fits(dtype):
         for name, call in calls(columns, dtype).items():
             c = flat_for(call)
             if c is None:
-                lacks = call.num_masks or not call.over_inputs or not call.has_neutral
-                assert call.num_sums or lacks or dtype == jnp.float32, (columns, name)
+                lacks = call.num_masks or not call.over_inputs or not call.may_cut
+                full = call.num_sums or call.num_inputs * call.num_vectors > 2
+                assert full or lacks or dtype == jnp.float32, (columns, name)
                 continue
             what = f"{name} of {columns}: {c}"
             assert smem_bytes(c, call) <= SMEM_BYTES, what
@@ -205,7 +206,7 @@ def test_every_choice_fits(dtype):
 
 
 def test_what_was_timed_is_taken():
-    """bf16 of 1,000 columns on; two blocks that share a row of LayerNorm were slower."""
+    """bf16 of 1,000 columns on."""
     for columns, names in (
         (5001, {"softmax", "softmax_gradient", "log_softmax_gradient", "rms_norm", "layer_norm",
                 "rms_norm_gradient", "layer_norm_gradient"}),
@@ -213,7 +214,7 @@ def test_what_was_timed_is_taken():
                  "rms_norm_gradient", "layer_norm_gradient"}),
         (126976, {"softmax", "softmax_gradient", "log_softmax_gradient", "rms_norm", "layer_norm",
                   "rms_norm_gradient", "layer_norm_gradient"}),
-        (100003, {"softmax", "softmax_gradient", "log_softmax_gradient", "rms_norm",
+        (100003, {"softmax", "softmax_gradient", "log_softmax_gradient", "rms_norm", "layer_norm",
                   "rms_norm_gradient", "layer_norm_gradient"}),
         (999, set()),
     ):  # fmt: skip
