@@ -163,8 +163,10 @@ def _filled(c: Flat, call: RowCall, lead: int) -> Flat | None:
 
 
 def _may_fold_ahead(c: Flat, call: RowCall) -> bool:
-    """Beside sums, as ``wide``: two of them, or a third input, leave no registers."""
-    return c.cluster > 1 and (call.num_sums == 0 or _is_lean(call))
+    """Beside sums, as ``wide``: two of them, or a third input, leave no registers. Nor do a scale
+    and a bias: LayerNorm of 100,003 columns reaches 58% of a copy's rate without, 41% with.
+    """
+    return c.cluster > 1 and call.num_vectors < 2 and (call.num_sums == 0 or _is_lean(call))
 
 
 def _waits(c: Flat, call: RowCall) -> bool:
