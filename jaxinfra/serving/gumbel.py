@@ -34,7 +34,7 @@ def gumbel_of_bits(
 
     The largest noise comes from x near 0, which has all digits of fp32 there; 45 is the most.
     """
-    unit = np.float32(2.0**-32)
-    x = high.astype(jnp.float32) * unit + (low.astype(jnp.float32) + np.float32(0.5)) * unit**2
+    unit, half = np.float32(2.0**-32), np.float32(0.5)
+    x = high.astype(unit.dtype) * unit + (low.astype(unit.dtype) + half) * unit**2
     # The largest 25 bits would round to 1, whose noise is -inf, as of a token that is excluded.
     return -jnp.log(-jnp.log1p(-jnp.minimum(x, _BELOW_ONE)))

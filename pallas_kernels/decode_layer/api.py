@@ -14,7 +14,7 @@ from pallas_kernels.paged_attention import append_heads, paged_attention
 from pallas_kernels.quantized_matmul import QuantizedWeight
 
 from .hopper import decode_layers_hopper, unsupported
-from .reference import LayersCall, LayerWeights, Pools, decode_layers_reference
+from .reference import KeyAndValuePools, LayersCall, LayerWeights, decode_layers_reference
 
 type LayerImplementation = Literal["hopper", "apart", "reference"]
 
@@ -22,14 +22,14 @@ type LayerImplementation = Literal["hopper", "apart", "reference"]
 def decode_layers(
     x: jax.Array,
     layers: LayerWeights,
-    pages: Pools,
+    pages: KeyAndValuePools,
     page_tables: jax.Array | np.ndarray,
     positions: jax.Array,
     rope: tuple[jax.Array, jax.Array],
     *,
     implementation: LayerImplementation,
     scale: float | None = None,
-) -> tuple[jax.Array, Pools]:
+) -> tuple[jax.Array, KeyAndValuePools]:
     """Decoder layers' step of one token per row: both branches of each, tokens into their pages.
 
     It has no gradient.
@@ -96,7 +96,7 @@ def decode_layers(
 def refused_layers(
     x: jax.Array,
     layers: LayerWeights,
-    pages: Pools,
+    pages: KeyAndValuePools,
     page_tables: jax.Array | np.ndarray,
     positions: jax.Array,
     rope: tuple[jax.Array, jax.Array],
@@ -157,7 +157,7 @@ def _check(call: LayersCall) -> None:
         )
 
 
-def _apart(call: LayersCall) -> tuple[jax.Array, Pools]:
+def _apart(call: LayersCall) -> tuple[jax.Array, KeyAndValuePools]:
     x, shape = call.x, call.pages[0].shape
     # One array through all layers, so that none is copied where the caller donates it.
     k, v = (pool.reshape(-1, *shape[2:]) for pool in call.pages)

@@ -30,7 +30,7 @@ from .attention_threads import HeadSizes, most_parts, put_attended
 from .config import GROUPS, SLICES, THREADS, Share, TileForm, num_stages
 from .few_bits import FewBitTile
 from .per_thread import each_thread
-from .reference import WEIGHTS, LayersCall, LayerWeights, Pools
+from .reference import WEIGHTS, KeyAndValuePools, LayersCall, LayerWeights
 from .stream import Product, TileStream
 
 DTYPES = ("bfloat16", "float16")
@@ -89,7 +89,7 @@ def _unlike(layers: LayerWeights) -> str | None:
     return None
 
 
-def decode_layers_hopper(call: LayersCall) -> tuple[jax.Array, Pools]:
+def decode_layers_hopper(call: LayersCall) -> tuple[jax.Array, KeyAndValuePools]:
     """As the reference, of a call of which ``unsupported`` says nothing."""
     counter, k, v = references((jnp.zeros(1, jnp.int32), *call.pages))
     y = LayersKernel.of(call).result(call, {"k": k, "v": v, "counter": counter})

@@ -17,7 +17,7 @@ from pallas_kernels.quantized_matmul import QuantizedWeight
 WEIGHTS = "qkv", "out", "gate_up", "down"
 """Those of ``LayerWeights`` that are multiplied with."""
 
-type Pools = tuple[jax.Array, jax.Array]
+type KeyAndValuePools = tuple[jax.Array, jax.Array]
 """Keys and values of all layers, [L, P, S, K, H] each."""
 
 
@@ -56,7 +56,7 @@ class LayersCall:
 
     x: jax.Array  # [M, D]: the stream
     layers: LayerWeights
-    pages: Pools
+    pages: KeyAndValuePools
     tables: jax.Array  # int32 [M, pages of a row], of each layer's pages
     positions: jax.Array  # int32 [M]
     rope: tuple[jax.Array, jax.Array]  # fp32 [M, R]: cosines, sines
@@ -98,7 +98,7 @@ class LayersCall:
         )
 
 
-def decode_layers_reference(call: LayersCall) -> tuple[jax.Array, Pools]:
+def decode_layers_reference(call: LayersCall) -> tuple[jax.Array, KeyAndValuePools]:
     """The stream after all layers, in fp32 and rounded once, and the pages with the new token."""
     x, M, shape = call.x.astype(jnp.float32), len(call.x), call.pages[0].shape
     k, v = (pool.reshape(-1, *shape[2:]).astype(jnp.float32) for pool in call.pages)

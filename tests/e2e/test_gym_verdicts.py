@@ -175,8 +175,8 @@ BREAKS = {
     ),
     29: (
         "serving/engine/programs.py",
-        "is_bad_B = ~jnp.all(jnp.isfinite(logits_BV), axis=-1)",
-        "is_bad_B = jnp.full(len(logits_BV), ~jnp.all(jnp.isfinite(logits_BV)))",
+        "tokens_B = jnp.where(drawn.is_finite_B, drawn.ids_B, NO_TOKEN)",
+        "tokens_B = jnp.where(jnp.all(drawn.is_finite_B), drawn.ids_B, NO_TOKEN)",
         "was answered",
     ),
     30: (
