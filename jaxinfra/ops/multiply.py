@@ -1,7 +1,5 @@
 """A matmul whose operand and accumulator dtypes are part of the program, forward and backward."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -13,7 +11,6 @@ from jaxinfra.ops.fp8_devices import STREAM_TOKENS, FindDevices, one_device
 from jaxinfra.ops.fp8_operands import Input
 from jaxinfra.ops.gathered import GatheredWeight
 from jaxinfra.ops.quantized import QuantizedWeight, multiply_quantized
-from pallas_kernels.common import device
 from pallas_kernels.common.dot import ACCUMULATOR, pinned_einsum
 
 
@@ -80,9 +77,6 @@ def multiply(
 
     product.defvjp(forward, backward)
     if not isinstance(weight, GatheredWeight):
-        if _is_one_row(spec, x, weight) and device.target().is_gpu:
-            # Of one row XLA without Triton's products makes fp32 copies of the whole weight.
-            return product(jnp.concatenate([x, jnp.zeros_like(x)]), weight)[:1]
         return product(x, weight)
 
     @jax.custom_vjp
@@ -99,14 +93,6 @@ def multiply(
 
     product_with.defvjp(forward_with, backward_with)
     return product_with(x, weight.share, weight.value)
-
-
-def _is_one_row(spec: str, x: jax.Array, weight: jax.Array) -> bool:
-    """Whether the product has one row, and its first dim is x's first, and not the weight's."""
-    x_dims, weight_dims = spec.split("->")[0].split(",")
-    rows = [size for dim, size in zip(x_dims, x.shape, strict=True) if dim not in weight_dims]
-    is_first = spec.split("->")[1].startswith(x_dims[0]) and x_dims[0] not in weight_dims
-    return is_first and math.prod(rows) == 1 and weight.ndim > 1
 
 
 def prepared(

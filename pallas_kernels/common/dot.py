@@ -1,6 +1,8 @@
 """Matrix products whose accumulator is fp32 by construction, not by the backend's habit."""
 
 import functools
+import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +40,7 @@ def pinned_einsum(spec: str, a: jax.Array, b: jax.Array, *, result: jnp.dtype) -
     # A preset makes XLA's CUDA compiler (jaxlib 0.11.2) copy both bf16 operands before it calls
     # cuBLAS: 3% of a 1.2B step, and a second chunk of logits in memory. Without one it computes the
     # same: the product is CUBLAS_COMPUTE_32F (test_einsum_gpu.py holds it to that).
-    cuda = product if a.dtype == jnp.bfloat16 else native
+    cuda = functools.partial(_two_rows, spec, product if a.dtype == jnp.bfloat16 else native)
 
     # The CPU backend has no F16_F16_F32, and its BF16_BF16_F32 was seen to run ten times slower
     # than an fp32 product. Products of two 16-bit floats are exact in fp32: same result.
@@ -61,6 +63,18 @@ def einsum_f32(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
         b: the dtype of ``a``.
     """
     return pinned_einsum(spec, a, b, result=ACCUMULATOR)
+
+
+def _two_rows(spec: str, product: Callable[..., jax.Array], a: jax.Array, b: jax.Array):
+    """The product, of one row as the first of two: where Triton multiplies nothing, XLA makes an
+    fp32 copy of all of ``b`` for one.
+    """
+    (a_dims, b_dims), out_dims = spec.split("->")[0].split(","), spec.split("->")[1]
+    rows = [size for dim, size in zip(a_dims, a.shape, strict=True) if dim not in b_dims]
+    is_row = bool(rows) and math.prod(rows) == 1 and b.ndim > 1
+    if not is_row or a_dims[0] in b_dims or a_dims[0] != out_dims[0]:
+        return product(a, b)
+    return product(jnp.concatenate([a, jnp.zeros_like(a)]), b)[:1]
 
 
 def _widened(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common.dot import einsum_f32
+
 
 def skinny_matmul_reference(x_MK: jax.Array, w_KN: jax.Array, *, swiglu: bool) -> jax.Array:
     """``x w`` summed in fp32; with ``swiglu``, silu of its first half times its second."""
-    product_MN = jax.lax.dot_general(
-        x_MK, w_KN, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
-    )
+    product_MN = einsum_f32("mk,kn->mn", x_MK, w_KN)
     if swiglu:
         gate_MF, up_MF = jnp.split(product_MN, 2, axis=1)
         product_MN = jax.nn.silu(gate_MF) * up_MF

@@ -19,7 +19,7 @@ from jaxinfra.numerics.loss_scale import initial_loss_scale, next_loss_scale
 from jaxinfra.numerics.policy import POLICIES, policy_of
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.multiply import multiply
-from jaxinfra.ops.target import H200, compiling_for
+from pallas_kernels.common import dot
 
 EPSILON = float(np.finfo(np.float32).eps)
 SPEC, SHAPES = "BTD,DNH->BTNH", ((3, 20, 16), (16, 4, 5))
@@ -105,28 +105,39 @@ def dynamic(start: float, interval: int) -> PrecisionConfig:
     )
 
 
-def test_one_row_of_a_gpu_is_multiplied_as_two():
+@pytest.mark.parametrize("count", [1, 3])
+def test_one_row_of_a_gpu_is_multiplied_as_two(count):
     """Without Triton's products XLA would make an fp32 copy of the weight for one."""
     recipe = POLICIES[PolicyName.BF16].recipe(Site.LOGITS)
-    x, weight = jnp.arange(8.0).reshape(1, 1, 8), jnp.sin(jnp.arange(40.0)).reshape(5, 8)
+    x, weight = jnp.ones((count, 1, 8)), jnp.ones((5, 8))
 
     def product(x, weight):
         return multiply("BTD,VD->BTV", x, weight, recipe=recipe, out=recipe.accum)
 
-    def rows(x):
-        eqns = jax.make_jaxpr(lambda x: product(x, weight))(x).jaxpr.eqns
-        (call,) = [each for each in eqns if each.primitive.name == "custom_vjp_call"]
-        return call.invars[0].aval.shape[0]
+    lowered = jax.jit(product).trace(x, weight).lower(lowering_platforms=("cuda",)).as_text()
+    rows = 2 if count == 1 else count
+    assert f"(tensor<{rows}x1x8xbf16>, tensor<5x8xbf16>) -> tensor<{rows}x1x5xf32>" in lowered
+    assert product(x, weight).shape == (count, 1, 5)
 
-    value, gradients = jax.value_and_grad(lambda *a: product(*a).sum(), (0, 1))(x, weight)
-    with compiling_for(H200):
-        assert (rows(x), rows(jnp.concatenate([x] * 3))) == (2, 3)
-        again, others = jax.value_and_grad(lambda *a: product(*a).sum(), (0, 1))(x, weight)
-    assert rows(x) == 1
-    # Sums of 40 products, each below 8, in an order that is the library's.
-    np.testing.assert_allclose(again, value, atol=40 * 8 * 40 * 2.0**-24)
-    for got, want in zip(others, gradients, strict=True):
-        np.testing.assert_allclose(got, want, rtol=8 * 2.0**-23, atol=8 * 2.0**-23)
+
+def test_two_rows_are_the_product_of_one():
+    """By each spec whose first dim is a row; others are left as they are."""
+    for spec, shapes, rows in (
+        ("mk,kn->mn", ((1, 8), (8, 5)), 2),
+        ("BTD,DNH->BTNH", ((1, 1, 8), (8, 2, 3)), 2),
+        ("BTNH,RNH->BTNR", ((1, 1, 2, 8), (4, 2, 8)), 2),
+        ("BTKGH,BLKH->BTKGL", ((1, 1, 2, 1, 8), (1, 4, 2, 8)), 1),
+        ("mk,kn->nm", ((1, 8), (8, 5)), 1),
+    ):
+        a, b = (jnp.arange(float(np.prod(shape))).reshape(shape) % 7 for shape in shapes)
+        seen = []
+
+        def product(a, b, spec=spec, seen=seen):
+            seen.append(a.shape[0])
+            return jnp.einsum(spec, a, b)
+
+        np.testing.assert_array_equal(dot._two_rows(spec, product, a, b), jnp.einsum(spec, a, b))
+        assert seen == [rows], spec
 
 
 @hypothesis.settings(max_examples=25, deadline=None, derandomize=True)
