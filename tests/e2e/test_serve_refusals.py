@@ -14,6 +14,8 @@ import urllib.request
 import pytest
 from e2e.served_letters import BASE, KEY, Running, post, wait_until_idle
 
+from jaxinfra.serving.http import guards
+
 
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
@@ -69,6 +71,28 @@ def test_the_key_is_asked_for(running, client):
     assert [model.id for model in client.models.list()] == ["letters", "tuned"]
     assert client.models.retrieve("tuned").parent == "letters"
     assert not hasattr(client.models.retrieve("letters"), "parent")
+
+
+@pytest.mark.parametrize(("key", "status"), [(KEY, 413), ("other", 401)], ids=["size", "key"])
+def test_a_refusal_arrives_though_the_client_sends_to_the_end(running, key, status):
+    with contextlib.closing(
+        http.client.HTTPConnection("127.0.0.1", running.server.port, timeout=30)
+    ) as client:
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+        client.request("POST", "/v1/completions", b" " * 8_000_000, headers)
+        answer = client.getresponse()
+        assert answer.status == status
+        assert "error" in json.loads(answer.read())
+
+
+def test_a_refused_client_that_never_ends_is_left(running, monkeypatch):
+    monkeypatch.setattr(guards, "_LINGER_S", 0.1)
+    asked = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\n"
+    with socket.create_connection(("127.0.0.1", running.server.port), timeout=30) as client:
+        client.sendall(f"{asked}Content-Length: 30000\r\n\r\n ".encode())
+        answer = b"".join(iter(lambda: client.recv(1 << 16), b""))  # until the server closes
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert b"more than 20000 bytes" in answer
 
 
 def test_overload_is_told_to_come_again(running):

@@ -1,5 +1,7 @@
 """What stands before every call: the key, and the most that a body may have."""
 
+import asyncio
+import contextlib
 import hmac
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -14,9 +16,8 @@ type Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _OPEN = ("/", "/health")  # without a key, for people and for load balancers
 
-
-_MOST_DRAINED = 1 << 20
-"""Bytes of a refused request's body that are read."""
+_LINGER_S = 5.0
+"""For how long the rest of a refused request is taken in."""
 
 
 @final
@@ -41,14 +42,13 @@ class RequestGuards:
         if self._api_key is not None and scope["path"] not in _OPEN:
             expected = f"Bearer {self._api_key}".encode()
             if not hmac.compare_digest(headers.get(b"authorization", b""), expected):
-                await _drain(receive)
                 message = "this server asks for its key: Authorization: Bearer KEY"
-                await _refuse(send, 401, message, code="invalid_api_key")
+                await _refuse(receive, send, 401, message, code="invalid_api_key")
                 return
         body = await self._body(headers, receive)
         if body is None:
             message = f"the body has more than {self._max_body} bytes, the most taken here"
-            await _refuse(send, 413, message, code="body_too_large")
+            await _refuse(receive, send, 413, message, code="body_too_large")
             return
         messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
@@ -73,20 +73,23 @@ class RequestGuards:
                 return b"".join(parts)
 
 
-async def _drain(receive: Receive) -> None:
-    """Takes in a body of usual size, kept nowhere: a connection that is closed with bytes unread is
-    reset, and its client may lose the answer.
+async def _refuse(receive: Receive, send: Send, status: int, message: str, *, code: str) -> None:
+    """Answers, takes in what the client still sends, kept nowhere, and closes.
+
+    A connection that is closed with bytes unread is reset, and a client that is still sending, or
+    has not read yet, may lose the answer.
     """
-    size = 0
-    while size <= _MOST_DRAINED:
-        message = await receive()
-        size += len(message.get("body", b""))
-        if not message.get("more_body", False):
-            return
-
-
-async def _refuse(send: Send, status: int, message: str, *, code: str) -> None:
-    body = {"error": error_body(message, kind="invalid_request_error", code=code)}
-    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    error = {"error": error_body(message, kind="invalid_request_error", code=code)}
+    body = json.dumps(error).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
+    ]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(body).encode()})
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LINGER_S):
+            while (await receive()).get("more_body", False):
+                pass
+    await send({"type": "http.response.body", "body": b""})
