@@ -28,7 +28,7 @@ from jaxinfra.config.presets import MODELS
 from jaxinfra.models.definition import ModelDefinition, Parameters, by_path, define_model, nest
 from jaxinfra.models.serving_form import serving_form, serving_parameters
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
-from jaxinfra.ops.quantized import WeightCode, WeightFormat, round_weight
+from jaxinfra.ops.quantized import Activations, WeightCode, WeightFormat, round_weight
 from jaxinfra.parallel.execution import execution_on
 
 FORMATS = {
@@ -36,6 +36,8 @@ FORMATS = {
     "int4 g128": WeightFormat(code=WeightCode.INT4, group_rows=128),
     "int8": WeightFormat(code=WeightCode.INT8),
     "fp8": WeightFormat(code=WeightCode.E4M3),
+    "w8a8 fp8": WeightFormat(code=WeightCode.E4M3, activations=Activations.E4M3),
+    "w8a8 int8": WeightFormat(code=WeightCode.INT8, activations=Activations.INT8),
 }
 TURNS = 3
 

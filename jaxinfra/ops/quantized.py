@@ -25,7 +25,7 @@ from pallas_kernels.quantized_matmul import repeated_outputs as repeated_outputs
 from pallas_kernels.quantized_matmul import round_weight as round_weight
 from pallas_kernels.quantized_matmul.api import MOST_BYTES
 from pallas_kernels.quantized_matmul.choice import MOST_ROWS_MEASURED as MOST_ROWS_MEASURED
-from pallas_kernels.quantized_matmul.xla import rounded_rows
+from pallas_kernels.quantized_matmul.rounded_inputs import rounded_rows
 
 
 def multiply_quantized(

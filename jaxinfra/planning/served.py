@@ -62,8 +62,6 @@ class ServedArray:
         if self.is_expert:  # as many are dequantized as tokens have choices, or all of a layer
             dequantized = min(tokens * self.active, 1.0)
             return dequantized * (self.nbytes + plain) + met * plain
-        if self.held.format.activations is not None:  # products of 8 bits
-            return self.nbytes
         if self.is_dequantized or tokens > MOST_ROWS_MEASURED:
             return self.nbytes + 2.0 * plain
         return self.nbytes

@@ -1,11 +1,13 @@
 """The public function: validates and chooses who computes. Dims: M row, K contracted, N column."""
 
+import functools
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.chosen import announce
+from pallas_kernels.common.dot import ACCUMULATOR
 from pallas_kernels.common.errors import InputError, UnsupportedError
 
 from .choice import MOST_ROWS_MEASURED, measured_config, takes_kernel
@@ -13,6 +15,7 @@ from .config import MOST_ROWS, ProductShape
 from .hopper import quantized_matmul_hopper, unsupported
 from .hopper_dequantize import dequantized_hopper
 from .reference import quantized_matmul_reference
+from .rounded_inputs import product_of_rounded
 from .weight import QuantizedWeight
 from .xla import input_gradient, quantized_matmul_xla
 
@@ -33,7 +36,8 @@ def quantized_matmul(
 
     The weight is dequantized to x's dtype; products are summed in fp32 and rounded once. Where the
     format rounds activations, each row of x is brought to 8 bits by its own largest element, and
-    the product is of 8-bit numbers: sums in int32, or in fp32 of FP8. The gradient of x dequantizes
+    8-bit numbers are multiplied as the bfloat16 that they are too: sums in fp32 (of int8 by XLA in
+    int32). The gradient of x dequantizes
     again; the weight is a constant. A product that rounds activations has no gradient.
 
     Args:
@@ -103,15 +107,21 @@ def quantized_matmul(
     dequantizes = reason is None and takes_kernel(weight)
     transposed = dequantized_hopper if dequantizes or implementation == "hopper" else None
 
+    def multiplied(x: jax.Array, weight: QuantizedWeight, out: jnp.dtype) -> jax.Array:
+        if (implementation == "hopper" and is_few) or config is not None:
+            return quantized_matmul_hopper(x, weight, out_dtype=out, config=config)
+        return quantized_matmul_xla(
+            x, weight, out_dtype=out, most_bytes=most_bytes, transposed=transposed
+        )
+
     @jax.custom_vjp
     def product(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
         if implementation == "reference":
             return quantized_matmul_reference(x, weight, out_dtype=out)
-        if (implementation == "hopper" and is_few) or config is not None:
-            return quantized_matmul_hopper(x, weight, out_dtype=out, config=config)
-        return quantized_matmul_xla(
-            x, weight.plain, out_dtype=out, most_bytes=most_bytes, transposed=transposed
-        )
+        if weight.format.activations is None:
+            return multiplied(x, weight.plain, out)
+        in_float32 = functools.partial(multiplied, out=ACCUMULATOR)
+        return product_of_rounded(x, weight.plain, in_float32, out_dtype=out)
 
     def forward(x: jax.Array, weight: QuantizedWeight):
         if weight.format.activations is not None:

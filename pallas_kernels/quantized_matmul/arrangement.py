@@ -21,8 +21,8 @@ def why_not_arranged(weight: QuantizedWeight) -> str | None:
     form, (rows, columns) = weight.format, weight.matrix_shape
     if form.code is WeightCode.NF4:
         return "codes of nf4 are no integers: they are looked up"
-    if form.activations is not None:
-        return "scales along K stay in the sum" if form.group_rows else None
+    if form.activations is not None and form.group_rows:
+        return "scales along K stay in the sum"
     if form.group_rows and form.group_rows not in GROUPS:
         return f"groups of {form.group_rows} rows: it takes {GROUPS[0]} and {GROUPS[1]}, or all"
     if form.code is not WeightCode.INT4 and weight.zeros is not None:
@@ -38,8 +38,6 @@ def why_not_arranged(weight: QuantizedWeight) -> str | None:
 def arranged(weight: QuantizedWeight) -> QuantizedWeight:
     """The same weight as the kernel reads it; scales of blocks are repeated for each column.
 
-    Where the format rounds activations, columns follow one another, as 8-bit products read them.
-
     Raises:
         UnsupportedError: a format or a size that the kernel does not take.
     """
@@ -50,9 +48,6 @@ def arranged(weight: QuantizedWeight) -> QuantizedWeight:
         )
     if weight.arrangement is not Arrangement.ROWS:
         return weight
-    if weight.format.activations is not None:
-        data = jnp.swapaxes(weight.data, -1, -2)
-        return dataclasses.replace(weight, data=data, arrangement=Arrangement.COLUMNS)
     weight = by_column(weight)
     words = functools.partial(fragment_words, form=weight.format)
     for _ in weight.leading:

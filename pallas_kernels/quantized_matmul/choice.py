@@ -31,8 +31,6 @@ def measured_config(shape: ProductShape) -> QuantizedConfig | None:
 
 def takes_kernel(weight: QuantizedWeight) -> bool:
     """Whether a weight is better arranged on this device: one that has a table, of any format."""
-    if weight.format.activations is not None:
-        return False  # 8-bit products with a weight in columns have not been timed
     return measured_config(ProductShape.of(1, weight)) is not None
 
 

@@ -39,8 +39,6 @@ def unpacked_pairs(packed: jax.Array, group: int) -> jax.Array:
 def weight_codes(weight: QuantizedWeight) -> jax.Array:
     """Codes [*, K, N]: uint8 of 4 bits, or 8 bits as they are stored."""
     form = weight.format
-    if weight.arrangement is Arrangement.COLUMNS:
-        return jnp.swapaxes(weight.data, -1, -2)
     if weight.arrangement is Arrangement.FRAGMENTS:
         codes = functools.partial(fragment_codes, form=form)
         for _ in weight.leading:

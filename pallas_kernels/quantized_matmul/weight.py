@@ -56,7 +56,6 @@ class Arrangement(enum.StrEnum):
     """Where the codes of a matrix lie; what is stored, converted and sharded lies in rows."""
 
     ROWS = "rows"  # [*, K, N] of 8 bits; two halves of a group share bytes of 4
-    COLUMNS = "columns"  # [*, N, K] of 8 bits, as tensor cores read both sides of a product of them
     FRAGMENTS = "fragments"  # int32 [*, K / 32, N / 16, W], as the Hopper kernel's threads do
 
 
@@ -198,9 +197,7 @@ class QuantizedWeight:
         leading = self.leading
         bits, codes = self.format.code.bits, self.format.code.storage
         data = (rows * bits // 8, columns)
-        if self.arrangement is Arrangement.COLUMNS:
-            data = (columns, rows)
-        elif self.arrangement is Arrangement.FRAGMENTS:
+        if self.arrangement is Arrangement.FRAGMENTS:
             data, codes = (rows // 32, columns // 16, 16 * bits), jnp.dtype(jnp.int32)
         want = {
             "data": (*leading, *data),

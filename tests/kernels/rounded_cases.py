@@ -14,9 +14,9 @@ from pallas_kernels.paged_attention import codes_of, numbers_of
 from pallas_kernels.quantize.xla import quantize_across_xla
 from pallas_kernels.quantized_matmul import WeightCode, round_weight
 from pallas_kernels.quantized_matmul.reference import dequantized_rows
+from pallas_kernels.quantized_matmul.rounded_inputs import rounded_rows
 from pallas_kernels.quantized_matmul.scales import double_quantized
 from pallas_kernels.quantized_matmul.weight import Activations, WeightFormat
-from pallas_kernels.quantized_matmul.xla import rounded_rows
 
 SHAPE = (256, 256)
 

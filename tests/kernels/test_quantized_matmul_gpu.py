@@ -13,6 +13,7 @@ from pallas_kernels.quantized_matmul import QuantizedWeight, arranged
 from pallas_kernels.quantized_matmul.config import ProductShape, QuantizedConfig, configs
 from pallas_kernels.quantized_matmul.hopper import quantized_matmul_hopper
 from pallas_kernels.quantized_matmul.hopper_dequantize import dequantized_hopper
+from pallas_kernels.quantized_matmul.rounded_inputs import rounded_rows
 from tests.kernels.test_quantized_matmul_hopper import FORMATS, exact_and_bound, weight_of
 
 pytestmark = pytest.mark.gpu
@@ -85,6 +86,26 @@ def test_many_rows_have_the_weight_dequantized_to_the_bit(case):
     exact, bound = exact_and_bound(many, want)
     assert is_rounded(product, exact, bound)
     assert not is_rounded(jnp.roll(product, 1, axis=1), exact, bound)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64, 300])
+@pytest.mark.parametrize("name", ["e4m3, rounding", "int8, rounding"])
+def test_rounded_inputs_are_multiplied_exactly(name, rows):
+    """As the product of the rounded input with the weight: codes lose nothing in 16 bits."""
+    weight = weight_of(FORMATS[name], shape=(1024, 512))
+    x = jnp.asarray(np.random.default_rng(6).normal(size=(rows, 1024)), jnp.bfloat16)
+    values, scale = jax.jit(rounded_rows, static_argnums=1)(x, weight.format.activations)
+    rounded = np.asarray(values, np.float64) * np.asarray(scale, np.float64)
+    w = np.asarray(weight.dequantize(jnp.float32), np.float64)
+    # Sums as elsewhere; both scales round a result, and dequantizing an element, once each.
+    _, sums = exact_and_bound(rounded, w)
+    bound = sums + 4 * 2.0**-24 * (np.abs(rounded) @ np.abs(w))
+    call = functools.partial(quantized_matmul, implementation="hopper", out_dtype=jnp.float32)
+    got = np.asarray(jax.jit(call)(x, jax.jit(arranged)(weight)), np.float64)
+    assert (np.abs(got - rounded @ w) <= bound).all()
+    assert not (
+        np.abs(got - np.asarray(x, np.float64) @ w) <= bound
+    ).all()  # had x not been rounded
 
 
 @pytest.mark.parametrize("rows", [1, pytest.param(16, marks=pytest.mark.slow), 40])

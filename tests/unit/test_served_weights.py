@@ -172,13 +172,14 @@ def test_what_a_decode_step_reads():
     for device, devices in ((H100, 1), (H200, 2)):
         other = dataclasses.replace(serving, devices=devices).arrays(eight, device)
         assert sum(each.traffic(1) for each in other) == codes + 4 * layers + rest + 2 * 4096
-    # 8-bit products read codes alone.
+    # So do 8-bit products: their codes are multiplied in 16 bits.
     (down,) = [
         each
-        for each in Serving(weights="w8a8-fp8", devices=2).arrays(eight, H200)
+        for each in Serving(weights="w8a8-fp8").arrays(eight, H200)
         if each.held.shape == (32, 14336, 4096)
     ]
-    assert down.traffic(4096) == 32 * (14336 * 4096 + 4 * 4096)
+    assert down.traffic(64) == 32 * (14336 * 4096 + 4 * 4096)
+    assert down.traffic(65) == down.traffic(64) + 4 * 32 * 14336 * 4096
 
     mixture = plan_model(MODELS["mixture"])
     experts = 3 * 4 * 128 * 128
