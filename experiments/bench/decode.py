@@ -29,6 +29,7 @@ from flax import nnx
 from jax.experimental.mosaic.gpu import profiler
 
 from experiments.bench.table import Table
+from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import GroupedAttentionConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.presets import MODELS
@@ -42,6 +43,7 @@ from jaxinfra.models.serving_form import (
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.engine.weights import NamedArrays
+from jaxinfra.serving.placement import serving_placement
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingNeeds, SamplingRows
 from jaxinfra.serving.steps import DecodeState, StepConfig, decode_rows, prefill
 from pallas_kernels.hopper.launch import Launches
@@ -109,12 +111,17 @@ def forms(
     step: Launches | None = None,
     *,
     whole_layers: bool | None = False,
+    tensor: int = 1,
 ) -> Iterator[tuple[str, Form]]:
-    """The model in each form, of the same weights."""
-    policy = held_as_computed(POLICIES[PolicyName.BF16])
+    """The model in each form, of the same weights, over so many tensor devices."""
     config = MODELS[preset]()
-    definition = define_model(config, execution_on(policy=policy))
-    drawn = jax.jit(definition.initialize)(jax.random.key(0))
+    placement = serving_placement(config, MeshConfig(tensor=tensor)) if tensor > 1 else None
+    on = functools.partial(
+        execution_on, placement, policy=held_as_computed(POLICIES[PolicyName.BF16])
+    )
+    definition = define_model(config, on())
+    where = None if placement is None else placement.parameters(definition)
+    drawn = jax.jit(definition.initialize, out_shardings=where)(jax.random.key(0))
 
     def form(definition: ModelDefinition, parameters: Any) -> Form:
         graphdef, weights = nnx.split(definition.bind(parameters))
@@ -125,7 +132,7 @@ def forms(
     if "serving" in wanted:
         served = serving_form(
             definition,
-            execution_on(policy=policy, packed=True, step_launches=step, whole_layers=whole_layers),
+            on(packed=tensor == 1, step_launches=step, whole_layers=whole_layers),
         )
         yield "serving", form(served, serving_parameters(served, drawn))
 

@@ -62,7 +62,7 @@ class Bench:
         self.args = args
         self.rng = np.random.default_rng(0)
         # The generator ends here, and with it the stacked weights.
-        _, self.form = next(forms(args.preset, ["serving"], whole_layers=None))
+        _, self.form = next(forms(args.preset, ["serving"], whole_layers=None, tensor=args.tensor))
         gc.collect()
         self.copy_rate = self.matmul_rate = float("nan")
 
@@ -137,7 +137,7 @@ class Bench:
             engine.cancel(number)
         while engine.is_busy:
             engine.step()
-        floor = floor_bytes(self.form, batch, context) / self.copy_rate
+        floor = floor_bytes(self.form, batch, context) / self.copy_rate / self.args.tensor
         return {
             "ms": round(1e3 * statistics.median(taken), 4),
             "host_cpu_ms": round(1e3 * statistics.median(host), 4),
@@ -335,6 +335,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--budget", type=float, default=300.0, help="seconds in all")
     parser.add_argument("--running", type=int, default=256)
+    parser.add_argument("--tensor", type=int, default=1, help="devices that share each layer")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--pages", type=int)
     parser.add_argument("--context", type=int, default=2176)
