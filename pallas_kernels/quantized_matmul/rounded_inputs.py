@@ -19,7 +19,7 @@ from pallas_kernels.common.rounding import keep_rounded
 from .reference import dequantized_rows, weight_scales
 from .weight import Activations, Arrangement, QuantizedWeight, WeightCode
 
-type Product = Callable[[jax.Array, QuantizedWeight], jax.Array]
+type CodeProduct = Callable[[jax.Array, QuantizedWeight], jax.Array]
 """Of rows in bfloat16 and a weight, float32."""
 
 _LARGEST = {Activations.INT8: 127.0, Activations.E4M3: 448.0}
@@ -38,7 +38,7 @@ def rounded_rows(x_MK: jax.Array, activations: Activations) -> tuple[jax.Array, 
 
 
 def product_of_rounded(
-    x_MK: jax.Array, weight: QuantizedWeight, product: Product, *, out_dtype: jnp.dtype
+    x_MK: jax.Array, weight: QuantizedWeight, product: CodeProduct, *, out_dtype: jnp.dtype
 ) -> jax.Array:
     """[M, N]: the sums of products of codes, multiplied with both sides' scales.
 
