@@ -105,12 +105,12 @@ class Case:
         self.name, self.M, self.form = name, M, FORMATS[form]
         self.K, self.N = SHAPES[name]
         self.title = f"{form} {name}, {M} rows"
-        self.takes_kernel = self.form.activations is None
+        self.rounds_inputs = self.form.activations is not None
         self.x = jax.ShapeDtypeStruct((M, self.K), BF16)
         self.weight = jax.eval_shape(self.one, jax.random.key(0))
         self.candidates = self.configs(sweep=sweep, tiles=tiles)
         # Codes lie as the kernel reads them: XLA would take them apart before it multiplies.
-        whose: QuantizedImplementation = "xla" if self.takes_kernel else "hopper"
+        whose: QuantizedImplementation = "hopper" if self.rounds_inputs else "xla"
         calls: dict[Any, Callable] = {
             whose: functools.partial(quantized_matmul, implementation=whose)
         }
@@ -138,7 +138,7 @@ class Case:
     def configs(self, *, sweep: bool, tiles: list[QuantizedConfig]) -> list[QuantizedConfig]:
         """The tiles asked for that fit, the default ones, or all that give blocks equal work."""
         shape = ProductShape.of(self.M, self.weight)
-        if not self.takes_kernel or self.M > MOST_ROWS:
+        if self.rounds_inputs or self.M > MOST_ROWS:
             return []
         chosen = config_for(shape)
         if tiles:

@@ -12,7 +12,12 @@ from jaxinfra.core.errors import ConfigError, nearest
 from jaxinfra.core.files import read_json
 from jaxinfra.models.definition import ParameterInfo, by_path, define_model, is_weight
 from jaxinfra.models.hf import quantization_of
-from jaxinfra.ops.quantized import MOST_ROWS_MEASURED, QuantizedWeight, kept_for_kernel
+from jaxinfra.ops.quantized import (
+    MOST_ROWS_MEASURED,
+    Activations,
+    QuantizedWeight,
+    kept_for_kernel,
+)
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.planning.model import PlannedModel, config_file, is_expert
 from jaxinfra.serving.quantize.held import held_shapes
@@ -62,6 +67,9 @@ class ServedArray:
         if self.is_expert:  # as many are dequantized as tokens have choices, or all of a layer
             dequantized = min(tokens * self.active, 1.0)
             return dequantized * (self.nbytes + plain) + met * plain
+        if self.is_dequantized and self.held.format.activations is Activations.INT8:
+            # XLA multiplies the codes themselves, of more than one row transposed.
+            return self.nbytes * (1.0 if tokens == 1 else 3.0)
         if self.is_dequantized or tokens > MOST_ROWS_MEASURED:
             return self.nbytes + 2.0 * plain
         return self.nbytes

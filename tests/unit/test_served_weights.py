@@ -172,14 +172,21 @@ def test_what_a_decode_step_reads():
     for device, devices in ((H100, 1), (H200, 2)):
         other = dataclasses.replace(serving, devices=devices).arrays(eight, device)
         assert sum(each.traffic(1) for each in other) == codes + 4 * layers + rest + 2 * 4096
-    # So do 8-bit products: their codes are multiplied in 16 bits.
-    (down,) = [
-        each
-        for each in Serving(weights="w8a8-fp8").arrays(eight, H200)
-        if each.held.shape == (32, 14336, 4096)
-    ]
-    assert down.traffic(64) == 32 * (14336 * 4096 + 4 * 4096)
-    assert down.traffic(65) == down.traffic(64) + 4 * 32 * 14336 * 4096
+    # So do 8-bit products, by codes in 16 bits. Over two GPUs XLA multiplies int8's
+    # codes as they are, transposed for more than one row.
+    elements = 32 * 14336 * 4096
+    kept = elements + 4 * 32 * 4096
+    for weights, devices, rows, want in (
+        ("w8a8-fp8", 1, 64, kept),
+        ("w8a8-fp8", 1, 65, kept + 4 * elements),
+        ("w8a8-fp8", 2, 1, kept + 4 * elements),
+        ("w8a8", 1, 64, kept),
+        ("w8a8", 2, 1, kept),
+        ("w8a8", 2, 2, 3 * kept),
+    ):
+        arrays = Serving(weights=weights, devices=devices).arrays(eight, H200)
+        (down,) = [each for each in arrays if each.held.shape == (32, 14336, 4096)]
+        assert down.traffic(rows) == want, (weights, devices, rows)
 
     mixture = plan_model(MODELS["mixture"])
     experts = 3 * 4 * 128 * 128
