@@ -15,9 +15,10 @@ FILES := $(strip $(foreach word,$(ARGS),$(if $(findstring .py,$(word)),$(word)))
 PARALLEL ?= $(if $(filter 1,$(words $(FILES))),-n 0,-n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
 # Of a GPU's tests no worker need import all other tests.
 GPU_FILES = $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
-# A worker is a process of one core: NumPy's products would take all cores in each of them.
+# A worker is a process of one core: NumPy's products would take all cores in each of them. A group's
+# tests go to one worker: what needs several GB is not in memory twice.
 ON_GPU = JAX_PLATFORMS=cuda,cpu OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
-	$(PYTEST) -n logical --maxprocesses 14
+	$(PYTEST) -n logical --maxprocesses 14 --dist loadgroup
 # A suite is a hundred processes: without bytecode each compiles all that it imports, which takes
 # thrice as long as importing it.
 unexport PYTHONDONTWRITEBYTECODE

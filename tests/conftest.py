@@ -15,8 +15,9 @@ import fast_compiling
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Compiling is what a suite waits for.
 if os.environ["JAX_PLATFORMS"] != "cpu":
-    # Several workers share a GPU, and plain references need no fast matmuls.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    # Several workers share a GPU, so each gives memory back as its arrays die; by default a process
+    # keeps the most that it ever had. Plain references need no fast matmuls.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
     quick = "--xla_gpu_autotune_level=0"
 else:
     quick = fast_compiling.FLAGS

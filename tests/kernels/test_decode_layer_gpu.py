@@ -12,6 +12,7 @@ from tests.kernels.layer_cases import LayerCase, bits
 from tests.tolerance import assert_within_rounding
 
 pytestmark = pytest.mark.gpu
+LARGE = pytest.mark.xdist_group("several GB")
 
 CASES = {
     "one token": LayerCase(length=1),
@@ -33,7 +34,9 @@ CASES = {
 step = functools.partial(decode_layers, implementation="hopper")
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=LARGE if "8b" in name else ()) for name in CASES]
+)
 def test_layers_are_right_and_repeat_bit_for_bit(name):
     case = CASES[name]
     given = case.arguments()
@@ -68,6 +71,7 @@ def test_what_is_no_page_of_a_layer_is_none_of_its_neighbors(page):
         np.testing.assert_array_equal(bits(pool), bits(before))
 
 
+@LARGE
 @pytest.mark.parametrize("large", ["weights", "pages"])
 def test_layers_may_begin_far_into_their_stacks(large):
     """Layers of zeros add nothing to the stream, so two that begin beyond 4 GB are as first ones.

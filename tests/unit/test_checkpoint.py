@@ -313,6 +313,7 @@ def test_further_failures_of_one_save_are_not_told(caplog, file, told):
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("several GB")
 def test_donation_on_a_gpu(checkpointer):
     """The copy to pinned host memory has ended when save returns, and leaves donation alone."""
     sharding = jax.sharding.SingleDeviceSharding(jax.devices("gpu")[0])
