@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxlib.mlir import ir
 
+from .cluster import meet
 from .held import Held
 from .machine import WARPGROUP
 from .mosaic import arith, llvm, mgpu, mgpu_utils, plgpu
@@ -95,7 +96,7 @@ class ClusterSums:
             self.keep(self.held.apart(sums), ref)
 
         keep(sums, smem.sums.at[group])
-        _meet(ordered=True)
+        meet(ordered=True)
         refs = [smem.sums, gmem.out]
         refs += [] if self.scale_dtype is None else [gmem.scales]
         refs += [gmem.residual] if self.has_residual else []
@@ -113,7 +114,7 @@ class ClusterSums:
         column = lax.axis_index("columns") * self.width
         row = lax.axis_index("rows") * self.rows_at_a_time
         add(*(jnp.broadcast_to(x, ()) for x in (column, row, group)), *refs)
-        _meet(ordered=False)
+        meet(ordered=False)
 
     def keep(self, numbers: list[Any], sums) -> None:
         """A thread's numbers to the sums of its warpgroup."""
@@ -124,8 +125,8 @@ class ClusterSums:
 
     def meet_as_bystander(self) -> None:
         """What a warpgroup without sums does meanwhile."""
-        _meet(ordered=False)
-        _meet(ordered=False)
+        meet(ordered=False)
+        meet(ordered=False)
 
     def write(self, column, row, group, sums, out, scales, residual=None) -> None:
         """Two neighboring columns of one row at a time."""
@@ -254,16 +255,3 @@ def _digits(x: Any, *bases: int) -> list[Any]:
         digits.insert(0, arith.remui(x, constant(base)))
         x = arith.divui(x, constant(base))
     return [x, *digits]
-
-
-def _meet(*, ordered: bool) -> None:
-    """Waits for every thread of the cluster; ordered: what they wrote before can be read after."""
-    order = "release" if ordered else "relaxed"
-
-    @plgpu.inline_mgpu()
-    def meet(ctx):
-        del ctx
-        assembly(None, [], f"barrier.cluster.arrive.{order}.aligned;", "", pure=False)
-        assembly(None, [], "barrier.cluster.wait.acquire.aligned;", "", pure=False)
-
-    meet()

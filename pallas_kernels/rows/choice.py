@@ -23,6 +23,7 @@ from .config import (
 )
 from .flat_choice import flat_for
 from .formula import RowCall
+from .row_choice import row_for
 from .smem import smem_bytes
 
 STREAM_RESERVE = 3 * 1024
@@ -90,6 +91,12 @@ def config_for(rows: int, call: RowCall, *, form: OddForm | None = None) -> RowC
         refusal = None
     except UnsupportedError as error:
         even, refusal = None, error
+    if isinstance(even, Blocks):
+        return even
+    goes_on = isinstance(even, Wide) and call.num_vectors  # from row to row
+    alone = row_for(call) if form is None and rows and not goes_on else None
+    if isinstance(alone, Wide) or (alone is not None and rows * call.columns <= MOST_ODD):
+        return alone
     if even is not None and not isinstance(even, Twice):
         return even
     config = _of_any_length(rows, call, form, instead=even) if rows else None
@@ -258,10 +265,6 @@ def _wide(call: RowCall) -> Wide | Twice:
     """The fewest blocks a row, where vectors and sums leave registers and read-ahead enough."""
     if call.columns % 2048:
         raise _refused(f"{call.columns} columns are not a multiple of 2048")
-    if call.columns == 32768 and call.itemsize == 2 and _alone(call):
-        # Softmax: three blocks share a multiprocessor, two beside masks. 96.0% of a copy, where one
-        # that goes on from row to row reaches 90.8% (norm/NOTES.md).
-        return Wide(chunks=4, slots=4, row_a_block=True)
     for cluster in (1, 2, 4, 8):
         config = _held(call, cluster)
         if config is not None:

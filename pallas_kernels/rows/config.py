@@ -154,6 +154,7 @@ class Flat:
     vector: int = 8
     ahead: bool = False  # the next row is folded before a row is finished; needs two rows' slots
     in_memory: int = 0  # chunks whose vectors are in shared memory; those before are in registers
+    most_turns: int = 0  # that a team takes; 0: as many blocks as run at once take all there are
     interpretable: bool = False  # avoids what the interpreter lacks: copies that are not Pallas's
 
     @property

@@ -1,17 +1,44 @@
 """What warpgroups and blocks that share a row tell each other about it, on a Hopper GPU.
 
+Blocks store their numbers into each other's shared memory asynchronously: a barrier there counts
+the bytes that have come. A store that is followed by a fence and an arrival waits for all that the
+thread has written before, which is the results of the row before on their way to memory.
+
 Dims: A part of a row in a warpgroup, P part of a row.
 """
 
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
+from jaxlib.mlir import ir
 
-from pallas_kernels.hopper.machine import WARPS
-from pallas_kernels.hopper.mosaic import mgpu_utils, plgpu
+from pallas_kernels.hopper.cluster import meet
+from pallas_kernels.hopper.machine import LANES, WARPS
+from pallas_kernels.hopper.mosaic import arith, mgpu_utils, plgpu
+from pallas_kernels.hopper.mosaic import vector as vectors
+from pallas_kernels.hopper.threads import address, assembly, constant, thread, total
 
-from .config import Flat, Twice, Wide, lane_layout
-from .smem import TURNS
+from .config import Flat, Twice, Wide, lane_layout, tile_layout
+from .smem import BARRIER_BYTES, TURNS
+
+_NUMBER = 4  # bytes
+
+
+def begin(c: Wide | Twice | Flat, smem) -> None:
+    """Before the first exchange, of all warpgroups: blocks that share a row make their barriers."""
+    if c.cluster == 1:
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def make(_, barriers):
+        one = mgpu_utils.single_thread_predicate(mgpu_utils.ThreadSubset.BLOCK)
+        for i in range(TURNS):
+            text = f"@$1 mbarrier.init.shared::cta.b64 [$0+{BARRIER_BYTES * i}], {c.warpgroups};"
+            assembly(None, [address(barriers), one], text, "r,b", pure=False)
+        assembly(None, [], "fence.mbarrier_init.release.cluster;", "", pure=False)
+
+    make(smem.exchanged)
+    meet(ordered=False)
 
 
 def send(
@@ -24,18 +51,15 @@ def send(
         team: of the block's, each with a row of its own.
     """
     num_parts = smem.numbers.shape[-1]
-    mine = pl.ds(me.rank * (num_parts // c.cluster) + me.wg * WARPS, WARPS)
+    first = me.rank * (num_parts // c.cluster) + me.wg * WARPS
     turn = team * TURNS + lax.rem(i, TURNS)
+    if c.cluster > 1:
+        _to_cluster(c, smem, turn, first, numbers)
+        return
+    mine = pl.ds(first, WARPS)
     for j, number_A in enumerate(numbers):
         smem.numbers[turn, j, mine] = number_A
     plgpu.commit_smem()
-    if c.cluster > 1:
-        for j in range(len(numbers)):
-            _to_cluster(smem.numbers.at[turn, j, mine], c.cluster)
-        _cluster_fence()
-        if c.cluster > 4:
-            # Thread 8 b arrives at block b: from the fifth on, not of the warp that has copied.
-            plgpu.commit_smem()
     if num_parts > WARPS:
         plgpu.barrier_arrive(smem.exchanged.at[team * 2 + lax.rem(i, 2)])
 
@@ -45,48 +69,78 @@ def receive(
 ) -> list[jax.Array]:
     """The numbers of all parts in the i-th exchange, [P] each."""
     num_parts = smem.numbers.shape[-1]
-    if num_parts > WARPS:
-        plgpu.barrier_wait(smem.exchanged.at[team * 2 + lax.rem(i, 2)])
-    if c.cluster > 1:
-        _cluster_fence()
     turn = team * TURNS + lax.rem(i, TURNS)
+    if c.cluster > 1:
+        _wait(smem.exchanged, turn, lax.rem(lax.div(i, TURNS), 2))
+    elif num_parts > WARPS:
+        plgpu.barrier_wait(smem.exchanged.at[team * 2 + lax.rem(i, 2)])
     return [
         plgpu.load(smem.numbers.at[turn, j], layout=lane_layout(num_parts), optimized=False)
         for j in range(num_numbers)
     ]
 
 
-def _to_cluster(ref, num_blocks: int) -> None:
-    """Copies four fp32 numbers of shared memory to the same place in all blocks of the cluster."""
-    # A thread for each number and block; written before the warpgroup's last barrier.
-    ptx = f"""{{
-        .reg .pred active;
-        .reg .u32 thread, offset, block, peer;
-        .reg .f32 value;
-        mov.u32 thread, %tid.x;
-        and.b32 thread, thread, 127;
-        setp.lt.u32 active, thread, {WARPS * num_blocks};
-        and.b32 offset, thread, {WARPS - 1};
-        shl.b32 offset, offset, 2;
-        add.u32 offset, $0, offset;
-        shr.u32 block, thread, 2;
-        @active ld.shared.f32 value, [offset];
-        @active mapa.shared::cluster.u32 peer, offset, block;
-        @active st.shared::cluster.f32 [peer], value;
-    }}"""
+def _to_cluster(c, smem, turn, first, numbers: tuple[jax.Array, ...]) -> None:
+    """A number of each warp to the same place in all blocks of the cluster, itself included.
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def copy(_, ref):
-        mgpu_utils.inline_ptx(ptx, mgpu_utils.memref_ptr(ref), has_side_effects=True)
+    The barrier of a turn is used again four exchanges later, and no block sends that often before
+    this one has sent twice more, which it does when it has read the turn's numbers.
 
-    copy(ref)
+    Args:
+        turn: which numbers and barrier, int32.
+        first: of the warpgroup's four parts, int32.
+    """
+    layout, splat = tile_layout(c.vector).reduce(1), plgpu.Layout.WG_SPLAT(())
+    kinds = (splat, splat, plgpu.RefType(), plgpu.RefType(), *[layout] * len(numbers))
+    _, most_numbers, num_parts = smem.numbers.shape
+
+    @plgpu.inline_mgpu(arg_types=kinds)
+    def send(_, turn, first, ref, barriers, *numbers):
+        turn, first = (x.registers.flat[0] for x in (turn, first))
+        lane, warp = (f(thread(), constant(LANES)) for f in (arith.remui, arith.divui))
+        barrier = total(address(barriers), (turn, BARRIER_BYTES))
+        one = mgpu_utils.single_thread_predicate(mgpu_utils.ThreadSubset.WARPGROUP)
+        # Of what all blocks send, each of this one's warpgroups expects an equal part.
+        text = "@$2 mbarrier.arrive.expect_tx.relaxed.cta.shared::cta.b64 _, [$0], $1;"
+        expected = constant(c.cluster * WARPS * len(numbers) * _NUMBER)
+        assembly(None, [barrier, expected, one], text, "r,r,b", pure=False)
+        part = total(first, warp)
+        text = """{
+            .reg .pred active;
+            .reg .b32 place, barrier;
+            setp.lt.u32 active, $3, %d;
+            @active mapa.shared::cluster.u32 place, $0, $3;
+            @active mapa.shared::cluster.u32 barrier, $1, $3;
+            @active st.async.shared::cluster.mbarrier::complete_tx::bytes.f32
+                [place], $2, [barrier];
+        }"""
+        for j, x in enumerate(numbers):
+            at = total((turn, most_numbers * num_parts), constant(j * num_parts), part)
+            place = total(address(ref), (at, _NUMBER))
+            number = x.registers.flat[0]
+            if isinstance(number.type, ir.VectorType):
+                number = vectors.extract(number, dynamic_position=[], static_position=[0])
+            operands = [place, barrier, number, lane]
+            assembly(None, operands, text.replace("%d", str(c.cluster)), "r,r,f,r", pure=False)
+
+    each = [plgpu.layout_cast(x, layout) for x in numbers]
+    send(turn, first, smem.numbers, smem.exchanged, *each)
 
 
-def _cluster_fence() -> None:
-    """Orders shared memory accesses of one thread against those of the cluster's other blocks."""
+def _wait(barriers, turn, parity) -> None:
+    """Until all numbers of a turn have come."""
+    splat = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu()
-    def fence(_):
-        mgpu_utils.inline_ptx("fence.acq_rel.cluster;", has_side_effects=True)
+    @plgpu.inline_mgpu(arg_types=(splat, splat, plgpu.RefType()))
+    def wait(_, turn, parity, ref):
+        turn, parity = (x.registers.flat[0] for x in (turn, parity))
+        place = total(address(ref), (turn, BARRIER_BYTES))
+        text = """{
+            .reg .pred over;
+            WAIT:
+            mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over, [$0], $1;
+            @!over bra WAIT;
+        }"""
+        assembly(None, [place, parity], text, "r,r,~{memory}", pure=False)
 
-    fence()
+    wait(turn, parity, barriers)

@@ -32,7 +32,7 @@ from pallas_kernels.hopper.mosaic import plgpu
 
 from .config import Flat, tile_layout
 from .counts import Counted, flat_bounds, members_and_warps, of_tiles, warps, within
-from .exchange import receive, send
+from .exchange import begin, receive, send
 from .flat_copies import FlatCopies
 from .flat_interpreted import InterpretedCopies
 from .flat_order import Order, period_of, reach_of, unit_of
@@ -172,6 +172,7 @@ class _Team:
             self.copies.begin(self.smem.full.at[self.wg], c.slots)
         for k in range(c.slots):
             self.fetch(jnp.int32(0), k)
+        begin(c, self.smem)
         vectors = [x.at[self.phase] for x in gmem.vectors]
         self.vectors = Vectors(c, vectors, self.smem, me, self.wg)
         zero = plgpu.layout_cast(jnp.zeros(self.shape, jnp.float32), self.layout)

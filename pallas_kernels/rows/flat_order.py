@@ -63,6 +63,9 @@ class Order:
     def num_workers(self) -> int:
         """Clusters. All rows of one have one shift; a team may have no row."""
         c, turns = self.config, self.num_turns
+        if c.most_turns:
+            most = -(-turns // (c.teams * c.most_turns))
+            return min(turns, -(-most // self.period) * self.period)
         most = min(c.num_clusters, -(-turns // c.teams))
         if turns <= most:  # none has a second row
             return turns

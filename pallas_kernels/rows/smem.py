@@ -132,9 +132,7 @@ def flat_scratch(c: Flat, call: RowCall) -> dict[str, Any]:
     num_parts = c.cluster * c.group * WARPS
     buffers["numbers"] = plgpu.SMEM((c.teams * TURNS, call.num_numbers, num_parts), jnp.float32)
     if c.cluster > 1:
-        buffers["exchanged"] = plgpu.ClusterBarrier(
-            collective_axes=("cluster",), num_barriers=2, num_arrivals=c.group
-        )
+        buffers["exchanged"] = plgpu.SMEM((c.teams * TURNS * BARRIER_WORDS,), jnp.int32)
     elif c.group > 1:
         buffers["exchanged"] = plgpu.Barrier(num_arrivals=c.group, num_barriers=2 * c.teams)
     return buffers
@@ -150,11 +148,8 @@ def _slots(c: Wide | Twice, shape: tuple[int, ...], call: RowCall) -> dict[str, 
     )
     num_parts = c.cluster * c.warpgroups * WARPS
     buffers["numbers"] = plgpu.SMEM((TURNS, call.num_numbers, num_parts), jnp.float32)
-    # Two in turns: the others may arrive for a row before this block has waited for the last.
     if c.cluster > 1:
-        buffers["exchanged"] = plgpu.ClusterBarrier(
-            collective_axes=("cluster",), num_barriers=2, num_arrivals=c.warpgroups
-        )
+        buffers["exchanged"] = plgpu.SMEM((TURNS * BARRIER_WORDS,), jnp.int32)
     else:
         buffers["exchanged"] = plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=2)
     return buffers

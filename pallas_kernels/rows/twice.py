@@ -25,7 +25,7 @@ from pallas_kernels.hopper.registers import write_registers
 
 from .clusters import call_clusters
 from .config import Twice, tile_layout
-from .exchange import receive, send
+from .exchange import begin, receive, send
 from .formula import Formula, Parts, RowCall, to_columns, to_parts
 from .smem import twice_scratch
 
@@ -149,6 +149,7 @@ def _run(f: Formula, c: Twice, sizes: tuple[int, int], gmem, smem) -> None:
 
     for q in range(c.slots):
         fetch_if_any(jnp.int32(q))
+    begin(c, smem)
     if f.num_sums:
         lax.fori_loop(0, c.chunks, clear, ())
     lax.fori_loop(0, count, step, ())

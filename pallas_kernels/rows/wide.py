@@ -28,7 +28,7 @@ from pallas_kernels.hopper.registers import write_registers
 
 from .clusters import call_clusters
 from .config import Wide, tile_layout
-from .exchange import receive, send
+from .exchange import begin, receive, send
 from .formula import Formula, Parts, RowCall, to_columns, to_parts
 from .smem import wide_scratch
 
@@ -177,6 +177,7 @@ class _Wide:
 
         for q in range(c.slots):
             fetch_if_any(jnp.int32(q))
+        begin(c, smem)
         for j, k in itertools.product(range(self.num_vectors), range(num_held)):
             ref = gmem.vectors[j].at[me.rank, me.wg, *divmod(k, c.tiles)]
             held[j, k] = plgpu.load(ref, layout=layout, optimized=False)

@@ -1,0 +1,17 @@
+"""What the blocks of a cluster wait for each other by, on a Hopper GPU."""
+
+from .mosaic import plgpu
+from .threads import assembly
+
+
+def meet(*, ordered: bool) -> None:
+    """Waits for every thread of the cluster; ordered: what they wrote before can be read after."""
+    order = "release" if ordered else "relaxed"
+
+    @plgpu.inline_mgpu()
+    def meet(ctx):
+        del ctx
+        assembly(None, [], f"barrier.cluster.arrive.{order}.aligned;", "", pure=False)
+        assembly(None, [], "barrier.cluster.wait.acquire.aligned;", "", pure=False)
+
+    meet()

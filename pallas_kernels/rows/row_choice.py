@@ -1,0 +1,145 @@
+"""Which blocks take a row, or two, and end: several of them share a multiprocessor.
+
+One's writes overlap another's reads and exchange, as the hardware has it. That beats blocks that go
+from row to row wherever nothing, or only RMSNorm's scale, is read again for each row: softmax of
+102,440 columns has 95% of a copy's rate instead of 84 (norm/NOTES.md).
+"""
+
+import dataclasses
+import itertools
+
+from pallas_kernels.hopper.machine import LANES, SMEM_BYTES, WARPGROUP, WARPS
+
+from .config import LONGEST_IN_BLOCK, LONGEST_ROW, Flat, Wide
+from .flat_order import reach_of
+from .formula import RowCall
+from .smem import smem_bytes
+
+CLUSTERS = (1, 2, 4, 8)
+"""Blocks that share a row, the fewest first: each exchange is one more wait."""
+
+SHORTEST = 1000  # columns, the fewest that were timed
+LONGEST_OF_A_WARP = 4096
+"""Bytes of all inputs of rows that are a warp's."""
+LONGEST_OF_A_WARP_SCALED = 2560
+"""Likewise, if there is a scale: at 1,503 columns four warps have 94% of a copy's rate, one 93."""
+MOST_OF_A_WARP, MOST_SCALE_OF_A_WARP = 48, 40
+"""Columns of a chunk that a lane has, and numbers of a scale that it holds in registers."""
+
+SHARE = 64 * 1024
+"""Bytes of a row that a block of four warpgroups takes at most, so that three blocks fit."""
+LARGEST_SHARE = 128 * 1024
+"""Instead, if eight blocks share it: one block without a neighbor is no slower than one that goes
+on from row to row."""
+
+LEAST_BLOCKS = {1: 4, 2: 3}
+"""Blocks of one warpgroup that a multiprocessor has room for, by inputs; of a cluster of eight one
+block fewer is enough."""
+MOST_AT_ONCE = 24
+"""Columns that a thread has of a chunk: more take registers that other blocks need."""
+MOST_CHUNKS = 32
+
+MOST_SCALE, MOST_SCALED_AT_ONCE = 62, 32
+"""Numbers of a scale that a thread holds, and columns of a chunk beside them."""
+LONGEST_OF_A_WARPGROUP = 6144
+"""Columns of scaled rows; two warpgroups take longer ones, or parts."""
+
+_MULTIPROCESSOR_BYTES, _BLOCK_BYTES = 228 * 1024, 2048  # the latter what a block has besides
+_MOST_BYTES = SMEM_BYTES - 1024  # as in flat_choice
+_LEAST_TILE = 256
+
+
+def row_for(call: RowCall) -> Wide | Flat | None:
+    """Tiles of rows of 16 bits that no single block's registers hold; None if others are faster."""
+    timed = call.itemsize == 2 and call.over_inputs and SHORTEST <= call.columns <= LONGEST_ROW
+    if not timed or call.num_sums:
+        return None
+    if call.num_vectors:
+        scaled = call.num_vectors == call.num_inputs == 1 and not call.num_masks
+        return _scaled(call) if scaled else None
+    if call.columns % 2048 == 0 and call.columns > LONGEST_IN_BLOCK:
+        wide = _wide(call)
+        if wide is not None:
+            return wide
+    if call.num_masks or not call.may_cut:
+        return None
+    if call.columns * call.column_bytes <= LONGEST_OF_A_WARP:
+        return _of_a_warp(call)
+    return _flat(call)
+
+
+def _wide(call: RowCall) -> Wide | None:
+    """A row to the fewest blocks of four warpgroups."""
+    for cluster, most in (*((n, SHARE) for n in CLUSTERS), (CLUSTERS[-1], LARGEST_SHARE)):
+        warps = cluster * 4 * WARPS
+        share = call.columns // cluster * call.column_bytes
+        tile = next((t for t in (512, 384, _LEAST_TILE) if call.columns % (warps * t) == 0), 0)
+        if share > most or not tile:
+            continue
+        chunks = call.columns // (warps * tile)
+        return Wide(
+            cluster=cluster, tile=tile, chunks=chunks, slots=chunks, row_a_block=True,
+            vector=8 if tile % 256 == 0 else 4,
+        )  # fmt: skip
+    return None
+
+
+def _of_a_warp(call: RowCall) -> Flat:
+    """A row to each warp of a warpgroup, in chunks that reach beyond it the least."""
+    found = []
+    for vector, chunks in itertools.product((8, 4, 2), (1, 2, 3)):
+        unit = LANES * vector
+        tile = -(-reach_of(Flat(group=0, vector=vector), call) // (chunks * unit)) * unit
+        if tile // LANES > MOST_OF_A_WARP:
+            continue
+        c = Flat(group=0, tile=tile, chunks=chunks, slots=chunks, vector=vector, most_turns=1)
+        if call.num_vectors * c.columns // LANES > MOST_SCALE_OF_A_WARP:
+            if vector > 4:
+                continue  # banks would conflict
+            c = dataclasses.replace(c, in_memory=chunks)
+        found.append(c)
+    return min(found, key=lambda c: (c.columns, c.chunks, -c.vector))
+
+
+def _flat(call: RowCall) -> Flat | None:
+    """A row to the fewest blocks of one warpgroup that leave room for others."""
+    blocks = LEAST_BLOCKS[call.num_inputs]
+    for cluster, least in (*((n, blocks) for n in CLUSTERS), (CLUSTERS[-1], blocks - 1)):
+        room = _MULTIPROCESSOR_BYTES // least - _BLOCK_BYTES
+        for tiled in _tiled(call, cluster=cluster, group=1, most=MOST_AT_ONCE):
+            if smem_bytes(tiled, call) < min(room, _MOST_BYTES):
+                return dataclasses.replace(tiled, most_turns=1)
+    return None
+
+
+def _scaled(call: RowCall) -> Flat | None:
+    """Two rows to the fewest blocks whose threads hold the scale."""
+    if call.columns * call.itemsize <= LONGEST_OF_A_WARP_SCALED:
+        return _of_a_warp(call)
+    group = 1 if call.columns <= LONGEST_OF_A_WARPGROUP else 2
+    for cluster in CLUSTERS:
+        for tiled in _tiled(call, cluster=cluster, group=group, most=MOST_SCALED_AT_ONCE):
+            if tiled.columns // (cluster * group * WARPGROUP) <= MOST_SCALE:
+                return dataclasses.replace(tiled, most_turns=2)
+    return None
+
+
+def _tiled(call: RowCall, *, cluster: int, group: int, most: int) -> list[Flat]:
+    """Chunks that together reach beyond a row, those first that do by little and in few pieces."""
+    found = []
+    num_parts = cluster * group * WARPS
+    for vector, chunks in itertools.product((8, 4, 2), range(1, MOST_CHUNKS + 1)):
+        c = Flat(cluster=cluster, group=group, vector=vector)
+        unit = LANES * vector
+        share = -(-reach_of(c, call) // num_parts)
+        units = -(-share // (unit * chunks))  # of a warp and chunk
+        if units * vector <= most and (chunks - 1) * units * unit < share:
+            found.append(dataclasses.replace(c, tile=units * unit, chunks=chunks, slots=chunks))
+    return sorted(found, key=lambda c: _cost(c, call))
+
+
+def _cost(c: Flat, call: RowCall) -> float:
+    """What is computed for nothing, as a part of a row; narrow vectors and chunks count as more."""
+    narrower = {8: 0.0, 4: 0.03, 2: 0.1}[c.vector]
+    chunks = 2 * c.chunks * c.cluster * c.group * WARPGROUP
+    return (c.columns + chunks) / call.columns - 1 + narrower
