@@ -50,7 +50,7 @@ VARIANTS: dict[tuple[str, int], Mapping[str, RowConfig]] = {
         "4 slots": Wide(tiles=2, chunks=2, slots=4),
     },
     ("softmax", 131072): {
-        "7 slots": Wide(cluster=2, tiles=2, chunks=4, slots=7),
+        "6 slots": Wide(cluster=2, tiles=2, chunks=4, slots=6),
         "4 blocks, ahead": Wide(cluster=4, tiles=2, chunks=2, slots=6, ahead=True),
         "a row 4 blocks": Wide(cluster=4, chunks=4, slots=4, row_a_block=True),
         "a row 8 blocks": Wide(cluster=8, chunks=2, slots=2, row_a_block=True),

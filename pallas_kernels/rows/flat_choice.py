@@ -44,8 +44,12 @@ MOST_AT_ONCE = 48
 """Columns that a thread has of a chunk."""
 MOST_HELD, MOST_BESIDE_SUMS = 64, 48
 """Numbers that a thread holds from row to row, and if there are sums and vectors among them."""
-MOST_STEADY = 72
-"""Numbers that a thread holds where nothing spills, with 24 or 32 columns. LayerNorm of 98,304 columns, percent of a copy's rate (H100): 90 instead of 86, its gradient 91 instead of 83; of 125,184 the gradient's 96 numbers spill less folding ahead: 73 instead of 36."""
+MOST_OF_TWO = 28
+"""Columns that a thread has of rows with two vectors or two sums, unless eight blocks share one:
+LayerNorm's gradient of 65,536 columns in four blocks spills (36% of a copy's rate, in eight 92)."""
+LEAST_STEADY = 24
+"""Columns of a thread from which LayerNorm's rows of whole words are faster without folding ahead,
+where eight blocks share them: 98,304 columns 91 instead of 86%, 65,536 78 instead of 89."""
 WORD_BYTES = 16
 MOST_OF_A_WARP = 40
 """Likewise, of vectors where a warp has a row."""
@@ -169,14 +173,12 @@ def _filled(c: Flat, call: RowCall, lead: int) -> Flat | None:
 
 
 def _may_fold_ahead(c: Flat, call: RowCall) -> bool:
-    """Beside sums of two inputs; a third leaves no registers. Of eight blocks LayerNorm's are
-    faster without, where rows are whole words and registers hold all (``MOST_STEADY``).
-    """
+    """Beside sums of two inputs; a third leaves no registers."""
     if c.cluster == 1 or (call.num_sums and not _is_lean(call)):
         return False
-    steady = c.chunks * c.tile // LANES * (call.num_vectors + call.num_sums) <= MOST_STEADY
     whole = call.columns * call.itemsize % WORD_BYTES == 0
-    return not (_is_layer_norm(call) and c.cluster == 8 and whole and steady)
+    steady = c.cluster == 8 and whole and _columns_of_a_thread(c) >= LEAST_STEADY
+    return not (call.num_vectors > 1 and steady)
 
 
 def _waits(c: Flat, call: RowCall) -> bool:
@@ -186,6 +188,8 @@ def _waits(c: Flat, call: RowCall) -> bool:
     if call.columns <= LONGEST_IN_BLOCK:
         return False
     if _is_layer_norm(call):
+        if c.cluster < 8 and c.group == 4 and _columns_of_a_thread(c) > MOST_OF_TWO:
+            return True
         if call.num_sums:
             return not c.ahead and (c.cluster == 1 or _may_fold_ahead(c, call))
         return c.group == 4 and c.in_memory > 0
@@ -195,6 +199,10 @@ def _waits(c: Flat, call: RowCall) -> bool:
     if not call.num_sums:
         return c.cluster > 2
     return c.cluster > 1 or c.in_memory == c.chunks
+
+
+def _columns_of_a_thread(c: Flat) -> int:
+    return c.chunks * c.tile // LANES
 
 
 def _is_layer_norm(call: RowCall) -> bool:

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.mosaic.gpu import core as mosaic
 
@@ -16,6 +17,7 @@ from pallas_kernels.rows import dispatch
 from pallas_kernels.rows.choice import MOST_BARRIERS, config_for
 from pallas_kernels.rows.config import Blocks, Flat, Stream, Twice, Wide
 from pallas_kernels.rows.formula import MASK, RowCall
+from pallas_kernels.rows.row_choice import row_for
 from pallas_kernels.rows.smem import smem_bytes
 from pallas_kernels.softmax import hopper as softmaxes
 from tests.kernels.row_cases import num_kernels
@@ -160,6 +162,35 @@ def test_masked_kernels_ask_for_the_shared_memory_that_was_counted(asked, column
     assert num_kernels(lambda x, m: softmax(x, where=m, implementation="hopper"), x, where) == 1
     call = calls(columns, dtype)["masked_softmax"]
     assert max(asked) == smem_bytes(config_for(152, call), call) <= SMEM_BYTES
+
+
+MULTIPROCESSOR = 228 * 1024  # bytes of shared memory, and a KB of each block's is not its own
+
+
+@pytest.mark.parametrize("name", ["softmax", "softmax_gradient", "masked_softmax"])
+def test_blocks_that_take_a_row_leave_room_for_others(name):
+    """What their reads and exchanges hide behind; where eight blocks share a row, for one other."""
+    rng, taken = np.random.default_rng(0), 0
+    for columns in (8193, 50257, 131072, 262144, *rng.integers(1000, 262144, 40).tolist()):
+        for call in (calls(columns)[name], calls(columns // 2048 * 2048 + 2048)[name]):
+            config = row_for(call)
+            if config is None or call.columns > 131072:
+                continue
+            taken += 1
+            blocks = MULTIPROCESSOR // (smem_bytes(config, call) + 1024)
+            assert blocks >= (2 if config.cluster == 8 else 3), (columns, config)
+            rows = config.row_a_block if isinstance(config, Wide) else config.most_turns == 1
+            assert rows, (columns, config)
+    assert taken > 4
+
+
+def test_scales_are_held_by_blocks_of_two_rows():
+    for columns in (1503, 2499, 12496, 32768, 50257, 80098, 131072):
+        config = config_for(4096, calls(columns)["rms_norm"])
+        assert isinstance(config, Flat), columns
+        assert config.most_turns == 2, columns
+        assert config.columns // (128 * config.cluster * config.group) <= 64, columns
+        assert not config.in_memory, columns
 
 
 def test_rows_that_are_kept_nowhere():

@@ -38,6 +38,8 @@ WORDS = {
     "warpgroups": shared(),
     "teams": Flat(group=1, teams=2, tile=64, chunks=3, slots=5, interpretable=True),
     "warps": Flat(group=0, teams=2, tile=384, chunks=2, slots=3, interpretable=True),
+    "a row a block": shared(slots=2, most_turns=1),
+    "a row a warp": Flat(group=0, tile=384, chunks=2, slots=2, most_turns=1, interpretable=True),
 }
 
 
@@ -73,12 +75,15 @@ COLUMN_CASES = {
         rows=3, num_clusters=9,
     ),
     "one row each": Case(config=shared(), rows=5, num_clusters=6),
+    "two rows a block": Case(config=shared(slots=2, most_turns=2), rows=19, num_clusters=1),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "name", ["warpgroups", pytest.param("teams", marks=SLOW), pytest.param("warps", marks=SLOW)]
-)
+    "name",
+    ["warpgroups", "a row a warp", *[pytest.param(name, marks=SLOW) for name in WORDS
+                                     if name not in ("warpgroups", "a row a warp")]],
+)  # fmt: skip
 def test_softmaxes_are_no_worse_than_the_plain_form(name):
     """Neighbors' elements would count: theirs are far larger or -inf."""
     x, d_y = inputs((3, COLUMNS))
@@ -104,6 +109,7 @@ def test_neighbors_that_are_no_numbers_change_nothing(name):
     [
         (layer_norm, "period of 4"),
         (rms_norm, "of 2 by pairs"),
+        (rms_norm, "two rows a block"),
         (layer_norm, "teams"),
         *[pytest.param(layer_norm, name, marks=SLOW) for name in COLUMN_CASES
           if name not in ("period of 4", "teams")],
@@ -157,13 +163,22 @@ def test_each_row_is_taken_once_by_a_block_of_its_shift(rows, columns):
     """In every number of blocks, teams and elements of a unit."""
     call = calls(columns)["layer_norm"]
     ways = [(1, 0, 4), (1, 1, 4), (1, 2, 2), *((cluster, 4, 1) for cluster in NUM_CLUSTERS)]
-    for (cluster, group, teams), vector in itertools.product(ways, (8, 4, 2)):
-        c = Flat(cluster=cluster, group=group, teams=teams, vector=vector)
+    made = [
+        Flat(cluster=cluster, group=group, teams=teams, vector=vector)
+        for (cluster, group, teams), vector in itertools.product(ways, (8, 4, 2))
+    ]
+    made += [
+        dataclasses.replace(c, teams=1, most_turns=turns)
+        for c, turns in itertools.product(made, (1, 2))
+    ]
+    for c in made:
         order = Order(config=c, num_rows=rows, period=period_of(c, call))
         shifts, taken = collections.defaultdict(set), []
-        for team, worker in itertools.product(range(teams), range(order.num_workers)):
+        for team, worker in itertools.product(range(c.teams), range(order.num_workers)):
             first = team * order.num_workers + worker
-            for turn in range(first, order.num_turns, order.stride):
+            turns = range(first, order.num_turns, order.stride)
+            assert len(turns) <= (c.most_turns or rows), c
+            for turn in turns:
                 for warp in range(4 if c.by_warps else 1):
                     row = int(order.row(turn)) + warp * order.period
                     if row < rows:
@@ -172,8 +187,8 @@ def test_each_row_is_taken_once_by_a_block_of_its_shift(rows, columns):
                         assert worker % order.period * columns % unit_of(c, call) in shifts[worker]
         assert sorted(taken) == list(range(rows)), c
         assert all(len(found) == 1 for found in shifts.values()), c
-        assert order.num_workers <= c.num_clusters, c
-        assert teams > 1 or len(shifts) == order.num_workers, f"idle blocks would wait: {c}"
+        assert c.most_turns or order.num_workers <= c.num_clusters, c
+        assert c.teams > 1 or len(shifts) == order.num_workers, f"idle blocks would wait: {c}"
 
 
 @SLOW
