@@ -121,7 +121,8 @@ def _of_any_length(
 ) -> Flat | Odd | Twice | None:
     """Tiles of a form, or of the fastest that was timed; ``instead`` of such as read rows twice."""
     if form == "flat":
-        return flat_for(call)
+        alone = row_for(call)
+        return alone if isinstance(alone, Flat) else flat_for(call)
     if form is None:
         flat = flat_for(call) if _is_timed(call) else None
         if instead is not None:

@@ -1,4 +1,7 @@
-"""Which chunks suit rows of a length that nothing divides, on a Hopper GPU."""
+"""Which chunks suit rows of a length that nothing divides, on a Hopper GPU.
+
+In blocks that go on from row to row; ``row_choice`` has those that take one or two.
+"""
 
 import dataclasses
 import itertools
@@ -21,7 +24,7 @@ SHARED = {(1, 4): 0.0, (2, 2): 0.03, (4, 1): 0.06}
 a row."""
 
 CLUSTERS = (1, 2, 4, 8)
-"""Blocks that share a row, the fewest first: of two that hold 50 KB each, a fifth is waiting."""
+"""Blocks that share a row, the fewest first."""
 
 LEAD, SHORT_LEAD = 48 * 1024, 20 * 1024
 """Bytes that a block asks for ahead of the rows it works on, the fewer unless two inputs are all

@@ -4,9 +4,9 @@ A block of four warpgroups holds a whole row of 32,768 columns, a cluster of blo
 The copy engine fills a ring of chunks ahead; a warpgroup folds each chunk of its share into a few
 numbers a row, all exchange these, and a second turn over the chunks writes the result straight from
 registers, which frees each chunk for the next row. What belongs to a column, a scale or a sum over
-rows, stays in registers. What limits wide rows is that exchange: the fewer blocks share a row the
-better. Of 132 multiprocessors 120 can form clusters of four or eight; a grid that asks for more
-runs a second wave (norm/NOTES.md).
+rows, stays in registers. Of 132 multiprocessors 120 can form clusters of four or eight that go on
+from row to row. Where nothing belongs to columns, blocks take one row and end, several of them on a
+multiprocessor (``row_choice``).
 
 Dims: R row, C column, A part of a row in a warpgroup, M column of a tile, P part of a row.
 """

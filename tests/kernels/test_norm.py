@@ -312,10 +312,16 @@ def test_the_shipped_table():
 
 
 @pytest.mark.parametrize("op", FOLDERS)
-def test_shipped_tables_are_what_was_measured(op):
-    names = ("bound-dtypes", "bound-odd", "random", "bound")
-    result = read([RESULTS / f"memory-{name}-h200.json" for name in names])
-    shipped = tables.load(FOLDERS[op] / "dispatch-nvidia-h200.json")
+@pytest.mark.parametrize(
+    ("gpu", "slug", "names"),
+    [
+        ("h200", "nvidia-h200", ("bound-dtypes", "bound-odd", "random", "bound")),
+        ("h100", "nvidia-h100-80gb-hbm3", ("random", "bound")),
+    ],
+)
+def test_shipped_tables_are_what_was_measured(gpu, slug, names, op):
+    result = read([RESULTS / f"memory-{name}-{gpu}.json" for name in names])
+    shipped = tables.load(FOLDERS[op] / f"dispatch-{slug}.json")
     made = table_of(result, op)
     assert set(made.rows) == set(shipped.rows)
     assert dict(made.environment) == dict(shipped.environment)

@@ -67,7 +67,6 @@ def exact_gradient(y, d_y):
     [
         (softmax, (8, 32)),
         (softmax, (3, 2048)),
-        pytest.param(softmax, (2, 8192), marks=pytest.mark.slow),
         (log_softmax, (8, 32)),
         (log_softmax, (3, 2048)),
     ],
@@ -96,8 +95,11 @@ QUICK = {
             marks=[pytest.mark.slow] * (case not in QUICK),
             id=f"{case[0].__name__}-{case[1].__name__}-{case[2]}",
         )
-        for case in itertools.product(
-            (jnp.float16, jnp.float32), (softmax, log_softmax), ((8, 32), (3, 2048))
+        for case in (
+            *itertools.product(
+                (jnp.float16, jnp.float32), (softmax, log_softmax), ((8, 32), (3, 2048))
+            ),
+            (jnp.float16, softmax, (2, 8192)),  # in bf16 the gradient goes as odd rows do
         )
     ],
 )
