@@ -10,8 +10,8 @@ but repeats after a period of 2, 4 or 8 rows. All rows of a block are multiples 
 (``flat_order``), so a thread has the same columns of all of them: scales lie behind the same shift,
 and sums are stored as if they were one more row.
 
-A row belongs to the warpgroups of one or more blocks, a shorter one to one of a block's teams, and
-one of one or two thousand columns to a warp, which needs no exchange.
+A row belongs to the warpgroups of one or more blocks, a shorter one to a team of a block, and one
+of one or two thousand columns to a warp, without an exchange.
 
 Dims: R row, C column, A part of a row in a warpgroup or a warp's row, M column of a tile, P part.
 """
@@ -340,7 +340,6 @@ class _Team:
     def complete(self, copies: FlatCopies, i, chunk) -> None:
         """Loads what is behind the last word of the arrays, where that is the i-th row's end."""
         row, slot = self.row(i), self.slot(i, chunk)
-
         last = row + (WARPS - 1) * self.order.period * self.c.by_warps
 
         @pl.when(last >= self.order.num_rows - 1)

@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from pallas_kernels.hopper.machine import LANES, SMEM_BYTES, WARPS
+from pallas_kernels.hopper.machine import LANES, SMEM_BYTES, WARPGROUP, WARPS
 
 from .config import LONGEST_IN_BLOCK, LONGEST_ROW, Flat
 from .flat_order import in_periods, period_of, reach_of
@@ -91,14 +91,14 @@ def flat_for(call: RowCall) -> Flat | None:
 
 def _cheapest(call: RowCall, cluster: int, lead: int) -> Flat | None:
     """Of so many blocks that share a row."""
-    tiled = [
+    found = [
         c
         for group, teams in SHARED
         if cluster == 1 or teams == 1
-        for c in _tiled(Flat(cluster=cluster, group=group, teams=teams), call)
+        for c in tiled(Flat(cluster=cluster, group=group, teams=teams), call)
     ]
     best, least = None, math.inf
-    for c in sorted(tiled, key=lambda c: _cost(c, call)):
+    for c in sorted(found, key=lambda c: _cost(c, call)):
         if _cost(c, call) >= least:
             break  # room for its slots costs nothing or more
         filled = _filled(c, call, lead)
@@ -128,8 +128,12 @@ def _of_warps(call: RowCall) -> Flat:
     raise AssertionError(f"a row and a chunk of {config} exceed shared memory")
 
 
-def _tiled(c: Flat, call: RowCall) -> Iterator[Flat]:
-    """In chunks that together reach beyond a row by little."""
+def tiled(c: Flat, call: RowCall, *, most: int = MOST_AT_ONCE) -> Iterator[Flat]:
+    """In chunks that together reach beyond a row by little.
+
+    Args:
+        most: columns that a thread has of a chunk.
+    """
     num_parts = c.cluster * c.group * WARPS
     for vector, chunks in itertools.product(NARROWER, range(1, MOST_CHUNKS + 1)):
         if vector * call.itemsize > 16:
@@ -137,7 +141,7 @@ def _tiled(c: Flat, call: RowCall) -> Iterator[Flat]:
         share = -(-reach_of(dataclasses.replace(c, vector=vector), call) // num_parts)
         unit = LANES * vector
         units = -(-share // (unit * chunks))  # of a warp and chunk
-        fits = units * vector <= MOST_AT_ONCE
+        fits = units * vector <= most
         if fits and (chunks - 1) * units * unit < share:
             yield dataclasses.replace(c, tile=units * unit, chunks=chunks, vector=vector)
 
@@ -218,12 +222,17 @@ def _is_lean(call: RowCall) -> bool:
     return call.num_inputs == 2 and call.num_sums > 0 and call.itemsize == 2
 
 
+def computed_for_nothing(c: Flat, call: RowCall) -> float:
+    """Or as if it were, as a part of a row."""
+    chunks = A_CHUNK * c.chunks * c.cluster * c.group * WARPGROUP
+    return (c.columns + chunks) / call.columns - 1
+
+
 def _cost(c: Flat, call: RowCall) -> float:
-    """What is computed for nothing, as if it were, or could be meanwhile, as a part of a row."""
-    chunks = A_CHUNK * c.chunks * c.cluster * c.group * WARPS * LANES
+    """What is computed for nothing, or could be meanwhile, as a part of a row."""
     apart = NARROWER[c.vector] + SHARED[c.group, c.teams]
     idle = c.num_clusters / in_periods(c.num_clusters, period_of(c, call)) - 1
-    return (c.columns + chunks) / call.columns - 1 + apart + idle
+    return computed_for_nothing(c, call) + apart + idle
 
 
 def _cost_of_slots(c: Flat, call: RowCall) -> float:

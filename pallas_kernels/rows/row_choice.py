@@ -2,7 +2,7 @@
 
 One's writes overlap another's reads and exchange, as the hardware has it. That beats blocks that go
 from row to row wherever nothing, or only RMSNorm's scale, is read again for each row: softmax of
-102,440 columns has 95% of a copy's rate instead of 84 (norm/NOTES.md).
+102,440 columns has 98% of a copy's rate instead of 84 (norm/NOTES.md).
 """
 
 import dataclasses
@@ -10,21 +10,19 @@ import itertools
 
 import jax.numpy as jnp
 
-from pallas_kernels.hopper.machine import LANES, SMEM_BYTES, WARPGROUP, WARPS
+from pallas_kernels.hopper.machine import LANES, WARPGROUP, WARPS
 
 from .config import LONGEST_IN_BLOCK, LONGEST_ROW, Flat, Wide
+from .flat_choice import CLUSTERS, MOST_BYTES, NARROWER, computed_for_nothing, tiled
 from .flat_order import reach_of
 from .formula import RowCall
 from .smem import smem_bytes
-
-CLUSTERS = (1, 2, 4, 8)
-"""Blocks that share a row, the fewest first: each exchange is one more wait."""
 
 SHORTEST = 1000  # columns, the fewest that were timed
 LONGEST_OF_A_WARP = 4096
 """Bytes of all inputs of rows that are a warp's."""
 LONGEST_OF_A_WARP_SCALED = 2560
-"""Likewise, if there is a scale: at 1,503 columns four warps have 94% of a copy's rate, one 93."""
+"""Likewise, if there is a scale: at 1,503 columns four warps have 95% of a copy's rate, one 93."""
 MOST_OF_A_WARP, MOST_SCALE_OF_A_WARP = 48, 40
 """Columns of a chunk that a lane has, and numbers of a scale that it holds in registers."""
 
@@ -39,7 +37,6 @@ LEAST_BLOCKS = {1: 4, 2: 3}
 block fewer is enough."""
 MOST_AT_ONCE = 24
 """Columns that a thread has of a chunk: more take registers that other blocks need."""
-MOST_CHUNKS = 32
 
 MOST_SCALE, MOST_SCALED_AT_ONCE = 64, 32
 """Numbers of a scale that a thread holds, and columns of a chunk beside them."""
@@ -47,7 +44,6 @@ LONGEST_OF_A_WARPGROUP = 6144
 """Columns of scaled rows; two warpgroups take longer ones, or parts."""
 
 _MULTIPROCESSOR_BYTES, _BLOCK_BYTES = 228 * 1024, 2048  # the latter what a block has besides
-_MOST_BYTES = SMEM_BYTES - 1024  # as in flat_choice
 _LEAST_TILE = 256
 
 
@@ -109,9 +105,9 @@ def _flat(call: RowCall) -> Flat | None:
     blocks = LEAST_BLOCKS[call.num_inputs]
     for cluster, least in (*((n, blocks) for n in CLUSTERS), (CLUSTERS[-1], blocks - 1)):
         room = _MULTIPROCESSOR_BYTES // least - _BLOCK_BYTES
-        for tiled in _tiled(call, cluster=cluster, group=1, most=MOST_AT_ONCE):
-            if smem_bytes(tiled, call) < min(room, _MOST_BYTES):
-                return dataclasses.replace(tiled, most_turns=1)
+        for c in _tiled(call, cluster=cluster, group=1, most=MOST_AT_ONCE):
+            if smem_bytes(c, call) < min(room, MOST_BYTES):
+                return dataclasses.replace(c, most_turns=1)
     return None
 
 
@@ -121,32 +117,24 @@ def _scaled(call: RowCall) -> Flat | None:
         return _of_a_warp(call)
     group = 1 if call.columns <= LONGEST_OF_A_WARPGROUP else 2
     for cluster in CLUSTERS:
-        for tiled in _tiled(call, cluster=cluster, group=group, most=MOST_SCALED_AT_ONCE):
-            if tiled.columns // (cluster * group * WARPGROUP) <= MOST_SCALE:
-                return dataclasses.replace(tiled, most_turns=2)
+        for c in _tiled(call, cluster=cluster, group=group, most=MOST_SCALED_AT_ONCE):
+            if c.columns // (cluster * group * WARPGROUP) <= MOST_SCALE:
+                return dataclasses.replace(c, most_turns=2)
     return None
 
 
 def _tiled(call: RowCall, *, cluster: int, group: int, most: int) -> list[Flat]:
     """Chunks that together reach beyond a row, those first that do by little and in few pieces."""
-    found = []
-    num_parts = cluster * group * WARPS
-    for vector, chunks in itertools.product((2, 4, 8), range(1, MOST_CHUNKS + 1)):
-        c = Flat(cluster=cluster, group=group, vector=vector)
-        unit = LANES * vector
-        share = -(-reach_of(c, call) // num_parts)
-        units = -(-share // (unit * chunks))  # of a warp and chunk
-        if units * vector <= most and (chunks - 1) * units * unit < share:
-            found.append(dataclasses.replace(c, tile=units * unit, chunks=chunks, slots=chunks))
-    return sorted(found, key=lambda c: _cost(c, call))
+    found = tiled(Flat(cluster=cluster, group=group), call, most=most)
+    whole = (dataclasses.replace(c, slots=c.chunks) for c in found)
+    return sorted(whole, key=lambda c: (_cost(c, call), c.vector))
 
 
 def _cost(c: Flat, call: RowCall) -> float:
-    """What is computed for nothing, as a part of a row; narrow vectors and chunks count as more.
+    """What is computed for nothing, as a part of a row; narrow vectors count as more.
 
     Pairs beside a scale do not: they take fewer registers, so that a third block fits (RMSNorm of
-    80,098 columns: 90% of a copy's rate instead of 80).
+    80,098 columns: 92% of a copy's rate instead of 80).
     """
-    narrower = {8: 0.0, 4: 0.03, 2: 0.03 if call.num_vectors else 0.1}[c.vector]
-    chunks = 2 * c.chunks * c.cluster * c.group * WARPGROUP
-    return (c.columns + chunks) / call.columns - 1 + narrower
+    narrower = NARROWER[4] if c.vector == 2 and call.num_vectors else NARROWER[c.vector]
+    return computed_for_nothing(c, call) + narrower

@@ -37,7 +37,7 @@ def smem_bytes(config: Stream | Wide | Twice | Odd | Flat, call: RowCall) -> int
     else:
         scratch = odd_scratch(config, call)
     for buffer in scratch.values():
-        if isinstance(buffer, plgpu.Barrier | plgpu.ClusterBarrier):
+        if isinstance(buffer, plgpu.Barrier):
             total += BARRIER_BYTES * math.prod(np.atleast_1d(buffer.num_barriers).tolist())
         else:
             total += _aligned(math.prod(buffer.shape) * jnp.dtype(buffer.dtype).itemsize)
@@ -132,7 +132,8 @@ def flat_scratch(c: Flat, call: RowCall) -> dict[str, Any]:
     num_parts = c.cluster * c.group * WARPS
     buffers["numbers"] = plgpu.SMEM((c.teams * TURNS, call.num_numbers, num_parts), jnp.float32)
     if c.cluster > 1:
-        buffers["exchanged"] = plgpu.SMEM((c.teams * TURNS * BARRIER_WORDS,), jnp.int32)
+        assert c.teams == 1, "blocks that share a row have one team"
+        buffers["exchanged"] = plgpu.SMEM((TURNS * BARRIER_WORDS,), jnp.int32)
     elif c.group > 1:
         buffers["exchanged"] = plgpu.Barrier(num_arrivals=c.group, num_barriers=2 * c.teams)
     return buffers
