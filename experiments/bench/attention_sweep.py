@@ -2,7 +2,7 @@
 
 python -m experiments.bench.attention_sweep --seed 1 --compile /tmp/sweep --processes 12
 python -m experiments.bench.attention_sweep --seed 1 --programs /tmp/sweep --out sweep.json
-python -m experiments.bench.attention_sweep --summary sweep.json more.json   # of an H200
+python -m experiments.bench.attention_sweep --summary sweep.json more.json   # of Hopper GPUs
 
 All contenders of a shape take turns in one process: kernel times by CUPTI, medians, random normal
 operands. ``auto`` is one of them in each direction: its time is that of the one it takes. A forward
@@ -335,6 +335,14 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def kept(path: pathlib.Path) -> list[dict[str, Any]]:
+    """A file's rows, with what ``auto`` takes on its device by the table as it is now."""
+    document = json.loads(path.read_text())
+    facts = dataclasses.replace(device.H200, kind=document["runs"][-1]["device"])
+    with device.compiling_for(facts):
+        return [row | {"auto": chosen(Shape.of(row))} for row in document["rows"]]
+
+
 def spread(each: list[tuple[float, str]]) -> dict[str, Any]:
     """Geometric mean and least of ratios, and the names of what is slow."""
     mean = math.exp(statistics.fmean(math.log(value) for value, _ in each))
@@ -360,10 +368,7 @@ def main() -> None:
     parser.add_argument("--summary", type=pathlib.Path, nargs="+", help="of files, measuring none")
     args = parser.parse_args()
     if args.summary:
-        rows = [row for path in args.summary for row in json.loads(path.read_text())["rows"]]
-        with device.compiling_for(device.H200):  # by the table as it is now
-            rows = [row | {"auto": chosen(Shape.of(row))} for row in rows]
-        print(json.dumps(summary(rows), indent=1))
+        print(json.dumps(summary([row for path in args.summary for row in kept(path)]), indent=1))
         return
     i, n = map(int, args.part.split("/"))
     drawn = [Shape.named(name) for name in args.shapes] or draw(args.seed, args.count)

@@ -1,10 +1,12 @@
 """The shapes that attention is swept over, and what is said of their times."""
 
+import json
+
 import pytest
 
 from experiments.bench import attention_sweep as sweep
 from experiments.bench import attention_table
-from pallas_kernels.common import device
+from pallas_kernels.common import device, tables
 from pallas_kernels.flash_attention import dispatch
 
 ROW = {
@@ -74,3 +76,18 @@ def test_summary():
     assert len(found["fwd+bwd, auto over best"]["under 0.95"]) == 2
     long = found["fwd, ours over cuDNN, s >= 2048"]
     assert (long["cases"], long["mean"]) == (1, 1.2)
+
+
+@pytest.mark.parametrize(("kind", "auto"), [("NVIDIA H200", "hopper"), ("NVIDIA H100", "cudnn")])
+def test_auto_is_that_of_the_device_that_was_measured(tmp_path, monkeypatch, kind, auto):
+    run = {"device": kind, "clocks": "", "command": "", "date": "", "versions": {}}
+    times = {"hopper": 1.0, "cudnn": 2.0 if auto == "hopper" else 0.5}
+    document = {"runs": [run], "rows": [ROW | {"ms": {"fwd": times, "fwd+bwd": times}}]}
+    table = attention_table.table_of(document)
+    tables.save(table, tmp_path / f"dispatch-{device.Facts(kind=kind, is_gpu=True).slug}.json")
+    monkeypatch.setattr(dispatch, "TUNED", tmp_path)
+    tables._find.cache_clear()
+    (tmp_path / "sweep.json").write_text(json.dumps(document))
+    (row,) = sweep.kept(tmp_path / "sweep.json")
+    assert row["auto"] == {"fwd": auto, "fwd+bwd": auto}
+    tables._find.cache_clear()
