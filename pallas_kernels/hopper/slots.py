@@ -11,7 +11,7 @@ from typing import Any
 
 from .machine import LANES, WARPGROUP
 from .mosaic import arith, mgpu_utils
-from .threads import address, assembly, constant, total
+from .threads import address, assembly, constant, total, wait_for
 
 _BYTES = 8  # of a barrier
 COPIED = 16  # bytes of a copy
@@ -58,16 +58,7 @@ class Slots:
     def _wait(self, barriers: Any, turn: Any, *, which: int, parity: int) -> None:
         use = arith.divui(turn, constant(self.count))
         odd = arith.andi(total(use, constant(parity)), constant(1))
-        text = """
-{
-.reg .pred over;
-WAIT:
-mbarrier.try_wait.parity.shared::cta.b64 over, [$0], $1;
-@!over bra WAIT;
-}
-"""
-        place = self._barrier(barriers, turn, which)
-        assembly(None, [place, odd], text, "r,r,~{memory}", pure=False)
+        wait_for(self._barrier(barriers, turn, which), odd)
 
     def _barrier(self, barriers: Any, turn: Any, which: int) -> Any:
         slot = arith.remui(turn, constant(self.count))

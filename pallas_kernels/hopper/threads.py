@@ -48,6 +48,23 @@ def total(*terms: Any) -> Any:
     return functools.reduce(arith.addi, values)
 
 
+def wait_for(place: Any, odd: Any, *, order: str = "") -> None:
+    """Until the phase of a barrier in shared memory that has this parity is over.
+
+    Args:
+        order: what may be read after, as PTX says it; by default what this block has written.
+    """
+    text = f"""
+{{
+.reg .pred over;
+WAIT:
+mbarrier.try_wait.parity{order}.shared::cta.b64 over, [$0], $1;
+@!over bra WAIT;
+}}
+"""
+    assembly(None, [place, odd], text, "r,r,~{memory}", pure=False)
+
+
 def loaded(instruction: str, place: Any, count: int, *, kind: str, offset: int = 0) -> list[Any]:
     """So many words that an instruction loads from a place; kind: of its register, r or l."""
     names = ",".join(f"${i}" for i in range(count))

@@ -23,8 +23,8 @@ from .config import (
 )
 from .flat_choice import flat_for
 from .formula import RowCall
-from .row_choice import row_for
-from .smem import smem_bytes
+from .row_choice import LEAST_TIMED, row_for
+from .smem import SMEM_PROCESSOR_BYTES, blocks_fit, smem_bytes
 
 STREAM_RESERVE = 3 * 1024
 """Left free, as in the forms that were measured: 8,192 columns in two stages, not three."""
@@ -48,13 +48,6 @@ MOST_BARRIERS = 32
 MOST_TILES = 16
 """Of a part, that are written out one after another."""
 
-
-SMEM_PROCESSOR_BYTES, SMEM_BLOCK_BYTES = 228 * 1024, 1024
-"""Shared memory of a multiprocessor, and what it takes for itself of each block's."""
-
-RESERVED_BYTES = 1024
-"""For the compiler, beside what ``smem`` counts."""
-
 ODD_WARPGROUPS = (1, 2, 4, 8)
 MOST_KEPT = 40
 """Columns of all inputs that a thread of ``odd`` keeps in registers."""
@@ -66,8 +59,6 @@ MOST_KEPT_BESIDE_SUMS = 16
 LEAST_IN_WINDOWS = 50_000
 """Columns of rows, of two inputs or more, that windows read faster: 1.11 to 1.21x from 50,257 on,
 0.73 to 1.16x below 20,000; of one input 0.82 to 1.06x (``odd-rows-h200.json``)."""
-LEAST_FLAT = 1000
-"""Columns of ``flat`` rows, the fewest that were timed (``flat-rows-h200.json``)."""
 
 LONGEST_OF_A_BLOCK = 32_768
 LONGEST_FLAT_LAYER_NORM, LONGEST_FLAT_NORM = 114_688, 131_072
@@ -153,7 +144,7 @@ def _is_timed(call: RowCall) -> bool:
     """Whether a GPU has timed ``flat`` rows like these, whatever their number: of bf16, and not
     norms with a residual.
     """
-    if call.dtype != jnp.bfloat16 or call.columns < LEAST_FLAT:
+    if call.dtype != jnp.bfloat16 or call.columns < LEAST_TIMED:
         return False
     if not call.num_vectors:
         return True
@@ -235,10 +226,9 @@ def _odd(rows: int, call: RowCall) -> Odd | None:
     for share, warpgroups in ((2, 4), (1, 8)):
         config = _odd_tiles(rows, call, warpgroups, most_in_turn=16 // call.num_inputs)
         slot = warpgroups * config.columns * call.num_inputs * call.itemsize
-        room = SMEM_PROCESSOR_BYTES // share - SMEM_BLOCK_BYTES
-        for in_memory in range(min(config.tiles, room // slot), 0, -1):
+        for in_memory in range(min(config.tiles, SMEM_PROCESSOR_BYTES // share // slot), 0, -1):
             kept = dataclasses.replace(config, in_memory=in_memory)
-            if smem_bytes(kept, call) + RESERVED_BYTES <= room:
+            if blocks_fit(share, kept, call):
                 if share == 1 or in_memory == config.tiles:
                     return kept
                 break

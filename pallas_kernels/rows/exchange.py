@@ -16,7 +16,7 @@ from pallas_kernels.hopper.cluster import meet
 from pallas_kernels.hopper.machine import LANES, WARPS
 from pallas_kernels.hopper.mosaic import arith, mgpu_utils, plgpu
 from pallas_kernels.hopper.mosaic import vector as vectors
-from pallas_kernels.hopper.threads import address, assembly, constant, thread, total
+from pallas_kernels.hopper.threads import address, assembly, constant, thread, total, wait_for
 
 from .config import Flat, Twice, Wide, lane_layout, tile_layout
 from .smem import BARRIER_BYTES, TURNS
@@ -80,7 +80,9 @@ def receive(
     ]
 
 
-def _to_cluster(c, smem, turn, first, numbers: tuple[jax.Array, ...]) -> None:
+def _to_cluster(
+    c: Wide | Twice | Flat, smem, turn: jax.Array, first: jax.Array, numbers: tuple[jax.Array, ...]
+) -> None:
     """A number of each warp to the same place in all blocks of the cluster, itself included.
 
     The barrier of a turn is used again four exchanges later, and no block sends that often before
@@ -105,15 +107,15 @@ def _to_cluster(c, smem, turn, first, numbers: tuple[jax.Array, ...]) -> None:
         expected = constant(c.cluster * WARPS * len(numbers) * _NUMBER)
         assembly(None, [barrier, expected, one], text, "r,r,b", pure=False)
         part = total(first, warp)
-        text = """{
+        text = f"""{{
             .reg .pred active;
             .reg .b32 place, barrier;
-            setp.lt.u32 active, $3, %d;
+            setp.lt.u32 active, $3, {c.cluster};
             @active mapa.shared::cluster.u32 place, $0, $3;
             @active mapa.shared::cluster.u32 barrier, $1, $3;
             @active st.async.shared::cluster.mbarrier::complete_tx::bytes.f32
                 [place], $2, [barrier];
-        }"""
+        }}"""
         for j, x in enumerate(numbers):
             at = total((turn, most_numbers * num_parts), constant(j * num_parts), part)
             place = total(address(ref), (at, _NUMBER))
@@ -121,13 +123,13 @@ def _to_cluster(c, smem, turn, first, numbers: tuple[jax.Array, ...]) -> None:
             if isinstance(number.type, ir.VectorType):
                 number = vectors.extract(number, dynamic_position=[], static_position=[0])
             operands = [place, barrier, number, lane]
-            assembly(None, operands, text.replace("%d", str(c.cluster)), "r,r,f,r", pure=False)
+            assembly(None, operands, text, "r,r,f,r", pure=False)
 
     each = [plgpu.layout_cast(x, layout) for x in numbers]
     send(turn, first, smem.numbers, smem.exchanged, *each)
 
 
-def _wait(barriers, turn, parity) -> None:
+def _wait(barriers, turn: jax.Array, parity: jax.Array) -> None:
     """Until all numbers of a turn have come."""
     splat = plgpu.Layout.WG_SPLAT(())
 
@@ -135,12 +137,6 @@ def _wait(barriers, turn, parity) -> None:
     def wait(_, turn, parity, ref):
         turn, parity = (x.registers.flat[0] for x in (turn, parity))
         place = total(address(ref), (turn, BARRIER_BYTES))
-        text = """{
-            .reg .pred over;
-            WAIT:
-            mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over, [$0], $1;
-            @!over bra WAIT;
-        }"""
-        assembly(None, [place, parity], text, "r,r,~{memory}", pure=False)
+        wait_for(place, parity, order=".acquire.cluster")
 
     wait(turn, parity, barriers)

@@ -13,16 +13,16 @@ import jax.numpy as jnp
 from pallas_kernels.hopper.machine import LANES, WARPGROUP, WARPS
 
 from .config import LONGEST_IN_BLOCK, LONGEST_ROW, Flat, Wide
-from .flat_choice import CLUSTERS, MOST_BYTES, NARROWER, computed_for_nothing, tiled
+from .flat_choice import CLUSTERS, LONGEST_OF_A_WARP, NARROWER, computed_for_nothing, tiled
 from .flat_order import reach_of
 from .formula import RowCall
-from .smem import smem_bytes
+from .smem import blocks_fit
 
-SHORTEST = 1000  # columns, the fewest that were timed
-LONGEST_OF_A_WARP = 4096
-"""Bytes of all inputs of rows that are a warp's."""
+LEAST_TIMED = 1000
+"""Columns of ``flat`` rows, the fewest that were timed (``flat-rows-h200.json``)."""
 LONGEST_OF_A_WARP_SCALED = 2560
-"""Likewise, if there is a scale: at 1,503 columns four warps have 95% of a copy's rate, one 93."""
+"""Bytes of a row that is a warp's, if there is a scale: of 1,503 columns four warps reach 95% of a
+copy's rate, one 93."""
 MOST_OF_A_WARP, MOST_SCALE_OF_A_WARP = 48, 40
 """Columns of a chunk that a lane has, and numbers of a scale that it holds in registers."""
 
@@ -43,7 +43,6 @@ MOST_SCALE, MOST_SCALED_AT_ONCE = 64, 32
 LONGEST_OF_A_WARPGROUP = 6144
 """Columns of scaled rows; two warpgroups take longer ones, or parts."""
 
-_MULTIPROCESSOR_BYTES, _BLOCK_BYTES = 228 * 1024, 2048  # the latter what a block has besides
 _LEAST_TILE = 256
 
 
@@ -51,7 +50,7 @@ def row_for(call: RowCall) -> Wide | Flat | None:
     """Tiles of rows of 16 bits that no single block's registers hold; None if others are faster, or
     nobody timed these: lengths that even tiles do not divide in bf16 alone.
     """
-    fits = call.itemsize == 2 and call.over_inputs and SHORTEST <= call.columns <= LONGEST_ROW
+    fits = call.itemsize == 2 and call.over_inputs and LEAST_TIMED <= call.columns <= LONGEST_ROW
     if not fits or call.num_sums:
         return None
     if not call.num_vectors and call.columns % 2048 == 0 and call.columns > LONGEST_IN_BLOCK:
@@ -104,9 +103,8 @@ def _flat(call: RowCall) -> Flat | None:
     """A row to the fewest blocks of one warpgroup that leave room for others."""
     blocks = LEAST_BLOCKS[call.num_inputs]
     for cluster, least in (*((n, blocks) for n in CLUSTERS), (CLUSTERS[-1], blocks - 1)):
-        room = _MULTIPROCESSOR_BYTES // least - _BLOCK_BYTES
         for c in _tiled(call, cluster=cluster, group=1, most=MOST_AT_ONCE):
-            if smem_bytes(c, call) < min(room, MOST_BYTES):
+            if blocks_fit(least, c, call):
                 return dataclasses.replace(c, most_turns=1)
     return None
 

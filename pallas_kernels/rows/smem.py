@@ -17,6 +17,10 @@ from .flat_order import unit_of
 from .formula import RowCall
 
 ALIGNMENT = 1024  # where Pallas starts each buffer, the compiler's own for reductions too
+SMEM_PROCESSOR_BYTES, SMEM_BLOCK_BYTES = 228 * 1024, 1024
+"""Shared memory of a multiprocessor, and what it takes for itself of each block's."""
+RESERVED_BYTES = 1024
+"""For the compiler, beside what is counted here."""
 BARRIER_BYTES = 8
 BARRIER_WORDS = 2  # of int32, where a kernel makes barriers of its own
 REDUCTION_BYTES = 256  # what kernels whose blocks exchange give the compiler
@@ -42,6 +46,12 @@ def smem_bytes(config: Stream | Wide | Twice | Odd | Flat, call: RowCall) -> int
         else:
             total += _aligned(math.prod(buffer.shape) * jnp.dtype(buffer.dtype).itemsize)
     return total
+
+
+def blocks_fit(blocks: int, config: Stream | Wide | Twice | Odd | Flat, call: RowCall) -> bool:
+    """Whether a multiprocessor has shared memory for so many."""
+    room = SMEM_PROCESSOR_BYTES // blocks - SMEM_BLOCK_BYTES
+    return smem_bytes(config, call) + RESERVED_BYTES < room
 
 
 def _aligned(num_bytes: int) -> int:
