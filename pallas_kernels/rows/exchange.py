@@ -10,7 +10,6 @@ Dims: A part of a row in a warpgroup, P part of a row.
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxlib.mlir import ir
 
 from pallas_kernels.hopper.cluster import meet
 from pallas_kernels.hopper.machine import LANES, WARPS
@@ -119,11 +118,9 @@ def _to_cluster(
         for j, x in enumerate(numbers):
             at = total((turn, most_numbers * num_parts), constant(j * num_parts), part)
             place = total(address(ref), (at, _NUMBER))
-            number = x.registers.flat[0]
-            if isinstance(number.type, ir.VectorType):
-                number = vectors.extract(number, dynamic_position=[], static_position=[0])
-            operands = [place, barrier, number, lane]
-            assembly(None, operands, text, "r,r,f,r", pure=False)
+            (register,) = x.registers.flat
+            number = vectors.extract(register, dynamic_position=[], static_position=[0])
+            assembly(None, [place, barrier, number, lane], text, "r,r,f,r", pure=False)
 
     each = [plgpu.layout_cast(x, layout) for x in numbers]
     send(turn, first, smem.numbers, smem.exchanged, *each)
