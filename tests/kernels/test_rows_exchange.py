@@ -90,7 +90,7 @@ class Cluster(Warpgroup):
 )  # fmt: skip
 @pytest.mark.parametrize("num_numbers", [1, 2, 3])
 def test_every_block_gets_all_numbers_and_waits_for_their_bytes(c, num_numbers):
-    """More exchanges than there are turns; one sends a number less, as a second turn over a row may."""
+    """More exchanges than turns; one sends a number less, as a second turn over a row may."""
     num_parts = c.cluster * c.warpgroups * WARPS
     cluster, rng = Cluster(num_numbers, num_parts), np.random.default_rng(0)
     for i in range(TURNS + 3):
