@@ -103,7 +103,7 @@ def backward(norm: NormForm) -> Formula:
         if norm.centered:
             mean, root, slope, mean_g = totals
             x = x - mean
-            d_x = d_y * root * vector(0) - x * slope - mean_g
+            d_x = d_y * root * vector(0) - (x * slope + mean_g)
         else:
             root, slope = totals
             d_x = d_y * root * vector(0) - x * slope

@@ -16,7 +16,6 @@ of one or two thousand columns to a warp, without an exchange.
 Dims: R row, C column, A part of a row in a warpgroup or a warp's row, M column of a tile, P part.
 """
 
-import dataclasses
 import functools
 import types
 from collections.abc import Sequence
@@ -35,8 +34,9 @@ from .counts import Counted, flat_bounds, members_and_warps, of_tiles, warps, wi
 from .exchange import begin, receive, send
 from .flat_copies import FlatCopies
 from .flat_interpreted import InterpretedCopies
+from .flat_kernel import FlatKernel
 from .flat_order import Order, period_of, reach_of, unit_of
-from .flat_registers import added, masked, read, write
+from .flat_registers import added, masked, read, widened, write
 from .flat_vectors import Vectors
 from .formula import Formula, Parts, RowCall, compiler_params, to_columns, to_parts
 from .smem import BARRIER_WORDS, REDUCTION_BYTES, flat_scratch
@@ -62,14 +62,14 @@ def flat_rows(
     assert c.slots >= c.chunks * (2 if c.ahead else 1), c
     order = Order(config=c, num_rows=num_rows, period=period_of(c, call))
     unit = unit_of(c, call)
-    kernel = _Flat(f=formula, c=c, order=order, columns=columns, dtype=dtype, unit=unit)
+    kernel = FlatKernel(f=formula, c=c, order=order, columns=columns, dtype=dtype, unit=unit)
     flat, a_row = [x.reshape(-1) for x in inputs_RC], columns
     if c.interpretable:
         a_row = c.columns
         flat = [jnp.pad(x, (0, a_row + kernel.copies.word)) for x in flat]
     sums = kernel.sums
     found = launch(
-        kernel.run,
+        functools.partial(_run, kernel),
         name=formula.name,
         operands={"inputs": flat, "vectors": [kernel.shifted(v) for v in vectors_C]},
         results={
@@ -92,64 +92,21 @@ def flat_rows(
     return tuple(map(whole, found["results"])), tuple(map(whole, found["sums"]))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Flat:
-    """The kernel of one call; methods are its phases, written once per trace."""
-
-    f: Formula
-    c: Flat
-    order: Order
-    columns: int
-    dtype: jnp.dtype
-    unit: int  # elements, of which rows' shifts are fewer
-
-    @property
-    def row_shape(self) -> tuple[int, ...]:
-        """Of what belongs to the columns of a row, padded."""
-        c = self.c
-        if c.by_warps:
-            return 1, 1, c.chunks, c.tile
-        return c.cluster, c.group, c.chunks, WARPS, c.tile
-
-    def shifted(self, x_C: jax.Array) -> jax.Array:
-        """A vector as it lies behind the shift of each row of a period."""
-        shifts = [row * self.columns % self.unit for row in range(self.order.period)]
-        behind = self.c.columns - self.columns
-        return jnp.stack([jnp.pad(x_C, (s, behind - s)).reshape(self.row_shape) for s in shifts])
-
-    @property
-    def copies(self) -> FlatCopies | InterpretedCopies:
-        """What copies pieces."""
-        c = self.c
-        fields = {
-            "num_rows": self.order.num_rows, "columns": self.columns, "piece": c.piece,
-            "itemsize": self.dtype.itemsize, "by_warps": c.by_warps, "unit": self.unit,
-            "spacing": self.order.period,
-        }  # fmt: skip
-        if c.interpretable:
-            return InterpretedCopies(**fields, width=c.columns)
-        return FlatCopies(**fields)
-
-    @property
-    def sums(self) -> FlatCopies | InterpretedCopies:
-        """Of what teams have summed, a row each, which has the shift of the team's rows."""
-        return dataclasses.replace(self.copies, num_rows=self.order.stride)
-
-    def run(self, gmem, smem) -> None:
-        """One warpgroup."""
-        wg = lax.axis_index("wg")
-        team, member = lax.div(wg, self.c.members), lax.rem(wg, self.c.members)
-        me = types.SimpleNamespace(wg=member, rank=lax.axis_index("cluster"))
-        worker = lax.axis_index("worker")
-        # Teams of other blocks first: few rows are spread over all multiprocessors.
-        first = team * self.order.num_workers + worker
-        _Team(self, gmem, smem, me, (wg, team, first), lax.rem(worker, self.order.period)).run()
+def _run(kernel: FlatKernel, gmem, smem) -> None:
+    """One warpgroup."""
+    wg = lax.axis_index("wg")
+    team, member = lax.div(wg, kernel.c.members), lax.rem(wg, kernel.c.members)
+    me = types.SimpleNamespace(wg=member, rank=lax.axis_index("cluster"))
+    worker = lax.axis_index("worker")
+    # Teams of other blocks first: few rows are spread over all multiprocessors.
+    first = team * kernel.order.num_workers + worker
+    _Team(kernel, gmem, smem, me, (wg, team, first), lax.rem(worker, kernel.order.period)).run()
 
 
 class _Team:
     """What a warpgroup does with its team's rows."""
 
-    def __init__(self, kernel: _Flat, gmem, smem, me, places, phase):
+    def __init__(self, kernel: FlatKernel, gmem, smem, me, places, phase):
         self.k, self.f, self.c = kernel, kernel.f, kernel.c
         self.gmem, self.smem, self.me = gmem, smem, me
         self.wg, self.team, self.first = places
@@ -229,7 +186,14 @@ class _Team:
     def input_of(self, i, chunk):
         """Loads inputs of a chunk of the i-th row."""
         slot = self.slot(i, chunk)
-        return lambda j: self.read(i, self.slots[j].at[slot]).astype(jnp.float32)
+
+        def load(j):
+            x = self.read(i, self.slots[j].at[slot])
+            if x.dtype == jnp.bfloat16 and not self.c.interpretable:
+                return widened(x, vector=self.c.vector)
+            return x.astype(jnp.float32)
+
+        return load
 
     def own(self, i, chunk, x, fill: float = 0.0):
         """x [A, M] of a chunk in what is the i-th row's, fill elsewhere."""
@@ -291,6 +255,19 @@ class _Team:
         begins = self.k.columns % self.k.unit > 0 and chunk == 0
         return self.sure(chunk) == self.c.piece and not begins
 
+    @property
+    def branches(self) -> bool:
+        """Whether warpgroups that have nothing of a neighbor's in a chunk do not look for it."""
+        c = self.c
+        return c.cluster > 1 and not (self.f.num_sums or c.most_turns > 1 or c.interpretable)
+
+    def is_whole(self, i, chunk):
+        """Whether all elements of a chunk are the i-th row's, of this warpgroup."""
+        first, end = flat_bounds(
+            self.c, self.k.columns, self.shift(self.row(i)), self.member, chunk
+        )
+        return (first <= 0) & (end >= self.c.piece)
+
     def over_chunks(self, step, carry):
         """Chunks one after another, in loops where nothing of a chunk is in registers."""
         chunks, first = range(self.c.chunks), 0
@@ -316,14 +293,24 @@ class _Team:
             self.copies.wait(self.barrier(self.slot(i, chunk)), lax.rem(turn, 2))
             if cut and isinstance(self.copies, FlatCopies) and self.copies.odd_end:
                 self.complete(self.copies, i, chunk)
-            load, vector, columns = self.input_of(i, chunk), self.vectors.of(chunk), c.tile
+            load, vector = self.input_of(i, chunk), self.vectors.of(chunk)
+
+            def fold_whole():
+                return f.fold(load, vector)
+
+            def fold_cut():
+                counted = Counted(columns=columns, own=functools.partial(self.own, i, chunk))
+                return f.fold_cut(load, vector, counted)
+
+            columns = c.tile
             if not cut:
-                return columns, f.fold(load, vector)
+                return columns, fold_whole()
             if f.uneven is not None:
                 warp = 0 if c.by_warps else warps(self.layout)
                 columns = to_parts(self.columns_of(i, self.member, warp, chunk), self.layout)
-            counted = Counted(columns=columns, own=functools.partial(self.own, i, chunk))
-            return columns, f.fold_cut(load, vector, counted)
+            if not self.branches:
+                return columns, fold_cut()
+            return columns, lax.cond(self.is_whole(i, chunk), fold_whole, fold_cut)
 
         def step(chunk, found, *, cut):
             columns, more = look(chunk, cut=cut)
@@ -376,7 +363,15 @@ class _Team:
                 sums = (*sums[:first], *new, *sums[first + f.num_sums :])
             for out, result in zip(self.gmem.results, results, strict=True):
                 result = result.astype(self.k.dtype)
-                self.write(self.copies, result, out, (self.row(i), chunk), cut=cut)
+                write = functools.partial(
+                    self.write, self.copies, result, out, (self.row(i), chunk)
+                )
+                if not cut or not self.branches or self.gmem.vectors:
+                    write(cut=cut)
+                    continue
+                whole = self.is_whole(i, chunk)
+                pl.when(whole)(functools.partial(write, cut=False))
+                pl.when(jnp.logical_not(whole))(functools.partial(write, cut=True))
             plgpu.commit_smem()  # all warps have read the slot
             self.fetch(i, chunk + c.slots)
             return sums

@@ -46,7 +46,7 @@ MOST_CHUNKS, MOST_WRITTEN_OUT = 32, 10
 """Of a warpgroup's share of a row; the fewer where they are written out one after another."""
 MOST_AT_ONCE = 48
 """Columns that a thread has of a chunk."""
-MOST_HELD, MOST_BESIDE_SUMS = 64, 48
+MOST_HELD, MOST_BESIDE_SUMS = 64, 56
 """Numbers that a thread holds from row to row, and if there are sums and vectors among them."""
 MOST_OF_A_WARP = 40
 """Likewise, of vectors where a warp has a row."""
@@ -56,7 +56,7 @@ LayerNorm's gradient of 65,536 columns in four blocks spills (36% of a copy's ra
 LEAST_STEADY = 24
 """Columns of a thread from which LayerNorm's rows of whole words are faster without folding ahead,
 where eight blocks share them: 98,304 columns 91 instead of 86%, 65,536 78 instead of 89."""
-NARROWER = {8: 0.0, 4: 0.03, 2: 0.1}
+NARROWER = {8: 0.0, 4: 0.03, 2: 0.12}
 """What fewer elements at a time cost, as a part of a row that is computed for nothing."""
 A_CHUNK = 2
 """What a chunk costs, likewise, in columns of each thread: it is reduced within a warp, waited for
@@ -200,6 +200,8 @@ def _waits(c: Flat, call: RowCall) -> bool:
         if call.num_sums:
             return not c.ahead and (c.cluster == 1 or _may_fold_ahead(c, call))
         return c.group == 4 and c.in_memory > 0
+    if not call.has_columns:
+        return call.num_inputs == 1 and c.cluster < 8
     could = _is_lean(call) or (call.num_vectors == 1 and not call.num_sums)
     if c.ahead or not could:
         return False

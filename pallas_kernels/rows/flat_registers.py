@@ -6,6 +6,7 @@ Dims: A part of a row in a warpgroup or a warp's row, M column or element of it.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxlib.mlir import ir
 
@@ -17,6 +18,7 @@ from pallas_kernels.hopper.threads import (
     assembly,
     constant,
     global_place,
+    i32,
     thread,
     total,
 )
@@ -51,6 +53,29 @@ def read(
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return read(row, slot)
+
+
+def widened(x: jax.Array, *, vector: int) -> jax.Array:
+    """bf16 [A, M] as fp32, by an instruction an element: the compiler takes two for each second."""
+    layout = tile_layout(vector)
+    kind = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=kind)
+    def widened(_, x):
+        f32, words = ir.F32Type.get(), ir.VectorType.get((vector // 2,), i32())
+        found = []
+        for register in x.registers.flat:
+            pairs, each = vectors.bitcast(words, register), []
+            for k in range(vector // 2):
+                pair = vectors.extract(pairs, dynamic_position=[], static_position=[k])
+                each.append(arith.shli(pair, constant(16)))
+                each.append(arith.andi(pair, constant(0xFFFF0000)))
+            each = [arith.bitcast(f32, bits) for bits in each]
+            found.append(vectors.from_elements(ir.VectorType.get((vector,), f32), each))
+        registers = np.array(found, dtype=object).reshape(x.registers.shape)
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    return widened(x)
 
 
 def masked(
@@ -131,8 +156,9 @@ def added(x: jax.Array, y: jax.Array, *, vector: int) -> jax.Array:
                 [vectors.extract(r, dynamic_position=[], static_position=[e]) for r in registers]
                 for e in range(vector)
             ]
-            text, f32 = "add.rn.f32 $0, $1, $2;", ir.F32Type.get()
-            sums = [assembly(f32, pair, text, "=f,f,f", pure=False) for pair in each]
+            f32 = ir.F32Type.get()
+            sums = [arith.addf(*pair, fastmath=arith.FastMathFlags.contract) for pair in each]
+            sums = [assembly(f32, [x], "mov.b32 $0, $1;", "=f,f", pure=False) for x in sums]
             found.append(vectors.from_elements(registers[0].type, sums))
         registers = np.array(found, dtype=object).reshape(x.registers.shape)
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)

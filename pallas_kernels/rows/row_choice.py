@@ -1,8 +1,8 @@
-"""Which blocks take a row, or two, and end: several of them share a multiprocessor.
+"""Which blocks take a row, two or four, and end: several of them share a multiprocessor.
 
 One's writes overlap another's reads and exchange, as the hardware has it. That beats blocks that go
 from row to row wherever nothing, or only RMSNorm's scale, is read again for each row: softmax of
-102,440 columns has 98% of a copy's rate instead of 84 (norm/NOTES.md).
+102,440 columns has 98% of a copy's rate instead of 84 (an H100, norm/NOTES.md).
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels.hopper.machine import LANES, WARPGROUP, WARPS
 
 from .config import LONGEST_IN_BLOCK, LONGEST_ROW, Flat, Wide
-from .flat_choice import CLUSTERS, LONGEST_OF_A_WARP, NARROWER, computed_for_nothing, tiled
+from .flat_choice import CLUSTERS, NARROWER, computed_for_nothing, tiled
 from .flat_order import reach_of
 from .formula import RowCall
 from .smem import blocks_fit
@@ -34,10 +34,22 @@ on from row to row."""
 
 LEAST_BLOCKS = {1: 4, 2: 3}
 """Blocks of one warpgroup that a multiprocessor has room for, by inputs; of a cluster of eight one
-block fewer is enough."""
+block fewer is enough if a row has no exponentials: log-softmax's gradient of 214,129 columns has
+65% of a copy's rate so, 83 in blocks that go on from row to row (an H200)."""
 MOST_AT_ONCE = 24
 """Columns that a thread has of a chunk: more take registers that other blocks need."""
 
+LONGEST_OF_A_WARP_ALONE = 4608
+"""Bytes of all inputs of a row that is a warp's, without anything that belongs to columns:
+log-softmax's gradient of 1,032 columns has 96% of a copy's rate, 70 by warpgroups (an H200)."""
+LONGEST_ASKED_ALONE = 4096
+"""Columns of scaled rows of which a warpgroup asks for one at a time: more blocks fit."""
+LAYER_NORM = 3072, 4096
+"""Columns of LayerNorm's rows that are a warpgroup's: of 3,264 they reach 92% of a copy's rate, by
+warpgroups of four that go on from row to row 82 (an H200); of 2,902 83 instead of 85."""
+
+SCALED = (1, 2), (4, 1), (8, 1), (8, 2)
+"""Blocks and their warpgroups that take rows longer than a warpgroup's, fewest threads first."""
 MOST_SCALE, MOST_SCALED_AT_ONCE = 64, 32
 """Numbers of a scale that a thread holds, and columns of a chunk beside them."""
 LONGEST_OF_A_WARPGROUP = 6144
@@ -60,8 +72,8 @@ def row_for(call: RowCall) -> Wide | Flat | None:
     if call.num_masks or not call.may_cut or call.dtype != jnp.bfloat16:
         return None
     if call.num_vectors:
-        return _scaled(call) if call.num_vectors == call.num_inputs == 1 else None
-    if call.columns * call.column_bytes <= LONGEST_OF_A_WARP:
+        return _scaled(call) if call.num_inputs == 1 else None
+    if call.columns * call.column_bytes <= LONGEST_OF_A_WARP_ALONE:
         return _of_a_warp(call)
     return _flat(call)
 
@@ -102,37 +114,58 @@ def _of_a_warp(call: RowCall) -> Flat:
 def _flat(call: RowCall) -> Flat | None:
     """A row to the fewest blocks of one warpgroup that leave room for others."""
     blocks = LEAST_BLOCKS[call.num_inputs]
-    for cluster, least in (*((n, blocks) for n in CLUSTERS), (CLUSTERS[-1], blocks - 1)):
-        for c in _tiled(call, cluster=cluster, group=1, most=MOST_AT_ONCE):
+    tries = [(n, blocks) for n in CLUSTERS]
+    if call.num_numbers == 1:
+        tries.append((CLUSTERS[-1], blocks - 1))
+    for cluster, least in tries:
+        shape = Flat(cluster=cluster, group=1, most_turns=1)
+        for c in _tiled(shape, call, most=MOST_AT_ONCE):
             if blocks_fit(least, c, call):
-                return dataclasses.replace(c, most_turns=1)
+                return c
     return None
 
 
 def _scaled(call: RowCall) -> Flat | None:
-    """Two rows to the fewest blocks whose threads hold the scale."""
+    """Rows to the fewest blocks whose threads hold what belongs to columns: two or four in turn, of
+    which two are asked for at once.
+    """
+    if call.num_vectors > 1:
+        shortest, longest = LAYER_NORM
+        if not shortest <= call.columns <= longest:
+            return None
+        return _of_turns(Flat(group=1, most_turns=4), call)
     if call.columns * call.itemsize <= LONGEST_OF_A_WARP_SCALED:
         return _of_a_warp(call)
-    group = 1 if call.columns <= LONGEST_OF_A_WARPGROUP else 2
-    for cluster in CLUSTERS:
-        for c in _tiled(call, cluster=cluster, group=group, most=MOST_SCALED_AT_ONCE):
-            if c.columns // (cluster * group * WARPGROUP) <= MOST_SCALE:
-                return dataclasses.replace(c, most_turns=2)
+    if call.columns <= LONGEST_OF_A_WARPGROUP:
+        rows = 2 if call.columns > LONGEST_ASKED_ALONE else 1
+        return _of_turns(Flat(group=1, most_turns=2), call, rows=rows)
+    found = (
+        _of_turns(Flat(cluster=n, group=g, most_turns=2 if n == 1 else 4), call) for n, g in SCALED
+    )
+    return next((c for c in found if c is not None), None)
+
+
+def _of_turns(shape: Flat, call: RowCall, *, rows: int = 2) -> Flat | None:
+    """With slots for so many rows."""
+    for c in _tiled(shape, call, most=MOST_SCALED_AT_ONCE, rows=rows):
+        held = c.columns // (c.cluster * c.group * WARPGROUP) * call.num_vectors
+        if held <= MOST_SCALE and blocks_fit(1, c, call):
+            return c
     return None
 
 
-def _tiled(call: RowCall, *, cluster: int, group: int, most: int) -> list[Flat]:
-    """Chunks that together reach beyond a row, those first that do by little and in few pieces."""
-    found = tiled(Flat(cluster=cluster, group=group), call, most=most)
-    whole = (dataclasses.replace(c, slots=c.chunks) for c in found)
-    return sorted(whole, key=lambda c: (_cost(c, call), c.vector))
+def _tiled(shape: Flat, call: RowCall, *, most: int, rows: int = 1) -> list[Flat]:
+    """Chunks that together reach beyond a row, those first that do by little and in few pieces, and
+    slots for so many rows.
+    """
+    found = (dataclasses.replace(c, slots=rows * c.chunks) for c in tiled(shape, call, most=most))
+    return sorted(found, key=lambda c: (_cost(c, call), -c.vector))
 
 
 def _cost(c: Flat, call: RowCall) -> float:
     """What is computed for nothing, as a part of a row; narrow vectors count as more.
 
-    Pairs beside a scale do not: they take fewer registers, so that a third block fits (RMSNorm of
-    80,098 columns: 92% of a copy's rate instead of 80).
+    Beside a scale pairs do not, unless four do as well.
     """
     narrower = NARROWER[4] if c.vector == 2 and call.num_vectors else NARROWER[c.vector]
     return computed_for_nothing(c, call) + narrower

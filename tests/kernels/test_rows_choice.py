@@ -184,13 +184,23 @@ def test_blocks_that_take_a_row_leave_room_for_others(name):
     assert taken > 4
 
 
-def test_scales_are_held_by_blocks_of_two_rows():
-    for columns in (1503, 2499, 12496, 32768, 50257, 80098, 131072):
+def test_scales_are_held_by_blocks_of_few_rows():
+    for columns in (1503, 2499, 4673, 12496, 32768, 50257, 80098, 131072):
         config = config_for(4096, calls(columns)["rms_norm"])
         assert isinstance(config, Flat), columns
-        assert config.most_turns == 2, columns
+        assert config.most_turns == (4 if config.cluster > 1 else 2), columns
         assert config.columns // (128 * config.cluster * config.group) <= 64, columns
+        assert config.slots == config.chunks * (2 if columns > 4096 else 1), columns
         assert not config.in_memory, columns
+
+
+def test_a_layer_norm_that_a_warpgroup_holds():
+    config = config_for(4096, calls(3264)["layer_norm"])
+    assert isinstance(config, Flat)
+    assert (config.cluster, config.group, config.most_turns) == (1, 1, 4)
+    assert config.slots == 2 * config.chunks
+    for columns in (2902, 4104):
+        assert not config_for(4096, calls(columns)["layer_norm"]).most_turns, columns
 
 
 def test_rows_that_are_kept_nowhere():
