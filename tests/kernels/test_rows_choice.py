@@ -194,6 +194,15 @@ def test_scales_are_held_by_blocks_of_few_rows():
         assert not config.in_memory, columns
 
 
+def test_exponentials_of_long_rows_go_on_and_of_short_ones_are_a_warps():
+    assert config_for(4096, calls(1032)["log_softmax_gradient"]).by_warps
+    for columns, name in ((211712, "softmax"), (214129, "log_softmax_gradient")):
+        config = config_for(256, calls(columns)[name])
+        assert isinstance(config, Flat), name
+        assert (config.cluster, config.most_turns) == (8, 0), name
+    assert config_for(256, calls(211712)["softmax_gradient"]).most_turns == 1
+
+
 def test_a_layer_norm_that_a_warpgroup_holds():
     config = config_for(4096, calls(3264)["layer_norm"])
     assert isinstance(config, Flat)
