@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jax.experimental.mosaic import gpu as mgpu
+    from jax.experimental.mosaic.gpu import launch_context as copies
     from jax.experimental.mosaic.gpu import mma_utils as mma_utils
     from jax.experimental.mosaic.gpu import utils as mgpu_utils
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -23,6 +24,7 @@ else:
             return getattr(importlib.import_module(self._name), name)
 
     mgpu = _Deferred("jax.experimental.mosaic.gpu")
+    copies = _Deferred("jax.experimental.mosaic.gpu.launch_context")
     mma_utils = _Deferred("jax.experimental.mosaic.gpu.mma_utils")
     mgpu_utils = _Deferred("jax.experimental.mosaic.gpu.utils")
     plgpu = _Deferred("jax.experimental.pallas.mosaic_gpu")

@@ -14,6 +14,7 @@ from jax import lax
 from pallas_kernels.flash_attention.spec import BackwardOperands
 from pallas_kernels.hopper.machine import NUM_PROCESSORS
 from pallas_kernels.hopper.mosaic import plgpu
+from pallas_kernels.hopper.odd_tiles import GROUP
 from pallas_kernels.hopper.tile import LOG2E
 
 from .kernel import AttentionKernel
@@ -24,7 +25,7 @@ LEAST_BLOCKS = 3 * NUM_PROCESSORS
 
 
 def kernel_operands(
-    o: BackwardOperands, *, q_tile: int, kv_tile: int, by_keys: bool
+    o: BackwardOperands, *, q_tile: int, kv_tile: int, by_keys: bool, padded: bool
 ) -> dict[str, Any]:
     """Arrays by the names under which a kernel finds them; ids and ranges where tokens have ids.
 
@@ -33,10 +34,11 @@ def kernel_operands(
         q_tile, kv_tile: lengths of the kernel's tiles.
         by_keys: whether a block owns a key tile and visits ``ranges`` of query tiles, or the other
             way round.
+        padded: whether to pad lengths to multiples of 8.
     """
     g = geometry_of(o.q, o.v)
     lse2, delta = row_statistics(o, -(-g.T // q_tile) * q_tile)
-    q, k, v, d_out = (pad_rows(x) for x in (o.q, o.k, o.v, o.d_out))
+    q, k, v, d_out = (pad_rows(x) if padded else x for x in (o.q, o.k, o.v, o.d_out))
     operands = {"q": q, "k": k, "v": v, "do": d_out, "lse": lse2, "delta": delta}
     return operands | token_ids(o.masks, g, q_tile=q_tile, kv_tile=kv_tile, by_keys=by_keys)
 
@@ -79,6 +81,18 @@ class FusedKernel(AttentionKernel):
             queries = queries.meet(gmem.ranges, b, k_tile)
         return b, kv_head, k_tile, queries.ordered(at_least_one=False)
 
+    def load_keys(self, gmem, smem, b, kv_head, key0, which: int) -> None:
+        """Starts the copies of the block's keys and values; which: of the first."""
+        place = (b, key0, self.shared(kv_head))
+        self.load_tile(smem, self.odd_keys, gmem.k, place, smem.k.at[0], smem.kv_full, which)
+        self.load_tile(smem, self.odd_keys, gmem.v, place, smem.v.at[0], smem.kv_full, which + 1)
+
+    def wait_keys(self, smem, which: int) -> None:
+        """Until they are there."""
+        plgpu.barrier_wait(smem.kv_full)
+        for i in range(2):
+            self.wait_tile(smem, self.odd_keys, which + i, 0)
+
     def send_dq(self, buffer, gmem, k_tile, index: tuple) -> None:
         """Adds a buffer to the float32 sum in global memory; the interpreter, to the tile's own."""
         if self.interpretable:
@@ -94,11 +108,12 @@ class FusedKernel(AttentionKernel):
         An interpretable kernel cannot add to global memory: it writes a dQ for each key tile.
         """
         g, q, k, v = self.g, operands["q"], operands["k"], operands["v"]
+        rows = -(-g.T // GROUP) * GROUP
         copies = (self.num_k_tiles,) if self.interpretable else ()
         # Zeros that wait for this call's operands: XLA would fill those of all unrolled layers in
         # one fusion before the first, 2 GiB at once in a step of 16 layers.
         zero, _ = jax.lax.optimization_barrier((jnp.float32(0.0), operands["do"]))
-        dq = jax.new_ref(jnp.full((*copies, *q.shape), zero, jnp.float32))
+        dq = jax.new_ref(jnp.full((*copies, g.B, rows, g.N, g.H), zero, jnp.float32))
         found = self.launch(
             {**operands, "dq": dq},
             {"dk": self.of_parts(k), "dv": self.of_parts(v)},

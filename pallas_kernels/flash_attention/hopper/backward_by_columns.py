@@ -10,7 +10,7 @@ warpgroup 1 computes dO V' and dS; each hands its result to the other through sh
 
 import dataclasses
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -47,10 +47,13 @@ def backward(
     Half of each width must be a multiple of 32.
     """
     g, parts = split_heads(geometry_of(operands.q, operands.v), KEYS)
-    arrays = kernel_operands(operands, q_tile=QUERIES, kv_tile=KEYS, by_keys=True)
+    arrays = kernel_operands(
+        operands, q_tile=QUERIES, kv_tile=KEYS, by_keys=True, padded=interpretable
+    )
     kernel = _ByColumns(
         g=g, parts=parts, spec=spec, dtype=operands.q.dtype,
         q_tile=QUERIES, kv_tile=KEYS, segmented="ranges" in arrays, interpretable=interpretable,
+        padded=interpretable,
     )  # fmt: skip
     return kernel.gradients(arrays, num_threads=3)  # two compute, one loads
 
@@ -92,13 +95,16 @@ class _ByColumns(FusedKernel):
         rows = 2 * NUM_STAGES * QUERIES + (NUM_STAGES + 1) * QUERIES  # statistics and ids
         return 2 * operands + 4 * rows + 4 * 2 * QUERIES * dq_columns + BARRIER_BYTES
 
-    def scratch(self) -> dict:
-        g = self.g
+    @property
+    def tiling(self) -> Any:
         # One swizzle for both operands of a product, and so for all.
-        tile = tiled(swizzle_bytes(self.half, self.half_values))
+        return tiled(swizzle_bytes(self.half, self.half_values))
+
+    def scratch(self) -> dict:
+        g, tile = self.g, self.tiling
         buffers = {
-            "k": plgpu.SMEM((KEYS, g.H), self.dtype, transforms=tile),
-            "v": plgpu.SMEM((KEYS, g.Hv), self.dtype, transforms=tile),
+            "k": plgpu.SMEM((1, KEYS, g.H), self.dtype, transforms=tile),
+            "v": plgpu.SMEM((1, KEYS, g.Hv), self.dtype, transforms=tile),
             "q": plgpu.SMEM((NUM_STAGES, QUERIES, g.H), self.dtype, transforms=tile),
             "do": plgpu.SMEM((NUM_STAGES, QUERIES, g.Hv), self.dtype, transforms=tile),
             "rows": plgpu.SMEM((2, NUM_STAGES, QUERIES), jnp.float32),
@@ -113,7 +119,7 @@ class _ByColumns(FusedKernel):
             "p_ready": plgpu.Barrier(),
             "ds_ready": plgpu.Barrier(),
             "done": plgpu.Barrier(num_arrivals=2),
-        }
+        } | self.arrivals(2 * NUM_STAGES + 2)
         if self.segmented:
             # Of the queries in each stage, and last of the keys: two buffers would not fit.
             buffers["ids"] = plgpu.SMEM((NUM_STAGES + 1, QUERIES), jnp.int32)
@@ -141,10 +147,10 @@ class _ByColumns(FusedKernel):
     def load(self, gmem, smem, b, kv_head, k0, queries: TileRange) -> None:
         """Keys and values once, then the queries of each head of the group into the ring."""
         g = self.g
-        keys = pl.ds(k0, KEYS)
-        plgpu.copy_gmem_to_smem(gmem.k.at[b, keys, self.shared(kv_head)], smem.k, smem.kv_full)
-        plgpu.copy_gmem_to_smem(gmem.v.at[b, keys, self.shared(kv_head)], smem.v, smem.kv_full)
+        self.make_arrivals(smem)
+        self.load_keys(gmem, smem, b, kv_head, k0, 2 * NUM_STAGES)
         if self.segmented:
+            keys = pl.ds(k0, KEYS)
             plgpu.copy_gmem_to_smem(gmem.kv_ids.at[b, keys], smem.ids.at[NUM_STAGES], smem.kv_full)
         per_head = jnp.maximum(queries.hi - queries.lo, 1)
 
@@ -153,11 +159,13 @@ class _ByColumns(FusedKernel):
             n = kv_head * g.group + jnp.minimum(lax.div(it, per_head), g.group - 1)
             slot = lax.rem(it, NUM_STAGES)
             i = jnp.maximum(queries.hi - 1 - lax.rem(it, per_head), 0)
-            rows = pl.ds(i * QUERIES, QUERIES)
+            rows, place = pl.ds(i * QUERIES, QUERIES), (b, i * QUERIES, n)
             full = smem.full.at[slot]
             plgpu.barrier_wait(smem.empty.at[slot])
-            plgpu.copy_gmem_to_smem(gmem.q.at[b, rows, n], smem.q.at[slot], full)
-            plgpu.copy_gmem_to_smem(gmem.do.at[b, rows, n], smem.do.at[slot], full)
+            self.load_tile(smem, self.odd_queries, gmem.q, place, smem.q.at[slot], full, slot)
+            self.load_tile(
+                smem, self.odd_queries, gmem.do, place, smem.do.at[slot], full, NUM_STAGES + slot
+            )
             for kind, row in enumerate((gmem.lse, gmem.delta)):
                 plgpu.copy_gmem_to_smem(row.at[b, n, rows], smem.rows.at[kind, slot], full)
             if self.segmented:
@@ -171,7 +179,7 @@ class _ByColumns(FusedKernel):
         """Half the columns of 64 keys: dK and dV over all queries, then out."""
         for i in range(NUM_STAGES):
             plgpu.barrier_arrive(smem.empty.at[i])
-        plgpu.barrier_wait(smem.kv_full)
+        self.wait_keys(smem, 2 * NUM_STAGES)
         dk, dv = pl.run_scoped(
             functools.partial(self.accumulate, gmem, smem, wg, b, kv_head, k_tile, queries),
             plgpu.ACC((KEYS, self.half), jnp.float32),
@@ -180,15 +188,13 @@ class _ByColumns(FusedKernel):
         # K and V are read no more: the gradients take their space, and go out in one piece each.
         plgpu.barrier_arrive(smem.done)
         plgpu.barrier_wait(smem.done)
-        smem.k[:, self.mine(wg)] = (dk * self.spec.scale).astype(self.dtype)
-        smem.v[:, self.my_values(wg)] = dv.astype(self.dtype)
+        smem.k[0, :, self.mine(wg)] = (dk * self.spec.scale).astype(self.dtype)
+        smem.v[0, :, self.my_values(wg)] = dv.astype(self.dtype)
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem.done)
         plgpu.barrier_wait(smem.done)
-        rows = pl.ds(k_tile * KEYS, KEYS)
-
-        whole, gradient = ((smem.k, gmem.dk), (smem.v, gmem.dv))[wg]
-        plgpu.copy_smem_to_gmem(whole, gradient.at[b, rows, kv_head])
+        whole, gradient = ((smem.k.at[0], gmem.dk), (smem.v.at[0], gmem.dv))[wg]
+        self.store_tile(whole, gradient, (b, k_tile * KEYS, kv_head))
         plgpu.wait_smem_to_gmem(0)
 
     def mine(self, wg: int):
@@ -207,16 +213,19 @@ class _ByColumns(FusedKernel):
         """
         per_head = queries.hi - queries.lo
 
-        def first_product(slot, meanwhile=_nothing):
+        def first_product(it, meanwhile=_nothing):
             """Scores in warpgroup 0, dO V' in warpgroup 1; both keys by queries."""
+            slot = lax.rem(it, NUM_STAGES)
             plgpu.barrier_wait(smem.full.at[slot])
+            for which in (slot, NUM_STAGES + slot):
+                self.wait_tile(smem, self.odd_queries, which, lax.div(it, NUM_STAGES))
             left, right = ((smem.k, smem.q), (smem.v, smem.do))[wg]
             right = right.at[slot].transpose((1, 0))
-            return _product((KEYS, QUERIES), left, right, meanwhile)
+            return _product((KEYS, QUERIES), left.at[self.only(it)], right, meanwhile)
 
         def step(before, x, head):
             it, i = head * per_head + before, queries.hi - 1 - before
-            slot = lax.rem(it, NUM_STAGES)
+            slot, only = lax.rem(it, NUM_STAGES), self.only(it)
             row = plgpu.load(smem.rows.at[wg, slot], layout=column_layout())
             do_smem = smem.do.at[slot, :, self.my_values(wg)]
             if wg == 0:
@@ -242,19 +251,19 @@ class _ByColumns(FusedKernel):
             leave = _nothing
             for start in range(wg * self.half, (wg + 1) * self.half, self.chunk):
                 # A part of dQ leaves while the next is computed, the last one with the next tile.
-                right = smem.k.at[:, pl.ds(start, self.chunk)]
+                right = smem.k.at[only, :, pl.ds(start, self.chunk)]
                 shape = (QUERIES, self.chunk)
                 dq = _product(shape, smem.ds.transpose((1, 0)), right, leave)
                 leave = functools.partial(
                     self.add_to_dq, gmem, smem, wg, dq, b, n, i, k_tile, start
                 )
             plgpu.barrier_arrive(smem.empty.at[slot])
-            return first_product(lax.rem(it + 1, NUM_STAGES), leave)
+            return first_product(it + 1, leave)
 
         def one_head(head, x):
             return lax.fori_loop(0, per_head, functools.partial(step, head=head), x)
 
-        lax.fori_loop(0, self.g.group, one_head, first_product(0))
+        lax.fori_loop(0, self.g.group, one_head, first_product(jnp.int32(0)))
         plgpu.barrier_arrive(smem.empty.at[lax.rem(per_head * self.g.group, NUM_STAGES)])
         return (
             plgpu.wgmma_accumulator_load(dk_acc, wait_n=0),

@@ -17,7 +17,7 @@ blocks, and the copy engine adds it to a float32 array in global memory. Two for
 
 import dataclasses
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,8 @@ from pallas_kernels.flash_attention.spec import AttentionSpec, BackwardOperands
 from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.tile import column_layout, row_layout, swizzle_bytes, tile_layout, tiled
 
-from .backward_block import FusedKernel, kernel_operands, split_heads
+from .backward_block import kernel_operands, split_heads
+from .backward_ring import QueryRing
 from .config import BACKWARD_KEYS as KEYS
 from .config import BACKWARD_QUERIES as QUERIES
 from .config import NUM_DS, BackwardConfig
@@ -55,34 +56,38 @@ def backward(
             that add. dQ is then summed over key tiles afterwards.
     """
     g, parts = split_heads(geometry_of(operands.q, operands.v), KEYS)
-    arrays = kernel_operands(operands, q_tile=QUERIES, kv_tile=KEYS, by_keys=True)
+    arrays = kernel_operands(
+        operands, q_tile=QUERIES, kv_tile=KEYS, by_keys=True, padded=interpretable
+    )
     kernel = _ByKeys(
         g=g, parts=parts, spec=spec, c=config,
         dtype=operands.q.dtype, q_tile=QUERIES, kv_tile=KEYS, segmented="ranges" in arrays,
-        interpretable=interpretable,
+        interpretable=interpretable, padded=interpretable, own_copies=config.own_copies,
     )  # fmt: skip
     loading = 2 if config.dq_warpgroup else 1  # and one for dQ
     return kernel.gradients(arrays, num_threads=NUM_WARPGROUPS + loading)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _ByKeys(FusedKernel):
+class _ByKeys(QueryRing):
     """The kernel of one call."""
 
     name: ClassVar[str] = "attention_backward"
-
-    c: BackwardConfig
 
     @property
     def dq_shape(self) -> tuple[int, int]:
         """What leaves for dQ at a time: a warpgroup's half of the columns, or all of them."""
         return (QUERIES, self.g.H if self.c.dq_warpgroup else self.g.H // NUM_WARPGROUPS)
 
+    @property
+    def tiling(self) -> Any:
+        """Transforms of a tile of an operand in shared memory."""
+        # A warpgroup's columns of dQ must be whole swizzle atoms of K.
+        return tiled(swizzle_bytes(self.dq_shape[1], self.g.Hv, QUERIES))
+
     def scratch(self) -> dict:
         """Shared memory and barriers of a block, by name."""
-        g, c = self.g, self.c
-        # A warpgroup's columns of dQ must be whole swizzle atoms of K.
-        tile = tiled(swizzle_bytes(self.dq_shape[1], g.Hv, QUERIES))
+        g, c, tile = self.g, self.c, self.tiling
         rows = (c.num_stages, QUERIES)
         ring = functools.partial(plgpu.Barrier, num_barriers=c.num_stages)
         with_ids = 3 if self.segmented else 2
@@ -91,8 +96,8 @@ class _ByKeys(FusedKernel):
             "do": plgpu.SMEM((*rows, g.Hv), self.dtype, transforms=tile),
             "lse": plgpu.SMEM(rows, jnp.float32),
             "delta": plgpu.SMEM(rows, jnp.float32),
-            "k": plgpu.SMEM((KEYS, g.H), self.dtype, transforms=tile),
-            "v": plgpu.SMEM((KEYS, g.Hv), self.dtype, transforms=tile),
+            "k": plgpu.SMEM((1, KEYS, g.H), self.dtype, transforms=tile),
+            "v": plgpu.SMEM((1, KEYS, g.Hv), self.dtype, transforms=tile),
             "ds": plgpu.SMEM((NUM_DS, KEYS, QUERIES), self.dtype, transforms=tile),
             "kv_full": plgpu.Barrier(num_arrivals=with_ids),
             "q_full": ring(num_arrivals=with_ids),
@@ -104,7 +109,7 @@ class _ByKeys(FusedKernel):
                 num_arrivals=1 if c.dq_warpgroup else NUM_WARPGROUPS, num_barriers=NUM_DS
             ),
             "done": plgpu.Barrier(num_arrivals=NUM_WARPGROUPS),
-        }
+        } | self.arrivals(2 * c.num_stages + 2)
         f32_tile = tiled(swizzle_bytes(self.dq_shape[1], itemsize=4), itemsize=4)
         dq = (NUM_WARPGROUPS, *self.dq_shape)
         buffers["dq"] = plgpu.SMEM(dq, jnp.float32, transforms=f32_tile)
@@ -143,42 +148,6 @@ class _ByKeys(FusedKernel):
                 plgpu.set_max_registers(72, action="decrease")
                 self.query_gradients(gmem, smem, b, kv_head, k_tile, queries)
 
-    def load(self, gmem, smem, b, kv_head, k_tile, queries: TileRange) -> None:
-        """Keys and values once, then the queries of each head of the group into the ring."""
-        g, c = self.g, self.c
-        keys = pl.ds(k_tile * KEYS, KEYS)
-        plgpu.copy_gmem_to_smem(gmem.k.at[b, keys, self.shared(kv_head)], smem.k, smem.kv_full)
-        plgpu.copy_gmem_to_smem(gmem.v.at[b, keys, self.shared(kv_head)], smem.v, smem.kv_full)
-        if self.segmented:
-            plgpu.copy_gmem_to_smem(gmem.kv_ids.at[b, keys], smem.kv_ids, smem.kv_full)
-        per_head = queries.hi - queries.lo
-        count = per_head * g.group
-
-        def step(it, _):
-            # One query tile more than there are: its scores are computed and dropped.
-            head = jnp.minimum(lax.div(it, jnp.maximum(per_head, 1)), g.group - 1)
-            i = queries.lo + lax.rem(it, jnp.maximum(per_head, 1))
-            n, slot = kv_head * g.group + head, lax.rem(it, c.num_stages)
-            rows = pl.ds(i * QUERIES, QUERIES)
-            full = smem.q_full.at[slot]
-            plgpu.barrier_wait(smem.q_empty.at[slot])
-            plgpu.copy_gmem_to_smem(gmem.q.at[b, rows, n], smem.q.at[slot], full)
-            plgpu.copy_gmem_to_smem(gmem.lse.at[b, n, rows], smem.lse.at[slot], full)
-            if self.segmented:
-                plgpu.copy_gmem_to_smem(gmem.q_ids.at[b, rows], smem.q_ids.at[slot], full)
-
-            @pl.when(it < count)
-            def _():
-                full = smem.do_full.at[slot]
-                plgpu.barrier_wait(smem.do_empty.at[slot])
-                plgpu.copy_gmem_to_smem(gmem.do.at[b, rows, n], smem.do.at[slot], full)
-                plgpu.copy_gmem_to_smem(gmem.delta.at[b, n, rows], smem.delta.at[slot], full)
-
-        lax.fori_loop(0, count + 1, step, None)
-        for i in range(c.num_stages):  # the last uses of each slot
-            plgpu.barrier_wait(smem.q_empty.at[i])
-            plgpu.barrier_wait(smem.do_empty.at[i])
-
     def compute(self, gmem, smem, wg: int, b, kv_head, k_tile, queries: TileRange) -> None:
         """64 keys of a warpgroup: dK and dV over all queries, then out."""
         g = self.g
@@ -186,7 +155,7 @@ class _ByKeys(FusedKernel):
         for i in range(self.c.num_stages):
             plgpu.barrier_arrive(smem.q_empty.at[i])
             plgpu.barrier_arrive(smem.do_empty.at[i])
-        plgpu.barrier_wait(smem.kv_full)
+        self.wait_keys(smem, 2 * self.c.num_stages)
         dk, dv = pl.run_scoped(
             functools.partial(self.accumulate, gmem, smem, wg, b, kv_head, k_tile, queries),
             plgpu.ACC((64, g.H), jnp.float32),
@@ -196,12 +165,12 @@ class _ByKeys(FusedKernel):
             # Both warpgroups have read all of K for their parts of dQ: its space is free.
             plgpu.barrier_arrive(smem.done)
             plgpu.barrier_wait(smem.done)
-        smem.k[mine, :] = (dk * self.spec.scale).astype(self.dtype)
-        smem.v[mine, :] = dv.astype(self.dtype)
+        smem.k[0, mine, :] = (dk * self.spec.scale).astype(self.dtype)
+        smem.v[0, mine, :] = dv.astype(self.dtype)
         plgpu.commit_smem()
-        rows = pl.ds(k_tile * KEYS + wg * 64, 64)
-        plgpu.copy_smem_to_gmem(smem.k.at[mine], gmem.dk.at[b, rows, kv_head])
-        plgpu.copy_smem_to_gmem(smem.v.at[mine], gmem.dv.at[b, rows, kv_head])
+        place = (b, k_tile * KEYS + wg * 64, kv_head)
+        self.store_tile(smem.k.at[0, mine], gmem.dk, place)
+        self.store_tile(smem.v.at[0, mine], gmem.dv, place)
         plgpu.wait_smem_to_gmem(0)
 
     def accumulate(
@@ -209,12 +178,11 @@ class _ByKeys(FusedKernel):
     ):
         """The loop over heads of the group and query tiles."""
         g, c, mine = self.g, self.c, pl.ds(wg * 64, 64)
-        my_k, my_v = smem.k.at[mine], smem.v.at[mine]
         kv_ids = plgpu.load(smem.kv_ids.at[mine], layout=row_layout()) if self.segmented else None
         per_head = queries.hi - queries.lo
 
-        def issue_scores(s_acc, slot):
-            plgpu.wgmma(s_acc, my_k, smem.q.at[slot].transpose((1, 0)))
+        def issue_scores(s_acc, slot, only=0):
+            plgpu.wgmma(s_acc, smem.k.at[only, mine], smem.q.at[slot].transpose((1, 0)))
 
         def first_scores(s_acc):
             issue_scores(s_acc, 0)
@@ -222,6 +190,7 @@ class _ByKeys(FusedKernel):
 
         def step(it, i, head, carry):
             s, *previous = carry
+            only = 0 if c.dq_warpgroup else self.only(it)  # where registers are short
             slot, next_slot = lax.rem(it, c.num_stages), lax.rem(it + 1, c.num_stages)
             ds_slot = lax.rem(it, NUM_DS)
             ds_smem = smem.ds.at[ds_slot]
@@ -229,12 +198,13 @@ class _ByKeys(FusedKernel):
             n = kv_head * g.group + head
             # Waits come before the accumulator exists: its zeros then cost no instruction.
             plgpu.barrier_wait(smem.do_full.at[slot])
+            self.wait_tile(smem, self.odd_queries, c.num_stages + slot, lax.div(it, c.num_stages))
 
             def key_gradients(dp_acc, s_acc):
                 """dV and dK of this tile; their products are on their way at the end."""
-                plgpu.wgmma(dp_acc, my_v, do_smem.transpose((1, 0)))
+                plgpu.wgmma(dp_acc, smem.v.at[only, mine], do_smem.transpose((1, 0)))
                 if s_acc is not None:
-                    issue_scores(s_acc, next_slot)
+                    issue_scores(s_acc, next_slot, only)
                 p, slope = self.masked_probabilities(smem, wg, slot, s, i, k_tile, kv_ids, queries)
                 dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0 if s_acc is None else 1)
                 if self.interpretable:
@@ -259,7 +229,7 @@ class _ByKeys(FusedKernel):
 
             s_shape = plgpu.ACC((64, QUERIES), jnp.float32)
             if c.dq_warpgroup:
-                plgpu.barrier_wait(smem.q_full.at[next_slot])
+                self.wait_queries(smem, it + 1)
 
                 def whole_step(dp_acc, s_acc):
                     key_gradients(dp_acc, s_acc)
@@ -271,10 +241,10 @@ class _ByKeys(FusedKernel):
             pl.run_scoped(functools.partial(key_gradients, s_acc=None), s_shape)
             (dq_i, dq_n), dq_slot = previous, 1 - ds_slot
             plgpu.barrier_wait(smem.ds_ready.at[dq_slot])
-            plgpu.barrier_wait(smem.q_full.at[next_slot])
+            self.wait_queries(smem, it + 1)
 
             def next_scores(dq_acc, s_acc):
-                issue_scores(s_acc, next_slot)
+                issue_scores(s_acc, next_slot, only)
                 dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
                 free_queries()
                 plgpu.barrier_arrive(smem.ds_empty.at[dq_slot])
@@ -282,7 +252,7 @@ class _ByKeys(FusedKernel):
                 return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
 
             def query_gradient(dq_acc):
-                self.issue_dq(smem, wg, dq_acc, dq_slot)
+                self.issue_dq(smem, wg, dq_acc, dq_slot, only)
                 return pl.run_scoped(functools.partial(next_scores, dq_acc), s_shape)
 
             s = pl.run_scoped(query_gradient, plgpu.ACC(self.dq_shape, jnp.float32))
@@ -309,7 +279,7 @@ class _ByKeys(FusedKernel):
             plgpu.commit_smem()
             plgpu.barrier_arrive(smem.ds_ready.at[1])
             plgpu.barrier_arrive(smem.ds_empty.at[0])
-        plgpu.barrier_wait(smem.q_full.at[0])
+        self.wait_queries(smem, jnp.int32(0))
         s = pl.run_scoped(first_scores, plgpu.ACC((64, QUERIES), jnp.float32))
         first = (s,) if c.dq_warpgroup else (s, queries.lo, kv_head * g.group)
         count = per_head * g.group
@@ -339,7 +309,7 @@ class _ByKeys(FusedKernel):
         per_head = queries.hi - queries.lo
         for slot in range(NUM_DS):
             plgpu.barrier_arrive(smem.ds_empty.at[slot])
-        plgpu.barrier_wait(smem.kv_full)
+        self.wait_keys(smem, 2 * self.c.num_stages)
 
         def step(it, place):
             i, head = place
@@ -347,7 +317,7 @@ class _ByKeys(FusedKernel):
             plgpu.barrier_wait(smem.ds_ready.at[slot])
 
             def product(acc):
-                plgpu.wgmma(acc, smem.ds.at[slot].transpose((1, 0)), smem.k)
+                plgpu.wgmma(acc, smem.ds.at[slot].transpose((1, 0)), smem.k.at[0])
                 return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
             dq = pl.run_scoped(product, plgpu.ACC(self.dq_shape, jnp.float32))
@@ -382,10 +352,10 @@ class _ByKeys(FusedKernel):
         aligned = key0 - self.g.diagonal - i * QUERIES
         return self.mask_positions(p, aligned, key0, fill=0.0, by_keys=True)
 
-    def issue_dq(self, smem, wg: int, dq_acc, slot) -> None:
+    def issue_dq(self, smem, wg: int, dq_acc, slot, only=0) -> None:
         """Starts this warpgroup's part of dQ, from the dS of both."""
         columns = pl.ds(wg * self.dq_shape[1], self.dq_shape[1])
-        plgpu.wgmma(dq_acc, smem.ds.at[slot].transpose((1, 0)), smem.k.at[:, columns])
+        plgpu.wgmma(dq_acc, smem.ds.at[slot].transpose((1, 0)), smem.k.at[only, :, columns])
 
     def add_to_dq(self, gmem, smem, wg: int, dq, b, i, n, k_tile) -> None:
         """This warpgroup's part of a tile's dQ, into the float32 sum in global memory."""

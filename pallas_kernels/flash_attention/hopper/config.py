@@ -65,6 +65,7 @@ class BackwardConfig:
     num_stages: int = 2  # query tiles in flight
     register_ds: bool = False  # dK takes dS from registers
     dq_warpgroup: bool = False  # a third warpgroup computes dQ; else both do, one tile late
+    own_copies: bool = False  # of queries, as where 8 does not divide their number
 
     def check(self, head_dim: int) -> None:
         """Refuses what was seen to serialize its matmuls or to spill."""

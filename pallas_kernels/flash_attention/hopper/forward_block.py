@@ -96,9 +96,21 @@ class ForwardBlock(AttentionKernel):
         del gmem, b
         return row0 + self.g.diagonal
 
-    def cleaner(self, smem, slot, keys: TileRange, i) -> Callable[[], None] | None:
-        """What to do with the i-th visited tile's values before they are multiplied."""
-        del smem, slot, keys, i
+    def wait_queries(self, smem, wg) -> None:
+        """Until a warpgroup's queries are there."""
+        plgpu.barrier_wait(smem.q_full.at[wg])
+
+    def wait_keys(self, smem, i) -> None:
+        """Until the i-th visited tile's keys are there."""
+        plgpu.barrier_wait(smem.k_full.at[lax.rem(i, self.c.num_stages)])
+
+    def cleaner(self, smem, slot, keys: TileRange, i, *, masked: bool) -> Callable[[], None] | None:
+        """What to do with the i-th visited tile's values before they are multiplied.
+
+        Args:
+            masked: whether scores of the tile visited next are masked, or there is none.
+        """
+        del smem, slot, keys, i, masked
         return None
 
     # What they share.
@@ -129,12 +141,12 @@ class ForwardBlock(AttentionKernel):
         return peak + jnp.log2(total)
 
     def attend_all(
-        self, operands: dict[str, jax.Array], *, padded_queries: int
+        self, operands: dict[str, jax.Array], *, num_queries: int
     ) -> tuple[jax.Array, jax.Array]:
-        """out [B, T, N, Hv] and logsumexp float32 [B, T, N]."""
+        """out [B, T, N, Hv] and logsumexp float32 [B, T, N]; num_queries: of the operands."""
         g = self.g
         results = {
-            "out": jax.ShapeDtypeStruct((g.B, padded_queries, g.N, g.Hv), self.dtype),
+            "out": jax.ShapeDtypeStruct((g.B, num_queries, g.N, g.Hv), self.dtype),
             "lse": jax.ShapeDtypeStruct((g.B, g.N, self.num_q_tiles * self.q_tile), jnp.float32),
         }
         found = self.launch(
@@ -181,6 +193,7 @@ class ForwardBlock(AttentionKernel):
             # 2 * 240 + 24 and 3 * 160 + 32 registers a thread is what a multiprocessor has: asking
             # for more does not fail, it waits for ever.
             plgpu.set_max_registers(24 if c.num_warpgroups == 2 else 32, action="decrease")
+            self.make_arrivals(smem)
             every_tile(functools.partial(self.load, gmem, smem))
             if not self.interpretable and not c.persistent:  # the interpreter knows no prefetch
                 self.prefetch(gmem, lax.axis_index("tile") + NUM_PROCESSORS)
@@ -266,7 +279,7 @@ class ForwardBlock(AttentionKernel):
                 plgpu.ACC((64, self.g.Hv), jnp.float32),
             )
 
-        plgpu.barrier_wait(smem.q_full.at[wg])
+        self.wait_queries(smem, wg)
         o, peak, total = attend()
         factor, peak, total = self.normalized(gmem, b, n, row0, peak, total.sum(axis=1))
         out_smem = self.out_buffer(smem, wg)
@@ -276,7 +289,7 @@ class ForwardBlock(AttentionKernel):
         lse = self.log2_total(peak, total) * (1 / LOG2E)
         smem.lse[wg] = jnp.where(total == 0.0, -jnp.inf, lse)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_smem, gmem.out.at[b, pl.ds(row0, 64), n])
+        self.store_tile(out_smem, gmem.out, (b, row0, n))
         plgpu.copy_smem_to_gmem(smem.lse.at[wg], gmem.lse.at[b, n, pl.ds(row0, 64)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=c.persistent)
         plgpu.barrier_arrive(smem.q_empty.at[wg])
@@ -297,7 +310,7 @@ class ForwardBlock(AttentionKernel):
             """Issues QK and what ``between`` issues, which must be waited for; the softmax."""
             slot = lax.rem(i, c.num_stages)
             # Waits come before the accumulator exists: its zeros then cost no instruction.
-            plgpu.barrier_wait(smem.k_full.at[slot])
+            self.wait_keys(smem, i)
             if c.ping_pong:
                 plgpu.barrier_wait(smem.turn.at[wg])
 
@@ -328,7 +341,7 @@ class ForwardBlock(AttentionKernel):
             p, peak, total, o = carry
             slot = lax.rem(i - 1, c.num_stages)
             product.prepare(slot)
-            clean = self.cleaner(smem, slot, keys, i - 1) if masked else None
+            clean = self.cleaner(smem, slot, keys, i - 1, masked=masked)
             issue = functools.partial(product.issue, p, slot, clean)
             p, peak, total, alpha, part = scores(i, issue, masked, peak, total)
             o = product.rescale(o, part, slot, alpha)
@@ -341,7 +354,7 @@ class ForwardBlock(AttentionKernel):
         p, peak, total, o = self.walk(keys, step, carry, product.loop)
         slot = lax.rem(keys.hi - keys.lo - 1, c.num_stages)
         product.prepare(slot)
-        clean = self.cleaner(smem, slot, keys, keys.hi - keys.lo - 1)
+        clean = self.cleaner(smem, slot, keys, keys.hi - keys.lo - 1, masked=True)
         return product.last(o, p, slot, clean), peak, total
 
     def mask(self, smem, slot, s, aligned, key0, q_ids):

@@ -5,7 +5,8 @@ query and key, Hv head width of value. The block and its loops are those of ``fo
 """
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec
 from pallas_kernels.hopper.mosaic import plgpu
+from pallas_kernels.hopper.odd_tiles import GROUP
 from pallas_kernels.hopper.tile import LOG2E, row_layout, sum_strips, swizzle_bytes, tiled
 
 from .config import (
@@ -26,7 +28,7 @@ from .config import (
     unsupported,
 )
 from .forward_block import ForwardBlock
-from .tiles import geometry_of, pad_rows, pad_width
+from .tiles import TileRange, geometry_of, pad_rows, pad_width
 from .token_ids import token_ids
 from .value_sum import ValueSum
 
@@ -67,8 +69,12 @@ def forward(
         q.shape[3], v.shape[3], short_endings(spec, masks, q.shape[1], k.shape[1])
     )
     refuse(exceeds_shared_memory(config, q.shape[3], v.shape[3]))
+    odd = [length for length in (q.shape[1], k.shape[1]) if length % GROUP]
+    if config.persistent and odd and not interpretable:
+        refuse(f"persistent=True needs lengths that {GROUP} divides, not {odd[0]}; leave it False")
     g = geometry_of(q, v)
-    q, k, v = (pad_rows(x) for x in (q, k, v))
+    if interpretable:
+        q, k, v = (pad_rows(x) for x in (q, k, v))
     ids = token_ids(masks, g, q_tile=config.block_q, kv_tile=config.block_kv)
     operands = {"q": q, "k": k, "v": v, **ids}
     if masks.sinks is not None:
@@ -76,8 +82,9 @@ def forward(
     kernel = ForwardKernel(
         g=g, spec=spec, c=config, dtype=q.dtype, q_tile=config.block_q, kv_tile=config.block_kv,
         segmented=bool(ids), sinks=masks.sinks is not None, interpretable=interpretable,
+        padded=interpretable,
     )  # fmt: skip
-    out, lse = kernel.attend_all(operands, padded_queries=q.shape[1])
+    out, lse = kernel.attend_all(operands, num_queries=q.shape[1])
     return out[..., :Hv], lse
 
 
@@ -93,10 +100,14 @@ class ForwardKernel(ForwardBlock):
     c: ForwardConfig
     sinks: bool
 
+    @property
+    def tiling(self) -> Any:
+        """Transforms of a tile of an operand in shared memory."""
+        return tiled(swizzle_bytes(self.g.H, self.g.Hv, self.c.block_kv))
+
     def scratch(self) -> dict:
         """Shared memory and barriers of a block, by name."""
-        g, c = self.g, self.c
-        tile = tiled(swizzle_bytes(g.H, g.Hv, c.block_kv))
+        g, c, tile = self.g, self.c, self.tiling
         buffers = {
             # The output takes the queries' space at the end, each warpgroup its own: rows are added
             # to the narrower of the two so that warpgroups are equally far apart in both.
@@ -113,6 +124,7 @@ class ForwardKernel(ForwardBlock):
             "k": plgpu.SMEM((c.num_stages, c.block_kv, g.H), self.dtype, transforms=tile),
             "v": plgpu.SMEM((c.num_stages, c.block_kv, g.Hv), self.dtype, transforms=tile),
         } | self.rows_and_barriers(copies=2 if self.segmented else 1)
+        buffers |= self.arrivals(2 * c.num_stages + c.num_warpgroups)
         if self.segmented:
             buffers["q_ids"] = plgpu.SMEM((c.num_warpgroups, 64), jnp.int32)
             buffers["kv_ids"] = plgpu.SMEM((c.num_stages, c.block_kv), jnp.int32)
@@ -123,24 +135,54 @@ class ForwardKernel(ForwardBlock):
 
     def copy_queries(self, gmem, smem, b, n, row0, w) -> None:
         """Starts the copies for 64 queries of warpgroup ``w``, which arrive at ``q_full``."""
-        rows = pl.ds(row0, 64)
-        q_smem = smem.q_out[0].at[w, pl.ds(0, 64)]
-        plgpu.copy_gmem_to_smem(gmem.q.at[b, rows, n], q_smem, smem.q_full.at[w])
+        q_smem, full = smem.q_out[0].at[w, pl.ds(0, 64)], smem.q_full.at[w]
+        self.load_tile(
+            smem, self.odd_queries, gmem.q, (b, row0, n), q_smem, full, self.queries_arrival + w
+        )
         if self.segmented:
-            plgpu.copy_gmem_to_smem(gmem.q_ids.at[b, rows], smem.q_ids.at[w], smem.q_full.at[w])
+            plgpu.copy_gmem_to_smem(gmem.q_ids.at[b, pl.ds(row0, 64)], smem.q_ids.at[w], full)
 
     def copy_keys(self, gmem, smem, b, kv_head, tile, i) -> None:
         """Starts the copies of key tile ``tile``, the i-th visited, which arrive at ``k_full``."""
-        slot, rows = lax.rem(i, self.c.num_stages), pl.ds(tile * self.c.block_kv, self.c.block_kv)
+        slot, row0 = lax.rem(i, self.c.num_stages), tile * self.c.block_kv
         full = smem.k_full.at[slot]
-        plgpu.copy_gmem_to_smem(gmem.k.at[b, rows, kv_head], smem.k.at[slot], full)
+        self.load_tile(smem, self.odd_keys, gmem.k, (b, row0, kv_head), smem.k.at[slot], full, slot)
         if self.segmented:
+            rows = pl.ds(row0, self.c.block_kv)
             plgpu.copy_gmem_to_smem(gmem.kv_ids.at[b, rows], smem.kv_ids.at[slot], full)
 
     def copy_values(self, gmem, smem, b, kv_head, tile, i) -> None:
         """Starts the copy of the values of a tile, which arrives at ``v_full``."""
-        slot, rows = lax.rem(i, self.c.num_stages), pl.ds(tile * self.c.block_kv, self.c.block_kv)
-        plgpu.copy_gmem_to_smem(gmem.v.at[b, rows, kv_head], smem.v.at[slot], smem.v_full.at[slot])
+        stages = self.c.num_stages
+        slot, place = lax.rem(i, stages), (b, tile * self.c.block_kv, kv_head)
+        full, which = smem.v_full.at[slot], stages + slot
+        self.load_tile(smem, self.odd_keys, gmem.v, place, smem.v.at[slot], full, which)
+
+    @property
+    def queries_arrival(self) -> int:
+        """The barrier of odd queries of the first warpgroup, after those of keys and values."""
+        return 2 * self.c.num_stages
+
+    def wait_queries(self, smem, wg) -> None:
+        """Until a warpgroup's queries are there."""
+        ForwardBlock.wait_queries(self, smem, wg)
+        self.wait_tile(smem, self.odd_queries, self.queries_arrival + wg, 0)
+
+    def wait_keys(self, smem, i) -> None:
+        """Until the i-th visited tile's keys are there."""
+        ForwardBlock.wait_keys(self, smem, i)
+        stages = self.c.num_stages
+        self.wait_tile(smem, self.odd_keys, lax.rem(i, stages), lax.div(i, stages))
+
+    def cleaner(self, smem, slot, keys: TileRange, i, *, masked: bool) -> Callable[[], None] | None:
+        """Waits for odd values."""
+        del keys, masked
+        stages = self.c.num_stages
+
+        def wait() -> None:
+            self.wait_tile(smem, self.odd_keys, stages + slot, lax.div(i, stages))
+
+        return wait if self.odd_keys else None
 
     def queries(self, smem, wg):
         """A warpgroup's queries."""

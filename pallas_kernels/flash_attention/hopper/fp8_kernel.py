@@ -102,7 +102,7 @@ def forward_fp8(
         "scales": jnp.pad(tile_scales, ((0, 0),) * 3 + ((0, unused),)),
         "v_scale": v_scale[:, 0],
     }
-    return kernel.attend_all(arrays, padded_queries=arrays["q"].shape[1])
+    return kernel.attend_all(arrays, num_queries=arrays["q"].shape[1])
 
 
 def _value_scales(operands: Fp8Operands, config: Fp8Config) -> tuple[jax.Array, jax.Array]:

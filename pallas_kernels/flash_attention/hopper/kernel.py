@@ -10,8 +10,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from pallas_kernels.flash_attention.spec import AttentionSpec
+from pallas_kernels.hopper import odd_tiles
+from pallas_kernels.hopper.descriptors import fresh_zero
 from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.tile import LOG2E, mask_tile
@@ -31,6 +34,18 @@ class AttentionKernel:
     kv_tile: int  # keys of a tile
     segmented: bool  # whether tokens have ids, and equal ids see each other
     interpretable: bool  # avoids what the interpreter lacks
+    padded: bool = True  # lengths of arrays in global memory are multiples of 8
+    own_copies: bool = False  # tiles of queries are those of ``odd_tiles`` whatever their length
+
+    @property
+    def odd_queries(self) -> bool:
+        """Whether tiles of queries, and of what else has T rows, are those of ``odd_tiles``."""
+        return not self.padded and (self.own_copies or self.g.T % odd_tiles.GROUP != 0)
+
+    @property
+    def odd_keys(self) -> bool:
+        """The same of keys and values."""
+        return not self.padded and self.g.S % odd_tiles.GROUP != 0
 
     @property
     def num_q_tiles(self) -> int:
@@ -58,9 +73,67 @@ class AttentionKernel:
         s = self.spec
         return self.segmented or s.left is not None or s.right is not None or self.ragged
 
+    @property
+    def tiling(self) -> Any:
+        """Transforms of a tile of an operand in shared memory."""
+        raise NotImplementedError
+
     def scratch(self) -> dict[str, Any]:
         """Shared memory and barriers of a block, by name."""
         raise NotImplementedError
+
+    def arrivals(self, count: int) -> dict[str, Any]:
+        """Barriers of ``count`` copies of odd tiles, {} where there are none."""
+        return {"arrivals": odd_tiles.arrivals(count)} if self.odd_queries or self.odd_keys else {}
+
+    def load_tile(self, smem, odd: bool, source, place: odd_tiles.Place, tile, full, which) -> None:
+        """Starts the copy of a tile of an array [B, rows, heads, width].
+
+        Args:
+            odd: ``odd_queries`` or ``odd_keys``.
+            source: the array.
+            place: where the tile begins.
+            tile: the buffer.
+            full: the barrier that says that it is there, or of an odd tile that it was asked for.
+            which: of ``arrivals``, the barrier that says that an odd tile is there.
+        """
+        if odd:
+            odd_tiles.load_tile(source, place, tile, self.tiling, smem.arrivals, which)
+            plgpu.barrier_arrive(full)
+            return
+        b, row, head = place
+        plgpu.copy_gmem_to_smem(source.at[b, pl.ds(row, tile.shape[0]), head], tile, full)
+
+    def make_arrivals(self, smem) -> None:
+        """Before the loading warpgroup's first copy."""
+        if self.odd_queries or self.odd_keys:
+            odd_tiles.make_arrivals(smem.arrivals)
+
+    def wait_tile(self, smem, odd: bool, which, use) -> None:
+        """After a wait for ``full`` of ``load_tile``: until the tile is there, if it is odd.
+
+        Args:
+            odd: as in ``load_tile``.
+            which: as in ``load_tile``.
+            use: how many tiles came through ``which`` before.
+        """
+        if odd:
+            odd_tiles.wait(smem.arrivals, which, use)
+
+    def only(self, it):
+        """The only place in a buffer [1, ...], for products of a loop's step ``it``.
+
+        So no register keeps over the loop what describes it to the tensor cores.
+        """
+        return 0 if self.interpretable else fresh_zero(it)
+
+    def store_tile(self, tile, sink, place: odd_tiles.Place) -> None:
+        """Starts the copy of a tile to an array, as a group to wait for."""
+        if odd_tiles.is_odd(sink):
+            odd_tiles.store_tile(tile, sink, place, self.tiling)
+            return
+        b, row, head = place
+        plgpu.copy_smem_to_gmem(tile, sink.at[b, pl.ds(row, tile.shape[0]), head])
 
     def run(self, gmem, smem) -> None:
         """One block."""

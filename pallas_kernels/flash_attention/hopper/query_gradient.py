@@ -10,7 +10,7 @@ of the five matmuls are done twice for it. The fused kernels sum dK and dV in a 
 
 import dataclasses
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +36,13 @@ def query_gradient(
     operands: BackwardOperands, *, spec: AttentionSpec, interpretable: bool = False
 ) -> jax.Array:
     """dQ [B, T, N, H], in the same order of additions each time."""
-    arrays = kernel_operands(operands, q_tile=QUERIES, kv_tile=KEYS, by_keys=False)
+    arrays = kernel_operands(
+        operands, q_tile=QUERIES, kv_tile=KEYS, by_keys=False, padded=interpretable
+    )
     kernel = _QueryGradient(
         g=geometry_of(operands.q, operands.v), spec=spec, dtype=operands.q.dtype,
         q_tile=QUERIES, kv_tile=KEYS, segmented="ranges" in arrays, interpretable=interpretable,
+        padded=interpretable,
     )  # fmt: skip
     q = arrays["q"]
     results = {"dq": jax.ShapeDtypeStruct(q.shape, q.dtype)}
@@ -59,13 +62,16 @@ class _QueryGradient(AttentionKernel):
         fixed = QUERIES * width + 4 * 3 * QUERIES + BARRIER_BYTES
         return 2 if fixed + 2 * KEYS * (width + 4) <= SMEM_BYTES else 1
 
+    @property
+    def tiling(self) -> Any:
+        return tiled(swizzle_bytes(self.g.H, self.g.Hv))
+
     def scratch(self) -> dict:
-        g = self.g
-        tile = tiled(swizzle_bytes(g.H, g.Hv))
+        g, tile = self.g, self.tiling
         stages, with_ids = self.num_stages, 1 if self.segmented else 0
         buffers = {
-            "q": plgpu.SMEM((QUERIES, g.H), self.dtype, transforms=tile),
-            "do": plgpu.SMEM((QUERIES, g.Hv), self.dtype, transforms=tile),
+            "q": plgpu.SMEM((1, QUERIES, g.H), self.dtype, transforms=tile),
+            "do": plgpu.SMEM((1, QUERIES, g.Hv), self.dtype, transforms=tile),
             "lse": plgpu.SMEM((QUERIES,), jnp.float32),
             "delta": plgpu.SMEM((QUERIES,), jnp.float32),
             "k": plgpu.SMEM((stages, KEYS, g.H), self.dtype, transforms=tile),
@@ -73,7 +79,7 @@ class _QueryGradient(AttentionKernel):
             "q_full": plgpu.Barrier(num_arrivals=4 + with_ids),
             "full": plgpu.Barrier(num_arrivals=2 + with_ids, num_barriers=stages),
             "empty": plgpu.Barrier(num_arrivals=NUM_WARPGROUPS, num_barriers=stages),
-        }
+        } | self.arrivals(2 * stages + 2)
         if self.segmented:
             buffers["q_ids"] = plgpu.SMEM((QUERIES,), jnp.int32)
             buffers["kv_ids"] = plgpu.SMEM((stages, KEYS), jnp.int32)
@@ -106,21 +112,27 @@ class _QueryGradient(AttentionKernel):
 
     def load(self, gmem, smem, b, n, q0, keys: TileRange) -> None:
         """Queries once, then keys and values into the ring."""
-        rows, kv_head = pl.ds(q0, QUERIES), lax.div(n, self.g.group)
-        plgpu.copy_gmem_to_smem(gmem.q.at[b, rows, n], smem.q, smem.q_full)
-        plgpu.copy_gmem_to_smem(gmem.do.at[b, rows, n], smem.do, smem.q_full)
+        rows, kv_head, stages = pl.ds(q0, QUERIES), lax.div(n, self.g.group), self.num_stages
+        self.make_arrivals(smem)
+        self.load_tile(
+            smem, self.odd_queries, gmem.q, (b, q0, n), smem.q.at[0], smem.q_full, 2 * stages
+        )
+        self.load_tile(
+            smem, self.odd_queries, gmem.do, (b, q0, n), smem.do.at[0], smem.q_full, 2 * stages + 1
+        )
         plgpu.copy_gmem_to_smem(gmem.lse.at[b, n, rows], smem.lse, smem.q_full)
         plgpu.copy_gmem_to_smem(gmem.delta.at[b, n, rows], smem.delta, smem.q_full)
         if self.segmented:
             plgpu.copy_gmem_to_smem(gmem.q_ids.at[b, rows], smem.q_ids, smem.q_full)
 
         def step(j, _):
-            slot = lax.rem(j - keys.lo, self.num_stages)
-            rows, full = pl.ds(j * KEYS, KEYS), smem.full.at[slot]
+            slot, place = lax.rem(j - keys.lo, stages), (b, j * KEYS, kv_head)
+            full = smem.full.at[slot]
             plgpu.barrier_wait(smem.empty.at[slot])
-            plgpu.copy_gmem_to_smem(gmem.k.at[b, rows, kv_head], smem.k.at[slot], full)
-            plgpu.copy_gmem_to_smem(gmem.v.at[b, rows, kv_head], smem.v.at[slot], full)
+            self.load_tile(smem, self.odd_keys, gmem.k, place, smem.k.at[slot], full, slot)
+            self.load_tile(smem, self.odd_keys, gmem.v, place, smem.v.at[slot], full, stages + slot)
             if self.segmented:
+                rows = pl.ds(j * KEYS, KEYS)
                 plgpu.copy_gmem_to_smem(gmem.kv_ids.at[b, rows], smem.kv_ids.at[slot], full)
 
         lax.fori_loop(keys.lo, keys.hi, step, None)
@@ -134,13 +146,15 @@ class _QueryGradient(AttentionKernel):
         for slot in range(self.num_stages):
             plgpu.barrier_arrive(smem.empty.at[slot])
         plgpu.barrier_wait(smem.q_full)
+        for i in range(2):
+            self.wait_tile(smem, self.odd_queries, 2 * self.num_stages + i, 0)
         dq = pl.run_scoped(
             functools.partial(self.accumulate, smem, q0 + wg * 64, mine, keys),
             plgpu.ACC((64, self.g.H), jnp.float32),
         )
-        smem.q[mine, :] = (dq * self.spec.scale).astype(self.dtype)
+        smem.q[0, mine, :] = (dq * self.spec.scale).astype(self.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(smem.q.at[mine], gmem.dq.at[b, pl.ds(q0 + wg * 64, 64), n])
+        self.store_tile(smem.q.at[0, mine], gmem.dq, (b, q0 + wg * 64, n))
         plgpu.wait_smem_to_gmem(0)
 
     def accumulate(self, smem, row0, mine, keys: TileRange, dq_acc):
@@ -150,12 +164,14 @@ class _QueryGradient(AttentionKernel):
         q_ids = plgpu.load(smem.q_ids.at[mine], layout=row_layout()) if self.segmented else None
 
         def step(j, _):
-            slot = lax.rem(j - keys.lo, self.num_stages)
+            slot, only = lax.rem(j - keys.lo, self.num_stages), self.only(j)
             plgpu.barrier_wait(smem.full.at[slot])
+            for which in (slot, self.num_stages + slot):
+                self.wait_tile(smem, self.odd_keys, which, lax.div(j - keys.lo, self.num_stages))
 
             def products(s_acc, dp_acc):
-                plgpu.wgmma(s_acc, smem.q.at[mine], smem.k.at[slot].transpose((1, 0)))
-                plgpu.wgmma(dp_acc, smem.do.at[mine], smem.v.at[slot].transpose((1, 0)))
+                plgpu.wgmma(s_acc, smem.q.at[only, mine], smem.k.at[slot].transpose((1, 0)))
+                plgpu.wgmma(dp_acc, smem.do.at[only, mine], smem.v.at[slot].transpose((1, 0)))
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                 p, slope = self.probabilities(s, lse, lse_dim=0)
                 if self.masked:

@@ -90,7 +90,7 @@ def attend_chunk(
         c=config, dtype=q.dtype, q_tile=config.block_q, kv_tile=config.block_kv, segmented=False,
         sinks=call.sinks_N is not None, interpretable=interpretable, size=size,
     )  # fmt: skip
-    return kernel.attend_all(operands, padded_queries=q.shape[1])[0]
+    return kernel.attend_all(operands, num_queries=q.shape[1])[0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -158,9 +158,11 @@ class _Chunk(ForwardKernel):
     def prefetch(self, gmem, block: jax.Array) -> None:
         """Nothing: what a later block reads stands in tables, which would be waited for."""
 
-    def cleaner(self, smem, slot, keys: TileRange, i) -> Callable[[], None]:
+    def cleaner(self, smem, slot, keys: TileRange, i, *, masked: bool) -> Callable[[], None] | None:
         """Zeros for values of a tile that no query of the block sees, which may be anything."""
         assert isinstance(keys, _SeenTiles)
+        if not masked:
+            return None
         key0 = (keys.hi - 1 - i) * self.c.block_kv
         first, stop = keys.begin - key0, keys.end - key0
 

@@ -1,0 +1,176 @@
+"""Tiles of arrays [B, T, N, H] whose length T 8 does not divide, copied from where they lie.
+
+The rows of a WGMMA operand lie in groups of 8, and Pallas describes the whole array to the copy
+engine in such groups, so that T must be a multiple of 8. Here the description of whole tiles ends
+with the last whole group. A tile that reaches further goes group by group, by a description of
+rows: what lies behind the array's end is read as zeros, and is not written.
+
+Pallas gives its barriers to no code but its own: such a copy arrives at a barrier of this module.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxlib.mlir import ir
+
+from .mosaic import arith, copies, mgpu, mgpu_utils, plgpu
+from .threads import constant
+
+GROUP = 8
+"""Rows that lie together."""
+
+type Place = tuple[Any, Any, Any]
+"""int32: batch entry; first row, a multiple of 8; head."""
+
+
+def is_odd(x: Any) -> bool:
+    """Whether an array [B, T, N, H] has a length that its copies need this module for."""
+    return x.shape[1] % GROUP != 0
+
+
+def arrivals(count: int) -> Any:
+    """Shared memory for so many barriers."""
+    return plgpu.SMEM((2 * count,), jnp.int32)
+
+
+def make_arrivals(ref: Any) -> None:
+    """Before the first copy, by the warpgroup that asks for all of them."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def make(_, ref):
+        place, one = mgpu_utils.memref_ptr(ref), _one_thread()
+        for i in range(ref.type.shape[0] // 2):
+            ptx = f"mbarrier.init.shared::cta.b64 [$0 + {8 * i}], 1;"
+            mgpu_utils.inline_ptx(ptx, place, predicate=one, has_side_effects=True)
+        mgpu_utils.inline_ptx("fence.mbarrier_init.release.cluster;", has_side_effects=True)
+
+    make(ref)
+    plgpu.commit_smem()
+
+
+def wait(ref: Any, which: Any, use: Any) -> None:
+    """Until a copy is there.
+
+    Args:
+        ref: the barriers, made before in the order of this block's threads.
+        which: int32, that of the copy.
+        use: int32; how often this barrier was waited for before.
+    """
+    splat = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(splat, splat, plgpu.RefType()))
+    def wait(_, which, use, ref):
+        odd = arith.trunci(ir.IntegerType.get_signless(1), _value(use))
+        _barrier(ref, _value(which)).wait_parity(odd)
+
+    wait(*_numbers((which, use)), ref)
+
+
+def load_tile(source: Any, place: Place, tile: Any, transforms: Any, ref: Any, which: Any) -> None:
+    """Starts the copy of a tile.
+
+    Args:
+        source: [B, T, N, H] in global memory.
+        place: of the tile in it.
+        tile: [rows, H] in shared memory, rows a multiple of 8.
+        transforms: the tile's, of ``tile.tiled``.
+        ref: the barriers of ``make_arrivals``.
+        which: int32, that of this copy; whoever needs it waits there before it is used again.
+    """
+    splat, types = plgpu.Layout.WG_SPLAT(()), _types(transforms)
+
+    @plgpu.inline_mgpu(arg_types=(splat, *types, plgpu.RefType()))
+    def load(ctx, which, numbers, source, tile, ref):
+        barrier, one = _barrier(ref, _value(which)), _one_thread()
+        barrier.arrive_expect_tx(_bytes(tile), predicate=one)
+
+        def copy(part, window, transforms):
+            ctx.async_copy(
+                src_ref=source, dst_ref=part, gmem_slice=window, barrier=barrier, arrive=False,
+                predicate=one, **transforms,
+            )  # fmt: skip
+
+        _copied(source, numbers, tile, copy)
+
+    load(jnp.asarray(which, jnp.int32), _numbers(place), source, tile, ref)
+
+
+def store_tile(tile: Any, sink: Any, place: Place, transforms: Any) -> None:
+    """Starts the copy of a tile to ``sink``, one to wait for; the rest as in ``load_tile``."""
+
+    @plgpu.inline_mgpu(arg_types=_types(transforms))
+    def store(ctx, numbers, sink, tile):
+        one = _one_thread()
+
+        def copy(part, window, transforms):
+            ctx.async_copy(
+                src_ref=part, dst_ref=sink, gmem_slice=window, arrive=False, predicate=one,
+                **transforms,
+            )  # fmt: skip
+
+        _copied(sink, numbers, tile, copy)
+
+    store(_numbers(place), sink, tile)
+    plgpu.commit_smem_to_gmem_group()
+
+
+def _copied(array: Any, numbers: Any, tile: Any, copy: Callable[..., None]) -> None:
+    """The copies of a tile [rows / 8, H / columns, 8, columns], in one piece or by groups."""
+    b, row, head = (_value(x) for x in numbers)
+    groups, _, _, columns = tile.type.shape
+    length = array.type.shape[1]
+    whole = (copies.TileTransform((GROUP, columns), rounding=copies.Rounding.DOWN),)
+    # [8, H] as a group lies in shared memory: [H / columns, 8, columns].
+    by_columns = (copies.TileTransform((columns,)), copies.TransposeTransform((1, 0, 2)))
+
+    def part(tile, row, rows, transform):
+        window = (_index(b), mgpu.ds(_index(row), rows), _index(head))
+        swizzle = columns * mgpu_utils.bytewidth(tile.type.element_type)
+        copy(tile, window, {"gmem_transform": transform, "swizzle": swizzle})
+
+    if length % GROUP == 0:
+        part(tile, row, groups * GROUP, whole)
+        return
+    end = arith.addi(row, constant(groups * GROUP))
+    described = constant(length // GROUP * GROUP)
+    with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.sle, end, described)):
+        part(tile, row, groups * GROUP, whole)
+    with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.sgt, end, described)):
+        for i in range(groups):
+            first = arith.addi(row, constant(i * GROUP))
+            part(mgpu_utils.memref_slice(tile, (i,)), first, GROUP, by_columns)
+
+
+def _types(transforms: Any) -> tuple[Any, ...]:
+    """Of a place, an array in global memory and a tile."""
+    splat = plgpu.Layout.WG_SPLAT(())
+    return (splat,) * 3, plgpu.RefType(), plgpu.RefType(transforms=transforms)
+
+
+def _numbers(values: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+    return tuple(jnp.asarray(x, jnp.int32) for x in values)
+
+
+def _value(number: Any) -> Any:
+    """A number's register."""
+    return number.registers.flat[0]
+
+
+def _index(x: Any) -> Any:
+    return arith.index_castui(ir.IndexType.get(), x)
+
+
+def _bytes(tile: Any) -> int:
+    return math.prod(tile.type.shape) * mgpu_utils.bytewidth(tile.type.element_type)
+
+
+def _one_thread() -> Any:
+    return mgpu_utils.single_thread_predicate(mgpu_utils.ThreadSubset.WARPGROUP)
+
+
+def _barrier(ref: Any, which: Any) -> Any:
+    phases: Any = None  # a wait is given its parity
+    return mgpu_utils.BarrierRef(mgpu_utils.memref_ptr(ref), which, phases, 1)
