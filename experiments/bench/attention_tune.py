@@ -48,6 +48,7 @@ SPACE: dict[str, dict[str, tuple[Any, ...]]] = {
         "num_stages": (2, 3),
         "register_ds": (False, True),
         "dq_warpgroup": (False, True),
+        "own_copies": (False, True),
     },
     "fp8": {
         "block_kv": (96, 128, 192, 224),

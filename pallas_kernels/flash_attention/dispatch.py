@@ -27,7 +27,7 @@ UNMEASURED = ("cudnn", "hopper", "xla")
 
 _EXACT = ("dtype", "gradient")
 _WORTH = {
-    "head_width": 2.0, "value_width": 2.0, "mask": 1.0, "packed": 3.0, "whole": 2.0, "group": 0.3,
+    "head_width": 2.0, "value_width": 2.0, "mask": 1.0, "packed": 3.0, "group": 0.3,
     "q_length": 0.25, "kv_length": 0.25, "heads": 0.5, "window": 0.5,
 }  # fmt: skip
 """How far a case is apart that has another value in a field; of counts, one of twice the value."""
@@ -135,7 +135,6 @@ def case_of(call: AttentionCall, *, gradient: bool) -> dict[str, tables.Value]:
         "value_width": call.v.shape[3],
         "mask": mask,
         "packed": call.masks.q_segment_ids is not None,
-        "whole": T % 8 == 0 and S % 8 == 0,  # others are copied to such lengths first
         "group": N // call.k.shape[2],
         "q_length": T,
         "kv_length": S,

@@ -22,7 +22,7 @@ from .threads import constant
 GROUP = 8
 """Rows that lie together."""
 
-type Place = tuple[Any, Any, Any]
+type TilePlace = tuple[Any, Any, Any]
 """int32: batch entry; first row, a multiple of 8; head."""
 
 
@@ -69,7 +69,9 @@ def wait(ref: Any, which: Any, use: Any) -> None:
     wait(*_numbers((which, use)), ref)
 
 
-def load_tile(source: Any, place: Place, tile: Any, transforms: Any, ref: Any, which: Any) -> None:
+def load_tile(
+    source: Any, place: TilePlace, tile: Any, transforms: Any, ref: Any, which: Any
+) -> None:
     """Starts the copy of a tile.
 
     Args:
@@ -98,7 +100,7 @@ def load_tile(source: Any, place: Place, tile: Any, transforms: Any, ref: Any, w
     load(jnp.asarray(which, jnp.int32), _numbers(place), source, tile, ref)
 
 
-def store_tile(tile: Any, sink: Any, place: Place, transforms: Any) -> None:
+def store_tile(tile: Any, sink: Any, place: TilePlace, transforms: Any) -> None:
     """Starts the copy of a tile to ``sink``, one to wait for; the rest as in ``load_tile``."""
 
     @plgpu.inline_mgpu(arg_types=_types(transforms))

@@ -33,6 +33,7 @@ from pallas_kernels.hopper.tile import (
 from .backward_block import FusedKernel, kernel_operands, split_heads
 from .config import BARRIER_BYTES
 from .tiles import TileRange, geometry_of
+from .token_ids import have_ids
 
 KEYS = QUERIES = 64
 NUM_STAGES = 2
@@ -47,13 +48,14 @@ def backward(
     Half of each width must be a multiple of 32.
     """
     g, parts = split_heads(geometry_of(operands.q, operands.v), KEYS)
-    arrays = kernel_operands(
-        operands, q_tile=QUERIES, kv_tile=KEYS, by_keys=True, padded=interpretable
-    )
+    # Beside ids, shared memory has no room for barriers of odd tiles.
+    segmented = have_ids(operands.masks)
+    padded = interpretable or segmented
+    arrays = kernel_operands(operands, q_tile=QUERIES, kv_tile=KEYS, by_keys=True, padded=padded)
     kernel = _ByColumns(
         g=g, parts=parts, spec=spec, dtype=operands.q.dtype,
-        q_tile=QUERIES, kv_tile=KEYS, segmented="ranges" in arrays, interpretable=interpretable,
-        padded=interpretable,
+        q_tile=QUERIES, kv_tile=KEYS, segmented=segmented, interpretable=interpretable,
+        padded=padded,
     )  # fmt: skip
     return kernel.gradients(arrays, num_threads=3)  # two compute, one loads
 

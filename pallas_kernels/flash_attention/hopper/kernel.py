@@ -86,7 +86,9 @@ class AttentionKernel:
         """Barriers of ``count`` copies of odd tiles, {} where there are none."""
         return {"arrivals": odd_tiles.arrivals(count)} if self.odd_queries or self.odd_keys else {}
 
-    def load_tile(self, smem, odd: bool, source, place: odd_tiles.Place, tile, full, which) -> None:
+    def load_tile(
+        self, smem, odd: bool, source, place: odd_tiles.TilePlace, tile, full, which
+    ) -> None:
         """Starts the copy of a tile of an array [B, rows, heads, width].
 
         Args:
@@ -127,7 +129,7 @@ class AttentionKernel:
         """
         return 0 if self.interpretable else fresh_zero(it)
 
-    def store_tile(self, tile, sink, place: odd_tiles.Place) -> None:
+    def store_tile(self, tile, sink, place: odd_tiles.TilePlace) -> None:
         """Starts the copy of a tile to an array, as a group to wait for."""
         if odd_tiles.is_odd(sink):
             odd_tiles.store_tile(tile, sink, place, self.tiling)

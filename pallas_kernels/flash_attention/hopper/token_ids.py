@@ -13,6 +13,12 @@ from .tiles import Geometry
 PADDED_QUERY, PADDED_KEY = -1, -2  # different, so that padding never matches padding
 
 
+def have_ids(masks: AttentionMasks) -> bool:
+    """Whether the call has segments or lengths."""
+    ids = {"q_segment_ids", "kv_segment_ids", "q_lengths", "kv_lengths"}
+    return not ids.isdisjoint(masks.arrays().keys())
+
+
 def token_ids(
     masks: AttentionMasks, g: Geometry, *, q_tile: int, kv_tile: int, by_keys: bool = False
 ) -> dict[str, jax.Array]:
@@ -22,7 +28,7 @@ def token_ids(
     "ranges" are those of each query tile, or of each key tile if ``by_keys``.
     """
     B, T, S = g.B, g.T, g.S
-    if not masks.arrays().keys() & {"q_segment_ids", "kv_segment_ids", "q_lengths", "kv_lengths"}:
+    if not have_ids(masks):
         return {}
     q = _ids(masks.q_segment_ids, masks.q_lengths, (B, T), PADDED_QUERY)
     kv = _ids(masks.kv_segment_ids, masks.kv_lengths, (B, S), PADDED_KEY)
