@@ -23,6 +23,9 @@ else:
     quick = fast_compiling.FLAGS
 if quick.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}".strip()
+# Beside flags of whoever starts the suite, and where it has a GPU, too.
+if fast_compiling.PATIENCE not in os.environ["XLA_FLAGS"]:
+    os.environ["XLA_FLAGS"] += f" {fast_compiling.PATIENCE}"
 
 import hypothesis
 import jax
