@@ -135,15 +135,16 @@ def tiled(c: Flat, call: RowCall, *, most: int = MOST_AT_ONCE) -> Iterator[Flat]
         most: columns that a thread has of a chunk.
     """
     num_parts = c.cluster * c.group * WARPS
-    for vector, chunks in itertools.product(NARROWER, range(1, MOST_CHUNKS + 1)):
+    for vector in NARROWER:
         if vector * call.itemsize > 16:
             continue
         share = -(-reach_of(dataclasses.replace(c, vector=vector), call) // num_parts)
         unit = LANES * vector
-        units = -(-share // (unit * chunks))  # of a warp and chunk
-        fits = units * vector <= most
-        if fits and (chunks - 1) * units * unit < share:
-            yield dataclasses.replace(c, tile=units * unit, chunks=chunks, vector=vector)
+        for chunks in range(1, MOST_CHUNKS + 1):
+            units = -(-share // (unit * chunks))  # of a warp and chunk
+            fits = units * vector <= most
+            if fits and (chunks - 1) * units * unit < share:
+                yield dataclasses.replace(c, tile=units * unit, chunks=chunks, vector=vector)
 
 
 def _filled(c: Flat, call: RowCall, lead: int) -> Flat | None:

@@ -104,7 +104,8 @@ def test_what_does_not_fit_is_refused():
             with pytest.raises(UnsupportedError, match=why):
                 decode_layers(*case.arguments(), implementation="hopper")
         plain, few_bits = (
-            LayerCase(length=5, layers=2, form=form).arguments() for form in (None, "int4")
+            LayerCase(length=5, layers=2, D=512, F=512, form=form).arguments()
+            for form in (None, "int4")
         )
         mixed = dataclasses.replace(few_bits[1], out=plain[1].out)
         with pytest.raises(UnsupportedError, match="some in 16"):
