@@ -203,9 +203,28 @@ KERNELS: dict[str, dict[str, str]] = {
         "test_threads_compute_the_definition[fp8-64]": "the same test of int4-64 and fp8-128",
     },
     "test_rows_choice.py": _SHARED_MEMORY,
+    "test_rows_flat.py": {
+        "test_the_real_form_lowers[rms_norm-1001]": "the same test of layer_norm, a bias beside it",
+        **{
+            f"test_each_row_is_taken_once_by_a_block_of_its_shift[1031-{columns}]": (
+                "the same test of 1001 and 17706 columns; of these with 300 rows"
+            )
+            for columns in (5001, 12496, 27164)
+        },
+    },
     "test_rows_odd.py": {
         "test_softmaxes_are_no_worse_than_the_plain_form[read again]": (
             "the same of windows; test_softmax.py, rows read twice"
+        ),
+    },
+    "test_rows_uneven.py": {
+        "test_the_real_form_lowers[ahead]": "the same test of a loop of chunks, ahead too",
+        "test_layer_norm_is_no_worse_than_the_plain_form[ahead-0.0]": (
+            "test_neighbors_that_are_no_numbers of this form, whose results and gradients are held "
+            "to the same bounds; the same test of a loop of chunks"
+        ),
+        "test_a_count_that_is_off_by_a_column_is_caught[of a chunk]": (
+            "test_totals_of_a_cluster of a column too many, in chunks and rows; the same of a row"
         ),
     },
     "test_scaled_matmul_hopper.py": {
@@ -214,6 +233,14 @@ KERNELS: dict[str, dict[str, str]] = {
             f"test_workloads_lower_for_a_gpu[{case}]": "the same test of 64x4096x7168"
             for case in ("128x7168x18432", "4096x24576x1536")
         },
+    },
+    "test_skinny_matmul.py": {
+        f"test_kernel_computes_the_formula[{case}]": kept
+        for case, kept in (
+            ("transposed", "the same test of transposed, gated and of transposed, parts of K"),
+            ("parts of K", "the same test of both others with parts of K"),
+            ("shared copies", "the same test of parts of K, shared copies"),
+        )
     },
     "test_softmax.py": _ROWS_OF_SOFTMAX,
 }

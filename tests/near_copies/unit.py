@@ -14,8 +14,12 @@ _GOLDEN = {
         f"test_logits[{name}]": f"test_logits[{kept}], whose tensors are these; unit/test_rope.py"
         for name, kept in (
             *((f"llama{name}", "llama") for name in ("3", "_linear", "_yarn")),
-            *(("phi3", "phi3_longrope"), ("qwen2_yarn", "qwen2")),
+            ("phi3", "phi3_longrope"),
         )
+    },
+    **{
+        f"test_logits[{name}]": "test_logits[llama]; of biases, test_logits[qwen2_moe]"
+        for name in ("qwen2", "qwen2_yarn")
     },
     "test_logits[gpt2_untied]": "test_logits[gpt2]; of a table of its own, test_logits[qwen3_moe]",
     "test_longrope_rows_end_with_the_context": (
@@ -116,6 +120,9 @@ _POLICIES = {
     f"test_every_matmul_of_a_step_is_what_the_policy_says[{case}]": _POLICY
     for case in ("fp32-gemma_like", "fp32-gpt_like", "fp16-gemma_like", "bf16-gpt_like")
 } | {
+    "test_every_matmul_of_a_step_is_what_the_policy_says[fp16-gpt_like]": (
+        "the same test of bf16-gemma_like; of this policy and model every reduction"
+    ),
     **{
         f"test_every_reduction_of_a_step_is_in_fp32[{case}]": _POLICY
         for case in ("fp32-gemma_like", "fp32-gpt_like", "fp16-gemma_like", "bf16-gpt_like")
@@ -199,6 +206,12 @@ UNIT: dict[str, dict[str, str]] = {
         ),
     },
     "test_fp8.py": _EIGHT_BITS,
+    "test_fp8_layers.py": {
+        f"test_no_cast_to_8_bits_can_be_dropped[{scaling}]": (
+            "the same test of blocks, squares and delayed; unit/test_fp8.py of this scaling"
+        )
+        for scaling in ("row", "tensor")
+    },
     "test_hf_commands.py": {
         "test_generate_in_a_chat_template": (
             "unit/test_finetune.py, a conversation run speaks by its own template; "
