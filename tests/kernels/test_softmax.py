@@ -131,7 +131,7 @@ def check_softmaxes(x, d_y, config) -> None:
 LONG = [
     pytest.param(Wide(tile=64, chunks=2, slots=3, vector=2), marks=pytest.mark.slow),
     Wide(tile=64, chunks=2, slots=5, ahead=True, vector=2),
-    Twice(warpgroups=1, tile=64, chunks=8, slots=3, vector=2),
+    Twice(warpgroups=1, tile=128, chunks=4, slots=3, vector=2),
 ]
 
 

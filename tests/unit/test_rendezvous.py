@@ -145,7 +145,7 @@ def assert_set(event: threading.Event) -> None:
 def test_a_crowd_that_says_little_is_sent_away():
     """More than are heard at a time, each a byte a second: whoever belongs here gets in."""
     port, crowd = free_port(), []
-    there = threading.Event()
+    there, met = threading.Event(), threading.Event()
 
     def call() -> None:
         crowd.extend(called(port) for _ in range(90))
@@ -154,11 +154,13 @@ def test_a_crowd_that_says_little_is_sent_away():
             for each in crowd:
                 with contextlib.suppress(OSError):
                     each.send(b"{")
-            time.sleep(1)
+            if met.wait(1):
+                return
 
     caller = threading.Thread(target=call)
     caller.start()
     outcomes = meet_after(lambda: assert_set(there), [1], of=2, port=port, timeout_s=60)
+    met.set()
     caller.join()
     assert isinstance(outcomes[1], int)
     for each in crowd:
