@@ -55,9 +55,9 @@ def wait(ref: Any, which: Any, use: Any) -> None:
     """Until a copy is there.
 
     Args:
-        ref: the barriers, made before in the order of this block's threads.
+        ref: the barriers; another has told this warpgroup that they are made.
         which: int32, that of the copy.
-        use: int32; how often this barrier was waited for before.
+        use: int32; how many copies came through this barrier before.
     """
     splat = plgpu.Layout.WG_SPLAT(())
 
