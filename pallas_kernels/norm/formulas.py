@@ -51,8 +51,9 @@ def forward(norm: NormForm) -> Formula:
         return _mean_and_root(norm, parts, *numbers_P)
 
     def finish(load: Load, vector: Load, totals: list[jax.Array]):
-        x = row(norm, load)
-        y = (x - totals[0] if norm.centered else x) * totals[-1] * vector(0)
+        x, root = row(norm, load), totals[-1]
+        # A multiply-add; mean * root is rounded as the mean was before.
+        y = (x * root - totals[0] * root if norm.centered else x * root) * vector(0)
         if norm.biased:
             y += vector(1)
         return ((y, x) if norm.residual else (y,)), ()

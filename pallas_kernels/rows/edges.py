@@ -4,11 +4,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxlib.mlir import ir
 
 from pallas_kernels.hopper.machine import LANES
 from pallas_kernels.hopper.mosaic import arith, llvm, mgpu_utils, plgpu
 from pallas_kernels.hopper.mosaic import vector as vectors
-from pallas_kernels.hopper.threads import constant, global_place, thread, total
+from pallas_kernels.hopper.threads import (
+    assembly,
+    constant,
+    global_place,
+    i32,
+    thread,
+    total,
+)
 
 from .config import tile_layout
 
@@ -42,6 +50,21 @@ def write_between(value, ref, bounds: tuple[jax.Array, jax.Array], *, vector: in
 def store(x: Any, place: Any) -> None:
     """To global memory."""
     llvm.store(x, llvm.inttoptr(llvm.PointerType.get(1), place))
+
+
+def store_where(x: Any, place: Any, holds: Any) -> None:
+    """Where it holds, words of a vector to global memory, without a branch: behind one each store
+    would wait for its own numbers, and nothing would be computed meanwhile.
+    """
+    count = x.type.shape[0] * x.type.element_type.width // 32
+    words = vectors.bitcast(ir.VectorType.get((count,), i32()), x)
+    each = [vectors.extract(words, dynamic_position=[], static_position=[i]) for i in range(count)]
+    for i in range(0, count, 4):
+        some = each[i : i + 4]
+        kind = f".v{len(some)}" if len(some) > 1 else ""
+        names = ",".join(f"${j + 2}" for j in range(len(some)))
+        text = f"@$1 st.global{kind}.b32 [$0+{4 * i}], {{{names}}};"
+        assembly(None, [place, holds, *some], text, "l,b" + ",r" * len(some), pure=False)
 
 
 def _store_within(register: Any, place: Any, column: Any, bounds, *, vector: int, size: int):

@@ -27,13 +27,15 @@ def begin(c: Wide | Twice | Flat, smem) -> None:
     """Before the first exchange, of all warpgroups: blocks that share a row make their barriers."""
     if c.cluster == 1:
         return
+    barriers, _, num_parts = smem.numbers.shape  # one of each team and turn
+    members = num_parts // (c.cluster * WARPS)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def make(_, barriers):
+    def make(_, ref):
         one = mgpu_utils.single_thread_predicate(mgpu_utils.ThreadSubset.BLOCK)
-        for i in range(TURNS):
-            text = f"@$1 mbarrier.init.shared::cta.b64 [$0+{BARRIER_BYTES * i}], {c.warpgroups};"
-            assembly(None, [address(barriers), one], text, "r,b", pure=False)
+        for i in range(barriers):
+            text = f"@$1 mbarrier.init.shared::cta.b64 [$0+{BARRIER_BYTES * i}], {members};"
+            assembly(None, [address(ref), one], text, "r,b", pure=False)
         assembly(None, [], "fence.mbarrier_init.release.cluster;", "", pure=False)
 
     make(smem.exchanged)
@@ -88,7 +90,7 @@ def _to_cluster(
     this one has sent twice more, which it does when it has read the turn's numbers.
 
     Args:
-        turn: which numbers and barrier, int32.
+        turn: which numbers and barrier, int32; each team has its own.
         first: of the warpgroup's four parts, int32.
     """
     layout, splat = tile_layout(c.vector).reduce(1), plgpu.Layout.WG_SPLAT(())
@@ -101,7 +103,7 @@ def _to_cluster(
         lane, warp = (f(thread(), constant(LANES)) for f in (arith.remui, arith.divui))
         barrier = total(address(barriers), (turn, BARRIER_BYTES))
         one = mgpu_utils.single_thread_predicate(mgpu_utils.ThreadSubset.WARPGROUP)
-        # Of what all blocks send, each of this one's warpgroups expects an equal part.
+        # Of what all blocks send, each warpgroup of this one's team expects an equal part.
         text = "@$2 mbarrier.arrive.expect_tx.relaxed.cta.shared::cta.b64 _, [$0], $1;"
         expected = constant(c.cluster * WARPS * len(numbers) * _NUMBER)
         assembly(None, [barrier, expected, one], text, "r,r,b", pure=False)

@@ -10,8 +10,8 @@ but repeats after a period of 2, 4 or 8 rows. All rows of a block are multiples 
 (``flat_order``), so a thread has the same columns of all of them: scales lie behind the same shift,
 and sums are stored as if they were one more row.
 
-A row belongs to the warpgroups of one or more blocks, a shorter one to a team of a block, and one
-of one or two thousand columns to a warp, without an exchange.
+A row belongs to the warpgroups of one or more blocks, or to a team of them, of one block or of
+each, and one of one or two thousand columns to a warp, without an exchange.
 
 Dims: R row, C column, A part of a row in a warpgroup or a warp's row, M column of a tile, P part.
 """
@@ -60,6 +60,7 @@ def flat_rows(
     assert not (formula.uneven and c.by_warps) or call.has_columns, "warps' rows of several shifts"
     assert reach_of(c, call) <= c.columns, (columns, c)
     assert c.slots >= c.chunks * (2 if c.ahead else 1), c
+    assert not (c.ahead and c.teams > 1), "a team that has no row folds none ahead"
     order = Order(config=c, num_rows=num_rows, period=period_of(c, call))
     unit = unit_of(c, call)
     kernel = FlatKernel(f=formula, c=c, order=order, columns=columns, dtype=dtype, unit=unit)
@@ -390,6 +391,9 @@ class _Team:
         column = self.column(chunk)
         if isinstance(copies, FlatCopies):
             sure = self.sure(chunk) if cut else None
-            write(copies, x, out, row=row, column=column, vector=vector, sure=sure)
+            write(
+                copies, x, out, row=row, column=column, vector=vector, sure=sure,
+                branches=self.f.num_sums > 0,
+            )  # fmt: skip
         else:
             copies.write(x, out, row=row, column=column)

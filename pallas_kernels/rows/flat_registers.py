@@ -24,7 +24,7 @@ from pallas_kernels.hopper.threads import (
 )
 
 from .config import tile_layout
-from .edges import store, store_single
+from .edges import store, store_single, store_where
 from .flat_copies import FlatCopies, at_least, both, kinds, less, value, warp
 
 SHARED = 3  # the address space
@@ -106,12 +106,15 @@ def masked(
 
 
 def write(
-    copies: FlatCopies, x: Any, array: Any, *, row: Any, column: Any, vector: int, sure: int | None
-) -> None:
+    copies: FlatCopies, x: Any, array: Any, *, row: Any, column: Any, vector: int, sure: int | None,
+    branches: bool,
+) -> None:  # fmt: skip
     """Stores a chunk [A, M] from registers, ``vector`` elements of a word at once.
 
     Args:
         sure: as in ``masked``; None if no element is a neighbor's.
+        branches: around each store that not all threads do, for fewer registers: ``store_where``
+            lets the compiler work on several at a time.
     """
     width, size = x.shape[1], x.dtype.itemsize  # sums are wider than what is copied
 
@@ -122,21 +125,33 @@ def write(
         at = _first(copies, width, vector)
         begin = global_place(array, total(start, at), size)
         some = {} if sure is None else doubtful(copies, place, width, vector, sure)
-        for k, register in enumerate(x.registers.flat):
-            target = arith.addi(begin, mgpu.c(k * LANES * vector * size, begin.type))
+        registers = list(x.registers.flat)
+
+        def target(k: int) -> Any:
+            return arith.addi(begin, mgpu.c(k * LANES * vector * size, begin.type))
+
+        def store_ends(k: int) -> None:
+            """Elements one after another, where a row begins or ends within a register."""
+            holds = some.get(k, [])
+            if len(holds) > 1:
+                with mgpu_utils.when(both(mine, arith.xori(holds[0], holds[-1]))):
+                    here = total(at, constant(k * LANES * vector))
+                    store_single(registers[k], target(k), here, bounds, vector=vector, size=size)
+
+        for k, register in enumerate(registers):
             holds = some.get(k, [])
             # A warp may have no row; a warpgroup that has none stops before.
             whole = both(mine, *holds[:1], *holds[-1:]) if copies.by_warps or holds else None
             if whole is None:
-                store(register, target)
-                continue
-            with mgpu_utils.when(whole):
-                store(register, target)
-            if len(holds) > 1:
-                ends = arith.xori(holds[0], holds[-1])
-                with mgpu_utils.when(both(mine, ends)):
-                    here = total(at, constant(k * LANES * vector))
-                    store_single(register, target, here, bounds, vector=vector, size=size)
+                store(register, target(k))
+            elif branches:
+                with mgpu_utils.when(whole):
+                    store(register, target(k))
+                store_ends(k)
+            else:
+                store_where(register, target(k), whole)
+        for k in () if branches else some:  # behind all others, for these are branches
+            store_ends(k)
 
     write(x, row, column, array)
 

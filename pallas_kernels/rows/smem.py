@@ -142,8 +142,7 @@ def flat_scratch(c: Flat, call: RowCall) -> dict[str, Any]:
     num_parts = c.cluster * c.group * WARPS
     buffers["numbers"] = plgpu.SMEM((c.teams * TURNS, call.num_numbers, num_parts), jnp.float32)
     if c.cluster > 1:
-        assert c.teams == 1, "blocks that share a row have one team"
-        buffers["exchanged"] = plgpu.SMEM((TURNS * BARRIER_WORDS,), jnp.int32)
+        buffers["exchanged"] = plgpu.SMEM((c.teams * TURNS * BARRIER_WORDS,), jnp.int32)
     elif c.group > 1:
         buffers["exchanged"] = plgpu.Barrier(num_arrivals=c.group, num_barriers=2 * c.teams)
     return buffers

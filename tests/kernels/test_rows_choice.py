@@ -212,6 +212,29 @@ def test_a_layer_norm_that_a_warpgroup_holds():
         assert not config_for(4096, calls(columns)["layer_norm"]).most_turns, columns
 
 
+@pytest.mark.parametrize(
+    ("columns", "cluster"), [(27167, 2), (48739, 4), (98304, 8), (100422, 8), (125184, 8)]
+)
+def test_a_layer_norm_that_blocks_share_goes_in_two_teams(columns, cluster):
+    """Whose rows are at different stages; its gradient's sums leave no registers for them."""
+    by_name = calls(columns)
+    config = config_for(4096, by_name["layer_norm"])
+    assert isinstance(config, Flat)
+    assert (config.cluster, config.group, config.teams) == (cluster, 2, 2)
+    assert not config.ahead
+    assert config.slots > config.chunks, "nothing is asked for while a row is worked on"
+    for name in ("layer_norm_gradient", "rms_norm", "rms_norm_gradient"):
+        other = config_for(4096, by_name[name])
+        assert not isinstance(other, Flat) or other.teams == 1, name
+
+
+def test_layer_norms_of_whole_words_fold_ahead_rather():
+    for columns in (40960, 46992, 65536):
+        config = config_for(4096, calls(columns)["layer_norm"])
+        assert isinstance(config, Flat)
+        assert (config.group, config.teams, config.ahead) == (4, 1, True)
+
+
 def test_rows_that_are_kept_nowhere():
     """The longest norms' gradients, and lengths that few blocks divide."""
     for name, columns in (

@@ -21,9 +21,9 @@ NUMBERS, BARRIERS = 4096, 512  # where they lie in each block's shared memory
 class Cluster(Warpgroup):
     """The threads of one warpgroup at a time, and what all blocks' memory and barriers count."""
 
-    def __init__(self, num_numbers: int, num_parts: int):
+    def __init__(self, num_numbers: int, num_parts: int, *, teams: int):
         super().__init__(jnp.bfloat16)
-        self.shape = (TURNS, num_numbers, num_parts)
+        self.shape = (teams * TURNS, num_numbers, num_parts)
         self.blocks: dict = collections.defaultdict(lambda: np.full(self.shape, np.nan, np.float32))
         self.expected: dict = collections.Counter()
         self.arrived: dict = collections.Counter()
@@ -47,7 +47,7 @@ class Cluster(Warpgroup):
                 self.blocks[int(block)][at] = number
                 self.came[int(block), int(barrier)] += 4
 
-    def send(self, c, *, i: int, rank: int, wg: int, numbers: list[np.ndarray]) -> None:
+    def send(self, c, *, turn: int, rank: int, wg: int, numbers: list[np.ndarray]) -> None:
         """One warpgroup's exchange; numbers [warps] each."""
         self.rank = rank
         array = lambda x: types.SimpleNamespace(registers=np.array([x], object))  # noqa: E731
@@ -77,35 +77,39 @@ class Cluster(Warpgroup):
             }  # fmt: skip
             for name, stand_in in places.items():
                 patch.setattr(exchange, name, stand_in)
-            exchange._to_cluster(c, smem, array(i % TURNS), array(first), tuple(each))
+            exchange._to_cluster(c, smem, array(turn), array(first), tuple(each))
 
 
 @pytest.mark.parametrize(
-    "c",
+    ("c", "teams"),
     [
-        Wide(cluster=2), Wide(cluster=8, warpgroups=4), Flat(cluster=4, group=2, vector=2),
-        Flat(cluster=8, group=1, vector=4),
+        (Wide(cluster=2), 1), (Wide(cluster=8, warpgroups=4), 1),
+        (Flat(cluster=4, group=2, vector=2), 1), (Flat(cluster=8, group=1, vector=4), 1),
+        (Flat(cluster=8, group=2, teams=2, vector=4), 2),
     ],
-    ids=lambda c: f"{type(c).__name__} {c.cluster}x{c.warpgroups}",
+    ids=lambda x: x if isinstance(x, int) else f"{type(x).__name__} {x.cluster}x{x.warpgroups}",
 )  # fmt: skip
 @pytest.mark.parametrize("num_numbers", [1, 2, 3])
-def test_every_block_gets_all_numbers_and_waits_for_their_bytes(c, num_numbers):
+def test_every_block_gets_all_numbers_and_waits_for_their_bytes(c, teams, num_numbers):
     """More exchanges than turns; one sends a number less, as a second turn over a row may."""
-    num_parts = c.cluster * c.warpgroups * WARPS
-    cluster, rng = Cluster(num_numbers, num_parts), np.random.default_rng(0)
-    for i in range(TURNS + 3):
+    members = c.warpgroups // teams
+    num_parts = c.cluster * members * WARPS
+    cluster = Cluster(num_numbers, num_parts, teams=teams)
+    rng = np.random.default_rng(0)
+    for i, team in np.ndindex(TURNS + 3, teams):
+        turn = team * TURNS + i % TURNS
         sent = num_numbers - (i == 1 and num_numbers > 1)
         want = rng.standard_normal((sent, num_parts)).astype(np.float32)
-        parts = want.reshape(sent, c.cluster, c.warpgroups, WARPS)
+        parts = want.reshape(sent, c.cluster, members, WARPS)
         cluster.expected.clear()
         cluster.arrived.clear()
         cluster.came.clear()
-        for rank, wg in np.ndindex(c.cluster, c.warpgroups):
-            cluster.send(c, i=i, rank=rank, wg=wg, numbers=list(parts[:, rank, wg]))
-        barrier = BARRIERS + BARRIER_BYTES * (i % TURNS)
+        for rank, wg in np.ndindex(c.cluster, members):
+            cluster.send(c, turn=turn, rank=rank, wg=wg, numbers=list(parts[:, rank, wg]))
+        barrier = BARRIERS + BARRIER_BYTES * turn
         every = {(rank, barrier) for rank in range(c.cluster)}
         assert set(cluster.came) == set(cluster.expected) == every, "at the turn's barrier alone"
         assert cluster.came == cluster.expected, "a barrier would wait for ever, or not at all"
-        assert set(cluster.arrived.values()) == {c.warpgroups}, "as many as the barrier is made for"
+        assert set(cluster.arrived.values()) == {members}, "as many as the barrier is made for"
         for rank in range(c.cluster):
-            np.testing.assert_array_equal(cluster.blocks[rank][i % TURNS, :sent], want)
+            np.testing.assert_array_equal(cluster.blocks[rank][turn, :sent], want)

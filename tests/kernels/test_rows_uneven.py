@@ -233,6 +233,10 @@ LOWERED = {
     "warps": (1001, Flat(group=0, teams=4, tile=1024, slots=6, vector=4, in_memory=1)),
     "warps, three chunks": (1001, Flat(group=0, tile=384, chunks=3, vector=4, in_memory=3)),
     "ahead": (48739, Flat(cluster=2, chunks=3, slots=9, vector=4, in_memory=1, ahead=True)),
+    "teams of blocks": (
+        100423,
+        Flat(cluster=8, group=2, teams=2, tile=832, chunks=2, slots=6, vector=2, in_memory=1),
+    ),
     "no column too many": (10240, Flat(tile=640, slots=4, vector=4, in_memory=1)),
     "gradient": (48739, Flat(cluster=4, tile=768, slots=3, vector=4, in_memory=1)),
     "a loop of chunks": (
