@@ -83,7 +83,8 @@ def _with_sizes(row: dict[str, Any]) -> dict[str, Any]:
     batch, heads, window = int(parts[1]), int(parts[2]), parts[4]
     length = fields["kv_length"]
     return {
-        "heads": batch * heads,
+        "batch": batch,
+        "heads": heads,
         "window": int(window) if window else length,
         **fields,
     }

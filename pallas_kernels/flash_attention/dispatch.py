@@ -28,7 +28,7 @@ UNMEASURED = ("cudnn", "hopper", "xla")
 _EXACT = ("dtype", "gradient")
 _WORTH = {
     "head_width": 2.0, "value_width": 2.0, "mask": 1.0, "packed": 3.0, "group": 0.3,
-    "q_length": 0.25, "kv_length": 0.25, "heads": 0.5, "window": 0.5,
+    "q_length": 0.25, "kv_length": 0.25, "batch": 0.5, "heads": 0.75, "window": 0.5,
 }  # fmt: skip
 """How far a case is apart that has another value in a field; of counts, one of twice the value."""
 LEAST_DISTANCE = 0.25
@@ -138,7 +138,8 @@ def case_of(call: AttentionCall, *, gradient: bool) -> dict[str, tables.Value]:
         "group": N // call.k.shape[2],
         "q_length": T,
         "kv_length": S,
-        "heads": B * N,
+        "batch": B,
+        "heads": N,
         "window": S if call.spec.left is None else min(call.spec.left + 1, S),
     }
 
