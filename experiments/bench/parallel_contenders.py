@@ -2,8 +2,8 @@
 
 A name is a base and what differs from its settings, joined by "+": ``fsdp+unroll16+O1`` is fully
 sharded, 16 layers a loop body, under XLA's options of the name O1. ``rounded`` sums weights'
-gradients over devices in bf16, as plain JAX does; ``kept`` gathers weights once for both passes,
-and rounds too. ``squares`` and other scalings multiply projections in 8 bits. ``NAME=VALUE`` is an
+gradients over devices in bf16, as plain JAX does; ``kept`` gathers weights once for both passes.
+``squares`` and other scalings multiply projections in 8 bits. ``NAME=VALUE`` is an
 XLA option by itself.
 """
 
@@ -128,7 +128,6 @@ def contender(name: str, setting: Setting) -> Contender:
             gradients = WeightGradients.COMPUTE
         elif change == "kept":
             sharding = dataclasses.replace(sharding, keep_gathered=True)
-            gradients = WeightGradients.COMPUTE
         elif change in list(Remat):
             remat = change
         elif change in list(Fp8Scaling):

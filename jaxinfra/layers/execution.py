@@ -22,7 +22,7 @@ from jaxinfra.ops.deferred import Deferred
 from jaxinfra.ops.experts import ExpertWeights, apply_experts
 from jaxinfra.ops.fp8_operands import Input
 from jaxinfra.ops.fp8_swiglu import Factor
-from jaxinfra.ops.gathered import GatheredWeight
+from jaxinfra.ops.gathered import Gather, GatheredWeight
 from jaxinfra.ops.quantized import QuantizedWeight
 
 
@@ -288,14 +288,6 @@ def within_device(
         recipe=recipe,
     )
     return y_ND.reshape(batch, length, width), None
-
-
-class Gather(Protocol):
-    """A weight brought together of which a device holds a part; its gradient goes back to parts."""
-
-    def __call__(self, weight: jax.Array, dims: Dims) -> GatheredWeight:
-        """Returns the weight as projections multiply with it, in the compute dtype."""
-        ...
 
 
 class Place(Protocol):

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxinfra.config.kinds import NormKind
@@ -12,6 +13,7 @@ from jaxinfra.core.parts import find_part
 from jaxinfra.layers.execution import Execution
 from jaxinfra.layers.passes import labelled
 from jaxinfra.ops.deferred import Deferred, RmsNorm
+from jaxinfra.ops.gathered import GATHERED
 
 
 class Norm(nnx.Module):
@@ -24,6 +26,8 @@ class Norm(nnx.Module):
         self.config = config
         self.label = ""  # its own name in the block, once it has one
         self.policy = execution.policy
+        self.gather = execution.gather
+        self.dims = dims
         param = execution.policy.param
         self.scale = nnx.Param(jnp.full(width, 1.0 - config.scale_offset, param), axes=dims)
         self.bias = nnx.Param(jnp.zeros(width, param), axes=dims) if config.bias else None
@@ -51,4 +55,7 @@ class Norm(nnx.Module):
         return labelled(self.policy.to_compute(y), self.label)
 
     def _row(self, param: nnx.Param, like: jax.Array) -> jax.Array:
-        return jnp.expand_dims(self.policy.to_accum(param[...]), range(like.ndim - 1))
+        vector = param[...]
+        if self.gather is not None:
+            vector = checkpoint_name(self.gather.whole(vector, self.dims), GATHERED)
+        return jnp.expand_dims(self.policy.to_accum(vector), range(like.ndim - 1))

@@ -17,7 +17,7 @@ from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.deferred import Deferred
 from jaxinfra.ops.fp8_operands import Input, empty_history, next_history
 from jaxinfra.ops.fp8_swiglu import Factor
-from jaxinfra.ops.gathered import GatheredWeight
+from jaxinfra.ops.gathered import GATHERED, GatheredWeight
 from jaxinfra.ops.quantized import QuantizedWeight, contracted_dims, repeated_outputs
 
 PROJECTION = "projection"
@@ -25,8 +25,6 @@ HIDDEN = "mlp_hidden"
 """Names of the projections' outputs for recomputation policies; the MLP's wide ones apart."""
 QUANTIZATION = "quantization"
 """Name of a projection's state where it multiplies in 8 bits."""
-GATHERED = "gathered_weight"
-"""Name of what ``Execution.gather`` returns: kept whatever is recomputed."""
 
 
 class Projection(nnx.Module):

@@ -217,7 +217,7 @@ class Decoder(nnx.Module):
         whole = whole_step(x_BTD, list(self.blocks), self.execution, given, ropes, cache)
         if whole is not None:
             return dataclasses.replace(whole, x=self.normalized(whole.x))
-        caches, sums, num_blocks, num_layers = [], [], 0, 0
+        caches, sums, num_blocks, num_layers, table = [], [], 0, 0, None
         for each in self.config.stacks:
             places = slice(num_blocks, num_blocks + len(each.pattern))
             num_blocks = places.stop
@@ -236,13 +236,14 @@ class Decoder(nnx.Module):
                 keys=keys,
                 cache=None if cache is None else cache[places],
             )
-            x_BTD = out.x
+            x_BTD, table = out.x, out.table
             caches += out.cache or ()
             sums += out.sums
         return LayerOutput(
             x=self.normalized(x_BTD),
             cache=None if cache is None else tuple(caches),
             sums=tuple(sums),
+            table=table,
         )
 
     def _run_stack(
@@ -265,6 +266,7 @@ class Decoder(nnx.Module):
         """
         repeats, unroll = stack.repeats, repeats_in_body(stack, self.execution.unroll)
         kinds = in_eight_bits(self.config, self.execution.policy, places)
+        table = None
         if cache is not None and (repeats == 1 or self.execution.is_straight):
             blocks = self._blocks_at(places)
             with jax.named_scope("layer"):
@@ -293,12 +295,19 @@ class Decoder(nnx.Module):
                     for block in self.config.blocks[places]
                 )
                 take = take_in_place if has_experts else take_apart
-                (x_BTD, stored), sums = one_by_one(steps, start, layers, take=take)
+                (x_BTD, stored), sums, table = one_by_one(
+                    steps,
+                    start,
+                    layers,
+                    take=take,
+                    in_order=self.execution.gather is not None,
+                    behind=self.vocabulary_table,
+                )
             else:
                 (x_BTD, stored), sums = jax.lax.scan(steps[0], start, layers, unroll=unroll)
         if cache is not None and stored is not None:
             cache = tuple(map(after_pass, cache, stored))
-        return LayerOutput(x=x_BTD, cache=cache, sums=sums)
+        return LayerOutput(x=x_BTD, cache=cache, sums=sums, table=table)
 
     def repetition(
         self,

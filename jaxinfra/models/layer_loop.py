@@ -8,6 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+_LAG = 2
+"""Layers between one whose gradients are waited for and the one that waits. With 1 the scheduler
+leaves only elementwise operations beside a sum over devices, with 2 a layer's products."""
+
 type Step[Carry] = Callable[[Carry, Any], tuple[Carry, Any]]
 """As of ``jax.lax.scan``."""
 type Take = Callable[[jax.Array, int], Iterator[jax.Array]]
@@ -63,30 +67,79 @@ def take_apart(stack: jax.Array, count: int) -> Iterator[jax.Array]:
 
 
 def one_by_one[Carry](
-    steps: Sequence[Step[Carry]], carry: Carry, layers: Any, *, take: Take = take_in_place
-) -> tuple[Carry, Any]:
-    """``jax.lax.scan(step, carry, layers)`` without a loop, where each layer has its step.
+    steps: Sequence[Step[Carry]],
+    carry: Carry,
+    layers: Any,
+    *,
+    take: Take = take_in_place,
+    in_order: bool = False,
+    behind: Any = None,
+) -> tuple[Carry, Any, Any]:
+    """``jax.lax.scan(step, carry, layers)`` without a loop, where each layer has its step; and
+    ``behind``.
 
     Args:
         steps: of each layer, ``opened``; equal ones are traced once.
         layers: arrays [count, ...].
+        in_order: a layer's backward pass waits for the gradients of the layer that is ``_LAG`` + 1
+            before it in that pass, and for their sums over devices. Without it the scheduler puts
+            products for gradients off until the end, to have something to compute beside every sum;
+            what they read is held until then.
+        behind: arrays of what follows the layers, whose gradients come in this order, too.
     """
     count = len(steps)
     traced = {step: jax.jit(step) for step in set(steps)}
     leaves, structure = jax.tree.flatten(layers)
-    each = zip(*(take(leaf, count) for leaf in leaves), strict=True)  # as the layers come
+    each = list(zip(*(take(leaf, count) for leaf in leaves), strict=True))
     results = []
-    for i, (step, taken) in enumerate(zip(steps, each, strict=True)):
+    for i, step in enumerate(steps):
+        late = i + _LAG
+        if in_order and late < count:
+            carry, each[late] = _with_matrices_of(each[late], carry)
+        elif in_order and late == count:
+            carry, behind = _backward_together((carry, behind))
+        taken = each[i]
         read = [_where_read(i, *pair) for pair in zip(leaves, taken, strict=True)]
         carry, result = traced[step](carry, structure.unflatten(read))
         results.append(result)
-    return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *results)
+    return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *results), behind
+
+
+def _with_matrices_of[Carry](layer: tuple[jax.Array, ...], carry: Carry) -> tuple[Carry, Any]:
+    """The carry and the layer as they are; the carry's gradient comes with those of the matrices.
+
+    Vectors are few bytes, and their sums over devices are better taken together at the end.
+    """
+
+    def is_matrix(x: jax.Array) -> bool:
+        return x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating)
+
+    carry, matrices = _backward_together((carry, [x for x in layer if is_matrix(x)]))
+    left = iter(matrices)
+    return carry, tuple(next(left) if is_matrix(x) else x for x in layer)
 
 
 def _where_read(i: int, stack: jax.Array, layer: jax.Array) -> jax.Array | LayerOf:
     if not jnp.issubdtype(stack.dtype, jnp.floating):
         return layer
     return LayerOf(index=jnp.int32(i), stack=jax.lax.stop_gradient(stack), layer=layer)
+
+
+@jax.custom_vjp
+def _backward_together[T](values: T) -> T:
+    """The values; no gradient of them is handed on before all are there."""
+    return values
+
+
+def _backward_together_forward[T](values: T) -> tuple[T, None]:
+    return values, None
+
+
+def _backward_together_backward[T](_: None, gradients: T) -> tuple[T]:
+    return (jax.lax.optimization_barrier(gradients),)
+
+
+_backward_together.defvjp(_backward_together_forward, _backward_together_backward)
 
 
 @jax.custom_vjp

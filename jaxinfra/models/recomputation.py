@@ -10,11 +10,12 @@ from jaxinfra.config.model import ModelConfig, Stack
 from jaxinfra.config.run import KeptValues, Remat
 from jaxinfra.core.errors import ConfigError, nearest
 from jaxinfra.layers.execution import Execution
-from jaxinfra.layers.projection import GATHERED, HIDDEN, PROJECTION
+from jaxinfra.layers.projection import HIDDEN, PROJECTION
 from jaxinfra.models.layer_loop import opened
 from jaxinfra.ops.attention import ATTENTION_NAMES, is_attention_result
 from jaxinfra.ops.experts import CHOICE_NAME, HIDDEN_NAMES, OUT_NAME
 from jaxinfra.ops.fp8 import QUANTIZED
+from jaxinfra.ops.gathered import GATHERED
 
 ALWAYS = (GATHERED, CHOICE_NAME)
 """Kept whatever else is computed again."""

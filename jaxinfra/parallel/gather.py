@@ -2,17 +2,18 @@
 
 Left to the compiler, a projection's weight is gathered where it is multiplied with, and what the
 backward pass needs of it is the share that a device holds: it gathers again. Here the gathered
-weight is a value of its own, which recomputation keeps (``layers.projection.GATHERED``).
+weight is a value of its own, which recomputation keeps (``ops.gathered.GATHERED``).
 """
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import NamedSharding
 
 from jaxinfra.core.axes import Dims
-from jaxinfra.layers.execution import Gather
-from jaxinfra.ops.gathered import GatheredWeight
+from jaxinfra.ops.gathered import Gather, GatheredWeight
 from jaxinfra.parallel.place import Placement
 
 
@@ -30,10 +31,37 @@ class KeptWeights:
         held = jax.lax.stop_gradient(weight).astype(self.compute)
         rounded = jax.lax.with_sharding_constraint(held, share)
         return GatheredWeight(
-            # So is its gradient constrained.
-            share=jax.lax.with_sharding_constraint(weight, share),
+            share=_gradient_as_stored(weight, share),
             value=jax.lax.with_sharding_constraint(rounded, whole),
         )
+
+    def whole(self, vector: jax.Array, dims: Dims) -> jax.Array:
+        """Returns the vector as layers use it; its gradient is summed before it is shared out.
+
+        Gathered again for the backward pass, these few bytes would wait for the gradients that are
+        on their way, and the layer for them.
+        """
+        whole = self.placement.sharding(dims, self.placement.rules.used)
+        return jax.lax.with_sharding_constraint(vector, whole)
+
+
+def _gradient_as_stored(weight: jax.Array, share: NamedSharding) -> jax.Array:
+    """The weight, whose gradient comes out as the weight is stored: sharded so, rows in order.
+
+    A reduce-scatter wants the dim that it splits outermost. Were that left to the optimizer, it
+    would turn moments and weights to match, and copy what it turned.
+    """
+
+    @jax.custom_vjp
+    def same(weight: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(weight, share)
+
+    def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+        gradient = jax.lax.with_sharding_constraint(gradient, share)
+        return (with_layout_constraint(gradient, Layout(tuple(range(gradient.ndim)))),)
+
+    same.defvjp(lambda weight: (same(weight), None), backward)
+    return same(weight)
 
 
 def gather_on(placement: Placement | None, *, keep: bool, compute: jnp.dtype) -> Gather | None:

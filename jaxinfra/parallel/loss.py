@@ -14,6 +14,7 @@ import dataclasses
 import math
 
 import jax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -132,8 +133,11 @@ def cross_entropy_of_own_tokens(
 
     def scattered(_: None, d_VD: jax.Array) -> tuple[jax.Array]:
         handed_on = d_VD if policy.gradient is None else d_VD.astype(policy.gradient)
-        d_Vd = reduce_scatter(handed_on, by_width, dim=1) if by_width else handed_on
-        return (d_Vd.astype(d_VD.dtype),)
+        if not by_width:
+            return (handed_on.astype(d_VD.dtype),)
+        d_Vd = reduce_scatter(handed_on, by_width, dim=1)
+        # As the table lies: its width comes outermost, and the optimizer would turn all to match.
+        return (with_layout_constraint(d_Vd, Layout((0, 1))).astype(d_VD.dtype),)
 
     gathered.defvjp(lambda table_Vd: (gathered(table_Vd), None), scattered)
 

@@ -91,7 +91,7 @@ def batch_loss(
     )
     if loss is None:
         options = {"z_loss": z_loss, "label_smoothing": label_smoothing}
-        sums = hidden_loss(model, tree, out.x, batch, **options)
+        sums = hidden_loss(model, tree, out.x, batch, table=out.table, **options)
     else:
         sums = own_loss(model, tree, out.x, batch, loss=loss)
     objective = sums.total
@@ -145,14 +145,19 @@ def hidden_loss(
     *,
     z_loss: float,
     label_smoothing: float,
+    table: Float[Array, "V D"] | None = None,
 ) -> CrossEntropySums:
-    """The cross entropy from the normalized output of the last layer on; of ``parameters`` it reads
-    the vocabulary's table.
+    """The cross entropy from the normalized output of the last layer on.
+
+    Args:
+        table: the vocabulary's as ``Decoder.run`` hands it on; by default that of ``parameters``.
     """
+    if table is None:
+        table = model.bind(parameters).vocabulary_table
     with jax.named_scope("loss"):
         return model.execution.cross_entropy(
             hidden_BTD,
-            model.bind(parameters).vocabulary_table,
+            table,
             batch.targets,
             batch.weights,
             policy=model.execution.policy,

@@ -1,8 +1,10 @@
 """Compiles a step for four H200s that are not there, and prints as JSON its collectives, how many
 activations it holds with the width outermost, of all-to-alls how many products of shared experts
-the schedule puts beside them, which products in layers are XLA's, and how many kernels are ours.
+the schedule puts beside them, which products in layers are XLA's, how many kernels are ours, how
+many updates turn what they update, and which reduce-scatters end before the last layer's backward
+pass.
 
-    python -m tests.sharded.h200_step fsdp=4 [--sequence-parallel] [--o1] [--rounded]
+    python -m tests.sharded.h200_step fsdp=4 [--sequence-parallel] [--o1] [--rounded] [--kept]
         [--preset NAME] [--experts] [--fp8 SCALING]
 
 A process of its own: the CUDA plugin is loaded by hand, before JAX looks for it.
@@ -28,10 +30,11 @@ from jaxinfra.config.precision import (
 from jaxinfra.config.presets import MODELS, runs
 from jaxinfra.config.run import AttentionImplementation, Remat
 from jaxinfra.ops.target import compiling_for
-from jaxinfra.parallel.program import collectives, compiled_instructions
+from jaxinfra.parallel.program import CompiledInstruction, collectives, compiled_instructions
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.gpu_target import compile_only_devices
 from jaxinfra.training.job import lower_step, make_job
+from jaxinfra.training.xla_options import KNOWN_GOOD, Options
 
 ROWS, LENGTH, LAYERS, WIDTH = 16, 4096, 4, 2048
 EXPERTS = ExpertsConfig(num_experts=16, top_k=4, hidden_dim=1024, shared_hidden_dim=2048)
@@ -43,6 +46,9 @@ def main() -> None:
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument("--o1", action="store_true")
     parser.add_argument("--rounded", action="store_true", help="weights' gradients in bf16")
+    parser.add_argument(
+        "--kept", action="store_true", help="gathered weights stay, layers are unrolled"
+    )
     parser.add_argument("--preset", default="llama32_1b", help="whose shapes, of 4 layers")
     parser.add_argument("--experts", action="store_true", help="with shared ones, in place of mlp")
     parser.add_argument("--fp8", choices=list(Fp8Scaling), help="projections in 8 bits")
@@ -62,6 +68,7 @@ def main() -> None:
         accumulation=1,
         remat=Remat.DOTS,
         attention=AttentionImplementation.HOPPER,
+        unroll=LAYERS if args.kept else run.training.unroll,
     )
     run = dataclasses.replace(
         run,
@@ -73,12 +80,15 @@ def main() -> None:
         ),
         mesh=parse_mesh(args.mesh),
         exchange=ExchangeConfig(room_factor=1.5),
-        sharding=ShardingConfig(sequence_parallel=args.sequence_parallel),
+        sharding=ShardingConfig(sequence_parallel=args.sequence_parallel, keep_gathered=args.kept),
     )
     job = make_job(run, devices=devices)
     with compiling_for(facts):
         lowered = lower_step(job, platforms=("cuda",))
-    compiled = lowered.compile({"optimization_level": "O1"} if args.o1 else None)
+    options: Options = {"optimization_level": "O1"} if args.o1 else {}
+    if args.kept:
+        options |= KNOWN_GOOD[0].options
+    compiled = lowered.compile(options or None)
     found = [
         dataclasses.asdict(each) | {"sent_bytes": each.sent_bytes} for each in collectives(compiled)
     ]
@@ -93,6 +103,10 @@ def main() -> None:
         "width_first": len(width_first),
         "shared_beside": shared_beside(compiled),
         "products": xla_products(compiled),
+        "turned_updates": len(
+            re.findall(r"transpose_fusion[\w.]* = \(f32", compiled.as_text() or "")
+        ),
+        "reduced_early": reduced_early(compiled),
         "kernels": (compiled.as_text() or "").count('custom_call_target="mosaic_gpu'),
     }
     print(json.dumps(printed))
@@ -111,6 +125,24 @@ def shared_beside(compiled: jax.stages.Compiled) -> dict[str, int]:
         elif each.name.startswith("gemm") and re.search(r"shared\)*/[^\"]*dot_general", each.rest):
             beside |= {name: beside[name] + 1 for name in running}
     return beside
+
+
+def reduced_early(compiled: jax.stages.Compiled) -> list[str]:
+    """Reduce-scatters of more than 1 MiB that end before the last attention's backward pass."""
+    instructions = compiled_instructions(compiled)[0]
+    attention = [i for i, e in enumerate(instructions) if "attention_backward" in e.rest]
+    large = {
+        each.instruction
+        for each in collectives(compiled)
+        if each.kind == "reduce-scatter" and each.sent_bytes > 2**20
+    }
+    return sorted(each.name for each in instructions[: max(attention)] if ended(each, large))
+
+
+def ended(instruction: CompiledInstruction, started: set[str]) -> bool:
+    """Whether it is the end of one of these."""
+    names = re.findall(r"%([\w.-]+)", instruction.rest)
+    return instruction.opcode.endswith("-done") and not started.isdisjoint(names)
 
 
 def xla_products(compiled: jax.stages.Compiled) -> list[str]:

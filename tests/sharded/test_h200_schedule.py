@@ -143,6 +143,15 @@ def test_rounded_gradients_are_summed_in_half_the_bytes():
     assert half == whole / 2
 
 
+def test_gradients_of_kept_weights_leave_in_order_and_lie_as_the_weights():
+    """The table's and those of the last layer are summed before the first layer's backward pass;
+    no update turns weights and moments to a gradient that came with its split dim outermost.
+    """
+    found = compiled("fsdp=4", "--kept")
+    assert len(found["reduced_early"]) >= 2
+    assert found["turned_updates"] == 0
+
+
 def test_gathered_weights_do_not_turn_the_residual_stream():
     """Its width stays contiguous; a weight gathered along it arrives with the width outermost."""
     assert compiled("fsdp=4")["width_first"] == 0

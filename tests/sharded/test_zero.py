@@ -260,16 +260,27 @@ def test_memory_does_not_grow_with_accumulation(mesh, zero):
 
 
 def test_kept_weights_are_gathered_once():
-    """Though all else is recomputed. Norms' scales are still gathered where they are used."""
+    """Though all else is recomputed; norms' scales, too, a layer's as a row of their stack."""
     case = built("fsdp=8", 3, 2, 16, keep=True)
     shapes = case.shapes, packed_batch(rows=16)
     found = collectives(case.step.lower(*shapes).compile())
     gathered = [each for each in found if each.kind == "all-gather" and each.dtype == "f32"]
-    matrices = [each for each in gathered if len(each.shape) > 1 and "jvp(layer)" in each.scope]
-    table = llama_like().vocab_size * llama_like().model_dim
-    scales = (2 * llama_like().num_layers + 1) * llama_like().model_dim
-    elements = sum(math.prod(each.shape) * each.times for each in matrices)
-    assert elements == 2 * (num_parameters() - table - scales), "once a micro-batch"
+    of_layers = [each for each in gathered if "jvp(layer)" in each.scope]
+    table_and_last_norm = (llama_like().vocab_size + 1) * llama_like().model_dim
+    elements = sum(math.prod(each.shape) * each.times for each in of_layers)
+    assert elements == 2 * (num_parameters() - table_and_last_norm), "once a micro-batch"
+
+
+def test_gradients_of_kept_weights_lie_as_the_weights():
+    """So that no optimizer turns what it updates (``test_h200_schedule.py`` sees it on a GPU)."""
+    for keep in (True, False):
+        case = built("fsdp=8", 3, 2, 16, keep=keep)
+        lines = case.step.lower(case.shapes, packed_batch(rows=16)).as_text().splitlines()
+        shape = "x".join(
+            map(str, case.shapes.parameters["blocks"][0]["mlp"]["down"]["weight"].shape[1:])
+        )
+        pinned = [line for line in lines if "LayoutConstraint" in line and f"<{shape}xf32>" in line]
+        assert bool(pinned) == keep
 
 
 @functools.cache

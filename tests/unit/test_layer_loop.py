@@ -1,6 +1,7 @@
 """Layers without a loop compute what ``jax.lax.scan`` does."""
 
 import functools
+import itertools
 
 import chex
 import jax
@@ -41,12 +42,39 @@ def test_values_and_gradients_of_a_scan():
     def loop(*args):
         return jax.lax.scan(*args)
 
-    def alone(step, *args, take=take_in_place):
-        return one_by_one([opened(step)] * COUNT, *args, take=take)
+    def alone(step, *args, take=take_in_place, in_order=False):
+        return one_by_one([opened(step)] * COUNT, *args, take=take, in_order=in_order)[:2]
 
-    for take in (take_in_place, take_apart):
-        one = functools.partial(alone, take=take)
+    for take, in_order in itertools.product((take_in_place, take_apart), (False, True)):
+        one = functools.partial(alone, take=take, in_order=in_order)
         chex.assert_trees_all_close(results(one), results(loop), rtol=1e-6)
+
+
+def test_gradients_are_waited_for_in_order():
+    """Those of what is behind the layers, and of a layer that later layers' backward passes left
+    behind; a vector's are not.
+    """
+    stack = {"w": jnp.ones((COUNT, WIDTH, WIDTH)), "b": jnp.ones((COUNT, WIDTH))}
+    x, table = jnp.ones((2, WIDTH)), jnp.ones((5, WIDTH))
+
+    def tanh(x, layer):
+        return jnp.tanh(x @ layer["w"] + layer["b"][None]), None
+
+    def objective(stack, table, in_order):
+        steps = [opened(tanh)] * COUNT
+        after, _, behind = one_by_one(
+            steps, x, stack, take=take_apart, in_order=in_order, behind=table
+        )
+        return jnp.sum((after @ behind.T) ** 2)
+
+    pulled = jax.grad(objective, argnums=(0, 1))
+    chex.assert_trees_all_close(pulled(stack, table, True), pulled(stack, table, False), rtol=1e-6)
+    waited_for = [
+        sorted(each.aval.shape for each in equation.invars)
+        for equation in jax.make_jaxpr(pulled, static_argnums=2)(stack, table, True).eqns
+        if equation.primitive.name == "optimization_barrier"
+    ]
+    assert waited_for == [[x.shape, table.shape], [x.shape, (WIDTH, WIDTH)]]
 
 
 def test_recomputation_holds_no_copy_of_a_layer():
