@@ -105,7 +105,7 @@ class LayerOutput:
     x: jax.Array  # [B, T, D] in the compute dtype
     cache: Any = None  # as it is after this pass; None where none was given
     sums: Any = dataclasses.field(default_factory=Sums)
-    table: jax.Array | None = None  # of all layers, the vocabulary's, for the loss behind them
+    behind: Any = None  # of all layers, as ``Decoder.run`` was given it
 
 
 def labelled(x: jax.Array, label: str) -> jax.Array:

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -192,6 +193,7 @@ class Decoder(nnx.Module):
         cache: KVCache | None = None,
         contexts: Int[Array, "B"] | None = None,
         dropout_key: jax.Array | None = None,
+        behind: Any = None,
     ) -> LayerOutput:
         """All layers and the final norm: ``hidden`` as x, the cache with the new tokens, and what
         layers emit, a ``Sums`` for each distinct block with its repetitions in front.
@@ -202,6 +204,8 @@ class Decoder(nnx.Module):
                 right of the row's tokens.
             contexts: tokens that each row is known to come to, by which LongRoPE chooses its
                 angles; by default as many as there are with these.
+            behind: arrays of what follows the layers, handed on: where gradients of layers are
+                waited for in order, those of these are, too.
         """
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1])[None], token_ids.shape)
@@ -217,7 +221,7 @@ class Decoder(nnx.Module):
         whole = whole_step(x_BTD, list(self.blocks), self.execution, given, ropes, cache)
         if whole is not None:
             return dataclasses.replace(whole, x=self.normalized(whole.x))
-        caches, sums, num_blocks, num_layers, table = [], [], 0, 0, None
+        caches, sums, num_blocks, num_layers, handed_on = [], [], 0, 0, None
         for each in self.config.stacks:
             places = slice(num_blocks, num_blocks + len(each.pattern))
             num_blocks = places.stop
@@ -235,15 +239,16 @@ class Decoder(nnx.Module):
                 ropes=ropes[places],
                 keys=keys,
                 cache=None if cache is None else cache[places],
+                behind=behind if num_blocks == len(self.config.blocks) else None,
             )
-            x_BTD, table = out.x, out.table
+            x_BTD, handed_on = out.x, out.behind
             caches += out.cache or ()
             sums += out.sums
         return LayerOutput(
             x=self.normalized(x_BTD),
             cache=None if cache is None else tuple(caches),
             sums=tuple(sums),
-            table=table,
+            behind=handed_on,
         )
 
     def _run_stack(
@@ -256,6 +261,7 @@ class Decoder(nnx.Module):
         ropes: Sequence[RopeTable | None],
         keys: jax.Array | None,
         cache: KVCache | None,
+        behind: Any,
     ) -> LayerOutput:
         """One stack of layers.
 
@@ -266,7 +272,6 @@ class Decoder(nnx.Module):
         """
         repeats, unroll = stack.repeats, repeats_in_body(stack, self.execution.unroll)
         kinds = in_eight_bits(self.config, self.execution.policy, places)
-        table = None
         if cache is not None and (repeats == 1 or self.execution.is_straight):
             blocks = self._blocks_at(places)
             with jax.named_scope("layer"):
@@ -295,19 +300,19 @@ class Decoder(nnx.Module):
                     for block in self.config.blocks[places]
                 )
                 take = take_in_place if has_experts else take_apart
-                (x_BTD, stored), sums, table = one_by_one(
+                (x_BTD, stored), sums, behind = one_by_one(
                     steps,
                     start,
                     layers,
                     take=take,
                     in_order=self.execution.gather is not None,
-                    behind=self.vocabulary_table,
+                    behind=behind,
                 )
             else:
                 (x_BTD, stored), sums = jax.lax.scan(steps[0], start, layers, unroll=unroll)
         if cache is not None and stored is not None:
             cache = tuple(map(after_pass, cache, stored))
-        return LayerOutput(x=x_BTD, cache=cache, sums=sums, table=table)
+        return LayerOutput(x=x_BTD, cache=cache, sums=sums, behind=behind)
 
     def repetition(
         self,

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 _LAG = 2
 """Layers between one whose gradients are waited for and the one that waits. With 1 the scheduler
@@ -131,15 +132,30 @@ def _backward_together[T](values: T) -> T:
     return values
 
 
-def _backward_together_forward[T](values: T) -> tuple[T, None]:
-    return values, None
+def _backward_together_forward(values: Any) -> tuple[Any, list[tuple[()] | None]]:
+    """Remembers which of the values have a gradient: (), or None."""
+    leaves, structure = jax.tree.flatten(values)
+    learned = [() if leaf.perturbed else None for leaf in leaves]
+    return structure.unflatten([leaf.value for leaf in leaves]), learned
 
 
-def _backward_together_backward[T](_: None, gradients: T) -> tuple[T]:
-    return (jax.lax.optimization_barrier(gradients),)
+def _backward_together_backward(learned: list[tuple[()] | None], gradients: Any) -> tuple[Any]:
+    """A frozen weight's gradient is not waited for, or it would be computed."""
+    leaves, structure = jax.tree.flatten(gradients)
+    is_there = [
+        each is not None and not isinstance(leaf, SymbolicZero)
+        for each, leaf in zip(learned, leaves, strict=True)
+    ]
+    there = jax.lax.optimization_barrier(
+        [x for x, is_it in zip(leaves, is_there, strict=True) if is_it]
+    )
+    left = iter(there)
+    return (structure.unflatten([next(left) if is_it else None for is_it in is_there]),)
 
 
-_backward_together.defvjp(_backward_together_forward, _backward_together_backward)
+_backward_together.defvjp(
+    _backward_together_forward, _backward_together_backward, symbolic_zeros=True
+)
 
 
 @jax.custom_vjp

@@ -83,15 +83,17 @@ def batch_loss(
     Args:
         loss: the part that computes it in place of the cross entropy, whose sum is then the nll's.
     """
-    out = model.bind(tree).run(
+    decoder = model.bind(tree)
+    out = decoder.run(
         batch.tokens,
         segment_ids=batch.segment_ids,
         positions=batch.positions,
         dropout_key=dropout_key,
+        behind=decoder.vocabulary_table if loss is None else None,
     )
     if loss is None:
         options = {"z_loss": z_loss, "label_smoothing": label_smoothing}
-        sums = hidden_loss(model, tree, out.x, batch, table=out.table, **options)
+        sums = hidden_loss(model, tree, out.x, batch, table=out.behind, **options)
     else:
         sums = own_loss(model, tree, out.x, batch, loss=loss)
     objective = sums.total

@@ -52,26 +52,35 @@ def test_values_and_gradients_of_a_scan():
 
 def test_gradients_are_waited_for_in_order():
     """Those of what is behind the layers, and of a layer that later layers' backward passes left
-    behind; a vector's are not.
+    behind; a vector's are not, nor those of what is frozen or not used.
     """
     stack = {"w": jnp.ones((COUNT, WIDTH, WIDTH)), "b": jnp.ones((COUNT, WIDTH))}
+    frozen = jnp.ones((COUNT, WIDTH, 3))
     x, table = jnp.ones((2, WIDTH)), jnp.ones((5, WIDTH))
 
     def tanh(x, layer):
-        return jnp.tanh(x @ layer["w"] + layer["b"][None]), None
+        weights, kept = layer
+        after = jnp.tanh(x @ weights["w"] + weights["b"][None])
+        return after + (after @ kept) @ kept.T, None
 
-    def objective(stack, table, in_order):
+    def objective(stack, table, x, in_order):
         steps = [opened(tanh)] * COUNT
-        after, _, behind = one_by_one(
-            steps, x, stack, take=take_apart, in_order=in_order, behind=table
+        after, _, (read, _) = one_by_one(
+            steps,
+            x,
+            (stack, frozen),
+            take=take_apart,
+            in_order=in_order,
+            behind=(table, 2.0 * table[:2]),
         )
-        return jnp.sum((after @ behind.T) ** 2)
+        return jnp.sum((after @ read.T) ** 2)
 
-    pulled = jax.grad(objective, argnums=(0, 1))
-    chex.assert_trees_all_close(pulled(stack, table, True), pulled(stack, table, False), rtol=1e-6)
+    pulled = jax.grad(objective, argnums=(0, 1, 2))
+    learned = stack, table, x
+    chex.assert_trees_all_close(pulled(*learned, True), pulled(*learned, False), rtol=1e-6)
     waited_for = [
         sorted(each.aval.shape for each in equation.invars)
-        for equation in jax.make_jaxpr(pulled, static_argnums=2)(stack, table, True).eqns
+        for equation in jax.make_jaxpr(pulled, static_argnums=3)(*learned, True).eqns
         if equation.primitive.name == "optimization_barrier"
     ]
     assert waited_for == [[x.shape, table.shape], [x.shape, (WIDTH, WIDTH)]]
