@@ -45,10 +45,13 @@ def forward(norm: NormForm) -> Formula:
     def fold(load: Load, vector: Load, counted: Counted = ALL):
         del vector
         x = row(norm, load)
-        return _about_mean(x, counted)[:2] if norm.centered else (jnp.sum(x * x, axis=1),)
+        return _about_mean(x, counted) if norm.centered else counted.sums(x * x)
 
     def join(parts: Parts, *numbers_P: jax.Array):
-        return _mean_and_root(norm, parts, *numbers_P)
+        if norm.centered:
+            mean, square = _joined(norm, parts, *numbers_P)
+            return mean, _root(norm, square)
+        return (_root(norm, *parts.sums(*numbers_P)),)
 
     def finish(load: Load, vector: Load, totals: list[jax.Array]):
         x, root = row(norm, load), totals[-1]
@@ -81,23 +84,16 @@ def backward(norm: NormForm) -> Formula:
     def fold(load: Load, vector: Load, counted: Counted = ALL):
         x = load(0)
         g = counted.own(load(1)) * vector(0)
-        if not norm.centered:
-            return jnp.sum(x * x, axis=1), jnp.sum(g * x, axis=1)
-        mean_A, square_A, apart = _about_mean(x, counted)
-        return mean_A, square_A, jnp.sum(g, axis=1), jnp.sum(g * apart, axis=1)
+        return _about_mean(x, counted, g) if norm.centered else counted.sums(x * x, g * x)
 
     def join(parts: Parts, *numbers_P: jax.Array):
         if not norm.centered:
-            square_P, dot_P = numbers_P
-            (root,) = _mean_and_root(norm, parts, square_P)
-            return root, parts.sum(dot_P) * root * root * root * (1.0 / norm.columns)
-        mean_P, square_P, g_P, dot_P = numbers_P
-        mean, root = _mean_and_root(norm, parts, mean_P, square_P)
-        shift_P = mean_P - parts.spread(mean, mean_P)  # of the means that parts were taken against
-        dot = parts.sum(dot_P + shift_P * g_P)
-        per_column = 1.0 / norm.columns
-        mean_g = parts.sum(g_P) * root * per_column
-        return mean, root, dot * root * root * root * per_column, mean_g
+            square, dot = parts.sums(*numbers_P)
+            root = _root(norm, square)
+            return root, dot * root * root * root * (1.0 / norm.columns)
+        mean, square, g, dot = _joined(norm, parts, *numbers_P)
+        root, per_column = _root(norm, square), 1.0 / norm.columns
+        return mean, root, dot * root * root * root * per_column, g * root * per_column
 
     def finish(load: Load, vector: Load, totals: list[jax.Array]):
         x, d_y = load(0), load(1)
@@ -123,11 +119,40 @@ def backward(norm: NormForm) -> Formula:
     )  # fmt: skip
 
 
-def _about_mean(x: jax.Array, counted: Counted) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of each part: its own mean [A], the sum of squares about that [A], what is squared [A, M]."""
-    mean_A = counted.mean(x)
-    apart = counted.own(x - to_columns(mean_A, x.shape))
-    return mean_A, jnp.sum(apart * apart, axis=1), apart
+def _about_mean(x: jax.Array, counted: Counted, *weights: jax.Array) -> RowArrays:
+    """Of each part its own mean, the sum of squares about that, and of each weight its sum and that
+    of its products with what x is apart from the mean. [A] each; weights are 0 in columns that do
+    not count.
+
+    The mean of some columns serves as well, as what everything is taken against: the variance is at
+    least that of the part whose mean these are, so that if one column of n has it, what cancels is
+    no more than n times the sum of squares.
+    """
+    if counted.near is None:
+        middle_A = counted.mean(x)
+        middle = to_columns(middle_A, x.shape)
+    else:
+        middle_A, middle = counted.near(x)
+    apart = counted.own(x - middle)
+    terms = apart * apart, *weights, *(weight * apart for weight in weights)
+    if counted.near is None:
+        return middle_A, *counted.sums(*terms)
+    off_A, *found = counted.sums(apart, *terms)
+    return _about(middle_A, off_A, off_A * (1.0 / counted.size(x)), found)
+
+
+def _about(middle, off, step, sums) -> RowArrays:
+    """Mean and sums about it.
+
+    Args:
+        middle: what sums were taken against.
+        off, step: the sum of what x is apart from that, and the mean.
+        sums: of squares, weights, and products with weights.
+    """
+    square, *others = sums
+    weights, dots = others[: len(others) // 2], others[len(others) // 2 :]
+    dots = [dot - step * weight for dot, weight in zip(dots, weights, strict=True)]
+    return middle + step, jnp.maximum(square - off * step, 0.0), *weights, *dots
 
 
 def _merge(seen, columns, numbers_A, more_A):
@@ -142,13 +167,25 @@ def _merge(seen, columns, numbers_A, more_A):
     return mean_A, square_A, numbers_A[2] + more_A[2], dots[0] + dots[1]
 
 
-def _mean_and_root(norm: NormForm, parts: Parts, *numbers_P: jax.Array) -> tuple[jax.Array, ...]:
-    """Of the row; RMSNorm has no mean. Parts are joined as tiles are merged."""
-    if not norm.centered:
-        (square_P,) = numbers_P
-        return (lax.rsqrt(parts.sum(square_P) * (1.0 / norm.columns) + norm.epsilon),)
-    mean_P, square_P = numbers_P
-    mean = parts.mean(norm.columns, mean_P)
-    apart_P = mean_P - parts.spread(mean, mean_P)
-    square = parts.sum(square_P + apart_P * apart_P * parts.size(norm.columns, mean_P))
-    return mean, lax.rsqrt(square * (1.0 / norm.columns) + norm.epsilon)
+def _joined(norm: NormForm, parts: Parts, *numbers_P: jax.Array) -> RowArrays:
+    """Of the row, from numbers of its parts; parts are joined as tiles are merged."""
+    mean_P, square_P, *others_P = numbers_P
+    if parts.near is None:
+        middle = parts.mean(norm.columns, mean_P)
+        off_P = mean_P - parts.spread(middle, mean_P)
+    else:
+        middle, middle_P = parts.near(mean_P)
+        off_P = mean_P - middle_P
+    sums_P = off_P * parts.size(norm.columns, mean_P)
+    weights_P, dots_P = others_P[: len(others_P) // 2], others_P[len(others_P) // 2 :]
+    dots_P = [dot + off_P * weight for dot, weight in zip(dots_P, weights_P, strict=True)]
+    terms = square_P + off_P * sums_P, *weights_P, *dots_P
+    if parts.near is None:
+        return middle, *parts.sums(*terms)
+    off, *found = parts.sums(sums_P, *terms)
+    return _about(middle, off, off * (1.0 / norm.columns), found)
+
+
+def _root(norm: NormForm, square: jax.Array) -> jax.Array:
+    """The reciprocal one, of a row's sum of squares."""
+    return lax.rsqrt(square * (1.0 / norm.columns) + norm.epsilon)

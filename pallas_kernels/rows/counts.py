@@ -32,6 +32,10 @@ def _same(x: jax.Array, fill: float = 0.0) -> jax.Array:
     return x
 
 
+def _sums(*xs: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(jnp.sum(x, axis=1) for x in xs)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Counted:
     """Which columns of a tile count."""
@@ -39,11 +43,19 @@ class Counted:
     columns: Count | None = None  # fp32 [A]; None: all that there are
     own: Callable[..., jax.Array] = _same
     """(x [A, M], fill of 0.0) to x in columns that count, ``fill`` elsewhere."""
+    near: Callable[[jax.Array], tuple[jax.Array, jax.Array]] | None = None
+    """x [A, M] to the mean of some columns of each part that count, [A] and [A, M], where that is
+    sooner known than the mean of all."""
+    sums: Callable[..., tuple[jax.Array, ...]] = _sums
+    """Some [A, M] to the sum of each over the columns, [A]."""
+
+    def size(self, x: jax.Array) -> Count:
+        """Columns of x [A, M] that count; 1 for none."""
+        return at_least_one(x.shape[1] if self.columns is None else self.columns)
 
     def mean(self, x: jax.Array) -> jax.Array:
         """[A, M] to [A]; 0 of no columns."""
-        columns = x.shape[1] if self.columns is None else self.columns
-        return jnp.sum(self.own(x), axis=1) * (1.0 / _positive(columns))
+        return jnp.sum(self.own(x), axis=1) * (1.0 / self.size(x))
 
 
 ALL = Counted()
@@ -103,9 +115,9 @@ def of_tiles(tile: int, whole: Sequence[bool], count: Callable[[int], jax.Array]
 
 def share(columns: Count, seen: Count) -> float | jax.Array:
     """``columns / (seen + columns)``; 0 of none."""
-    return columns / _positive(seen + columns)
+    return columns / at_least_one(seen + columns)
 
 
-def _positive(count: Count) -> Count:
+def at_least_one(count: Count) -> Count:
     """1 for 0, by which something may be divided."""
     return max(count, 1) if isinstance(count, int) else jnp.maximum(count, 1.0)

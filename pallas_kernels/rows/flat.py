@@ -30,15 +30,16 @@ from pallas_kernels.hopper.machine import WARPS
 from pallas_kernels.hopper.mosaic import plgpu
 
 from .config import Flat, tile_layout
-from .counts import Counted, flat_bounds, members_and_warps, of_tiles, warps, within
+from .counts import Count
 from .exchange import begin, receive, send
+from .flat_columns import RowColumns
 from .flat_copies import FlatCopies
 from .flat_interpreted import InterpretedCopies
 from .flat_kernel import FlatKernel
 from .flat_order import Order, period_of, reach_of, unit_of
-from .flat_registers import added, masked, read, widened, write
+from .flat_registers import added, read, widened, write
 from .flat_vectors import Vectors
-from .formula import Formula, Parts, RowCall, compiler_params, to_columns, to_parts
+from .formula import Formula, RowCall, compiler_params, to_parts
 from .smem import BARRIER_WORDS, REDUCTION_BYTES, flat_scratch
 
 
@@ -117,6 +118,8 @@ class _Team:
         self.layout = tile_layout(self.c.vector)
         self.shape = (WARPS, self.c.tile)
         self.order, self.stride = kernel.order, kernel.order.stride
+        member = me.rank * self.c.members + me.wg
+        self.own = RowColumns(kernel, member, self.row)
         left = jnp.maximum(self.order.num_turns - self.first + self.stride - 1, 0)
         self.count = lax.div(left, self.stride)
         # What is in registers, scales or sums, has no index: then chunks are written out.
@@ -152,7 +155,7 @@ class _Team:
             sums = lax.fori_loop(0, self.count, step, sums)
         for k, value in enumerate(sums):
             chunk, j = divmod(k, f.num_sums)
-            cut = not self.whole(chunk)
+            cut = not self.k.whole(chunk)
             self.write(self.k.sums, value, gmem.sums[j], (self.first, chunk), cut=cut)
 
     def fetch(self, i, k) -> None:
@@ -163,21 +166,12 @@ class _Team:
         chunk = k - later * c.chunks
         self.copies.load(
             self.gmem.inputs, [x.at[slot] for x in self.slots], self.barrier(slot),
-            row=self.row(i + later), column=self.column(chunk), wanted=i + later < self.count,
+            row=self.row(i + later), column=self.own.column(chunk), wanted=i + later < self.count,
         )  # fmt: skip
 
     def row(self, i):
         """The i-th row, or the first warp's."""
         return self.order.row(self.first + i * self.stride)
-
-    @property
-    def member(self):
-        """This warpgroup's number among all that share a row."""
-        return self.me.rank * self.c.members + self.me.wg
-
-    def column(self, chunk):
-        """Where a chunk begins in a row."""
-        return (self.member * self.c.chunks + chunk) * self.c.piece
 
     def barrier(self, slot):
         if self.c.interpretable:
@@ -196,47 +190,6 @@ class _Team:
 
         return load
 
-    def own(self, i, chunk, x, fill: float = 0.0):
-        """x [A, M] of a chunk in what is the i-th row's, fill elsewhere."""
-        if isinstance(self.copies, InterpretedCopies):
-            return jnp.where(self.counts(i, chunk), x, fill)
-        place = {"row": self.row(i), "column": self.column(chunk)}
-        sure, vector = self.sure(chunk), self.c.vector
-        return masked(self.copies, x, fill, **place, vector=vector, sure=sure)
-
-    def shift(self, row):
-        """Elements of a row's first unit that belong to the row before."""
-        return lax.rem(row * self.k.columns, self.k.unit)
-
-    def counts(self, i, chunk):
-        """[A, M]: whether an element of a chunk is the row's."""
-        warp, at = (
-            plgpu.broadcasted_iota(jnp.int32, self.shape, dim, layout=self.layout) for dim in (0, 1)
-        )
-        row, column = self.row(i), self.column(chunk)
-        if self.c.by_warps:
-            row = row + warp * self.order.period
-        else:
-            at = warp * self.c.tile + at
-        begin = self.shift(row) - column
-        return (at >= begin) & (at < begin + self.k.columns)
-
-    def columns_of(self, i, member, warp, chunk):
-        """fp32: columns of a warp's part of a chunk that are the i-th row's."""
-        c = self.c
-        bounds = flat_bounds(c, self.k.columns, self.shift(self.row(i)), member, chunk)
-        return within(warp * c.tile, c.tile, bounds)
-
-    def parts(self, i) -> Parts:
-        """Of the i-th row."""
-        c = self.c
-        whole = [self.whole(k) for k in range(c.chunks)]
-        if c.by_warps or self.f.uneven is None or all(whole):
-            return Parts(whole=c.by_warps)
-        places_P = members_and_warps(c.cluster * c.members * WARPS)
-        count = functools.partial(self.columns_of, i, *places_P)
-        return Parts(whole=False, counts=of_tiles(c.tile, whole, count))
-
     def read(self, i, slot):
         """A chunk [A, M] of the i-th row."""
         if isinstance(self.copies, InterpretedCopies):
@@ -245,35 +198,17 @@ class _Team:
             return read(self.copies, slot, row=self.row(i), shape=self.shape, vector=self.c.vector)
         return plgpu.load(slot.reshape(self.shape), layout=self.layout, optimized=False)
 
-    def sure(self, chunk: int) -> int:
-        """Elements of a chunk that are not behind a row's end, of any warpgroup and row."""
-        c = self.c
-        last = (c.cluster * c.members - 1) * c.chunks + chunk  # the first to be cut off
-        return max(0, min(c.piece, self.k.columns - last * c.piece))
-
-    def whole(self, chunk: int) -> bool:
-        """Whether all elements of a chunk are the row's, of any warpgroup and row."""
-        begins = self.k.columns % self.k.unit > 0 and chunk == 0
-        return self.sure(chunk) == self.c.piece and not begins
-
     @property
     def branches(self) -> bool:
         """Whether warpgroups that have nothing of a neighbor's in a chunk do not look for it."""
         c = self.c
         return c.cluster > 1 and not (self.f.num_sums or c.most_turns > 1 or c.interpretable)
 
-    def is_whole(self, i, chunk):
-        """Whether all elements of a chunk are the i-th row's, of this warpgroup."""
-        first, end = flat_bounds(
-            self.c, self.k.columns, self.shift(self.row(i)), self.member, chunk
-        )
-        return (first <= 0) & (end >= self.c.piece)
-
     def over_chunks(self, step, carry):
         """Chunks one after another, in loops where nothing of a chunk is in registers."""
         chunks, first = range(self.c.chunks), 0
         if not self.static:
-            whole = [k for k in chunks if self.whole(k)]
+            whole = [k for k in chunks if self.k.whole(k)]
             for chunk in chunks[: whole[0] if whole else None]:
                 carry, first = step(chunk, carry, cut=True), chunk + 1
             if len(whole) > 2:
@@ -282,7 +217,7 @@ class _Team:
                 inner = functools.partial(step, cut=False)
                 carry, first = lax.fori_loop(first, whole[-1] + 1, inner, carry), whole[-1] + 1
         for chunk in chunks[first:]:
-            carry = step(chunk, carry, cut=not self.whole(chunk))
+            carry = step(chunk, carry, cut=not self.k.whole(chunk))
         return carry
 
     def fold(self, i):
@@ -295,23 +230,17 @@ class _Team:
             if cut and isinstance(self.copies, FlatCopies) and self.copies.odd_end:
                 self.complete(self.copies, i, chunk)
             load, vector = self.input_of(i, chunk), self.vectors.of(chunk)
-
-            def fold_whole():
-                return f.fold(load, vector)
-
-            def fold_cut():
-                counted = Counted(columns=columns, own=functools.partial(self.own, i, chunk))
-                return f.fold_cut(load, vector, counted)
-
-            columns = c.tile
+            columns: Count = c.tile
+            fold = functools.partial(self.own.fold, load, vector, i, chunk)
+            fold_whole = functools.partial(fold, columns, cut=False)
             if not cut:
                 return columns, fold_whole()
             if f.uneven is not None:
-                warp = 0 if c.by_warps else warps(self.layout)
-                columns = to_parts(self.columns_of(i, self.member, warp, chunk), self.layout)
+                columns = self.own.of_warps(i, chunk, c.tile)
+            fold_cut = functools.partial(fold, columns, cut=True)
             if not self.branches:
                 return columns, fold_cut()
-            return columns, lax.cond(self.is_whole(i, chunk), fold_whole, fold_cut)
+            return columns, lax.cond(self.own.is_whole(i, chunk), fold_whole, fold_cut)
 
         def step(chunk, found, *, cut):
             columns, more = look(chunk, cut=cut)
@@ -333,7 +262,7 @@ class _Team:
         @pl.when(last >= self.order.num_rows - 1)
         def _():
             slots = [x.at[slot] for x in self.slots]
-            copies.complete(self.gmem.inputs, slots, row=row, column=self.column(chunk))
+            copies.complete(self.gmem.inputs, slots, row=row, column=self.own.column(chunk))
 
     def slot(self, i, chunk):
         return lax.rem(i * self.c.chunks + chunk, self.c.slots)
@@ -352,8 +281,8 @@ class _Team:
     def finish(self, i, sums, numbers=None):
         """Writes the i-th row's results; the sums with its own added."""
         f, c = self.f, self.c
-        found = f.join(self.parts(i), *self.receive(i, numbers))
-        totals = [to_columns(x, self.shape) for x in found]
+        found = f.join(self.own.parts(i), *self.receive(i, numbers))
+        totals = [self.own.to_columns(x) for x in found]
 
         def step(chunk, sums, *, cut):
             results, addends = f.finish(self.input_of(i, chunk), self.vectors.of(chunk), totals)
@@ -370,7 +299,7 @@ class _Team:
                 if not cut or not self.branches or self.gmem.vectors:
                     write(cut=cut)
                     continue
-                whole = self.is_whole(i, chunk)
+                whole = self.own.is_whole(i, chunk)
                 pl.when(whole)(functools.partial(write, cut=False))
                 pl.when(jnp.logical_not(whole))(functools.partial(write, cut=True))
             plgpu.commit_smem()  # all warps have read the slot
@@ -388,9 +317,9 @@ class _Team:
     def write(self, copies, x, out, place, *, cut: bool) -> None:
         """Stores a row's chunk from registers."""
         (row, chunk), vector = place, self.c.vector
-        column = self.column(chunk)
+        column = self.own.column(chunk)
         if isinstance(copies, FlatCopies):
-            sure = self.sure(chunk) if cut else None
+            sure = self.k.sure(chunk) if cut else None
             write(
                 copies, x, out, row=row, column=column, vector=vector, sure=sure,
                 branches=self.f.num_sums > 0,

@@ -39,6 +39,17 @@ class FlatKernel:
         behind = self.c.columns - self.columns
         return jnp.stack([jnp.pad(x_C, (s, behind - s)).reshape(self.row_shape) for s in shifts])
 
+    def sure(self, chunk: int) -> int:
+        """Elements of a chunk that are not behind a row's end, of any warpgroup and row."""
+        c = self.c
+        last = (c.cluster * c.members - 1) * c.chunks + chunk  # the first to be cut off
+        return max(0, min(c.piece, self.columns - last * c.piece))
+
+    def whole(self, chunk: int) -> bool:
+        """Whether all elements of a chunk are the row's, of any warpgroup and row."""
+        begins = self.columns % self.unit > 0 and chunk == 0
+        return self.sure(chunk) == self.c.piece and not begins
+
     @property
     def copies(self) -> FlatCopies | InterpretedCopies:
         """What copies pieces."""

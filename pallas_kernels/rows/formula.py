@@ -33,6 +33,14 @@ class Parts:
 
     whole: bool  # rows in one part: nothing is brought together
     counts: jax.Array | None = None  # fp32 [P]: columns of each; None: all have as many
+    near: Callable[[jax.Array], tuple[jax.Array, jax.Array]] | None = None
+    """x [P] to one of its elements, as a total and [P], where that is sooner known than a mean."""
+    all_sums: Callable[..., tuple[jax.Array, ...]] | None = None
+    """Some [P] to the sum of each."""
+
+    def sums(self, *xs: jax.Array) -> tuple[jax.Array, ...]:
+        """[..., P] to [...], of each."""
+        return tuple(map(self.sum, xs)) if self.all_sums is None else self.all_sums(*xs)
 
     def sum(self, x: jax.Array) -> jax.Array:
         """[..., P] to [...]."""

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import layer_norm
+from pallas_kernels.norm import formulas
 from pallas_kernels.norm.formulas import NormForm, backward, forward
-from pallas_kernels.rows import apply, flat
+from pallas_kernels.rows import apply, flat_columns
 from pallas_kernels.rows.config import Flat, Odd
 from pallas_kernels.rows.counts import (
     Counted,
@@ -137,12 +138,13 @@ def test_layer_norm_is_no_worse_than_the_plain_form(monkeypatch, name, offset):
     assert_within_rounding(_evaluate(monkeypatch, name, case), _oracle(name, case))
 
 
-def _totals(formula, c, columns, shift, arrays, *, more=0):
+def _totals(formula, c, columns, shift, arrays, *, more=0, near=False):
     """A formula's of one row, as all blocks of a cluster fold and join it, beside neighbors of NaN.
 
     Args:
         arrays: inputs and then vectors, [C] each.
         more: columns too many, of each part that has any.
+        near: whether sums are taken against the mean of some columns, and of some part.
     """
     begin, members = np.arange(WARPS) * c.tile, c.cluster * c.group
     padded = np.full((len(arrays), c.columns), np.nan, np.float32)
@@ -153,6 +155,11 @@ def _totals(formula, c, columns, shift, arrays, *, more=0):
     def off(count):
         return jnp.where(count > 0, count + more, count)
 
+    def first(x, bounds, mine):
+        count = jnp.maximum(within(begin, c.vector, bounds), 1.0)
+        mean_A = jnp.where(mine, x, 0.0)[:, : c.vector].sum(axis=1) / count
+        return mean_A, jnp.broadcast_to(mean_A[:, None], x.shape)
+
     def fold(member, chunk):
         bounds = flat_bounds(c, columns, shift, member, chunk)
         at = begin[:, None] + np.arange(c.tile)
@@ -160,6 +167,7 @@ def _totals(formula, c, columns, shift, arrays, *, more=0):
         counted = Counted(
             columns=off(within(begin, c.tile, bounds)),
             own=lambda x, fill=0.0: jnp.where(mine, x, fill),
+            near=(lambda x: first(x, bounds, mine)) if near else None,
         )
         load = lambda j: places[j, member, chunk]  # noqa: E731
         return counted.columns, formula.fold_cut(load, lambda j: load(j + 2), counted)
@@ -177,20 +185,25 @@ def _totals(formula, c, columns, shift, arrays, *, more=0):
         bounds = flat_bounds(c, columns, shift, part_P // WARPS, chunk)
         return off(within(part_P % WARPS * c.tile, c.tile, bounds))
 
-    parts = Parts(whole=False, counts=of_tiles(c.tile, [False] * c.chunks, count))
+    parts = Parts(
+        whole=False,
+        counts=of_tiles(c.tile, [False] * c.chunks, count),
+        near=(lambda x: (x[0], jnp.full_like(x, x[0]))) if near else None,
+    )
     return formula.join(parts, *(jnp.concatenate(x) for x in zip(*folds, strict=True)))
 
 
 @pytest.mark.parametrize("c", CLUSTERS.values(), ids=CLUSTERS)
 @pytest.mark.parametrize(("mean", "more"), [(0.0, 0), (100.0, 0), (100.0, 1)])
-def test_totals_of_a_cluster_are_those_of_the_row(mean, c, more):
+@pytest.mark.parametrize("near", [False, True])
+def test_totals_of_a_cluster_are_those_of_the_row(mean, c, more, near):
     """A row that fills its parts, and one far shorter; a column too many would show."""
     rng = np.random.default_rng(0)
     for columns in (c.columns - 9, c.tile // 2, c.columns // 2 + 5):
         norm = NormForm(columns=columns, epsilon=1e-6, centered=True, biased=True)
         x = (mean + rng.standard_normal(columns)).astype(jnp.bfloat16).astype(np.float64)
         d_y, scale = rng.uniform(0.5, 1.5, (2, columns)).astype(np.float32)
-        got = _totals(backward(norm), c, columns, 3, [x, d_y, scale], more=more)
+        got = _totals(backward(norm), c, columns, 3, [x, d_y, scale], more=more, near=near)
         y = Rounded(x) - Rounded(x).mean(axis=-1, keepdims=True)
         root = 1 / np.sqrt((y * y).mean(axis=-1, keepdims=True) + 1e-6)
         g = Rounded(d_y.astype(np.float64)) * scale.astype(np.float64) * root
@@ -200,6 +213,27 @@ def test_totals_of_a_cluster_are_those_of_the_row(mean, c, more):
                 assert_within_rounding(got[1:], want)
         else:
             assert_within_rounding(got[1:], want)
+
+
+@pytest.mark.parametrize("first", [0.0, 1e4])
+def test_first_columns_far_from_the_others_cost_what_cancels(first):
+    """At most as often the variance's roundoff as a part has columns for each that is counted."""
+    c, columns = CLUSTERS["two blocks"], 1500
+    x = np.random.default_rng(0).standard_normal(columns).astype(np.float32)
+    x[:9] += first
+    norm = NormForm(columns=columns, epsilon=0.0, centered=True)
+    arrays = [x, np.ones_like(x), np.ones_like(x)]
+    _, root = _totals(forward(norm), c, columns, 3, arrays, near=True)
+    variance = x.astype(np.float64).var()
+    most = (c.tile / c.vector + c.cluster * c.group * WARPS) * np.sqrt(columns) * 2.0**-24
+    assert abs(float(root) ** -2 / variance - 1) < most
+
+
+def test_a_mean_that_is_not_put_right_is_caught(monkeypatch):
+    c = next(iter(CLUSTERS.values()))
+    monkeypatch.setattr(formulas, "_about", lambda middle, off, step, sums: (middle, *sums))
+    with pytest.raises(AssertionError, match="times"):
+        test_totals_of_a_cluster_are_those_of_the_row(100.0, c, 0, near=True)
 
 
 @pytest.mark.parametrize("name", ["ahead", pytest.param("four warpgroups", marks=SLOW)])
@@ -222,7 +256,7 @@ def test_a_count_that_is_off_by_a_column_is_caught(monkeypatch, fault):
         of_row = found.shape != (WARPS,)
         return jnp.where(begin > 0, found + 1, found) if of_row == (fault == "of a row") else found
 
-    monkeypatch.setattr(flat, "within", off)
+    monkeypatch.setattr(flat_columns, "within", off)
     case = norms.inputs((3, ROWS[name][1]), offset=5.0)
     found = _evaluate(monkeypatch, name, case)
     with pytest.raises(AssertionError, match="times"):
