@@ -124,9 +124,9 @@ def _about_mean(x: jax.Array, counted: Counted, *weights: jax.Array) -> RowArray
     of its products with what x is apart from the mean. [A] each; weights are 0 in columns that do
     not count.
 
-    The mean of some columns serves as well, as what everything is taken against: the variance is at
-    least that of the part whose mean these are, so that if one column of n has it, what cancels is
-    no more than n times the sum of squares.
+    The mean of some columns serves as well, as what everything is taken against: a part's squares
+    sum to at least what these columns add to them, so where one column of n is taken, what cancels
+    is at most n times the result.
     """
     if counted.near is None:
         middle_A = counted.mean(x)
