@@ -67,11 +67,12 @@ test-gpu: $(SETUP) ## The tests that need an NVIDIA Hopper GPU, without the slow
 test-gpu-full: $(SETUP) ## The tests that need an NVIDIA Hopper GPU, with the slow ones
 	$(ON_GPU) -m gpu $(if $(FILES),,$(GPU_FILES)) $(ARGS)
 
-check: $(SETUP) ## Formatter, linter, type checker and import contract
+check: $(SETUP) ## Formatter, linter, type checker, import contract and words
 	$(BIN)ruff format --check .
 	$(BIN)ruff check .
 	$(BIN)pyrefly check
 	$(BIN)lint-imports
+	$(ENV_PYTHON) tools/words.py
 
 format: $(SETUP) ## Format, and fix what the linter can
 	$(BIN)ruff format .
