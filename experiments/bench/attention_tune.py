@@ -10,7 +10,6 @@ variable PALLAS_KERNELS_TABLES) says where the result is kept; kernels then read
 import argparse
 import concurrent.futures
 import dataclasses
-import datetime
 import functools
 import itertools
 import os
@@ -20,12 +19,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from experiments.bench.tuned_table import add_rows
 from pallas_kernels.common import device, tables, timing
 from pallas_kernels.common.errors import InputError, UnsupportedError
 from pallas_kernels.flash_attention import hopper
 from pallas_kernels.flash_attention.fp8_operands import quantize_fp8
 from pallas_kernels.flash_attention.hopper.config import (
-    TUNED,
+    OP,
+    QUESTION,
+    SHIPPED,
     UNGROUPED,
     WIDTHS,
     BackwardConfig,
@@ -75,7 +77,7 @@ def candidates(direction: str, key: str) -> list[TileConfig]:
         InputError: no kernel of this direction has such widths.
     """
     H, V = widths(key)
-    shipped = TUNED.shipped(direction, key)
+    shipped = SHIPPED.get((direction, key))
     if direction == "backward":
         by_keys = f"{H}/{V}" in WIDTHS and max(H, V) <= WIDEST_BY_KEYS
         shipped = (shipped or BackwardConfig()) if by_keys else None
@@ -121,6 +123,12 @@ def tune(direction: str, key: str, times: Times) -> list[tables.Row]:
         )
         for config, ms in measured.items()
     ]
+
+
+def keep(rows: list[tables.Row]) -> None:
+    """Rows into the user's own table, in place of those of the same cases."""
+    path, cases = tables.user_file(OP, QUESTION), {row.case for row in rows}
+    add_rows(path.parent, rows, op=OP, question=QUESTION, without=cases)
 
 
 def on_this_gpu(direction: str, key: str) -> Times:
@@ -196,18 +204,15 @@ def main(arguments: list[str] | None = None) -> None:
         raise UnsupportedError(
             f"tuning needs the GPU it is for, of compute capability 9.0 (Hopper), not {facts.kind}"
         )
-    environment = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "jax": jax.__version__,
-        "calls": f"full and causal, b{B} s{T} h{N}, 4 query heads a key head unless ungrouped",
-    }
+    path = tables.user_file(OP, QUESTION)
     for direction, width in itertools.product(args.directions, args.widths):
         keys = [width, width + UNGROUPED] if direction == "backward" else [width]
         for key in keys:
             rows = tune(direction, key, on_this_gpu(direction, key))
             for row in sorted(rows, key=lambda row: row.ms):
                 print(f"{direction} {key} {row.ms:.3f} ms {dict(row.choice)}", flush=True)
-            print(f"kept in {TUNED.keep(rows, environment)}", flush=True)
+            keep(rows)
+            print(f"kept in {path}", flush=True)
 
 
 if __name__ == "__main__":

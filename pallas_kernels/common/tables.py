@@ -11,6 +11,7 @@ import math
 import os
 import pathlib
 from collections.abc import Iterable
+from typing import Any
 
 from . import device
 from .errors import InputError
@@ -167,6 +168,34 @@ def count(value: Value) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise TableError(f"a measured case or choice has {value!r} for a size; measure again")
     return value
+
+
+def config_of[C](kind: type[C], choice: dict[str, Value], where: str) -> C:
+    """A kernel's configuration, from the fields of a row's choice.
+
+    Args:
+        kind: a dataclass of plain fields.
+        where: the row, in messages.
+
+    Raises:
+        TableError: a field that the kernel does not have, or of another type.
+    """
+    fields: Any = kind
+    types: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(fields)}
+    for name, value in choice.items():
+        if name not in types or type(value) is not types[name]:
+            known = ", ".join(f"{name}: {type.__name__}" for name, type in types.items())
+            raise TableError(
+                f"{where} has {name}={value!r}: {kind.__name__} has {known}; measure again, or "
+                "delete it"
+            )
+    given: dict[str, Any] = dict(choice)
+    return kind(**given)
+
+
+def user_file(op: str, question: str) -> pathlib.Path:
+    """Where the user's own table for the current device is kept."""
+    return user_folder() / op / f"{question}-{device.target().slug}.json"
 
 
 def user_folder() -> pathlib.Path:

@@ -9,19 +9,19 @@ import pytest
 
 from experiments.bench import attention_tune as tune
 from pallas_kernels import InputError, UnsupportedError, flash_attention_fp8
-from pallas_kernels.common import device, tables, tuned
+from pallas_kernels.common import device, tables
 from pallas_kernels.flash_attention.hopper import config as tiles
-from pallas_kernels.flash_attention.hopper.config import TUNED, BackwardConfig
+from pallas_kernels.flash_attention.hopper.config import SHIPPED, BackwardConfig
 from pallas_kernels.hopper.machine import SMEM_BYTES
 from tests.kernels.test_attention_fp8 import shapes
 
-LOGGER = "pallas_kernels.common.tuned"
+LOGGER = "pallas_kernels.flash_attention.hopper.config"
 
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):
     monkeypatch.setenv(tables.USER_FOLDER_VARIABLE, str(tmp_path))
-    tuned.announce.cache_clear()
+    tiles._announce.cache_clear()
     with device.compiling_for(device.H200):
         yield tmp_path / "flash_attention" / "tiles-nvidia-h200.json"
     tables._find.cache_clear()
@@ -34,7 +34,7 @@ def own_folder(tmp_path, monkeypatch):
 )  # fmt: skip
 def test_candidates_fit_and_begin_with_the_shipped(direction, key):
     found = tune.candidates(direction, key)
-    shipped = TUNED.shipped(direction, key)
+    shipped = SHIPPED.get((direction, key))
     assert found[0] == (shipped or BackwardConfig())
     assert len(set(found)) == len(found)
     assert len(found) > 1 or max(tune.widths(key)) > 64  # wide backwards have one form
@@ -72,15 +72,16 @@ def test_kernels_take_what_was_fastest_here_and_say_so(own_folder, caplog):
         key = "64/64 ungrouped" if direction == "backward" else "128/128"
         rows = tune.tune(direction, key, fastest(config))
         assert len(rows) == len(tune.candidates(direction, key)) - 1
-        assert TUNED.keep(rows, {"date": "2026-01-01"}) == own_folder
+        tune.keep(rows)
+        assert own_folder.exists()
     tables._find.cache_clear()
     for _ in range(2):
         assert tiles.forward_config(128, 128) == wanted["forward"]
     assert tiles.fp8_config(128, 128) == wanted["fp8"]
     assert tiles.backward_config(64, 64, 1) == wanted["backward"]
     # Others, and other devices, keep the shipped ones.
-    assert tiles.forward_config(64, 64) == TUNED.shipped("forward", "64/64")
-    assert tiles.backward_config(64, 64, 4) == TUNED.shipped("backward", "64/64")
+    assert tiles.forward_config(64, 64) == SHIPPED["forward", "64/64"]
+    assert tiles.backward_config(64, 64, 4) == SHIPPED["backward", "64/64"]
     other = device.Facts(kind="NVIDIA H100", is_gpu=True, capability=(9, 0))
     with device.compiling_for(other):
         assert tiles.forward_config(128, 128) == before
@@ -93,8 +94,8 @@ def test_kernels_take_what_was_fastest_here_and_say_so(own_folder, caplog):
 def test_tuning_again_replaces_the_case(own_folder):
     first, second = tune.candidates("forward", "64/64")[2:4]
     for config in (first, second):
-        TUNED.keep(tune.tune("forward", "64/64", fastest(config)), {})
-    TUNED.keep(tune.tune("fp8", "64/64", fastest(tune.candidates("fp8", "64/64")[0])), {})
+        tune.keep(tune.tune("forward", "64/64", fastest(config)))
+    tune.keep(tune.tune("fp8", "64/64", fastest(tune.candidates("fp8", "64/64")[0])))
     tables._find.cache_clear()
     assert tiles.forward_config(64, 64) == second
     assert {dict(row.case)["direction"] for row in tables.load(own_folder).rows} == {
@@ -107,7 +108,7 @@ def test_tuning_again_replaces_the_case(own_folder):
     [
         ({"case": {"direction": "sideways", "key": "64/64"}}, "'sideways'.*forward, backward, fp8"),
         ({"case": {"key": "64/64"}}, "a direction of"),
-        ({"choice": {"block_q": 64}}, "block_q=64 for forward 64/64.*ForwardConfig has block_kv"),
+        ({"choice": {"block_q": 64}}, "forward 64/64 has block_q=64.*ForwardConfig has block_kv"),
         ({"choice": {"block_kv": "128"}}, "block_kv='128'"),
         ({"choice": {"block_kv": True}}, "block_kv=True"),
         ({"ms": -1.0}, "ms=-1.0"),
@@ -136,7 +137,7 @@ def test_tiles_that_exceed_shared_memory_are_refused_before_the_compiler(own_fol
         choice={"block_kv": 192, "num_stages": 6},
         ms=1.0,
     )
-    TUNED.keep([row], {})
+    tune.keep([row])
     with pytest.raises(UnsupportedError, match=r"num_stages=6.*bytes of shared memory"):
         jax.eval_shape(functools.partial(flash_attention_fp8, implementation="hopper"), shapes(128))
 

@@ -1,16 +1,24 @@
 """What the Hopper attention kernels take, what a tile costs, and which tile a call gets."""
 
 import dataclasses
+import functools
+import logging
 import pathlib
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common import tables
 from pallas_kernels.common.errors import UnsupportedError
-from pallas_kernels.common.tuned import TunedConfigs
 from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec
 from pallas_kernels.hopper.machine import SMEM_BYTES
+
+_logger = logging.getLogger(__name__)
+
+OP, QUESTION = "flash_attention", "tiles"
+"""Of the user's own table: a case is {"direction", "key"}, a choice the fields of a config."""
+TUNED = pathlib.Path(__file__).parents[1] / "tuned"
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 WIDTHS = (
@@ -106,12 +114,36 @@ class Fp8Config(BlockTiles):
 
 type TileConfig = ForwardConfig | BackwardConfig | Fp8Config
 
-TUNED: TunedConfigs[TileConfig] = TunedConfigs(
-    op="flash_attention",
-    folder=pathlib.Path(__file__).parents[1] / "tuned",
-    kinds={"forward": ForwardConfig, "backward": BackwardConfig, "fp8": Fp8Config},
-)
-"""A key is the head widths of query and value as "128/128", perhaps with ``UNGROUPED``, ``SHORT``
+KINDS: dict[str, type[TileConfig]] = {
+    "forward": ForwardConfig,
+    "backward": BackwardConfig,
+    "fp8": Fp8Config,
+}
+SHIPPED: dict[tuple[str, str], TileConfig] = {
+    ("forward", "64/64"): ForwardConfig(block_kv=128, num_warpgroups=3, overlap=False),
+    ("forward", "64/64 short"): ForwardConfig(
+        block_kv=128, num_warpgroups=3, overlap=False, persistent=True
+    ),
+    ("forward", "64/64 short causal"): ForwardConfig(
+        block_kv=128, overlap=False, num_stages=3, persistent=True
+    ),
+    ("forward", "80/80"): ForwardConfig(block_kv=128),
+    ("forward", "96/96"): ForwardConfig(block_kv=128),
+    ("forward", "112/112"): ForwardConfig(block_kv=128),
+    ("forward", "128/128"): ForwardConfig(block_kv=128),
+    ("forward", "128/128 short"): ForwardConfig(block_kv=128, persistent=True),
+    ("forward", "160/160"): ForwardConfig(block_kv=128),
+    ("forward", "192/128"): ForwardConfig(block_kv=128),
+    ("forward", "192/192"): ForwardConfig(block_kv=64),
+    ("forward", "256/256"): ForwardConfig(block_kv=64, overlap=False),
+    ("backward", "64/64"): BackwardConfig(register_ds=True, dq_warpgroup=True, num_stages=3),
+    ("backward", "128/128"): BackwardConfig(own_copies=True),
+    ("fp8", "64/64"): Fp8Config(num_warpgroups=3),
+    ("fp8", "128/128"): Fp8Config(block_kv=192, promote_every=8, ping_pong=False, overlap=False),
+}
+"""Tiles that were the fastest on an H200, by kernel and key.
+
+A key is the head widths of query and value as "128/128", perhaps with ``UNGROUPED``, ``SHORT``
 or ``SHORT_CAUSAL``."""
 SHORT, SHORT_CAUSAL = " short", " short causal"
 """End the key of a forward whose query tiles see few keys."""
@@ -157,6 +189,51 @@ def exceeds_shared_memory(config: TileConfig, head_dim: int, value_dim: int) -> 
     return f"{config} takes {used} bytes of shared memory, and a block has {SMEM_BYTES}"
 
 
+def fastest(direction: str, key: str) -> TileConfig | None:
+    """The user's own tiles for this device if it was tuned (``bench.attention_tune``), else the
+    shipped ones.
+
+    Args:
+        direction: of ``KINDS``.
+        key: as in ``SHIPPED``.
+
+    Raises:
+        TableError: the user's table has a case or a choice that no kernel understands.
+    """
+    table = tables.find(TUNED, OP, QUESTION)
+    times: dict[TileConfig, float] = {}
+    for row in () if table is None else table.rows:
+        case, config = _read(row)
+        if case == (direction, key):
+            times[config] = row.ms
+    if not times:
+        return SHIPPED.get((direction, key))
+    config = min(times, key=times.__getitem__)
+    _announce(direction, key, str(config), str(tables.user_file(OP, QUESTION)))
+    return config
+
+
+def _read(row: tables.Row) -> tuple[tuple[str, str], TileConfig]:
+    """A row's (direction, key), and its tiles."""
+    case, path = dict(row.case), tables.user_file(OP, QUESTION)
+    direction, key = case.get("direction"), case.get("key")
+    known = isinstance(direction, str) and direction in KINDS and isinstance(key, str)
+    if set(case) != {"direction", "key"} or not known:
+        raise tables.TableError(
+            f"{path} has a case {case}: a direction of {', '.join(KINDS)} and a key are expected; "
+            "tune again, or delete it"
+        )
+    direction, key = str(direction), str(key)
+    found = tables.config_of(KINDS[direction], dict(row.choice), f"{path}: {direction} {key}")
+    return (direction, key), found
+
+
+@functools.cache
+def _announce(direction: str, key: str, config: str, path: str) -> None:
+    """Logs the user's own tiles; the cache makes it once for each."""
+    _logger.info("%s %s %s: %s, from %s", OP, direction, key, config, path)
+
+
 def forward_config(head_dim: int, value_dim: int, endings: Sequence[str] = ()) -> ForwardConfig:
     """The fastest tiles measured for this pair of widths.
 
@@ -165,7 +242,7 @@ def forward_config(head_dim: int, value_dim: int, endings: Sequence[str] = ()) -
         endings: of ``short_endings``; the first that the table has counts.
     """
     widths = f"{head_dim}/{value_dim}"
-    found = (TUNED.fastest("forward", widths + ending) for ending in (*endings, ""))
+    found = (fastest("forward", widths + ending) for ending in (*endings, ""))
     config = next((config for config in found if config is not None), None)
     assert isinstance(config, ForwardConfig)
     return config
@@ -189,7 +266,7 @@ def short_endings(spec: AttentionSpec, masks: AttentionMasks, T: int, S: int) ->
 
 def fp8_config(head_dim: int, value_dim: int) -> Fp8Config:
     """The fastest tiles measured for this pair of widths."""
-    config = TUNED.fastest("fp8", f"{head_dim}/{value_dim}")
+    config = fastest("fp8", f"{head_dim}/{value_dim}")
     assert isinstance(config, Fp8Config)
     return config
 
@@ -202,7 +279,7 @@ def backward_config(head_dim: int, value_dim: int, group: int) -> BackwardConfig
         group: query heads per key/value head. A block then loops that much longer.
     """
     widths = f"{head_dim}/{value_dim}"
-    alone = TUNED.fastest("backward", widths + UNGROUPED) if group == 1 else None
-    config = alone or TUNED.fastest("backward", widths) or BackwardConfig()
+    alone = fastest("backward", widths + UNGROUPED) if group == 1 else None
+    config = alone or fastest("backward", widths) or BackwardConfig()
     assert isinstance(config, BackwardConfig)
     return config
