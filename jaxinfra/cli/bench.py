@@ -15,24 +15,32 @@ import sys
 from jaxinfra.core.errors import ConfigError, nearest
 from jaxinfra.core.places import user_cache
 
-BENCHMARKS = {
-    "step": "a training step, beside the same step in plain JAX",
-    "step_parts": "the parts of a training step alone, in a burst and sustained, and their sum",
-    "step_curve": "the losses of 200 steps on real text, beside the plain-JAX step's",
-    "attention": "flash attention forward and backward, beside cuDNN",
-    "memory_bound": "softmaxes and norms, forward and gradient, beside XLA and a copy",
-    "grouped_matmul": "rows times their group's weight, and gradients, beside PyTorch's",
-    "linear_cross_entropy": "the fused loss over a large vocabulary, beside XLA's",
-    "ladder": "matmul in ten steps beside cuBLAS; ELU; access, occupancy, divergence",
-    "roofline": "this device's ceilings, and kernels, prefill and decode under them",
-    "serve": "load on a server: throughput, time to the first token and per token, goodput",
-    "collectives": "collectives by size, as nccl-tests has it, beside JAX's own",
-    "context_parallel": "attention over a sharded sequence, beside one device's kernel",
-    "constants": "rates of matmuls, attention and memory that jaxinfra plan computes with",
-    "plan_check": "the planner's step times and memory, beside the machine's",
-    "flags": "XLA options on a training step, each beside a control without",
+ROOMS = {
+    "training": {
+        "step": "a training step, beside the same step in plain JAX",
+        "step_parts": "the parts of a training step alone, in a burst and sustained",
+        "step_curve": "the losses of 200 steps on real text, beside the plain-JAX step's",
+        "context_parallel": "attention over a sharded sequence, beside one device's kernel",
+        "flags": "XLA options on a training step, each beside a control without",
+    },
+    "kernels": {
+        "attention": "flash attention forward and backward, beside cuDNN",
+        "memory_bound": "softmaxes and norms, forward and gradient, beside XLA and a copy",
+        "grouped_matmul": "rows times their group's weight, and gradients, beside PyTorch's",
+        "linear_cross_entropy": "the fused loss over a large vocabulary, beside XLA's",
+        "ladder": "matmul in ten steps beside cuBLAS; ELU; access, occupancy, divergence",
+        "roofline": "this device's ceilings, and kernels, prefill and decode under them",
+    },
+    "serving": {
+        "serve": "load on a server: throughput, time to the first token and per token, goodput",
+    },
+    "planning": {
+        "collectives": "collectives by size, as nccl-tests has it, beside JAX's own",
+        "constants": "rates of matmuls, attention and memory that jaxinfra plan computes with",
+        "plan_check": "the planner's step times and memory, beside the machine's",
+    },
 }
-
+BENCHMARKS = {name: text for room in ROOMS.values() for name, text in room.items()}
 
 PLANNED = ("constants", "collectives")
 """Their results are kept where the planner looks for them, unless --out says where."""
@@ -54,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.what not in BENCHMARKS:
         raise ConfigError(f"unknown benchmark {args.what!r}{nearest(args.what, BENCHMARKS)}")
-    module = f"experiments.bench.{args.what}"
+    (room,) = (room for room, names in ROOMS.items() if args.what in names)
+    module = f"experiments.bench.{room}.{args.what}"
     if importlib.util.find_spec("experiments") is None:
         raise ConfigError(
             f"benchmark {args.what!r} is not installed: benchmarks and their baselines are in the "

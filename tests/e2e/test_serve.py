@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from e2e.served_letters import BASE, CONTEXT, KEY, post
 
-from experiments.bench import serve as bench
+from experiments.bench.serving import serve as bench
 from experiments.pictures.serving import draw
 from jaxinfra.core.errors import ConfigError
 

@@ -17,7 +17,7 @@ import jax
 import pytest
 from engine_models import DEFINITION
 
-from experiments.bench import serve_endurance
+from experiments.bench.serving import serve_endurance
 from jaxinfra.cli.main import main
 from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.models.definition import by_path

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import pytest
 
-from experiments.bench import attention, attention_table
+from experiments.bench.kernels import attention, attention_table
 from pallas_kernels.common import device, tables
 from pallas_kernels.flash_attention import dispatch
 from pallas_kernels.flash_attention.spec import AttentionCall, AttentionMasks

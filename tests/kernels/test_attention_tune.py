@@ -7,7 +7,7 @@ import logging
 import jax
 import pytest
 
-from experiments.bench import attention_tune as tune
+from experiments.bench.kernels import attention_tune as tune
 from pallas_kernels import InputError, UnsupportedError, flash_attention_fp8
 from pallas_kernels.common import device, tables
 from pallas_kernels.flash_attention.hopper import config as tiles

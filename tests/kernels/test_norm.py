@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.bench.memory_table import FOLDERS, read, table_of
+from experiments.bench.kernels.memory_table import FOLDERS, read, table_of
 from pallas_kernels import InputError, UnsupportedError, layer_norm, rms_norm
 from pallas_kernels.common import device, tables
 from pallas_kernels.norm import api

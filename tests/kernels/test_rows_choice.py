@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.mosaic.gpu import core as mosaic
 
-from experiments.bench.memory_bound import VARIANTS
+from experiments.bench.kernels.memory_bound import VARIANTS
 from pallas_kernels import layer_norm, rms_norm, softmax
 from pallas_kernels.common import device, tables
 from pallas_kernels.hopper.machine import SMEM_BYTES

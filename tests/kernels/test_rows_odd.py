@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.bench import memory_random
+from experiments.bench.kernels import memory_random
 from pallas_kernels import layer_norm, rms_norm, softmax
 from pallas_kernels.common.errors import UnsupportedError
 from pallas_kernels.hopper.machine import SMEM_BYTES

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from experiments.bench import attention_sweep as sweep
-from experiments.bench import attention_table
+from experiments.bench.kernels import attention_sweep as sweep
+from experiments.bench.kernels import attention_table
 from pallas_kernels.common import device, tables
 from pallas_kernels.flash_attention import dispatch
 

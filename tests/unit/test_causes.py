@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.bench.causes import with_tables
+from experiments.bench.training.causes import with_tables
 from jaxinfra.cli.main import main
 from jaxinfra.config import codec
 from jaxinfra.config.presets.models import llama32_1b
@@ -49,7 +49,8 @@ def test_there_are_enough_of_them():
 
 
 def test_the_page_has_the_list_and_its_results():
-    """``python -m experiments.bench.causes --page docs/causes.md --out RESULTS`` writes them."""
+    """``python -m experiments.bench.training.causes --page docs/causes.md \\
+        --out RESULTS`` writes them."""
     root = Path(__file__).parents[2]
     rows = json.loads((root / "experiments/results/causes-cpu.json").read_text())["rows"]
     page = (root / "docs/causes.md").read_text()

@@ -147,7 +147,7 @@ def test_bench_lists_what_there_is(capsys):
 
 
 def test_bench_step_takes_a_size_that_a_cpu_can_do(monkeypatch, capsys):
-    from experiments.bench import step
+    from experiments.bench.training import step
 
     monkeypatch.setattr(sys, "argv", ["step"])
     args = step._arguments()

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.bench import pipeline_trace
+from experiments.bench.training import pipeline_trace
 from jaxinfra.config.pipeline import PipelineSchedule
 from jaxinfra.parallel.pipeline.schedule import Kind
 from jaxinfra.parallel.pipeline.schedule_cost import run

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from experiments.bench import roofline_work as roofline
-from experiments.bench.roofline_work import Point, Work
+from experiments.bench.kernels import roofline_work as roofline
+from experiments.bench.kernels.roofline_work import Point, Work
 from experiments.pictures import roofline as picture
 from jaxinfra.config.model import stacked
 from jaxinfra.config.presets import MODELS

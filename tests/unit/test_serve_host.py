@@ -1,6 +1,6 @@
 """The benchmark of the host's work: requests run to their ends without any program."""
 
-from experiments.bench import serve_host
+from experiments.bench.serving import serve_host
 from jaxinfra.gym.served_model import write_served_model
 from jaxinfra.serving.engine.requests import EndReason, GenerationRequest
 from jaxinfra.serving.engine.runner import ModelRunner

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.bench import plain_step, step_curve
-from experiments.bench.step_curve import WINDOW, batches_of, compare, table, tokens_of
-from experiments.bench.step_parts import product
-from experiments.bench.step_programs import (
+from experiments.bench.training import plain_step, step_curve
+from experiments.bench.training.step_curve import WINDOW, batches_of, compare, table, tokens_of
+from experiments.bench.training.step_parts import product
+from experiments.bench.training.step_programs import (
     Program,
     ours,
     plain,

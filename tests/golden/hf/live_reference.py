@@ -1,4 +1,4 @@
-"""The reference implementation's side of ``experiments/bench/hf_parity.py``, without JAX.
+"""The reference implementation's side of ``experiments/bench/training/hf_parity.py``, without JAX.
 
     python tests/golden/hf/live_reference.py OUT [--device cuda] [--no-large] [--cases CASE ...]
 

@@ -1,0 +1,220 @@
+"""Finds the fastest tiles on this GPU and keeps them where the kernels look for them.
+
+    python -m experiments.bench.kernels.attention_tune --widths 128/128 \\
+        --directions forward backward
+
+Every candidate of a small declared space is run on a full and a causal call, checked against the
+shipped tiles' values, and timed beside them in one process. ``--folder`` (or the environment
+variable PALLAS_KERNELS_TABLES) says where the result is kept; kernels then read it from there.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.bench.tuned_table import add_rows
+from pallas_kernels.common import device, tables, timing
+from pallas_kernels.common.errors import InputError, UnsupportedError
+from pallas_kernels.flash_attention import hopper
+from pallas_kernels.flash_attention.fp8_operands import quantize_fp8
+from pallas_kernels.flash_attention.hopper.config import (
+    OP,
+    QUESTION,
+    SHIPPED,
+    UNGROUPED,
+    WIDTHS,
+    BackwardConfig,
+    ForwardConfig,
+    Fp8Config,
+    TileConfig,
+    exceeds_shared_memory,
+)
+from pallas_kernels.flash_attention.hopper.gradients import WIDEST_BY_KEYS
+from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec, BackwardOperands
+
+SPACE: dict[str, dict[str, tuple[Any, ...]]] = {
+    "forward": {
+        "block_kv": (64, 128),
+        "num_warpgroups": (2, 3),
+        "overlap": (True, False),
+        "ping_pong": (True, False),
+    },
+    "backward": {
+        "num_stages": (2, 3),
+        "register_ds": (False, True),
+        "dq_warpgroup": (False, True),
+        "own_copies": (False, True),
+    },
+    "fp8": {
+        "block_kv": (96, 128, 192, 224),
+        "num_warpgroups": (2, 3),
+        "overlap": (True, False),
+        "ping_pong": (True, False),
+        "num_stages": (2, 3),
+    },
+}
+"""What is tried, all combinations that fit in shared memory and in registers."""
+
+ALLOWED_ERROR = 2.0**-6
+"""Of a candidate's values beside the shipped tiles': two orders of one sum, in 16 or 8 bits."""
+B, T, N = 2, 4096, 16
+
+type Times = Callable[[list[TileConfig]], dict[TileConfig, float]]
+"""Milliseconds of each configuration that computes the right values."""
+
+
+def candidates(direction: str, key: str) -> list[TileConfig]:
+    """The shipped configuration first, then the space's others.
+
+    Raises:
+        InputError: no kernel of this direction has such widths.
+    """
+    H, V = widths(key)
+    shipped = SHIPPED.get((direction, key))
+    if direction == "backward":
+        by_keys = f"{H}/{V}" in WIDTHS and max(H, V) <= WIDEST_BY_KEYS
+        shipped = (shipped or BackwardConfig()) if by_keys else None
+    if shipped is None:
+        raise InputError(f"--widths {key}: no {direction} of these widths takes tiles")
+    space = SPACE[direction]
+    found = [shipped]
+    for values in itertools.product(*space.values()):
+        config = dataclasses.replace(shipped, **dict(zip(space, values, strict=True)))
+        if config not in found and _fits(config, H, V):
+            found.append(config)
+    return found
+
+
+def widths(key: str) -> tuple[int, int]:
+    """Head widths of query and value of a table's key."""
+    try:
+        H, V = (int(width) for width in key.removesuffix(UNGROUPED).split("/"))
+    except ValueError as error:
+        raise InputError(f"--widths {key} is not two widths as 128/128") from error
+    return H, V
+
+
+def _fits(config: TileConfig, H: int, V: int) -> bool:
+    if exceeds_shared_memory(config, H, V):
+        return False
+    if isinstance(config, BackwardConfig):
+        try:
+            config.check(H)
+        except UnsupportedError:
+            return False
+    return True
+
+
+def tune(direction: str, key: str, times: Times) -> list[tables.Row]:
+    """A row for each candidate that is right, with its time."""
+    measured = times(candidates(direction, key))
+    return [
+        tables.Row.of(
+            case={"direction": direction, "key": key},
+            choice=dataclasses.asdict(config),
+            ms=round(ms, 4),
+        )
+        for config, ms in measured.items()
+    ]
+
+
+def keep(rows: list[tables.Row]) -> None:
+    """Rows into the user's own table, in place of those of the same cases."""
+    path, cases = tables.user_file(OP, QUESTION), {row.case for row in rows}
+    add_rows(path.parent, rows, op=OP, question=QUESTION, without=cases)
+
+
+def on_this_gpu(direction: str, key: str) -> Times:
+    """Times by running: kernel time of a full and a causal call together."""
+    H, V = widths(key)
+    K = N if key.endswith(UNGROUPED) else N // 4
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, d_out = (
+        jax.random.normal(key, (B, T, heads, width), jnp.bfloat16)
+        for key, heads, width in zip(keys, (N, K, K, N), (H, H, V, V), strict=True)
+    )
+    masks = AttentionMasks()
+
+    def run(config: TileConfig, right: int | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        spec = AttentionSpec(scale=H**-0.5, right=right)
+        if isinstance(config, ForwardConfig):
+            forward = functools.partial(hopper.forward, masks=masks, spec=spec, config=config)
+            return forward, (q, k, v)
+        if isinstance(config, Fp8Config):
+            operands = jax.jit(quantize_fp8)(q, k, v)
+            fp8 = functools.partial(hopper.forward_fp8, spec=spec, dtype=q.dtype, config=config)
+            return fp8, (operands,)
+        out, lse = jax.jit(functools.partial(hopper.forward, masks=masks, spec=spec))(q, k, v)
+
+        def backward(q, k, v, out, lse, d_out):
+            operands = BackwardOperands(
+                q=q, k=k, v=v, masks=masks, out=out, lse=lse, d_out=d_out, d_lse=None
+            )
+            return hopper.backward(operands, spec=spec, deterministic=False, config=config)[:3]
+
+        return backward, (q, k, v, out, lse, d_out)
+
+    def times(configs: list[TileConfig]) -> dict[TileConfig, float]:
+        total = dict.fromkeys(configs, 0.0)
+        for right in (None, 0):
+            work = {config: run(config, right) for config in total}
+            jitted = {config: (jax.jit(f), args) for config, (f, args) in work.items()}
+            with concurrent.futures.ThreadPoolExecutor() as pool:
+                list(pool.map(lambda item: item[0].lower(*item[1]).compile(), jitted.values()))
+            want = jitted[configs[0]][0](*jitted[configs[0]][1])
+            for config, (f, args) in jitted.items():
+                if (error := _error(f(*args), want)) > ALLOWED_ERROR:
+                    print(f"left out, error {error:.3g}: {config}", flush=True)
+                    del total[config]
+            named = {str(config): jitted[config] for config in total}
+            taken = timing.measure(named, rounds=3, iterations=3)
+            for config in total:
+                total[config] += taken[str(config)].median_ms
+        return total
+
+    return times
+
+
+def _error(got: Any, want: Any) -> float:
+    errors = [
+        jnp.linalg.norm((a - b).astype(jnp.float32)) / jnp.linalg.norm(b.astype(jnp.float32))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    ]
+    return float(jnp.max(jnp.stack(errors)))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command line; see the module."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--widths", nargs="+", default=["64/64", "128/128"], metavar="H/V")
+    parser.add_argument("--directions", nargs="+", default=[*SPACE], choices=[*SPACE])
+    parser.add_argument("--folder", help="where the result is kept and read from")
+    args = parser.parse_args(arguments)
+    if args.folder:
+        os.environ[tables.USER_FOLDER_VARIABLE] = args.folder
+    facts = device.target()
+    if facts.capability != (9, 0):
+        raise UnsupportedError(
+            f"tuning needs the GPU it is for, of compute capability 9.0 (Hopper), not {facts.kind}"
+        )
+    path = tables.user_file(OP, QUESTION)
+    for direction, width in itertools.product(args.directions, args.widths):
+        keys = [width, width + UNGROUPED] if direction == "backward" else [width]
+        for key in keys:
+            rows = tune(direction, key, on_this_gpu(direction, key))
+            for row in sorted(rows, key=lambda row: row.ms):
+                print(f"{direction} {key} {row.ms:.3f} ms {dict(row.choice)}", flush=True)
+            keep(rows)
+            print(f"kept in {path}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

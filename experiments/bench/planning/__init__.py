@@ -1,0 +1,1 @@
+"""Benchmarks of planning: ours beside the alternatives, in one process."""

@@ -1,0 +1,1 @@
+"""Benchmarks of serving: ours beside the alternatives, in one process."""

@@ -1,0 +1,397 @@
+"""The engine by the host's clock: steps, a batch, shared prefixes, load; random weights.
+
+python -m experiments.bench.serving.serve_engine --preset llama3_8b \
+    --out experiments/results/serve-engine-8b-h200.json
+
+Cases. "steps": requests that all decode, "ms" a step with sampling and the host's work, beside
+weights and cache over the rate of a copy in the same process. "batch": --requests at once, of
+--prompt-tokens and --new-tokens, greedy; "of_roofline" is what their products would take at the
+rate of a large matmul, and their decode steps at that of a copy, over the time taken. "prefix":
+prompts of a suffix alone, then behind a prefix that pages hold. "load": arrivals by chance at
+shares of the batch's rate. "check": greedy tokens beside the logits of a pass over the whole text.
+"memory": what ``jaxinfra memory --serve`` says of this engine, to be held beside "peak_bytes".
+"""
+
+import argparse
+import collections
+import dataclasses
+import functools
+import gc
+import pathlib
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental.mosaic.gpu import profiler
+
+from experiments.bench.serving.decode import Form, copied, floor_bytes, forms, prefill_flops
+from experiments.bench.table import Table
+from jaxinfra.config.precision import PolicyName
+from jaxinfra.config.presets import MODELS
+from jaxinfra.diagnostics.memory.serving import ServingCase, serving_memory
+from jaxinfra.models.decoder import Decoder
+from jaxinfra.numerics.policy import POLICIES, held_as_computed
+from jaxinfra.serving.engine.engine import Engine
+from jaxinfra.serving.engine.options import EngineOptions
+from jaxinfra.serving.engine.requests import GenerationRequest
+from jaxinfra.serving.sampling import GREEDY, SamplingConfig
+
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "temperature": SamplingConfig(temperature=0.8),
+    "top-p": SamplingConfig(temperature=0.8, top_k=50, top_p=0.95),
+}
+SHAPES = {
+    "llama3_8b": ((1, 2048), (16, 2048), (64, 2048), (128, 1024)),
+    "llama32_1b": ((1, 2048), (64, 2048)),
+    "tiny": ((1, 32), (2, 32)),
+}
+CASES = ("steps", "batch", "prefix", "load", "check", "memory")
+PERCENTILES = (50, 95, 99)
+
+
+class Bench:
+    """An engine, and what its work would take at the least."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.rng = np.random.default_rng(0)
+        # The generator ends here, and with it the stacked weights.
+        _, self.form = next(forms(args.preset, ["serving"], whole_layers=None, tensor=args.tensor))
+        gc.collect()
+        self.copy_rate = self.matmul_rate = float("nan")
+
+    @property
+    def model(self) -> Decoder:
+        """The model in the form of serving."""
+        return nnx.merge(self.form.graphdef, self.form.weights)
+
+    @functools.cached_property
+    def engine(self) -> Engine:
+        """Made once rates are known, whose arrays would count as its memory."""
+        return Engine(self.model, options=options_of(self.args))
+
+    def warm_up(self) -> dict[str, Any]:
+        """Compiles what the engine lists."""
+        begun, runner = time.perf_counter(), self.engine.runner
+        keys = None
+        if self.args.few_programs:
+            # Decode steps that draw by temperature, and whole prompts, as many as a call has.
+            rows = max(rows for rows, _ in self.engine.limits.chunk_shapes)
+            keys = [
+                key
+                for key in runner.keys
+                if key.name == "step" and (key.rows == rows if key.length > 1 else not key.is_full)
+            ]
+        runner.warm_up(keys=keys)
+        programs = runner.num_compiled
+        return {"programs": programs, "s": round(time.perf_counter() - begun, 2)}
+
+    def rates(self) -> dict[str, Any]:
+        """Of memory and of a large matmul, now."""
+        self.copy_rate = copied()
+        x = jax.random.normal(jax.random.key(1), (8192, 8192), jnp.bfloat16)
+        _, taken = profiler.measure(jax.jit(jnp.dot), iterations=5)(x, x)
+        assert taken is not None, "the product launched no kernel"
+        self.matmul_rate = 2 * 8192**3 / (statistics.median(taken) / 1e3)
+        return {
+            "copy_gb_s": round(self.copy_rate / 1e9, 1),
+            "matmul_tflop_s": round(self.matmul_rate / 1e12, 1),
+        }
+
+    def prompt(self, length: int) -> tuple[int, ...]:
+        """Random ids."""
+        return tuple(self.rng.integers(0, self.engine.num_ids, length).tolist())
+
+    def request(self, length: int, new: int, sampling: SamplingConfig = GREEDY):
+        """A request of a prompt of its own."""
+        ids = self.prompt(length)
+        return GenerationRequest(prompt_ids=ids, max_new_tokens=new, sampling=sampling)
+
+    def steps(self, batch: int, context: int, sampling: str) -> dict[str, Any]:
+        """Time of a step in which all requests decode."""
+        engine, warm, timed = self.engine, self.args.warm_steps, self.args.steps
+        lead = warm + timed // 2
+        numbers = [
+            engine.submit(self.request(context - lead, 4 * timed + warm, SAMPLINGS[sampling]))
+            for _ in range(batch)
+        ]
+        seen = set()
+        while len(seen) < batch:
+            seen |= {each.request for each in engine.step()}
+        for _ in range(warm):
+            engine.step()
+        taken, host = [], []
+        for _ in range(3):
+            begun, cpu = time.perf_counter(), time.thread_time()
+            for _ in range(timed // 2):
+                engine.step()
+            taken.append((time.perf_counter() - begun) / (timed // 2))
+            host.append((time.thread_time() - cpu) / (timed // 2))
+        for number in numbers:
+            engine.cancel(number)
+        while engine.is_busy:
+            engine.step()
+        floor = floor_bytes(self.form, batch, context) / self.copy_rate / self.args.tensor
+        return {
+            "ms": round(1e3 * statistics.median(taken), 4),
+            "host_cpu_ms": round(1e3 * statistics.median(host), 4),
+            "floor_ms": round(1e3 * floor, 4),
+        }
+
+    def drained(self, requests: Sequence[GenerationRequest], rate: float | None = None):
+        """All requests to their ends; per request its arrival, and the times of its tokens."""
+        engine, arrivals = self.engine, np.zeros(len(requests))
+        if rate is not None:
+            arrivals = np.cumsum(self.rng.exponential(1 / rate, len(requests)))
+        begun = time.perf_counter()
+        times: dict[int, list[float]] = collections.defaultdict(list)
+        places: dict[int, int] = {}
+        waiting = 0
+        while waiting < len(requests) or engine.is_busy:
+            now = time.perf_counter() - begun
+            while waiting < len(requests) and arrivals[waiting] <= now:
+                places[engine.submit(requests[waiting])] = waiting
+                waiting += 1
+            if not engine.is_busy:
+                time.sleep(max(0.0, arrivals[waiting] - now))
+                continue
+            done = engine.step()
+            now = time.perf_counter() - begun
+            for progress in done:
+                times[places[progress.request]] += [now] * len(progress.tokens)
+        return arrivals, times, time.perf_counter() - begun
+
+    def batch(self) -> dict[str, Any]:
+        """Requests that are all there at the beginning."""
+        args, counts = self.args, self.engine.counts
+        number = args.requests
+        before = counts.steps
+        _, times, taken = self.drained(
+            [self.request(args.prompt_tokens, args.new_tokens) for _ in range(number)]
+        )
+        new = sum(len(each) for each in times.values())
+        prefill, decode = self.roofline(number)
+        return {
+            "requests": number,
+            "s": round(taken, 3),
+            "steps": counts.steps - before,
+            "new_tokens_s": round(new / taken, 1),
+            "requests_s": round(number / taken, 3),
+            "all_tokens_came": new == number * args.new_tokens,
+            "roofline_prefill_s": round(prefill, 3),
+            "roofline_decode_s": round(decode, 3),
+            "of_roofline": round((prefill + decode) / taken, 4),
+        }
+
+    def roofline(self, number: int) -> tuple[float, float]:
+        """Seconds of products of all prompts, and of reading for all decode steps."""
+        args = self.args
+        prefill = prefill_flops(self.form, number, args.prompt_tokens) / self.matmul_rate
+        running = min(args.running, number)
+        context = args.prompt_tokens + args.new_tokens // 2
+        steps = number / running * args.new_tokens
+        return prefill, steps * floor_bytes(self.form, running, context) / self.copy_rate
+
+    def prefix(self) -> dict[str, Any]:
+        """Prompts of a suffix alone, and of the same behind a prefix that is known."""
+        args, number = self.args, self.args.prefix_requests
+        prefix = self.prompt(args.prefix_tokens)
+
+        def timed(shared: tuple[int, ...]) -> float:
+            requests = [
+                GenerationRequest(
+                    prompt_ids=(*shared, *self.prompt(args.prompt_tokens)), max_new_tokens=1
+                )
+                for _ in range(number)
+            ]
+            return self.drained(requests)[2]
+
+        timed(prefix)
+        alone = [timed(()) for _ in range(3)]
+        behind = [timed(prefix) for _ in range(3)]
+        flops = prefill_flops(self.form, number, args.prompt_tokens)
+        ratio = statistics.median(behind) / statistics.median(alone)
+        return {
+            "requests": number,
+            "alone_ms": round(1e3 * statistics.median(alone) / number, 3),
+            "behind_ms": round(1e3 * statistics.median(behind) / number, 3),
+            "ratio": round(ratio, 4),
+            "alone_tflop_s": round(flops / statistics.median(alone) / 1e12, 1),
+        }
+
+    def load(self, share: float, requests_s: float) -> dict[str, Any]:
+        """Arrivals by chance."""
+        args = self.args
+        number = max(2, round(share * requests_s * args.load_seconds))
+        requests = [self.request(args.prompt_tokens, args.new_tokens) for _ in range(number)]
+        arrivals, times, taken = self.drained(requests, share * requests_s)
+        first = [1e3 * (times[place][0] - at) for place, at in enumerate(arrivals)]
+        each = [1e3 * (t[-1] - t[0]) / max(1, len(t) - 1) for t in times.values()]
+
+        def percentiles(values: list[float]) -> dict[str, float]:
+            found = np.percentile(values, PERCENTILES)
+            return {f"p{p}": round(float(x), 2) for p, x in zip(PERCENTILES, found, strict=True)}
+
+        return {
+            "requests": number,
+            "requests_s": round(share * requests_s, 3),
+            "s": round(taken, 2),
+            "first_token_ms": percentiles(first),
+            "per_token_ms": percentiles(each),
+        }
+
+    def check(self) -> dict[str, Any]:
+        """How far drawn tokens' logits lie below the largest of a pass over the whole text."""
+        lengths = self.args.check_lengths
+        requests = [self.request(length, 24) for length in lengths]
+        tokens: dict[int, list[int]] = collections.defaultdict(list)
+        places = {self.engine.submit(each): place for place, each in enumerate(requests)}
+        while self.engine.is_busy:
+            for progress in self.engine.step():
+                assert progress.error is None, progress.error
+                tokens[places[progress.request]] += progress.tokens
+        gaps, spread, same = [], [], 0
+        for place, request in enumerate(requests):
+            text = [*request.prompt_ids, *tokens[place]]
+            ids = np.zeros((1, self.engine.limits.context), np.int32)
+            ids[0, : len(text)] = text
+            logits = np.asarray(_whole(self.form, ids)[0])[len(request.prompt_ids) - 1 :]
+            logits = logits[: len(tokens[place])]
+            drawn = logits[np.arange(len(logits)), tokens[place]]
+            gaps += (logits.max(axis=1) - drawn).tolist()
+            spread.append(float(logits.std()))
+            same += int((logits.argmax(axis=1) == tokens[place]).sum())
+        return {
+            "tokens": len(gaps),
+            "same": same,
+            "largest_gap": round(max(gaps), 5),
+            "logits_std": round(statistics.fmean(spread), 4),
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Whether anything was lost, or compiled late, and the memory it took."""
+        if not self.args.few_programs:
+            drawn = SamplingConfig(temperature=0.0, logprobs=1)
+            asked = self.request(self.args.chunks[-1], 2, drawn)
+            self.drained([dataclasses.replace(asked, scores_prompt=True)])  # with most logits
+        scheduler, stats = self.engine.scheduler, jax.devices()[0].memory_stats() or {}
+        return {
+            "late_compiles": self.engine.runner.num_late,
+            "pages_held": self.engine.limits.num_pages
+            - 1
+            - scheduler.allocator.num_free
+            - scheduler.allocator.num_idle,
+            "preemptions": scheduler.num_preemptions,
+            "peak_bytes": stats.get("peak_bytes_in_use"),
+            "bytes": stats.get("bytes_in_use"),
+        }
+
+
+def options_of(args: argparse.Namespace) -> EngineOptions:
+    """The engine's."""
+    return EngineOptions(
+        max_running=args.running,
+        page_size=args.page_size,
+        num_pages=args.pages,
+        max_context=args.context,
+        max_step_tokens=args.step_tokens,
+        chunk_sizes=tuple(args.chunks),
+        max_piece_rows=args.piece_rows,
+    )
+
+
+def predicted(args: argparse.Namespace) -> dict[str, Any]:
+    """Bytes of the engine, before it is made."""
+    case = ServingCase(
+        model=MODELS[args.preset](),
+        policy=held_as_computed(POLICIES[PolicyName.BF16]),
+        engine=options_of(args),
+        is_straight=jax.default_backend() == "gpu",
+    )
+    found = serving_memory(case)
+    return {"predicted_bytes": found.bytes, "program": str(found.program), "each": found.totals}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _hidden(graphdef: Any, weights: Any, ids_BT: jax.Array) -> jax.Array:
+    model = nnx.merge(graphdef, weights)
+    return model.logits(model.hidden(ids_BT))
+
+
+def _whole(form: Form, ids_BT: np.ndarray) -> jax.Array:
+    return _hidden(form.graphdef, form.weights, jnp.asarray(ids_BT))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--preset", default="llama3_8b", choices=[*SHAPES])
+    parser.add_argument("--cases", nargs="+", default=[*CASES], choices=CASES)
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--budget", type=float, default=300.0, help="seconds in all")
+    parser.add_argument("--running", type=int, default=256)
+    parser.add_argument("--tensor", type=int, default=1, help="devices that share each layer")
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--pages", type=int)
+    parser.add_argument("--context", type=int, default=2176)
+    parser.add_argument("--step-tokens", type=int, default=4352)
+    parser.add_argument("--chunks", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--piece-rows", type=int, default=4)
+    parser.add_argument("--prompt-tokens", type=int, default=1024)
+    parser.add_argument("--new-tokens", type=int, default=1024)
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--prefix-tokens", type=int, default=2048)
+    parser.add_argument("--prefix-requests", type=int, default=32)
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.8])
+    parser.add_argument("--load-seconds", type=float, default=20.0)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--warm-steps", type=int, default=8, help="before those that are timed")
+    parser.add_argument("--few-programs", action="store_true", help="others compile when needed")
+    parser.add_argument("--batches", type=int, nargs="+", help="of steps; all by default")
+    parser.add_argument("--samplings", nargs="+", default=["greedy", "temperature", "top-p"])
+    parser.add_argument("--check-lengths", type=int, nargs="+", default=[5, 64, 200, 777, 1024])
+    args = parser.parse_args()
+    if "load" in args.cases and "batch" not in args.cases:
+        parser.error("--cases load takes shares of the rate of requests that --cases batch finds")
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    table = Table(out=args.out, deadline=time.monotonic() + args.budget)
+    if "memory" in args.cases:
+        table.add("memory", functools.partial(predicted, args))
+    if args.cases == ["memory"]:
+        return
+    bench = Bench(args)
+    table.add("rates", bench.rates)
+    if args.cases != ["check"]:
+        table.add("warm up", bench.warm_up)
+    if "check" in args.cases:
+        table.add("check", bench.check)
+    row: dict[str, Any] = {}
+    if "batch" in args.cases:
+        row = table.add(f"batch {args.prompt_tokens} + {args.new_tokens}", bench.batch)
+    if "steps" in args.cases:
+        for batch, context in SHAPES[args.preset]:
+            if args.batches is not None and batch not in args.batches:
+                continue
+            for sampling in args.samplings:
+                name = f"steps {batch} x {context}, {sampling}"
+                table.add(name, functools.partial(bench.steps, batch, context, sampling))
+    if "prefix" in args.cases:
+        table.add(f"prefix {args.prefix_tokens} + {args.prompt_tokens}", bench.prefix)
+    if "load" in args.cases and "requests_s" in row:
+        for share in args.shares:
+            load = functools.partial(bench.load, share, row["requests_s"])
+            table.add(f"load {share:.0%}", load)
+    table.add("after", bench.state)
+
+
+if __name__ == "__main__":
+    main()

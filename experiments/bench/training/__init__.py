@@ -1,0 +1,1 @@
+"""Benchmarks of training: ours beside the alternatives, in one process."""

@@ -1,0 +1,301 @@
+"""Training steps on meshes that a benchmark compiles and runs: ours by name, and plain JAX.
+
+A name is a base and what differs from its settings, joined by "+": ``fsdp+unroll16+O1`` is fully
+sharded, 16 layers a loop body, under XLA's options of the name O1. ``rounded`` sums weights'
+gradients over devices in bf16, as plain JAX does; ``kept`` gathers weights once for both passes.
+``squares`` and other scalings multiply projections in 8 bits. ``NAME=VALUE`` is an
+XLA option by itself.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from experiments.bench.training import plain_step
+from experiments.bench.training.step_programs import LEARNING_RATE, WEIGHT_DECAY, data
+from jaxinfra.config.mesh import MeshConfig, ShardingConfig
+from jaxinfra.config.model import ModelConfig
+from jaxinfra.config.optimizer import LearningRateSchedule, OptimizerConfig
+from jaxinfra.config.precision import (
+    Fp8Matmuls,
+    Fp8Scaling,
+    PolicyName,
+    PrecisionConfig,
+    WeightGradients,
+)
+from jaxinfra.config.presets import runs
+from jaxinfra.config.run import AttentionImplementation, Remat
+from jaxinfra.data.batch import Batch
+from jaxinfra.ops.target import Facts, compiling_for
+from jaxinfra.training.job import Job, make_job
+from jaxinfra.training.xla_options import Options, parse_options
+
+_ONE_SIDED = "COLLECTIVES_SYMMETRIC_MEMORY"
+
+OPTIONS: dict[str, Options] = {
+    # XLA's own shortcut: among others it starts a loop's collectives one turn ahead.
+    "O1": {"optimization_level": "O1"},
+    "hiding": {"xla_gpu_enable_latency_hiding_scheduler": True},
+    "doubled": {"xla_gpu_enable_while_loop_double_buffering": True},
+    # XLA's own size of messages; ours before, and since: a layer's weights, a layer's gradients.
+    "separate": {
+        "xla_gpu_all_gather_combine_threshold_bytes": 30 * 2**20,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 30 * 2**20,
+    },
+    "combined": {
+        "xla_gpu_all_gather_combine_threshold_bytes": 2**27,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**28,
+    },
+    "near": {
+        "xla_gpu_all_gather_combine_threshold_bytes": 2**27,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**26,
+    },
+    # Copy engines write into the others' memory; no multiprocessor is taken from a matmul beside.
+    "copied": {
+        "xla_gpu_all_gather_mode": _ONE_SIDED,
+        "xla_gpu_collective_permute_mode": _ONE_SIDED,
+    },
+    # A matmul beside an all-gather or reduce-scatter in steps of a ring (Wang et al. 2023).
+    "einsum": {
+        "xla_gpu_threshold_for_windowed_einsum_mib": 0,
+        "xla_gpu_multi_streamed_windowed_einsum": True,
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What contenders of one comparison share."""
+
+    config: ModelConfig
+    batch: int  # rows a device
+    length: int
+    remat: str
+    attention: str
+    devices: Sequence[jax.Device]
+    target: Facts | None = None  # of devices that are not there
+
+
+@dataclasses.dataclass(kw_only=True)
+class Contender:
+    """A compiled step and how to start it."""
+
+    name: str
+    num_devices: int
+    tokens: int  # a step, over all devices
+    compiled: Any
+    start: Callable[[], Callable[[], jax.Array]]  # allocates; the result does one step
+    compile_s: float
+
+
+_BASES: dict[str, Callable[[int], tuple[MeshConfig, ShardingConfig]]] = {
+    "one": lambda n: (MeshConfig(), ShardingConfig()),
+    "fsdp": lambda n: (MeshConfig(fsdp=n), ShardingConfig()),
+    "zero1": lambda n: (MeshConfig(fsdp=n), ShardingConfig(zero=1)),
+    "zero2": lambda n: (MeshConfig(fsdp=n), ShardingConfig(zero=2)),
+    "replica": lambda n: (MeshConfig(replica=n), ShardingConfig()),
+    "tensor": lambda n: (MeshConfig(tensor=n), ShardingConfig()),
+    "tensor-sp": lambda n: (MeshConfig(tensor=n), ShardingConfig(sequence_parallel=True)),
+}
+
+
+def contender(name: str, setting: Setting) -> Contender:
+    """By name; see the module."""
+    base, *changes = name.split("+")
+    if base in ("plain-one", "plain-fsdp"):
+        return _plain(name, setting, devices=1 if base == "plain-one" else len(setting.devices))
+    if base not in _BASES:
+        raise SystemExit(
+            f"contender {name!r}: bases are {', '.join(_BASES)}, plain-one, plain-fsdp"
+        )
+    mesh, sharding = _BASES[base](len(setting.devices))
+    options: Options = {}
+    unroll, remat, gradients, fp8 = 1, setting.remat, WeightGradients.FP32, None
+    for change in changes:
+        if change in OPTIONS:
+            options |= OPTIONS[change]
+        elif change.startswith("unroll"):
+            unroll = int(change.removeprefix("unroll"))
+        elif change == "rounded":
+            gradients = WeightGradients.COMPUTE
+        elif change == "kept":
+            sharding = dataclasses.replace(sharding, keep_gathered=True)
+        elif change in list(Remat):
+            remat = change
+        elif change in list(Fp8Scaling):
+            fp8 = Fp8Matmuls(scaling=Fp8Scaling(change))
+        else:
+            options |= parse_options([change])
+    precision = PrecisionConfig(policy=PolicyName.BF16, weight_gradients=gradients, fp8=fp8)
+    return _ours(
+        name,
+        setting,
+        mesh,
+        sharding,
+        unroll=unroll,
+        remat=remat,
+        precision=precision,
+        options=options,
+    )
+
+
+def _ours(
+    name: str,
+    setting: Setting,
+    mesh: MeshConfig,
+    sharding: ShardingConfig,
+    *,
+    unroll: int,
+    remat: str,
+    precision: PrecisionConfig,
+    options: Options,
+) -> Contender:
+    """The product's own step, as ``jaxinfra train`` builds it."""
+    config, rows = setting.config, setting.batch
+    rows *= 1 if mesh.num_devices == 1 else len(setting.devices)
+    run = runs.pretraining(config)
+    training = dataclasses.replace(
+        run.training,
+        batch_size=rows,
+        sequence_length=setting.length,
+        accumulation=1,
+        remat=Remat(remat),
+        attention=AttentionImplementation(setting.attention),
+        unroll=unroll,
+        z_loss=0.0,
+    )
+    optimizer = OptimizerConfig(
+        learning_rate=LEARNING_RATE,
+        schedule=LearningRateSchedule.CONSTANT,
+        weight_decay=WEIGHT_DECAY,
+        clip_norm=None,
+    )
+    run = dataclasses.replace(
+        run,
+        training=training,
+        optimizer=optimizer,
+        precision=precision,
+        mesh=mesh,
+        sharding=sharding,
+    )
+    job = make_job(run, devices=setting.devices[: mesh.num_devices])
+    tokens, targets = data(config, batch=rows, length=setting.length)
+    batch = Batch(
+        tokens=tokens,
+        targets=targets,
+        segment_ids=None,
+        positions=None,
+        weights=np.ones(tokens.shape, np.float32),
+    )
+    begin = time.perf_counter()
+    target = setting.target
+    with compiling_for(target) if target is not None else contextlib.nullcontext():
+        traced = job.train_step.trace(job.abstract_state(), _abstract(batch, job))
+        lowered = traced.lower(lowering_platforms=("cuda",) if target is not None else None)
+    compiled = lowered.compile(compiler_options=options or None)
+
+    def start() -> Callable[[], jax.Array]:
+        state, placed = job.initialize(), job.put(batch)
+
+        def advance() -> jax.Array:
+            nonlocal state
+            state, metrics = compiled(state, placed)
+            return metrics.loss
+
+        return advance
+
+    return Contender(
+        name=name,
+        num_devices=mesh.num_devices,
+        tokens=rows * setting.length,
+        compiled=compiled,
+        start=start,
+        compile_s=time.perf_counter() - begin,
+    )
+
+
+def _abstract(batch: Batch, job: Job) -> Batch:
+    sharding = job.placement.batch
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batch)
+
+
+def _plain(name: str, setting: Setting, *, devices: int) -> Contender:
+    """The hand-written step; on several devices fully sharded, the residual stream by rows."""
+    block, rows = setting.config.blocks[0], setting.batch * devices
+    shape = plain_step.Shape(
+        layers=setting.config.num_layers,
+        width=setting.config.model_dim,
+        heads=block.mixer.num_q_heads,
+        kv_heads=block.mixer.num_kv_heads,
+        hidden=block.feed_forward.hidden_dim,
+        vocab=setting.config.vocab_size,
+        batch=rows,
+        length=setting.length,
+    )
+    mesh = Mesh(np.array(setting.devices[:devices]), ("fsdp",))
+    by_row = NamedSharding(mesh, PartitionSpec("fsdp"))
+
+    def place(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        # Every weight has the model's width; of two dims as long, the last.
+        dim = max(i for i, size in enumerate(leaf.shape) if size == shape.width)
+        return NamedSharding(mesh, PartitionSpec(*(None,) * dim, "fsdp"))
+
+    optimizer, step = plain_step.make_step(
+        shape,
+        remat="dots",
+        learning_rate=LEARNING_RATE,
+        weight_decay=WEIGHT_DECAY,
+        constrain=lambda x: jax.lax.with_sharding_constraint(x, by_row),
+    )
+    draw = functools.partial(plain_step.initialize, shape)
+    shapes = jax.eval_shape(draw, jax.random.key(0))
+    shardings = jax.tree.map(place, shapes)
+    moments = optax.tree_utils.tree_map_params(
+        optimizer.init,
+        lambda _, sharding: sharding,
+        jax.eval_shape(optimizer.init, shapes),
+        shardings,
+        transform_non_params=lambda _: NamedSharding(mesh, PartitionSpec()),
+    )
+    ids = data(setting.config, batch=rows, length=setting.length)
+
+    def placed(shapes: Any, shardings: Any) -> Any:
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+        )
+
+    begin = time.perf_counter()
+    compiled = step.lower(
+        placed(shapes, shardings),
+        placed(jax.eval_shape(optimizer.init, shapes), moments),
+        *(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=by_row) for x in ids),
+    ).compile()
+
+    def start() -> Callable[[], jax.Array]:
+        params = jax.jit(draw, out_shardings=shardings)(jax.random.key(0))
+        state = jax.jit(optimizer.init, out_shardings=moments)(params)
+        tokens, targets = (jax.device_put(x, by_row) for x in ids)
+
+        def advance() -> jax.Array:
+            nonlocal params, state
+            params, state, loss = compiled(params, state, tokens, targets)
+            return loss
+
+        return advance
+
+    return Contender(
+        name=name,
+        num_devices=devices,
+        tokens=rows * setting.length,
+        compiled=compiled,
+        start=start,
+        compile_s=time.perf_counter() - begin,
+    )
