@@ -81,7 +81,7 @@ format: $(SETUP) ## Format, and fix what the linter can
 docs: $(SETUP) ## The documentation site, into build/site
 	$(ENV_PYTHON) tools/docs_site.py
 
-lock: ## Renew requirements/*.lock: ARGS=--upgrade for newer versions
+lock: ## Renew tools/requirements/*.lock: ARGS=--upgrade for newer versions
 	@python3 tools/lock.py $(ARGS)
 
 clean: ## Remove the environment and every cache; runs/ stays

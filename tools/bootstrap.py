@@ -75,7 +75,8 @@ class Setup:
     @property
     def lock(self) -> pathlib.Path:
         """The versions and hashes of everything installed."""
-        return self.root / "requirements" / f"{self.flavour}{series_suffix(self.jax)}.lock"
+        name = f"{self.flavour}{series_suffix(self.jax)}.lock"
+        return self.root / "tools" / "requirements" / name
 
     def keys(self) -> dict[str, str]:
         """Digests of what the environment, and the project's entry in it, are made from."""
@@ -178,7 +179,7 @@ def pip_of(interpreters: list[pathlib.Path], work: pathlib.Path) -> list[str] | 
 
 def obtain_uv(setup: Setup, interpreters: list[pathlib.Path]) -> pathlib.Path:
     """The uv named in bootstrap.lock: pip brings its wheel, and the binary is all we need of it."""
-    lock = setup.root / "requirements" / "bootstrap.lock"
+    lock = setup.root / "tools" / "requirements" / "bootstrap.lock"
     text = lock.read_text("utf-8")
     version = re.findall(r"^uv==([\w.]+)", text, re.MULTILINE)[0]
     binary = setup.work / f"uv-{version}-{sysconfig.get_platform()}"

@@ -64,7 +64,7 @@ def explain(output: str, doing: str, root: pathlib.Path, source: str = "") -> st
     if _WRONG_HASH.search(output):
         return (
             f"{doing}: {index} served a file other than the locked one; only what matches the "
-            "hashes in requirements/ is installed; ask whoever runs the index"
+            "hashes in tools/requirements/ is installed; ask whoever runs the index"
         )
     # The innermost cause comes last and says most.
     for pattern, rule in (

@@ -16,7 +16,7 @@ from bootstrap import ROOT, Request, Setup, obtain_uv, uv_settings
 from bootstrap_run import SetupError, run
 
 VENV = ROOT / ".venv-docs"
-LOCK = ROOT / "requirements" / "docs.lock"
+LOCK = ROOT / "tools" / "requirements" / "docs.lock"
 
 
 def ensure_environment() -> pathlib.Path:
@@ -44,11 +44,11 @@ def main() -> int:
         return 1
     pages = ROOT / "build" / "pages"
     shutil.rmtree(pages, ignore_errors=True)
-    shutil.copytree(ROOT / "docs", pages)
+    shutil.copytree(ROOT / "docs", pages, ignore=shutil.ignore_patterns("mkdocs.yml"))
     made = [sys.executable, str(ROOT / "tools" / "docs_pages.py"), str(pages)]
     if subprocess.run(made, cwd=ROOT, check=False).returncode:
         return 1
-    build = [str(mkdocs), "build", "--strict", "--quiet", "--config-file", "mkdocs.yml"]
+    build = [str(mkdocs), "build", "--strict", "--quiet", "--config-file", "docs/mkdocs.yml"]
     quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}  # the theme's word on its successor
     code = subprocess.run(build, cwd=ROOT, env=quiet, check=False).returncode
     if code == 0:

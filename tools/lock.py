@@ -1,4 +1,4 @@
-"""Regenerates requirements/*.lock with the locked uv: `make lock`, or with ARGS=--upgrade newer;
+"""Regenerates tools/requirements/*.lock with the locked uv: `make lock`, ARGS=--upgrade for newer;
 ARGS=docs regenerates that one alone.
 
 The locks hold versions and hashes and no host names; they serve every platform and Python that
@@ -34,7 +34,7 @@ def locks_of(jax: str, python: list[str]) -> dict[str, list[str]]:
     inputs = [*python, *GROUP, "--constraint", str(held)]
     return {
         f"cuda{suffix}": [*inputs, "--extra", "cuda"],
-        f"cpu{suffix}": [*inputs, "--constraint", f"requirements/cuda{suffix}.lock"],
+        f"cpu{suffix}": [*inputs, "--constraint", f"tools/requirements/cuda{suffix}.lock"],
     }
 
 
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
     for name in ("UV_INDEX", "UV_FIND_LINKS", "UV_INDEX_STRATEGY"):
         env.pop(name, None)
     python = ["--python-version", lowest_python()]
-    locks = {"bootstrap": ["--python-version", "3.8", "requirements/bootstrap.in"]}
+    locks = {"bootstrap": ["--python-version", "3.8", "tools/requirements/bootstrap.in"]}
     locks["docs"] = [*python, "--group", "pyproject.toml:docs"]
     for jax in JAX_SERIES:
         locks.update(locks_of(jax, python))
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
     try:
         uv = obtain_uv(Setup(ROOT, Request(), "cpu"), [pathlib.Path(sys.executable)])
         for name in chosen:
-            lock = f"requirements/{name}.lock"
+            lock = f"tools/requirements/{name}.lock"
             command = [str(uv), "pip", "compile", *FORM, *NO_HOSTS, *options]
             command += [*locks[name], "--output-file", lock]
             run(command, {**env, "UV_NO_PROGRESS": "1"}, ROOT, doing=f"locking {lock}")

@@ -14,7 +14,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGES = ("jaxinfra", "pallas_kernels")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-LOCKS = sorted((ROOT / "requirements").glob("*.lock"))
+LOCKS = sorted((ROOT / "tools" / "requirements").glob("*.lock"))
 BY_JAX = pytest.mark.parametrize("jax", bootstrap.JAX_SERIES)
 
 

@@ -206,10 +206,10 @@ esac
 def checkout(tmp_path, monkeypatch) -> pathlib.Path:
     """A checkout with a lock, and a uv that only makes the folders."""
     root = tmp_path / "checkout"
-    (root / "requirements").mkdir(parents=True)
-    (root / "requirements/cpu.lock").write_text("jax==1\n")
-    (root / "requirements/cuda.lock").write_text("jax==1\nnvidia==1\n")
-    (root / "requirements/cpu-jax0.12.lock").write_text("jax==2\n")
+    (root / "tools" / "requirements").mkdir(parents=True)
+    (root / "tools/requirements/cpu.lock").write_text("jax==1\n")
+    (root / "tools/requirements/cuda.lock").write_text("jax==1\nnvidia==1\n")
+    (root / "tools/requirements/cpu-jax0.12.lock").write_text("jax==2\n")
     (root / "pyproject.toml").write_text("[project]\n")
     script = FAKE_UV.format(log=root / "uv.log", root=root, python=os.path.realpath(sys.executable))
     uv = program(tmp_path / "uv", script)
@@ -236,7 +236,7 @@ def test_set_up_runs_once_and_again_when_something_changed(checkout):
     assert ensure(checkout) == []
     (checkout / "pyproject.toml").write_text("[project]\nname = 'x'\n")
     assert ensure(checkout) == ["pip install"]
-    (checkout / "requirements/cpu.lock").write_text("jax==2\n")
+    (checkout / "tools/requirements/cpu.lock").write_text("jax==2\n")
     assert ensure(checkout) == full
     assert ensure(checkout, "cuda") == full
     assert ensure(checkout) == [], "the flavour asked for once is remembered"
@@ -249,7 +249,7 @@ def test_set_up_runs_once_and_again_when_something_changed(checkout):
 def test_another_jax_has_an_environment_of_its_own(checkout):
     ensure(checkout)
     assert "pip sync" in ensure(checkout, jax="0.12")
-    (checkout / "requirements/cpu-jax0.12.lock").write_text("jax==3\n")
+    (checkout / "tools/requirements/cpu-jax0.12.lock").write_text("jax==3\n")
     assert ensure(checkout) == []
     assert "pip sync" in ensure(checkout, jax="0.12")
     assert ensure(checkout, jax="0.12") == []
@@ -262,7 +262,7 @@ def test_another_jax_has_an_environment_of_its_own(checkout):
 def test_failed_set_up_leaves_the_environment_before_it(checkout):
     ensure(checkout)
     before = json.loads((checkout / ".venv" / bootstrap.STAMP).read_text())
-    (checkout / "requirements/cpu.lock").write_text("jax==2\n")
+    (checkout / "tools/requirements/cpu.lock").write_text("jax==2\n")
     (checkout / "broken").touch()
     with pytest.raises(bootstrap.SetupError, match="cannot be reached"):
         ensure(checkout)
