@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from jaxinfra.config.optimizer import OptimizerConfig as OptimizerConfig
     from jaxinfra.config.own import OwnFeedForward as OwnFeedForward
     from jaxinfra.config.own import OwnMixer as OwnMixer
+    from jaxinfra.config.parts import part as part
     from jaxinfra.config.precision import PrecisionConfig as PrecisionConfig
     from jaxinfra.config.preferences import PreferenceConfig as PreferenceConfig
     from jaxinfra.config.preferences import PreferenceLoss as PreferenceLoss
@@ -48,14 +49,13 @@ if TYPE_CHECKING:
     from jaxinfra.config.run import KeptValues as KeptValues
     from jaxinfra.config.run import RunConfig as RunConfig
     from jaxinfra.config.run import TrainingConfig as TrainingConfig
-    from jaxinfra.core.errors import CheckpointError as CheckpointError
-    from jaxinfra.core.errors import ConfigError as ConfigError
-    from jaxinfra.core.errors import DataError as DataError
-    from jaxinfra.core.errors import JaxinfraError as JaxinfraError
-    from jaxinfra.core.errors import UnsupportedError as UnsupportedError
-    from jaxinfra.core.parts import part as part
-    from jaxinfra.layers.passes import LayerOutput as LayerOutput
-    from jaxinfra.layers.passes import Pass as Pass
+    from jaxinfra.errors import CheckpointError as CheckpointError
+    from jaxinfra.errors import ConfigError as ConfigError
+    from jaxinfra.errors import DataError as DataError
+    from jaxinfra.errors import JaxinfraError as JaxinfraError
+    from jaxinfra.errors import UnsupportedError as UnsupportedError
+    from jaxinfra.model.passes import LayerOutput as LayerOutput
+    from jaxinfra.model.passes import Pass as Pass
     from jaxinfra.serving.convert import Conversion as Conversion
     from jaxinfra.serving.convert import convert as convert
     from jaxinfra.serving.harness import evaluate_tasks as evaluate_tasks
@@ -145,15 +145,15 @@ _PUBLIC = {
         "RunConfig",
         "TrainingConfig",
     ),
-    "jaxinfra.core.errors": (
+    "jaxinfra.errors": (
         "CheckpointError",
         "ConfigError",
         "DataError",
         "JaxinfraError",
         "UnsupportedError",
     ),
-    "jaxinfra.core.parts": ("part",),
-    "jaxinfra.layers.passes": (
+    "jaxinfra.config.parts": ("part",),
+    "jaxinfra.model.passes": (
         "LayerOutput",
         "Pass",
     ),

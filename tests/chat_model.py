@@ -7,6 +7,8 @@ import jax
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from jaxinfra.checkpoint.conversion import write_hf
+from jaxinfra.checkpoint.parameter_sources import LiveParameters
 from jaxinfra.config.model import (
     BlockConfig,
     GroupedAttentionConfig,
@@ -16,11 +18,9 @@ from jaxinfra.config.model import (
 )
 from jaxinfra.config.rope import RopeConfig
 from jaxinfra.data.tokenizer import Tokenizer, bytes_tokenizer
-from jaxinfra.models.definition import define_model
-from jaxinfra.models.hf import by_path
+from jaxinfra.hf import by_path
+from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.weights.conversion import write_hf
-from jaxinfra.weights.parameter_sources import LiveParameters
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"

@@ -25,8 +25,8 @@ from jaxinfra.config.model import (
 )
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.rope import RopeConfig, RopePairs, YarnScaling
-from jaxinfra.layers.rope import rope_frequencies
-from jaxinfra.models.definition import ModelDefinition, Parameters, define_model
+from jaxinfra.model.definition import ModelDefinition, Parameters, define_model
+from jaxinfra.model.rope import rope_frequencies
 from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.parallel.execution import execution_on
 from tests.rounding import UNIT, Rounded, stored

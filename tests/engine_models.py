@@ -14,7 +14,7 @@ from jaxinfra.config.model import (
     stacked,
 )
 from jaxinfra.config.rope import RopeConfig
-from jaxinfra.models.definition import define_model
+from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.generate import generate

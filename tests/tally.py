@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxinfra import axes
 from jaxinfra.config.model import MlpConfig
 from jaxinfra.config.own import OwnFeedForward
-from jaxinfra.core import axes
-from jaxinfra.core.parts import part
-from jaxinfra.layers.execution import Execution
-from jaxinfra.layers.mlp import Mlp
-from jaxinfra.layers.passes import LayerOutput, ModelState, Pass, Sums
+from jaxinfra.config.parts import part
+from jaxinfra.model.execution import Execution
+from jaxinfra.model.mlp import Mlp
+from jaxinfra.model.passes import LayerOutput, ModelState, Pass, Sums
 from jaxinfra.numerics.recipe import Site
 
 LOSS_WEIGHT = 0.02

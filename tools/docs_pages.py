@@ -182,9 +182,9 @@ _GROUPS = {
     "jaxinfra.api.analysis": "Plan and profile",
     "jaxinfra.config.own": "Parts of your own",
     "jaxinfra.config.customize": "Parts of your own",
-    "jaxinfra.core.parts": "Parts of your own",
+    "jaxinfra.config.parts": "Parts of your own",
     "jaxinfra.layers": "Parts of your own",
-    "jaxinfra.core.errors": "Errors",
+    "jaxinfra.errors": "Errors",
     "jaxinfra": "Records of a config",
 }
 

@@ -255,7 +255,7 @@ def _child(arguments: list[str], log: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(log.parent.parent / "programs"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     from jaxinfra.cli.main import main
-    from jaxinfra.core.signals import guard_process
+    from jaxinfra.runtime.signals import guard_process
 
     guard_process()
     sys.exit(main(arguments))

@@ -15,8 +15,8 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
+from jaxinfra import axes
 from jaxinfra.config.mesh import ShardingConfig, parse_mesh
-from jaxinfra.core import axes
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.rules import Rules, state_rules

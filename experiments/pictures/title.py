@@ -12,7 +12,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from experiments.pictures.style import save
-from jaxinfra.core.picture_style import COLORS, LOOK
+from jaxinfra.runtime.picture_style import COLORS, LOOK
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("matmul", "attention", "elementwise", "reduction", "copy", "idle")

@@ -1,6 +1,6 @@
 """Named layouts of one model side by side, and the best that a search finds."""
 
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.layout import Layout
 from jaxinfra.planning.model import PlannedModel

@@ -6,7 +6,6 @@ from pathlib import Path
 from jaxinfra.config import codec
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import ModelConfig
-from jaxinfra.core.places import user_cache
 from jaxinfra.diagnostics.trace import device_events
 from jaxinfra.diagnostics.trace_axes import mesh_axes
 from jaxinfra.diagnostics.waterfall import Waterfall, explain
@@ -16,6 +15,7 @@ from jaxinfra.planning.measured import with_bench_results
 from jaxinfra.planning.model import find_model, plan_model
 from jaxinfra.planning.plan import Plan, make_plan
 from jaxinfra.planning.search import Question, search
+from jaxinfra.runtime.places import user_cache
 
 _TOKENS_A_STEP = 4 * 2**20
 

@@ -7,17 +7,20 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxinfra.checkpoint.conversion import write_hf
 from jaxinfra.checkpoint.initial import read_initial
+from jaxinfra.checkpoint.model_directory import is_model_directory
+from jaxinfra.checkpoint.parameter_sources import LiveParameters
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.preferences import PreferenceConfig
 from jaxinfra.config.run import RunConfig
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.core.places import user_cache
 from jaxinfra.data.tokenizer import Tokenizer
-from jaxinfra.models.definition import define_model
-from jaxinfra.models.hf import by_path, to_hf_config
+from jaxinfra.errors import ConfigError
+from jaxinfra.hf import by_path, to_hf_config
+from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
+from jaxinfra.runtime.places import user_cache
 from jaxinfra.serving import generate as tokens
 from jaxinfra.serving.convert import write_tokenizer
 from jaxinfra.serving.generate import FinishReason
@@ -26,9 +29,6 @@ from jaxinfra.serving.sampling import SamplingConfig
 from jaxinfra.training.evaluate_pretrained import evaluate_pretrained
 from jaxinfra.training.evaluate_run import RunEvaluation, evaluate_run
 from jaxinfra.training.initialize import finetuning_config
-from jaxinfra.weights.conversion import write_hf
-from jaxinfra.weights.model_directory import is_model_directory
-from jaxinfra.weights.parameter_sources import LiveParameters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jaxinfra.core.errors import CheckpointError
+from jaxinfra.errors import CheckpointError
 
 # Zarr 3 is what lets the data be split over files: one file is hashed by one thread only.
 _DATA_FILE_BYTES = 256 << 20

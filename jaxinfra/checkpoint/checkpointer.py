@@ -15,7 +15,7 @@ from jaxinfra.checkpoint.metadata import JSON, Metadata
 from jaxinfra.checkpoint.restoring import Restored, read_newest
 from jaxinfra.checkpoint.saving import Save, SaveTarget
 from jaxinfra.config.run import CheckpointConfig
-from jaxinfra.core.errors import CheckpointError
+from jaxinfra.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from jaxinfra.config.run import CheckpointConfig
-from jaxinfra.core.errors import CheckpointError
+from jaxinfra.errors import CheckpointError
 
 ARRAYS = "arrays"
 METADATA = "metadata.json"

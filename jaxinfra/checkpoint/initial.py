@@ -10,29 +10,29 @@ from pathlib import Path
 import jax
 
 from jaxinfra.checkpoint import directory_layout, manifest, processes
+from jaxinfra.checkpoint.conversion import TOKENIZER_FILES
+from jaxinfra.checkpoint.model_directory import is_model_directory, read_model_directory
+from jaxinfra.checkpoint.onto_mesh import place_parameters
+from jaxinfra.checkpoint.parameter_sources import LiveParameters, ParameterSource
+from jaxinfra.checkpoint.quantized_onto_mesh import place_quantized
 from jaxinfra.checkpoint.restoring import load
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
+from jaxinfra.checkpoint.tensor_files import open_tensor_files
 from jaxinfra.config.finetune import BaseWeights, InitConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.core.errors import CheckpointError, ConfigError
-from jaxinfra.core.files import read_bytes
-from jaxinfra.models.definition import (
+from jaxinfra.errors import CheckpointError, ConfigError
+from jaxinfra.hf import by_path
+from jaxinfra.model.definition import (
     ModelDefinition,
     Parameters,
     define_model,
     merged,
     only,
 )
-from jaxinfra.models.hf import by_path
 from jaxinfra.numerics.policy import POLICIES, as_kept
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.weights.conversion import TOKENIZER_FILES
-from jaxinfra.weights.model_directory import is_model_directory, read_model_directory
-from jaxinfra.weights.onto_mesh import place_parameters
-from jaxinfra.weights.parameter_sources import LiveParameters, ParameterSource
-from jaxinfra.weights.quantized_onto_mesh import place_quantized
-from jaxinfra.weights.tensor_files import open_tensor_files
+from jaxinfra.runtime.files import read_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from jaxinfra.checkpoint import directory_layout
-from jaxinfra.core.errors import CheckpointError
-from jaxinfra.core.files import JSON_BYTES, parse_json, require_type
+from jaxinfra.errors import CheckpointError
+from jaxinfra.runtime.files import JSON_BYTES, parse_json, require_type
 
 _FORMAT = 1
 # One thread hashes about 1.6 GB/s on a core with SHA instructions; 1-4 MiB blocks are fastest.

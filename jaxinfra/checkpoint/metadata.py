@@ -12,8 +12,8 @@ import numpy as np
 from jaxinfra.checkpoint import directory_layout
 from jaxinfra.config import codec
 from jaxinfra.config.run import RunConfig
-from jaxinfra.core.errors import CheckpointError, ConfigError
-from jaxinfra.core.files import read_json, require_type
+from jaxinfra.errors import CheckpointError, ConfigError
+from jaxinfra.runtime.files import read_json, require_type
 
 type JSON = bool | int | float | str | list[JSON] | dict[str, JSON] | None
 

@@ -9,7 +9,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from jaxinfra.core.errors import CheckpointError
+from jaxinfra.errors import CheckpointError
 
 # A process that died is noticed by JAX's heartbeat long before; this bounds a slow disk.
 _BARRIER_TIMEOUT_S = 1800

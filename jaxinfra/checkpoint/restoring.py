@@ -12,9 +12,9 @@ from jaxtyping import PyTree
 
 from jaxinfra.checkpoint import arrays, directory_layout, manifest, metadata, processes
 from jaxinfra.checkpoint.directory_layout import Rejected
+from jaxinfra.checkpoint.finite import require_finite
 from jaxinfra.checkpoint.metadata import JSON
-from jaxinfra.core.errors import CheckpointError
-from jaxinfra.weights.finite import require_finite
+from jaxinfra.errors import CheckpointError
 
 _PARAMETERS = "parameters/"
 

@@ -10,7 +10,7 @@ recomputation.png  what recomputation costs by budget, of a run with remat=optim
 tensorboard/       the same curves as events
 checkpoints/       verified checkpoints (jaxinfra.checkpoint)
 trace/             profiler traces, where asked for
-incidents.jsonl    what went wrong and what was done (jaxinfra.reliability.incidents)
+incidents.jsonl    what went wrong and what was done (jaxinfra.runtime.incidents)
 environments.jsonl on what each session's steps were computed
 spikes/            why a loss was far above those before it, by step
 goodput.jsonl      where the wall time went, by session and cause
@@ -28,12 +28,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxinfra.checkpoint.conversion import TOKENIZER_FILES
 from jaxinfra.config import codec
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.run import RunConfig
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.core.files import read_bytes, read_json
-from jaxinfra.weights.conversion import TOKENIZER_FILES
+from jaxinfra.errors import ConfigError
+from jaxinfra.runtime.files import read_bytes, read_json
 
 _log = logging.getLogger(__name__)
 _RECORDERS = 3  # of earlier sessions

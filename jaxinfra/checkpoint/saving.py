@@ -13,7 +13,7 @@ import jax
 
 from jaxinfra.checkpoint import arrays, directory_layout, manifest, metadata, processes
 from jaxinfra.config.run import CheckpointConfig
-from jaxinfra.core.errors import CheckpointError
+from jaxinfra.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
 

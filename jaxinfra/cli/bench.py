@@ -12,8 +12,8 @@ import importlib.util
 import runpy
 import sys
 
-from jaxinfra.core.errors import ConfigError, nearest
-from jaxinfra.core.places import user_cache
+from jaxinfra.errors import ConfigError, nearest
+from jaxinfra.runtime.places import user_cache
 
 ROOMS = {
     "training": {

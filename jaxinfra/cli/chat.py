@@ -12,8 +12,8 @@ from pathlib import Path
 
 from jaxinfra.cli.terminal import printable
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.core.errors import DataError
 from jaxinfra.data.chat_template import load_chat_template
+from jaxinfra.errors import DataError
 from jaxinfra.serving.conversation import Conversation
 from jaxinfra.serving.engine.requests import EndReason
 from jaxinfra.serving.load import load

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.checkpoint.conversion import parse_dtype
+from jaxinfra.checkpoint.finite import ALLOW_HELP, nonfinite_allowed
+from jaxinfra.checkpoint.tensor_files import DTYPES
+from jaxinfra.errors import ConfigError
 from jaxinfra.serving.convert import Target, convert
-from jaxinfra.weights.conversion import parse_dtype
-from jaxinfra.weights.finite import ALLOW_HELP, nonfinite_allowed
-from jaxinfra.weights.tensor_files import DTYPES
 
 _MAX_SHARD_GB = 1e6
 

@@ -19,19 +19,20 @@ from typing import Any
 
 import jax
 
-from jaxinfra.checkpoint import directory_layout, verify
+from jaxinfra.checkpoint import directory_layout
+from jaxinfra.checkpoint.manifest import verify
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config.data import DataConfig
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.core.files import read_json
 from jaxinfra.data.sources import scan
 from jaxinfra.diagnostics.data_audit import audit
 from jaxinfra.diagnostics.machine.examine import machine_findings
 from jaxinfra.diagnostics.machine.finding import Finding, Grade, headline, worst
 from jaxinfra.diagnostics.machine.links import link_findings, measure_links
 from jaxinfra.diagnostics.machine.nvml import LiveAnswers, RecordedAnswers
-from jaxinfra.reliability.recorder import describe_events, read_records
-from jaxinfra.reliability.watchdog import REPORT, read_report
+from jaxinfra.errors import ConfigError
+from jaxinfra.runtime.files import read_json
+from jaxinfra.runtime.recorder import describe_events, read_records
+from jaxinfra.runtime.watchdog import REPORT, read_report
 
 _OF_A_RUN = ("checkpoint", "data", "recorder")
 

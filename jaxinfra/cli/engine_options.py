@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 from jaxinfra.serving.engine.options import EngineOptions, Preemption, options_on
 
 _CPU, _GPU = options_on("cpu"), options_on("gpu")

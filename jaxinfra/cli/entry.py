@@ -16,7 +16,7 @@ def main() -> int:
     # Python's own handler would show where a SIGINT came, which is nobody's business yet.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.set_threshold(*GARBAGE_THRESHOLDS)
-    from jaxinfra.core.signals import guard_process, leave_ended  # these take their time
+    from jaxinfra.runtime.signals import guard_process, leave_ended  # these take their time
 
     guard_process()
     for stream in (sys.stdout, sys.stderr):

@@ -7,17 +7,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+from jaxinfra.checkpoint.finite import ALLOW_HELP, nonfinite_allowed
 from jaxinfra.cli.generate_file import generate_file, read_prompts
 from jaxinfra.cli.terminal import printable
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.core.errors import ConfigError, DataError
 from jaxinfra.data.chat_template import encode_chat, load_chat_template
+from jaxinfra.errors import ConfigError, DataError
 from jaxinfra.serving.generate import FinishReason, generate_text, generate_text_after
 from jaxinfra.serving.load import LoadedModel, load
 from jaxinfra.serving.sampling import SamplingConfig
-from jaxinfra.weights.finite import ALLOW_HELP, nonfinite_allowed
 
 _PROMPT_BYTES = 64 << 20
 

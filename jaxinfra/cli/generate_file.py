@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from jaxinfra.core.errors import CheckpointError, ConfigError, DataError
-from jaxinfra.core.files import parse_json, read_bytes
 from jaxinfra.data.chat_template import encode_chat, load_chat_template
+from jaxinfra.errors import CheckpointError, ConfigError, DataError
+from jaxinfra.runtime.files import parse_json, read_bytes
 from jaxinfra.serving.conversation import plain_prompt, request_of
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.load import LoadedModel

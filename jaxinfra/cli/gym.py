@@ -26,21 +26,14 @@ from pathlib import Path
 
 from jaxinfra.cli import train
 from jaxinfra.cli.main import Parser
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.core.signals import raised_signals
-from jaxinfra.core.text import whole_number
-from jaxinfra.gym import (  # entered by import
-    damage,
-    deaths,
-    own_config,
-    replicas,
-    serving,
-    wrong_or_slow,
-)
-from jaxinfra.gym.arena import Arena
-from jaxinfra.gym.cause_list import all_causes, all_healthy
-from jaxinfra.gym.causes import CauseVerdict, check_health, judge_cause
-from jaxinfra.gym.verdict import FAULTS, Verdict, judge
+from jaxinfra.errors import ConfigError
+from jaxinfra.faults import damage, deaths, own_config, replicas, serving, wrong_or_slow
+from jaxinfra.faults.arena import Arena
+from jaxinfra.faults.cause_list import all_causes, all_healthy
+from jaxinfra.faults.causes import CauseVerdict, check_health, judge_cause
+from jaxinfra.faults.verdict import FAULTS, Verdict, judge
+from jaxinfra.runtime.signals import raised_signals
+from jaxinfra.runtime.text import whole_number
 
 _LISTS = (deaths, wrong_or_slow, damage, serving, replicas)
 

@@ -20,10 +20,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jaxinfra.config.limits import limits_are_on, require_within
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.core.signals import RESUMABLE_EXIT
-from jaxinfra.launch.cluster import detect_cluster
-from jaxinfra.launch.supervisor import Limits, NodePlace, Supervisor
+from jaxinfra.errors import ConfigError
+from jaxinfra.runtime.cluster import detect_cluster
+from jaxinfra.runtime.signals import RESUMABLE_EXIT
+from jaxinfra.runtime.supervisor import Limits, NodePlace, Supervisor
 
 _PROCESS_BYTES = 250_000_000  # of one that has loaded JAX
 

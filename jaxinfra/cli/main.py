@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from typing import NoReturn, override
 
 from jaxinfra import __version__
-from jaxinfra.core.errors import JaxinfraError, nearest
-from jaxinfra.core.signals import RESUMABLE_EXIT, process_request
-from jaxinfra.core.text import is_text
+from jaxinfra.errors import JaxinfraError, nearest
+from jaxinfra.runtime.signals import RESUMABLE_EXIT, process_request
+from jaxinfra.runtime.text import is_text
 
 COMMANDS = {
     "train": "train a model, or continue a run",
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _leave(code: int) -> int:
     """Ends a process of a job without waiting for the others; returns where it is alone."""
-    connection = sys.modules.get("jaxinfra.launch.connect")
+    connection = sys.modules.get("jaxinfra.runtime.connect")
     return code if connection is None else connection.leave(code, together=False)
 
 

@@ -18,6 +18,8 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from jaxinfra.checkpoint.load_pretrained import pretrained_shapes
+from jaxinfra.checkpoint.model_directory import is_model_directory
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.cli import train
 from jaxinfra.cli.engine_options import add_engine_arguments, engine_options
@@ -26,20 +28,18 @@ from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.run import Remat, RunConfig
-from jaxinfra.core.errors import ConfigError
 from jaxinfra.diagnostics.memory.per_parameter import bytes_per_parameter, is_counted
 from jaxinfra.diagnostics.memory.picture import draw_memory
 from jaxinfra.diagnostics.memory.remedies import Remedy, find_remedies, fixed_remat
 from jaxinfra.diagnostics.memory.report import MemoryReport, gib, report_memory
 from jaxinfra.diagnostics.memory.serving import ServingCase, serving_memory, serving_remedies
-from jaxinfra.models.definition import Parameters
+from jaxinfra.errors import ConfigError
+from jaxinfra.model.definition import Parameters
 from jaxinfra.numerics.policy import POLICIES, Policy, as_kept, held_as_computed
-from jaxinfra.serving.quantize.held import held_shapes
-from jaxinfra.serving.quantize.recipes import DEFAULT_GROUP, RECIPES, quantization_recipe
+from jaxinfra.quantize.held import held_shapes
+from jaxinfra.quantize.recipes import DEFAULT_GROUP, RECIPES, quantization_recipe
 from jaxinfra.training.job import lower_step, make_job
-from jaxinfra.training.recompute_picture import draw_choice
-from jaxinfra.weights.load_pretrained import pretrained_shapes
-from jaxinfra.weights.model_directory import is_model_directory
+from jaxinfra.training.recompute.picture import draw_choice
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

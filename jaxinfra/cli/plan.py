@@ -24,9 +24,7 @@ from jaxinfra.config.limits import require_within
 from jaxinfra.config.mesh import parse_axes, parse_mesh
 from jaxinfra.config.pipeline import PipelineSchedule
 from jaxinfra.config.run import Remat
-from jaxinfra.core.errors import ConfigError, nearest
-from jaxinfra.core.files import read_json
-from jaxinfra.core.places import user_cache
+from jaxinfra.errors import ConfigError, nearest
 from jaxinfra.planning import table
 from jaxinfra.planning.devices import NAMES, Device, find_device, with_measurements
 from jaxinfra.planning.formats import RECIPES
@@ -40,7 +38,9 @@ from jaxinfra.planning.plan import Plan, make_plan
 from jaxinfra.planning.receipt import compile_for_gpu, compile_on_cpu
 from jaxinfra.planning.search import Found, Question, search
 from jaxinfra.planning.served import WEIGHTS, stored_format
-from jaxinfra.serving.quantize.recipes import DEFAULT_GROUP
+from jaxinfra.quantize.recipes import DEFAULT_GROUP
+from jaxinfra.runtime.files import read_json
+from jaxinfra.runtime.places import user_cache
 
 # Of the options that are no counts: beyond these, products of them would not be finite.
 _SMALLEST, _LARGEST = 1e-9, 1e18

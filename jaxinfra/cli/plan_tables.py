@@ -6,7 +6,7 @@ import json
 
 from jaxinfra.config.limits import require_within
 from jaxinfra.config.pipeline import PipelineSchedule
-from jaxinfra.core.errors import ConfigError, nearest
+from jaxinfra.errors import ConfigError, nearest
 from jaxinfra.planning import selfcheck, table
 from jaxinfra.planning.formats import CORRESPONDENCES, FORMATS, RECIPES
 from jaxinfra.planning.picture import draw_formats

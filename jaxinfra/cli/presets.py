@@ -14,7 +14,7 @@ from rich.table import Table
 
 from jaxinfra.api.presets import presets
 from jaxinfra.config.presets import MODELS
-from jaxinfra.core.errors import ConfigError, nearest
+from jaxinfra.errors import ConfigError, nearest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

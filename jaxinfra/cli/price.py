@@ -7,7 +7,7 @@ import jax
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.run import RunConfig
 from jaxinfra.config.validate import may_keep_gathered
-from jaxinfra.core.errors import JaxinfraError
+from jaxinfra.errors import JaxinfraError
 from jaxinfra.planning.devices import NAMES, Device, find_device
 from jaxinfra.planning.layout import BY_STRENGTH, UNROLLED, Layout, Traits
 from jaxinfra.planning.model import PlannedModel, plan_model

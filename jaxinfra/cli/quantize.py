@@ -3,16 +3,16 @@
 import argparse
 from pathlib import Path
 
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.serving.quantize.quantize import LayerReport, QuantizationReport, quantize_model
-from jaxinfra.serving.quantize.recipes import (
+from jaxinfra.checkpoint.finite import ALLOW_HELP, nonfinite_allowed
+from jaxinfra.errors import ConfigError
+from jaxinfra.quantize.quantize import LayerReport, QuantizationReport, quantize_model
+from jaxinfra.quantize.recipes import (
     DEFAULT_GROUP,
     GROUPS,
     RECIPES,
     quantization_recipe,
 )
-from jaxinfra.serving.quantize.source import calibration_ids, source_model
-from jaxinfra.weights.finite import ALLOW_HELP, nonfinite_allowed
+from jaxinfra.quantize.source import calibration_ids, source_model
 
 _MOST_TOKENS = 1 << 24
 

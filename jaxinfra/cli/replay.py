@@ -14,9 +14,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from jaxinfra.core.places import user_cache
 from jaxinfra.diagnostics.bisect import NonFiniteCause, find_nonfinite
 from jaxinfra.diagnostics.replay import COMPARED, Replayed, replay_step
+from jaxinfra.runtime.places import user_cache
 from jaxinfra.training.examine import Examination, examine_step
 from jaxinfra.training.metrics import finite
 

@@ -18,31 +18,31 @@ from pathlib import Path
 
 import jax
 
+from jaxinfra.checkpoint.finite import ALLOW_HELP, nonfinite_allowed
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.cli.engine_options import add_engine_arguments, engine_options
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import MeshConfig, parse_mesh
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.core.errors import (
+from jaxinfra.errors import (
     ConfigError,
     DeviceMemoryError,
     JaxinfraError,
     UnsupportedError,
     is_out_of_memory,
 )
-from jaxinfra.core.places import user_cache
-from jaxinfra.core.signals import noted_signals
-from jaxinfra.core.text import whole_number
-from jaxinfra.launch.cluster import Cluster, detect_cluster
-from jaxinfra.launch.connect import connect, leave
-from jaxinfra.reliability import faults
+from jaxinfra.runtime import injected_faults as faults
+from jaxinfra.runtime.cluster import Cluster, detect_cluster
+from jaxinfra.runtime.connect import connect, leave
+from jaxinfra.runtime.places import user_cache
+from jaxinfra.runtime.signals import noted_signals
+from jaxinfra.runtime.text import whole_number
 from jaxinfra.serving.adapter_bank import MAX_RANK, AdapterBank, load_bank
 from jaxinfra.serving.engine.options import EngineOptions, Preemption
 from jaxinfra.serving.load import LoadedModel, load
 from jaxinfra.serving.replicas.processes import REPLICA, end_with_front, environments
 from jaxinfra.training.job import keep_compiled_programs
 from jaxinfra.training.watch import attempt
-from jaxinfra.weights.finite import ALLOW_HELP, nonfinite_allowed
 
 _EXTRA = ("fastapi", "uvicorn", "prometheus_client", "pydantic", "llguidance")
 _HANG_S = 60.0

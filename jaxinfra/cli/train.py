@@ -28,8 +28,8 @@ from jaxinfra.config.preferences import parse_preferences
 from jaxinfra.config.presets import run_preset
 from jaxinfra.config.run import RunConfig
 from jaxinfra.config.validate import validate
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.core.places import local_path
+from jaxinfra.errors import ConfigError
+from jaxinfra.runtime.places import local_path
 
 # Option to the setting it is short for.
 _SHORTHANDS = {

@@ -16,11 +16,11 @@ from jaxinfra.config.data import STDLIB
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.preferences import PreferenceConfig
 from jaxinfra.config.run import RunConfig
-from jaxinfra.core.errors import ConfigError, DeviceMemoryError
-from jaxinfra.core.places import user_cache
-from jaxinfra.core.signals import RESUMABLE_EXIT
-from jaxinfra.launch.cluster import detect_cluster
-from jaxinfra.launch.connect import leave
+from jaxinfra.errors import ConfigError, DeviceMemoryError
+from jaxinfra.runtime.cluster import detect_cluster
+from jaxinfra.runtime.connect import leave
+from jaxinfra.runtime.places import user_cache
+from jaxinfra.runtime.signals import RESUMABLE_EXIT
 from jaxinfra.serving.generate import generate_text
 from jaxinfra.serving.load import load_run
 from jaxinfra.serving.sampling import SamplingConfig

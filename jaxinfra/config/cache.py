@@ -5,8 +5,8 @@ import enum
 import math
 from collections.abc import Callable
 
-from jaxinfra.core.axes import Dims
-from jaxinfra.core.errors import UnsupportedError
+from jaxinfra.axes import Dims
+from jaxinfra.errors import UnsupportedError
 
 SCALE = "_scale"
 """Behind a cached array's name: that of its scales."""

@@ -14,10 +14,10 @@ from cattrs.strategies import configure_tagged_union
 from jaxinfra.config.mixture import Weight
 from jaxinfra.config.model import FeedForwardConfig, MixerConfig
 from jaxinfra.config.own import OwnFeedForward, OwnMixer
+from jaxinfra.config.parts import find_part, part_name
 from jaxinfra.config.rope import RopeScaling
-from jaxinfra.core.errors import ConfigError, nearest
-from jaxinfra.core.parts import find_part, part_name
-from jaxinfra.core.text import whole_number
+from jaxinfra.errors import ConfigError, nearest
+from jaxinfra.runtime.text import whole_number
 
 
 def _converter() -> cattrs.Converter:

@@ -10,9 +10,9 @@ from jaxinfra.config.model import (
     GroupedAttentionConfig,
     MixerConfig,
 )
+from jaxinfra.config.parts import part_name
 from jaxinfra.config.run import RunConfig
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.core.parts import part_name
+from jaxinfra.errors import ConfigError
 
 
 def customize(

@@ -11,7 +11,7 @@ from jaxinfra.config.mixture import (
     ValidationSet,
     check_mixture,
 )
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 
 STDLIB = "stdlib"
 

@@ -2,7 +2,7 @@
 
 from jaxinfra.config.mesh import EXPERT, MeshConfig
 from jaxinfra.config.model import ExpertsConfig, ModelConfig
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 
 
 def check_divides(model: ModelConfig, mesh: MeshConfig) -> None:

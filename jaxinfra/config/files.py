@@ -16,8 +16,8 @@ import yaml
 from jaxinfra.config import codec
 from jaxinfra.config.presets import run_preset
 from jaxinfra.config.run import RunConfig
-from jaxinfra.core.errors import ConfigError, nearest
-from jaxinfra.core.files import parse_json, read_bytes, require_type
+from jaxinfra.errors import ConfigError, nearest
+from jaxinfra.runtime.files import parse_json, read_bytes, require_type
 
 _BYTES = 1 << 20  # a hundred times a large one; parsers of YAML are slow
 _TAGS = ("type", "kind")  # say which record of a union it is

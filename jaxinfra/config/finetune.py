@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from jaxinfra.config.limits import require_within
-from jaxinfra.core.errors import ConfigError, nearest
+from jaxinfra.errors import ConfigError, nearest
 
 PROJECTIONS = (
     *("query", "key", "value", "out", "gate", "up", "down"),

@@ -2,7 +2,7 @@
 
 import os
 
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 
 VARIABLE = "JAXINFRA_LIMITS"
 """Set to ``off`` in the environment, there are none."""

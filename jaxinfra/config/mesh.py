@@ -4,10 +4,10 @@ import dataclasses
 import functools
 import math
 
+from jaxinfra.axes import MESH_AXES, MeshAxis
 from jaxinfra.config.limits import require_within
-from jaxinfra.core.axes import MESH_AXES, MeshAxis
-from jaxinfra.core.errors import ConfigError, nearest
-from jaxinfra.core.text import whole_number
+from jaxinfra.errors import ConfigError, nearest
+from jaxinfra.runtime.text import whole_number
 
 EXPERT = "expert"
 NODES = "expert nodes"

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from jaxinfra.core.errors import ConfigError, nearest
+from jaxinfra.errors import ConfigError, nearest
 
 type Weight = float | tuple[tuple[int, float], ...]
 """A number, or points of time and weight, the earliest first."""

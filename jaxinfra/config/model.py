@@ -2,14 +2,14 @@
 
 import dataclasses
 
+from jaxinfra import axes
 from jaxinfra.config.cache import CachedArray, CacheSpec
 from jaxinfra.config.kinds import MlpKind, NormKind, NormPlacement
 from jaxinfra.config.limits import require_within
 from jaxinfra.config.own import OwnFeedForward, OwnMixer
 from jaxinfra.config.rope import RopeConfig, check_rope
 from jaxinfra.config.routing import BalanceConfig, RoutingConfig, check_choice
-from jaxinfra.core import axes
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from jaxinfra.config.cache import CacheSpec
 from jaxinfra.config.rope import RopeConfig
-from jaxinfra.core.errors import UnsupportedError
+from jaxinfra.errors import UnsupportedError
 
 _PLANNED = ("num_q_heads", "num_kv_heads", "head_dim", "hidden_dim", "kind")
 """What only the planner, and what exchanges heads, ask of a record."""
@@ -22,7 +22,7 @@ class OwnLayer:
 
     Set ``layer`` to the layer's class: a ``flax.nnx.Module`` that is built with ``(config,
     *, model_dim, std, out_std, execution, rngs)`` and called with ``(x, given)``, x of [B, T, D] in
-    the compute dtype; it returns a ``LayerOutput``. ``jaxinfra.layers.mlp.Mlp`` is one.
+    the compute dtype; it returns a ``LayerOutput``. ``jaxinfra.model.mlp.Mlp`` is one.
     """
 
     layer: ClassVar[Callable[..., Any]]

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from jaxinfra.config.data import DataConfig, DataFormat
-from jaxinfra.core.errors import ConfigError, nearest
+from jaxinfra.errors import ConfigError, nearest
 
 
 class PreferenceLoss(enum.StrEnum):

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

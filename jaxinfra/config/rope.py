@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 
 
 class Scoring(enum.StrEnum):

@@ -17,7 +17,7 @@ from jaxinfra.config.precision import PrecisionConfig
 from jaxinfra.config.preferences import PreferenceConfig
 from jaxinfra.config.reliability import ReliabilityConfig
 from jaxinfra.config.statistics import StatisticsConfig
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 
 
 class Remat(enum.StrEnum):

@@ -13,7 +13,7 @@ from jaxinfra.config.run import (
     Remat,
     RunConfig,
 )
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 
 _OF_TOKENS = ("loss", "z_loss", "label_smoothing")
 """Settings of training that are of losses of tokens."""

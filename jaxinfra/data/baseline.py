@@ -5,7 +5,7 @@ import gzip
 import lzma
 from collections.abc import Sequence
 
-from jaxinfra.core.errors import DataError
+from jaxinfra.errors import DataError
 
 _XZ_9_DICTIONARY_BYTES = 64 << 20
 

@@ -13,11 +13,11 @@ from typing import Any, final
 
 import numpy as np
 
-from jaxinfra.core.errors import DataError
-from jaxinfra.core.files import parse_json
 from jaxinfra.data.chat_template import ChatTemplate, Message
 from jaxinfra.data.readers import EACH_LINE, Document
 from jaxinfra.data.tokenizer import Tokenizer
+from jaxinfra.errors import DataError
+from jaxinfra.runtime.files import parse_json
 
 ASSISTANT = "assistant"
 

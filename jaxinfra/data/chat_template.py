@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, final
 
-from jaxinfra.core.errors import ConfigError, DataError
-from jaxinfra.core.files import read_bytes, read_json, require_type
-from jaxinfra.core.text import is_text
 from jaxinfra.data import template_program
 from jaxinfra.data.template_program import BEGIN, END
 from jaxinfra.data.tokenizer import panics, read_tokenizer
+from jaxinfra.errors import ConfigError, DataError
+from jaxinfra.runtime.files import read_bytes, read_json, require_type
+from jaxinfra.runtime.text import is_text
 
 type Message = Mapping[str, Any]
 """``{"role": ..., "content": ...}``, and what else the template reads."""

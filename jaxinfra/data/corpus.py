@@ -15,8 +15,6 @@ import numpy as np
 import tokenizers
 
 from jaxinfra.config.data import DataConfig, DataFormat, TokenizerKind
-from jaxinfra.core.errors import DataError
-from jaxinfra.core.files import read_json
 from jaxinfra.data.chat import ChatEncoder
 from jaxinfra.data.chat_template import load_chat_template
 from jaxinfra.data.pairs import PairEncoder
@@ -39,6 +37,8 @@ from jaxinfra.data.tokenizer import (
     split_at_lines,
     train_bpe,
 )
+from jaxinfra.errors import DataError
+from jaxinfra.runtime.files import read_json
 
 _LOG = logging.getLogger(__name__)
 

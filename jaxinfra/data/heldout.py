@@ -6,11 +6,11 @@ from typing import final
 
 import numpy as np
 
-from jaxinfra.core.errors import DataError
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.pieces import DocumentPieces, best_fit, piece_rows
 from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.data.train_iterator import process_rows
+from jaxinfra.errors import DataError
 
 
 def heldout_batches(

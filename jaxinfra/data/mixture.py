@@ -19,11 +19,11 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from jaxinfra.config.mixture import MixtureBetween, MixtureSource, MixtureUnit, turning_points
-from jaxinfra.core.errors import DataError
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.packing import PackedWindows, rows_together
 from jaxinfra.data.permutation import permute
 from jaxinfra.data.token_arrays import TokenArrays
+from jaxinfra.errors import DataError
 
 MIXTURE_VERSION = 1  # of what decides whose a row is: another must not resume this one
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio

@@ -17,10 +17,10 @@ from typing import final
 import numpy as np
 from jaxtyping import Int64
 
-from jaxinfra.core.errors import DataError
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.permutation import permute
 from jaxinfra.data.token_arrays import TokenArrays
+from jaxinfra.errors import DataError
 
 ORDER_VERSION = 1  # of the functions below: another order must not resume this one
 

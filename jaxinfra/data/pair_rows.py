@@ -9,12 +9,12 @@ from typing import final
 import numpy as np
 from jaxtyping import Int64
 
-from jaxinfra.core.errors import DataError
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.packing import rows_together
 from jaxinfra.data.permutation import permute
 from jaxinfra.data.pieces import DocumentPieces, best_fit, piece_rows
 from jaxinfra.data.token_arrays import TokenArrays
+from jaxinfra.errors import DataError
 
 PAIRS_VERSION = 1  # of the order below: another must not resume this one
 MOST_PAIRS = 32

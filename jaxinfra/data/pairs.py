@@ -5,11 +5,11 @@ from typing import Any, final
 
 import numpy as np
 
-from jaxinfra.core.errors import DataError
-from jaxinfra.core.files import parse_json
 from jaxinfra.data.chat import ASSISTANT, ChatEncoder, ChatRow, EncodedChat, check_messages
 from jaxinfra.data.readers import EACH_LINE, Document
 from jaxinfra.data.tokenizer import Tokenizer
+from jaxinfra.errors import DataError
+from jaxinfra.runtime.files import parse_json
 
 _FORMS = (
     'each line must be {"prompt": ..., "chosen": ..., "rejected": ...}, each a text or a list of '

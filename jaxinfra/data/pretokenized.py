@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 
 from jaxinfra.config.data import DataConfig, TokenizerKind
-from jaxinfra.core.errors import DataError
 from jaxinfra.data.split import name_hash, require_both_sides
 from jaxinfra.data.token_arrays import TokenArrays, is_token_arrays, open_token_arrays
 from jaxinfra.data.tokenizer import Tokenizer, bytes_tokenizer
+from jaxinfra.errors import DataError
 
 
 def open_pretokenized(

@@ -15,8 +15,8 @@ import pyarrow.ipc
 import pyarrow.parquet
 import zstandard
 
-from jaxinfra.core.errors import DataError
-from jaxinfra.core.files import parse_json, require_plain
+from jaxinfra.errors import DataError
+from jaxinfra.runtime.files import parse_json, require_plain
 
 _CHUNK_BYTES = 1 << 20
 _ZSTD_BYTES = 4096  # at a time: each may stand for 32,768

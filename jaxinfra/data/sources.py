@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import final
 
 from jaxinfra.config.data import STDLIB
-from jaxinfra.core.errors import DataError
 from jaxinfra.data.readers import Document, decode, read_documents, read_lines
+from jaxinfra.errors import DataError
 
 _LOG = logging.getLogger(__name__)
 _GLOB_MARKS = frozenset("*?[")

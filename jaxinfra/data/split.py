@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any, final
 
 from jaxinfra.config.data import STDLIB, DataConfig, DataFormat
-from jaxinfra.core.errors import DataError
 from jaxinfra.data.readers import Document, holds_one_document
 from jaxinfra.data.sources import Source
+from jaxinfra.errors import DataError
 
 # Of four prefixes tried ("" among them) the one whose largest held-out file of the standard library
 # is the smallest share: 17% of the bytes. Without one, a generated file (pydoc_data/topics.py)

@@ -29,8 +29,8 @@ from typing import Any, SupportsIndex, final
 import numpy as np
 from jaxtyping import Integer
 
-from jaxinfra.core.errors import DataError
-from jaxinfra.core.files import read_json
+from jaxinfra.errors import DataError
+from jaxinfra.runtime.files import read_json
 
 FORMAT = "jaxinfra-token-arrays"
 VERSION = 1

@@ -12,8 +12,8 @@ import tokenizers
 from jaxtyping import Int32
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxinfra.core.errors import DataError
-from jaxinfra.core.files import parse_json, read_bytes
+from jaxinfra.errors import DataError
+from jaxinfra.runtime.files import parse_json, read_bytes
 
 # Encoding uses all cores. Unset, the library would print a warning whenever the process forks.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

@@ -12,12 +12,12 @@ import grain
 import numpy as np
 from jaxtyping import Int64
 
-from jaxinfra.core.errors import DataError
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.mixture import MIXTURE_VERSION, MixedWindows
 from jaxinfra.data.packing import ORDER_VERSION, PackedWindows
 from jaxinfra.data.pair_rows import PAIRS_VERSION, PairWindows
 from jaxinfra.data.token_arrays import TokenArrays
+from jaxinfra.errors import DataError
 
 # Epochs follow one another without end; a run's last step is the trainer's affair.
 _NUM_STEPS = 1 << 40

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxinfra.data.batch import Batch
 from jaxinfra.diagnostics.first_nonfinite import Origin, first_nonfinite, is_finite
-from jaxinfra.models.definition import by_path
+from jaxinfra.model.definition import by_path
 from jaxinfra.training.gradients import count_targets, split_batch
 from jaxinfra.training.job import Job
 from jaxinfra.training.pieces import StepPiece, StepPieces

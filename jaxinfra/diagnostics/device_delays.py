@@ -3,10 +3,10 @@
 import collections
 from collections.abc import Iterator
 
-from jaxinfra.core.devices import DevicePeak, device_peak
 from jaxinfra.diagnostics.delay import Delay
 from jaxinfra.diagnostics.waterfall import IDLE, Waterfall
-from jaxinfra.parallel.matmul_shapes import MatmulShape
+from jaxinfra.hlo.matmul_shapes import MatmulShape
+from jaxinfra.runtime.devices import DevicePeak, device_peak
 from jaxinfra.training.profile import TracedStep
 
 _SHARE = 0.02

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jaxinfra.diagnostics.delay import Delay
-from jaxinfra.reliability.recorder import BUSY_READERS, READY_BATCHES, Event, RankRecord
+from jaxinfra.runtime.recorder import BUSY_READERS, READY_BATCHES, Event, RankRecord
 
 _PHASES = ("input", "place", "step", "wait", "host", "compile", "evaluate", "save", "probe")
 _ALONE = ("input", "place", "step", "host")

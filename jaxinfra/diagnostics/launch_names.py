@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import final
 
-from jaxinfra.core.files import read_json
 from jaxinfra.diagnostics.trace import TraceEvent
-from jaxinfra.parallel.launches import Launch
+from jaxinfra.hlo.launches import Launch
+from jaxinfra.runtime.files import read_json
 from jaxinfra.training.profile import LAUNCHES_FILE
 
 _GRAPH = "command_buffer"

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from jaxinfra.core.picture_style import GREEN, new_picture
+from jaxinfra.runtime.picture_style import GREEN, new_picture
 
 type _Places = Sequence[tuple[int, int]]
 """Of every layer its block, and which of that block's repetitions it is."""

@@ -18,14 +18,14 @@ from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.pipeline import PipelineConfig
 from jaxinfra.config.run import ContextMethod, RunConfig
-from jaxinfra.core.errors import CheckpointError, ConfigError
-from jaxinfra.core.json_lines import read_log
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.corpora import Corpora, open_corpora
 from jaxinfra.data.ledger import rows_sum, whole_sum
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.data.train_iterator import TrainIterator, train_batches
-from jaxinfra.reliability.incidents import excluded_steps
+from jaxinfra.errors import CheckpointError, ConfigError
+from jaxinfra.runtime.incidents import excluded_steps
+from jaxinfra.runtime.json_lines import read_log
 from jaxinfra.training.environment import Environment, environment_of
 from jaxinfra.training.initialize import first_state, with_frozen
 from jaxinfra.training.job import Job, keep_compiled_programs, make_job, step_programs

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from matplotlib.figure import Figure
 
-from jaxinfra.core.picture_style import RED, new_picture
 from jaxinfra.diagnostics.layer_pictures import draw_balance, draw_statistics, statistics_rows
 from jaxinfra.diagnostics.run_view import RunView
+from jaxinfra.runtime.picture_style import RED, new_picture
 from jaxinfra.training.loss_picture import loss_unit, smoothed
 from jaxinfra.training.mixture_read import mixture_cells
 

@@ -9,15 +9,15 @@ from typing import Any, TypedDict
 
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config import codec
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.core.files import read_bytes, read_json
-from jaxinfra.core.json_lines import read_log
 from jaxinfra.diagnostics.delay import Explanation
 from jaxinfra.diagnostics.delays import explain_step
 from jaxinfra.diagnostics.host_delays import phase_ms
-from jaxinfra.reliability.goodput import goodput, read_sessions, sum_causes
-from jaxinfra.reliability.incidents import read_incidents
-from jaxinfra.reliability.recorder import read_records
+from jaxinfra.errors import ConfigError
+from jaxinfra.runtime.files import read_bytes, read_json
+from jaxinfra.runtime.goodput import goodput, read_sessions, sum_causes
+from jaxinfra.runtime.incidents import read_incidents
+from jaxinfra.runtime.json_lines import read_log
+from jaxinfra.runtime.recorder import read_records
 from jaxinfra.training.metrics import STATISTICS_FILE
 from jaxinfra.training.mixture_read import SourceRead, mixture_read
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import jax
 
-from jaxinfra.core.errors import DataError
-from jaxinfra.core.files import read_bytes
+from jaxinfra.errors import DataError
+from jaxinfra.runtime.files import read_bytes
 
 _TRACE_BYTES = 8 << 30
 

@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 from typing import Any, TypedDict, final
 
-from jaxinfra.core.files import read_json
 from jaxinfra.diagnostics.trace import TraceEvent
+from jaxinfra.runtime.files import read_json
 from jaxinfra.training.profile import COLLECTIVES_FILE
 
 UNKNOWN = "unknown"

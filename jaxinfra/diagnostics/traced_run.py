@@ -3,12 +3,12 @@
 import dataclasses
 from pathlib import Path
 
-from jaxinfra.core.errors import DataError
-from jaxinfra.core.files import read_json
 from jaxinfra.diagnostics.launch_names import read_launches, with_names
 from jaxinfra.diagnostics.trace import events_by_device, traced_ranks
 from jaxinfra.diagnostics.trace_axes import mesh_axes
 from jaxinfra.diagnostics.waterfall import Waterfall, explain
+from jaxinfra.errors import DataError
+from jaxinfra.runtime.files import read_json
 from jaxinfra.training.profile import STEP_FILE, TracedStep
 
 

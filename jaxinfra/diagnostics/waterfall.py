@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from jaxinfra.core.errors import DataError
-from jaxinfra.core.picture_style import BLUE, GREEN, ORANGE, PINK, RED, SKY, new_picture
 from jaxinfra.diagnostics.trace import KINDS, TraceEvent, kind_of, scope_of
 from jaxinfra.diagnostics.trace_axes import CollectiveAxes
+from jaxinfra.errors import DataError
+from jaxinfra.runtime.picture_style import BLUE, GREEN, ORANGE, PINK, RED, SKY, new_picture
 
 IDLE = "idle"
 EXAMPLE = Path(__file__).with_name("example.json")

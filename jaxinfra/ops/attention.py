@@ -13,9 +13,9 @@ from jaxtyping import Array, Float, Int
 
 import pallas_kernels
 from jaxinfra.config.model import GroupedAttentionConfig, MixerConfig
+from jaxinfra.config.parts import find_part
 from jaxinfra.config.run import AttentionImplementation
-from jaxinfra.core.errors import ConfigError, UnsupportedError
-from jaxinfra.core.parts import find_part
+from jaxinfra.errors import ConfigError, UnsupportedError
 from pallas_kernels.flash_attention import LSE_NAME, OUT_NAME
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from jaxinfra.config.cache import CacheFormat
-from jaxinfra.core.errors import UnsupportedError
+from jaxinfra.errors import UnsupportedError
 from jaxinfra.ops.cached_attention import Pages
 from jaxinfra.ops.quantized import QuantizedWeight
 from pallas_kernels.common import device

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxinfra.config.kinds import MlpKind
-from jaxinfra.core.errors import UnsupportedError
+from jaxinfra.errors import UnsupportedError
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.activation import activated
 from jaxinfra.ops.fp8_experts import Gathered, multiply_groups_fp8

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import pallas_kernels
+from jaxinfra.axes import Dims
 from jaxinfra.config.kinds import MlpKind
-from jaxinfra.core.axes import Dims
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.activation import activated
 from jaxinfra.ops.deferred import Deferred

@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxinfra.core.axes import Dims
-from jaxinfra.core.errors import UnsupportedError
+from jaxinfra.axes import Dims
+from jaxinfra.errors import UnsupportedError
 from jaxinfra.numerics.recipe import Fp8Recipe, Recipe
 from jaxinfra.ops import fp8_operands as operands
 from jaxinfra.ops.fp8_devices import (

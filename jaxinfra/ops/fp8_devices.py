@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from jaxinfra.core.axes import BATCH, SEQUENCE, STREAM_SEQUENCE, Dims
+from jaxinfra.axes import BATCH, SEQUENCE, STREAM_SEQUENCE, Dims
 from pallas_kernels.common.scales import BLOCK as BLOCK
 from pallas_kernels.common.scales import Quantized as Quantized
 from pallas_kernels.common.scales import Scaling

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxinfra.axes import Dims
 from jaxinfra.config.precision import Fp8Scaling
-from jaxinfra.core.axes import Dims
 from jaxinfra.numerics.recipe import Fp8Recipe
 from jaxinfra.ops.fp8_devices import TOKENS, Devices, Hold
 from pallas_kernels.common.dot import ACCUMULATOR

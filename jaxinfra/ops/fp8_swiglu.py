@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxinfra.axes import Dims
 from jaxinfra.config.kinds import MlpKind
-from jaxinfra.core.axes import Dims
 from jaxinfra.numerics.recipe import Fp8Recipe, Recipe
 from jaxinfra.ops.activation import activated
 from jaxinfra.ops.fp8 import Call, named, planned

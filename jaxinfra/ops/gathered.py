@@ -6,7 +6,7 @@ from typing import Protocol
 import jax
 from jaxtyping import Array, Float
 
-from jaxinfra.core.axes import Dims
+from jaxinfra.axes import Dims
 
 GATHERED = "gathered_weight"
 """Name of what was brought together once for both passes: kept whatever is recomputed."""

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxinfra.core.axes import Dims
+from jaxinfra.axes import Dims
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.fp8 import multiply_fp8, quantized_input
 from jaxinfra.ops.fp8_devices import STREAM_TOKENS, FindDevices, one_device

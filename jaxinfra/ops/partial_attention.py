@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 import pallas_kernels
 from jaxinfra.config.model import MixerConfig
 from jaxinfra.config.run import AttentionImplementation
-from jaxinfra.core.errors import UnsupportedError
+from jaxinfra.errors import UnsupportedError
 from pallas_kernels import merge_partials as merge_partials
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import pallas_kernels
-from jaxinfra.core.errors import UnsupportedError
+from jaxinfra.errors import UnsupportedError
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.target import H200, compiling_for
 from pallas_kernels import UnsupportedError as KernelUnsupported

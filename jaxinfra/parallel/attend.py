@@ -9,11 +9,11 @@ import dataclasses
 import jax
 from jaxtyping import Array, Float, Int
 
+from jaxinfra import axes
+from jaxinfra.axes import MeshAxis
 from jaxinfra.config.model import MixerConfig
 from jaxinfra.config.run import AttentionImplementation, ContextMethod
-from jaxinfra.core import axes
-from jaxinfra.core.axes import MeshAxis
-from jaxinfra.layers.execution import Attend, AttendLatents, Decode
+from jaxinfra.model.execution import Attend, AttendLatents, Decode
 from jaxinfra.ops.attention import named_attention
 from jaxinfra.ops.cached_attention import Pages, cached_attention
 from jaxinfra.parallel.context.latents import ContextLatentAttention

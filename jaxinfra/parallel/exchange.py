@@ -22,10 +22,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jaxinfra import axes
 from jaxinfra.config.exchange import ExchangeConfig, ExchangeForm, ExchangeImplementation
 from jaxinfra.config.model import ExpertsConfig
-from jaxinfra.core import axes
-from jaxinfra.layers.execution import ExpertExchange, within_device
+from jaxinfra.model.execution import ExpertExchange, within_device
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.experts import ExpertWeights, apply_experts, combine_rows, spread
 from jaxinfra.ops.quantized import QuantizedWeight, of_device

@@ -7,8 +7,8 @@ from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import AttentionImplementation, ContextMethod, KeptValues, Remat
-from jaxinfra.core.errors import UnsupportedError
-from jaxinfra.layers.execution import Anywhere, Execution
+from jaxinfra.errors import UnsupportedError
+from jaxinfra.model.execution import Anywhere, Execution
 from jaxinfra.numerics.policy import POLICIES, Policy
 from jaxinfra.ops.append_heads import append_and_attend, append_packed_heads
 from jaxinfra.ops.decode_layers import decode_layers

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxinfra.core.axes import SEQUENCE, STREAM_SEQUENCE, Dims
+from jaxinfra.axes import SEQUENCE, STREAM_SEQUENCE, Dims
 from jaxinfra.ops.fp8_devices import (
     BLOCK,
     STREAM_TOKENS,

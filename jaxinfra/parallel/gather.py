@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding
 
-from jaxinfra.core.axes import Dims
+from jaxinfra.axes import Dims
 from jaxinfra.ops.gathered import Gather, GatheredWeight
 from jaxinfra.parallel.place import Placement
 

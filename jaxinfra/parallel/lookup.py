@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxinfra.core import axes
-from jaxinfra.layers.execution import Lookup, take_rows
+from jaxinfra import axes
+from jaxinfra.model.execution import Lookup, take_rows
 from jaxinfra.numerics.policy import Policy
 from jaxinfra.parallel.place import Placement
 

@@ -18,8 +18,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxinfra.core.axes import BATCH, EMBED, SEQUENCE, STREAM, VOCAB
-from jaxinfra.layers.execution import Anywhere, CrossEntropy, Place
+from jaxinfra.axes import BATCH, EMBED, SEQUENCE, STREAM, VOCAB
+from jaxinfra.model.execution import Anywhere, CrossEntropy, Place
 from jaxinfra.numerics.policy import Policy
 from jaxinfra.ops.cross_entropy import (
     CrossEntropySums,

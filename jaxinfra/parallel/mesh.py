@@ -7,7 +7,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from jaxinfra.config.mesh import MeshConfig
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 
 
 def make_mesh(config: MeshConfig, *, devices: Sequence[jax.Device] | None = None) -> Mesh:

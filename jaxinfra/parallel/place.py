@@ -13,8 +13,7 @@ import optax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxinfra.config.mesh import ShardingConfig
-from jaxinfra.core.axes import (
+from jaxinfra.axes import (
     BATCH,
     EMBED,
     EXPERTS,
@@ -26,8 +25,9 @@ from jaxinfra.core.axes import (
     STREAM_SEQUENCE,
     Dims,
 )
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.models.definition import ModelDefinition, Parameters
+from jaxinfra.config.mesh import ShardingConfig
+from jaxinfra.errors import ConfigError
+from jaxinfra.model.definition import ModelDefinition, Parameters
 from jaxinfra.parallel.context.zigzag import zigzag_indices
 from jaxinfra.parallel.rules import Rules, StateRules, state_rules
 

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxinfra.core.axes import Dims
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.models.definition import ModelDefinition, Parameters, by_path, is_weight
+from jaxinfra.axes import Dims
+from jaxinfra.errors import ConfigError
+from jaxinfra.model.definition import ModelDefinition, Parameters, by_path, is_weight
 from jaxinfra.ops.quantized import DoubleQuantizedScales, QuantizedWeight
 from jaxinfra.parallel.place import Placement, path_name
 

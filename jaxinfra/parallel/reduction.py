@@ -11,9 +11,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxinfra.layers.passes import over_devices
-from jaxinfra.models.definition import ModelDefinition, Parameters
-from jaxinfra.models.gradients import Gradients
+from jaxinfra.model.definition import ModelDefinition, Parameters
+from jaxinfra.model.gradients import Gradients
+from jaxinfra.model.passes import over_devices
 from jaxinfra.parallel.place import Placement
 
 

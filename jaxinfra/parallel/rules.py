@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Mapping
 
+from jaxinfra import axes
+from jaxinfra.axes import MeshAxis
 from jaxinfra.config.mesh import EXPERT, MeshConfig, ShardingConfig
-from jaxinfra.core import axes
-from jaxinfra.core.axes import MeshAxis
 
 type Rules = Mapping[str, tuple[str, ...]]
 """Logical dim to the mesh axes that shard it; a dim not named is whole on every device."""

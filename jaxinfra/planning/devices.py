@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
-from jaxinfra.core.devices import device_peak
-from jaxinfra.core.errors import ConfigError, nearest
-from jaxinfra.core.files import require_type
+from jaxinfra.errors import ConfigError, nearest
+from jaxinfra.runtime.devices import device_peak
+from jaxinfra.runtime.files import require_type
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,7 +75,7 @@ def find_device(name: str) -> Device:
     text = (resources.files("jaxinfra.planning") / "constants" / f"{name}.json").read_text()
     values = json.loads(text)
     peak = device_peak(values["kind"])
-    assert peak is not None, "every planned device is in core/devices.py"
+    assert peak is not None, "every planned device is in runtime/devices.py"
     return Device(
         name=name,
         hbm_bytes=peak.hbm_bytes,

@@ -11,7 +11,7 @@ from jaxinfra.planning.devices import Device
 from jaxinfra.planning.layout import Layout
 from jaxinfra.planning.memory import Memory, memory
 from jaxinfra.planning.model import PlannedModel
-from jaxinfra.training.recompute import FREE_SHARE
+from jaxinfra.training.recompute.budget import FREE_SHARE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

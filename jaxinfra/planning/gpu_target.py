@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxlib import xla_client
 
-from jaxinfra.core.errors import UnsupportedError
+from jaxinfra.errors import UnsupportedError
 from jaxinfra.ops.target import Facts
 from jaxinfra.planning.devices import Device
 

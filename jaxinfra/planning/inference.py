@@ -5,12 +5,12 @@ import dataclasses
 import math
 from typing import Any
 
-from jaxinfra.core.errors import ConfigError, UnsupportedError
+from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.kv import element_bits, kv_bytes, kv_bytes_per_token, kv_table
 from jaxinfra.planning.model import PlannedModel, total_parameters
 from jaxinfra.planning.served import PLAIN, WEIGHTS, ServedArray, require_format, served_arrays
-from jaxinfra.serving.quantize.recipes import DEFAULT_GROUP
+from jaxinfra.quantize.recipes import DEFAULT_GROUP
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

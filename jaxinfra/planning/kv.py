@@ -4,8 +4,8 @@ from typing import Any
 
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.model import LatentAttentionConfig
-from jaxinfra.core.errors import ConfigError, nearest
-from jaxinfra.models.cache_size import cached_numbers
+from jaxinfra.errors import ConfigError, nearest
+from jaxinfra.model.cache_size import cached_numbers
 from jaxinfra.planning.model import PlannedModel
 
 CACHE_BITS = {"fp32": 32.0, "bf16": 16.0, "fp16": 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4.0}

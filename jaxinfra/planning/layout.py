@@ -3,11 +3,11 @@
 import dataclasses
 from typing import Any
 
+from jaxinfra.axes import MESH_AXES
 from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.mesh import EXPERT, NODES, MeshConfig
 from jaxinfra.config.run import Remat
-from jaxinfra.core.axes import MESH_AXES
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 from jaxinfra.planning.formats import RECIPES, TrainingRecipe, recipe_of
 from jaxinfra.planning.model import PlannedModel
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-from jaxinfra.core.files import is_of_type, read_json
 from jaxinfra.planning.devices import Device, with_measurements
+from jaxinfra.runtime.files import is_of_type, read_json
 
 _LARGEST_BYTES = 2**28  # of a training step's collectives; larger ones run somewhat faster
 

@@ -4,6 +4,8 @@ import dataclasses
 import functools
 from pathlib import Path
 
+from jaxinfra import axes
+from jaxinfra.axes import MeshAxis
 from jaxinfra.config.kinds import NormPlacement
 from jaxinfra.config.model import (
     BlockConfig,
@@ -13,15 +15,13 @@ from jaxinfra.config.model import (
     ModelConfig,
 )
 from jaxinfra.config.presets import MODELS
-from jaxinfra.core import axes
-from jaxinfra.core.axes import MeshAxis
-from jaxinfra.core.errors import ConfigError, nearest
-from jaxinfra.core.files import read_json
-from jaxinfra.models import flops
-from jaxinfra.models.definition import ParameterInfo, define_model
-from jaxinfra.models.hf import from_hf_config
+from jaxinfra.errors import ConfigError, nearest
+from jaxinfra.hf import from_hf_config
+from jaxinfra.model import flops
+from jaxinfra.model.definition import ParameterInfo, define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.rules import FSDP_TENSOR
+from jaxinfra.runtime.files import read_json
 
 _TENSOR_DIMS = frozenset(dim for dim, over in FSDP_TENSOR.items() if MeshAxis.TENSOR in over)
 

@@ -9,12 +9,12 @@ import functools
 import math
 from collections.abc import Iterator
 
+from jaxinfra.axes import EMBED, EXPERTS, LATENT, MLP
 from jaxinfra.config.mesh import EXPERT, NODES
 from jaxinfra.config.model import ExpertsConfig, LatentAttentionConfig
 from jaxinfra.config.run import ContextMethod, Remat
-from jaxinfra.core.axes import EMBED, EXPERTS, LATENT, MLP
-from jaxinfra.models.definition import ParameterInfo
-from jaxinfra.models.flops import attention_flops
+from jaxinfra.model.definition import ParameterInfo
+from jaxinfra.model.flops import attention_flops
 from jaxinfra.parallel.context.cost import context_bytes
 from jaxinfra.parallel.exchange_room import exchanged_bytes, room_for
 from jaxinfra.planning.layout import Layout

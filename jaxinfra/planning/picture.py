@@ -4,13 +4,13 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from jaxinfra.core.picture_style import COLORS, new_picture
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.formats import FORMATS, RECIPES
 from jaxinfra.planning.inference import Phase, Serving, attainable, by_batch, decode, prefill, ridge
 from jaxinfra.planning.model import PlannedModel
 from jaxinfra.planning.plan import Plan
 from jaxinfra.planning.search import Found
+from jaxinfra.runtime.picture_style import COLORS, new_picture
 
 
 def draw_plan(plan: Plan, directory: Path, *, found: Found | None = None) -> list[Path]:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
-from jaxinfra.parallel.collective_bytes import sent_bytes
+from jaxinfra.hlo.collective_bytes import sent_bytes
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.gathered import GatherForms, sized
 from jaxinfra.planning.kv import kv_bytes, kv_bytes_per_token

@@ -15,20 +15,20 @@ from collections.abc import Iterable, Mapping
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
+from jaxinfra.axes import MeshAxis
 from jaxinfra.config.mesh import EXPERT, NODES, ShardingConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.pipeline import PipelineConfig, PipelineSchedule
 from jaxinfra.config.precision import PolicyName, PrecisionConfig
 from jaxinfra.config.presets.runs import pretraining
 from jaxinfra.config.run import AttentionImplementation, RunConfig
-from jaxinfra.core.axes import MeshAxis
-from jaxinfra.core.errors import UnsupportedError
-from jaxinfra.models.definition import define_model
+from jaxinfra.errors import UnsupportedError
+from jaxinfra.hlo.collective_bytes import sent_bytes
+from jaxinfra.hlo.program import Collective, collectives
+from jaxinfra.model.definition import define_model
 from jaxinfra.ops.target import compiling_for
-from jaxinfra.parallel.collective_bytes import sent_bytes
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.place import Placement
-from jaxinfra.parallel.program import Collective, collectives
 from jaxinfra.parallel.rules import state_rules
 from jaxinfra.planning.devices import Device, find_device
 from jaxinfra.planning.gpu_target import compile_only_devices

@@ -7,12 +7,12 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 
+from jaxinfra.axes import MESH_AXES
 from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.limits import require_within
 from jaxinfra.config.mesh import EXPERT, MeshConfig, shared_by_experts
 from jaxinfra.config.run import Remat
-from jaxinfra.core.axes import MESH_AXES
-from jaxinfra.core.errors import ConfigError, nearest
+from jaxinfra.errors import ConfigError, nearest
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.formats import RECIPES
 from jaxinfra.planning.gathered import sized

@@ -8,10 +8,9 @@ from typing import Any
 
 import jax
 
-from jaxinfra.core.errors import ConfigError, nearest
-from jaxinfra.core.files import read_json
-from jaxinfra.models.definition import ParameterInfo, by_path, define_model, is_weight
-from jaxinfra.models.hf import quantization_of
+from jaxinfra.errors import ConfigError, nearest
+from jaxinfra.hf import quantization_of
+from jaxinfra.model.definition import ParameterInfo, by_path, define_model, is_weight
 from jaxinfra.ops.quantized import (
     MOST_ROWS_MEASURED,
     Activations,
@@ -20,14 +19,15 @@ from jaxinfra.ops.quantized import (
 )
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.planning.model import PlannedModel, config_file, is_expert
-from jaxinfra.serving.quantize.held import held_shapes
-from jaxinfra.serving.quantize.recipes import (
+from jaxinfra.quantize.held import held_shapes
+from jaxinfra.quantize.recipes import (
     DEFAULT_GROUP,
     GROUPS,
     RECIPES,
     config_of,
     quantization_recipe,
 )
+from jaxinfra.runtime.files import read_json
 
 PLAIN = "bf16"
 WEIGHTS = (PLAIN, *RECIPES)

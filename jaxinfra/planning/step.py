@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from jaxinfra.config.mesh import EXPERT, NODES
-from jaxinfra.models.definition import ParameterInfo
+from jaxinfra.model.definition import ParameterInfo
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.layout import Layout
 from jaxinfra.planning.loss import loss_operations

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable
 
 from jaxinfra.config.mesh import EXPERT, NODES
-from jaxinfra.parallel.collective_bytes import sent_bytes
+from jaxinfra.hlo.collective_bytes import sent_bytes
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.layout import Layout
 from jaxinfra.planning.operations import (

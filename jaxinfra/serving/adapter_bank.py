@@ -9,27 +9,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfra.checkpoint.conversion import describes
 from jaxinfra.checkpoint.initial import read_initial
+from jaxinfra.checkpoint.model_directory import is_model_directory, read_model_directory
+from jaxinfra.checkpoint.parameter_sources import LiveParameters
+from jaxinfra.checkpoint.peft_files import CONFIG
+from jaxinfra.checkpoint.peft_import import is_peft_directory, read_peft
 from jaxinfra.checkpoint.run_directory import RunDirectory
-from jaxinfra.config.finetune import BaseWeights
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.layers.row_adapters import AdapterFactors
-from jaxinfra.models.adapter_bank import add_bank
-from jaxinfra.models.decoder import Decoder
-from jaxinfra.models.definition import by_path, define_model, is_weight
-from jaxinfra.models.hf import to_hf_config, weight_map
-from jaxinfra.models.hf.mapping import WeightMap
-from jaxinfra.serving.load import LoadedModel, restore_trained
-from jaxinfra.weights.conversion import describes
-from jaxinfra.weights.model_directory import is_model_directory, read_model_directory
-from jaxinfra.weights.parameter_sources import LiveParameters
-from jaxinfra.weights.peft_files import CONFIG
-from jaxinfra.weights.peft_import import is_peft_directory, read_peft
-from jaxinfra.weights.trained_adapters import (
+from jaxinfra.checkpoint.trained_adapters import (
     Adapters,
     MergedParameters,
     host_adapters,
 )
+from jaxinfra.config.finetune import BaseWeights
+from jaxinfra.errors import ConfigError
+from jaxinfra.hf import to_hf_config, weight_map
+from jaxinfra.hf.mapping import WeightMap
+from jaxinfra.model.adapter_bank import add_bank
+from jaxinfra.model.decoder import Decoder
+from jaxinfra.model.definition import by_path, define_model, is_weight
+from jaxinfra.model.row_adapters import AdapterFactors
+from jaxinfra.serving.load import LoadedModel, restore_trained
 
 MAX_RANK = 64
 """Largest rank that is taken unless asked: all adapters are filled up to the largest of them."""

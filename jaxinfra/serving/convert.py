@@ -11,22 +11,22 @@ import numpy as np
 import tokenizers
 from tokenizers import processors
 
+from jaxinfra.checkpoint.conversion import describes, write_hf, write_ours
 from jaxinfra.checkpoint.initial import initial_source
+from jaxinfra.checkpoint.model_directory import is_model_directory, read_model_directory
+from jaxinfra.checkpoint.parameter_sources import LiveParameters, ParameterSource
+from jaxinfra.checkpoint.peft_files import write_peft
+from jaxinfra.checkpoint.peft_import import read_peft
 from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.checkpoint.trained_adapters import MergedParameters, host_adapters
 from jaxinfra.config.finetune import BaseWeights, InitConfig
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.tokenizer import Tokenizer, num_ids, read_tokenizer
-from jaxinfra.models.definition import ModelDefinition, by_path, define_model, is_weight
-from jaxinfra.models.hf import to_hf_config, weight_map
+from jaxinfra.errors import ConfigError
+from jaxinfra.hf import to_hf_config, weight_map
+from jaxinfra.model.definition import ModelDefinition, by_path, define_model, is_weight
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.load import LoadedModel, load_run
-from jaxinfra.weights.conversion import describes, write_hf, write_ours
-from jaxinfra.weights.model_directory import is_model_directory, read_model_directory
-from jaxinfra.weights.parameter_sources import LiveParameters, ParameterSource
-from jaxinfra.weights.peft_files import write_peft
-from jaxinfra.weights.peft_import import read_peft
-from jaxinfra.weights.trained_adapters import MergedParameters, host_adapters
 
 
 class Target(enum.StrEnum):

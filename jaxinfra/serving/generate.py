@@ -12,8 +12,8 @@ from jaxtyping import Int32
 
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.rope import LongRopeScaling
-from jaxinfra.core.errors import CheckpointError, ConfigError, DataError
-from jaxinfra.models.decoder import Decoder
+from jaxinfra.errors import CheckpointError, ConfigError, DataError
+from jaxinfra.model.decoder import Decoder
 from jaxinfra.serving.load import LoadedModel
 from jaxinfra.serving.sampling import NO_TOKEN, SamplingConfig, SamplingNeeds, SamplingRows
 from jaxinfra.serving.steps import StepConfig, decode, prefill

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxinfra.core.errors import ConfigError, UnsupportedError
 from jaxinfra.data.chat_template import ChatTemplate, load_chat_template
+from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.serving.generate import generate
 from jaxinfra.serving.load import LoadedModel, load
 from jaxinfra.serving.sampling import SamplingConfig

@@ -8,30 +8,30 @@ from pathlib import Path
 
 import jax
 
-from jaxinfra import checkpoint
+from jaxinfra.checkpoint import restoring
 from jaxinfra.checkpoint.initial import place_initial
+from jaxinfra.checkpoint.load_pretrained import PretrainedModel, load_pretrained
+from jaxinfra.checkpoint.model_directory import is_model_directory, read_model_directory
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.config import codec
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import RunConfig
-from jaxinfra.core.errors import CheckpointError, ConfigError, UnsupportedError, nearest
-from jaxinfra.core.files import read_json
 from jaxinfra.data.tokenizer import Tokenizer
-from jaxinfra.models.decoder import Decoder
-from jaxinfra.models.definition import ModelDefinition, Parameters, define_model, merged
-from jaxinfra.models.quantized_base import base_shapes
-from jaxinfra.models.serving_form import can_pack, serving_form, serving_parameters
-from jaxinfra.models.whole_step import unlike_whole
+from jaxinfra.errors import CheckpointError, ConfigError, UnsupportedError, nearest
+from jaxinfra.model.decoder import Decoder
+from jaxinfra.model.definition import ModelDefinition, Parameters, define_model, merged
+from jaxinfra.model.quantized_base import base_shapes
+from jaxinfra.model.serving_form import can_pack, serving_form, serving_parameters
+from jaxinfra.model.whole_step import unlike_whole
 from jaxinfra.numerics.policy import POLICIES, as_kept, held_as_computed
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.place_quantized import base_shardings
+from jaxinfra.runtime.files import read_json
 from jaxinfra.serving.placement import serving_placement
 from jaxinfra.serving.separators import read_separators
-from jaxinfra.weights.load_pretrained import PretrainedModel, load_pretrained
-from jaxinfra.weights.model_directory import is_model_directory, read_model_directory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -292,7 +292,7 @@ def restore_trained(
         raise CheckpointError(
             f"{path} has no checkpoints/: the run ended before its first one; train it further"
         )
-    restored = checkpoint.load(
+    restored = restoring.load(
         checkpoints,
         placed,
         step=step,

@@ -2,11 +2,11 @@
 
 import jax
 
+from jaxinfra.axes import MeshAxis
 from jaxinfra.config.divides import check_divides
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import ModelConfig
-from jaxinfra.core.axes import MeshAxis
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.rules import serving_rules

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 from jaxinfra.serving.cuts import kept_tokens
 from jaxinfra.serving.gumbel import gumbel_noise
 from jaxinfra.serving.token_history import TokenHistory

@@ -11,8 +11,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxinfra.core.errors import DataError
-from jaxinfra.models.decoder import Decoder
+from jaxinfra.errors import DataError
+from jaxinfra.model.decoder import Decoder
 from jaxinfra.serving.generate import bucket
 
 _TOKENS = 4096  # of a batch

@@ -4,9 +4,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.core.files import read_json, require_type
 from jaxinfra.data.tokenizer import panics, read_tokenizer
+from jaxinfra.errors import ConfigError
+from jaxinfra.runtime.files import read_json, require_type
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int, Key
 
-from jaxinfra.core import axes
-from jaxinfra.models.decoder import Decoder, KVCache
-from jaxinfra.models.serving_form import COMPILER_OPTIONS
+from jaxinfra import axes
+from jaxinfra.model.decoder import Decoder, KVCache
+from jaxinfra.model.serving_form import COMPILER_OPTIONS
 from jaxinfra.serving.sampling import SamplingNeeds, SamplingRows, sample
 from jaxinfra.serving.token_history import TokenHistory
 

@@ -14,7 +14,7 @@ from tensorboardX import SummaryWriter
 
 from jaxinfra.config import codec
 from jaxinfra.config.run import RunConfig
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 
 type Record = Mapping[str, Any]
 """Values by name, ``step`` among them: one line of metrics.jsonl."""

@@ -9,8 +9,8 @@ from typing import Any, final
 
 import jax
 
-from jaxinfra.core.devices import device_peak
-from jaxinfra.models.flops import training_flops_per_token
+from jaxinfra.model.flops import training_flops_per_token
+from jaxinfra.runtime.devices import device_peak
 from jaxinfra.training.job import Job
 
 

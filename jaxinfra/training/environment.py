@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxinfra.config import codec
-from jaxinfra.core.json_lines import drop_cut_line, read_log
+from jaxinfra.runtime.json_lines import drop_cut_line, read_log
 from jaxinfra.training.job import Job
 
 _LOG = logging.getLogger(__name__)

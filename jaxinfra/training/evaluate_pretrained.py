@@ -6,21 +6,21 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.config.data import DataConfig
 from jaxinfra.config.mesh import MeshConfig
-from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.baseline import compressed_bits_per_byte
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.corpus import open_corpus
 from jaxinfra.data.heldout import heldout_batches
 from jaxinfra.data.tokenizer import Tokenizer
+from jaxinfra.errors import ConfigError
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 from jaxinfra.training.evaluate_run import RunEvaluation
 from jaxinfra.training.evaluation import evaluate
 from jaxinfra.training.gradients import make_evaluation_step
 from jaxinfra.training.job import keep_compiled_programs
-from jaxinfra.weights.load_pretrained import load_pretrained
 
 _SEQUENCE_LENGTH = 2048  # at most, in tokens
 _TOKENS_A_SHARD = 4096  # of a batch, on each data shard

@@ -9,10 +9,10 @@ from jaxinfra.checkpoint.restoring import load
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.config import codec
 from jaxinfra.config.mesh import MeshConfig
-from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.baseline import CompressionBaseline, compressed_bits_per_byte
 from jaxinfra.data.corpora import open_corpora
 from jaxinfra.data.tokenizer import Tokenizer
+from jaxinfra.errors import ConfigError
 from jaxinfra.training.evaluation import Evaluation, evaluate_sets
 from jaxinfra.training.initialize import first_state, with_frozen
 from jaxinfra.training.job import keep_compiled_programs, make_job

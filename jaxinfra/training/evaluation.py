@@ -11,7 +11,7 @@ from jaxinfra.data.batch import Batch
 from jaxinfra.data.corpora import Corpora
 from jaxinfra.data.heldout import heldout_batches
 from jaxinfra.data.token_arrays import TokenArrays
-from jaxinfra.models.definition import Parameters
+from jaxinfra.model.definition import Parameters
 from jaxinfra.training.job import Job
 from jaxinfra.training.pairs import sum_pairs
 from jaxinfra.training.step import pair_record

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxinfra.core.axes import LAYERS
+from jaxinfra.axes import LAYERS
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.data.train_iterator import TrainIterator
-from jaxinfra.models.definition import ModelDefinition, Parameters, only
+from jaxinfra.model.definition import ModelDefinition, Parameters, only
 from jaxinfra.parallel.context.zigzag import from_zigzag
 from jaxinfra.parallel.place import path_name
 from jaxinfra.training.gradients import hidden_loss, own_loss, split_batch

@@ -8,7 +8,7 @@ from jaxinfra.checkpoint.manifest import verify
 from jaxinfra.checkpoint.restoring import require_finite_parameters
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.config.run import RunConfig
-from jaxinfra.core.errors import JaxinfraError
+from jaxinfra.errors import JaxinfraError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,8 +11,8 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from jaxinfra.layers.projection import QUANTIZATION
-from jaxinfra.models.definition import Parameters, by_path
+from jaxinfra.model.definition import Parameters, by_path
+from jaxinfra.model.projection import QUANTIZATION
 from jaxinfra.ops.fp8_operands import NUM_LOST, OPERANDS
 
 LARGEST, VANISHED, LOST = "largest", "vanished", "lost"

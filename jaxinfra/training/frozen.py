@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jaxinfra.models.definition import ModelDefinition, Parameters
+from jaxinfra.model.definition import ModelDefinition, Parameters
 
 
 def of_frozen[**P, R](

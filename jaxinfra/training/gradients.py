@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from jaxinfra.config.parts import find_part
 from jaxinfra.config.preferences import PreferenceConfig
 from jaxinfra.config.run import TrainingConfig
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.core.parts import find_part
 from jaxinfra.data.batch import Batch
-from jaxinfra.models.definition import ModelDefinition, Parameters, merged, only
-from jaxinfra.models.gradients import Gradients, added, nothing_added
+from jaxinfra.errors import ConfigError
+from jaxinfra.model.definition import ModelDefinition, Parameters, merged, only
+from jaxinfra.model.gradients import Gradients, added, nothing_added
 from jaxinfra.numerics.storage import exact
 from jaxinfra.ops.cross_entropy import CrossEntropySums
 from jaxinfra.parallel.place import Placement

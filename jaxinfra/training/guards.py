@@ -13,10 +13,10 @@ import numpy as np
 from jaxinfra.config import codec
 from jaxinfra.config.reliability import ReliabilityConfig
 from jaxinfra.config.run import RunConfig
-from jaxinfra.core.errors import JaxinfraError
 from jaxinfra.data.batch import Batch
-from jaxinfra.reliability.fingerprint import require_same
-from jaxinfra.reliability.hashes import Mismatch, StateHash
+from jaxinfra.errors import JaxinfraError
+from jaxinfra.runtime.fingerprint import require_same
+from jaxinfra.runtime.hashes import Mismatch, StateHash
 from jaxinfra.training.job import Job
 from jaxinfra.training.state import State
 from jaxinfra.training.step import StepMetrics

@@ -11,8 +11,8 @@ from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.preferences import PreferenceConfig
 from jaxinfra.config.presets import runs
 from jaxinfra.config.run import RunConfig
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.models.definition import define_model
+from jaxinfra.errors import ConfigError
+from jaxinfra.model.definition import define_model
 from jaxinfra.training.job import Job
 from jaxinfra.training.state import State
 

@@ -13,20 +13,18 @@ import optax
 from jax.sharding import NamedSharding
 from jax.stages import Wrapped
 
+from jaxinfra.axes import BATCH
 from jaxinfra.checkpoint import processes
 from jaxinfra.config.exchange import ExchangeImplementation
 from jaxinfra.config.finetune import AdapterKind
 from jaxinfra.config.precision import LossScaling
 from jaxinfra.config.run import KeptValues, Remat, RunConfig
 from jaxinfra.config.validate import may_keep_gathered, validate
-from jaxinfra.core.axes import BATCH
-from jaxinfra.core.errors import ConfigError, UnsupportedError
 from jaxinfra.data.batch import Batch
-from jaxinfra.models.definition import ModelDefinition, Parameters, define_model, only
-from jaxinfra.models.quantized_base import base_shapes
+from jaxinfra.errors import ConfigError, UnsupportedError
+from jaxinfra.model.definition import ModelDefinition, Parameters, define_model, only
+from jaxinfra.model.quantized_base import base_shapes
 from jaxinfra.numerics.policy import held_as_computed, policy_of
-from jaxinfra.optim.learning_rate import learning_rate
-from jaxinfra.optim.optimizer import make_optimizer
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
@@ -40,9 +38,10 @@ from jaxinfra.training.gradients import (
     make_gradient,
     make_log_probability_step,
 )
-from jaxinfra.training.optimal import KeptChoice, choose
+from jaxinfra.training.optim.learning_rate import learning_rate
+from jaxinfra.training.optim.optimizer import make_optimizer
 from jaxinfra.training.pipeline_gradients import make_pipeline_gradient
-from jaxinfra.training.recompute import (
+from jaxinfra.training.recompute.budget import (
     Choice,
     GatherChoice,
     agreed_bytes,
@@ -50,6 +49,7 @@ from jaxinfra.training.recompute import (
     keeping,
     known_budget,
 )
+from jaxinfra.training.recompute.optimal import KeptChoice, choose
 from jaxinfra.training.state import (
     State,
     TrainState,

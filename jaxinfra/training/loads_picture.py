@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxinfra.core.picture_style import BLUE, GRAY, RED, new_picture
+from jaxinfra.runtime.picture_style import BLUE, GRAY, RED, new_picture
 
 LOADS = "layers/expert_tokens"
 _COUNTS = {"layers/dropped": "dropped by capacity", "layers/overflowed": "without room"}

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from jaxinfra.core.axes import BATCH, LAYERS
+from jaxinfra.axes import BATCH, LAYERS
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.train_iterator import TrainIterator
-from jaxinfra.models.definition import Parameters
+from jaxinfra.model.definition import Parameters
 from jaxinfra.parallel.place import path_name
 from jaxinfra.training.job import Job
 from jaxinfra.training.state import State

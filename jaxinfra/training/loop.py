@@ -11,12 +11,12 @@ import jax
 from jaxinfra.checkpoint import processes
 from jaxinfra.checkpoint.checkpointer import Checkpointer
 from jaxinfra.checkpoint.run_directory import RunDirectory
-from jaxinfra.core.errors import CheckpointError
 from jaxinfra.data.corpora import Corpora
 from jaxinfra.data.ledger import rows_sum, whole_sum
 from jaxinfra.data.train_iterator import TrainIterator
-from jaxinfra.reliability.exchange import ProcessTable
-from jaxinfra.reliability.incidents import EXCLUDED
+from jaxinfra.errors import CheckpointError
+from jaxinfra.runtime.host_exchange import ProcessTable
+from jaxinfra.runtime.incidents import EXCLUDED
 from jaxinfra.training.clock import Clock
 from jaxinfra.training.evaluation import Interrupted, evaluate_sets
 from jaxinfra.training.finished import Outcome

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfra.checkpoint.run_directory import RunDirectory
-from jaxinfra.core.picture_style import BLUE, RED, new_picture
+from jaxinfra.runtime.picture_style import BLUE, RED, new_picture
 from jaxinfra.training.loads_picture import draw_loads
 
 

@@ -15,8 +15,8 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyrefly: ignore  (
 from tensorboardX.record_writer import masked_crc32c
 from tensorboardX.summary import scalar
 
-from jaxinfra.core.files import is_of_type
-from jaxinfra.core.json_lines import read_log
+from jaxinfra.runtime.files import is_of_type
+from jaxinfra.runtime.json_lines import read_log
 from jaxinfra.training.callbacks import Callback
 from jaxinfra.training.statistics import flat_statistics
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config.run import RunConfig
-from jaxinfra.core.json_lines import read_log
 from jaxinfra.data.corpora import schedule_of
+from jaxinfra.runtime.json_lines import read_log
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,13 +9,13 @@ import jax
 import numpy as np
 
 from jaxinfra.checkpoint import processes
-from jaxinfra.core.errors import DataError
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.corpora import Corpora
 from jaxinfra.data.pair_rows import pair_pieces
 from jaxinfra.data.pieces import DocumentPieces, piece_rows, piece_targets
 from jaxinfra.data.token_arrays import TokenArrays
-from jaxinfra.models.definition import Parameters
+from jaxinfra.errors import DataError
+from jaxinfra.model.definition import Parameters
 from jaxinfra.parallel.context.zigzag import from_zigzag
 from jaxinfra.training.job import Job
 from jaxinfra.training.preferences import pair_sums

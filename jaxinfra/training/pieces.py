@@ -18,9 +18,9 @@ from jaxtyping import Array, Float, Key
 
 from jaxinfra.config.run import TrainingConfig
 from jaxinfra.data.batch import Batch
-from jaxinfra.layers.passes import Pass
-from jaxinfra.models.definition import ModelDefinition, Parameters, merged
-from jaxinfra.models.repetition import out_of_eight_bits
+from jaxinfra.model.definition import ModelDefinition, Parameters, merged
+from jaxinfra.model.passes import Pass
+from jaxinfra.model.repetition import out_of_eight_bits
 from jaxinfra.training.gradients import hidden_loss, own_loss
 
 type _Function = Callable[..., tuple[jax.Array, jax.Array]]

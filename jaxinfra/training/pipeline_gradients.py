@@ -12,15 +12,15 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
+from jaxinfra.axes import MeshAxis
 from jaxinfra.config.pipeline import PipelineConfig
 from jaxinfra.config.run import TrainingConfig
-from jaxinfra.core.axes import MeshAxis
 from jaxinfra.data.batch import Batch
-from jaxinfra.layers.passes import Pass, Sums
-from jaxinfra.layers.rope import RopeTable
-from jaxinfra.models.definition import ModelDefinition, Parameters, merged
-from jaxinfra.models.gradients import Gradients
-from jaxinfra.models.recomputation import kept_by, rematerialized
+from jaxinfra.model.definition import ModelDefinition, Parameters, merged
+from jaxinfra.model.gradients import Gradients
+from jaxinfra.model.passes import Pass, Sums
+from jaxinfra.model.recomputation import kept_by, rematerialized
+from jaxinfra.model.rope import RopeTable
 from jaxinfra.parallel.pipeline.executor import (
     Arrays,
     HeadSums,

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxinfra.config.preferences import PreferenceConfig, PreferenceLoss
-from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.pair_rows import MOST_PAIRS
-from jaxinfra.models.definition import ModelDefinition, Parameters
+from jaxinfra.errors import ConfigError
+from jaxinfra.model.definition import ModelDefinition, Parameters
 
 _SUREST = -1e-6
 """Mean log probability beyond which ORPO's odds do not grow: those of 1 are infinite."""

@@ -10,14 +10,14 @@ from typing import Any, NotRequired, TypedDict, final
 import jax
 from jaxtyping import Array, Float
 
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.core.text import whole_number
 from jaxinfra.data.batch import Batch
-from jaxinfra.parallel.launches import launches
-from jaxinfra.parallel.matmul_shapes import MatmulShape, matmul_shapes
-from jaxinfra.parallel.program import collectives
+from jaxinfra.errors import ConfigError
+from jaxinfra.hlo.buffers import step_bytes
+from jaxinfra.hlo.launches import launches
+from jaxinfra.hlo.matmul_shapes import MatmulShape, matmul_shapes
+from jaxinfra.hlo.program import collectives
+from jaxinfra.runtime.text import whole_number
 from jaxinfra.training.job import Job
-from jaxinfra.training.recompute import step_bytes
 from jaxinfra.training.state import State
 from jaxinfra.training.xla_options import describe_options
 

@@ -8,8 +8,8 @@ from jaxinfra.checkpoint.restoring import Restored
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config import codec
 from jaxinfra.config.run import RunConfig
-from jaxinfra.core.errors import CheckpointError, ConfigError
-from jaxinfra.core.files import require_type
+from jaxinfra.errors import CheckpointError, ConfigError
+from jaxinfra.runtime.files import require_type
 from jaxinfra.training.job import Job
 
 

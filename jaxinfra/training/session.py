@@ -15,24 +15,24 @@ from jaxinfra.checkpoint.checkpointer import Checkpointer
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.config import codec
 from jaxinfra.config.run import RunConfig
-from jaxinfra.core.errors import (
+from jaxinfra.data.corpora import Corpora
+from jaxinfra.data.tokenizer import Tokenizer
+from jaxinfra.data.train_iterator import TrainIterator
+from jaxinfra.errors import (
     ConfigError,
     DeviceMemoryError,
     JaxinfraError,
     LostPeerError,
     is_out_of_memory,
 )
-from jaxinfra.core.places import local_path, user_cache
-from jaxinfra.core.signals import StopRequest, noted_signals
-from jaxinfra.data.corpora import Corpora
-from jaxinfra.data.tokenizer import Tokenizer
-from jaxinfra.data.train_iterator import TrainIterator
-from jaxinfra.launch.cluster import LAUNCHER
-from jaxinfra.launch.connect import connect
-from jaxinfra.reliability import faults
-from jaxinfra.reliability.exchange import Exchange
-from jaxinfra.reliability.recorder import Recorder
-from jaxinfra.reliability.watchdog import Watchdog, launcher_of
+from jaxinfra.runtime import injected_faults as faults
+from jaxinfra.runtime.cluster import LAUNCHER
+from jaxinfra.runtime.connect import connect
+from jaxinfra.runtime.host_exchange import Exchange
+from jaxinfra.runtime.places import local_path, user_cache
+from jaxinfra.runtime.recorder import Recorder
+from jaxinfra.runtime.signals import StopRequest, noted_signals
+from jaxinfra.runtime.watchdog import Watchdog, launcher_of
 from jaxinfra.training.callbacks import Callback
 from jaxinfra.training.clock import Clock
 from jaxinfra.training.describe import describe_corpora, describe_job, describe_ranking
@@ -45,7 +45,7 @@ from jaxinfra.training.metrics import MetricsLog
 from jaxinfra.training.open_data import batches_of, open_data
 from jaxinfra.training.profile import Profiler, ProfileRange
 from jaxinfra.training.progress import Progress
-from jaxinfra.training.recompute_picture import draw_choice
+from jaxinfra.training.recompute.picture import draw_choice
 from jaxinfra.training.resumption import changed_settings, excluded_batches, restore_newest
 from jaxinfra.training.state import State
 from jaxinfra.training.stop import Agreement, Stopped

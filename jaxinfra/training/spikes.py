@@ -7,7 +7,7 @@ from jaxinfra.checkpoint import processes
 from jaxinfra.checkpoint.run_directory import RunDirectory, write_atomically
 from jaxinfra.data.corpora import Corpora
 from jaxinfra.data.train_iterator import TrainIterator
-from jaxinfra.reliability.incidents import EXCLUDED, read_incidents
+from jaxinfra.runtime.incidents import EXCLUDED, read_incidents
 from jaxinfra.training.examine import examine_step
 from jaxinfra.training.job import Job
 from jaxinfra.training.state import State

@@ -8,7 +8,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from jaxinfra.config.precision import PrecisionConfig
-from jaxinfra.models.definition import ModelDefinition, Parameters, merged
+from jaxinfra.model.definition import ModelDefinition, Parameters, merged
 from jaxinfra.numerics.loss_scale import LossScale, initial_loss_scale
 from jaxinfra.parallel.place import Placement
 

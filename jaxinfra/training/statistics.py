@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfra.core.axes import LAYERS
+from jaxinfra.axes import LAYERS
 from jaxinfra.data.batch import Batch
-from jaxinfra.layers.passes import Sums
-from jaxinfra.layers.statistics import PREFIX
-from jaxinfra.models.definition import Parameters, by_path
+from jaxinfra.model.definition import Parameters, by_path
+from jaxinfra.model.passes import Sums
+from jaxinfra.model.statistics import PREFIX
 from jaxinfra.numerics.storage import exact
 
 type StatisticsTable = dict[str, dict[str, Any]]

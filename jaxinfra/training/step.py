@@ -13,9 +13,9 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxinfra.config.precision import PrecisionConfig
 from jaxinfra.data.batch import Batch
-from jaxinfra.layers.passes import Sums
-from jaxinfra.layers.statistics import PREFIX
-from jaxinfra.models.definition import Parameters
+from jaxinfra.model.definition import Parameters
+from jaxinfra.model.passes import Sums
+from jaxinfra.model.statistics import PREFIX
 from jaxinfra.numerics.loss_scale import next_loss_scale
 from jaxinfra.numerics.storage import EXACT, after_update
 from jaxinfra.training.fp8_watch import emitted_by_site, fp8_record

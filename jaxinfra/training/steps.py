@@ -8,16 +8,16 @@ from typing import Any, final
 
 import numpy as np
 
-from jaxinfra.checkpoint import load
 from jaxinfra.checkpoint.checkpointer import Checkpointer
+from jaxinfra.checkpoint.restoring import load
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.config import codec
 from jaxinfra.config.run import RunConfig
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.core.places import user_cache
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.corpora import Corpora
-from jaxinfra.models.decoder import Decoder
+from jaxinfra.errors import ConfigError
+from jaxinfra.model.decoder import Decoder
+from jaxinfra.runtime.places import user_cache
 from jaxinfra.training.initialize import first_state, with_frozen
 from jaxinfra.training.job import make_job
 from jaxinfra.training.open_data import batches_of, open_data

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import final
 
-from jaxinfra.core.signals import StopRequest
-from jaxinfra.reliability.exchange import Exchange, ProcessRow, ProcessTable
+from jaxinfra.runtime.host_exchange import Exchange, ProcessRow, ProcessTable
+from jaxinfra.runtime.signals import StopRequest
 
 _LOOK_EVERY_S = 0.1
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxinfra.data.baseline import compressed_bits_per_byte
 from jaxinfra.data.corpora import Corpora
-from jaxinfra.reliability.goodput import goodput
+from jaxinfra.runtime.goodput import goodput
 from jaxinfra.training.clock import Clock, median_step_s, peak_bytes
 from jaxinfra.training.job import Job
 from jaxinfra.training.metrics import MetricsLog, finite
@@ -28,7 +28,7 @@ def summarize(
     answers ``heldout_preferences/...``.
 
     Args:
-        causes: seconds of wall time by cause (``jaxinfra.reliability.goodput``).
+        causes: seconds of wall time by cause (``jaxinfra.runtime.goodput``).
         stall_s: seconds of saves after the last step recorded, in which nothing was trained.
     """
     steps = job.config.training.steps

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config.reliability import ReliabilityConfig
-from jaxinfra.core.text import whole_number
-from jaxinfra.reliability.exchange import ProcessRow, ProcessTable
-from jaxinfra.reliability.goodput import Goodput, read_sessions, sum_causes
-from jaxinfra.reliability.incidents import RECOMPILED, excluded_steps, record_incident
-from jaxinfra.reliability.recorder import BUSY_READERS, READY_BATCHES, Recorder
-from jaxinfra.reliability.stragglers import Stragglers
+from jaxinfra.runtime.goodput import Goodput, read_sessions, sum_causes
+from jaxinfra.runtime.host_exchange import ProcessRow, ProcessTable
+from jaxinfra.runtime.incidents import RECOMPILED, excluded_steps, record_incident
+from jaxinfra.runtime.recorder import BUSY_READERS, READY_BATCHES, Recorder
+from jaxinfra.runtime.stragglers import Stragglers
+from jaxinfra.runtime.text import whole_number
 from jaxinfra.training.fp8_watch import Fp8Watch
 from jaxinfra.training.guards import is_due
 from jaxinfra.training.progress import Progress

@@ -11,8 +11,8 @@ import jax
 import jaxlib
 
 from jaxinfra.config.run import RunConfig
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.core.text import whole_number
+from jaxinfra.errors import ConfigError
+from jaxinfra.runtime.text import whole_number
 
 type Options = dict[str, str | int | bool]
 

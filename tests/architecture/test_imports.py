@@ -12,10 +12,10 @@ SOURCES = sorted(
     for path in (ROOT / package).rglob("*.py")
 )
 READING_PATH = (
-    "jaxinfra/core/axes.py",
+    "jaxinfra/axes.py",
     "jaxinfra/config/presets/models.py",
-    "jaxinfra/layers/grouped_attention.py",
-    "jaxinfra/models/decoder.py",
+    "jaxinfra/model/grouped_attention.py",
+    "jaxinfra/model/decoder.py",
     "jaxinfra/parallel/place.py",
     "jaxinfra/training/step.py",
 )

@@ -60,9 +60,8 @@ def test_only_numerics_names_float_dtypes():
     assert not found, "ask the precision policy"
 
 
-@pytest.mark.parametrize("floor", ["layers", "models"])
-def test_layers_declare_logical_axes_only(floor):
-    for path in (ROOT / "jaxinfra" / floor).rglob("*.py"):
+def test_layers_declare_logical_axes_only():
+    for path in (ROOT / "jaxinfra" / "model").rglob("*.py"):
         assert not placements(tree_of(path)), f"{name(path)}: parallel/ places"
 
 
@@ -142,7 +141,7 @@ def test_execution_is_built_in_one_module():
 
 def test_layers_know_no_prefill():
     """A prefill is a chunk after an empty cache: what a layer is given says so."""
-    for path in (ROOT / "jaxinfra" / "layers").rglob("*.py"):
+    for path in (ROOT / "jaxinfra" / "model").rglob("*.py"):
         for node in ast.walk(tree_of(path)):
             assert not (isinstance(node, ast.arg) and "prefill" in node.arg), name(path)
 

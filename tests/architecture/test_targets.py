@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILES = [*(ROOT / "jaxinfra" / "gym").glob("*.py"), *(ROOT / "tests" / "e2e").glob("*.py")]
+FILES = [*(ROOT / "jaxinfra" / "faults").glob("*.py"), *(ROOT / "tests" / "e2e").glob("*.py")]
 TARGETS = sorted(
     {
         found

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from e2e.runs import STEPS, checkpoints
 
-from jaxinfra.checkpoint import load
 from jaxinfra.checkpoint.checkpointer import Checkpointer
+from jaxinfra.checkpoint.restoring import load
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.training.job import make_job
 

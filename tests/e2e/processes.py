@@ -21,7 +21,7 @@ import jax
 
 from jaxinfra.cli.entry import GARBAGE_THRESHOLDS
 from jaxinfra.cli.main import main
-from jaxinfra.core.signals import guard_process
+from jaxinfra.runtime.signals import guard_process
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(

@@ -14,7 +14,8 @@ import numpy as np
 from e2e.faults import signal_at
 from e2e.processes import Ended, run
 
-from jaxinfra.checkpoint import load, verify
+from jaxinfra.checkpoint.manifest import verify
+from jaxinfra.checkpoint.restoring import load
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config.run import RunConfig
 from jaxinfra.training.job import make_job

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfra.checkpoint.trained_adapters import Adapters, host_adapters
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.data.tokenizer import bytes_tokenizer
-from jaxinfra.gym import served_model
-from jaxinfra.models.decoder import Decoder
-from jaxinfra.models.definition import by_path, define_model, merged
+from jaxinfra.faults import served_model
+from jaxinfra.model.decoder import Decoder
+from jaxinfra.model.definition import by_path, define_model, merged
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.adapter_bank import AdapterBank
 from jaxinfra.serving.engine.background import EngineThread
@@ -27,7 +28,6 @@ from jaxinfra.serving.http.server import HttpServer, ServerOptions
 from jaxinfra.serving.http.service import Service, ServiceLimits
 from jaxinfra.serving.load import LoadedModel
 from jaxinfra.serving.sampling import GREEDY
-from jaxinfra.weights.trained_adapters import Adapters, host_adapters
 
 KEY = "secret"
 CONTEXT = 256

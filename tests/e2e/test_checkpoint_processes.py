@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxinfra.checkpoint import Checkpointer, load, verify
+from jaxinfra.checkpoint.checkpointer import Checkpointer
+from jaxinfra.checkpoint.manifest import verify
+from jaxinfra.checkpoint.restoring import load
 from jaxinfra.config.run import CheckpointConfig
 
 CONFIG = CheckpointConfig(keep_last=2, keep_best=0)

@@ -11,8 +11,8 @@ import pytest
 from e2e.processes import Ended
 from e2e.runs import Bench, metrics, without_times
 
-from jaxinfra.gym.arena import incidents, ledger, state_sums
-from jaxinfra.reliability.faults import VARIABLE
+from jaxinfra.faults.arena import incidents, ledger, state_sums
+from jaxinfra.runtime.injected_faults import VARIABLE
 
 STEPS, BATCH = 12, 8
 SETTINGS = {
@@ -69,7 +69,7 @@ def excluded(shared) -> Path:
 @pytest.fixture(scope="module")
 def spoilt(shared) -> Path:
     """A run with a batch that is not finite in step 3, and one of wrong targets in step 10."""
-    weights, targets = (f"jaxinfra.gym.corruption:poison_{what}" for what in ("weights", "targets"))
+    weights, targets = (f"jaxinfra.faults.corruption:poison_{x}" for x in ("weights", "targets"))
     faults = [
         {"target": BATCHES, "samples": samples_of(3)[-1:], "action": weights},
         {"target": BATCHES, "samples": samples_of(10)[:1], "action": targets, "token": 299},
@@ -122,9 +122,9 @@ def explained(run: Path) -> None:
 @pytest.fixture(scope="module")
 def disturbed(shared) -> Ended:
     """A run with two faults that pass: a weight flipped in step 5, a wrong gradient in step 10."""
-    flip = {"target": STEP, "action": "jaxinfra.gym.corruption:flipping_step", "at": 5}
+    flip = {"target": STEP, "action": "jaxinfra.faults.corruption:flipping_step", "at": 5}
     # Its 12th call: after the flip, steps 5 and 6 ran again.
-    poison = {"target": STEP, "action": "jaxinfra.gym.corruption:poisoning_step", "at": 12}
+    poison = {"target": STEP, "action": "jaxinfra.faults.corruption:poisoning_step", "at": 12}
     faults = [flip | {"devices": [2]}, poison | {"token": 299}]
     return train(shared, "disturbed", faults=faults, **SPIKE)
 
@@ -148,7 +148,7 @@ def test_a_fault_that_passes_is_told_from_a_bad_batch(shared, undisturbed):
 
 
 def test_a_fault_that_stays_ends_the_run_and_names_the_device(bench):
-    flip = {"target": STEP, "action": "jaxinfra.gym.corruption:always_flipping_step"}
+    flip = {"target": STEP, "action": "jaxinfra.faults.corruption:always_flipping_step"}
     ended = started(bench, "run", faults=[flip | {"devices": [1]}])
     assert ended.code == 1
     (line,) = ended.lines()

@@ -2,9 +2,9 @@
 
 import pytest
 
-from jaxinfra.gym.arena import Arena
-from jaxinfra.gym.cause_list import all_causes, all_healthy
-from jaxinfra.gym.causes import check_health, judge_cause
+from jaxinfra.faults.arena import Arena
+from jaxinfra.faults.cause_list import all_causes, all_healthy
+from jaxinfra.faults.causes import check_health, judge_cause
 
 CAUSES, HEALTHY = all_causes(), all_healthy()
 

@@ -8,8 +8,8 @@ from e2e.runs import make_text
 from jaxinfra.cli.main import main
 from jaxinfra.config import codec
 from jaxinfra.config.presets import run_preset
-from jaxinfra.gym import own_config
-from jaxinfra.gym.arena import STEPS, metrics
+from jaxinfra.faults import own_config
+from jaxinfra.faults.arena import STEPS, metrics
 
 # What follows the faults, the faults, and words of the line.
 REFUSALS = {

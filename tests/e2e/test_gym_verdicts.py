@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxinfra.gym import damage, deaths, replicas, serving, wrong_or_slow
-from jaxinfra.gym.verdict import FAULTS
+from jaxinfra.faults import damage, deaths, replicas, serving, wrong_or_slow
+from jaxinfra.faults.verdict import FAULTS
 
 ROOT = Path(__file__).parents[2]
 GYM = (damage, deaths, replicas, serving, wrong_or_slow)  # they enter their faults when imported
@@ -27,7 +27,7 @@ BREAKS = {
         "differs from the undisturbed run",
     ),
     2: (
-        "launch/supervisor.py",
+        "runtime/supervisor.py",
         "self._command if number == 0 else self._again",
         "self._command",
         "exit 1, expected 0",
@@ -57,25 +57,25 @@ BREAKS = {
         "has other values",
     ),
     7: (
-        "launch/supervisor.py",
+        "runtime/supervisor.py",
         "return 128 + signal.SIGKILL if any(end.killed_by_us for end in endings) else 0",
         "return 0",
         "exit 0, expected 137",
     ),
     8: (
-        "reliability/watchdog.py",
+        "runtime/watchdog.py",
         'gives no sign of life", [self._next]',
         'gives no sign of life", [self._recorder.rank]',
         "the report says",
     ),
     9: (
-        "reliability/absence.py",
+        "runtime/absence.py",
         "behind = min(places.values(), default=(0, 0))",
         "behind = max(places.values(), default=(0, 0))",
         "the report says",
     ),
     10: (
-        "reliability/fingerprint.py",
+        "runtime/fingerprint.py",
         "return [rank for rank, value in enumerate(prints) if value != expected]",
         "return []",
         "exit 0",
@@ -88,7 +88,7 @@ BREAKS = {
     ),
     12: ("training/guards.py", "    if loss != doubt.loss:\n", "    if True:\n", ""),
     13: (
-        "reliability/hashes.py",
+        "runtime/hashes.py",
         "                if odd:\n",
         "                if False:\n",
         "0 incidents 'went back'",
@@ -119,26 +119,26 @@ BREAKS = {
         "",
     ),
     19: (
-        "reliability/stragglers.py",
+        "runtime/stragglers.py",
         '"host_s": ("host"',
         '"host_s": ("input"',
         "named: [(1, 'input",
     ),
     20: (
-        "reliability/stragglers.py",
+        "runtime/stragglers.py",
         '"input_s": ("input"',
         '"input_s": ("host"',
         "named: [(1, 'host",
     ),
     21: (
-        "launch/rendezvous.py",
+        "runtime/rendezvous.py",
         "absent = sorted(set(range(1, cluster.num_processes)) - here.keys())",
         "absent = []",
         "",
     ),
-    22: ("launch/supervisor.py", "if kills > kills_before:", "if kills < kills_before:", "rank 1"),
+    22: ("runtime/supervisor.py", "if kills > kills_before:", "if kills < kills_before:", "rank 1"),
     23: (
-        "launch/connect.py",
+        "runtime/connect.py",
         "        jax.distributed.shutdown()\n",
         "        os._exit(jax.process_index() // 7)\n",
         "exit ",

@@ -5,7 +5,7 @@ import json
 import pytest
 from chat_model import write_model
 
-from jaxinfra.gym.arena import Arena, metrics, state_sums
+from jaxinfra.faults.arena import Arena, metrics, state_sums
 
 TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 STEPS = 12

@@ -15,10 +15,10 @@ import pytest
 from e2e import processes
 
 from jaxinfra.cli.main import main
-from jaxinfra.gym import damage, deaths, serving, wrong_or_slow
-from jaxinfra.gym.arena import Arena, metrics, state_sums, values
-from jaxinfra.gym.verdict import FAULTS, judge
-from jaxinfra.reliability.recorder import read_records
+from jaxinfra.faults import damage, deaths, serving, wrong_or_slow
+from jaxinfra.faults.arena import Arena, metrics, state_sums, values
+from jaxinfra.faults.verdict import FAULTS, judge
+from jaxinfra.runtime.recorder import read_records
 
 GYM = (damage, deaths, serving, wrong_or_slow)  # they enter their faults when imported
 TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}

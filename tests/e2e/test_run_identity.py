@@ -13,7 +13,7 @@ from e2e.runs import STEPS, assert_same_run, checkpoints, metrics
 from tokenizers import models
 
 from jaxinfra.cli.main import main
-from jaxinfra.core.errors import JaxinfraError
+from jaxinfra.errors import JaxinfraError
 from jaxinfra.serving.load import load_model
 
 

@@ -14,7 +14,7 @@ from e2e.served_letters import BASE, CONTEXT, KEY, post
 
 from experiments.bench.serving import serve as bench
 from experiments.pictures.serving import draw
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 
 
 def test_completions_are_what_the_model_says(running, client):

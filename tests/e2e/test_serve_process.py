@@ -18,13 +18,13 @@ import pytest
 from engine_models import DEFINITION
 
 from experiments.bench.serving import serve_endurance
+from jaxinfra.checkpoint.conversion import write_ours
+from jaxinfra.checkpoint.parameter_sources import LiveParameters
 from jaxinfra.cli.main import main
 from jaxinfra.data.tokenizer import bytes_tokenizer
-from jaxinfra.models.definition import by_path
+from jaxinfra.model.definition import by_path
 from jaxinfra.serving.generate import generate
 from jaxinfra.serving.sampling import GREEDY
-from jaxinfra.weights.conversion import write_ours
-from jaxinfra.weights.parameter_sources import LiveParameters
 
 ROOT = pathlib.Path(__file__).parents[2]
 

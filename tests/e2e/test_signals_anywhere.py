@@ -16,8 +16,8 @@ import fast_compiling
 import pytest
 from e2e.runs import STEPS, Bench, assert_same_run
 
-from jaxinfra.core.signals import RESUMABLE_EXIT
-from jaxinfra.reliability.faults import VARIABLE
+from jaxinfra.runtime.injected_faults import VARIABLE
+from jaxinfra.runtime.signals import RESUMABLE_EXIT
 
 INT, TERM = signal.SIGINT, signal.SIGTERM
 _SPREAD_S = 20.0

@@ -21,8 +21,8 @@ from e2e.runs import (
     without_times,
 )
 
-from jaxinfra.core.signals import RESUMABLE_EXIT
 from jaxinfra.data.tokenizer import train_bpe
+from jaxinfra.runtime.signals import RESUMABLE_EXIT
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from e2e.faults import signal_at
 from e2e.processes import start
 from e2e.runs import STEPS, Bench, assert_same_run, checkpoints, metrics
 
-from jaxinfra.core.signals import RESUMABLE_EXIT
-from jaxinfra.reliability.faults import VARIABLE
-from jaxinfra.reliability.goodput import read_sessions
-from jaxinfra.reliability.recorder import read_record, record_file
+from jaxinfra.runtime.goodput import read_sessions
+from jaxinfra.runtime.injected_faults import VARIABLE
+from jaxinfra.runtime.recorder import read_record, record_file
+from jaxinfra.runtime.signals import RESUMABLE_EXIT
 
 TERM, INT, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
 # What is asked to stop when, the signal, the step it must then be at.

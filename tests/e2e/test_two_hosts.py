@@ -17,7 +17,7 @@ import fast_compiling
 import pytest
 from e2e.runs import Bench, metrics
 
-from jaxinfra.core.signals import RESUMABLE_EXIT
+from jaxinfra.runtime.signals import RESUMABLE_EXIT
 
 _PORT = 29571
 _PATIENCE_S = 240

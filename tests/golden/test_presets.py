@@ -8,7 +8,7 @@ import pytest
 from jaxinfra.config.codec import to_json
 from jaxinfra.config.mesh import ShardingConfig, parse_mesh
 from jaxinfra.config.presets import run_preset
-from jaxinfra.models.definition import define_model
+from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement, path_name

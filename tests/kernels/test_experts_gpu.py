@@ -10,8 +10,8 @@ from flax import nnx
 
 from jaxinfra.config.model import ExpertsConfig
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.layers.experts import Experts
-from jaxinfra.layers.passes import Pass
+from jaxinfra.model.experts import Experts
+from jaxinfra.model.passes import Pass
 from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.parallel.execution import execution_on
 from pallas_kernels.common import device

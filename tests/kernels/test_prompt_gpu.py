@@ -10,9 +10,9 @@ import pytest
 from jaxinfra.config.model import GroupedAttentionConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.rope import RopeConfig
-from jaxinfra.layers.cache import after_pass
-from jaxinfra.models.definition import define_model
-from jaxinfra.models.serving_form import serving_form, serving_parameters
+from jaxinfra.model.cache import after_pass
+from jaxinfra.model.definition import define_model
+from jaxinfra.model.serving_form import serving_form, serving_parameters
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.parallel.execution import execution_on
 from pallas_kernels.common import device

@@ -31,17 +31,17 @@ from jaxinfra.config.precision import LossScaling, PolicyName, PrecisionConfig
 from jaxinfra.config.rope import RopeConfig, RopePairs
 from jaxinfra.config.run import ContextMethod, KeptValues, Remat, TrainingConfig
 from jaxinfra.data.batch import Batch
-from jaxinfra.models.definition import ModelDefinition, define_model
+from jaxinfra.model.definition import ModelDefinition, define_model
 from jaxinfra.numerics.loss_scale import initial_loss_scale
 from jaxinfra.numerics.policy import policy_of
-from jaxinfra.optim.learning_rate import learning_rate
-from jaxinfra.optim.optimizer import make_optimizer
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement, path_name
 from jaxinfra.parallel.rules import state_rules
 from jaxinfra.training.batch_order import in_zigzag
 from jaxinfra.training.gradients import make_gradient
+from jaxinfra.training.optim.learning_rate import learning_rate
+from jaxinfra.training.optim.optimizer import make_optimizer
 from jaxinfra.training.state import TrainState, initial_state, state_around, state_shardings
 from jaxinfra.training.step import make_train_step
 from tests.seeds import seeded

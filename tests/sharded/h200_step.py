@@ -29,8 +29,8 @@ from jaxinfra.config.precision import (
 )
 from jaxinfra.config.presets import MODELS, runs
 from jaxinfra.config.run import AttentionImplementation, Remat
+from jaxinfra.hlo.program import CompiledInstruction, collectives, compiled_instructions
 from jaxinfra.ops.target import compiling_for
-from jaxinfra.parallel.program import CompiledInstruction, collectives, compiled_instructions
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.gpu_target import compile_only_devices
 from jaxinfra.training.job import lower_step, make_job

@@ -29,7 +29,7 @@ from jaxinfra.config.model import (
 from jaxinfra.config.pipeline import PipelineConfig, PipelineSchedule
 from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.run import Remat, RunConfig, TrainingConfig
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 from jaxinfra.training.job import make_job
 from tests import tally
 from tests.sharded.cases import OPTIMIZER, gradients_of, packed_batch

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
+from jaxinfra.hlo.collective_bytes import sent_bytes
+from jaxinfra.hlo.program import Collective, collectives
 from jaxinfra.parallel import collectives as c
-from jaxinfra.parallel.collective_bytes import sent_bytes
 from jaxinfra.parallel.collectives_ring import (
     ring_all_gather,
     ring_all_reduce,
     ring_reduce_scatter,
 )
 from jaxinfra.parallel.collectives_two_level import two_level_all_reduce, two_level_all_to_all
-from jaxinfra.parallel.program import Collective, collectives
 
 OUTER, INNER = 2, 4
 N = OUTER * INNER

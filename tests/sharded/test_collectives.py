@@ -5,7 +5,7 @@ import functools
 from collections import Counter
 
 from jaxinfra.config.mesh import MeshConfig
-from jaxinfra.parallel.program import Collective, collectives
+from jaxinfra.hlo.program import Collective, collectives
 from tests.sharded.cases import build, llama_like, packed_batch
 
 CONFIG = llama_like()

@@ -15,10 +15,10 @@ from jaxinfra.config.model import stacked
 from jaxinfra.config.presets.runs import tiny
 from jaxinfra.config.run import ContextMethod, Remat
 from jaxinfra.config.validate import validate
-from jaxinfra.core.errors import ConfigError, UnsupportedError
 from jaxinfra.data.batch import Batch
+from jaxinfra.errors import ConfigError, UnsupportedError
+from jaxinfra.hlo.program import collectives
 from jaxinfra.parallel.context.cost import context_bytes
-from jaxinfra.parallel.program import collectives
 from jaxinfra.training.batch_order import in_zigzag
 from tests.sharded.cases import build, llama_like, mla_like, packed_batch
 from tests.sharded.test_meshes import assert_as_one_device, run

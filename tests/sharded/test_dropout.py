@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfra.config.mesh import MeshConfig
-from jaxinfra.layers.dropout import dropout
+from jaxinfra.model.dropout import dropout
 from jaxinfra.parallel.context.zigzag import to_zigzag
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh

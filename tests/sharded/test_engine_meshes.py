@@ -5,15 +5,15 @@ import pathlib
 
 import pytest
 
+from jaxinfra.checkpoint.model_directory import read_model_directory
 from jaxinfra.config.mesh import MeshConfig, parse_mesh
 from jaxinfra.config.model import ModelConfig
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions, Preemption
 from jaxinfra.serving.engine.requests import GenerationRequest
 from jaxinfra.serving.generate import generate
 from jaxinfra.serving.sampling import GREEDY
-from jaxinfra.weights.model_directory import read_model_directory
 from tests.sharded.test_experts_use import CONFIG, PROMPTS, decoder, generated
 
 OPTIONS = EngineOptions(

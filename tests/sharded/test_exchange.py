@@ -16,18 +16,18 @@ from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import ExpertsConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.routing import RoutingConfig
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.layers.execution import within_device
+from jaxinfra.errors import ConfigError
+from jaxinfra.hlo.collective_bytes import sent_bytes
+from jaxinfra.hlo.program import collectives
+from jaxinfra.model.execution import within_device
 from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.experts import ExpertWeights
 from jaxinfra.parallel import exchange as subject
 from jaxinfra.parallel import travel
-from jaxinfra.parallel.collective_bytes import sent_bytes
 from jaxinfra.parallel.exchange_room import Room, exchanged_bytes, room_for, visits
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
-from jaxinfra.parallel.program import collectives
 from jaxinfra.parallel.rules import state_rules
 from tests.sharded.cases import COMPILER_OPTIONS
 

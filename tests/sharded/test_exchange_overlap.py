@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxinfra import axes
 from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import ExpertsConfig
-from jaxinfra.core import axes
-from jaxinfra.layers.experts import Experts
-from jaxinfra.layers.passes import Pass
+from jaxinfra.hlo.program import compiled_instructions
+from jaxinfra.model.experts import Experts
+from jaxinfra.model.passes import Pass
 from jaxinfra.parallel.exchange import ShardedExchange
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
-from jaxinfra.parallel.program import compiled_instructions
 from jaxinfra.parallel.rules import state_rules
 from tests.sharded.cases import COMPILER_OPTIONS
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxinfra.checkpoint import Checkpointer
+from jaxinfra.checkpoint.checkpointer import Checkpointer
 from jaxinfra.config.exchange import ExchangeConfig, ExchangeImplementation
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.mesh import MeshConfig
@@ -18,9 +18,9 @@ from jaxinfra.config.presets import run_preset
 from jaxinfra.config.routing import BalanceConfig, RoutingConfig
 from jaxinfra.config.run import CheckpointConfig
 from jaxinfra.config.validate import validate
-from jaxinfra.core.errors import ConfigError, UnsupportedError
-from jaxinfra.models.adapters import add_adapters
-from jaxinfra.models.definition import define_model
+from jaxinfra.errors import ConfigError, UnsupportedError
+from jaxinfra.model.adapters import add_adapters
+from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.generate import generate
 from jaxinfra.serving.placement import serving_placement

@@ -30,9 +30,9 @@ from jaxinfra.config.precision import Fp8Matmuls, Fp8Scaling, PolicyName, Precis
 from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.run import Remat, RunConfig, TrainingConfig
 from jaxinfra.config.validate import validate
-from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.batch import Batch
-from jaxinfra.models.definition import define_model
+from jaxinfra.errors import ConfigError
+from jaxinfra.model.definition import define_model
 from jaxinfra.numerics.policy import policy_of
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.training.gradients import make_gradient

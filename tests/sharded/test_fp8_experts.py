@@ -11,7 +11,7 @@ import pytest
 from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import ExpertsConfig
-from jaxinfra.layers.execution import within_device
+from jaxinfra.model.execution import within_device
 from jaxinfra.ops.experts import ExpertWeights
 from jaxinfra.parallel.exchange import exchange_on
 from jaxinfra.parallel.mesh import make_mesh

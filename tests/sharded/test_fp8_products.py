@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jaxinfra.axes import BATCH, EMBED, MLP, SEQUENCE, STREAM, STREAM_SEQUENCE, Dims, MeshAxis
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import (
     BlockConfig,
@@ -25,8 +26,7 @@ from jaxinfra.config.model import (
 from jaxinfra.config.precision import Fp8Matmuls, Fp8Scales, PolicyName, PrecisionConfig, Site
 from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.run import AttentionImplementation
-from jaxinfra.core.axes import BATCH, EMBED, MLP, SEQUENCE, STREAM, STREAM_SEQUENCE, Dims, MeshAxis
-from jaxinfra.models.definition import define_model, merged
+from jaxinfra.model.definition import define_model, merged
 from jaxinfra.numerics.policy import policy_of
 from jaxinfra.ops.fp8_operands import empty_history
 from jaxinfra.ops.target import H200, compiling_for

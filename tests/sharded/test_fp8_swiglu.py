@@ -12,9 +12,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxinfra.config.model import MlpConfig
 from jaxinfra.config.precision import Fp8Format, Fp8Matmuls, Fp8Scaling, PolicyName, PrecisionConfig
 from jaxinfra.config.run import Remat
-from jaxinfra.layers.mlp import Mlp
-from jaxinfra.layers.passes import Pass
-from jaxinfra.models.recomputation import kept_by
+from jaxinfra.model.mlp import Mlp
+from jaxinfra.model.passes import Pass
+from jaxinfra.model.recomputation import kept_by
 from jaxinfra.numerics.policy import policy_of
 from jaxinfra.ops import fp8_product
 from jaxinfra.ops.fp8_swiglu import swiglu_input

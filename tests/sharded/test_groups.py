@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxinfra.config.mesh import MeshConfig
-from jaxinfra.parallel.groups import axes_between, first_group
+from jaxinfra.hlo.groups import axes_between, first_group
+from jaxinfra.hlo.program import collectives
 from jaxinfra.parallel.mesh import make_mesh
-from jaxinfra.parallel.program import collectives
 
 SIZES = {"replica": 2, "fsdp": 2, "tensor": 2}
 

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfra.axes import BATCH, EMBED, SEQUENCE, VOCAB
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.core.axes import BATCH, EMBED, SEQUENCE, VOCAB
+from jaxinfra.hlo.program import collectives
 from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.ops.cross_entropy import HOPPER_LEAST_IDS, kernel_on_one_device
 from jaxinfra.ops.target import H200, compiling_for
@@ -15,7 +16,6 @@ from jaxinfra.parallel import loss as loss_on_meshes
 from jaxinfra.parallel.loss import cross_entropy_of_own_tokens, takes_own_tokens
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
-from jaxinfra.parallel.program import collectives
 from jaxinfra.parallel.rules import state_rules
 from tests.rounding import Rounded
 from tests.seeds import seeded

@@ -16,9 +16,9 @@ from jaxinfra.config.pipeline import PipelineSchedule
 from jaxinfra.config.presets.runs import tiny
 from jaxinfra.config.run import ContextMethod, Remat
 from jaxinfra.config.validate import validate
-from jaxinfra.core.errors import ConfigError, UnsupportedError
+from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.parallel import loss as loss_on_meshes
-from jaxinfra.training.recompute import CHEAPEST_FIRST
+from jaxinfra.training.recompute.budget import CHEAPEST_FIRST
 from tests.sharded.cases import gemma_like, gpt_like, llama_like, mla_like
 from tests.sharded.pipeline_cases import Case, alone, compiled, exact, loss_and_gradients
 from tests.tolerance import assert_within_rounding

@@ -8,10 +8,10 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec
 
+from jaxinfra import axes
 from jaxinfra.config.mesh import MeshConfig
-from jaxinfra.core import axes
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.models.definition import define_model
+from jaxinfra.errors import ConfigError
+from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement, path_name

@@ -12,8 +12,8 @@ from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.model import ExpertsConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import AttentionImplementation, Remat
-from jaxinfra.core.errors import UnsupportedError
-from jaxinfra.parallel.program import Collective
+from jaxinfra.errors import UnsupportedError
+from jaxinfra.hlo.program import Collective
 from jaxinfra.planning.layout import UNROLLED, lay_out
 from jaxinfra.planning.receipt import TOLERANCE, Receipt, compile_on_cpu, exchanged, run_config
 from tests.sharded.cases import gemma_like, gpt_like, llama_like

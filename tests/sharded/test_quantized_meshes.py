@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jaxinfra.axes import EMBED, HEAD, LAYERS, MLP, Q_HEADS
+from jaxinfra.checkpoint.load_pretrained import load_pretrained
+from jaxinfra.checkpoint.model_directory import read_model_directory
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import ExpertsConfig, stacked
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.core.axes import EMBED, HEAD, LAYERS, MLP, Q_HEADS
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.models.definition import define_model
+from jaxinfra.errors import ConfigError
+from jaxinfra.model.definition import define_model
 from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.experts import ExpertWeights
@@ -30,8 +32,6 @@ from jaxinfra.parallel.place_quantized import quantized_shardings
 from jaxinfra.serving.generate import generate
 from jaxinfra.serving.placement import serving_placement
 from jaxinfra.serving.sampling import GREEDY
-from jaxinfra.weights.load_pretrained import load_pretrained
-from jaxinfra.weights.model_directory import read_model_directory
 from tests.decoder_oracle import drawn
 from tests.engine_models import CONFIG
 from tests.largest_float import largest_float

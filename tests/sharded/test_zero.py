@@ -14,11 +14,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig, parse_mesh
 from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
 from jaxinfra.config.run import Remat
+from jaxinfra.hlo.program import Collective, collectives
 from jaxinfra.numerics.policy import policy_of
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.multiply import multiply
 from jaxinfra.parallel.place import path_name
-from jaxinfra.parallel.program import Collective, collectives
 from tests.sharded.cases import Built, build, gpt_like, gradients_of, llama_like, packed_batch
 
 ACCUMULATIONS = [2, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 4))]

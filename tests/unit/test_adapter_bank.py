@@ -10,21 +10,21 @@ import pytest
 from engine_models import CONFIG, DEFINITION, OPTIONS, PROMPTS, parameters
 from flax import nnx
 
+from jaxinfra.checkpoint.load_pretrained import load_pretrained
+from jaxinfra.checkpoint.trained_adapters import host_adapters
 from jaxinfra.config.finetune import AdapterKind, BaseWeights, LoraConfig
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.tokenizer import bytes_tokenizer
-from jaxinfra.models.adapter_bank import with_chosen
-from jaxinfra.models.definition import by_path, define_model, is_weight, merged
-from jaxinfra.models.quantized_base import base_shapes, quantized_weight
+from jaxinfra.errors import ConfigError
+from jaxinfra.model.adapter_bank import with_chosen
+from jaxinfra.model.definition import by_path, define_model, is_weight, merged
+from jaxinfra.model.quantized_base import base_shapes, quantized_weight
 from jaxinfra.serving.adapter_bank import AdapterBank, load_bank
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.requests import GenerationRequest
 from jaxinfra.serving.generate import generate
 from jaxinfra.serving.load import LoadedModel
 from jaxinfra.serving.sampling import GREEDY
-from jaxinfra.weights.load_pretrained import load_pretrained
-from jaxinfra.weights.trained_adapters import host_adapters
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 LORAS = {

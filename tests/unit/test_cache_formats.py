@@ -10,9 +10,9 @@ from engine_models import CONFIG, OPTIONS, PROMPTS, parameters
 
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.model import LatentAttentionConfig
-from jaxinfra.core.errors import UnsupportedError
-from jaxinfra.layers.cache import ContiguousCache
-from jaxinfra.models.definition import define_model
+from jaxinfra.errors import UnsupportedError
+from jaxinfra.model.cache import ContiguousCache
+from jaxinfra.model.definition import define_model
 from jaxinfra.ops.cache_format import as_cached, read_tokens, stored_tokens
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.planning.kv import element_bits

@@ -15,11 +15,11 @@ from jaxinfra.config.presets.models import llama32_1b
 from jaxinfra.config.presets.runs import pretraining
 from jaxinfra.diagnostics.rank_delays import straggler_delays
 from jaxinfra.diagnostics.traced_run import read_traced_run
-from jaxinfra.gym.arena import Arena
-from jaxinfra.gym.cause_list import all_causes, all_healthy
-from jaxinfra.gym.causes import check_health, judge_cause
-from jaxinfra.gym.recordings import changed, healthy_step, slower, write_trace
-from jaxinfra.parallel.matmul_shapes import matmul_shapes
+from jaxinfra.faults.arena import Arena
+from jaxinfra.faults.cause_list import all_causes, all_healthy
+from jaxinfra.faults.causes import check_health, judge_cause
+from jaxinfra.faults.recordings import changed, healthy_step, slower, write_trace
+from jaxinfra.hlo.matmul_shapes import matmul_shapes
 
 CAUSES, HEALTHY = all_causes(), all_healthy()
 RECORDED = sorted(name for name, each in CAUSES.items() if not each.runs)

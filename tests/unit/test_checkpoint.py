@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxinfra.checkpoint import Checkpointer, load, verify
 from jaxinfra.checkpoint.arrays import silence_orbax
+from jaxinfra.checkpoint.checkpointer import Checkpointer
+from jaxinfra.checkpoint.manifest import verify
+from jaxinfra.checkpoint.restoring import load
 from jaxinfra.config.run import CheckpointConfig
-from jaxinfra.core.errors import CheckpointError
+from jaxinfra.errors import CheckpointError
 
 KEEP_ALL = CheckpointConfig(keep_last=100, keep_best=0)
 IDENTITY = {"model": {"embed_dim": 64, "blocks": [{"window": None}]}}

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfra.checkpoint import Checkpointer, FileFault, load, verify
+from jaxinfra.checkpoint.checkpointer import Checkpointer
+from jaxinfra.checkpoint.manifest import FileFault, verify
+from jaxinfra.checkpoint.restoring import load
 from jaxinfra.config.run import CheckpointConfig
-from jaxinfra.core.errors import CheckpointError
+from jaxinfra.errors import CheckpointError
 
 KEEP_ALL = CheckpointConfig(keep_last=100, keep_best=0)
 SEED = 20240607

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfra.checkpoint import Checkpointer, verify
+from jaxinfra.checkpoint.checkpointer import Checkpointer
+from jaxinfra.checkpoint.manifest import verify
 from jaxinfra.config.run import CheckpointConfig
-from jaxinfra.core.errors import CheckpointError
+from jaxinfra.errors import CheckpointError
 
 CONFIG = CheckpointConfig(keep_last=2, keep_best=0)
 

@@ -16,7 +16,7 @@ from jaxinfra.config.presets import MODELS, run_preset
 from jaxinfra.config.rope import LinearScaling, Llama3Scaling, NtkScaling, RopeConfig, YarnScaling
 from jaxinfra.config.run import Remat, RunConfig
 from jaxinfra.config.validate import validate
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 
 
 @pytest.mark.parametrize("name", MODELS)

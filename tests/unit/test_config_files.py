@@ -8,7 +8,7 @@ import pytest
 
 import jaxinfra
 from jaxinfra.config import codec
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 
 TOML = """
 preset = "tiny"

@@ -9,8 +9,8 @@ import chat_model
 import pytest
 
 from jaxinfra.cli.main import main
-from jaxinfra.core.errors import DataError
 from jaxinfra.data.chat_template import encode_chat, load_chat_template
+from jaxinfra.errors import DataError
 from jaxinfra.serving.conversation import Conversation
 from jaxinfra.serving.generate import generate_text_after
 from jaxinfra.serving.load import load

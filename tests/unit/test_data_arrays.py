@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxinfra.core.errors import DataError
 from jaxinfra.data.token_arrays import (
     TokenWriter,
     is_token_arrays,
@@ -15,6 +14,7 @@ from jaxinfra.data.token_arrays import (
     open_token_arrays,
     write_token_arrays,
 )
+from jaxinfra.errors import DataError
 
 DOCUMENTS = [(np.array([1, 2, 3]), 5), (np.array([], np.int64), 0), (np.array([4, 0]), 9)]
 

@@ -9,13 +9,13 @@ import tokenizers
 from chat_model import CHATML, write_tokenizer
 
 from jaxinfra.config.data import DataConfig, DataFormat, TokenizerConfig, TokenizerKind
-from jaxinfra.core.errors import ConfigError, DataError
 from jaxinfra.data.chat import ChatEncoder, rendered_spans
 from jaxinfra.data.chat_template import ChatTemplate
 from jaxinfra.data.corpus import open_corpus
 from jaxinfra.data.heldout import heldout_batches
 from jaxinfra.data.packing import PackedWindows
 from jaxinfra.data.readers import Document
+from jaxinfra.errors import ConfigError, DataError
 
 MARKED = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"

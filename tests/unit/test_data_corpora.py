@@ -10,13 +10,13 @@ from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config.data import DataConfig, TokenizerConfig, TokenizerKind
 from jaxinfra.config.mixture import MixtureSource, ValidationSet
 from jaxinfra.config.presets import run_preset
-from jaxinfra.core.errors import DataError
 from jaxinfra.data.corpora import open_corpora
 from jaxinfra.data.corpus import open_corpus
 from jaxinfra.data.mixture import MixedWindows
 from jaxinfra.data.token_arrays import write_token_arrays
 from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.diagnostics.run_view import read_view
+from jaxinfra.errors import DataError
 from jaxinfra.training.evaluation import Evaluation, SetEvaluations, pooled
 
 BYTES = TokenizerConfig(kind=TokenizerKind.BYTES)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from jaxinfra.config.data import DataConfig, TokenizerConfig, TokenizerKind
-from jaxinfra.core.errors import DataError
 from jaxinfra.data import corpus as corpus_module
 from jaxinfra.data.corpus import Corpus, open_corpus
 from jaxinfra.data.split import name_hash
 from jaxinfra.data.token_arrays import write_token_arrays
 from jaxinfra.data.tokenizer import Tokenizer, bytes_tokenizer, train_bpe
+from jaxinfra.errors import DataError
 
 BYTES = TokenizerConfig(kind=TokenizerKind.BYTES)
 

@@ -7,10 +7,10 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from jaxinfra.core.errors import DataError
 from jaxinfra.data.chat import parse_conversation
 from jaxinfra.data.readers import Document, read_documents, read_lines
 from jaxinfra.data.sources import scan
+from jaxinfra.errors import DataError
 
 TEXTS = ["first text", "second, längerer text", "third"]
 

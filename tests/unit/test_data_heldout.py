@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from numbered_documents import BOS, numbered_documents
 
-from jaxinfra.core.errors import DataError
 from jaxinfra.data.baseline import compressed_bits_per_byte
 from jaxinfra.data.heldout import heldout_batches
+from jaxinfra.errors import DataError
 
 LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=10)
 

@@ -13,11 +13,11 @@ from jaxinfra.config import codec
 from jaxinfra.config.data import DataConfig
 from jaxinfra.config.mixture import MixtureBetween, MixtureSource, MixtureUnit, ValidationSet
 from jaxinfra.config.presets import run_preset
-from jaxinfra.core.errors import ConfigError, DataError
 from jaxinfra.data.mixture import MixedWindows, MixtureSchedule
 from jaxinfra.data.packing import PackedWindows
 from jaxinfra.data.permutation import permute
 from jaxinfra.data.train_iterator import train_batches
+from jaxinfra.errors import ConfigError, DataError
 from jaxinfra.training.mixture_read import describe_mixture, mixture_read
 
 BATCH, LENGTH, SEED = 6, 8, 5

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from numbered_documents import BOS, EOS, numbered_documents
 
-from jaxinfra.core.errors import DataError
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.packing import PackedWindows
 from jaxinfra.data.permutation import permute
+from jaxinfra.errors import DataError
 
 
 def epoch_windows(windows: PackedWindows, epoch: int) -> Batch:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from numbered_documents import numbered_documents
 
-from jaxinfra.core.errors import DataError
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.ledger import MODULUS, rows_sum, whole_sum
 from jaxinfra.data.packing import PackedWindows
 from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.data.train_iterator import TrainIterator, sample_ids, train_batches
+from jaxinfra.errors import DataError
 
 ARRAYS = numbered_documents([13, 40, 1, 0, 7, 22, 5, 9])
 SETTINGS = {"sequence_length": 8, "batch_size": 4, "seed": 5}

@@ -14,8 +14,8 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from jaxinfra.core.errors import DataError
 from jaxinfra.data.sources import scan
+from jaxinfra.errors import DataError
 
 ROWS = ["first text\n", "zweiter Text é", "日本語"]
 JSON_LINES = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(ROWS))

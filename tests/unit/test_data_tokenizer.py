@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import tokenizers
 
-from jaxinfra.core.errors import DataError
 from jaxinfra.data.tokenizer import (
     SEPARATOR,
     Tokenizer,
@@ -20,6 +19,7 @@ from jaxinfra.data.tokenizer import (
     split_at_lines,
     train_bpe,
 )
+from jaxinfra.errors import DataError
 
 TEXTS = [
     "def f(x):\n    return x + 1\n\n\nclass Café:\n    '''naïve — ok'''\n" * 3,

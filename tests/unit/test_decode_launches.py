@@ -19,10 +19,10 @@ from jaxinfra.config.kinds import MlpKind
 from jaxinfra.config.model import GroupedAttentionConfig, MlpConfig, ModelConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.rope import RopeConfig
-from jaxinfra.core.errors import UnsupportedError
-from jaxinfra.layers.cache import after_pass
-from jaxinfra.models.definition import define_model
-from jaxinfra.models.serving_form import serving_form, serving_parameters
+from jaxinfra.errors import UnsupportedError
+from jaxinfra.model.cache import after_pass
+from jaxinfra.model.definition import define_model
+from jaxinfra.model.serving_form import serving_form, serving_parameters
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.ops.target import H200, compiling_for
 from jaxinfra.parallel.execution import execution_on

@@ -8,7 +8,6 @@ import pynvml
 import pytest
 
 from jaxinfra.cli.main import main
-from jaxinfra.core.errors import ConfigError
 from jaxinfra.diagnostics.machine.finding import Grade, worst
 from jaxinfra.diagnostics.machine.gpu import driver_findings, gpu_findings
 from jaxinfra.diagnostics.machine.host import HostState, host_findings, read_host
@@ -22,7 +21,8 @@ from jaxinfra.diagnostics.machine.nvml import (
 from jaxinfra.diagnostics.machine.settings import setting_findings, unknown_flag_findings
 from jaxinfra.diagnostics.machine.software import software_findings
 from jaxinfra.diagnostics.machine.xid import xid_findings
-from jaxinfra.gym.machines import GOOD_HOST, RECORDED_H200, busy_answers, gpu_answers
+from jaxinfra.errors import ConfigError
+from jaxinfra.faults.machines import GOOD_HOST, RECORDED_H200, busy_answers, gpu_answers
 
 GIB = 2**30
 

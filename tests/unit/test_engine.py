@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from engine_models import OPTIONS, POISON, PROMPTS, alone, model
 
-from jaxinfra.core.errors import ConfigError, DataError
+from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.data.tokenizer import bytes_tokenizer
+from jaxinfra.errors import ConfigError, DataError
 from jaxinfra.serving.engine import page_moves, programs
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import Preemption
@@ -20,7 +21,6 @@ from jaxinfra.serving.engine.plan import PlannedRow
 from jaxinfra.serving.engine.requests import EndReason, GenerationRequest, RequestStream
 from jaxinfra.serving.generate import generate
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig
-from jaxinfra.weights.load_pretrained import load_pretrained
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "hf"
 CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxinfra.cli.engine_options import add_engine_arguments, engine_options
 from jaxinfra.config.presets import MODELS
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 from jaxinfra.serving.engine.inputs import RowWriter
 from jaxinfra.serving.engine.options import EngineOptions, Preemption, options_on
 from jaxinfra.serving.engine.plan import PlannedRow, SchedulerLimits

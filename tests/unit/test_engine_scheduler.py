@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 from jaxinfra.serving.engine.host_pages import HostPages
 from jaxinfra.serving.engine.lookup import NgramLookup
 from jaxinfra.serving.engine.pages import NULL_PAGE

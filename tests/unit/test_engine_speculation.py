@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from engine_models import DEFINITION, OPTIONS, PROMPTS, alone, model, parameters
 
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.models.definition import define_model
+from jaxinfra.errors import ConfigError
+from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.lookup import NgramLookup

@@ -12,8 +12,8 @@ from flax import nnx
 from jaxinfra.config.kinds import MlpKind
 from jaxinfra.config.model import ExpertsConfig
 from jaxinfra.config.routing import BalanceConfig, GroupScore, RoutingConfig, Scoring
-from jaxinfra.layers.experts import Experts
-from jaxinfra.layers.passes import Pass
+from jaxinfra.model.experts import Experts
+from jaxinfra.model.passes import Pass
 from jaxinfra.parallel.execution import execution_on
 from tests import experts_oracle
 from tests.sharded.cases import COMPILER_OPTIONS

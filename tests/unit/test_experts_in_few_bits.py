@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxinfra.config.kinds import MlpKind
-from jaxinfra.models.definition import define_model, is_weight
-from jaxinfra.models.hf import from_hf_config
+from jaxinfra.hf import from_hf_config
+from jaxinfra.model.definition import define_model, is_weight
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.experts import ExpertWeights, apply_experts
 from jaxinfra.ops.quantized import WeightCode, WeightFormat, round_weight

@@ -5,8 +5,8 @@ from typing import Any, NotRequired, TypedDict
 
 import pytest
 
-from jaxinfra.core.errors import CheckpointError, ConfigError
-from jaxinfra.core.files import JSON_DEPTH, parse_json, read_bytes, read_json
+from jaxinfra.errors import CheckpointError, ConfigError
+from jaxinfra.runtime.files import JSON_DEPTH, parse_json, read_bytes, read_json
 
 WRONG = {
     "": "not JSON",

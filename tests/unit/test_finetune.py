@@ -13,19 +13,19 @@ from chat_model import MODEL, write_model
 from flax import nnx
 
 import jaxinfra
-from jaxinfra.checkpoint import load
+from jaxinfra.checkpoint.load_pretrained import load_pretrained
+from jaxinfra.checkpoint.restoring import load
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.cli.main import main
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.models.adapter_bank import with_chosen
-from jaxinfra.models.definition import ModelDefinition
-from jaxinfra.models.hf import by_path
+from jaxinfra.errors import ConfigError
+from jaxinfra.hf import by_path
+from jaxinfra.model.adapter_bank import with_chosen
+from jaxinfra.model.definition import ModelDefinition
 from jaxinfra.serving.adapter_bank import load_bank
 from jaxinfra.serving.load import load as load_trained
 from jaxinfra.training.initialize import first_state
 from jaxinfra.training.job import make_job
-from jaxinfra.weights.load_pretrained import load_pretrained
 
 IDS = np.arange(40, dtype=np.int32)[None]
 SIZES = ("--batch-size", "4", "--sequence-length", "64", "--set", "optimizer.warmup_steps=0")

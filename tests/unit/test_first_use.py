@@ -16,13 +16,13 @@ from jaxinfra.cli.plan_headline import headline, train_command
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.run import Remat
 from jaxinfra.config.validate import validate
-from jaxinfra.core.errors import ConfigError, DataError, nearest
-from jaxinfra.core.places import local_path
 from jaxinfra.diagnostics import trace
+from jaxinfra.errors import ConfigError, DataError, nearest
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.layout import Layout
 from jaxinfra.planning.model import find_model
 from jaxinfra.planning.plan import make_plan
+from jaxinfra.runtime.places import local_path
 from jaxinfra.training.progress import Status
 
 

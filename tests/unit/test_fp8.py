@@ -18,7 +18,7 @@ from jaxinfra.config.precision import (
     PrecisionConfig,
     Site,
 )
-from jaxinfra.core.errors import ConfigError, UnsupportedError
+from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.numerics.policy import policy_of, unquantized
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.fp8 import QUANTIZED

@@ -11,7 +11,7 @@ import pytest
 from jaxinfra.config.kinds import MlpKind
 from jaxinfra.config.precision import Fp8Matmuls, PolicyName, PrecisionConfig, Site
 from jaxinfra.config.presets.mixtures import tiny_moe
-from jaxinfra.models.definition import define_model, merged
+from jaxinfra.model.definition import define_model, merged
 from jaxinfra.numerics.policy import policy_of
 from jaxinfra.ops import fp8_experts
 from jaxinfra.ops.activation import activated

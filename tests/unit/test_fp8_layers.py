@@ -15,9 +15,9 @@ from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.model import ModelConfig, stacked
 from jaxinfra.config.precision import Fp8Matmuls, Fp8Scaling, PolicyName, PrecisionConfig
 from jaxinfra.config.run import Remat, TrainingConfig
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.models.definition import define_model, merged
-from jaxinfra.models.repetition import in_eight_bits
+from jaxinfra.errors import ConfigError
+from jaxinfra.model.definition import define_model, merged
+from jaxinfra.model.repetition import in_eight_bits
 from jaxinfra.numerics.policy import policy_of
 from jaxinfra.ops.fp8 import QUANTIZED
 from jaxinfra.parallel.execution import execution_on

@@ -11,9 +11,9 @@ import pytest
 from jaxinfra.cli.main import main
 from jaxinfra.config import codec
 from jaxinfra.config.presets import run_preset
-from jaxinfra.core.errors import DataError, UnsupportedError
 from jaxinfra.data.tokenizer import bytes_tokenizer
-from jaxinfra.models.definition import define_model
+from jaxinfra.errors import DataError, UnsupportedError
+from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.harness import evaluate_tasks, harness_model
 from jaxinfra.serving.load import LoadedModel

@@ -7,9 +7,9 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from jaxinfra.core.errors import ConfigError, DataError
 from jaxinfra.data import chat_template
 from jaxinfra.data.chat_template import ChatTemplate, encode_chat, load_chat_template
+from jaxinfra.errors import ConfigError, DataError
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden/hf/chat.json").read_text())
 CASES = {case["name"]: case for case in GOLDEN["cases"]}

@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import processors
 
 import jaxinfra
-from jaxinfra.checkpoint import Checkpointer
+from jaxinfra.checkpoint.checkpointer import Checkpointer
 from jaxinfra.cli import generate as cli_generate
 from jaxinfra.cli.main import main
 from jaxinfra.config import codec

@@ -16,8 +16,8 @@ from jaxinfra.config.rope import (
     RopeConfig,
     YarnScaling,
 )
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.models.hf import from_hf_config, to_hf_config
+from jaxinfra.errors import ConfigError
+from jaxinfra.hf import from_hf_config, to_hf_config
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "hf"
 CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())

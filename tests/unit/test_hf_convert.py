@@ -15,20 +15,20 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import jaxinfra
+from jaxinfra.checkpoint.conversion import cast, write_hf, write_ours
+from jaxinfra.checkpoint.finite import nonfinite_allowed
+from jaxinfra.checkpoint.model_directory import read_model_directory
+from jaxinfra.checkpoint.onto_mesh import place_parameters
+from jaxinfra.checkpoint.parameter_sources import LiveParameters
 from jaxinfra.cli.main import main
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.presets import models
-from jaxinfra.core.errors import CheckpointError, ConfigError
-from jaxinfra.models.definition import define_model
-from jaxinfra.models.hf import by_path, from_hf_config
+from jaxinfra.errors import CheckpointError, ConfigError
+from jaxinfra.hf import by_path, from_hf_config
+from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
-from jaxinfra.weights.conversion import cast, write_hf, write_ours
-from jaxinfra.weights.finite import nonfinite_allowed
-from jaxinfra.weights.model_directory import read_model_directory
-from jaxinfra.weights.onto_mesh import place_parameters
-from jaxinfra.weights.parameter_sources import LiveParameters
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "hf"
 CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())

@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfra.checkpoint.load_pretrained import load_pretrained
+from jaxinfra.checkpoint.parameter_sources import LiveParameters, assemble
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.models.definition import merged, only
-from jaxinfra.models.hf import by_path, weight_map
-from jaxinfra.models.hf.config import FAMILIES
-from jaxinfra.models.serving_form import serving_form, serving_parameters
+from jaxinfra.hf import by_path, weight_map
+from jaxinfra.hf.config import FAMILIES
+from jaxinfra.model.definition import merged, only
+from jaxinfra.model.serving_form import serving_form, serving_parameters
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.generate import FinishReason, generate
 from jaxinfra.serving.sampling import GREEDY
-from jaxinfra.weights.load_pretrained import load_pretrained
-from jaxinfra.weights.parameter_sources import LiveParameters, assemble
 from tests.rounding import UNIT, Rounded
 from tests.seeds import seeded
 from tests.sharded import oracle

@@ -6,9 +6,9 @@ import re
 import pytest
 
 from jaxinfra.config.presets import MODELS
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.models.definition import define_model
-from jaxinfra.models.hf import computed, from_hf_config, to_hf_config, weight_map
+from jaxinfra.errors import ConfigError
+from jaxinfra.hf import computed, from_hf_config, to_hf_config, weight_map
+from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
 
 COUNTED = sorted(name for name, preset in MODELS.items() if "parameters" in preset.__doc__)

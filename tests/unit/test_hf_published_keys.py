@@ -9,8 +9,8 @@ import pathlib
 
 import pytest
 
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.models.hf import from_hf_config
+from jaxinfra.errors import ConfigError
+from jaxinfra.hf import from_hf_config
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "hf"
 

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxinfra.core.errors import CheckpointError, ConfigError
-from jaxinfra.models.definition import by_path
-from jaxinfra.models.hf.quantization import BlockScaledFp8, Mxfp4
-from jaxinfra.weights.conversion import write_hf
-from jaxinfra.weights.load_pretrained import load_pretrained
-from jaxinfra.weights.model_directory import read_model_directory
-from jaxinfra.weights.quantized_files import plain_tensors
-from jaxinfra.weights.tensor_files import open_tensor_files
+from jaxinfra.checkpoint.conversion import write_hf
+from jaxinfra.checkpoint.load_pretrained import load_pretrained
+from jaxinfra.checkpoint.model_directory import read_model_directory
+from jaxinfra.checkpoint.quantized_files import plain_tensors
+from jaxinfra.checkpoint.tensor_files import open_tensor_files
+from jaxinfra.errors import CheckpointError, ConfigError
+from jaxinfra.hf.quantization import BlockScaledFp8, Mxfp4
+from jaxinfra.model.definition import by_path
 from tests.raw_tensors import save
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "hf"

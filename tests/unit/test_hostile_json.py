@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 
 from jaxinfra.checkpoint import manifest, metadata
+from jaxinfra.checkpoint.model_directory import config_json, read_model_directory
+from jaxinfra.checkpoint.tensor_files import open_tensor_files
 from jaxinfra.config import codec
 from jaxinfra.config.presets import run_preset
 from jaxinfra.config.run import RunConfig
-from jaxinfra.core.errors import ConfigError, JaxinfraError
-from jaxinfra.core.files import require_type
 from jaxinfra.data.chat_template import load_chat_template
 from jaxinfra.data.tokenizer import Tokenizer, bytes_tokenizer
-from jaxinfra.models.hf import from_hf_config
+from jaxinfra.errors import ConfigError, JaxinfraError
+from jaxinfra.hf import from_hf_config
+from jaxinfra.runtime.files import require_type
 from jaxinfra.serving.separators import read_separators
-from jaxinfra.weights.model_directory import config_json, read_model_directory
-from jaxinfra.weights.tensor_files import open_tensor_files
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
 _LEFT_OUT = object()

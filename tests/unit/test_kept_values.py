@@ -16,12 +16,20 @@ import pytest
 from jaxinfra.config import codec
 from jaxinfra.config.run import KeptValues, Remat, RunConfig
 from jaxinfra.config.validate import validate
-from jaxinfra.core.devices import REFERENCE_PEAK
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.layers.passes import Pass
-from jaxinfra.models.block_graph import BlockGraph, BlockOperation, keeping, trace_repetition
-from jaxinfra.models.definition import define_model
-from jaxinfra.models.kept_values import (
+from jaxinfra.errors import ConfigError
+from jaxinfra.model.definition import define_model
+from jaxinfra.model.passes import Pass
+from jaxinfra.model.recomputation import kept_by, rematerialized
+from jaxinfra.parallel.execution import execution_on
+from jaxinfra.runtime.devices import REFERENCE_PEAK
+from jaxinfra.training.job import make_job
+from jaxinfra.training.recompute.block_graph import (
+    BlockGraph,
+    BlockOperation,
+    keeping,
+    trace_repetition,
+)
+from jaxinfra.training.recompute.kept_values import (
     MATMUL_SHARE,
     MEMORY_SHARE,
     Layers,
@@ -30,10 +38,7 @@ from jaxinfra.models.kept_values import (
     cheapest,
     peak_bytes,
 )
-from jaxinfra.models.recomputation import kept_by, rematerialized
-from jaxinfra.parallel.execution import execution_on
-from jaxinfra.training.job import make_job
-from jaxinfra.training.optimal import KeptSearch, choose_kept
+from jaxinfra.training.recompute.optimal import KeptSearch, choose_kept
 from tests.sharded.cases import build, gradients_of, llama_like, packed_batch
 from tests.unit.test_recompute import small_run
 

@@ -13,10 +13,10 @@ import pytest
 
 from jaxinfra.cli.launch import requeue, train_commands
 from jaxinfra.cli.main import main
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.launch.cluster import Cluster, detect_cluster, expand_nodes
-from jaxinfra.launch.ending import Ending, count_memory_kills, first_failure
-from jaxinfra.launch.supervisor import Limits, NodePlace, Supervisor
+from jaxinfra.errors import ConfigError
+from jaxinfra.runtime.cluster import Cluster, detect_cluster, expand_nodes
+from jaxinfra.runtime.ending import Ending, count_memory_kills, first_failure
+from jaxinfra.runtime.supervisor import Limits, NodePlace, Supervisor
 
 SLURM = {
     "SLURM_JOB_ID": "40123",

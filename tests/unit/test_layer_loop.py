@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
-from jaxinfra.models.layer_loop import one_by_one, opened, take_apart, take_in_place
+from jaxinfra.model.layer_loop import one_by_one, opened, take_apart, take_in_place
 from tests.sharded.cases import build, gradients_of, packed_batch
 from tests.sharded.test_experts import model
 

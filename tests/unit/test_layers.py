@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxinfra import axes
 from jaxinfra.config.kinds import MlpKind, NormKind
 from jaxinfra.config.model import GroupedAttentionConfig, MlpConfig, NormConfig
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.core import axes
-from jaxinfra.layers.dropout import dropout
-from jaxinfra.layers.embedding import Embedding
-from jaxinfra.layers.grouped_attention import GroupedAttention
-from jaxinfra.layers.mlp import Mlp
-from jaxinfra.layers.norm import Norm
-from jaxinfra.layers.passes import Pass
-from jaxinfra.layers.stack import stack
+from jaxinfra.model.dropout import dropout
+from jaxinfra.model.embedding import Embedding
+from jaxinfra.model.grouped_attention import GroupedAttention
+from jaxinfra.model.mlp import Mlp
+from jaxinfra.model.norm import Norm
+from jaxinfra.model.passes import Pass
+from jaxinfra.model.stack import stack
 from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.parallel.execution import execution_on
 from pallas_kernels import flash_attention

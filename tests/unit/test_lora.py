@@ -12,7 +12,14 @@ from adapter_runs import batch, train
 from safetensors.numpy import load_file, save_file
 from tolerance import assert_no_worse
 
+from jaxinfra.checkpoint.conversion import write_ours
 from jaxinfra.checkpoint.initial import read_initial
+from jaxinfra.checkpoint.load_pretrained import load_pretrained
+from jaxinfra.checkpoint.model_directory import read_model_directory
+from jaxinfra.checkpoint.onto_mesh import place_parameters
+from jaxinfra.checkpoint.parameter_sources import LiveParameters
+from jaxinfra.checkpoint.peft_files import write_peft
+from jaxinfra.checkpoint.trained_adapters import MergedParameters, host_adapters
 from jaxinfra.config.finetune import AdapterKind, AdapterScaling, LoraConfig, parse_lora
 from jaxinfra.config.mesh import MeshConfig, parse_mesh
 from jaxinfra.config.model import (
@@ -26,21 +33,14 @@ from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.run import Remat
 from jaxinfra.config.validate import validate
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.models.definition import define_model
-from jaxinfra.models.flops import matmul_parameters, training_flops_per_token
-from jaxinfra.models.hf import by_path, weight_map
+from jaxinfra.errors import ConfigError
+from jaxinfra.hf import by_path, weight_map
+from jaxinfra.model.definition import define_model
+from jaxinfra.model.flops import matmul_parameters, training_flops_per_token
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.training.describe import describe_job, placement_table
 from jaxinfra.training.initialize import finetuning_config, first_state, with_frozen
 from jaxinfra.training.job import make_job
-from jaxinfra.weights.conversion import write_ours
-from jaxinfra.weights.load_pretrained import load_pretrained
-from jaxinfra.weights.model_directory import read_model_directory
-from jaxinfra.weights.onto_mesh import place_parameters
-from jaxinfra.weights.parameter_sources import LiveParameters
-from jaxinfra.weights.peft_files import write_peft
-from jaxinfra.weights.trained_adapters import MergedParameters, host_adapters
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "hf"
 ALL = LoraConfig(rank=3, alpha=7.0, targets=("query", "key", "value", "out", "gate", "up", "down"))

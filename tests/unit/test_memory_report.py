@@ -12,11 +12,7 @@ from jaxinfra.cli.out_of_memory import explain_out_of_memory
 from jaxinfra.cli.price import step_price
 from jaxinfra.config import codec
 from jaxinfra.config.presets import run_preset
-from jaxinfra.core.errors import DeviceMemoryError
-from jaxinfra.diagnostics.memory import wire
-from jaxinfra.diagnostics.memory.live import follow
 from jaxinfra.diagnostics.memory.picture import draw_memory
-from jaxinfra.diagnostics.memory.program import read_program
 from jaxinfra.diagnostics.memory.remedies import compiled_bytes, find_remedies
 from jaxinfra.diagnostics.memory.report import gib, report_program
 from jaxinfra.diagnostics.memory.roles import (
@@ -28,9 +24,12 @@ from jaxinfra.diagnostics.memory.roles import (
     WEIGHTS,
     argument_name,
 )
+from jaxinfra.errors import DeviceMemoryError
+from jaxinfra.hlo import wire
+from jaxinfra.hlo.buffers import read_program, step_bytes
+from jaxinfra.hlo.live import follow
 from jaxinfra.training import loop
 from jaxinfra.training.job import lower_step, make_job
-from jaxinfra.training.recompute import step_bytes
 
 SMALL = (
     "optimizer.muon=none",
@@ -209,7 +208,7 @@ def test_a_first_remedy_applied_fits(tmp_path, capsys, monkeypatch):
     limit = int(0.8 * compiled_bytes(config))
     fault = {
         "target": "jaxinfra.training.loop:same_program",
-        "action": "jaxinfra.gym.corruption:exceed_memory",
+        "action": "jaxinfra.faults.corruption:exceed_memory",
         "limit": limit,
         "until": 100,
     }

@@ -15,12 +15,12 @@ import pytest
 from jaxinfra.config.model import ModelConfig, NormConfig, stacked
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import AttentionImplementation, Remat
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.layers.block import Block
-from jaxinfra.models.definition import define_model
+from jaxinfra.errors import ConfigError
+from jaxinfra.hlo.program import matmuls
+from jaxinfra.model.block import Block
+from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.place import path_name
-from jaxinfra.parallel.program import matmuls
 from tests.sharded import oracle
 from tests.sharded.cases import (
     ALIKE_TO_THE_BIT,

@@ -9,7 +9,11 @@ import jax
 import numpy as np
 import pytest
 
+from jaxinfra.checkpoint.conversion import write_ours
 from jaxinfra.checkpoint.initial import read_initial
+from jaxinfra.checkpoint.load_pretrained import load_pretrained
+from jaxinfra.checkpoint.parameter_sources import LiveParameters
+from jaxinfra.checkpoint.trained_adapters import Adapters, MergedParameters
 from jaxinfra.config.data import DataConfig
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.mesh import MeshConfig
@@ -17,18 +21,14 @@ from jaxinfra.config.model import BlockConfig, GroupedAttentionConfig, ModelConf
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.run import RunConfig, TrainingConfig
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.models.definition import by_path, define_model
-from jaxinfra.models.hf import weight_map
+from jaxinfra.errors import ConfigError
+from jaxinfra.hf import weight_map
+from jaxinfra.model.definition import by_path, define_model
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.reliability.hashes import StateHash
+from jaxinfra.runtime.hashes import StateHash
 from jaxinfra.training.describe import placement_table
 from jaxinfra.training.initialize import first_state, with_frozen
 from jaxinfra.training.job import make_job
-from jaxinfra.weights.conversion import write_ours
-from jaxinfra.weights.load_pretrained import load_pretrained
-from jaxinfra.weights.parameter_sources import LiveParameters
-from jaxinfra.weights.trained_adapters import Adapters, MergedParameters
 from tests import tally
 
 MODEL = ModelConfig(

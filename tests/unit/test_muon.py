@@ -7,17 +7,17 @@ import numpy as np
 import optax
 import pytest
 
+from jaxinfra import axes
 from jaxinfra.config.codec import override
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.optimizer import LearningRateSchedule, MuonConfig, OptimizerConfig
 from jaxinfra.config.presets import run_preset
-from jaxinfra.core import axes
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.models.definition import DimsLeaf, define_model
-from jaxinfra.optim.muon import is_hidden_matrix, sides
-from jaxinfra.optim.optimizer import make_optimizer
+from jaxinfra.errors import ConfigError
+from jaxinfra.model.definition import DimsLeaf, define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.place import path_name
+from jaxinfra.training.optim.muon import is_hidden_matrix, sides
+from jaxinfra.training.optim.optimizer import make_optimizer
 from tests.sharded import oracle
 from tests.sharded.cases import gemma_like, gpt_like, llama_like
 

@@ -12,10 +12,7 @@ import pytest
 
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import Remat
-from jaxinfra.numerics.policy import POLICIES
-from jaxinfra.numerics.recipe import Site
-from jaxinfra.ops.multiply import multiply
-from jaxinfra.parallel.program import (
+from jaxinfra.hlo.program import (
     Matmul,
     Reduction,
     compiled_matmuls,
@@ -23,6 +20,9 @@ from jaxinfra.parallel.program import (
     opaque_operations,
     reductions,
 )
+from jaxinfra.numerics.policy import POLICIES
+from jaxinfra.numerics.recipe import Site
+from jaxinfra.ops.multiply import multiply
 from tests.sharded.cases import build, gemma_like, gpt_like, llama_like, packed_batch
 
 COMPUTE = {PolicyName.FP32: "f32", PolicyName.BF16: "bf16", PolicyName.FP16: "f16"}

@@ -9,13 +9,13 @@ import numpy as np
 import optax
 import pytest
 
+from jaxinfra import axes
 from jaxinfra.config.optimizer import LearningRateSchedule, OptimizerConfig
-from jaxinfra.core import axes
-from jaxinfra.models.definition import DimsLeaf, define_model
-from jaxinfra.optim.learning_rate import learning_rate
-from jaxinfra.optim.optimizer import make_optimizer
+from jaxinfra.model.definition import DimsLeaf, define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.place import path_name
+from jaxinfra.training.optim.learning_rate import learning_rate
+from jaxinfra.training.optim.optimizer import make_optimizer
 from tests.sharded import oracle
 from tests.sharded.cases import gemma_like, gpt_like
 

@@ -13,13 +13,13 @@ from jaxinfra.config.optimizer import (
     OptimizerConfig,
     OptimizerKind,
 )
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.models.definition import DimsLeaf, define_model
-from jaxinfra.optim.optimizer import make_optimizer
+from jaxinfra.errors import ConfigError
+from jaxinfra.model.definition import DimsLeaf, define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.rules import state_rules
+from jaxinfra.training.optim.optimizer import make_optimizer
 from tests.sharded.cases import gpt_like
 
 RATE, DECAY = 0.01, 0.1

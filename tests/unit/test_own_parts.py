@@ -13,15 +13,15 @@ from flax import nnx
 from jaxinfra.config import codec
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.own import OwnFeedForward, OwnMixer
+from jaxinfra.config.parts import find_part, part, part_name
 from jaxinfra.config.presets import runs
 from jaxinfra.config.run import AttentionImplementation, RunConfig
 from jaxinfra.config.validate import validate
-from jaxinfra.core.errors import ConfigError, UnsupportedError
-from jaxinfra.core.parts import find_part, part, part_name
-from jaxinfra.layers.execution import Execution
-from jaxinfra.layers.passes import LayerOutput, Pass
-from jaxinfra.models.definition import define_model
-from jaxinfra.models.hf.config import to_hf_config
+from jaxinfra.errors import ConfigError, UnsupportedError
+from jaxinfra.hf.config import to_hf_config
+from jaxinfra.model.definition import define_model
+from jaxinfra.model.execution import Execution
+from jaxinfra.model.passes import LayerOutput, Pass
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.model import plan_model
@@ -146,8 +146,8 @@ def test_another_process_imports_the_module(tmp_path):
         "import jaxinfra\n\n@jaxinfra.part\ndef marked(x):\n    return x\n\ndef plain(x): pass\n"
     )
     program = (
-        "from jaxinfra.core.parts import find_part\n"
-        "from jaxinfra.core.errors import ConfigError\n"
+        "from jaxinfra.config.parts import find_part\n"
+        "from jaxinfra.errors import ConfigError\n"
         "assert find_part('lent_parts:marked')(3) == 3\n"
         "for name in ('lent_parts:plain', 'os:system', 'nowhere:x', 'word'):\n"
         "    try:\n        find_part(name)\n"

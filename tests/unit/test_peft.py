@@ -11,18 +11,18 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxinfra import load_model
+from jaxinfra.checkpoint.load_pretrained import load_pretrained
+from jaxinfra.checkpoint.model_directory import read_model_directory
+from jaxinfra.checkpoint.onto_mesh import place_parameters
+from jaxinfra.checkpoint.peft_files import write_peft
+from jaxinfra.checkpoint.peft_import import read_peft
+from jaxinfra.checkpoint.trained_adapters import MergedParameters
 from jaxinfra.cli.main import main
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.core.errors import CheckpointError, ConfigError
-from jaxinfra.models.definition import define_model, nest
-from jaxinfra.models.hf import by_path, weight_map
+from jaxinfra.errors import CheckpointError, ConfigError
+from jaxinfra.hf import by_path, weight_map
+from jaxinfra.model.definition import define_model, nest
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.weights.load_pretrained import load_pretrained
-from jaxinfra.weights.model_directory import read_model_directory
-from jaxinfra.weights.onto_mesh import place_parameters
-from jaxinfra.weights.peft_files import write_peft
-from jaxinfra.weights.peft_import import read_peft
-from jaxinfra.weights.trained_adapters import MergedParameters
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 CASES = {"qwen2_dora": "qwen2", "phi3_dora_rslora": "phi3", "mistral_lora": "mistral"}

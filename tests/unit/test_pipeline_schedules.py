@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfra.config.pipeline import PipelineSchedule
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 from jaxinfra.parallel.pipeline.layer_order import exchange_rounds, layer_places
 from jaxinfra.parallel.pipeline.schedule import Kind, violations
 from jaxinfra.parallel.pipeline.schedule_cost import (

@@ -6,8 +6,8 @@ import pytest
 
 from jaxinfra.cli.main import main
 from jaxinfra.config.presets import MODELS
-from jaxinfra.core.errors import ConfigError, UnsupportedError
-from jaxinfra.models.hf import from_hf_config
+from jaxinfra.errors import ConfigError, UnsupportedError
+from jaxinfra.hf import from_hf_config
 from jaxinfra.planning import gpu_target
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.model import (

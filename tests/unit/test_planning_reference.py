@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxinfra.config.model import GroupedAttentionConfig
-from jaxinfra.models.flops import attention_flops, forward_flops, visible_pairs
+from jaxinfra.model.flops import attention_flops, forward_flops, visible_pairs
 from jaxinfra.planning import selfcheck
 from jaxinfra.planning.formats import FORMATS
 from jaxinfra.planning.model import find_model, total_parameters

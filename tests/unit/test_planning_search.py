@@ -9,7 +9,7 @@ import pytest
 
 from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.run import Remat
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 from jaxinfra.planning.devices import NAMES, find_device, with_measurements
 from jaxinfra.planning.layout import Layout, check, lay_out
 from jaxinfra.planning.measured import with_bench_results

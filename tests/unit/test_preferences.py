@@ -16,7 +16,6 @@ from jaxinfra.config.data import DataConfig, DataFormat, TokenizerConfig, Tokeni
 from jaxinfra.config.preferences import PreferenceConfig, PreferenceLoss, parse_preferences
 from jaxinfra.config.presets import run_preset
 from jaxinfra.config.validate import validate
-from jaxinfra.core.errors import ConfigError, DataError
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.chat import ChatEncoder
 from jaxinfra.data.chat_template import ChatTemplate
@@ -25,6 +24,7 @@ from jaxinfra.data.pair_rows import MOST_PAIRS, PairWindows, pair_pieces
 from jaxinfra.data.pairs import PairEncoder
 from jaxinfra.data.readers import Document
 from jaxinfra.data.tokenizer import bytes_tokenizer
+from jaxinfra.errors import ConfigError, DataError
 from jaxinfra.training.preferences import count_pairs, pair_sums, preference_loss
 
 EPSILON = float(np.finfo(np.float32).eps)

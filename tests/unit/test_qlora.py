@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from adapter_runs import train
 
+from jaxinfra.checkpoint.conversion import write_ours
 from jaxinfra.checkpoint.initial import read_initial
+from jaxinfra.checkpoint.load_pretrained import load_pretrained
+from jaxinfra.checkpoint.parameter_sources import LiveParameters, StoredParameters
 from jaxinfra.config.finetune import AdapterKind, BaseWeights, LoraConfig
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.model import (
@@ -22,16 +25,13 @@ from jaxinfra.config.model import (
 from jaxinfra.config.precision import Fp8Matmuls, PolicyName
 from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.validate import validate
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.models.definition import by_path, define_model, is_weight
-from jaxinfra.models.quantized_base import base_shapes, quantized_weight
+from jaxinfra.errors import ConfigError
+from jaxinfra.model.definition import by_path, define_model, is_weight
+from jaxinfra.model.quantized_base import base_shapes, quantized_weight
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.training.describe import placement_table
 from jaxinfra.training.initialize import finetuning_config, with_frozen
 from jaxinfra.training.job import make_job
-from jaxinfra.weights.conversion import write_ours
-from jaxinfra.weights.load_pretrained import load_pretrained
-from jaxinfra.weights.parameter_sources import LiveParameters, StoredParameters
 from pallas_kernels.quantized_matmul.codes import unpacked_pairs
 from pallas_kernels.quantized_matmul.reference import NF4_VALUES
 

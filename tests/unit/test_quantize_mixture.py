@@ -10,22 +10,22 @@ import pytest
 import tokenizers
 from tokenizers import models
 
+from jaxinfra.checkpoint.parameter_sources import LiveParameters
 from jaxinfra.config.kinds import MlpKind
 from jaxinfra.config.model import ExpertsConfig
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.models.definition import by_path, define_model, nest
-from jaxinfra.models.hf import from_hf_config, to_hf_config
+from jaxinfra.hf import from_hf_config, to_hf_config
+from jaxinfra.model.definition import by_path, define_model, nest
 from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.ops.activation import activated
 from jaxinfra.ops.experts import ExpertWeights
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.serving.quantize import equivalence, prepare
-from jaxinfra.serving.quantize.layers import CalibrationModel, places_of, read_layer
-from jaxinfra.serving.quantize.quantize import SourceModel, quantize_model
-from jaxinfra.serving.quantize.recipes import Method, quantization_recipe
-from jaxinfra.serving.quantize.search import clipped_ranges, output_error
-from jaxinfra.serving.quantize.statistics import RoutedTokens, statistics_of
-from jaxinfra.weights.parameter_sources import LiveParameters
+from jaxinfra.quantize import equivalence, prepare
+from jaxinfra.quantize.layers import CalibrationModel, places_of, read_layer
+from jaxinfra.quantize.quantize import SourceModel, quantize_model
+from jaxinfra.quantize.recipes import Method, quantization_recipe
+from jaxinfra.quantize.search import clipped_ranges, output_error
+from jaxinfra.quantize.statistics import RoutedTokens, statistics_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
 RNG = np.random.default_rng(0)

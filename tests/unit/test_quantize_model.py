@@ -10,6 +10,8 @@ import pytest
 import tokenizers
 from tokenizers import models
 
+from jaxinfra.checkpoint.load_pretrained import load_pretrained
+from jaxinfra.checkpoint.parameter_sources import LiveParameters
 from jaxinfra.cli.main import main
 from jaxinfra.config.model import (
     BlockConfig,
@@ -20,19 +22,17 @@ from jaxinfra.config.model import (
 )
 from jaxinfra.config.own import OwnFeedForward
 from jaxinfra.config.rope import RopeConfig
-from jaxinfra.core.errors import ConfigError, UnsupportedError
-from jaxinfra.models.definition import by_path, define_model
-from jaxinfra.models.hf import quantization_of, to_hf_config
+from jaxinfra.errors import ConfigError, UnsupportedError
+from jaxinfra.hf import quantization_of, to_hf_config
+from jaxinfra.model.definition import by_path, define_model
 from jaxinfra.ops.quantized import WeightCode, WeightFormat
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.serving.quantize.equivalence import scaled_inputs
-from jaxinfra.serving.quantize.layers import CalibrationModel
-from jaxinfra.serving.quantize.quantize import SourceModel, quantize_model
-from jaxinfra.serving.quantize.recipes import RECIPES, Method, config_of, quantization_recipe
-from jaxinfra.serving.quantize.search import awq_scales, clipped_ranges, output_error, smooth_scales
-from jaxinfra.serving.quantize.statistics import statistics_of
-from jaxinfra.weights.load_pretrained import load_pretrained
-from jaxinfra.weights.parameter_sources import LiveParameters
+from jaxinfra.quantize.equivalence import scaled_inputs
+from jaxinfra.quantize.layers import CalibrationModel
+from jaxinfra.quantize.quantize import SourceModel, quantize_model
+from jaxinfra.quantize.recipes import RECIPES, Method, config_of, quantization_recipe
+from jaxinfra.quantize.search import awq_scales, clipped_ranges, output_error, smooth_scales
+from jaxinfra.quantize.statistics import statistics_of
 
 RNG = np.random.default_rng(0)
 CONFIG = ModelConfig(

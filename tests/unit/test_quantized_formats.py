@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxinfra.core.errors import CheckpointError, ConfigError
-from jaxinfra.models.definition import by_path
-from jaxinfra.models.hf import quantization_of
-from jaxinfra.models.serving_form import can_pack, serving_form, serving_parameters
+from jaxinfra.checkpoint.load_pretrained import load_pretrained
+from jaxinfra.checkpoint.quantized_files import plain_tensors
+from jaxinfra.checkpoint.tensor_files import open_tensor_files
+from jaxinfra.errors import CheckpointError, ConfigError
+from jaxinfra.hf import quantization_of
+from jaxinfra.model.definition import by_path
+from jaxinfra.model.serving_form import can_pack, serving_form, serving_parameters
 from jaxinfra.ops.quantized import (
     Activations,
     QuantizedWeight,
@@ -25,9 +28,6 @@ from jaxinfra.ops.quantized import (
     round_weight,
 )
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.weights.load_pretrained import load_pretrained
-from jaxinfra.weights.quantized_files import plain_tensors
-from jaxinfra.weights.tensor_files import open_tensor_files
 from pallas_kernels.common import device
 from pallas_kernels.quantized_matmul import Arrangement
 

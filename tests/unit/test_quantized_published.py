@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxinfra.core.errors import CheckpointError, ConfigError
-from jaxinfra.models.definition import define_model
-from jaxinfra.models.hf import quantization_of
+from jaxinfra.checkpoint.model_directory import read_model_directory
+from jaxinfra.checkpoint.quantized_files import plain_tensors
+from jaxinfra.checkpoint.tensor_files import open_tensor_files
+from jaxinfra.errors import CheckpointError, ConfigError
+from jaxinfra.hf import quantization_of
+from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.weights.model_directory import read_model_directory
-from jaxinfra.weights.quantized_files import plain_tensors
-from jaxinfra.weights.tensor_files import open_tensor_files
 from tests.raw_tensors import save
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "quantized"

@@ -7,8 +7,8 @@ import pytest
 
 from jaxinfra.config import codec
 from jaxinfra.config.presets import run_preset
-from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.diagnostics.memory.per_parameter import bytes_per_parameter
+from jaxinfra.errors import UnsupportedError
 from jaxinfra.planning.formats import CORRESPONDENCES, RECIPES
 from jaxinfra.planning.reference import RECIPE_BYTES
 from jaxinfra.training.job import make_job

@@ -9,17 +9,17 @@ from jaxinfra.config import codec
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.presets.runs import tiny
 from jaxinfra.config.run import Remat
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
+from jaxinfra.hlo.buffers import step_bytes
 from jaxinfra.training import xla_options
 from jaxinfra.training.describe import describe_job
 from jaxinfra.training.job import lower_step, make_job
-from jaxinfra.training.recompute import (
+from jaxinfra.training.recompute.budget import (
     CHEAPEST_FIRST,
     FREE_SHARE,
     GatherChoice,
     budget_bytes,
     choose_remat,
-    step_bytes,
 )
 from tests.sharded.cases import llama_like
 

@@ -16,18 +16,18 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfra.config.mesh import MeshConfig
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.core.json_lines import read_json_lines
+from jaxinfra.errors import ConfigError
 from jaxinfra.parallel.mesh import make_mesh
-from jaxinfra.reliability import faults
-from jaxinfra.reliability.absence import find_absent
-from jaxinfra.reliability.exchange import Exchange, ProcessRow
-from jaxinfra.reliability.fingerprint import describe, deviating
-from jaxinfra.reliability.goodput import CAUSES, Goodput, goodput, read_sessions, sum_causes
-from jaxinfra.reliability.hashes import StateHash, odd_ones
-from jaxinfra.reliability.incidents import EXCLUDED, excluded_steps, record_incident
-from jaxinfra.reliability.recorder import CAPACITY, Recorder, read_record, read_records, record_file
-from jaxinfra.reliability.stragglers import Stragglers
+from jaxinfra.runtime import injected_faults as faults
+from jaxinfra.runtime.absence import find_absent
+from jaxinfra.runtime.fingerprint import describe, deviating
+from jaxinfra.runtime.goodput import CAUSES, Goodput, goodput, read_sessions, sum_causes
+from jaxinfra.runtime.hashes import StateHash, odd_ones
+from jaxinfra.runtime.host_exchange import Exchange, ProcessRow
+from jaxinfra.runtime.incidents import EXCLUDED, excluded_steps, record_incident
+from jaxinfra.runtime.json_lines import read_json_lines
+from jaxinfra.runtime.recorder import CAPACITY, Recorder, read_record, read_records, record_file
+from jaxinfra.runtime.stragglers import Stragglers
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,7 +67,7 @@ def test_seconds_are_those_of_phases(tmp_path):
 def test_the_ring_of_a_killed_process_is_there(tmp_path):
     program = (
         "import os, sys; from pathlib import Path\n"
-        "from jaxinfra.reliability.recorder import Recorder\n"
+        "from jaxinfra.runtime.recorder import Recorder\n"
         "recorder = Recorder(Path(sys.argv[1]), 0); recorder.phase('step', step=9)\n"
         "os.kill(os.getpid(), 9)"
     )
@@ -333,8 +333,8 @@ def test_the_hook_does_what_is_planned_and_nothing_else(monkeypatch):
 WATCHED = """
 import sys, time, threading
 from pathlib import Path
-from jaxinfra.reliability.recorder import Recorder, read_record, record_file
-from jaxinfra.reliability.watchdog import Watchdog
+from jaxinfra.runtime.recorder import Recorder, read_record, record_file
+from jaxinfra.runtime.watchdog import Watchdog
 directory, rank, stuck = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 recorder = Recorder(directory, rank)
 while read_record(record_file(directory, 1 - rank)) is None:

@@ -7,10 +7,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from jaxinfra.core.errors import LostPeerError
-from jaxinfra.launch.cluster import Cluster
-from jaxinfra.launch.rendezvous import PortTakenError, meet
-from jaxinfra.launch.supervisor import free_port
+from jaxinfra.errors import LostPeerError
+from jaxinfra.runtime.cluster import Cluster
+from jaxinfra.runtime.rendezvous import PortTakenError, meet
+from jaxinfra.runtime.supervisor import free_port
 
 
 def meet_all(

@@ -13,7 +13,7 @@ import pytest
 
 import jaxinfra
 from jaxinfra.checkpoint.run_directory import RunDirectory
-from jaxinfra.core.parts import part
+from jaxinfra.config.parts import part
 from jaxinfra.data.ledger import rows_sum, whole_sum
 from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.diagnostics.bisect import find_nonfinite

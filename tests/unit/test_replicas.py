@@ -13,7 +13,7 @@ import types
 
 import pytest
 
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 from jaxinfra.serving.engine import background
 from jaxinfra.serving.engine.background import EngineThread
 from jaxinfra.serving.engine.requests import EndReason, GenerationRequest, RequestProgress

@@ -10,8 +10,8 @@ from experiments.bench.kernels.roofline_work import Point, Work
 from experiments.pictures import roofline as picture
 from jaxinfra.config.model import stacked
 from jaxinfra.config.presets import MODELS
-from jaxinfra.models.definition import define_model
-from jaxinfra.models.flops import palm_flops_per_token, training_flops_per_token
+from jaxinfra.model.definition import define_model
+from jaxinfra.model.flops import palm_flops_per_token, training_flops_per_token
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.inference import ridge

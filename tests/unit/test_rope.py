@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxinfra.config.rope import LinearScaling, Llama3Scaling, NtkScaling, RopeConfig, YarnScaling
-from jaxinfra.layers.rope import apply_rope, rope_frequencies, rope_table
+from jaxinfra.model.rope import apply_rope, rope_frequencies, rope_table
 
 EPSILON = float(np.finfo(np.float32).eps)
 LLAMA31 = Llama3Scaling(

@@ -1,11 +1,11 @@
 """The benchmark of the host's work: requests run to their ends without any program."""
 
 from experiments.bench.serving import serve_host
-from jaxinfra.gym.served_model import write_served_model
+from jaxinfra.checkpoint.finite import nonfinite_allowed
+from jaxinfra.faults.served_model import write_served_model
 from jaxinfra.serving.engine.requests import EndReason, GenerationRequest
 from jaxinfra.serving.engine.runner import ModelRunner
 from jaxinfra.serving.load import load
-from jaxinfra.weights.finite import nonfinite_allowed
 
 
 def test_requests_end_without_programs(tmp_path):

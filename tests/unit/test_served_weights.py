@@ -10,6 +10,8 @@ import pytest
 import tokenizers
 from tokenizers import models
 
+from jaxinfra.checkpoint.load_pretrained import load_pretrained
+from jaxinfra.checkpoint.parameter_sources import LiveParameters
 from jaxinfra.config.model import (
     BlockConfig,
     GroupedAttentionConfig,
@@ -19,10 +21,10 @@ from jaxinfra.config.model import (
 )
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.rope import RopeConfig
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.models.definition import by_path, define_model
-from jaxinfra.models.hf import from_hf_config, to_hf_config
-from jaxinfra.models.serving_form import serving_form, serving_parameters
+from jaxinfra.errors import ConfigError
+from jaxinfra.hf import from_hf_config, to_hf_config
+from jaxinfra.model.definition import by_path, define_model
+from jaxinfra.model.serving_form import serving_form, serving_parameters
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.ops.target import H200 as TARGET
 from jaxinfra.ops.target import compiling_for
@@ -31,11 +33,9 @@ from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.inference import Serving, by_weights, decode, weight_bytes
 from jaxinfra.planning.model import find_model, plan_model
 from jaxinfra.planning.served import served_arrays, stored_format
-from jaxinfra.serving.quantize.held import held_shapes
-from jaxinfra.serving.quantize.quantize import SourceModel, quantize_model
-from jaxinfra.serving.quantize.recipes import RECIPES, config_of, quantization_recipe
-from jaxinfra.weights.load_pretrained import load_pretrained
-from jaxinfra.weights.parameter_sources import LiveParameters
+from jaxinfra.quantize.held import held_shapes
+from jaxinfra.quantize.quantize import SourceModel, quantize_model
+from jaxinfra.quantize.recipes import RECIPES, config_of, quantization_recipe
 
 GROUPED = GroupedAttentionConfig(num_q_heads=2, num_kv_heads=1, head_dim=64, rope=RopeConfig())
 DENSE = BlockConfig(mixer=GROUPED, feed_forward=MlpConfig(hidden_dim=256))

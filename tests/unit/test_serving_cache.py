@@ -14,10 +14,10 @@ from flax import nnx
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.model import stacked
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.layers.cache import PagedCache, after_pass
-from jaxinfra.models.cache_size import cached_elements
-from jaxinfra.models.decoder import Decoder
-from jaxinfra.models.definition import define_model, only
+from jaxinfra.model.cache import PagedCache, after_pass
+from jaxinfra.model.cache_size import cached_elements
+from jaxinfra.model.decoder import Decoder
+from jaxinfra.model.definition import define_model, only
 from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.sampling import GREEDY, SamplingNeeds, SamplingRows

@@ -11,10 +11,10 @@ from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.kinds import MlpKind
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import MlpConfig, Stack
-from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.data.tokenizer import bytes_tokenizer
-from jaxinfra.models.definition import by_path, define_model
-from jaxinfra.models.serving_form import serving_form, serving_parameters
+from jaxinfra.errors import UnsupportedError
+from jaxinfra.model.definition import by_path, define_model
+from jaxinfra.model.serving_form import serving_form, serving_parameters
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.generate import generate
 from jaxinfra.serving.load import LoadedModel

@@ -19,10 +19,10 @@ from jaxinfra.config.model import (
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.run import RunConfig, TrainingConfig
-from jaxinfra.core.errors import CheckpointError, ConfigError, DataError
 from jaxinfra.data.tokenizer import bytes_tokenizer
-from jaxinfra.models.decoder import Decoder
-from jaxinfra.models.definition import define_model
+from jaxinfra.errors import CheckpointError, ConfigError, DataError
+from jaxinfra.model.decoder import Decoder
+from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving import steps
 from jaxinfra.serving.generate import FinishReason, bucket, generate, generate_text

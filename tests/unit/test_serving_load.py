@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import jaxinfra
-from jaxinfra.checkpoint import Checkpointer
+from jaxinfra.checkpoint.checkpointer import Checkpointer
 from jaxinfra.cli import generate as command
 from jaxinfra.config import codec
 from jaxinfra.config.data import DataConfig, TokenizerConfig, TokenizerKind
@@ -31,8 +31,8 @@ from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.run import CheckpointConfig, RunConfig, TrainingConfig
-from jaxinfra.core.errors import CheckpointError, ConfigError, DataError
 from jaxinfra.data.tokenizer import bytes_tokenizer, train_bpe
+from jaxinfra.errors import CheckpointError, ConfigError, DataError
 from jaxinfra.serving.load import load_run
 from jaxinfra.training.job import make_job
 

@@ -8,6 +8,8 @@ import jax
 import pytest
 import tokenizers
 
+from jaxinfra.checkpoint.load_pretrained import load_pretrained, pretrained_shapes
+from jaxinfra.checkpoint.parameter_sources import LiveParameters
 from jaxinfra.cli.main import main
 from jaxinfra.cli.out_of_memory import explain_serving_out_of_memory
 from jaxinfra.config.precision import PolicyName
@@ -19,16 +21,14 @@ from jaxinfra.diagnostics.memory.serving import (
     serving_memory,
     serving_remedies,
 )
-from jaxinfra.models.definition import by_path
-from jaxinfra.models.hf import to_hf_config
+from jaxinfra.hf import to_hf_config
+from jaxinfra.hlo.buffers import step_bytes
+from jaxinfra.model.definition import by_path
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
+from jaxinfra.quantize.quantize import SourceModel, quantize_model
+from jaxinfra.quantize.recipes import quantization_recipe
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.load import LoadedModel
-from jaxinfra.serving.quantize.quantize import SourceModel, quantize_model
-from jaxinfra.serving.quantize.recipes import quantization_recipe
-from jaxinfra.training.recompute import step_bytes
-from jaxinfra.weights.load_pretrained import load_pretrained, pretrained_shapes
-from jaxinfra.weights.parameter_sources import LiveParameters
 from tests.engine_models import CONFIG, DEFINITION, OPTIONS, POISON, parameters
 
 CASE = ServingCase(model=CONFIG, policy=POLICIES[PolicyName.FP32], engine=OPTIONS)

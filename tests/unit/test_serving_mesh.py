@@ -10,7 +10,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import jaxinfra
-from jaxinfra.checkpoint import Checkpointer
+from jaxinfra.axes import MeshAxis
+from jaxinfra.checkpoint.checkpointer import Checkpointer
 from jaxinfra.cli import main
 from jaxinfra.config import codec
 from jaxinfra.config.data import DataConfig, TokenizerConfig, TokenizerKind
@@ -18,11 +19,10 @@ from jaxinfra.config.mesh import MeshConfig, parse_mesh
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.run import CheckpointConfig, RunConfig, TrainingConfig
-from jaxinfra.core.axes import MeshAxis
-from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.tokenizer import bytes_tokenizer
-from jaxinfra.layers.cache import PagedCache, after_pass, in_layer
-from jaxinfra.models.definition import define_model
+from jaxinfra.errors import ConfigError
+from jaxinfra.model.cache import PagedCache, after_pass, in_layer
+from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.attend import decode_on
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.convert import convert

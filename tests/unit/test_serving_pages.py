@@ -12,7 +12,7 @@ import pytest
 
 from jaxinfra.config.cache import CachedArray, CacheFormat, CacheSpec
 from jaxinfra.config.model import GroupedAttentionConfig
-from jaxinfra.layers.cache import ContiguousCache, PagedCache, after_pass, in_layer
+from jaxinfra.model.cache import ContiguousCache, PagedCache, after_pass, in_layer
 from jaxinfra.ops.cached_attention import cached_attention, paged_attention
 from jaxinfra.ops.target import H200, compiling_for
 from tests.tolerance import assert_no_worse

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 from jaxinfra.serving.sampling import (
     GREEDY,
     NO_TOKEN,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 from jaxinfra.serving.gumbel import gumbel_noise, gumbel_of_bits
 from jaxinfra.serving.sampling import (
     GREEDY,

@@ -9,7 +9,7 @@ from flax import nnx
 
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.rope import LongRopeScaling, RopeConfig
-from jaxinfra.models.definition import define_model
+from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.generate import generate
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingNeeds, SamplingRows

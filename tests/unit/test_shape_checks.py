@@ -7,7 +7,7 @@ from jaxtyping import TypeCheckError
 
 from jaxinfra.data.ledger import rows_sum
 from jaxinfra.data.permutation import permute
-from jaxinfra.layers.rope import apply_rope
+from jaxinfra.model.rope import apply_rope
 from jaxinfra.parallel.context.zigzag import chunks_in_sequence, to_zigzag
 
 FAULTS = {

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from jaxinfra.core.signals import noted_signals
+from jaxinfra.runtime.signals import noted_signals
 
-_GUARD = "from jaxinfra.core.signals import *; import ctypes, gc, os, sys, time, threading\n"
+_GUARD = "from jaxinfra.runtime.signals import *; import ctypes, gc, os, sys, time, threading\n"
 _READY = "print('ready', flush=True)\n"
 INT, TERM = signal.SIGINT, signal.SIGTERM
 # What the main thread is in: nothing here lets an exception of a handler through.

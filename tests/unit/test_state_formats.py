@@ -13,16 +13,16 @@ from jaxinfra.config.data import DataConfig
 from jaxinfra.config.optimizer import MomentFormat, MuonConfig, OptimizerConfig
 from jaxinfra.config.precision import PolicyName, PrecisionConfig, StoredWeights
 from jaxinfra.config.run import RunConfig, TrainingConfig
-from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.batch import Batch
+from jaxinfra.errors import ConfigError
 from jaxinfra.numerics.storage import (
     after_update,
     read_moment,
     stochastically_rounded,
     stored_moment,
 )
-from jaxinfra.optim.stored_adam import scale_by_stored_adam
 from jaxinfra.training.job import make_job
+from jaxinfra.training.optim.stored_adam import scale_by_stored_adam
 from tests.sharded.cases import llama_like
 
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp8": jnp.float8_e4m3fn}

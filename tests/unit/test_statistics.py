@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import jaxinfra
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.core.json_lines import read_json_lines
-from jaxinfra.models.definition import by_path
+from jaxinfra.errors import ConfigError
+from jaxinfra.model.definition import by_path
+from jaxinfra.runtime.json_lines import read_json_lines
 from jaxinfra.training.gradients import count_targets
 from jaxinfra.training.job import lower_step, make_job, step_programs
 from jaxinfra.training.metrics import MetricsLog

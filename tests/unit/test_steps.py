@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import jaxinfra
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.core.parts import part
+from jaxinfra.config.parts import part
+from jaxinfra.errors import ConfigError
 
 
 @part

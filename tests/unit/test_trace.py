@@ -6,10 +6,10 @@ import jax
 import pytest
 
 from jaxinfra.cli.main import main
-from jaxinfra.core.errors import DataError
 from jaxinfra.diagnostics.trace import TraceEvent, device_events, kind_of, scope_of
 from jaxinfra.diagnostics.trace_axes import UNKNOWN, CollectiveAxes
 from jaxinfra.diagnostics.waterfall import IDLE, draw, explain
+from jaxinfra.errors import DataError
 
 MLP = "jit(step)/transpose(jvp(layer))/rematted_computation/mlp/dot"
 GEMM = ("nvjet_sm90_128x160", "custom-call.1", MLP)

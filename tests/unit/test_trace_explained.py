@@ -16,9 +16,9 @@ from jaxinfra.diagnostics.launch_names import read_launches, with_names
 from jaxinfra.diagnostics.trace import TraceEvent, scope_of
 from jaxinfra.diagnostics.trace_axes import CollectiveAxes
 from jaxinfra.diagnostics.waterfall import explain
-from jaxinfra.parallel.launches import launches
-from jaxinfra.reliability.incidents import RECOMPILED, record_incident
-from jaxinfra.reliability.recorder import BUSY_READERS, READY_BATCHES, Event, RankRecord
+from jaxinfra.hlo.launches import launches
+from jaxinfra.runtime.incidents import RECOMPILED, record_incident
+from jaxinfra.runtime.recorder import BUSY_READERS, READY_BATCHES, Event, RankRecord
 
 MLP = ("nvjet_128x256", "gemm.1", "jit(step)/jvp(layer)/mlp/dot")
 MLP_BACK = ("nvjet_256x128", "gemm.2", "jit(step)/transpose(jvp(layer))/mlp/dot")

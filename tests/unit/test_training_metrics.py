@@ -7,8 +7,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from jaxinfra.core.json_lines import read_json_lines
-from jaxinfra.layers.passes import Sums
+from jaxinfra.model.passes import Sums
+from jaxinfra.runtime.json_lines import read_json_lines
 from jaxinfra.training.loads_picture import draw_loads
 from jaxinfra.training.loss_picture import draw_loss, loss_unit
 from jaxinfra.training.metrics import MetricsLog, finite

@@ -14,11 +14,11 @@ from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.presets import runs
 from jaxinfra.config.run import CheckpointConfig, TrainingConfig
 from jaxinfra.config.validate import validate
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.optim.muon import is_hidden_matrix
+from jaxinfra.errors import ConfigError
 from jaxinfra.training.clock import Clock, median_step_s
 from jaxinfra.training.describe import describe_ranking, placement_table
 from jaxinfra.training.job import make_job
+from jaxinfra.training.optim.muon import is_hidden_matrix
 from jaxinfra.training.profile import ProfileRange, parse_profile_range
 from jaxinfra.training.progress import duration
 

@@ -19,9 +19,9 @@ from experiments.bench.kernels.roofline_work import Point, Work
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.presets import MODELS
-from jaxinfra.layers.cache import after_pass
-from jaxinfra.models.decoder import KVCache
-from jaxinfra.models.definition import define_model
+from jaxinfra.model.cache import after_pass
+from jaxinfra.model.decoder import KVCache
+from jaxinfra.model.definition import define_model
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.planning.devices import Device

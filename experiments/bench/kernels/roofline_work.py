@@ -8,7 +8,7 @@ once, every result written once. A multiply and an add count as two.
 import dataclasses
 from collections.abc import Mapping
 
-from jaxinfra.models.flops import visible_pairs
+from jaxinfra.model.flops import visible_pairs
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.inference import Serving, attainable, decode, prefill, ridge
 from jaxinfra.planning.model import PlannedModel

@@ -30,15 +30,15 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from experiments.bench.environment import clocks, environment
-from jaxinfra.core.devices import device_peak
-from jaxinfra.launch.connect import connect
+from jaxinfra.hlo.collective_bytes import sent_bytes
 from jaxinfra.parallel import collectives as ours
-from jaxinfra.parallel.collective_bytes import sent_bytes
 from jaxinfra.parallel.collectives_ring import (
     ring_all_gather,
     ring_all_reduce,
     ring_reduce_scatter,
 )
+from jaxinfra.runtime.connect import connect
+from jaxinfra.runtime.devices import device_peak
 
 AXIS = "x"
 DTYPE = jnp.bfloat16

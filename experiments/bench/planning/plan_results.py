@@ -21,7 +21,7 @@ from jaxinfra.config.model import (
 )
 from jaxinfra.config.presets import MODELS
 from jaxinfra.config.run import Remat
-from jaxinfra.core.errors import DataError
+from jaxinfra.errors import DataError
 from jaxinfra.planning.layout import Layout, lay_out
 from jaxinfra.planning.model import PlannedModel, plan_model
 

@@ -33,9 +33,9 @@ from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import GroupedAttentionConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.presets import MODELS
-from jaxinfra.layers.cache import after_pass
-from jaxinfra.models.definition import ModelDefinition, define_model
-from jaxinfra.models.serving_form import (
+from jaxinfra.model.cache import after_pass
+from jaxinfra.model.definition import ModelDefinition, define_model
+from jaxinfra.model.serving_form import (
     COMPILER_OPTIONS,
     serving_form,
     serving_parameters,

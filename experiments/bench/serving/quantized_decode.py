@@ -26,8 +26,8 @@ from experiments.bench.serving.decode import SAMPLINGS, Form, profile, repeatabl
 from experiments.bench.table import Table
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.presets import MODELS
-from jaxinfra.models.definition import ModelDefinition, Parameters, by_path, define_model, nest
-from jaxinfra.models.serving_form import serving_form, serving_parameters
+from jaxinfra.model.definition import ModelDefinition, Parameters, by_path, define_model, nest
+from jaxinfra.model.serving_form import serving_form, serving_parameters
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.ops.quantized import Activations, WeightCode, WeightFormat, round_weight
 from jaxinfra.parallel.execution import execution_on

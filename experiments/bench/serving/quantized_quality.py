@@ -22,11 +22,11 @@ import numpy as np
 
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.models.definition import Parameters
+from jaxinfra.model.definition import Parameters
+from jaxinfra.quantize.quantize import quantize_model
+from jaxinfra.quantize.recipes import RECIPES, quantization_recipe
+from jaxinfra.quantize.source import calibration_ids, source_model
 from jaxinfra.serving.load import LoadedModel, load
-from jaxinfra.serving.quantize.quantize import quantize_model
-from jaxinfra.serving.quantize.recipes import RECIPES, quantization_recipe
-from jaxinfra.serving.quantize.source import calibration_ids, source_model
 
 _ROWS = 8
 

@@ -31,7 +31,7 @@ import numpy as np
 
 from experiments.bench.environment import environment
 from experiments.pictures.serving import draw
-from jaxinfra.core.errors import ConfigError, JaxinfraError
+from jaxinfra.errors import ConfigError, JaxinfraError
 
 PERCENTILES = (50, 95, 99)
 

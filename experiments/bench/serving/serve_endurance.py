@@ -29,12 +29,12 @@ import numpy as np
 
 from experiments.bench.environment import environment
 from experiments.bench.serving.serve import events, served
-from jaxinfra.core.errors import JaxinfraError
-from jaxinfra.gym.served_model import CONTEXT, POISON, write_served_model
+from jaxinfra.checkpoint.finite import nonfinite_allowed
+from jaxinfra.errors import JaxinfraError
+from jaxinfra.faults.served_model import CONTEXT, POISON, write_served_model
 from jaxinfra.serving.generate import generate
 from jaxinfra.serving.load import load
 from jaxinfra.serving.sampling import GREEDY
-from jaxinfra.weights.finite import nonfinite_allowed
 
 SERVER = ("--allow-nonfinite", "--max-running", "8", "--num-pages", "14", "--max-open", "14")
 MOST_NEW = 24

@@ -34,7 +34,7 @@ from experiments.bench.table import Table
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.presets import MODELS
 from jaxinfra.diagnostics.memory.serving import ServingCase, serving_memory
-from jaxinfra.models.decoder import Decoder
+from jaxinfra.model.decoder import Decoder
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions

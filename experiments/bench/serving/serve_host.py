@@ -24,8 +24,9 @@ from unittest import mock
 import jax.numpy as jnp
 
 from experiments.bench.table import Table
+from jaxinfra.checkpoint.finite import nonfinite_allowed
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.gym.served_model import CONTEXT, write_served_model
+from jaxinfra.faults.served_model import CONTEXT, write_served_model
 from jaxinfra.serving.engine.background import EngineThread
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions
@@ -37,7 +38,6 @@ from jaxinfra.serving.http.server import HttpServer, ServerOptions
 from jaxinfra.serving.http.service import Service, ServiceLimits
 from jaxinfra.serving.load import LoadedModel, load
 from jaxinfra.serving.sampling import SamplingConfig
-from jaxinfra.weights.finite import nonfinite_allowed
 
 PROMPT, NEW = 8, CONTEXT - 8
 DRAWN = ord("e")

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.bench.environment import environment
-from jaxinfra.gym.arena import Arena
-from jaxinfra.gym.cause_list import all_causes, all_healthy
-from jaxinfra.gym.causes import check_health, judge_cause
+from jaxinfra.faults.arena import Arena
+from jaxinfra.faults.cause_list import all_causes, all_healthy
+from jaxinfra.faults.causes import check_health, judge_cause
 
 
 def cause_table(rows: dict[str, Any]) -> list[str]:

@@ -36,7 +36,7 @@ from jaxinfra.config.presets.runs import tiny
 from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.run import AttentionImplementation, ContextMethod, Remat, RunConfig
 from jaxinfra.data.batch import Batch
-from jaxinfra.models.flops import training_flops_per_token
+from jaxinfra.model.flops import training_flops_per_token
 from jaxinfra.training.job import make_job
 
 

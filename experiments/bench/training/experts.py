@@ -46,21 +46,21 @@ from jaxinfra.config.optimizer import LearningRateSchedule, OptimizerConfig
 from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
 from jaxinfra.config.presets import deepseek, mixtures
 from jaxinfra.config.run import Remat, TrainingConfig
-from jaxinfra.core.devices import device_peak
 from jaxinfra.data.batch import Batch
 from jaxinfra.diagnostics.trace import device_events
 from jaxinfra.diagnostics.waterfall import explain
-from jaxinfra.models.definition import define_model
-from jaxinfra.models.flops import training_flops_per_token
+from jaxinfra.hlo.buffers import step_bytes
+from jaxinfra.model.definition import define_model
+from jaxinfra.model.flops import training_flops_per_token
 from jaxinfra.numerics.policy import held_as_computed, policy_of
-from jaxinfra.optim.learning_rate import learning_rate
-from jaxinfra.optim.optimizer import make_optimizer
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.rules import state_rules
+from jaxinfra.runtime.devices import device_peak
 from jaxinfra.training.gradients import make_gradient
-from jaxinfra.training.recompute import step_bytes
+from jaxinfra.training.optim.learning_rate import learning_rate
+from jaxinfra.training.optim.optimizer import make_optimizer
 from jaxinfra.training.state import initial_state, state_shardings
 from jaxinfra.training.step import make_train_step
 from jaxinfra.training.xla_options import Options, parse_options

@@ -36,8 +36,8 @@ from jaxinfra.config.precision import Fp8Matmuls, Fp8Scaling
 from jaxinfra.config.presets import MODELS
 from jaxinfra.diagnostics.trace import device_events
 from jaxinfra.diagnostics.waterfall import explain
-from jaxinfra.models.definition import define_model
-from jaxinfra.models.flops import training_flops_per_token
+from jaxinfra.model.definition import define_model
+from jaxinfra.model.flops import training_flops_per_token
 from jaxinfra.ops import fp8_product
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.training.xla_options import Options

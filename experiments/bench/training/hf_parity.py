@@ -39,10 +39,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench.environment import environment
+from jaxinfra.checkpoint.load_pretrained import load_pretrained
+from jaxinfra.checkpoint.parameter_sources import LiveParameters, assemble
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.models.hf import by_path, weight_map
-from jaxinfra.weights.load_pretrained import load_pretrained
-from jaxinfra.weights.parameter_sources import LiveParameters, assemble
+from jaxinfra.hf import by_path, weight_map
 
 _REFERENCE = Path(__file__).parents[2] / "tests" / "golden" / "hf" / "live_reference.py"
 _LOGITS_WITHIN = 1e-4

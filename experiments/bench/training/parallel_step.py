@@ -33,7 +33,7 @@ from experiments.bench.training.step_programs import without_rope_scaling
 from jaxinfra.config.presets import MODELS
 from jaxinfra.diagnostics.trace import device_events
 from jaxinfra.diagnostics.waterfall import explain
-from jaxinfra.parallel.program import collectives
+from jaxinfra.hlo.program import collectives
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.gpu_target import compile_only_devices
 

@@ -39,7 +39,7 @@ from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.run import AttentionImplementation, Remat, TrainingConfig
 from jaxinfra.data.batch import Batch
-from jaxinfra.models.definition import define_model
+from jaxinfra.model.definition import define_model
 from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh

@@ -8,7 +8,7 @@
 
 Variants run first, each alone; then the best of each side, and ours with the least memory,
 alternate, so that clocks and temperature hit all alike. Figures are medians over alternations.
-MFU is ``training_flops_per_token`` (jaxinfra/models/flops.py: 6 a matmul parameter and 12 a
+MFU is ``training_flops_per_token`` (jaxinfra/model/flops.py: 6 a matmul parameter and 12 a
 query-key-width triple that causality leaves, recomputation not counted) times tokens a second, of
 the device's dense bf16 peak.
 """
@@ -37,12 +37,12 @@ from experiments.bench.training.step_programs import (
 )
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.presets import MODELS
-from jaxinfra.core.devices import device_peak
 from jaxinfra.diagnostics.trace import device_events
 from jaxinfra.diagnostics.waterfall import explain
-from jaxinfra.models.definition import define_model
-from jaxinfra.models.flops import training_flops_per_token
+from jaxinfra.model.definition import define_model
+from jaxinfra.model.flops import training_flops_per_token
 from jaxinfra.parallel.execution import execution_on
+from jaxinfra.runtime.devices import device_peak
 from jaxinfra.training.xla_options import Options, describe_options, parse_options
 
 type Maker = Callable[[Options], Program]

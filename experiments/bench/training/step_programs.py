@@ -16,13 +16,13 @@ from jaxinfra.config.optimizer import LearningRateSchedule, OptimizerConfig
 from jaxinfra.config.precision import Fp8Matmuls, PolicyName, PrecisionConfig, WeightGradients
 from jaxinfra.config.run import AttentionImplementation, KeptValues, Remat, TrainingConfig
 from jaxinfra.data.batch import Batch
-from jaxinfra.models.definition import define_model
+from jaxinfra.hlo.buffers import step_bytes
+from jaxinfra.model.definition import define_model
 from jaxinfra.numerics.policy import policy_of
-from jaxinfra.optim.learning_rate import learning_rate as schedule_of
-from jaxinfra.optim.optimizer import make_optimizer
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.training.gradients import make_gradient
-from jaxinfra.training.recompute import step_bytes
+from jaxinfra.training.optim.learning_rate import learning_rate as schedule_of
+from jaxinfra.training.optim.optimizer import make_optimizer
 from jaxinfra.training.state import initial_state
 from jaxinfra.training.step import make_train_step
 from jaxinfra.training.xla_options import Options

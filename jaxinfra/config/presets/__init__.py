@@ -5,7 +5,7 @@ from collections.abc import Callable
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.presets import deepseek, gemma, megatron, mistral, mixtures, models, qwen, runs
 from jaxinfra.config.run import RunConfig
-from jaxinfra.core.errors import ConfigError, nearest
+from jaxinfra.errors import ConfigError, nearest
 
 MODELS: dict[str, Callable[[], ModelConfig]] = {
     preset.__name__: preset

@@ -6,9 +6,9 @@ from typing import Any
 
 import pynvml
 
-from jaxinfra.core.devices import device_peak
 from jaxinfra.diagnostics.machine.finding import Finding, Grade, judged, not_known
 from jaxinfra.diagnostics.machine.nvml import Answers, NoAnswerError, asked_or_none
+from jaxinfra.runtime.devices import device_peak
 
 _POWER_CAP = 0x4
 # What holds a clock down: bit, name, grade, remedy. An idle GPU, and one held at clocks that
@@ -84,7 +84,7 @@ def _model(answers: Answers, gpu: int, name: str) -> Finding:
         name + (", divided by MIG" if divided else ""),
         ok=not divided and device_peak(name) is not None,
         rule="a whole GPU whose peaks are known, so that MFU means something",
-        remedy="leave MIG off for training; peaks of further GPUs go into core/devices.py",
+        remedy="leave MIG off for training; peaks of further GPUs go into runtime/devices.py",
     )
 
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxinfra.core.devices import device_peak
 from jaxinfra.diagnostics.machine.finding import Finding, judged
 from jaxinfra.diagnostics.machine.nvml import Answers, asked_or_none
+from jaxinfra.runtime.devices import device_peak
 
 _BYTES = 256 << 20
 _ROUNDS = 5

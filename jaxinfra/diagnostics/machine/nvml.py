@@ -14,8 +14,8 @@ from typing import Any, Protocol, final
 
 import pynvml
 
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.core.files import read_json
+from jaxinfra.errors import ConfigError
+from jaxinfra.runtime.files import read_json
 
 _ERROR = "error"
 _LIBRARY = "library"

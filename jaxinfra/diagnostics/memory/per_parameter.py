@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.data.batch import Batch
+from jaxinfra.errors import UnsupportedError
 from jaxinfra.training.gradients import GradientFunction, make_gradient
 from jaxinfra.training.job import Job
 

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxinfra.core.picture_style import (
+from jaxinfra.diagnostics.memory.report import MemoryReport, gib
+from jaxinfra.diagnostics.memory.roles import ROLES
+from jaxinfra.runtime.picture_style import (
     BLUE,
     GRAY,
     GREEN,
@@ -14,8 +16,6 @@ from jaxinfra.core.picture_style import (
     SKY,
     new_picture,
 )
-from jaxinfra.diagnostics.memory.report import MemoryReport, gib
-from jaxinfra.diagnostics.memory.roles import ROLES
 
 _COLORS = dict(
     zip(

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 import jax
 
 from jaxinfra.config.run import Remat, RunConfig
-from jaxinfra.core.errors import JaxinfraError
 from jaxinfra.diagnostics.memory.report import gib
+from jaxinfra.errors import JaxinfraError
+from jaxinfra.hlo.buffers import step_bytes
 from jaxinfra.training.job import lower_step, make_job
-from jaxinfra.training.recompute import CHEAPEST_FIRST, step_bytes
+from jaxinfra.training.recompute.budget import CHEAPEST_FIRST
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,8 +8,6 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from jaxinfra.diagnostics.memory.live import Lives, follow
-from jaxinfra.diagnostics.memory.program import CompiledProgram, LogicalBuffer, read_program
 from jaxinfra.diagnostics.memory.roles import (
     FRAGMENTATION,
     RESULTS,
@@ -20,6 +18,8 @@ from jaxinfra.diagnostics.memory.roles import (
     buffer_role,
 )
 from jaxinfra.diagnostics.trace import scope_of
+from jaxinfra.hlo.buffers import CompiledProgram, LogicalBuffer, read_program
+from jaxinfra.hlo.live import Lives, follow
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

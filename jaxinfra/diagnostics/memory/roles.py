@@ -3,8 +3,8 @@
 import re
 from collections.abc import Iterable
 
-from jaxinfra.diagnostics.memory.live import Life, Lives
 from jaxinfra.diagnostics.trace import scope_of
+from jaxinfra.hlo.live import Life, Lives
 
 WEIGHTS = "weights"
 COPIES = "weight copies"

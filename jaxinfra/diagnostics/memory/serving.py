@@ -12,16 +12,16 @@ from typing import Any
 
 import jax
 
+from jaxinfra.axes import MeshAxis
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.core.axes import MeshAxis
-from jaxinfra.core.errors import JaxinfraError, UnsupportedError
 from jaxinfra.diagnostics.memory.report import MemoryReport, gib, report_memory
 from jaxinfra.diagnostics.memory.roles import CACHES
-from jaxinfra.models.definition import ModelDefinition, Parameters, define_model, merged
-from jaxinfra.models.serving_form import can_pack, serving_form, serving_parameters
+from jaxinfra.errors import JaxinfraError, UnsupportedError
+from jaxinfra.model.definition import ModelDefinition, Parameters, define_model, merged
+from jaxinfra.model.serving_form import can_pack, serving_form, serving_parameters
 from jaxinfra.numerics.policy import POLICIES, Policy
 from jaxinfra.ops.quantized import QuantizedWeight
 from jaxinfra.parallel.execution import execution_on

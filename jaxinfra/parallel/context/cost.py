@@ -3,7 +3,7 @@
 import dataclasses
 
 from jaxinfra.config.run import ContextMethod
-from jaxinfra.parallel.collective_bytes import sent_bytes
+from jaxinfra.hlo.collective_bytes import sent_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,11 +18,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jaxinfra import axes
+from jaxinfra.axes import MeshAxis
 from jaxinfra.config.model import LatentAttentionConfig
 from jaxinfra.config.run import LATENT_METHODS, AttentionImplementation, ContextMethod
-from jaxinfra.core import axes
-from jaxinfra.core.axes import MeshAxis
-from jaxinfra.core.errors import UnsupportedError
+from jaxinfra.errors import UnsupportedError
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.latent_attention import expanded
 from jaxinfra.ops.multiply import multiply

@@ -10,11 +10,11 @@ import functools
 import jax
 from jaxtyping import Array, Float, Int
 
+from jaxinfra import axes
+from jaxinfra.axes import MeshAxis
 from jaxinfra.config.model import MixerConfig
 from jaxinfra.config.run import AttentionImplementation, ContextMethod
-from jaxinfra.core import axes
-from jaxinfra.core.axes import MeshAxis
-from jaxinfra.core.errors import UnsupportedError
+from jaxinfra.errors import UnsupportedError
 from jaxinfra.ops.attention import attention
 from jaxinfra.ops.partial_attention import partial_attention
 from jaxinfra.parallel.context import ulysses

@@ -13,7 +13,7 @@ k = K/P, H head width.
 
 from jaxtyping import Array, Float, Int32
 
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 from jaxinfra.parallel.collectives import all_gather, all_to_all, num_devices
 from jaxinfra.parallel.context.zigzag import chunks_in_sequence, chunks_in_zigzag
 

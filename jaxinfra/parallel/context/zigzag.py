@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int64, Shaped
 
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 
 
 def chunk_length(length: int, num_shards: int) -> int:

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from jaxinfra.layers.passes import combined
-from jaxinfra.models.gradients import nothing_emitted, nothing_summed
+from jaxinfra.model.gradients import nothing_emitted, nothing_summed
+from jaxinfra.model.passes import combined
 from jaxinfra.parallel.pipeline.schedule import Kind
 from jaxinfra.parallel.pipeline.slices import LayerParts, LayerResult, Tree, cut_layer
 from jaxinfra.parallel.pipeline.tick_program import Pairs, TickProgram

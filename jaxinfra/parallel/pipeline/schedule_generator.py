@@ -22,7 +22,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxinfra.config.pipeline import PipelineSchedule
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 from jaxinfra.parallel.pipeline.schedule import Action, Kind, Schedule, violations
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import final
 
-from jaxinfra.core.errors import JaxinfraError
+from jaxinfra.errors import JaxinfraError
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.requests import EndReason, GenerationRequest, RequestProgress
 

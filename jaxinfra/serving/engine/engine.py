@@ -8,9 +8,9 @@ from typing import Self, final
 
 import numpy as np
 
-from jaxinfra.core.errors import ConfigError, DataError
 from jaxinfra.data.tokenizer import Tokenizer
-from jaxinfra.models.decoder import Decoder
+from jaxinfra.errors import ConfigError, DataError
+from jaxinfra.model.decoder import Decoder
 from jaxinfra.serving.adapter_bank import AdapterBank
 from jaxinfra.serving.engine.detokenize import TextStream
 from jaxinfra.serving.engine.drawn import Drawn

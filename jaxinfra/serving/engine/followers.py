@@ -16,9 +16,9 @@ from typing import Any, final
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxinfra.core.errors import LostPeerError
-from jaxinfra.launch.cluster import Cluster
-from jaxinfra.launch.rendezvous import bind_address
+from jaxinfra.errors import LostPeerError
+from jaxinfra.runtime.cluster import Cluster
+from jaxinfra.runtime.rendezvous import bind_address
 from jaxinfra.serving.engine.program_list import ProgramKey
 from jaxinfra.serving.engine.runner import ModelRunner
 

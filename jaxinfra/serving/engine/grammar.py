@@ -10,8 +10,8 @@ from typing import final
 import llguidance
 import numpy as np
 
-from jaxinfra.core.errors import DataError
 from jaxinfra.data.tokenizer import Tokenizer
+from jaxinfra.errors import DataError
 
 
 class StructureKind(enum.StrEnum):

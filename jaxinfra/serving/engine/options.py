@@ -4,7 +4,7 @@ import dataclasses
 import enum
 
 from jaxinfra.config.model import ModelConfig
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 from jaxinfra.serving.engine.plan import SchedulerLimits
 
 

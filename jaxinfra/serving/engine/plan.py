@@ -4,7 +4,7 @@ import bisect
 import dataclasses
 from typing import NamedTuple
 
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 from jaxinfra.serving.engine.requests import RequestStream
 
 

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int, Shaped, UInt32
 
+from jaxinfra import axes
 from jaxinfra.config.model import MixerConfig, ModelConfig
-from jaxinfra.core import axes
-from jaxinfra.layers.cache import PagedCache
-from jaxinfra.layers.execution import Execution
-from jaxinfra.models.adapter_bank import with_chosen
-from jaxinfra.models.decoder import Decoder
+from jaxinfra.model.adapter_bank import with_chosen
+from jaxinfra.model.cache import PagedCache
+from jaxinfra.model.decoder import Decoder
+from jaxinfra.model.execution import Execution
 from jaxinfra.serving.engine.inputs import RowInputs
 from jaxinfra.serving.engine.weights import Weights
 from jaxinfra.serving.sampling import (

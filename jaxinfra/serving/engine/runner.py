@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.models.decoder import Decoder
-from jaxinfra.models.serving_form import COMPILER_OPTIONS
+from jaxinfra.errors import ConfigError
+from jaxinfra.model.decoder import Decoder
+from jaxinfra.model.serving_form import COMPILER_OPTIONS
 from jaxinfra.serving.engine import page_moves, programs
 from jaxinfra.serving.engine.drawn import Drawn, of_rows
 from jaxinfra.serving.engine.inputs import RowWriter

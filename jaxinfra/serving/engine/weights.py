@@ -5,7 +5,7 @@ import dataclasses
 import jax
 from flax import nnx
 
-from jaxinfra.models.decoder import Decoder
+from jaxinfra.model.decoder import Decoder
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

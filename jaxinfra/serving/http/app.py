@@ -10,7 +10,7 @@ import fastapi
 from fastapi import responses
 from fastapi.exceptions import RequestValidationError
 
-from jaxinfra.core.errors import JaxinfraError
+from jaxinfra.errors import JaxinfraError
 from jaxinfra.serving.engine.background import OverloadError, StoppedError
 from jaxinfra.serving.engine.requests import GenerationRequest
 from jaxinfra.serving.http.answers import (

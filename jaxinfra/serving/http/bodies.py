@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal, Self
 
 import pydantic
 
-from jaxinfra.core.errors import ConfigError
-from jaxinfra.core.text import is_text
+from jaxinfra.errors import ConfigError
+from jaxinfra.runtime.text import is_text
 from jaxinfra.serving.engine.grammar import ANY_JSON, StructureKind
 from jaxinfra.serving.sampling import SamplingConfig
 

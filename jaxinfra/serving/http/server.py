@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.errors import ConfigError
 from jaxinfra.serving.http.guards import Application
 
 _LOOK_S = 0.1  # between looks whether a stop is asked for

@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from jaxinfra.core.errors import ConfigError, DataError
 from jaxinfra.data.chat_template import ChatTemplate, load_chat_template
+from jaxinfra.errors import ConfigError, DataError
 from jaxinfra.serving.engine.background import EngineThread
 from jaxinfra.serving.engine.grammar import GrammarCompiler
 from jaxinfra.serving.engine.requests import GenerationRequest, RequestProgress

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxinfra.core.errors import ConfigError, JaxinfraError
-from jaxinfra.core.signals import StopRequest
-from jaxinfra.launch.cluster import Cluster
+from jaxinfra.errors import ConfigError, JaxinfraError
+from jaxinfra.runtime.cluster import Cluster
+from jaxinfra.runtime.signals import StopRequest
 from jaxinfra.serving.adapter_bank import AdapterBank
 from jaxinfra.serving.engine.background import EngineThread
 from jaxinfra.serving.engine.engine import Engine

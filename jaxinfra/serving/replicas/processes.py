@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import final
 
-from jaxinfra.core.errors import ConfigError, JaxinfraError
-from jaxinfra.core.text import whole_number
-from jaxinfra.launch.cluster import ATTEMPT
+from jaxinfra.errors import ConfigError, JaxinfraError
+from jaxinfra.runtime.cluster import ATTEMPT
+from jaxinfra.runtime.text import whole_number
 
 REPLICA = "JAXINFRA_REPLICA"
 """The variable that tells a replica its number."""

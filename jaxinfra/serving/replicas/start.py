@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from jaxinfra.core.signals import StopRequest
+from jaxinfra.runtime.signals import StopRequest
 from jaxinfra.serving.http.guards import RequestGuards
 from jaxinfra.serving.http.server import HttpServer, ServerOptions
 from jaxinfra.serving.replicas.front import ReplicaFront

@@ -1,0 +1,258 @@
+"""Where parameters come from: files in the layout of Hugging Face or in ours, or a live model.
+
+A source gives a slice of one of our parameters, stacked over layers. What is read for it from disk
+is that slice and no more.
+"""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from jaxinfra.checkpoint.quantized_files import TensorReader
+from jaxinfra.errors import CheckpointError
+from jaxinfra.hf.mapping import Part, Tensor, WeightMap
+from jaxinfra.hf.tensor_layout import Index
+from jaxinfra.ops.quantized import QuantizedWeight
+
+_LOG = logging.getLogger(__name__)
+_DEQUANTIZED = np.dtype(np.float32)
+_COMPARED_ROWS = 4096  # of two tied tables at a time
+
+
+class ParameterSource(Protocol):
+    """A source of parameters: their dtypes, and slices of them."""
+
+    def dtype(self, path: str) -> np.dtype:
+        """Element type in which a parameter is stored."""
+        ...
+
+    def read(self, path: str, index: Index) -> np.ndarray:
+        """A slice of a parameter, stacked over layers where it is."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StoredParameters:
+    """Parameters in our layout: tensors have our paths for names."""
+
+    files: TensorReader
+
+    def dtype(self, path: str) -> np.dtype:
+        """Element type in the file."""
+        return self.files.tensors[path].dtype
+
+    def read(self, path: str, index: Index) -> np.ndarray:
+        """The slice as the file holds it."""
+        return self.files.read(path, index)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MappedParameters:
+    """Parameters in the layout of Hugging Face."""
+
+    files: TensorReader
+    weights: WeightMap
+    names: Mapping[str, str]  # of the map's tensors, as these files spell them
+
+    def dtype(self, path: str) -> np.dtype:
+        """Element type in the files; raises CheckpointError where layers differ."""
+        found = {
+            self.files.tensors[self.names[tensor.name]].dtype
+            for tensor, part in self.weights.parts_of(path)
+        }
+        if len(found) > 1:
+            raise CheckpointError(
+                f"{self.files.directory}: layers of {path} are stored as "
+                f"{' and '.join(sorted(str(each) for each in found))}; name one dtype for all"
+            )
+        return found.pop()
+
+    def read(self, path: str, index: Index) -> np.ndarray:
+        """Gathered layer by layer, and expert by expert where each has tensors of its own."""
+        return self.gather(path, index, self.files.read)
+
+    def gather(
+        self, path: str, index: Index, read: Callable[[str, Index], np.ndarray]
+    ) -> np.ndarray:
+        """A slice of a parameter by slices of tensors, which ``read`` gives by name."""
+        return self._gathered(path, (), index, read)
+
+    def _gathered(
+        self,
+        path: str,
+        leading: tuple[int, ...],
+        index: Index,
+        read: Callable[[str, Index], np.ndarray],
+    ) -> np.ndarray:
+        if (path, leading) not in self.weights.places:
+            first, *rest = index
+            numbers = range(first.start, first.stop)
+            return np.stack(
+                [self._gathered(path, (*leading, i), tuple(rest), read) for i in numbers]
+            )
+        tensor, part = self.weights.places[path, leading]
+        name = self.names[tensor.name]
+        return tensor.read(part, lambda theirs: read(name, theirs), index)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LiveParameters:
+    """Parameters of a model in memory, wherever they lie."""
+
+    arrays: Mapping[str, jax.Array | QuantizedWeight]  # by path
+
+    def dtype(self, path: str) -> np.dtype:
+        """Element type in memory; of weights in few bits fp32, in which they are dequantized."""
+        leaf = self.arrays[path]
+        return _DEQUANTIZED if isinstance(leaf, QuantizedWeight) else np.dtype(leaf.dtype)
+
+    def read(self, path: str, index: Index) -> np.ndarray:
+        """Fetched from the devices."""
+        leaf = self.arrays[path]
+        if not isinstance(leaf, QuantizedWeight):
+            return np.asarray(leaf[index])
+        layers = jax.tree.map(lambda part: part[index[0]], leaf)
+        return np.asarray(layers.dequantize(_DEQUANTIZED))[(slice(None), *index[1:])]
+
+
+def mapped_parameters(files: TensorReader, weights: WeightMap) -> MappedParameters:
+    """Checks names and shapes of all tensors; raises CheckpointError naming those that are wrong.
+
+    Files of the bare model lack the root of all names; a tensor tied to another may be there if it
+    equals it, and a bias that the model has not, as AutoGPTQ wrote for every layer, if it is 0.
+    """
+    bare = not any(name.startswith(weights.root) for name in files.tensors)
+    names = {
+        name: name.removeprefix(weights.root) if bare else name
+        for name in (*weights.tensors, *weights.tied)
+    }
+    where = files.directory
+    missing = [names[name] for name in weights.tensors if names[name] not in files.tensors]
+    if missing:
+        raise CheckpointError(
+            f"{where}: {_listed(missing)} missing; the config asks for them: "
+            "copy all files again, or correct the config"
+        )
+    known = set(names.values())
+    root = weights.root if bare else ""
+    extra = [
+        name
+        for name in files.tensors
+        if name not in known
+        and not (weights.ignored is not None and weights.ignored.fullmatch(root + name))
+        and weights.extra_layer(root + name) is None
+        and not _is_zero_bias(files, name, known)
+    ]
+    if extra:
+        raise CheckpointError(
+            f"{where}: {_listed(sorted(extra))} not part of the model that the config describes; "
+            "correct the config, or remove them"
+        )
+    for name, tensor in weights.tensors.items():
+        shape = files.tensors[names[name]].shape
+        if shape != tensor.shape:
+            raise CheckpointError(
+                f"{where}: tensor {names[name]} has shape {list(shape)}, the config asks for "
+                f"{list(tensor.shape)}; one of them is of another model"
+            )
+    for tied, original in weights.tied.items():
+        if names[tied] in files.tensors and not _equal(files, names[tied], names[original]):
+            raise CheckpointError(
+                f"{where}: tie_word_embeddings is true, but {names[tied]} differs from "
+                f"{names[original]}; set it to false"
+            )
+    layers = (weights.extra_layer(root + name) for name in files.tensors)
+    left_out = sorted({layer for layer in layers if layer is not None})
+    if left_out:
+        _LOG.warning(
+            "%s: left out is multi-token prediction, which this model has none of: layers %s",
+            where,
+            ", ".join(map(str, left_out)),
+        )
+    return MappedParameters(files=files, weights=weights, names=names)
+
+
+def stored_parameters(
+    files: TensorReader, shapes: Mapping[str, tuple[int, ...]]
+) -> StoredParameters:
+    """Checks names and shapes; raises CheckpointError naming the tensors that are wrong."""
+    found = {name: tensor.shape for name, tensor in files.tensors.items()}
+    wrong = sorted(
+        name for name in found.keys() | shapes.keys() if found.get(name) != shapes.get(name)
+    )
+    if wrong:
+        name = wrong[0]
+        raise CheckpointError(
+            f"{files.directory}: {_listed(wrong)} not what the config asks for: {name} has shape "
+            f"{found.get(name, 'none')}, expected {shapes.get(name, 'none')}"
+        )
+    return StoredParameters(files=files)
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({shown})"
+
+
+def _is_zero_bias(files: TensorReader, name: str, known: Collection[str]) -> bool:
+    """Whether this is a bias that adds nothing to the product with a weight of the model."""
+    shape = files.tensors[name].shape
+    if f"{name.removesuffix('.bias')}.weight" not in known or len(shape) != 1:
+        return False
+    return not np.any(files.read(name, (slice(0, shape[0]),)))
+
+
+def _equal(files: TensorReader, first: str, second: str) -> bool:
+    shape = files.tensors[first].shape
+    if shape != files.tensors[second].shape:
+        return False
+    for start in range(0, shape[0], _COMPARED_ROWS):
+        index = (slice(start, min(start + _COMPARED_ROWS, shape[0])), slice(0, shape[1]))
+        if not np.array_equal(files.read(first, index), files.read(second, index)):
+            return False
+    return True
+
+
+def assemble(source: ParameterSource, tensor: Tensor) -> np.ndarray:
+    """One of their tensors from ours."""
+    return tensor.fused([_read_part(source, part) for part in tensor.parts])
+
+
+def _read_part(
+    source: ParameterSource, part: Part, cut: str | None = None, rows: slice | None = None
+) -> np.ndarray:
+    """A part in their layout, or of its dim ``cut`` these rows."""
+    layout = part.layout
+    if cut is not None and rows is not None:
+        layout = dataclasses.replace(layout, sizes={**layout.sizes, cut: rows.stop - rows.start})
+    index = tuple(
+        rows if letter == cut and rows is not None else slice(0, layout.sizes[letter])
+        for letter in layout.ours
+    )
+    leading = tuple(slice(i, i + 1) for i in part.index)
+    ours = source.read(part.path, (*leading, *index))
+    return layout.to_theirs(ours.reshape(layout.our_shape))
+
+
+def assemble_rows(
+    source: ParameterSource, tensor: Tensor, *, piece_bytes: int
+) -> Iterator[np.ndarray]:
+    """One of their tensors in pieces of whole rows, which hold about ``piece_bytes`` each."""
+    # Fused along another dim, every row has elements of all parts.
+    groups = [tensor.parts] if tensor.fused_dim > 0 else [(part,) for part in tensor.parts]
+    for parts in groups:
+        (cut,) = {part.layout.theirs[0][0] for part in parts}
+        size = parts[0].layout.sizes[cut]
+        num_bytes = sum(
+            math.prod(part.layout.our_shape) * source.dtype(part.path).itemsize for part in parts
+        )
+        step = max(1, piece_bytes * size // num_bytes)
+        for start in range(0, size, step):
+            rows = slice(start, min(start + step, size))
+            read = [_read_part(source, part, cut, rows) for part in parts]
+            yield tensor.fused(read) if len(parts) > 1 else read[0]

@@ -1,0 +1,264 @@
+"""Adapters as PEFT writes them, brought into the form of ours.
+
+Our adapters of one name have one rank in all layers. So those of lower rank are filled up with
+zeros, layers without one get zeros, and a factor of their own goes into B.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxinfra.checkpoint.finite import require_finite_piece
+from jaxinfra.checkpoint.parameter_sources import ParameterSource
+from jaxinfra.checkpoint.peft_files import CONFIG, PREFIX, TENSORS
+from jaxinfra.checkpoint.tensor_files import TensorFiles, open_tensor_file
+from jaxinfra.checkpoint.trained_adapters import Adapters, column_norms
+from jaxinfra.config.finetune import PROJECTIONS, AdapterKind, AdapterScaling, LoraConfig
+from jaxinfra.errors import CheckpointError, ConfigError
+from jaxinfra.hf import by_path
+from jaxinfra.hf.keys import Keys
+from jaxinfra.hf.mapping import Part, Tensor, WeightMap
+from jaxinfra.model.definition import ModelDefinition, define_model
+from jaxinfra.runtime.files import read_json
+
+_NO_EFFECT = frozenset(
+    (
+        *("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout"),
+        *("fan_in_fan_out", "target_modules", "exclude_modules", "layers_to_transform"),
+        *("layers_pattern", "megatron_config", "megatron_core", "peft_version", "loftq_config"),
+        *("eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "velora_config"),
+        *("ensure_weight_tying", "task_type"),
+    )
+)
+"""Keys on which nothing depends that is read here: how it was trained, and what the tensors say."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PeftSettings:
+    """What ``adapter_config.json`` says of the numbers in the tensors."""
+
+    rank: int
+    alpha: float
+    alphas: Mapping[str, float]  # of modules, by the end of their names
+    kind: AdapterKind
+    scaling: AdapterScaling
+
+    def scale(self, module: str, rank: int) -> float:
+        """The factor on a module's B A."""
+        ends = (end for end in self.alphas if module == end or module.endswith("." + end))
+        alpha = self.alphas.get(next(ends, ""), self.alpha)
+        return LoraConfig(rank=rank, alpha=alpha, scaling=self.scaling).scale
+
+
+def is_peft_directory(path: Path) -> bool:
+    """Whether ``path`` holds adapters of PEFT."""
+    return (path / CONFIG).is_file()
+
+
+def read_settings(path: Path) -> PeftSettings:
+    """Reads ``adapter_config.json``; raises ConfigError for what changes more than W + s B A."""
+    values = read_json(path / CONFIG)
+    keys = Keys(values, what=str(path / CONFIG))
+    keys.expect("peft_type", ("LORA",), "adapters of this kind are read")
+    keys.expect("bias", ("none",), "trained biases are not read; merge them into the model")
+    began = (True, False, "gaussian", "orthogonal", "eva")
+    keys.expect("init_lora_weights", began, "it changes the model's own weights; convert it first")
+    for name in ("modules_to_save", "target_parameters", "trainable_token_indices"):
+        keys.expect(name, (None, [], ()), "more than projections was trained; merge it instead")
+    for name in ("layer_replication", "alora_invocation_tokens", "arrow_config", "kasa_config"):
+        keys.expect(name, (None,), "this form of adapters is not read")
+    for name in ("use_qalora", "lora_bias", "use_bdlora", "monteclora_config"):
+        keys.expect(name, (False, None), "this form of adapters is not read")
+    keys.ignore("rank_pattern")  # the tensors have the ranks
+    alphas = keys.mapping("alpha_pattern") or {}
+    for name, alpha in alphas.items():
+        if not re.fullmatch(r"\^?[\w.]+", name) or type(alpha) not in (int, float):
+            raise ConfigError(
+                f"{path / CONFIG}: alpha_pattern {name!r}: {alpha!r}: names of modules are read, "
+                "with a number each; write expressions out"
+            )
+    settings = PeftSettings(
+        rank=keys.integer("r"),
+        alpha=keys.number("lora_alpha"),
+        alphas={name.removeprefix("^"): float(alpha) for name, alpha in alphas.items()},
+        kind=AdapterKind.DORA if keys.flag("use_dora", False) else AdapterKind.LORA,
+        scaling=(
+            AdapterScaling.RSLORA if keys.flag("use_rslora", False) else AdapterScaling.STANDARD
+        ),
+    )
+    keys.finish(_NO_EFFECT)
+    return settings
+
+
+def read_peft(
+    path: Path, weights: WeightMap, definition: ModelDefinition, *, source: ParameterSource
+) -> Adapters:
+    """Reads a directory of PEFT's for a model.
+
+    Args:
+        weights: of the model's architecture.
+        definition: of the model, without adapters.
+        source: its weights: magnitudes of layers that have no adapter are their own.
+
+    Raises:
+        ConfigError: the settings are not supported.
+        CheckpointError: the tensors are of another model, or damaged.
+    """
+    settings = read_settings(path)
+    modules = _modules(path, weights, settings)
+    rank = max(module.a_RI.shape[0] for module in modules)
+    parts = [(module, part) for module in modules for part in module.tensor.parts]
+    targets = {_target(path, part) for _, part in parts}
+    # Standard scaling: alpha is what this rank needs for the factor that most modules have.
+    scale = settings.scale("", settings.rank)
+    lora = LoraConfig(
+        rank=rank,
+        alpha=scale * (math.sqrt(rank) if settings.scaling is AdapterScaling.RSLORA else rank),
+        targets=tuple(name for name in PROJECTIONS if name in targets),
+        kind=settings.kind,
+        scaling=settings.scaling,
+    )
+    whole = define_model(definition.config, definition.execution, lora=lora)
+    shapes = by_path(whole.freeze(definition.shapes).shapes)
+    arrays = {name: np.zeros(leaf.shape, np.float32) for name, leaf in shapes.items()}
+    adapted = set()
+    for module, part in parts:
+        _fill(arrays, module, part, ratio=module.scale / scale)
+        adapted.add((part.path, part.index))
+    for name in (name for name in arrays if name.endswith("/adapter/magnitude")):
+        weight = name.removesuffix("adapter/magnitude") + "weight"
+        for layer in range(len(arrays[name])):
+            if (weight, (layer,)) not in adapted:
+                arrays[name][layer] = _own_lengths(source, arrays, weight, layer)
+    return Adapters(lora=lora, arrays=arrays)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Module:
+    """The adapter of one tensor of theirs."""
+
+    tensor: Tensor
+    a_RI: np.ndarray
+    b_OR: np.ndarray
+    magnitude_O: np.ndarray | None
+    scale: float
+
+
+def _modules(path: Path, weights: WeightMap, settings: PeftSettings) -> list[_Module]:
+    files = open_tensor_file(path / TENSORS)
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for name in files.tensors:
+        module, kind = _parsed(path, name)
+        if module + ".weight" not in weights.tensors:
+            raise CheckpointError(
+                f"{path}: {name} is of no weight of the model; the adapters are of another one"
+            )
+        found.setdefault(module, {})[kind] = _read(files, name)
+    if not found:
+        raise CheckpointError(f"{path / TENSORS} holds no adapter")
+    return [
+        _module(path, weights.tensors[module + ".weight"], module, tensors, settings)
+        for module, tensors in found.items()
+    ]
+
+
+def _parsed(path: Path, name: str) -> tuple[str, str]:
+    for kind, ending in (
+        ("A", ".lora_A.weight"),
+        ("B", ".lora_B.weight"),
+        ("magnitude", ".lora_magnitude_vector"),
+        ("magnitude", ".lora_magnitude_vector.weight"),
+    ):
+        if name.startswith(PREFIX) and name.endswith(ending):
+            return name.removeprefix(PREFIX).removesuffix(ending), kind
+    raise ConfigError(f"{path}: tensor {name} is no adapter of a projection, which is what is read")
+
+
+def _read(files: TensorFiles, name: str) -> np.ndarray:
+    shape = files.tensors[name].shape
+    value = files.read(name, tuple(slice(0, size) for size in shape))
+    require_finite_piece(value, name=name)
+    return value.astype(np.float32)
+
+
+def _module(
+    path: Path, tensor: Tensor, name: str, found: Mapping[str, np.ndarray], settings: PeftSettings
+) -> _Module:
+    is_dora = settings.kind is AdapterKind.DORA
+    wanted = {"A", "B", "magnitude"} if is_dora else {"A", "B"}
+    if found.keys() != wanted:
+        raise CheckpointError(
+            f"{path}: {name} has {', '.join(sorted(found))}, its config asks for "
+            f"{', '.join(sorted(wanted))}"
+        )
+    a_RI, b_OR = found["A"], found["B"]
+    rank = a_RI.shape[0]
+    sizes = {(b_OR.shape[0], a_RI.shape[-1]), (a_RI.shape[-1], b_OR.shape[0])}
+    if a_RI.ndim != 2 or b_OR.ndim != 2 or b_OR.shape[1] != rank or tensor.shape not in sizes:
+        raise CheckpointError(
+            f"{path}: {name} has A {list(a_RI.shape)} and B {list(b_OR.shape)}, the model's weight "
+            f"is {list(tensor.shape)}; the adapters are of another model"
+        )
+    magnitude_O = found.get("magnitude")
+    if magnitude_O is not None and magnitude_O.size != b_OR.shape[0]:
+        raise CheckpointError(
+            f"{path}: {name} has {magnitude_O.size} magnitudes for {b_OR.shape[0]} outputs"
+        )
+    return _Module(
+        tensor=tensor,
+        a_RI=a_RI,
+        b_OR=b_OR,
+        magnitude_O=None if magnitude_O is None else magnitude_O.reshape(-1),
+        scale=settings.scale(name, rank),
+    )
+
+
+def _target(path: Path, part: Part) -> str:
+    name = part.path.split("/")[-2]
+    if name not in PROJECTIONS or len(part.index) != 1:
+        raise ConfigError(
+            f"{path}: {part.path} has an adapter; ours are of {', '.join(PROJECTIONS)}"
+        )
+    return name
+
+
+def _fill(arrays: dict[str, np.ndarray], module: _Module, part: Part, *, ratio: float) -> None:
+    """Writes a projection's share of a module's adapter into the stacked arrays.
+
+    Args:
+        ratio: of the module's factor to that of all.
+    """
+    prefix = part.path.removesuffix("weight") + "adapter/"
+    a, b = arrays[prefix + "a"], arrays[prefix + "b"]
+    (layer,), rank, sizes = part.index, len(module.a_RI), part.layout.sizes
+    num_inner = a.ndim - 2
+    inner, outer = part.layout.ours[:num_inner], part.layout.ours[num_inner:]
+    in_dim = next(i for i, dim in enumerate(part.layout.theirs) if set(dim) == set(inner))
+    theirs_in, theirs_out = part.layout.theirs[in_dim], part.layout.theirs[1 - in_dim]
+    rows = slice(part.start, part.start + math.prod(sizes[letter] for letter in outer))
+    a_theirs = module.a_RI.reshape(rank, *(sizes[letter] for letter in theirs_in))
+    b_theirs = module.b_OR[rows].reshape(*(sizes[letter] for letter in theirs_out), rank)
+    a[layer][..., :rank] = a_theirs.transpose(*_order(theirs_in, inner, offset=1), 0)
+    order = _order(theirs_out, outer)
+    b[layer][:rank] = np.float32(ratio) * b_theirs.transpose(-1, *order)
+    if module.magnitude_O is not None:
+        lengths = module.magnitude_O[rows].reshape([sizes[letter] for letter in theirs_out])
+        arrays[prefix + "magnitude"][layer] = lengths.transpose(order)
+
+
+def _order(theirs: Sequence[str], ours: Sequence[str], *, offset: int = 0) -> list[int]:
+    return [theirs.index(letter) + offset for letter in ours]
+
+
+def _own_lengths(
+    source: ParameterSource, arrays: Mapping[str, np.ndarray], path: str, layer: int
+) -> np.ndarray:
+    """The magnitudes that leave a layer's projection as it is."""
+    prefix = path.removesuffix("weight") + "adapter/"
+    inner, outer = arrays[prefix + "a"].shape[1:-1], arrays[prefix + "b"].shape[2:]
+    index = (slice(layer, layer + 1), *(slice(0, size) for size in (*inner, *outer)))
+    return column_norms(source.read(path, index)[0], len(inner))

@@ -1,0 +1,215 @@
+"""Weights in few bits as checkpoints store them, each format by the same questions.
+
+A weight is a matrix [outputs, inputs]. What a format differs in is how the elements lie in the
+files; scales and zero points are small, and are read whole.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import numpy as np
+
+from jaxinfra.checkpoint.tensor_files import StoredTensor, TensorFiles
+from jaxinfra.errors import CheckpointError
+from jaxinfra.hf.tensor_layout import Index
+from jaxinfra.ops.quantized import WeightFormat
+
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each 4 bits of 32 hold, the lowest first
+_WORD = 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredWeight:
+    """One weight: what it is as a matrix, and its pieces.
+
+    Codes are 0 to 15 of 4 bits (less a zero point, 8 by default), -128 to 127 of 8, or e4m3.
+    """
+
+    shape: tuple[int, int]  # outputs, inputs
+    form: WeightFormat  # rows are inputs, columns outputs
+    parts: tuple[str, ...]  # names of the tensors that it takes the place of
+    first: StoredTensor  # one of them
+    codes: Callable[[Index], np.ndarray]
+    scales: Callable[[], np.ndarray]  # [blocks of outputs, groups of inputs], floating
+    zeros: Callable[[], np.ndarray] | None = None  # integers [outputs, groups]
+    groups: Callable[[], np.ndarray | None] = lambda: None  # of each input; None: one after another
+
+    def spread(self, of_groups: np.ndarray, index: Index) -> np.ndarray:
+        """What each group has, for each element of a slice."""
+        rows, columns = (np.arange(part.start, part.stop) for part in index)
+        block = self.form.group_columns or self.shape[0]
+        group = self.form.group_rows or self.shape[1]
+        numbers = self.groups()
+        of_columns = columns // group if numbers is None else numbers[columns]
+        of_rows = rows if of_groups.shape[0] == self.shape[0] else rows // block
+        return of_groups[of_rows[:, None], of_columns[None]]
+
+    def values(self, index: Index) -> np.ndarray:
+        """A slice as the numbers that it stands for, float32: ``(code - zero) * scale``."""
+        values = self.codes(index).astype(np.float32)
+        if self.zeros is not None:
+            values = values - self.spread(self.zeros(), index).astype(np.float32)
+        elif self.form.code.bits == 4:
+            values = values - np.float32(8)
+        return values * self.spread(self.scales(), index).astype(np.float32)
+
+
+class FindWeight(Protocol):
+    """A format: the weight that some tensors stand for."""
+
+    def __call__(self, files: TensorFiles, name: str) -> tuple[str, StoredWeight] | None:
+        """The weight's name and what it is, if this tensor is its first one; else None."""
+        ...
+
+
+def found_tensor(
+    files: TensorFiles, name: str, shape: tuple[int, ...], *, of: str, kinds: tuple[str, ...]
+) -> StoredTensor:
+    """A tensor that another asks for; raises CheckpointError where it is missing or differs."""
+    found = files.tensors.get(name)
+    if found is None:
+        raise CheckpointError(
+            f"{files.directory}: {of} is quantized and its scales {name} are missing; copy all "
+            "files again"
+        )
+    if found.shape != shape:
+        raise CheckpointError(
+            f"{files.directory}: {name} has shape {list(found.shape)}, {of} asks for "
+            f"{list(shape)}; one of them, or the config's block size, is of another model"
+        )
+    if found.dtype.name not in kinds:
+        raise CheckpointError(
+            f"{files.directory}: {name} has elements of type {found.dtype.name}, {of} asks for "
+            f"{' or '.join(kinds)}; copy all files again"
+        )
+    return found
+
+
+def read_whole(files: TensorFiles, name: str) -> np.ndarray:
+    """A small tensor, all of it."""
+    return files.read(name, tuple(slice(0, size) for size in files.tensors[name].shape))
+
+
+def unpacked(words: np.ndarray, *, bits: int, dim: int, order: tuple[int, ...] = ()) -> np.ndarray:
+    """Unsigned elements, several in each 32 bits, spread along a dim; uint8.
+
+    Args:
+        order: the place of each element of a word, the lowest bits' first; by default as they lie.
+    """
+    count = _WORD // bits
+    words = words.view(np.uint32) if words.dtype == np.int32 else words.astype(np.uint32)
+    words = np.moveaxis(words, dim, -1)
+    found = np.empty((*words.shape, count), np.uint8)
+    for i in range(count):
+        place = order[i] if order else i
+        found[..., place] = (words >> np.uint32(bits * i)) & np.uint32((1 << bits) - 1)
+    return np.moveaxis(found.reshape(*words.shape[:-1], -1), -1, dim)
+
+
+def _covering(part: slice, count: int) -> tuple[slice, slice]:
+    """Words that hold these elements, and the elements among those of the words."""
+    words = slice(part.start // count, -(-part.stop // count))
+    start = part.start - words.start * count
+    return words, slice(start, start + part.stop - part.start)
+
+
+def _read_words(
+    files: TensorFiles,
+    name: str,
+    index: Index,
+    *,
+    bits: int,
+    dim: int,
+    order: tuple[int, ...] = (),
+) -> np.ndarray:
+    """A slice of elements, several in each word along ``dim``."""
+    words, wanted = _covering(index[dim], _WORD // bits)
+    moved = list(index)
+    moved[dim] = words
+    read = unpacked(files.read(name, tuple(moved)), bits=bits, dim=dim, order=order)
+    return read[(slice(None),) * dim + (wanted,)]
+
+
+def transposed(index: Index) -> Index:
+    """Of a matrix that lies as [inputs, outputs]."""
+    return index[::-1]
+
+
+def awq_codes(files: TensorFiles, name: str, index: Index) -> np.ndarray:
+    """Of AWQ's ``qweight``, [outputs, inputs]."""
+    return _read_words(files, name, transposed(index), bits=4, dim=1, order=_AWQ_ORDER).T
+
+
+def awq_zeros(files: TensorFiles, name: str) -> np.ndarray:
+    """Of AWQ's ``qzeros``, [outputs, groups]."""
+    return unpacked(read_whole(files, name), bits=4, dim=1, order=_AWQ_ORDER).T
+
+
+def row_codes(files: TensorFiles, name: str, index: Index, *, bits: int) -> np.ndarray:
+    """Of GPTQ's ``qweight``, [outputs, inputs]: words hold inputs."""
+    return _read_words(files, name, transposed(index), bits=bits, dim=0).T
+
+
+def column_codes(files: TensorFiles, name: str, index: Index, *, bits: int) -> np.ndarray:
+    """Of compressed-tensors' ``weight_packed``, [outputs, inputs]: words hold inputs."""
+    return _read_words(files, name, index, bits=bits, dim=1)
+
+
+def group_numbers(files: TensorFiles, name: str, *, group: int) -> np.ndarray | None:
+    """The group of each input; None where groups follow one another.
+
+    Raises:
+        CheckpointError: groups of unequal size, or numbers of no group.
+    """
+    numbers = read_whole(files, name).astype(np.int64)
+    if np.array_equal(numbers, np.arange(len(numbers)) // group):
+        return None
+    count = -(-len(numbers) // group)
+    if numbers.min() < 0 or numbers.max() >= count:
+        raise CheckpointError(
+            f"{files.directory}: {name} names groups {numbers.min()} to {numbers.max()} of {count};"
+            " it is damaged: copy it again from its source"
+        )
+    if (np.bincount(numbers, minlength=count) != group).any():
+        raise CheckpointError(
+            f"{files.directory}: {name} has groups of other sizes than group_size={group}; it is "
+            "damaged: copy it again from its source"
+        )
+    return numbers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DequantizedFiles:
+    """A directory's weights, those in few bits shown as float32 matrices."""
+
+    files: TensorFiles
+    find: FindWeight
+
+    @property
+    def directory(self):
+        """Where the files are."""
+        return self.files.directory
+
+    @functools.cached_property
+    def weights(self) -> Mapping[str, StoredWeight]:
+        """Those in few bits, by the names of what they stand for."""
+        found = (self.find(self.files, name) for name in self.files.tensors)
+        return dict(each for each in found if each is not None)
+
+    @functools.cached_property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """All, as ``read`` gives them."""
+        hidden = {part for weight in self.weights.values() for part in weight.parts}
+        plain = {n: tensor for n, tensor in self.files.tensors.items() if n not in hidden}
+        single = np.dtype(np.float32)
+        return plain | {
+            name: dataclasses.replace(weight.first, shape=weight.shape, dtype=single)
+            for name, weight in self.weights.items()
+        }
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """A slice of a tensor, or of what a weight stands for."""
+        weight = self.weights.get(name)
+        return self.files.read(name, index) if weight is None else weight.values(index)

@@ -1,0 +1,186 @@
+"""Reading a directory of safetensors files, one slice of one tensor at a time."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypedDict
+
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+
+from jaxinfra.errors import CheckpointError, ConfigError
+from jaxinfra.runtime.files import read_json
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_NAME_BYTES = 255  # of a file, on all common file systems
+
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Element types of weights, as the files and as NumPy name them."""
+
+STORED = DTYPES | {
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "U8": "uint8",
+    "I8": "int8",
+    "I32": "int32",
+    "I64": "int64",
+}
+"""Those of quantized weights too, and of what says how they lie."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    """Where a tensor is and what it is."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TensorFiles:
+    """The tensors of ``model.safetensors``, or of the shards that an index names."""
+
+    directory: Path
+    tensors: Mapping[str, StoredTensor]
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """A slice of a tensor; nothing else of the file stays in memory."""
+        tensor = self.tensors[name]
+        if tensor.dtype.name not in DTYPES.values():
+            return _read_bytes(tensor.file, name)[index].copy()
+        # Opened for each read: the pages of a mapped file count as memory until it is closed.
+        with _open(tensor.file) as file:
+            if not index:
+                return file.get_tensor(name)
+            return file.get_slice(name)[index]
+
+
+def open_tensor_files(directory: Path) -> TensorFiles:
+    """Reads the headers of all files and checks them against the index.
+
+    Raises:
+        ConfigError: there are no such files here.
+        CheckpointError: a file is missing, truncated or damaged, or disagrees with the index.
+    """
+    index = directory / INDEX_FILE
+    single = directory / SINGLE_FILE
+    if index.is_file():
+        indexed = _read_index(index)
+        files = sorted({_listed(index, name) for name in indexed.values()})
+    elif single.is_file():
+        indexed = None
+        files = [single]
+    else:
+        raise ConfigError(
+            f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}; weights in other formats "
+            "are not read: save the model as safetensors"
+        )
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        for name, tensor in _read_header(file).items():
+            if name in tensors:
+                raise CheckpointError(
+                    f"{directory}: tensor {name} is in {tensors[name].file.name} and again in "
+                    f"{file.name}"
+                )
+            tensors[name] = tensor
+    if indexed is not None:
+        _check_index(index, indexed, tensors)
+    return TensorFiles(directory=directory, tensors=tensors)
+
+
+def open_tensor_file(file: Path) -> TensorFiles:
+    """Reads the header of one file; raises as ``open_tensor_files``."""
+    return TensorFiles(directory=file.parent, tensors=_read_header(file))
+
+
+def _listed(index: Path, name: str) -> Path:
+    """A file that an index names; raises CheckpointError for one that is not beside it."""
+    if name in ("", ".", "..") or "/" in name or len(name.encode()) > _NAME_BYTES:
+        raise CheckpointError(
+            f"{index} names {name[:60]!r} for a file beside it; copy it again from its source"
+        )
+    return index.parent / name
+
+
+def _open(file: Path):
+    if file.exists() and not file.is_file():
+        raise CheckpointError(f"{file} is no plain file; copy it again from its source")
+    try:
+        return safetensors.safe_open(file, framework="np")
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{file} is missing; the index names it: copy all files again"
+        ) from error
+    except (safetensors.SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{file} is truncated or damaged ({error}); copy it again from its source"
+        ) from error
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    found = {}
+    with _open(file) as opened:
+        for name in opened.keys():  # noqa: SIM118 (it is no mapping)
+            tensor = opened.get_slice(name)
+            dtype = tensor.get_dtype()
+            if dtype not in STORED:
+                raise ConfigError(
+                    f"{file}: tensor {name} has elements of type {dtype}; known: "
+                    f"{', '.join(STORED)}"
+                )
+            found[name] = StoredTensor(
+                file=file, shape=tuple(tensor.get_shape()), dtype=jnp.dtype(STORED[dtype])
+            )
+    return found
+
+
+def _read_bytes(file: Path, name: str) -> np.ndarray:
+    """A tensor of a type that the library does not hand to NumPy, mapped and not read."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        entry = json.loads(opened.read(length))[name]
+    start, stop = entry["data_offsets"]
+    raw = np.memmap(file, np.uint8, "r", offset=8 + length + start, shape=stop - start)
+    return raw.view(jnp.dtype(STORED[entry["dtype"]])).reshape(entry["shape"])
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    names = read_json(file, holds=_Index, error=CheckpointError)["weight_map"]
+    for name in sorted(set(names.values())):
+        if name != Path(name).name:
+            raise CheckpointError(
+                f"{file}: {name!r} is no name of a file beside it; copy it again from its source"
+            )
+    return names
+
+
+class _Index(TypedDict):
+    weight_map: dict[str, str]
+
+
+def _check_index(
+    index: Path, indexed: Mapping[str, str], tensors: Mapping[str, StoredTensor]
+) -> None:
+    wrong = sorted(
+        name
+        for name in indexed.keys() | tensors.keys()
+        if name not in tensors or tensors[name].file.name != indexed.get(name)
+    )
+    if wrong:
+        name = wrong[0]
+        found = tensors[name].file.name if name in tensors else "no file"
+        raise CheckpointError(
+            f"{index}: {len(wrong)} tensors are not where it says; {name} should be in "
+            f"{indexed.get(name, 'no file')} and is in {found}: copy all files again"
+        )

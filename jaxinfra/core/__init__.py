@@ -1,1 +1,0 @@
-"""Axis names, errors, and what every other floor may assume."""

@@ -1,0 +1,367 @@
+"""Where the gym's runs take place: jobs of small processes, and how two runs are compared."""
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from jaxinfra.checkpoint import directory_layout
+from jaxinfra.checkpoint.restoring import load
+from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.config.mesh import MeshConfig, ShardingConfig
+from jaxinfra.errors import JaxinfraError
+from jaxinfra.runtime.injected_faults import VARIABLE
+from jaxinfra.runtime.json_lines import read_json_lines
+from jaxinfra.runtime.recorder import RankRecord, read_record, read_records, record_file
+from jaxinfra.training.job import make_job
+
+STEPS = 12
+SAVE_EVERY = 4
+# What the faults are timed by, whatever the user's config says, and what the mesh here asks for.
+SETTINGS = (
+    f"training.steps={STEPS}",
+    "optimizer.warmup_steps=2",  # the steps that there are must learn something
+    "training.evaluate_every=6",
+    f"checkpoint.every={SAVE_EVERY}",
+    "checkpoint.keep_last=2",
+    "reliability.hash_every=4",
+    "sharding.zero=3",
+    "sharding.sequence_parallel=false",
+)
+# XLA's older code generator and none of LLVM's passes, in the one thread that waits for them. A
+# device that comes late to a collective is a busy machine's: by default XLA ends a job after 40 s.
+_COMPILE_FAST = (
+    "--xla_backend_optimization_level=0"
+    " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+    " --xla_cpu_parallel_codegen_split_count=1"
+    " --xla_cpu_collective_call_terminate_timeout_seconds=600"
+)
+_TIMEOUT_S = 900.0
+_TIMES = ("step_s", "tokens_per_s", "mfu", "stall_s", "elapsed_s", "peak_bytes")
+# Phases of a step, which the watchdog bounds.
+_SHORT = ("input", "place", "step", "wait", "evaluate", "host")
+_LOADING = threading.Lock()  # one state in memory at a time, whoever judges meanwhile
+WORDS = ("the", "model", "layer", "of", "token", "reads", "writes", "loss", "step", "data", "mesh")
+
+
+class NotProvenError(JaxinfraError):
+    """Something that a fault's verdict needs did not hold; the message says what was seen."""
+
+
+def require(condition: object, text: str) -> None:
+    """Raises NotProvenError unless what a verdict rests on is so."""
+    if not condition:
+        raise NotProvenError(text)
+
+
+def record_of(recorder: Path, rank: int) -> RankRecord:
+    """What a rank has recorded."""
+    record = read_record(record_file(recorder, rank))
+    if record is None:
+        raise NotProvenError(f"rank {rank} does not record")
+    return record
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """How a job ended."""
+
+    code: int
+    said: str  # stdout and stderr
+    seconds: float
+    at: float  # wall time
+
+
+@final
+class RunningJob:
+    """A job that runs."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, run: Path):
+        self.process, self._log, self.run = process, log, run
+        self._began = time.monotonic()
+
+    def said(self) -> str:
+        """What it has printed so far."""
+        return self._log.read_text(errors="replace")
+
+    def pid_of(self, rank: int) -> int:
+        """A rank's process."""
+        return self.record_of(rank).pid
+
+    def record_of(self, rank: int) -> RankRecord:
+        """What a rank has recorded."""
+        return record_of(self.run / "recorder", rank)
+
+    def wait_for_step(self, step: int) -> None:
+        """Until all of a step is recorded in the metrics."""
+        self.wait_until(
+            lambda: any(record["step"] >= step for record in metrics(self.run)),
+            f"step {step}",
+        )
+
+    def wait_until(
+        self, condition: Callable[[], bool], what: str, *, within_s: float = _TIMEOUT_S
+    ) -> None:
+        """Until something is so."""
+        deadline = time.monotonic() + within_s
+        while not condition():
+            require(self.process.poll() is None, f"it ended before {what}: {self.said()[-2000:]}")
+            require(time.monotonic() < deadline, f"no {what} in {within_s:g} s")
+            time.sleep(0.02)
+
+    def end(self) -> Ended:
+        """Waits for it."""
+        try:
+            code = self.process.wait(_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(90)
+            raise NotProvenError(f"not ended after {_TIMEOUT_S:g} s") from None
+        seconds = time.monotonic() - self._began
+        return Ended(code=code, said=self.said(), seconds=seconds, at=time.time())
+
+
+@final
+class Arena:
+    """A directory with the runs of one call of the gym. Several threads may use it at once.
+
+    Args:
+        options: of ``jaxinfra train``: the user's own config; empty for a tiny model and text. What
+            is in ``SETTINGS`` and the mesh are the gym's (``own_config`` refuses what cannot run).
+        processes: of an ordinary job, each with one CPU device.
+    """
+
+    def __init__(self, place: Path, *, options: Sequence[str], processes: int):
+        self.place, self.processes = place, processes
+        place.mkdir(parents=True, exist_ok=True)
+        self._options = list(options) or _tiny(place)
+        self._log_numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        # A lock each: who asks for a run that another thread makes waits for that one alone.
+        self._references: dict[tuple[str, ...], tuple[Path, threading.Lock]] = {}
+
+    def settings(self, *settings: str, processes: int | None = None) -> list[str]:
+        """The command that trains a run, but for its directory."""
+        mesh = f"replica={processes or self.processes}"
+        sets = [f"--set={setting}" for setting in (*SETTINGS, *settings)]
+        cache = ["--cache", str(self.place / "cache")]
+        # Nobody reads a sample, which takes one process longer than all of these steps.
+        return ["train", *self._options, *sets, "--mesh", mesh, *cache, "--no-sample"]
+
+    @contextlib.contextmanager
+    def launch(
+        self,
+        run: str,
+        command: Sequence[str],
+        *,
+        faults: Sequence[Mapping[str, Any]] = (),
+        processes: int | None = None,
+        restarts: int = 2,
+        options: Sequence[str] = (),
+    ) -> Iterator[RunningJob]:
+        """Starts ``jaxinfra launch``; kills what is left of it at the end of the block.
+
+        Args:
+            command: from ``settings``, or ``["--resume", ...]`` to continue the run.
+        """
+        where = ["--run", str(self.place / run)]
+        if command[0] == "--resume":
+            where = ["--cache", str(self.place / "cache"), *command[1:]]
+            command = ["train", "--resume", str(self.place / run)]
+        words = [
+            *("launch", "-n", str(processes or self.processes), "--restarts", str(restarts)),
+            *("--backoff", "0.2", *options, "--", *command, *where),
+        ]
+        with self.start(words, run=run, environment={VARIABLE: json.dumps(list(faults))}) as job:
+            yield job
+
+    @contextlib.contextmanager
+    def start(
+        self, words: Sequence[str], *, run: str, environment: Mapping[str, str]
+    ) -> Iterator[RunningJob]:
+        """Starts ``jaxinfra WORDS``."""
+        log = self.place / f"{run}.{next(self._log_numbers)}.log"
+        # Jobs here are many, alike and short: even small programs are worth keeping.
+        keep = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        changed = {**os.environ, "JAX_PLATFORMS": "cpu", **keep, **environment}
+        # One device a process, where nothing else is asked for; a compilation is most of a job.
+        changed["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {_COMPILE_FAST}".strip()
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "jaxinfra", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=changed,
+            )
+        try:
+            yield RunningJob(process, log, self.place / run)
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                process.send_signal(signal.SIGINT)
+                try:
+                    process.wait(30)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+
+    def run(self, run: str, command: Sequence[str], **options: Any) -> Ended:
+        """Launches a job and waits for its end."""
+        with self.launch(run, command, **options) as job:
+            return job.end()
+
+    def reference(self, *settings: str, processes: int | None = None) -> Path:
+        """A run that nothing disturbed, made at the first call."""
+        count = processes or self.processes
+        key = (str(count), *settings)
+        with self._lock:
+            new = self.place / f"reference-{len(self._references)}", threading.Lock()
+            run, making = self._references.setdefault(key, new)
+        with making:
+            if not (run / "summary.json").exists():
+                command = self.settings(*settings, processes=count)
+                ended = self.run(run.name, command, restarts=0, processes=count)
+                require(ended.code == 0, f"the undisturbed run failed: {ended.said[-2000:]}")
+        return run
+
+    def longest_phase_s(self) -> float:
+        """Seconds of the undisturbed run's longest phase: bounds are multiples of it."""
+        phases = [
+            [
+                ended.value
+                for begun, ended in itertools.pairwise(record.events)
+                if begun.name in _SHORT
+            ]
+            for record in read_records(self.reference() / "recorder")
+        ]
+        return max(itertools.chain(*phases))
+
+    def start_s(self) -> float:
+        """How long a process of this machine takes to begin: its imports."""
+        with self.start(["train", "--help"], run="start", environment={}) as job:
+            return job.end().seconds
+
+    def require_same(self, run: str, *settings: str, processes: int | None = None) -> str:
+        """B and L: the run's last state and samples are the reference's; the evidence in words.
+
+        Args:
+            settings: of the reference; where there are none, every value that was recorded on the
+                way is compared too.
+        """
+        want, got = self.reference(*settings, processes=processes), self.place / run
+        sums, expected = state_sums(got, STEPS), state_sums(want, STEPS)
+        different = [name for name in expected if sums.get(name) != expected[name]]
+        require(not different, f"differs from the undisturbed run in {', '.join(different[:5])}")
+        require(ledger(got) == ledger(want), "the ledgers of samples differ")
+        require(settings or values(got) == values(want), "metrics.jsonl has other values")
+        return (
+            f"B: {len(sums)} arrays of step {STEPS} equal the undisturbed run's, SHA-256 "
+            f"{combined(sums)[:12]}; L: its ledger of samples too"
+        )
+
+
+def _tiny(place: Path) -> list[str]:
+    text = place / "text"
+    if not text.exists():
+        text.mkdir()
+        rng = random.Random(0)
+        for number in range(12):
+            words = " ".join(rng.choice(WORDS) for _ in range(70))
+            (text / f"{number:03d}.txt").write_text(words + "\n")
+    settings = {
+        "training.batch_size": 8,
+        "training.sequence_length": 16,
+        "data.heldout_fraction": 0.2,
+        "data.tokenizer.kind": "bytes",
+        "model.vocab_size": 300,
+        "model.model_dim": 32,
+        "model.stacks.0.repeats": 1,
+        "model.stacks.0.pattern.0.mixer.head_dim": 8,
+        "model.stacks.0.pattern.0.feed_forward.hidden_dim": 64,
+        "optimizer.muon": "none",  # which takes longer to compile than all of these steps to run
+        "optimizer.learning_rate": 4e-3,
+    }
+    return ["tiny", "--data", str(text), *(f"--set={k}={v}" for k, v in settings.items())]
+
+
+def state_sums(run: Path, step: int, mesh: MeshConfig | None = None) -> dict[str, str]:
+    """SHA-256 of every array of a checkpoint that decides what follows, and of the data state."""
+    directory = RunDirectory(run)
+    config = dataclasses.replace(
+        directory.read_config(), mesh=mesh or MeshConfig(), sharding=ShardingConfig()
+    )
+    with _LOADING:
+        restored = load(directory.checkpoints, make_job(config).abstract_state(), step=step)
+    sums = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): hashlib.sha256(
+            np.asarray(leaf).tobytes()
+        ).hexdigest()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(restored.state)
+    }
+    # Batches that a run skipped, or was told to leave out, are those it did not learn from.
+    position = {name: value for name, value in restored.data_state.items() if name != "excluded"}
+    return sums | {"data": json.dumps(position, sort_keys=True)}
+
+
+def combined(sums: Mapping[str, str]) -> str:
+    """One sum of many."""
+    return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """What a run has recorded."""
+    return read_json_lines(run / "metrics.jsonl")
+
+
+def values(run: Path) -> list[dict[str, Any]]:
+    """The same without what the clock put there."""
+    return [
+        {name: value for name, value in record.items() if name not in _TIMES}
+        for record in metrics(run)
+    ]
+
+
+def ledger(run: Path) -> list[tuple[int, int, int, str, bool]]:
+    """Every step's first and last sample, their sum, and whether they were trained on."""
+    entries, skipped = [], 0
+    for record in metrics(run):
+        if "batch" not in record:
+            continue
+        before, skipped = skipped, record.get("skipped", skipped + 1)
+        entries.append((record["step"], *record["samples"], record["batch"], skipped == before))
+    return entries
+
+
+def incidents(run: Path, kind: str) -> list[dict[str, Any]]:
+    """What a run recorded of one kind."""
+    return [found for found in read_json_lines(run / "incidents.jsonl") if found["kind"] == kind]
+
+
+def the_incident(run: Path, kind: str) -> dict[str, Any]:
+    """The one that there must be of a kind."""
+    found = incidents(run, kind)
+    if len(found) != 1:
+        every = [(one["kind"], one["step"]) for one in read_json_lines(run / "incidents.jsonl")]
+        raise NotProvenError(f"{len(found)} incidents {kind!r}, expected one; there are {every}")
+    return found[0]
+
+
+def saved_steps(run: Path) -> list[int]:
+    """Committed checkpoints."""
+    return directory_layout.steps(run / "checkpoints")

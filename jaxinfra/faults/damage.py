@@ -1,0 +1,221 @@
+"""Faults 15-18: checkpoints that are damaged, cannot be written, or move to another job's shape."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from jaxinfra.checkpoint.manifest import verify
+from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.faults.arena import (
+    SAVE_EVERY,
+    STEPS,
+    Arena,
+    Ended,
+    incidents,
+    ledger,
+    metrics,
+    require,
+    saved_steps,
+    state_sums,
+)
+from jaxinfra.faults.verdict import fault
+from jaxinfra.numerics.policy import POLICIES
+
+_EIGHT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+_LAST = f"step_{STEPS:08d}"
+
+
+def flip_a_bit(directory: Path, rng: random.Random) -> tuple[str, int, int]:
+    """Flips one bit of one file; returns file, byte and bit."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.stat().st_size)
+    file = rng.choices(files, weights=[path.stat().st_size for path in files])[0]
+    at, bit = rng.randrange(file.stat().st_size), rng.randrange(8)
+    _flip(file, at, bit)
+    return file.relative_to(directory).as_posix(), at, bit
+
+
+def _flip(file: Path, at: int, bit: int) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        byte = opened.read(1)[0]
+        opened.seek(at)
+        opened.write(bytes([byte ^ 1 << bit]))
+
+
+@fault(15, "a bit flips in a checkpoint")
+def flipped_file(arena: Arena) -> str:
+    """300 random flips are all seen; with one, loading fails and falls back."""
+    run = _copy(arena, "f15")
+    seed = random.SystemRandom().randrange(2**32)
+    rng, checkpoint = random.Random(seed), run / "checkpoints" / _LAST
+    for number in range(300):
+        file, at, bit = flip_a_bit(checkpoint, rng)
+        problems = verify(run / "checkpoints", STEPS)
+        require(problems, f"flip {number} (seed {seed}) of bit {bit} in {file}:{at} was not seen")
+        _flip(checkpoint / file, at, bit)
+    require(not verify(run / "checkpoints", STEPS), "flipped back, it does not verify")
+    file, _, _ = flip_a_bit(checkpoint, rng)
+    said = _falls_back(arena, "f15", file)
+    return f"300 flips seen (seed {seed}); {said}"
+
+
+def _cut(checkpoint: Path) -> str:
+    file = max(_array_files(checkpoint), key=lambda path: path.stat().st_size)
+    os.truncate(file, file.stat().st_size // 2)
+    return file.relative_to(checkpoint).as_posix()
+
+
+def _remove(checkpoint: Path) -> str:
+    file = max(_array_files(checkpoint), key=lambda path: path.stat().st_size)
+    file.unlink()
+    return file.relative_to(checkpoint).as_posix()
+
+
+def _empty(checkpoint: Path) -> str:
+    (checkpoint / "metadata.json").write_bytes(b"")
+    return "metadata.json"
+
+
+def _array_files(checkpoint: Path) -> list[Path]:
+    return [path for path in (checkpoint / "arrays").rglob("*") if path.is_file()]
+
+
+@fault(16, "a truncated or missing shard, empty metadata")
+def damaged_files(arena: Arena) -> str:
+    """The error names the file; the checkpoint before is used."""
+    evidence = []
+    damages: dict[str, Callable[[Path], str]] = {
+        "truncated": _cut,
+        "missing": _remove,
+        "empty": _empty,
+    }
+    for name, damage in damages.items():
+        run = _copy(arena, f"f16-{name}")
+        file = damage(run / "checkpoints" / _LAST)
+        evidence.append(f"{name}: {_falls_back(arena, f'f16-{name}', file)}")
+    return "; ".join(evidence)
+
+
+@fault(17, "no space, or an error, in a save")
+def full_disk(arena: Arena) -> str:
+    """Training goes on with an alert, and the last good checkpoint is kept."""
+    evidence = []
+    for number, name in ((28, "ENOSPC"), (5, "EIO")):
+        run = f"f17-{name}"
+        plan = {
+            "rank": 0,
+            "target": "jaxinfra.checkpoint.arrays:Write.finish",
+            "call": 2,
+            "action": "raise",
+            "value": number,
+        }
+        ended = arena.run(run, arena.settings(), faults=[plan], restarts=0)
+        _require_done(ended)
+        found = incidents(arena.place / run, "not saved")
+        require(len(found) == 1, f"incidents: {found}")
+        require(os.strerror(number) in found[0]["text"], f"incident: {found[0]['text']}")
+        require("NOT SAVED" in ended.said, "nobody was told")
+        steps = saved_steps(arena.place / run)
+        require(steps == [SAVE_EVERY, STEPS], f"saved steps are {steps}")
+        evidence.append(f"{name}: {found[0]['text'][:150]}; {arena.require_same(run)}")
+    return "; ".join(evidence)
+
+
+@fault(18, "resumed by 4, then 2 processes, then on 8 devices of one", devices=8)
+def other_shape(arena: Arena) -> str:
+    """The state survives resharding to the last bit, and the data follow in order."""
+    reference = arena.reference()
+    run = arena.place / "f18"
+    _stop_at(arena, "f18", arena.settings(processes=4), call=4, processes=4)
+    first = max(saved_steps(run))
+    on_one = state_sums(run, first)
+    resharded = _sums_on_eight(arena, run, first)
+    require(resharded == on_one, "on 8 devices a checkpoint is not what it is on one")
+    _stop_at(arena, "f18", ["--resume", "--mesh", "fsdp=2"], call=4, processes=2)
+    second = max(saved_steps(run))
+    command = ["train", "--resume", str(run), "--mesh", "fsdp=8"]
+    command += ["--cache", str(arena.place / "cache")]
+    with arena.start(command, run="f18-8", environment=_EIGHT) as job:
+        _require_done(job.end())
+    require(ledger(run) == ledger(reference), "the ledgers of samples differ")
+    worst = 0.0
+    for got, want in zip(metrics(run), metrics(reference), strict=True):
+        for name in {"loss", "heldout_loss"} & want.keys():
+            worst = max(worst, abs(got[name] - want[name]) / abs(want[name]))
+    # fp32 sums in another order differ by a few units in the last place a step, those of a narrower
+    # compute dtype by a rounding.
+    policy = RunDirectory(reference).read_config().precision.policy
+    bound = max(1e-5, 2 * float(jnp.finfo(POLICIES[policy].compute).eps))
+    require(worst < bound, f"a loss differs by {worst:.1e} of itself, bound {bound:.1e}")
+    return (
+        f"stopped at {first} and {second}; B: {len(on_one)} arrays of step {first}, saved by 4 "
+        "processes, are the same on 1 and on 8 devices; L: the same ledger; losses differ by at "
+        f"most {worst:.1e} of themselves"
+    )
+
+
+def _sums_on_eight(arena: Arena, run: Path, step: int) -> dict[str, str]:
+    """What ``state_sums`` gives where the state lies on 8 devices."""
+    program = (
+        "import json, sys; from pathlib import Path; from jaxinfra.config.mesh import MeshConfig;"
+        "from jaxinfra.faults.arena import state_sums;"
+        "print(json.dumps(state_sums(Path(sys.argv[1]), int(sys.argv[2]), MeshConfig(fsdp=8))))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program, str(run), str(step)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **_EIGHT},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    require(ended.returncode == 0, ended.stderr[-1000:])
+    return json.loads(ended.stdout)
+
+
+def _stop_at(arena: Arena, run: str, command: list[str], *, call: int, processes: int) -> None:
+    """Runs until one rank is asked to stop, in the ``call``-th step of this start."""
+    plan = {
+        "rank": 1,
+        "target": "jaxinfra.training.watch:Watch.send",
+        "call": call,
+        "action": "signal",
+        "value": 15,
+    }
+    ended = arena.run(run, command, faults=[plan], processes=processes)
+    require(ended.code == 75, f"exit {ended.code}: {ended.said[-2000:]}")
+
+
+def _copy(arena: Arena, name: str) -> Path:
+    """The reference, as if it had been stopped before its summary was written."""
+    run = shutil.copytree(arena.reference(), arena.place / name, dirs_exist_ok=True)
+    (run / "summary.json").unlink()
+    return run
+
+
+def _falls_back(arena: Arena, name: str, file: str) -> str:
+    with arena.start(
+        ["doctor", "checkpoint", str(arena.place / name)], run=f"{name}-doctor", environment={}
+    ) as job:
+        ended = job.end()
+    require(ended.code == 1 and file in ended.said, f"doctor said {ended.said[-1000:]}")
+    ended = arena.run(name, ["--resume"], restarts=0)
+    _require_done(ended)
+    before = STEPS - SAVE_EVERY
+    require(f"resumed at step {before}" in ended.said, ended.said[-2000:])
+    require(f"step {STEPS} ({file}" in ended.said, f"{file} is not named: {ended.said[-2000:]}")
+    quarantine = list((arena.place / name / "checkpoints" / "quarantine").glob(f"{_LAST}-*.json"))
+    require(len(quarantine) == 1 and file in quarantine[0].read_text(), "not in quarantine")
+    return f"{file} named by doctor and at the start, resumed at step {before}; " + (
+        arena.require_same(name)
+    )
+
+
+def _require_done(ended: Ended) -> None:
+    require(ended.code == 0, f"exit {ended.code}: {ended.said[-2000:]}")

@@ -1,0 +1,350 @@
+"""Faults 1-9 and 21-23: processes that die, are asked to stop, hang, or never come."""
+
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from jaxinfra.checkpoint import directory_layout
+from jaxinfra.checkpoint.manifest import verify
+from jaxinfra.faults.arena import (
+    SAVE_EVERY,
+    STEPS,
+    Arena,
+    Ended,
+    RunningJob,
+    record_of,
+    require,
+    saved_steps,
+)
+from jaxinfra.faults.verdict import fault
+from jaxinfra.runtime.recorder import read_record, record_file
+from jaxinfra.runtime.watchdog import REPORT, TRIP
+
+# Once a step, after it was handed to the devices.
+_SEND = "jaxinfra.training.watch:Watch.send"
+_GRACE_S = 120.0  # the most that a stop may take, on a busy machine
+
+
+def _kill_at(target: str, *, rank: int, call: int) -> dict[str, Any]:
+    return {
+        "rank": rank,
+        "attempt": 0,
+        "target": target,
+        "call": call,
+        "action": "signal",
+        "value": int(signal.SIGKILL),
+    }
+
+
+def _kill_in_step(arena: Arena, run: str, *, rank: int) -> dict[str, Any]:
+    """In step 7, or later where a slow disk has not yet got all of step 4's checkpoint."""
+    saved = arena.place / run / "checkpoints" / directory_layout.step_name(SAVE_EVERY)
+    return _kill_at(_SEND, rank=rank, call=7) | {"once": str(saved)}
+
+
+def _hold(arena: Arena, run: str, *, rank: int, step: int) -> dict[str, Any]:
+    """The rank stays in a step until ``_release``: what comes from outside cannot come too late."""
+    return {
+        "rank": rank,
+        "attempt": 0,
+        "target": _SEND,
+        "call": step,
+        "action": "sleep",
+        "value": 0,
+        "once": str(_gate(arena, run)),
+    }
+
+
+def _release(arena: Arena, run: str) -> None:
+    _gate(arena, run).touch()
+
+
+def _gate(arena: Arena, run: str) -> Path:
+    return arena.place / f"{run}.go"
+
+
+def _wait_until_in(job: RunningJob, *, rank: int, phase: str, step: int) -> None:
+    def is_there() -> bool:
+        record = read_record(record_file(job.run / "recorder", rank))
+        return record is not None and (record.phase, record.step) == (phase, step)
+
+    job.wait_until(is_there, f"{phase} of rank {rank} in step {step}")
+
+
+def _survives_kill(arena: Arena, run: str, plan: dict[str, Any], *, resumed_at: int) -> str:
+    ended = arena.run(run, arena.settings(), faults=[plan])
+    _require_code(ended, 0)
+    rank = plan["rank"]
+    require(
+        f"rank {rank} was ended by SIGKILL (exit 137) first" in ended.said,
+        f"the report does not name rank {rank}: {_reports(ended)}",
+    )
+    expected = f"resumed at step {resumed_at}" if resumed_at else "compiled in"
+    require(
+        expected in ended.said, f"it did not go on from step {resumed_at}: {ended.said[-1500:]}"
+    )
+    left = [path.name for path in (arena.place / run / "checkpoints").glob("step_*.*")]
+    require(not left, f"a killed save left {left}")
+    return f"rank {rank} named, resumed at step {resumed_at}; {arena.require_same(run)}"
+
+
+@fault(1, "SIGKILL of a worker in mid-step")
+def kill_worker(arena: Arena) -> str:
+    """At step 7, from the checkpoint of step 4 on: 2 steps lost, not more than the interval."""
+    return _survives_kill(arena, "f1", _kill_in_step(arena, "f1", rank=1), resumed_at=SAVE_EVERY)
+
+
+@fault(2, "SIGKILL of process 0")
+def kill_first(arena: Arena) -> str:
+    """The same, of the process that the others meet at."""
+    return _survives_kill(arena, "f2", _kill_in_step(arena, "f2", rank=0), resumed_at=SAVE_EVERY)
+
+
+@fault(3, "SIGKILL during an asynchronous save")
+def kill_in_save(arena: Arena) -> str:
+    """The second save's files are half there; later saves are not skipped."""
+    plan = _kill_at("jaxinfra.checkpoint.arrays:Write.finish", rank=1, call=2)
+    evidence = _survives_kill(arena, "f3", plan, resumed_at=SAVE_EVERY)
+    return _require_all_saved(arena, "f3") + evidence
+
+
+@fault(4, "SIGKILL between data and commit marker")
+def kill_before_commit(arena: Arena) -> str:
+    """The second save has everything but its name."""
+    plan = _kill_at("jaxinfra.checkpoint.directory_layout:commit", rank=0, call=2)
+    evidence = _survives_kill(arena, "f4", plan, resumed_at=SAVE_EVERY)
+    return _require_all_saved(arena, "f4") + evidence
+
+
+def _require_all_saved(arena: Arena, run: str) -> str:
+    steps = saved_steps(arena.place / run)
+    require(steps[-1] == STEPS and STEPS - SAVE_EVERY in steps, f"saved steps are {steps}")
+    return f"saves after it {steps}; "
+
+
+@fault(5, "SIGTERM to one rank")
+def stop_one(arena: Arena) -> str:
+    """All save the same step, and exit with 75."""
+    held = _hold(arena, "f5", rank=1, step=6)
+    with arena.launch("f5", arena.settings(), faults=[held]) as job:
+        _wait_until_in(job, rank=1, phase="step", step=6)
+        os.kill(job.pid_of(1), signal.SIGTERM)
+        _release(arena, "f5")
+        began = time.monotonic()
+        ended = job.end()
+        took_s = time.monotonic() - began
+    _require_code(ended, 75)
+    require(took_s < _GRACE_S, f"it took {took_s:.0f} s")
+    ranks = _report(job)[-1]["ranks"]
+    require(set(ranks.values()) == {75}, f"exit codes {ranks}")
+    step = max(saved_steps(job.run))
+    require(f"stopped by SIGTERM at step {step}, saved" in ended.said, ended.said[-1500:])
+    _require_code(arena.run("f5", ["--resume"]), 0)
+    return f"all exit 75 after {took_s:.1f} s with step {step} saved; {arena.require_same('f5')}"
+
+
+@fault(6, "SIGTERM during warm-up, compilation, a data stall and evaluation")
+def stop_at_any_time(arena: Arena) -> str:
+    """One rank is asked at each moment in turn; the same run goes on from each."""
+    # The phase of each moment, and the call that the signal comes in, or that does not return.
+    moments = {
+        "warm-up": ("setup", "jaxinfra.training.open_data:open_corpora", 1),
+        "compilation": ("compile", "jaxinfra.training.loop:same_program", 1),
+        "a data stall": ("input", "jaxinfra.data.train_iterator:TrainIterator.__next__", 3),
+        "evaluation": ("evaluate", "jaxinfra.training.loop:evaluate_sets", 1),
+    }
+    seen = []
+    for moment, (phase, target, call) in moments.items():
+        ask: dict[str, Any] = {"rank": 1, "target": target, "call": call}
+        plans = [ask | {"action": "signal", "value": int(signal.SIGTERM)}]
+        if phase == "input":  # what is armed last acts first: the signal comes, the data do not
+            plans.insert(0, ask | {"action": "sleep", "value": 5})
+        if phase == "compile":  # where no handler of Python's runs, for longer than any grace
+            plans = [ask | {"action": "sleep", "value": 3600, "in_c": True}]
+        command = [*arena.settings(), "--continue"]
+        with arena.launch("f6", command, faults=plans, options=["--grace", f"{_GRACE_S:g}"]) as job:
+            if phase == "compile":
+                _wait_until_in(job, rank=1, phase=phase, step=1)
+                os.kill(job.pid_of(1), signal.SIGTERM)
+            ended = job.end()
+        require(ended.code == 75, f"{moment}: exit {ended.code}: {ended.said[-1500:]}")
+        asked_at = max(event.time for event in job.record_of(1).events if event.name == phase)
+        took_s = ended.at - asked_at
+        require(took_s < _GRACE_S, f"{moment}: it took {took_s:.0f} s")
+        steps = saved_steps(arena.place / "f6")
+        done = f"step {steps[-1]} saved" if steps else "nothing to save"
+        seen.append(f"{moment} ({done}, {took_s:.1f} s)")
+        require(steps or phase in ("setup", "compile"), f"{moment}: nothing saved")
+    _require_code(arena.run("f6", ["--resume"]), 0)
+    return f"exit 75 at {', '.join(seen)}; {arena.require_same('f6')}"
+
+
+@fault(7, "the grace expires in mid-save")
+def grace_expires(arena: Arena) -> str:
+    """A disk that takes for ever: the checkpoint before is whole."""
+    slow = {
+        "rank": 0,
+        "target": "jaxinfra.checkpoint.manifest:write",
+        "call": 2,
+        "action": "sleep",
+        "value": 3600,
+    }
+    with arena.launch("f7", arena.settings(), faults=[slow], options=["--grace", "5"]) as job:
+        job.wait_for_step(2 * SAVE_EVERY)
+        partial = job.run / "checkpoints"
+        job.wait_until(lambda: any(partial.glob("step_00000008.partial-*/arrays/*")), "the save")
+        began = time.monotonic()
+        job.process.send_signal(signal.SIGTERM)
+        ended = job.end()
+        took_s = time.monotonic() - began
+    _require_code(ended, 137)
+    require(took_s < 5 + 10, f"it took {took_s:.1f} s")
+    require("the grace of 5 s was not enough" in ended.said, ended.said[-1500:])
+    require(saved_steps(job.run) == [SAVE_EVERY], f"saved steps are {saved_steps(job.run)}")
+    problems = verify(job.run / "checkpoints", SAVE_EVERY)
+    require(not problems, f"the checkpoint of step {SAVE_EVERY} is damaged: {problems}")
+    _require_code(arena.run("f7", ["--resume"]), 0)
+    return (
+        f"killed {took_s:.1f} s after SIGTERM (exit 137), step {SAVE_EVERY} verifies; "
+        f"{arena.require_same('f7')}"
+    )
+
+
+@fault(8, "SIGSTOP of a rank")
+def halt_one(arena: Arena) -> str:
+    """Named within the heartbeat and 5 s."""
+    heartbeat_s = 5.0
+    command = arena.settings(f"reliability.heartbeat_s={heartbeat_s}")
+    with arena.launch("f8", command, faults=[_hold(arena, "f8", rank=1, step=6)]) as job:
+        _wait_until_in(job, rank=1, phase="step", step=6)
+        os.kill(job.pid_of(1), signal.SIGSTOP)
+        ended = job.end()
+    _require_code(ended, 0)
+    before = arena.place / "f8" / "recorder.1"
+    text = _report_of(before)
+    require(text.startswith("rank 1 does not run"), f"the report says: {text}")
+    took_s = _noticed_at(before) - record_of(before, 1).beat_time
+    require(took_s <= heartbeat_s + 5, f"noticed {took_s:.1f} s after its last beat")
+    same = arena.require_same("f8")
+    return f"T: {took_s:.1f} s (heartbeat {heartbeat_s:g} s); W: {text}; {same}"
+
+
+def _report_of(recorder: Path) -> str:
+    """The watchdog's verdict of a session."""
+    return (recorder / REPORT).read_text().splitlines()[0]
+
+
+def _noticed_at(recorder: Path) -> float:
+    return json.loads((recorder / TRIP).read_text())["time"]
+
+
+@fault(9, "a live rank stuck before a collective")
+def stuck_rank(arena: Arena) -> str:
+    """Stacks of all ranks, the absentee named, and an abort."""
+    hang_s = max(20.0, 5 * arena.longest_phase_s())
+    plan = {"rank": 1, "attempt": 0, "target": _SEND, "call": 7, "action": "sleep", "value": 3600}
+    ended = arena.run("f9", arena.settings(f"reliability.hang_s={hang_s}"), faults=[plan])
+    _require_code(ended, 0)
+    before = arena.place / "f9" / "recorder.1"
+    text = _report_of(before)
+    require("rank 1 is absent" in text, f"the report says: {text}")
+    took_s = _noticed_at(before) - record_of(before, 1).since
+    require(took_s <= hang_s + 5, f"noticed after {took_s:.1f} s")
+    stacks = [(before / f"rank-{rank:05d}.stacks").read_text() for rank in range(arena.processes)]
+    require(all("training/loop.py" in stack for stack in stacks), "not all stacks are there")
+    require("faults.py" in stacks[1], f"rank 1's stack does not show where it is: {stacks[1]}")
+    require("exit 74" in ended.said, _reports(ended))
+    return (
+        f"T: {took_s:.1f} s (bound {hang_s:g} s); W: {text}; stacks of {len(stacks)} ranks; "
+        f"{arena.require_same('f9')}"
+    )
+
+
+@fault(21, "a missing rank, or a taken port, at the start")
+def missing_rank(arena: Arena) -> str:
+    """An error within 60 s that lists who is absent."""
+    evidence = []
+    port = _free_port()
+    plain = {"JAXINFRA_COORDINATOR": f"127.0.0.1:{port}", "JAXINFRA_NUM_PROCESSES": "3"}
+    words = [*arena.settings(processes=3), "--run", str(arena.place / "f21")]
+    began = time.monotonic()
+    with (
+        arena.start(words, run="f21-0", environment={**plain, "JAXINFRA_PROCESS_ID": "0"}) as zero,
+        arena.start(words, run="f21-2", environment={**plain, "JAXINFRA_PROCESS_ID": "2"}) as two,
+    ):
+        ends = [zero.end(), two.end()]
+    took_s = time.monotonic() - began
+    require(all(end.code == 74 for end in ends), f"exit codes {[end.code for end in ends]}")
+    for end in ends:
+        require("process 1 of 3 did not come" in end.said, end.said[-1000:])
+    # Python and JAX are imported before the clock of the meeting starts.
+    bound_s = 60 + 3 * arena.start_s()
+    require(took_s < bound_s, f"it took {took_s:.0f} s, bound {bound_s:.0f} s")
+    evidence.append(f"process 1 named by both others after {took_s:.0f} s, imports included")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        number = taken.getsockname()[1]
+        options = ["--port", str(number)]
+        ended = arena.run("f21", arena.settings(), options=options)
+    require(ended.code == 1, f"exit {ended.code}: {ended.said[-1000:]}")
+    require(f"cannot listen on port {number}" in ended.said, ended.said[-1000:])
+    require(ended.seconds < bound_s, f"it took {ended.seconds:.0f} s, bound {bound_s:.0f} s")
+    evidence.append(f"taken port {number} named after {ended.seconds:.0f} s")
+    return "; ".join(evidence)
+
+
+@fault(22, "killed for memory")
+def killed_for_memory(arena: Arena) -> str:
+    """The kernel's count of kills goes up with the kill: a stand-in for its cgroup counts here."""
+    group = arena.place / "memory-group"
+    group.mkdir(exist_ok=True)
+    events = group / "memory.events"
+    events.write_text("oom 0\noom_kill 0\n")
+    options = ["--memory-group", str(group)]
+    held = _hold(arena, "f22", rank=1, step=6)
+    with arena.launch("f22", arena.settings(), faults=[held], restarts=0, options=options) as job:
+        _wait_until_in(job, rank=1, phase="step", step=6)
+        events.write_text("oom 1\noom_kill 1\n")
+        os.kill(job.pid_of(1), signal.SIGKILL)
+        ended = job.end()
+    _require_code(ended, 137)
+    text = _report(job)[-1]["text"]
+    require("rank 1" in text and "killed it for host memory" in text, text)
+    _require_code(arena.run("f22", ["--resume"]), 0)
+    return f"exit 137, W: {text.split(';')[1].strip()}; {arena.require_same('f22')}"
+
+
+@fault(23, "a normal end of 8 ranks", devices=8)
+def normal_end(arena: Arena) -> str:
+    """Nobody aborts."""
+    ended = arena.run(
+        "f23", arena.settings("training.steps=4", processes=8), processes=8, restarts=0
+    )
+    _require_code(ended, 0)
+    job = arena.place / "f23.launch" / "report.json"
+    ranks = json.loads(job.read_text())[-1]["ranks"]
+    require(set(ranks.values()) == {0} and len(ranks) == 8, f"exit codes {ranks}")
+    return f"exit codes {sorted(ranks.values())}"
+
+
+def _require_code(ended: Ended, code: int) -> None:
+    require(ended.code == code, f"exit {ended.code}, expected {code}: {ended.said[-2000:]}")
+
+
+def _report(job: RunningJob) -> list[dict[str, Any]]:
+    return json.loads((job.run.with_name(job.run.name + ".launch") / "report.json").read_text())
+
+
+def _reports(ended: Ended) -> str:
+    return "; ".join(line for line in ended.said.splitlines() if line.startswith("jaxinfra launch"))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,217 @@
+"""Servers of the gym: a tiny model in processes of their own, and clients that can behave badly."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import http.client
+import json
+import re
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, final
+
+from jaxinfra.faults.arena import Arena, RunningJob, require
+from jaxinfra.faults.served_model import write_served_model
+from jaxinfra.runtime.injected_faults import VARIABLE
+
+_SMALL = ("--max-running", "4", "--max-step-tokens", "64", "--allow-nonfinite")
+_TIMEOUT_S = 240.0
+# At the beginning of a line: replicas' own have their number before.
+_ADDRESS = re.compile(r"^\w+ at (http\S+): ", re.MULTILINE)
+_WRITING = threading.Lock()
+PATH = "/v1/completions"
+STEP = "jaxinfra.serving.engine.engine:Engine.step"
+PROMPTS = ("once upon a time", "once upon another", "the mesh reads the data", "a")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """What a client was answered."""
+
+    status: int  # 0: the connection ended without an answer
+    came: list[Any]  # a body, or the bodies of events
+    headers: Mapping[str, str]
+    is_whole: bool = True  # a stream that came to its end mark; an answer without one
+
+    @property
+    def text(self) -> str:
+        """Of the first choice."""
+        choices = [choice for each in self.came for choice in each.get("choices", ())]
+        return "".join(choice["text"] for choice in choices if choice["index"] == 0)
+
+    @property
+    def error(self) -> str:
+        """What it says of an error; empty where it has none."""
+        found = [each["error"]["message"] for each in self.came if "error" in each]
+        return found[-1] if found else ""
+
+
+@final
+class GymServer:
+    """A server that runs."""
+
+    def __init__(self, job: RunningJob, url: str):
+        self.job, self.url = job, url
+        host, _, port = url.removeprefix("http://").rpartition(":")
+        self.host, self.port = host, int(port)
+
+    def ask(
+        self,
+        body: Mapping[str, Any] | bytes,
+        *,
+        path: str = PATH,
+        timeout_s: float = _TIMEOUT_S,
+    ) -> Reply:
+        """Sends a request and reads what comes.
+
+        Args:
+            timeout_s: without a byte, after which nobody waits any more.
+        """
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
+        try:
+            connection.request("POST", path, data, {"Content-Type": "application/json"})
+            return _read(connection.getresponse())
+        except (OSError, http.client.HTTPException):
+            return Reply(status=0, came=[], headers={}, is_whole=False)
+        finally:
+            connection.close()
+
+    def ask_all(self, bodies: Sequence[Mapping[str, Any]]) -> list[Reply]:
+        """All at once."""
+        with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
+            return [*pool.map(self.ask, bodies)]
+
+    def texts(self) -> list[str]:
+        """What it says to the prompts, one after the other."""
+        replies = [self.ask(body(prompt)) for prompt in PROMPTS]
+        bad = [reply for reply in replies if reply.status != 200 or len(reply.text) < 20]
+        require(not bad, f"the undisturbed server answered {bad[:1]}")
+        return [reply.text for reply in replies]
+
+    def send(self, asked: Mapping[str, Any] | bytes, *, room: int | None = None) -> socket.socket:
+        """A connection over which a request was sent, and nothing read.
+
+        Args:
+            room: bytes that the connection holds unread.
+        """
+        made = socket.socket()
+        if room is not None:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
+        made.settimeout(_TIMEOUT_S)
+        made.connect((self.host, self.port))
+        if isinstance(asked, bytes):
+            made.sendall(asked)
+        else:
+            data = json.dumps(asked).encode()
+            made.sendall(head(len(data)) + data)
+        return made
+
+    def series(self) -> dict[str, float]:
+        """What ``/metrics`` says: names, and names with their labels' values, summed."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=_TIMEOUT_S)
+        try:
+            connection.request("GET", "/metrics")
+            text = connection.getresponse().read().decode()
+        finally:
+            connection.close()
+        found: dict[str, float] = {}
+        for name, labels, value in re.findall(r"^([\w:]+)(?:\{(.*)\})? (\S+)$", text, re.MULTILINE):
+            for key in {name, *(f"{name} {x}" for x in re.findall(r'="([^"]*)"', labels))}:
+                found[key] = found.get(key, 0.0) + float(value)
+        return found
+
+    def said_addresses(self) -> int:
+        """How many lines of it and of its replicas say that they serve."""
+        return self.job.said().count(" at http://")
+
+    def wait_until_idle(self) -> dict[str, float]:
+        """Until no request is open; raises where pages are held then. Gives the series."""
+        deadline = time.monotonic() + _TIMEOUT_S
+        while True:
+            series = self.series()
+            is_open = [series[f"vllm:num_requests_{kind}"] for kind in ("running", "waiting")]
+            if not any(is_open):
+                break
+            require(time.monotonic() < deadline, f"requests do not end: {is_open}")
+            time.sleep(0.05)
+        held = series["vllm:kv_cache_usage_perc"]
+        require(held == 0, f"{held:.1%} of the pages are held by nobody's requests")
+        late = series["jaxinfra:late_compiles_total"]
+        require(late == 0, f"{late:.0f} programs were compiled while requests waited")
+        return series
+
+
+@contextlib.contextmanager
+def serving(
+    arena: Arena, run: str, *options: str, faults: Sequence[Mapping[str, Any]] = ()
+) -> Iterator[GymServer]:
+    """Starts ``jaxinfra serve`` of the gym's model; ends it with the block."""
+    model = arena.place / "served"
+    with _WRITING:
+        if not model.exists():
+            write_served_model(model)
+    # Programs are compiled once for all of the gym's servers.
+    environment = {
+        VARIABLE: json.dumps(list(faults)),
+        "XDG_CACHE_HOME": str(arena.place / "cache"),
+    }
+    words = ["serve", str(model), "--port", "0", *_SMALL, *options]
+    with arena.start(words, run=run, environment=environment) as job:
+        job.wait_until(lambda: _ADDRESS.search(job.said()) is not None, "address")
+        found = _ADDRESS.search(job.said())
+        assert found is not None
+        yield GymServer(job, found.group(1))
+
+
+def body(prompt: str | Sequence[int], *, new: int = 40, **settings: Any) -> dict[str, Any]:
+    """A request whose answer is the same each time, as long as it may be."""
+    asked = {"prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True}
+    return asked | settings
+
+
+def head(length: int) -> bytes:
+    """A request's head, for so many bytes."""
+    return (
+        f"POST {PATH} HTTP/1.1\r\nHost: gym\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {length}\r\nConnection: close\r\n\r\n"
+    ).encode()
+
+
+def drop(connection: socket.socket, *, reset: bool) -> None:
+    """Ends a connection, politely or as a machine that is gone does."""
+    if reset:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def read_rest(connection: socket.socket) -> Reply:
+    """What is left to be read of the answer to a request that ``send`` sent."""
+    with connection:
+        response = http.client.HTTPResponse(connection)
+        try:
+            response.begin()
+            return _read(response)
+        except (OSError, http.client.HTTPException):
+            return Reply(status=0, came=[], headers={}, is_whole=False)
+
+
+def _read(response: http.client.HTTPResponse) -> Reply:
+    headers = {name.lower(): value for name, value in response.getheaders()}
+    if "text/event-stream" not in headers.get("content-type", ""):
+        text = response.read()
+        try:
+            came = [json.loads(text)]
+        except ValueError:
+            came = [{"not JSON": text.decode(errors="replace")}]
+        return Reply(status=response.status, came=came, headers=headers)
+    came, is_whole = [], False
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        for line in response:
+            if line.startswith(b"data: {"):
+                came.append(json.loads(line.removeprefix(b"data: ")))
+            is_whole = is_whole or line.startswith(b"data: [DONE]")
+    return Reply(status=response.status, came=came, headers=headers, is_whole=is_whole)

@@ -1,0 +1,66 @@
+"""The gym's faults by number, and what is said about each."""
+
+import dataclasses
+import time
+import traceback
+from collections.abc import Callable
+
+from jaxinfra.errors import JaxinfraError
+from jaxinfra.faults.arena import Arena
+
+type Fault = Callable[[Arena], str]
+"""Injects a fault, and returns the evidence that nothing was lost, or raises NotProvenError."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """A fault in the list."""
+
+    title: str
+    function: Fault
+    devices: int  # of its largest job, over which a batch is divided
+
+
+FAULTS: dict[int, Entry] = {}
+
+
+def fault(number: int, title: str, *, devices: int = 2) -> Callable[[Fault], Fault]:
+    """Enters a function under its number in the list of faults (docs/faults.md)."""
+
+    def enter(function: Fault) -> Fault:
+        assert number not in FAULTS
+        FAULTS[number] = Entry(title=title, function=function, devices=devices)
+        return function
+
+    return enter
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What became of one fault."""
+
+    number: int
+    title: str
+    passed: bool
+    evidence: str
+    seconds: float
+
+
+def judge(number: int, arena: Arena) -> Verdict:
+    """Runs one fault."""
+    entry = FAULTS[number]
+    began = time.monotonic()
+    try:
+        evidence, passed = entry.function(arena), True
+    except JaxinfraError as error:
+        evidence, passed = str(error), False
+    except Exception as error:  # whatever a fault did, the next ones are still to be judged
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        evidence, passed = f"{error!r} at {where.filename}:{where.lineno}", False
+    return Verdict(
+        number=number,
+        title=entry.title,
+        passed=passed,
+        evidence=evidence,
+        seconds=time.monotonic() - began,
+    )

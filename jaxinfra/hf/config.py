@@ -1,0 +1,181 @@
+"""Hugging Face configs to ours and back, for every architecture there is a table entry for."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxinfra.config.model import BlockConfig, ExpertsConfig, ModelConfig
+from jaxinfra.config.routing import BalanceConfig
+from jaxinfra.errors import ConfigError, nearest
+from jaxinfra.hf import deepseek, families, gpt2, sparse
+from jaxinfra.hf.keys import Keys
+from jaxinfra.hf.quantization import Quantization, read_quantization
+from jaxinfra.runtime.files import is_of_type
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """One architecture: its name, and its config both ways."""
+
+    architecture: str
+    read: Callable[[Keys], ModelConfig]
+    write: Callable[[ModelConfig], dict[str, Any]]
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        architecture="LlamaForCausalLM", read=families.read_llama, write=families.write_llama
+    ),
+    "mistral": Family(
+        architecture="MistralForCausalLM", read=families.read_mistral, write=families.write_mistral
+    ),
+    "qwen2": Family(
+        architecture="Qwen2ForCausalLM", read=families.read_qwen2, write=families.write_qwen2
+    ),
+    "qwen3": Family(
+        architecture="Qwen3ForCausalLM", read=families.read_qwen3, write=families.write_qwen3
+    ),
+    "gemma2": Family(
+        architecture="Gemma2ForCausalLM", read=families.read_gemma2, write=families.write_gemma2
+    ),
+    "phi3": Family(
+        architecture="Phi3ForCausalLM", read=families.read_phi3, write=families.write_phi3
+    ),
+    "gpt2": Family(architecture="GPT2LMHeadModel", read=gpt2.read_gpt2, write=gpt2.write_gpt2),
+    "mixtral": Family(
+        architecture="MixtralForCausalLM", read=sparse.read_mixtral, write=sparse.write_mixtral
+    ),
+    "qwen2_moe": Family(
+        architecture="Qwen2MoeForCausalLM",
+        read=sparse.read_qwen2_moe,
+        write=sparse.write_qwen2_moe,
+    ),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM",
+        read=sparse.read_qwen3_moe,
+        write=sparse.write_qwen3_moe,
+    ),
+    "gpt_oss": Family(
+        architecture="GptOssForCausalLM", read=sparse.read_gpt_oss, write=sparse.write_gpt_oss
+    ),
+    "deepseek_v2": Family(
+        architecture="DeepseekV2ForCausalLM",
+        read=deepseek.read_deepseek_v2,
+        write=deepseek.write_deepseek_v2,
+    ),
+    "deepseek_v3": Family(
+        architecture="DeepseekV3ForCausalLM",
+        read=deepseek.read_deepseek_v3,
+        write=deepseek.write_deepseek_v3,
+    ),
+}
+"""Readers by ``model_type``, in the order in which an export looks for one that says the model."""
+
+
+def from_hf_config(values: Mapping[str, Any]) -> ModelConfig:
+    """The model that a Hugging Face ``config.json`` describes.
+
+    Raises:
+        ConfigError: an architecture, a key or a value that would change what is computed and is
+            not supported; named, with the reason.
+    """
+    model_type = model_type_of(values)
+    family = FAMILIES[model_type]
+    architectures = values.get("architectures")
+    if not is_of_type(architectures, list[str] | None):
+        raise ConfigError(
+            f"{model_type} config: architectures={architectures!r} is no list of names"
+        )
+    if architectures and family.architecture not in architectures:
+        raise ConfigError(
+            f"{model_type} config: architectures={architectures}: a language model, "
+            f"{family.architecture}, is needed"
+        )
+    keys = Keys(values, what=f"{model_type} config")
+    read_quantization(keys)
+    try:
+        config = family.read(keys)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        # Sizes are divided by each other on the way to a config, which then says what is wrong.
+        raise ConfigError(
+            f"{model_type} config: its numbers do not fit together ({error}); restore it"
+        ) from error
+    keys.finish()
+    return config
+
+
+def model_type_of(values: Mapping[str, Any]) -> str:
+    """The ``model_type``; raises ConfigError for one that is not supported."""
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ConfigError(
+            f"model_type={model_type!r} is not supported{nearest(str(model_type), FAMILIES)}"
+        )
+    return model_type
+
+
+def quantization_of(values: Mapping[str, Any]) -> Quantization | None:
+    """How the weights beside a Hugging Face config are stored."""
+    return read_quantization(Keys(values, what="config"))
+
+
+def plain_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the same model, its weights not quantized, without layers that are left out."""
+    plain = {name: value for name, value in values.items() if name != "quantization_config"}
+    if plain.get("num_nextn_predict_layers"):
+        plain["num_nextn_predict_layers"] = 0
+    return plain
+
+
+def computed(config: ModelConfig) -> ModelConfig:
+    """The model without what matters in training alone and no Hugging Face config says."""
+
+    def block(each: BlockConfig) -> BlockConfig:
+        experts = each.feed_forward
+        if not isinstance(experts, ExpertsConfig):
+            return each
+        plain = dataclasses.replace(experts, balance=BalanceConfig())
+        return dataclasses.replace(each, feed_forward=plain)
+
+    return dataclasses.replace(
+        config,
+        stacks=tuple(
+            dataclasses.replace(stack, pattern=tuple(map(block, stack.pattern)))
+            for stack in config.stacks
+        ),
+    )
+
+
+def to_hf_config(config: ModelConfig, *, model_type: str | None = None) -> dict[str, Any]:
+    """A Hugging Face ``config.json`` that reads back as exactly this model.
+
+    Args:
+        model_type: the architecture to write; None: the first that can say this model.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if model_type is not None:
+        model_type_of({"model_type": model_type})
+    candidates = [model_type] if model_type is not None else list(FAMILIES)
+    wanted, reasons = computed(config), []
+    for name in candidates:
+        try:
+            written = {
+                "architectures": [FAMILIES[name].architecture],
+                "model_type": name,
+                # Named, because their defaults are ids of the published models.
+                **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+                **FAMILIES[name].write(wanted),
+            }
+            same = from_hf_config(written) == wanted
+        except ConfigError as error:
+            reasons.append(f"{name}: {error}")
+            continue
+        if same:
+            return written
+    raise ConfigError(
+        f"no Hugging Face architecture among {', '.join(candidates)} can express this model; "
+        "it combines features that none of them has together"
+        + "".join(f" ({reason})" for reason in reasons[:1])
+    )

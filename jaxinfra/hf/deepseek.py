@@ -1,0 +1,184 @@
+"""DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437): their configs both ways.
+
+Multi-token prediction is no part of these models; the layers that predict further tokens are left
+out. Keys of auxiliary losses do not change what a model computes.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+from jaxinfra.config.model import (
+    ExpertsConfig,
+    LatentAttentionConfig,
+    MlpConfig,
+    ModelConfig,
+    NormConfig,
+)
+from jaxinfra.config.rope import RopeConfig, RopePairs, YarnScaling
+from jaxinfra.config.routing import GroupScore, RoutingConfig, Scoring
+from jaxinfra.errors import ConfigError
+from jaxinfra.hf.keys import Keys
+from jaxinfra.hf.rope import yarn_temperature
+from jaxinfra.hf.shared import decoder_config, decoder_keys, routed, routes
+
+_IGNORED = (
+    *("seq_aux", "aux_loss_alpha", "output_router_logits", "router_aux_loss_coef"),
+    *("num_nextn_predict_layers", "ep_size"),
+)
+_LATENT_NORM = NormConfig(epsilon=1e-6)  # whatever rms_norm_eps says
+
+
+def read_deepseek_v2(keys: Keys) -> ModelConfig:
+    """DeepSeek-V2 and V2-Lite: softmax scores, the best groups by their best expert."""
+    keys.expect("rope_interleave", (True, None), "neighbours are rotated")
+    keys.expect("scoring_func", ("softmax",), "scores of this architecture are softmax")
+    keys.expect("mlp_bias", (False,), "feed-forward layers here have no biases")
+    # The reference implementation does not read it, DeepSeek's own code does.
+    keys.expect("norm_topk_prob", (False, None), "implementations differ in what it does here")
+    method = keys.choice("topk_method", {"greedy": False, "group_limited_greedy": True}, "greedy")
+    if not method:
+        keys.ignore("n_group", "topk_group")
+    routing = RoutingConfig(
+        renormalize=False,
+        scale=keys.number("routed_scaling_factor", 1.0),
+        num_groups=keys.integer("n_group") if method else 1,
+        top_groups=keys.integer("topk_group") if method else 1,
+        group_score=GroupScore.MAX,
+    )
+    return _read(keys, routing, pairs=RopePairs.NEIGHBOURS, dense_by_default=0)
+
+
+def read_deepseek_v3(keys: Keys) -> ModelConfig:
+    """DeepSeek-V3 and R1: sigmoid scores with a bias for the choice alone."""
+    keys.expect("scoring_func", ("sigmoid",), "scores of this architecture are sigmoid")
+    keys.expect("topk_method", ("noaux_tc",), "its router always has a bias")
+    interleaved = keys.flag("rope_interleave", True)
+    routing = RoutingConfig(
+        scoring=Scoring.SIGMOID,
+        renormalize=keys.flag("norm_topk_prob", True),
+        scale=keys.number("routed_scaling_factor", 2.5),
+        num_groups=keys.integer("n_group"),
+        top_groups=keys.integer("topk_group"),
+        group_score=GroupScore.TOP2_SUM,
+        correction_bias=True,
+    )
+    pairs = RopePairs.NEIGHBOURS if interleaved else RopePairs.HALVES
+    return _read(keys, routing, pairs=pairs, dense_by_default=3)
+
+
+def _read(
+    keys: Keys, routing: RoutingConfig, *, pairs: RopePairs, dense_by_default: int
+) -> ModelConfig:
+    keys.require("q_lora_rank", "n_shared_experts")
+    keys.ignore(*_IGNORED)
+    keys.expect("moe_layer_freq", (1,), "every layer after the dense ones routes")
+    heads = keys.integer("num_attention_heads")
+    keys.expect("num_key_value_heads", (heads, None), "every head has a key and a value here")
+    nope_dim, rope_dim = keys.integer("qk_nope_head_dim"), keys.integer("qk_rope_head_dim")
+    keys.expect("qk_head_dim", (nope_dim + rope_dim, None), "it is the sum of its parts")
+    scaling = keys.mapping("rope_parameters") or keys.mapping("rope_scaling") or {}
+
+    keys.expect("head_dim", (rope_dim, None), "of a head, qk_rope_head_dim elements are rotated")
+
+    def latent(rope: RopeConfig) -> LatentAttentionConfig:
+        return LatentAttentionConfig(
+            num_q_heads=heads,
+            query_rank=keys.integer("q_lora_rank", None),
+            kv_rank=keys.integer("kv_lora_rank"),
+            nope_dim=nope_dim,
+            rope_dim=rope_dim,
+            value_dim=keys.integer("v_head_dim"),
+            rope=dataclasses.replace(rope, pairs=pairs),
+            norm=_LATENT_NORM,
+            bias=keys.flag("attention_bias", False),
+            scale=_scale(rope, nope_dim + rope_dim, scaling.get("mscale_all_dim")),
+        )
+
+    dense = decoder_config(keys, mixer=latent)
+    expert_dim = keys.integer("moe_intermediate_size")
+    experts = ExpertsConfig(
+        num_experts=keys.named("n_routed_experts", "num_local_experts", "num_experts"),
+        top_k=keys.integer("num_experts_per_tok"),
+        hidden_dim=expert_dim,
+        kind=dense.blocks[0].feed_forward.kind,
+        routing=routing,
+        shared_hidden_dim=expert_dim * keys.integer("n_shared_experts", 0),
+    )
+    first = keys.integer("first_k_dense_replace", dense_by_default)
+    return routed(dense, [experts if i >= first else None for i in range(dense.num_layers)])
+
+
+def _scale(rope: RopeConfig, head_dim: int, all_dim: float | None) -> float | None:
+    """YaRN's temperature is in the scores; None: there is none."""
+    if not isinstance(rope.scaling, YarnScaling) or not all_dim:
+        return None
+    temperature = yarn_temperature(rope.scaling.factor, all_dim)
+    return head_dim**-0.5 * temperature * temperature
+
+
+def write_deepseek_v2(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of ``read_deepseek_v2``."""
+    routing = _experts(config).routing
+    return _keys(config) | {
+        "topk_method": "greedy" if routing.num_groups == 1 else "group_limited_greedy",
+        "norm_topk_prob": False,
+        "scoring_func": "softmax",
+    }
+
+
+def write_deepseek_v3(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of ``read_deepseek_v3``."""
+    rope = config.blocks[0].mixer.rope
+    return _keys(config) | {
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": _experts(config).routing.renormalize,
+        "scoring_func": "sigmoid",
+        "rope_interleave": rope is None or rope.pairs is RopePairs.NEIGHBOURS,
+    }
+
+
+def _experts(config: ModelConfig) -> ExpertsConfig:
+    for block in config.blocks:
+        if isinstance(block.feed_forward, ExpertsConfig):
+            return block.feed_forward
+    raise ConfigError("latent attention with experts is what these write")
+
+
+def _keys(config: ModelConfig) -> dict[str, Any]:
+    experts, latent = _experts(config), config.blocks[0].mixer
+    if not isinstance(latent, LatentAttentionConfig):
+        raise ConfigError(f"{type(latent).__name__}: latent attention is what these write")
+    dense = config.blocks[0].feed_forward
+    if not isinstance(dense, MlpConfig):
+        dense = MlpConfig(hidden_dim=experts.hidden_dim, kind=experts.kind)
+    keys = decoder_keys(config, mlp=dense)
+    if latent.scale is not None and latent.rope is not None:
+        keys["rope_scaling"] = (keys["rope_scaling"] or {}) | {"mscale_all_dim": _all_dim(latent)}
+    return keys | {
+        "head_dim": latent.rope_dim,
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_nope_head_dim": latent.nope_dim,
+        "qk_rope_head_dim": latent.rope_dim,
+        "v_head_dim": latent.value_dim,
+        "attention_bias": latent.bias,
+        "n_routed_experts": experts.num_experts,
+        "num_experts_per_tok": experts.top_k,
+        "moe_intermediate_size": experts.hidden_dim,
+        "n_shared_experts": experts.shared_hidden_dim // experts.hidden_dim,
+        "routed_scaling_factor": experts.routing.scale,
+        "n_group": experts.routing.num_groups,
+        "topk_group": experts.routing.top_groups,
+        "first_k_dense_replace": routes(config).count(False),
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _all_dim(latent: LatentAttentionConfig) -> float:
+    """The factor that gives this scale, to as many places as configs have."""
+    scaling = None if latent.rope is None else latent.rope.scaling
+    if not isinstance(scaling, YarnScaling) or scaling.factor <= 1.0 or latent.scale is None:
+        raise ConfigError(f"scale={latent.scale}: one of YaRN's temperature is what these write")
+    temperature = math.sqrt(latent.scale * math.sqrt(latent.head_dim))
+    return round((temperature - 1.0) / (0.1 * math.log(scaling.factor)), 6)

@@ -1,0 +1,159 @@
+"""Llama and what descends from it: each architecture's config into ours, and ours back.
+
+A reader takes the strict ``Keys`` of a config and returns the model, a writer returns the keys.
+What all of them share is in ``shared.py``, the table of architectures in ``config.py``.
+"""
+
+from typing import Any
+
+from jaxinfra.config.kinds import NormPlacement
+from jaxinfra.config.model import ModelConfig, NormConfig
+from jaxinfra.config.rope import LongRopeScaling
+from jaxinfra.hf.keys import Keys
+from jaxinfra.hf.shared import (
+    ACTIVATION_NAMES,
+    FULL,
+    SLIDING,
+    decoder_config,
+    decoder_keys,
+    dense_block,
+    layer_windows,
+    typed_windows,
+)
+
+
+def read_llama(keys: Keys) -> ModelConfig:
+    """Llama 2, 3, 3.1, 3.2."""
+    bias = keys.flag("attention_bias", False)
+    return decoder_config(keys, qkv_bias=bias, out_bias=bias, mlp_bias=keys.flag("mlp_bias", False))
+
+
+def write_llama(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of ``read_llama``."""
+    attention, mlp = dense_block(config)
+    return decoder_keys(config) | {"attention_bias": attention.out_bias, "mlp_bias": mlp.bias}
+
+
+def read_mistral(keys: Keys) -> ModelConfig:
+    """Mistral: one window for all layers."""
+    keys.require("num_key_value_heads", "sliding_window")
+    return decoder_config(keys, windows=(keys.integer("sliding_window", None),))
+
+
+def write_mistral(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of ``read_mistral``."""
+    return decoder_keys(config) | {"sliding_window": config.blocks[0].mixer.window}
+
+
+def read_qwen2(keys: Keys) -> ModelConfig:
+    """Qwen 2 and 2.5: biased query, key and value."""
+    keys.require("num_key_value_heads")
+    keys.expect("qkv_bias", (True, None), "queries, keys and values have biases here")
+    return decoder_config(keys, windows=layer_windows(keys), qkv_bias=True)
+
+
+def read_qwen3(keys: Keys) -> ModelConfig:
+    """Qwen 3: query and key normalized by head."""
+    keys.require("num_key_value_heads", "head_dim")
+    keys.expect("use_qk_norm", (True, None), "queries and keys are normalized here")
+    bias = keys.flag("attention_bias", False)
+    norm = NormConfig(epsilon=keys.number("rms_norm_eps"))
+    return decoder_config(
+        keys, windows=layer_windows(keys), qkv_bias=bias, out_bias=bias, qk_norm=norm
+    )
+
+
+def write_qwen2(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of ``read_qwen2``."""
+    windows = [block.mixer.window for block in config.layers]
+    widths = {window for window in windows if window is not None}
+    return decoder_keys(config) | {
+        "use_sliding_window": bool(widths),
+        "sliding_window": max(widths, default=None),
+        # What releases before layer_types read: the layers from here on have windows.
+        "max_window_layers": next(
+            (i for i, window in enumerate(windows) if window is not None), len(windows)
+        ),
+        "layer_types": [FULL if window is None else SLIDING for window in windows],
+    }
+
+
+def write_qwen3(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of ``read_qwen3``."""
+    return write_qwen2(config) | {"attention_bias": dense_block(config)[0].out_bias}
+
+
+def read_phi3(keys: Keys) -> ModelConfig:
+    """Phi-3, 3.5-mini, 4: fused projections, LongRoPE."""
+    # Of Phi-4-mini's own code, which can mix kinds of attention and stretch positions.
+    keys.expect("full_attn_mod", (1, None), "all layers attend alike here")
+    keys.expect("interpolate_factor", (1, None), "positions are scaled by rope_scaling alone")
+    return decoder_config(
+        keys,
+        windows=(keys.integer("sliding_window", None),),
+        partial_rotary=True,
+        original_max_positions=4096,
+        dropout_rate=keys.number("resid_pdrop", 0.0),
+    )
+
+
+def write_phi3(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of ``read_phi3``."""
+    rope = config.blocks[0].mixer.rope
+    scaling = None if rope is None else rope.scaling
+    original = scaling.original_max_positions if isinstance(scaling, LongRopeScaling) else 4096
+    return decoder_keys(config) | {
+        "sliding_window": config.blocks[0].mixer.window,
+        "original_max_position_embeddings": original,
+        "resid_pdrop": config.dropout_rate,
+        "embd_pdrop": config.dropout_rate,
+    }
+
+
+def read_gemma2(keys: Keys) -> ModelConfig:
+    """Gemma 2: soft caps, alternating windows, norms before and after, scaled embeddings."""
+    keys.require("num_key_value_heads", "head_dim", "sliding_window")
+    keys.require("attn_logit_softcapping", "final_logit_softcapping")
+    keys.expect("hidden_act", (keys.text("hidden_activation"),), "hidden_activation says otherwise")
+    keys.expect("use_bidirectional_attention", (None, False), "attention here is causal")
+    window = keys.integer("sliding_window", None)
+    keys.expect("sliding_window_size", (window, None), "sliding_window says otherwise")
+    num_layers = keys.integer("num_hidden_layers")
+    bias = keys.flag("attention_bias", False)
+    return decoder_config(
+        keys,
+        activation_key="hidden_activation",
+        windows=typed_windows(
+            keys.sequence("layer_types", ((SLIDING, FULL) * num_layers)[:num_layers]),
+            window,
+            num_layers=num_layers,
+        ),
+        qkv_bias=bias,
+        out_bias=bias,
+        score_scale=keys.number("query_pre_attn_scalar") ** -0.5,
+        score_cap=keys.number("attn_logit_softcapping", None),
+        logit_cap=keys.number("final_logit_softcapping", None),
+        norm_offset=1.0,
+        norm_placement=NormPlacement.SANDWICH,
+        embedding_scale=keys.integer("hidden_size") ** 0.5,
+        tied_by_default=True,
+    )
+
+
+def write_gemma2(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of ``read_gemma2``."""
+    attention, mlp = dense_block(config)
+    keys = write_qwen2(config)
+    for name in ("use_sliding_window", "max_window_layers", "hidden_act"):
+        del keys[name]
+    # The reference makes a mask of windows whether a layer has one or not.
+    keys["sliding_window"] = keys["sliding_window"] or config.max_positions
+    scale = attention.head_dim**-0.5 if attention.scale is None else attention.scale
+    scalar = round(scale**-2, 6)
+    return keys | {
+        "hidden_activation": ACTIVATION_NAMES.get(mlp.kind),
+        "attention_bias": attention.out_bias,
+        "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
+        "attn_logit_softcapping": attention.logit_soft_cap,
+        "final_logit_softcapping": config.logit_soft_cap,
+    }

@@ -1,0 +1,185 @@
+"""Strict reading of a Hugging Face config: every key is used, checked, or known not to matter."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from jaxinfra.config.limits import require_within
+from jaxinfra.errors import ConfigError
+
+_MISSING = object()
+
+# Keys that no logit depends on: bookkeeping, defaults of generation, dropout (training only; ours
+# is a choice of the run), and switches of how the reference implementation computes the same.
+_NEUTRAL_NAMES = """
+    _name_or_path architectures model_type transformers_version torch_dtype dtype auto_map
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class
+    use_cache cache_implementation attention_dropout attn_pdrop embd_pdrop resid_pdrop
+    reorder_and_upcast_attn pretraining_tp _attn_implementation attn_implementation
+    _attn_implementation_autoset return_dict output_attentions output_hidden_states output_scores
+    return_dict_in_generate id2label label2id num_labels problem_type finetuning_task
+    task_specific_params chunk_size_feed_forward torchscript use_bfloat16 tf_legacy_loss prefix
+    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    classifier_dropout gradient_checkpointing unsloth_version unsloth_fixed
+    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
+    temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences forced_bos_token_id
+    forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
+    begin_suppress_tokens
+    _num_labels n_special predict_special_tokens output_past max_sequence_length
+    is_llama_config transformers.js_config
+"""
+NEUTRAL = frozenset(_NEUTRAL_NAMES.split())
+
+# Keys of any architecture that change what is computed unless they have these values.
+_PLAIN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("is_encoder_decoder", (False,), "only decoders are supported"),
+    ("is_decoder", (True, False), "only decoders are supported"),
+    ("add_cross_attention", (False,), "cross-attention is not supported"),
+    ("cross_attention_hidden_size", (None,), "cross-attention is not supported"),
+    ("tie_encoder_decoder", (False,), "only decoders are supported"),
+    ("pruned_heads", ({}, None), "heads cannot be pruned"),
+    # Of some architectures only, and named by others to say no.
+    ("attention_bias", (False, None), "this architecture has no such bias"),
+    ("mlp_bias", (False, None), "this architecture has no such bias"),
+    ("sliding_window", (None,), "this architecture has no windows"),
+    ("use_sliding_window", (False, None), "this architecture has no windows"),
+    ("rope_scaling", (None,), "this architecture has no rotary embedding"),
+    ("rope_interleaved", (False, None), "halves of a head are rotated here, not neighbours"),
+    ("use_mrope", (False, None), "a token has one position here, not one of each image axis"),
+    ("qkv_bias", (False, None), "this architecture has no such bias"),
+    ("lm_head_bias", (False, None), "logits have no bias here"),
+    ("use_qk_norm", (False, None), "this architecture has no norms of queries and keys"),
+    ("shared_expert_intermediate_size", (0, None), "this architecture has no shared experts"),
+)
+
+
+_ADD = "; add it, with the value that the model was trained with"
+_LARGEST = 1 << 53
+_BOUNDED = {"num_hidden_layers": "num_layers", "n_layer": "num_layers"}
+
+
+class Keys:
+    """The entries of one config, with a note of which have been read.
+
+    Args:
+        values: as parsed from JSON.
+        what: names the config in messages.
+    """
+
+    def __init__(self, values: Mapping[str, Any], *, what: str):
+        self._values = values
+        self._what = what
+        self._read: set[str] = set()
+
+    def integer(self, name: str, default: Any = _MISSING) -> Any:
+        """A whole number; the default may be None. Sizes that lists are made of are bounded."""
+        value = self._typed(name, default, (int,))
+        if value is not None and abs(value) > _LARGEST:
+            raise ConfigError(f"{self._what}: {name} is beyond {_LARGEST:,}: no such size exists")
+        if name in _BOUNDED and value is not None:
+            require_within(**{_BOUNDED[name]: value})
+        return value
+
+    def named(self, *names: str) -> int:
+        """A whole number that releases have called differently; all that are there must agree."""
+        found = {name: value for name in names if (value := self.integer(name, None)) is not None}
+        if not found:
+            return self.integer(names[0])
+        if len(set(found.values())) > 1:
+            listed = ", ".join(f"{name}={value}" for name, value in found.items())
+            raise ConfigError(f"{self._what}: {listed} are one number and must be equal")
+        return next(iter(found.values()))
+
+    def require(self, *names: str) -> None:
+        """Refuses a config that does not name these, if only as null: where releases of the
+        reference implementation differ in what they take for granted, nothing is.
+        """
+        for name in names:
+            if name not in self._values:
+                raise ConfigError(f"{self._what}: required key {name!r} is missing{_ADD}")
+
+    def number(self, name: str, default: Any = _MISSING) -> Any:
+        """A number, as float; the default may be None."""
+        value = self._typed(name, default, (int, float))
+        return None if value is None else self._float(name, value)
+
+    def flag(self, name: str, default: Any = _MISSING) -> bool:
+        """True or false. Null is taken for missing, unless that is true: programs differ there."""
+        if default is True and self._values.get(name, True) is None:
+            raise ConfigError(
+                f"{self._what}: {name} is null, which some programs take for false and others for "
+                "not given, which is true; write true or false"
+            )
+        return self._typed(name, default, (bool,))
+
+    def text(self, name: str, default: Any = _MISSING) -> Any:
+        """A string."""
+        return self._typed(name, default, (str,))
+
+    def sequence(self, name: str, default: Any = _MISSING) -> Any:
+        """A list, as a tuple; the default may be None."""
+        value = self._typed(name, default, (list, tuple))
+        return None if value is None else tuple(value)
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of numbers."""
+        values = self.sequence(name)
+        if any(type(value) not in (int, float) for value in values):
+            raise ConfigError(f"{self._what}: {name} must be a list of numbers")
+        return tuple(self._float(name, value) for value in values)
+
+    def mapping(self, name: str) -> Mapping[str, Any] | None:
+        """A nested object, None where there is none."""
+        return self._typed(name, None, (dict,))
+
+    def ignore(self, *names: str) -> None:
+        """Takes these as read, whatever their values."""
+        self._read.update(names)
+
+    def expect(self, name: str, allowed: Sequence[Any], reason: str) -> None:
+        """Refuses any value but those allowed; a missing key is allowed."""
+        self._read.add(name)
+        value = self._values.get(name, allowed[0])
+        if not any(value is each or value == each for each in allowed):
+            raise ConfigError(f"{self._what}: {name}={value!r}: {reason}")
+
+    def choice(self, name: str, choices: Mapping[str, Any], default: Any = _MISSING) -> Any:
+        """What a name among a few stands for."""
+        value = self.text(name, default)
+        if value not in choices:
+            raise ConfigError(
+                f"{self._what}: {name}={value!r} is not supported; known: {', '.join(choices)}"
+            )
+        return choices[value]
+
+    def finish(self, neutral: Collection[str] = NEUTRAL) -> None:
+        """Refuses keys that were not read and are not known to be without effect."""
+        for name, allowed, reason in _PLAIN:
+            if name not in self._read:
+                self.expect(name, allowed, reason)
+        unknown = sorted(set(self._values) - self._read - set(neutral))
+        if unknown:
+            listed = ", ".join(f"{name}={self._values[name]!r}" for name in unknown)
+            raise ConfigError(
+                f"{self._what}: unknown keys, which may change what the model computes: {listed}; "
+                "remove them if they are without effect"
+            )
+
+    def _float(self, name: str, value: float) -> float:
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise ConfigError(f"{self._what}: {name} is beyond any number of a model") from error
+
+    def _typed(self, name: str, default: Any, kinds: tuple[type, ...]) -> Any:
+        self._read.add(name)
+        value = self._values.get(name)
+        if value is None:  # the reference implementation takes null for "not given" too
+            if default is _MISSING:
+                raise ConfigError(f"{self._what}: required key {name!r} is missing{_ADD}")
+            return default
+        # JSON's true is an int in Python, and no number.
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            raise ConfigError(f"{self._what}: {name}={value!r} is no {expected}")
+        return value

@@ -1,0 +1,198 @@
+"""A weight table resolved for one model: which tensors there are, and where each of our parameters
+lies in them.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from jaxinfra.config.model import ModelConfig
+from jaxinfra.errors import ConfigError
+from jaxinfra.hf.tensor_layout import Index, TensorLayout, parse_layout
+from jaxinfra.hf.weights import WEIGHTS, Rule, WeightTable
+from jaxinfra.model.definition import Parameters, by_path
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One layer, or one expert of it, of one of our parameters, within one of their tensors."""
+
+    path: str
+    index: tuple[int, ...]  # leading: the layer of a stacked parameter, an expert of theirs alone
+    layout: TensorLayout
+    start: int  # along the tensor's fused dim; among interleaved parts the part's number
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Tensor:
+    """One of their tensors: parts of ours along a dim, one after the other or element by element
+    in turn.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    fused_dim: int
+    parts: tuple[Part, ...]
+    interleaved: bool = False
+
+    def fused(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """The tensor, or some rows of it, of parts in their layout."""
+        if len(parts) == 1:
+            return parts[0]
+        if not self.interleaved:
+            return np.concatenate(parts, axis=self.fused_dim)
+        shape = list(parts[0].shape)
+        shape[self.fused_dim] *= len(parts)
+        return np.stack(parts, axis=self.fused_dim + 1).reshape(shape)
+
+    def read(
+        self, part: Part, read_tensor: Callable[[Index], np.ndarray], index: Index
+    ) -> np.ndarray:
+        """A slice of a part of ours, read from the tensor."""
+        count, dim = len(self.parts), self.fused_dim
+
+        def read_part(theirs: Index) -> np.ndarray:
+            moved = list(theirs)
+            rows = moved[dim]
+            if not self.interleaved:
+                moved[dim] = slice(rows.start + part.start, rows.stop + part.start)
+                return read_tensor(tuple(moved))
+            moved[dim] = slice(rows.start * count, rows.stop * count)
+            wanted = (slice(None),) * dim + (slice(part.start, None, count),)
+            return read_tensor(tuple(moved))[wanted]
+
+        return part.layout.read(read_part, index)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WeightMap:
+    """All tensors of a model in the order they are written, and our parameters within them."""
+
+    tensors: Mapping[str, Tensor]
+    places: Mapping[tuple[str, tuple[int, ...]], tuple[Tensor, Part]]  # by our path and index
+    root: str
+    ignored: re.Pattern[str] | None
+    extra: tuple[re.Pattern[str], int] | None  # layers' names, and the number of layers
+    tied: Mapping[str, str]  # a tensor that may be there, and the one it then equals
+
+    def parts_of(self, path: str) -> list[tuple[Tensor, Part]]:
+        """Where the layers and experts of a parameter of ours lie."""
+        return [place for (each, _), place in self.places.items() if each == path]
+
+    def extra_layer(self, name: str) -> int | None:
+        """The layer that a tensor is of, where that comes after the model's last and may be there:
+        multi-token prediction, which is left out.
+        """
+        if self.extra is None:
+            return None
+        pattern, num_layers = self.extra
+        found = pattern.match(name)
+        number = -1 if found is None else int(found[1])
+        return number if number >= num_layers else None
+
+
+def weight_map(model_type: str, config: ModelConfig, shapes: Parameters) -> WeightMap:
+    """Resolves an architecture's table for a model.
+
+    Args:
+        shapes: ``ModelDefinition.arrays`` of the same model.
+
+    Raises:
+        ConfigError: a parameter of the model has no tensor in this architecture.
+    """
+    table = WEIGHTS[model_type]
+    flat = {path: leaf.shape for path, leaf in by_path(shapes).items()}
+    tensors = [tensor for each in table.outside for tensor in _resolve(each, "", "", (), flat)]
+    for number, (i, repetition) in enumerate(config.layer_places):
+        prefix = table.layer_prefix.format(number)
+        for each in table.layer:
+            tensors += _resolve(each, prefix, f"blocks/{i}/", (repetition,), flat)
+    places = {
+        (part.path, part.index): (tensor, part) for tensor in tensors for part in tensor.parts
+    }
+    _check_complete(model_type, flat, places)
+    tied = {}
+    if config.tie_embeddings:
+        (vocabulary,) = (t.name for t in tensors if t.parts[0].path == "embedding/table")
+        tied = {"lm_head.weight": vocabulary}
+    return WeightMap(
+        tensors={tensor.name: tensor for tensor in tensors},
+        places=places,
+        root=table.root,
+        ignored=re.compile(table.ignored) if table.ignored else None,
+        extra=(_layer_names(table), config.num_layers) if table.extra_layers else None,
+        tied=tied,
+    )
+
+
+def _layer_names(table: WeightTable) -> re.Pattern[str]:
+    prefix, suffix = map(re.escape, table.layer_prefix.split("{}"))
+    return re.compile(rf"{prefix}(\d+){suffix}")
+
+
+def _resolve(
+    rule: Rule,
+    prefix: str,
+    path_prefix: str,
+    index: tuple[int, ...],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> list[Tensor]:
+    """The rule's tensor, or tensors one an expert, if the model has its parameters."""
+    paths = [path_prefix + path for path, _ in rule.parts]
+    if any(path not in shapes for path in paths):
+        return []
+    name = prefix + rule.name
+    if "{}" not in rule.name:
+        return [_tensor(rule, name, path_prefix, index, shapes)]
+    num_experts = shapes[paths[0]][len(index)]
+    return [
+        _tensor(rule, prefix + rule.name.format(e), path_prefix, (*index, e), shapes)
+        for e in range(num_experts)
+    ]
+
+
+def _tensor(
+    rule: Rule,
+    name: str,
+    path_prefix: str,
+    index: tuple[int, ...],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Tensor:
+    parts: list[Part] = []
+    start = 0
+    shape: tuple[int, ...] = ()
+    for number, (path, text) in enumerate(rule.parts):
+        path = path_prefix + path
+        layout = parse_layout(text, shapes[path][len(index) :])
+        place = number if rule.interleaved else start
+        parts.append(Part(path=path, index=index, layout=layout, start=place))
+        shape = layout.their_shape
+        start += shape[rule.fused_dim]
+    return Tensor(
+        name=name,
+        shape=(*shape[: rule.fused_dim], start, *shape[rule.fused_dim + 1 :]),
+        fused_dim=rule.fused_dim,
+        parts=tuple(parts),
+        interleaved=rule.interleaved,
+    )
+
+
+def _check_complete(
+    model_type: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    places: Mapping[tuple[str, tuple[int, ...]], tuple[Tensor, Part]],
+) -> None:
+    found = collections.Counter[str]()
+    for (path, index), (_, part) in places.items():
+        assert part.layout.our_shape == shapes[path][len(index) :], path
+        found[path] += math.prod(part.layout.our_shape)
+    for path, shape in shapes.items():
+        if found[path] < math.prod(shape):
+            raise ConfigError(
+                f"a {model_type} checkpoint has no tensor for parameter {path} "
+                f"{'x'.join(map(str, shape))} of this model"
+            )

@@ -1,0 +1,181 @@
+"""Rotary embedding in Hugging Face configs, both ways.
+
+Older files have ``rope_theta`` and ``rope_scaling``, those of transformers 5 one
+``rope_parameters``.
+"""
+
+import math
+from typing import Any
+
+from jaxinfra.config.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeConfig,
+    RopeScaling,
+    YarnScaling,
+)
+from jaxinfra.errors import ConfigError
+from jaxinfra.hf.keys import Keys
+
+_LONGROPE_NAMES = ("longrope", "su")
+
+
+def read_rope(
+    keys: Keys,
+    *,
+    max_positions: int,
+    original_max_positions: int | None = None,
+    default_theta: float = 10_000.0,
+) -> RopeConfig:
+    """The rotary embedding of a config.
+
+    Args:
+        default_theta: where the config names none.
+        original_max_positions: where the config names none; ``max_positions`` without it.
+    """
+    theta = keys.number("rope_theta", default_theta)
+    fraction = keys.number("partial_rotary_factor", 1.0)
+    original = keys.integer("original_max_position_embeddings", original_max_positions)
+
+    def parsed(name: str) -> RopeConfig | None:
+        values = keys.mapping(name)
+        if not values:
+            return None
+        rope = Keys(values, what=name)
+        named = rope.integer("original_max_position_embeddings", max_positions)
+        context = named if original is None else original
+        if context < 1:
+            raise ConfigError(
+                f"original_max_position_embeddings={context} must be at least 1: the positions "
+                "that the model was trained with before they were scaled"
+            )
+        result = RopeConfig(
+            theta=rope.number("rope_theta", theta),
+            fraction=rope.number("partial_rotary_factor", fraction),
+            scaling=_read_scaling(rope, max_positions=max_positions, original=context),
+        )
+        rope.finish(neutral=())
+        return result
+
+    older, newer = parsed("rope_scaling"), parsed("rope_parameters")
+    if older is not None and newer is not None and older != newer:
+        raise ConfigError(
+            f"rope_scaling says {older}, rope_parameters {newer}; keep the one that is right"
+        )
+    return newer or older or RopeConfig(theta=theta, fraction=fraction)
+
+
+def _read_scaling(rope: Keys, *, max_positions: int, original: int) -> RopeScaling | None:
+    older = rope.text("type", None)
+    name = rope.text("rope_type", older) or "default"
+    if name == "default":
+        return None
+    if name == "linear":
+        return LinearScaling(factor=rope.number("factor"))
+    if name == "llama3":
+        return Llama3Scaling(
+            factor=rope.number("factor"),
+            low_frequency_factor=rope.number("low_freq_factor"),
+            high_frequency_factor=rope.number("high_freq_factor"),
+            original_max_positions=original,
+        )
+    if name == "yarn":
+        return _read_yarn(rope, max_positions=max_positions, original=original)
+    if name in _LONGROPE_NAMES:
+        return _read_longrope(rope, max_positions=max_positions, original=original)
+    if name == "dynamic":
+        raise ConfigError(
+            "rope type 'dynamic' is not supported: its frequencies change with a sequence's "
+            f"length beyond max_position_embeddings={max_positions}, and so keys that are cached; "
+            "up to that length it is the type 'default': write that, or 'yarn' for longer contexts"
+        )
+    raise ConfigError(
+        f"rope type {name!r} is not supported; "
+        f"known: default, linear, llama3, yarn, {', '.join(_LONGROPE_NAMES)}"
+    )
+
+
+def _read_yarn(rope: Keys, *, max_positions: int, original: int) -> YarnScaling:
+    factor = rope.number("factor", max_positions / original)
+    attention_factor = rope.number("attention_factor", None)
+    if (multiplier := rope.number("attn_factor", None)) is not None:
+        raise ConfigError(
+            f"attn_factor={multiplier}: transformers takes no notice of it, others multiply YaRN's "
+            f"own {yarn_temperature(factor, 1.0):.6g} by it; remove it, or write attention_factor, "
+            "which is the product, in its place"
+        )
+    mscale, all_dim = rope.number("mscale", None), rope.number("mscale_all_dim", None)
+    if attention_factor is None and mscale and all_dim:
+        attention_factor = yarn_temperature(factor, mscale) / yarn_temperature(factor, all_dim)
+    return YarnScaling(
+        factor=factor,
+        original_max_positions=original,
+        beta_fast=rope.number("beta_fast", None) or 32.0,
+        beta_slow=rope.number("beta_slow", None) or 1.0,
+        attention_factor=attention_factor,
+        truncate=rope.flag("truncate", True),
+    )
+
+
+def yarn_temperature(factor: float, mscale: float) -> float:
+    """``0.1 mscale ln(factor) + 1`` (Peng et al. 2023, section 3.4)."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
+def _read_longrope(rope: Keys, *, max_positions: int, original: int) -> LongRopeScaling:
+    factor = rope.number("factor", max_positions / original)
+    default = math.sqrt(1.0 + math.log(factor) / math.log(original)) if factor > 1.0 else 1.0
+    return LongRopeScaling(
+        short_factors=rope.numbers("short_factor"),
+        long_factors=rope.numbers("long_factor"),
+        original_max_positions=original,
+        attention_factor=rope.number("attention_factor", default),
+    )
+
+
+def write_rope(rope: RopeConfig) -> dict[str, Any]:
+    """The keys that say the same, in the older form, which newer readers understand as well."""
+    keys: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": _write_scaling(rope.scaling)}
+    if rope.fraction != 1.0:
+        keys["partial_rotary_factor"] = rope.fraction
+    return keys
+
+
+def _write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    match scaling:
+        case None:
+            return None
+        case LinearScaling(factor=factor):
+            return {"rope_type": "linear", "factor": factor}
+        case Llama3Scaling():
+            return {
+                "rope_type": "llama3",
+                "factor": scaling.factor,
+                "low_freq_factor": scaling.low_frequency_factor,
+                "high_freq_factor": scaling.high_frequency_factor,
+                "original_max_position_embeddings": scaling.original_max_positions,
+            }
+        case YarnScaling():
+            temperature = scaling.attention_factor
+            return {
+                "rope_type": "yarn",
+                "factor": scaling.factor,
+                "original_max_position_embeddings": scaling.original_max_positions,
+                "beta_fast": scaling.beta_fast,
+                "beta_slow": scaling.beta_slow,
+                "truncate": scaling.truncate,
+            } | ({} if temperature is None else {"attention_factor": temperature})
+        case LongRopeScaling():
+            return {
+                "rope_type": "longrope",
+                "short_factor": list(scaling.short_factors),
+                "long_factor": list(scaling.long_factors),
+                "original_max_position_embeddings": scaling.original_max_positions,
+                "attention_factor": scaling.attention_factor,
+            }
+        case _:
+            raise ConfigError(
+                f"{type(scaling).__name__} has no counterpart in Hugging Face configs: "
+                "NTK-aware scaling there depends on the sequence's length"
+            )

@@ -1,0 +1,227 @@
+"""Mixtures of experts over grouped attention: configs of Mixtral, Qwen-MoE and gpt-oss, both ways.
+
+Keys of auxiliary losses do not change what a model computes, and say nothing about a run of ours:
+``ExpertsConfig.balance`` does.
+"""
+
+import dataclasses
+from typing import Any
+
+from jaxinfra.config.kinds import MlpKind
+from jaxinfra.config.model import (
+    ExpertsConfig,
+    GroupedAttentionConfig,
+    MlpConfig,
+    ModelConfig,
+    NormConfig,
+)
+from jaxinfra.config.routing import RoutingConfig
+from jaxinfra.errors import ConfigError
+from jaxinfra.hf.keys import Keys
+from jaxinfra.hf.shared import (
+    ACTIVATION_NAMES,
+    FULL,
+    SLIDING,
+    decoder_config,
+    decoder_keys,
+    layer_windows,
+    routed,
+    routes,
+    typed_windows,
+)
+
+_LOSSES = ("router_aux_loss_coef", "output_router_logits")
+_GATE = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+
+
+def read_mixtral(keys: Keys) -> ModelConfig:
+    """Mixtral: experts in every layer (arXiv 2401.04088)."""
+    keys.require("num_key_value_heads", "sliding_window")
+    keys.expect("router_jitter_noise", (0.0, None), "inputs of routers get no noise in training")
+    keys.ignore(*_LOSSES)
+    dense = decoder_config(keys, windows=(keys.integer("sliding_window", None),), default_theta=1e6)
+    experts = ExpertsConfig(
+        num_experts=keys.named("num_local_experts", "num_experts"),
+        top_k=keys.integer("num_experts_per_tok"),
+        hidden_dim=keys.integer("intermediate_size"),
+        kind=dense.blocks[0].feed_forward.kind,
+    )
+    return routed(dense, [experts] * dense.num_layers)
+
+
+def write_mixtral(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of ``read_mixtral``."""
+    attention, experts, _ = _layers(config)
+    keys = decoder_keys(config, mlp=_as_wide(experts))
+    return keys | {
+        "num_local_experts": experts.num_experts,
+        "num_experts_per_tok": experts.top_k,
+        "sliding_window": attention.window,
+    }
+
+
+def read_qwen2_moe(keys: Keys) -> ModelConfig:
+    """Qwen 1.5 and 2 with experts, one of them shared and gated."""
+    keys.require("num_key_value_heads")
+    if keys.flag("use_sliding_window", False):
+        # Releases differ in which layers have windows where none are named.
+        keys.require("layer_types")
+    dense = decoder_config(keys, windows=layer_windows(keys), qkv_bias=keys.flag("qkv_bias", True))
+    return _read_qwen(
+        keys,
+        dense,
+        shared_hidden_dim=keys.integer("shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+
+
+def read_qwen3_moe(keys: Keys) -> ModelConfig:
+    """Qwen 3 with experts (arXiv 2505.09388); a window is of all layers."""
+    keys.require("num_key_value_heads")
+    keys.expect("use_qk_norm", (True, None), "queries and keys are normalized here")
+    window = keys.integer("sliding_window", None)
+    if keys.flag("use_sliding_window", False):
+        keys.require("sliding_window")
+        keys.expect("max_window_layers", (0, None), "releases differ in which layers have windows")
+    else:
+        keys.ignore("max_window_layers")
+        window = None
+    bias = keys.flag("attention_bias", False)
+    norm = NormConfig(epsilon=keys.number("rms_norm_eps"))
+    dense = decoder_config(keys, windows=(window,), qkv_bias=bias, out_bias=bias, qk_norm=norm)
+    return _read_qwen(keys, dense)
+
+
+def _read_qwen(keys: Keys, dense: ModelConfig, **shared: Any) -> ModelConfig:
+    keys.ignore(*_LOSSES)
+    dense_only = set(keys.sequence("mlp_only_layers", ()))
+    stride = keys.integer("decoder_sparse_step", 1)
+    num_experts = keys.named("num_experts", "num_local_experts")
+    names = ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+    if num_experts < 1:
+        keys.ignore(*names)
+        return dense
+    experts = ExpertsConfig(
+        num_experts=num_experts,
+        top_k=keys.integer("num_experts_per_tok"),
+        hidden_dim=keys.integer("moe_intermediate_size"),
+        kind=dense.blocks[0].feed_forward.kind,
+        routing=RoutingConfig(renormalize=keys.flag("norm_topk_prob", False)),
+        **shared,
+    )
+    return routed(
+        dense,
+        [
+            experts if i not in dense_only and (i + 1) % stride == 0 else None
+            for i in range(dense.num_layers)
+        ],
+    )
+
+
+def write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of ``read_qwen2_moe``."""
+    attention, experts, _ = _layers(config)
+    windows = [block.mixer.window for block in config.layers]
+    widths = {window for window in windows if window is not None}
+    return _qwen_keys(config) | {
+        "qkv_bias": attention.qkv_bias,
+        "use_sliding_window": bool(widths),
+        "sliding_window": max(widths, default=None),
+        "max_window_layers": config.num_layers,
+        "layer_types": [FULL if window is None else SLIDING for window in windows],
+        "shared_expert_intermediate_size": experts.shared_hidden_dim,
+    }
+
+
+def write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of ``read_qwen3_moe``."""
+    attention, _, _ = _layers(config)
+    return _qwen_keys(config) | {
+        "attention_bias": attention.out_bias,
+        "use_sliding_window": attention.window is not None,
+        "sliding_window": attention.window,
+    }
+
+
+def _qwen_keys(config: ModelConfig) -> dict[str, Any]:
+    _, experts, dense = _layers(config)
+    return decoder_keys(config, mlp=dense or _as_wide(experts)) | {
+        "num_experts": experts.num_experts,
+        "num_experts_per_tok": experts.top_k,
+        "moe_intermediate_size": experts.hidden_dim,
+        "norm_topk_prob": experts.routing.renormalize,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, has in enumerate(routes(config)) if not has],
+    }
+
+
+def read_gpt_oss(keys: Keys) -> ModelConfig:
+    """gpt-oss: sinks, windows in turn, biases, a clamped gate (arXiv 2508.10925)."""
+    keys.require("num_key_value_heads", "head_dim", "sliding_window")
+    keys.expect("hidden_act", ("silu",), "its gate is one of its own")
+    for name, value in _GATE.items():
+        keys.expect(name, (value,), f"the gate here has {value}")
+    top_k = keys.named("num_experts_per_tok", "experts_per_token")
+    keys.ignore(*_LOSSES, "initial_context_length")  # said again in the rope's scaling
+    num_layers = keys.integer("num_hidden_layers")
+    types = keys.sequence("layer_types", ((SLIDING, FULL) * num_layers)[:num_layers])
+    bias = keys.flag("attention_bias", True)
+    if not keys.mapping("rope_scaling") and not keys.mapping("rope_parameters"):
+        raise ConfigError(
+            "gpt_oss config: rope_scaling is missing or null, which releases of the reference "
+            "implementation take for YaRN by 32 or for no scaling; write what the model was "
+            'trained with, {"rope_type": "default"} if unscaled'
+        )
+    dense = decoder_config(
+        keys,
+        windows=typed_windows(types, keys.integer("sliding_window", None), num_layers=num_layers),
+        qkv_bias=bias,
+        out_bias=bias,
+        sinks=True,
+        default_theta=150_000.0,
+    )
+    experts = ExpertsConfig(
+        num_experts=keys.named("num_local_experts", "num_experts"),
+        top_k=top_k,
+        hidden_dim=keys.integer("intermediate_size"),
+        kind=MlpKind.SWIGLU_CLAMPED,
+        bias=True,
+        routing=RoutingConfig(logit_bias=True),
+    )
+    return routed(dense, [experts] * dense.num_layers)
+
+
+def write_gpt_oss(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of ``read_gpt_oss``."""
+    attention, experts, _ = _layers(config)
+    windows = [block.mixer.window for block in config.layers]
+    wide = dataclasses.replace(_as_wide(experts), kind=MlpKind.SWIGLU)
+    keys = decoder_keys(config, mlp=wide)
+    # Null would be read as YaRN.
+    scaling = keys.get("rope_scaling") or {"rope_type": "default"}
+    return keys | {
+        "rope_scaling": scaling,
+        "num_local_experts": experts.num_experts,
+        "num_experts_per_tok": experts.top_k,
+        "attention_bias": attention.out_bias,
+        # The reference makes a mask of windows whether a layer has one or not.
+        "sliding_window": max((w for w in windows if w is not None), default=config.max_positions),
+        "layer_types": [FULL if window is None else SLIDING for window in windows],
+        **_GATE,
+    }
+
+
+def _layers(config: ModelConfig) -> tuple[GroupedAttentionConfig, ExpertsConfig, MlpConfig | None]:
+    """Its attention, its experts, and its dense layers where it has some."""
+    attention = config.blocks[0].mixer
+    feed_forwards = {type(block.feed_forward): block.feed_forward for block in config.blocks}
+    experts, dense = feed_forwards.get(ExpertsConfig), feed_forwards.get(MlpConfig)
+    if not isinstance(attention, GroupedAttentionConfig) or not isinstance(experts, ExpertsConfig):
+        raise ConfigError("experts over grouped attention are what these write")
+    return attention, experts, dense if isinstance(dense, MlpConfig) else None
+
+
+def _as_wide(experts: ExpertsConfig) -> MlpConfig:
+    """A dense layer as wide as one expert."""
+    assert experts.kind in ACTIVATION_NAMES or experts.kind is MlpKind.SWIGLU_CLAMPED
+    return MlpConfig(hidden_dim=experts.hidden_dim, kind=experts.kind)

@@ -1,0 +1,1 @@
+"""Compiled programs, read: buffers, collectives, matmuls and launches."""

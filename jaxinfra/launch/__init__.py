@@ -1,1 +1,0 @@
-"""Several processes as one job: who they are, how they meet, who restarts them."""

@@ -1,1 +1,0 @@
-"""The parts of a decoder, each with its own config and logical dims."""

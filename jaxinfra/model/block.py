@@ -1,0 +1,164 @@
+"""One transformer block.
+
+Dims: B batch, T position, D model width.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxinfra import axes
+from jaxinfra.config.kinds import NormPlacement
+from jaxinfra.config.model import (
+    BlockConfig,
+    ExpertsConfig,
+    GroupedAttentionConfig,
+    LatentAttentionConfig,
+    MlpConfig,
+)
+from jaxinfra.config.own import OwnLayer
+from jaxinfra.model.dropout import dropout
+from jaxinfra.model.execution import Execution
+from jaxinfra.model.experts import Experts
+from jaxinfra.model.grouped_attention import GroupedAttention
+from jaxinfra.model.latent_attention import LatentAttention
+from jaxinfra.model.mlp import Mlp
+from jaxinfra.model.norm import Norm
+from jaxinfra.model.passes import LayerOutput, Pass, joined
+from jaxinfra.model.projection import Projection
+from jaxinfra.model.statistics import site_sums
+from jaxinfra.numerics.recipe import Site
+from jaxinfra.ops.deferred import Deferred
+
+type _Layer = Callable[[jax.Array | Deferred, Pass], LayerOutput]
+"""(x [B, T, D], what else it reads) -> x [B, T, D] in the compute dtype, and what else it gives."""
+
+LAYERS: dict[type, Callable[..., Any]] = {
+    GroupedAttentionConfig: GroupedAttention,
+    LatentAttentionConfig: LatentAttention,
+    MlpConfig: Mlp,
+    ExpertsConfig: Experts,
+}
+"""The layer of each kind of mixer and feed-forward config. All are built alike."""
+
+_STREAM = (axes.BATCH, axes.STREAM_SEQUENCE, axes.STREAM)
+_NORMED = (axes.BATCH, axes.SEQUENCE, axes.STREAM)
+
+
+class Block(nnx.Module):
+    """x + mixer(norm(x)), then x + feed_forward(norm(x)); sandwich placement norms branches too.
+
+    In parameter paths the two are ``attention`` and ``mlp`` whatever their kind, as in Hugging
+    Face's. The results of projections, norms and activations have their paths for names, which
+    ``remat=chosen`` may keep.
+
+    Args:
+        std, out_std: of initial weights, inward and back into the residual stream.
+        dropout_rate: on both residual branches, where a key is given.
+    """
+
+    def __init__(
+        self,
+        config: BlockConfig,
+        *,
+        model_dim: int,
+        std: float,
+        out_std: float,
+        dropout_rate: float,
+        execution: Execution,
+        rngs: nnx.Rngs,
+    ):
+        self.execution = execution
+        self.dropout_rate = dropout_rate
+        norm = functools.partial(
+            Norm, config.norm, width=model_dim, dims=(axes.EMBED,), execution=execution
+        )
+
+        def layer(config: Any) -> _Layer:
+            sizes = {"model_dim": model_dim, "std": std, "out_std": out_std}
+            built = config.layer if isinstance(config, OwnLayer) else LAYERS[type(config)]
+            return built(config, **sizes, execution=execution, rngs=rngs)
+
+        self.attention_norm = norm()
+        self.attention = layer(config.mixer)
+        self.mlp_norm = norm()
+        self.mlp = layer(config.feed_forward)
+        sandwich = config.norm_placement is NormPlacement.SANDWICH
+        self.attention_post_norm = norm() if sandwich else None
+        self.mlp_post_norm = norm() if sandwich else None
+        labels = []
+        for path, module in nnx.iter_modules(self):
+            if isinstance(module, Norm | Projection | Mlp):
+                module.label = ".".join(map(str, path))
+                labels.append(module.label)
+        self.labels = tuple(labels)
+
+    def __call__(self, x_BTD: Float[Array, "B T D"], given: Pass) -> LayerOutput:
+        """Runs both layers; dropout only where ``given`` has a key."""
+        key = given.dropout_key
+        keys = (None, None) if key is None else jax.random.split(key)
+        with jax.named_scope("attention"):
+            mixed, x_BTD = self._branch(
+                self.attention, self.attention_norm, self.attention_post_norm, x_BTD, given, keys[0]
+            )
+        with jax.named_scope("mlp"):
+            fed, x_BTD = self._branch(
+                self.mlp, self.mlp_norm, self.mlp_post_norm, x_BTD, given, keys[1]
+            )
+        sums = joined(mixed.sums, fed.sums)
+        if self.execution.statistics:
+            sites = {"attention": mixed.x, "mlp": fed.x, "stream": x_BTD}
+            sums = joined(sums, site_sums(sites, policy=self.execution.policy))
+        return LayerOutput(x=x_BTD, cache=mixed.cache, sums=sums)
+
+    def _branch(
+        self,
+        layer: _Layer,
+        norm: Norm,
+        post_norm: Norm | None,
+        x_BTD: jax.Array,
+        given: Pass,
+        key: jax.Array | None,
+    ) -> tuple[LayerOutput, jax.Array]:
+        """What a layer gives for norm(x), and x with it added.
+
+        Where nothing is between them, the layer's first product has the norm, its last one the sum.
+        """
+        given = dataclasses.replace(given, dropout_key=key)
+        is_fused = (
+            self.execution.fused is not None
+            and not self.execution.statistics
+            and post_norm is None
+            and key is None
+            and isinstance(layer, GroupedAttention | Mlp)
+            and layer.packed is not None
+        )
+        deferred = norm.deferred(x_BTD) if is_fused else None
+        if deferred is not None:
+            out = layer(deferred, dataclasses.replace(given, residual_BTD=x_BTD))
+            return out, out.x
+        out = layer(self._inward(norm(x_BTD), layer), given)
+        return out, self._add(x_BTD, out.x, post_norm, key)
+
+    def _inward(self, x_BTD: jax.Array, layer: _Layer) -> jax.Array:
+        # One gather for all the projections that read it, where the stream is split by sequence;
+        # of a layer that prepares its input, in 8 bits after that.
+        prepares = isinstance(layer, GroupedAttention | Mlp)
+        is_quantized = self.execution.policy.recipe(Site.PROJECTION).fp8 is not None
+        return self.execution.place(x_BTD, _STREAM if prepares and is_quantized else _NORMED)
+
+    def _add(
+        self, x_BTD: jax.Array, branch_BTD: jax.Array, norm: Norm | None, key: jax.Array | None
+    ) -> jax.Array:
+        branch_BTD = self.execution.place(branch_BTD, _STREAM)
+        if norm is not None:
+            branch_BTD = norm(branch_BTD)
+        branch_BTD = dropout(
+            branch_BTD, rate=self.dropout_rate, key=key, place=self.execution.place
+        )
+        return self.execution.place(x_BTD + branch_BTD, _STREAM)

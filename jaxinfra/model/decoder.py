@@ -1,0 +1,394 @@
+"""One decoder for every architecture: what differs between them is the config.
+
+Dims: B batch, T position, S cache slot, D model width, V vocabulary, L repetitions of the block
+pattern (the scanned dim).
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxinfra import axes
+from jaxinfra.config.model import BlockConfig, ExpertsConfig, ModelConfig, Stack
+from jaxinfra.config.rope import RopeConfig
+from jaxinfra.errors import ConfigError
+from jaxinfra.model.block import Block
+from jaxinfra.model.cache import ContiguousCache, after_pass
+from jaxinfra.model.dropout import dropout
+from jaxinfra.model.embedding import Embedding
+from jaxinfra.model.execution import Execution
+from jaxinfra.model.layer_loop import one_by_one, take_apart, take_in_place
+from jaxinfra.model.norm import Norm
+from jaxinfra.model.passes import LayerOutput, Pass
+from jaxinfra.model.recomputation import check_kept, repeats_in_body, steps_of_stack
+from jaxinfra.model.repetition import KVCache as KVCache
+from jaxinfra.model.repetition import (
+    check_recipes,
+    graphdefs_of,
+    in_eight_bits,
+    repetition_of,
+    straight,
+)
+from jaxinfra.model.rope import RopeTable, rope_table
+from jaxinfra.model.stack import stack as stack_of
+from jaxinfra.model.whole_step import check_whole, whole_step
+from jaxinfra.numerics.policy import unquantized
+from jaxinfra.numerics.recipe import Site
+
+
+class Decoder(nnx.Module):
+    """Embedding, L repetitions of the block pattern, final norm, projection onto the vocabulary."""
+
+    def __init__(self, config: ModelConfig, *, execution: Execution, rngs: nnx.Rngs):
+        check_recipes(config, execution)
+        if execution.decode_layers is not None:
+            check_whole(config)
+        self.config = config
+        self.execution = execution
+        table = functools.partial(
+            Embedding,
+            model_dim=config.model_dim,
+            std=config.init_std,
+            execution=execution,
+            rngs=rngs,
+        )
+        tied, rows = config.tie_embeddings, config.vocab_size
+        self.embedding = table(num_rows=rows, rows_dim=axes.VOCAB, matmul=tied)
+        self.positions = (
+            table(num_rows=config.max_positions, rows_dim=axes.POSITION, matmul=False)
+            if config.learned_positions
+            else None
+        )
+        self.blocks = nnx.List(
+            [
+                self._stack(i, block, repeats, rngs)
+                for i, (block, repeats) in enumerate(
+                    zip(config.blocks, config.repeats, strict=True)
+                )
+            ]
+        )
+        check_kept(config, execution, [label for block in self.blocks for label in block.labels])
+        self.final_norm = Norm(
+            config.final_norm, width=config.model_dim, dims=(axes.EMBED,), execution=execution
+        )
+        self.unembedding = None if tied else table(num_rows=rows, rows_dim=axes.VOCAB, matmul=True)
+
+    def _stack(self, i: int, block: BlockConfig, repeats: int, rngs: nnx.Rngs) -> Block:
+        config, execution = self.config, self.execution
+        if not any(kind for (kind,) in in_eight_bits(config, execution.policy, slice(i, i + 1))):
+            # Nothing of 8 bits, their histories neither.
+            execution = dataclasses.replace(execution, policy=unquantized(execution.policy))
+        build = functools.partial(
+            Block,
+            block,
+            model_dim=config.model_dim,
+            std=config.init_std,
+            out_std=config.init_std / math.sqrt(2 * config.num_layers),
+            dropout_rate=config.dropout_rate,
+            execution=execution,
+        )
+        return stack_of(lambda rngs: build(rngs=rngs), num_layers=repeats, rngs=rngs)
+
+    def __call__(
+        self,
+        token_ids: Int[Array | np.ndarray, "B T"],
+        *,
+        segment_ids: Int[Array | np.ndarray, "B T"] | None = None,
+        positions: Int[Array | np.ndarray, "B T"] | None = None,
+    ) -> Float[Array, "B T V"]:
+        """Logits of the next token, in the accum dtype (fp32). Compiled once per shape.
+
+        Raises ConfigError where the rows do not divide over the devices of a mesh, or are longer
+        than a learned table of positions.
+        """
+        length, longest = token_ids.shape[1], self.config.max_positions
+        if self.config.learned_positions and positions is None and length > longest:
+            raise ConfigError(
+                f"rows of {length} tokens, and the model has learned {longest} positions; give at "
+                f"most {longest} tokens"
+            )
+        rows, shards = token_ids.shape[0], self.execution.place.batch_shards
+        if rows % shards:
+            raise ConfigError(
+                f"{rows} rows of tokens do not divide over the {shards} devices of the mesh's data "
+                f"axes; give a multiple of {shards} rows"
+            )
+        graphdef, parameters = nnx.split(self)
+        return _logits(graphdef, parameters, token_ids, segment_ids, positions)
+
+    def hidden(
+        self,
+        token_ids: Int[Array, "B T"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        dropout_key: jax.Array | None = None,
+    ) -> Float[Array, "B T D"]:
+        """The final norm's output, in the compute dtype: what the loss projects.
+
+        Args:
+            segment_ids: documents of packed rows, -1 for padding; attention never crosses them.
+            positions: within the document; 0..T-1 by default.
+            dropout_key: drops out where given.
+        """
+        return self.run(
+            token_ids, positions=positions, segment_ids=segment_ids, dropout_key=dropout_key
+        ).x
+
+    def empty_cache(self, *, batch: int, num_slots: int) -> KVCache:
+        """A contiguous cache of ``num_slots`` positions per row, in the execution's format."""
+
+        def empty(block: BlockConfig, repeats: int) -> ContiguousCache:
+            spec = block.mixer.cache.repeated(self.execution.place.copies)
+            form = self.execution.cache_format
+            cache = ContiguousCache.zeros(
+                spec,
+                num_layers=repeats,
+                batch=batch,
+                num_slots=num_slots,
+                dtype=self.execution.policy.compute,
+                form=form,
+            )
+            stored = spec.stored_as(form).arrays
+            dims = {each.name: (None, axes.BATCH, None, *each.dims) for each in stored}
+            placed = {n: self.execution.place(x, dims[n]) for n, x in cache.arrays.items()}
+            return dataclasses.replace(cache, arrays=placed)
+
+        return tuple(
+            empty(block, repeats)
+            for block, repeats in zip(self.config.blocks, self.config.repeats, strict=True)
+        )
+
+    @property
+    def vocabulary_table(self) -> Float[Array, "V D"]:
+        """Rows that the final hidden state is projected onto: the embedding's own when tied."""
+        return (self.unembedding or self.embedding).table[...]
+
+    def logits(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Projects onto the vocabulary, soft-capped where the config says so, accum dtype."""
+        with jax.named_scope("logits"):
+            recipe = self.execution.policy.recipe(Site.LOGITS)
+            logits_BTV = self.execution.multiply(
+                "BTD,VD->BTV", hidden_BTD, self.vocabulary_table, recipe=recipe, out=recipe.accum
+            )
+            cap = self.config.logit_soft_cap
+            if cap is not None:
+                logits_BTV = cap * jnp.tanh(logits_BTV / cap)
+        return logits_BTV
+
+    def run(
+        self,
+        token_ids: Int[Array, "B T"],
+        *,
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        cache: KVCache | None = None,
+        contexts: Int[Array, "B"] | None = None,
+        dropout_key: jax.Array | None = None,
+        behind: Any = None,
+    ) -> LayerOutput:
+        """All layers and the final norm: ``hidden`` as x, the cache with the new tokens, and what
+        layers emit, a ``Sums`` for each distinct block with its repetitions in front.
+
+        Args:
+            positions, segment_ids: as in ``hidden``; with a cache each row counts on from what it
+                has cached, from 0 on in an empty one, and a position below 0 is padding, to the
+                right of the row's tokens.
+            contexts: tokens that each row is known to come to, by which LongRoPE chooses its
+                angles; by default as many as there are with these.
+            behind: arrays of what follows the layers, handed on: where gradients of layers are
+                waited for in order, those of these are, too.
+        """
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1])[None], token_ids.shape)
+        embed_key, blocks_key = (
+            (None, None) if dropout_key is None else jax.random.split(dropout_key)
+        )
+        x_BTD = self.embed(token_ids, positions, embed_key)
+        given = Pass(positions_BT=positions, segment_ids_BT=segment_ids)
+        layer_keys = None
+        if blocks_key is not None:
+            layer_keys = jax.random.split(blocks_key, self.config.num_layers)
+        ropes = self.rope_tables(positions, contexts)
+        whole = whole_step(x_BTD, list(self.blocks), self.execution, given, ropes, cache)
+        if whole is not None:
+            return dataclasses.replace(whole, x=self.normalized(whole.x))
+        caches, sums, num_blocks, num_layers, handed_on = [], [], 0, 0, None
+        for each in self.config.stacks:
+            places = slice(num_blocks, num_blocks + len(each.pattern))
+            num_blocks = places.stop
+            keys = None
+            if layer_keys is not None:
+                count = len(each.pattern) * each.repeats
+                keys = layer_keys[num_layers : num_layers + count]
+                keys = keys.reshape(each.repeats, len(each.pattern))
+                num_layers += count
+            out = self._run_stack(
+                x_BTD,
+                each,
+                places,
+                given,
+                ropes=ropes[places],
+                keys=keys,
+                cache=None if cache is None else cache[places],
+                behind=behind if num_blocks == len(self.config.blocks) else None,
+            )
+            x_BTD, handed_on = out.x, out.behind
+            caches += out.cache or ()
+            sums += out.sums
+        return LayerOutput(
+            x=self.normalized(x_BTD),
+            cache=None if cache is None else tuple(caches),
+            sums=tuple(sums),
+            behind=handed_on,
+        )
+
+    def _run_stack(
+        self,
+        x_BTD: jax.Array,
+        stack: Stack,
+        places: slice,
+        given: Pass,
+        *,
+        ropes: Sequence[RopeTable | None],
+        keys: jax.Array | None,
+        cache: KVCache | None,
+        behind: Any,
+    ) -> LayerOutput:
+        """One stack of layers.
+
+        Args:
+            places: of its pattern among the blocks.
+            ropes: one for each block of the pattern.
+            keys: of dropout, [repeats, pattern].
+        """
+        repeats, unroll = stack.repeats, repeats_in_body(stack, self.execution.unroll)
+        kinds = in_eight_bits(self.config, self.execution.policy, places)
+        if cache is not None and (repeats == 1 or self.execution.is_straight):
+            blocks = self._blocks_at(places)
+            with jax.named_scope("layer"):
+                return straight(x_BTD, blocks, kinds, given, tuple(ropes), cache)
+        computed = {
+            kind: self.repetition(places, given, ropes=ropes, cache=cache, number=kinds.index(kind))
+            for kind in dict.fromkeys(kinds)
+        }
+        _, parameters = computed[kinds[0]]
+        stored = None if cache is None else [each.arrays for each in cache]
+        indices = None if cache is None else jnp.arange(repeats)
+        with jax.named_scope("layer"):
+            steps = steps_of_stack(
+                [computed[kind][0] for kind in kinds],
+                self.execution,
+                self.config,
+                places.start,
+                in_loop=unroll < repeats,
+            )
+            start, layers = (x_BTD, stored), (indices, parameters, keys)
+            if len(set(steps)) > 1 or (cache is None and 1 < repeats == unroll):
+                # Of experts there are more weights than of all else: how their gradients are put
+                # together is most of what an update takes.
+                has_experts = any(
+                    isinstance(block.feed_forward, ExpertsConfig)
+                    for block in self.config.blocks[places]
+                )
+                take = take_in_place if has_experts else take_apart
+                (x_BTD, stored), sums, behind = one_by_one(
+                    steps,
+                    start,
+                    layers,
+                    take=take,
+                    in_order=self.execution.gather is not None,
+                    behind=behind,
+                )
+            else:
+                (x_BTD, stored), sums = jax.lax.scan(steps[0], start, layers, unroll=unroll)
+        if cache is not None and stored is not None:
+            cache = tuple(map(after_pass, cache, stored))
+        return LayerOutput(x=x_BTD, cache=cache, sums=sums, behind=behind)
+
+    def repetition(
+        self,
+        places: slice,
+        given: Pass,
+        *,
+        ropes: Sequence[RopeTable | None],
+        cache: KVCache | None = None,
+        number: int = 0,
+    ):
+        """What one repetition of a stack's pattern computes, and the parameters of all of them.
+
+        Args:
+            places, ropes: as in ``_run_stack``.
+            number: which repetition it is; they differ where ``in_eight_bits`` does.
+
+        Returns:
+            ``repetition_of`` the blocks; parameters of each block [repeats, ...].
+        """
+        kind = in_eight_bits(self.config, self.execution.policy, places)[number]
+        graphdefs, parameters = graphdefs_of(self._blocks_at(places), kind)
+        return repetition_of(graphdefs, given, ropes=ropes, cache=cache), parameters
+
+    def _blocks_at(self, places: slice) -> list[Block]:
+        return list(self.blocks)[places]
+
+    def normalized(self, x_BTD: jax.Array) -> jax.Array:
+        """The last block's output as the vocabulary projection reads it."""
+        with jax.named_scope("final_norm"):
+            hidden_BTD = self.final_norm(x_BTD)
+            return self.execution.place(hidden_BTD, (axes.BATCH, axes.SEQUENCE, axes.STREAM))
+
+    def embed(self, ids_BT: jax.Array, positions_BT: jax.Array, key: jax.Array | None) -> jax.Array:
+        """The first block's input, [B, T, D] in the compute dtype; a key drops out."""
+        with jax.named_scope("embedding"):
+            x_BTD = self.embedding(ids_BT)
+            if self.config.embedding_scale != 1.0:
+                # Rounded to the compute dtype first, as Gemma does.
+                x_BTD = x_BTD * jnp.asarray(self.config.embedding_scale, x_BTD.dtype)
+            if self.positions is not None:
+                x_BTD = x_BTD + self.positions(positions_BT)
+            x_BTD = dropout(
+                x_BTD,
+                rate=self.config.dropout_rate,
+                key=key,
+                place=self.execution.place,
+            )
+            return self.execution.place(x_BTD, (axes.BATCH, axes.STREAM_SEQUENCE, axes.STREAM))
+
+    def rope_tables(
+        self, positions_BT: jax.Array, contexts_B: jax.Array | None = None
+    ) -> list[RopeTable | None]:
+        """One entry for each distinct block, None without rotary; arguments as in ``run``."""
+        tables: dict[tuple[RopeConfig, int], RopeTable] = {}
+        result: list[RopeTable | None] = []
+        for block in self.config.blocks:
+            rope, head_dim = block.mixer.rope, block.mixer.rotated_dim
+            if rope is None:
+                result.append(None)
+                continue
+            if (rope, head_dim) not in tables:
+                tables[rope, head_dim] = rope_table(
+                    rope, head_dim=head_dim, positions_BT=positions_BT, contexts_B=contexts_B
+                )
+            result.append(tables[rope, head_dim])
+        return result
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(
+    graphdef: nnx.GraphDef[Decoder],
+    parameters: nnx.State,
+    token_ids: jax.Array,
+    segment_ids: jax.Array | None,
+    positions: jax.Array | None,
+) -> jax.Array:
+    decoder = nnx.merge(graphdef, parameters)
+    hidden_BTD = decoder.hidden(token_ids, segment_ids=segment_ids, positions=positions)
+    return decoder.logits(hidden_BTD)

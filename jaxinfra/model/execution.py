@@ -1,0 +1,392 @@
+"""How a decoder runs, as opposed to what it is: the ports of every layer as one value.
+
+``jaxinfra.parallel.execution.execution_on`` builds it, for one device and for meshes.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfra.axes import VOCAB, Dims
+from jaxinfra.config.cache import CacheFormat
+from jaxinfra.config.model import ExpertsConfig, LatentAttentionConfig, MixerConfig
+from jaxinfra.config.run import KeptValues, Remat
+from jaxinfra.numerics.policy import Policy
+from jaxinfra.numerics.recipe import Recipe
+from jaxinfra.ops.cached_attention import Pages
+from jaxinfra.ops.cross_entropy import CrossEntropySums
+from jaxinfra.ops.deferred import Deferred
+from jaxinfra.ops.experts import ExpertWeights, apply_experts
+from jaxinfra.ops.fp8_operands import Input
+from jaxinfra.ops.fp8_swiglu import Factor
+from jaxinfra.ops.gathered import Gather, GatheredWeight
+from jaxinfra.ops.quantized import QuantizedWeight
+
+
+class Multiply(Protocol):
+    """A matmul of activations and a weight; ``jaxinfra.ops.multiply.multiply`` is one."""
+
+    def __call__(
+        self,
+        spec: str,
+        x: jax.Array | Input,
+        weight: jax.Array | QuantizedWeight | GatheredWeight,
+        *,
+        recipe: Recipe,
+        out: jnp.dtype | None = None,
+        history: jax.Array | None = None,
+        dims: Dims | None = None,
+    ) -> jax.Array:
+        """Returns ``einsum(spec, x, weight)`` in ``out``, by default the recipe's compute dtype.
+
+        Args:
+            history: what a recipe in 8 bits remembers; its cotangent is what it learned.
+            dims: logical dims of the weight.
+        """
+        ...
+
+
+class Prepare(Protocol):
+    """An input that several matmuls share; ``jaxinfra.ops.multiply.prepared`` is one."""
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        recipe: Recipe,
+        dims: Dims = (None,),
+        history: jax.Array | None = None,
+    ) -> jax.Array | Input:
+        """Returns x, quantized where the recipe multiplies in 8 bits.
+
+        Args:
+            x: of the residual stream, placed as it is where devices quantize their parts.
+            dims: logical dims of the weights that they contract.
+        """
+        ...
+
+
+class SwiGlu(Protocol):
+    """A gated layer's hidden values; ``jaxinfra.ops.few_rows.swiglu_few_rows`` is one."""
+
+    def __call__(
+        self,
+        x_BTD: jax.Array | Deferred,
+        weight_DF: jax.Array | QuantizedWeight,
+        *,
+        recipe: Recipe,
+    ) -> jax.Array | Deferred:
+        """Returns ``silu(x gate) * (x up)`` in the compute dtype, or what the port ``fused`` makes
+        it of; the weight's first half of columns are gates.
+        """
+        ...
+
+
+class SwiGluInput(Protocol):
+    """Hidden values in 8 bits; ``jaxinfra.ops.fp8_swiglu.swiglu_input`` is one."""
+
+    def __call__(self, x: Input, gate: Factor, up: Factor, *, recipe: Recipe) -> Input | None:
+        """Returns ``silu(x gate) * (x up)`` for the product that reads it; None where products,
+        activation and casts follow one another.
+        """
+        ...
+
+
+class Fused(Protocol):
+    """A product with what comes before and after it; ``jaxinfra.ops.few_rows.fused_few_rows`` is
+    one.
+    """
+
+    def __call__(
+        self,
+        spec: str,
+        x: jax.Array | Deferred,
+        weight: jax.Array | QuantizedWeight,
+        *,
+        recipe: Recipe,
+        residual: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns ``residual + einsum(spec, x, weight)`` in the compute dtype."""
+        ...
+
+
+class Attend(Protocol):
+    """Self-attention over packed documents; ``jaxinfra.ops.attention.attention`` is one."""
+
+    def __call__(
+        self,
+        q_BTNH: jax.Array,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array,
+        *,
+        config: MixerConfig,
+        segment_ids_BT: jax.Array | None,
+        sinks_N: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns [B, T, N, H] in q's dtype.
+
+        Args:
+            sinks_N: a score of each head that joins its softmax and has no value.
+        """
+        ...
+
+
+class AttendLatents(Protocol):
+    """Self-attention to keys and values that are rebuilt from latents, where a device has a part of
+    the sequence only.
+    """
+
+    def __call__(
+        self,
+        q_BTNH: jax.Array,
+        latent_BTR: jax.Array,
+        key_BTP: jax.Array,
+        up_RNH: jax.Array,
+        *,
+        config: LatentAttentionConfig,
+        recipe: Recipe,
+        segment_ids_BT: jax.Array | None,
+    ) -> jax.Array:
+        """Returns [B, T, N, Hv] in q's dtype.
+
+        Args:
+            key_BTP: the rotated key that all heads share.
+            up_RNH: weight that makes each head's key without position and value of a latent.
+            recipe: of that product.
+        """
+        ...
+
+
+class Decode(Protocol):
+    """Attention over a cache; ``jaxinfra.ops.cached_attention.cached_attention`` is one."""
+
+    def __call__(
+        self,
+        q_BTNH: jax.Array,
+        pages: Pages,
+        *,
+        config: MixerConfig,
+        positions_BT: jax.Array,
+        sinks_N: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns [B, T, N, H] in q's dtype: each query sees keys up to its own position, which the
+        cache holds already; one whose position is below 0 is padding.
+        """
+        ...
+
+
+class AppendHeads(Protocol):
+    """A packed product's queries, and its keys and values in a cache;
+    ``jaxinfra.ops.append_heads.append_packed_heads`` is one.
+    """
+
+    def __call__(
+        self,
+        heads_BTNH: jax.Array,
+        pages: Pages,
+        *,
+        config: MixerConfig,
+        positions_BT: jax.Array,
+        rope: tuple[jax.Array, jax.Array] | None,
+        is_empty: bool,
+    ) -> tuple[jax.Array, dict[str, jax.Array]] | None:
+        """Rotated queries, and pages with the new tokens; None where one is done after the other.
+
+        Tables are below 0 where a row has no page; ``is_empty`` is what the cache was before.
+        """
+        ...
+
+
+class Lookup(Protocol):
+    """Reading rows of an embedding table; ``take_rows`` is one."""
+
+    def __call__(
+        self, table_VD: jax.Array, ids_BT: jax.Array, *, rows_dim: str, policy: Policy
+    ) -> jax.Array:
+        """Returns [B, T, D] in the compute dtype."""
+        ...
+
+
+def take_rows(
+    table_VD: jax.Array, ids_BT: jax.Array, *, policy: Policy, rows_dim: str = VOCAB
+) -> jax.Array:
+    """Rows by index, [B, T, D] in the compute dtype; ids outside the table yield NaN.
+
+    Gathered in the param dtype, then cast, so that the gradient of repeated tokens is summed in the
+    param dtype too.
+    """
+    del rows_dim
+    return policy.to_compute(table_VD.at[ids_BT].get(mode="fill", fill_value=jnp.nan))
+
+
+class CrossEntropy(Protocol):
+    """The training loss from the last layer's normalized output."""
+
+    def __call__(
+        self,
+        hidden_BTD: jax.Array,
+        table_VD: jax.Array,
+        targets_BT: jax.Array,
+        weights_BT: jax.Array,
+        *,
+        policy: Policy,
+        z_loss: float,
+        label_smoothing: float,
+        logit_soft_cap: float | None,
+    ) -> CrossEntropySums:
+        """Sums over all tokens.
+
+        Args:
+            table_VD: rows of the vocabulary, as stored.
+        """
+        ...
+
+
+class ExpertExchange(Protocol):
+    """Tokens to their experts and back; ``within_device`` is one."""
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        expert_BTK: jax.Array,
+        weight_BTK: jax.Array,
+        experts: ExpertWeights,
+        *,
+        config: ExpertsConfig,
+        recipe: Recipe,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns each token's weighted sum of its experts' outputs, [B, T, D] in the recipe's
+        compute dtype, and how many choices found no room; None where there is room for all.
+
+        Args:
+            expert_BTK: int32; num_experts for no expert.
+            weight_BTK: fp32.
+        """
+        ...
+
+
+def within_device(
+    x_BTD: jax.Array,
+    expert_BTK: jax.Array,
+    weight_BTK: jax.Array,
+    experts: ExpertWeights,
+    *,
+    config: ExpertsConfig,
+    recipe: Recipe,
+) -> tuple[jax.Array, None]:
+    """``ExpertExchange`` where all tokens and experts are on one device: nothing is sent."""
+    batch, length, width = x_BTD.shape
+    y_ND, _ = apply_experts(
+        x_BTD.reshape(-1, width),
+        expert_BTK.reshape(batch * length, -1),
+        weight_BTK.reshape(batch * length, -1),
+        experts,
+        kind=config.kind,
+        recipe=recipe,
+    )
+    return y_ND.reshape(batch, length, width), None
+
+
+class Place(Protocol):
+    """Where activations lie."""
+
+    @property
+    def batch_shards(self) -> int:
+        """Devices that rows of a batch are spread over; as many divide it."""
+        ...
+
+    def first_row(self, num_rows: int) -> jax.Array | int:
+        """Where these rows begin in the whole batch: not at 0 where devices run apart."""
+        ...
+
+    def places(self, num_tokens: int) -> jax.Array:
+        """int32 [T]: the place in the sequence of each token, in the order they lie in."""
+        ...
+
+    def over_batch(self, x: jax.Array) -> jax.Array:
+        """x, summed over devices that run apart, each on its own rows of the batch."""
+        ...
+
+    def copies(self, dim: str | None, size: int) -> int:
+        """How many copies of each element a dim of this size has, one for each device that shards
+        it: above 1 where key/value heads are fewer than these devices.
+        """
+        ...
+
+    def __call__(self, x: jax.Array, dims: Dims) -> jax.Array:
+        """x, placed as a tensor of these dims."""
+        ...
+
+
+type DecodeLayers = Callable[..., tuple[jax.Array, dict[str, jax.Array]] | None]
+"""All layers' step of one token: x, each layer's pages; ``jaxinfra.ops.decode_layers`` has one."""
+
+type AppendAndAttend = Callable[..., tuple[jax.Array, dict[str, jax.Array]] | None]
+"""``AppendHeads`` given ``sinks_N`` too: what queries find; ``ops.append_heads`` has one."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Anywhere:
+    """``Place`` on one device: the identity."""
+
+    batch_shards: int = 1
+
+    def first_row(self, num_rows: int) -> int:
+        """All rows are here."""
+        del num_rows
+        return 0
+
+    def places(self, num_tokens: int) -> jax.Array:
+        """Tokens lie in their order."""
+        return jnp.arange(num_tokens)
+
+    def over_batch(self, x: jax.Array) -> jax.Array:
+        """x itself."""
+        return x
+
+    def copies(self, dim: str | None, size: int) -> int:
+        """One of each."""
+        del dim, size
+        return 1
+
+    def __call__(self, x: jax.Array, dims: Dims) -> jax.Array:
+        """x itself."""
+        del dims
+        return x
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Execution:
+    """The ports through which layers compute, and what is kept for the backward pass.
+
+    Layers call ``place(x, dims)`` on activations whose placement matters; on one device it is the
+    identity, on a mesh ``jaxinfra.parallel`` supplies it.
+    """
+
+    policy: Policy
+    multiply: Multiply
+    swiglu: SwiGlu | None  # of a packed weight; None: a product, then the activation
+    swiglu_input: SwiGluInput
+    fused: Fused | None  # None: norms, products and sums one after another
+    prepare: Prepare
+    attend: Attend
+    attend_latents: AttendLatents | None  # None: devices hold whole sequences, ``attend`` does
+    decode: Decode
+    lookup: Lookup
+    cross_entropy: CrossEntropy
+    exchange: ExpertExchange
+    place: Place
+    gather: Gather | None  # of weights that are kept as gathered; None: left to the compiler
+    remat: Remat
+    kept: tuple[KeptValues, ...]  # of remat=chosen
+    unroll: int
+    cache_format: CacheFormat  # of what is kept of past tokens
+    packed: bool  # projections of one input are one weight: for serving, without tensor parallelism
+    is_straight: bool = False  # with a cache, layers are one after another, not a loop
+    append: AppendHeads | None = None  # None: heads are rotated and appended one after another
+    append_and_attend: AppendAndAttend | None = None  # None: ``append``, then ``decode``
+    decode_layers: DecodeLayers | None = None  # None: layers are computed one after another
+    statistics: bool = False  # layers say what their activations are like, in ``Sums``

@@ -1,0 +1,195 @@
+"""Routed and shared experts (DeepSeekMoE, arXiv 2401.06066).
+
+Dims: B batch, T position, D model width, E experts, F hidden width, K experts of a token.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float
+
+from jaxinfra import axes
+from jaxinfra.config.model import ExpertsConfig
+from jaxinfra.model.execution import Execution
+from jaxinfra.model.passes import LayerOutput, ModelState, Pass, Sums, joined
+from jaxinfra.model.projection import HIDDEN, Projection
+from jaxinfra.model.routing import EvenLoads, ExpertChoice, balance_sums, choose, within_capacity
+from jaxinfra.numerics.recipe import Site
+from jaxinfra.ops.activation import activated
+from jaxinfra.ops.experts import CHOICE_NAME, ExpertWeights
+
+
+class Experts(nnx.Module):
+    """A router, experts of which each token passes ``top_k``, and those that every token passes.
+
+    It emits the losses that the config asks for, and the counts ``expert_tokens`` (of each expert,
+    before any is dropped), ``dropped`` (choices beyond an expert's capacity) and ``overflowed``
+    (choices that a bounded exchange between devices had no room for).
+
+    Args:
+        std, out_std: of initial weights, inward and back into the residual stream.
+    """
+
+    def __init__(
+        self,
+        config: ExpertsConfig,
+        *,
+        model_dim: int,
+        std: float,
+        out_std: float,
+        execution: Execution,
+        rngs: nnx.Rngs,
+    ):
+        self.config, self.execution = config, execution
+        policy = execution.policy
+        param, num = policy.param, config.num_experts
+        active = config.top_k / num
+        self.recipe = policy.recipe(Site.EXPERTS)
+        read_as = self.recipe.gradient  # as ``ops.experts`` rounds them
+        build = functools.partial(Projection, execution=execution, rngs=rngs)
+
+        def routed(shape: tuple[int, ...], dims: axes.Dims, std: float) -> nnx.Param:
+            value = std * jax.random.normal(rngs.params(), (num, *shape), param)
+            return nnx.Param(
+                value, axes=(axes.EXPERTS, *dims), matmul=True, active=active, read_as=read_as
+            )
+
+        def bias(width: int, dim: str) -> nnx.Param | None:
+            if not config.bias:
+                return None
+            value = jnp.zeros((num, width), param)
+            return nnx.Param(value, axes=(axes.EXPERTS, dim), active=active)
+
+        self.router = build(
+            "BTD,DE->BTE",
+            shape=(model_dim, num),
+            dims=(axes.EMBED, None),
+            bias_rank=1 if config.routing.logit_bias else 0,
+            std=std,
+            site=Site.ROUTER,
+            whole=True,
+        )
+        self.router_correction = (
+            ModelState(
+                jnp.zeros(num, policy.accum),
+                axes=(None,),
+                rule=EvenLoads(config.balance.bias_rate),
+            )
+            if config.routing.correction_bias
+            else None
+        )
+        inward, outward = (axes.EMBED, axes.MLP), (axes.MLP, axes.EMBED)
+        shape = (model_dim, config.hidden_dim)
+        gated = config.kind.gated
+        self.gate = routed(shape, inward, std) if gated else None
+        self.up = routed(shape, inward, std)
+        self.down = routed(shape[::-1], outward, out_std)
+        self.gate_bias = bias(config.hidden_dim, axes.MLP) if gated else None
+        self.up_bias = bias(config.hidden_dim, axes.MLP)
+        self.down_bias = bias(model_dim, axes.EMBED)
+        wide = (model_dim, config.shared_hidden_dim)
+        has_shared = config.shared_hidden_dim > 0
+        shared = functools.partial(
+            build, "BTD,DF->BTF", shape=wide, dims=inward, std=std, name=HIDDEN
+        )
+        self.shared_gate = shared() if has_shared and gated else None
+        self.shared_up = shared() if has_shared else None
+        self.shared_down = (
+            build("BTF,FD->BTD", shape=wide[::-1], dims=outward, std=out_std)
+            if has_shared
+            else None
+        )
+        self.shared_scale = (
+            build("BTD,DE->BTE", shape=(model_dim, 1), dims=(axes.EMBED, None), std=std, whole=True)
+            if config.shared_gate
+            else None
+        )
+
+    def __call__(self, x_BTD: Float[Array, "B T D"], given: Pass) -> LayerOutput:
+        """[B, T, D] to [B, T, D] in the compute dtype. Tokens of padding choose no expert."""
+        policy, place = self.execution.policy, self.execution.place
+        counts_BT = _counted(x_BTD, given)
+        with jax.named_scope("routing"):
+            choice, sums = self._route(x_BTD, counts_BT)
+            if self.config.balance.capacity_factor is not None and given.cache is None:
+                choice, dropped = within_capacity(choice, config=self.config)
+                sums = joined(sums, Sums(added={"dropped": dropped}))
+            expert_BTK = checkpoint_name(choice.expert_BTK, CHOICE_NAME)
+        y_BTD, overflowed = self.execution.exchange(
+            x_BTD,
+            place(expert_BTK, (axes.BATCH, axes.SEQUENCE, None)),
+            place(choice.weight_BTK, (axes.BATCH, axes.SEQUENCE, None)),
+            self.weights,
+            config=self.config,
+            recipe=self.recipe,
+        )
+        if overflowed is not None:
+            sums = joined(sums, Sums(added={"overflowed": overflowed}))
+        if self.shared_up is not None:
+            with jax.named_scope("shared"):
+                y_BTD = policy.to_accum(y_BTD) + self._shared(x_BTD)
+        return LayerOutput(x=policy.to_compute(y_BTD), sums=sums)
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """The routed experts', as they are kept."""
+
+        def value(parameter: nnx.Param | None) -> Any:
+            return None if parameter is None else parameter.get_value()
+
+        return ExpertWeights(
+            gate_EDF=value(self.gate),
+            up_EDF=value(self.up),
+            down_EFD=value(self.down),
+            gate_bias_EF=value(self.gate_bias),
+            up_bias_EF=value(self.up_bias),
+            down_bias_ED=value(self.down_bias),
+        )
+
+    def _route(self, x_BTD: jax.Array, counts_BT: Bool[Array, "B T"]) -> tuple[ExpertChoice, Sums]:
+        place, accum = self.execution.place, self.execution.policy.to_accum
+        logits_BTE = accum(self.router(x_BTD))
+        logits_BTE = place(logits_BTE, (axes.BATCH, axes.SEQUENCE, None))
+        bias = self.router_correction
+        choice = choose(
+            logits_BTE,
+            config=self.config,
+            correction_E=None if bias is None else bias[...],
+            counts_BT=counts_BT,
+        )
+        sums = balance_sums(
+            choice,
+            logits_BTE,
+            config=self.config,
+            counts_BT=counts_BT,
+            over_batch=place.over_batch,
+        )
+        return choice, sums
+
+    def _shared(self, x_BTD: jax.Array) -> jax.Array:
+        """What the experts that every token passes add, in the accum dtype."""
+        assert self.shared_up is not None
+        assert self.shared_down is not None
+        policy = self.execution.policy
+        up_BTF = policy.to_accum(self.shared_up(x_BTD))
+        gate = self.shared_gate
+        gate_BTF = None if gate is None else policy.to_accum(gate(x_BTD))
+        hidden_BTF = policy.to_compute(activated(self.config.kind, up_BTF, gate_BTF))
+        hidden_BTF = self.execution.place(hidden_BTF, (axes.BATCH, axes.SEQUENCE, axes.MLP))
+        y_BTD = policy.to_accum(self.shared_down(hidden_BTF))
+        if self.shared_scale is None:
+            return y_BTD
+        return y_BTD * jax.nn.sigmoid(policy.to_accum(self.shared_scale(x_BTD)))
+
+
+def _counted(x_BTD: jax.Array, given: Pass) -> jax.Array:
+    """bool [B, T]: which tokens are no padding."""
+    if given.segment_ids_BT is not None:
+        return given.segment_ids_BT >= 0
+    if given.cache is not None:
+        return given.positions_BT >= 0
+    return jnp.ones(x_BTD.shape[:2], jnp.bool)

@@ -1,0 +1,105 @@
+"""Floating-point operations of a decoder, a multiply and an add counted as two.
+
+2 FLOPs for each token and parameter that it is multiplied with (Kaplan et al. 2020, table 1), and
+attention by the query-key pairs that are seen: T (T + 1) / 2 of a causal sequence. Recomputation
+and packing do not count (PaLM, arXiv 2204.02311, appendix B).
+"""
+
+from collections.abc import Iterable
+
+from jaxinfra.config.model import LatentAttentionConfig, MixerConfig, ModelConfig
+from jaxinfra.model.definition import ModelDefinition, ParameterInfo
+
+
+def matmul_parameters(table: Iterable[ParameterInfo], *, frozen: bool = False) -> int:
+    """Elements that a token is multiplied with: no lookups, norms, biases or experts it passes by.
+
+    Args:
+        table: of ``ModelDefinition``.
+        frozen: count those only that are not trained.
+    """
+    counted = (each for each in table if each.matmul and not (frozen and each.trained))
+    return round(sum(each.size * each.active for each in counted))
+
+
+def visible_pairs(length: int, *, window: int | None = None, start: int = 0) -> int:
+    """Query-key pairs of ``length`` queries at positions start.., each seeing itself and before.
+
+    Args:
+        window: most keys a query sees, itself among them.
+        start: positions cached before the first query.
+    """
+    if window is None:
+        return length * start + length * (length + 1) // 2
+    # Queries whose whole past fits the window see start + i + 1 keys, the others ``window``.
+    growing = min(max(window - start, 0), length)
+    return growing * start + growing * (growing + 1) // 2 + (length - growing) * window
+
+
+def attention_flops(mixer: MixerConfig, length: int, *, start: int = 0) -> float:
+    """Forward FLOPs of q k^T and p v of one sequence and layer: 2 pairs (score + value width)."""
+    pairs = visible_pairs(length, window=mixer.window, start=start)
+    return 2.0 * pairs * (mixer.score_width + mixer.value_width)
+
+
+def forward_flops(
+    config: ModelConfig, parameters: int, length: int, *, batch: int = 1, start: int = 0
+) -> float:
+    """One forward pass over ``batch`` sequences of ``length`` new tokens after ``start`` cached.
+
+    Args:
+        parameters: ``matmul_parameters`` of the model's table.
+    """
+    core = sum(
+        repeats * attention_flops(block.mixer, length, start=start)
+        for block, repeats in zip(config.blocks, config.repeats, strict=True)
+    )
+    return batch * (2.0 * parameters * length + core)
+
+
+def training_flops(
+    config: ModelConfig, parameters: int, length: int, *, batch: int = 1, frozen: int = 0
+) -> float:
+    """Forward and backward: three times the forward, less the weight gradients of what is frozen.
+
+    Args:
+        parameters, frozen: ``matmul_parameters`` of the model's table, and those not trained.
+    """
+    whole = 3.0 * forward_flops(config, parameters, length, batch=batch)
+    return whole - 2.0 * frozen * batch * length
+
+
+def training_flops_per_token(model: ModelDefinition, length: int) -> float:
+    """``training_flops`` of an average token of such a sequence: what MFU is measured by."""
+    table = model.table()
+    parameters, frozen = matmul_parameters(table), matmul_parameters(table, frozen=True)
+    return training_flops(model.config, parameters, length, frozen=frozen) / length
+
+
+def decode_flops(config: ModelConfig, parameters: int, context: int, *, batch: int = 1) -> float:
+    """One new token a sequence after ``context`` cached ones.
+
+    Latent attention scores the cached latents themselves, its projections absorbed into queries and
+    outputs (arXiv 2405.04434, section 2.1.2): fewer bytes for more FLOPs.
+    """
+    flops = forward_flops(config, parameters, 1, batch=batch, start=context)
+    for block, repeats in zip(config.blocks, config.repeats, strict=True):
+        mixer = block.mixer
+        if isinstance(mixer, LatentAttentionConfig):
+            absorbed = mixer.num_q_heads * (2 * mixer.kv_rank + mixer.rope_dim)
+            wider = absorbed - mixer.score_width - mixer.value_width
+            pairs = visible_pairs(1, window=mixer.window, start=context)
+            flops += batch * repeats * 2.0 * pairs * wider
+    return flops
+
+
+def palm_flops_per_token(
+    config: ModelConfig, *, num_parameters: int, sequence_length: int
+) -> float:
+    """``6 N + 12 L H Q T``, PaLM's own accounting (arXiv 2204.02311, appendix B), to compare with.
+
+    All parameters count, and every query is taken to see every key: at most twice the attention of
+    ``training_flops_per_token``.
+    """
+    widths = (block.mixer.score_width for block in config.layers)
+    return 6.0 * num_parameters + 12.0 * sum(widths) * sequence_length

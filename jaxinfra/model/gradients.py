@@ -1,0 +1,73 @@
+"""What is learned from a batch, and how the parts of a batch come together."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfra.model.definition import Parameters
+from jaxinfra.model.passes import Sums, combined
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Gradients:
+    """What a step learns from its batch, or from a part of it: the part's share."""
+
+    loss: jax.Array  # fp32 []: mean nll in nats per counted token, or mean loss of pairs
+    gradients: Parameters  # of the objective times the loss scale, in the parameters' dtypes
+    sums: Any  # a ``layers.passes.Sums`` for each distinct block
+    state: Parameters  # what the backward pass emits, in the structure of the model's state
+    # fp32 []: sums that a loss shows beside its value, by name.
+    figures: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+
+
+def added(first: Gradients, second: Gradients) -> Gradients:
+    """Gradients of two parts of a batch together."""
+    return Gradients(
+        loss=first.loss + second.loss,
+        gradients=jax.tree.map(jnp.add, first.gradients, second.gradients),
+        sums=combined(first.sums, second.sums),
+        state=jax.tree.map(jnp.maximum, first.state, second.state),
+        figures=jax.tree.map(jnp.add, first.figures, second.figures),
+    )
+
+
+def nothing_added(shapes: Gradients) -> Gradients:
+    """What the first part of a batch is added to.
+
+    Args:
+        shapes: of a part.
+    """
+    return Gradients(
+        loss=_zeros(shapes.loss),
+        gradients=_zeros(shapes.gradients),
+        sums=nothing_summed(shapes.sums),
+        state=nothing_emitted(shapes.state),
+        figures=_zeros(shapes.figures),
+    )
+
+
+def nothing_summed(shapes: Any) -> Any:
+    """What the first part's tree of ``Sums`` is combined with."""
+
+    def empty(sums: Sums) -> Sums:
+        return Sums(
+            losses=_zeros(sums.losses), added=_zeros(sums.added), largest=_least(sums.largest)
+        )
+
+    return jax.tree.map(empty, shapes, is_leaf=lambda node: isinstance(node, Sums))
+
+
+def nothing_emitted(shapes: Parameters) -> Parameters:
+    """What the first part's cotangents by state are maximized with."""
+    return _least(shapes)
+
+
+def _zeros(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
+
+
+def _least(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.full(leaf.shape, -jnp.inf, leaf.dtype), tree)

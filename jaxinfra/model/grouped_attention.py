@@ -1,0 +1,192 @@
+"""Self-attention: MHA, GQA and MQA by the number of key/value heads.
+
+Dims: B batch, T position, S cache slot, D model width, N query heads, K key/value heads,
+H head width.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxinfra import axes
+from jaxinfra.config.model import GroupedAttentionConfig
+from jaxinfra.model.cache import Cache, with_pages
+from jaxinfra.model.execution import Execution
+from jaxinfra.model.norm import Norm
+from jaxinfra.model.passes import LayerOutput, Pass
+from jaxinfra.model.projection import Projection
+from jaxinfra.model.rope import apply_rope
+from jaxinfra.ops.cache_format import as_cached
+from jaxinfra.ops.deferred import Deferred
+
+
+class GroupedAttention(nnx.Module):
+    """softmax(q k^T / sqrt(H)) v (Vaswani et al. 2017), N/K query heads to a key/value head.
+
+    Args:
+        out_std: standard deviation of the output projection's initial weights.
+    """
+
+    def __init__(
+        self,
+        config: GroupedAttentionConfig,
+        *,
+        model_dim: int,
+        std: float,
+        out_std: float,
+        execution: Execution,
+        rngs: nnx.Rngs,
+    ):
+        self.config = config
+        self.execution = execution
+        width, heads, kv_heads = config.head_dim, config.num_q_heads, config.num_kv_heads
+
+        def inward(num_heads: int, heads_dim: str | None) -> Projection:
+            return Projection(
+                "BTD,DNH->BTNH",
+                shape=(model_dim, num_heads, width),
+                dims=(axes.EMBED, heads_dim, axes.HEAD),
+                bias_rank=2 if config.qkv_bias else 0,
+                std=std,
+                execution=execution,
+                rngs=rngs,
+                repeated=axes.KV_HEADS if heads_dim == axes.KV_HEADS else None,
+            )
+
+        self.packed = inward(heads + 2 * kv_heads, None) if execution.packed else None
+        if self.packed is None:
+            self.query = inward(heads, axes.Q_HEADS)
+            self.key = inward(kv_heads, axes.KV_HEADS)
+            self.value = inward(kv_heads, axes.KV_HEADS)
+        self.out = Projection(
+            "BTNH,NHD->BTD",
+            shape=(heads, width, model_dim),
+            dims=(axes.Q_HEADS, axes.HEAD, axes.EMBED),
+            bias_rank=1 if config.out_bias else 0,
+            std=out_std,
+            execution=execution,
+            rngs=rngs,
+        )
+
+        self.sinks = (
+            nnx.Param(jnp.zeros(heads, execution.policy.param), axes=(axes.Q_HEADS,))
+            if config.sinks
+            else None
+        )
+
+        def head_norm() -> Norm | None:
+            if config.qk_norm is None:
+                return None
+            return Norm(config.qk_norm, width=width, dims=(axes.HEAD,), execution=execution)
+
+        self.query_norm, self.key_norm = head_norm(), head_norm()
+
+    def __call__(
+        self,
+        x_BTD: Float[Array, "B T D"] | Deferred,
+        given: Pass,
+    ) -> LayerOutput:
+        """Attends within x, or with a cache that holds tokens to these and x.
+
+        Returns [B, T, D] in the compute dtype, and the cache with x's keys and values.
+        """
+        place = self.execution.place
+        cache = given.cache
+        heads_BTNH = None if self.packed is None else self.packed(x_BTD)
+        if heads_BTNH is not None and cache is not None and given.segment_ids_BT is None:
+            appended = self._appended(heads_BTNH, given, cache)
+            if appended is not None:
+                return appended
+        q_BTNH, k_BTKH, v_BTKH = self._projected(x_BTD, heads_BTNH)
+        if self.query_norm is not None and self.key_norm is not None:
+            q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
+        if self.config.rope is not None and given.rope is not None:
+            pairs = self.config.rope.pairs
+            q_BTNH = apply_rope(q_BTNH, given.rope, pairs=pairs)
+            k_BTKH = apply_rope(k_BTKH, given.rope, pairs=pairs)
+        q_BTNH = place(q_BTNH, (axes.BATCH, axes.SEQUENCE, axes.Q_HEADS, axes.HEAD))
+        kv_dims = (axes.BATCH, axes.SEQUENCE, axes.KV_HEADS, axes.HEAD)
+        k_BTKH, v_BTKH = place(k_BTKH, kv_dims), place(v_BTKH, kv_dims)
+        if cache is not None:
+            cache = cache.append({"k": k_BTKH, "v": v_BTKH}, given.positions_BT)
+            # Where tokens attend to each other before they are read back, as they will be read:
+            # so a text does not depend on how its prompt was cut.
+            k_BTKH, v_BTKH = (as_cached(x, cache.format) for x in (k_BTKH, v_BTKH))
+        with jax.named_scope("core"):
+            if cache is None or cache.is_empty:
+                # Nothing but x to attend to: a mask by index is all that it takes.
+                out_BTNH = self.execution.attend(
+                    q_BTNH,
+                    k_BTKH,
+                    v_BTKH,
+                    config=self.config,
+                    segment_ids_BT=given.segment_ids_BT,
+                    sinks_N=self._sinks(),
+                )
+            else:
+                out_BTNH = self._decoded(q_BTNH, given, cache)
+        return LayerOutput(x=self.out(out_BTNH, residual=given.residual_BTD), cache=cache)
+
+    def _appended(self, heads_BTNH: jax.Array, given: Pass, cache: Cache) -> LayerOutput | None:
+        """``__call__`` where a packed product goes straight into a cache; None where in parts."""
+        if self.execution.append is None:
+            return None
+        if self.execution.append_and_attend is not None and not cache.is_empty:
+            with jax.named_scope("core"):
+                done = self.execution.append_and_attend(
+                    heads_BTNH,
+                    cache.places(),
+                    config=self.config,
+                    positions_BT=given.positions_BT,
+                    rope=given.rope,
+                    sinks_N=self._sinks(),
+                )
+            if done is not None:
+                out_BTNH, arrays = done
+                cache = with_pages(cache, arrays)
+                return LayerOutput(x=self.out(out_BTNH, residual=given.residual_BTD), cache=cache)
+        found = self.execution.append(
+            heads_BTNH,
+            cache.places(),
+            config=self.config,
+            positions_BT=given.positions_BT,
+            rope=given.rope,
+            is_empty=cache.is_empty,
+        )
+        if found is None:
+            return None
+        q_BTNH, arrays = found
+        cache = with_pages(cache, arrays)
+        with jax.named_scope("core"):
+            out_BTNH = self._decoded(q_BTNH, given, cache)
+        return LayerOutput(x=self.out(out_BTNH, residual=given.residual_BTD), cache=cache)
+
+    def _decoded(self, q_BTNH: jax.Array, given: Pass, cache: Cache) -> jax.Array:
+        """What queries find in a cache that holds their tokens."""
+        return self.execution.decode(
+            q_BTNH,
+            cache.view(),
+            config=self.config,
+            positions_BT=given.positions_BT,
+            sinks_N=self._sinks(),
+        )
+
+    def _sinks(self) -> jax.Array | None:
+        """[N], in the dtype of sums."""
+        return None if self.sinks is None else self.execution.policy.to_accum(self.sinks[...])
+
+    def _projected(
+        self, x_BTD: jax.Array | Deferred, heads_BTNH: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values, without position; of a packed product, where there is one."""
+        if heads_BTNH is None:
+            assert not isinstance(x_BTD, Deferred), "Block"
+            given_BTD = self.query.prepared(x_BTD)
+            return self.query(given_BTD), self.key(given_BTD), self.value(given_BTD)
+        first_key, first_value = self.config.num_q_heads, -self.config.num_kv_heads
+        return (
+            heads_BTNH[:, :, :first_key],
+            heads_BTNH[:, :, first_key:first_value],
+            heads_BTNH[:, :, first_value:],
+        )

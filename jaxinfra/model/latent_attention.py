@@ -1,0 +1,166 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+Keys and values of all heads are rebuilt from one latent per token; what carries the position is a
+key of its own, which all heads share. The cache holds these two and no heads.
+
+Dims: B batch, T position, D model width, N heads, H head width, R compressed (latent) width,
+P rotated width.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxinfra import axes
+from jaxinfra.config.model import LatentAttentionConfig
+from jaxinfra.model.cache import Cache
+from jaxinfra.model.execution import Execution
+from jaxinfra.model.norm import Norm
+from jaxinfra.model.passes import LayerOutput, Pass
+from jaxinfra.model.projection import Projection
+from jaxinfra.model.rope import apply_rope
+from jaxinfra.ops.cache_format import as_cached
+from jaxinfra.ops.latent_attention import expanded
+
+_HEADS = (axes.BATCH, axes.SEQUENCE, axes.Q_HEADS, axes.HEAD)
+
+
+class LatentAttention(nnx.Module):
+    """softmax((q_nope k_nope^T + q_rot k_rot^T) scale) v, with k_nope and v rebuilt from latents.
+
+    Args:
+        out_std: standard deviation of the output projection's initial weights.
+    """
+
+    def __init__(
+        self,
+        config: LatentAttentionConfig,
+        *,
+        model_dim: int,
+        std: float,
+        out_std: float,
+        execution: Execution,
+        rngs: nnx.Rngs,
+    ):
+        self.config = config
+        self.execution = execution
+
+        build = functools.partial(Projection, execution=execution, rngs=rngs)
+
+        def inward(spec: str, shape: tuple[int, ...], dims: axes.Dims) -> Projection:
+            return build(spec, shape=shape, dims=dims, std=std)
+
+        def down(width: int) -> Projection:
+            return build(
+                "BTD,DR->BTR",
+                shape=(model_dim, width),
+                dims=(axes.EMBED, axes.LATENT),
+                bias_rank=1 if config.bias else 0,
+                std=std,
+                whole=True,
+            )
+
+        def latent_norm(width: int) -> Norm:
+            return Norm(config.norm, width=width, dims=(axes.LATENT,), execution=execution)
+
+        heads, by_head = config.num_q_heads, (axes.LATENT, axes.Q_HEADS, axes.HEAD)
+        if config.query_rank is None:
+            shape = (model_dim, heads, config.head_dim)
+            self.query = inward("BTD,DNH->BTNH", shape, (axes.EMBED, axes.Q_HEADS, axes.HEAD))
+        else:
+            rank = config.query_rank
+            self.query_down = down(rank)
+            self.query_norm = latent_norm(rank)
+            self.query_up = inward("BTR,RNH->BTNH", (rank, heads, config.head_dim), by_head)
+        # The latent and the shared rotated key come out of one matrix.
+        self.kv_down = down(config.kv_rank + config.rope_dim)
+        self.kv_norm = latent_norm(config.kv_rank)
+        up = (config.kv_rank, heads, config.nope_dim + config.value_dim)
+        self.kv_up = inward("BTR,RNH->BTNH", up, by_head)
+        self.out = build(
+            "BTNH,NHD->BTD",
+            shape=(heads, config.value_dim, model_dim),
+            dims=(axes.Q_HEADS, axes.HEAD, axes.EMBED),
+            bias_rank=1 if config.bias else 0,
+            std=out_std,
+        )
+
+    def __call__(self, x_BTD: Float[Array, "B T D"], given: Pass) -> LayerOutput:
+        """Attends within x, or with a cache that holds tokens to these and x.
+
+        Returns [B, T, D] in the compute dtype, and the cache with x's latents and rotated keys.
+        """
+        config = self.config
+        q_BTNH = self._queries(x_BTD)
+        latent_BTR, key_BTP = jnp.split(self.kv_down(x_BTD), [config.kv_rank], axis=-1)
+        latent_BTR = self.kv_norm(latent_BTR)
+        if config.rope is not None and given.rope is not None:
+            pairs = config.rope.pairs
+            nope_BTNH, rot_BTNP = jnp.split(q_BTNH, [config.nope_dim], axis=-1)
+            rot_BTNP = apply_rope(rot_BTNP, given.rope, pairs=pairs)
+            q_BTNH = jnp.concatenate([nope_BTNH, rot_BTNP], axis=-1)
+            key_BTP = apply_rope(key_BTP[:, :, None], given.rope, pairs=pairs)[:, :, 0]
+        q_BTNH = self.execution.place(q_BTNH, _HEADS)
+        cache = given.cache
+        if cache is not None:
+            cache = cache.append({"latent": latent_BTR, "rotated_key": key_BTP}, given.positions_BT)
+            # As in GroupedAttention: read back or not, the same.
+            latent_BTR, key_BTP = (as_cached(x, cache.format) for x in (latent_BTR, key_BTP))
+        with jax.named_scope("core"):
+            if cache is None or cache.is_empty:
+                out_BTNH = self._attend(q_BTNH, latent_BTR, key_BTP, given)
+            else:
+                out_BTNH = self._decode(q_BTNH, cache, given)
+        return LayerOutput(x=self.out(out_BTNH), cache=cache)
+
+    def _queries(self, x_BTD: jax.Array) -> jax.Array:
+        if self.config.query_rank is None:
+            return self.query(x_BTD)
+        return self.query_up(self.query_norm(self.query_down(x_BTD)))
+
+    def _attend(
+        self, q_BTNH: jax.Array, latent_BTR: jax.Array, key_BTP: jax.Array, given: Pass
+    ) -> jax.Array:
+        """Attention to keys and values of all heads, rebuilt from the latents."""
+        execution, config = self.execution, self.config
+        if execution.attend_latents is not None:
+            # Other devices have some of the sequence: latents go to them, not heads.
+            return execution.attend_latents(
+                q_BTNH,
+                latent_BTR,
+                key_BTP,
+                self.kv_up.merged_weight,
+                config=config,
+                recipe=self.kv_up.recipe.unquantized,
+                segment_ids_BT=given.segment_ids_BT,
+            )
+        k_BTNH, v_BTNH = expanded(self.kv_up(latent_BTR), key_BTP, config=config)
+        return execution.attend(
+            q_BTNH,
+            execution.place(k_BTNH, _HEADS),
+            execution.place(v_BTNH, _HEADS),
+            config=config,
+            segment_ids_BT=given.segment_ids_BT,
+        )
+
+    def _decode(self, q_BTNH: jax.Array, cache: Cache, given: Pass) -> jax.Array:
+        """Attention to the cached latents themselves: what would rebuild keys multiplies queries,
+        what would rebuild values multiplies the result (section 2.1.2 there).
+        """
+        config, recipe = self.config, self.kv_up.recipe.unquantized
+        up_RNH = self.kv_up.merged_weight
+        nope_BTNH, rot_BTNP = jnp.split(q_BTNH, [config.nope_dim], axis=-1)
+        multiply = self.execution.multiply
+        q_BTNR = multiply(
+            "BTNH,RNH->BTNR", nope_BTNH, up_RNH[..., : config.nope_dim], recipe=recipe
+        )
+        out_BTNR = self.execution.decode(
+            jnp.concatenate([q_BTNR, rot_BTNP], axis=-1),
+            cache.view(),
+            config=config,
+            positions_BT=given.positions_BT,
+        )
+        return multiply("BTNR,RNH->BTNH", out_BTNR, up_RNH[..., config.nope_dim :], recipe=recipe)

@@ -1,0 +1,156 @@
+"""Low-rank adapters beside frozen projections: LoRA (Hu et al. 2021) and DoRA (Liu et al. 2024).
+
+Dims: R rank, and those of the projection.
+"""
+
+import math
+import re
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxinfra.axes import LAYERS, Dims
+from jaxinfra.config.finetune import AdapterKind, LoraConfig
+from jaxinfra.model.execution import Multiply
+from jaxinfra.numerics.policy import Policy
+from jaxinfra.numerics.recipe import Site
+from jaxinfra.ops.quantized import QuantizedWeight
+
+_RANK = "r"  # no letter of a projection
+
+
+class Adapter(nnx.Module):
+    """scale * (x A) B, the contribution of one projection's adapter; with DoRA also a magnitude.
+
+    A's elements are uniform in +-1/sqrt(inputs), as the reference implementation draws them, B's
+    are zero: before the first step nothing is added. Both are stored in the accum dtype, as what is
+    trained is, and cast where they are used, as every weight is.
+
+    DoRA (equation 5) multiplies each output with ``magnitude / ||W + scale A B||``, the norm over
+    all inputs of that output. Magnitudes begin as the norms of W, so at first the factor is 1.
+
+    Args:
+        spec: of the projection, such as ``"BTD,DNH->BTNH"``.
+        weight: of the projection, with the layers in front where it is stacked.
+        dims: of its weight.
+    """
+
+    def __init__(
+        self,
+        config: LoraConfig,
+        spec: str,
+        *,
+        weight: jax.Array | QuantizedWeight,
+        dims: Dims,
+        multiply: Multiply,
+        policy: Policy,
+        rngs: nnx.Rngs,
+    ):
+        self.multiply = multiply
+        self.policy = policy
+        self.recipe = policy.recipe(Site.PROJECTION).unquantized  # of a small rank
+        self.scale = config.scale
+        x, letters, out = re.split(r",|->", spec)
+        inner = "".join(letter for letter in letters if letter not in out)
+        outer = "".join(letter for letter in letters if letter in out)
+        batch = "".join(letter for letter in x if letter not in inner)
+        self.in_spec = f"{x},{inner}{_RANK}->{batch}{_RANK}"
+        self.out_spec = f"{batch}{_RANK},{_RANK}{outer}->{out}"
+        self.weight_spec = f"{inner}{_RANK},{_RANK}{outer}->{letters}"
+        self.inner_axes = tuple(letters.index(letter) - len(letters) for letter in inner)
+        stacked = weight.ndim - len(letters)
+        layers = tuple(weight.shape[:stacked])
+        size = dict(zip(letters, weight.shape[stacked:], strict=True))
+        dim = dict(zip(letters, dims[stacked:], strict=True))
+        # The rank is never sharded: it is small, and A and B share its only use.
+        a_shape = (*layers, *(size[letter] for letter in inner), config.rank)
+        b_shape = (*layers, config.rank, *(size[letter] for letter in outer))
+        bound = 1.0 / math.sqrt(math.prod(size[letter] for letter in inner))
+        leading = (LAYERS,) * stacked
+        self.a = nnx.Param(
+            jax.random.uniform(rngs.params(), a_shape, policy.accum, -bound, bound),
+            axes=(*leading, *(dim[letter] for letter in inner), None),
+            matmul=True,
+        )
+        self.b = nnx.Param(
+            jnp.zeros(b_shape, policy.accum),
+            axes=(*leading, None, *(dim[letter] for letter in outer)),
+            matmul=True,
+        )
+        self.magnitude = (
+            nnx.Param(
+                self.column_norms(weight),
+                axes=(*leading, *(dim[letter] for letter in outer)),
+            )
+            if config.kind is AdapterKind.DORA
+            else None
+        )
+
+    def __call__(self, x: Float[Array, "B T *_"]) -> Float[Array, "B T *_"]:
+        """What the adapter adds to the projection of x, in the accum dtype."""
+        low = self.multiply(self.in_spec, x, self.a[...], recipe=self.recipe)
+        return self.scale * self.multiply(
+            self.out_spec, low, self.b[...], recipe=self.recipe, out=self.recipe.accum
+        )
+
+    def adapted(
+        self,
+        y: Float[Array, "B T *_"],
+        x: Float[Array, "B T *_"],
+        weight: Float[Array, "..."] | QuantizedWeight,
+        *,
+        repeated: Callable[[jax.Array], jax.Array],
+    ) -> Float[Array, "B T *_"]:
+        """The projection's output y of x, before its bias, with what the adapter does to it.
+
+        Args:
+            weight: of the projection, a layer's.
+            repeated: gives outputs the copies of heads that y has.
+        """
+        y_accum = self.policy.to_accum(y) + repeated(self(x))
+        gain = self.gain(weight)
+        if gain is not None:
+            gain = repeated(gain)
+            y_accum *= jnp.expand_dims(gain, range(y.ndim - gain.ndim))
+        return self.policy.to_compute(y_accum)
+
+    def merged(self, weight: Float[Array, "..."]) -> Float[Array, "..."]:
+        """The weight with all that the adapter does to it, in the accum dtype."""
+        changed = self._changed(weight)
+        gain = self._gain(changed)
+        return changed if gain is None else changed * jnp.expand_dims(gain, self.inner_axes)
+
+    def gain(self, weight: Float[Array, "..."] | QuantizedWeight) -> Float[Array, "..."] | None:
+        """DoRA's factor on each output, in the accum dtype; None: there is none.
+
+        The norm is a constant to autodiff, as the paper's section 4.3 suggests: it follows A and B
+        and hands no gradient on to them. Where devices share a weight's inputs, each sums its own
+        squares; the compiler adds the sums up (4 bytes an output and device).
+        """
+        return None if self.magnitude is None else self._gain(self._changed(weight))
+
+    def column_norms(self, weight: Float[Array, "..."] | QuantizedWeight) -> Float[Array, "..."]:
+        """The length of each output's weights over all inputs, in the accum dtype."""
+        squares = jnp.square(self._accurate(weight))
+        return jnp.sqrt(jnp.sum(squares, axis=self.inner_axes))
+
+    def _accurate(self, weight: jax.Array | QuantizedWeight) -> jax.Array:
+        if isinstance(weight, QuantizedWeight):
+            return weight.dequantize(self.policy.accum)
+        return self.policy.to_accum(weight)
+
+    def _changed(self, weight: jax.Array | QuantizedWeight) -> jax.Array:
+        delta = self.multiply(
+            self.weight_spec, self.a[...], self.b[...], recipe=self.recipe, out=self.recipe.accum
+        )
+        return self._accurate(weight) + self.scale * delta
+
+    def _gain(self, changed: jax.Array) -> jax.Array | None:
+        if self.magnitude is None:
+            return None
+        norms = jax.lax.stop_gradient(self.column_norms(changed))
+        # An output without weights stays 0 whatever its factor.
+        return self.magnitude[...] / jnp.where(norms == 0, 1, norms)

@@ -1,0 +1,104 @@
+"""The feed-forward layer.
+
+Dims: B batch, T position, D model width, F hidden width.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxinfra import axes
+from jaxinfra.config.kinds import MlpKind
+from jaxinfra.config.model import MlpConfig
+from jaxinfra.model.execution import Execution
+from jaxinfra.model.passes import LayerOutput, Pass, labelled
+from jaxinfra.model.projection import HIDDEN, Projection
+from jaxinfra.model.statistics import site_sums
+from jaxinfra.ops.activation import activated
+from jaxinfra.ops.deferred import Deferred
+from jaxinfra.ops.fp8_operands import Input
+
+
+class Mlp(nnx.Module):
+    """down(activation(up(x))), or gated: down(activation(gate(x)) * up(x)) (Shazeer 2020)."""
+
+    def __init__(
+        self,
+        config: MlpConfig,
+        *,
+        model_dim: int,
+        std: float,
+        out_std: float,
+        execution: Execution,
+        rngs: nnx.Rngs,
+    ):
+        self.config = config
+        self.label = ""  # of its hidden values: their own name in the block, once they have one
+        self.execution = execution
+        build = functools.partial(
+            Projection, bias_rank=1 if config.bias else 0, execution=execution, rngs=rngs
+        )
+
+        def inward(width: int) -> Projection:
+            return build(
+                "BTD,DF->BTF",
+                shape=(model_dim, width),
+                dims=(axes.EMBED, axes.MLP),
+                std=std,
+                name=HIDDEN,
+            )
+
+        is_packed = execution.packed and config.kind.gated
+        self.packed = inward(2 * config.hidden_dim) if is_packed else None
+        if self.packed is None:
+            self.gate = inward(config.hidden_dim) if config.kind.gated else None
+            self.up = inward(config.hidden_dim)
+        self.down = build(
+            "BTF,FD->BTD",
+            shape=(config.hidden_dim, model_dim),
+            dims=(axes.MLP, axes.EMBED),
+            std=out_std,
+        )
+
+    def __call__(self, x_BTD: Float[Array, "B T D"] | Deferred, given: Pass) -> LayerOutput:
+        """[B, T, D] to [B, T, D] in the compute dtype."""
+        hidden_BTF = self._hidden(x_BTD)
+        if not isinstance(hidden_BTF, Deferred | Input):
+            hidden_BTF = self.execution.place(hidden_BTF, (axes.BATCH, axes.SEQUENCE, axes.MLP))
+        out_BTD = self.down(hidden_BTF, residual=given.residual_BTD)
+        if not self.execution.statistics or isinstance(hidden_BTF, Deferred):
+            return LayerOutput(x=out_BTD)
+        values_BTF = hidden_BTF.x if isinstance(hidden_BTF, Input) else hidden_BTF
+        sums = site_sums({"mlp_hidden": values_BTF}, policy=self.execution.policy)
+        return LayerOutput(x=out_BTD, sums=sums)
+
+    def _hidden(self, x_BTD: jax.Array | Deferred) -> jax.Array | Deferred | Input:
+        """What ``down`` reads, in the compute dtype or quantized."""
+        policy, swiglu = self.execution.policy, self.execution.swiglu
+        if self.packed is None:
+            assert not isinstance(x_BTD, Deferred), "Block"
+            given_BTD = self.up.prepared(x_BTD)
+            hidden = self._quantized_hidden(given_BTD)
+            if hidden is not None:
+                return hidden
+            up_BTF = policy.to_accum(self.up(given_BTD))
+            gate_BTF = None if self.gate is None else policy.to_accum(self.gate(given_BTD))
+        elif swiglu is not None and self.config.kind is MlpKind.SWIGLU and not self.config.bias:
+            return swiglu(x_BTD, self.packed.weight.get_value(), recipe=self.packed.recipe)
+        else:
+            gate_BTF, up_BTF = jnp.split(policy.to_accum(self.packed(x_BTD)), 2, axis=-1)
+        hidden_BTF = policy.to_compute(activated(self.config.kind, up_BTF, gate_BTF))
+        return labelled(hidden_BTF, self.label)
+
+    def _quantized_hidden(self, x: jax.Array | Input) -> Input | None:
+        """``_hidden`` in 8 bits, of products in 8 bits; None where it is an array first."""
+        factors = [None if layer is None else layer.factor for layer in (self.gate, self.up)]
+        gate, up = factors
+        is_swiglu = self.config.kind is MlpKind.SWIGLU and self.down.recipe == self.up.recipe
+        if not isinstance(x, Input) or not is_swiglu or gate is None or up is None:
+            return None
+        hidden = self.execution.swiglu_input(x, gate, up, recipe=self.up.recipe)
+        return None if hidden is None else hidden._replace(x=labelled(hidden.x, self.label))

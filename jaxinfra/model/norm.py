@@ -1,0 +1,61 @@
+"""RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016) over the last dim."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from jaxinfra.axes import Dims
+from jaxinfra.config.kinds import NormKind
+from jaxinfra.config.model import NormConfig
+from jaxinfra.config.parts import find_part
+from jaxinfra.model.execution import Execution
+from jaxinfra.model.passes import labelled
+from jaxinfra.ops.deferred import Deferred, RmsNorm
+from jaxinfra.ops.gathered import GATHERED
+
+
+class Norm(nnx.Module):
+    """(x - mean) / sqrt(variance + epsilon) * (scale + offset) + bias, in the accum dtype.
+
+    RMSNorm keeps the mean (mean = 0) and divides by the root of the mean square.
+    """
+
+    def __init__(self, config: NormConfig, *, width: int, dims: Dims, execution: Execution):
+        self.config = config
+        self.label = ""  # its own name in the block, once it has one
+        self.policy = execution.policy
+        self.gather = execution.gather
+        self.dims = dims
+        param = execution.policy.param
+        self.scale = nnx.Param(jnp.full(width, 1.0 - config.scale_offset, param), axes=dims)
+        self.bias = nnx.Param(jnp.zeros(width, param), axes=dims) if config.bias else None
+
+    def deferred(self, x: Float[Array, "*rows width"]) -> Deferred | None:
+        """What the product that reads the rows may normalize itself; None where it cannot."""
+        config = self.config
+        if config.function is not None or config.kind is not NormKind.RMS or config.bias:
+            return None
+        norm = RmsNorm(scale=self.scale[...], epsilon=config.epsilon, offset=config.scale_offset)
+        return Deferred(x=x, norm=norm)
+
+    def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+        """The rows normalized, in the compute dtype."""
+        y = self.policy.to_accum(x)
+        if self.config.function is not None:
+            y = find_part(self.config.function)(y, self.config.epsilon)
+        else:
+            if self.config.kind is NormKind.LAYER:
+                y = y - jnp.mean(y, axis=-1, keepdims=True)
+            y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.config.epsilon)
+        y = y * (self._row(self.scale, y) + self.config.scale_offset)
+        if self.bias is not None:
+            y = y + self._row(self.bias, y)
+        return labelled(self.policy.to_compute(y), self.label)
+
+    def _row(self, param: nnx.Param, like: jax.Array) -> jax.Array:
+        vector = param[...]
+        if self.gather is not None:
+            vector = checkpoint_name(self.gather.whole(vector, self.dims), GATHERED)
+        return jnp.expand_dims(self.policy.to_accum(vector), range(like.ndim - 1))

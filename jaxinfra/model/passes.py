@@ -1,0 +1,127 @@
+"""What goes through every layer beside x, and what comes out beside it.
+
+Dims: B batch, T position.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxinfra.model.cache import Cache
+from jaxinfra.model.rope import RopeTable
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Pass:
+    """What a layer reads besides its parameters and its input.
+
+    Examples:
+        Where each token stands in its document, of 2 rows of 3 tokens:
+
+        >>> positions = jnp.broadcast_to(jnp.arange(3, dtype=jnp.int32), (2, 3))
+        >>> given = jaxinfra.Pass(positions_BT=positions)
+    """
+
+    positions_BT: jax.Array  # int32, within the document; below 0: padding, with a cache
+    segment_ids_BT: jax.Array | None = None  # documents of packed rows, -1 for padding
+    rope: RopeTable | None = None  # of these positions; None without rotary
+    cache: Cache | None = None  # appended to at the positions, then attended to
+    dropout_key: jax.Array | None = None  # drops out where given
+    # [B, T, D] that the layer adds its result to; None: whoever called it does.
+    residual_BTD: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Sums:
+    """Values that layers hand out beside x, by name; complete once combined over a whole batch.
+
+    Over micro-batches and over devices that run apart, ``losses`` and ``added`` add up and of
+    ``largest`` the maximum is kept. Layers that emit nothing leave all three empty, and nothing is
+    computed for them.
+    """
+
+    losses: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    """fp32: auxiliary objectives as sums over tokens; added to the training objective."""
+    added: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    largest: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+
+
+def joined(first: Sums, second: Sums) -> Sums:
+    """What two layers of a block emit together; a name that both use is an error of the layers."""
+
+    def union(name: str) -> dict[str, jax.Array]:
+        a, b = getattr(first, name), getattr(second, name)
+        assert not a.keys() & b.keys(), f"{name} {sorted(a.keys() & b.keys())} emitted twice"
+        return a | b
+
+    return Sums(losses=union("losses"), added=union("added"), largest=union("largest"))
+
+
+def combined(first: Any, second: Any) -> Any:
+    """Trees of ``Sums`` of two parts of a batch as those of both."""
+
+    def both(a: Sums, b: Sums) -> Sums:
+        return Sums(
+            losses=jax.tree.map(jax.numpy.add, a.losses, b.losses),
+            added=jax.tree.map(jax.numpy.add, a.added, b.added),
+            largest=jax.tree.map(jax.numpy.maximum, a.largest, b.largest),
+        )
+
+    return jax.tree.map(both, first, second, is_leaf=lambda node: isinstance(node, Sums))
+
+
+def over_devices(sums: Any, axes: tuple[str, ...]) -> Any:
+    """A tree of ``Sums`` of devices that run apart over these mesh axes as that of all of them."""
+
+    def total(one: Sums) -> Sums:
+        return Sums(
+            losses=jax.lax.psum(one.losses, axes),
+            added=jax.lax.psum(one.added, axes),
+            largest=jax.lax.pmax(one.largest, axes),
+        )
+
+    return jax.tree.map(total, sums, is_leaf=lambda node: isinstance(node, Sums))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LayerOutput:
+    """What comes out of a layer, of a block, and of all layers of a model.
+
+    ``sums`` of all layers is a tuple with an entry for each distinct block, whose arrays have its
+    repetitions in front.
+
+    Examples:
+        >>> jaxinfra.LayerOutput(x=jnp.zeros((2, 3, 8))).x.shape
+        (2, 3, 8)
+    """
+
+    x: jax.Array  # [B, T, D] in the compute dtype
+    cache: Any = None  # as it is after this pass; None where none was given
+    sums: Any = dataclasses.field(default_factory=Sums)
+    behind: Any = None  # of all layers, as ``Decoder.run`` was given it
+
+
+def labelled(x: jax.Array, label: str) -> jax.Array:
+    """x under a name of its own, which ``remat=chosen`` may keep; "" is none."""
+    return checkpoint_name(x, label) if label else x
+
+
+type StateRule = Callable[[jax.Array, Sums, jax.Array], jax.Array]
+"""(value, the block's sums over the whole batch, what the backward pass emitted) -> next value."""
+
+
+class ModelState(nnx.Variable):
+    """An array of a layer that is placed, saved, resumed and hashed as parameters are, and changed
+    by a rule instead of the optimizer: a router's bias, a history of maxima.
+
+    Its metadata are ``axes``, the logical dims, and ``rule``, a ``StateRule`` of one layer. What
+    the backward pass emits is the cotangent by this variable, which a ``custom_vjp`` may use to
+    hand out any number; of micro-batches and devices the maximum is kept.
+    """

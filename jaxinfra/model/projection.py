@@ -1,0 +1,226 @@
+"""The linear map that every layer is made of."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from jaxinfra.axes import Dims
+from jaxinfra.model.execution import Execution
+from jaxinfra.model.lora import Adapter
+from jaxinfra.model.passes import ModelState, Sums, labelled
+from jaxinfra.model.row_adapters import RowAdapters
+from jaxinfra.numerics.recipe import Site
+from jaxinfra.ops.deferred import Deferred
+from jaxinfra.ops.fp8_operands import Input, empty_history, next_history
+from jaxinfra.ops.fp8_swiglu import Factor
+from jaxinfra.ops.gathered import GATHERED, GatheredWeight
+from jaxinfra.ops.quantized import QuantizedWeight, contracted_dims, repeated_outputs
+
+PROJECTION = "projection"
+HIDDEN = "mlp_hidden"
+"""Names of the projections' outputs for recomputation policies; the MLP's wide ones apart."""
+QUANTIZATION = "quantization"
+"""Name of a projection's state where it multiplies in 8 bits."""
+
+
+class Projection(nnx.Module):
+    """y = einsum(spec, x, weight) + bias, and what an adapter adds, where it has been given one.
+
+    In the place of the weight's array there may be a ``QuantizedWeight``.
+
+    Args:
+        spec: einsum of x and weight, such as ``"BTD,DNH->BTNH"``.
+        shape: of the weight.
+        dims: logical dims of the weight.
+        bias_rank: trailing dims of the weight that the bias spans; 0 for none.
+        std: standard deviation of the normal distribution that the weight is drawn from.
+        name: of the output, for recomputation policies.
+        site: whose recipe it multiplies by.
+        whole: of a weight that no device of the tensor axis has a part of. Left to the compiler,
+            such a weight may be permuted among the devices of a pipeline's stage, which then waits
+            for all other stages; so it is brought together before its product.
+        repeated: a dim of weight and result whose elements are too few for the devices that shard
+            it: each then computes with its own copy of one, and their gradients are summed.
+    """
+
+    def __init__(
+        self,
+        spec: str,
+        *,
+        shape: tuple[int, ...],
+        dims: Dims,
+        bias_rank: int = 0,
+        std: float,
+        execution: Execution,
+        rngs: nnx.Rngs,
+        name: str = PROJECTION,
+        site: Site = Site.PROJECTION,
+        whole: bool = False,
+        repeated: str | None = None,
+    ):
+        self.name = name
+        self.label = ""  # its own name in the block, once it has one
+        self.spec = spec
+        self.dims = dims
+        self.policy = execution.policy
+        self.multiply = execution.multiply
+        self.recipe = execution.policy.recipe(site)
+        self.fused = execution.fused
+        self.prepare = execution.prepare
+        self.gather = execution.gather
+        at = len(shape) if repeated is None else dims.index(repeated)
+        self.copies = execution.place.copies(repeated, shape[at]) if repeated else 1
+        self.copied_axis = at - len(shape)  # of weight, bias and result alike
+        self.place = execution.place if whole or self.copies > 1 else None
+        param = execution.policy.param
+        is_quantizable = site is Site.PROJECTION and not whole
+        self.weight = nnx.Param(
+            std * jax.random.normal(rngs.params(), shape, param),
+            axes=dims,
+            matmul=True,
+            contracted=(contracted_dims(spec) or 0) if is_quantizable else 0,
+        )
+        self.bias = (
+            nnx.Param(jnp.zeros(shape[-bias_rank:], param), axes=dims[-bias_rank:])
+            if bias_rank
+            else None
+        )
+        self.adapter: Adapter | RowAdapters | None = nnx.data(
+            None
+        )  # given after construction, or not
+        self.quantization: ModelState | None = nnx.data(None)  # a history of what 8 bits hold
+        if self.recipe.fp8 is not None:
+            self.quantization = ModelState(
+                empty_history(self.recipe.fp8), axes=(None, None), rule=_next_history
+            )
+
+    @property
+    def merged_weight(self) -> Float[Array, "..."]:
+        """The weight with what an adapter adds to it, for layers that multiply with parts of it."""
+        weight = self._used
+        if isinstance(weight, QuantizedWeight):
+            weight = weight.dequantize(self.policy.compute)
+        if isinstance(weight, GatheredWeight):
+            weight = weight.share  # brought together where it is used, as the compiler does
+        return weight if self.adapter is None else self.adapter.merged(weight)
+
+    @property
+    def _used(self) -> Float[Array, "..."] | QuantizedWeight | GatheredWeight:
+        weight = self.weight.get_value()
+        if self.gather is not None and not isinstance(weight, QuantizedWeight):
+            weight = self.gather(weight, self.dims)
+            value = checkpoint_name(weight.value, GATHERED)
+            weight = dataclasses.replace(weight, value=value)
+        return weight if self.place is None else jax.tree.map(self._whole, weight)
+
+    def _whole(self, weight: jax.Array) -> jax.Array:
+        assert self.place is not None
+        return self.place(weight, (None,) * weight.ndim)
+
+    def prepared(self, x: Float[Array, "B T *_"]) -> Float[Array, "B T *_"] | Input:
+        """x for this projection and others that multiply with it alike: quantized once."""
+        _, weight_dims, out_dims = self.spec.replace("->", ",").split(",")
+        each = zip(weight_dims, self._multiplied_dims, strict=True)
+        contracted = tuple(dim for letter, dim in each if letter not in out_dims)
+        return self.prepare(x, recipe=self.recipe, dims=contracted, history=self._history)
+
+    @property
+    def factor(self) -> Factor | None:
+        """What the product in 8 bits multiplies with; None if it is another, or not all of it."""
+        weight = self._multiplied
+        is_plain = self.recipe.fp8 is not None and self.adapter is None and self.bias is None
+        if not is_plain or isinstance(weight, QuantizedWeight | GatheredWeight):
+            return None
+        return Factor(weight, self._history, self._multiplied_dims, self._named)
+
+    def _named(self, y: Float[Array, "B T *_"]) -> Float[Array, "B T *_"]:
+        return labelled(checkpoint_name(y, self.name), self.label)
+
+    @property
+    def _multiplied_dims(self) -> Dims:
+        """Logical dims of ``_multiplied``: of one that was placed those that it still has."""
+        if self.place is None:
+            return self.dims
+        copied = range(len(self.dims))[self.copied_axis] if self.copies > 1 else None
+        return tuple(dim if at == copied else None for at, dim in enumerate(self.dims))
+
+    @property
+    def _history(self) -> jax.Array | None:
+        return None if self.quantization is None else self.quantization[...]
+
+    def _repeated(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        return x if self.copies == 1 else jnp.repeat(x, self.copies, axis=self.copied_axis)
+
+    @property
+    def _multiplied(self) -> Float[Array, "..."] | QuantizedWeight | GatheredWeight:
+        """The weight as devices multiply with it."""
+        weight = self._used
+        if self.copies == 1:
+            return weight
+        if isinstance(weight, QuantizedWeight):
+            return repeated_outputs(weight, self.copies, axis=self.copied_axis)
+        return jax.tree.map(self._copied, weight)
+
+    def _copied(self, weight: jax.Array) -> jax.Array:
+        weight = self._repeated(weight)
+        if self.place is None:
+            return weight
+        return self.place(weight, self._multiplied_dims)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T *_"] | Input | Deferred,
+        *,
+        residual: Float[Array, "B T *_"] | None = None,
+    ) -> Float[Array, "B T *_"]:
+        """Applies the map; result in the compute dtype.
+
+        Args:
+            residual: what the result is added to.
+        """
+        if isinstance(x, Deferred) or residual is not None:
+            return self._fused(x, residual)
+        y = self.multiply(
+            self.spec,
+            x,
+            self._multiplied,
+            recipe=self.recipe,
+            history=self._history,
+            dims=self._multiplied_dims,
+        )
+        if self.adapter is not None:
+            x = x.x if isinstance(x, Input) else x
+            weight = self.weight.get_value()
+            y = self.adapter.adapted(y, x, weight, repeated=self._repeated)
+        if self.bias is not None:
+            # Added in accum, so that autodiff sums the bias's gradient over positions there too.
+            bias = self._repeated(self.policy.to_accum(self.bias[...]))
+            bias = jnp.expand_dims(bias, range(y.ndim - bias.ndim))
+            y = (self.policy.to_accum(y) + bias).astype(y.dtype)
+        return self._named(y)
+
+    @property
+    def _served(self) -> Float[Array, "..."] | QuantizedWeight:
+        weight = self._multiplied
+        assert not isinstance(weight, GatheredWeight), "one device"
+        return weight
+
+    def _fused(
+        self, x: jax.Array | Input | Deferred, residual: jax.Array | None
+    ) -> Float[Array, "B T *_"]:
+        """``__call__`` in one kernel, if there is nothing between the product and the residual."""
+        assert self.fused is not None, "Block"
+        assert not isinstance(x, Input), "no 8 bits"
+        if self.adapter is None and self.bias is None:
+            return self.fused(self.spec, x, self._served, recipe=self.recipe, residual=residual)
+        y = self(x.value() if isinstance(x, Deferred) else x)
+        return y if residual is None else residual + y
+
+
+def _next_history(history: jax.Array, sums: Sums, emitted: jax.Array) -> jax.Array:
+    del sums
+    return next_history(history, emitted)

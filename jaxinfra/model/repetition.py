@@ -1,0 +1,189 @@
+"""What a repetition of a stack's pattern computes, and which of its blocks multiply in 8 bits.
+
+Dims: B batch, T position, D model width.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxinfra.config.model import ModelConfig
+from jaxinfra.errors import ConfigError
+from jaxinfra.model.block import Block
+from jaxinfra.model.cache import Cache, after_pass, in_layer
+from jaxinfra.model.execution import Execution
+from jaxinfra.model.experts import Experts
+from jaxinfra.model.passes import LayerOutput, Pass
+from jaxinfra.model.projection import Projection
+from jaxinfra.model.recomputation import repeats_in_body
+from jaxinfra.model.rope import RopeTable
+from jaxinfra.numerics.policy import Policy
+
+type KVCache = tuple[Cache, ...]
+"""One entry for each distinct block, of all its repetitions."""
+type InEightBits = tuple[bool, ...]
+"""Of a repetition, whether each block of the pattern computes by its sites' recipes in 8 bits."""
+
+
+def in_eight_bits(config: ModelConfig, policy: Policy, places: slice) -> list[InEightBits]:
+    """That of each repetition of a stack; all alike where no layers of a model stay out of 8 bits.
+
+    Args:
+        places: of the stack's pattern among the blocks.
+    """
+    count = config.num_layers
+    found = {at: policy.in_eight_bits(i, count) for i, at in enumerate(config.layer_places)}
+    blocks = range(places.start, places.stop)
+    return [
+        tuple(found[block, repeat] for block in blocks)
+        for repeat in range(config.repeats[places.start])
+    ]
+
+
+def check_recipes(config: ModelConfig, execution: Execution) -> None:
+    """Raises ConfigError where layers of one loop would multiply in different formats."""
+    first, last = execution.policy.out_of_eight_bits
+    named = f"first_layers_out={first}, last_layers_out={last}"
+    if first + last > config.num_layers:
+        raise ConfigError(
+            f"{named} of fp8 are more than the model's {config.num_layers} layers; name as many "
+            "as stay out of 8 bits"
+        )
+    start = 0
+    for stack in config.stacks:
+        places = slice(start, start + len(stack.pattern))
+        start = places.stop
+        kinds = set(in_eight_bits(config, execution.policy, places))
+        if len(kinds) > 1 and repeats_in_body(stack, execution.unroll) < stack.repeats:
+            layers = stack.repeats * len(stack.pattern)
+            raise ConfigError(
+                f"{named} of fp8 with training.unroll={execution.unroll}: the {layers} layers of a "
+                "stack are a loop, whose body is one program; set training.unroll to "
+                f"{layers}, or give the layers that stay out of 8 bits a stack of their own"
+            )
+
+
+def out_of_eight_bits(block: Block) -> Block:
+    """The same block, whose projections and experts multiply in the policy's format.
+
+    The histories of what 8 bits hold stay among its arrays, unread: layers of a stack have the
+    same arrays.
+    """
+    copy = nnx.merge(*nnx.split(block))
+    for _, module in nnx.iter_modules(copy):
+        if isinstance(module, Projection | Experts):
+            module.recipe = module.recipe.unquantized
+    return copy
+
+
+def graphdefs_of(
+    blocks: Sequence[Block], kind: InEightBits
+) -> tuple[tuple[nnx.GraphDef[Block], ...], tuple[nnx.State, ...]]:
+    """The structure of each block of a repetition, and the parameters of all repetitions."""
+    each = (
+        block if is_quantized else out_of_eight_bits(block)
+        for block, is_quantized in zip(blocks, kind, strict=True)
+    )
+    graphdefs, parameters = zip(*map(nnx.split, each), strict=True)
+    return graphdefs, parameters
+
+
+def repetition_of(
+    graphdefs: tuple[nnx.GraphDef[Block], ...],
+    given: Pass,
+    *,
+    ropes: Sequence[RopeTable | None],
+    cache: KVCache | None,
+) -> Callable[..., Any]:
+    """((x, cached arrays), (index, parameters, dropout keys)) -> ((x, cached arrays), sums),
+    without recomputation.
+
+    The cache is carried, not scanned over: the loop then works in the one buffer, where a scan
+    would read the whole cache from one and write it to another.
+    """
+
+    def repetition(carry: tuple[jax.Array, list[dict[str, jax.Array]] | None], layer):
+        x_BTD, stored = carry
+        index, parameters, keys = layer
+        written, sums = [], []
+        for i, (graphdef, rope) in enumerate(zip(graphdefs, ropes, strict=True)):
+            seen = None
+            if cache is not None and stored is not None:
+                seen = in_layer(cache[i], stored[i], index)
+            out = nnx.merge(graphdef, parameters[i])(
+                x_BTD,
+                dataclasses.replace(
+                    given, rope=rope, cache=seen, dropout_key=None if keys is None else keys[i]
+                ),
+            )
+            x_BTD = out.x
+            sums.append(out.sums)
+            if out.cache is not None:
+                written.append(out.cache.arrays)
+        return (x_BTD, None if stored is None else written), tuple(sums)
+
+    return repetition
+
+
+def straight(
+    x_BTD: jax.Array,
+    blocks: Sequence[Block],
+    kinds: Sequence[InEightBits],
+    given: Pass,
+    ropes: tuple[RopeTable | None, ...],
+    cache: KVCache,
+) -> LayerOutput:
+    """A stack's repetitions one after another, each with its part of the parameters.
+
+    Args:
+        blocks, ropes, cache: of the pattern.
+        kinds: of each repetition.
+    """
+    of_kind = {kind: graphdefs_of(blocks, kind) for kind in dict.fromkeys(kinds)}
+    sums = []
+    for index, kind in enumerate(kinds):
+        graphdefs, stacks = of_kind[kind]
+        mine = jax.tree.map(lambda x, i=index: jax.lax.index_in_dim(x, i, keepdims=False), stacks)
+        out = one_repetition(
+            x_BTD, mine, given, ropes, cache, jnp.int32(index), graphdefs=graphdefs
+        )
+        assert out.cache is not None
+        x_BTD, cache = out.x, out.cache
+        sums.append(out.sums)
+    stacked = jax.tree.map(lambda *each: jnp.stack(each), *sums)
+    return LayerOutput(
+        x=x_BTD, cache=tuple(after_pass(each, each.arrays) for each in cache), sums=stacked
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("graphdefs",))
+def one_repetition(
+    x_BTD: jax.Array,
+    parameters: tuple[nnx.State, ...],
+    given: Pass,
+    ropes: tuple[RopeTable | None, ...],
+    cache: KVCache,
+    index: jax.Array,
+    *,
+    graphdefs: tuple[nnx.GraphDef[Block], ...],
+) -> LayerOutput:
+    """One repetition by itself: traced and lowered once for all that are alike.
+
+    Args:
+        parameters: of each block, without the dim of repetitions.
+        index: which repetition it is, int32.
+    """
+    written, sums = [], []
+    for graphdef, mine, rope, cached in zip(graphdefs, parameters, ropes, cache, strict=True):
+        seen = in_layer(cached, cached.arrays, index)
+        given = dataclasses.replace(given, rope=rope, cache=seen)
+        out = nnx.merge(graphdef, mine)(x_BTD, given)
+        x_BTD = out.x
+        sums.append(out.sums)
+        written.append(dataclasses.replace(cached, arrays=out.cache.arrays))
+    return LayerOutput(x=x_BTD, cache=tuple(written), sums=tuple(sums))

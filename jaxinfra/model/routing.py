@@ -1,0 +1,177 @@
+"""Which experts a token goes to, with what weights, and what training says about their loads.
+
+All of it in fp32, and by elementwise operations over experts: on a mesh each device chooses for its
+own tokens.
+
+Dims: B batch, T position, E expert, G group of experts, S expert of a group, K choice.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfra.config.model import ExpertsConfig
+from jaxinfra.config.routing import GroupScore, RoutingConfig, Scoring
+from jaxinfra.model.passes import Sums
+
+_LEAST_SUM = 1e-20  # scores of 0 are renormalized to 0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertChoice:
+    """Experts of every token."""
+
+    expert_BTK: jax.Array  # int32, the best first; num_experts for none
+    weight_BTK: jax.Array
+    is_chosen_BTE: jax.Array  # bool
+    share_BTE: jax.Array  # scores that sum to 1: what balance losses even out
+
+
+def choose(
+    logits_BTE: jax.Array,
+    *,
+    config: ExpertsConfig,
+    correction_E: jax.Array | None,
+    counts_BT: jax.Array,
+) -> ExpertChoice:
+    """The ``top_k`` experts of each token that counts, the lower index where scores are equal.
+
+    Args:
+        correction_E: added to scores for the choice, and not for the weights.
+        counts_BT: bool; the others choose none.
+    """
+    routing = config.routing
+    scores_BTE = _scores(logits_BTE, routing)
+    ranked_BTE = jax.lax.stop_gradient(scores_BTE)
+    if correction_E is not None:
+        ranked_BTE = ranked_BTE + jax.lax.stop_gradient(correction_E)[None, None]
+    if routing.num_groups > 1:
+        ranked_BTE = _within_best_groups(ranked_BTE, routing)
+    best_BTK = jax.lax.top_k(ranked_BTE, config.top_k)[1].astype(jnp.int32)
+    is_best = [_is_expert(best_BTK[..., k], config.num_experts) for k in range(config.top_k)]
+
+    def of_chosen(values_BTE: jax.Array) -> jax.Array:
+        # Not a gather: its gradient would be a scatter.
+        picked = [jnp.sum(jnp.where(is_k, values_BTE, 0.0), axis=-1) for is_k in is_best]
+        return jnp.stack(picked, axis=-1)
+
+    if not routing.renormalize:
+        weight_BTK = of_chosen(scores_BTE)
+    elif routing.scoring is Scoring.SOFTMAX:
+        weight_BTK = jax.nn.softmax(of_chosen(logits_BTE), axis=-1)
+    else:
+        weight_BTK = _normalized(of_chosen(scores_BTE))
+    is_softmax = routing.scoring is Scoring.SOFTMAX
+    counted_BT1 = counts_BT[..., None]
+    return ExpertChoice(
+        expert_BTK=jnp.where(counted_BT1, best_BTK, config.num_experts),
+        weight_BTK=jnp.where(counted_BT1, routing.scale * weight_BTK, 0.0),
+        is_chosen_BTE=jnp.any(jnp.stack(is_best), axis=0) & counted_BT1,
+        share_BTE=scores_BTE if is_softmax else _normalized(scores_BTE),
+    )
+
+
+def within_capacity(
+    choice: ExpertChoice, *, config: ExpertsConfig
+) -> tuple[ExpertChoice, jax.Array]:
+    """The choices that an expert has room for, the first of each sequence, and the number of the
+    others.
+    """
+    factor = config.balance.capacity_factor
+    assert factor is not None
+    length, num_experts = choice.is_chosen_BTE.shape[1:]
+    room = max(int(factor * length * config.top_k / num_experts), 1)
+    fits_BTE = jnp.cumsum(choice.is_chosen_BTE, axis=1, dtype=jnp.int32) <= room
+    fits_BTK = jnp.stack(
+        [
+            jnp.any(_is_expert(choice.expert_BTK[..., k], num_experts) & fits_BTE, axis=-1)
+            for k in range(config.top_k)
+        ],
+        axis=-1,
+    )
+    kept = dataclasses.replace(
+        choice,
+        expert_BTK=jnp.where(fits_BTK, choice.expert_BTK, num_experts),
+        weight_BTK=jnp.where(fits_BTK, choice.weight_BTK, 0.0),
+    )
+    return kept, jnp.sum(choice.is_chosen_BTE & ~fits_BTE, dtype=choice.weight_BTK.dtype)
+
+
+def balance_sums(
+    choice: ExpertChoice,
+    logits_BTE: jax.Array,
+    *,
+    config: ExpertsConfig,
+    counts_BT: jax.Array,
+    over_batch,
+) -> Sums:
+    """Losses that are asked for, as sums over tokens, and the tokens of each expert.
+
+    Args:
+        over_batch: sums an array over the devices whose rows of the batch are apart.
+    """
+    balance, dtype = config.balance, logits_BTE.dtype
+    counts_BT = counts_BT.astype(dtype)
+    chosen_BTE = choice.is_chosen_BTE.astype(dtype)
+    tokens_E = jnp.sum(chosen_BTE, axis=(0, 1))
+    losses = {}
+    if balance.switch_loss:
+        # Only the shares know of other tokens, and they have no gradient: a sum over tokens.
+        tokens = over_batch(jnp.sum(counts_BT))
+        share_E = over_batch(tokens_E) / jnp.maximum(tokens, 1.0)
+        each_BT = config.num_experts * jnp.sum(choice.share_BTE * share_E[None, None], axis=-1)
+        losses["balance"] = balance.switch_loss * jnp.sum(counts_BT * each_BT)
+    if balance.sequence_loss:
+        tokens_B1 = jnp.maximum(jnp.sum(counts_BT, axis=1, keepdims=True), 1.0)
+        share_BE = jnp.sum(chosen_BTE, axis=1) * (config.num_experts / config.top_k) / tokens_B1
+        each_BT = jnp.sum(choice.share_BTE * share_BE[:, None], axis=-1)
+        losses["sequence_balance"] = balance.sequence_loss * jnp.sum(counts_BT * each_BT)
+    if balance.z_loss:
+        z_BT = jax.nn.logsumexp(logits_BTE, axis=-1) ** 2
+        losses["router_z"] = balance.z_loss * jnp.sum(counts_BT * z_BT)
+    return Sums(losses=losses, added={"expert_tokens": tokens_E})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EvenLoads:
+    """The rule of a correction bias: up by ``rate`` for an expert with fewer tokens than the mean
+    of its layer, down for one with more (arXiv 2408.15664, algorithm 1).
+    """
+
+    rate: float
+
+    def __call__(self, bias_E: jax.Array, sums: Sums, emitted: jax.Array) -> jax.Array:
+        """The bias after a step."""
+        del emitted
+        tokens_E = sums.added["expert_tokens"]
+        return bias_E + self.rate * jnp.sign(jnp.mean(tokens_E, keepdims=True) - tokens_E)
+
+
+def _scores(logits_BTE: jax.Array, routing: RoutingConfig) -> jax.Array:
+    if routing.scoring is Scoring.SOFTMAX:
+        return jax.nn.softmax(logits_BTE, axis=-1)
+    return jax.nn.sigmoid(logits_BTE)
+
+
+def _normalized(scores: jax.Array) -> jax.Array:
+    return scores / (jnp.sum(scores, axis=-1, keepdims=True) + _LEAST_SUM)
+
+
+def _within_best_groups(ranked_BTE: jax.Array, routing: RoutingConfig) -> jax.Array:
+    """Scores of the best groups' experts, -inf of the others."""
+    ranked_BTGS = ranked_BTE.reshape(*ranked_BTE.shape[:-1], routing.num_groups, -1)
+    if routing.group_score is GroupScore.MAX:
+        group_BTG = jnp.max(ranked_BTGS, axis=-1)
+    else:
+        group_BTG = jnp.sum(jax.lax.top_k(ranked_BTGS, 2)[0], axis=-1)
+    best_BTK = jax.lax.top_k(group_BTG, routing.top_groups)[1]
+    is_best = [_is_expert(best_BTK[..., k], routing.num_groups) for k in range(routing.top_groups)]
+    is_best_BTG = jnp.any(jnp.stack(is_best), axis=0)
+    return jnp.where(is_best_BTG[..., None], ranked_BTGS, -jnp.inf).reshape(ranked_BTE.shape)
+
+
+def _is_expert(index_BT: jax.Array, count: int) -> jax.Array:
+    """bool [B, T, count]: whether it is the index."""
+    return index_BT[..., None] == jnp.arange(count, dtype=index_BT.dtype)[None, None]

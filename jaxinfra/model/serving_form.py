@@ -1,0 +1,129 @@
+"""A decoder as serving runs it: layer after layer without a loop, projections of one input packed.
+
+Training scans over layers whose parameters are stacked, so that one layer is compiled. In a decode
+step, which should only read memory, a loop costs as much again: its turns are launched by the host
+one after another, and a weight is cut out of its stack before a library can multiply with it. Here
+the step is one straight program, and queries, keys and values are one product, as gate and up are.
+Parameters stay stacks, as caches do: XLA gives a kernel the part of an array that it asks for, and
+the host hands over 14 arrays at every step of a 1B, not 134.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfra.errors import UnsupportedError
+from jaxinfra.model.definition import (
+    ModelDefinition,
+    Parameters,
+    by_path,
+    define_model,
+    nest,
+)
+from jaxinfra.model.execution import Execution
+from jaxinfra.ops.quantized import (
+    QuantizedWeight,
+    are_alike,
+    as_kernels_read,
+    concatenated_columns,
+)
+
+COMPILER_OPTIONS = {
+    # A weight is cut out of its stack by the call that reads it. Triton's products would cut it
+    # themselves, each layer's a kernel of its own that is tuned on a copy of the whole stack.
+    "xla_gpu_enable_triton_gemm": False,
+    # Products of one input would be one, of a concatenation that only Triton's do not write out.
+    "xla_gpu_dot_merger_threshold_mb": 0,
+    # It counts pools that are updated in place once for each layer, and computed products twice for
+    # want of memory that nobody needs.
+    "xla_disable_hlo_passes": "rematerialization",
+}
+"""What programs of this form are compiled with; other devices than GPUs do not look at them."""
+
+_PACKED = {"attention": (("query", "key", "value"), -2), "mlp": (("gate", "up"), -1)}
+"""What a layer's ``packed`` is made of, and the dim of the weights that they follow one another in,
+which of a bias is the same from the end.
+"""
+
+
+def serving_form(definition: ModelDefinition, execution: Execution) -> ModelDefinition:
+    """The same model, its layers computed one after another where they have a cache.
+
+    Args:
+        execution: how it runs; with ``packed``, projections of one input are one weight.
+
+    Raises:
+        UnsupportedError: a model with adapters.
+    """
+    if definition.lora is not None:
+        raise UnsupportedError(
+            "the serving form of a model with adapters: its projections are packed; merge the "
+            "adapters first (jaxinfra convert)"
+        )
+    return define_model(definition.config, dataclasses.replace(execution, is_straight=True))
+
+
+def serving_parameters(
+    form: ModelDefinition, parameters: Parameters, *, consumes: bool = False
+) -> Parameters:
+    """Parameters and state for ``form.bind``: the same arrays, but for what is packed.
+
+    Where one device serves, weights in few bits come in the order in which its kernel reads them.
+
+    Args:
+        parameters: as the ``bind`` of the model that ``form`` is of takes them.
+        consumes: free arrays once others have been made of them: never more is held than the
+            parameters and the largest packed stack twice.
+    """
+    sources = _weights_by_path(parameters)
+    result: dict[tuple[str, ...], jax.Array | QuantizedWeight] = {}
+    for path in by_path(form.arrays):
+        *parents, name, last = path.split("/")
+        names, dim = [name], 0
+        if name == "packed":
+            names, dim = _PACKED[parents[-1]]
+        parts = [sources["/".join([*parents, each, last])] for each in names]
+        weight = parts[0] if len(parts) == 1 else _packed(parts, dim=dim)
+        if isinstance(weight, QuantizedWeight) and form.execution.swiglu is not None:
+            weight = as_kernels_read(weight)
+        result[*parents, name, last] = weight
+        if consumes:
+            kept = {id(leaf) for leaf in jax.tree.leaves(weight)}
+            for leaf in jax.tree.leaves(parts):
+                if id(leaf) not in kept:
+                    leaf.delete()
+    return nest(result)
+
+
+def can_pack(parameters: Parameters) -> bool:
+    """Whether projections of one input may be one weight: in few bits, where they are alike."""
+    weights = _weights_by_path(parameters)
+    for path, weight in weights.items():
+        *parents, layer, name, last = ("", "", *path.split("/"))
+        names, _ = _PACKED.get(layer, ((), 0))
+        if isinstance(weight, QuantizedWeight) and name in names:
+            beside = ("/".join([*parents[2:], layer, each, last]) for each in names)
+            if not are_alike([weights[each] for each in beside if each in weights]):
+                return False
+    return True
+
+
+def _weights_by_path(parameters: Parameters) -> dict[str, Any]:
+    """As ``by_path``; a weight in few bits is one leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(
+        parameters, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight)
+    )
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+@functools.partial(jax.jit, static_argnames=("dim",))
+def _packed(parts: list[jax.Array | QuantizedWeight], *, dim: int) -> jax.Array | QuantizedWeight:
+    """One after another in this dim."""
+    quantized = [each for each in parts if isinstance(each, QuantizedWeight)]
+    if quantized:
+        assert len(quantized) == len(parts), "can_pack"
+        return concatenated_columns(quantized, axis=dim)
+    return jnp.concatenate([each for each in parts if isinstance(each, jax.Array)], axis=dim)

@@ -1,0 +1,30 @@
+"""What a layer says of its activations where statistics are asked for."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfra.model.passes import Sums
+from jaxinfra.numerics.policy import Policy
+
+PREFIX = "statistics/"
+"""Of the names in ``Sums``, by which they are told from what layers need themselves."""
+
+
+def site_sums(sites: Mapping[str, jax.Array], *, policy: Policy) -> Sums:
+    """Of each array the sum of squares, the largest absolute value, and how many elements there
+    are, are 0, and are not finite; the first two of the finite ones. Complete once combined.
+    """
+    added, largest = {}, {}
+    for name, array in sites.items():
+        x = policy.to_accum(jax.lax.stop_gradient(array))
+        finite = jnp.isfinite(x)
+        kept = jnp.where(finite, x, jnp.zeros_like(x))
+        site = f"{PREFIX}{name}"
+        added[f"{site}/squares"] = jnp.sum(jnp.square(kept))
+        added[f"{site}/elements"] = jnp.sum(jnp.ones_like(x))
+        added[f"{site}/zeros"] = jnp.sum((x == 0).astype(x.dtype))
+        added[f"{site}/nonfinite"] = jnp.sum((~finite).astype(x.dtype))
+        largest[f"{site}/largest"] = jnp.max(jnp.abs(kept))
+    return Sums(added=added, largest=largest)

@@ -1,0 +1,130 @@
+"""A decode step's layers as one call of ``Execution.decode_layers``, instead of one after another.
+
+Dims: B batch, T position, D model width.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jaxinfra.config.kinds import MlpKind, NormKind, NormPlacement
+from jaxinfra.config.model import BlockConfig, GroupedAttentionConfig, MlpConfig, ModelConfig
+from jaxinfra.config.rope import RopePairs
+from jaxinfra.errors import UnsupportedError
+from jaxinfra.model.block import Block
+from jaxinfra.model.cache import after_pass, in_layer, with_pages
+from jaxinfra.model.execution import Execution
+from jaxinfra.model.grouped_attention import GroupedAttention
+from jaxinfra.model.mlp import Mlp
+from jaxinfra.model.norm import Norm
+from jaxinfra.model.passes import LayerOutput, Pass, Sums
+from jaxinfra.model.projection import Projection
+from jaxinfra.model.repetition import KVCache
+from jaxinfra.model.rope import RopeTable
+from jaxinfra.ops.decode_layers import LayerWeights
+from jaxinfra.ops.deferred import RmsNorm
+from jaxinfra.ops.quantized import QuantizedWeight
+
+
+def check_whole(config: ModelConfig) -> None:
+    """Raises UnsupportedError for a model whose layers the kernel cannot compute."""
+    wrong = unlike_whole(config)
+    if wrong is not None:
+        raise UnsupportedError(
+            f"whole layers with {wrong}; the kernel takes layers that are alike: grouped attention "
+            "to all earlier tokens, rotary in halves, SwiGLU, RMS norms before both, no biases; "
+            "leave whole_layers=False"
+        )
+
+
+def unlike_whole(config: ModelConfig) -> str | None:
+    """What a model's layers have that the kernel cannot compute; None: nothing."""
+    first, *others = config.blocks
+    if others:
+        return "layers that differ"
+    return _wrong_with(first)
+
+
+def _wrong_with(config: BlockConfig) -> str | None:
+    mixer, fed, norm = config.mixer, config.feed_forward, config.norm
+    if not isinstance(mixer, GroupedAttentionConfig) or not isinstance(fed, MlpConfig):
+        return f"{type(mixer).__name__} and {type(fed).__name__}"
+    if mixer.rope is None or mixer.rope.pairs is not RopePairs.HALVES:
+        return f"rope={mixer.rope}"
+    if mixer.window or mixer.logit_soft_cap or mixer.sinks or mixer.function:
+        return "attention with a window, a soft cap, sinks or a function of its own"
+    if mixer.qk_norm or mixer.qkv_bias or mixer.out_bias:
+        return "attention with norms of heads, or biases"
+    if fed.kind is not MlpKind.SWIGLU or fed.bias:
+        return f"{fed}"
+    if norm.kind is not NormKind.RMS or norm.bias or norm.function:
+        return f"{norm}"
+    if config.norm_placement is not NormPlacement.PRE:
+        return f"norm_placement={config.norm_placement}"
+    return None
+
+
+def whole_step(
+    x_BTD: jax.Array,
+    blocks: Sequence[Block],
+    execution: Execution,
+    given: Pass,
+    ropes: Sequence[RopeTable | None],
+    cache: KVCache | None,
+) -> LayerOutput | None:
+    """All layers of a step of one token; None where they are computed one after another."""
+    if execution.decode_layers is None or execution.statistics or cache is None:
+        return None
+    (block,), (rope,), (before,) = blocks, ropes, cache
+    if before.is_empty:
+        return None
+    assert rope is not None, "check_whole"
+    attention = block.attention
+    assert isinstance(attention, GroupedAttention), "check_whole"
+    seen = in_layer(before, before.arrays, np.zeros((), np.int32))
+    done = execution.decode_layers(
+        x_BTD,
+        _weights(block),
+        seen.places(),
+        positions_BT=given.positions_BT,
+        rope=rope,
+        scale=attention.config.scale,
+    )
+    if done is None:
+        return None
+    x_BTD, arrays = done
+    written = after_pass(before, with_pages(seen, arrays).arrays)
+    return LayerOutput(x=x_BTD, cache=(written,), sums=(Sums(),))
+
+
+def _weights(block: Block) -> LayerWeights:
+    """Of all layers: [L, ...] each."""
+    attention, mlp = block.attention, block.mlp
+    assert isinstance(attention, GroupedAttention), "check_whole"
+    assert isinstance(mlp, Mlp), "check_whole"
+
+    def matrices(layer: Projection | None, contracted: int = 1) -> jax.Array | QuantizedWeight:
+        assert layer is not None, "packed"
+        weight = layer.weight.get_value()
+        if layer.adapter is not None:
+            raise UnsupportedError(
+                "whole layers with adapters: merge them first, or leave whole_layers=False"
+            )
+        if isinstance(weight, QuantizedWeight):
+            return weight
+        rows = int(np.prod(weight.shape[1 : 1 + contracted]))
+        return weight.reshape(len(weight), rows, -1)
+
+    def norms(layer: Norm) -> RmsNorm:
+        config = layer.config
+        return RmsNorm(scale=layer.scale[...], epsilon=config.epsilon, offset=config.scale_offset)
+
+    return LayerWeights(
+        attention_norm=norms(block.attention_norm),
+        qkv=matrices(attention.packed),
+        out=matrices(attention.out, 2),
+        mlp_norm=norms(block.mlp_norm),
+        gate_up=matrices(mlp.packed),
+        down=matrices(mlp.down),
+    )

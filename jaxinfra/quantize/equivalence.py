@@ -1,0 +1,168 @@
+"""Which inputs of a block's projections can be scaled, and what then is divided.
+
+A group of projections reads one input, and what makes that input is linear in it: the scale of a
+norm, or the columns of another projection. All that reads it is scaled, what stays in 16 bits too:
+the router reads what experts read.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfra.config.kinds import MlpKind
+from jaxinfra.config.model import (
+    BlockConfig,
+    ExpertsConfig,
+    GroupedAttentionConfig,
+    LatentAttentionConfig,
+    MlpConfig,
+)
+from jaxinfra.errors import UnsupportedError
+from jaxinfra.numerics.storage import EXACT
+from jaxinfra.quantize.recipes import Method
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ScaledInput:
+    """Weights that read one input, and what makes it, as paths in a block."""
+
+    readers: tuple[str, ...]
+    kept: tuple[str, ...] = ()  # readers that stay in 16 bits
+    norm: str | None = None  # None: ``columns`` makes it
+    offset: float = 0.0  # that the norm adds to its scale
+    columns: str | None = None
+    first: int = 0  # of the last dim of ``columns``: those before make something else
+    by_expert: bool = False  # each expert has an input, and scales, of its own
+
+    @property
+    def input(self) -> str:
+        """A weight that reads the input of all tokens."""
+        return (*self.kept, *self.readers)[0]
+
+
+def scaled_inputs(block: BlockConfig, method: Method) -> tuple[ScaledInput, ...]:
+    """The groups of a block, in the order in which they are scaled.
+
+    SmoothQuant scales what norms make; AWQ also what one projection makes for the next.
+
+    Raises:
+        UnsupportedError: a layer whose projections are not known to be linear in one another.
+    """
+    if method is Method.PLAIN:
+        return ()
+    mixer, feed = block.mixer, block.feed_forward
+    match mixer:
+        case GroupedAttentionConfig():
+            found = _of_grouped(mixer, block.norm.scale_offset)
+        case LatentAttentionConfig():
+            found = _of_latent(mixer, block.norm.scale_offset)
+        case _:
+            raise _unknown(mixer, method)
+    match feed:
+        case MlpConfig():
+            found += _of_dense(feed, block.norm.scale_offset)
+        case ExpertsConfig():
+            found += _of_experts(feed, block.norm.scale_offset)
+        case _:
+            raise _unknown(feed, method)
+    return tuple(each for each in found if each.norm is not None or method is Method.AWQ)
+
+
+def _unknown(layer: object, method: Method) -> UnsupportedError:
+    return UnsupportedError(
+        f"recipes that scale inputs ({method}) with a layer {type(layer).__name__}: they know "
+        "grouped and latent attention, dense feed-forward layers and experts; choose rtn-int4, "
+        "int8, fp8 or fp8-blocks"
+    )
+
+
+def _weights(layer: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{layer}/{name}/weight" for name in names)
+
+
+def _of_grouped(mixer: GroupedAttentionConfig, offset: float) -> list[ScaledInput]:
+    readers = _weights("attention", "query", "key", "value")
+    found = [ScaledInput(readers=readers, norm="attention_norm", offset=offset)]
+    if mixer.num_q_heads == mixer.num_kv_heads:
+        (out,), (value,) = _weights("attention", "out"), _weights("attention", "value")
+        found.append(ScaledInput(readers=(out,), columns=value))
+    return found
+
+
+def _of_latent(mixer: LatentAttentionConfig, offset: float) -> list[ScaledInput]:
+    query = "query" if mixer.query_rank is None else "query_down"
+    readers = _weights("attention", query, "kv_down")
+    found = [ScaledInput(readers=readers, norm="attention_norm", offset=offset)]
+    inner = mixer.norm.scale_offset
+    if mixer.query_rank is not None:
+        readers = _weights("attention", "query_up")
+        found.append(ScaledInput(readers=readers, norm="attention/query_norm", offset=inner))
+    (up,), (out,) = _weights("attention", "kv_up"), _weights("attention", "out")
+    found.append(ScaledInput(readers=(up,), norm="attention/kv_norm", offset=inner))
+    # Values of every head come from columns of their own, behind those of its keys.
+    found.append(ScaledInput(readers=(out,), columns=up, first=mixer.nope_dim))
+    return found
+
+
+def _of_dense(feed: MlpConfig, offset: float) -> list[ScaledInput]:
+    (up,), (down,) = _weights("mlp", "up"), _weights("mlp", "down")
+    gate = _weights("mlp", "gate") if feed.kind.gated else ()
+    found = [ScaledInput(readers=(*gate, up), norm="mlp_norm", offset=offset)]
+    if _is_linear_in_up(feed.kind):
+        found.append(ScaledInput(readers=(down,), columns=up))
+    return found
+
+
+def _of_experts(feed: ExpertsConfig, offset: float) -> list[ScaledInput]:
+    gated, is_linear = feed.kind.gated, _is_linear_in_up(feed.kind)
+    readers = ("mlp/gate", "mlp/up") if gated else ("mlp/up",)
+    after = [ScaledInput(readers=("mlp/down",), columns="mlp/up", by_expert=True)]
+    if feed.shared_hidden_dim:
+        shared = ("shared_gate", "shared_up") if gated else ("shared_up",)
+        readers += _weights("mlp", *shared)
+        (up,), (down,) = _weights("mlp", "shared_up"), _weights("mlp", "shared_down")
+        after.append(ScaledInput(readers=(down,), columns=up))
+    kept = _weights("mlp", "router", *(("shared_scale",) if feed.shared_gate else ()))
+    one = ScaledInput(readers=readers, kept=kept, norm="mlp_norm", offset=offset)
+    return [one, *(after if is_linear else [])]
+
+
+def _is_linear_in_up(kind: MlpKind) -> bool:
+    """Whether the hidden layer is a gate times what ``up`` makes; clamped ones are not."""
+    return kind.gated and kind is not MlpKind.SWIGLU_CLAMPED
+
+
+def divided_norm(
+    parameters: dict[str, jax.Array], group: ScaledInput, scales_K: jax.Array
+) -> dict[str, jax.Array]:
+    """The norm's parameters, by path, so that what it makes is divided by the scales."""
+    scale, offset = f"{group.norm}/scale", group.offset
+    changed = {scale: (parameters[scale].astype(EXACT) + offset) / scales_K - offset}
+    bias = f"{group.norm}/bias"
+    if bias in parameters:
+        changed[bias] = parameters[bias].astype(EXACT) / scales_K
+    return changed
+
+
+def divided_columns(
+    parameters: dict[str, jax.Array], group: ScaledInput, scales: jax.Array
+) -> dict[str, jax.Array]:
+    """The parameters of ``group.columns``, by path, so that its outputs are divided by the scales,
+    [K], or [E, K] of experts.
+    """
+    assert group.columns is not None
+    weight = parameters[group.columns]
+    if group.by_expert:
+        by_output, factor = scales, scales[:, None]
+    else:
+        outputs = weight.shape[1:]
+        by_output = jnp.ones(outputs, EXACT)
+        by_output = by_output.at[..., group.first :].set(scales.reshape(*outputs[:-1], -1))
+        factor = by_output[None]
+    changed = {group.columns: weight / factor}
+    stem = group.columns.removesuffix("/weight")
+    bias = f"{stem}/bias" if stem != group.columns else f"{stem}_bias"
+    if bias in parameters:
+        changed[bias] = parameters[bias] / by_output
+    return changed

@@ -1,0 +1,211 @@
+"""A model's layers one after another: a layer's weights on the device at a time.
+
+Dims: B sequence, T position, D model width.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxinfra import axes
+from jaxinfra.checkpoint.parameter_sources import ParameterSource
+from jaxinfra.config.model import BlockConfig, ModelConfig, Stack
+from jaxinfra.model.decoder import Decoder
+from jaxinfra.model.definition import ModelDefinition, by_path, define_model, nest
+from jaxinfra.model.passes import Pass
+from jaxinfra.numerics.policy import Policy
+from jaxinfra.ops.quantized import Activations, contracted_dims
+from jaxinfra.parallel.execution import execution_on
+from jaxinfra.quantize.statistics import InputRecorder, InputStatistics, statistics_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LayerPlace:
+    """Where a layer is: ``blocks/BLOCK`` of our paths, repetition ``at``."""
+
+    number: int
+    block: int
+    at: int
+
+    def path(self, name: str) -> str:
+        """Of a parameter of this layer, among the model's."""
+        return f"blocks/{self.block}/{name}"
+
+
+def places_of(config: ModelConfig) -> Iterator[LayerPlace]:
+    """All layers, in order."""
+    for number, (block, at) in enumerate(config.layer_places):
+        yield LayerPlace(number=number, block=block, at=at)
+
+
+def read_layer(
+    source: ParameterSource, definition: ModelDefinition, place: LayerPlace
+) -> dict[str, np.ndarray]:
+    """A layer's arrays by their paths in the block, as the source holds them."""
+    prefix = f"blocks/{place.block}/"
+    found = {}
+    for path, leaf in by_path(definition.arrays).items():
+        if path.startswith(prefix):
+            index = (slice(place.at, place.at + 1), *(slice(0, size) for size in leaf.shape[1:]))
+            found[path.removeprefix(prefix)] = source.read(path, index)[0]
+    return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MatrixDims:
+    """A weight of a layer as a matrix of inputs and outputs, or one for each expert."""
+
+    num_inputs: int  # dims that are contracted
+    has_experts: bool = False  # in front of those
+
+    def matrix(self, weight: jax.Array) -> jax.Array:
+        """[K, N], or [E, K, N]."""
+        lead = weight.shape[: int(self.has_experts)]
+        return weight.reshape(*lead, self.width(weight), -1)
+
+    def width(self, weight: jax.Array) -> int:
+        """K."""
+        first = int(self.has_experts)
+        return math.prod(weight.shape[first : first + self.num_inputs])
+
+
+class CalibrationModel:
+    """Embedding and single layers of a model, run layer by layer over sequences.
+
+    Args:
+        source: what is not in layers stays on the device.
+        policy: of the products.
+    """
+
+    def __init__(self, config: ModelConfig, source: ParameterSource, policy: Policy):
+        self.config, self.policy, self._source = config, policy, source
+        self._recorder = InputRecorder(execution_on(policy=policy).exchange)
+        self._blocks: dict[int, _OneBlock] = {}
+
+    def embedded(self, ids_BT: np.ndarray) -> np.ndarray:
+        """The first layer's input, [B, T, D] on the host."""
+        decoder = self._block(0).bound(self._source)
+        positions = jnp.broadcast_to(jnp.arange(ids_BT.shape[1])[None], ids_BT.shape)
+        # Not jitted: the table would be a constant of the program, which XLA folds.
+        return np.asarray(decoder.embed(jnp.asarray(ids_BT), positions, None))
+
+    def run(
+        self,
+        place: LayerPlace,
+        parameters: Mapping[str, Any],
+        x_BTD: np.ndarray,
+        *,
+        activations: Activations | None = None,
+        rounded: tuple[str, ...] = (),
+        statistics: int | None = None,
+    ) -> tuple[jax.Array, dict[str, InputStatistics]]:
+        """A layer's output, and what its weights were given, by path in the block.
+
+        Args:
+            activations: what inputs of the weights ``rounded`` are rounded to.
+            statistics: inputs of experts of which products are summed; None: nothing is.
+        """
+        block = self._block(place.block)
+        return block.run(dict(parameters), jnp.asarray(x_BTD), activations, rounded, statistics)
+
+    def held(self, place: LayerPlace, values: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        """A layer's parameters and state on the device, in the dtypes that it computes with."""
+        dtypes = self._block(place.block).dtypes
+        return {path: jnp.asarray(value).astype(dtypes[path]) for path, value in values.items()}
+
+    def matrices(self, place: LayerPlace) -> dict[str, MatrixDims]:
+        """How each weight that activations are multiplied with is a matrix, by path in the
+        block.
+        """
+        return self._block(place.block).matrices
+
+    def _block(self, number: int) -> "_OneBlock":
+        if number not in self._blocks:
+            block = self.config.blocks[number]
+            self._blocks[number] = _OneBlock(self.config, block, self.policy, self._recorder)
+        return self._blocks[number]
+
+
+class _OneBlock:
+    """A decoder of one layer."""
+
+    def __init__(
+        self, config: ModelConfig, block: BlockConfig, policy: Policy, recorder: InputRecorder
+    ):
+        config = dataclasses.replace(config, stacks=(Stack(pattern=(block,), repeats=1),))
+        execution = dataclasses.replace(
+            execution_on(policy=policy), multiply=recorder, exchange=recorder.exchange
+        )
+        self.recorder, self.config = recorder, config
+        self.definition = define_model(config, execution)
+        template = nnx.merge(self.definition.graphdef, self.definition.template)
+        self.decoder = template  # of shapes
+        arrays = by_path(self.definition.arrays)
+        own = {path.removeprefix("blocks/0/"): leaf for path, leaf in arrays.items()}
+        self.dtypes = {path: leaf.dtype for path, leaf in own.items()}
+        self.matrices = {
+            f"{path}/weight": MatrixDims(num_inputs=contracted_dims(node.spec) or 1)
+            for path, node in _projections(template)
+        }
+        for info in self.definition.table():
+            if info.matmul and axes.EXPERTS in info.dims:
+                path = info.path.removeprefix("blocks/0/")
+                self.matrices[path] = MatrixDims(num_inputs=1, has_experts=True)
+        self.run = jax.jit(self._run, static_argnums=(2, 3, 4))
+
+    def bound(self, source: ParameterSource) -> Decoder:
+        """With the source's embedding; what it does not need are shapes."""
+        state = jax.tree.map(lambda leaf: leaf, self.definition.template)
+        outside = {
+            tuple(path.split("/")): jnp.asarray(
+                source.read(path, tuple(slice(0, size) for size in leaf.shape))
+            )
+            for path, leaf in by_path(self.definition.arrays).items()
+            if path.startswith(("embedding/", "positions/"))
+        }
+        nnx.replace_by_pure_dict(state, nest(outside))
+        return nnx.merge(self.definition.graphdef, state)
+
+    def _run(
+        self,
+        parameters: dict[str, jax.Array],
+        x_BTD: jax.Array,
+        activations: Activations | None,
+        rounded: tuple[str, ...],
+        statistics: int | None,
+    ) -> tuple[jax.Array, dict[str, InputStatistics]]:
+        self.recorder.activations = activations
+        self.recorder.rounded = [parameters[path] for path in rounded]
+        graphdef, state = nnx.split(self.decoder.blocks[0])
+        nnx.replace_by_pure_dict(
+            state, nest({tuple(path.split("/")): leaf for path, leaf in parameters.items()})
+        )
+        positions = jnp.broadcast_to(jnp.arange(x_BTD.shape[1])[None], x_BTD.shape[:2])
+        rope = self.decoder.rope_tables(positions)[0]
+        out = nnx.merge(graphdef, state)(x_BTD, Pass(positions_BT=positions, rope=rope))
+        found, routed = self.recorder.taken(parameters)
+        seen: dict[str, InputStatistics] = {}
+        if statistics is None:
+            return out.x, seen
+        for path, x in found.items():
+            seen[path] = statistics_of(x, self.matrices[path].width(parameters[path]))
+        if routed is not None:
+            inward, outward = routed.statistics(block=statistics)
+            seen |= {path: inward for path in ("mlp/gate", "mlp/up") if path in parameters}
+            seen["mlp/down"] = outward
+        return out.x, seen
+
+
+def _projections(decoder: Decoder) -> Iterator[tuple[str, Any]]:
+    """Projections of the first block, by path."""
+    block = decoder.blocks[0]
+    for name in ("attention", "mlp"):
+        for inner, node in vars(getattr(block, name)).items():
+            if hasattr(node, "spec"):
+                yield f"{name}/{inner}", node

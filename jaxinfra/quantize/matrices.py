@@ -1,0 +1,202 @@
+"""A layer's weights as the tensors that other programs keep, in few bits.
+
+Dims: K input, N output, G group of inputs.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfra.errors import ConfigError
+from jaxinfra.hf import WeightMap
+from jaxinfra.hf.mapping import Part, Tensor
+from jaxinfra.numerics.storage import EXACT
+from jaxinfra.ops.quantized import QuantizedWeight, WeightCode, round_weight
+from jaxinfra.quantize.recipes import Method, QuantizationRecipe
+
+_KEPT = ("router", "shared_scale")
+"""Projections whose results choose or weigh experts: small, and a rounded score sends a token
+elsewhere.
+"""
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedTensor:
+    """One of their tensors in few bits, [K, N], and the parts of ours that it is made of."""
+
+    tensor: Tensor
+    weight: QuantizedWeight
+
+    def ours(self) -> dict[tuple[str, tuple[int, ...]], np.ndarray]:
+        """What each part of ours stands for, float32, by path and index."""
+        theirs = np.asarray(_dequantized(self.weight)).T
+        found = {}
+        for part in self.tensor.parts:
+            rows = theirs[part.start : part.start + part.layout.their_shape[0]]
+            whole = tuple(slice(0, size) for size in part.layout.our_shape)
+            found[part.path, part.index] = part.layout.read(
+                lambda index, rows=rows: rows[index], whole
+            )
+        return found
+
+
+def is_quantizable(tensor: Tensor, matmuls: Mapping[str, bool]) -> bool:
+    """Whether a tensor is a matrix of outputs and inputs that activations are multiplied with."""
+    return not tensor.interleaved and all(
+        part.path.startswith("blocks/")
+        and matmuls.get(part.path, False)
+        and part.path.split("/")[-2] not in _KEPT
+        and _is_matrix(part)
+        for part in tensor.parts
+    )
+
+
+def _is_matrix(part: Part) -> bool:
+    theirs, ours = part.layout.theirs, part.layout.ours
+    return len(theirs) == 2 and ours == (*theirs[1], *theirs[0])
+
+
+def tensors_by_layer(
+    weights: WeightMap, matmuls: Mapping[str, bool]
+) -> dict[tuple[int, int], list[Tensor]]:
+    """The tensors that are quantized of each layer, ``blocks/BLOCK`` and its repetition."""
+    found: dict[tuple[int, int], list[Tensor]] = collections.defaultdict(list)
+    for tensor in weights.tensors.values():
+        if is_quantizable(tensor, matmuls):
+            part = tensor.parts[0]
+            found[int(part.path.split("/")[1]), part.index[0]].append(tensor)
+    return found
+
+
+def require_matrices(model_type: str, weights: WeightMap, matmuls: Mapping[str, bool]) -> None:
+    """Raises ConfigError where nothing of a model can be quantized."""
+    if not any(is_quantizable(tensor, matmuls) for tensor in weights.tensors.values()):
+        raise ConfigError(
+            f"a {model_type} checkpoint keeps no weight of a layer as one matrix of outputs and "
+            "inputs, which is what can be quantized"
+        )
+
+
+def require_sizes(tensor: Tensor, recipe: QuantizationRecipe) -> None:
+    """Raises ConfigError where the format of a recipe has no room for a tensor's sizes."""
+    columns, rows = tensor.shape
+    group = recipe.form.group_rows if recipe.form.code is WeightCode.INT4 else 1
+    if rows % group:
+        raise ConfigError(
+            f"{tensor.name} has {rows} inputs, which groups of {group} do not divide; choose "
+            "another --group-size, or a recipe of 8 bits"
+        )
+    words = 8 if recipe.form.code is WeightCode.INT4 else 4
+    sizes = {"inputs": rows} | ({"outputs": columns} if recipe.method is Method.AWQ else {})
+    for what, size in sizes.items():
+        if size % words:
+            raise ConfigError(
+                f"{tensor.name} has {size} {what}, and {words} elements share 32 bits in the files "
+                f"of {recipe.name}; choose fp8, which packs nothing"
+            )
+
+
+def quantized_tensor(
+    tensor: Tensor,
+    read: Callable[[Part], Any],
+    recipe: QuantizationRecipe,
+    clip: Callable[[Part], jax.Array | None] | None,
+    kept: jnp.dtype,
+) -> QuantizedTensor:
+    """One tensor by a recipe.
+
+    Args:
+        kept: dtype of the model's other weights.
+        read: a part of ours, of one layer and one expert.
+        clip: what the ranges of its groups are multiplied with, [G, N]; None: as they are.
+
+    Raises:
+        ConfigError: sizes that the format has no room for.
+    """
+    matrices = [
+        jnp.asarray(read(part)).reshape(part.layout.their_shape[::-1]) for part in tensor.parts
+    ]
+    w_KN = jnp.concatenate(matrices, axis=1)
+    require_sizes(tensor, recipe)
+    found = [] if clip is None else [clip(part) for part in tensor.parts]
+    ranges = [each for each in found if each is not None]
+    clip_GN = jnp.concatenate(ranges, axis=1) if len(ranges) == len(matrices) else None
+    rounded = _rounded(w_KN, clip_GN, recipe=recipe, kept=kept)
+    return QuantizedTensor(tensor=tensor, weight=rounded)
+
+
+def scale_dtype(recipe: QuantizationRecipe, kept: jnp.dtype) -> jnp.dtype:
+    """As other programs keep scales: AWQ's in float16, packed weights' as the model's others."""
+    if recipe.form.activations is None and recipe.form.code is not WeightCode.E4M3:
+        return jnp.dtype("float16") if recipe.has_zeros else kept
+    return EXACT
+
+
+@functools.partial(jax.jit, static_argnames=("recipe", "kept"))
+def _rounded(
+    w_KN: jax.Array, clip: jax.Array | None, *, recipe: QuantizationRecipe, kept: jnp.dtype
+) -> QuantizedWeight:
+    return round_weight(
+        w_KN,
+        recipe.form,
+        has_zeros=recipe.has_zeros,
+        scale_dtype=scale_dtype(recipe, kept),
+        clip=clip,
+    )
+
+
+_dequantized = jax.jit(lambda weight: weight.dequantize(EXACT))
+
+
+def encoded(quantized: QuantizedTensor, recipe: QuantizationRecipe) -> dict[str, np.ndarray]:
+    """The arrays that a format's files hold in the place of a tensor, by name."""
+    weight, form = quantized.weight, recipe.form
+    module = quantized.tensor.name.removesuffix("weight")
+    codes = np.asarray(weight.data)
+    if form.code is WeightCode.INT4:
+        codes = _unpaired(codes, form.group_rows)
+    scales = np.asarray(weight.scales)
+    if recipe.method is Method.AWQ:
+        assert weight.zeros is not None
+        return {
+            f"{module}qweight": _words(codes, 4, _AWQ_ORDER),
+            f"{module}qzeros": _words(np.asarray(weight.zeros), 4, _AWQ_ORDER),
+            f"{module}scales": scales,
+        }
+    name = f"{module}weight"
+    if form.group_columns > 1:
+        return {name: codes.T, f"{name}_scale_inv": scales.T}
+    if form.code is WeightCode.E4M3 or form.activations is not None:
+        return {name: codes.T, f"{name}_scale": scales.T}
+    bits = form.code.bits
+    unsigned = codes if bits == 4 else (codes.astype(np.int16) + 128).astype(np.uint8)
+    return {
+        f"{name}_packed": _words(unsigned.T, bits),
+        f"{name}_scale": scales.T,
+        f"{name}_shape": np.array(codes.T.shape, np.int64),
+    }
+
+
+def _unpaired(data: np.ndarray, group: int) -> np.ndarray:
+    """Codes of 4 bits, [K, N], of bytes that halves of groups share."""
+    pairs, columns = data.shape
+    grouped = data.reshape(2 * pairs // group, group // 2, columns)
+    return np.stack([grouped & 15, grouped >> 4], axis=1).reshape(2 * pairs, columns)
+
+
+def _words(values: np.ndarray, bits: int, order: tuple[int, ...] = ()) -> np.ndarray:
+    """int32 of several elements of the last dim each; place i holds element ``order[i]``."""
+    count = 32 // bits
+    rows, columns = values.shape
+    grouped = values.astype(np.uint32).reshape(rows, columns // count, count)
+    packed = np.zeros(grouped.shape[:2], np.uint32)
+    for place, element in enumerate(order or range(count)):
+        packed |= grouped[..., element] << np.uint32(bits * place)
+    return packed.view(np.int32)

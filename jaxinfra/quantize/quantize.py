@@ -1,0 +1,324 @@
+"""A model into a directory of weights in few bits, layer by layer.
+
+A layer's weights are on the device at a time, and on the host, beside the hidden states of the
+text; weights in few bits lie on disk until all are written.
+"""
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfra.checkpoint.conversion import cast, filled_directory
+from jaxinfra.checkpoint.parameter_sources import ParameterSource, assemble
+from jaxinfra.checkpoint.tensor_writer import write_tensor_files
+from jaxinfra.config.precision import PolicyName
+from jaxinfra.errors import ConfigError
+from jaxinfra.hf import WeightMap, weight_map
+from jaxinfra.hf.mapping import Part, Tensor
+from jaxinfra.model.definition import ModelDefinition
+from jaxinfra.numerics.policy import POLICIES, held_as_computed
+from jaxinfra.numerics.storage import EXACT
+from jaxinfra.quantize import matrices
+from jaxinfra.quantize.layers import CalibrationModel, LayerPlace, places_of, read_layer
+from jaxinfra.quantize.prepare import cut_ranges, with_scaled_inputs
+from jaxinfra.quantize.recipes import QuantizationRecipe, config_of
+from jaxinfra.quantize.shelf import shelved
+from jaxinfra.quantize.statistics import InputStatistics
+
+_ROWS = 4  # sequences that a layer is run on at a time
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LayerReport:
+    """What one layer became."""
+
+    number: int
+    error: float | None  # of its output against the original's, relative; None: no text was given
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizationReport:
+    """What was written."""
+
+    recipe: QuantizationRecipe
+    layers: tuple[LayerReport, ...]
+    num_quantized: int  # elements
+    num_kept: int
+    quantized_bytes: int
+    kept_bytes: int
+    before_bytes: int  # of all, as the source holds them
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SourceModel:
+    """A model to quantize, wherever it lies."""
+
+    definition: ModelDefinition
+    source: ParameterSource
+    hf: Mapping[str, Any]  # a config that describes it
+    tokenizer_directory: Path
+
+
+def quantize_model(
+    model: SourceModel,
+    destination: Path,
+    recipe: QuantizationRecipe,
+    *,
+    ids_BT: np.ndarray | None,
+    max_shard_bytes: int = 5 * 10**9,
+    report: Callable[[LayerReport], None] = lambda layer: None,
+) -> QuantizationReport:
+    """Writes a Hugging Face directory of the model with its layers' weights in few bits.
+
+    Embeddings, norms, routers and the projection onto the vocabulary stay as they are.
+
+    Args:
+        ids_BT: tokens of the text by which scales are chosen and errors measured.
+        report: told of each layer as it is done.
+
+    Raises:
+        ConfigError: no text for a recipe that needs one, or sizes that a format has no room for.
+        UnsupportedError: layers whose inputs a recipe cannot scale.
+    """
+    if recipe.needs_text and ids_BT is None:
+        raise ConfigError(
+            f"recipe {recipe.name} chooses scales by what activations are; give a text with "
+            "--calibrate"
+        )
+    values = dict(model.hf)
+    weights = weight_map(values["model_type"], model.definition.config, model.definition.arrays)
+    reports = []
+    with (
+        filled_directory(destination, model.tokenizer_directory) as directory,
+        tempfile.TemporaryDirectory(dir=directory.parent, prefix=".quantize-") as shelf,
+    ):
+        work = _Quantization(model=model, recipe=recipe, weights=weights, shelf=Path(shelf))
+        for each in work.run(ids_BT):
+            reports.append(each)
+            report(each)
+        values["quantization_config"] = config_of(recipe, kept=work.kept_modules())
+        key = "dtype" if "dtype" in values else "torch_dtype"
+        values[key] = work.kept_dtype.name
+        (directory / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+        write_tensor_files(directory, work.arrays(), max_shard_bytes=max_shard_bytes)
+        return work.summary(tuple(reports))
+
+
+class _Quantization:
+    """A model's layers, one after another.
+
+    Args:
+        shelf: a directory for the arrays of layers that are done.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: SourceModel,
+        recipe: QuantizationRecipe,
+        weights: WeightMap,
+        shelf: Path,
+    ):
+        self.model, self.recipe, self.weights, self.shelf = model, recipe, weights, shelf
+        self.kept_dtype = jnp.dtype(model.source.dtype("embedding/table"))
+        table = model.definition.table()
+        matmuls = {info.path: info.matmul for info in table}
+        self.states = frozenset(info.path for info in table if not info.is_parameter)
+        matrices.require_matrices(model.hf["model_type"], weights, matmuls)
+        self.tensors = matrices.tensors_by_layer(weights, matmuls)
+        for tensor in itertools.chain.from_iterable(self.tensors.values()):
+            matrices.require_sizes(tensor, recipe)
+        self.quantized: dict[str, dict[str, np.ndarray]] = {}  # arrays by name, by tensor
+        self.changed: dict[tuple[str, int], np.ndarray] = {}  # what is kept, by path and layer
+
+    def run(self, ids_BT: np.ndarray | None) -> Iterator[LayerReport]:
+        """Quantizes layer after layer."""
+        config = self.model.definition.config
+        names = {policy.compute.name: name for name, policy in POLICIES.items()}
+        policy = held_as_computed(POLICIES[names.get(self.kept_dtype.name, PolicyName.FP32)])
+        running = CalibrationModel(config, self.model.source, policy)
+        x_BTD = None if ids_BT is None else running.embedded(ids_BT)
+        for place in places_of(config):
+            start = time.monotonic()
+            read = read_layer(self.model.source, self.model.definition, place)
+            outputs, seen = [], {}
+            if x_BTD is not None:
+                outputs, seen = self._calibrated(running, place, read, x_BTD)
+            values = self._rounded(running, place, read, seen)
+            error = None
+            if x_BTD is not None:
+                error = self._error(running, place, values, x_BTD, outputs)
+                x_BTD = np.concatenate(outputs)
+            yield LayerReport(number=place.number, error=error, seconds=time.monotonic() - start)
+
+    def _calibrated(
+        self,
+        running: CalibrationModel,
+        place: LayerPlace,
+        read: dict[str, np.ndarray],
+        x_BTD: np.ndarray,
+    ) -> tuple[list[np.ndarray], dict[str, InputStatistics]]:
+        """A layer's outputs on the host, and what its weights were given where the recipe asks."""
+        # Without groups, no error of outputs is looked at.
+        block = (self.recipe.form.group_rows or 1) if self.recipe.needs_text else None
+        used, outputs, seen = running.held(place, read), [], {}
+        for part in _pieces(x_BTD):
+            out, more = running.run(place, used, part, statistics=block)
+            outputs.append(np.asarray(out))
+            seen = {path: s.with_more(seen[path]) if seen else s for path, s in more.items()}
+        return outputs, seen
+
+    def _rounded(
+        self,
+        running: CalibrationModel,
+        place: LayerPlace,
+        read: dict[str, np.ndarray],
+        seen: dict[str, InputStatistics],
+    ) -> dict[str, np.ndarray]:
+        """Rounds a layer's weights; returns what all of its parameters stand for then, fp32."""
+        exact = {path: jnp.asarray(value).astype(EXACT) for path, value in read.items()}
+        block = self.model.definition.config.blocks[place.block]
+        dims, paths = running.matrices(place), self._quantized_paths(place)
+        scaled, seen = with_scaled_inputs(exact, seen, block, self.recipe, dims, quantized=paths)
+        clip = cut_ranges(scaled, seen, self.recipe, dims, quantized=paths)
+        del exact
+        prefix = f"blocks/{place.block}/"
+        quantized: dict[tuple[str, str], np.ndarray] = {}
+        values = {path: np.array(value) for path, value in scaled.items()}
+        for tensor in self.tensors[place.block, place.at]:
+            rounded = matrices.quantized_tensor(
+                tensor,
+                functools.partial(_of_part, scaled, prefix),
+                self.recipe,
+                functools.partial(_of_part, clip, prefix) if clip else None,
+                self.kept_dtype,
+            )
+            for name, array in matrices.encoded(rounded, self.recipe).items():
+                quantized[tensor.name, name] = array
+            for (path, index), ours in rounded.ours().items():
+                values[path.removeprefix(prefix)][index[1:]] = ours
+        kept: dict[tuple[str, int], np.ndarray] = {}
+        for path in values.keys() - paths:
+            kept[prefix + path, place.at] = values[path].astype(self.dtype(prefix + path))
+            values[path] = kept[prefix + path, place.at].astype(EXACT)
+        for (tensor, name), array in shelved(
+            self.shelf / f"{place.number}.quantized", quantized
+        ).items():
+            self.quantized.setdefault(tensor, {})[name] = array
+        self.changed |= shelved(self.shelf / f"{place.number}.kept", kept)
+        return values
+
+    def _error(
+        self,
+        running: CalibrationModel,
+        place: LayerPlace,
+        values: dict[str, np.ndarray],
+        x_BTD: np.ndarray,
+        outputs: list[np.ndarray],
+    ) -> float:
+        """Of a layer's output against the original's, given the same input."""
+        used = running.held(place, values)
+        again = functools.partial(
+            running.run,
+            place,
+            used,
+            activations=self.recipe.form.activations,
+            rounded=tuple(
+                path
+                for path in sorted(self._quantized_paths(place))
+                if not running.matrices(place)[path].has_experts
+            ),
+        )
+        return _relative_error(outputs, (again(part)[0] for part in _pieces(x_BTD)))
+
+    def _quantized_paths(self, place: LayerPlace) -> frozenset[str]:
+        """Weights in few bits, by path in the block."""
+        prefix = f"blocks/{place.block}/"
+        tensors = self.tensors[place.block, place.at]
+        return frozenset(part.path.removeprefix(prefix) for t in tensors for part in t.parts)
+
+    # The source as it is written: layers' norms and biases from what scaling made of them.
+    def dtype(self, path: str) -> np.dtype:
+        """As a ``ParameterSource``: state, such as a router's correction, keeps its precision."""
+        return self.model.source.dtype(path) if path in self.states else self.kept_dtype
+
+    def read(self, path: str, index: tuple[slice, ...]) -> np.ndarray:
+        """As a ``ParameterSource``."""
+        first = index[0]
+        if path.startswith("blocks/"):
+            layers = [self.changed[path, at][index[1:]] for at in range(first.start, first.stop)]
+            return np.stack(layers)
+        return cast(self.model.source.read(path, index), self.dtype(path), path)
+
+    def arrays(self) -> dict[str, tuple[tuple[int, ...], np.dtype, Callable[[], Any]]]:
+        """All tensors of the files, in the order of the architecture."""
+        found: dict[str, tuple[tuple[int, ...], np.dtype, Callable[[], Any]]] = {}
+        for name, tensor in self.weights.tensors.items():
+            if name in self.quantized:
+                for part, value in self.quantized[name].items():
+                    found[part] = (value.shape, value.dtype, functools.partial(list, (value,)))
+            else:
+                pieces = functools.partial(self._assembled, tensor)
+                found[name] = (tensor.shape, self.dtype(tensor.parts[0].path), pieces)
+        return found
+
+    def _assembled(self, tensor: Tensor) -> list[np.ndarray]:
+        return [assemble(self, tensor)]
+
+    def kept_modules(self) -> list[str]:
+        """Names of matrices in and outside of layers that stay as they are, for the config."""
+        names = [
+            name.removesuffix(".weight")
+            for name, tensor in self.weights.tensors.items()
+            if name not in self.quantized and len(tensor.shape) == 2 and name.endswith(".weight")
+        ]
+        return sorted({name for name in names if "embed" not in name} | {"lm_head"})
+
+    def summary(self, layers: tuple[LayerReport, ...]) -> QuantizationReport:
+        """Sizes of what was written."""
+        sizes = {name: math.prod(t.shape) for name, t in self.weights.tensors.items()}
+        quantized = sum(sizes[name] for name in self.quantized)
+        kept = sum(size for name, size in sizes.items() if name not in self.quantized)
+        written = sum(x.nbytes for parts in self.quantized.values() for x in parts.values())
+        return QuantizationReport(
+            recipe=self.recipe,
+            layers=layers,
+            num_quantized=quantized,
+            num_kept=kept,
+            quantized_bytes=written,
+            kept_bytes=kept * self.kept_dtype.itemsize,
+            before_bytes=(kept + quantized) * self.kept_dtype.itemsize,
+        )
+
+
+def _of_part(arrays: Mapping[str, jax.Array], prefix: str, part: Part) -> jax.Array | None:
+    """What a part of ours has of an array of its layer; None: there is none of this path."""
+    array = arrays.get(part.path.removeprefix(prefix))
+    return array if array is None or not part.index[1:] else array[part.index[1:]]
+
+
+def _pieces(x_BTD: np.ndarray) -> Iterator[np.ndarray]:
+    for start in range(0, len(x_BTD), _ROWS):
+        yield x_BTD[start : start + _ROWS]
+
+
+def _relative_error(want: list[np.ndarray], got: Iterator[jax.Array]) -> float:
+    """Of all outputs: the norm of the difference over the norm."""
+    off = whole = 0.0
+    for a, b in zip(want, got, strict=True):
+        wide = a.astype(np.float64)
+        off += float(np.sum((np.asarray(b).astype(np.float64) - wide) ** 2))
+        whole += float(np.sum(wide**2))
+    return math.sqrt(off / whole) if whole else 0.0

@@ -1,0 +1,146 @@
+"""What can be made of a model's weights, and how the files say so."""
+
+import dataclasses
+import enum
+from typing import Any
+
+from jaxinfra.errors import ConfigError, nearest
+from jaxinfra.ops.quantized import Activations, WeightCode, WeightFormat
+
+DEFAULT_GROUP = 128
+BLOCK = 128
+GROUPS = (32, 64, 128)
+
+
+class Method(enum.StrEnum):
+    """What is done to a layer's weights before they are rounded to the nearest."""
+
+    PLAIN = "plain"
+    AWQ = "awq"
+    SMOOTH = "smooth"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizationRecipe:
+    """A format of weights, and how it is reached."""
+
+    name: str
+    form: WeightFormat
+    method: Method
+    has_zeros: bool
+    what: str
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether it looks at activations."""
+        return self.method is not Method.PLAIN
+
+
+def quantization_recipe(name: str, *, group: int = DEFAULT_GROUP) -> QuantizationRecipe:
+    """The recipe of this name.
+
+    Args:
+        group: inputs that share a scale, of 4 bits.
+
+    Raises:
+        ConfigError: no such recipe, or a group that other programs do not read.
+    """
+    if group not in GROUPS:
+        raise ConfigError(
+            f"group size {group}: scales are of 32, 64 or 128 inputs, which other programs read"
+        )
+    int4 = WeightFormat(code=WeightCode.INT4, group_rows=group)
+    int8, e4m3 = WeightFormat(code=WeightCode.INT8), WeightFormat(code=WeightCode.E4M3)
+    blocks = dataclasses.replace(e4m3, group_rows=BLOCK, group_columns=BLOCK)
+    found = {
+        "awq-int4": (int4, Method.AWQ, "4 bits with zero points, scales searched (AWQ)"),
+        "rtn-int4": (int4, Method.PLAIN, "4 bits, rounded to the nearest"),
+        "int8": (int8, Method.PLAIN, "8 bits, a scale for each output"),
+        "w8a8": (
+            dataclasses.replace(int8, activations=Activations.INT8),
+            Method.SMOOTH,
+            "8 bits of weights and of activations (SmoothQuant)",
+        ),
+        "fp8": (e4m3, Method.PLAIN, "e4m3, a scale for each output"),
+        "fp8-blocks": (blocks, Method.PLAIN, "e4m3, a scale for 128 x 128, as DeepSeek-V3"),
+        "w8a8-fp8": (
+            dataclasses.replace(e4m3, activations=Activations.E4M3),
+            Method.PLAIN,
+            "e4m3 of weights and of activations",
+        ),
+    }
+    if name not in found:
+        raise ConfigError(f"unknown recipe {name!r}{nearest(name, found)}")
+    form, method, what = found[name]
+    return QuantizationRecipe(
+        name=name, form=form, method=method, has_zeros=method is Method.AWQ, what=what
+    )
+
+
+RECIPES = ("awq-int4", "rtn-int4", "int8", "w8a8", "fp8", "fp8-blocks", "w8a8-fp8")
+
+
+def config_of(recipe: QuantizationRecipe, *, kept: list[str]) -> dict[str, Any]:
+    """``quantization_config`` of a directory written by this recipe.
+
+    Args:
+        kept: modules whose weights are left as they are.
+    """
+    form = recipe.form
+    if recipe.method is Method.AWQ:
+        return {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": form.group_rows,
+            "version": "gemm",
+            "zero_point": True,
+            "modules_to_not_convert": kept,
+        }
+    if form.group_columns == BLOCK:
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": kept,
+        }
+    kind = "float" if form.code is WeightCode.E4M3 else "int"
+    weights: dict[str, Any] = {
+        "num_bits": form.code.bits,
+        "type": kind,
+        "strategy": "group" if form.group_rows else "channel",
+        "group_size": form.group_rows or None,
+        "symmetric": True,
+        "dynamic": False,
+    }
+    inputs = None
+    if form.activations is not None:
+        inputs = {
+            "num_bits": 8,
+            "type": kind,
+            "strategy": "token",
+            "symmetric": True,
+            "dynamic": True,
+        }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout_of(form),
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": weights,
+                "input_activations": inputs,
+                "output_activations": None,
+            }
+        },
+        "ignore": kept,
+        "kv_cache_scheme": None,
+    }
+
+
+def layout_of(form: WeightFormat) -> str:
+    """How compressed-tensors calls the way in which elements lie."""
+    if form.code is WeightCode.E4M3:
+        return "float-quantized"
+    return "pack-quantized" if form.activations is None else "int-quantized"

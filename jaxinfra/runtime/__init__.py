@@ -1,0 +1,1 @@
+"""What every process of a job needs: who is who, signals, files, records and watchdogs."""

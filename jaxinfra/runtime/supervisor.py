@@ -1,0 +1,325 @@
+"""Starts the processes of a job on this node, watches them, and starts them again.
+
+Every rank writes to files of its own, so that the job outlives its supervisor's terminal; rank 0's
+output and everybody's errors are shown as they come. A job whose rank fails is ended as a whole and
+started anew, from its newest checkpoint, as often and as fast as the limits say.
+"""
+
+import dataclasses
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, final
+
+from jaxinfra.runtime import cluster
+from jaxinfra.runtime.ending import (
+    Ending,
+    count_memory_kills,
+    first_failure,
+    is_halted,
+    own_memory_group,
+)
+from jaxinfra.runtime.output import Tail, last_line
+from jaxinfra.runtime.recorder import read_record, record_file
+from jaxinfra.runtime.signals import RESUMABLE_EXIT, handled_elsewhere
+from jaxinfra.runtime.watchdog import read_report
+
+_POLL_S = 0.05
+# After the first failure the others may still say what they saw.
+_SETTLE_S = 2.0
+# A watchdog's report takes the others' stacks first.
+_REPORT_S = 15.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """How often and how fast a job is started again, and how long it has to stop."""
+
+    max_restarts: int = 3
+    backoff_s: float = 1.0  # doubled with every restart
+    longest_backoff_s: float = 60.0
+    grace_s: float = 60.0  # from the signal to the kill
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class NodePlace:
+    """Where these processes are in a job of several nodes; by default they are all of it."""
+
+    host: str = "127.0.0.1"
+    port: int | None = None  # None: a free one
+    first_rank: int = 0
+    num_ranks: int | None = None  # None: the processes of this node
+
+
+@final
+class Supervisor:
+    """Runs ``command`` in ``num_processes`` processes.
+
+    Args:
+        command: of the first start.
+        again: of the later ones, which continue a run.
+        logs: directory for what the processes print and for ``report.json``.
+        recorder: where the ranks record, if they do.
+        environment: for the processes; what they need to find each other is added.
+        memory_group: the cgroup whose count of kills tells a kill for memory.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        num_processes: int,
+        again: Sequence[str],
+        logs: Path,
+        recorder: Path | None,
+        limits: Limits,
+        place: NodePlace,
+        environment: Mapping[str, str],
+        memory_group: Path | None = None,
+    ):
+        self._command, self._again = list(command), list(again)
+        self._num = num_processes
+        self._logs, self._recorder = logs, recorder
+        self._limits, self._place = limits, place
+        self._environment = dict(environment)
+        self._memory_group = memory_group or own_memory_group()
+        self._asked: signal.Signals | None = None
+        self._deadline: float | None = None
+        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._tails: list[Tail] = []
+        self._attempts: list[dict[str, Any]] = []
+        known = cluster.TOKEN in environment or cluster.TOKEN_FILE in environment
+        # Launchers of other nodes could not know one that is drawn here.
+        is_alone = place.num_ranks in (None, num_processes)
+        self._secret = {cluster.TOKEN: secrets.token_hex(16)} if is_alone and not known else {}
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether a signal asked the job to stop."""
+        return self._asked is not None
+
+    def run(self) -> int:
+        """Until the job ends, stops or fails for good; returns its exit code."""
+        handlers = {
+            number: signal.signal(number, self._forward)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        }
+        try:
+            with handled_elsewhere():
+                return self._run()
+        finally:
+            self._kill()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _run(self) -> int:
+        self._logs.mkdir(parents=True, exist_ok=True)
+        number = 0
+        while True:
+            code = self._attempt(number)
+            if code in (0, RESUMABLE_EXIT) or self._asked is not None:
+                return code
+            cause = self._attempts[-1]
+            if cause["fatal"]:
+                self._say(f"{cause['text']}; starting it again would not help")
+                return code
+            if number == self._limits.max_restarts:
+                self._say(f"{cause['text']}; given up after {number} restarts")
+                return code
+            wait_s = min(self._limits.longest_backoff_s, self._limits.backoff_s * 2**number)
+            number += 1
+            self._say(
+                f"{cause['text']}; restart {number} of {self._limits.max_restarts} in {wait_s:g} s"
+            )
+            until = time.monotonic() + wait_s
+            while time.monotonic() < until:
+                time.sleep(_POLL_S)
+                if self._asked is not None:
+                    return RESUMABLE_EXIT  # nothing runs, the newest checkpoint is whole
+
+    def _attempt(self, number: int) -> int:
+        """Starts all processes and waits for all of them; returns the job's exit code."""
+        kills_before = count_memory_kills(self._memory_group)
+        self._start(number)
+        endings = self._wait_for_all()
+        for tail in self._tails:
+            tail.show()
+        failed = first_failure(endings)
+        code = self._code(endings, failed)
+        text = self._explain(number, endings, failed, kills_before)
+        self._attempts.append(
+            {
+                "attempt": number,
+                "exit": code,
+                "first": None if failed is None else failed.rank,
+                "fatal": failed is not None and failed.is_fatal,
+                "text": text,
+                "ranks": {str(end.rank): end.exit_code for end in endings},
+            }
+        )
+        (self._logs / "report.json").write_text(json.dumps(self._attempts, indent=2) + "\n")
+        if code == 128 + signal.SIGKILL and self._asked is not None:
+            self._say(
+                f"the grace of {self._limits.grace_s:g} s was not enough: killed; the run "
+                "continues from its newest complete checkpoint"
+            )
+        return code
+
+    def _code(self, endings: list[Ending], failed: Ending | None) -> int:
+        asked = () if self._asked is None else (-self._asked, -signal.SIGTERM)
+        if failed is not None and failed.code in asked:
+            return RESUMABLE_EXIT  # asked before it could listen: it had done nothing yet
+        if failed is not None:
+            return failed.exit_code
+        return 128 + signal.SIGKILL if any(end.killed_by_us for end in endings) else 0
+
+    def _start(self, number: int) -> None:
+        place = self._place
+        port = place.port if place.port is not None else free_port()
+        num_ranks = place.num_ranks or self._num
+        self._tails = []
+        for local in range(self._num):
+            rank = place.first_rank + local
+            base = self._logs / f"attempt-{number}.rank-{rank}"
+            out, err = base.with_name(base.name + ".out"), base.with_name(base.name + ".err")
+            environment = self._environment | {
+                cluster.COORDINATOR: f"{place.host}:{port}",
+                cluster.NUM_PROCESSES: str(num_ranks),
+                cluster.PROCESS_ID: str(rank),
+                cluster.LOCAL_ID: str(local),
+                cluster.NUM_LOCAL: str(self._num),
+                cluster.ATTEMPT: str(number),
+                cluster.LAUNCHER: str(os.getpid()),
+                **self._secret,
+            }
+            with out.open("wb") as stdout, err.open("wb") as stderr:
+                self._children[rank] = subprocess.Popen(
+                    self._command if number == 0 else self._again,
+                    stdin=subprocess.DEVNULL,
+                    stdout=stdout,
+                    stderr=stderr,
+                    env=environment,
+                    # Ctrl-C on a terminal reaches us alone; we pass it on once.
+                    process_group=0,
+                )
+            if rank == 0:
+                self._tails.append(Tail(out, sys.stdout, prefix=""))
+            self._tails.append(Tail(err, sys.stderr, prefix=f"[rank {rank}] "))
+
+    def _wait_for_all(self) -> list[Ending]:
+        endings: list[Ending] = []
+        give_up: float | None = None
+        halted: set[int] = set()
+        while self._children:
+            ended = {
+                rank: child for rank, child in self._children.items() if child.poll() is not None
+            }
+            for rank, child in sorted(ended.items()):
+                del self._children[rank]
+                assert child.returncode is not None
+                end = Ending(
+                    rank=rank, code=child.returncode, order=len(endings), stopped=rank in halted
+                )
+                endings.append(end)
+                if end.code == RESUMABLE_EXIT and self._asked is None and self._deadline is None:
+                    self._ask_all(signal.SIGTERM)  # it was asked alone, before they could agree
+                elif end.code not in (0, RESUMABLE_EXIT) and give_up is None:
+                    wait_s = _REPORT_S if end.code == 74 else _SETTLE_S
+                    give_up = time.monotonic() + wait_s
+            for tail in self._tails:
+                tail.show()
+            late = self._deadline is not None and time.monotonic() > self._deadline
+            if self._children and (late or (give_up is not None and time.monotonic() > give_up)):
+                halted = {r for r, child in self._children.items() if is_halted(child.pid)}
+                endings += self._end_rest(halted, order=len(endings))
+            time.sleep(_POLL_S)
+        self._deadline = None
+        return endings
+
+    def _end_rest(self, halted: set[int], *, order: int) -> list[Ending]:
+        rest = sorted(self._children)
+        children = dict(self._children)
+        self._kill()
+        return [
+            Ending(
+                rank=rank,
+                code=children[rank].returncode,
+                order=order + position,
+                killed_by_us=children[rank].returncode == -signal.SIGKILL,
+                stopped=rank in halted,
+            )
+            for position, rank in enumerate(rest)
+        ]
+
+    def _kill(self) -> None:
+        for child in self._children.values():
+            child.kill()
+        for child in self._children.values():
+            child.wait()
+        self._children.clear()
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self._asked is not None and number == signal.SIGINT:
+            self._deadline = 0.0  # somebody does not want to wait
+        if self._asked is None:
+            self._asked = signal.Signals(number)
+            self._ask_all(self._asked)
+
+    def _ask_all(self, number: signal.Signals) -> None:
+        self._deadline = time.monotonic() + self._limits.grace_s
+        for child in self._children.values():
+            if child.poll() is None:
+                child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+
+    def _explain(
+        self,
+        number: int,
+        endings: list[Ending],
+        failed: Ending | None,
+        kills_before: int | None,
+    ) -> str:
+        if failed is None:
+            return "all ranks ended normally"
+        parts = [f"{failed.describe()} first"]
+        kills = count_memory_kills(self._memory_group)
+        if failed.code == -signal.SIGKILL and kills is not None and kills_before is not None:
+            if kills > kills_before:
+                parts.append(
+                    f"the kernel killed it for host memory ({kills - kills_before} kills for "
+                    f"memory in {self._memory_group}): fewer loader threads, smaller prefetch, or "
+                    "more memory a node"
+                )
+            else:
+                parts.append("not by the kernel for memory")
+        report = None if self._recorder is None else read_report(self._recorder)
+        if report is not None:
+            parts.append(report)
+        elif said := last_line(self._logs / f"attempt-{number}.rank-{failed.rank}.err"):
+            parts.append(f"it said: {said}")
+        if self._recorder is not None:
+            record = read_record(record_file(self._recorder, failed.rank))
+            if record is not None:
+                parts.append(f"last recorded in {record.phase} of step {record.step}")
+        others = [end.describe() for end in endings if end.rank != failed.rank]
+        if others:
+            parts.append(f"then {', '.join(others)}")
+        return "; ".join(parts)
+
+    def _say(self, text: str) -> None:
+        print(f"jaxinfra launch: {text}", file=sys.stderr, flush=True)
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody has now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,221 @@
+"""A thread of every rank that ends a job which stands still, with everybody's stacks.
+
+Twice a second it beats in its rank's recorder, looks at the phase its own process is in, and at the
+heartbeat of the next rank. Where a bound is passed the first to notice leaves ``trip.json``; every
+watchdog that sees it dumps its process's stacks. The first then writes ``report.txt``, which names
+the absent rank and its phase, and all exit with ``HUNG_EXIT``.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Self, final
+
+from jaxinfra.errors import ConfigError, LostPeerError
+from jaxinfra.runtime.absence import ENDED, find_absent
+from jaxinfra.runtime.files import read_bytes
+from jaxinfra.runtime.recorder import (
+    RankRecord,
+    Recorder,
+    describe_events,
+    read_record,
+    read_records,
+    record_file,
+)
+from jaxinfra.runtime.text import whole_number
+
+HUNG_EXIT = LostPeerError.exit_code
+TRIP, REPORT = "trip.json", "report.txt"
+_REPORT_BYTES = 64 << 20
+_POLL_S = 0.5
+_STACKS_S = 4.0  # time for the others to dump
+# What may rightly take long. Several ranks may compile one after another.
+_LONG_PHASES = ("setup", "compile", "save", "rollback", "finish")
+_LONG_S = 3600.0
+_LAST_EVENTS = 12
+_LONG_HEARTBEAT_S = 120.0  # there a library may keep Python's threads waiting
+
+
+@final
+class Watchdog:
+    """Runs from ``with`` to its end.
+
+    Args:
+        directory: where all ranks record.
+        hang_s: the longest that a phase of a step may last.
+        heartbeat_s: the longest that a process may not run.
+        launcher: the process that started this one; when it is gone, the run is asked to stop.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        directory: Path,
+        *,
+        num_ranks: int,
+        hang_s: float,
+        heartbeat_s: float,
+        launcher: int | None,
+    ):
+        self._recorder = recorder
+        self._directory = directory
+        self._num_ranks = num_ranks
+        self._hang_s = hang_s
+        self._heartbeat_s = heartbeat_s
+        self._launcher = launcher
+        self._end = threading.Event()
+        self._next = (recorder.rank + 1) % num_ranks
+        self._seen: tuple[int, float] = (0, time.monotonic())  # its beats, and since when
+        self._stacks = None
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Self:
+        with contextlib.suppress(OSError):  # a full disk: then without stacks
+            self._stacks = stacks_file(self._directory, self._recorder.rank).open("w")
+            # From outside, even while this process runs no Python.
+            faulthandler.register(signal.SIGUSR1, self._stacks, all_threads=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+        if self._stacks is not None:
+            faulthandler.unregister(signal.SIGUSR1)
+            self._stacks.close()
+
+    def _run(self) -> None:
+        while not self._end.wait(_POLL_S):
+            self._recorder.beat()
+            if self._launcher is not None and os.getppid() != self._launcher:
+                self._launcher = None
+                os.kill(os.getpid(), signal.SIGTERM)
+            if (self._directory / TRIP).exists():
+                self._follow()
+            reason, not_running = self._trouble()
+            if reason:
+                self._lead(reason, not_running)
+
+    def _trouble(self) -> tuple[str, list[int]]:
+        recorder = self._recorder
+        long = recorder.phase_name in _LONG_PHASES
+        bound_s = max(_LONG_S, self._hang_s) if long else self._hang_s
+        age_s = time.time() - recorder.since
+        if age_s > bound_s and recorder.phase_name not in ENDED:
+            what = f"{recorder.phase_name} of step {recorder.step}"
+            return f"rank {recorder.rank} is in {what} for {age_s:.0f} s (bound {bound_s:g} s)", []
+        if self._num_ranks > 1 and self._next_stands_still():
+            return f"rank {self._next} gives no sign of life", [self._next]
+        return "", []
+
+    def _next_stands_still(self) -> bool:
+        record = read_record(record_file(self._directory, self._next))
+        now = time.monotonic()
+        if record is None or record.phase in ENDED or record.beats != self._seen[0]:
+            self._seen = (0 if record is None else record.beats, now)
+            return False
+        bound_s = self._heartbeat_s
+        if record.phase in _LONG_PHASES:
+            bound_s = max(bound_s, _LONG_HEARTBEAT_S)
+        return now - self._seen[1] > bound_s
+
+    def _lead(self, reason: str, not_running: list[int]) -> None:
+        trip = {"rank": self._recorder.rank, "reason": reason, "time": time.time()}
+        try:
+            with (self._directory / TRIP).open("x") as file:
+                json.dump(trip, file)
+        except FileExistsError:
+            self._follow()
+        except OSError:
+            pass  # a full disk: the others' own bounds will tell them
+        self._dump()
+        self._ask_those_that_run_no_python(skip=not_running)
+        records = read_records(self._directory)
+        now = time.time()
+        verdict = find_absent(records, num_ranks=self._num_ranks, not_running=not_running, now=now)
+        lines = [verdict.text, f"noticed by rank {self._recorder.rank}: {reason}", ""]
+        for record in records:
+            lines.append(
+                f"rank {record.rank} on {record.host}, process {record.pid}: {record.phase} of "
+                f"step {record.step} for {now - record.since:.1f} s, "
+                f"last beat {now - record.beat_time:.1f} s ago; "
+                f"stacks in {stacks_file(self._directory, record.rank)}"
+            )
+            lines += [f"    {line}" for line in describe_events(record, last=_LAST_EVENTS)]
+        with contextlib.suppress(OSError):
+            (self._directory / REPORT).write_text("\n".join(lines) + "\n")
+        print(f"jaxinfra watchdog: {verdict.text}; see {self._directory / REPORT}", file=sys.stderr)
+        self._abort()
+
+    def _ask_those_that_run_no_python(self, *, skip: list[int]) -> None:
+        """Waits for the others' stacks; asks through a signal for those that do not come."""
+        for asked in (False, True):
+            deadline = time.monotonic() + _STACKS_S / 2
+            while (late := self._without_stacks(skip)) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            for record in late:
+                here = record.host == socket.gethostname()[:32]
+                if not asked and here:
+                    with contextlib.suppress(OSError):
+                        os.kill(record.pid, signal.SIGUSR1)
+
+    def _without_stacks(self, skip: Collection[int]) -> list[RankRecord]:
+        return [
+            record
+            for record in read_records(self._directory)
+            if record.phase not in ENDED
+            and record.rank not in skip
+            and not _size(stacks_file(self._directory, record.rank))
+        ]
+
+    def _follow(self) -> None:
+        self._dump()
+        deadline = time.monotonic() + 2 * _STACKS_S
+        while not (self._directory / REPORT).exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        self._abort()
+
+    def _dump(self) -> None:
+        if self._stacks is not None:
+            with contextlib.suppress(OSError):
+                faulthandler.dump_traceback(self._stacks, all_threads=True)
+
+    def _abort(self) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(HUNG_EXIT)
+
+
+def read_report(directory: Path) -> str | None:
+    """The first line of what a watchdog reported there; None where it did not."""
+    file = directory / REPORT
+    if not file.exists():
+        return None
+    try:
+        lines = read_bytes(file, limit=_REPORT_BYTES).decode(errors="replace").splitlines()
+    except ConfigError as error:
+        return str(error)
+    return lines[0] if lines else "nothing"
+
+
+def stacks_file(directory: Path, rank: int) -> Path:
+    """Where a rank's stacks are dumped."""
+    return directory / f"rank-{rank:05d}.stacks"
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def launcher_of(environment: Mapping[str, str], name: str) -> int | None:
+    """The process that started this one, where it is our launcher and this one its child."""
+    number = whole_number(environment.get(name, ""))
+    return number if number == os.getppid() else None

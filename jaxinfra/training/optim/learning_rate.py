@@ -1,0 +1,36 @@
+"""Learning-rate schedules: warm-up, then the configured shape, as a function of the step."""
+
+import optax
+
+from jaxinfra.config.optimizer import LearningRateSchedule, OptimizerConfig
+from jaxinfra.training.optim.promotion import standard_promotion
+
+
+def learning_rate(config: OptimizerConfig, *, steps: int) -> optax.Schedule:
+    """Rises linearly from peak/warmup to the peak, then decays to ``final_fraction`` of it.
+
+    Args:
+        steps: length of the run, at which the decay ends.
+    """
+    peak, final = config.learning_rate, config.learning_rate * config.final_fraction
+    # Counted from step 0, a rise from 0 would waste the first step.
+    warmup = optax.linear_schedule(
+        peak / max(config.warmup_steps, 1), peak, max(config.warmup_steps - 1, 1)
+    )
+    rest = max(steps - config.warmup_steps, 1)
+    match config.schedule:
+        case LearningRateSchedule.CONSTANT:
+            after = optax.constant_schedule(peak)
+        case LearningRateSchedule.LINEAR:
+            after = optax.linear_schedule(peak, final, rest)
+        case LearningRateSchedule.COSINE:
+            after = optax.cosine_decay_schedule(peak, rest, alpha=config.final_fraction)
+        case LearningRateSchedule.WSD:
+            decay = min(config.decay_steps or max(steps // 5, 1), rest)
+            after = optax.join_schedules(
+                [optax.constant_schedule(peak), optax.linear_schedule(peak, final, decay)],
+                [rest - decay],
+            )
+    if config.warmup_steps > 0:
+        after = optax.join_schedules([warmup, after], [config.warmup_steps])
+    return standard_promotion(after)

@@ -1,0 +1,1 @@
+"""Which values the backward pass keeps and which it computes again, by a memory budget."""

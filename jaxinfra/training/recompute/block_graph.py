@@ -1,0 +1,320 @@
+"""A repetition of a block pattern as a graph: which operation makes which value, what that costs,
+and what the backward pass reads. So it can be said what keeping a set of values costs and saves.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from jaxinfra.model.definition import ModelDefinition, merged
+from jaxinfra.model.flops import attention_flops
+from jaxinfra.model.passes import Pass
+from jaxinfra.model.recomputation import ALWAYS, ATTENTION, SHARED_NAMES
+from jaxinfra.ops.attention import ATTENTION_NAMES, is_attention_result
+
+_INLINED = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "shard_map")
+_FREE = (
+    "name",
+    "reshape",
+    "squeeze",
+    "expand_dims",
+    "sharding_constraint",
+    "bitcast_convert_type",
+)
+"""Primitives whose result is their input, seen otherwise."""
+_INLINED_RULES = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BlockOperation:
+    """What makes some values of others."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    flops: float = 0.0  # of matmuls
+    is_kernel: bool = False  # a matmul, or a kernel: reads and writes whole arrays in memory
+    is_free: bool = False  # its result is its input
+    name: str | None = None  # a checkpoint's name of its one output
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BlockGraph:
+    """Values are numbered; those that no operation makes are the repetition's inputs."""
+
+    operations: tuple[BlockOperation, ...]  # in an order in which they can run
+    sizes: tuple[int, ...]  # bytes of each value
+    stored: frozenset[int]  # values that XLA would write to memory: read or made by kernels
+    needed: frozenset[int]  # that the backward pass reads
+    makers: Mapping[int, int]  # value to operation
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of values that may be kept, in the order in which they are made."""
+        found = [each.name for each in self.operations if each.name is not None]
+        others = (*ALWAYS, *SHARED_NAMES)
+        return tuple(name for name in dict.fromkeys(found) if name not in others)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """What it takes to keep a set of values: of one repetition, beside its inputs."""
+
+    names: tuple[str, ...]  # of those that the backward pass comes to read
+    bytes: int
+    flops: float  # of matmuls and attention that are computed again
+    moved_bytes: int  # written and read by what is computed again
+    matmuls: int  # that are computed again
+
+
+def block_graph(jaxpr: Any, *, attention: float) -> BlockGraph:
+    """The graph of ``jax.make_jaxpr`` of ``jax.vjp`` of a repetition.
+
+    Args:
+        jaxpr: (inputs) -> (result, residuals...). All inputs are free: they are kept anyway.
+        attention: FLOPs of a kernel that makes what is named ``ATTENTION``, whose own cannot be
+            seen.
+    """
+    builder = _Builder()
+    env = {variable: builder.value(variable.aval) for variable in jaxpr.jaxpr.invars}
+    env |= {variable: builder.value(variable.aval) for variable in jaxpr.jaxpr.constvars}
+    builder.inline(jaxpr.jaxpr, env)
+    free = {env[each] for each in (*jaxpr.jaxpr.invars, *jaxpr.jaxpr.constvars)}
+    found = [env[out] for out in jaxpr.jaxpr.outvars[1:] if isinstance(out, core.Var)]
+    makers = {out: i for i, each in enumerate(builder.operations) for out in each.outputs}
+    operations = _with_attention(builder.operations, makers, attention)
+
+    def source(value: int) -> int:
+        while value in makers and operations[makers[value]].is_free:
+            value = operations[makers[value]].inputs[0]
+        return value
+
+    kernels = [each for each in operations if each.is_kernel]
+    read = {source(value) for each in kernels for value in each.inputs}
+    return BlockGraph(
+        operations=tuple(operations),
+        sizes=tuple(builder.sizes),
+        stored=frozenset(read).union(*(each.outputs for each in kernels)),
+        needed=frozenset(found) - free,
+        makers=makers,
+    )
+
+
+def keeping(graph: BlockGraph, names: frozenset[str]) -> Kept:
+    """What the backward pass computes again where values of these names are kept: it walks back
+    from what is read to kept values and inputs.
+    """
+    pending = [value for value in graph.needed if value in graph.makers]
+    seen, again, kept = set(pending), set(), set()
+    size = 0
+    while pending:
+        value = pending.pop()
+        at = graph.makers[value]
+        each = graph.operations[at]
+        if each.name in names or each.name in ALWAYS:
+            kept.add(each.name)
+            size += graph.sizes[value]
+            continue
+        again.add(at)
+        for before in each.inputs:
+            if before not in seen and before in graph.makers:
+                seen.add(before)
+                pending.append(before)
+    operations = [graph.operations[at] for at in again]
+    moved = {
+        value
+        for each in operations
+        for value in (*each.outputs, *(each.inputs if each.is_kernel else ()))
+        if value in graph.stored
+    }
+    return Kept(
+        names=tuple(name for name in graph.names if name in kept),
+        bytes=size,
+        flops=sum(each.flops for each in operations),
+        moved_bytes=sum(graph.sizes[value] for value in moved),
+        matmuls=sum(each.flops > 0 for each in operations),
+    )
+
+
+@dataclasses.dataclass(slots=True)
+class _Builder:
+    sizes: list[int] = dataclasses.field(default_factory=list)
+    operations: list[BlockOperation] = dataclasses.field(default_factory=list)
+
+    def value(self, aval: Any) -> int:
+        itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
+        self.sizes.append(math.prod(getattr(aval, "shape", ())) * itemsize)
+        return len(self.sizes) - 1
+
+    def inline(self, jaxpr: Any, env: dict[Any, int]) -> None:
+        """Appends the jaxpr's operations; ``env`` has its inputs and gets all its variables."""
+        for equation in jaxpr.eqns:
+            inputs = [each for each in equation.invars if isinstance(each, core.Var)]
+            inner = _inner(equation)
+            if inner is not None:
+                # Literals are values of no bytes.
+                given = [
+                    env[each] if isinstance(each, core.Var) else self.value(None)
+                    for each in equation.invars
+                ]
+                within = dict(zip(inner.invars, given, strict=True))
+                within |= {each: self.value(each.aval) for each in inner.constvars}
+                self.inline(inner, within)
+                for out, result in zip(equation.outvars, inner.outvars, strict=True):
+                    is_value = isinstance(result, core.Var)
+                    env[out] = within[result] if is_value else self.value(out.aval)
+                continue
+            for out in equation.outvars:
+                env[out] = self.value(out.aval)
+            flops = _flops(equation)
+            name = equation.primitive.name
+            self.operations.append(
+                BlockOperation(
+                    inputs=tuple(env[each] for each in inputs),
+                    outputs=tuple(env[each] for each in equation.outvars),
+                    flops=flops,
+                    is_kernel=flops > 0 or _has_kernel(equation),
+                    is_free=name in _FREE and len(inputs) == 1,
+                    name=_named(equation) if name == "name" else None,
+                )
+            )
+            if is_attention_result(equation.primitive):
+                self._name_attention(equation, env)
+
+    def _name_attention(self, equation: Any, env: dict[Any, int]) -> None:
+        """cuDNN's results have no name: behind each comes an operation that names it."""
+        for out in equation.outvars:
+            named = self.value(out.aval)
+            self.operations.append(
+                BlockOperation(inputs=(env[out],), outputs=(named,), name=ATTENTION, is_free=True)
+            )
+            env[out] = named
+
+
+def _inner(equation: Any) -> Any:
+    """The jaxpr of an equation that is a call, None for another."""
+    if equation.primitive.name in (*_INLINED, *_INLINED_RULES):
+        inner = next(
+            equation.params[key]
+            for key in ("jaxpr", "call_jaxpr", "fun_jaxpr")
+            if key in equation.params
+        )
+        return getattr(inner, "jaxpr", inner)
+    return None
+
+
+def _named(equation: Any) -> str:
+    name = equation.params["name"]
+    return ATTENTION if name in ATTENTION_NAMES else name
+
+
+def _flops(equation: Any) -> float:
+    """Of matmuls, in loops and branches too; kernels' by the shapes they are called with."""
+    name, outs = equation.primitive.name, equation.outvars
+    if name == "dot_general":
+        ((contracted, _), _) = equation.params["dimension_numbers"]
+        shape = equation.invars[0].aval.shape
+        return 2.0 * math.prod(outs[0].aval.shape) * math.prod(shape[i] for i in contracted)
+    if name in ("ragged_dot", "ragged_dot_general"):
+        return 2.0 * math.prod(outs[0].aval.shape) * equation.invars[0].aval.shape[-1]
+    if _is_opaque(equation):
+        return _kernel_flops(equation)
+    inner = [sum(map(_flops, each.eqns)) for each in core.jaxprs_in_params(equation.params)]
+    if not inner:
+        return 0.0
+    if name == "cond":
+        return max(inner)
+    return sum(inner) * equation.params.get("length", 1)
+
+
+def _kernel_flops(equation: Any) -> float:
+    """Of a kernel that multiplies rows [..., K] with [N, K], [K, N] or groups of them; else 0."""
+    shapes = [each.aval.shape for each in equation.invars if len(each.aval.shape) >= 2]
+    best = 0.0
+    for out in equation.outvars:
+        rows, columns = out.aval.shape[:-1], out.aval.shape[-1:]
+        for a in shapes:
+            if len(a) != len(out.aval.shape) or a[:-1] != rows or not columns:
+                continue
+            if any(b is not a and set(b[-2:]) == {a[-1], *columns} for b in shapes):
+                best = max(best, 2.0 * math.prod(out.aval.shape) * a[-1])
+    return best
+
+
+def _is_opaque(equation: Any) -> bool:
+    """Whether it is a kernel of ours or of a library, whose work is not in the jaxpr."""
+    name = equation.primitive.name
+    kernels = ("pallas_call", "core_map", "mpmd_map", "custom_call", "ffi_call")
+    return name in kernels or is_attention_result(equation.primitive)
+
+
+def _has_kernel(equation: Any) -> bool:
+    """Whether it is such a kernel, or a call or a branch with one."""
+    return _is_opaque(equation) or any(
+        _has_kernel(each) for inner in core.jaxprs_in_params(equation.params) for each in inner.eqns
+    )
+
+
+def _with_attention(
+    operations: list[BlockOperation], makers: Mapping[int, int], flops: float
+) -> list[BlockOperation]:
+    """The operations, of which the kernel that makes attention's result has its FLOPs."""
+    found = list(operations)
+    for each in operations:
+        if each.name != ATTENTION:
+            continue
+        # Between a kernel and the name of its result stand casts, reshapes and barriers.
+        pending, seen = list(each.inputs), set(each.inputs)
+        while pending:
+            value = pending.pop(0)
+            if value not in makers:
+                continue
+            at = makers[value]
+            if operations[at].is_kernel:
+                if operations[at].flops == 0:
+                    found[at] = dataclasses.replace(operations[at], flops=flops)
+                break
+            new = [before for before in operations[at].inputs if before not in seen]
+            seen.update(new)
+            pending += new
+    return found
+
+
+def trace_repetition(
+    model: ModelDefinition, stack: int, *, rows: int, length: int, number: int = 0
+) -> BlockGraph:
+    """The graph of a repetition of a stack's pattern, from shapes alone.
+
+    Args:
+        rows, length: of the batch that passes through it at once.
+        number: which repetition, where some stay out of 8 bits.
+    """
+    config = model.config
+    first = sum(len(each.pattern) for each in config.stacks[:stack])
+    places = slice(first, first + len(config.stacks[stack].pattern))
+    decoder = model.bind(merged(model.shapes, model.state_shapes))
+    ids = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    shape = (rows, length, config.model_dim)
+    x_BTD = jax.ShapeDtypeStruct(shape, model.execution.policy.compute)
+
+    def repetition(x_BTD, parameters, positions, segment_ids):
+        given = Pass(positions_BT=positions, segment_ids_BT=segment_ids)
+        ropes = decoder.rope_tables(positions)[places]
+        run, _ = decoder.repetition(places, given, ropes=ropes, number=number)
+
+        def result(x_BTD, parameters):
+            (x_BTD, _), sums = run((x_BTD, None), (None, parameters, None))
+            return x_BTD, sums
+
+        return jax.vjp(result, x_BTD, parameters)
+
+    shapes: Any = ids  # in the place of arrays
+    _, stacked = decoder.repetition(places, Pass(positions_BT=shapes), ropes=())
+    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stacked)
+    jaxpr = jax.make_jaxpr(repetition)(x_BTD, one, ids, ids)
+    flops = sum(attention_flops(each.mixer, length) for each in config.stacks[stack].pattern)
+    return block_graph(jaxpr, attention=rows * flops / len(config.stacks[stack].pattern))

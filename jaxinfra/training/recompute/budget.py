@@ -1,0 +1,127 @@
+"""Recomputation chosen by a memory budget: the cheapest policy whose compiled step fits.
+
+The step is compiled as it will run, so what counts is XLA's own assignment of buffers, which undoes
+recomputation that it finds cheap to keep. The program of the policy that is taken is kept by
+the compilation cache.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+
+from jaxinfra.checkpoint import processes
+from jaxinfra.config.run import KeptValues, Remat, RunConfig
+from jaxinfra.errors import ConfigError
+from jaxinfra.hlo.buffers import step_bytes
+
+CHEAPEST_FIRST = (Remat.NONE, Remat.DOTS, Remat.MLP, Remat.NAMED, Remat.FULL)
+"""Each computes again what the one before it does, and more."""
+
+FREE_SHARE = 0.05
+"""Share of a device's memory kept for batches on their way and what the allocator cannot join."""
+NEED_LESS = (
+    "more training.accumulation, a smaller batch_size or more devices on the fsdp or tensor axis "
+    "need less (jaxinfra plan)"
+)
+"""The remedies where a budget is below the least that is possible."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """A policy, and how much a device needs for a step with it and with those before it."""
+
+    remat: Remat
+    budget_bytes: int
+    needs: dict[Remat, int]  # bytes of a device, in the order tried
+    kept: tuple[KeptValues, ...] = ()  # the policy says it
+
+    def describe(self) -> str:
+        """One line for the log."""
+        others = [f"{r.value} {in_gib(n)}" for r, n in self.needs.items() if r is not self.remat]
+        too_much = f" (too much: {', '.join(others)})" if others else ""
+        return (
+            f"remat={self.remat.value}: a step needs {in_gib(self.needs[self.remat])} of a budget "
+            f"of {in_gib(self.budget_bytes)}{too_much}"
+        )
+
+
+def choose_remat(*, budget_bytes: int, need: Callable[[Remat], int]) -> Choice:
+    """The first policy that fits, from the one that computes least.
+
+    Args:
+        need: bytes of a device that a step takes with a policy, its state included.
+
+    Raises:
+        ConfigError: none fits.
+    """
+    needs: dict[Remat, int] = {}
+    for remat in CHEAPEST_FIRST:
+        needs[remat] = need(remat)
+        if needs[remat] <= budget_bytes:
+            return Choice(remat=remat, budget_bytes=budget_bytes, needs=needs)
+    least = min(needs, key=needs.__getitem__)
+    raise ConfigError(
+        f"remat=auto: a device needs {in_gib(needs[least])} at least (remat={least.value}), and "
+        f"its budget is {in_gib(budget_bytes)}; {NEED_LESS}"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GatherChoice:
+    """Whether gathered weights stay for the backward pass, and what a step needs where they do."""
+
+    needs_bytes: int
+    budget_bytes: int
+
+    @property
+    def keeps(self) -> bool:
+        """Whether they fit."""
+        return self.needs_bytes <= self.budget_bytes
+
+    def describe(self) -> str:
+        """One line for the log."""
+        both = f"{in_gib(self.needs_bytes)} of a budget of {in_gib(self.budget_bytes)}"
+        if self.keeps:
+            return f"gathered weights stay for the backward pass: a step needs {both}"
+        return f"weights are gathered again: to stay, a step would need {both}"
+
+
+def keeping(config: RunConfig, *, gathered: bool | None) -> RunConfig:
+    """The config with this for ``sharding.keep_gathered``."""
+    sharding = dataclasses.replace(config.sharding, keep_gathered=gathered)
+    return dataclasses.replace(config, sharding=sharding)
+
+
+def budget_bytes(gib: float | None, device: jax.Device) -> int:
+    """A budget in bytes; None: what JAX may take of the device, less ``FREE_SHARE``.
+
+    Raises:
+        ConfigError: the device does not say how much memory it has.
+    """
+    if gib is not None:
+        return int(gib * 2**30)
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit is None:
+        raise ConfigError(
+            f"remat=auto and optimal: a {device.device_kind} device does not say how much memory "
+            "it has; give training.memory_budget_gib, or name a remat"
+        )
+    return int((1 - FREE_SHARE) * limit)
+
+
+def known_budget(gib: float | None, device: jax.Device) -> int:
+    """As ``budget_bytes``; 0 where nobody says how much memory there is."""
+    limited = gib is not None or "bytes_limit" in (device.memory_stats() or {})
+    return budget_bytes(gib, device) if limited else 0
+
+
+def agreed_bytes(compiled: jax.stages.Compiled) -> int:
+    """``step_bytes`` of the first process's program: by it all processes decide alike."""
+    size = step_bytes(compiled)
+    return processes.on_first(lambda: size)
+
+
+def in_gib(size: int) -> str:
+    """Bytes as text."""
+    return f"{size / 2**30:.2f} GiB"

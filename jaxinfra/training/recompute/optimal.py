@@ -1,0 +1,320 @@
+"""Recomputation that is the cheapest under a budget: layers keep the values that save most.
+
+What keeping a set of values costs and saves is read off the traced block; which layer keeps which
+is found exactly (``models.kept_values``). What the rest of a step needs is not predicted but taken
+from a compiled one: the step that keeps least is compiled, then the choice, and where XLA's buffers
+come out larger or smaller than predicted, the choice is made again with what was learned.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from jaxinfra.config.model import ExpertsConfig
+from jaxinfra.config.run import KeptValues, Remat, RunConfig
+from jaxinfra.errors import ConfigError
+from jaxinfra.model.definition import ModelDefinition
+from jaxinfra.model.recomputation import as_kept, kept_by, repeats_in_body
+from jaxinfra.model.repetition import in_eight_bits
+from jaxinfra.parallel.place import Placement
+from jaxinfra.runtime.devices import REFERENCE_PEAK, device_peak
+from jaxinfra.training.recompute.block_graph import trace_repetition
+from jaxinfra.training.recompute.budget import (
+    CHEAPEST_FIRST,
+    NEED_LESS,
+    Choice,
+    choose_remat,
+    in_gib,
+)
+from jaxinfra.training.recompute.kept_values import (
+    BINS,
+    Layers,
+    Option,
+    best_options,
+    cheapest,
+    option_of_policy,
+    peak_bytes,
+)
+
+MOST_PROGRAMS = 6
+"""Steps that are compiled for a choice."""
+NUM_BUDGETS = 24
+"""Of the trade-off between bytes and seconds."""
+CLOSE_ENOUGH = 0.01
+"""Of the budget: what may be left without another step being compiled."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Tradeoff:
+    """Bytes of a step per device against the seconds of what it computes again, as predicted."""
+
+    cheapest: tuple[tuple[int, float], ...]  # from the least bytes on
+    policies: dict[Remat, tuple[int, float]]  # the same for all layers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class KeptChoice:
+    """What layers keep, and what that was predicted and seen to need."""
+
+    kept: tuple[KeptValues, ...]
+    seconds: float  # predicted, of what a step computes again
+    predicted_bytes: int  # per device, before its step was compiled
+    need_bytes: int  # per device, of its compiled step
+    budget_bytes: int
+    options: tuple[tuple[Option, ...], ...]  # of each stack
+    tradeoff: Tradeoff
+
+    @property
+    def remat(self) -> Remat:
+        """What a config says that names this choice."""
+        return Remat.CHOSEN
+
+    def describe(self) -> str:
+        """Lines for the log: the choice, its price and its bytes."""
+        lines = [
+            f"remat=optimal: a step needs {in_gib(self.need_bytes)} (predicted "
+            f"{in_gib(self.predicted_bytes)}) of a budget of {in_gib(self.budget_bytes)}, and "
+            f"computes for {1e3 * self.seconds:.1f} ms again"
+        ]
+        for run in self.kept:
+            names = ", ".join(run.names) or "nothing but its input"
+            lines.append(f"  {run.layers} layers keep {names}")
+        return "\n".join(lines)
+
+
+class KeptSearch:
+    """Proposes what to keep within a budget, and learns from what compiled steps need."""
+
+    def __init__(self, stacks: Sequence[tuple[tuple[Layers, ...], int]], *, budget_bytes: int):
+        """Args:
+        stacks: of each its layers, and its repetitions: as many as layers, or all in one.
+        """
+        self.layers = tuple(each for layers, _ in stacks for each in layers)
+        self.repeats = [repeats // len(layers) for layers, repeats in stacks for _ in layers]
+        self.budget_bytes = budget_bytes
+        self.least = tuple(each.options[0] for each in self.layers)
+        # ``peak_bytes`` of what was compiled, and what its step needs beside them.
+        self._beside: dict[int, int] = {}
+        self._needs: dict[tuple[Option, ...], int] = {}
+        self._predicted: dict[tuple[Option, ...], int] = {}
+
+    def propose(self) -> tuple[Option, ...] | None:
+        """What to compile next; None where nothing better is expected."""
+        if not self._beside:
+            return self.least
+        if len(self._needs) >= MOST_PROGRAMS:
+            return None
+        chosen = cheapest(self.layers, room=self._room()) or self.least
+        best = self.best
+        if chosen in self._needs:
+            return None
+        if best is not None:
+            left = self.budget_bytes - self._needs[best]
+            if best != self.least and left <= CLOSE_ENOUGH * self.budget_bytes:
+                return None
+            if self.seconds(chosen) >= self.seconds(best):
+                return None
+        peak = np.array(peak_bytes(self.layers, chosen))
+        self._predicted[chosen] = int(self._need_of(peak))
+        return chosen
+
+    def learn(self, chosen: tuple[Option, ...], need_bytes: int) -> None:
+        """What a compiled step needs that keeps these, but is no candidate itself."""
+        peak = peak_bytes(self.layers, chosen)
+        self._beside[peak] = need_bytes - peak
+
+    def observe(self, chosen: tuple[Option, ...], need_bytes: int) -> None:
+        """What a compiled step needs that keeps these."""
+        self._predicted.setdefault(chosen, need_bytes)
+        self._needs[chosen] = need_bytes
+        self.learn(chosen, need_bytes)
+
+    def _need_of(self, peaks: np.ndarray) -> np.ndarray:
+        """Predicted: between what was compiled what a step needs beside changes evenly."""
+        known = sorted(self._beside)
+        return peaks + np.interp(peaks, known, [self._beside[each] for each in known])
+
+    def _room(self) -> int:
+        """The largest ``peak_bytes`` whose step is predicted to fit."""
+        peaks = np.linspace(0, self.budget_bytes, 4 * BINS)
+        return int(np.max(peaks, where=self._need_of(peaks) <= self.budget_bytes, initial=0))
+
+    @property
+    def best(self) -> tuple[Option, ...] | None:
+        """Of those that were compiled and fit, what computes least again."""
+        fitting = [each for each, need in self._needs.items() if need <= self.budget_bytes]
+        return min(fitting, key=self.seconds, default=None)
+
+    def seconds(self, chosen: Sequence[Option]) -> float:
+        """Predicted time of what a step computes again."""
+        return sum(
+            option.seconds * each.count for each, option in zip(self.layers, chosen, strict=True)
+        )
+
+    def predicted(self, chosen: tuple[Option, ...]) -> int:
+        """Bytes that were predicted for a step that keeps these, before it was compiled."""
+        return self._predicted[chosen]
+
+    def kept(self, chosen: Sequence[Option]) -> tuple[KeptValues, ...]:
+        """As a config names it."""
+        each = [
+            option.names
+            for option, repeats in zip(chosen, self.repeats, strict=True)
+            for _ in range(repeats)
+        ]
+        return as_kept(each)
+
+    def choice(self) -> KeptChoice:
+        """The best of what was compiled.
+
+        Raises:
+            ConfigError: not even the least fits.
+        """
+        best = self.best
+        if best is None:
+            need = min(self._needs.values())
+            raise ConfigError(
+                f"remat=optimal: a device needs {in_gib(need)} at least (all is computed again), "
+                f"and its budget is {in_gib(self.budget_bytes)}; {NEED_LESS}"
+            )
+        return KeptChoice(
+            kept=self.kept(best),
+            seconds=self.seconds(best),
+            predicted_bytes=self._predicted[best],
+            need_bytes=self._needs[best],
+            budget_bytes=self.budget_bytes,
+            options=tuple(dict.fromkeys(each.options for each in self.layers)),
+            tradeoff=self.tradeoff(),
+        )
+
+    def tradeoff(self) -> Tradeoff:
+        """The cheapest choice for budgets between the least and what keeps most, and what fixed
+        policies come to; bytes of steps that were compiled are theirs.
+        """
+
+        def point(chosen: tuple[Option, ...]) -> tuple[int, float]:
+            predicted = int(self._need_of(np.array(peak_bytes(self.layers, chosen))))
+            return self._needs.get(chosen, predicted), self.seconds(chosen)
+
+        fixed = {
+            remat: tuple(each.policies[at] for each in self.layers)
+            for at, remat in enumerate(CHEAPEST_FIRST)
+            if all(each.policies for each in self.layers)
+        }
+        most = tuple(each.options[-1] for each in self.layers)
+        low, high = (peak_bytes(self.layers, each) for each in (self.least, most))
+        peaks = [peak_bytes(self.layers, each) for each in fixed.values()]
+        peaks = [*np.linspace(low, high, NUM_BUDGETS), *(each for each in peaks if each < high)]
+        found = [self.least, most]
+        for peak in peaks:
+            # Above it by what the search may round bytes up by.
+            room = int(peak * (1 + len(self.layers) / BINS))
+            found.append(cheapest(self.layers, room=room) or self.least)
+        best: list[tuple[int, float]] = []
+        for size, seconds in sorted({point(each) for each in found}):
+            if not best or seconds < best[-1][1]:
+                best.append((size, seconds))
+        policies = {remat: point(each) for remat, each in fixed.items()}
+        return Tradeoff(cheapest=tuple(best), policies=policies)
+
+
+def choose_kept(search: KeptSearch, need: Callable[[tuple[KeptValues, ...]], int]) -> KeptChoice:
+    """Compiles what the search proposes until it has nothing better.
+
+    Args:
+        need: bytes of a device that a step takes which keeps these values, its state included.
+
+    Raises:
+        ConfigError: the budget is below the least that is possible.
+    """
+    while (chosen := search.propose()) is not None:
+        search.observe(chosen, need(search.kept(chosen)))
+    return search.choice()
+
+
+class Need(Protocol):
+    """What compiled steps need."""
+
+    def __call__(self, remat: Remat, kept: tuple[KeptValues, ...] = ()) -> int:
+        """Bytes of a device that a step takes with a policy, its state included."""
+        ...
+
+
+def choose(
+    config: RunConfig,
+    model: ModelDefinition,
+    placement: Placement,
+    *,
+    budget_bytes: int,
+    need: Need,
+) -> Choice | KeptChoice:
+    """What a config's step computes again that leaves it open: ``auto`` or ``optimal``.
+
+    Raises:
+        ConfigError: the budget is below the least that is possible.
+    """
+    if config.training.remat is Remat.AUTO:
+        return choose_remat(budget_bytes=budget_bytes, need=need)
+    search = KeptSearch(layers_of(config, model, placement), budget_bytes=budget_bytes)
+    return choose_kept(search, functools.partial(need, Remat.CHOSEN))
+
+
+def layers_of(
+    config: RunConfig, model: ModelDefinition, placement: Placement | None
+) -> list[tuple[tuple[Layers, ...], int]]:
+    """Of each stack its layers as they may differ, and its repetitions.
+
+    In a loop all repetitions keep the same, and the gradients of all exist from the first on.
+    """
+    training, parts = config.training, []
+    device = jax.devices()[0] if placement is None else placement.mesh.devices.flat[0]
+    peak = device_peak(device.device_kind) or REFERENCE_PEAK
+    shards = 1 if placement is None else placement.batch_shards * placement.sequence_shards
+    rows = training.batch_size // training.accumulation
+    first = 0
+    for index, stack in enumerate(config.model.stacks):
+        pattern = len(stack.pattern)
+        kinds = in_eight_bits(config.model, model.execution.policy, slice(first, first + pattern))
+        options, policies = {}, {}
+        for kind in dict.fromkeys(kinds):
+            graph = trace_repetition(
+                model,
+                index,
+                rows=rows,
+                length=training.sequence_length,
+                number=kinds.index(kind),
+            )
+            options[kind] = best_options(graph, peak, shards=shards)
+            policies[kind] = tuple(
+                option_of_policy(graph, kept_by(remat), peak, shards=shards)
+                for remat in CHEAPEST_FIRST
+            )
+        blocks = [model.shapes["blocks"][first + i] for i in range(pattern)]
+        first += pattern
+        leaves = [leaf for leaf in jax.tree.leaves(blocks) if leaf.ndim > 0]
+        elements = sum(leaf.size for leaf in leaves) // stack.repeats
+        stored = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) // stack.repeats
+        compute = model.execution.policy.compute.itemsize
+        is_cast = any(leaf.dtype.itemsize != compute for leaf in leaves)
+        stream = rows * training.sequence_length * config.model.model_dim * compute // shards
+        whole = repeats_in_body(stack, training.unroll) == stack.repeats
+        in_place = any(isinstance(each.feed_forward, ExpertsConfig) for each in stack.pattern)
+        if not whole:
+            loop = Layers(
+                options=options[kinds[0]], policies=policies[kinds[0]], count=stack.repeats
+            )
+            parts.append(((loop,), stack.repeats))
+            continue
+        layer = functools.partial(
+            Layers,
+            # XLA casts the weights of all layers at once, before the first.
+            fixed_bytes=stream + (elements * compute // shards if is_cast else 0),
+            gradient_bytes=0 if in_place or training.accumulation > 1 else stored // shards,
+        )
+        layers = (layer(options=options[kind], policies=policies[kind]) for kind in kinds)
+        parts.append((tuple(layers), stack.repeats))
+    return parts
