@@ -1,7 +1,7 @@
 """The engine by the host's clock: steps, a batch, shared prefixes, load; random weights.
 
 python -m experiments.bench.serving.serve_engine --preset llama3_8b \
-    --out experiments/results/serve-engine-8b-h200.json
+    --out experiments/results/serve-engine-h200.json
 
 Cases. "steps": requests that all decode, "ms" a step with sampling and the host's work, beside
 weights and cache over the rate of a copy in the same process. "batch": --requests at once, of

@@ -23,27 +23,23 @@ from jaxinfra.faults.causes import check_health, judge_cause
 
 def cause_table(rows: dict[str, Any]) -> list[str]:
     """Lines of Markdown: each cause of the list with what is in the results."""
-    lines = [
-        "| cause | made by | named first by | remedy | ms won: said, measured |",
-        "|---|---|---|---|---|",
-    ]
+    lines = ["| cause | made by | named first by | ms won: said, measured |", "|---|---|---|---|"]
     for name, each in all_causes().items():
         row = rows.get(name, {})
         who = f"`{each.command}`" if row.get("named") else f"no (`{each.command}`)"
         gains = [row.get(which) for which in ("predicted_ms", "measured_ms")]
         won = ", ".join("-" if ms is None else f"{ms:,.0f}" for ms in gains)
-        remedy = row.get("remedy", "not run").replace("|", "\\|")
-        lines.append(f"| {' | '.join([name, each.made, who, remedy, won])} |")
+        lines.append(f"| {' | '.join([name, each.made, who, won])} |")
     return lines
 
 
 def health_table(rows: dict[str, Any]) -> list[str]:
     """Lines of Markdown: each healthy state, and what was alarmed about."""
-    lines = ["| healthy | what it is | looked at by | alarms |", "|---|---|---|---|"]
+    lines = ["| healthy | what it is | looked at by |", "|---|---|---|"]
     for name, each in all_healthy().items():
         alarm = rows.get(name, {}).get("alarm", "not run")
-        cells = [name, each.what, f"`{each.command}`", alarm or "none"]
-        lines.append(f"| {' | '.join(cells)} |")
+        who = f"`{each.command}`" + (f", alarm: {alarm}" if alarm else "")
+        lines.append(f"| {' | '.join([name, each.what, who])} |")
     return lines
 
 

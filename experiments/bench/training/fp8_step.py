@@ -1,6 +1,6 @@
 """The training step with projections in 8 bits beside the bf16 one, in turns, in one process.
 
-python -m experiments.bench.training.fp8_step --out experiments/results/fp8-step-8b-h200.json
+python -m experiments.bench.training.fp8_step --out experiments/results/fp8-step-h200.json
 python -m experiments.bench.training.fp8_step --preset tiny --layers 2 --batch 1 \\
     --length 256 # on a CPU
 
