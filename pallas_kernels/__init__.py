@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .norm import layer_norm_fp8 as layer_norm_fp8
     from .norm import rms_norm as rms_norm
     from .norm import rms_norm_fp8 as rms_norm_fp8
-    from .paged_attention import append_and_attend as append_and_attend
     from .paged_attention import append_heads as append_heads
     from .paged_attention import append_to_pages as append_to_pages
     from .paged_attention import paged_attention as paged_attention
@@ -63,7 +62,7 @@ _PUBLIC = {
         "scaled_grouped_matmul",
     ),
     "norm": ("layer_norm", "layer_norm_fp8", "rms_norm", "rms_norm_fp8"),
-    "paged_attention": ("append_and_attend", "append_heads", "append_to_pages", "paged_attention"),
+    "paged_attention": ("append_heads", "append_to_pages", "paged_attention"),
     "quantize": (
         "quantize",
         "quantize_both_ways",

@@ -324,9 +324,6 @@ class Place(Protocol):
 type DecodeLayers = Callable[..., tuple[jax.Array, dict[str, jax.Array]] | None]
 """All layers' step of one token: x, each layer's pages; ``jaxinfra.ops.decode_layers`` has one."""
 
-type AppendAndAttend = Callable[..., tuple[jax.Array, dict[str, jax.Array]] | None]
-"""``AppendHeads`` given ``sinks_N`` too: what queries find; ``ops.append_heads`` has one."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Anywhere:
@@ -387,6 +384,5 @@ class Execution:
     packed: bool  # projections of one input are one weight: for serving, without tensor parallelism
     is_straight: bool = False  # with a cache, layers are one after another, not a loop
     append: AppendHeads | None = None  # None: heads are rotated and appended one after another
-    append_and_attend: AppendAndAttend | None = None  # None: ``append``, then ``decode``
     decode_layers: DecodeLayers | None = None  # None: layers are computed one after another
     statistics: bool = False  # layers say what their activations are like, in ``Sums``

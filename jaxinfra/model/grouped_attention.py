@@ -132,20 +132,6 @@ class GroupedAttention(nnx.Module):
         """``__call__`` where a packed product goes straight into a cache; None where in parts."""
         if self.execution.append is None:
             return None
-        if self.execution.append_and_attend is not None and not cache.is_empty:
-            with jax.named_scope("core"):
-                done = self.execution.append_and_attend(
-                    heads_BTNH,
-                    cache.places(),
-                    config=self.config,
-                    positions_BT=given.positions_BT,
-                    rope=given.rope,
-                    sinks_N=self._sinks(),
-                )
-            if done is not None:
-                out_BTNH, arrays = done
-                cache = with_pages(cache, arrays)
-                return LayerOutput(x=self.out(out_BTNH, residual=given.residual_BTD), cache=cache)
         found = self.execution.append(
             heads_BTNH,
             cache.places(),

@@ -3,8 +3,6 @@
 Dims: B batch, T position, N heads of queries, keys and values, H head width.
 """
 
-from typing import Literal
-
 import jax
 
 import pallas_kernels
@@ -12,7 +10,6 @@ from jaxinfra.config.cache import SCALE, CacheFormat
 from jaxinfra.config.model import GroupedAttentionConfig, MixerConfig
 from jaxinfra.config.rope import RopePairs
 from jaxinfra.ops.cached_attention import Pages
-from jaxinfra.ops.few_rows import MOST_ROWS
 from pallas_kernels.common import device
 from pallas_kernels.paged_attention import attends_chunk
 
@@ -45,45 +42,6 @@ def append_packed_heads(
     )
     names = [name for name in ("k", "v", "k" + SCALE, "v" + SCALE) if name in pages.arrays]
     return q_BTNH, dict(zip(names, pools, strict=True))
-
-
-def append_and_attend(
-    heads_BTNH: jax.Array,
-    pages: Pages,
-    *,
-    config: MixerConfig,
-    positions_BT: jax.Array,
-    rope: tuple[jax.Array, jax.Array] | None,
-    sinks_N: jax.Array | None,
-    launches: Literal["in-turn", "overlapped"],
-) -> tuple[jax.Array, dict[str, jax.Array]] | None:
-    """``Execution.append_and_attend``: of one token per row on a Hopper GPU; else None.
-
-    Raises:
-        UnsupportedError: a step that the kernels cannot compute.
-    """
-    is_step = positions_BT.shape[1] == 1 and positions_BT.size <= MOST_ROWS
-    taken = is_step and _is_taken(heads_BTNH, pages, config=config, rope=rope)
-    if not taken or pages.format is not CacheFormat.PLAIN:
-        return None
-    assert rope is not None
-    assert pages.tables_BM is not None
-    assert isinstance(config, GroupedAttentionConfig)
-    out_BTNH, k, v = pallas_kernels.append_and_attend(
-        heads_BTNH,
-        pages.arrays["k"],
-        pages.arrays["v"],
-        pages.tables_BM,
-        positions_BT,
-        rope,
-        implementation="hopper",
-        window=config.window,
-        soft_cap=config.logit_soft_cap,
-        sinks=sinks_N,
-        scale=config.scale,
-        launches=launches,
-    )
-    return out_BTNH, {"k": k, "v": v}
 
 
 def _is_taken(

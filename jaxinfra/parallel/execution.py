@@ -1,7 +1,6 @@
 """The one place where a decoder's ports are put together: for jobs, serving, benches and tests."""
 
 import functools
-from typing import Literal
 
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.exchange import ExchangeConfig
@@ -10,7 +9,7 @@ from jaxinfra.config.run import AttentionImplementation, ContextMethod, KeptValu
 from jaxinfra.errors import UnsupportedError
 from jaxinfra.model.execution import Anywhere, Execution
 from jaxinfra.numerics.policy import POLICIES, Policy
-from jaxinfra.ops.append_heads import append_and_attend, append_packed_heads
+from jaxinfra.ops.append_heads import append_packed_heads
 from jaxinfra.ops.decode_layers import decode_layers
 from jaxinfra.ops.few_rows import fused_few_rows, multiply_few_rows, swiglu_few_rows
 from jaxinfra.ops.fp8_swiglu import swiglu_input
@@ -37,7 +36,6 @@ def execution_on(
     unroll: int = 1,
     packed: bool = False,
     cache_format: CacheFormat = CacheFormat.PLAIN,
-    step_launches: Literal["in-turn", "overlapped"] | None = None,
     whole_layers: bool | None = False,
 ) -> Execution:
     """How a decoder runs on this mesh.
@@ -52,8 +50,6 @@ def execution_on(
         unroll: layers in one body of their loop.
         packed: projections of one input are one weight: for serving, which takes no gradient.
         cache_format: of keys and values, or latents, in a cache.
-        step_launches: on a Hopper GPU, decode steps append within the kernel that attends, launched
-            so; None: a kernel appends before it.
         whole_layers: on a Hopper GPU, all layers of a decode step of one row are one launch; None:
             where the kernel can, and on GPUs on which it was measured to be faster.
 
@@ -87,11 +83,6 @@ def execution_on(
         swiglu_input=functools.partial(swiglu_input, devices=devices),
         fused=fused_few_rows if serves_alone else None,
         append=append_packed_heads if serves_alone else None,
-        append_and_attend=(
-            functools.partial(append_and_attend, launches=step_launches)
-            if serves_alone and step_launches is not None
-            else None
-        ),
         decode_layers=(
             functools.partial(decode_layers, is_named=bool(whole_layers))
             if serves_alone and whole_layers is not False

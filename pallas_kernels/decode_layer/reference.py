@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.row_inputs import RmsNorm
-from pallas_kernels.paged_attention import append_and_attend
+from pallas_kernels.paged_attention import append_heads, paged_attention
 from pallas_kernels.quantized_matmul import QuantizedWeight
 
 WEIGHTS = "qkv", "out", "gate_up", "down"
@@ -105,10 +105,12 @@ def decode_layers_reference(call: LayersCall) -> tuple[jax.Array, KeyAndValuePoo
     for i in range(shape[0]):
         layer = call.layers.layer(i)
         heads = _times(layer.attention_norm(x), layer.qkv)
-        attended, k, v = append_and_attend(
-            heads.reshape(M, 1, -1, shape[-1]), k, v, call.tables_of(i), *call.per_token(),
-            implementation="xla", scale=call.scale,
-        )  # fmt: skip
+        tables, (positions, rope) = call.tables_of(i), call.per_token()
+        heads = heads.reshape(M, 1, -1, shape[-1])
+        q, k, v = append_heads(heads, k, v, tables, positions, rope, implementation="xla")
+        attended = paged_attention(
+            q, k, v, tables, positions[:, -1] + 1, implementation="xla", scale=call.scale
+        )
         x = x + _times(attended.reshape(M, -1), layer.out)
         gate, up = jnp.split(_times(layer.mlp_norm(x), layer.gate_up), 2, axis=1)
         x = x + _times(jax.nn.silu(gate) * up, layer.down)

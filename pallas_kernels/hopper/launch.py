@@ -3,15 +3,11 @@
 import itertools
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from .mosaic import plgpu
 
 type Named = Mapping[str, Any]
-
-type Launches = Literal["in-turn", "overlapped"]
-"""When a kernel's blocks begin: once the one before it in the stream has ended, or as soon as there
-is room for them; then they wait within for its end, and what a launch takes has passed by then."""
 
 
 def launch(
@@ -23,7 +19,6 @@ def launch(
     scratch: Named,
     num_threads: int,
     compiler_params: "plgpu.CompilerParams",
-    launches: Launches = "in-turn",
     **grid: Any,
 ) -> dict[str, Any]:
     """Results by name, of a kernel given its arrays in global and its buffers in shared memory.
@@ -35,8 +30,6 @@ def launch(
         results: their shapes, likewise.
         scratch: buffers and barriers, in the order in which they are allocated.
         num_threads: warpgroups of a block.
-        launches: "overlapped" needs no such choice of its neighbours: one that makes it lets the
-            next begin early, where that makes it too.
         grid: of blocks and clusters, as ``plgpu.kernel`` takes it.
     """
     arrays = {**operands, **results}
@@ -44,10 +37,6 @@ def launch(
     def body(*refs):
         gmem, rest = _grouped(arrays, refs)
         smem = dict(zip(scratch, rest, strict=True))
-        if launches == "overlapped":
-            plgpu.griddepcontrol_launch_dependents()
-            # Before all reads, and before all writes: memory may be another's until then.
-            plgpu.griddepcontrol_wait()
         run(types.SimpleNamespace(**gmem), types.SimpleNamespace(**smem))
 
     outs = plgpu.kernel(

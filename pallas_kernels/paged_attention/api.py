@@ -8,7 +8,6 @@ import numpy as np
 
 from pallas_kernels.common.chosen import announce
 from pallas_kernels.common.errors import InputError, UnsupportedError
-from pallas_kernels.hopper.launch import Launches
 
 from .hopper import is_chunk, numbers_first, paged_attention_hopper, unsupported
 from .reference import paged_attention_reference
@@ -41,7 +40,6 @@ def paged_attention(
     sinks: jax.Array | None = None,
     scale: float | None = None,
     implementation: PagedImplementation = "auto",
-    launches: Launches = "in-turn",
 ) -> jax.Array:
     """Attention of the last tokens of each row to all that the row has in pages.
 
@@ -70,8 +68,6 @@ def paged_attention(
         implementation: "hopper" (Mosaic GPU kernels), "xla" (a loop over pages, linear memory) and
             "reference" (the formula, all pages at once) compute the call themselves or raise.
             "auto" takes hopper where it can, else xla, and logs which once.
-        launches: of the kernels: "overlapped" ones begin while the one before them ends, and wait
-            within for its results.
 
     Returns:
         [B, N, V] or [B, T, N, V] in q's dtype. A query that sees nothing, as in a row of length 0,
@@ -98,7 +94,7 @@ def paged_attention(
         k_scale=k_scale, v_scale=v_scale, query_lengths=query_lengths, value_width=value_width,
         window=window, soft_cap=soft_cap, sinks=sinks, scale=scale,
     )  # fmt: skip
-    out_BTNV = _compute(implementation, call, launches)
+    out_BTNV = _compute(implementation, call)
     return out_BTNV[:, 0] if q.ndim == 3 else out_BTNV
 
 
@@ -114,7 +110,7 @@ def attends_chunk(
     return unsupported(call) is None and is_chunk(call)
 
 
-def _compute(implementation: str, call: PagedCall, launches: Launches) -> jax.Array:
+def _compute(implementation: str, call: PagedCall) -> jax.Array:
     if implementation not in ("auto", *_IMPLEMENTATIONS):
         raise InputError(
             f"implementation={implementation!r} must be auto or {', '.join(_IMPLEMENTATIONS)}"
@@ -129,6 +125,4 @@ def _compute(implementation: str, call: PagedCall, launches: Launches) -> jax.Ar
             f"implementation='hopper' cannot compute this paged attention: {reason}. Call: "
             f"{call.describe()}. These can: xla, reference"
         )
-    if implementation == "hopper":
-        return paged_attention_hopper(call, launches=launches)
     return _IMPLEMENTATIONS[implementation](call)

@@ -12,7 +12,6 @@ import numpy as np
 
 from pallas_kernels.common.chosen import announce
 from pallas_kernels.common.errors import InputError, UnsupportedError
-from pallas_kernels.hopper.launch import Launches
 from pallas_kernels.quantized_matmul import WeightCode
 
 from .codes import codes_of
@@ -100,7 +99,6 @@ def append_heads(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     implementation: AppendImplementation = "auto",
-    launches: Launches = "in-turn",
 ) -> tuple[jax.Array, ...]:
     """Rotated queries of a packed product, and the pools with its keys, rotated, and values.
 
@@ -118,7 +116,6 @@ def append_heads(
             largest code.
         implementation: "hopper" (heads in multiples of 4, of 64, 128 or 256 columns which all
             turn), "xla", or "auto", which takes hopper where it can.
-        launches: of the kernel, as in ``paged_attention``.
 
     Returns:
         Queries [B, T, N, H], ``k_pages`` and ``v_pages``; ``k_scale`` and ``v_scale`` where given.
@@ -162,9 +159,7 @@ def append_heads(
         because = f"not hopper: {reason}" if reason else None
         announce("append_heads", "xla" if reason else "hopper", case, because=because)
     if implementation != "xla" and not reason:
-        return append_heads_hopper(
-            heads, pools, page_tables, positions, rope, code=code, launches=launches
-        )
+        return append_heads_hopper(heads, pools, page_tables, positions, rope, code=code)
     q, k, v = jnp.split(heads, (num_q_heads, num_q_heads + num_kv_heads), axis=2)
     cos, sin = (jnp.broadcast_to(x, (*positions.shape, x.shape[-1])) for x in rope)
     new = {"k": _turned(k, cos, sin), "v": v}

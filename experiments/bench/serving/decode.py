@@ -46,7 +46,6 @@ from jaxinfra.serving.engine.weights import NamedArrays
 from jaxinfra.serving.placement import serving_placement
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingNeeds, SamplingRows
 from jaxinfra.serving.steps import DecodeState, StepConfig, decode_rows, prefill
-from pallas_kernels.hopper.launch import Launches
 
 SHAPES = {
     "llama3_8b": ((1, 2048), (16, 2048), (64, 2048), (128, 1024)),
@@ -108,7 +107,6 @@ class Form:
 def forms(
     preset: str,
     wanted: Sequence[str],
-    step: Launches | None = None,
     *,
     whole_layers: bool | None = False,
     tensor: int = 1,
@@ -130,10 +128,7 @@ def forms(
     if "scan" in wanted:
         yield "scan", form(definition, drawn)
     if "serving" in wanted:
-        served = serving_form(
-            definition,
-            on(packed=tensor == 1, step_launches=step, whole_layers=whole_layers),
-        )
+        served = serving_form(definition, on(packed=tensor == 1, whole_layers=whole_layers))
         yield "serving", form(served, serving_parameters(served, drawn))
 
 
@@ -312,10 +307,6 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--programs", type=pathlib.Path, help="folder for compiled programs' text")
     parser.add_argument(
-        "--append-within", choices=["in-turn", "overlapped"], dest="step",
-        help="steps of the serving form append within the attention kernel, launched so",
-    )  # fmt: skip
-    parser.add_argument(
         "--whole-layers", action="store_true",
         help="steps of one row of the serving form launch all layers at once",
     )  # fmt: skip
@@ -330,7 +321,7 @@ def main() -> None:
         names += [f"{preset} prefill {b} x {t}" for b, t in PREFILLS.get(preset, ())]
         if not any(name.startswith(tuple(args.only)) for name in names):
             continue
-        for form_name, form in forms(preset, args.forms, args.step, whole_layers=args.whole_layers):
+        for form_name, form in forms(preset, args.forms, whole_layers=args.whole_layers):
             measure_form(table, args, copy, preset, form_name, form, shapes)
 
 

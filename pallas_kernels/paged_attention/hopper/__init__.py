@@ -1,7 +1,5 @@
 """Paged attention for Hopper GPUs: a balanced plan, a kernel that reads pages, one that merges."""
 
-from .append_attend import append_and_attend_hopper as append_and_attend_hopper
-from .append_attend import unsupported_step as unsupported_step
 from .append_heads import append_heads_hopper as append_heads_hopper
 from .append_heads import unsupported_append as unsupported_append
 from .chunk import is_chunk as is_chunk

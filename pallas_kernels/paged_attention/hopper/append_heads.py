@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.common import device
-from pallas_kernels.hopper.launch import Launches, launch
+from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.machine import LANES, WARPS
 from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.references import references
@@ -56,7 +56,6 @@ def append_heads_hopper(
     rope: tuple[jax.Array, jax.Array],
     *,
     code: WeightCode | None = None,
-    launches: Launches = "in-turn",
 ) -> tuple[jax.Array, ...]:
     """As the portable form, of a call of which ``unsupported_append`` says nothing.
 
@@ -69,7 +68,7 @@ def append_heads_hopper(
     cos_AR, sin_AR = (
         jnp.broadcast_to(x, (batch, length, width // 2)).reshape(tokens, -1) for x in rope
     )
-    kernel = HeadAppender(
+    kernel = _AppendHeads(
         N=num_heads - 2 * num_kv_heads,
         K=num_kv_heads,
         H=width,
@@ -90,7 +89,6 @@ def append_heads_hopper(
         grid=(tokens, num_heads // WARPS),
         grid_names=("token", "part"),
         num_threads=1,
-        launches=launches,
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )  # fmt: skip
     q_BTNH = found["q"].reshape(batch, length, kernel.N, width)
@@ -98,8 +96,8 @@ def append_heads_hopper(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class HeadAppender:
-    """Of one call: what a block does, or a warpgroup of another kernel."""
+class _AppendHeads:
+    """The kernel of one call: what a block does."""
 
     N: int
     K: int
@@ -122,13 +120,8 @@ class HeadAppender:
         pl.when(first < self.N)(to_queries)
         self.put(gmem, token, first, halves)
 
-    def put(self, gmem, token, first, halves: list | None = None) -> None:
-        """Four heads into their page, if they are keys or values and the row has one.
-
-        Args:
-            halves: of the heads, where they were loaded before.
-        """
-        halves = halves or self.halves(gmem, token, first)
+    def put(self, gmem, token, first, halves: list) -> None:
+        """Writes four heads into their page, if they are keys or values and the row has one."""
         size, width = gmem.k.shape[1], gmem.tables.shape[1]
         position = gmem.positions[token]
         place = lax.div(jnp.maximum(position, 0), size)

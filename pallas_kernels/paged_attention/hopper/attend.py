@@ -18,14 +18,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.hopper.launch import Launches, launch
+from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.registers import write_registers, write_rows
 from pallas_kernels.hopper.tile import STRIP, row_layout, swizzle_bytes, tile_layout, tiled
 from pallas_kernels.paged_attention.spec import PagedCall, PagedSpec
 
 from .config import GROUP_ROWS, ROWS, PagedConfig, QueryLayout
-from .new_tokens import NUM_COPIES, NewTokens, StepHeads
 from .plan import PagePlan
 from .reader import PageReader
 from .scores import NO_MAXIMUM, clean, positions_less_columns, softmax_step
@@ -38,9 +37,7 @@ def attend_pages(
     *,
     layout: QueryLayout,
     config: PagedConfig,
-    launches: Launches = "in-turn",
     interpretable: bool = False,
-    step: StepHeads | None = None,
 ) -> "Partials":
     """Partial results, normalized, with their logsumexps.
 
@@ -53,15 +50,11 @@ def attend_pages(
         layout, config: sizes and tiles.
         interpretable: avoids what the interpreter lacks: accumulators that outlive a tile, matmul
             operands in registers.
-        step: heads that are not in pages yet, in the place of the call's queries, which then are
-            neither turned nor read; pages are references to write them into.
-
     """
     kernel = _AttendPages(
         g=layout, c=config, spec=call.spec, dtype=call.q_BTNH.dtype, capacity=call.capacity,
         ragged_queries=call.query_lengths_B is not None,
         interpretable=interpretable,
-        new=None if step is None else NewTokens(g=layout, c=config, dtype=call.q_BTNH.dtype),
         finishes=finishes(call, layout),
     )  # fmt: skip
     # One more: the second kernel reads a few rows at a time, perhaps beyond a partial's last.
@@ -73,7 +66,6 @@ def attend_pages(
     operands |= {"tables": call.tables_BM, "lengths": call.lengths_B}
     operands |= {} if call.query_lengths_B is None else {"queries": call.query_lengths_B}
     operands |= {"before": plan.before_E1, "starts": plan.entry_W}
-    operands |= {} if step is None else step.operands()
     results = {
         "out": jax.ShapeDtypeStruct((num_partials, layout.rows, layout.V), jnp.float32),
         "lse": jax.ShapeDtypeStruct((num_partials, ROWS), jnp.float32),
@@ -90,7 +82,6 @@ def attend_pages(
         grid=(config.num_blocks,),
         grid_names=("block",),
         num_threads=config.num_workers * (config.value_parts + 1),
-        launches=launches,
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
@@ -128,7 +119,6 @@ class _AttendPages:
     capacity: int
     ragged_queries: bool
     interpretable: bool
-    new: NewTokens | None
     finishes: bool
 
     @property
@@ -164,7 +154,7 @@ class _AttendPages:
         if self.interpretable:
             buffers["p"] = tiles(compute_groups, ROWS, c.block_kv)
         buffers |= {
-            "q_full": each(num_arrivals=g.tokens + (0 if self.new is None else NUM_COPIES)),
+            "q_full": each(num_arrivals=g.tokens),
             "q_empty": each(num_arrivals=c.value_parts),
             "k_full": ring(num_arrivals=self.reader.pieces.count),
             "k_empty": ring(num_arrivals=c.value_parts),
@@ -172,8 +162,6 @@ class _AttendPages:
         if not g.latent:
             buffers["v_full"] = ring(num_arrivals=self.reader.pieces.count)
             buffers["v_empty"] = ring(num_arrivals=c.value_parts)
-        if self.new is not None:
-            buffers |= self.new.scratch()
         return buffers
 
     def run(self, gmem, smem) -> None:
@@ -204,8 +192,6 @@ class _AttendPages:
             plgpu.barrier_wait(smem.q_empty.at[mine])
             tile = smem.q.at[mine]
             self.reader.copy_queries(gmem, tile, smem.q_full.at[mine], seg)
-            if self.new is not None:
-                self.new.copy(gmem, smem, smem.q_full.at[mine], mine, seg)
 
             def step(i, _):
                 slot = worker * c.num_stages + lax.rem(done + i, c.num_stages)
@@ -219,8 +205,6 @@ class _AttendPages:
             lax.fori_loop(0, seg.count, step, None)
 
         self.reader.each_segment(gmem, worker, segment)
-        if self.new is not None:
-            self.new.append(gmem, worker)
         for i in range(c.num_queries):
             plgpu.barrier_wait(smem.q_empty.at[worker * c.num_queries + i])
         for i in range(c.num_stages):
@@ -242,8 +226,6 @@ class _AttendPages:
 
         def segment(seg: Segment, done, mine):
             plgpu.barrier_wait(smem.q_full.at[mine])
-            if self.new is not None:
-                self.new.turn_queries(smem, mine)
             attend = functools.partial(self.attend, smem, worker, mine, part, seg, done)
             if self.interpretable:
                 o, peak, total = attend(None)
@@ -268,8 +250,6 @@ class _AttendPages:
             slot = worker * c.num_stages + lax.rem(done + i, c.num_stages)
             key0 = (seg.first + i) * c.block_kv
             plgpu.barrier_wait(smem.k_full.at[slot])
-            if self.new is not None:
-                self.new.put_key(smem, smem.k.at[slot], mine, key_stop - 1 - key0)
 
             def scores(s_acc):
                 plgpu.wgmma(s_acc, q_smem, smem.k.at[slot].transpose((1, 0)))
@@ -284,8 +264,6 @@ class _AttendPages:
             else:
                 plgpu.barrier_wait(smem.v_full.at[slot])
                 v_smem, empty = smem.v.at[slot, :, columns], smem.v_empty
-            if self.new is not None:
-                self.new.put_value(smem, v_smem, mine, key_stop - 1 - key0)
             ragged = (key0 < key_start) | (key0 + c.block_kv > key_stop)
             pl.when(ragged)(lambda: clean(v_smem, key_start - key0, key_stop - key0))
             o = self.add_product(smem, acc, worker * c.value_parts + part, p, v_smem, alpha, o)

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jaxlib.mlir import ir
 
 from pallas_kernels.hopper.held import Held
-from pallas_kernels.hopper.launch import Launches, launch
+from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.mosaic import llvm, mgpu_utils, plgpu
 from pallas_kernels.hopper.threads import address, thread
 from pallas_kernels.hopper.tile import tiled
@@ -46,7 +46,6 @@ def attend_codes(
     *,
     layout: QueryLayout,
     config: PagedConfig,
-    launches: Launches = "in-turn",
 ) -> tuple[jax.Array, jax.Array]:
     """As ``attend_pages``, of a call whose pages have scales."""
     assert call.code is not None
@@ -83,7 +82,6 @@ def attend_codes(
         grid=(config.num_blocks,),
         grid_names=("block",),
         num_threads=2 * config.num_workers,
-        launches=launches,
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),

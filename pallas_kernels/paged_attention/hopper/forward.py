@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from pallas_kernels.common import device
 from pallas_kernels.common.errors import UnsupportedError
-from pallas_kernels.hopper.launch import Launches
 from pallas_kernels.hopper.machine import COPY_ALIGNMENT, SMEM_BYTES
 from pallas_kernels.paged_attention.codes import rows_as_pages
 from pallas_kernels.paged_attention.spec import PagedCall
@@ -111,7 +110,6 @@ def paged_attention_hopper(
     *,
     plan: PagePlan | None = None,
     config: PagedConfig | None = None,
-    launches: Launches = "in-turn",
     interpretable: bool = False,
 ) -> jax.Array:
     """As the reference.
@@ -120,7 +118,6 @@ def paged_attention_hopper(
         call: of which ``unsupported`` says nothing.
         plan: of ``plan_pages``, where it was made before.
         config: tiles; the default where None.
-        launches: of both kernels.
         interpretable: see ``attend_pages``.
 
     Raises:
@@ -146,11 +143,10 @@ def paged_attention_hopper(
         q_BTNH = jnp.pad(call.q_BTNH, ((0, 0), (0, 0), (0, pad), (0, 0)))
         padded = dataclasses.replace(call, q_BTNH=q_BTNH)
     if call.code is not None:
-        found = attend_codes(padded, plan, layout=layout, config=config, launches=launches)
+        found = attend_codes(padded, plan, layout=layout, config=config)
         partials = Partials(*found)
     else:
         partials = attend_pages(
-            padded, plan, layout=layout, config=config, launches=launches,
-            interpretable=interpretable,
-        )  # fmt: skip
-    return merge_pages(call, plan, partials, layout=layout, config=config, launches=launches)
+            padded, plan, layout=layout, config=config, interpretable=interpretable
+        )
+    return merge_pages(call, plan, partials, layout=layout, config=config)

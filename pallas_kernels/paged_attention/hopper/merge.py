@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.hopper.launch import Launches, launch
+from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.machine import LANES, WARPS
 from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.tile import LOG2E
@@ -34,7 +34,6 @@ def merge_pages(
     *,
     layout: QueryLayout,
     config: PagedConfig,
-    launches: Launches = "in-turn",
 ) -> jax.Array:
     """[B, T, N, V] in the queries' dtype from what ``attend_pages`` or ``attend_codes`` left."""
     g = layout
@@ -58,7 +57,6 @@ def merge_pages(
         grid=(g.B * g.T * g.K * g.merged_group // MERGED_ROWS,),
         grid_names=("unit",),
         num_threads=1,
-        launches=launches,
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )
     if partials.whole is not None:
