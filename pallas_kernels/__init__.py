@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from .common.merge import merge_partials as merge_partials
     from .decode_layer import decode_layers as decode_layers
     from .flash_attention import flash_attention as flash_attention
-    from .flash_attention import flash_attention_fp8 as flash_attention_fp8
     from .flash_attention import flash_attention_gradient as flash_attention_gradient
-    from .flash_attention import quantize_fp8 as quantize_fp8
     from .fused_matmul import fused_matmul as fused_matmul
     from .grouped_matmul import combine as combine
     from .grouped_matmul import grouped_matmul as grouped_matmul
@@ -47,12 +45,7 @@ _PUBLIC = {
     "common.errors": ("InputError", "UnsupportedError"),
     "common.merge": ("merge_partials",),
     "decode_layer": ("decode_layers",),
-    "flash_attention": (
-        "flash_attention",
-        "flash_attention_fp8",
-        "flash_attention_gradient",
-        "quantize_fp8",
-    ),
+    "flash_attention": ("flash_attention", "flash_attention_gradient"),
     "fused_matmul": ("fused_matmul",),
     "grouped_matmul": (
         "combine",

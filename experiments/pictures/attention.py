@@ -18,7 +18,6 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from pallas_kernels.flash_attention import fp8_operands
 from pallas_kernels.flash_attention.hopper.forward_kernel import RESCALE_ABOVE
 from pallas_kernels.flash_attention.hopper.tiles import Geometry, key_tiles
 from pallas_kernels.flash_attention.spec import AttentionSpec
@@ -256,35 +255,6 @@ def backward_picture() -> plt.Figure:
     return figure
 
 
-def registers_picture() -> plt.Figure:
-    """Where a thread's probabilities are, and where an 8-bit matmul wants them."""
-    order = np.asarray(fp8_operands.ordered(jnp.arange(16)))
-    colours = (BLUE, ORANGE, GREEN, PURPLE)
-    figure, axes = plt.subplots(figsize=(10, 2.2), layout="constrained")
-    rows = {
-        "scores: key of a column": (range(16), [key % 8 // 2 for key in range(16)]),
-        "P as 8-bit operand: key of a column": (order, [i // 4 for i in range(16)]),
-    }
-    for y, (title, (keys, threads)) in enumerate(rows.items()):
-        for x, (key, thread) in enumerate(zip(keys, threads, strict=True)):
-            axes.add_patch(
-                plt.Rectangle((x, y), 1, 0.8, facecolor=colours[thread], edgecolor="white")
-            )
-            axes.text(
-                x + 0.5, y + 0.4, str(key), ha="center", va="center", color="white", fontsize=9
-            )
-        axes.text(-0.2, y + 0.4, title, ha="right", va="center", fontsize=9)
-    handles = [
-        plt.Rectangle((0, 0), 1, 1, facecolor=c, label=f"thread {t} of a row's four")
-        for t, c in enumerate(colours)
-    ]
-    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.62, 0), ncols=4,
-                frameon=False, fontsize=8)  # fmt: skip
-    axes.set(xlim=(-6.5, 16), ylim=(1.8, -0.05))
-    axes.axis("off")
-    return figure
-
-
 def ablation_picture() -> plt.Figure:
     """What the shipped forward loses without each technique, as stored."""
     rows = json.loads((RESULTS / "attention-ablation-h200.json").read_text())["rows"]
@@ -328,7 +298,6 @@ PICTURES = {
     "timeline": timeline_picture,
     "rescale": rescale_picture,
     "backward": backward_picture,
-    "registers": registers_picture,
 }
 
 

@@ -1,10 +1,7 @@
 """Exact attention in linear memory: reference, portable and Hopper implementations."""
 
 from .api import flash_attention as flash_attention
-from .fp8 import flash_attention_fp8 as flash_attention_fp8
-from .fp8_operands import Fp8Operands as Fp8Operands
-from .fp8_operands import quantize_fp8 as quantize_fp8
-from .gradient import flash_attention_gradient as flash_attention_gradient
+from .api import flash_attention_gradient as flash_attention_gradient
 from .implementations import LSE_NAME as LSE_NAME
 from .implementations import OUT_NAME as OUT_NAME
 from .spec import AttentionMasks as AttentionMasks

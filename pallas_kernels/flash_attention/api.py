@@ -1,4 +1,4 @@
-"""The public function: checks the call, chooses who computes it, and differentiates it.
+"""Public functions: they check a call, choose who computes it, and differentiate it.
 
 Dims: B batch, T query, S key, N query heads, K kv heads, H query and key width, V value width.
 """
@@ -8,19 +8,28 @@ from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels.common.errors import InputError, UnsupportedError
 from pallas_kernels.common.varying import vary_alike
 
 from . import cudnn, reference
 from .dispatch import choose
-from .implementations import OUT_NAME, AttentionPlan, attend, attend_traceable, by_use
-from .spec import AttentionCall, AttentionSpec, MeshAxes
+from .implementations import (
+    IMPLEMENTATIONS,
+    OUT_NAME,
+    AttentionPlan,
+    attend,
+    attend_gradient,
+    attend_traceable,
+    by_use,
+)
+from .spec import AttentionCall, AttentionSpec, BackwardOperands, MeshAxes
 from .validate import make_call
 
 type Window = int | tuple[int | None, int | None] | None
 type ImplementationName = Literal["auto", "hopper", "cudnn", "xla", "reference"]
-type BackwardName = Literal["fused", "split"]
 
 
 @overload
@@ -40,7 +49,6 @@ def flash_attention(
     logit_soft_cap: float | None = None,
     sinks: jax.Array | None = None,
     implementation: ImplementationName = "auto",
-    backward: BackwardName = "fused",
     return_residual: Literal[False] = False,
     mesh_axes: MeshAxes | None = None,
 ) -> jax.Array: ...
@@ -63,7 +71,6 @@ def flash_attention(
     logit_soft_cap: float | None = None,
     sinks: jax.Array | None = None,
     implementation: ImplementationName = "auto",
-    backward: BackwardName = "fused",
     return_residual: Literal[True],
     mesh_axes: MeshAxes | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
@@ -85,7 +92,6 @@ def flash_attention(
     logit_soft_cap: float | None = None,
     sinks: jax.Array | None = None,
     implementation: ImplementationName = "auto",
-    backward: BackwardName = "fused",
     return_residual: bool = False,
     mesh_axes: MeshAxes | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -122,8 +128,6 @@ def flash_attention(
             call that is not differentiated the fastest forward;
             "hopper" (Mosaic GPU kernels), "cudnn", "xla" (portable, linear memory) and "reference"
             (the formula, T x S memory) compute the call themselves or raise.
-        backward: "fused" is the fast gradient, "split" the one that repeats bit for bit. They
-            differ on Hopper only.
         return_residual: also return the logsumexp of each row's scores.
         mesh_axes: mesh axes (of the batch, of the heads) over which the arrays are split. Read
             only inside a ``shard_map`` that leaves some axes to the compiler: the Hopper kernels
@@ -160,7 +164,6 @@ def flash_attention(
         key_value_seq_lengths=key_value_seq_lengths,
         logit_soft_cap=logit_soft_cap,
         sinks=sinks,
-        backward=backward,
         return_residual=return_residual,
         mesh_axes=mesh_axes,
     )
@@ -170,6 +173,99 @@ def flash_attention(
     functions = [_results_by(name, call) for name in names]
     results = functions[0](*arrays) if len(functions) == 1 else by_use(*functions, *arrays)
     return (results[0], results[1]) if return_residual else results[0]
+
+
+def flash_attention_gradient(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    local_window_size: Window = None,
+    q_segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+    logit_soft_cap: float | None = None,
+    implementation: ImplementationName = "auto",
+    mesh_axes: MeshAxes | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradient of attention over a part of the keys, from the results over all of them.
+
+    Softmax over the union of key sets has probabilities ``exp(score - lse)`` with the logsumexp of
+    the union, so that a part's share of every gradient needs the union's (out, lse) and nothing of
+    the other parts (Dao 2023, algorithm 2; Liu et al. 2023, ring attention):
+
+        dS = P (dP - rowsum(dO O)),  P = exp(S - lse),  dP = dO V^T
+
+    Args:
+        query: [B, T, N, H].
+        key: [B, S, K, H], one part of the keys.
+        value: [B, S, K, V], theirs.
+        out: [B, T, N, V] over all parts, in the query's dtype.
+        lse: float32 [B, T, N] over all parts; -inf for a row that sees no key at all.
+        d_out: the cotangent of ``out``, of its shape and dtype.
+        scale: of the scores; default 1 / sqrt(H).
+        is_causal: a query sees no key of this part after its own position, aligned bottom-right.
+        local_window_size: keys seen before and after that position.
+        q_segment_ids: integers [B, T].
+        kv_segment_ids: integers [B, S], given with ``q_segment_ids``.
+        logit_soft_cap: scores become ``cap * tanh(score / cap)``.
+        implementation: "auto", "hopper" or "xla".
+        mesh_axes: as in ``flash_attention``.
+
+    Returns:
+        dq, dk, dv in the dtypes of query, key, value. Sum dq over the parts in float32.
+
+    Raises:
+        InputError: shapes, dtypes or options that disagree.
+        UnsupportedError: the named implementation has no such gradient.
+
+    Examples:
+        >>> q = k = v = d_out = jnp.ones((1, 8, 2, 64))
+        >>> out, lse = pallas_kernels.flash_attention(q, k, v, return_residual=True)
+        >>> dq, dk, dv = pallas_kernels.flash_attention_gradient(q, k, v, out, lse, d_out)
+        >>> dv.shape  # every key has an eighth of each of 8 queries' weight
+        (1, 8, 2, 64)
+    """
+    call = make_call(
+        query,
+        key,
+        value,
+        scale=scale,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        logit_soft_cap=logit_soft_cap,
+        return_residual=True,
+        mesh_axes=mesh_axes,
+    )
+    wanted = (*call.q.shape[:3], call.v.shape[3])
+    if out.shape != wanted or d_out.shape != wanted or lse.shape != wanted[:3]:
+        raise InputError(
+            f"out {out.shape}, d_out {d_out.shape} and lse {lse.shape} must be {wanted}, {wanted} "
+            f"and {wanted[:3]}, after the query and the value"
+        )
+    if out.dtype != call.q.dtype or d_out.dtype != call.q.dtype or lse.dtype != jnp.float32:
+        raise InputError(
+            f"out {out.dtype} and d_out {d_out.dtype} must be of the query's dtype {call.q.dtype}, "
+            f"and lse {lse.dtype} float32"
+        )
+    chosen = choose(implementation, call)
+    if chosen not in IMPLEMENTATIONS:
+        raise UnsupportedError(
+            f"implementation={implementation!r} has no gradient from (out, lse); choose hopper, "
+            "xla or auto"
+        )
+    q, k, v, masks, out, lse = vary_alike((call.q, call.k, call.v, call.masks, out, lse))
+    d_out, d_lse = vary_alike((d_out, jnp.zeros_like(lse)))
+    operands = BackwardOperands(
+        q=q, k=k, v=v, masks=masks, out=out, lse=lse, d_out=d_out, d_lse=d_lse
+    )
+    return attend_gradient(AttentionPlan.of(call, chosen), operands)[:3]
 
 
 def _results_by(name: str, call: AttentionCall) -> Callable[..., tuple[jax.Array, ...]]:

@@ -39,7 +39,6 @@ def unsupported(call: AttentionCall) -> str | None:
         (masks.sinks is not None, "it has no sinks in JAX"),
         (masks.bias is not None, "its bias gradient is silently zero for most bias shapes"),
         (call.return_residual, "JAX rounds its logsumexp to the query's dtype"),
-        (call.backward == "split", "its backward does not repeat bit for bit"),
         (spec.scale <= 0, f"its gradients are NaN for scale {spec.scale}, which is not positive"),
         (T % 2 > 0 or S % 2 > 0, f"JAX refuses its gradient for odd lengths ({T}, {S})"),
     )  # fmt: skip

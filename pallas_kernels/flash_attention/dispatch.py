@@ -18,7 +18,6 @@ from .sharding import axes_left_to_the_compiler
 from .spec import AttentionCall, MeshAxes
 
 NAMES = ("hopper", "cudnn", "xla", "reference")
-BACKWARDS = ("fused", "split")
 TUNED = pathlib.Path(__file__).parent / "tuned"
 QUESTION = "dispatch"
 
@@ -45,11 +44,9 @@ def choose(implementation: str, call: AttentionCall, *, gradient: bool = True) -
         gradient: the call is differentiated, so that what counts is the time of both passes.
 
     Raises:
-        InputError: no such implementation, or no such backward.
+        InputError: no such implementation.
         UnsupportedError: the named implementation cannot serve the call.
     """
-    if call.backward not in BACKWARDS:
-        raise InputError(f"backward={call.backward!r} must be one of {', '.join(BACKWARDS)}")
     if implementation == "auto":
         return _automatic(call, gradient=gradient)
     if implementation not in NAMES:

@@ -28,8 +28,8 @@ that saves them (``jax.checkpoint_policies.save_only_these_names``) never reruns
 type Forward = Callable[..., tuple[jax.Array, ...]]
 """(q, k, v, masks, *, spec) to (out, lse)."""
 type Backward = Callable[..., AttentionGradients]
-"""(operands, *, spec, deterministic) to gradients. Of the gradients, those of k, v, sinks and bias
-are sums over the block's own queries."""
+"""(operands, *, spec) to gradients; those of k, v, sinks and bias are sums over the block's own
+queries."""
 
 _RESIDUALS = ("q", "k", "v", "out", "lse", "d_out", "d_lse")
 
@@ -61,7 +61,6 @@ class AttentionPlan:
 
     implementation: Implementation
     spec: AttentionSpec
-    deterministic: bool = False  # the gradient repeats bit for bit
     axes: MeshAxes = MeshAxes()
 
     @classmethod
@@ -70,7 +69,6 @@ class AttentionPlan:
         return cls(
             implementation=IMPLEMENTATIONS[chosen],
             spec=call.spec,
-            deterministic=call.backward == "split",
             axes=call.mesh_axes or MeshAxes(),
         )
 
@@ -151,9 +149,7 @@ def attend_gradient(plan: AttentionPlan, operands: BackwardOperands) -> Attentio
 
     def compute(block: Operands) -> tuple[jax.Array, ...]:
         mine = BackwardOperands(masks=_masks(block), **{name: block[name] for name in _RESIDUALS})
-        gradients = plan.implementation.backward(
-            mine, spec=plan.spec, deterministic=plan.deterministic
-        )
+        gradients = plan.implementation.backward(mine, spec=plan.spec)
         return tuple(getattr(gradients, name) for name in results)
 
     arrays = {name: getattr(operands, name) for name in _RESIDUALS} | masks.arrays()

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.dot import einsum_f32
 
-from .masking import visible_BTS
-from .spec import AttentionMasks, AttentionSpec
+from .spec import AttentionMasks, AttentionSpec, visible_BTS
 
 
 def grouped_bias(bias: jax.Array, num_kv_heads: int) -> jax.Array:

@@ -1,4 +1,5 @@
-"""What an attention call computes, as one static value and one bundle of arrays.
+"""What an attention call computes, as one static value and one bundle of arrays, and which keys a
+query sees.
 
 Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width of
 query and key, Hv head width of value.
@@ -8,9 +9,12 @@ sees the last key. Every positional mask below is relative to that diagonal.
 """
 
 import dataclasses
+import functools
+import operator
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +74,6 @@ class AttentionCall:
     q: jax.Array
     k: jax.Array
     v: jax.Array
-    backward: str = "fused"
     return_residual: bool = False
     mesh_axes: MeshAxes | None = None
 
@@ -81,8 +84,7 @@ class AttentionCall:
         return (
             f"{self.q.dtype} b{B} t{T} s{S} heads {N}/{K} width {H}/{self.v.shape[3]} "
             f"left={self.spec.left} right={self.spec.right} cap={self.spec.logit_soft_cap} "
-            f"arrays=[{' '.join(self.masks.arrays())}] backward={self.backward} "
-            f"residual={self.return_residual}"
+            f"arrays=[{' '.join(self.masks.arrays())}] residual={self.return_residual}"
         )
 
 
@@ -109,3 +111,61 @@ class AttentionGradients(NamedTuple):
     dv: jax.Array
     d_sinks: jax.Array | None = None
     d_bias: jax.Array | None = None
+
+
+def visible_BTS(
+    spec: AttentionSpec,
+    masks: AttentionMasks,
+    *,
+    diagonal: int,
+    q_positions_T: jax.Array,
+    kv_positions_S: jax.Array,
+) -> jax.Array | None:
+    """True where query t sees key s; None where nothing is hidden.
+
+    Args:
+        spec: the positional masks.
+        masks: segment ids and lengths of the same rows and columns as the positions.
+        diagonal: S - T of the whole call: query t is aligned with key t + diagonal.
+        q_positions_T: int32 [T], positions in the whole query.
+        kv_positions_S: int32 [S], positions in the whole key.
+
+    Returns:
+        bool [B or 1, T, S].
+    """
+    q_1T1 = q_positions_T[None, :, None]
+    s_11S = kv_positions_S[None, None, :]
+    terms: list[jax.Array] = []
+    if spec.left is not None:
+        terms.append(s_11S >= q_1T1 + (diagonal - spec.left))
+    if spec.right is not None:
+        terms.append(s_11S <= q_1T1 + (diagonal + spec.right))
+    if masks.q_segment_ids is not None and masks.kv_segment_ids is not None:
+        q_ids_BT1 = masks.q_segment_ids[:, :, None]
+        terms.append((q_ids_BT1 == masks.kv_segment_ids[:, None, :]) & (q_ids_BT1 >= 0))
+    if masks.q_lengths is not None:
+        terms.append(q_1T1 < masks.q_lengths[:, None, None])
+    if masks.kv_lengths is not None:
+        terms.append(s_11S < masks.kv_lengths[:, None, None])
+    return functools.reduce(operator.and_, terms) if terms else None
+
+
+def visible_tiles(
+    spec: AttentionSpec, *, q_length: int, kv_length: int, q_tile: int, kv_tile: int
+) -> np.ndarray:
+    """Tiles of the score matrix in which the positional masks leave at least one entry.
+
+    Returns:
+        int32 [P, 2]: (query tile, key tile), ordered by query tile, then key tile.
+    """
+    diagonal = kv_length - q_length
+    first_q = np.arange(0, q_length, q_tile)[:, None]
+    last_q = np.minimum(first_q + q_tile, q_length) - 1
+    first_kv = np.arange(0, kv_length, kv_tile)[None, :]
+    last_kv = np.minimum(first_kv + kv_tile, kv_length) - 1
+    seen = np.ones((first_q.shape[0], first_kv.shape[1]), dtype=bool)
+    if spec.left is not None:
+        seen &= last_kv >= first_q + diagonal - spec.left
+    if spec.right is not None:
+        seen &= first_kv <= last_q + diagonal + spec.right
+    return np.argwhere(seen).astype(np.int32)

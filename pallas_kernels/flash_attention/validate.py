@@ -129,7 +129,6 @@ def make_call(
     key_value_seq_lengths: jax.Array | None = None,
     logit_soft_cap: float | None,
     sinks: jax.Array | None = None,
-    backward: str = "fused",
     return_residual: bool,
     mesh_axes: MeshAxes | None,
 ) -> AttentionCall:
@@ -165,7 +164,6 @@ def make_call(
         q=q,
         k=k,
         v=v,
-        backward=backward,
         return_residual=return_residual,
         mesh_axes=mesh_axes,
     )

@@ -22,9 +22,15 @@ from jax import lax
 from pallas_kernels.common import device
 from pallas_kernels.common.dot import einsum_f32
 
-from .masking import visible_BTS, visible_tiles
 from .reference import grouped_bias
-from .spec import AttentionGradients, AttentionMasks, AttentionSpec, BackwardOperands
+from .spec import (
+    AttentionGradients,
+    AttentionMasks,
+    AttentionSpec,
+    BackwardOperands,
+    visible_BTS,
+    visible_tiles,
+)
 
 # Scores of one tile over all batch rows and heads, in elements. On a CPU a tile that stays in
 # cache won by up to 4 times over one chunk (2 cores, lengths 256 to 4096); on a GPU a tile must be
@@ -275,14 +281,11 @@ def forward(
     return out_BTNV, _join_q(lse_IBKGt[..., None], tiles)[..., 0]
 
 
-def backward(
-    operands: BackwardOperands, *, spec: AttentionSpec, deterministic: bool = True
-) -> AttentionGradients:
+def backward(operands: BackwardOperands, *, spec: AttentionSpec) -> AttentionGradients:
     """Gradients from (out, logsumexp): dS = P (dP - rowsum(dO O) + dlse).
 
     They repeat bit for bit in any case: the tiles are summed in one order.
     """
-    del deterministic
     q_BTNH, k_BSKH, v_BSKV, masks = operands.q, operands.k, operands.v, operands.masks
     out_BTNV, lse_BTN = operands.out, operands.lse
     d_out_BTNV, d_lse_BTN = operands.d_out, operands.d_lse

@@ -5,7 +5,6 @@ two rows. Whole strips are sliced, added and concatenated without moving a value
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -88,18 +87,10 @@ def strips(x: jax.Array) -> list[jax.Array]:
 
 def sum_strips(x: jax.Array) -> jax.Array:
     """Adds the strips: a row sum up to the last 8 columns, with no exchange between threads."""
-    return _tree(jnp.add, strips(x))
-
-
-def max_strips(x: jax.Array) -> jax.Array:
-    """The strips' maximum: a row maximum up to the last 8 columns."""
-    return _tree(jnp.maximum, strips(x))
-
-
-def _tree(combine: Callable[..., jax.Array], parts: list[jax.Array]) -> jax.Array:
+    parts = strips(x)
     while len(parts) > 1:
         odd = parts[len(parts) & ~1 :]
-        parts = [combine(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)] + odd
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)] + odd
     return parts[0]
 
 

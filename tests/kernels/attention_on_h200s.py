@@ -6,7 +6,6 @@ as JSON what each device runs.
 A process of its own: the CUDA plugin is loaded by hand, before JAX looks for it.
 """
 
-import functools
 import json
 import re
 
@@ -54,7 +53,6 @@ def scanned(q, k, v):
 
 CASES = {
     "gqa": (layer, 4, False),
-    "gqa split": (functools.partial(layer, backward="split"), 4, False),
     "packed": (layer, 4, True),
     "mqa": (layer, 1, False),
     "scan": (scanned, 4, False),

@@ -29,8 +29,7 @@ def attention_forward(q, k, v, masks, *, spec):
     return reference.forward(q, k, v, masks, spec=spec)
 
 
-def attention_backward(operands, *, spec, deterministic):
-    del deterministic
+def attention_backward(operands, *, spec):
     q, k, v, masks = operands.q, operands.k, operands.v, operands.masks
 
     def forward(q, k, v, sinks, bias):

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from pallas_kernels import (
     quantize,
     quantize_both_ways,
-    quantize_fp8,
     quantize_swiglu,
     rms_norm_fp8,
 )
@@ -37,12 +36,6 @@ def weight(code: WeightCode):
     return rounded
 
 
-def heads(x: jax.Array) -> jax.Array:
-    """Operands of attention in FP8: 256 positions of four heads."""
-    x = x.reshape(1, 256, 4, 64)
-    return quantize_fp8(x, x, x)
-
-
 ROUNDED = {
     **{f"cache {code}": cached(WeightCode(code)) for code in ("e4m3", "int8", "int4")},
     **{f"weight {code}": weight(WeightCode(code)) for code in ("e4m3", "int8", "int4")},
@@ -60,7 +53,6 @@ ROUNDED = {
     "inputs": lambda x: rounded_rows(x, Activations.E4M3),
     "scales": lambda x: double_quantized(x).values(),
     "norm": lambda x: rms_norm_fp8(x, jnp.ones(256), epsilon=1e-5, implementation="xla"),
-    "heads": heads,
 }
 """By name; results that are of 8 bits are read as float32 by ``read``."""
 

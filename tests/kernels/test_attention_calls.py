@@ -12,8 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 from pallas_kernels import InputError, UnsupportedError, flash_attention
 from pallas_kernels.common import device, tables
 from pallas_kernels.flash_attention import AttentionSpec, MeshAxes, dispatch
-from pallas_kernels.flash_attention.masking import AttentionMasks
-from pallas_kernels.flash_attention.spec import AttentionCall
+from pallas_kernels.flash_attention.spec import AttentionCall, AttentionMasks
 from tests.kernels.attention_workloads import BARS, WORKLOADS
 
 
@@ -49,7 +48,6 @@ Q, K, V = array(2, 8, 4, 16), array(2, 10, 2, 16), array(2, 10, 2, 24)
         ({"bias": array(2, 3, 8, 10)}, r"broadcast to \[B,N,T,S\] = \(2, 4, 8, 10\)"),
         ({"bias": array(1, 2, 4, 8, 10)}, "bias is float32"),
         ({"implementation": "triton"}, "implementation='triton' must be auto or hopper"),
-        ({"backward": "fast"}, "backward='fast' must be one of fused, split"),
     ],
 )
 def test_bad_input_is_explained(change, words):
@@ -105,7 +103,6 @@ def test_a_named_implementation_refuses_and_names_who_can():
         ({"masks": AttentionMasks(sinks=1)}, "sinks"),
         ({"masks": AttentionMasks(bias=1)}, "bias gradient"),
         ({"return_residual": True}, "logsumexp"),
-        ({"backward": "split"}, "bit for bit"),
     ],
 )
 def test_what_cudnn_is_trusted_with(change, reason):

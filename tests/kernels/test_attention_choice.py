@@ -44,7 +44,6 @@ def chosen(workload: AttentionWorkload, *, dtype="bfloat16", facts=device.H200, 
         q=arrays["query"],
         k=arrays["key"],
         v=arrays["value"],
-        backward="fused",
         return_residual=options.get("return_residual", False),
     )
     with device.compiling_for(facts):

@@ -15,8 +15,7 @@ from pallas_kernels.flash_attention import AttentionMasks, AttentionSpec, implem
 from pallas_kernels.flash_attention.hopper.backward_block import row_statistics
 from pallas_kernels.flash_attention.hopper.gradients import sink_gradient
 from pallas_kernels.flash_attention.implementations import AttentionPlan
-from pallas_kernels.flash_attention.masking import visible_BTS
-from pallas_kernels.flash_attention.spec import BackwardOperands
+from pallas_kernels.flash_attention.spec import BackwardOperands, visible_BTS
 from pallas_kernels.flash_attention.validate import make_spec
 from tests.kernels.attention_stand_in import STAND_IN
 

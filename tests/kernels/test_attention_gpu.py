@@ -6,9 +6,7 @@ take longest.
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from pallas_kernels import UnsupportedError
@@ -20,41 +18,22 @@ pytestmark = pytest.mark.gpu
 
 FLOAT16 = {"causal", "everything", "gqa-8", "long-causal", "long-everything", "long-80", "long-96",
            "long-mla", "long-192", "long-256"}  # fmt: skip
-# The split backward is the fused one and a kernel for dQ: short cases where that has few tiles.
-SPLIT = {"causal", "causal-more-queries", "decode", "lengths", "sinks-empty-rows", "everything",
-         "long-everything", "long-256"}  # fmt: skip
-# Near copies take minutes: of a long case in float16, short ones have the same code; a split
-# backward that is long is seen with a mask of everything, with wide heads and with two widths.
-LONG_SPLIT = {"long-everything", "long-256", "long-mla"}
 
 
-def marks(case, dtype, backward):
-    if case not in cases.LONG or (dtype == "bfloat16" and backward == "fused"):
-        return ()
-    copy = dtype == "float16" or case.name not in LONG_SPLIT
-    return (pytest.mark.slow,) if copy else ()
+def marks(case, dtype):
+    # Near copies take minutes: of a long case in float16, short ones have the same code.
+    return (pytest.mark.slow,) if case in cases.LONG and dtype == "float16" else ()
 
 
 GRID = [
-    pytest.param(
-        *(case, dtype, backward),
-        id=f"{case.name}-{dtype}-{backward}",
-        marks=marks(case, dtype, backward),
-    )
+    pytest.param(case, dtype, id=f"{case.name}-{dtype}", marks=marks(case, dtype))
     for case in (*cases.LONG, *cases.CASES)
     for dtype in ("bfloat16", "float16")
-    for backward in ("fused", "split")
     if dtype == "bfloat16" or case.name in FLOAT16
-    if backward == "fused" or case.name in SPLIT or (case in cases.LONG and dtype == "bfloat16")
 ]
 BY_CUDNN = {"full", "causal", "window-left", "window-of-two", "scale", "outliers",
             "outliers-causal", "mha", "gqa-3", "gqa-8", "mqa", "width-80",
             "width-96", "width-256"}  # fmt: skip
-
-
-def slow(*names):
-    """Cases that repeat bit for bit if the others do: their sums are kept in the same order."""
-    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 PORTABLE = ("causal", "everything", "bias", "sinks-empty-rows", "mla")
@@ -66,24 +45,14 @@ def _hopper():
         pytest.skip("needs an NVIDIA Hopper GPU (compute capability 9.0)")
 
 
-@pytest.mark.parametrize(("case", "dtype", "backward"), GRID)
-def test_hopper(case, dtype, backward):
+@pytest.mark.parametrize(("case", "dtype"), GRID)
+def test_hopper(case, dtype):
     if case.bias is not None or (case.scale is not None and case.scale <= 0):
         with pytest.raises(UnsupportedError, match=r"bias|scale"):
             cases.run(case, jnp.dtype(dtype), implementation="hopper")
         return
-    got = cases.run(case, jnp.dtype(dtype), implementation="hopper", backward=backward)
+    got = cases.run(case, jnp.dtype(dtype), implementation="hopper")
     assert_within_rounding(got, cases.expected(case, dtype), what=f"hopper {case.name}")
-
-
-@pytest.mark.parametrize("name", ["long-packed", "long-256", *slow("long-causal", "long-mla")])
-def test_split_backward_repeats_bit_for_bit(name):
-    first, second = (
-        cases.run(cases.NAMED[name], jnp.bfloat16, implementation="hopper", backward="split")
-        for _ in range(2)
-    )
-    for got, want in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
-        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
 
 
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)

@@ -44,9 +44,7 @@ def chosen(case, *, gradient=True):
     q, k, v, _ = jax.eval_shape(case.arrays)
     ids: Any = jax.ShapeDtypeStruct((case.B, case.T), "int32") if case.packed else None
     masks = AttentionMasks(q_segment_ids=ids, kv_segment_ids=ids)
-    call = AttentionCall(
-        spec=case.spec, masks=masks, q=q, k=k, v=v, backward="fused", return_residual=False
-    )
+    call = AttentionCall(spec=case.spec, masks=masks, q=q, k=k, v=v, return_residual=False)
     with device.compiling_for(device.H200):
         return dispatch.choose("auto", call, gradient=gradient)
 

@@ -13,7 +13,7 @@ import pytest
 from pallas_kernels import flash_attention
 from pallas_kernels.flash_attention import LSE_NAME, OUT_NAME, AttentionMasks, AttentionSpec, xla
 from pallas_kernels.flash_attention.implementations import AttentionPlan, attend
-from pallas_kernels.flash_attention.masking import visible_BTS, visible_tiles
+from pallas_kernels.flash_attention.spec import visible_BTS, visible_tiles
 from tests.kernels import attention_oracle
 from tests.kernels.attention_stand_in import BOTH, FAST_COMPILE, STAND_IN, results
 from tests.tolerance import assert_within_rounding

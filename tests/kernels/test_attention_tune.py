@@ -1,19 +1,18 @@
 """Tiles: what the tuner tries, what it keeps, and how kernels find and refuse it."""
 
-import functools
 import json
 import logging
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from experiments.bench.kernels import attention_tune as tune
-from pallas_kernels import InputError, UnsupportedError, flash_attention_fp8
+from pallas_kernels import InputError, UnsupportedError, flash_attention
 from pallas_kernels.common import device, tables
 from pallas_kernels.flash_attention.hopper import config as tiles
 from pallas_kernels.flash_attention.hopper.config import SHIPPED, BackwardConfig
 from pallas_kernels.hopper.machine import SMEM_BYTES
-from tests.kernels.test_attention_fp8 import shapes
 
 LOGGER = "pallas_kernels.flash_attention.hopper.config"
 
@@ -30,7 +29,7 @@ def own_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("direction", "key"),
     [("forward", "64/64"), ("forward", "256/256"), ("forward", "192/128"), ("backward", "64/64"),
-     ("backward", "128/128 ungrouped"), ("backward", "96/96"), ("fp8", "128/128")],
+     ("backward", "128/128 ungrouped"), ("backward", "96/96")],
 )  # fmt: skip
 def test_candidates_fit_and_begin_with_the_shipped(direction, key):
     found = tune.candidates(direction, key)
@@ -63,7 +62,6 @@ def test_kernels_take_what_was_fastest_here_and_say_so(own_folder, caplog):
     before = tiles.forward_config(128, 128)
     wanted = {
         "forward": tune.candidates("forward", "128/128")[-1],
-        "fp8": tune.candidates("fp8", "128/128")[-1],
         "backward": tune.candidates("backward", "64/64 ungrouped")[-1],
     }
     assert before != wanted["forward"]
@@ -77,7 +75,6 @@ def test_kernels_take_what_was_fastest_here_and_say_so(own_folder, caplog):
     tables._find.cache_clear()
     for _ in range(2):
         assert tiles.forward_config(128, 128) == wanted["forward"]
-    assert tiles.fp8_config(128, 128) == wanted["fp8"]
     assert tiles.backward_config(64, 64, 1) == wanted["backward"]
     # Others, and other devices, keep the shipped ones.
     assert tiles.forward_config(64, 64) == SHIPPED["forward", "64/64"]
@@ -86,7 +83,7 @@ def test_kernels_take_what_was_fastest_here_and_say_so(own_folder, caplog):
     with device.compiling_for(other):
         assert tiles.forward_config(128, 128) == before
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 3
+    assert len(lines) == 2
     assert str(own_folder) in lines[0]
     assert f"forward 128/128: {wanted['forward']}" in lines[0]
 
@@ -95,18 +92,19 @@ def test_tuning_again_replaces_the_case(own_folder):
     first, second = tune.candidates("forward", "64/64")[2:4]
     for config in (first, second):
         tune.keep(tune.tune("forward", "64/64", fastest(config)))
-    tune.keep(tune.tune("fp8", "64/64", fastest(tune.candidates("fp8", "64/64")[0])))
+    other = tune.candidates("backward", "64/64")[0]
+    tune.keep(tune.tune("backward", "64/64", fastest(other)))
     tables._find.cache_clear()
     assert tiles.forward_config(64, 64) == second
     assert {dict(row.case)["direction"] for row in tables.load(own_folder).rows} == {
-        "forward", "fp8",
+        "forward", "backward",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"case": {"direction": "sideways", "key": "64/64"}}, "'sideways'.*forward, backward, fp8"),
+        ({"case": {"direction": "sideways", "key": "64/64"}}, "'sideways'.*forward, backward"),
         ({"case": {"key": "64/64"}}, "a direction of"),
         ({"choice": {"block_q": 64}}, "forward 64/64 has block_q=64.*ForwardConfig has block_kv"),
         ({"choice": {"block_kv": "128"}}, "block_kv='128'"),
@@ -133,13 +131,14 @@ def test_a_file_that_no_kernel_understands_is_refused_by_name(own_folder, change
 
 def test_tiles_that_exceed_shared_memory_are_refused_before_the_compiler(own_folder):
     row = tables.Row.of(
-        case={"direction": "fp8", "key": "128/128"},
-        choice={"block_kv": 192, "num_stages": 6},
+        case={"direction": "forward", "key": "128/128"},
+        choice={"block_kv": 128, "num_stages": 6},
         ms=1.0,
     )
     tune.keep([row])
+    q = jax.ShapeDtypeStruct((1, 4096, 2, 128), jnp.bfloat16)
     with pytest.raises(UnsupportedError, match=r"num_stages=6.*bytes of shared memory"):
-        jax.eval_shape(functools.partial(flash_attention_fp8, implementation="hopper"), shapes(128))
+        jax.eval_shape(lambda q: flash_attention(q, q, q, implementation="hopper"), q)
 
 
 def test_tuning_needs_the_gpu():

@@ -19,8 +19,7 @@ from pallas_kernels.flash_attention import hopper
 from pallas_kernels.flash_attention.hopper import (
     backward_by_columns,
     backward_by_keys,
-    forward_block,
-    query_gradient,
+    forward_kernel,
 )
 from pallas_kernels.flash_attention.hopper.config import BackwardConfig, ForwardConfig
 from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec, BackwardOperands
@@ -156,7 +155,7 @@ def gradients_of(case, form, interpretable):
         q=q, k=k, v=v, masks=case.masks(), out=out, lse=lse, d_out=d_out, d_lse=d_lse
     )
     got = jax.jit(f)(operands)
-    return (got if isinstance(got, tuple) else (got,)), want
+    return got, want
 
 
 BY_KEYS = (backward_by_keys.backward, {"config": BackwardConfig()})
@@ -165,16 +164,14 @@ DQ_WARPGROUP = (
     {"config": BackwardConfig(dq_warpgroup=True, num_stages=3)},
 )
 BY_COLUMNS = (backward_by_columns.backward, {})
-DQ_ONLY = (query_gradient.query_gradient, {})
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("case", [*QUICK, *THOROUGH], ids=str)
-@pytest.mark.parametrize("form", [BY_KEYS, DQ_ONLY], ids=["by keys", "dq"])
-def test_backward_is_the_oracle(case, form):
-    got, want = gradients_of(case, form, interpretable=True)
-    for name, gradient in zip(("dq", "dk", "dv"), got, strict=False):
+def test_backward_is_the_oracle(case):
+    got, want = gradients_of(case, BY_KEYS, interpretable=True)
+    for name, gradient in zip(("dq", "dk", "dv"), got, strict=True):
         assert relative(gradient, want[name]) < BF16_ERROR, name
 
 
@@ -193,7 +190,7 @@ def test_backward_with_a_warpgroup_for_dq_is_the_oracle(case):
 @pytest.mark.parametrize("case", [THOROUGH[1], THOROUGH[2], QUICK[1]], ids=str)
 def test_persistent_forward_is_the_oracle(case, num_warpgroups, monkeypatch):
     """Three blocks, which take several tiles each, of different lengths."""
-    monkeypatch.setattr(forward_block, "NUM_PROCESSORS", 3)
+    monkeypatch.setattr(forward_kernel, "NUM_PROCESSORS", 3)
     q, k, v, _, _ = case.arrays()
     config = ForwardConfig(block_kv=64, num_warpgroups=num_warpgroups, persistent=True)
     f = functools.partial(hopper.forward, spec=case.spec, config=config, interpretable=True)
@@ -213,10 +210,9 @@ def test_persistent_forward_is_the_oracle(case, num_warpgroups, monkeypatch):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("form", [BY_COLUMNS, DQ_ONLY], ids=["by columns", "dq"])
-def test_backward_of_wide_heads_is_the_oracle(case, form):
-    got, want = gradients_of(case, form, interpretable=True)
-    for name, gradient in zip(("dq", "dk", "dv"), got, strict=False):
+def test_backward_of_wide_heads_is_the_oracle(case):
+    got, want = gradients_of(case, BY_COLUMNS, interpretable=True)
+    for name, gradient in zip(("dq", "dk", "dv"), got, strict=True):
         assert relative(gradient, want[name]) < BF16_ERROR, name
 
 
@@ -246,34 +242,27 @@ def lowers(f, *args):
 
 # By default forward the two kinds of widths that differ most from the others, one of them with all
 # masks at once; each width and mask by itself, which says where a fault is, is slow. The backward
-# pass of the widest is lowered with documents below; here the other masks, and the two kernels of
-# the deterministic one.
+# pass of the widest is lowered with documents below; here the other masks.
 ALL_MASKS_AT = (128, 128)
 QUICK_FORWARD = {((192, 128), "capped window"), ((256, 256), "causal")}
 LIKE_ANOTHER = {(72, 72), (80, 80), (112, 112), (160, 160), (192, 192)}
 QUICK_BACKWARD = {
-    (ALL_MASKS_AT, "full", False),
-    (ALL_MASKS_AT, "capped", False),
-    (ALL_MASKS_AT, "window", True),
-    (WIDTHS[0], "causal", True),
-    (WIDTHS[-1], "causal", True),
+    (ALL_MASKS_AT, "full"),
+    (ALL_MASKS_AT, "capped"),
+    (ALL_MASKS_AT, "window"),
+    (WIDTHS[0], "causal"),
+    (WIDTHS[-1], "causal"),
 }
 
 
-def quick(*cases):
-    """The others, of (widths, mask, ...), run with the slow ones."""
-
-    def is_quick(widths, mask, deterministic=None):
-        if deterministic is None:
-            return (widths, mask) in QUICK_FORWARD
-        return (widths, mask, deterministic) in QUICK_BACKWARD
-
-    return [
-        pytest.param(*case, marks=() if is_quick(*case) else pytest.mark.slow) for case in cases
-    ]
+def quick(chosen, *cases):
+    """The others, of (widths, mask), run with the slow ones."""
+    return [pytest.param(*case, marks=() if case in chosen else pytest.mark.slow) for case in cases]
 
 
-@pytest.mark.parametrize(("widths", "kind"), quick(*itertools.product(WIDTHS, SPECS)), ids=str)
+@pytest.mark.parametrize(
+    ("widths", "kind"), quick(QUICK_FORWARD, *itertools.product(WIDTHS, SPECS)), ids=str
+)
 def test_forward_lowers(widths, kind):
     q, k, v, _ = operands(*widths)
     spec = AttentionSpec(scale=widths[0] ** -0.5, **SPECS[kind])
@@ -283,17 +272,18 @@ def test_forward_lowers(widths, kind):
 
 
 @pytest.mark.parametrize(
-    ("widths", "kind", "deterministic"),
+    ("widths", "kind"),
     quick(
-        *itertools.product(WIDTHS, ["full", "causal", "window"], [False, True]),
-        *itertools.product([(128, 128), (256, 256)], ["capped"], [False]),
+        QUICK_BACKWARD,
+        *itertools.product(WIDTHS, ["full", "causal", "window"]),
+        *itertools.product([(128, 128), (256, 256)], ["capped"]),
     ),
 )
-def test_backward_lowers(widths, kind, deterministic):
+def test_backward_lowers(widths, kind):
     q, k, v, out = operands(*widths)
     lse = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
     spec = AttentionSpec(scale=widths[0] ** -0.5, **SPECS[kind])
-    f = functools.partial(hopper.backward, spec=spec, deterministic=deterministic)
+    f = functools.partial(hopper.backward, spec=spec)
     lowers(
         f,
         BackwardOperands(
@@ -317,7 +307,7 @@ def test_backward_of_packed_documents_fits_shared_memory(widths):
         operands = BackwardOperands(
             q=q, k=k, v=v, masks=masks, out=out, lse=lse, d_out=d_out, d_lse=None
         )
-        return hopper.backward(operands, spec=spec, deterministic=False)
+        return hopper.backward(operands, spec=spec)
 
     lowers(f, q, k, v, out, lse, out, ids)
 

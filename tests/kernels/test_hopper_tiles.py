@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.flash_attention.hopper import backward_block, tiles, token_ids
+from pallas_kernels.flash_attention.hopper import backward_block, tiles
 from pallas_kernels.flash_attention.hopper.tiles import Geometry
 
 
@@ -37,7 +37,7 @@ def test_tile_ranges_cover_what_is_seen_and_unmasked_tiles_are_whole(seed):
     if seed % 4:  # documents one after another; else in any order
         o_ids, i_ids = np.sort(o_ids, axis=1), np.sort(i_ids, axis=1)
     o_ids, i_ids = np.where(o_ids < 0, -1, o_ids), np.where(i_ids < 0, -2, i_ids)
-    tile_ranges = jax.jit(token_ids.tile_ranges, static_argnums=(2, 3))
+    tile_ranges = jax.jit(tiles.tile_ranges, static_argnums=(2, 3))
     ranges = np.asarray(tile_ranges(o_ids.astype(np.int32), i_ids.astype(np.int32), outer, inner))
     for b in range(B):
         for i in range(40 // outer):

@@ -9,7 +9,6 @@ import pytest
 
 from pallas_kernels import UnsupportedError
 from pallas_kernels.common import device, tables
-from pallas_kernels.flash_attention import fp8_operands
 from pallas_kernels.norm import api, fp8_formula, layer_norm_fp8, rms_norm_fp8
 from pallas_kernels.norm.workloads import EPSILON, WORKLOADS
 from pallas_kernels.rows import apply
@@ -103,12 +102,6 @@ def test_rows_of_zeros_leading_dims_and_vmap():
     assert whole.scale[0, 3] == np.float32(fp8_formula.LEAST / fp8_formula.LARGEST)
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(mapped), strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
-
-
-def test_one_convention_for_rows_and_attention():
-    names = ("E4M3", "LARGEST", "LEAST")
-    rows, operands = ([getattr(m, name) for name in names] for m in (fp8_formula, fp8_operands))
-    assert rows == operands
 
 
 @pytest.mark.parametrize("f", [rms_norm_fp8, layer_norm_fp8])

@@ -69,11 +69,11 @@ _HOPPER = {
         for width in (64, 96, 128)
     },
     "test_backward_of_packed_documents_fits_shared_memory[(192, 128)]": _WIDER,
-    "test_backward_lowers[widths3-causal-True]": "the same test of window-True",
-    "test_backward_lowers[widths57-causal-True]": (
-        "the same test of window-True, both kernels; packed documents of the widest heads"
+    "test_backward_lowers[widths1-causal]": "the same test of window",
+    "test_backward_lowers[widths28-causal]": (
+        "the same test of window; packed documents of the widest heads"
     ),
-    "test_backward_lowers[widths30-full-False]": "the same of capped-False, and of other masks",
+    "test_backward_lowers[widths15-full]": "the same of capped, and of other masks",
 }
 
 _PAGED = {
@@ -89,8 +89,8 @@ _PAGED = {
 
 _TWO_FORMS = "the same test of this form in the other way to lie, and of the other form"
 _SPLIT = {
-    "test_hopper_kernels_lower_on_a_mesh[fused-shard_map]": "the same test of a part of a mesh",
-    "test_hopper_kernels_lower_on_a_mesh[fused-explicit]": (
+    "test_hopper_kernels_lower_on_a_mesh[shard_map]": "the same test of a part of a mesh",
+    "test_hopper_kernels_lower_on_a_mesh[explicit]": (
         "the same test of a part of a mesh; test_sharded_arrays of custom-call and Explicit"
     ),
     "test_public_function_on_explicit_axes[reference]": "the same test of xla",
@@ -155,9 +155,6 @@ KERNELS: dict[str, dict[str, str]] = {
     "test_attention_numerics.py": _ATTENTION,
     "test_attention_choice.py": {
         "test_a_kernel_lowers_to_cuda[d256 full b8 s2048 h16/4]": "test_hopper.py of this width",
-    },
-    "test_attention_fp8.py": {
-        "test_kernel_in_the_interpreter[full]": "the same test of causal, two queries a key",
     },
     "test_attention_sharding.py": _SPLIT,
     "test_attention_transforms.py": {

@@ -24,7 +24,6 @@ from experiments.bench.tuned_table import add_rows
 from pallas_kernels.common import device, tables, timing
 from pallas_kernels.common.errors import InputError, UnsupportedError
 from pallas_kernels.flash_attention import hopper
-from pallas_kernels.flash_attention.fp8_operands import quantize_fp8
 from pallas_kernels.flash_attention.hopper.config import (
     OP,
     QUESTION,
@@ -33,7 +32,6 @@ from pallas_kernels.flash_attention.hopper.config import (
     WIDTHS,
     BackwardConfig,
     ForwardConfig,
-    Fp8Config,
     TileConfig,
     exceeds_shared_memory,
 )
@@ -53,18 +51,11 @@ SPACE: dict[str, dict[str, tuple[Any, ...]]] = {
         "dq_warpgroup": (False, True),
         "own_copies": (False, True),
     },
-    "fp8": {
-        "block_kv": (96, 128, 192, 224),
-        "num_warpgroups": (2, 3),
-        "overlap": (True, False),
-        "ping_pong": (True, False),
-        "num_stages": (2, 3),
-    },
 }
 """What is tried, all combinations that fit in shared memory and in registers."""
 
 ALLOWED_ERROR = 2.0**-6
-"""Of a candidate's values beside the shipped tiles': two orders of one sum, in 16 or 8 bits."""
+"""Of a candidate's values beside the shipped tiles': two orders of one sum, in 16 bits."""
 B, T, N = 2, 4096, 16
 
 type Times = Callable[[list[TileConfig]], dict[TileConfig, float]]
@@ -148,17 +139,13 @@ def on_this_gpu(direction: str, key: str) -> Times:
         if isinstance(config, ForwardConfig):
             forward = functools.partial(hopper.forward, masks=masks, spec=spec, config=config)
             return forward, (q, k, v)
-        if isinstance(config, Fp8Config):
-            operands = jax.jit(quantize_fp8)(q, k, v)
-            fp8 = functools.partial(hopper.forward_fp8, spec=spec, dtype=q.dtype, config=config)
-            return fp8, (operands,)
         out, lse = jax.jit(functools.partial(hopper.forward, masks=masks, spec=spec))(q, k, v)
 
         def backward(q, k, v, out, lse, d_out):
             operands = BackwardOperands(
                 q=q, k=k, v=v, masks=masks, out=out, lse=lse, d_out=d_out, d_lse=None
             )
-            return hopper.backward(operands, spec=spec, deterministic=False, config=config)[:3]
+            return hopper.backward(operands, spec=spec, config=config)[:3]
 
         return backward, (q, k, v, out, lse, d_out)
 

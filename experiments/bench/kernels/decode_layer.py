@@ -29,10 +29,6 @@ from pallas_kernels.decode_layer import LayerImplementation, LayerWeights, decod
 FORMS: tuple[LayerImplementation, ...] = ("apart", "hopper")
 BYTES, LENGTH, PAGE = 1 << 30, 2048, 64
 ROUNDS, CALLS, REPEATS = 7, 20, 20
-GRAPHS: dict[str, Any] = {
-    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN",
-    "xla_gpu_graph_min_graph_size": 1,
-}
 LARGEST_ERROR = 3e-2
 """Of what all layers add, to its norm: roundings to bfloat16 are 1.7e-3 each, seven a layer."""
 

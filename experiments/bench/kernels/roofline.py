@@ -131,7 +131,7 @@ def kernels(sizes: Sizes) -> Iterator[tuple[str, Callable[[], Point]]]:
         operands = BackwardOperands(
             q=q, k=k, v=v, masks=masks, out=out, lse=lse, d_out=d_out, d_lse=None
         )
-        return attention.backward(operands, spec=spec, deterministic=False)[:3]
+        return attention.backward(operands, spec=spec)[:3]
 
     def operands() -> tuple[jax.Array, ...]:
         return random(0, B, T, N, H), random(1, B, T, K, H), random(2, B, T, K, H)

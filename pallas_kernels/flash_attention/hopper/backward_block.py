@@ -1,4 +1,4 @@
-"""What the backward kernels read, and what the fused ones share.
+"""What the backward kernels read and share.
 
 Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width of
 query and key, Hv head width of value.
@@ -18,29 +18,28 @@ from pallas_kernels.hopper.odd_tiles import GROUP
 from pallas_kernels.hopper.tile import LOG2E
 
 from .kernel import AttentionKernel
-from .tiles import Geometry, TileRange, geometry_of, key_tile_of, pad_rows, query_tiles
-from .token_ids import token_ids
+from .tiles import Geometry, TileRange, geometry_of, key_tile_of, pad_rows, query_tiles, token_ids
 
 LEAST_BLOCKS = 3 * NUM_PROCESSORS
 
 
 def kernel_operands(
-    o: BackwardOperands, *, q_tile: int, kv_tile: int, by_keys: bool, padded: bool
+    o: BackwardOperands, *, q_tile: int, kv_tile: int, padded: bool
 ) -> dict[str, Any]:
     """Arrays by the names under which a kernel finds them; ids and ranges where tokens have ids.
+
+    A block owns a key tile and visits ``ranges`` of query tiles.
 
     Args:
         o: as the backward gets them.
         q_tile, kv_tile: lengths of the kernel's tiles.
-        by_keys: whether a block owns a key tile and visits ``ranges`` of query tiles, or the other
-            way round.
         padded: whether to pad lengths to multiples of 8.
     """
     g = geometry_of(o.q, o.v)
     lse2, delta = row_statistics(o, -(-g.T // q_tile) * q_tile)
     q, k, v, d_out = (pad_rows(x) if padded else x for x in (o.q, o.k, o.v, o.d_out))
     operands = {"q": q, "k": k, "v": v, "do": d_out, "lse": lse2, "delta": delta}
-    return operands | token_ids(o.masks, g, q_tile=q_tile, kv_tile=kv_tile, by_keys=by_keys)
+    return operands | token_ids(o.masks, g, q_tile=q_tile, kv_tile=kv_tile, by_keys=True)
 
 
 def row_statistics(o: BackwardOperands, padded: int) -> tuple[jax.Array, jax.Array]:

@@ -32,8 +32,7 @@ from pallas_kernels.hopper.tile import (
 
 from .backward_block import FusedKernel, kernel_operands, split_heads
 from .config import BARRIER_BYTES
-from .tiles import TileRange, geometry_of
-from .token_ids import have_ids
+from .tiles import TileRange, geometry_of, have_ids
 
 KEYS = QUERIES = 64
 NUM_STAGES = 2
@@ -51,7 +50,7 @@ def backward(
     # Beside ids, shared memory has no room for barriers of odd tiles.
     segmented = have_ids(operands.masks)
     padded = interpretable or segmented
-    arrays = kernel_operands(operands, q_tile=QUERIES, kv_tile=KEYS, by_keys=True, padded=padded)
+    arrays = kernel_operands(operands, q_tile=QUERIES, kv_tile=KEYS, padded=padded)
     kernel = _ByColumns(
         g=g, parts=parts, spec=spec, dtype=operands.q.dtype,
         q_tile=QUERIES, kv_tile=KEYS, segmented=segmented, interpretable=interpretable,

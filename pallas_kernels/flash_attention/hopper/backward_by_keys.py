@@ -6,7 +6,7 @@ query and key, Hv head width of value.
 A block owns 128 keys of one key/value head, 64 a warpgroup, whose dK and dV stay in registers over
 all query heads of the group. Scores are computed transposed, keys by queries, so that P and dS
 leave the softmax as left operands of dV += P dO and dK += dS Q. dQ sums over key tiles and so over
-blocks, and the copy engine adds it to a float32 array in global memory. Two forms of that:
+blocks, and the TMA adds it to a float32 array in global memory. Two forms of that:
 
 - late: both warpgroups put dS in shared memory, and one tile later, when neither need wait for the
   other, each computes half the columns of that tile's dQ. While it leaves, the next scores are
@@ -28,8 +28,7 @@ from pallas_kernels.flash_attention.spec import AttentionSpec, BackwardOperands
 from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.tile import column_layout, row_layout, swizzle_bytes, tile_layout, tiled
 
-from .backward_block import kernel_operands, split_heads
-from .backward_ring import QueryRing
+from .backward_block import FusedKernel, kernel_operands, split_heads
 from .config import BACKWARD_KEYS as KEYS
 from .config import BACKWARD_QUERIES as QUERIES
 from .config import NUM_DS, BackwardConfig
@@ -56,9 +55,7 @@ def backward(
             that add. dQ is then summed over key tiles afterwards.
     """
     g, parts = split_heads(geometry_of(operands.q, operands.v), KEYS)
-    arrays = kernel_operands(
-        operands, q_tile=QUERIES, kv_tile=KEYS, by_keys=True, padded=interpretable
-    )
+    arrays = kernel_operands(operands, q_tile=QUERIES, kv_tile=KEYS, padded=interpretable)
     kernel = _ByKeys(
         g=g, parts=parts, spec=spec, c=config,
         dtype=operands.q.dtype, q_tile=QUERIES, kv_tile=KEYS, segmented="ranges" in arrays,
@@ -69,10 +66,12 @@ def backward(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _ByKeys(QueryRing):
-    """The kernel of one call."""
+class _ByKeys(FusedKernel):
+    """The kernel of one call; query tiles come through a ring of ``num_stages`` slots."""
 
     name: ClassVar[str] = "attention_backward"
+
+    c: BackwardConfig
 
     @property
     def dq_shape(self) -> tuple[int, int]:
@@ -147,6 +146,57 @@ class _ByKeys(QueryRing):
             def _():
                 plgpu.set_max_registers(72, action="decrease")
                 self.query_gradients(gmem, smem, b, kv_head, k_tile, queries)
+
+    def load(self, gmem, smem, b, kv_head, k_tile, queries: TileRange) -> None:
+        """Keys and values once, then the queries of each head of the group into the ring."""
+        g, c = self.g, self.c
+        self.make_arrivals(smem)
+        self.load_keys(gmem, smem, b, kv_head, k_tile * KEYS, 2 * c.num_stages)
+        if self.segmented:
+            keys = pl.ds(k_tile * KEYS, KEYS)
+            plgpu.copy_gmem_to_smem(gmem.kv_ids.at[b, keys], smem.kv_ids, smem.kv_full)
+        per_head = queries.hi - queries.lo
+        count = per_head * g.group
+
+        def step(it, _):
+            # One query tile more than there are: its scores are computed and dropped.
+            head = jnp.minimum(lax.div(it, jnp.maximum(per_head, 1)), g.group - 1)
+            i = queries.lo + lax.rem(it, jnp.maximum(per_head, 1))
+            n, slot = kv_head * g.group + head, lax.rem(it, c.num_stages)
+            rows, place = pl.ds(i * QUERIES, QUERIES), (b, i * QUERIES, n)
+            full = smem.q_full.at[slot]
+            plgpu.barrier_wait(smem.q_empty.at[slot])
+            self.load_tile(smem, self.odd_queries, gmem.q, place, smem.q.at[slot], full, slot)
+            plgpu.copy_gmem_to_smem(gmem.lse.at[b, n, rows], smem.lse.at[slot], full)
+            if self.segmented:
+                plgpu.copy_gmem_to_smem(gmem.q_ids.at[b, rows], smem.q_ids.at[slot], full)
+
+            @pl.when(it < count)
+            def _():
+                full = smem.do_full.at[slot]
+                plgpu.barrier_wait(smem.do_empty.at[slot])
+                self.load_tile(
+                    smem,
+                    self.odd_queries,
+                    gmem.do,
+                    place,
+                    smem.do.at[slot],
+                    full,
+                    c.num_stages + slot,
+                )
+                plgpu.copy_gmem_to_smem(gmem.delta.at[b, n, rows], smem.delta.at[slot], full)
+
+        lax.fori_loop(0, count + 1, step, None)
+        for i in range(c.num_stages):  # the last uses of each slot
+            plgpu.barrier_wait(smem.q_empty.at[i])
+            plgpu.barrier_wait(smem.do_empty.at[i])
+
+    def wait_queries(self, smem, it) -> None:
+        """Until the queries of the it-th tile are there."""
+        stages = self.c.num_stages
+        slot = lax.rem(it, stages)
+        plgpu.barrier_wait(smem.q_full.at[slot])
+        self.wait_tile(smem, self.odd_queries, slot, lax.div(it, stages))
 
     def compute(self, gmem, smem, wg: int, b, kv_head, k_tile, queries: TileRange) -> None:
         """64 keys of a warpgroup: dK and dV over all queries, then out."""

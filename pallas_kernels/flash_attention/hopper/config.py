@@ -33,25 +33,20 @@ NUM_DS = 2  # dS tiles in shared memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BlockTiles:
-    """Tiles of a forward kernel: ``num_warpgroups * 64`` query rows against ``block_kv`` keys."""
+class ForwardConfig:
+    """Tiles of the forward kernel: ``num_warpgroups * 64`` query rows against ``block_kv`` keys."""
 
     block_kv: int
     num_warpgroups: int = 2  # compute warpgroups, 64 query rows each; one more feeds them
     num_stages: int = 2  # K and V tiles in flight
     overlap: bool = True  # keeps the softmax under the value product of the tile before
     ping_pong: bool = True  # warpgroups take turns at the tensor cores
-    persistent: bool = False  # a block for each multiprocessor, which takes many tiles
+    persistent: bool = False  # one block per SM, which takes many tiles
 
     @property
     def block_q(self) -> int:
         """Query rows of one block."""
         return 64 * self.num_warpgroups
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ForwardConfig(BlockTiles):
-    """Tiles of the forward kernel for 16-bit operands."""
 
     def smem_bytes(self, head_dim: int, value_dim: int) -> int:
         """Shared memory of one block."""
@@ -92,32 +87,11 @@ class BackwardConfig:
         return 2 * operands + row_bytes * BACKWARD_QUERIES + dq + 4 * BACKWARD_KEYS + BARRIER_BYTES
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Fp8Config(BlockTiles):
-    """Tiles of the FP8 forward."""
-
-    block_kv: int = 128
-    promote_every: int = 4  # tiles after which the tensor cores' sum is added to one in fp32
-
-    @property
-    def granule(self) -> int:
-        """Keys that are multiplied by one scale: 64, or half of them where a tile wants it."""
-        return 32 if self.block_kv % 64 else 64
-
-    def smem_bytes(self, head_dim: int, value_dim: int) -> int:
-        """Shared memory of one block."""
-        kv = self.num_stages * self.block_kv * (head_dim + value_dim)
-        row_bytes = head_dim + 4 * value_dim + 4 * (1 + 1 + 8)  # q, sum, logsumexp, scale, pin
-        scales = 2 * self.num_stages * 4 * 32
-        return kv + self.block_q * row_bytes + scales + BARRIER_BYTES
-
-
-type TileConfig = ForwardConfig | BackwardConfig | Fp8Config
+type TileConfig = ForwardConfig | BackwardConfig
 
 KINDS: dict[str, type[TileConfig]] = {
     "forward": ForwardConfig,
     "backward": BackwardConfig,
-    "fp8": Fp8Config,
 }
 SHIPPED: dict[tuple[str, str], TileConfig] = {
     ("forward", "64/64"): ForwardConfig(block_kv=128, num_warpgroups=3, overlap=False),
@@ -138,8 +112,6 @@ SHIPPED: dict[tuple[str, str], TileConfig] = {
     ("forward", "256/256"): ForwardConfig(block_kv=64, overlap=False),
     ("backward", "64/64"): BackwardConfig(register_ds=True, dq_warpgroup=True, num_stages=3),
     ("backward", "128/128"): BackwardConfig(own_copies=True),
-    ("fp8", "64/64"): Fp8Config(num_warpgroups=3),
-    ("fp8", "128/128"): Fp8Config(block_kv=192, promote_every=8, ping_pong=False, overlap=False),
 }
 """Tiles that were the fastest on an H200, by kernel and key.
 
@@ -165,20 +137,16 @@ def unsupported(
         return f"head widths {widths} of query and value are none of {', '.join(WIDTHS)}"
     if masks.bias is not None:
         return "an additive bias is not implemented in these kernels"
-    return unsupported_sizes(spec, q.shape[1], k.shape[1])
-
-
-def unsupported_sizes(spec: AttentionSpec, T: int, S: int) -> str | None:
-    """Why no forward kernel, of 16 or 8 bits, can compute these scores; None if one can."""
     if spec.scale <= 0:
         return f"scale={spec.scale} is not positive, so the largest score is not the largest logit"
+    T, S = q.shape[1], k.shape[1]
     return f"lengths T={T} S={S} leave nothing to load" if min(T, S) == 0 else None
 
 
-def refuse(reason: str | None, kernels: str = "Hopper attention") -> None:
+def refuse(reason: str | None) -> None:
     """Raises UnsupportedError for a reason, if there is one."""
     if reason is not None:
-        raise UnsupportedError(f"{kernels}: {reason}")
+        raise UnsupportedError(f"Hopper attention: {reason}")
 
 
 def exceeds_shared_memory(config: TileConfig, head_dim: int, value_dim: int) -> str | None:
@@ -262,13 +230,6 @@ def short_endings(spec: AttentionSpec, masks: AttentionMasks, T: int, S: int) ->
     seen = S // 2 if causal else S
     short = [SHORT] if seen <= SHORT_KEYS else []
     return [SHORT_CAUSAL, *short] if causal and seen <= SHORT_CAUSAL_KEYS else short
-
-
-def fp8_config(head_dim: int, value_dim: int) -> Fp8Config:
-    """The fastest tiles measured for this pair of widths."""
-    config = fastest("fp8", f"{head_dim}/{value_dim}")
-    assert isinstance(config, Fp8Config)
-    return config
 
 
 def backward_config(head_dim: int, value_dim: int, group: int) -> BackwardConfig:

@@ -15,7 +15,7 @@ from pallas_kernels.flash_attention.spec import (
     BackwardOperands,
 )
 
-from . import backward_by_columns, backward_by_keys, query_gradient
+from . import backward_by_columns, backward_by_keys
 from .config import BackwardConfig, backward_config, exceeds_shared_memory, refuse, unsupported
 from .tiles import pad_width
 
@@ -28,7 +28,6 @@ def backward(
     operands: BackwardOperands,
     *,
     spec: AttentionSpec,
-    deterministic: bool,
     config: BackwardConfig | None = None,
 ) -> AttentionGradients:
     """Gradients of q, k, v, and of the sinks where the call has them.
@@ -36,7 +35,6 @@ def backward(
     Args:
         operands: of the forward, its results and their cotangents.
         spec: as in the forward.
-        deterministic: dQ summed in a fixed order, so that a repeated call returns the same bits.
         config: form for heads up to 128 wide; the table's where None.
 
     Raises:
@@ -57,9 +55,6 @@ def backward(
         config.check(widths[0])
         refuse(exceeds_shared_memory(config, *widths))
         dq, dk, dv = backward_by_keys.backward(wide, spec=spec, config=config)
-    if deterministic:
-        # Their dK and dV are summed in a fixed order, dQ is not.
-        dq = query_gradient.query_gradient(wide, spec=spec)
     d_sinks = None if o.masks.sinks is None else sink_gradient(o)
     return AttentionGradients(dq[..., :H], dk[..., :H], dv[..., :Hv], d_sinks)
 

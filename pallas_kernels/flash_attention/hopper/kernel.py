@@ -157,12 +157,6 @@ class AttentionKernel:
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         )
 
-    def launch_by_queries(
-        self, operands: dict[str, Any], results: dict[str, Any], *, num_threads: int
-    ) -> dict[str, jax.Array]:
-        """Runs a block for each query tile of each head."""
-        return self.launch(operands, results, num_tiles=self.num_tiles, num_threads=num_threads)
-
     def probabilities(self, s, lse, *, lse_dim: int):
         """P from scores before their scale; and the soft cap's derivative, None without one."""
         unit, slope, cap = self.spec.scale * LOG2E, None, self.spec.logit_soft_cap

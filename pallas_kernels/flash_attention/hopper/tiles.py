@@ -1,7 +1,7 @@
-"""Where tiles lie: order of tiles in the grid, and the inner tiles that the positional masks leave.
+"""Order of tiles in the grid, and the inner tiles that masks by position and by id leave to visit.
 
 Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width of
-query and key, Hv head width of value.
+query and key, Hv head width of value; I tiles of the outer side.
 """
 
 import dataclasses
@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.flash_attention.spec import AttentionSpec
+from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec
 
 # Heads whose keys and values stay in L2 together (50 MB, of which other traffic takes a share).
 L2_BYTES = 24 * 2**20
 # Of all heads of a wave of the backward; 8 heads of 2048 and 4 of 4096 were fastest on an H200.
 WAVE_KEYS = 16384
+PADDED_QUERY, PADDED_KEY = -1, -2  # ids; different, so that padding never matches padding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +49,7 @@ def geometry_of(q: jax.Array, v: jax.Array) -> Geometry:
 
 
 def pad_rows(x: jax.Array) -> jax.Array:
-    """x [B, T, N, H] with T a multiple of 8: the copy engine moves tiles of 8 rows."""
+    """x [B, T, N, H] with T a multiple of 8: the TMA moves tiles of 8 rows."""
     return x if x.shape[1] % 8 == 0 else jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0), (0, 0)))
 
 
@@ -71,7 +72,7 @@ class TileRange:
     hi: jax.Array
 
     def meet(self, ids_gmem, b: jax.Array, tile: jax.Array) -> "TileRange":
-        """The intersection with what ``token_ids.tile_ranges`` found."""
+        """The intersection with what ``tile_ranges`` found."""
         lo, full_lo, full_hi, hi = (ids_gmem[b, tile, i] for i in range(4))
         return TileRange(
             jnp.maximum(self.lo, lo),
@@ -160,3 +161,73 @@ def heads_per_wave(heads: int, group: int, kv_head_bytes: int) -> int:
     """How many query heads run side by side: whole groups whose keys and values fit in L2."""
     wanted = group * max(1, L2_BYTES // kv_head_bytes)
     return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(wanted, group))
+
+
+def have_ids(masks: AttentionMasks) -> bool:
+    """Whether the call has segments or lengths."""
+    ids = {"q_segment_ids", "kv_segment_ids", "q_lengths", "kv_lengths"}
+    return not ids.isdisjoint(masks.arrays().keys())
+
+
+def token_ids(
+    masks: AttentionMasks, g: Geometry, *, q_tile: int, kv_tile: int, by_keys: bool = False
+) -> dict[str, jax.Array]:
+    """Operands by name; {} where the call has neither segments nor lengths.
+
+    "q_ids" [B, T'] and "kv_ids" [B, S'] are padded to whole tiles, and equal ids see each other;
+    "ranges" are those of each query tile, or of each key tile if ``by_keys``.
+    """
+    B, T, S = g.B, g.T, g.S
+    if not have_ids(masks):
+        return {}
+    q = _ids(masks.q_segment_ids, masks.q_lengths, (B, T), PADDED_QUERY)
+    kv = _ids(masks.kv_segment_ids, masks.kv_lengths, (B, S), PADDED_KEY)
+    q = jnp.pad(q, ((0, 0), (0, -T % q_tile)), constant_values=PADDED_QUERY)
+    kv = jnp.pad(kv, ((0, 0), (0, -S % kv_tile)), constant_values=PADDED_KEY)
+    sides = (kv, q, kv_tile, q_tile) if by_keys else (q, kv, q_tile, kv_tile)
+    return {"q_ids": q, "kv_ids": kv, "ranges": tile_ranges(*sides)}
+
+
+def _ids(
+    segments: jax.Array | None, lengths: jax.Array | None, shape: tuple[int, int], padding: int
+) -> jax.Array:
+    ids = jnp.zeros(shape, jnp.int32) if segments is None else segments.astype(jnp.int32)
+    ids = jnp.where(ids < 0, padding, ids)
+    if lengths is None:
+        return ids
+    return jnp.where(jnp.arange(shape[1])[None, :] < lengths[:, None], ids, padding)
+
+
+def tile_ranges(outer_ids: jax.Array, inner_ids: jax.Array, outer: int, inner: int) -> jax.Array:
+    """For each outer tile, the inner tiles to visit: int32 [B, I, 4] of (lo, full_lo, full_hi, hi).
+
+    Tiles outside lo..hi share no id with it, as far as the least and greatest ids tell; tiles of
+    full_lo..full_hi need no mask. Exact for documents packed one after another.
+    """
+    o_lo, o_hi, o_whole = _extent(outer_ids, outer)
+    i_lo, i_hi, i_whole = _extent(inner_ids, inner)
+    touches = (i_lo[:, None] <= o_hi[..., None]) & (i_hi[:, None] >= o_lo[..., None])
+    same = i_lo[:, None] == o_lo[..., None]
+    whole = touches & same & i_whole[:, None] & o_whole[..., None]
+    lo, hi = _first(touches, touches.shape[2]), _last_end(touches)
+    full_lo = jnp.minimum(_first(whole, touches.shape[2]), hi)
+    after = jnp.arange(touches.shape[2])[None, None, :] >= full_lo[..., None]
+    full_hi = jnp.minimum(_first(after & ~whole, touches.shape[2]), hi)
+    return jnp.stack([jnp.minimum(lo, hi), full_lo, full_hi, hi], axis=-1).astype(jnp.int32)
+
+
+def _extent(ids: jax.Array, tile: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Least and greatest id of each tile's tokens, and whether all have one and the same id."""
+    tiles = ids.reshape(ids.shape[0], -1, tile)
+    least = jnp.where(tiles < 0, jnp.iinfo(jnp.int32).max, tiles).min(axis=-1)
+    greatest = tiles.max(axis=-1)
+    return least, jnp.where(greatest < 0, -1, greatest), (tiles == tiles[..., :1]).all(axis=-1)
+
+
+def _first(mask: jax.Array, default: int) -> jax.Array:
+    return jnp.where(mask.any(axis=-1), jnp.argmax(mask, axis=-1), default)
+
+
+def _last_end(mask: jax.Array) -> jax.Array:
+    size = mask.shape[-1]
+    return jnp.where(mask.any(axis=-1), size - jnp.argmax(mask[..., ::-1], axis=-1), 0)
