@@ -2,14 +2,11 @@
 
     python -m experiments.pictures.attention
 
-Tiles come from the kernels' own geometry, times from the units' rates, rescales from counting,
-losses from experiments/results/attention-ablation-h200.json.
+Tiles come from the kernels' own geometry, times from the units' rates, rescales from counting.
 """
 
 import dataclasses
-import json
 import pathlib
-import statistics
 
 import jax.numpy as jnp
 import matplotlib
@@ -23,7 +20,6 @@ from pallas_kernels.flash_attention.hopper.tiles import Geometry, key_tiles
 from pallas_kernels.flash_attention.spec import AttentionSpec
 
 FOLDER = pathlib.Path(__file__).parents[2] / "pallas_kernels" / "flash_attention" / "pictures"
-RESULTS = pathlib.Path(__file__).parents[1] / "results"
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#4c78a8", "#f58518", "#54a24b", "#b279a2", "#dddddd"
 LENGTH, TILE = 1024, 128
 
@@ -255,45 +251,7 @@ def backward_picture() -> plt.Figure:
     return figure
 
 
-def ablation_picture() -> plt.Figure:
-    """What the shipped forward loses without each technique, as stored."""
-    rows = json.loads((RESULTS / "attention-ablation-h200.json").read_text())["rows"]
-    rates: dict[str, dict[str, list[float]]] = {}
-    for row in rows:
-        if "tflops" in row:
-            rates.setdefault(row["case"], {}).setdefault(row["form"], []).append(row["tflops"])
-    forms = {
-        "one tile of K and V in flight": "second tile in flight",
-        "smaller tile": "size of the tile",
-        "all heads side by side": "heads in waves that fit L2",
-        "shortest rows first": "longest rows first",
-        "every tile rescales": "lazy rescale",
-        "no turns at the tensor cores": "turns (ping-pong)",
-        "without the pin of the softmax": "softmax pinned under PV",
-    }
-    figure, axes = plt.subplots(figsize=(10, 3.6), layout="constrained")
-    height = 0.8 / len(rates)
-    colours = (BLUE, "#9ecae9", ORANGE, "#ffbf79", GREEN, "#88d27a")
-    for i, (case, by_form) in enumerate(rates.items()):
-        shipped = statistics.mean(by_form["shipped"])
-        width, mask = case.split()[-2:]
-        for j, form in enumerate(forms):
-            if form in by_form:
-                change = 100 * (statistics.mean(by_form[form]) / shipped - 1)
-                axes.barh(j + i * height, change, height, align="edge", color=colours[i])
-        axes.barh(0, 0, color=colours[i], label=f"{width.split('/')[0]} {mask}")
-    axes.set_yticks(np.arange(len(forms)) + 0.4, list(forms.values()))
-    axes.invert_yaxis()
-    axes.axvline(0, color="#555555", linewidth=0.8)
-    axes.set_xlabel("change of the forward's rate without it, %")
-    axes.legend(fontsize=8, frameon=False, ncols=3, loc="lower left")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    return figure
-
-
 PICTURES = {
-    "ablation": ablation_picture,
     "tiles": tiles_picture,
     "timeline": timeline_picture,
     "rescale": rescale_picture,

@@ -76,7 +76,6 @@ def make_call(**changes):
         "q": array(2, 8, 4, 64, dtype=jnp.bfloat16),
         "k": array(2, 8, 2, 64, dtype=jnp.bfloat16),
         "v": array(2, 8, 2, 64, dtype=jnp.bfloat16),
-        "backward": "fused",
         "return_residual": False,
     }
     return AttentionCall(**(values | changes))
