@@ -1,4 +1,4 @@
-"""Rungs 8 to 10, and a branch that lost: a warpgroup that only copies, two that only multiply.
+"""Rungs 8 to 10: a warpgroup that only copies, two that only multiply.
 
 Dims: M row of A and C, N column of B and C, K contraction.
 """
@@ -31,14 +31,12 @@ class Tiles:
     n: int = 256
     k: int = 64  # of a step
     num_stages: int = 4
-    sharers: int = 2  # warpgroups a tile: 2 halve its rows, 1 has it alone while the other stores
     band: int = 8  # tiles of C in a band that is walked before the next: what L2 keeps
-    across: int = 0  # bands are so many tiles of M (0) or of N (1) wide
 
     @property
     def rows(self) -> int:
-        """Of C that one warpgroup accumulates."""
-        return self.m // self.sharers
+        """Rows of C that one warpgroup accumulates."""
+        return self.m // NUM_GROUPS
 
     def scratch(self, *, cluster: bool) -> dict[str, Any]:
         """The ring of tiles, its barriers, and C on its way out."""
@@ -46,13 +44,12 @@ class Tiles:
         empty = plgpu.Barrier
         if cluster:
             empty = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
-        num_full = self.num_stages * NUM_GROUPS // self.sharers
         return {
             "a_smem": plgpu.SMEM((self.num_stages, self.m, self.k), dtype, transforms=swizzled()),
             "b_smem": plgpu.SMEM((self.num_stages, self.k, self.n), dtype, transforms=swizzled()),
             "c_smem": plgpu.SMEM((NUM_GROUPS, 2, self.rows, STORE_N), dtype, transforms=swizzled()),
-            "full": plgpu.Barrier(num_arrivals=2, num_barriers=num_full),
-            "empty": empty(num_arrivals=self.sharers, num_barriers=self.num_stages),
+            "full": plgpu.Barrier(num_arrivals=2, num_barriers=self.num_stages),
+            "empty": empty(num_arrivals=NUM_GROUPS, num_barriers=self.num_stages),
         }
 
 
@@ -60,9 +57,7 @@ class Tiles:
 class Ring:
     """Tiles of A and B in shared memory: filled by one warpgroup, read by the others.
 
-    Steps are counted over all tiles of C that the block computes; both sides count alike. Where a
-    warpgroup has a tile of C alone it has barriers of its own too: a barrier must not be filled
-    twice between two waits of one reader.
+    Steps are counted over all tiles of C that the block computes; both sides count alike.
     """
 
     tiles: Tiles
@@ -78,7 +73,8 @@ class Ring:
         """The copying warpgroup's part of the block's tile of C number ``turn``."""
 
         def step(i, _):
-            slot, full = self.place(turn, i)
+            slot = self.slot(turn, i)
+            full = self.full.at[slot]
             depth = pl.ds(i * self.tiles.k, self.tiles.k)
             plgpu.barrier_wait(self.empty.at[slot])
             plgpu.copy_gmem_to_smem(a_gmem.at[rows, depth], self.a_smem.at[slot], full)
@@ -90,15 +86,12 @@ class Ring:
         lax.fori_loop(0, self.num_steps, step, None)
 
     def open(self) -> None:
-        """All places are empty: said by as many warpgroups as will say so later."""
-
-        @pl.when(lax.axis_index("group") < self.tiles.sharers)
-        def _():
-            for slot in range(self.tiles.num_stages):
-                plgpu.barrier_arrive(self.empty.at[slot])
+        """Says that all slots are empty, by the warpgroups that will say so later."""
+        for slot in range(self.tiles.num_stages):
+            plgpu.barrier_arrive(self.empty.at[slot])
 
     def close(self) -> None:
-        """Waits until nobody reads: no block of a cluster may end while others signal to it."""
+        """Waits until all slots are read: no block may end while another signals to it."""
         for slot in range(self.tiles.num_stages):
             plgpu.barrier_wait(self.empty.at[slot])
 
@@ -108,8 +101,8 @@ class Ring:
 
         def accumulate(acc):
             def step(i, _):
-                slot, full = self.place(turn, i)
-                plgpu.barrier_wait(full)
+                slot = self.slot(turn, i)
+                plgpu.barrier_wait(self.full.at[slot])
                 plgpu.wgmma(acc, self.a_smem.at[slot, mine], self.b_smem.at[slot])
                 plgpu.wgmma_wait(1)
                 # The multiply before this one is done.
@@ -127,21 +120,16 @@ class Ring:
         rows = pl.ds(row + self.first_row(), self.tiles.rows)
         store(acc_MN, self.c_smem.at[lax.axis_index("group")], c_gmem.at[rows, columns])
 
-    def place(self, turn, i) -> tuple[Any, Any]:
-        """Where step i of a tile of C lies, and the barrier that says it is there."""
-        slot = lax.rem(turn * self.num_steps + i, self.tiles.num_stages)
-        if self.tiles.sharers == NUM_GROUPS:
-            return slot, self.full.at[slot]
-        return slot, self.full.at[lax.rem(turn, NUM_GROUPS) * self.tiles.num_stages + slot]
+    def slot(self, turn, i) -> Any:
+        """The slot of step i of a tile of C."""
+        return lax.rem(turn * self.num_steps + i, self.tiles.num_stages)
 
     def release(self, turn, i) -> None:
         """This warpgroup has read what step i needed."""
-        plgpu.barrier_arrive(self.empty.at[self.place(turn, i)[0]])
+        plgpu.barrier_arrive(self.empty.at[self.slot(turn, i)])
 
     def first_row(self):
-        """Within the tile."""
-        if self.tiles.sharers == 1:
-            return 0
+        """The first of this warpgroup's rows within the tile."""
         return lax.axis_index("group") * self.tiles.rows
 
 
@@ -181,22 +169,14 @@ def specialized(a_MK: jax.Array, b_KN: jax.Array, *, tiles: Tiles = Tiles()) -> 
 
 
 def persistent(a_MK: jax.Array, b_KN: jax.Array, *, tiles: Tiles = Tiles()) -> jax.Array:
-    """A block a multiprocessor, which walks tiles of C in an order that L2 likes: copies for the
-    next tile begin, and this one's result leaves, while others multiply.
+    """One block per SM walks tiles of C in an order that suits L2: copies for the next tile begin,
+    and this one's result leaves, while others multiply.
     """
     return _walk(a_MK, b_KN, tiles=tiles, cluster_size=1)
 
 
 def clustered(a_MK: jax.Array, b_KN: jax.Array, *, tiles: Tiles = Tiles()) -> jax.Array:
     """Two neighbours compute tiles of the same columns; each fetches half of B for both."""
-    return _walk(a_MK, b_KN, tiles=tiles, cluster_size=2)
-
-
-ALONE = Tiles(n=128, num_stages=5, sharers=1)
-
-
-def ping_pong(a_MK: jax.Array, b_KN: jax.Array, *, tiles: Tiles = ALONE) -> jax.Array:
-    """A tile of C for each multiplying warpgroup in turn: one stores while the other multiplies."""
     return _walk(a_MK, b_KN, tiles=tiles, cluster_size=2)
 
 
@@ -213,7 +193,7 @@ def _walk(a_MK, b_KN, *, tiles: Tiles, cluster_size: int) -> jax.Array:
         def each_tile(do):
             @plgpu.nd_loop((grid[0] * grid[1],), collective_axes="worker")
             def _(loop: plgpu.NDLoopInfo):
-                m, n = plgpu.planar_snake(loop.index[0], grid, tiles.across, tiles.band)
+                m, n = plgpu.planar_snake(loop.index[0], grid, 0, tiles.band)
                 row = (m * cluster_size + lax.axis_index("cluster")) * tiles.m
                 do(row, pl.ds(n * tiles.n, tiles.n), loop.local_index)
 
@@ -221,8 +201,7 @@ def _walk(a_MK, b_KN, *, tiles: Tiles, cluster_size: int) -> jax.Array:
             ring.fill(a_gmem, b_gmem, pl.ds(row, tiles.m), columns, turn)
 
         def compute(row, columns, turn):
-            mine = True if tiles.sharers == NUM_GROUPS else lax.rem(turn, NUM_GROUPS) == group
-            pl.when(mine)(lambda: ring.store(ring.multiply(turn), c_gmem, row, columns))
+            ring.store(ring.multiply(turn), c_gmem, row, columns)
 
         @pl.when(group == LOADER)
         def _():

@@ -25,16 +25,11 @@ TILED, Tiling = plgpu.Layout.TILED, plgpu.Tiling
 # One element a thread; the 32 lanes of a warp walk down a column, or along a row.
 DOWN = TILED(Tiling(((32, 4), (1,))), warp_dims=(-2,), lane_dims=(-3,), vector_dim=-1)
 ALONG = TILED(Tiling(((4, 32), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-# 8 x 8 elements a thread of a 64 x 128 tile: every fourth row, or 8 rows that are neighbours and
-# so come from shared memory 16 bytes at a time, as the columns do in both.
+# 8 x 8 elements a thread of a 64 x 128 tile: every fourth row, and columns that come from shared
+# memory 16 bytes at a time.
 PATCH = TILED(
     Tiling(((64, 128), (32, 64), (4, 32), (4,))),
     warp_dims=(-7, -6), lane_dims=(-3, -2), vector_dim=-1,
-)  # fmt: skip
-
-WIDE_PATCH = TILED(
-    Tiling(((64, 128), (32, 64), (8, 32), (4,))),
-    warp_dims=(-7, -6), lane_dims=(-5, -2), vector_dim=-1,
 )  # fmt: skip
 
 
@@ -174,9 +169,9 @@ def registers(a_MK: jax.Array, b_KN: jax.Array) -> jax.Array:
     return _patch_a_thread(a_MK, b_KN, layouts=layouts, num_stages=1)
 
 
-def prefetched(a_MK: jax.Array, b_KN: jax.Array, *, patch=PATCH) -> jax.Array:
+def prefetched(a_MK: jax.Array, b_KN: jax.Array) -> jax.Array:
     """Tiles are loaded a step ahead: they travel while this one is multiplied."""
-    return _patch_a_thread(a_MK, b_KN, layouts=(A_NARROW, B_WIDE, patch), num_stages=2)
+    return _patch_a_thread(a_MK, b_KN, layouts=(A_NARROW, B_WIDE, PATCH), num_stages=2)
 
 
 def _patch_a_thread(a_MK, b_KN, *, layouts, num_stages: int) -> jax.Array:

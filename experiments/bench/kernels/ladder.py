@@ -3,20 +3,10 @@
 python -m experiments.bench.kernels.ladder --out experiments/results/ladder-h200.json
 
 Each figure is a median of CUPTI kernel times; a rung and XLA take turns in one process. Errors are
-relative to fp32 products, beside XLA's. A kernel that hangs or fails is a row too: the items run
-in a child process, which ends itself after --limit seconds on one item and is started again behind
-it.
+relative to fp32 products, beside XLA's.
 """
 
-import argparse
 import functools
-import json
-import os
-import pathlib
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.bench.environment import clocks, environment
-from experiments.ladder import RUNGS, effects, elementwise, specialized, tensor_cores, threads
+from experiments.bench.environment import clocks
+from experiments.bench.harness import options, relative, table_of
+from experiments.ladder import RUNGS, effects, elementwise, specialized, tensor_cores
 from experiments.ladder.specialized import Tiles
 from pallas_kernels.common import timing
 
@@ -36,30 +27,11 @@ NUM_ELEMENTS = 1 << 28  # fp32: 1 GiB
 STRIDES = (1, 2, 4, 8, 16, 32)
 BLOCKS = (1, 2, 4, 8, 16)
 VARIANTS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
-    "prefetched rows side by side": functools.partial(threads.prefetched, patch=threads.WIDE_PATCH),
     "tensor_core swizzle 32": functools.partial(tensor_cores.tensor_core, swizzle=32),
     "tensor_core swizzle 64": functools.partial(tensor_cores.tensor_core, swizzle=64),
     "pipelined 2 stages": functools.partial(tensor_cores.pipelined, num_stages=2),
     "persistent rows in order": functools.partial(specialized.persistent, tiles=Tiles(band=1)),
     "persistent band 16": functools.partial(specialized.persistent, tiles=Tiles(band=16)),
-    "clustered 256x128": functools.partial(
-        specialized.clustered, tiles=Tiles(m=256, n=128, num_stages=3)
-    ),
-    "clustered band 4": functools.partial(specialized.clustered, tiles=Tiles(band=4)),
-    "clustered band 16": functools.partial(specialized.clustered, tiles=Tiles(band=16)),
-    "clustered band 4 of N": functools.partial(
-        specialized.clustered, tiles=Tiles(band=4, across=1)
-    ),
-    "clustered band 8 of N": functools.partial(
-        specialized.clustered, tiles=Tiles(band=8, across=1)
-    ),
-    "ping_pong": specialized.ping_pong,
-    "ping_pong 64x256": functools.partial(
-        specialized.ping_pong, tiles=Tiles(m=64, n=256, sharers=1)
-    ),
-    "ping_pong band 16": functools.partial(
-        specialized.ping_pong, tiles=Tiles(n=128, num_stages=5, sharers=1, band=16)
-    ),
 }
 
 
@@ -80,19 +52,13 @@ def operands(size: int) -> tuple[jax.Array, jax.Array]:
     return a, b
 
 
-@jax.jit
-def relative(got: jax.Array, want: jax.Array) -> jax.Array:
-    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
-    return jnp.linalg.norm(got - want) / jnp.linalg.norm(want)
-
-
 def measure_matmul(matmul: Callable[..., jax.Array], size: int, *, slow: bool) -> dict[str, Any]:
     """One rung at one size, beside XLA."""
     a, b = operands(size)
     matmul = jax.jit(matmul)
     want = oracle(a, b)
     got = matmul(a, b)
-    error, plain = float(relative(got, want)), float(relative(xla(a, b), want))
+    error, plain = relative(got, want), relative(xla(a, b), want)
     again = bool(jnp.array_equal(got, matmul(a, b)))
     del want, got
     forms = {"rung": (matmul, (a, b)), "xla": (xla, (a, b))}
@@ -136,7 +102,7 @@ def elu_values() -> dict[str, Any]:
     rows = timed_gb_s(forms, streams)
     hand = jax.jit(elementwise.elu_and_gradient)(x, d_y)
     true = jax.jit(elementwise.elu_and_gradient_reference)(x, d_y)
-    errors = [float(relative(h, t)) for h, t in zip(hand, true, strict=True)]
+    errors = [relative(h, t) for h, t in zip(hand, true, strict=True)]
     return {"shape": ELU_SHAPE, "rows": rows, "difference": errors}
 
 
@@ -189,8 +155,7 @@ def divergent() -> dict[str, Any]:
     orders = {"warps agree": agree, "shuffled": rng.permutation(counts)}
     calls = {name: (effects.iterate, (x, jnp.asarray(c))) for name, c in orders.items()}
     error = max(
-        float(relative(jax.jit(f)(*args), effects.iterate_reference(*args)))
-        for f, args in calls.values()
+        relative(jax.jit(f)(*args), effects.iterate_reference(*args)) for f, args in calls.values()
     )
     times = {name: t.median_ms for name, t in timing.measure(calls, rounds=3, iterations=5).items()}
     # A warp takes as long as its longest loop.
@@ -199,40 +164,6 @@ def divergent() -> dict[str, Any]:
         for name, c in orders.items()
     }
     return {"ms": times, "longest_over_mean": longest, "error": error}
-
-
-def sustained() -> dict[str, Any]:
-    """The last rung and XLA in bursts and without a pause, on random numbers and on zeros."""
-    size, seconds = SIZES[-1], 1.2
-    found = {}
-    for data, (a, b) in {
-        "random": operands(size),
-        "zeros": tuple(jnp.zeros((size, size), jnp.bfloat16) for _ in range(2)),
-    }.items():
-        forms = {RUNGS[-1].name: jax.jit(RUNGS[-1].matmul), "xla": xla}
-        bursts = timing.measure({n: (f, (a, b)) for n, f in forms.items()}, rounds=4, iterations=4)
-        for name, f in forms.items():
-            per_call_s, seen = without_pause(functools.partial(f, a, b), seconds)
-            found[f"{name}, {data}"] = {
-                "burst_tflops": 2 * size**3 / bursts[name].median_ms / 1e9,
-                "sustained_tflops": 2 * size**3 / per_call_s / 1e12,
-                "clocks": seen,
-            }
-    return found
-
-
-def without_pause(call: Callable[[], jax.Array], seconds: float) -> tuple[float, str | None]:
-    """Wall time of a call among many, and the clocks meanwhile."""
-    seen: list[str | None] = []
-    sampler = threading.Timer(seconds * 0.6, lambda: seen.append(clocks()))
-    sampler.start()
-    count, start = 0, time.perf_counter()
-    while time.perf_counter() - start < seconds:
-        jax.block_until_ready([call() for _ in range(20)])
-        count += 20
-    wall_s = time.perf_counter() - start
-    sampler.join()
-    return wall_s / count, seen[0]
 
 
 def items() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
@@ -245,7 +176,6 @@ def items() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     yield "access", strided
     yield "occupancy", occupied
     yield "divergence", divergent
-    yield "sustained", sustained
     for size in reversed(SIZES):
         for name, variant in VARIANTS.items():
             yield (
@@ -254,85 +184,17 @@ def items() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
             )
 
 
-def run_items(names: list[str], rows: pathlib.Path, *, limit: float) -> None:
-    """The child: one row an item; ends the process when an item takes too long."""
-    for name, measure in items():
-        if name not in names:
-            continue
-        watchdog = threading.Timer(limit, _give_up, (rows, name, limit))
-        watchdog.daemon = True
-        watchdog.start()
-        start = time.monotonic()
-        try:
-            row = measure()
-        except Exception as error:  # one item's failure must not end the table
-            row = {"failed": repr(error)[:400]}
-        watchdog.cancel()
-        _append(rows, {"name": name, "seconds": time.monotonic() - start, **row})
-
-
-def _give_up(rows: pathlib.Path, name: str, limit: float) -> None:
-    _append(rows, {"name": name, "failed": f"no result after {limit:.0f} s"})
-    os._exit(3)
-
-
-def _append(rows: pathlib.Path, row: dict[str, Any]) -> None:
-    print(json.dumps(row), flush=True)
-    with rows.open("a") as file:
-        file.write(json.dumps(row) + "\n")
-
-
-def spread(rows: list[dict[str, Any]]) -> float | None:
-    """Largest over smallest of XLA's own time at the largest size: what is noise."""
-    times = [row["xla_ms"] for row in rows if row.get("size") == SIZES[-1]]
-    return max(times) / min(times) if times else None
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="jaxinfra bench ladder", description=__doc__)
-    parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--only", default="", help="items whose name has this in it")
-    parser.add_argument("--limit", type=float, default=40.0, help="seconds for one item")
-    parser.add_argument("--budget", type=float, default=140.0, help="seconds in all")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    rows_file = args.out.with_suffix(".jsonl")
-    names = [name for name, _ in items() if args.only in name]
-    if args.child:
-        done = {row["name"] for row in _rows(rows_file)}
-        run_items([name for name in names if name not in done], rows_file, limit=args.limit)
-        return
-    rows_file.unlink(missing_ok=True)
-    deadline = time.monotonic() + args.budget
-    command = [sys.executable, "-m", "experiments.bench.kernels.ladder", "--child", *sys.argv[1:]]
-    while (left := deadline - time.monotonic()) > 10:
-        try:
-            if subprocess.run(command, timeout=left, check=False).returncode == 0:
-                break
-        except subprocess.TimeoutExpired:
-            break
-    rows = _rows(rows_file)
-    missing = [name for name in names if name not in {row["name"] for row in rows}]
-    rows += [{"name": name, "failed": "out of time"} for name in missing]
-    document = {**environment(), "xla_spread": spread(rows), "rows": rows}
-    args.out.write_text(json.dumps(document, indent=1) + "\n")
-    rows_file.unlink(missing_ok=True)
-    table(rows)
-
-
-def _rows(file: pathlib.Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def table(rows: list[dict[str, Any]]) -> None:
-    for row in rows:
+    args = options(__doc__, budget=140.0).parse_args()
+    table = table_of(args)
+    for name, measure in items():
+        table.add(name, measure)
+    for row in table.rows:
         if "of_xla" in row:
             print(
                 f"{row['name']:38s} {row['ms']:9.3f} ms {row['tflops']:7.1f} TFLOP/s "
                 f"{row['of_xla']:6.1%} of XLA's {row['xla_tflops']:5.0f}  ok={row['ok']}"
             )
-        elif "failed" in row:
-            print(f"{row['name']:38s} {row['failed'][:120]}")
 
 
 if __name__ == "__main__":

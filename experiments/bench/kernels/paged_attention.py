@@ -1,251 +1,236 @@
-"""Paged decode attention on a Hopper GPU: errors first, then the rate at which the cache is read.
+"""Attention to pages on a Hopper GPU: decode steps, quantized caches, and chunks of prompts.
 
 python -m experiments.bench.kernels.paged_attention \\
     --out experiments/results/paged-attention-h200.json
 
-"check" rows give relative errors against the formula in fp32, beside those of the portable form in
-16 bits. Other rows are CUPTI times of all kernels of a call, plan and merge among them, and
-"attend" is the one that reads the cache. GB/s count the cache's keys and values once; "of_copy"
-divides them by the copy of the same process, bytes read and written. Rows "cudnn" attend to a
-contiguous cache of the same lengths. Candidates of a shape take turns. What fails, or comes after
---budget seconds, is recorded as such and the table goes on; the file is written after every row.
+Times are kernel times of whole calls, plan and merge among them, medians of rounds in which
+candidates alternate. GB/s count the cache's keys and values once (codes and scales, where it is
+quantized); "of_copy" divides them by the copy of the same process. "cudnn" attends to a contiguous
+cache of the same lengths. Chunks count the FLOPs of pairs that see each other: "heads" is the
+kernel of decode steps, "chunk" the one for 128 tokens and more, "whole" ``flash_attention`` of the
+same keys in an array.
 """
 
-import argparse
-import concurrent.futures
 import dataclasses
 import functools
-import pathlib
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax.stages
-from jax.experimental.mosaic.gpu import profiler
+import numpy as np
 
-from experiments.bench.kernels.paged_cases import WORKLOADS, PagedWorkload
+from experiments.bench.harness import copied, options, table_of
 from experiments.bench.table import Table
-from pallas_kernels import paged_attention
-from pallas_kernels.paged_attention.hopper import paged_attention_hopper
+from jaxinfra.config.cache import CacheFormat
+from jaxinfra.ops.cache_format import stored_tokens
+from pallas_kernels import flash_attention, paged_attention
+from pallas_kernels.common.timing import measure
+from pallas_kernels.paged_attention.hopper.chunk import attend_chunk
 from pallas_kernels.paged_attention.hopper.config import QueryLayout, config_for
+from pallas_kernels.paged_attention.hopper.forward import paged_attention_hopper
 from pallas_kernels.paged_attention.validate import make_call
 
 BF16 = jnp.dtype("bfloat16")
-SIZES = (16, 32, 128)
-VARIANTS: dict[str, dict[str, Any]] = {  # what differs from the default tiles
-    "no teams": {"teams": False},
-    "two query tiles": {"num_queries": 2},
-    "3 tiles": {"num_stages": 3},
-    "1 worker, 6 tiles": {"num_stages": 6, "num_workers": 1},
-    "2 tiles of 128": {"block_kv": 128, "num_stages": 2},
-    "3 tiles of 128": {"block_kv": 128, "num_stages": 3},
-    "1 worker, 3 tiles of 128": {"block_kv": 128, "num_stages": 3, "num_workers": 1},
-}
-LATENT = [each for each in WORKLOADS if each.latent]
-CHECKED = {
-    "plain": (PagedWorkload(name="", B=5, length=1500, N=32, K=8), {}),
-    "pages of 16, fp16": (PagedWorkload(name="", B=3, length=700, N=64, K=8, size=16), {}),
-    "one head each": (PagedWorkload(name="", B=3, length=700, N=32, K=32, size=128), {}),
-    "tokens, window, cap": (
-        PagedWorkload(name="", B=4, length=900, N=32, K=8, T=5, window=300),
-        {"soft_cap": 5.0},
-    ),
-    "sinks": (PagedWorkload(name="", B=4, length=300, N=16, K=2, H=64, V=64, size=32), {}),
-    "heads of 256": (PagedWorkload(name="", B=4, length=600, N=16, K=8, H=256, V=256), {}),
-    "chunk": (PagedWorkload(name="", B=2, length=900, N=32, K=8, T=300), {}),
-    "latent 16": (dataclasses.replace(LATENT[0], B=3, length=900), {}),
-    "latent 128": (dataclasses.replace(LATENT[1], B=3, length=900, T=2), {}),
-}  # fmt: skip
+ROTATED = 4
+"""Calls of a candidate on a small cache, each on pages of its own: L2 is no measure of memory."""
 
 
-def with_tiles(
-    q, k_pages, v_pages, page_tables, lengths, *, changes: dict[str, Any], **options
-) -> jax.Array:
-    unset = ("query_lengths", "value_width", "window", "soft_cap", "sinks", "scale")
-    options = dict.fromkeys(unset) | options
-    call = make_call(
-        q[:, None] if q.ndim == 3 else q, k_pages, v_pages, page_tables, lengths, **options
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """Rows of one step, each with ``length`` positions or random ones of the same sum."""
+
+    name: str
+    B: int
+    length: int
+    N: int
+    K: int
+    H: int = 128
+    V: int = 128
+    size: int = 64
+    T: int = 1
+    latent: bool = False
+
+    def lengths(self, *, equal: bool = True) -> np.ndarray:
+        """int32 [B]."""
+        if equal:
+            return np.full(self.B, self.length, np.int32)
+        share = np.random.default_rng(0).dirichlet(np.full(self.B, 2.0))
+        lengths = np.maximum(self.T, (share * self.B * self.length).astype(np.int32))
+        lengths[np.argmax(lengths)] += self.B * self.length - lengths.sum()
+        return lengths
+
+    @property
+    def elements(self) -> int:
+        """Elements of keys and values that each step reads at least."""
+        return self.B * self.length * self.K * (self.H if self.latent else self.H + self.V)
+
+    def pools(self, num_pages: int) -> list[jax.Array | None]:
+        """Queries and pools."""
+        keys = jax.random.split(jax.random.key(0), 3)
+        pages = (num_pages, self.size, self.K)
+        q = jax.random.normal(keys[0], (self.B, self.T, self.N, self.H), BF16)
+        k = jax.random.normal(keys[1], (*pages, self.H), BF16)
+        return [q, k, None if self.latent else jax.random.normal(keys[2], (*pages, self.V), BF16)]
+
+    def tables(self, lengths: np.ndarray) -> tuple[np.ndarray, int]:
+        """int32 [B, M] of pages in random order, and how many there are."""
+        counts = -(-lengths // self.size)
+        tables = np.full((self.B, counts.max()), -1, np.int32)
+        order = np.random.default_rng(1).permutation(np.arange(counts.sum()))
+        for row, pages in zip(tables, np.split(order, np.cumsum(counts)[:-1]), strict=True):
+            row[: len(pages)] = pages
+        return tables, int(counts.sum())
+
+
+LATENT = {"K": 1, "H": 576, "V": 512, "latent": True}
+DECODE = (
+    Workload(name="b64 x 8192 x 32/8", B=64, length=8192, N=32, K=8),
+    Workload(name="b16 x 32768 x 64/8", B=16, length=32768, N=64, K=8),
+    Workload(name="b128 x 2048 x 32/32", B=128, length=2048, N=32, K=32),
+    Workload(name="b1 x 32768 x 32/8", B=1, length=32768, N=32, K=8),
+    Workload(name="b256 x 2048 x 32/8", B=256, length=2048, N=32, K=8),
+    Workload(name="b64 x 2048 x 32/8 of 64", B=64, length=2048, N=32, K=8, H=64, V=64),
+    Workload(name="latent b64 x 8192 x 16", B=64, length=8192, N=16, **LATENT),
+    Workload(name="latent b64 x 8192 x 128", B=64, length=8192, N=128, **LATENT),
+)
+QUANTIZED = (DECODE[1], DECODE[0])
+TOKENS, BEFORE = (64, 128, 256, 512, 1024), (0, 2048, 30720)
+CHUNKS = tuple(
+    Workload(name=f"t{T} behind {before}", B=1, length=before + T, T=T, N=32, K=8)
+    for before in BEFORE
+    for T in TOKENS
+)
+
+
+def decode(w: Workload, copy: float) -> dict[str, dict]:
+    """A row for each form of a decode step."""
+    options = {"value_width": w.V} if w.latent else {}
+    attend = functools.partial(paged_attention, **options, implementation="hopper")
+    num_calls = ROTATED if 2 * w.elements < 2**29 else 1
+
+    def several(q, k, v, tables, lengths):
+        return [attend(q, k, v, each, lengths) for each in tables]
+
+    given = {}
+    for name, equal in (("hopper", True), ("hopper, random lengths", False)):
+        lengths = w.lengths(equal=equal)
+        tables, num_pages = w.tables(lengths)
+        tables = [jnp.asarray(tables + i * num_pages) for i in range(num_calls)]
+        given[name] = tables, jnp.asarray(lengths), num_calls * num_pages
+    arrays = jax.jit(w.pools, static_argnums=0)(max(pages for *_, pages in given.values()))
+    candidates: dict[str, tuple[Callable, tuple]] = {
+        name: (jax.jit(several), (*arrays, tables, lengths))
+        for name, (tables, lengths, _) in given.items()
+    }
+    q, *pools = arrays
+    if not w.latent and w.B > 1:
+        whole = -(-w.B * w.length // w.size)
+        k, v = (x[:whole].reshape(w.B, w.length, w.K, w.H) for x in pools)
+        cudnn = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+        candidates["cudnn, contiguous"] = jax.jit(cudnn), (q, k, v)
+    rows = {}
+    for name, taken in measure(candidates).items():
+        ms = taken.median_ms / (num_calls if name in given else 1)
+        rate = 2 * w.elements / ms * 1e3
+        rows[name] = {"us": 1e3 * ms, "gb_s": rate / 1e9, "of_copy": rate / copy}
+    return rows
+
+
+def coded(arrays: list, form: CacheFormat) -> dict[str, Any]:
+    """Queries, pools, and scales of a cache in this format."""
+    names = dict(zip(("q", "k_pages", "v_pages"), arrays, strict=True))
+    if form is CacheFormat.PLAIN:
+        return names
+    for pool, scale in (("k_pages", "k_scale"), ("v_pages", "v_scale")):
+        names[pool], names[scale] = stored_tokens(names[pool], form, BF16)
+    return names
+
+
+def quantized(w: Workload, copy: float) -> dict[str, dict]:
+    """A row for each format of a cache."""
+    lengths = w.lengths()
+    tables, num_pages = w.tables(lengths)
+    given = {"page_tables": jnp.asarray(tables), "lengths": jnp.asarray(lengths)}
+    pools = jax.jit(w.pools, static_argnums=0)(num_pages)
+    code = jax.jit(coded, static_argnums=1)
+    attend = jax.jit(lambda arrays: paged_attention(**arrays, implementation="hopper"))
+    times = measure(
+        {form.value: (attend, (dict(code(pools, form)) | given,)) for form in CacheFormat}
     )
-    config = dataclasses.replace(config_for(QueryLayout.of(call)), **changes)
-    return paged_attention_hopper(call, config=config)
-
-
-def relative(got: jax.Array, want: jax.Array) -> float:
-    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
-    return float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
-
-
-def check(name: str) -> dict:
-    """Errors of the kernels and of the portable form; rows of all lengths, one of them empty."""
-    workload, options = CHECKED[name]
-    dtype = jnp.dtype("float16" if "fp16" in name else "bfloat16")
-    options = options | workload.options()
-    lengths = workload.lengths(equal=False)
-    tables, num_pages = workload.tables(lengths)
-    lengths[0] = 0
-    arguments = [*workload.pools(jax.random.key(0), dtype, num_pages), tables, lengths]
-    if name == "sinks":
-        options["sinks"] = jnp.linspace(-1.0, 3.0, workload.N)
-
-    def run(implementation: str, arguments: list) -> jax.Array:
-        f = functools.partial(paged_attention, **options, implementation=implementation)
-        return jax.jit(f)(*arguments)
-
-    wide = [x if x is None or x.dtype != dtype else x.astype(jnp.float32) for x in arguments]
-    want = run("reference", wide)
-    got, again = run("hopper", arguments), run("hopper", arguments)
-    error, plain = relative(got, want), relative(run("xla", arguments), want)
-    return {
-        "error": error, "xla": plain, "ok": error <= 2 * plain and not bool(jnp.any(got[0])),
-        "repeats": bool(jnp.all(got == again)),
-    }  # fmt: skip
-
-
-def contiguous(q, k, v) -> jax.Array:
-    return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
-
-
-def timed(f: Callable, args: list, num_bytes: int, copy: float | None, *, calls: int = 1) -> dict:
-    """Medians of all kernels of a call, and of its longest.
-
-    Args:
-        f: that many calls.
-    """
-    runs, longest = [], []
-    for _ in range(3):
-        _, launches = profiler.measure(f, aggregate=False, iterations=5)(*args)
-        assert launches is not None, "the call launched no kernel"
-        for launch in launches:
-            runs.append(sum(ms for _, ms in launch) / calls)
-            longest.append(sum(sorted(ms for _, ms in launch)[-calls:]) / calls)
-    ms, attend = statistics.median(runs), statistics.median(longest)
-    rate = num_bytes / ms / 1e6
-    row = {"us": round(1e3 * ms, 2), "attend_us": round(1e3 * attend, 2), "gb_s": round(rate, 1)}
-    row["kernels"] = [[name[:40], round(1e3 * ms, 2)] for name, ms in launch]
-    return row | ({"of_copy": round(rate / copy, 4)} if copy else {})
-
-
-def copied() -> float:
-    """GB/s of a copy of 2 GiB, read and written."""
-    x = jax.random.bits(jax.random.key(0), (2**29,), "uint32")
-    _, times = profiler.measure(jax.jit(lambda x: x + 1), iterations=9)(x)
-    assert isinstance(times, list), "one kernel, nine times"
-    return 2 * x.nbytes / statistics.median(times) / 1e6
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Candidate:
-    """A form of the call, and the tables and lengths that it is given."""
-
-    f: Callable
-    tables: list[jax.Array]  # of pages that no other call has
-    lengths: list[jax.Array]
-
-    def __call__(self, q, k, v, tables, lengths) -> list[jax.Array]:
-        """As many calls as there are tables."""
-        f = jax.jit(self.f)
-        return [f(q, k, v, t, n) for t, n in zip(tables, lengths, strict=True)]
-
-
-def candidates(workload: PagedWorkload, *, variants: Sequence[str]) -> dict[str, Candidate]:
-    """By name: the kernels at equal and at random lengths, and in other forms.
-
-    Calls on a small cache rotate through several, as what L2 holds is no measure of the memory.
-    """
-    options, calls = workload.options(), 4 if workload.cache_bytes() < 2**29 else 1
-
-    def candidate(f: Callable, *, equal: bool = True, in_order: bool = False) -> Candidate:
-        lengths = workload.lengths(equal=equal)
-        tables, num_pages = workload.tables(lengths, in_order=in_order)
-        return Candidate(
-            f=f,
-            tables=[jnp.asarray(tables + i * num_pages) for i in range(calls)],
-            lengths=[jnp.asarray(lengths) for _ in range(calls)],
-        )
-
-    kernels = functools.partial(paged_attention, **options, implementation="hopper")
-    found = {
-        "hopper": candidate(kernels), "hopper, random lengths": candidate(kernels, equal=False)
-    }  # fmt: skip
-    if variants:
-        found["hopper, pages in order"] = candidate(kernels, in_order=True)
-        for name in variants if not workload.latent else ():
-            changes = VARIANTS[name]
-            f = functools.partial(with_tiles, changes=changes, **options)
-            found[name] = candidate(f)
-    return found
-
-
-class Shape:
-    """A workload and its programs, which compile side by side."""
-
-    def __init__(self, workload: PagedWorkload, pool, *, variants: Sequence[str]):
-        self.workload = workload
-        self.candidates = candidates(workload, variants=variants)
-        tables = [t for each in self.candidates.values() for t in each.tables]
-        num_pages = 1 + max(int(t.max()) for t in tables)
-        self.make = jax.jit(lambda: workload.pools(jax.random.key(0), BF16, num_pages))
-        shapes = jax.eval_shape(self.make)
-        self.programs = {
-            name: pool.submit(compiled, each, [*shapes, each.tables, each.lengths])
-            for name, each in self.candidates.items()
+    rows = {}
+    for form in CacheFormat:
+        ms = times[form.value].median_ms
+        scales = 0 if form is CacheFormat.PLAIN else 2 * 2 * w.B * w.length * w.K
+        rate = (w.elements * (form.bits or 16) // 8 + scales) / ms * 1e3
+        rows[form.value] = {
+            "us": 1e3 * ms,
+            "speedup": times[CacheFormat.PLAIN.value].median_ms / ms,
+            "gb_s": rate / 1e9,
+            "of_copy": rate / copy,
         }
-
-    def measure(self, table: Table, copy: float | None, *, cudnn: bool) -> None:
-        """All candidates, and cuDNN on a contiguous cache of equal lengths."""
-        w, arrays = self.workload, self.make()
-        num_bytes = w.cache_bytes()
-        for name, each in self.candidates.items():
-            args = [*arrays, each.tables, each.lengths]
-            measure = functools.partial(self.time, name, args, num_bytes, copy)
-            table.add(f"{w.title}: {name}", measure)
-        if cudnn:
-            q, *pools = arrays
-            whole = -(-w.B * w.length // w.size)
-            k, v = (x[:whole].reshape(w.B, w.length, w.K, w.H) for x in pools)
-            measure = functools.partial(timed, jax.jit(contiguous), [q, k, v], num_bytes, copy)
-            table.add(f"{w.title}: cudnn, contiguous", measure)
-
-    def time(self, name: str, args: list, num_bytes: int, copy: float | None) -> dict:
-        """Times of a candidate, and how far a variant is from the form that is checked."""
-        program = self.programs[name].result()
-        row = timed(program, args, num_bytes, copy, calls=len(args[-1]))
-        if name in VARIANTS:
-            row["differs"] = relative(program(*args)[0], self.programs["hopper"].result()(*args)[0])
-        return row
+    return rows
 
 
-def compiled(f: Callable, args: list) -> jax.stages.Compiled:
-    return jax.jit(f).lower(*args).compile()
+def chunk_forms() -> dict[str, Callable]:
+    """Functions of (q, k, v, tables, lengths)."""
+
+    def call(q, k, v, tables, lengths):
+        unset = ("query_lengths", "value_width", "window", "soft_cap", "sinks", "scale")
+        return make_call(q, k, v, tables, lengths, **dict.fromkeys(unset))
+
+    def heads(*arrays):
+        made = call(*arrays)
+        return paged_attention_hopper(made, config=config_for(QueryLayout.of(made)))
+
+    def whole(q, k, v, tables, lengths):
+        del lengths  # rows are as many whole pages, one after another
+        B, M = tables.shape
+        k, v = (x[: B * M].reshape(B, -1, *x.shape[2:]) for x in (k, v))
+        return flash_attention(q, k, v, is_causal=True, implementation="hopper")
+
+    return {"heads": heads, "chunk": lambda *arrays: attend_chunk(call(*arrays)), "whole": whole}
+
+
+def chunks(w: Workload, copy: float) -> dict[str, dict]:
+    """A row of a chunk, with the times and rates of each kernel."""
+    del copy
+    lengths = w.lengths()
+    tables, num_pages = w.tables(lengths)
+    arrays = jax.jit(w.pools, static_argnums=0)(num_pages)
+    given = *arrays, jnp.asarray(tables), jnp.asarray(lengths)
+    forms = {n: f for n, f in chunk_forms().items() if n != "whole" or max(TOKENS) == w.T}
+    times = measure({name: (f, given) for name, f in forms.items()})
+    flops = 4 * w.B * w.T * (w.length - w.T + (w.T + 1) / 2) * w.N * w.H
+    row: dict[str, float] = {}
+    for name, taken in times.items():
+        row[f"{name}_us"] = 1e3 * taken.median_ms
+        row[f"{name}_tflop_s"] = flops / taken.median_ms / 1e9
+    return {"": row}
+
+
+PARTS = {"decode": (decode, DECODE), "formats": (quantized, QUANTIZED), "chunks": (chunks, CHUNKS)}
+
+
+def add(table: Table, name: str, rows: Callable[[], dict[str, dict]]) -> None:
+    """Adds the rows of one workload; its failure is one row."""
+    if not name.startswith(tuple(table.only)):
+        return
+    found: dict[str, dict] = {}
+    failed = table.add(name, lambda: found.update(rows()) or {"candidates": len(found)})
+    if "candidates" in failed:
+        for candidate, row in found.items():
+            table.add(f"{name}: {candidate}", lambda row=row: row)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=pathlib.Path)
-    parser.add_argument("--budget", type=float, default=120.0, help="seconds in all")
-    parser.add_argument("--variants", nargs="+", default=[], choices=[*VARIANTS])
-    parser.add_argument("--only", nargs="+", default=[""], help="rows whose names begin so")
-    args = parser.parse_args()
-    table = Table(out=args.out, deadline=time.monotonic() + args.budget, only=args.only)
-    with concurrent.futures.ThreadPoolExecutor(12) as pool:
-        wanted = [n for n in CHECKED if f"check {n}".startswith(tuple(args.only))]
-        checks = {name: pool.submit(check, name) for name in wanted}
-        sizes = [dataclasses.replace(WORKLOADS[0], size=size) for size in SIZES]
-        shapes = [
-            Shape(workload, pool, variants=args.variants if workload.size == 64 else ())
-            for workload in (*WORKLOADS, *sizes)
-            if workload.title.startswith(tuple(args.only))
-        ]
-    # Compilers try kernels on the GPU: nothing is timed before they are done.
-    for name, row in checks.items():
-        table.add(f"check {name}", row.result)
-    copy = table.add("copy", lambda: {"gb_s": round(copied(), 1)}).get("gb_s")
-    for shape in shapes:
-        w = shape.workload
-        shape.measure(table, copy, cudnn=w.size == 64 and not w.latent and w.B > 1)
+    args = options(__doc__, budget=300.0).parse_args()
+    table = table_of(args)
+    copy = copied()
+    table.add("copy", lambda: {"gb_s": copy / 1e9})
+    for part, (f, workloads) in PARTS.items():
+        for w in workloads:
+            add(table, f"{part} {w.name}", functools.partial(f, w, copy))
 
 
 if __name__ == "__main__":

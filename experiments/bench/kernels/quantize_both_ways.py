@@ -12,17 +12,14 @@ bytes as the one kernel needs (``x + 1`` of int32); GB/s are of these bytes. --t
 to the table that "auto" follows, if every check held.
 """
 
-import argparse
 import functools
 import pathlib
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 
-from experiments.bench.kernels.scaled_matmul import Contender, in_turns
-from experiments.bench.table import Table
+from experiments.bench.harness import Contender, compiled, kernel_ms, options, table_of
 from experiments.bench.tuned_table import add_rows
 from pallas_kernels.common import tables
 from pallas_kernels.common.scales import Scaling, spread
@@ -84,8 +81,8 @@ def program(source: CastSource, scaling: Scaling, how: str, dtype=E4M3, power_of
     return one_kernel if how == "hopper" else steps
 
 
-def compiled(f, num: int, rows: int, columns: int):
-    return jax.jit(f).lower(*[jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16)] * num).compile()
+def struct(num: int, rows: int, columns: int) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16)] * num
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -130,7 +127,7 @@ def measure(source: CastSource, programs: dict[str, Future], rows: int, columns:
         name: Contender(call=programs[name].result(), sets=[given]) for name in ("hopper", "apart")
     }
     contenders["copy"] = Contender(call=jax.jit(lambda x: x + 1), sets=[(words,)])
-    ms = in_turns(contenders)
+    ms = kernel_ms(contenders)
     return {
         "ms": ms,
         "gb_per_s": {name: fewest / taken / 1e6 for name, taken in ms.items()},
@@ -156,13 +153,10 @@ def measured_rows(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=pathlib.Path)
+    parser = options(__doc__, budget=50.0)
     parser.add_argument("--table", type=pathlib.Path, help="folder of the table to add to")
-    parser.add_argument("--budget", type=float, default=50.0)
-    parser.add_argument("--only", nargs="+", default=[""], help="rows whose names begin so")
     args = parser.parse_args()
-    table = Table(args.out, deadline=time.monotonic() + args.budget, only=args.only)
+    table = table_of(args)
     checks, timed = {}, {}
     # Nothing is timed while the compiler runs.
     with ThreadPoolExecutor(16) as pool:
@@ -171,14 +165,16 @@ def main() -> None:
             for scaling in both_ways.FORMS:
                 for shape in SHAPES[source.name]:
                     timed[source, scaling, shape] = {
-                        how: pool.submit(compiled, program(source, scaling, how), num, *shape)
+                        how: pool.submit(
+                            compiled, program(source, scaling, how), *struct(num, *shape)
+                        )
                         for how in ("hopper", "apart")
                     }
                 for name, (dtype, power_of_two) in FORMATS.items():
-                    options = dtype, power_of_two and scaling is Scaling.BLOCK_OF_ROW
+                    form = dtype, power_of_two and scaling is Scaling.BLOCK_OF_ROW
                     checks[source, scaling, name] = {
                         how: pool.submit(
-                            compiled, program(source, scaling, how, *options), num, *CHECK
+                            compiled, program(source, scaling, how, *form), *struct(num, *CHECK)
                         )
                         for how in ("hopper", "xla")
                     }
