@@ -25,7 +25,6 @@ from jaxinfra.serving import generate as tokens
 from jaxinfra.serving.convert import write_tokenizer
 from jaxinfra.serving.generate import FinishReason
 from jaxinfra.serving.load import LoadedModel, load
-from jaxinfra.serving.sampling import SamplingConfig
 from jaxinfra.training.evaluate_pretrained import evaluate_pretrained
 from jaxinfra.training.evaluate_run import RunEvaluation, evaluate_run
 from jaxinfra.training.initialize import finetuning_config
@@ -52,7 +51,7 @@ def generate(
     prompts: Sequence[str],
     *,
     max_new_tokens: int = 256,
-    temperature: float = 0.8,
+    temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
@@ -63,9 +62,9 @@ def generate(
         model: a run, a model directory, or what ``load`` returned: loaded once, it answers often.
         prompts: texts; what comes back is in their order.
         max_new_tokens: of each answer, which ends before at an end token.
-        temperature: 0 takes the most likely token.
-        top_k: draw from this many of the most likely tokens; None: from all.
-        top_p: draw from the fewest tokens whose probabilities add up to this; None: from all.
+        temperature: 0 takes the most likely token; None: the model's, else 0.8.
+        top_k: draw from this many of the most likely tokens; None: the model's, else all.
+        top_p: draw from the fewest tokens whose probabilities add up to this; None: likewise.
         seed: the same seed draws the same texts.
 
     Raises:
@@ -80,10 +79,8 @@ def generate(
     """
     loaded = model if isinstance(model, LoadedModel) else load(model)
     tokenizer = loaded.tokenizer
-    sampling = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p)
-    prefix = (tokenizer.bos_id,) if loaded.prefix_ids is None else loaded.prefix_ids
-    ends = (tokenizer.eos_id,) if loaded.eos_ids is None else loaded.eos_ids
-    begun = [[*prefix, *tokenizer.encode(prompt).tolist()] or [ends[0]] for prompt in prompts]
+    sampling = loaded.sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    ends, begun = tokenizer.end_ids, [loaded.prompt(prompt) for prompt in prompts]
     rows: list[list[int]] = [[] for _ in prompts]
     finishes: dict[int, FinishReason] = {}
     for each in tokens.generate(
@@ -93,7 +90,7 @@ def generate(
         sampling=sampling,
         seed=seed,
         eos_ids=ends,
-        num_ids=min(tokenizer.vocab_size, loaded.definition.config.vocab_size),
+        num_ids=loaded.num_ids,
     ):
         rows[each.row].append(each.token)
         if each.finish is not None:

@@ -41,6 +41,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
     "chat_template.json",
     "generation_config.json",
 )
@@ -183,5 +184,6 @@ def filled_directory(path: Path, tokenizer_directory: Path) -> Iterator[Path]:
     with new_directory(path) as directory:
         for name in TOKENIZER_FILES:
             if (tokenizer_directory / name).is_file():
+                (directory / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(tokenizer_directory / name, directory / name)
         yield directory

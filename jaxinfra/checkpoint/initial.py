@@ -157,8 +157,8 @@ def kept_files(path: Path) -> dict[str, bytes]:
     """What a run keeps of a directory it starts from, so that it needs it no more: template,
     separators and Hugging Face config, but the tokenizer, which a run writes itself.
     """
-    found = (path / name for name in TOKENIZER_FILES if name != "tokenizer.json")
-    files = {file.name: read_bytes(file) for file in found if file.is_file()}
+    names = (name for name in TOKENIZER_FILES if name != "tokenizer.json")
+    files = {name: read_bytes(path / name) for name in names if (path / name).is_file()}
     is_model = is_model_directory(path)
     hf = read_model_directory(path).hf if is_model else RunDirectory(path).read_hf_config()
     if hf is not None:

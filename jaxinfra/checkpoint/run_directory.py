@@ -180,6 +180,7 @@ class RunDirectory:
             )
         self.path.mkdir(parents=True, exist_ok=True)
         for name, contents in (files or {}).items():
+            (self.path / name).parent.mkdir(exist_ok=True)
             (self.path / name).write_bytes(contents)
         write_atomically(self.config_file, codec.to_json(config))
 
@@ -189,7 +190,8 @@ class RunDirectory:
             (self.path / name).unlink(missing_ok=True)
         for file in (self.config_file, self.hf_config_file):
             file.unlink(missing_ok=True)
-        for directory in (self.recorder, self.reference):
+        beside = {(self.path / name).parent for name in TOKENIZER_FILES} - {self.path}
+        for directory in (self.recorder, self.reference, *beside):
             shutil.rmtree(directory, ignore_errors=True)
         if not any(self.path.iterdir()):
             self.path.rmdir()

@@ -17,7 +17,6 @@ from jaxinfra.errors import DataError
 from jaxinfra.serving.conversation import Conversation
 from jaxinfra.serving.engine.requests import EndReason
 from jaxinfra.serving.load import load
-from jaxinfra.serving.sampling import SamplingConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="what the conversation begins with")
     parser.add_argument("--plain", action="store_true", help="without a chat template")
     parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N")
-    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: likeliest")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0: likeliest")
     parser.add_argument("--top-p", type=float, metavar="P", help="of the fewest that make up P")
     parser.add_argument("--seed", type=int, default=0, metavar="S")
     parser.add_argument("--context", type=int, default=8192, metavar="N", help="most tokens (8192)")
@@ -38,11 +37,11 @@ def run(args: argparse.Namespace) -> int:
     """Reads messages and writes answers until the input ends."""
     template = None if args.plain else load_chat_template(args.run)
     policy = None if args.policy is None else PolicyName(args.policy)
+    model = load(args.run, policy=policy)
     conversation = Conversation(
-        load(args.run, policy=policy),
-        args.run,
+        model,
         template,
-        sampling=SamplingConfig(temperature=args.temperature, top_p=args.top_p),
+        sampling=model.sampling(temperature=args.temperature, top_p=args.top_p),
         max_new_tokens=args.max_new_tokens,
         seed=args.seed,
         system=args.system,

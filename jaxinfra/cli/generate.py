@@ -13,7 +13,7 @@ from jaxinfra.cli.terminal import printable
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.data.chat_template import encode_chat, load_chat_template
+from jaxinfra.data.chat_template import load_chat_template
 from jaxinfra.errors import ConfigError, DataError
 from jaxinfra.serving.generate import FinishReason, generate_text, generate_text_after
 from jaxinfra.serving.load import LoadedModel, load
@@ -40,7 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
     parser.add_argument(
-        "--temperature", type=float, default=0.8, metavar="T", help="0: the most likely token"
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="0: the most likely token (generation_config.json's, else 0.8)",
     )
     parser.add_argument(
         "--top-k", type=int, metavar="K", help="draw from the K most likely tokens only"
@@ -72,7 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Streams the continuation to standard output, its speed to standard error."""
     started = time.perf_counter()
-    sampling = SamplingConfig(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     policy = None if args.policy is None else PolicyName(args.policy)
     if args.out is not None and args.prompts is None:
         raise ConfigError("--out is where the answers to --prompts go; give both")
@@ -80,14 +82,16 @@ def run(args: argparse.Namespace) -> int:
     with nonfinite_allowed(allowed=args.allow_nonfinite):
         model = load(args.run, policy=policy, step=args.step, mesh=parse_mesh(args.mesh))
         model = model.with_cache(CacheFormat(args.cache))
+    sampling = model.sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     if prompts is not None:
         return _file(args, model, prompts, sampling)
     prompt = _standard_input() if args.prompt == "-" else args.prompt
     num_tokens, first, finish = 0, started, None
     options = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed}
     if args.chat:
-        text = load_chat_template(args.run).render([{"role": "user", "content": prompt}])
-        pieces = generate_text_after(model, encode_chat(args.run, text), **options)
+        template = load_chat_template(args.run)
+        ids = template.encode(model.tokenizer, [{"role": "user", "content": prompt}])
+        pieces = generate_text_after(model, ids, **options)
     else:
         pieces = generate_text(model, prompt, **options)
     try:

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from jaxinfra.data.chat_template import encode_chat, load_chat_template
+from jaxinfra.data.chat_template import load_chat_template
 from jaxinfra.errors import CheckpointError, ConfigError, DataError
 from jaxinfra.runtime.files import parse_json, read_bytes
-from jaxinfra.serving.conversation import plain_prompt, request_of
+from jaxinfra.serving.conversation import request_of
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.load import LoadedModel
 from jaxinfra.serving.sampling import SamplingConfig
@@ -62,10 +62,10 @@ def generate_file(
     def encoded() -> Iterator[list[int]]:
         for prompt in prompts:
             if template is None:
-                yield plain_prompt(model, prompt)
+                yield model.prompt(prompt)
                 continue
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            yield encode_chat(path, template.render(messages))
+            yield template.encode(model.tokenizer, messages)
 
     requests = [
         request_of(model, ids, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)

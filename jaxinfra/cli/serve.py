@@ -75,6 +75,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         said = f"{text} ({default})" if default is not None else text
         most.add_argument(f"--{option}", type=int, default=default, metavar="N", help=said)
+    said = parser.add_argument_group("where a request says nothing else")
+    said.add_argument(
+        "--sampling-defaults",
+        choices=("model", "none"),
+        default="model",
+        help="model: temperature, top-k, top-p as its generation_config.json has them",
+    )
+    said.add_argument(
+        "--special-tokens",
+        choices=("tokens", "text"),
+        default="tokens",
+        help="what special tokens are that the prompt of a completion spells out",
+    )
     tuned = parser.add_argument_group("several fine-tunings of the model")
     tuned.add_argument(
         "--adapters",
@@ -161,7 +174,10 @@ def run(args: argparse.Namespace) -> int:
             host=args.host, port=args.port, api_key=args.api_key, drain_s=args.drain_seconds
         ),
         limits=service.ServiceLimits(
-            max_new_tokens=args.max_new_tokens, max_body_bytes=args.max_body_mb << 20
+            max_new_tokens=args.max_new_tokens,
+            max_body_bytes=args.max_body_mb << 20,
+            special_tokens_in_prompts=args.special_tokens == "tokens",
+            uses_defaults=args.sampling_defaults == "model",
         ),
         max_open=args.max_open,
     )
@@ -243,7 +259,7 @@ def _too_large(
             engine=engine,
             mesh=mesh,
             cache=model.definition.execution.cache_format,
-            num_ids=min(model.tokenizer.vocab_size, model.definition.config.vocab_size),
+            num_ids=model.num_ids,
             is_straight=jax.default_backend() == "gpu",
             weights=jax.tree.map(jax.typeof, model.parameters),
         )

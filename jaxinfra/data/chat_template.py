@@ -12,20 +12,22 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, final
+from typing import Any, final
 
 from jaxinfra.data import template_program
+from jaxinfra.data.special_tokens import named_tokens, read_settings
 from jaxinfra.data.template_program import BEGIN, END
-from jaxinfra.data.tokenizer import panics, read_tokenizer
+from jaxinfra.data.tokenizer import GUARD, Tokenizer
 from jaxinfra.errors import ConfigError, DataError
-from jaxinfra.runtime.files import read_bytes, read_json, require_type
+from jaxinfra.runtime.files import read_bytes
 from jaxinfra.runtime.text import is_text
 
 type Message = Mapping[str, Any]
 """``{"role": ..., "content": ...}``, and what else the template reads."""
 
+TOOL_USE_TEMPLATE = "additional_chat_templates/tool_use.jinja"
+_NO_TOOLS = "{{ raise_exception('there is a template for conversations with tools only') }}"
 _RENDER_S = 10.0  # a conversation takes a millisecond
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
 class _Process:
@@ -93,13 +95,17 @@ class ChatTemplate:
     Args:
         source: the Jinja program.
         variables: what it may read besides messages, such as ``bos_token``.
+        with_tools: the program that is used instead where there are tools; None: the same.
     """
 
-    def __init__(self, source: str, *, variables: Mapping[str, str]):
-        self._source, self._variables = source, dict(variables)
-        self.identity = json.dumps([source, self._variables])  # what a rendering depends on
+    def __init__(self, source: str, *, variables: Mapping[str, str], with_tools: str | None = None):
+        sources = [source, source if with_tools is None else with_tools]
+        self._variables = dict(variables)
+        # What a rendering depends on.
+        self.identity = json.dumps([*dict.fromkeys(sources), self._variables])
         try:
-            self._marks = _PROCESS.ask({"source": source})
+            # Each with whether it marks the model's turns.
+            self._programs = [(each, _PROCESS.ask({"source": each})) for each in sources]
         except DataError as error:
             raise ConfigError(f"the chat template is no Jinja program ({error})") from error
 
@@ -119,7 +125,28 @@ class ChatTemplate:
             DataError: the template refuses these messages.
         """
         text = self._render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
-        return text.replace(BEGIN, "").replace(END, "") if self._marks else text
+        return text.replace(BEGIN, "").replace(END, "") if self._program(tools)[1] else text
+
+    def encode(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
+        """Tokens of the conversation up to the model's turn. Special tokens that the template
+        writes are tokens; those that others than the model spell out stay text, unless the
+        template does something else with them than to write them.
+
+        Raises:
+            DataError: the template refuses these messages.
+        """
+        text = self.render(messages, tools=tools)
+        guarded = [_guarded(tokenizer, message) for message in messages]
+        if guarded != list(messages):
+            marked = self.render(guarded, tools=tools)
+            text = marked if marked.replace(GUARD, "") == text else text
+        return tokenizer.encode_rendered([text])[0].tolist()
 
     def render_marked(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
@@ -130,7 +157,7 @@ class ChatTemplate:
             DataError: the template refuses these messages.
         """
         text = self._render(messages, add_generation_prompt=False, tools=tools)
-        if not self._marks:
+        if not self._program(tools)[1]:
             return text, None
         pieces, spans, length = re.split(f"([{BEGIN}{END}])", text), [], 0
         for number, piece in enumerate(pieces):
@@ -142,6 +169,9 @@ class ChatTemplate:
                 length += len(piece)
         return "".join(piece for piece in pieces if piece not in (BEGIN, END)), spans
 
+    def _program(self, tools: Sequence[Mapping[str, Any]] | None) -> tuple[str, bool]:
+        return self._programs[tools is not None]
+
     def _render(
         self,
         messages: Sequence[Message],
@@ -149,7 +179,8 @@ class ChatTemplate:
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None,
     ) -> str:
-        spelled = json.dumps(list(messages), ensure_ascii=False) if self._marks else ""
+        source, marks = self._program(tools)
+        spelled = json.dumps(list(messages), ensure_ascii=False) if marks else ""
         if BEGIN in spelled or END in spelled:
             raise DataError("a message has U+FDD0 or U+FDD1, which are no characters")
         variables = {
@@ -160,7 +191,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            text = _PROCESS.ask({"source": self._source, "variables": variables})
+            text = _PROCESS.ask({"source": source, "variables": variables})
             if not is_text(text):
                 raise DataError("what it makes has half of a character in it")
             return text
@@ -169,25 +200,51 @@ class ChatTemplate:
 
 
 def load_chat_template(path: Path) -> ChatTemplate:
-    """The template of a model directory; raises ConfigError where it ships none."""
-    settings = _read_json(path / "tokenizer_config.json")
-    variables = {}
-    for name in _SPECIAL_TOKENS:
-        token = settings.get(name)
-        if isinstance(token, dict):
-            token = token.get("content")
-        if token is not None:
-            require_type(token, str, where=f"{path}, {name}", error=ConfigError)
-            variables[name] = token
-    file = path / "chat_template.jinja"
-    source = _text(file) if file.exists() else settings.get("chat_template")
-    if isinstance(source, list):  # several by name
-        source = {each["name"]: each["template"] for each in source}.get("default")
-    if not isinstance(source, str):
+    """The template of a model directory, and the one named ``tool_use`` for tools.
+
+    Files of their own go before ``tokenizer_config.json``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    files = {"default": path / "chat_template.jinja", "tool_use": path / TOOL_USE_TEMPLATE}
+    found = {name: _text(file) for name, file in files.items() if file.exists()}
+    if not found:
+        given = read_settings(path).get("chat_template") or []
+        named = [{"name": "default", "template": given}] if isinstance(given, str) else given
+        found = {each["name"]: each["template"] for each in named}
+    tools = found.get("tool_use")
+    if tools is None and "default" not in found:
+        names = f" by the name of 'default' (but {', '.join(found)})" if found else ""
         raise ConfigError(
-            f"{path} ships no chat template; it may be a base model: continue plain text instead"
+            f"{path} ships no chat template{names}; it may be a base model: continue plain text "
+            "instead"
         )
-    return ChatTemplate(source, variables=variables)
+    default = found.get("default", _NO_TOOLS)
+    return ChatTemplate(default, variables=named_tokens(path), with_tools=tools)
+
+
+def _guarded(tokenizer: Tokenizer, message: Message) -> Message:
+    """A message whose text, unless the model says it, spells out no special token."""
+    content = message.get("content")
+    if message.get("role") == "assistant":
+        return message
+    if isinstance(content, str):
+        return {**message, "content": tokenizer.guard(content)}
+    if isinstance(content, list):
+        parts = [
+            {**part, "text": tokenizer.guard(part["text"])} if is_text_part(part) else part
+            for part in content
+        ]
+        return {**message, "content": parts}
+    return message
+
+
+def is_text_part(part: Any) -> bool:
+    """Whether a part of a message's content is text, as OpenAI's API has it."""
+    return (
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    )
 
 
 def _text(file: Path) -> str:
@@ -195,35 +252,3 @@ def _text(file: Path) -> str:
         return read_bytes(file).decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file} is not UTF-8 text ({error}); copy it again") from error
-
-
-def encode_chat(path: Path, text: str) -> list[int]:
-    """Token ids of a rendered conversation: special tokens spelled out in it become tokens.
-
-    That holds for those that a user spelled out too, as in the reference implementation.
-    """
-    tokenizer = read_tokenizer(path / "tokenizer.json")
-    with panics():
-        return tokenizer.encode(text, add_special_tokens=False).ids
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    return read_json(file, holds=_TokenizerConfig) if file.exists() else {}
-
-
-class _Named(TypedDict):
-    name: str
-    template: str
-
-
-type _Token = str | dict[str, Any] | None
-
-
-class _TokenizerConfig(TypedDict, total=False):
-    chat_template: str | list[_Named] | None
-    bos_token: _Token
-    eos_token: _Token
-    unk_token: _Token
-    pad_token: _Token
-    sep_token: _Token
-    cls_token: _Token

@@ -47,11 +47,62 @@ def compiled(source: str) -> tuple[jinja2.Template, bool]:
         extensions=[Generation, "jinja2.ext.loopcontrols"],
     )
     environment.filters["tojson"] = _to_json
+    environment.tests["none"] = lambda value: value is None or isinstance(value, Nothing)
+    environment.tests["string"] = lambda value: type(value) is str
     functions = {"raise_exception": _refuse, "strftime_now": _now}
     template = environment.from_string(source, globals=functions)
     generation = environment.extensions[Generation.identifier]
     assert isinstance(generation, Generation)
     return template, generation.is_used
+
+
+class Nothing(str):
+    """A message's content that is null: nothing to write, and none to those who ask."""
+
+    __slots__ = ()
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        return other is None or isinstance(other, Nothing)
+
+    __hash__ = str.__hash__
+
+
+class Arguments(dict[str, Any]):
+    """Arguments of a tool call that came as JSON: values, and their text to who writes it."""
+
+    def __init__(self, text: str):
+        try:
+            super().__init__(json.loads(text or "{}"))
+        except (TypeError, ValueError) as error:
+            raise jinja2.TemplateError(
+                f"the arguments {text[:80]!r} of a tool call are no JSON object"
+            ) from error
+        self.text = text
+
+    @override
+    def __str__(self) -> str:
+        return self.text
+
+    def __add__(self, other: str) -> str:
+        return self.text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self.text
+
+
+def as_values(message: Any) -> Any:
+    """A message as templates read it: no content is an empty one, arguments are values."""
+    if not isinstance(message, dict):
+        return message
+    if message.get("content") is None:
+        message["content"] = Nothing()
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        holder = call.get("function", call) if isinstance(call, dict) else None
+        if isinstance(holder, dict) and isinstance(holder.get("arguments"), str):
+            holder["arguments"] = Arguments(holder["arguments"])
+    return message
 
 
 def _to_json(
@@ -86,7 +137,9 @@ def _answer(request: dict[str, Any], known: dict[str, tuple[jinja2.Template, boo
     template, marks = known[source]
     if "variables" not in request:
         return marks
-    text = template.render(**request["variables"])
+    variables = request["variables"]
+    variables["messages"] = [as_values(message) for message in variables["messages"]]
+    text = template.render(**variables)
     if len(text) > TEXT_CHARACTERS:
         raise jinja2.TemplateError(f"it makes {len(text):,} characters of one conversation")
     return text

@@ -1,17 +1,21 @@
 """Text to token ids and back, exactly."""
 
 import contextlib
+import functools
 import hashlib
+import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import tokenizers
 from jaxtyping import Int32
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from jaxinfra.data.special_tokens import SETTINGS, read_special_tokens
 from jaxinfra.errors import DataError
 from jaxinfra.runtime.files import parse_json, read_bytes
 
@@ -19,9 +23,8 @@ from jaxinfra.runtime.files import parse_json, read_bytes
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 SEPARATOR = "<|endoftext|>"
-
-_BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", SEPARATOR)
-_EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", SEPARATOR)
+GUARD = "\ufdd2"
+"""Within a special token's spelling: it is text. Unicode reserves it for such uses."""
 
 # What a token may span. Words with the mark before them (" x", ".x", "(x", "_x"), digits by three,
 # runs of punctuation with the line break and indentation that follow, other white space less the
@@ -37,9 +40,14 @@ class Tokenizer:
 
     ``bos_id`` precedes each document, so that its first token is predicted too; ``eos_id`` ends
     it. Where the vocabulary has one separator only, as for those made here, both are that.
+    ``prefix_ids`` are what the tokenizer itself puts before a text, ``end_ids`` what ends a text
+    that a model writes.
+
+    Args:
+        directory: whose files say which tokens these are; None: the tokenizer's names alone.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer):
+    def __init__(self, tokenizer: tokenizers.Tokenizer, *, directory: Path | None = None):
         # A document that spells out a special token must not become that token.
         tokenizer.encode_special_tokens = True
         tokenizer.no_padding()
@@ -48,15 +56,16 @@ class Tokenizer:
         self._json = tokenizer.to_str()
         self._alone: dict[int, str] = {}
         self.vocab_size: int = num_ids(tokenizer)
-        eos_id = _first_id(tokenizer, _EOS_NAMES)
-        if eos_id is None:
+        with panics():
+            special = read_special_tokens(tokenizer, directory)
+        if special.eos_id is None:
             raise DataError(
-                f"the tokenizer has none of the tokens {_EOS_NAMES} that end a document; "
-                "add one to its added_tokens"
+                "no file says which of the tokenizer's tokens ends a document; name it as eos_token"
+                " in a tokenizer_config.json beside it"
             )
-        bos_id = _first_id(tokenizer, _BOS_NAMES)
-        self.eos_id: int = eos_id
-        self.bos_id: int = eos_id if bos_id is None else bos_id
+        self.eos_id: int = special.eos_id
+        self.bos_id: int = special.eos_id if special.bos_id is None else special.bos_id
+        self.prefix_ids, self.end_ids = special.prefix_ids, special.end_ids
         self._is_bytes = self.vocab_size == 257 and self._json == _byte_level().to_str()
         # A tokenizer that marks the start of its input (a prefix space, say) must see it whole.
         self._splits_at_lines = self._ids("a\nb") == [*self._ids("a\n"), *self._ids("b")]
@@ -90,11 +99,55 @@ class Tokenizer:
         return [np.concatenate(ids[a:b]) for a, b in zip(starts, ends, strict=True)]
 
     def encode_rendered(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
-        """Token ids of texts in which special tokens are spelled out, as templates do."""
-        tokenizer = tokenizers.Tokenizer.from_str(self._json)
+        """Token ids of texts in which special tokens are spelled out, as templates do; one that
+        ``guard`` has marked stays text.
+        """
+        encode, own = self._spelled_out.encode_batch_fast, {}
+        if any(GUARD in text for text in texts):
+            # Under other names, special tokens are told from their spelling.
+            encode, own = self._renamed[0].encode_batch_fast, self._renamed[1]
+            texts = [
+                self._spellings.sub(lambda found: _renamed(found[0]), text).replace(GUARD, "")
+                for text in texts
+            ]
         with panics():
-            encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(each.ids, np.int32) for each in encoded]
+            encoded = encode(list(texts), add_special_tokens=False)
+        return [np.array([own.get(i, i) for i in each.ids], np.int32) for each in encoded]
+
+    def guard(self, text: str) -> str:
+        """The text with a mark within each special token that is spelled out in it."""
+        return self._spellings.sub(lambda found: found[0][0] + GUARD + found[0][1:], text)
+
+    @functools.cached_property
+    def _spelled_out(self) -> tokenizers.Tokenizer:
+        return tokenizers.Tokenizer.from_str(self._json)
+
+    @functools.cached_property
+    def _special(self) -> list[str]:
+        """Special tokens as they are spelled, the longest first."""
+        added: list[dict[str, Any]] = json.loads(self._json)["added_tokens"]
+        names: list[str] = [each["content"] for each in added if each["special"]]
+        return sorted(names, key=len, reverse=True)
+
+    @functools.cached_property
+    def _spellings(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self._special)) or "(?!)")
+
+    @functools.cached_property
+    def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+        """The tokenizer with other names for special tokens, and the ids that theirs stand for."""
+        values = json.loads(self._json) | {"post_processor": None}
+        for each in values["added_tokens"]:
+            if each["special"]:
+                each["content"] = _renamed(each["content"])
+        renamed = tokenizers.Tokenizer.from_str(json.dumps(values))
+        own: dict[int, int] = {}
+        for name in self._special:
+            theirs, ours = renamed.token_to_id(_renamed(name)), self._tokenizer.token_to_id(name)
+            assert theirs is not None
+            assert ours is not None
+            own[theirs] = ours
+        return renamed, own
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; separators are spelled out."""
@@ -114,15 +167,26 @@ class Tokenizer:
         return StreamDecoder(self)
 
     def save(self, path: Path) -> None:
-        """Writes a ``tokenizer.json`` that this and other libraries load."""
+        """Writes a ``tokenizer.json`` that this and other libraries load; beside it, where there
+        is none, a ``tokenizer_config.json`` of the separators that it alone does not tell.
+        """
         path.write_text(self._json, encoding="utf-8")
+        alone, settings = read_special_tokens(self._spelled_out, None), path.with_name(SETTINGS)
+        bos_id = alone.eos_id if alone.bos_id is None else alone.bos_id
+        if (bos_id, alone.eos_id) != (self.bos_id, self.eos_id) and not settings.exists():
+            settings.write_text(json.dumps(self.separators(), indent=2) + "\n")
+
+    def separators(self) -> dict[str, str]:
+        """The names of the tokens that documents begin and end with, for other libraries."""
+        ids = {"bos_token": self.bos_id, "eos_token": self.eos_id}
+        return {role: str(self._tokenizer.id_to_token(each)) for role, each in ids.items()}
 
     @staticmethod
     def load(path: Path) -> "Tokenizer":
         """Reads a ``tokenizer.json``; raises DataError if it is not one."""
         try:
             with panics():
-                return Tokenizer(read_tokenizer(path))
+                return Tokenizer(read_tokenizer(path), directory=path.parent)
         except DataError as error:
             raise DataError(f"{path}: {error}") from error
 
@@ -290,6 +354,6 @@ def _two_of_one_id(vocabulary: Mapping[str, int]) -> str:
     )
 
 
-def _first_id(tokenizer: tokenizers.Tokenizer, names: Sequence[str]) -> int | None:
-    ids = (tokenizer.token_to_id(name) for name in names)
-    return next((token for token in ids if token is not None), None)
+def _renamed(name: str) -> str:
+    """A name of a special token that no text has, of characters for private use."""
+    return "\U000ff000" + "".join(chr(0xFF000 + byte) for byte in name.encode())

@@ -1,22 +1,14 @@
 """Many prompts, or a dialogue, through one engine whose cache keeps what prompts share."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import final
 
-from jaxinfra.data.chat_template import ChatTemplate, encode_chat
+from jaxinfra.data.chat_template import ChatTemplate
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.engine.requests import EndReason, GenerationRequest
 from jaxinfra.serving.load import LoadedModel
 from jaxinfra.serving.sampling import SamplingConfig
-
-
-def plain_prompt(model: LoadedModel, text: str) -> list[int]:
-    """The tokens of a text that is to be continued, after what documents begin with."""
-    tokenizer = model.tokenizer
-    prefix = (tokenizer.bos_id,) if model.prefix_ids is None else model.prefix_ids
-    return [*prefix, *tokenizer.encode(text).tolist()] or [tokenizer.bos_id]
 
 
 def request_of(
@@ -28,13 +20,12 @@ def request_of(
     seed: int = 0,
 ) -> GenerationRequest:
     """A request that ends where the model ends its texts."""
-    ends = (model.tokenizer.eos_id,) if model.eos_ids is None else model.eos_ids
     return GenerationRequest(
         prompt_ids=tuple(prompt_ids),
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         seed=seed,
-        eos_ids=frozenset(ends),
+        eos_ids=frozenset(model.tokenizer.end_ids),
     )
 
 
@@ -43,7 +34,6 @@ class Conversation:
     """A dialogue with a model; each turn computes the new tokens only.
 
     Args:
-        path: where the model lies, whose tokenizer reads what the template renders.
         template: of the model's turns; None: the dialogue is one text, which the model continues.
         system: what the conversation begins with.
         context: most tokens of the conversation.
@@ -52,7 +42,6 @@ class Conversation:
     def __init__(
         self,
         model: LoadedModel,
-        path: Path,
         template: ChatTemplate | None,
         *,
         sampling: SamplingConfig,
@@ -61,7 +50,7 @@ class Conversation:
         system: str | None = None,
         context: int = 8192,
     ):
-        self._model, self._path, self._template = model, path, template
+        self._model, self._template = model, template
         self._settings = {"sampling": sampling, "max_new_tokens": max_new_tokens, "seed": seed}
         self._system = system
         self._engine = Engine.of(model, options=EngineOptions(max_running=1, max_context=context))
@@ -94,8 +83,8 @@ class Conversation:
 
     def _prompt(self) -> list[int]:
         if self._template is not None:
-            return encode_chat(self._path, self._template.render(self.messages))
-        return plain_prompt(self._model, "".join(each["content"] for each in self.messages))
+            return self._template.encode(self._model.tokenizer, self.messages)
+        return self._model.prompt("".join(each["content"] for each in self.messages))
 
     def _answer(self, number: int) -> Iterator[str]:
         pieces: list[str] = []

@@ -199,17 +199,16 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     """
     file = directory / "tokenizer.json"
     tokenizer.save(file)
-    theirs = tokenizers.Tokenizer.from_file(str(file))
-    bos, eos = (theirs.id_to_token(token) for token in (tokenizer.bos_id, tokenizer.eos_id))
+    theirs, names = tokenizers.Tokenizer.from_file(str(file)), tokenizer.separators()
     if theirs.post_processor is None:
+        bos = names["bos_token"]
         theirs.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_id)]
+            single=[bos, "$A"], special_tokens=[(bos, tokenizer.bos_id)]
         )
         theirs.save(str(file))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": bos,
-        "eos_token": eos,
+        **names,
         "clean_up_tokenization_spaces": False,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")

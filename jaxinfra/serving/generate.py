@@ -260,12 +260,8 @@ def generate_text(
     The pieces' texts, joined, are the text of all tokens before the end token. Raises as
     ``generate``.
     """
-    tokenizer = model.tokenizer
-    # Training here puts this token before every document; other models say what they begin with.
-    prefix = (tokenizer.bos_id,) if model.prefix_ids is None else model.prefix_ids
-    prompt_ids = [*prefix, *tokenizer.encode(prompt).tolist()] or [tokenizer.bos_id]
     return generate_text_after(
-        model, prompt_ids, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed
+        model, model.prompt(prompt), max_new_tokens=max_new_tokens, sampling=sampling, seed=seed
     )
 
 
@@ -288,9 +284,8 @@ def generate_text_after(
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         seed=seed,
-        eos_ids=(tokenizer.eos_id,) if model.eos_ids is None else model.eos_ids,
-        # A tokenizer may know more tokens than the model has rows for, and the other way round.
-        num_ids=min(tokenizer.vocab_size, model.definition.config.vocab_size),
+        eos_ids=tokenizer.end_ids,
+        num_ids=model.num_ids,
     )
 
     def stream() -> Iterator[TextPiece]:

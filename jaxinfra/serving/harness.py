@@ -108,7 +108,7 @@ class HarnessAnswers:
         self._model = model
         self._decoder = model.decoder
         self._template = template
-        self._ends = (model.tokenizer.eos_id,) if model.eos_ids is None else model.eos_ids
+        self._ends = model.tokenizer.end_ids
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Of each continuation after its context, in nats, and whether it is the likeliest."""
@@ -176,7 +176,7 @@ class HarnessAnswers:
                 top_k=settings.get("top_k"),
             ),
             eos_ids=self._ends,
-            num_ids=min(tokenizer.vocab_size, decoder.config.vocab_size),
+            num_ids=self._model.num_ids,
         ):
             if new.token not in self._ends:
                 rows[new.row].append(new.token)
@@ -200,9 +200,7 @@ class HarnessAnswers:
 
     def _begin(self) -> list[int]:
         """What texts begin with; an end token where the model knows no such."""
-        prefix = self._model.prefix_ids
-        prefix = (self._model.tokenizer.bos_id,) if prefix is None else prefix
-        return [*(prefix or self._ends[:1])]
+        return [*(self._model.begin_ids or self._ends[:1])]
 
     def _ids(self, text: str) -> list[int]:
         tokenizer = self._model.tokenizer

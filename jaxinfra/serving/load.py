@@ -4,7 +4,9 @@ directory of safetensors.
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -18,6 +20,7 @@ from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import RunConfig
+from jaxinfra.data.special_tokens import read_generation_config
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.errors import CheckpointError, ConfigError, UnsupportedError, nearest
 from jaxinfra.model.decoder import Decoder
@@ -29,9 +32,11 @@ from jaxinfra.numerics.policy import POLICIES, as_kept, held_as_computed
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.place_quantized import base_shardings
-from jaxinfra.runtime.files import read_json
+from jaxinfra.runtime.files import read_json, require_type
 from jaxinfra.serving.placement import serving_placement
-from jaxinfra.serving.separators import read_separators
+from jaxinfra.serving.sampling import SamplingConfig
+
+_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,10 +55,33 @@ class LoadedModel:
     tokenizer: Tokenizer  # of its vocabulary
     config: RunConfig | None  # of the run that trained it; None: it comes from elsewhere
     step: int | None  # of the run's checkpoint
-    # What text begins with and ends at; None: the tokenizer's own document separators.
-    prefix_ids: tuple[int, ...] | None = None
-    eos_ids: tuple[int, ...] | None = None  # what text ends at, likewise
+    prefix_ids: tuple[int, ...] | None = None  # begin a text; None: as documents here begin
     placement: Placement | None = None  # None: wherever the arrays are
+    # Of sampling, where nobody says: temperature, top_k and others of generation_config.json.
+    defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def num_ids(self) -> int:
+        """Ids that may be sampled: the tokenizer knows them, and the model has rows for them."""
+        return min(self.tokenizer.vocab_size, self.definition.config.vocab_size)
+
+    @property
+    def begin_ids(self) -> tuple[int, ...]:
+        """The tokens that a text begins with."""
+        return (self.tokenizer.bos_id,) if self.prefix_ids is None else self.prefix_ids
+
+    def sampling(self, **given: Any) -> SamplingConfig:
+        """How tokens are drawn: as given, else as the model's files name it, else at 0.8."""
+        return SamplingConfig.of({"temperature": 0.8}, self.defaults, given)
+
+    def prompt(self, text: str, *, spelled_out: bool = False) -> list[int]:
+        """The tokens of a text that is to be continued, after what texts begin with.
+
+        Args:
+            spelled_out: special tokens that are spelled out in the text are tokens.
+        """
+        encode = self.tokenizer.encode_rendered if spelled_out else self.tokenizer.encode_batch
+        return [*self.begin_ids, *encode([text])[0].tolist()] or [self.tokenizer.bos_id]
 
     @property
     def decoder(self) -> Decoder:
@@ -172,9 +200,7 @@ def load(
         return load_run(path, policy=policy, step=step, mesh=mesh)
     if step is not None:
         raise ConfigError(f"step={step}: {path} is a single model, which has no steps")
-    vocab_size = read_model_directory(path).config.vocab_size
-    tokenizer = _read_tokenizer(path, vocab_size=vocab_size)
-    separators = read_separators(path, vocab_size=vocab_size)
+    tokenizer = _read_tokenizer(path, vocab_size=read_model_directory(path).config.vocab_size)
     pretrained = _pretrained(path, policy, mesh, keep_packed=True)
     return LoadedModel(
         definition=pretrained.definition,
@@ -182,9 +208,9 @@ def load(
         tokenizer=tokenizer,
         config=None,
         step=None,
-        prefix_ids=separators.prefix_ids,
-        eos_ids=separators.eos_ids or (tokenizer.eos_id,),
+        prefix_ids=tokenizer.prefix_ids,
         placement=serving_placement(pretrained.definition.config, mesh),
+        defaults=sampling_defaults(path),
     )
 
 
@@ -236,19 +262,14 @@ def load_run(
         placement.model_state(trained),
         step=step,
     )
-    eos_ids = None
-    if config.init is not None:
-        # A model that comes from elsewhere may end its turns otherwise than documents here end.
-        read = read_separators(path, vocab_size=config.model.vocab_size)
-        eos_ids = (*read.eos_ids, tokenizer.eos_id)
     return LoadedModel(
         definition=definition,
         parameters=merged(frozen, restored.parameters),
         tokenizer=tokenizer,
         config=config,
         step=restored.step,
-        eos_ids=eos_ids,
         placement=placement,
+        defaults=sampling_defaults(path),
     )
 
 
@@ -329,9 +350,22 @@ def _read_tokenizer(path: Path, *, vocab_size: int) -> Tokenizer:
             "copy it from where the model was trained"
         )
     tokenizer = Tokenizer.load(file)
-    if tokenizer.vocab_size > vocab_size:
+    used = (*tokenizer.prefix_ids, tokenizer.bos_id, *tokenizer.end_ids)
+    if beyond := [each for each in used if not 0 <= each < vocab_size]:
         raise ConfigError(
-            f"{path}: tokenizer.json has {tokenizer.vocab_size} tokens, the model's vocabulary is "
-            f"{vocab_size}; restore the tokenizer that the model was trained with"
+            f"{path}: text begins or ends with token {beyond[0]}, the model's vocabulary is "
+            f"0..{vocab_size - 1}; restore tokenizer.json and the config's eos_token_id"
         )
     return tokenizer
+
+
+def sampling_defaults(path: Path) -> dict[str, float]:
+    """Settings of sampling that ``generation_config.json`` names, where it wants any sampling.
+
+    Raises:
+        ConfigError: one that is no number.
+    """
+    values = read_generation_config(path)
+    found = {name: values[name] for name in _DEFAULTS if values.get(name) is not None}
+    require_type(found, dict[str, int | float], where=str(path), error=ConfigError)
+    return found

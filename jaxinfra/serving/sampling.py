@@ -5,7 +5,8 @@ Dims: B batch, V vocabulary, K most likely tokens, E biased tokens, W words of 3
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,18 @@ class SamplingConfig:
     frequency_penalty: float = 0.0  # the same, as often as each was drawn
     logit_bias: tuple[tuple[int, float], ...] = ()  # token id and what its logit is given
     logprobs: int | None = None  # most likely tokens told beside the drawn one; None: nothing
+
+    @classmethod
+    def of(cls, *settings: Mapping[str, Any]) -> "SamplingConfig":
+        """The settings by name, later ones before earlier ones; None says nothing, and a ``top_k``
+        of 0 or -1 is all tokens, as in files and requests.
+        """
+        said = {
+            name: value for each in settings for name, value in each.items() if value is not None
+        }
+        if said.get("top_k") in (0, -1):
+            del said["top_k"]
+        return cls(**said)
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < math.inf:

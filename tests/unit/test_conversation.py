@@ -9,7 +9,7 @@ import chat_model
 import pytest
 
 from jaxinfra.cli.main import main
-from jaxinfra.data.chat_template import encode_chat, load_chat_template
+from jaxinfra.data.chat_template import load_chat_template
 from jaxinfra.errors import DataError
 from jaxinfra.serving.conversation import Conversation
 from jaxinfra.serving.generate import generate_text_after
@@ -34,7 +34,7 @@ def model(path):
 
 def alone(model, path, messages):
     """The answer to a conversation that is computed from its first token."""
-    ids = encode_chat(path, load_chat_template(path).render(messages))
+    ids = load_chat_template(path).encode(model.tokenizer, messages)
     pieces = generate_text_after(model, ids, max_new_tokens=NEW, sampling=GREEDY)
     return "".join(piece.text for piece in pieces)
 
@@ -42,7 +42,7 @@ def alone(model, path, messages):
 @pytest.mark.slow
 def test_a_dialogue_is_what_its_turns_are_alone_and_computes_new_tokens_only(model, path):
     talk = Conversation(
-        model, path, load_chat_template(path), sampling=GREEDY, max_new_tokens=NEW, context=160
+        model, load_chat_template(path), sampling=GREEDY, max_new_tokens=NEW, context=160
     )
     first = "".join(talk.ask("hello there, how is the weather"))
     assert first == alone(model, path, talk.messages[:1])

@@ -8,7 +8,8 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from jaxinfra.data import chat_template
-from jaxinfra.data.chat_template import ChatTemplate, encode_chat, load_chat_template
+from jaxinfra.data.chat_template import ChatTemplate, load_chat_template
+from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.errors import ConfigError, DataError
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden/hf/chat.json").read_text())
@@ -100,5 +101,10 @@ def test_special_tokens_of_a_template_become_tokens(tmp_path):
     tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(["<|user|>"])
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|user|>"}')
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert encode_chat(tmp_path, "<|user|> hello") == [0, 1]
+    template = ChatTemplate("{{ '<|user|> ' + messages[0].content }}", variables={})
+    read = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert template.encode(read, HELLO) == [0, 1]
+    # A user who spells one out gets text: the words of this tokenizer know none.
+    assert template.encode(read, [{"role": "user", "content": "<|user|> hello"}]) == [0, 2, 2, 2, 1]

@@ -25,7 +25,7 @@ from jaxinfra.data.tokenizer import Tokenizer, bytes_tokenizer
 from jaxinfra.errors import ConfigError, JaxinfraError
 from jaxinfra.hf import from_hf_config
 from jaxinfra.runtime.files import require_type
-from jaxinfra.serving.separators import read_separators
+from jaxinfra.serving.load import sampling_defaults
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
 _LEFT_OUT = object()
@@ -113,8 +113,13 @@ def of_chat_template(place: Path) -> tuple[Any, Read]:
 
 def of_separators(place: Path) -> tuple[Any, Read]:
     bytes_tokenizer().save(place / "tokenizer.json")
-    read = functools.partial(read_separators, vocab_size=300)
-    return {"eos_token_id": [1, 2]}, of_file(place / "generation_config.json", read)
+    values = {"eos_token_id": [1, 2], "temperature": 0.5}
+
+    def read(path: Path) -> None:
+        Tokenizer.load(path / "tokenizer.json")
+        sampling_defaults(path)
+
+    return values, of_file(place / "generation_config.json", read)
 
 
 def of_model_config(place: Path) -> tuple[Any, Read]:

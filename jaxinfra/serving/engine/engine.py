@@ -148,7 +148,7 @@ class Engine:
             model.serving_decoder(consumes=consumes) if bank is None else bank.added_to(model),
             adapters=() if bank is None else bank.names,
             tokenizer=model.tokenizer,
-            num_ids=min(model.tokenizer.vocab_size, model.definition.config.vocab_size),
+            num_ids=model.num_ids,
             options=options,
             draft=None if draft is None else draft.serving_decoder(consumes=consumes),
         )

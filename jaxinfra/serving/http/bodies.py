@@ -1,5 +1,6 @@
 """What clients send, as OpenAI's API has it, with the additions that vLLM made usual."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
@@ -8,6 +9,9 @@ from jaxinfra.errors import ConfigError
 from jaxinfra.runtime.text import is_text
 from jaxinfra.serving.engine.grammar import ANY_JSON, StructureKind
 from jaxinfra.serving.sampling import SamplingConfig
+
+_SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_SAMPLED += ("presence_penalty", "frequency_penalty")
 
 type TokenIds = list[Annotated[int, pydantic.Field(strict=True)]]
 
@@ -75,11 +79,11 @@ class GenerationBody(ClientBody):
 
     model: str | None = None
     max_tokens: int | None = pydantic.Field(default=None, ge=0)
-    temperature: float = pydantic.Field(default=1.0, ge=0.0, le=100.0)
+    temperature: float | None = pydantic.Field(default=None, ge=0.0, le=100.0)
     top_p: float | None = pydantic.Field(default=None, gt=0.0, le=1.0)
     top_k: int | None = pydantic.Field(default=None, ge=-1)
     min_p: float | None = None
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
@@ -104,20 +108,13 @@ class GenerationBody(ClientBody):
         """Most likely tokens told of each one; None: no log-probabilities."""
         raise NotImplementedError
 
-    @property
-    def sampling(self) -> SamplingConfig:
-        """How tokens are drawn."""
-        top_k = self.top_k if self.top_k and self.top_k > 0 else None  # 0 and -1: all
-        return SamplingConfig(
-            temperature=self.temperature,
-            top_k=top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=tuple((self.logit_bias or {}).items()),
-            logprobs=self.num_scores,
+    def sampling(self, defaults: Mapping[str, float]) -> SamplingConfig:
+        """How tokens are drawn; what the request does not say is as ``defaults`` have it."""
+        bias = tuple((self.logit_bias or {}).items())
+        return SamplingConfig.of(
+            defaults,
+            {name: getattr(self, name) for name in _SAMPLED},
+            {"logit_bias": bias, "logprobs": self.num_scores},
         )
 
     @property

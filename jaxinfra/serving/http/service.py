@@ -26,6 +26,8 @@ class ServiceLimits:
     max_new_tokens: int | None = None  # of an answer; None: what the context holds
     max_continuations: int = 128  # of one call: prompts times n
     max_body_bytes: int = 8 << 20
+    special_tokens_in_prompts: bool = True  # spelled out in a prompt, they are tokens
+    uses_defaults: bool = True  # of sampling, that the model's generation_config.json names
 
 
 @final
@@ -49,13 +51,8 @@ class Service:
         self.name, self.limits, self.engine = name, limits, engine
         self.created = int(time.time())
         self.tokenizer = model.tokenizer
-        self.eos_ids = frozenset(
-            (model.tokenizer.eos_id,) if model.eos_ids is None else model.eos_ids
-        )
-        bos = (model.tokenizer.bos_id,)
-        self._prefix = bos if model.prefix_ids is None else model.prefix_ids
-        ids = (model.tokenizer.bos_id, model.tokenizer.eos_id)
-        self._separators = {self.spelled([each]): each for each in ids}
+        self.eos_ids = frozenset(model.tokenizer.end_ids)
+        self._model = model
         self.metrics = EngineMetrics(engine, model=name)
         self._template: ChatTemplate | None = None
         self.no_chat = ""
@@ -80,14 +77,15 @@ class Service:
         """Tokens of a prompt, as the beginning of a document.
 
         Args:
-            special: begin it as documents begin. Without, a separator that stands alone is itself.
+            special: begin it as texts begin.
         """
         if not isinstance(prompt, str):
             return tuple(prompt)
-        if not special and prompt in self._separators:
-            return (self._separators[prompt],)
-        prefix = self._prefix if special else ()
-        return (*prefix, *self.tokenizer.encode(prompt).tolist()) or (self.tokenizer.bos_id,)
+        spelled_out = self.limits.special_tokens_in_prompts
+        if special:
+            return tuple(self._model.prompt(prompt, spelled_out=spelled_out))
+        encode = self.tokenizer.encode_rendered if spelled_out else self.tokenizer.encode_batch
+        return tuple(encode([prompt])[0].tolist()) or (self.tokenizer.bos_id,)
 
     def spelled(self, tokens: Sequence[int]) -> str:
         """The text of tokens; raises DataError where the tokenizer has no such token."""
@@ -102,8 +100,7 @@ class Service:
         """Tokens of a conversation, in the model's chat template."""
         if self._template is None:
             raise ConfigError(self.no_chat)
-        text = self._template.render(messages, tools=tools)
-        return tuple(self.tokenizer.encode_rendered([text])[0].tolist())
+        return tuple(self._template.encode(self.tokenizer, messages, tools=tools))
 
     def requests(
         self,
@@ -135,6 +132,7 @@ class Service:
                     "server gives"
                 )
             new = self.limits.max_new_tokens
+        sampling = body.sampling(self._model.defaults if self.limits.uses_defaults else {})
         structure = None if body.response_format is None else body.response_format.structure
         seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
         result = []
@@ -152,7 +150,7 @@ class Service:
                     GenerationRequest(
                         prompt_ids=prompt,
                         max_new_tokens=max(new, 1),
-                        sampling=body.sampling,
+                        sampling=sampling,
                         seed=seed,
                         choice=choice,
                         eos_ids=frozenset() if body.ignore_eos else self.eos_ids,

@@ -1,0 +1,136 @@
+"""What a model's files say of the tokens that texts begin with, end at and are built from.
+
+One precedence, that of ``transformers``: ``tokenizer_config.json`` names the tokens, and
+``special_tokens_map.json`` names them anew unless the former lists its added tokens;
+``tokenizer.json`` alone says what is put before a text; a model stops at every end that any file
+names, as in vLLM.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypedDict
+
+import tokenizers
+
+from jaxinfra.errors import ConfigError
+from jaxinfra.runtime.files import read_json, require_type
+
+SETTINGS = "tokenizer_config.json"
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+# Where no file says: the names that tokenizers trained here and old formats have.
+_BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|endoftext|>")
+_EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>")
+_PROBES = ("a", "0", " ", "\u4e00")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SpecialTokens:
+    """The special tokens of one tokenizer; an empty tuple or None where nothing says."""
+
+    bos_id: int | None  # precedes a document
+    eos_id: int | None  # ends a document
+    prefix_ids: tuple[int, ...]  # the tokenizer puts them before a text
+    end_ids: tuple[int, ...]  # each ends what a model writes
+
+
+def read_special_tokens(tokenizer: tokenizers.Tokenizer, directory: Path | None) -> SpecialTokens:
+    """What the files of a directory and a tokenizer say; without a directory, the tokenizer alone.
+
+    Raises:
+        ConfigError: a file that is not one.
+    """
+    named = {} if directory is None else named_tokens(directory)
+
+    def own(role: str) -> list[int]:
+        found = tokenizer.token_to_id(named[role]) if role in named else None
+        return [] if found is None else [found]
+
+    begins = [*own("bos_token"), *_config_ids(directory, "bos_token_id")]
+    ends = [*own("eos_token"), *_config_ids(directory, "eos_token_id")]
+    bos, eos = begins or _known(tokenizer, _BOS_NAMES), ends or _known(tokenizer, _EOS_NAMES)
+    return SpecialTokens(
+        bos_id=next(iter(bos), None),
+        eos_id=next(iter(eos), None),
+        prefix_ids=_prefix(tokenizer),
+        end_ids=tuple(dict.fromkeys(ends or eos)),
+    )
+
+
+def named_tokens(directory: Path) -> dict[str, str]:
+    """The special tokens that a directory's files name, by their roles, as templates read them."""
+    settings: Mapping[str, Any] = read_settings(directory)
+    if "added_tokens_decoder" not in settings:
+        file = directory / "special_tokens_map.json"
+        settings = {**settings, **(read_json(file) if file.is_file() else {})}
+    named = {}
+    for role in _NAMED:
+        token = settings.get(role)
+        if isinstance(token, dict):
+            token = token.get("content")
+        if token is not None:
+            require_type(token, str, where=f"{directory}, {role}", error=ConfigError)
+            named[role] = token
+    return named
+
+
+def read_settings(directory: Path) -> "TokenizerSettings":
+    """What ``tokenizer_config.json`` says; nothing where there is none."""
+    file = directory / SETTINGS
+    return read_json(file, holds=TokenizerSettings) if file.is_file() else {}
+
+
+def read_generation_config(directory: Path) -> dict[str, Any]:
+    """What ``generation_config.json`` says; nothing where there is none."""
+    file = directory / "generation_config.json"
+    return read_json(file) if file.is_file() else {}
+
+
+def _config_ids(directory: Path | None, name: str) -> list[int]:
+    """Ids of a role in the configs of a model, those for generation first."""
+    found: list[int] = []
+    for file in ("generation_config.json", "hf_config.json", "config.json"):
+        if directory is None or not (directory / file).is_file():
+            continue
+        values = read_json(directory / file)
+        ids = (values.get("hf") or values).get(name)
+        where = f"{directory / file}, {name}"
+        require_type(ids, int | list[int] | None, where=where, error=ConfigError)
+        found += [] if ids is None else ids if isinstance(ids, list) else [ids]
+    return found
+
+
+def _known(tokenizer: tokenizers.Tokenizer, names: tuple[str, ...]) -> list[int]:
+    ids = (tokenizer.token_to_id(name) for name in names)
+    return [each for each in ids if each is not None][:1]
+
+
+def _prefix(tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """The tokens that a post-processor puts before a text; those after it end no prompt."""
+    for probe in _PROBES:
+        encoded = tokenizer.encode(probe, add_special_tokens=True)
+        if 0 in encoded.sequence_ids:
+            return tuple(encoded.ids[: encoded.sequence_ids.index(0)])
+    return tuple(tokenizer.encode("", add_special_tokens=True).ids)
+
+
+class _Named(TypedDict):
+    name: str
+    template: str
+
+
+type _Token = str | dict[str, Any] | None
+
+
+class TokenizerSettings(TypedDict, total=False):
+    """The fields of ``tokenizer_config.json`` that are read here."""
+
+    chat_template: str | list[_Named] | None
+    added_tokens_decoder: dict[str, Any]
+    bos_token: _Token
+    eos_token: _Token
+    unk_token: _Token
+    pad_token: _Token
+    sep_token: _Token
+    cls_token: _Token
