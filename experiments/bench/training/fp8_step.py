@@ -1,25 +1,20 @@
-"""The training step with projections in 8 bits beside the bf16 one, in turns, in one process.
+"""The training step with projections in 8 bits beside the bf16 one, in one process.
 
 python -m experiments.bench.training.fp8_step --out experiments/results/fp8-step-h200.json
 python -m experiments.bench.training.fp8_step --preset tiny --layers 2 --batch 1 \\
     --length 256 # on a CPU
 
-All contenders take the same parameters and moments in turns, since two copies of an 8B-shaped state
-do not fit: times are of equal shapes, and losses are not compared here. "tensor, our kernel"
-computes scaled products by the Hopper kernel where ``auto`` takes XLA's; "cast both ways" takes
-the kernel that casts a matrix, or SwiGLU and its gradient, with the transpose wherever it can.
+All contenders advance the same parameters and moments in turn, since two copies of an 8B-shaped
+state do not fit: times are of equal shapes, and losses are not compared here (``step_curve
+--recipes`` does that).
 """
 
 import argparse
-import contextlib
-import functools
 import json
 import pathlib
 import statistics
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from unittest import mock
 
 import jax
 
@@ -38,23 +33,13 @@ from jaxinfra.diagnostics.trace import device_events
 from jaxinfra.diagnostics.waterfall import explain
 from jaxinfra.model.definition import define_model
 from jaxinfra.model.flops import training_flops_per_token
-from jaxinfra.ops import fp8_product
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.training.xla_options import Options
-from pallas_kernels.quantize import both_ways
 
 CONTENDERS: dict[str, Fp8Matmuls | None] = {
     "bf16": None,
-    "blocks": Fp8Matmuls(scaling=Fp8Scaling.BLOCKS),
-    "squares": Fp8Matmuls(scaling=Fp8Scaling.SQUARES),
-    "blocks, cast both ways": Fp8Matmuls(scaling=Fp8Scaling.BLOCKS),
-    "squares, cast both ways": Fp8Matmuls(scaling=Fp8Scaling.SQUARES),
-    "tensor": Fp8Matmuls(scaling=Fp8Scaling.TENSOR),
-    "tensor, our kernel": Fp8Matmuls(scaling=Fp8Scaling.TENSOR),
-    "delayed, our kernel": Fp8Matmuls(scaling=Fp8Scaling.DELAYED),
+    **{each.value: Fp8Matmuls(scaling=each) for each in Fp8Scaling},
 }
-FORCED = ("our kernel", "cast both ways")
-"""In names: a kernel is taken that ``auto`` does not take."""
 # A trace would name a whole CUDA graph where it should name the operation and its scope.
 TRACEABLE: Options = {"xla_gpu_enable_command_buffer": ""}
 
@@ -124,46 +109,24 @@ def _arguments() -> argparse.Namespace:
 def _compiled(
     config: ModelConfig, sizes: dict[str, Any], args: argparse.Namespace
 ) -> dict[str, Program | Exception]:
-    """Each contender's program or what went wrong: compiled at once, but for those whose kernel is
-    forced, which the others must not see.
-    """
+    """Each contender's program, or what went wrong; all are compiled at once."""
 
     def compiled(name: str) -> Program | Exception:
         try:
-            with _kernel_of(name):
-                return ours(
-                    config,
-                    **sizes,
-                    remat=args.remat,
-                    attention="auto",
-                    unroll=args.unroll,
-                    fp8=CONTENDERS[name],
-                    options=TRACEABLE if args.trace else None,
-                )
+            return ours(
+                config,
+                **sizes,
+                remat=args.remat,
+                attention="auto",
+                unroll=args.unroll,
+                fp8=CONTENDERS[name],
+                options=TRACEABLE if args.trace else None,
+            )
         except (RuntimeError, ValueError, NotImplementedError) as error:  # a row, not the end
             return error
 
-    forced = [name for name in args.contenders if any(what in name for what in FORCED)]
-    free = [name for name in args.contenders if name not in forced]
-    with ThreadPoolExecutor(len(free) or 1) as pool:
-        found = dict(zip(free, pool.map(compiled, free), strict=True))
-    found |= {name: compiled(name) for name in forced}
-    return {name: found[name] for name in args.contenders}
-
-
-@contextlib.contextmanager
-def _kernel_of(name: str) -> Iterator[None]:
-    """Within, a step is traced with the contender's kernel."""
-    if "cast both ways" in name:
-        with mock.patch.object(both_ways, "_was_faster", return_value=True):
-            yield
-        return
-    if "our kernel" not in name:
-        yield
-        return
-    forced = functools.partial(fp8_product.scaled_matmul, implementation="hopper")
-    with mock.patch.object(fp8_product, "scaled_matmul", forced):
-        yield
+    with ThreadPoolExecutor(len(args.contenders)) as pool:
+        return dict(zip(args.contenders, pool.map(compiled, args.contenders), strict=True))
 
 
 def _trace(shared: SharedState, name: str, directory: pathlib.Path) -> dict[str, Any]:

@@ -7,7 +7,6 @@ gradients over devices in bf16, as plain JAX does; ``kept`` gathers weights once
 XLA option by itself.
 """
 
-import contextlib
 import dataclasses
 import functools
 import time
@@ -34,39 +33,16 @@ from jaxinfra.config.precision import (
 from jaxinfra.config.presets import runs
 from jaxinfra.config.run import AttentionImplementation, Remat
 from jaxinfra.data.batch import Batch
-from jaxinfra.ops.target import Facts, compiling_for
 from jaxinfra.training.job import Job, make_job
 from jaxinfra.training.xla_options import Options, parse_options
 
-_ONE_SIDED = "COLLECTIVES_SYMMETRIC_MEMORY"
-
 OPTIONS: dict[str, Options] = {
-    # XLA's own shortcut: among others it starts a loop's collectives one turn ahead.
+    # XLA's own shortcut: among others it starts a loop's collectives one round ahead.
     "O1": {"optimization_level": "O1"},
-    "hiding": {"xla_gpu_enable_latency_hiding_scheduler": True},
-    "doubled": {"xla_gpu_enable_while_loop_double_buffering": True},
-    # XLA's own size of messages; ours before, and since: a layer's weights, a layer's gradients.
-    "separate": {
-        "xla_gpu_all_gather_combine_threshold_bytes": 30 * 2**20,
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": 30 * 2**20,
-    },
-    "combined": {
-        "xla_gpu_all_gather_combine_threshold_bytes": 2**27,
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**28,
-    },
+    # Messages of a layer's weights and a layer's gradients.
     "near": {
         "xla_gpu_all_gather_combine_threshold_bytes": 2**27,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**26,
-    },
-    # Copy engines write into the others' memory; no multiprocessor is taken from a matmul beside.
-    "copied": {
-        "xla_gpu_all_gather_mode": _ONE_SIDED,
-        "xla_gpu_collective_permute_mode": _ONE_SIDED,
-    },
-    # A matmul beside an all-gather or reduce-scatter in steps of a ring (Wang et al. 2023).
-    "einsum": {
-        "xla_gpu_threshold_for_windowed_einsum_mib": 0,
-        "xla_gpu_multi_streamed_windowed_einsum": True,
     },
 }
 
@@ -81,7 +57,6 @@ class Setting:
     remat: str
     attention: str
     devices: Sequence[jax.Device]
-    target: Facts | None = None  # of devices that are not there
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -196,10 +171,7 @@ def _ours(
         weights=np.ones(tokens.shape, np.float32),
     )
     begin = time.perf_counter()
-    target = setting.target
-    with compiling_for(target) if target is not None else contextlib.nullcontext():
-        traced = job.train_step.trace(job.abstract_state(), _abstract(batch, job))
-        lowered = traced.lower(lowering_platforms=("cuda",) if target is not None else None)
+    lowered = job.train_step.lower(job.abstract_state(), _abstract(batch, job))
     compiled = lowered.compile(compiler_options=options or None)
 
     def start() -> Callable[[], jax.Array]:

@@ -4,8 +4,6 @@
     python -m experiments.bench.training.parallel_step \\
         --part tensor # 8B shape: tensor parallel, FSDP
     python -m experiments.bench.training.parallel_step --only one fsdp+unroll16 fsdp+unroll16+O1
-    python -m experiments.bench.training.parallel_step --part fsdp \\
-        --offline 4 # no GPU: compile only
     python -m experiments.bench.training.parallel_step --preset tiny --batch 1 \\
         --length 32 # on CPU devices
 
@@ -34,8 +32,6 @@ from jaxinfra.config.presets import MODELS
 from jaxinfra.diagnostics.trace import device_events
 from jaxinfra.diagnostics.waterfall import explain
 from jaxinfra.hlo.program import collectives
-from jaxinfra.planning.devices import find_device
-from jaxinfra.planning.gpu_target import compile_only_devices
 
 PARTS = {
     "fsdp": (
@@ -48,24 +44,20 @@ PARTS = {
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
-    """Of the command line, for the GPUs that are here, or not."""
+    """What the command line asks for, on the GPUs that are here."""
     config = without_rope_scaling(MODELS[args.preset or PARTS[args.part][0]]())
     layers = args.layers
     if layers is None and args.part == "tensor" and args.preset is None:
         layers = 8  # of 32, every one alike
     if layers is not None:
         config = config.with_layers(layers)
-    devices, target = jax.devices() if args.offline is None else [], None
-    if args.offline is not None:
-        devices, target = compile_only_devices(find_device("h200"), args.offline)
     return Setting(
         config=config,
         batch=args.batch,
         length=args.length,
         remat=args.remat,
         attention=args.attention,
-        devices=devices,
-        target=target,
+        devices=jax.devices(),
     )
 
 
@@ -87,18 +79,17 @@ def main() -> None:
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--only", nargs="+", help="names of contenders, the reference first")
     parser.add_argument("--trace", action="store_true", help="trace each in the last round")
-    parser.add_argument("--offline", type=int, metavar="N", help="compile for N H200s, do not run")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file")
     args = parser.parse_args()
     setting = setting_of(args)
     result: dict[str, Any] = {
-        "environment": None if args.offline else environment(),
+        "environment": environment(),
         "arguments": {key: str(value) for key, value in vars(args).items()},
         "rows": {},
     }
     made = _compile_all(args, setting, result)
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in made}
-    for number in range(0 if args.offline else args.rounds):
+    for number in range(args.rounds):
         for name in list(made):
             try:
                 last = args.trace and number == args.rounds - 1
@@ -112,7 +103,7 @@ def main() -> None:
                 _compare(result["rows"])
                 _print(name, result["rows"][name])
             _store(args.out, result)
-    if args.out is not None and not args.offline:
+    if args.out is not None:
         _store(args.out, result | {"clocks_after": clocks()})
 
 
@@ -121,8 +112,7 @@ def _compile_all(
 ) -> dict[str, Contender]:
     names = args.only or PARTS[args.part][1].split()
     made: dict[str, Contender] = {}
-    workers = 1 if args.offline else len(names)
-    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+    with concurrent.futures.ThreadPoolExecutor(len(names)) as pool:
         compiling = {pool.submit(contender, name, setting): name for name in names}
         for future in concurrent.futures.as_completed(compiling):
             name = compiling[future]

@@ -2,6 +2,8 @@
 
     python -m experiments.bench.training.step_curve # Llama-3.2-1B shapes, one GPU
     python -m experiments.bench.training.step_curve --preset tiny --steps 20 --length 64 # on a CPU
+    python -m experiments.bench.training.step_curve --preset small --batch 16 --length 512 \\
+        --learning-rate 2e-4 --recipes blocks squares # in 8 bits, too
 
 For each seed all start from the same weights and see the same text in the same order, with linear
 warm-up to a constant rate and the gradient clipped by its global norm. Curves are compared as means
@@ -12,6 +14,7 @@ over windows of steps, in nats a token, by three distances:
               same seed: what rounding alone does to the curve
     seeds     plain's seeds from one another: weights and order of the text
 
+With ``--recipes``, ours in 8 bits is compared with ours in bf16, relative to the loss.
 The losses are the same where the largest and the root mean square of the first are both at most the
 larger of the other two.
 """
@@ -35,6 +38,7 @@ from experiments.bench.training.step_programs import (
     without_rope_scaling,
 )
 from jaxinfra.config.model import ModelConfig
+from jaxinfra.config.precision import Fp8Matmuls, Fp8Scaling
 from jaxinfra.config.presets import MODELS
 from jaxinfra.data.sources import scan
 from jaxinfra.data.tokenizer import train_bpe
@@ -75,8 +79,9 @@ def main() -> None:
             losses[side].append(train(program, batches, seed))
         found: dict[str, Any] = {"verdict": "none yet: one seed, and noise needs two"}
         if seed > 0:
-            found = compare(losses)
+            found = compare({side: losses[side] for side in losses if side not in args.recipes})
             print(table(found), flush=True)
+        found["recipes"] = {name: beside(losses[name], losses["ours"]) for name in args.recipes}
         _say(found["verdict"])
         if args.out:
             document = result | {"clocks_after": clocks(), **found, "losses": losses}
@@ -108,6 +113,9 @@ def _arguments() -> argparse.Namespace:
         default=True,
         help="the plain step with its sums in another order, besides",
     )
+    parser.add_argument(
+        "--recipes", nargs="*", default=[], choices=list(Fp8Scaling), help="ours in 8 bits, too"
+    )
     parser.add_argument("--remat", default="none")
     parser.add_argument("--unroll", type=int, default=1)
     parser.add_argument("--attention", default="auto")
@@ -136,16 +144,18 @@ def _programs(config: ModelConfig, args: argparse.Namespace) -> dict[str, Progra
     _say(f"plain compiled in {programs['plain'].compile_s:.1f} s")
     if args.control:
         programs["control"] = plain_reordered(programs["plain"], config, **sizes)
-    programs["ours"] = ours(
-        config,
-        **sizes,
-        **training,
-        remat=args.remat,
-        unroll=args.unroll,
-        attention=args.attention,
-        options=parse_options(args.options.split(",")) if args.options else None,
-    )
-    _say(f"ours compiled in {programs['ours'].compile_s:.1f} s")
+    for name in ("ours", *args.recipes):
+        programs[name] = ours(
+            config,
+            **sizes,
+            **training,
+            remat=args.remat,
+            unroll=args.unroll,
+            attention=args.attention,
+            fp8=None if name == "ours" else Fp8Matmuls(scaling=Fp8Scaling(name)),
+            options=parse_options(args.options.split(",")) if args.options else None,
+        )
+        _say(f"{name} compiled in {programs[name].compile_s:.1f} s")
     return programs
 
 
@@ -247,6 +257,16 @@ def compare(losses: dict[str, list[list[float]]]) -> dict[str, Any]:
             }
             for window in range(theirs.shape[1])
         ],
+    }
+
+
+def beside(curves: list[list[float]], reference: list[list[float]]) -> dict[str, float]:
+    """Relative differences of smoothed curves: the signed mean, and the largest of one seed."""
+    mine, theirs = _smooth(curves), _smooth(reference)
+    by_seed = mine.mean(axis=1) / theirs.mean(axis=1) - 1.0
+    return {
+        "mean": float(np.mean(mine / theirs - 1.0)),
+        "largest_seed": float(np.max(np.abs(by_seed))),
     }
 
 
