@@ -62,20 +62,20 @@ if TYPE_CHECKING:
     from jaxinfra.serving.load import LoadedModel as LoadedModel
     from jaxinfra.serving.load import load as load
     from jaxinfra.serving.load import load_model as load_model
-    from jaxinfra.training.callbacks import Callback as Callback
-    from jaxinfra.training.callbacks import JsonLinesLogger as JsonLinesLogger
-    from jaxinfra.training.callbacks import MetricsLogger as MetricsLogger
-    from jaxinfra.training.callbacks import MlflowLogger as MlflowLogger
-    from jaxinfra.training.callbacks import TensorBoardLogger as TensorBoardLogger
-    from jaxinfra.training.callbacks import WandbLogger as WandbLogger
-    from jaxinfra.training.finished import Outcome as Outcome
-    from jaxinfra.training.mixture_read import SourceRead as SourceRead
-    from jaxinfra.training.mixture_read import read_mixture as read_mixture
+    from jaxinfra.training.metrics import Callback as Callback
+    from jaxinfra.training.metrics import JsonLinesLogger as JsonLinesLogger
+    from jaxinfra.training.metrics import MetricsLogger as MetricsLogger
+    from jaxinfra.training.metrics import MlflowLogger as MlflowLogger
+    from jaxinfra.training.metrics import TensorBoardLogger as TensorBoardLogger
+    from jaxinfra.training.metrics import WandbLogger as WandbLogger
     from jaxinfra.training.preferences import PairLoss as PairLoss
     from jaxinfra.training.preferences import preference_loss as preference_loss
     from jaxinfra.training.session import train as train
     from jaxinfra.training.steps import Steps as Steps
     from jaxinfra.training.steps import batch_of as batch_of
+    from jaxinfra.training.summary import Outcome as Outcome
+    from jaxinfra.training.summary import SourceRead as SourceRead
+    from jaxinfra.training.summary import read_mixture as read_mixture
 
 __version__ = "0.1.0"
 
@@ -167,7 +167,7 @@ _PUBLIC = {
         "load",
         "load_model",
     ),
-    "jaxinfra.training.callbacks": (
+    "jaxinfra.training.metrics": (
         "Callback",
         "JsonLinesLogger",
         "MetricsLogger",
@@ -175,8 +175,8 @@ _PUBLIC = {
         "TensorBoardLogger",
         "WandbLogger",
     ),
-    "jaxinfra.training.finished": ("Outcome",),
-    "jaxinfra.training.mixture_read": (
+    "jaxinfra.training.summary": (
+        "Outcome",
         "SourceRead",
         "read_mixture",
     ),

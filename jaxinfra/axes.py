@@ -1,7 +1,7 @@
 """The two vocabularies of the code base: mesh axes and logical dims.
 
 An *axis* belongs to the device mesh, a *dim* to a tensor. Layers name the logical dims of every
-parameter and activation; a rules table (``jaxinfra.parallel.rules``) maps dims to mesh axes; one
+parameter and activation; a rules table (``jaxinfra.parallel.mesh``) maps dims to mesh axes; one
 function (``jaxinfra.parallel.place``) places them. Nothing else knows both vocabularies.
 
 A tensor's name ends in the letters of its dims:

@@ -3,8 +3,8 @@
 import numpy as np
 
 from jaxinfra.data.batch import Batch
-from jaxinfra.training.initialize import first_state, with_frozen
 from jaxinfra.training.job import make_job
+from jaxinfra.training.start import first_state, with_frozen
 
 
 def batch():

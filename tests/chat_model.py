@@ -7,7 +7,7 @@ import jax
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxinfra.checkpoint.conversion import write_hf
+from jaxinfra.checkpoint.model_directory import write_hf
 from jaxinfra.checkpoint.parameter_sources import LiveParameters
 from jaxinfra.config.model import (
     BlockConfig,

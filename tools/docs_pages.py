@@ -175,7 +175,7 @@ _GROUPS = {
     "jaxinfra.api.presets": "Begin with a config",
     "jaxinfra.config.codec": "Begin with a config",
     "jaxinfra.config.files": "Begin with a config",
-    "jaxinfra.training.callbacks": "Callbacks and loggers",
+    "jaxinfra.training.metrics": "Callbacks and loggers",
     "jaxinfra.training": "Train",
     "jaxinfra.serving": "Trained models",
     "jaxinfra.api.models": "Trained models",

@@ -17,9 +17,8 @@ from matplotlib.patches import Rectangle
 
 from jaxinfra import axes
 from jaxinfra.config.mesh import ShardingConfig, parse_mesh
-from jaxinfra.parallel.mesh import make_mesh
+from jaxinfra.parallel.mesh import Rules, make_mesh, state_rules
 from jaxinfra.parallel.place import Placement
-from jaxinfra.parallel.rules import Rules, state_rules
 
 DEVICES = 4
 SHAPE = (8, 8)  # of the matrix drawn, [embed, mlp]: mlp/up

@@ -15,7 +15,7 @@ from jaxinfra.planning.measured import with_bench_results
 from jaxinfra.planning.model import find_model, plan_model
 from jaxinfra.planning.plan import Plan, make_plan
 from jaxinfra.planning.search import Question, search
-from jaxinfra.runtime.places import user_cache
+from jaxinfra.runtime.files import user_cache
 
 _TOKENS_A_STEP = 4 * 2**20
 

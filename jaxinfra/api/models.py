@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxinfra.checkpoint.conversion import write_hf
 from jaxinfra.checkpoint.initial import read_initial
-from jaxinfra.checkpoint.model_directory import is_model_directory
+from jaxinfra.checkpoint.model_directory import is_model_directory, write_hf
 from jaxinfra.checkpoint.parameter_sources import LiveParameters
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.mesh import MeshConfig
@@ -20,14 +19,13 @@ from jaxinfra.errors import ConfigError
 from jaxinfra.hf import by_path, to_hf_config
 from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.runtime.places import user_cache
+from jaxinfra.runtime.files import user_cache
 from jaxinfra.serving import generate as tokens
 from jaxinfra.serving.convert import write_tokenizer
 from jaxinfra.serving.generate import FinishReason
 from jaxinfra.serving.load import LoadedModel, load
-from jaxinfra.training.evaluate_pretrained import evaluate_pretrained
-from jaxinfra.training.evaluate_run import RunEvaluation, evaluate_run
-from jaxinfra.training.initialize import finetuning_config
+from jaxinfra.training.evaluation import RunEvaluation, evaluate_pretrained, evaluate_run
+from jaxinfra.training.start import finetuning_config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,23 +1,304 @@
-"""Saving and restoring a run's state so that nothing is lost."""
+"""Finding the newest checkpoint that is as it was written, and reading it.
 
+One save: arrays to a partial directory, sums, commit, retention; in a background thread.
+
+Saving and restoring a run's state so that nothing is lost.
+"""
+
+import dataclasses
+import errno
 import logging
+import os
+import re
 import secrets
+import threading
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self, final
+from typing import Any, Self, final
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxinfra.checkpoint import arrays, directory_layout, metadata, processes
+from jaxinfra.checkpoint.directory_layout import Rejected
+from jaxinfra.checkpoint.finite import require_finite
 from jaxinfra.checkpoint.metadata import JSON, Metadata
-from jaxinfra.checkpoint.restoring import Restored, read_newest
-from jaxinfra.checkpoint.saving import Save, SaveTarget
 from jaxinfra.config.run import CheckpointConfig
 from jaxinfra.errors import CheckpointError
 
+_PARAMETERS = "parameters/"
+
 _log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Restored:
+    """A state read back, and the checkpoints that were tried before it and found damaged."""
+
+    step: int
+    state: PyTree[jax.Array]
+    data_state: dict[str, JSON]
+    heldout_loss: float | None
+    settings: dict[str, JSON]  # of the run when it was saved; empty where not known
+    quarantined: tuple[Rejected, ...]
+
+
+def load_state(
+    directory: Path,
+    abstract_state: PyTree[jax.ShapeDtypeStruct],
+    *,
+    step: int | None = None,
+    identity: dict[str, JSON] | None = None,
+    settings: dict[str, JSON] | None = None,
+) -> Restored:
+    """Reads from a run that may still be training: takes no lock, moves and deletes nothing.
+
+    ``abstract_state`` may leave out parts of what was saved, such as the optimizer's. Damaged
+    checkpoints are skipped with a warning. For the rest see ``Checkpointer.restore``.
+
+    Args:
+        settings: of the run as they are now; those that are others than when it was saved may
+            change what is done with it, and are said in a warning.
+    """
+    restored = read_newest(
+        directory, abstract_state, step=step, identity=identity, reject=_skip, subset=True
+    )
+    if settings is not None and restored.settings:
+        changes = metadata.setting_changes(restored.settings, settings)
+        if changes:
+            _log.warning("settings changed since it was saved: %s", "; ".join(changes))
+    return restored
+
+
+type Reject = Callable[[Path, int, list[str]], Rejected]
+
+
+def _skip(directory: Path, step: int, reasons: list[str]) -> Rejected:
+    path = directory / directory_layout.step_name(step)
+    rejected = Rejected(step=step, path=path, reasons=tuple(reasons))
+    _log.warning("checkpoint skipped: %s, in %s", rejected, path)
+    return rejected
+
+
+def read_newest(
+    directory: Path,
+    abstract_state: PyTree[jax.ShapeDtypeStruct],
+    *,
+    step: int | None,
+    identity: dict[str, JSON] | None,
+    reject: Reject,
+    subset: bool,
+) -> Restored:
+    """Verifies, checks that state and identity match, then reads; a collective of all processes."""
+    wanted, treedef = metadata.flatten(abstract_state)
+    unplaced = [path for path, leaf in wanted.items() if leaf.sharding is None]
+    if unplaced:
+        raise CheckpointError(
+            f"no sharding for {unplaced[0]} ({len(unplaced)} of {len(wanted)} leaves); restoring "
+            "places each array directly: pass jax.ShapeDtypeStruct(shape, dtype, sharding=...)"
+        )
+    # One process reads all files to verify them; the others would load the disks N times over.
+    found = processes.on_first(lambda: _choose(directory, step, reject))
+    rejected = tuple(
+        Rejected(step=item["step"], path=Path(item["path"]), reasons=tuple(item["reasons"]))
+        for item in found["rejected"]
+    )
+    checkpoint = directory / directory_layout.step_name(found["step"])
+    saved = metadata.read(checkpoint)
+    if identity is not None:
+        metadata.require_same_identity(saved.identity, identity, where=checkpoint)
+    metadata.require_same_tree(
+        saved.tree, metadata.describe(wanted), subset=subset, where=checkpoint
+    )
+    try:
+        # Orbax refuses relative paths.
+        flat = arrays.read((checkpoint / directory_layout.ARRAYS).absolute(), wanted)
+    except Exception as error:
+        raise CheckpointError(
+            f"{checkpoint} is as it was written, but reading it failed: {error}"
+        ) from error
+    weights = {path: leaf for path, leaf in flat.items() if path.startswith(_PARAMETERS)}
+    require_finite(weights, where=checkpoint)
+    return Restored(
+        step=saved.step,
+        state=jax.tree.unflatten(treedef, [flat[path] for path in wanted]),
+        data_state=saved.data_state,
+        heldout_loss=saved.heldout_loss,
+        settings=saved.settings,
+        quarantined=rejected,
+    )
+
+
+def require_finite_parameters(checkpoint: Path) -> None:
+    """Raises CheckpointError where a verified checkpoint's parameters hold a NaN or an infinity.
+
+    For whoever wants to know that a model can be used, and does not use it: one array at a time
+    is brought onto this process's first device.
+    """
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    for path, leaf in metadata.read(checkpoint).tree.items():
+        if path.startswith(_PARAMETERS) and jnp.issubdtype(leaf.dtype, jnp.floating):
+            wanted = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype), sharding=device)
+            stored = (checkpoint / directory_layout.ARRAYS).absolute()
+            require_finite(arrays.read(stored, {path: wanted}), where=checkpoint)
+
+
+def _choose(directory: Path, step: int | None, reject: Reject) -> dict[str, Any]:
+    """The step to read, as JSON: the one asked for or the newest good one; and the bad ones."""
+    available = directory_layout.steps(directory)
+    candidates = list(reversed(available)) if step is None else [step]
+    rejected: list[Rejected] = []
+    for candidate in candidates:
+        if candidate not in available:
+            continue
+        problems = directory_layout.verify(directory, candidate)
+        if not problems:
+            return {
+                "step": candidate,
+                "rejected": [
+                    {"step": bad.step, "path": str(bad.path), "reasons": list(bad.reasons)}
+                    for bad in rejected
+                ],
+            }
+        if candidate not in directory_layout.steps(directory):
+            continue  # a training run that is still going on pruned it meanwhile
+        rejected.append(reject(directory, candidate, [str(problem) for problem in problems]))
+    if rejected:
+        found = "; ".join(f"{bad}, kept in {bad.path}" for bad in rejected)
+        raise CheckpointError(f"no good checkpoint in {directory}: {found}{_others(directory)}")
+    asked = "" if step is None else f" of step {step}"
+    raise CheckpointError(f"no checkpoint{asked} in {directory}{_others(directory)}")
+
+
+def _others(directory: Path) -> str:
+    others = directory_layout.steps(directory)
+    return f". Other steps there: {', '.join(map(str, others))}" if others else ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SaveTarget:
+    """Where a save goes and what becomes of older ones."""
+
+    directory: Path
+    step: int
+    unique: str  # the same on all processes, never used before
+    config: CheckpointConfig
+
+    @property
+    def partial(self) -> Path:
+        """The directory being written."""
+        return self.directory / f"{directory_layout.step_name(self.step)}.partial-{self.unique}"
+
+    @property
+    def final(self) -> Path:
+        """The directory once committed."""
+        return self.directory / directory_layout.step_name(self.step)
+
+    def written_marker(self, process: int) -> Path:
+        """Exists once a process has written its part; gone before the sums are taken."""
+        return self.partial / f"written.{process}"
+
+    def prepare(self) -> None:
+        """Makes the empty partial directory; process 0 does it before anyone writes."""
+        if self.final.exists():
+            raise CheckpointError(
+                f"step {self.step} is already saved in {self.final}; a saved step is never "
+                "overwritten. Compare with latest() before saving, or set_aside() the old one"
+            )
+        # A failed save's last threads may have outlived its clean-up.
+        directory_layout.sweep(self.directory)
+        try:
+            (self.partial / directory_layout.ARRAYS).mkdir(parents=True)
+        except OSError as error:
+            directory_layout.discard(self.partial)
+            raise failed(self, error) from error
+
+
+class Save:
+    """A save in flight from the moment it is constructed."""
+
+    def __init__(self, target: SaveTarget, flat: Mapping[str, jax.Array], record: bytes) -> None:
+        self._target, self._record = target, record
+        self._flat: Mapping[str, jax.Array] | None = flat
+        self._copied = threading.Event()
+        self.failure: CheckpointError | None = None
+        # The whole save runs there, so that no event loop or mesh of the caller gets in its way.
+        self._thread = threading.Thread(target=self._run, name=f"save step {target.step}")
+        self._thread.start()
+
+    def wait_until_copied(self) -> None:
+        """Returns when the arrays are on the host: from then on their buffers may be donated."""
+        self._copied.wait()
+
+    def join(self) -> CheckpointError | None:
+        """Blocks until committed; returns the failure if it was not."""
+        self._thread.join()
+        return self.failure
+
+    def _run(self) -> None:
+        try:
+            self._write_and_commit()
+        except Exception as error:  # carried to the main thread, which raises it
+            self.failure = failed(self._target, error)
+            self.failure.__cause__ = error
+            if jax.process_index() == 0:
+                directory_layout.discard(self._target.partial)
+            else:  # what process 0 raises sends its reader to this process's log
+                _log.error("%s", self.failure)
+        finally:
+            self._copied.set()
+
+    def _write_and_commit(self) -> None:
+        target = self._target
+        write, own_failure = None, None
+        try:
+            write = arrays.Write(target.partial / directory_layout.ARRAYS, self._flat or {})
+            self._flat = None  # the caller may want the memory back before the files are written
+            self._copied.set()
+            write.finish()
+            target.written_marker(jax.process_index()).touch()
+        except Exception as error:  # the other processes wait at the barrier: go there first
+            own_failure = error
+        self._copied.set()
+        processes.barrier(f"checkpoint-written-{target.unique}")
+        if own_failure is not None:
+            raise own_failure
+        if jax.process_index() == 0 and write is not None:
+            self._commit(write)
+
+    def _commit(self, write: arrays.Write) -> None:
+        target = self._target
+        markers = [target.written_marker(process) for process in range(jax.process_count())]
+        absent = [process for process, marker in enumerate(markers) if not marker.exists()]
+        if absent:
+            raise CheckpointError(f"processes {absent} could not write; their logs say why")
+        for marker in markers:
+            marker.unlink()
+        write.merge()
+        (target.partial / directory_layout.METADATA).write_bytes(self._record)
+        directory_layout.write_manifest(target.partial, step=target.step)
+        directory_layout.commit(target.partial, target.final)
+        # Only now: until the new one is committed, the newest good one is an older one.
+        losses = metadata.heldout_losses(target.directory)
+        for step in losses.keys() - directory_layout.retained(losses, target.config):
+            directory_layout.delete(target.directory, step)
+
+
+def failed(target: SaveTarget, error: Exception) -> CheckpointError:
+    """What people read when a save fails: step, path, cause, and that nothing older is lost."""
+    # TensorStore puts the number among a page of its own state; the exception's cause has it all.
+    in_text = re.search(r"os_error_code='(\d+)'", str(error))
+    code = error.errno if isinstance(error, OSError) else int(in_text[1]) if in_text else None
+    cause = os.strerror(code) if code else re.sub(r" \[\w+='.*", "", str(error), flags=re.DOTALL)
+    full = code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    remedy = " Free some space there, or keep fewer checkpoints." if full else ""
+    return CheckpointError(
+        f"step {target.step} was not saved to {target.final}: {cause.rstrip('. ')}. "
+        f"Earlier checkpoints are untouched.{remedy}"
+    )
 
 
 @final

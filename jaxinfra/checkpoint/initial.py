@@ -9,13 +9,15 @@ from pathlib import Path
 
 import jax
 
-from jaxinfra.checkpoint import directory_layout, manifest, processes
-from jaxinfra.checkpoint.conversion import TOKENIZER_FILES
-from jaxinfra.checkpoint.model_directory import is_model_directory, read_model_directory
-from jaxinfra.checkpoint.onto_mesh import place_parameters
+from jaxinfra.checkpoint import directory_layout, processes
+from jaxinfra.checkpoint.checkpointer import load_state
+from jaxinfra.checkpoint.model_directory import (
+    TOKENIZER_FILES,
+    is_model_directory,
+    read_model_directory,
+)
+from jaxinfra.checkpoint.onto_mesh import place_parameters, place_quantized
 from jaxinfra.checkpoint.parameter_sources import LiveParameters, ParameterSource
-from jaxinfra.checkpoint.quantized_onto_mesh import place_quantized
-from jaxinfra.checkpoint.restoring import load
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.checkpoint.tensor_files import open_tensor_files
 from jaxinfra.config.finetune import BaseWeights, InitConfig
@@ -141,7 +143,7 @@ def _masters(init: InitConfig, config: ModelConfig, shardings: Parameters) -> Pa
 
     # The names of fields of the training state; what else is in there is not read.
     wanted = {weights: placed(model.shapes), "model_state": placed(model.state_shapes)}
-    read = load(run.checkpoints, wanted, step=step, identity=of_run).state
+    read = load_state(run.checkpoints, wanted, step=step, identity=of_run).state
     return merged(read[weights], read["model_state"])
 
 
@@ -189,7 +191,7 @@ def _sum_of_step(run: RunDirectory, step: int) -> str:
 def _sum(files: set[Path]) -> str:
     """SHA-256 of the files' names and sums."""
     ordered: Sequence[Path] = sorted(files)
-    with concurrent.futures.ThreadPoolExecutor(manifest.MAX_THREADS) as pool:
-        sums = list(pool.map(manifest.sha256, ordered))
+    with concurrent.futures.ThreadPoolExecutor(directory_layout.MAX_THREADS) as pool:
+        sums = list(pool.map(directory_layout.sha256, ordered))
     lines = [f"{file.name} {digest}\n" for file, digest in zip(ordered, sums, strict=True)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()

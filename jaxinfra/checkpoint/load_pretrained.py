@@ -1,22 +1,315 @@
-"""A model from a directory of safetensors, as Hugging Face or ``jaxinfra convert`` writes them."""
+"""Weights of a quantized checkpoint kept in few bits: from its files onto a mesh as they are.
+
+What a projection multiplies with stays packed where all layers have it in one format, as a matrix
+of outputs and inputs. Anything else is read as the numbers that it stands for, and a line says so.
+
+A model from a directory of safetensors, as Hugging Face or ``jaxinfra convert`` writes them.
+"""
 
 import dataclasses
+import functools
+import logging
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jaxinfra.checkpoint.finite import require_finite
 from jaxinfra.checkpoint.model_directory import read_model_directory
 from jaxinfra.checkpoint.onto_mesh import place_parameters
-from jaxinfra.checkpoint.packed_parameters import packed_shapes, place_packed
-from jaxinfra.checkpoint.parameter_sources import ParameterSource
+from jaxinfra.checkpoint.parameter_sources import MappedParameters, ParameterSource
+from jaxinfra.checkpoint.stored_weights import DequantizedFiles, StoredWeight
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.model.definition import ModelDefinition, Parameters, define_model, merged, without
+from jaxinfra.hf.mapping import Part, Tensor
+from jaxinfra.hf.tensor_layout import Index
+from jaxinfra.model.definition import (
+    ModelDefinition,
+    Parameters,
+    define_model,
+    merged,
+    nest,
+    without,
+)
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
+from jaxinfra.ops.quantized import QuantizedWeight, WeightFormat
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
+from jaxinfra.parallel.place_quantized import quantized_shardings
+
+_LOG = logging.getLogger(__name__)
+type _Read = Callable[[StoredWeight, Index], np.ndarray]
+"""A slice [outputs, inputs] of something that each element of a weight has."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedParameter:
+    """One of our parameters in few bits, of all layers, as the files hold it."""
+
+    source: MappedParameters
+    weights: Mapping[str, StoredWeight]  # by the files' names
+    path: str
+    shape: tuple[int, ...]
+    form: WeightFormat
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    scale_dtype: np.dtype
+    has_zeros: bool
+    has_order: bool
+
+    @property
+    def shapes(self) -> QuantizedWeight:
+        """Shapes and dtypes of its parts."""
+        return shapes_in_few_bits(
+            self.shape,
+            self.form,
+            inputs=self.inputs,
+            outputs=self.outputs,
+            scale_dtype=self.scale_dtype,
+            has_zeros=self.has_zeros,
+            has_order=self.has_order,
+        )
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """A slice of the part of this name."""
+        num_leading = len(self.shape) - len(self.inputs) - len(self.outputs)
+        leading, inner = index[:num_leading], index[num_leading:]
+        ranges = [range(part.start, part.stop) for part in leading]
+        read = functools.partial(self._read_one, name, inner)
+        found = np.stack([read(at) for at in np.ndindex(*map(len, ranges))])
+        return found.reshape(*map(len, ranges), *found.shape[1:])
+
+    def _read_one(self, name: str, index: Index, at: tuple[int, ...]) -> np.ndarray:
+        """Of one layer, or one expert of it."""
+        rows_of = self.form.group_rows or math.prod(self.inputs)
+        columns_of = self.form.group_columns or math.prod(self.outputs)
+        match name:
+            case "order":
+                return self._order(at)[index[0]].astype(np.int32)
+            case "data":
+                (rows, columns), pairs = index, 8 // self.form.code.bits
+                rows = slice(rows.start * pairs, rows.stop * pairs)
+                codes = self._matrix(at, rows, columns, lambda weight, i: weight.codes(i))
+                return codes if pairs == 1 else _packed_pairs(codes, rows_of)
+            case "scales":
+                groups, blocks = index
+                read = _each_scale
+            case _:
+                (groups, blocks), columns_of = index, 1
+                read = _each_zero
+        whole = math.prod(self.inputs), math.prod(self.outputs)
+        rows = slice(groups.start * rows_of, min(groups.stop * rows_of, whole[0]))
+        columns = slice(blocks.start * columns_of, min(blocks.stop * columns_of, whole[1]))
+        return self._matrix(at, rows, columns, read)[::rows_of, ::columns_of]
+
+    def _matrix(self, at: tuple[int, ...], rows: slice, columns: slice, read: _Read) -> np.ndarray:
+        """A slice [rows, columns], rows in the order of their groups."""
+        order = self._order(at) if self.has_order else None
+        wanted = rows if order is None else slice(0, math.prod(self.inputs))
+        index = (
+            *(slice(i, i + 1) for i in at),
+            *_of_dims(wanted, self.inputs),
+            *_of_dims(columns, self.outputs),
+        )
+        found = self.source.gather(
+            self.path, index, lambda name, theirs: read(self.weights[name], theirs)
+        )
+        found = found.reshape(wanted.stop - wanted.start, columns.stop - columns.start)
+        return found if order is None else found[order[rows]]
+
+    def _order(self, at: tuple[int, ...]) -> np.ndarray:
+        """Rows of the weight by group."""
+        index = (
+            *(slice(i, i + 1) for i in at),
+            *(slice(0, size) for size in self.inputs),
+            *(slice(0, 1) for _ in self.outputs),
+        )
+
+        def numbers(weight: StoredWeight, theirs: Index) -> np.ndarray:
+            each = np.arange(weight.shape[1] // weight.form.group_rows)
+            return weight.spread(each[None].repeat(weight.shape[0], 0), theirs)
+
+        found = self.source.gather(
+            self.path, index, lambda name, theirs: numbers(self.weights[name], theirs)
+        )
+        return np.argsort(found.reshape(-1), kind="stable")
+
+
+def shapes_in_few_bits(
+    shape: tuple[int, ...],
+    form: WeightFormat,
+    *,
+    inputs: tuple[int, ...],
+    outputs: tuple[int, ...],
+    scale_dtype: Any,
+    has_zeros: bool,
+    has_order: bool = False,
+) -> QuantizedWeight:
+    """Shapes and dtypes of the parts of a weight of this shape, as loading keeps them."""
+    leading = shape[: len(shape) - len(inputs) - len(outputs)]
+    rows, columns = math.prod(inputs), math.prod(outputs)
+    grid = form.scales_shape(rows, columns)
+    stored = rows * form.code.bits // 8
+    zeros = jnp.dtype("int8" if form.code.bits == 4 else "int16")
+
+    def part(*sizes: int, dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct((*leading, *sizes), jnp.dtype(dtype))
+
+    return QuantizedWeight(
+        data=part(stored, columns, dtype=form.code.storage),
+        scales=part(*grid, dtype=scale_dtype),
+        zeros=part(grid[0], columns, dtype=zeros) if has_zeros else None,
+        order=part(rows, dtype="int32") if has_order else None,
+        format=form,
+        inputs=inputs,
+        outputs=outputs,
+    )
+
+
+def place_packed(
+    source: ParameterSource, definition: ModelDefinition, placement: Placement
+) -> Parameters:
+    """The parameters that the files hold in few bits, each device its shard; empty where none are.
+
+    Raises:
+        ConfigError: devices would have parts of a group of elements that share a scale.
+        CheckpointError: scales that are not finite.
+    """
+
+    def place(packed: PackedParameter, shapes: QuantizedWeight) -> QuantizedWeight:
+        parts: dict[str, Any] = {
+            name: _place(packed, name, part, part.sharding) for name, part in shapes.parts.items()
+        }
+        require_finite({packed.path: parts["scales"]}, where="the model's files")
+        return dataclasses.replace(shapes, **parts).check()
+
+    return _each_packed(source, definition, placement, place)
+
+
+def packed_shapes(
+    source: ParameterSource, definition: ModelDefinition, placement: Placement
+) -> Parameters:
+    """The same parameters' shapes, dtypes and shardings; reads none of them."""
+    return _each_packed(source, definition, placement, lambda _, shapes: shapes)
+
+
+def _each_packed(
+    source: ParameterSource,
+    definition: ModelDefinition,
+    placement: Placement,
+    make: Callable[[PackedParameter, QuantizedWeight], QuantizedWeight],
+) -> Parameters:
+    """What ``make`` makes of each parameter in few bits and its shapes, which are placed."""
+    result: dict[tuple[Any, ...], QuantizedWeight] = {}
+    for info in definition.table():
+        packed = _packed(source, info.path, info.shape) if info.matmul else None
+        if packed is not None:
+            keys = tuple(int(key) if key.isdigit() else key for key in info.path.split("/"))
+            shapes = packed.shapes
+            shardings = quantized_shardings(placement, shapes, info.dims, path=info.path)
+            placed: dict[str, Any] = {
+                name: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=shardings.parts[name])
+                for name, part in shapes.parts.items()
+            }
+            result[keys] = make(packed, dataclasses.replace(shapes, **placed))
+    return nest(result)
+
+
+def _place(packed: PackedParameter, name: str, part: Any, sharding: Any) -> jax.Array:
+    read: dict[Index, np.ndarray] = {}  # devices that hold the same shard read it once
+
+    def shard(index: Index | None) -> np.ndarray:
+        assert index is not None
+        bounds = tuple(
+            slice(*each.indices(size)[:2]) for each, size in zip(index, part.shape, strict=True)
+        )
+        if bounds not in read:
+            read[bounds] = packed.read(name, bounds).astype(part.dtype)
+        return read[bounds]
+
+    return jax.make_array_from_callback(part.shape, sharding, shard)
+
+
+def _packed(source: ParameterSource, path: str, shape: tuple[int, ...]) -> PackedParameter | None:
+    """A parameter that can stay as the files hold it; None: they hold it plainly."""
+    if not isinstance(source, MappedParameters) or not isinstance(source.files, DequantizedFiles):
+        return None
+    weights = source.files.weights
+    places = source.weights.parts_of(path)
+    found = [weights.get(source.names[tensor.name]) for tensor, _ in places]
+    stored = [weight for weight in found if weight is not None]
+    if not stored:
+        return None
+    forms = {
+        form_of_part(weight.form, *place) for weight, place in zip(stored, places, strict=False)
+    }
+    has_zeros = {weight.zeros is not None for weight in stored}
+    layouts = {(part.layout.theirs, part.layout.ours) for _, part in places}
+    (theirs, ours), *_ = layouts
+    is_matrix = len(theirs) == 2 and ours == (*theirs[-1], *theirs[0])
+    alike = len(forms) == len(has_zeros) == len(layouts) == 1 and len(stored) == len(found)
+    if not alike or not is_matrix:
+        why = "as one matrix of outputs and inputs" if alike else "alike in all layers"
+        _LOG.warning("%s is dequantized: the files do not hold it %s", path, why)
+        return None
+    sizes = places[0][1].layout.sizes
+    scale = source.files.files.tensors[_scales_name(stored[0])].dtype
+    return PackedParameter(
+        source=source,
+        weights=weights,
+        path=path,
+        shape=shape,
+        form=forms.pop(),
+        inputs=tuple(sizes[letter] for letter in theirs[1]),
+        outputs=tuple(sizes[letter] for letter in theirs[0]),
+        scale_dtype=scale if scale.itemsize > 1 else np.dtype(np.float32),  # powers of two
+        has_zeros=has_zeros.pop(),
+        has_order=any(weight.groups() is not None for weight in stored),
+    )
+
+
+def form_of_part(form: WeightFormat, tensor: Tensor, part: Part) -> WeightFormat:
+    """The format of our part of a tensor in ``form``; blocks of outputs that it cuts are taken
+    apart.
+    """
+    if form.group_columns > 1 and (tensor.interleaved or part.start % form.group_columns):
+        return dataclasses.replace(form, group_columns=1)
+    return form
+
+
+def _scales_name(weight: StoredWeight) -> str:
+    (name,) = (part for part in weight.parts if part.endswith(("scales", "_scale", "_scale_inv")))
+    return name
+
+
+def _each_scale(weight: StoredWeight, index: Index) -> np.ndarray:
+    return weight.spread(weight.scales(), index)
+
+
+def _each_zero(weight: StoredWeight, index: Index) -> np.ndarray:
+    assert weight.zeros is not None
+    return weight.spread(weight.zeros(), index)
+
+
+def _of_dims(part: slice, sizes: tuple[int, ...]) -> Index:
+    """A slice of dims taken together, cut along the first of them."""
+    inner = math.prod(sizes[1:])
+    if len(sizes) > 1 and (part.start % inner or part.stop % inner):
+        raise AssertionError(f"{part} of {sizes}: quantized_shardings cuts the first dim only")
+    first = slice(part.start // inner, part.stop // inner)
+    return (first, *(slice(0, size) for size in sizes[1:]))
+
+
+def _packed_pairs(codes: np.ndarray, group: int) -> np.ndarray:
+    """As ``pallas_kernels.quantized_matmul`` packs 4 bits: halves of groups share bytes."""
+    rows, columns = codes.shape
+    halves = codes.astype(np.uint8).reshape(rows // group, 2, group // 2, columns)
+    return (halves[:, 0] | (halves[:, 1] << 4)).reshape(rows // 2, columns)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,25 +3,50 @@
 Two layouts. That of Hugging Face is told by ``model_type`` in its config.json. Ours has
 ``{"format": "jaxinfra", "model": ..., "hf": ...}``: the model's config, and the Hugging Face config
 it came from, if it did; its tensors have the paths of our parameters, stacked over layers.
+
+Model directories from one layout into the other, as a stream: a piece of a tensor at a time.
 """
 
+import contextlib
 import dataclasses
+import functools
 import json
-from collections.abc import Mapping
+import math
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfra.checkpoint.finite import require_finite_piece
 from jaxinfra.checkpoint.parameter_sources import (
     ParameterSource,
+    assemble_rows,
     mapped_parameters,
     stored_parameters,
 )
 from jaxinfra.checkpoint.quantized_files import plain_tensors
-from jaxinfra.checkpoint.tensor_files import open_tensor_files
+from jaxinfra.checkpoint.tensor_files import (
+    DTYPES,
+    new_directory,
+    open_tensor_files,
+    write_tensor_files,
+)
 from jaxinfra.config import codec
 from jaxinfra.config.model import ModelConfig
-from jaxinfra.errors import ConfigError
-from jaxinfra.hf import by_path, from_hf_config, quantization_of, weight_map
+from jaxinfra.errors import CheckpointError, ConfigError, nearest
+from jaxinfra.hf import (
+    by_path,
+    computed,
+    from_hf_config,
+    plain_hf_config,
+    quantization_of,
+    to_hf_config,
+    weight_map,
+)
+from jaxinfra.hf.mapping import Tensor
 from jaxinfra.model.definition import ModelDefinition
 from jaxinfra.runtime.files import read_json, require_type
 
@@ -90,3 +115,162 @@ def _values(path: Path) -> Any:
     if not file.is_file():
         return None
     return read_json(file, holds=Any)
+
+
+_PIECE_BYTES = 64 * 2**20  # of a tensor in memory at a time
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+"""Copied as they are, where they are."""
+
+
+def parse_dtype(name: str) -> np.dtype:
+    """An element type that files can have; raises ConfigError for others."""
+    if name not in DTYPES.values():
+        raise ConfigError(f"unknown dtype {name!r}{nearest(name, DTYPES.values())}")
+    return jnp.dtype(name)
+
+
+def write_ours(
+    source: ParameterSource,
+    definition: ModelDefinition,
+    path: Path,
+    *,
+    hf: Mapping[str, Any] | None,
+    tokenizer_directory: Path,
+    dtype: np.dtype | None,
+    max_shard_bytes: int,
+    piece_bytes: int = _PIECE_BYTES,
+) -> None:
+    """Writes a model directory in our layout.
+
+    Args:
+        hf: the Hugging Face config it came from, kept for the way back.
+        dtype: of all elements; None: as they are.
+    """
+    shapes = {name: leaf.shape for name, leaf in by_path(definition.arrays).items()}
+
+    def pieces(name: str, kind: np.dtype) -> Iterator[np.ndarray]:
+        shape = shapes[name]
+        row_bytes = math.prod(shape[1:]) * kind.itemsize
+        step = max(1, piece_bytes // row_bytes)
+        whole = tuple(slice(0, size) for size in shape[1:])
+        for start in range(0, shape[0], step):
+            rows = slice(start, min(start + step, shape[0]))
+            yield cast(source.read(name, (rows, *whole)), kind, name)
+
+    with filled_directory(path, tokenizer_directory) as directory:
+        (directory / "config.json").write_text(config_json(definition.config, hf))
+        kinds = {name: dtype or source.dtype(name) for name in shapes}
+        write_tensor_files(
+            directory,
+            {
+                name: (shape, kinds[name], functools.partial(pieces, name, kinds[name]))
+                for name, shape in shapes.items()
+            },
+            max_shard_bytes=max_shard_bytes,
+        )
+
+
+def write_hf(
+    source: ParameterSource,
+    definition: ModelDefinition,
+    path: Path,
+    *,
+    hf: Mapping[str, Any] | None,
+    tokenizer_directory: Path,
+    dtype: np.dtype | None,
+    max_shard_bytes: int,
+    piece_bytes: int = _PIECE_BYTES,
+) -> None:
+    """Writes a model directory in the layout of Hugging Face.
+
+    Args:
+        hf: a Hugging Face config that describes this model; None: one is made.
+        dtype: of all elements; None: as they are.
+    """
+    values = plain_hf_config(hf) if hf is not None else to_hf_config(definition.config)
+    weights = weight_map(values["model_type"], definition.config, definition.arrays)
+    kinds = {
+        tensor.name: dtype or _common_dtype(source, tensor) for tensor in weights.tensors.values()
+    }
+    # The older name of the key is the one that all releases read.
+    key = "dtype" if "dtype" in values else "torch_dtype"
+    (vocabulary, _) = weights.places["embedding/table", ()]
+    values[key] = kinds[vocabulary.name].name
+
+    def pieces(tensor: Tensor) -> Iterator[np.ndarray]:
+        for rows in assemble_rows(source, tensor, piece_bytes=piece_bytes):
+            yield cast(rows, kinds[tensor.name], tensor.name)
+
+    with filled_directory(path, tokenizer_directory) as directory:
+        (directory / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+        write_tensor_files(
+            directory,
+            {
+                name: (tensor.shape, kinds[name], functools.partial(pieces, tensor))
+                for name, tensor in weights.tensors.items()
+            },
+            max_shard_bytes=max_shard_bytes,
+        )
+
+
+def describes(hf: Mapping[str, Any], config: ModelConfig) -> bool:
+    """Whether a Hugging Face config still says this model."""
+    return from_hf_config(hf) == computed(config)
+
+
+def cast(x: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    """Rounds to nearest; raises CheckpointError where a finite number would become infinite, or a
+    number is none.
+    """
+    require_finite_piece(x, name=name)
+    if x.dtype == dtype:
+        return x
+    with np.errstate(over="ignore"):
+        result = x.astype(dtype)
+    if jnp.finfo(dtype).max < jnp.finfo(x.dtype).max:
+        overflowed = np.isinf(result.astype(np.float32)) & np.isfinite(x.astype(np.float64))
+        if overflowed.any():
+            raise CheckpointError(
+                f"tensor {name}: {np.count_nonzero(overflowed)} elements are too large for "
+                f"{dtype.name}, the largest is {np.max(np.abs(x))}; choose bfloat16 or float32"
+            )
+    return result
+
+
+def _common_dtype(source: ParameterSource, tensor: Tensor) -> np.dtype:
+    found = {source.dtype(part.path) for part in tensor.parts}
+    if len(found) > 1:
+        raise CheckpointError(
+            f"the parts of {tensor.name} are stored as "
+            f"{' and '.join(sorted(each.name for each in found))}; name one dtype for all"
+        )
+    return found.pop()
+
+
+@contextlib.contextmanager
+def filled_directory(path: Path, tokenizer_directory: Path) -> Iterator[Path]:
+    """A new model directory with the tokenizer's files; it appears when it is complete."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(
+            f"{path} exists and is not an empty directory; a conversion overwrites nothing: "
+            "name another"
+        )
+    with new_directory(path) as directory:
+        for name in TOKENIZER_FILES:
+            if (tokenizer_directory / name).is_file():
+                (directory / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(tokenizer_directory / name, directory / name)
+        yield directory

@@ -1,7 +1,12 @@
-"""Parameters from a source straight onto a mesh: each device gets its shard, and reads no more."""
+"""Parameters from a source straight onto a mesh: each device gets its shard, and reads no more.
 
+Weights from a source onto a mesh, those of projections rounded to few bits on the way.
+"""
+
+import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,11 +14,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxinfra.checkpoint.finite import require_finite
+from jaxinfra.checkpoint.finite import require_finite, require_finite_piece
 from jaxinfra.checkpoint.parameter_sources import ParameterSource
+from jaxinfra.config.finetune import BaseWeights
 from jaxinfra.hf import by_path
 from jaxinfra.hf.tensor_layout import Index
-from jaxinfra.model.definition import ModelDefinition, Parameters, only
+from jaxinfra.model.definition import (
+    ModelDefinition,
+    ParameterInfo,
+    Parameters,
+    is_weight,
+    merged,
+    nest,
+    only,
+)
+from jaxinfra.model.quantized_base import quantized_weight, rounded_weight, rounds_scales
+from jaxinfra.ops.quantized import QuantizedWeight, double_quantized
 from jaxinfra.parallel.place import path_name
 
 _PIECE_BYTES = 256 * 2**20  # of a stacked parameter that are on the host at a time
@@ -91,3 +107,121 @@ def _place(
 @functools.partial(jax.jit, donate_argnums=0)
 def _write_rows(stacked: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(stacked, rows, start, axis=0)
+
+
+_STORED = np.dtype(np.float32)
+
+
+def place_quantized(
+    source: ParameterSource,
+    definition: ModelDefinition,
+    shardings: Parameters,
+    *,
+    kept: BaseWeights,
+) -> Parameters:
+    """Reads parameters, each device its shard only; projections are rounded layer by layer.
+
+    What is rounded are the stored numbers in fp32, whatever the compute dtype, and no group of them
+    lies on two devices: so the result is the same on any mesh, and whenever it is read again.
+
+    Args:
+        shardings: of ``base_shapes``, as ``base_shardings`` gives them.
+    """
+    infos = {row.path: row for row in definition.table()}
+    plain: dict[tuple[Any, ...], Any] = {}
+    rounded: dict[tuple[Any, ...], Any] = {}
+    for path, sharding in jax.tree_util.tree_leaves_with_path(shardings, is_leaf=is_weight):
+        keys, name = tuple(each.key for each in path), path_name(path)
+        if isinstance(sharding, QuantizedWeight):
+            rounded[keys] = _rounded(source, infos[name], sharding, kept)
+        else:
+            plain[keys] = sharding
+    return merged(place_parameters(source, definition, nest(plain)), nest(rounded))
+
+
+def _rounded(
+    source: ParameterSource, info: ParameterInfo, sharding: Any, kept: BaseWeights
+) -> QuantizedWeight:
+    """One projection's weight, a layer at a time."""
+    num_layers, *sizes = info.shape
+    mesh, (_, rows, columns) = sharding.data.mesh, sharding.data.spec
+    inner, outer = info.contracted, len(sizes) - info.contracted
+    spec = (None, rows, *(None,) * (inner - 1), columns, *(None,) * (outer - 1))
+    whole = NamedSharding(mesh, PartitionSpec(*spec))
+
+    one_layer = jax.tree.map(
+        lambda each: NamedSharding(mesh, PartitionSpec(None, *each.spec[1:])), sharding
+    )
+    to_few_bits = _rounding(kept, inner, one_layer)
+    shapes = jax.eval_shape(
+        lambda weight: quantized_weight(weight, kept, num_inputs=inner),
+        jax.ShapeDtypeStruct((1, *sizes), _STORED),
+    )
+    stacked = jax.jit(
+        lambda: jax.tree.map(lambda x: jnp.zeros((num_layers, *x.shape[1:]), x.dtype), shapes),
+        out_shardings=sharding,
+    )()
+    for layer in range(num_layers):
+        weight = _layer_of(source, info.path, (1, *sizes), layer, whole)
+        stacked = _write_layer(stacked, to_few_bits(weight), layer)
+    return stacked
+
+
+def _rounding(
+    kept: BaseWeights, num_inputs: int, sharding: Any
+) -> Callable[[jax.Array], QuantizedWeight]:
+    """Rounds a layer of a weight onto devices.
+
+    Scales in 8 bits depend on a mean, whose last bit depends on how it is summed. So each device
+    sums all of them, in a program of its own that is the same on any mesh.
+    """
+    if not rounds_scales(kept):
+        return jax.jit(
+            lambda weight: quantized_weight(weight, kept, num_inputs=num_inputs),
+            out_shardings=sharding,
+        )
+    codes = sharding.scales.codes
+    everywhere = NamedSharding(codes.mesh, PartitionSpec())
+    first = jax.jit(
+        lambda weight: rounded_weight(weight, kept, num_inputs=num_inputs),
+        out_shardings=dataclasses.replace(sharding, scales=codes),
+    )
+    gathered = jax.jit(lambda scales: scales, out_shardings=everywhere)
+    second = jax.jit(double_quantized, out_shardings=everywhere)
+    placed = jax.jit(lambda scales: scales, out_shardings=sharding.scales)
+
+    def rounded(weight: jax.Array) -> QuantizedWeight:
+        plain = first(weight)
+        return dataclasses.replace(plain, scales=placed(second(gathered(plain.scales))))
+
+    return rounded
+
+
+def _layer_of(
+    source: ParameterSource, name: str, shape: tuple[int, ...], layer: int, sharding: NamedSharding
+) -> jax.Array:
+    """A layer of a weight as it is stored, fp32, each device its shard."""
+    read: dict[Index, np.ndarray] = {}  # devices that hold the same shard read it once
+
+    def shard(index: Index | None) -> np.ndarray:
+        assert index is not None
+        inner = tuple(
+            slice(*part.indices(size)[:2]) for part, size in zip(index[1:], shape[1:], strict=True)
+        )
+        if inner not in read:
+            piece = source.read(name, (slice(layer, layer + 1), *inner))
+            require_finite_piece(piece, name=name)
+            read[inner] = piece.astype(_STORED)
+        return read[inner]
+
+    return jax.make_array_from_callback(shape, sharding, shard)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write_layer(
+    stacked: QuantizedWeight, layer: QuantizedWeight, at: jax.Array
+) -> QuantizedWeight:
+    def write(into: jax.Array, part: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(into, part, at, axis=0)
+
+    return jax.tree.map(write, stacked, layer)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfra.checkpoint.parameter_sources import ParameterSource
-from jaxinfra.checkpoint.tensor_writer import new_directory, write_tensor_files
+from jaxinfra.checkpoint.tensor_files import new_directory, write_tensor_files
 from jaxinfra.checkpoint.trained_adapters import AdapterArrays, Adapters, column_norms
 from jaxinfra.config.finetune import AdapterKind, AdapterScaling
 from jaxinfra.errors import ConfigError

@@ -1,4 +1,6 @@
-"""Quantized weights read as the numbers that they stand for.
+"""The formats of quantized checkpoints: which tensors stand for a weight, and what they must be.
+
+Quantized weights read as the numbers that they stand for.
 
 The files hold elements in few bits and scales beside them. A reader shows what the model asks for:
 tensors of the weights' names and shapes in a plain dtype, scales hidden. Of a slice it reads the
@@ -15,13 +17,13 @@ from typing import Protocol
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfra.checkpoint.stored_formats import (
-    find_awq,
-    find_compressed,
-    find_gptq,
-    find_scaled_fp8,
+from jaxinfra.checkpoint import stored_weights as stored
+from jaxinfra.checkpoint.stored_weights import (
+    DequantizedFiles,
+    FindWeight,
+    StoredWeight,
+    found_tensor,
 )
-from jaxinfra.checkpoint.stored_weights import DequantizedFiles, FindWeight, found_tensor
 from jaxinfra.checkpoint.tensor_files import DTYPES, StoredTensor, TensorFiles
 from jaxinfra.errors import CheckpointError, ConfigError
 from jaxinfra.hf.quantization import (
@@ -34,6 +36,271 @@ from jaxinfra.hf.quantization import (
     TensorScaledFp8,
 )
 from jaxinfra.hf.tensor_layout import Index
+from jaxinfra.ops.quantized import WeightCode, WeightFormat
+
+_FLOATS = ("float16", "bfloat16", "float32")
+_POWERS = "float8_e8m0fnu"  # of two alone, where scale_fmt is ue8m0
+_WORDS = ("int32",)
+_Found = tuple[str, StoredWeight] | None
+
+
+def find_scaled_fp8(
+    files: TensorFiles, name: str, *, config: BlockScaledFp8 | TensorScaledFp8
+) -> _Found:
+    """``NAME`` in e4m3 with ``NAME_scale_inv`` of blocks, or one scale of the tensor, which
+    transformers calls so too and others ``NAME_scale``.
+    """
+    tensor = files.tensors[name]
+    if tensor.dtype.name != "float8_e4m3fn":
+        return None
+    if isinstance(config, TensorScaledFp8):
+        names = (f"{name}_scale_inv", f"{name}_scale")
+        scale = next((each for each in names if each in files.tensors), names[-1])
+        return name, _plain(files, name, scale, tensor, WeightCode.E4M3, per_tensor=True)
+    outputs, inputs = config.block
+    form = WeightFormat(code=WeightCode.E4M3, group_rows=inputs, group_columns=outputs)
+    scale = f"{name}_scale_inv"
+    shape = _matrix(files, name, tensor)
+    grid = form.scales_shape(*shape[::-1])[::-1]
+    stored.found_tensor(files, scale, grid, of=name, kinds=(*_FLOATS, _POWERS))
+    return name, StoredWeight(
+        shape=shape,
+        form=form,
+        parts=(name, scale),
+        first=tensor,
+        codes=functools.partial(files.read, name),
+        scales=functools.partial(stored.read_whole, files, scale),
+    )
+
+
+def find_awq(files: TensorFiles, name: str, *, config: Awq) -> _Found:
+    """``qweight``, ``qzeros`` and ``scales``."""
+    if not name.endswith(".qweight"):
+        return None
+    module, tensor = name.removesuffix("qweight"), files.tensors[name]
+    inputs, words = _matrix(files, name, tensor)
+    outputs = words * 8
+    group = _group_of(files, name, config.group, inputs)
+    found = functools.partial(stored.found_tensor, files, of=name)
+    found(name, tensor.shape, kinds=_WORDS)
+    found(f"{module}qzeros", (inputs // group, words), kinds=_WORDS)
+    found(f"{module}scales", (inputs // group, outputs), kinds=_FLOATS)
+    return f"{module}weight", StoredWeight(
+        shape=(outputs, inputs),
+        form=WeightFormat(code=WeightCode.INT4, group_rows=group),
+        parts=(name, f"{module}qzeros", f"{module}scales"),
+        first=tensor,
+        codes=functools.partial(stored.awq_codes, files, name),
+        scales=lambda: stored.read_whole(files, f"{module}scales").T,
+        zeros=functools.partial(stored.awq_zeros, files, f"{module}qzeros"),
+    )
+
+
+def find_gptq(files: TensorFiles, name: str, *, config: Gptq) -> _Found:
+    """``qweight``, ``qzeros``, ``scales`` and ``g_idx``, with or without act-order."""
+    if not name.endswith(".qweight"):
+        return None
+    module, tensor = name.removesuffix("qweight"), files.tensors[name]
+    count = 32 // config.bits
+    words, outputs = _matrix(files, name, tensor)
+    inputs = words * count
+    group = _group_of(files, name, config.group, inputs)
+    zeros, scales, order = (f"{module}{part}" for part in ("qzeros", "scales", "g_idx"))
+    found = functools.partial(stored.found_tensor, files, of=name)
+    found(name, tensor.shape, kinds=_WORDS)
+    found(zeros, (inputs // group, -(-outputs // count)), kinds=_WORDS)
+    found(scales, (inputs // group, outputs), kinds=_FLOATS)
+    parts = [name, zeros, scales]
+    groups = None
+    if order in files.tensors:
+        found(order, (inputs,), kinds=_WORDS)
+        parts.append(order)
+        groups = functools.partial(stored.group_numbers, files, order, group=group)
+    elif config.act_order and group < inputs:
+        raise CheckpointError(
+            f"{files.directory}: {order} is missing, which says the group of each input where "
+            "desc_act is true; copy all files again, or correct desc_act"
+        )
+    code = WeightCode.INT4 if config.bits == 4 else WeightCode.INT8
+    middle = 0 if config.bits == 4 else 128
+
+    def read_codes(index):
+        codes = stored.row_codes(files, name, index, bits=config.bits)
+        return codes if not middle else (codes.astype(np.int16) - middle).astype(np.int8)
+
+    def read_zeros() -> np.ndarray:
+        return _gptq_zeros(files, zeros, outputs, config) - middle
+
+    return f"{module}weight", StoredWeight(
+        shape=(outputs, inputs),
+        form=WeightFormat(code=code, group_rows=group),
+        parts=tuple(parts),
+        first=tensor,
+        codes=read_codes,
+        scales=lambda: stored.read_whole(files, scales).T,
+        zeros=read_zeros,
+        groups=groups or (lambda: None),
+    )
+
+
+def _gptq_zeros(files: TensorFiles, name: str, outputs: int, config: Gptq) -> np.ndarray:
+    """[outputs, groups]; the first version of the format stores one less."""
+    read = stored.unpacked(stored.read_whole(files, name), bits=config.bits, dim=1)
+    read = read[:, :outputs].T.astype(np.int16)
+    if not config.adds_one:
+        return read
+    if (read == (1 << config.bits) - 1).any():
+        raise CheckpointError(
+            f"{files.directory}: {name} has zero points stored as {(1 << config.bits) - 1}, one "
+            "less than what some programs read as 0 and others do not; save the checkpoint with "
+            "checkpoint_format gptq_v2"
+        )
+    return read + 1
+
+
+def find_compressed(files: TensorFiles, name: str, *, config: CompressedTensors) -> _Found:
+    """``weight_packed`` or ``weight``, with ``weight_scale`` and what else belongs to them."""
+    tensor = files.tensors[name]
+    if config.packed:
+        return _packed(files, name, tensor, config) if name.endswith(".weight_packed") else None
+    if not name.endswith(".weight") or tensor.dtype.name != config.code.storage.name:
+        return None
+    return name, _plain(
+        files,
+        name,
+        f"{name}_scale",
+        tensor,
+        config.code,
+        per_tensor=config.per_tensor,
+        config=config,
+    )
+
+
+def _packed(
+    files: TensorFiles, name: str, tensor: StoredTensor, config: CompressedTensors
+) -> _Found:
+    weight = name.removesuffix("_packed")
+    bits = config.code.bits
+    count, middle = 32 // bits, 1 << (bits - 1)
+    outputs, words = _matrix(files, name, tensor)
+    found = functools.partial(stored.found_tensor, files, of=name)
+    found(name, tensor.shape, kinds=_WORDS)
+    found(f"{weight}_shape", (2,), kinds=("int64", "int32"))
+    shape = tuple(int(n) for n in stored.read_whole(files, f"{weight}_shape"))
+    if shape[0] != outputs or not (words - 1) * count < shape[1] <= words * count:
+        raise CheckpointError(
+            f"{files.directory}: {weight}_shape says {list(shape)}, and {name} has room for "
+            f"[{outputs}, {words * count}]; one of them is of another model"
+        )
+    inputs = shape[1]
+    group = _group_of(files, name, config.group, inputs)
+    scale = f"{weight}_scale"
+    found(scale, (outputs, inputs // group), kinds=_FLOATS)
+    parts = [name, scale, f"{weight}_shape"]
+    zeros, groups = None, None
+    if not config.symmetric:
+        zero = f"{weight}_zero_point"
+        found(zero, (-(-outputs // count), inputs // group), kinds=_WORDS)
+        parts.append(zero)
+
+        def zeros() -> np.ndarray:
+            read = stored.unpacked(stored.read_whole(files, zero), bits=bits, dim=0)[:outputs]
+            return read.astype(np.int16) - (0 if bits == 4 else middle)
+
+    if f"{weight}_g_idx" in files.tensors:
+        order = f"{weight}_g_idx"
+        found(order, (inputs,), kinds=_WORDS)
+        parts.append(order)
+        groups = functools.partial(stored.group_numbers, files, order, group=group)
+
+    def codes(index) -> np.ndarray:
+        read = stored.column_codes(files, name, index, bits=bits)
+        return read if bits == 4 else (read.astype(np.int16) - middle).astype(np.int8)
+
+    by_channel = config.code is WeightCode.INT8 and config.group < 0
+    return weight, StoredWeight(
+        shape=(outputs, inputs),
+        form=WeightFormat(
+            code=config.code,
+            group_rows=0 if by_channel else group,
+            activations=config.activations,
+        ),
+        parts=tuple(parts),
+        first=tensor,
+        codes=codes,
+        scales=functools.partial(stored.read_whole, files, scale),
+        zeros=zeros,
+        groups=groups or (lambda: None),
+    )
+
+
+def _plain(
+    files: TensorFiles,
+    name: str,
+    scale: str,
+    tensor: StoredTensor,
+    code: WeightCode,
+    *,
+    per_tensor: bool,
+    config: CompressedTensors | None = None,
+) -> StoredWeight:
+    """Elements of 8 bits as they are, with scales of the tensor, its outputs, groups or blocks."""
+    outputs, inputs = shape = _matrix(files, name, tensor)
+    activations = None if config is None else config.activations
+    parts, zeros = [name, scale], None
+    if config is not None and config.block is not None:
+        rows, columns = config.block[1], config.block[0]
+    elif config is not None and config.group > 0:
+        rows, columns = _group_of(files, name, config.group, inputs), 1
+    else:
+        rows, columns = 0, 0 if per_tensor else 1
+    form = WeightFormat(code=code, group_rows=rows, group_columns=columns, activations=activations)
+    grid = form.scales_shape(inputs, outputs)[::-1]
+    found = files.tensors.get(scale)
+    # One number may be stored without dims, or with one.
+    flat = found is not None and np.prod(found.shape) == 1 == np.prod(grid)
+    stored.found_tensor(
+        files, scale, found.shape if flat and found is not None else grid, of=name, kinds=_FLOATS
+    )
+    if config is not None and not config.symmetric:
+        zero = f"{name}_zero_point"
+        shape_of_zeros = (1,) if per_tensor else (outputs, grid[1])
+        stored.found_tensor(files, zero, shape_of_zeros, of=name, kinds=("int8",))
+        parts.append(zero)
+
+        def zeros() -> np.ndarray:
+            read = stored.read_whole(files, zero)
+            return np.broadcast_to(read, (outputs, 1)) if per_tensor else read
+
+    return StoredWeight(
+        shape=shape,
+        form=form,
+        parts=tuple(parts),
+        first=tensor,
+        codes=functools.partial(files.read, name),
+        scales=lambda: stored.read_whole(files, scale).reshape(grid),
+        zeros=zeros,
+    )
+
+
+def _matrix(files: TensorFiles, name: str, tensor: StoredTensor) -> tuple[int, int]:
+    if len(tensor.shape) != 2 or 0 in tensor.shape:
+        raise CheckpointError(
+            f"{files.directory}: {name} has shape {list(tensor.shape)}; quantized weights are "
+            "matrices: copy all files again"
+        )
+    return tensor.shape[0], tensor.shape[1]
+
+
+def _group_of(files: TensorFiles, name: str, group: int, inputs: int) -> int:
+    group = inputs if group < 0 else group
+    if inputs % group or group % 2:
+        raise CheckpointError(
+            f"{files.directory}: {name} has {inputs} inputs, which are no whole number of groups "
+            f"of {group}, an even number; correct group_size in quantization_config"
+        )
+    return group
+
 
 _FP32, _BF16 = map(jnp.dtype, ("float32", "bfloat16"))
 _BLOCKS, _SCALES = "_blocks", "_scales"

@@ -10,7 +10,7 @@ recomputation.png  what recomputation costs by budget, of a run with remat=optim
 tensorboard/       the same curves as events
 checkpoints/       verified checkpoints (jaxinfra.checkpoint)
 trace/             profiler traces, where asked for
-incidents.jsonl    what went wrong and what was done (jaxinfra.runtime.incidents)
+incidents.jsonl    what went wrong and what was done (jaxinfra.runtime.recorder)
 environments.jsonl on what each session's steps were computed
 spikes/            why a loss was far above those before it, by step
 goodput.jsonl      where the wall time went, by session and cause
@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxinfra.checkpoint.conversion import TOKENIZER_FILES
+from jaxinfra.checkpoint.model_directory import TOKENIZER_FILES
 from jaxinfra.config import codec
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.run import RunConfig

@@ -13,7 +13,7 @@ import runpy
 import sys
 
 from jaxinfra.errors import ConfigError, nearest
-from jaxinfra.runtime.places import user_cache
+from jaxinfra.runtime.files import user_cache
 
 ROOMS = {
     "training": {

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from jaxinfra.checkpoint.conversion import parse_dtype
 from jaxinfra.checkpoint.finite import ALLOW_HELP, nonfinite_allowed
+from jaxinfra.checkpoint.model_directory import parse_dtype
 from jaxinfra.checkpoint.tensor_files import DTYPES
 from jaxinfra.errors import ConfigError
 from jaxinfra.serving.convert import Target, convert

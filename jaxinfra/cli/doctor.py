@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from jaxinfra.checkpoint import directory_layout
-from jaxinfra.checkpoint.manifest import verify
+from jaxinfra.checkpoint.directory_layout import verify
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config.data import DataConfig
 from jaxinfra.data.sources import scan

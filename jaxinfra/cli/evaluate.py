@@ -10,12 +10,15 @@ from jaxinfra.checkpoint.finite import ALLOW_HELP, nonfinite_allowed
 from jaxinfra.checkpoint.model_directory import is_model_directory
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.errors import CheckpointError, ConfigError
-from jaxinfra.runtime.places import user_cache
+from jaxinfra.runtime.files import user_cache
 from jaxinfra.serving.harness import evaluate_tasks
 from jaxinfra.serving.load import load
-from jaxinfra.training.evaluate_pretrained import evaluate_pretrained
-from jaxinfra.training.evaluate_run import RunEvaluation, evaluate_run
-from jaxinfra.training.evaluation import Evaluation
+from jaxinfra.training.evaluation import (
+    Evaluation,
+    RunEvaluation,
+    evaluate_pretrained,
+    evaluate_run,
+)
 from jaxinfra.training.metrics import finite
 
 

@@ -32,8 +32,8 @@ from jaxinfra.faults.arena import Arena
 from jaxinfra.faults.cause_list import all_causes, all_healthy
 from jaxinfra.faults.causes import CauseVerdict, check_health, judge_cause
 from jaxinfra.faults.verdict import FAULTS, Verdict, judge
+from jaxinfra.runtime.files import whole_number
 from jaxinfra.runtime.signals import raised_signals
-from jaxinfra.runtime.text import whole_number
 
 _LISTS = (deaths, wrong_or_slow, damage, serving, replicas)
 

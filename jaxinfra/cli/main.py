@@ -16,8 +16,8 @@ from typing import NoReturn, override
 
 from jaxinfra import __version__
 from jaxinfra.errors import JaxinfraError, nearest
+from jaxinfra.runtime.files import is_text
 from jaxinfra.runtime.signals import RESUMABLE_EXIT, process_request
-from jaxinfra.runtime.text import is_text
 
 COMMANDS = {
     "train": "train a model, or continue a run",
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _leave(code: int) -> int:
     """Ends a process of a job without waiting for the others; returns where it is alone."""
-    connection = sys.modules.get("jaxinfra.runtime.connect")
+    connection = sys.modules.get("jaxinfra.runtime.rendezvous")
     return code if connection is None else connection.leave(code, together=False)
 
 

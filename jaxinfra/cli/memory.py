@@ -39,7 +39,7 @@ from jaxinfra.numerics.policy import POLICIES, Policy, as_kept, held_as_computed
 from jaxinfra.quantize.held import held_shapes
 from jaxinfra.quantize.recipes import DEFAULT_GROUP, RECIPES, quantization_recipe
 from jaxinfra.training.job import lower_step, make_job
-from jaxinfra.training.recompute.picture import draw_choice
+from jaxinfra.training.recompute.optimal import draw_choice
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -39,8 +39,7 @@ from jaxinfra.planning.receipt import compile_for_gpu, compile_on_cpu
 from jaxinfra.planning.search import Found, Question, search
 from jaxinfra.planning.served import WEIGHTS, stored_format
 from jaxinfra.quantize.recipes import DEFAULT_GROUP
-from jaxinfra.runtime.files import read_json
-from jaxinfra.runtime.places import user_cache
+from jaxinfra.runtime.files import read_json, user_cache
 
 # Of the options that are no counts: beyond these, products of them would not be finite.
 _SMALLEST, _LARGEST = 1e-9, 1e18

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from jaxinfra.diagnostics.bisect import NonFiniteCause, find_nonfinite
 from jaxinfra.diagnostics.replay import COMPARED, Replayed, replay_step
-from jaxinfra.runtime.places import user_cache
+from jaxinfra.runtime.files import user_cache
 from jaxinfra.training.examine import Examination, examine_step
 from jaxinfra.training.metrics import finite
 

@@ -33,10 +33,9 @@ from jaxinfra.errors import (
 )
 from jaxinfra.runtime import injected_faults as faults
 from jaxinfra.runtime.cluster import Cluster, detect_cluster
-from jaxinfra.runtime.connect import connect, leave
-from jaxinfra.runtime.places import user_cache
+from jaxinfra.runtime.files import user_cache, whole_number
+from jaxinfra.runtime.rendezvous import connect, leave
 from jaxinfra.runtime.signals import noted_signals
-from jaxinfra.runtime.text import whole_number
 from jaxinfra.serving.adapter_bank import MAX_RANK, AdapterBank, load_bank
 from jaxinfra.serving.engine.options import EngineOptions, Preemption
 from jaxinfra.serving.load import LoadedModel, load

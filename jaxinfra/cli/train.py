@@ -29,7 +29,7 @@ from jaxinfra.config.presets import run_preset
 from jaxinfra.config.run import RunConfig
 from jaxinfra.config.validate import validate
 from jaxinfra.errors import ConfigError
-from jaxinfra.runtime.places import local_path
+from jaxinfra.runtime.files import local_path
 
 # Option to the setting it is short for.
 _SHORTHANDS = {

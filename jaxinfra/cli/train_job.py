@@ -18,18 +18,18 @@ from jaxinfra.config.preferences import PreferenceConfig
 from jaxinfra.config.run import RunConfig
 from jaxinfra.errors import ConfigError, DeviceMemoryError
 from jaxinfra.runtime.cluster import detect_cluster
-from jaxinfra.runtime.connect import leave
-from jaxinfra.runtime.places import user_cache
+from jaxinfra.runtime.files import user_cache
+from jaxinfra.runtime.rendezvous import leave
 from jaxinfra.runtime.signals import RESUMABLE_EXIT
 from jaxinfra.serving.generate import generate_text
 from jaxinfra.serving.load import load_run
 from jaxinfra.serving.sampling import SamplingConfig
 from jaxinfra.training.describe import placement_table
-from jaxinfra.training.initialize import finetuning_config, require_same_start
 from jaxinfra.training.job import make_job
-from jaxinfra.training.mixture_read import SourceRead, describe_mixture
 from jaxinfra.training.profile import parse_profile_range
 from jaxinfra.training.session import train
+from jaxinfra.training.start import finetuning_config, require_same_start
+from jaxinfra.training.summary import SourceRead, describe_mixture
 
 
 def resumed_config(directory: Path) -> RunConfig:

@@ -17,7 +17,7 @@ from jaxinfra.config.own import OwnFeedForward, OwnMixer
 from jaxinfra.config.parts import find_part, part_name
 from jaxinfra.config.rope import RopeScaling
 from jaxinfra.errors import ConfigError, nearest
-from jaxinfra.runtime.text import whole_number
+from jaxinfra.runtime.files import whole_number
 
 
 def _converter() -> cattrs.Converter:

@@ -7,7 +7,7 @@ import math
 from jaxinfra.axes import MESH_AXES, MeshAxis
 from jaxinfra.config.limits import require_within
 from jaxinfra.errors import ConfigError, nearest
-from jaxinfra.runtime.text import whole_number
+from jaxinfra.runtime.files import whole_number
 
 EXPERT = "expert"
 NODES = "expert nodes"

@@ -19,8 +19,7 @@ from jaxinfra.data.special_tokens import named_tokens, read_settings
 from jaxinfra.data.template_program import BEGIN, END
 from jaxinfra.data.tokenizer import GUARD, Tokenizer
 from jaxinfra.errors import ConfigError, DataError
-from jaxinfra.runtime.files import read_bytes
-from jaxinfra.runtime.text import is_text
+from jaxinfra.runtime.files import is_text, read_bytes
 
 type Message = Mapping[str, Any]
 """``{"role": ..., "content": ...}``, and what else the template reads."""

@@ -11,9 +11,8 @@ from jaxinfra.diagnostics.device_delays import device_delays
 from jaxinfra.diagnostics.host_delays import evaluation_delays, host_delays, rarely
 from jaxinfra.diagnostics.rank_delays import straggler_delays, without_waiting
 from jaxinfra.diagnostics.traced_run import TracedRun
-from jaxinfra.runtime.incidents import RECOMPILED, read_incidents
-from jaxinfra.runtime.json_lines import read_log
-from jaxinfra.runtime.recorder import read_records
+from jaxinfra.runtime.files import read_log
+from jaxinfra.runtime.recorder import RECOMPILED, read_incidents, read_records
 
 _SHARE = 0.1
 """Share of a step that saves cost at least to count."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfra.checkpoint import directory_layout
-from jaxinfra.checkpoint.restoring import Restored, load
+from jaxinfra.checkpoint.checkpointer import Restored, load_state
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
@@ -24,12 +24,11 @@ from jaxinfra.data.ledger import rows_sum, whole_sum
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.data.train_iterator import TrainIterator, train_batches
 from jaxinfra.errors import CheckpointError, ConfigError
-from jaxinfra.runtime.incidents import excluded_steps
-from jaxinfra.runtime.json_lines import read_log
-from jaxinfra.training.environment import Environment, environment_of
-from jaxinfra.training.initialize import first_state, with_frozen
+from jaxinfra.runtime.files import read_log
+from jaxinfra.runtime.recorder import excluded_steps
+from jaxinfra.training.describe import Environment, environment_of
 from jaxinfra.training.job import Job, keep_compiled_programs, make_job, step_programs
-from jaxinfra.training.resumption import excluded_batches
+from jaxinfra.training.start import excluded_batches, first_state, with_frozen
 from jaxinfra.training.state import State
 from jaxinfra.training.step import step_record
 
@@ -221,7 +220,7 @@ def _before(job: Job, run: RunDirectory, step: int) -> Restored | None:
         if saved >= step:
             continue
         try:
-            return load(
+            return load_state(
                 run.checkpoints,
                 job.abstract_state(),
                 step=saved,

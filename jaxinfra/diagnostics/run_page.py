@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 from jaxinfra.diagnostics.layer_pictures import draw_balance, draw_statistics, statistics_rows
 from jaxinfra.diagnostics.run_view import RunView
 from jaxinfra.runtime.picture_style import RED, new_picture
-from jaxinfra.training.loss_picture import loss_unit, smoothed
-from jaxinfra.training.mixture_read import mixture_cells
+from jaxinfra.training.summary import loss_unit, mixture_cells, smoothed
 
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;color:#222;max-width:62rem;margin:2rem auto;padding:0 1rem}

@@ -13,13 +13,11 @@ from jaxinfra.diagnostics.delay import Explanation
 from jaxinfra.diagnostics.delays import explain_step
 from jaxinfra.diagnostics.host_delays import phase_ms
 from jaxinfra.errors import ConfigError
-from jaxinfra.runtime.files import read_bytes, read_json
+from jaxinfra.runtime.files import read_bytes, read_json, read_log
 from jaxinfra.runtime.goodput import goodput, read_sessions, sum_causes
-from jaxinfra.runtime.incidents import read_incidents
-from jaxinfra.runtime.json_lines import read_log
-from jaxinfra.runtime.recorder import read_records
+from jaxinfra.runtime.recorder import read_incidents, read_records
 from jaxinfra.training.metrics import STATISTICS_FILE
-from jaxinfra.training.mixture_read import SourceRead, mixture_read
+from jaxinfra.training.summary import SourceRead, mixture_read
 
 OUT_OF_MEMORY_PICTURE = "out-of-memory.png"
 

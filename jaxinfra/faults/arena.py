@@ -20,12 +20,12 @@ import jax
 import numpy as np
 
 from jaxinfra.checkpoint import directory_layout
-from jaxinfra.checkpoint.restoring import load
+from jaxinfra.checkpoint.checkpointer import load_state
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.errors import JaxinfraError
+from jaxinfra.runtime.files import read_json_lines
 from jaxinfra.runtime.injected_faults import VARIABLE
-from jaxinfra.runtime.json_lines import read_json_lines
 from jaxinfra.runtime.recorder import RankRecord, read_record, read_records, record_file
 from jaxinfra.training.job import make_job
 
@@ -307,7 +307,7 @@ def state_sums(run: Path, step: int, mesh: MeshConfig | None = None) -> dict[str
         directory.read_config(), mesh=mesh or MeshConfig(), sharding=ShardingConfig()
     )
     with _LOADING:
-        restored = load(directory.checkpoints, make_job(config).abstract_state(), step=step)
+        restored = load_state(directory.checkpoints, make_job(config).abstract_state(), step=step)
     sums = {
         jax.tree_util.keystr(path, simple=True, separator="/"): hashlib.sha256(
             np.asarray(leaf).tobytes()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from jaxinfra.checkpoint.manifest import verify
+from jaxinfra.checkpoint.directory_layout import verify
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.faults.arena import (
     SAVE_EVERY,

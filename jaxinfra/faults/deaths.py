@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfra.checkpoint import directory_layout
-from jaxinfra.checkpoint.manifest import verify
+from jaxinfra.checkpoint.directory_layout import verify
 from jaxinfra.faults.arena import (
     SAVE_EVERY,
     STEPS,
@@ -152,7 +152,7 @@ def stop_at_any_time(arena: Arena) -> str:
     """One rank is asked at each moment in turn; the same run goes on from each."""
     # The phase of each moment, and the call that the signal comes in, or that does not return.
     moments = {
-        "warm-up": ("setup", "jaxinfra.training.open_data:open_corpora", 1),
+        "warm-up": ("setup", "jaxinfra.training.run_data:open_corpora", 1),
         "compilation": ("compile", "jaxinfra.training.loop:same_program", 1),
         "a data stall": ("input", "jaxinfra.data.train_iterator:TrainIterator.__next__", 3),
         "evaluation": ("evaluate", "jaxinfra.training.loop:evaluate_sets", 1),
@@ -188,7 +188,7 @@ def grace_expires(arena: Arena) -> str:
     """A disk that takes for ever: the checkpoint before is whole."""
     slow = {
         "rank": 0,
-        "target": "jaxinfra.checkpoint.manifest:write",
+        "target": "jaxinfra.checkpoint.directory_layout:write_manifest",
         "call": 2,
         "action": "sleep",
         "value": 3600,

@@ -5,8 +5,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxinfra.checkpoint.conversion import write_ours
 from jaxinfra.checkpoint.finite import nonfinite_allowed
+from jaxinfra.checkpoint.model_directory import write_ours
 from jaxinfra.checkpoint.parameter_sources import LiveParameters
 from jaxinfra.config.model import (
     BlockConfig,

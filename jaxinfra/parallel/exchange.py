@@ -1,4 +1,27 @@
-"""``Execution.exchange`` on a mesh: tokens travel to the devices that have their experts, and back.
+"""How large an exchange's buffers are, and what is sent in them.
+
+Of n tokens on each of N devices, which have E/N of E experts each, of which a token chooses K:
+
+| level | rows that a device has to send | a row is | sent |
+|---|---|---|---|
+| one, per device | n N p(N) | a token, once per device | (N-1)/N |
+| one, per expert | n K | a choice | (N-1)/N |
+| two: across O nodes | n O p(O) | a token, once per node | (O-1)/O |
+| two: within a node of I | n N p(N), or n K | as in one level | (I-1)/I |
+
+p(P) is the probability that a token chooses some of one of P equal shares of the experts
+(``visits``). Buffers have ``room_factor`` times these rows, or room for all: n per destination, and
+K or E/N times that per expert. Where a token chooses from M of G groups, and nodes are groups, it
+crosses to M nodes at most: n O p(O) <= n M.
+
+Rows that travel between devices and come back: in equal buffers, or as many as there are.
+
+In two levels they travel between devices of one number in their nodes, then within a node.
+
+Dims: N token of a device, J copy of a token that may travel, S row that is sent, R row that is
+received, C row of one pair's buffer, D device.
+
+``Execution.exchange`` on a mesh: tokens travel to the devices that have their experts, and back.
 
 Each device has its own tokens, and of each layer some of the experts. What travels are rows of x,
 out and back, in one of two forms (``ExchangeForm``), in buffers of as many rows for each device.
@@ -15,10 +38,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -27,12 +51,227 @@ from jaxinfra.config.exchange import ExchangeConfig, ExchangeForm, ExchangeImple
 from jaxinfra.config.model import ExpertsConfig
 from jaxinfra.model.execution import ExpertExchange, within_device
 from jaxinfra.numerics.recipe import Recipe
-from jaxinfra.ops.experts import ExpertWeights, apply_experts, combine_rows, spread
+from jaxinfra.ops.experts import ExpertWeights, apply_experts, combine_rows, sorted_copies, spread
 from jaxinfra.ops.quantized import QuantizedWeight, of_device
-from jaxinfra.parallel.exchange_room import Level, room_for
+from jaxinfra.parallel.collectives import Groups, all_to_all, rank
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.place_quantized import quantized_shardings
-from jaxinfra.parallel.travel import Peers, equal, peers_of, ragged
+
+
+class Level(NamedTuple):
+    """Rows that a device of ``members`` sends to each of them, and what a row is."""
+
+    members: int
+    slots: int
+    form: ExchangeForm
+
+
+class Room(NamedTuple):
+    """Rows of one device's buffers."""
+
+    levels: tuple[Level, ...]  # the one across nodes first
+    choices: int  # that a device's experts compute
+
+
+def room_for(
+    num_tokens: int, *, num_devices: int, experts: ExpertsConfig, exchange: ExchangeConfig
+) -> Room:
+    """Room for the tokens of one device, if all choices are equally likely.
+
+    Raises:
+        ConfigError: the devices are not whole nodes.
+    """
+    own, top_k = experts.num_experts // num_devices, experts.top_k
+    num_nodes = exchange.num_nodes(num_devices)
+
+    def bounded(mean: float, most: int) -> int:
+        factor = exchange.room_factor
+        return most if factor is None else min(math.ceil(factor * mean), most)
+
+    levels, rows = [], num_tokens
+    if num_nodes > 1:
+        slots = bounded(num_tokens * visits(experts, num_nodes), num_tokens)
+        levels.append(Level(num_nodes, slots, ExchangeForm.PER_DEVICE))
+        rows = num_nodes * slots
+    # A device sends on what as many devices as there are nodes sent to it.
+    if exchange.form is ExchangeForm.PER_EXPERT:
+        slots = bounded(num_nodes * num_tokens * top_k / num_devices, rows * min(top_k, own))
+    else:
+        slots = bounded(num_nodes * num_tokens * visits(experts, num_devices), rows)
+    levels.append(Level(num_devices // num_nodes, slots, exchange.form))
+    most = num_devices * num_tokens * min(top_k, own)
+    return Room(levels=tuple(levels), choices=bounded(num_tokens * top_k, most))
+
+
+def visits(experts: ExpertsConfig, shares: int) -> float:
+    """Probability that a token chooses some of one of so many equal shares of the experts, if it
+    chooses M of G groups and then K of their experts, each of them equally likely.
+
+    A share that has s experts in each of g groups of S is passed over with probability
+    sum_j C(g, j) C(G - g, M - j) / C(G, M)  C(M S - j s, K) / C(M S, K). Shares that neither
+    divide a group nor are whole ones are taken as if there were no groups.
+    """
+    share, top_k = experts.num_experts // shares, experts.top_k
+    num_groups, top_groups = experts.routing.num_groups, experts.routing.top_groups
+    group = experts.num_experts // num_groups
+    if share % group and group % share:
+        num_groups, top_groups, group = 1, 1, experts.num_experts
+    groups = max(share // group, 1)
+    eligible = top_groups * group
+    passed_over = sum(
+        math.comb(groups, j)
+        * math.comb(num_groups - groups, top_groups - j)
+        * math.comb(eligible - j * min(share, group), top_k)
+        for j in range(min(groups, top_groups) + 1)
+    )
+    return 1.0 - passed_over / (math.comb(num_groups, top_groups) * math.comb(eligible, top_k))
+
+
+def exchanged_bytes(level: Level, *, model_dim: int, itemsize: int, top_k: int) -> dict[str, int]:
+    """Bytes of the buffers that one device gives to a level's all-to-alls in a layer's forward
+    pass: rows out and back, the experts they are for, and in the form per device these experts'
+    weights. Of them it sends (members - 1) / members.
+    """
+    rows = level.slots * level.members
+    per_expert = level.form is ExchangeForm.PER_EXPERT
+    return {
+        "rows": 2 * rows * model_dim * itemsize,
+        "experts": rows * 4 * (1 if per_expert else top_k),
+        "weights": 0 if per_expert else rows * 4 * top_k,
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Peers:
+    """The devices that rows travel between: all along some mesh axes, or those of a group."""
+
+    axis: tuple[str, ...]
+    groups: Groups | None = None
+
+    @property
+    def rank(self) -> jax.Array:
+        """This device's number among them."""
+        me = rank(self.axis)
+        if self.groups is None:
+            return me
+        number = np.argsort(np.concatenate(self.groups)) % len(self.groups[0])
+        return jnp.asarray(number, jnp.int32)[me]
+
+
+def peers_of(axis: tuple[str, ...], *, num_devices: int, num_nodes: int) -> tuple[Peers, ...]:
+    """The peers of each level: across nodes, then within them; of one node, all in one level.
+
+    A node is a run of neighbours along these axes.
+    """
+    if num_nodes == 1:
+        return (Peers(axis=axis),)
+    within = np.arange(num_devices).reshape(num_nodes, -1)
+    return tuple(
+        Peers(axis=axis, groups=tuple(tuple(group) for group in groups.tolist()))
+        for groups in (within.T, within)
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Travel:
+    """Which copy is in which row of a device's buffer, and the way there and back."""
+
+    choice_S: jax.Array  # int32: the copy n J + j in a row; N J in an empty one
+    place_NJ: jax.Array  # int32: the row of a copy; S for one that does not travel
+    send: Callable[[jax.Array, jax.Array], jax.Array]  # (rows that are sent, what is there before)
+    send_back: Callable[[jax.Array], jax.Array]
+    received: int  # R
+
+    def there(self, rows: jax.Array, *, nothing: int = 0) -> jax.Array:
+        """The rows that arrive; ``nothing`` where none does."""
+        shape = (self.received, *rows.shape[1:])
+        return self.send(rows, jnp.full(shape, nothing, rows.dtype))
+
+    def back(self, rows: jax.Array) -> jax.Array:
+        """What was made of this device's rows elsewhere, in their places."""
+        return self.send_back(rows)
+
+    def of_copies(self, values: jax.Array, nothing: int) -> jax.Array:
+        """Integers by copy, in the rows that are sent; ``nothing`` in empty ones."""
+        count = values.shape[0]
+        found = values[jnp.minimum(self.choice_S, count - 1)]
+        return jnp.where(self.choice_S[:, None] < count, found, nothing)
+
+
+def equal(device_NJ: Int[Array, "N J"], num_devices: int, room: int, *, peers: Peers) -> Travel:
+    """An all-to-all of buffers of ``room`` rows for each device, filled up with nothing.
+
+    Args:
+        device_NJ: where a copy goes; num_devices for nowhere.
+    """
+    copies = sorted_copies(device_NJ, num_experts=num_devices, room=device_NJ.size)
+    starts_D = jnp.cumsum(copies.sizes_E) - copies.sizes_E
+    c_C = jnp.arange(room, dtype=jnp.int32)[None]
+    row_DC = jnp.minimum(starts_D[:, None] + c_C, device_NJ.size - 1)
+    choice_DC = jnp.where(c_C < copies.sizes_E[:, None], copies.choice_M[row_DC], device_NJ.size)
+    at_NJ = copies.place_NK - starts_D[jnp.minimum(device_NJ, num_devices - 1)]
+    travels_NJ = (device_NJ < num_devices) & (at_NJ < room)
+    return Travel(
+        choice_S=choice_DC.reshape(-1),
+        place_NJ=jnp.where(travels_NJ, device_NJ * room + at_NJ, num_devices * room),
+        send=lambda rows, _: all_to_all(rows, peers.axis, groups=peers.groups),
+        send_back=lambda rows: all_to_all(rows, peers.axis, groups=peers.groups),
+        received=num_devices * room,
+    )
+
+
+def ragged(device_NJ: Int[Array, "N J"], num_devices: int, room: int, *, peers: Peers) -> Travel:
+    """A ragged all-to-all of what there is, into one buffer of num_devices x ``room`` rows, whose
+    last senders' rows stay at home where it is full.
+
+    Args:
+        device_NJ: where a copy goes; num_devices for nowhere.
+    """
+    copies = sorted_copies(device_NJ, num_experts=num_devices, room=device_NJ.size)
+    # Of every sender and receiver.
+    sizes_SD = jax.lax.all_gather(copies.sizes_E, peers.axis, axis_index_groups=peers.groups)
+    starts_SD = jnp.cumsum(sizes_SD, axis=1) - sizes_SD  # in the sender's buffer
+    most = num_devices * room
+    places_SD = jnp.minimum(jnp.cumsum(sizes_SD, axis=0) - sizes_SD, most)  # in the receiver's
+    fitting_SD = jnp.minimum(sizes_SD, most - places_SD)
+    me = peers.rank
+    device_NJ_or_0 = jnp.minimum(device_NJ, num_devices - 1)
+    at_NJ = copies.place_NK - starts_SD[me][device_NJ_or_0]
+    travels_NJ = (device_NJ < num_devices) & (at_NJ < fitting_SD[me][device_NJ_or_0])
+    name = peers.axis[0] if len(peers.axis) == 1 else peers.axis
+
+    def send(rows: jax.Array, before: jax.Array) -> jax.Array:
+        return jax.lax.ragged_all_to_all(
+            rows,
+            before,
+            starts_SD[me],
+            fitting_SD[me],
+            places_SD[me],
+            fitting_SD[:, me],
+            axis_name=name,
+            axis_index_groups=peers.groups,
+        )
+
+    def send_back(rows: jax.Array) -> jax.Array:
+        return jax.lax.ragged_all_to_all(
+            rows,
+            jnp.zeros((device_NJ.size, *rows.shape[1:]), rows.dtype),
+            places_SD[:, me],
+            fitting_SD[:, me],
+            starts_SD[:, me],
+            fitting_SD[me],
+            axis_name=name,
+            axis_index_groups=peers.groups,
+        )
+
+    return Travel(
+        choice_S=copies.choice_M,
+        place_NJ=jnp.where(travels_NJ, copies.place_NK, device_NJ.size),
+        send=send,
+        send_back=send_back,
+        received=most,
+    )
+
 
 _TOKENS = (axes.BATCH, axes.SEQUENCE, None)
 _DIMS = {

@@ -1,12 +1,18 @@
-"""Device meshes from their configs."""
+"""Device meshes from their configs.
 
+Which mesh axes shard which logical dims.
+"""
+
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax.sharding import AxisType, Mesh
 
-from jaxinfra.config.mesh import MeshConfig
+from jaxinfra import axes
+from jaxinfra.axes import MeshAxis
+from jaxinfra.config.mesh import EXPERT, MeshConfig, ShardingConfig
 from jaxinfra.errors import ConfigError
 
 
@@ -33,3 +39,77 @@ def make_mesh(config: MeshConfig, *, devices: Sequence[jax.Device] | None = None
         axis_types=(AxisType.Auto,) * len(sizes),
         devices=available,
     )
+
+
+type Rules = Mapping[str, tuple[str, ...]]
+"""Logical dim to the mesh axes that shard it; a dim not named is whole on every device."""
+
+FSDP_TENSOR: Rules = {
+    # Activations. Fully sharded data parallel means the batch is spread over the fsdp axis too.
+    axes.BATCH: (MeshAxis.REPLICA, MeshAxis.FSDP, EXPERT),
+    axes.SEQUENCE: (MeshAxis.CONTEXT,),
+    axes.STREAM_SEQUENCE: (MeshAxis.CONTEXT,),
+    # Parameters: fsdp shards the side of each matrix that tensor parallelism leaves whole, so that
+    # both together never shard a dim twice. Column-parallel inward, row-parallel outward
+    # (Shoeybi et al. 2019): one all-reduce per half block.
+    axes.EMBED: (MeshAxis.FSDP, EXPERT),
+    axes.MLP: (MeshAxis.TENSOR,),
+    axes.Q_HEADS: (MeshAxis.TENSOR,),
+    axes.KV_HEADS: (MeshAxis.TENSOR,),
+    axes.VOCAB: (MeshAxis.TENSOR,),
+    # A tensor's experts come first: its other dims are sharded over what they leave.
+    axes.EXPERTS: (EXPERT,),
+    # Each pipeline stage holds its part of the stack.
+    axes.LAYERS: (MeshAxis.PIPE,),
+}
+"""Pipeline, data, fully sharded and tensor parallelism, in any proportion of the axes' sizes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StateRules:
+    """A training step's tables: ZeRO's stages differ in nothing else."""
+
+    parameters: Rules  # as they are kept, and activations
+    used: Rules  # parameters as layers compute with them: what more shards them is gathered
+    gradients: Rules
+    optimizer: Rules
+
+
+def state_rules(config: ShardingConfig, mesh: MeshConfig | None = None) -> StateRules:
+    """The tables of a ZeRO stage (Rajbhandari et al. 2020), with sequence parallelism or not.
+
+    Args:
+        mesh: says which of its axes divide experts; by default its own axis for them.
+    """
+    sharded = dict(FSDP_TENSOR)
+    if mesh is not None:
+        sharded[axes.EXPERTS] = mesh.expert_axes
+    if config.sequence_parallel:
+        sharded[axes.STREAM_SEQUENCE] = (MeshAxis.CONTEXT, MeshAxis.TENSOR)
+    whole = sharded | {axes.EMBED: ()}
+    return StateRules(
+        parameters=sharded if config.zero >= 3 else whole,
+        used=whole,
+        gradients=sharded if config.zero >= 2 else whole,
+        optimizer=sharded,
+    )
+
+
+def serving_rules(mesh: MeshConfig) -> StateRules:
+    """The tables of a model that generates: devices that share experts share every other matmul.
+
+    A decode step has few tokens and reads all weights. So tokens do not travel between the devices
+    that have experts: each has all of them, computes its own experts' part, and one sum serves both
+    experts and tensor parallelism. Attention, its cache, dense layers and the vocabulary are split
+    over these devices as over ``tensor``; only what is left of the data axes has rows of its own.
+    """
+    among = mesh.expert_axes
+    rules = {
+        dim: (*among, *sharded)
+        if MeshAxis.TENSOR in sharded
+        else tuple(axis for axis in sharded if axis not in among)
+        for dim, sharded in FSDP_TENSOR.items()
+    }
+    rules[axes.EXPERTS] = among
+    used = rules | {axes.EMBED: ()}
+    return StateRules(parameters=rules, used=used, gradients=rules, optimizer=rules)

@@ -29,7 +29,7 @@ from jaxinfra.config.mesh import ShardingConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.definition import ModelDefinition, Parameters
 from jaxinfra.parallel.context.zigzag import zigzag_indices
-from jaxinfra.parallel.rules import Rules, StateRules, state_rules
+from jaxinfra.parallel.mesh import Rules, StateRules, state_rules
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

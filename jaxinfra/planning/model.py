@@ -20,7 +20,7 @@ from jaxinfra.hf import from_hf_config
 from jaxinfra.model import flops
 from jaxinfra.model.definition import ParameterInfo, define_model
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.parallel.rules import FSDP_TENSOR
+from jaxinfra.parallel.mesh import FSDP_TENSOR
 from jaxinfra.runtime.files import read_json
 
 _TENSOR_DIMS = frozenset(dim for dim, over in FSDP_TENSOR.items() if MeshAxis.TENSOR in over)

@@ -16,7 +16,7 @@ from jaxinfra.config.run import ContextMethod, Remat
 from jaxinfra.model.definition import ParameterInfo
 from jaxinfra.model.flops import attention_flops
 from jaxinfra.parallel.context.cost import context_bytes
-from jaxinfra.parallel.exchange_room import exchanged_bytes, room_for
+from jaxinfra.parallel.exchange import exchanged_bytes, room_for
 from jaxinfra.planning.layout import Layout
 from jaxinfra.planning.model import LayerKind, PlannedModel, is_expert, shards, used_shards
 

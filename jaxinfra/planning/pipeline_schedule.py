@@ -10,13 +10,15 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from jaxinfra.config.pipeline import PipelineConfig, PipelineSchedule
-from jaxinfra.parallel.pipeline.schedule import Kind
-from jaxinfra.parallel.pipeline.schedule_cost import Timeline, bubble_formula, peak_activations, run
-from jaxinfra.parallel.pipeline.schedule_generator import make_schedule
+from jaxinfra.parallel.pipeline.schedule import Kind, make_schedule
 from jaxinfra.parallel.pipeline.tick_program import (
     TickProgram,
+    Timeline,
+    bubble_formula,
     lifetime_violations,
     make_tick_program,
+    peak_activations,
+    run,
 )
 
 _COLOURS = {

@@ -28,8 +28,8 @@ from jaxinfra.hlo.program import Collective, collectives
 from jaxinfra.model.definition import define_model
 from jaxinfra.ops.target import compiling_for
 from jaxinfra.parallel.execution import execution_on
+from jaxinfra.parallel.mesh import state_rules
 from jaxinfra.parallel.place import Placement
-from jaxinfra.parallel.rules import state_rules
 from jaxinfra.planning.devices import Device, find_device
 from jaxinfra.planning.gpu_target import compile_only_devices
 from jaxinfra.planning.layout import Layout

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 
-from jaxinfra.checkpoint.packed_parameters import form_of_part, shapes_in_few_bits
+from jaxinfra.checkpoint.load_pretrained import form_of_part, shapes_in_few_bits
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.hf import to_hf_config, weight_map

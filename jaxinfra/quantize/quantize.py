@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfra.checkpoint.conversion import cast, filled_directory
+from jaxinfra.checkpoint.model_directory import cast, filled_directory
 from jaxinfra.checkpoint.parameter_sources import ParameterSource, assemble
-from jaxinfra.checkpoint.tensor_writer import write_tensor_files
+from jaxinfra.checkpoint.tensor_files import write_tensor_files
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf import WeightMap, weight_map

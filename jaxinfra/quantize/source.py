@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxinfra.checkpoint.conversion import describes
-from jaxinfra.checkpoint.model_directory import is_model_directory, read_model_directory
+from jaxinfra.checkpoint.model_directory import describes, is_model_directory, read_model_directory
 from jaxinfra.checkpoint.parameter_sources import LiveParameters
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config.precision import PolicyName

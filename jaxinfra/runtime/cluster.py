@@ -19,8 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jaxinfra.errors import ConfigError
-from jaxinfra.runtime.files import read_bytes
-from jaxinfra.runtime.text import whole_number
+from jaxinfra.runtime.files import read_bytes, whole_number
 
 COORDINATOR = "JAXINFRA_COORDINATOR"
 NUM_PROCESSES = "JAXINFRA_NUM_PROCESSES"

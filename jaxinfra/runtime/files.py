@@ -1,4 +1,11 @@
-"""Reading files that somebody else may have written: plain files of bounded size, strict JSON."""
+"""Numbers and words as people write them.
+
+Reading files that somebody else may have written: plain files of bounded size, strict JSON.
+
+Files of one JSON object a line, whose writer may be killed in the middle of a line.
+
+Where things of a user are kept.
+"""
 
 import json
 import os
@@ -9,7 +16,24 @@ import typing
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxinfra.errors import ConfigError, JaxinfraError
+from jaxinfra.errors import CheckpointError, ConfigError, JaxinfraError
+
+_DIGITS = 18  # those of any size; Python itself refuses to read thousands
+
+
+def whole_number(text: str) -> int | None:
+    """The number that decimal digits spell; None for any other text, and beyond 18 digits."""
+    return int(text) if text.isdecimal() and len(text) <= _DIGITS else None
+
+
+def is_text(word: str) -> bool:
+    """Whether it has characters only: bytes of a command line that are no UTF-8 have none."""
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
 
 JSON_BYTES = 256 << 20
 """Largest JSON file read: a tokenizer of a million tokens has a tenth of it."""
@@ -204,3 +228,75 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the name {twice!r} stands twice in one object")
     return found
+
+
+LINES_BYTES = 4 << 30
+"""Largest file of lines read: ten million steps have a tenth of it."""
+
+
+def read_json_lines(file: Path) -> list[dict[str, Any]]:
+    """All lines of a file; none where there is no file. A last line that was cut short is left out.
+
+    Raises CheckpointError where another line is no JSON object: something else than a kill has
+    spoilt it.
+    """
+    lines = _lines(file)
+    found = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            found.append(parse_json(line, where=f"{file}, line {number}", error=CheckpointError))
+        except CheckpointError as error:
+            if number == len(lines):
+                break
+            raise CheckpointError(f"{error}, or remove that line") from error
+    return found
+
+
+def read_log(file: Path, *, holds: Any) -> tuple[list[dict[str, Any]], list[int]]:
+    """The lines of a log that are objects of type ``holds``, and the numbers of damaged ones.
+
+    For what only tells what happened: a damaged line of it is no reason to stop anything.
+    """
+    found, damaged = [], []
+    for number, line in enumerate(_lines(file), start=1):
+        try:
+            found.append(parse_json(line, where=str(file), holds=holds))
+        except ConfigError:
+            if line.endswith(b"\n"):  # else a kill has cut it short
+                damaged.append(number)
+    return found, damaged
+
+
+def _lines(file: Path) -> list[bytes]:
+    if not file.exists():
+        return []
+    return read_bytes(file, limit=LINES_BYTES, error=CheckpointError).splitlines(keepends=True)
+
+
+def drop_cut_line(file: Path) -> None:
+    """Cuts off what follows the last line break, so that the next line begins on its own."""
+    if not file.exists():
+        return
+    data = file.read_bytes()
+    end = data.rfind(b"\n") + 1
+    if end < len(data):
+        with file.open("r+b") as opened:
+            opened.truncate(end)
+
+
+def local_path(place: str | Path) -> Path:
+    """The path of a run; raises ConfigError for a URL such as gs://bucket/run.
+
+    Checkpoints are committed by renaming, which an object store does not do at once.
+    """
+    if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+:/", str(place)):
+        raise ConfigError(
+            f"{place} is a URL: runs are kept in directories that all processes see, as a shared "
+            "file system has them; name one, and copy the run when it is done"
+        )
+    return Path(place)
+
+
+def user_cache() -> Path:
+    """Where tokenized corpora, compiled programs and measurements are kept between runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxinfra"

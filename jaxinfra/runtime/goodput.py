@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict, final
 
-from jaxinfra.runtime.json_lines import read_log
+from jaxinfra.runtime.files import read_log
 
 # The recorder's phases; what is not here is "other".
 _CAUSES = {

@@ -3,9 +3,18 @@
 An all-gather of a few floats per process is dispatched beside the step and read with its metrics,
 so no host waits for it. Whatever is decided from a table is decided by all alike: when to stop,
 who is slow.
+
+Who is slow, from times that each rank took before the collectives of its steps.
+
+After a collective all ranks look equally slow. So each sends what it spent alone: waiting for its
+batch, handing the step to its devices, and now and then a small program that only its own devices
+run.
 """
 
 import dataclasses
+import statistics
+from collections import deque
+from collections.abc import Sequence
 from typing import final
 
 import jax
@@ -59,3 +68,92 @@ class Exchange:
         local = np.repeat(local, jax.local_device_count(), axis=0)
         sent = jax.make_array_from_process_local_data(self._sharding, local)
         return ProcessTable(self._gather(sent), jax.process_count())
+
+
+# What each time is called in a verdict, and what to look at.
+_CAUSES = {
+    "input_s": ("input", "its loader or its disk"),
+    "host_s": ("host", "its processor, or what else runs there"),
+    "probe_s": ("device", "its clocks, temperature and ECC counters"),
+}
+
+
+_PROBES = 4  # of a rank, before they tell anything
+
+
+@final
+class Stragglers:
+    """Names a rank once, when its median over the window exceeds the other ranks' by a margin.
+
+    Args:
+        window: steps.
+        margin_s: the least excess worth naming.
+        share: the least excess as a share of the others' median step.
+        probe_margin_s: the least excess of a probe, which takes a device milliseconds.
+        probe_share: the least excess of a probe as a share of the others'.
+    """
+
+    def __init__(
+        self,
+        *,
+        window: int = 16,
+        margin_s: float = 0.05,
+        share: float = 0.1,
+        probe_margin_s: float = 0.001,
+        probe_share: float = 0.5,
+    ):
+        self._rows: deque[list[ProcessRow]] = deque(maxlen=window)
+        self._probes: deque[list[ProcessRow]] = deque(maxlen=2 * _PROBES)  # they are rarer
+        self._steps: deque[float] = deque(maxlen=window)
+        self._margin_s, self._share = margin_s, share
+        self._probe_margin_s, self._probe_share = probe_margin_s, probe_share
+        self._named: set[tuple[int, str]] = set()
+
+    def add(
+        self, rows: Sequence[ProcessRow], *, step_s: float | None
+    ) -> list[tuple[int, str, str]]:
+        """A step's table and time; returns newly found (rank, cause, sentence)."""
+        self._rows.append(list(rows))
+        if rows and all(row.probe_s > 0 for row in rows):
+            self._probes.append(list(rows))
+        if step_s is not None:
+            self._steps.append(step_s)
+        if len(self._rows) < (self._rows.maxlen or 0) // 2 or len(rows) < 2 or not self._steps:
+            return []
+        return [found for name in _CAUSES for found in self._compare(name, len(rows))]
+
+    def _compare(self, name: str, num_ranks: int) -> list[tuple[int, str, str]]:
+        is_probe = name == "probe_s"
+        tables = self._probes if is_probe else self._rows
+        times = [
+            [getattr(rows[rank], name) for rows in tables if getattr(rows[rank], name) > 0]
+            for rank in range(num_ranks)
+        ]
+        if not all(times):
+            return []
+        if is_probe:
+            if len(tables) < _PROBES:
+                return []
+            # Other work on a core makes some probes slow, a slow device makes all of them so.
+            medians = [min(values) for values in times]
+        else:
+            medians = [statistics.median(values) for values in times]
+        found = []
+        for rank, mine in enumerate(medians):
+            others = statistics.median(medians[:rank] + medians[rank + 1 :])
+            excess = mine - others
+            if is_probe:
+                least = max(self._probe_margin_s, self._probe_share * others)
+            else:
+                least = max(self._margin_s, self._share * statistics.median(self._steps))
+            if excess <= least:
+                self._named.discard((rank, name))
+            elif (rank, name) not in self._named:
+                self._named.add((rank, name))
+                cause, where = _CAUSES[name]
+                text = (
+                    f"rank {rank} is slow, cause {cause}: {1e3 * mine:.0f} ms where the others "
+                    f"take {1e3 * others:.0f} ms (of {len(times[rank])}); look at {where}"
+                )
+                found.append((rank, cause, text))
+        return found

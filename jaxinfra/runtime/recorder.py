@@ -5,9 +5,16 @@ costs about a microsecond and no system call; the kernel keeps the pages of a pr
 killed. Everybody may read every rank's file at any time.
 
 Layout, little endian: header ``_HEADER`` padded to 128 bytes, then events ``_EVENT``.
+
+What went wrong in a run and what was done: ``incidents.jsonl``, one line each.
+
+Kept over resumptions and roll-backs. Batches that were taken out of the order since the newest
+checkpoint are read from here, so that a resumed run leaves them out again; a checkpoint has those
+of before.
 """
 
 import dataclasses
+import json
 import logging
 import math
 import mmap
@@ -17,10 +24,10 @@ import struct
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import final
+from typing import Any, TypedDict, final
 
 from jaxinfra.errors import ConfigError
-from jaxinfra.runtime.files import read_bytes
+from jaxinfra.runtime.files import drop_cut_line, read_bytes, read_log
 
 _MAGIC = b"JXRING01"
 # magic, rank, pid, events so far, beats so far, wall time of the last beat, step, phase's begin,
@@ -199,3 +206,34 @@ def _finite(value: float) -> float:
 
 def _text(data: bytes) -> str:
     return data.rstrip(b"\0").decode(errors="replace")
+
+
+EXCLUDED = "batch excluded"
+RECOMPILED = "recompiled"  # a batch came in another shape
+
+
+def record_incident(file: Path, kind: str, *, step: int, text: str, **details: Any) -> None:
+    """Appends a line and forces it to the disk: what it says must survive what follows."""
+    line = {"kind": kind, "step": step, "text": text, "time": time.time(), **details}
+    drop_cut_line(file)  # of a session that was killed
+    with file.open("a") as lines:
+        lines.write(json.dumps(line) + "\n")
+        lines.flush()
+        os.fsync(lines.fileno())
+
+
+def read_incidents(file: Path) -> list[dict[str, Any]]:
+    """All incidents of a run, oldest first; damaged lines are left out."""
+    lines, _ = read_log(file, holds=_Incident)
+    return lines
+
+
+def excluded_steps(file: Path) -> set[int]:
+    """Steps whose batches were taken out of the order."""
+    return {line["step"] for line in read_incidents(file) if line["kind"] == EXCLUDED}
+
+
+class _Incident(TypedDict):
+    kind: str
+    step: int
+    text: str

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfra.checkpoint.conversion import describes
 from jaxinfra.checkpoint.initial import read_initial
-from jaxinfra.checkpoint.model_directory import is_model_directory, read_model_directory
+from jaxinfra.checkpoint.model_directory import describes, is_model_directory, read_model_directory
 from jaxinfra.checkpoint.parameter_sources import LiveParameters
 from jaxinfra.checkpoint.peft_files import CONFIG
 from jaxinfra.checkpoint.peft_import import is_peft_directory, read_peft

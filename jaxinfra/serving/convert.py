@@ -11,9 +11,14 @@ import numpy as np
 import tokenizers
 from tokenizers import processors
 
-from jaxinfra.checkpoint.conversion import describes, write_hf, write_ours
 from jaxinfra.checkpoint.initial import initial_source
-from jaxinfra.checkpoint.model_directory import is_model_directory, read_model_directory
+from jaxinfra.checkpoint.model_directory import (
+    describes,
+    is_model_directory,
+    read_model_directory,
+    write_hf,
+    write_ours,
+)
 from jaxinfra.checkpoint.parameter_sources import LiveParameters, ParameterSource
 from jaxinfra.checkpoint.peft_files import write_peft
 from jaxinfra.checkpoint.peft_import import read_peft

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxinfra.checkpoint import restoring
+from jaxinfra.checkpoint.checkpointer import load_state
 from jaxinfra.checkpoint.initial import place_initial
 from jaxinfra.checkpoint.load_pretrained import PretrainedModel, load_pretrained
 from jaxinfra.checkpoint.model_directory import is_model_directory, read_model_directory
@@ -313,7 +313,7 @@ def restore_trained(
         raise CheckpointError(
             f"{path} has no checkpoints/: the run ended before its first one; train it further"
         )
-    restored = restoring.load(
+    restored = load_state(
         checkpoints,
         placed,
         step=step,

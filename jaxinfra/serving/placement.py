@@ -7,9 +7,8 @@ from jaxinfra.config.divides import check_divides
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.errors import ConfigError
-from jaxinfra.parallel.mesh import make_mesh
+from jaxinfra.parallel.mesh import make_mesh, serving_rules
 from jaxinfra.parallel.place import Placement
-from jaxinfra.parallel.rules import serving_rules
 
 _SPREAD = (MeshAxis.REPLICA, MeshAxis.FSDP, MeshAxis.TENSOR)
 

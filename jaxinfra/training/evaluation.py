@@ -1,19 +1,40 @@
-"""Held-out loss over every token of a text, once."""
+"""Held-out loss over every token of a text, once.
+
+Held-out loss of a saved run.
+
+Held-out loss of a model that was trained elsewhere.
+"""
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
+import jax
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxinfra.checkpoint.checkpointer import load_state
+from jaxinfra.checkpoint.load_pretrained import load_pretrained
+from jaxinfra.checkpoint.run_directory import RunDirectory, identity
+from jaxinfra.config import codec
+from jaxinfra.config.data import DataConfig
+from jaxinfra.config.mesh import MeshConfig
+from jaxinfra.data.baseline import CompressionBaseline, compressed_bits_per_byte
 from jaxinfra.data.batch import Batch
-from jaxinfra.data.corpora import Corpora
+from jaxinfra.data.corpora import Corpora, open_corpora
+from jaxinfra.data.corpus import open_corpus
 from jaxinfra.data.heldout import heldout_batches
 from jaxinfra.data.token_arrays import TokenArrays
+from jaxinfra.data.tokenizer import Tokenizer
+from jaxinfra.errors import ConfigError
 from jaxinfra.model.definition import Parameters
-from jaxinfra.training.job import Job
-from jaxinfra.training.pairs import sum_pairs
+from jaxinfra.parallel.mesh import make_mesh
+from jaxinfra.parallel.place import Placement
+from jaxinfra.training.gradients import make_evaluation_step
+from jaxinfra.training.job import Job, keep_compiled_programs, make_job
+from jaxinfra.training.run_data import sum_pairs, with_reference
+from jaxinfra.training.start import first_state, with_frozen
 from jaxinfra.training.step import pair_record
 
 
@@ -187,3 +208,123 @@ def evaluate(
     drain(keep=0)
     assert round(count) == arrays.num_counted, f"counted {count} of {arrays.num_counted} tokens"
     return Evaluation(loss=total / count, num_tokens=round(count), num_bytes=arrays.num_bytes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RunEvaluation:
+    """A model's loss on a text, and what compressors make of the same text."""
+
+    step: int | None  # None: the model is of no run
+    evaluation: Evaluation  # of what the run is judged by
+    sets: dict[str, Evaluation]  # of each text by name, where there are several
+    baseline: CompressionBaseline
+
+
+def evaluate_run(
+    directory: Path, *, mesh: MeshConfig, cache_dir: Path, source: str | None, step: int | None
+) -> RunEvaluation:
+    """Evaluates a checkpoint over every held-out token, once.
+
+    Args:
+        source: text to use instead of the run's own held-out documents, all of it.
+        step: of the checkpoint; the newest good one where None.
+    """
+    run = RunDirectory(directory)
+    as_it_is = run.read_config()
+    config = dataclasses.replace(as_it_is, mesh=mesh)
+    if not run.tokenizer_file.exists():
+        raise ConfigError(f"{directory} has no tokenizer.json: the run was stopped before it began")
+    keep_compiled_programs(cache_dir)
+    data = config.data
+    if source is not None:
+        # As both sides: the run's own training text, which may be gone, is not needed.
+        data = dataclasses.replace(
+            data, source=source, heldout_source=source, mixture=(), validation=(), best_by=None
+        )
+    job = with_frozen(make_job(config))
+    corpora = open_corpora(
+        data,
+        vocab_size=config.model.vocab_size,
+        cache_dir=cache_dir,
+        tokenizer=Tokenizer.load(run.tokenizer_file),
+        template_directory=run.path,
+    )
+    state = job.abstract_state()
+    weights = "average" if state.average else "parameters"
+    restored = load_state(
+        run.checkpoints,
+        dataclasses.replace(
+            jax.tree.map(lambda _: None, state),
+            model_state=state.model_state,
+            **{weights: getattr(state, weights)},
+        ),
+        step=step,
+        identity=identity(run, config),
+        settings=codec.to_dict(as_it_is),
+    )
+    corpora = with_reference(
+        job, corpora, initial=lambda: first_state(job).evaluated, kept=run.reference
+    )
+    result = evaluate_sets(job, restored.state.evaluated, corpora)
+    return RunEvaluation(
+        step=restored.step,
+        evaluation=result.judged,
+        sets=result.sets if len(result.sets) > 1 else {},
+        baseline=compressed_bits_per_byte(corpora.judged_documents()),
+    )
+
+
+_SEQUENCE_LENGTH = 2048  # at most, in tokens
+_TOKENS_A_SHARD = 4096  # of a batch, on each data shard
+
+
+def evaluate_pretrained(
+    directory: Path, *, mesh: MeshConfig, cache_dir: Path, source: str | None
+) -> RunEvaluation:
+    """Evaluates a model directory over every token of a text, once.
+
+    Documents are separated as the tokenizer's own separators say.
+
+    Args:
+        source: a text, all of it; None: the held-out part of the standard library's source.
+    """
+    if not (directory / "tokenizer.json").is_file():
+        raise ConfigError(f"{directory} has no tokenizer.json; text needs one to become tokens")
+    keep_compiled_programs(cache_dir)
+    data = DataConfig()
+    if source is not None:
+        data = dataclasses.replace(data, source=source, heldout_source=source)
+    placement = Placement(mesh=make_mesh(mesh, devices=jax.local_devices()))
+    model = load_pretrained(directory, placement=placement, keep_packed=True)
+    corpus = open_corpus(
+        data,
+        vocab_size=model.definition.config.vocab_size,
+        cache_dir=cache_dir,
+        tokenizer=Tokenizer.load(directory / "tokenizer.json"),
+    )
+    length = min(_SEQUENCE_LENGTH, model.definition.config.max_positions)
+    batches = heldout_batches(
+        corpus.heldout,
+        sequence_length=length,
+        batch_size=mesh.num_data_shards * max(1, _TOKENS_A_SHARD // length),
+    )
+    rows = model.placement.batch
+
+    def put(batch: Batch) -> Batch:
+        return jax.tree.map(
+            lambda x: jax.make_array_from_process_local_data(rows, np.asarray(x)), batch
+        )
+
+    result = evaluate(
+        jax.jit(make_evaluation_step(model.definition)),
+        model.parameters,
+        batches,
+        corpus.heldout,
+        put=put,
+    )
+    return RunEvaluation(
+        step=None,
+        evaluation=result,
+        sets={},
+        baseline=compressed_bits_per_byte(corpus.heldout_documents()),
+    )

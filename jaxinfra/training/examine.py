@@ -1,29 +1,131 @@
-"""What a step's loss is made of: the loss of each sample, and which layers' gradients grew.
+"""Which rank's part of a batch, and which tensor of which layer, made a step not finite.
+
+What a step's loss is made of: the loss of each sample, and which layers' gradients grew.
 
 Dims: B sequence of the batch, T position, D model width, K micro-batch, R row of a micro-batch.
+
+The report of a loss spike: ``spikes/step-N.json`` and a line in the terminal.
 """
 
 import dataclasses
 import functools
-from typing import Any
+import json
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, Key
 
-from jaxinfra.axes import LAYERS
+from jaxinfra.axes import BATCH, LAYERS
+from jaxinfra.checkpoint import processes
+from jaxinfra.checkpoint.run_directory import RunDirectory, write_atomically
 from jaxinfra.data.batch import Batch
+from jaxinfra.data.corpora import Corpora
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.data.train_iterator import TrainIterator
 from jaxinfra.model.definition import ModelDefinition, Parameters, only
 from jaxinfra.parallel.context.zigzag import from_zigzag
 from jaxinfra.parallel.place import path_name
+from jaxinfra.runtime.recorder import EXCLUDED, read_incidents
 from jaxinfra.training.gradients import hidden_loss, own_loss, split_batch
 from jaxinfra.training.job import Job
 from jaxinfra.training.metrics import finite
 from jaxinfra.training.state import State
 from jaxinfra.training.step import step_key
+from jaxinfra.training.watch import Watch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class NonFinite:
+    """What is not finite, in words and as data."""
+
+    text: str
+    details: dict[str, Any]
+
+
+def locate_nonfinite(job: Job, state: State, batches: TrainIterator, *, step: int) -> NonFinite:
+    """Computes the gradient of each rank's rows of a step's batch alone. A collective.
+
+    The other ranks' rows are replaced by rows that count nothing, so what is not finite then comes
+    from the rows left. It costs a compilation, once, and a gradient a part of the batch.
+
+    Args:
+        state: before the step, or after it: a step that is not finite changes no parameter.
+    """
+    parts = job.placement.batch_shards
+    batch = job.put(batches.batch(step - 1))
+    key = jax.random.key(0)
+    alone = jax.jit(
+        lambda state, batch, part: _gradient_of(job, state, batch, part, parts, key),
+        out_shardings=job.placement.replicated,
+    )
+    found = []
+    for part in range(parts):
+        loss, flags = jax.device_get(alone(state, batch, part))
+        tensors = _names(job, flags)
+        if tensors or not np.isfinite(loss):
+            found.append((part, float(loss), tensors))
+    if not found:
+        return NonFinite(
+            text="computed again, the batch's loss and gradient are finite: a fault that passed",
+            details={"cause": "transient", "ranks": [], "tensors": []},
+        )
+    ranks = sorted({rank for part, _, _ in found for rank in _ranks(job, part, parts)})
+    first = next((tensors for _, _, tensors in found if tensors), [])
+    where = f"first in {first[0]} ({len(first)} tensors in all)" if first else "in the loss only"
+    return NonFinite(
+        text=f"the rows of rank {', '.join(map(str, ranks))} make it so, {where}; the batch is "
+        f"skipped; jaxinfra replay RUN --step {step} names the operation",
+        details={"cause": "batch", "ranks": ranks, "tensors": first[:20]},
+    )
+
+
+def _gradient_of(
+    job: Job, state: State, batch: Batch, part: Int[Array, ""], parts: int, key: Key[Array, ""]
+) -> tuple[Float[Array, ""], Parameters]:
+    num_rows = batch.tokens.shape[0]
+    mine = jnp.arange(num_rows) // (num_rows // parts) == part
+    kept = jax.tree.map(
+        lambda x: jnp.where(mine.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros_like(x)), batch
+    )
+    scale = jnp.ones((), batch.weights.dtype)
+    learned = job.gradient(state.parameters, state.model_state, kept, key=key, loss_scale=scale)
+
+    def flags(gradient: jax.Array, leaf: Any) -> jax.Array:
+        first = 1 if leaf.dims and leaf.dims[0] == LAYERS else 0
+        return ~jnp.all(jnp.isfinite(gradient), axis=tuple(range(first, gradient.ndim)))
+
+    return learned.loss, jax.tree.map(flags, learned.gradients, job.model.dims)
+
+
+def _names(job: Job, flags: Parameters) -> list[str]:
+    """Tensors that are not finite, deepest layer first: the backward pass starts there."""
+    found = []
+    numbers = {place: number for number, place in enumerate(job.config.model.layer_places)}
+    for path, flag in jax.tree_util.tree_leaves_with_path(flags):
+        name = path_name(path)
+        if flag.ndim == 0:
+            found += [(-1, name)] if flag else []
+            continue
+        position = name.split("/")[1] if name.startswith("blocks/") else "0"
+        for repetition in np.nonzero(flag)[0]:
+            layer = numbers[int(position), int(repetition)]
+            found.append((layer, f"layer {layer}: {name}"))
+    return [name for _, name in sorted(found, reverse=True)]
+
+
+def _ranks(job: Job, part: int, parts: int) -> list[int]:
+    """Processes that hold a part of the batch."""
+    held = job.placement.sharding((BATCH,)).devices_indices_map((parts,))
+    return sorted(
+        {
+            device.process_index
+            for device, index in held.items()
+            if index[0].indices(parts)[0] == part
+        }
+    )
+
 
 TEXT_TOKENS = 48  # of each sample, decoded
 GREW = 0.5
@@ -218,3 +320,74 @@ def _by_layer(job: Job, squares: Parameters) -> dict[str, float]:
     layers = [name for n in range(len(numbers)) if (name := f"layer {n}") in sums]
     after = [name for name in sums if name not in (*before, *layers)]
     return {name: float(np.sqrt(sums[name])) for name in (*before, *layers, *after)}
+
+
+SPIKE = "loss spike"
+
+
+@final
+class SpikeReports:
+    """Explains each batch that was left out because of its loss, once.
+
+    It is explained as the run, gone back, comes to the batch again and passes over it: the state
+    from before the step is at hand then, so nothing is kept for this, and nothing is replayed.
+    """
+
+    def __init__(
+        self,
+        *,
+        job: Job,
+        run: RunDirectory,
+        batches: TrainIterator,
+        corpora: Corpora,
+        watch: Watch,
+    ):
+        self._job, self._run, self._watch = job, run, watch
+        self._batches, self._tokenizer = batches, corpora.tokenizer
+
+    def explain(self, state: State, *, step: int) -> None:
+        """Writes the report where there is none yet; a collective.
+
+        Args:
+            state: before the step.
+            step: the one that is passed over.
+        """
+        found = processes.on_first(lambda: self._judged(step))
+        if found is None:
+            return
+        self._watch.phase("rollback", step)
+        examined = examine_step(
+            self._job,
+            state,
+            self._batches,
+            self._tokenizer,
+            step=step,
+            usual_step=self._usual(step),
+        )
+        done = "the run went back to before it, and its batch is left out from now on"
+        report = {**examined.as_json(), "seen": found, "done": done}
+        file = self._run.spike_file(step)
+
+        def write() -> None:
+            file.parent.mkdir(exist_ok=True)
+            write_atomically(file, json.dumps(report, indent=1, allow_nan=False) + "\n")
+
+        processes.on_first(write)
+        self._watch.incident(
+            SPIKE, step=step, text=f"{examined.describe()}; {done}", report=str(file)
+        )
+
+    def _judged(self, step: int) -> str | None:
+        """What was seen, where a step's loss was judged and is not explained."""
+        if self._run.spike_file(step).exists():
+            return None
+        lines = read_incidents(self._run.incidents_file)
+        return next(
+            (each["text"] for each in lines if (each["kind"], each["step"]) == (EXCLUDED, step)),
+            None,
+        )
+
+    def _usual(self, step: int) -> int:
+        """The nearest step before that is trained on; the first one has the next."""
+        before = (number for number in range(step - 1, 0, -1) if number not in self._watch.excluded)
+        return next(before, step + 1)

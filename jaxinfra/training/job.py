@@ -1,4 +1,9 @@
-"""From a run's config to what the loop needs: placed, jitted, abstract; no parameter is drawn."""
+"""Batches in the order in which devices hold their tokens.
+
+Functions of a model whose frozen parameters are arguments.
+
+From a run's config to what the loop needs: placed, jitted, abstract; no parameter is drawn.
+"""
 
 import dataclasses
 import functools
@@ -25,13 +30,11 @@ from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.model.definition import ModelDefinition, Parameters, define_model, only
 from jaxinfra.model.quantized_base import base_shapes
 from jaxinfra.numerics.policy import held_as_computed, policy_of
+from jaxinfra.parallel.context.zigzag import to_zigzag
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.parallel.mesh import make_mesh
+from jaxinfra.parallel.mesh import make_mesh, state_rules
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.place_quantized import base_shardings
-from jaxinfra.parallel.rules import state_rules
-from jaxinfra.training.batch_order import in_zigzag
-from jaxinfra.training.frozen import Bound, of_frozen
 from jaxinfra.training.gradients import (
     GradientFunction,
     make_evaluation_step,
@@ -60,6 +63,63 @@ from jaxinfra.training.state import (
 from jaxinfra.training.statistics import StepPrograms
 from jaxinfra.training.step import TrainStep, make_train_step, pass_over
 from jaxinfra.training.xla_options import Options, compiler_options
+
+
+def in_zigzag(batch: Batch[np.ndarray], num_shards: int) -> Batch[np.ndarray]:
+    """The batch with every row's tokens in zig-zag order, and their positions with them.
+
+    Sums over tokens do not change; attention knows the order, and all else goes by position. A
+    batch for one shard is returned as it is.
+    """
+    if num_shards == 1:
+        return batch
+    if batch.positions is None:
+        # The decoder would count by index, which is no longer the position.
+        rows, length = batch.tokens.shape
+        positions = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
+        batch = dataclasses.replace(batch, positions=positions)
+    return jax.tree.map(lambda x: to_zigzag(np.asarray(x), num_shards), batch)
+
+
+def of_frozen[**P, R](
+    make: Callable[[ModelDefinition], Callable[P, R]], model: ModelDefinition
+) -> Callable[..., R]:
+    """``make(model)``; where parameters are frozen, they come first among its arguments.
+
+    Closed over, they would be constants of the compiled program.
+    """
+    if not model.frozen:
+        return make(model)
+
+    def function(frozen: Parameters, *args: P.args, **kwargs: P.kwargs) -> R:
+        return make(model.freeze(frozen))(*args, **kwargs)
+
+    function.__name__ = make(model).__name__  # by which traces know it
+    return function
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bound:
+    """A jitted function of frozen parameters and others, or a stage of it, the former given."""
+
+    stage: Any  # jax.stages.Wrapped, Lowered or Compiled
+    frozen: Parameters
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the stage on the frozen parameters and these arguments."""
+        return self.stage(self.frozen, *args)
+
+    def lower(self, *args: Any) -> "Bound":
+        """Traces the step for these arguments, as the jitted function does."""
+        return Bound(self.stage.lower(self.frozen, *args), self.frozen)
+
+    def compile(self) -> "Bound":
+        """Compiles the step, as a lowered one does."""
+        return Bound(self.stage.compile(), self.frozen)
+
+    def as_text(self) -> str:
+        """The program's text, lowered or compiled."""
+        return self.stage.as_text()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

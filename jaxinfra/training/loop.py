@@ -16,33 +16,30 @@ from jaxinfra.data.ledger import rows_sum, whole_sum
 from jaxinfra.data.train_iterator import TrainIterator
 from jaxinfra.errors import CheckpointError
 from jaxinfra.runtime.host_exchange import ProcessTable
-from jaxinfra.runtime.incidents import EXCLUDED
-from jaxinfra.training.clock import Clock
+from jaxinfra.runtime.recorder import EXCLUDED
 from jaxinfra.training.evaluation import Interrupted, evaluate_sets
-from jaxinfra.training.finished import Outcome
-from jaxinfra.training.guards import (
+from jaxinfra.training.examine import SpikeReports, locate_nonfinite
+from jaxinfra.training.job import Job, step_programs
+from jaxinfra.training.metrics import MetricsLog
+from jaxinfra.training.profile import Profiler
+from jaxinfra.training.progress import Clock, Progress, Status
+from jaxinfra.training.start import first_state
+from jaxinfra.training.state import State
+from jaxinfra.training.step import StepMetrics, step_record
+from jaxinfra.training.summary import Outcome, draw_run, summarize
+from jaxinfra.training.watch import (
+    Agreement,
     DivergedError,
     Doubt,
     Guards,
+    Stopped,
+    Watch,
     is_due,
     judge_loss,
     require_applied,
     require_progress,
     same_program,
 )
-from jaxinfra.training.initialize import first_state
-from jaxinfra.training.job import Job, step_programs
-from jaxinfra.training.locate import locate_nonfinite
-from jaxinfra.training.loss_picture import draw_run
-from jaxinfra.training.metrics import MetricsLog
-from jaxinfra.training.profile import Profiler
-from jaxinfra.training.progress import Progress, Status
-from jaxinfra.training.spikes import SpikeReports
-from jaxinfra.training.state import State
-from jaxinfra.training.step import StepMetrics, step_record
-from jaxinfra.training.stop import Agreement, Stopped
-from jaxinfra.training.summary import summarize
-from jaxinfra.training.watch import Watch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

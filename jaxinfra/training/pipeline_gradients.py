@@ -28,15 +28,15 @@ from jaxinfra.parallel.pipeline.executor import (
     StageFunctions,
     run_pipeline,
 )
-from jaxinfra.parallel.pipeline.layer_order import (
+from jaxinfra.parallel.pipeline.schedule import make_schedule
+from jaxinfra.parallel.pipeline.slices import (
+    LayerResult,
     layer_places,
     pad_layers,
     to_natural_order,
     to_stage_order,
     unpad_layers,
 )
-from jaxinfra.parallel.pipeline.schedule_generator import make_schedule
-from jaxinfra.parallel.pipeline.slices import LayerResult
 from jaxinfra.parallel.pipeline.tick_program import make_tick_program
 from jaxinfra.parallel.place import Placement
 from jaxinfra.training.gradients import GradientFunction, count_targets, hidden_loss, split_batch

@@ -16,7 +16,7 @@ from jaxinfra.hlo.buffers import step_bytes
 from jaxinfra.hlo.launches import launches
 from jaxinfra.hlo.matmul_shapes import MatmulShape, matmul_shapes
 from jaxinfra.hlo.program import collectives
-from jaxinfra.runtime.text import whole_number
+from jaxinfra.runtime.files import whole_number
 from jaxinfra.training.job import Job
 from jaxinfra.training.state import State
 from jaxinfra.training.xla_options import describe_options

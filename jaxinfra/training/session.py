@@ -27,29 +27,36 @@ from jaxinfra.errors import (
 )
 from jaxinfra.runtime import injected_faults as faults
 from jaxinfra.runtime.cluster import LAUNCHER
-from jaxinfra.runtime.connect import connect
+from jaxinfra.runtime.files import local_path, user_cache
 from jaxinfra.runtime.host_exchange import Exchange
-from jaxinfra.runtime.places import local_path, user_cache
 from jaxinfra.runtime.recorder import Recorder
+from jaxinfra.runtime.rendezvous import connect
 from jaxinfra.runtime.signals import StopRequest, noted_signals
 from jaxinfra.runtime.watchdog import Watchdog, launcher_of
-from jaxinfra.training.callbacks import Callback
-from jaxinfra.training.clock import Clock
-from jaxinfra.training.describe import describe_corpora, describe_job, describe_ranking
-from jaxinfra.training.environment import record_environment
-from jaxinfra.training.finished import Outcome, final_summary
-from jaxinfra.training.initialize import first_state, kept_from_start, with_frozen
+from jaxinfra.training.describe import (
+    describe_corpora,
+    describe_job,
+    describe_ranking,
+    record_environment,
+)
 from jaxinfra.training.job import Job, keep_compiled_programs, make_job
 from jaxinfra.training.loop import Trainer
-from jaxinfra.training.metrics import MetricsLog
-from jaxinfra.training.open_data import batches_of, open_data
+from jaxinfra.training.metrics import Callback, MetricsLog
 from jaxinfra.training.profile import Profiler, ProfileRange
-from jaxinfra.training.progress import Progress
-from jaxinfra.training.recompute.picture import draw_choice
-from jaxinfra.training.resumption import changed_settings, excluded_batches, restore_newest
+from jaxinfra.training.progress import Clock, Progress
+from jaxinfra.training.recompute.optimal import draw_choice
+from jaxinfra.training.run_data import batches_of, open_data
+from jaxinfra.training.start import (
+    changed_settings,
+    excluded_batches,
+    first_state,
+    kept_from_start,
+    restore_newest,
+    with_frozen,
+)
 from jaxinfra.training.state import State
-from jaxinfra.training.stop import Agreement, Stopped
-from jaxinfra.training.watch import Watch, attempt, compute_s
+from jaxinfra.training.summary import Outcome, final_summary
+from jaxinfra.training.watch import Agreement, Stopped, Watch, attempt, compute_s
 
 
 def train(

@@ -18,11 +18,12 @@ from jaxinfra.model.passes import Sums
 from jaxinfra.model.statistics import PREFIX
 from jaxinfra.numerics.loss_scale import next_loss_scale
 from jaxinfra.numerics.storage import EXACT, after_update
-from jaxinfra.training.fp8_watch import emitted_by_site, fp8_record
 from jaxinfra.training.gradients import GradientFunction
 from jaxinfra.training.state import State, TrainState
 from jaxinfra.training.statistics import (
     StatisticsTable,
+    emitted_by_site,
+    fp8_record,
     parameter_statistics,
     statistics_record,
 )

@@ -8,8 +8,7 @@ from typing import Any, final
 
 import numpy as np
 
-from jaxinfra.checkpoint.checkpointer import Checkpointer
-from jaxinfra.checkpoint.restoring import load
+from jaxinfra.checkpoint.checkpointer import Checkpointer, load_state
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.config import codec
 from jaxinfra.config.run import RunConfig
@@ -17,10 +16,10 @@ from jaxinfra.data.batch import Batch
 from jaxinfra.data.corpora import Corpora
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.decoder import Decoder
-from jaxinfra.runtime.places import user_cache
-from jaxinfra.training.initialize import first_state, with_frozen
+from jaxinfra.runtime.files import user_cache
 from jaxinfra.training.job import make_job
-from jaxinfra.training.open_data import batches_of, open_data
+from jaxinfra.training.run_data import batches_of, open_data
+from jaxinfra.training.start import first_state, with_frozen
 from jaxinfra.training.state import State
 from jaxinfra.training.step import StepMetrics
 
@@ -125,7 +124,7 @@ class Steps:
             CheckpointError: there is none, or it is of another model.
         """
         run = RunDirectory(Path(directory))
-        return load(
+        return load_state(
             run.checkpoints,
             self._job.abstract_state(),
             step=step,

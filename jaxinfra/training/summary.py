@@ -1,16 +1,261 @@
-"""A finished run's outcome, from what it recorded."""
+"""The picture of how evenly a run's tokens went to its experts.
+
+The loss picture of a run.
+
+What a run has read of each source of its mixture, from its config and what it recorded.
+
+How a call of ``train`` ended, and whether a run has ended already.
+
+A finished run's outcome, from what it recorded.
+"""
 
 import dataclasses
 import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from jaxinfra.checkpoint import directory_layout, metadata, processes
+from jaxinfra.checkpoint.checkpointer import require_finite_parameters
+from jaxinfra.checkpoint.directory_layout import verify
+from jaxinfra.checkpoint.run_directory import RunDirectory, identity
+from jaxinfra.config.run import RunConfig
 from jaxinfra.data.baseline import compressed_bits_per_byte
-from jaxinfra.data.corpora import Corpora
+from jaxinfra.data.corpora import Corpora, schedule_of
+from jaxinfra.errors import JaxinfraError
+from jaxinfra.runtime.files import read_log
 from jaxinfra.runtime.goodput import goodput
-from jaxinfra.training.clock import Clock, median_step_s, peak_bytes
+from jaxinfra.runtime.picture_style import BLUE, GRAY, RED, new_picture
 from jaxinfra.training.job import Job
 from jaxinfra.training.metrics import MetricsLog, finite
-from jaxinfra.training.mixture_read import mixture_read
+from jaxinfra.training.progress import Clock, median_step_s, peak_bytes
+
+LOADS = "layers/expert_tokens"
+_COUNTS = {"layers/dropped": "dropped by capacity", "layers/overflowed": "without room"}
+
+
+def draw_loads(records: Sequence[dict[str, Any]], file: Path) -> None:
+    """Largest and least tokens of an expert by step, over the mean of a layer, and choices left
+    out; nothing where the model has no experts.
+    """
+    rows = [record for record in records if f"{LOADS}/imbalance" in record]
+    if not rows:
+        return
+    steps = [record["step"] for record in rows]
+    figure, axes = new_picture(8, 4.5)
+    axes.plot(
+        steps,
+        [record[f"{LOADS}/imbalance"] for record in rows],
+        color=RED,
+        label="most tokens of an expert / mean of its layer",
+    )
+    axes.plot(
+        steps,
+        [record[f"{LOADS}/least"] / max(record[f"{LOADS}/mean"], 1.0) for record in rows],
+        color=BLUE,
+        label="least tokens of an expert / mean",
+    )
+    axes.axhline(1.0, color=GRAY, linewidth=0.8)
+    axes.set_xlabel("step")
+    axes.set_ylabel("load")
+    counts = {name: text for name, text in _COUNTS.items() if name in rows[-1]}
+    if counts:
+        right = axes.twinx()
+        right.set_ylabel("choices")
+        for name, text in counts.items():
+            right.plot(steps, [record[name] for record in rows], linestyle=":", label=text)
+        right.legend(loc="upper left")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper right")
+    partial = file.with_suffix(".partial.png")
+    figure.savefig(partial, dpi=120)
+    partial.rename(file)
+
+
+def draw_run(records: Sequence[dict[str, Any]], run: RunDirectory) -> None:
+    """The pictures that a run directory has: losses, and how evenly tokens went to experts."""
+    draw_loss(records, run.picture_file)
+    draw_loads(records, run.loads_picture_file)
+
+
+def draw_loss(records: Sequence[dict[str, Any]], file: Path) -> None:
+    """Training loss by step (and its mean over steps around), held-out loss where it was measured.
+
+    A step whose loss was not finite (None) is a gap.
+    """
+    figure, axes = new_picture(8, 4.5)
+    steps, losses = _curve(records, "loss")
+    axes.plot(steps, losses, color=BLUE, alpha=0.25, linewidth=0.8, label="training, each step")
+    axes.plot(steps, smoothed(losses), color=BLUE, label="training, smoothed")
+    heldout_steps, heldout_losses = _curve(records, "heldout_loss")
+    if heldout_steps:
+        axes.plot(heldout_steps, heldout_losses, "o-", color=RED, label="held-out")
+    axes.set_xlabel("step")
+    axes.set_ylabel(f"loss, {loss_unit(records)}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    partial = file.with_suffix(".partial.png")
+    figure.savefig(partial, dpi=120)
+    partial.rename(file)
+
+
+def loss_unit(records: Sequence[dict[str, Any]]) -> str:
+    """What a run's loss is of: of pairs of answers it is their own loss, one for each pair."""
+    of_pairs = any(name.startswith("preferences/") for record in records for name in record)
+    return "per pair" if of_pairs else "nats per token"
+
+
+def _curve(records: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    found = [record for record in records if name in record]
+    values = [math.nan if record[name] is None else record[name] for record in found]
+    return [record["step"] for record in found], values
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Means over a window centred on each step, so that the curve does not lag behind the loss.
+
+    The window is a fiftieth of the run, shorter at the ends; what is not finite is passed over.
+    """
+    half = len(values) // 100
+    result = []
+    for place in range(len(values)):
+        reach = min(half, place, len(values) - 1 - place)
+        near = [x for x in values[place - reach : place + reach + 1] if math.isfinite(x)]
+        result.append(sum(near) / len(near) if near else math.nan)
+    return result
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SourceRead:
+    """What is read of one source of a mixture: an element of what ``read_mixture`` returns.
+
+    Examples:
+        >>> for each in jaxinfra.read_mixture("runs/mixed"):
+        ...     print(each.name, each.sequences)
+        cats 2
+        dogs 6
+    """
+
+    name: str  # of the source
+    wanted: float  # part of all sequences so far, by the weights
+    read: float  # part of all sequences so far
+    sequences: int  # rows of batches
+    tokens: int  # with a separator for each document
+    epochs: float  # times that the source was read whole
+
+
+def read_mixture(run: str | Path) -> tuple[SourceRead, ...]:
+    """What a run has read of each source so far, or until its end; of a single source nothing.
+
+    Args:
+        run: its directory.
+
+    Raises:
+        ConfigError: the directory is no run.
+
+    Examples:
+        >>> [each.name for each in jaxinfra.read_mixture("runs/mixed")]
+        ['cats', 'dogs']
+    """
+    directory = RunDirectory(Path(run))
+    config = directory.read_config()
+    records, _ = read_log(directory.metrics_file, holds=dict[str, Any])
+    return mixture_read(config, records)
+
+
+def mixture_read(config: RunConfig, records: Iterable[Mapping[str, Any]]) -> tuple[SourceRead, ...]:
+    """The same from a config and the records of ``metrics.jsonl``."""
+    names = [each.name for each in config.data.mixture]
+    of_steps = [each for each in records if all(f"mixture/{n}/epochs" in each for n in names)]
+    if not names or not of_steps:
+        return ()
+    last = of_steps[-1]
+    total = last["step"] * config.training.batch_size
+    wanted = schedule_of(config.data, config.training).mean_shares(last["step"])
+    return tuple(
+        SourceRead(
+            name=name,
+            wanted=float(share),
+            read=last[f"mixture/{name}/sequences"] / total,
+            sequences=last[f"mixture/{name}/sequences"],
+            tokens=last[f"mixture/{name}/tokens"],
+            epochs=last[f"mixture/{name}/epochs"],
+        )
+        for name, share in zip(names, wanted, strict=True)
+    )
+
+
+def describe_mixture(rows: Sequence[SourceRead]) -> str:
+    """The table in plain text."""
+    cells = mixture_cells(rows)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for name, *figures in cells:
+        shown = (each.rjust(width) for each, width in zip(figures, widths[1:], strict=True))
+        lines.append("  ".join([name.ljust(widths[0]), *shown]))
+    return "\n".join(lines)
+
+
+def mixture_cells(rows: Sequence[SourceRead]) -> list[list[str]]:
+    """A table of them, its head first."""
+    return [
+        ["source", "wanted", "read", "sequences", "tokens", "epochs"],
+        *(
+            [
+                each.name,
+                f"{each.wanted:.2%}",
+                f"{each.read:.2%}",
+                f"{each.sequences:,}",
+                f"{each.tokens:,}",
+                f"{each.epochs:.3g}",
+            ]
+            for each in rows
+        ),
+    ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a call of ``train`` ended.
+
+    Examples:
+        >>> config = jaxinfra.read_run_config("mine.toml")
+        >>> outcome = jaxinfra.train(config, "runs/mine", resume=True)
+        runs/mine is complete: all of its 4 steps are done; ...
+        >>> outcome.was_complete, outcome.result["steps"]
+        (True, 4)
+    """
+
+    summary: dict[str, Any] | None  # None where it was asked to stop before the end
+    step: int  # the last that is done
+    was_complete: bool = False  # before the call, which did nothing
+    together: bool = False  # all processes of the job end here
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """The figures of summary.json; raises JaxinfraError where the run was asked to stop."""
+        if self.summary is None:
+            raise JaxinfraError(f"the run was asked to stop at step {self.step}: resume it first")
+        return self.summary
+
+
+def final_summary(config: RunConfig, run: RunDirectory) -> dict[str, Any] | None:
+    """The outcome of a run that has no step left to do; None while there is one.
+
+    Raises CheckpointError where its last checkpoint is of another model than its config.
+    """
+    summary, steps = run.read_summary(), config.training.steps
+    if summary is None or max(directory_layout.steps(run.checkpoints), default=0) != steps:
+        return None
+    # Its last state is what the run was for: damaged, it is made again from the one before.
+    damaged = processes.on_first(lambda: bool(verify(run.checkpoints, steps)))
+    if damaged or summary.get("steps") != steps:
+        return None
+    newest = run.checkpoints / directory_layout.step_name(steps)
+    saved = metadata.read(newest).identity
+    metadata.require_same_identity(saved, identity(run, config), where=newest)
+    processes.on_first(lambda: require_finite_parameters(newest))
+    return summary
 
 
 def summarize(

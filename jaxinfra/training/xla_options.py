@@ -12,7 +12,7 @@ import jaxlib
 
 from jaxinfra.config.run import RunConfig
 from jaxinfra.errors import ConfigError
-from jaxinfra.runtime.text import whole_number
+from jaxinfra.runtime.files import whole_number
 
 type Options = dict[str, str | int | bool]
 

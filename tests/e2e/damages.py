@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from e2e.runs import STEPS, checkpoints
 
-from jaxinfra.checkpoint.checkpointer import Checkpointer
-from jaxinfra.checkpoint.restoring import load
+from jaxinfra.checkpoint.checkpointer import Checkpointer, load_state
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.training.job import make_job
 
@@ -95,7 +94,7 @@ def not_finite(run: Path) -> None:
     """Checkpoints as they would be written with a NaN in a weight; their sums are right."""
     where = RunDirectory(run)
     config = where.read_config()
-    state = load(where.checkpoints, make_job(config).abstract_state()).state
+    state = load_state(where.checkpoints, make_job(config).abstract_state()).state
     norm = state.parameters["final_norm"]["scale"]
     state.parameters["final_norm"]["scale"] = norm.at[0].set(jnp.nan)
     state = jax.block_until_ready(state)

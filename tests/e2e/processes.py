@@ -29,7 +29,7 @@ _CONTEXT.set_forkserver_preload(
         __name__,
         *(f"jaxinfra.cli.{name}" for name in ("train_job", "evaluate", "generate")),
         # What a run imports late: to lower its step, to show it, and to draw its loss.
-        *("jaxlib.mlir.dialects.mhlo", "rich.live", "jaxinfra.training.loss_picture"),
+        *("jaxlib.mlir.dialects.mhlo", "rich.live", "jaxinfra.training.summary"),
         *("matplotlib.figure", "matplotlib.backends.backend_agg"),
         *(f"PIL.{name}ImagePlugin" for name in ("Bmp", "Gif", "Jpeg", "Png", "Ppm")),
     ]

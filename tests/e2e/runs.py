@@ -14,8 +14,8 @@ import numpy as np
 from e2e.faults import signal_at
 from e2e.processes import Ended, run
 
-from jaxinfra.checkpoint.manifest import verify
-from jaxinfra.checkpoint.restoring import load
+from jaxinfra.checkpoint.checkpointer import load_state
+from jaxinfra.checkpoint.directory_layout import verify
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config.run import RunConfig
 from jaxinfra.training.job import make_job
@@ -111,7 +111,7 @@ def state_sums(directory: Path, step: int) -> dict[str, str]:
     """SHA-256 of every array of a checkpoint, and its data state."""
     run = RunDirectory(directory)
     assert verify(run.checkpoints, step) == []
-    restored = load(run.checkpoints, _abstract_state(run.read_config()), step=step)
+    restored = load_state(run.checkpoints, _abstract_state(run.read_config()), step=step)
     leaves = jax.tree_util.tree_leaves_with_path(restored.state)
     sums = {
         jax.tree_util.keystr(path): hashlib.sha256(np.asarray(leaf).tobytes()).hexdigest()

@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxinfra.checkpoint.checkpointer import Checkpointer
-from jaxinfra.checkpoint.manifest import verify
-from jaxinfra.checkpoint.restoring import load
+from jaxinfra.checkpoint.checkpointer import Checkpointer, load_state
+from jaxinfra.checkpoint.directory_layout import verify
 from jaxinfra.config.run import CheckpointConfig
 
 CONFIG = CheckpointConfig(keep_last=2, keep_best=0)
@@ -178,7 +177,7 @@ def test_two_processes(tmp_path):
     assert [child.returncode for child in children] == [0, 0], "\n".join(said)
     assert re.search(r"failed step 4 was not saved .*processes \[1\] could not write", said[0])
     assert re.search(r"failed step 4 was not saved .*File too large", said[1])
-    restored = load(directory, abstract(fsdp_mesh(8)))
+    restored = load_state(directory, abstract(fsdp_mesh(8)))
     assert restored.step == 3
     assert_is_step(restored.state, 3)
 

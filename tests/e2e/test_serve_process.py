@@ -18,7 +18,7 @@ import pytest
 from engine_models import DEFINITION
 
 from experiments.bench.serving import serve_endurance
-from jaxinfra.checkpoint.conversion import write_ours
+from jaxinfra.checkpoint.model_directory import write_ours
 from jaxinfra.checkpoint.parameter_sources import LiveParameters
 from jaxinfra.cli.main import main
 from jaxinfra.data.tokenizer import bytes_tokenizer

@@ -31,7 +31,7 @@ STOPS = [
     ("jaxinfra.checkpoint.checkpointer:Checkpointer.restore", 1, TERM, 2),
     ("jaxinfra.checkpoint.checkpointer:Checkpointer.save", 1, INT, 4),
     ("jaxinfra.training.loop:evaluate_sets", 1, TERM, 8),  # which resuming makes up for
-    ("jaxinfra.checkpoint.saving:Save.wait_until_copied", 1, TERM, 12),
+    ("jaxinfra.checkpoint.checkpointer:Save.wait_until_copied", 1, TERM, 12),
     ("jaxinfra.training.loop:evaluate_sets", 2, INT, STEPS),
     ("jaxinfra.training.loop:summarize", 1, TERM, None),  # too late to stop anything
 ]
@@ -39,7 +39,11 @@ STOPS = [
 KILLS = [
     ("os:fsync", 1, 0),  # there is a directory with half a config
     ("jaxinfra.data.tokenizer:Tokenizer.save", 1, 0),
-    ("jaxinfra.checkpoint.manifest:write", 1, 0),  # step 4: the files are there, no sums
+    (
+        "jaxinfra.checkpoint.directory_layout:write_manifest",
+        1,
+        0,
+    ),  # step 4: the files are there, no sums
     ("jaxinfra.checkpoint.directory_layout:commit", 2, 4),  # step 8: all is there but the name
     ("jaxinfra.checkpoint.directory_layout:delete", 1, 12),  # of step 4, after the commit of 12
     ("jaxinfra.checkpoint.arrays:Write.finish", 1, 12),

@@ -10,9 +10,8 @@ from jaxinfra.config.mesh import ShardingConfig, parse_mesh
 from jaxinfra.config.presets import run_preset
 from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.parallel.mesh import make_mesh
+from jaxinfra.parallel.mesh import make_mesh, state_rules
 from jaxinfra.parallel.place import Placement, path_name
-from jaxinfra.parallel.rules import state_rules
 
 HERE = pathlib.Path(__file__).parent
 # GPT-2's 50,257 tokens divide over no other number of devices.

@@ -35,11 +35,10 @@ from jaxinfra.model.definition import ModelDefinition, define_model
 from jaxinfra.numerics.loss_scale import initial_loss_scale
 from jaxinfra.numerics.policy import policy_of
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.parallel.mesh import make_mesh
+from jaxinfra.parallel.mesh import make_mesh, state_rules
 from jaxinfra.parallel.place import Placement, path_name
-from jaxinfra.parallel.rules import state_rules
-from jaxinfra.training.batch_order import in_zigzag
 from jaxinfra.training.gradients import make_gradient
+from jaxinfra.training.job import in_zigzag
 from jaxinfra.training.optim.learning_rate import learning_rate
 from jaxinfra.training.optim.optimizer import make_optimizer
 from jaxinfra.training.state import TrainState, initial_state, state_around, state_shardings

@@ -14,11 +14,10 @@ from jaxinfra.config.run import ContextMethod, Remat, TrainingConfig
 from jaxinfra.data.batch import Batch
 from jaxinfra.model.definition import ModelDefinition, define_model
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.parallel.mesh import make_mesh
+from jaxinfra.parallel.mesh import make_mesh, state_rules
 from jaxinfra.parallel.place import Placement
-from jaxinfra.parallel.rules import state_rules
-from jaxinfra.training.batch_order import in_zigzag
 from jaxinfra.training.gradients import make_gradient
+from jaxinfra.training.job import in_zigzag
 from jaxinfra.training.pipeline_gradients import make_pipeline_gradient
 from tests.sharded import oracle
 from tests.sharded.cases import COMPILER_OPTIONS, drawn, packed_batch

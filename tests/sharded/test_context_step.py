@@ -19,7 +19,7 @@ from jaxinfra.data.batch import Batch
 from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.hlo.program import collectives
 from jaxinfra.parallel.context.cost import context_bytes
-from jaxinfra.training.batch_order import in_zigzag
+from jaxinfra.training.job import in_zigzag
 from tests.sharded.cases import build, llama_like, mla_like, packed_batch
 from tests.sharded.test_meshes import assert_as_one_device, run
 

@@ -24,11 +24,9 @@ from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.experts import ExpertWeights
 from jaxinfra.parallel import exchange as subject
-from jaxinfra.parallel import travel
-from jaxinfra.parallel.exchange_room import Room, exchanged_bytes, room_for, visits
-from jaxinfra.parallel.mesh import make_mesh
+from jaxinfra.parallel.exchange import Room, Travel, exchanged_bytes, room_for, visits
+from jaxinfra.parallel.mesh import make_mesh, state_rules
 from jaxinfra.parallel.place import Placement
-from jaxinfra.parallel.rules import state_rules
 from tests.sharded.cases import COMPILER_OPTIONS
 
 CONFIG = ExpertsConfig(num_experts=8, top_k=3, hidden_dim=6)
@@ -276,7 +274,7 @@ def test_faults_are_caught(form, node_size, monkeypatch):
     assert near(np.asarray(y_BTD), alone())
     real = subject.equal
 
-    def faulty(device_NJ, members, *args, fault: str, peers) -> travel.Travel:
+    def faulty(device_NJ, members, *args, fault: str, peers) -> Travel:
         right = real(device_NJ, members, *args, peers=peers)
         if peers.groups is not None and peers.groups[0][:2] == (0, 1):
             return right  # within a node

@@ -22,9 +22,8 @@ from jaxinfra.model.experts import Experts
 from jaxinfra.model.passes import Pass
 from jaxinfra.parallel.exchange import ShardedExchange
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.parallel.mesh import make_mesh
+from jaxinfra.parallel.mesh import make_mesh, state_rules
 from jaxinfra.parallel.place import Placement
-from jaxinfra.parallel.rules import state_rules
 from tests.sharded.cases import COMPILER_OPTIONS
 
 N, B, T, D = 4, 4, 6, 8

@@ -14,9 +14,8 @@ from jaxinfra.config.model import ExpertsConfig
 from jaxinfra.model.execution import within_device
 from jaxinfra.ops.experts import ExpertWeights
 from jaxinfra.parallel.exchange import exchange_on
-from jaxinfra.parallel.mesh import make_mesh
+from jaxinfra.parallel.mesh import make_mesh, state_rules
 from jaxinfra.parallel.place import Placement
-from jaxinfra.parallel.rules import state_rules
 from tests.sharded.cases import COMPILER_OPTIONS
 from tests.unit.test_fp8_experts import RECIPE
 

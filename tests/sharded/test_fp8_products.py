@@ -32,9 +32,8 @@ from jaxinfra.ops.fp8_operands import empty_history
 from jaxinfra.ops.target import H200, compiling_for
 from jaxinfra.parallel import fp8
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.parallel.mesh import make_mesh
+from jaxinfra.parallel.mesh import make_mesh, state_rules
 from jaxinfra.parallel.place import Placement
-from jaxinfra.parallel.rules import state_rules
 from tests.seeds import seeded
 from tests.tolerance import assert_within_rounding
 from tests.unit.test_fp8 import CONFIGS, SIZES, rounded_to

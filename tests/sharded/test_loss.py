@@ -14,9 +14,8 @@ from jaxinfra.ops.cross_entropy import HOPPER_LEAST_IDS, kernel_on_one_device
 from jaxinfra.ops.target import H200, compiling_for
 from jaxinfra.parallel import loss as loss_on_meshes
 from jaxinfra.parallel.loss import cross_entropy_of_own_tokens, takes_own_tokens
-from jaxinfra.parallel.mesh import make_mesh
+from jaxinfra.parallel.mesh import make_mesh, state_rules
 from jaxinfra.parallel.place import Placement
-from jaxinfra.parallel.rules import state_rules
 from tests.rounding import Rounded
 from tests.seeds import seeded
 from tests.sharded.test_meshes import assert_as_one_device, run

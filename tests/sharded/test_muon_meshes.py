@@ -14,9 +14,8 @@ from jaxinfra.config.optimizer import MuonConfig
 from jaxinfra.config.run import CheckpointConfig
 from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.parallel.mesh import make_mesh
+from jaxinfra.parallel.mesh import make_mesh, state_rules
 from jaxinfra.parallel.place import Placement, path_name
-from jaxinfra.parallel.rules import state_rules
 from jaxinfra.training.optim.optimizer import make_optimizer
 from tests.sharded.cases import (
     COMPILER_OPTIONS,

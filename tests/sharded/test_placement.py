@@ -13,9 +13,8 @@ from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.parallel.mesh import make_mesh
+from jaxinfra.parallel.mesh import StateRules, make_mesh
 from jaxinfra.parallel.place import Placement, path_name
-from jaxinfra.parallel.rules import StateRules
 from tests.sharded.cases import COMPILER_OPTIONS, build, gpt_like, llama_like, packed_batch
 
 MESHES = {

@@ -14,9 +14,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxinfra.checkpoint.arrays import silence_orbax
-from jaxinfra.checkpoint.checkpointer import Checkpointer
-from jaxinfra.checkpoint.manifest import verify
-from jaxinfra.checkpoint.restoring import load
+from jaxinfra.checkpoint.checkpointer import Checkpointer, load_state
+from jaxinfra.checkpoint.directory_layout import verify
 from jaxinfra.config.run import CheckpointConfig
 from jaxinfra.errors import CheckpointError
 
@@ -149,7 +148,9 @@ def test_a_relative_directory_is_read(checkpointer, directory, monkeypatch):
     checkpointer.save(3, state, data_state={})
     checkpointer.wait()
     monkeypatch.chdir(directory.parent)
-    restored = load(directory.relative_to(directory.parent), abstract(state), identity=IDENTITY)
+    restored = load_state(
+        directory.relative_to(directory.parent), abstract(state), identity=IDENTITY
+    )
     assert_bitwise(restored.state, state)
 
 
@@ -158,12 +159,12 @@ def test_subset_reads_part_of_a_state(checkpointer, directory):
     checkpointer.save(3, state, data_state={})
     checkpointer.wait()
     params = {"params": state["params"]}
-    restored = load(directory, abstract(params), identity=IDENTITY)
+    restored = load_state(directory, abstract(params), identity=IDENTITY)
     assert_bitwise(restored.state, params)
     with pytest.raises(CheckpointError, match=r"moments/0/kernel: saved float16\[16, 48\], wanted"):
         checkpointer.restore(abstract(params))
     with pytest.raises(CheckpointError, match=r"other: saved nothing, wanted uint32\[2\]"):
-        load(directory, abstract({"other": state["rng"]}))
+        load_state(directory, abstract({"other": state["rng"]}))
 
 
 @pytest.mark.parametrize(
@@ -261,7 +262,7 @@ def test_nothing_saved_yet(checkpointer, directory):
     ):
         checkpointer.restore(state, step=6)
     with pytest.raises(CheckpointError, match="no checkpoint in"):
-        load(directory.with_name("absent"), state)
+        load_state(directory.with_name("absent"), state)
 
 
 def test_restores_the_step_asked_for(checkpointer):

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfra.checkpoint.checkpointer import Checkpointer
-from jaxinfra.checkpoint.manifest import FileFault, verify
-from jaxinfra.checkpoint.restoring import load
+from jaxinfra.checkpoint.checkpointer import Checkpointer, load_state
+from jaxinfra.checkpoint.directory_layout import FileFault, verify
 from jaxinfra.config.run import CheckpointConfig
 from jaxinfra.errors import CheckpointError
 
@@ -124,9 +123,9 @@ def test_random_flips_never_load(directory):
         bit = rng.randrange(path.stat().st_size * 8)
         flip(path, bit)
         with pytest.raises(CheckpointError, match="no good checkpoint"):
-            load(directory, ABSTRACT, step=3)
+            load_state(directory, ABSTRACT, step=3)
         flip(path, bit)
-    assert load(directory, ABSTRACT).step == 3
+    assert load_state(directory, ABSTRACT).step == 3
 
 
 def test_flips_in_the_manifest_itself_are_noticed(directory):
@@ -169,7 +168,7 @@ def test_renamed_checkpoint_is_noticed(directory):
 
 def test_reader_moves_nothing(directory, caplog):
     truncate(directory / "step_00000003")
-    restored = load(directory, ABSTRACT)
+    restored = load_state(directory, ABSTRACT)
     assert restored.step == 2
     assert [rejected.path for rejected in restored.quarantined] == [directory / "step_00000003"]
     assert "checkpoint skipped: step 3" in caplog.text

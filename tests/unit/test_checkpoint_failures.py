@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxinfra.checkpoint.checkpointer import Checkpointer
-from jaxinfra.checkpoint.manifest import verify
+from jaxinfra.checkpoint.directory_layout import verify
 from jaxinfra.config.run import CheckpointConfig
 from jaxinfra.errors import CheckpointError
 

@@ -18,7 +18,7 @@ from jaxinfra.data.packing import PackedWindows
 from jaxinfra.data.permutation import permute
 from jaxinfra.data.train_iterator import train_batches
 from jaxinfra.errors import ConfigError, DataError
-from jaxinfra.training.mixture_read import describe_mixture, mixture_read
+from jaxinfra.training.summary import describe_mixture, mixture_read
 
 BATCH, LENGTH, SEED = 6, 8, 5
 LENGTHS = {"a": [13, 40, 1, 0, 7, 22, 5, 9], "b": [30, 3, 11], "c": [17, 17, 17, 17]}

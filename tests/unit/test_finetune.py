@@ -13,8 +13,8 @@ from chat_model import MODEL, write_model
 from flax import nnx
 
 import jaxinfra
+from jaxinfra.checkpoint.checkpointer import load_state
 from jaxinfra.checkpoint.load_pretrained import load_pretrained
-from jaxinfra.checkpoint.restoring import load
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.cli.main import main
 from jaxinfra.config.precision import PolicyName
@@ -24,8 +24,8 @@ from jaxinfra.model.adapter_bank import with_chosen
 from jaxinfra.model.definition import ModelDefinition
 from jaxinfra.serving.adapter_bank import load_bank
 from jaxinfra.serving.load import load as load_trained
-from jaxinfra.training.initialize import first_state
 from jaxinfra.training.job import make_job
+from jaxinfra.training.start import first_state
 
 IDS = np.arange(40, dtype=np.int32)[None]
 SIZES = ("--batch-size", "4", "--sequence-length", "64", "--set", "optimizer.warmup_steps=0")
@@ -104,7 +104,7 @@ def rewind(run, to, step):
 
 def state(run, step=4):
     shapes = make_job(RunDirectory(run).read_config()).abstract_state()
-    return load(run / "checkpoints", shapes, step=step).state
+    return load_state(run / "checkpoints", shapes, step=step).state
 
 
 def resume(place, run, *options):

@@ -22,7 +22,7 @@ from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.layout import Layout
 from jaxinfra.planning.model import find_model
 from jaxinfra.planning.plan import make_plan
-from jaxinfra.runtime.places import local_path
+from jaxinfra.runtime.files import local_path
 from jaxinfra.training.progress import Status
 
 

@@ -25,7 +25,7 @@ from jaxinfra.ops.fp8 import QUANTIZED
 from jaxinfra.ops.fp8_devices import Together, one_device
 from jaxinfra.ops.fp8_operands import SAMPLED_ROWS, empty_history, next_history
 from jaxinfra.ops.multiply import multiply
-from jaxinfra.training.fp8_watch import Fp8Watch, fp8_record
+from jaxinfra.training.statistics import Fp8Watch, fp8_record
 from tests.rounding import Rounded
 from tests.tolerance import assert_within_rounding
 

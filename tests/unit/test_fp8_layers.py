@@ -15,6 +15,7 @@ from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.model import ModelConfig, stacked
 from jaxinfra.config.precision import Fp8Matmuls, Fp8Scaling, PolicyName, PrecisionConfig
 from jaxinfra.config.run import Remat, TrainingConfig
+from jaxinfra.diagnostics.bisect import StepPieces
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.definition import define_model, merged
 from jaxinfra.model.repetition import in_eight_bits
@@ -24,7 +25,6 @@ from jaxinfra.parallel.execution import execution_on
 from jaxinfra.training.describe import describe_job
 from jaxinfra.training.gradients import make_gradient
 from jaxinfra.training.job import make_job
-from jaxinfra.training.pieces import StepPieces
 from tests.dropped_casts import casts_dropped
 from tests.sharded.cases import build, drawn, gemma_like, gradients_of, llama_like, packed_batch
 from tests.unit.test_recompute import small_run

@@ -15,9 +15,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import jaxinfra
-from jaxinfra.checkpoint.conversion import cast, write_hf, write_ours
 from jaxinfra.checkpoint.finite import nonfinite_allowed
-from jaxinfra.checkpoint.model_directory import read_model_directory
+from jaxinfra.checkpoint.model_directory import cast, read_model_directory, write_hf, write_ours
 from jaxinfra.checkpoint.onto_mesh import place_parameters
 from jaxinfra.checkpoint.parameter_sources import LiveParameters
 from jaxinfra.cli.main import main

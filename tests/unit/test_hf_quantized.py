@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxinfra.checkpoint.conversion import write_hf
 from jaxinfra.checkpoint.load_pretrained import load_pretrained
-from jaxinfra.checkpoint.model_directory import read_model_directory
+from jaxinfra.checkpoint.model_directory import read_model_directory, write_hf
 from jaxinfra.checkpoint.quantized_files import plain_tensors
 from jaxinfra.checkpoint.tensor_files import open_tensor_files
 from jaxinfra.errors import CheckpointError, ConfigError

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from jaxinfra.checkpoint import manifest, metadata
+from jaxinfra.checkpoint import directory_layout, metadata
 from jaxinfra.checkpoint.model_directory import config_json, read_model_directory
 from jaxinfra.checkpoint.tensor_files import open_tensor_files
 from jaxinfra.config import codec
@@ -164,9 +164,9 @@ def of_manifest(place: Path) -> tuple[Any, Read]:
     checkpoint = place / "step_00000004"
     checkpoint.mkdir()
     (checkpoint / "metadata.json").write_text("{}")
-    manifest.write(checkpoint, step=4)
+    directory_layout.write_manifest(checkpoint, step=4)
     file = checkpoint / "manifest.json"
-    return json.loads(file.read_text()), of_file(file, lambda _: manifest.verify(place, 4))
+    return json.loads(file.read_text()), of_file(file, lambda _: directory_layout.verify(place, 4))
 
 
 ARTEFACTS = (

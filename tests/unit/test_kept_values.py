@@ -24,19 +24,17 @@ from jaxinfra.parallel.execution import execution_on
 from jaxinfra.runtime.devices import REFERENCE_PEAK
 from jaxinfra.training.job import make_job
 from jaxinfra.training.recompute.block_graph import (
-    BlockGraph,
-    BlockOperation,
-    keeping,
-    trace_repetition,
-)
-from jaxinfra.training.recompute.kept_values import (
     MATMUL_SHARE,
     MEMORY_SHARE,
+    BlockGraph,
+    BlockOperation,
     Layers,
     Option,
     best_options,
     cheapest,
+    keeping,
     peak_bytes,
+    trace_repetition,
 )
 from jaxinfra.training.recompute.optimal import KeptSearch, choose_kept
 from tests.sharded.cases import build, gradients_of, llama_like, packed_batch

@@ -15,8 +15,14 @@ from jaxinfra.cli.launch import requeue, train_commands
 from jaxinfra.cli.main import main
 from jaxinfra.errors import ConfigError
 from jaxinfra.runtime.cluster import Cluster, detect_cluster, expand_nodes
-from jaxinfra.runtime.ending import Ending, count_memory_kills, first_failure
-from jaxinfra.runtime.supervisor import Limits, NodePlace, Supervisor
+from jaxinfra.runtime.supervisor import (
+    Ending,
+    Limits,
+    NodePlace,
+    Supervisor,
+    count_memory_kills,
+    first_failure,
+)
 
 SLURM = {
     "SLURM_JOB_ID": "40123",

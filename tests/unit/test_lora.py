@@ -12,10 +12,9 @@ from adapter_runs import batch, train
 from safetensors.numpy import load_file, save_file
 from tolerance import assert_no_worse
 
-from jaxinfra.checkpoint.conversion import write_ours
 from jaxinfra.checkpoint.initial import read_initial
 from jaxinfra.checkpoint.load_pretrained import load_pretrained
-from jaxinfra.checkpoint.model_directory import read_model_directory
+from jaxinfra.checkpoint.model_directory import read_model_directory, write_ours
 from jaxinfra.checkpoint.onto_mesh import place_parameters
 from jaxinfra.checkpoint.parameter_sources import LiveParameters
 from jaxinfra.checkpoint.peft_files import write_peft
@@ -39,8 +38,8 @@ from jaxinfra.model.definition import define_model
 from jaxinfra.model.flops import matmul_parameters, training_flops_per_token
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.training.describe import describe_job, placement_table
-from jaxinfra.training.initialize import finetuning_config, first_state, with_frozen
 from jaxinfra.training.job import make_job
+from jaxinfra.training.start import finetuning_config, first_state, with_frozen
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "hf"
 ALL = LoraConfig(rank=3, alpha=7.0, targets=("query", "key", "value", "out", "gate", "up", "down"))

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxinfra.checkpoint.conversion import write_ours
 from jaxinfra.checkpoint.initial import read_initial
 from jaxinfra.checkpoint.load_pretrained import load_pretrained
+from jaxinfra.checkpoint.model_directory import write_ours
 from jaxinfra.checkpoint.parameter_sources import LiveParameters
 from jaxinfra.checkpoint.trained_adapters import Adapters, MergedParameters
 from jaxinfra.config.data import DataConfig
@@ -27,8 +27,8 @@ from jaxinfra.model.definition import by_path, define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.runtime.hashes import StateHash
 from jaxinfra.training.describe import placement_table
-from jaxinfra.training.initialize import first_state, with_frozen
 from jaxinfra.training.job import make_job
+from jaxinfra.training.start import first_state, with_frozen
 from tests import tally
 
 MODEL = ModelConfig(

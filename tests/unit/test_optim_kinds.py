@@ -16,9 +16,8 @@ from jaxinfra.config.optimizer import (
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.definition import DimsLeaf, define_model
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.parallel.mesh import make_mesh
+from jaxinfra.parallel.mesh import make_mesh, state_rules
 from jaxinfra.parallel.place import Placement
-from jaxinfra.parallel.rules import state_rules
 from jaxinfra.training.optim.optimizer import make_optimizer
 from tests.sharded.cases import gpt_like
 

@@ -9,10 +9,8 @@ import pytest
 
 from experiments.bench.training import pipeline_trace
 from jaxinfra.config.pipeline import PipelineSchedule
-from jaxinfra.parallel.pipeline.schedule import Kind
-from jaxinfra.parallel.pipeline.schedule_cost import run
-from jaxinfra.parallel.pipeline.schedule_generator import make_schedule
-from jaxinfra.parallel.pipeline.tick_program import make_tick_program
+from jaxinfra.parallel.pipeline.schedule import Kind, make_schedule
+from jaxinfra.parallel.pipeline.tick_program import make_tick_program, run
 from jaxinfra.planning.pipeline_schedule import report
 
 

@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 
 from jaxinfra.config.pipeline import PipelineSchedule
 from jaxinfra.errors import ConfigError
-from jaxinfra.parallel.pipeline.layer_order import exchange_rounds, layer_places
-from jaxinfra.parallel.pipeline.schedule import Kind, violations
-from jaxinfra.parallel.pipeline.schedule_cost import (
+from jaxinfra.parallel.pipeline.schedule import Kind, make_schedule, violations
+from jaxinfra.parallel.pipeline.slices import exchange_rounds, layer_places
+from jaxinfra.parallel.pipeline.tick_program import (
     UNIT_TIMES,
     bubble_formula,
     held_chunks,
+    lifetime_violations,
+    make_tick_program,
     peak_activations,
     run,
 )
-from jaxinfra.parallel.pipeline.schedule_generator import make_schedule
-from jaxinfra.parallel.pipeline.tick_program import lifetime_violations, make_tick_program
 
 GPIPE, ONE, INTERLEAVED, ZB_H1, ZB_V = PipelineSchedule
 CHUNKS = {GPIPE: [1], ONE: [1], INTERLEAVED: [2, 3, 4], ZB_H1: [1], ZB_V: [2]}

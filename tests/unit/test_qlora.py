@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from adapter_runs import train
 
-from jaxinfra.checkpoint.conversion import write_ours
 from jaxinfra.checkpoint.initial import read_initial
 from jaxinfra.checkpoint.load_pretrained import load_pretrained
+from jaxinfra.checkpoint.model_directory import write_ours
 from jaxinfra.checkpoint.parameter_sources import LiveParameters, StoredParameters
 from jaxinfra.config.finetune import AdapterKind, BaseWeights, LoraConfig
 from jaxinfra.config.mesh import parse_mesh
@@ -30,8 +30,8 @@ from jaxinfra.model.definition import by_path, define_model, is_weight
 from jaxinfra.model.quantized_base import base_shapes, quantized_weight
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.training.describe import placement_table
-from jaxinfra.training.initialize import finetuning_config, with_frozen
 from jaxinfra.training.job import make_job
+from jaxinfra.training.start import finetuning_config, with_frozen
 from pallas_kernels.quantized_matmul.codes import unpacked_pairs
 from pallas_kernels.quantized_matmul.reference import NF4_VALUES
 

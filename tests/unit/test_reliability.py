@@ -19,15 +19,21 @@ from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.runtime import injected_faults as faults
-from jaxinfra.runtime.absence import find_absent
-from jaxinfra.runtime.fingerprint import describe, deviating
+from jaxinfra.runtime.files import read_json_lines
 from jaxinfra.runtime.goodput import CAUSES, Goodput, goodput, read_sessions, sum_causes
-from jaxinfra.runtime.hashes import StateHash, odd_ones
-from jaxinfra.runtime.host_exchange import Exchange, ProcessRow
-from jaxinfra.runtime.incidents import EXCLUDED, excluded_steps, record_incident
-from jaxinfra.runtime.json_lines import read_json_lines
-from jaxinfra.runtime.recorder import CAPACITY, Recorder, read_record, read_records, record_file
-from jaxinfra.runtime.stragglers import Stragglers
+from jaxinfra.runtime.hashes import StateHash, describe, deviating, odd_ones
+from jaxinfra.runtime.host_exchange import Exchange, ProcessRow, Stragglers
+from jaxinfra.runtime.recorder import (
+    CAPACITY,
+    EXCLUDED,
+    Recorder,
+    excluded_steps,
+    read_record,
+    read_records,
+    record_file,
+    record_incident,
+)
+from jaxinfra.runtime.watchdog import find_absent
 
 ROOT = Path(__file__).parents[2]
 

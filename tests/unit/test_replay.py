@@ -16,14 +16,13 @@ from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config.parts import part
 from jaxinfra.data.ledger import rows_sum, whole_sum
 from jaxinfra.data.tokenizer import bytes_tokenizer
-from jaxinfra.diagnostics.bisect import find_nonfinite
+from jaxinfra.diagnostics.bisect import StepPieces, find_nonfinite
 from jaxinfra.diagnostics.first_nonfinite import first_nonfinite
 from jaxinfra.diagnostics.replay import replay_step
-from jaxinfra.training.environment import record_environment
+from jaxinfra.training.describe import record_environment
 from jaxinfra.training.examine import examine_step
 from jaxinfra.training.gradients import count_targets
 from jaxinfra.training.job import make_job
-from jaxinfra.training.pieces import StepPieces
 from jaxinfra.training.step import step_key, step_record
 from tests.small_run import config_of
 

@@ -12,7 +12,7 @@ from jaxinfra.config import codec
 from jaxinfra.config.presets import run_preset
 from jaxinfra.diagnostics.run_page import draw_curves
 from jaxinfra.diagnostics.run_view import differing_settings, read_view
-from jaxinfra.runtime.incidents import record_incident
+from jaxinfra.runtime.recorder import record_incident
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import jaxinfra
+from jaxinfra.diagnostics.bisect import StepPieces
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.definition import by_path
-from jaxinfra.runtime.json_lines import read_json_lines
+from jaxinfra.runtime.files import read_json_lines
 from jaxinfra.training.gradients import count_targets
 from jaxinfra.training.job import lower_step, make_job, step_programs
 from jaxinfra.training.metrics import MetricsLog
-from jaxinfra.training.pieces import StepPieces
 from jaxinfra.training.step import step_key, step_record
 from tests.small_run import config_of
 

@@ -17,8 +17,14 @@ from jaxinfra.diagnostics.trace import TraceEvent, scope_of
 from jaxinfra.diagnostics.trace_axes import CollectiveAxes
 from jaxinfra.diagnostics.waterfall import explain
 from jaxinfra.hlo.launches import launches
-from jaxinfra.runtime.incidents import RECOMPILED, record_incident
-from jaxinfra.runtime.recorder import BUSY_READERS, READY_BATCHES, Event, RankRecord
+from jaxinfra.runtime.recorder import (
+    BUSY_READERS,
+    READY_BATCHES,
+    RECOMPILED,
+    Event,
+    RankRecord,
+    record_incident,
+)
 
 MLP = ("nvjet_128x256", "gemm.1", "jit(step)/jvp(layer)/mlp/dot")
 MLP_BACK = ("nvjet_256x128", "gemm.2", "jit(step)/transpose(jvp(layer))/mlp/dot")

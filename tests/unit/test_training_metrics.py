@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from jaxinfra.model.passes import Sums
-from jaxinfra.runtime.json_lines import read_json_lines
-from jaxinfra.training.loads_picture import draw_loads
-from jaxinfra.training.loss_picture import draw_loss, loss_unit
+from jaxinfra.runtime.files import read_json_lines
 from jaxinfra.training.metrics import MetricsLog, finite
 from jaxinfra.training.step import StepMetrics, step_record
+from jaxinfra.training.summary import draw_loads, draw_loss, loss_unit
 
 
 @pytest.fixture

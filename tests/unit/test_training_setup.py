@@ -15,12 +15,11 @@ from jaxinfra.config.presets import runs
 from jaxinfra.config.run import CheckpointConfig, TrainingConfig
 from jaxinfra.config.validate import validate
 from jaxinfra.errors import ConfigError
-from jaxinfra.training.clock import Clock, median_step_s
 from jaxinfra.training.describe import describe_ranking, placement_table
 from jaxinfra.training.job import make_job
 from jaxinfra.training.optim.muon import is_hidden_matrix
 from jaxinfra.training.profile import ProfileRange, parse_profile_range
-from jaxinfra.training.progress import duration
+from jaxinfra.training.progress import Clock, duration, median_step_s
 
 
 @pytest.mark.parametrize("text", ["", "3", "3:", ":3", "3:3", "4:3", "a:b", "-1:2", "1:2:3"])

@@ -37,8 +37,8 @@ from jaxinfra.parallel.collectives_ring import (
     ring_all_reduce,
     ring_reduce_scatter,
 )
-from jaxinfra.runtime.connect import connect
 from jaxinfra.runtime.devices import device_peak
+from jaxinfra.runtime.rendezvous import connect
 
 AXIS = "x"
 DTYPE = jnp.bfloat16

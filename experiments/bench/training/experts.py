@@ -54,9 +54,8 @@ from jaxinfra.model.definition import define_model
 from jaxinfra.model.flops import training_flops_per_token
 from jaxinfra.numerics.policy import held_as_computed, policy_of
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.parallel.mesh import make_mesh
+from jaxinfra.parallel.mesh import make_mesh, state_rules
 from jaxinfra.parallel.place import Placement
-from jaxinfra.parallel.rules import state_rules
 from jaxinfra.runtime.devices import device_peak
 from jaxinfra.training.gradients import make_gradient
 from jaxinfra.training.optim.learning_rate import learning_rate

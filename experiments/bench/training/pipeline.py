@@ -42,12 +42,10 @@ from jaxinfra.data.batch import Batch
 from jaxinfra.model.definition import define_model
 from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.parallel.mesh import make_mesh
-from jaxinfra.parallel.pipeline.schedule_cost import run
-from jaxinfra.parallel.pipeline.schedule_generator import make_schedule
-from jaxinfra.parallel.pipeline.tick_program import make_tick_program
+from jaxinfra.parallel.mesh import make_mesh, state_rules
+from jaxinfra.parallel.pipeline.schedule import make_schedule
+from jaxinfra.parallel.pipeline.tick_program import make_tick_program, run
 from jaxinfra.parallel.place import Placement
-from jaxinfra.parallel.rules import state_rules
 from jaxinfra.training.gradients import make_gradient
 from jaxinfra.training.pipeline_gradients import make_pipeline_gradient
 

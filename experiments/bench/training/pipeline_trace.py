@@ -24,10 +24,8 @@ from matplotlib.figure import Figure
 from experiments.bench.environment import environment
 from jaxinfra.config.pipeline import PipelineConfig, PipelineSchedule
 from jaxinfra.diagnostics.trace import TraceEvent, device_events
-from jaxinfra.parallel.pipeline.schedule import Kind
-from jaxinfra.parallel.pipeline.schedule_cost import run
-from jaxinfra.parallel.pipeline.schedule_generator import make_schedule
-from jaxinfra.parallel.pipeline.tick_program import make_tick_program
+from jaxinfra.parallel.pipeline.schedule import Kind, make_schedule
+from jaxinfra.parallel.pipeline.tick_program import make_tick_program, run
 
 _SCOPE = re.compile(r"/(forward|backward|input|weight|exchange)/")
 _COLOURS = {"forward": "#0072b2", "backward": "#00654a", "input": "#009e73", "weight": "#e69f00"}

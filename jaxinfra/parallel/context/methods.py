@@ -1,4 +1,27 @@
-"""``Execution.attend`` on a mesh whose context axis shards sequences.
+"""Ulysses: heads instead of tokens on each device while attention runs (Jacobs et al. 2023).
+
+An all-to-all gives each of P devices N/P heads of the whole sequence; attention is local, by any
+implementation; a second one brings the tokens back. P must divide the key/value heads of a tensor
+shard.
+
+Bytes a device sends: (2 N + 2 K) t H b (P-1)/P forward, as many backward: against the ring's
+2 K t H b (P-1), less where P > (N + K)/K. Nothing overlaps them within a layer.
+
+Dims: B batch, t tokens of a device, T of the sequence, N query heads, n = N/P, K key/value heads,
+k = K/P, H head width.
+
+Attention over gathered keys: each device holds all keys and values, and its own queries.
+
+Simple, and what Llama 3 trained with (section 3.3.2): few large kernels, and memory for the whole
+sequence's keys, which nothing overlaps with. Of a chunk's keys those before it are one unmasked
+part whose length differs by device, its own are causal; both merge by logsumexp.
+
+Bytes a device sends: 2 (P-1) t K H b to gather keys and values, as many to reduce their gradients.
+
+Dims: B batch, t tokens of a device, c = t/2 of a chunk, T of the sequence, N query heads,
+K key/value heads, H head width.
+
+``Execution.attend`` on a mesh whose context axis shards sequences.
 
 Dims: B batch, T position in zig-zag order, N query heads, K key/value heads, H head width; t, n, k
 of one device.
@@ -8,21 +31,129 @@ import dataclasses
 import functools
 
 import jax
-from jaxtyping import Array, Float, Int
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Int32
 
 from jaxinfra import axes
 from jaxinfra.axes import MeshAxis
 from jaxinfra.config.model import MixerConfig
 from jaxinfra.config.run import AttentionImplementation, ContextMethod
-from jaxinfra.errors import UnsupportedError
+from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.ops.attention import attention
-from jaxinfra.ops.partial_attention import partial_attention
-from jaxinfra.parallel.context import ulysses
-from jaxinfra.parallel.context.gathered import gathered_attention
+from jaxinfra.ops.partial_attention import PartialAttention, merge_partials, partial_attention
+from jaxinfra.parallel.collectives import all_gather, all_to_all, num_devices, rank
 from jaxinfra.parallel.context.halo import windowed_attention
 from jaxinfra.parallel.context.ring import Ring, ring_attention
-from jaxinfra.parallel.context.zigzag import chunk_length
+from jaxinfra.parallel.context.zigzag import chunk_length, chunks_in_sequence, chunks_in_zigzag
 from jaxinfra.parallel.place import Placement
+
+
+def require_heads(num_kv_heads: int, num_shards: int) -> None:
+    """Raises ConfigError where the devices cannot share the key/value heads equally."""
+    if num_kv_heads % num_shards:
+        raise ConfigError(
+            f"context_method=ulysses spreads {num_kv_heads} key/value heads (of a tensor shard) "
+            f"over context={num_shards} devices, which does not divide; choose "
+            "context_method=ring, or a context size that divides"
+        )
+
+
+def heads_to_tokens(out_BTnH: Float[Array, "B T n H"], axis: str) -> Float[Array, "B t N H"]:
+    """All heads of this device's tokens, in zig-zag order."""
+    out_BTnH = chunks_in_zigzag(out_BTnH, num_devices(axis))
+    return all_to_all(out_BTnH, axis, split_dim=1, concat_dim=2)
+
+
+def tokens_to_heads(x_BtNH: Float[Array, "B t N H"], axis: str) -> Float[Array, "B T n H"]:
+    """This device's heads of all tokens, in the sequence's order."""
+    x_BTnH = all_to_all(x_BtNH, axis, split_dim=2, concat_dim=1)
+    return chunks_in_sequence(x_BTnH, num_devices(axis))
+
+
+def all_documents(ids_Bt: Int32[Array, "B t"] | None, axis: str) -> Int32[Array, "B T"] | None:
+    """Documents of all tokens, in the sequence's order."""
+    if ids_Bt is None:
+        return None
+    return chunks_in_sequence(all_gather(ids_Bt, axis, dim=1), num_devices(axis))
+
+
+def gathered_attention(
+    part: PartialAttention,
+    axis: str,
+    q_BtNH: Float[Array, "B t N H"],
+    k_BtKH: Float[Array, "B t K H"],
+    v_BtKH: Float[Array, "B t K Hv"],
+    ids_Bt: Int32[Array, "B t"] | None,
+    *,
+    is_causal: bool,
+) -> Float[Array, "B t N Hv"]:
+    """This device's rows of attention over the whole sequence, [B, t, N, H] in q's dtype.
+
+    Args:
+        axis: the mesh axis of the sequence, manual here.
+        q_BtNH, k_BtKH, v_BtKH: in zig-zag order if causal, else in any.
+        ids_Bt: int32 documents, below 0 for padding; None where a row is one document.
+        is_causal: by place in the sequence.
+    """
+    size = num_devices(axis)
+
+    def whole(x_Bt: jax.Array) -> jax.Array:
+        x_BT = all_gather(x_Bt, axis, dim=1)
+        return chunks_in_sequence(x_BT, size) if is_causal else x_BT
+
+    k_BTKH, v_BTKH = whole(k_BtKH), whole(v_BtKH)
+    ids_BT = None if ids_Bt is None else whole(ids_Bt)
+    if not is_causal:
+        out, _ = part.forward(
+            q_BtNH, k_BTKH, v_BTKH, is_causal=False, q_ids_BT=ids_Bt, kv_ids_BS=ids_BT
+        )
+        return out
+    return causal_attention_to_all(
+        part, axis, q_BtNH, (k_BtKH, v_BtKH), (k_BTKH, v_BTKH), ids_Bt, ids_BT
+    )
+
+
+def causal_attention_to_all(
+    part: PartialAttention,
+    axis: str,
+    q_BtNH: jax.Array,
+    own: tuple[jax.Array, jax.Array],
+    every: tuple[jax.Array, jax.Array],
+    ids_Bt: jax.Array | None,
+    ids_BT: jax.Array | None,
+) -> jax.Array:
+    """This device's rows of causal attention, [B, t, N, Hv] in q's dtype.
+
+    Args:
+        q_BtNH, own, ids_Bt: of this device's tokens, in zig-zag order; keys and values.
+        every, ids_BT: of all tokens, in the sequence's order.
+    """
+    size, me = num_devices(axis), rank(axis)
+    chunk = q_BtNH.shape[1] // 2
+    outs = []
+    for half, number in enumerate((me, 2 * size - 1 - me)):
+        mine = slice(half * chunk, (half + 1) * chunk)
+        ids_Bc = None if ids_Bt is None else ids_Bt[:, mine]
+        own_part = part.forward(
+            q_BtNH[:, mine],
+            *(x[:, mine] for x in own),
+            is_causal=True,
+            q_ids_BT=ids_Bc,
+            kv_ids_BS=ids_Bc,
+        )
+        # No device's chunk has more keys before it than these.
+        most = ((half + 1) * size - 1) * chunk
+        before = part.forward(
+            q_BtNH[:, mine],
+            *(x[:, :most] for x in every),
+            is_causal=False,
+            q_ids_BT=ids_Bc,
+            kv_ids_BS=None if ids_BT is None else ids_BT[:, :most],
+            kv_lengths_B=jnp.full(q_BtNH.shape[0], number * chunk),
+        )
+        outs.append(merge_partials(*own_part, *before)[0])
+    return jnp.concatenate(outs, axis=1).astype(q_BtNH.dtype)
+
 
 _ROWS = (axes.BATCH, axes.SEQUENCE)
 
@@ -111,15 +242,15 @@ class ContextAttention:
         num_shards = self.placement.mesh.shape[axis]
         operands = (q_BtnH, k_BtkH, v_BtkH)
         if self.method is ContextMethod.ULYSSES:
-            ulysses.require_heads(k_BtkH.shape[2], num_shards)
+            require_heads(k_BtkH.shape[2], num_shards)
             out_BTnH = attention(
-                *(ulysses.tokens_to_heads(x, axis) for x in operands),
+                *(tokens_to_heads(x, axis) for x in operands),
                 config=config,
-                segment_ids_BT=ulysses.all_documents(ids_Bt, axis),
+                segment_ids_BT=all_documents(ids_Bt, axis),
                 implementation=self.implementation,
                 is_causal=self.is_causal,
             )
-            return ulysses.heads_to_tokens(out_BTnH, axis)
+            return heads_to_tokens(out_BTnH, axis)
         part = partial_attention(config, self.implementation)
         length = q_BtnH.shape[1] * num_shards
         reach = _reach(config, length)

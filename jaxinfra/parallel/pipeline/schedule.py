@@ -4,12 +4,33 @@ A tick is a place in the program, not a duration: a stage that idles in a tick p
 and stages wait for each other only where one sends to the other.
 
 Dims of tables: [ticks, stages].
+
+Generates schedules: one list scheduler on a grid of unit times, a few rules for each kind.
+
+Every stage takes, tick by tick, the action its rule prefers among those whose inputs are there and
+whose memory is: ``capacity`` bounds the chunks that a stage holds between their forward and the
+action that frees them.
+
+All but GPipe hold at most ``stages * chunks`` chunks, the activations of ``stages`` whole stages,
+for any number of micro-batches. For 1F1B and the zero-bubble schedules that is what their authors
+need; interleaved 1F1B as published (Narayanan et al. 2021, section 2.2) holds
+``stages * (chunks + 1) - 1``. Here a stage alternates forward and backward from its first backward
+on, starts the deepest chunk that it can, and works off the last ``stages`` micro-batches chunk by
+chunk: the same bubble, in less memory, and independent of the number of micro-batches.
+
+Splitting a backward costs time: what its halves share is written and read. ZB-H1's bubble is filled
+by the weight gradients that the first ``stages - 1`` micro-batches leave and by those of the last
+as many; only these are split here, for the same bubble.
 """
 
 import dataclasses
 import enum
+from collections.abc import Callable
 
 import numpy as np
+
+from jaxinfra.config.pipeline import PipelineSchedule
+from jaxinfra.errors import ConfigError
 
 
 class Kind(enum.IntEnum):
@@ -148,3 +169,211 @@ def _needs(action: Action) -> list[Action]:
             return [at(Kind.INPUT, j)]
         case _:
             return [at(Kind.FORWARD, j), at(Kind.BACKWARD, j + 1), at(Kind.INPUT, j + 1)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Ready:
+    """What one stage could do next."""
+
+    last: Kind  # F or B, what it did last; IDLE before its first
+    forwards_done: bool
+    actions: dict[Kind, Action]
+
+    def first(self, *kinds: Kind) -> Action | None:
+        return next((self.actions[kind] for kind in kinds if kind in self.actions), None)
+
+
+type _Rule = Callable[[_Ready], Action | None]
+
+_F, _B, _W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT  # B: whole, or the input's alone
+
+
+def _forwards_first(ready: _Ready) -> Action | None:
+    return ready.first(_B) if ready.forwards_done else ready.first(_F)
+
+
+def _alternate(ready: _Ready) -> Action | None:
+    """One forward, one backward; weight gradients only where neither can run."""
+    return ready.first(_F, _B, _W) if ready.last is _B else ready.first(_B, _F, _W)
+
+
+def make_schedule(
+    name: PipelineSchedule,
+    *,
+    stages: int,
+    micro_batches: int,
+    chunks: int = 1,
+    backward_ticks: int = 1,
+) -> Schedule:
+    """The schedule of that name; raises ConfigError for a number of chunks it does not have.
+
+    Args:
+        backward_ticks: how many forwards a backward takes as long as. An order made for 1 loses
+            time where that is not so, once stages form a ring: interleaved, each waits for the
+            slower of its neighbours in every tick. An action stands in its last tick.
+    """
+    _check(name, stages=stages, micro_batches=micro_batches, chunks=chunks)
+    is_gpipe, is_v = name is PipelineSchedule.GPIPE, name is PipelineSchedule.ZB_V
+    splits = is_v or name is PipelineSchedule.ZB_H1
+    position = np.arange(stages * chunks)
+    chunk_of, stage_of = np.divmod(position, stages)
+    if is_v:
+        stage_of = np.where(chunk_of == 1, stages - 1 - stage_of, stage_of)
+    scheduler = _ListScheduler(
+        stage_of=stage_of,
+        stages=stages,
+        micro_batches=micro_batches,
+        splits=_splitting(name, stages=stages, micro_batches=micro_batches),
+        capacity=micro_batches if is_gpipe else stages * chunks,
+        # The last micro-batches are worked off chunk by chunk: nothing else hides their way back.
+        by_chunk_from=micro_batches - stages if name is PipelineSchedule.INTERLEAVED else None,
+        length={_F: 1, _B: 2 if splits else backward_ticks, Kind.INPUT: 1, _W: 1},
+    )
+    rows = scheduler.run(_forwards_first if is_gpipe else _alternate)
+    shape = (len(rows), stages)
+    tables = {field: np.zeros(shape, np.int32) for field in ("kind", "micro_batch", "chunk")}
+    for tick, row in enumerate(rows):
+        for stage, action in enumerate(row):
+            if action is not None:
+                tables["kind"][tick, stage] = action.kind
+                tables["micro_batch"][tick, stage] = action.micro_batch
+                tables["chunk"][tick, stage] = chunk_of[action.position]
+    schedule = Schedule(
+        name=name.value,
+        micro_batches=micro_batches,
+        stage_of=stage_of.astype(np.int32),
+        chunk_of=chunk_of.astype(np.int32),
+        **tables,
+    )
+    assert not violations(schedule)
+    return schedule
+
+
+def _splitting(
+    name: PipelineSchedule, *, stages: int, micro_batches: int
+) -> Callable[[Action], bool]:
+    middle = range(stages - 1, micro_batches - stages + 1)
+    match name:
+        case PipelineSchedule.ZB_H1:
+            # Nobody waits for what the first run of layers has for its input.
+            return lambda action: action.position > 0 and action.micro_batch not in middle
+        case PipelineSchedule.ZB_V:
+            return lambda action: True
+        case _:
+            return lambda action: False
+
+
+def _check(name: PipelineSchedule, *, stages: int, micro_batches: int, chunks: int) -> None:
+    if stages < 1 or micro_batches < 1:
+        raise ConfigError(f"stages={stages} and micro-batches={micro_batches} must be at least 1")
+    wanted = {PipelineSchedule.INTERLEAVED: None, PipelineSchedule.ZB_V: 2}.get(name, 1)
+    if chunks < 1 or (wanted is not None and chunks != wanted):
+        raise ConfigError(
+            f"schedule {name.value} has {wanted or 'at least 1'} chunk(s) a stage, not {chunks}; "
+            "choose interleaved for any number of chunks"
+        )
+
+
+@dataclasses.dataclass(kw_only=True)
+class _ListScheduler:
+    stage_of: np.ndarray
+    stages: int
+    micro_batches: int
+    splits: Callable[[Action], bool]  # which backwards are two actions
+    capacity: int
+    by_chunk_from: int | None
+    length: dict[Kind, int]  # in ticks
+
+    def run(self, rule: _Rule) -> list[list[Action | None]]:
+        """Rows of the table."""
+        positions = len(self.stage_of)
+        # Of each run of layers, the micro-batches begun and those done.
+        self._begun = {kind: [0] * positions for kind in (_F, _B)}
+        self._done = {kind: [0] * positions for kind in (_F, _B)}
+        self._split: list[list[int]] = [[] for _ in range(positions)]  # without weight gradient yet
+        self._held = [0] * self.stages
+        self._last = [Kind.IDLE] * self.stages
+        self._mine = [
+            [j for j in range(positions) if self.stage_of[j] == stage]
+            for stage in range(self.stages)
+        ]
+        unfinished = positions * self.micro_batches
+        current: list[Action | None] = [None] * self.stages
+        ticks_left = [0] * self.stages
+        rows: list[list[Action | None]] = []
+        while unfinished:
+            for stage in range(self.stages):
+                if current[stage] is None and (action := rule(self._ready(stage))) is not None:
+                    current[stage], ticks_left[stage] = action, self.length[action.kind]
+                    self._begin(stage, action)
+            assert any(current), "the rules leave every stage waiting"
+            row: list[Action | None] = [None] * self.stages
+            for stage, action in enumerate(current):
+                ticks_left[stage] -= 1
+                if action is not None and ticks_left[stage] == 0:
+                    row[stage], current[stage] = action, None
+            for stage, action in enumerate(row):
+                if action is not None:
+                    frees = self._finish(action)
+                    self._held[stage] -= frees
+                    unfinished -= frees
+            rows.append(row)
+        return rows
+
+    def _begin(self, stage: int, action: Action) -> None:
+        if action.kind is _W:
+            self._split[action.position].remove(action.micro_batch)
+            return
+        self._last[stage] = kind = _B if action.kind is Kind.INPUT else action.kind
+        self._begun[kind][action.position] += 1
+        self._held[stage] += kind is _F
+
+    def _finish(self, action: Action) -> bool:
+        """Whether it frees its chunk's activations."""
+        kind = _B if action.kind is Kind.INPUT else action.kind
+        if kind is not _W:
+            self._done[kind][action.position] += 1
+        if action.kind is Kind.INPUT:
+            self._split[action.position].append(action.micro_batch)
+        return action.kind in (_B, _W)
+
+    def _ready(self, stage: int) -> _Ready:
+        mine, forward = self._mine[stage], self._begun[_F]
+        actions: dict[Kind, Action] = {}
+        if self._held[stage] < self.capacity:
+            # The deepest chunk, for its backward comes first.
+            fits = [j for j in mine if self._has_input(_F, j)]
+            if fits:
+                actions[_F] = self._action(_F, max(fits))
+        fits = [j for j in mine if self._has_input(_B, j)]
+        if fits:
+            action = self._action(_B, min(fits, key=self._backward_order))
+            if self.splits(action):
+                action = dataclasses.replace(action, kind=Kind.INPUT)
+            actions[_B] = action
+        waiting = [(self._split[j][0], -j) for j in mine if self._split[j]]
+        if waiting:
+            i, j = min(waiting)
+            actions[_W] = Action(kind=_W, micro_batch=i, position=-j)
+        return _Ready(
+            last=self._last[stage],
+            forwards_done=all(forward[j] == self.micro_batches for j in mine),
+            actions=actions,
+        )
+
+    def _has_input(self, kind: Kind, j: int) -> bool:
+        i = self._begun[kind][j]
+        if kind is _F:
+            return i < (self.micro_batches if j == 0 else self._done[_F][j - 1])
+        last = j == len(self.stage_of) - 1
+        return i < self._done[_F][j] and (last or i < self._done[_B][j + 1])
+
+    def _backward_order(self, j: int) -> tuple[int, int]:
+        """Oldest micro-batch first, deepest chunk first among equals."""
+        i = self._begun[_B][j]
+        if self.by_chunk_from is not None:
+            i = min(i, max(self.by_chunk_from, 0))
+        return i, -j
+
+    def _action(self, kind: Kind, j: int) -> Action:
+        return Action(kind=kind, micro_batch=self._begun[kind][j], position=j)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 import pydantic
 
 from jaxinfra.errors import ConfigError
-from jaxinfra.runtime.text import is_text
+from jaxinfra.runtime.files import is_text
 from jaxinfra.serving.engine.grammar import ANY_JSON, StructureKind
 from jaxinfra.serving.sampling import SamplingConfig
 

@@ -15,7 +15,7 @@ from typing import final
 
 from jaxinfra.errors import ConfigError, JaxinfraError
 from jaxinfra.runtime.cluster import ATTEMPT
-from jaxinfra.runtime.text import whole_number
+from jaxinfra.runtime.files import whole_number
 
 REPLICA = "JAXINFRA_REPLICA"
 """The variable that tells a replica its number."""

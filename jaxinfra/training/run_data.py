@@ -1,4 +1,7 @@
-"""Pairs of answers outside of steps: what the reference says of them, and what is held out."""
+"""Pairs of answers outside of steps: what the reference says of them, and what is held out.
+
+A run's texts, and the batches of them that its steps read.
+"""
 
 import dataclasses
 import functools
@@ -9,16 +12,20 @@ import jax
 import numpy as np
 
 from jaxinfra.checkpoint import processes
+from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.data.batch import Batch
-from jaxinfra.data.corpora import Corpora
+from jaxinfra.data.corpora import Corpora, open_corpora
 from jaxinfra.data.pair_rows import pair_pieces
 from jaxinfra.data.pieces import DocumentPieces, piece_rows, piece_targets
 from jaxinfra.data.token_arrays import TokenArrays
+from jaxinfra.data.tokenizer import Tokenizer
+from jaxinfra.data.train_iterator import TrainIterator, train_batches
 from jaxinfra.errors import DataError
 from jaxinfra.model.definition import Parameters
 from jaxinfra.parallel.context.zigzag import from_zigzag
 from jaxinfra.training.job import Job
 from jaxinfra.training.preferences import pair_sums
+from jaxinfra.training.state import State
 
 
 def with_reference(
@@ -134,3 +141,52 @@ def sum_pairs(
             figures[name] = figures.get(name, 0.0) + float(value)
         before()
     return PairTotals(loss=loss, figures=figures)
+
+
+def open_data(
+    job: Job,
+    *,
+    cache_dir: Path,
+    initial: Callable[[], State],
+    run: RunDirectory | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> Corpora:
+    """The corpora that a job's config names; a collective.
+
+    Args:
+        initial: the state of step 0, for what a loss of pairs compares with.
+        run: where what came with the model is kept, and what is computed of it.
+        tokenizer: a checkpoint's.
+    """
+    config = job.config
+    open_it = functools.partial(
+        open_corpora,
+        config.data,
+        vocab_size=config.model.vocab_size,
+        cache_dir=cache_dir,
+        tokenizer=tokenizer,
+        template_directory=None if run is None else run.path,
+    )
+    if jax.process_count() > 1:  # the others find in the cache what the first has tokenized
+        processes.on_first(lambda: open_it() and None)
+    return with_reference(
+        job,
+        open_it(),
+        initial=lambda: initial().evaluated,
+        kept=None if run is None else run.reference,
+    )
+
+
+def batches_of(job: Job, corpora: Corpora) -> TrainIterator:
+    """This process's rows of the batches of a job's steps, from the first on, without end."""
+    config, (part, parts) = job.config, job.process_share()
+    return train_batches(
+        corpora.train_source(config.training),
+        sequence_length=config.training.sequence_length,
+        batch_size=config.training.batch_size,
+        seed=config.training.seed,
+        process_index=part,
+        process_count=parts,
+        num_threads=config.data.num_prefetch_threads,
+        prefetch=config.data.prefetch_batches,
+    )
