@@ -29,7 +29,7 @@ from jaxinfra.model.grouped_attention import GroupedAttention
 from jaxinfra.model.latent_attention import LatentAttention
 from jaxinfra.model.mlp import Mlp
 from jaxinfra.model.norm import Norm
-from jaxinfra.model.passes import LayerOutput, Pass, joined
+from jaxinfra.model.passes import Abilities, LayerOutput, Pass, joined
 from jaxinfra.model.projection import Projection
 from jaxinfra.model.statistics import site_sums
 from jaxinfra.numerics.recipe import Site
@@ -88,6 +88,8 @@ class Block(nnx.Module):
         self.attention = layer(config.mixer)
         self.mlp_norm = norm()
         self.mlp = layer(config.feed_forward)
+        self.attention_abilities = _abilities(config.mixer, self.attention)
+        self.mlp_abilities = _abilities(config.feed_forward, self.mlp)
         sandwich = config.norm_placement is NormPlacement.SANDWICH
         self.attention_post_norm = norm() if sandwich else None
         self.mlp_post_norm = norm() if sandwich else None
@@ -104,11 +106,23 @@ class Block(nnx.Module):
         keys = (None, None) if key is None else jax.random.split(key)
         with jax.named_scope("attention"):
             mixed, x_BTD = self._branch(
-                self.attention, self.attention_norm, self.attention_post_norm, x_BTD, given, keys[0]
+                self.attention,
+                self.attention_abilities,
+                self.attention_norm,
+                self.attention_post_norm,
+                x_BTD,
+                given,
+                keys[0],
             )
         with jax.named_scope("mlp"):
             fed, x_BTD = self._branch(
-                self.mlp, self.mlp_norm, self.mlp_post_norm, x_BTD, given, keys[1]
+                self.mlp,
+                self.mlp_abilities,
+                self.mlp_norm,
+                self.mlp_post_norm,
+                x_BTD,
+                given,
+                keys[1],
             )
         sums = joined(mixed.sums, fed.sums)
         if self.execution.statistics:
@@ -119,6 +133,7 @@ class Block(nnx.Module):
     def _branch(
         self,
         layer: _Layer,
+        abilities: Abilities,
         norm: Norm,
         post_norm: Norm | None,
         x_BTD: jax.Array,
@@ -130,27 +145,22 @@ class Block(nnx.Module):
         Where nothing is between them, the layer's first product has the norm, its last one the sum.
         """
         given = dataclasses.replace(given, dropout_key=key)
-        is_fused = (
-            self.execution.fused is not None
-            and not self.execution.statistics
-            and post_norm is None
-            and key is None
-            and isinstance(layer, GroupedAttention | Mlp)
-            and layer.packed is not None
-        )
+        is_alone = not self.execution.statistics and post_norm is None and key is None
+        is_fused = abilities.fuses and is_alone
         deferred = norm.deferred(x_BTD) if is_fused else None
         if deferred is not None:
             out = layer(deferred, dataclasses.replace(given, residual_BTD=x_BTD))
             return out, out.x
-        out = layer(self._inward(norm(x_BTD), layer), given)
+        out = layer(self._inward(norm(x_BTD), abilities), given)
         return out, self._add(x_BTD, out.x, post_norm, key)
 
-    def _inward(self, x_BTD: jax.Array, layer: _Layer) -> jax.Array:
+    def _inward(self, x_BTD: jax.Array, abilities: Abilities) -> jax.Array:
         # One gather for all the projections that read it, where the stream is split by sequence;
         # of a layer that prepares its input, in 8 bits after that.
-        prepares = isinstance(layer, GroupedAttention | Mlp)
         is_quantized = self.execution.policy.recipe(Site.PROJECTION).fp8 is not None
-        return self.execution.place(x_BTD, _STREAM if prepares and is_quantized else _NORMED)
+        return self.execution.place(
+            x_BTD, _STREAM if abilities.quantizes and is_quantized else _NORMED
+        )
 
     def _add(
         self, x_BTD: jax.Array, branch_BTD: jax.Array, norm: Norm | None, key: jax.Array | None
@@ -162,3 +172,8 @@ class Block(nnx.Module):
             branch_BTD, rate=self.dropout_rate, key=key, place=self.execution.place
         )
         return self.execution.place(x_BTD + branch_BTD, _STREAM)
+
+
+def _abilities(config: Any, layer: Any) -> Abilities:
+    """What a layer can do, as it says; a layer of a user's own can do nothing of it."""
+    return Abilities() if isinstance(config, OwnLayer) else layer.abilities

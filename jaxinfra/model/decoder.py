@@ -49,7 +49,8 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, execution: Execution, rngs: nnx.Rngs):
         check_recipes(config, execution)
-        if execution.decode_layers is not None:
+        form = execution.decode_form
+        if form is not None and form.whole_layers is not False:
             check_whole(config)
         self.config = config
         self.execution = execution
@@ -270,9 +271,10 @@ class Decoder(nnx.Module):
             ropes: one for each block of the pattern.
             keys: of dropout, [repeats, pattern].
         """
-        repeats, unroll = stack.repeats, repeats_in_body(stack, self.execution.unroll)
+        repeats, unroll = stack.repeats, repeats_in_body(stack, self.execution.recomputation.unroll)
         kinds = in_eight_bits(self.config, self.execution.policy, places)
-        if cache is not None and (repeats == 1 or self.execution.is_straight):
+        is_straight = repeats == 1 or self.execution.decode_form is not None
+        if cache is not None and is_straight:
             blocks = self._blocks_at(places)
             with jax.named_scope("layer"):
                 return straight(x_BTD, blocks, kinds, given, tuple(ropes), cache)

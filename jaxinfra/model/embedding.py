@@ -40,6 +40,6 @@ class Embedding(nnx.Module):
 
     def __call__(self, ids_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """The rows of these ids in the compute dtype; ids outside the table yield NaN."""
-        return self.execution.lookup(
+        return self.execution.kernels.lookup(
             self.table[...], ids_BT, rows_dim=self.rows_dim, policy=self.execution.policy
         )

@@ -1,10 +1,9 @@
-"""How a decoder runs, as opposed to what it is: the ports of every layer as one value.
+"""``Execution``: how a decoder runs, as opposed to what it is, as one value for all layers.
 
 ``jaxinfra.parallel.execution.execution_on`` builds it, for one device and for meshes.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Protocol
 
 import jax
@@ -18,103 +17,13 @@ from jaxinfra.numerics.policy import Policy
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.cached_attention import Pages
 from jaxinfra.ops.cross_entropy import CrossEntropySums
-from jaxinfra.ops.deferred import Deferred
 from jaxinfra.ops.experts import ExpertWeights, apply_experts
-from jaxinfra.ops.fp8_operands import Input
-from jaxinfra.ops.fp8_swiglu import Factor
-from jaxinfra.ops.gathered import Gather, GatheredWeight
-from jaxinfra.ops.quantized import QuantizedWeight
-
-
-class Multiply(Protocol):
-    """A matmul of activations and a weight; ``jaxinfra.ops.multiply.multiply`` is one."""
-
-    def __call__(
-        self,
-        spec: str,
-        x: jax.Array | Input,
-        weight: jax.Array | QuantizedWeight | GatheredWeight,
-        *,
-        recipe: Recipe,
-        out: jnp.dtype | None = None,
-        history: jax.Array | None = None,
-        dims: Dims | None = None,
-    ) -> jax.Array:
-        """Returns ``einsum(spec, x, weight)`` in ``out``, by default the recipe's compute dtype.
-
-        Args:
-            history: what a recipe in 8 bits remembers; its cotangent is what it learned.
-            dims: logical dims of the weight.
-        """
-        ...
-
-
-class Prepare(Protocol):
-    """An input that several matmuls share; ``jaxinfra.ops.multiply.prepared`` is one."""
-
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        recipe: Recipe,
-        dims: Dims = (None,),
-        history: jax.Array | None = None,
-    ) -> jax.Array | Input:
-        """Returns x, quantized where the recipe multiplies in 8 bits.
-
-        Args:
-            x: of the residual stream, placed as it is where devices quantize their parts.
-            dims: logical dims of the weights that they contract.
-        """
-        ...
-
-
-class SwiGlu(Protocol):
-    """A gated layer's hidden values; ``jaxinfra.ops.few_rows.swiglu_few_rows`` is one."""
-
-    def __call__(
-        self,
-        x_BTD: jax.Array | Deferred,
-        weight_DF: jax.Array | QuantizedWeight,
-        *,
-        recipe: Recipe,
-    ) -> jax.Array | Deferred:
-        """Returns ``silu(x gate) * (x up)`` in the compute dtype, or what the port ``fused`` makes
-        it of; the weight's first half of columns are gates.
-        """
-        ...
-
-
-class SwiGluInput(Protocol):
-    """Hidden values in 8 bits; ``jaxinfra.ops.fp8_swiglu.swiglu_input`` is one."""
-
-    def __call__(self, x: Input, gate: Factor, up: Factor, *, recipe: Recipe) -> Input | None:
-        """Returns ``silu(x gate) * (x up)`` for the product that reads it; None where products,
-        activation and casts follow one another.
-        """
-        ...
-
-
-class Fused(Protocol):
-    """A product with what comes before and after it; ``jaxinfra.ops.few_rows.fused_few_rows`` is
-    one.
-    """
-
-    def __call__(
-        self,
-        spec: str,
-        x: jax.Array | Deferred,
-        weight: jax.Array | QuantizedWeight,
-        *,
-        recipe: Recipe,
-        residual: jax.Array | None = None,
-    ) -> jax.Array:
-        """Returns ``residual + einsum(spec, x, weight)`` in the compute dtype."""
-        ...
+from jaxinfra.ops.gathered import Gather
+from jaxinfra.ops.products import Multiply
 
 
 class Attend(Protocol):
-    """Self-attention over packed documents; ``jaxinfra.ops.attention.attention`` is one."""
+    """Self-attention over packed documents; ``jaxinfra.ops.attention.attention`` is one form."""
 
     def __call__(
         self,
@@ -174,28 +83,6 @@ class Decode(Protocol):
     ) -> jax.Array:
         """Returns [B, T, N, H] in q's dtype: each query sees keys up to its own position, which the
         cache holds already; one whose position is below 0 is padding.
-        """
-        ...
-
-
-class AppendHeads(Protocol):
-    """A packed product's queries, and its keys and values in a cache;
-    ``jaxinfra.ops.append_heads.append_packed_heads`` is one.
-    """
-
-    def __call__(
-        self,
-        heads_BTNH: jax.Array,
-        pages: Pages,
-        *,
-        config: MixerConfig,
-        positions_BT: jax.Array,
-        rope: tuple[jax.Array, jax.Array] | None,
-        is_empty: bool,
-    ) -> tuple[jax.Array, dict[str, jax.Array]] | None:
-        """Rotated queries, and pages with the new tokens; None where one is done after the other.
-
-        Tables are below 0 where a row has no page; ``is_empty`` is what the cache was before.
         """
         ...
 
@@ -321,10 +208,6 @@ class Place(Protocol):
         ...
 
 
-type DecodeLayers = Callable[..., tuple[jax.Array, dict[str, jax.Array]] | None]
-"""All layers' step of one token: x, each layer's pages; ``jaxinfra.ops.decode_layers`` has one."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Anywhere:
     """``Place`` on one device: the identity."""
@@ -356,33 +239,49 @@ class Anywhere:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Execution:
-    """The ports through which layers compute, and what is kept for the backward pass.
+class Recomputation:
+    """What layers keep for their backward pass, and how many are one body of their loop."""
 
-    Layers call ``place(x, dims)`` on activations whose placement matters; on one device it is the
-    identity, on a mesh ``jaxinfra.parallel`` supplies it.
-    """
+    remat: Remat = Remat.NONE
+    kept: tuple[KeptValues, ...] = ()  # of remat=chosen
+    unroll: int = 1
 
-    policy: Policy
-    multiply: Multiply
-    swiglu: SwiGlu | None  # of a packed weight; None: a product, then the activation
-    swiglu_input: SwiGluInput
-    fused: Fused | None  # None: norms, products and sums one after another
-    prepare: Prepare
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Kernels:
+    """Operations beside products, each in its form for one device or for a mesh."""
+
     attend: Attend
     attend_latents: AttendLatents | None  # None: devices hold whole sequences, ``attend`` does
     decode: Decode
     lookup: Lookup
     cross_entropy: CrossEntropy
     exchange: ExpertExchange
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeForm:
+    """How a decoder serves: with a cache, its layers follow one another without a loop."""
+
+    packed: bool  # projections of one input are one weight; without tensor parallelism
+    # All layers of one row's step are one launch. None: where that was measured to be faster.
+    whole_layers: bool | None = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Execution:
+    """How layers compute: number formats, recomputation, products, kernels and placement.
+
+    Layers call ``place(x, dims)`` on activations whose placement matters; on one device it is the
+    identity, on a mesh ``jaxinfra.parallel`` supplies it.
+    """
+
+    policy: Policy
+    recomputation: Recomputation
+    multiply: Multiply
+    kernels: Kernels
     place: Place
     gather: Gather | None  # of weights that are kept as gathered; None: left to the compiler
-    remat: Remat
-    kept: tuple[KeptValues, ...]  # of remat=chosen
-    unroll: int
-    cache_format: CacheFormat  # of what is kept of past tokens
-    packed: bool  # projections of one input are one weight: for serving, without tensor parallelism
-    is_straight: bool = False  # with a cache, layers are one after another, not a loop
-    append: AppendHeads | None = None  # None: heads are rotated and appended one after another
-    decode_layers: DecodeLayers | None = None  # None: layers are computed one after another
-    statistics: bool = False  # layers say what their activations are like, in ``Sums``
+    cache_format: CacheFormat  # of past tokens' keys and values, or latents
+    decode_form: DecodeForm | None = None  # None: the form of training, with a cache too
+    statistics: bool = False  # layers add statistics of their activations to ``Sums``

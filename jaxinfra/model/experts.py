@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float
 from jaxinfra import axes
 from jaxinfra.config.model import ExpertsConfig
 from jaxinfra.model.execution import Execution
-from jaxinfra.model.passes import LayerOutput, ModelState, Pass, Sums, joined
+from jaxinfra.model.passes import Abilities, LayerOutput, ModelState, Pass, Sums, joined
 from jaxinfra.model.projection import HIDDEN, Projection
 from jaxinfra.model.routing import EvenLoads, ExpertChoice, balance_sums, choose, within_capacity
 from jaxinfra.numerics.recipe import Site
@@ -33,6 +33,8 @@ class Experts(nnx.Module):
     Args:
         std, out_std: of initial weights, inward and back into the residual stream.
     """
+
+    abilities = Abilities()
 
     def __init__(
         self,
@@ -119,7 +121,7 @@ class Experts(nnx.Module):
                 choice, dropped = within_capacity(choice, config=self.config)
                 sums = joined(sums, Sums(added={"dropped": dropped}))
             expert_BTK = checkpoint_name(choice.expert_BTK, CHOICE_NAME)
-        y_BTD, overflowed = self.execution.exchange(
+        y_BTD, overflowed = self.execution.kernels.exchange(
             x_BTD,
             place(expert_BTK, (axes.BATCH, axes.SEQUENCE, None)),
             place(choice.weight_BTK, (axes.BATCH, axes.SEQUENCE, None)),

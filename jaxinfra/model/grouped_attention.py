@@ -14,9 +14,10 @@ from jaxinfra.config.model import GroupedAttentionConfig
 from jaxinfra.model.cache import Cache, with_pages
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.norm import Norm
-from jaxinfra.model.passes import LayerOutput, Pass
+from jaxinfra.model.passes import Abilities, LayerOutput, Pass
 from jaxinfra.model.projection import Projection
 from jaxinfra.model.rope import apply_rope
+from jaxinfra.ops.append_heads import append_packed_heads
 from jaxinfra.ops.cache_format import as_cached
 from jaxinfra.ops.deferred import Deferred
 
@@ -54,7 +55,9 @@ class GroupedAttention(nnx.Module):
                 repeated=axes.KV_HEADS if heads_dim == axes.KV_HEADS else None,
             )
 
-        self.packed = inward(heads + 2 * kv_heads, None) if execution.packed else None
+        form = execution.decode_form
+        is_packed = form is not None and form.packed
+        self.packed = inward(heads + 2 * kv_heads, None) if is_packed else None
         if self.packed is None:
             self.query = inward(heads, axes.Q_HEADS)
             self.key = inward(kv_heads, axes.KV_HEADS)
@@ -81,6 +84,12 @@ class GroupedAttention(nnx.Module):
             return Norm(config.qk_norm, width=width, dims=(axes.HEAD,), execution=execution)
 
         self.query_norm, self.key_norm = head_norm(), head_norm()
+
+    @property
+    def abilities(self) -> Abilities:
+        """A packed layer fuses norm and sum with its products, where kernels multiply."""
+        fuses = self.packed is not None and self.execution.multiply.few_rows
+        return Abilities(fuses=fuses, quantizes=True)
 
     def __call__(
         self,
@@ -116,7 +125,7 @@ class GroupedAttention(nnx.Module):
         with jax.named_scope("core"):
             if cache is None or cache.is_empty:
                 # Nothing but x to attend to: a mask by index is all that it takes.
-                out_BTNH = self.execution.attend(
+                out_BTNH = self.execution.kernels.attend(
                     q_BTNH,
                     k_BTKH,
                     v_BTKH,
@@ -130,9 +139,9 @@ class GroupedAttention(nnx.Module):
 
     def _appended(self, heads_BTNH: jax.Array, given: Pass, cache: Cache) -> LayerOutput | None:
         """``__call__`` where a packed product goes straight into a cache; None where in parts."""
-        if self.execution.append is None:
+        if not self.execution.multiply.few_rows:
             return None
-        found = self.execution.append(
+        found = append_packed_heads(
             heads_BTNH,
             cache.places(),
             config=self.config,
@@ -150,7 +159,7 @@ class GroupedAttention(nnx.Module):
 
     def _decoded(self, q_BTNH: jax.Array, given: Pass, cache: Cache) -> jax.Array:
         """What queries find in a cache that holds their tokens."""
-        return self.execution.decode(
+        return self.execution.kernels.decode(
             q_BTNH,
             cache.view(),
             config=self.config,

@@ -19,7 +19,7 @@ from jaxinfra.config.model import LatentAttentionConfig
 from jaxinfra.model.cache import Cache
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.norm import Norm
-from jaxinfra.model.passes import LayerOutput, Pass
+from jaxinfra.model.passes import Abilities, LayerOutput, Pass
 from jaxinfra.model.projection import Projection
 from jaxinfra.model.rope import apply_rope
 from jaxinfra.ops.cache_format import as_cached
@@ -34,6 +34,8 @@ class LatentAttention(nnx.Module):
     Args:
         out_std: standard deviation of the output projection's initial weights.
     """
+
+    abilities = Abilities()
 
     def __init__(
         self,
@@ -126,9 +128,9 @@ class LatentAttention(nnx.Module):
     ) -> jax.Array:
         """Attention to keys and values of all heads, rebuilt from the latents."""
         execution, config = self.execution, self.config
-        if execution.attend_latents is not None:
+        if execution.kernels.attend_latents is not None:
             # Other devices have some of the sequence: latents go to them, not heads.
-            return execution.attend_latents(
+            return execution.kernels.attend_latents(
                 q_BTNH,
                 latent_BTR,
                 key_BTP,
@@ -138,7 +140,7 @@ class LatentAttention(nnx.Module):
                 segment_ids_BT=given.segment_ids_BT,
             )
         k_BTNH, v_BTNH = expanded(self.kv_up(latent_BTR), key_BTP, config=config)
-        return execution.attend(
+        return execution.kernels.attend(
             q_BTNH,
             execution.place(k_BTNH, _HEADS),
             execution.place(v_BTNH, _HEADS),
@@ -157,7 +159,7 @@ class LatentAttention(nnx.Module):
         q_BTNR = multiply(
             "BTNH,RNH->BTNR", nope_BTNH, up_RNH[..., : config.nope_dim], recipe=recipe
         )
-        out_BTNR = self.execution.decode(
+        out_BTNR = self.execution.kernels.decode(
             jnp.concatenate([q_BTNR, rot_BTNP], axis=-1),
             cache.view(),
             config=config,

@@ -14,9 +14,9 @@ from jaxtyping import Array, Float
 
 from jaxinfra.axes import LAYERS, Dims
 from jaxinfra.config.finetune import AdapterKind, LoraConfig
-from jaxinfra.model.execution import Multiply
 from jaxinfra.numerics.policy import Policy
 from jaxinfra.numerics.recipe import Site
+from jaxinfra.ops.products import Multiply, as_array
 from jaxinfra.ops.quantized import QuantizedWeight
 
 _RANK = "r"  # no letter of a projection
@@ -138,9 +138,7 @@ class Adapter(nnx.Module):
         return jnp.sqrt(jnp.sum(squares, axis=self.inner_axes))
 
     def _accurate(self, weight: jax.Array | QuantizedWeight) -> jax.Array:
-        if isinstance(weight, QuantizedWeight):
-            return weight.dequantize(self.policy.accum)
-        return self.policy.to_accum(weight)
+        return self.policy.to_accum(as_array(weight, self.policy.accum))
 
     def _changed(self, weight: jax.Array | QuantizedWeight) -> jax.Array:
         delta = self.multiply(

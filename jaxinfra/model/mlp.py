@@ -14,7 +14,7 @@ from jaxinfra import axes
 from jaxinfra.config.kinds import MlpKind
 from jaxinfra.config.model import MlpConfig
 from jaxinfra.model.execution import Execution
-from jaxinfra.model.passes import LayerOutput, Pass, labelled
+from jaxinfra.model.passes import Abilities, LayerOutput, Pass, labelled
 from jaxinfra.model.projection import HIDDEN, Projection
 from jaxinfra.model.statistics import site_sums
 from jaxinfra.ops.activation import activated
@@ -51,7 +51,8 @@ class Mlp(nnx.Module):
                 name=HIDDEN,
             )
 
-        is_packed = execution.packed and config.kind.gated
+        form = execution.decode_form
+        is_packed = form is not None and form.packed and config.kind.gated
         self.packed = inward(2 * config.hidden_dim) if is_packed else None
         if self.packed is None:
             self.gate = inward(config.hidden_dim) if config.kind.gated else None
@@ -62,6 +63,12 @@ class Mlp(nnx.Module):
             dims=(axes.MLP, axes.EMBED),
             std=out_std,
         )
+
+    @property
+    def abilities(self) -> Abilities:
+        """A packed layer fuses norm and sum with its products, where kernels multiply."""
+        fuses = self.packed is not None and self.execution.multiply.few_rows
+        return Abilities(fuses=fuses, quantizes=True)
 
     def __call__(self, x_BTD: Float[Array, "B T D"] | Deferred, given: Pass) -> LayerOutput:
         """[B, T, D] to [B, T, D] in the compute dtype."""
@@ -77,7 +84,7 @@ class Mlp(nnx.Module):
 
     def _hidden(self, x_BTD: jax.Array | Deferred) -> jax.Array | Deferred | Input:
         """What ``down`` reads, in the compute dtype or quantized."""
-        policy, swiglu = self.execution.policy, self.execution.swiglu
+        policy, multiply = self.execution.policy, self.execution.multiply
         if self.packed is None:
             assert not isinstance(x_BTD, Deferred), "Block"
             given_BTD = self.up.prepared(x_BTD)
@@ -86,8 +93,8 @@ class Mlp(nnx.Module):
                 return hidden
             up_BTF = policy.to_accum(self.up(given_BTD))
             gate_BTF = None if self.gate is None else policy.to_accum(self.gate(given_BTD))
-        elif swiglu is not None and self.config.kind is MlpKind.SWIGLU and not self.config.bias:
-            return swiglu(x_BTD, self.packed.weight.get_value(), recipe=self.packed.recipe)
+        elif multiply.few_rows and self.config.kind is MlpKind.SWIGLU and not self.config.bias:
+            return multiply.swiglu(x_BTD, self.packed.weight.get_value(), recipe=self.packed.recipe)
         else:
             gate_BTF, up_BTF = jnp.split(policy.to_accum(self.packed(x_BTD)), 2, axis=-1)
         hidden_BTF = policy.to_compute(activated(self.config.kind, up_BTF, gate_BTF))
@@ -100,5 +107,5 @@ class Mlp(nnx.Module):
         is_swiglu = self.config.kind is MlpKind.SWIGLU and self.down.recipe == self.up.recipe
         if not isinstance(x, Input) or not is_swiglu or gate is None or up is None:
             return None
-        hidden = self.execution.swiglu_input(x, gate, up, recipe=self.up.recipe)
+        hidden = self.execution.multiply.swiglu_input(x, gate, up, recipe=self.up.recipe)
         return None if hidden is None else hidden._replace(x=labelled(hidden.x, self.label))

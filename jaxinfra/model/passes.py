@@ -15,6 +15,14 @@ from jaxinfra.model.cache import Cache
 from jaxinfra.model.rope import RopeTable
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Abilities:
+    """What a layer can do itself of the work of the block around it."""
+
+    fuses: bool = False  # its first product normalizes x, its last one adds the residual
+    quantizes: bool = False  # its projections quantize x where they multiply in 8 bits
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Pass:

@@ -1,7 +1,5 @@
 """The linear map that every layer is made of."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -17,8 +15,8 @@ from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.deferred import Deferred
 from jaxinfra.ops.fp8_operands import Input, empty_history, next_history
 from jaxinfra.ops.fp8_swiglu import Factor
-from jaxinfra.ops.gathered import GATHERED, GatheredWeight
-from jaxinfra.ops.quantized import QuantizedWeight, contracted_dims, repeated_outputs
+from jaxinfra.ops.products import Weight, as_array, copied, gathered, is_plain
+from jaxinfra.ops.quantized import contracted_dims
 
 PROJECTION = "projection"
 HIDDEN = "mlp_hidden"
@@ -69,8 +67,6 @@ class Projection(nnx.Module):
         self.policy = execution.policy
         self.multiply = execution.multiply
         self.recipe = execution.policy.recipe(site)
-        self.fused = execution.fused
-        self.prepare = execution.prepare
         self.gather = execution.gather
         at = len(shape) if repeated is None else dims.index(repeated)
         self.copies = execution.place.copies(repeated, shape[at]) if repeated else 1
@@ -101,20 +97,12 @@ class Projection(nnx.Module):
     @property
     def merged_weight(self) -> Float[Array, "..."]:
         """The weight with what an adapter adds to it, for layers that multiply with parts of it."""
-        weight = self._used
-        if isinstance(weight, QuantizedWeight):
-            weight = weight.dequantize(self.policy.compute)
-        if isinstance(weight, GatheredWeight):
-            weight = weight.share  # brought together where it is used, as the compiler does
+        weight = as_array(self._used, self.policy.compute)
         return weight if self.adapter is None else self.adapter.merged(weight)
 
     @property
-    def _used(self) -> Float[Array, "..."] | QuantizedWeight | GatheredWeight:
-        weight = self.weight.get_value()
-        if self.gather is not None and not isinstance(weight, QuantizedWeight):
-            weight = self.gather(weight, self.dims)
-            value = checkpoint_name(weight.value, GATHERED)
-            weight = dataclasses.replace(weight, value=value)
+    def _used(self) -> Weight:
+        weight = gathered(self.weight.get_value(), self.gather, self.dims)
         return weight if self.place is None else jax.tree.map(self._whole, weight)
 
     def _whole(self, weight: jax.Array) -> jax.Array:
@@ -126,14 +114,14 @@ class Projection(nnx.Module):
         _, weight_dims, out_dims = self.spec.replace("->", ",").split(",")
         each = zip(weight_dims, self._multiplied_dims, strict=True)
         contracted = tuple(dim for letter, dim in each if letter not in out_dims)
-        return self.prepare(x, recipe=self.recipe, dims=contracted, history=self._history)
+        return self.multiply.prepared(x, recipe=self.recipe, dims=contracted, history=self._history)
 
     @property
     def factor(self) -> Factor | None:
         """What the product in 8 bits multiplies with; None if it is another, or not all of it."""
         weight = self._multiplied
-        is_plain = self.recipe.fp8 is not None and self.adapter is None and self.bias is None
-        if not is_plain or isinstance(weight, QuantizedWeight | GatheredWeight):
+        is_alone = self.recipe.fp8 is not None and self.adapter is None and self.bias is None
+        if not is_alone or not is_plain(weight):
             return None
         return Factor(weight, self._history, self._multiplied_dims, self._named)
 
@@ -156,14 +144,11 @@ class Projection(nnx.Module):
         return x if self.copies == 1 else jnp.repeat(x, self.copies, axis=self.copied_axis)
 
     @property
-    def _multiplied(self) -> Float[Array, "..."] | QuantizedWeight | GatheredWeight:
+    def _multiplied(self) -> Weight:
         """The weight as devices multiply with it."""
-        weight = self._used
         if self.copies == 1:
-            return weight
-        if isinstance(weight, QuantizedWeight):
-            return repeated_outputs(weight, self.copies, axis=self.copied_axis)
-        return jax.tree.map(self._copied, weight)
+            return self._used
+        return copied(self._used, self.copies, axis=self.copied_axis, of_array=self._copied)
 
     def _copied(self, weight: jax.Array) -> jax.Array:
         weight = self._repeated(weight)
@@ -182,8 +167,10 @@ class Projection(nnx.Module):
         Args:
             residual: what the result is added to.
         """
-        if isinstance(x, Deferred) or residual is not None:
-            return self._fused(x, residual)
+        is_fused = isinstance(x, Deferred) or residual is not None
+        if is_fused and (self.adapter is not None or self.bias is not None):
+            y = self(x.value() if isinstance(x, Deferred) else x)
+            return y if residual is None else residual + y
         y = self.multiply(
             self.spec,
             x,
@@ -191,7 +178,11 @@ class Projection(nnx.Module):
             recipe=self.recipe,
             history=self._history,
             dims=self._multiplied_dims,
+            residual=residual,
         )
+        if is_fused:
+            return y
+        assert not isinstance(x, Deferred)
         if self.adapter is not None:
             x = x.x if isinstance(x, Input) else x
             weight = self.weight.get_value()
@@ -202,23 +193,6 @@ class Projection(nnx.Module):
             bias = jnp.expand_dims(bias, range(y.ndim - bias.ndim))
             y = (self.policy.to_accum(y) + bias).astype(y.dtype)
         return self._named(y)
-
-    @property
-    def _served(self) -> Float[Array, "..."] | QuantizedWeight:
-        weight = self._multiplied
-        assert not isinstance(weight, GatheredWeight), "one device"
-        return weight
-
-    def _fused(
-        self, x: jax.Array | Input | Deferred, residual: jax.Array | None
-    ) -> Float[Array, "B T *_"]:
-        """``__call__`` in one kernel, if there is nothing between the product and the residual."""
-        assert self.fused is not None, "Block"
-        assert not isinstance(x, Input), "no 8 bits"
-        if self.adapter is None and self.bias is None:
-            return self.fused(self.spec, x, self._served, recipe=self.recipe, residual=residual)
-        y = self(x.value() if isinstance(x, Deferred) else x)
-        return y if residual is None else residual + y
 
 
 def _next_history(history: jax.Array, sums: Sums, emitted: jax.Array) -> jax.Array:

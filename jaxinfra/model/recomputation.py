@@ -66,25 +66,26 @@ def check_kept(config: ModelConfig, execution: Execution, labels: Iterable[str])
     Args:
         labels: of values that have a name of their own in a block.
     """
-    if execution.remat is not Remat.CHOSEN:
+    how = execution.recomputation
+    if how.remat is not Remat.CHOSEN:
         return
-    named, layers = sum(run.layers for run in execution.kept), sum(s.repeats for s in config.stacks)
+    named, layers = sum(run.layers for run in how.kept), sum(s.repeats for s in config.stacks)
     if named != layers:
         raise ConfigError(
             f"kept names the values of {named} layers, and the model repeats its blocks {layers} "
             "times; name all of them, or train with remat=optimal"
         )
     known = {*labels, *_SAVED_NAMES[Remat.DOTS]}
-    for name in itertools.chain(*(run.names for run in execution.kept)):
+    for name in itertools.chain(*(run.names for run in how.kept)):
         if name not in known:
             raise ConfigError(
                 f"kept names {name!r}, no value of this model's blocks{nearest(name, known)}"
             )
     first = 0
     for stack in config.stacks:
-        each = set(kept_in_stack(execution.kept, config, first_block=first))
+        each = set(kept_in_stack(how.kept, config, first_block=first))
         first += len(stack.pattern)
-        if len(each) > 1 and repeats_in_body(stack, execution.unroll) < stack.repeats:
+        if len(each) > 1 and repeats_in_body(stack, how.unroll) < stack.repeats:
             raise ConfigError(
                 f"kept names {len(each)} different sets of values for the {stack.repeats} layers "
                 "of a loop, whose body is one program; name one set, or set training.unroll to "
@@ -112,10 +113,11 @@ def steps_of_stack(
         first_block: of the stack, among the blocks of all patterns.
     """
     kept: Sequence[tuple[str, ...] | None]
-    if execution.remat is Remat.CHOSEN:
-        kept = kept_in_stack(execution.kept, config, first_block=first_block)
+    how = execution.recomputation
+    if how.remat is Remat.CHOSEN:
+        kept = kept_in_stack(how.kept, config, first_block=first_block)
     else:
-        kept = [kept_by(execution.remat)] * len(repetitions)
+        kept = [kept_by(how.remat)] * len(repetitions)
     each = list(zip(repetitions, kept, strict=True))
     steps = {
         (repetition, names): rematerialized(opened(repetition), names, in_loop=in_loop)

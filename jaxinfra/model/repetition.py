@@ -49,6 +49,7 @@ def check_recipes(config: ModelConfig, execution: Execution) -> None:
     """Raises ConfigError where layers of one loop would multiply in different formats."""
     first, last = execution.policy.out_of_eight_bits
     named = f"first_layers_out={first}, last_layers_out={last}"
+    unroll = execution.recomputation.unroll
     if first + last > config.num_layers:
         raise ConfigError(
             f"{named} of fp8 are more than the model's {config.num_layers} layers; name as many "
@@ -59,10 +60,10 @@ def check_recipes(config: ModelConfig, execution: Execution) -> None:
         places = slice(start, start + len(stack.pattern))
         start = places.stop
         kinds = set(in_eight_bits(config, execution.policy, places))
-        if len(kinds) > 1 and repeats_in_body(stack, execution.unroll) < stack.repeats:
+        if len(kinds) > 1 and repeats_in_body(stack, unroll) < stack.repeats:
             layers = stack.repeats * len(stack.pattern)
             raise ConfigError(
-                f"{named} of fp8 with training.unroll={execution.unroll}: the {layers} layers of a "
+                f"{named} of fp8 with training.unroll={unroll}: the {layers} layers of a "
                 "stack are a loop, whose body is one program; set training.unroll to "
                 f"{layers}, or give the layers that stay out of 8 bits a stack of their own"
             )

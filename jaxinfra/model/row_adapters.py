@@ -13,9 +13,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxinfra.errors import UnsupportedError
-from jaxinfra.model.execution import Multiply
 from jaxinfra.numerics.policy import Policy
 from jaxinfra.numerics.recipe import Site
+from jaxinfra.ops.products import Multiply
 from jaxinfra.ops.quantized import QuantizedWeight
 
 _RANK = "r"  # no letter of a projection

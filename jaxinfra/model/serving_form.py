@@ -8,7 +8,6 @@ Parameters stay stacks, as caches do: XLA gives a kernel the part of an array th
 the host hands over 14 arrays at every step of a 1B, not 134.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -53,7 +52,8 @@ def serving_form(definition: ModelDefinition, execution: Execution) -> ModelDefi
     """The same model, its layers computed one after another where they have a cache.
 
     Args:
-        execution: how it runs; with ``packed``, projections of one input are one weight.
+        execution: one with a ``decode_form``; with ``packed``, projections of one input are one
+            weight.
 
     Raises:
         UnsupportedError: a model with adapters.
@@ -63,7 +63,8 @@ def serving_form(definition: ModelDefinition, execution: Execution) -> ModelDefi
             "the serving form of a model with adapters: its projections are packed; merge the "
             "adapters first (jaxinfra convert)"
         )
-    return define_model(definition.config, dataclasses.replace(execution, is_straight=True))
+    assert execution.decode_form is not None, "execution_on(decode_form=...)"
+    return define_model(definition.config, execution)
 
 
 def serving_parameters(
@@ -87,7 +88,7 @@ def serving_parameters(
             names, dim = _PACKED[parents[-1]]
         parts = [sources["/".join([*parents, each, last])] for each in names]
         weight = parts[0] if len(parts) == 1 else _packed(parts, dim=dim)
-        if isinstance(weight, QuantizedWeight) and form.execution.swiglu is not None:
+        if isinstance(weight, QuantizedWeight) and form.execution.multiply.few_rows:
             weight = as_kernels_read(weight)
         result[*parents, name, last] = weight
         if consumes:

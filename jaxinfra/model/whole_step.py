@@ -22,7 +22,7 @@ from jaxinfra.model.passes import LayerOutput, Pass, Sums
 from jaxinfra.model.projection import Projection
 from jaxinfra.model.repetition import KVCache
 from jaxinfra.model.rope import RopeTable
-from jaxinfra.ops.decode_layers import LayerWeights
+from jaxinfra.ops.decode_layers import LayerWeights, decode_layers
 from jaxinfra.ops.deferred import RmsNorm
 from jaxinfra.ops.quantized import QuantizedWeight
 
@@ -74,7 +74,8 @@ def whole_step(
     cache: KVCache | None,
 ) -> LayerOutput | None:
     """All layers of a step of one token; None where they are computed one after another."""
-    if execution.decode_layers is None or execution.statistics or cache is None:
+    form = execution.decode_form
+    if form is None or form.whole_layers is False or execution.statistics or cache is None:
         return None
     (block,), (rope,), (before,) = blocks, ropes, cache
     if before.is_empty:
@@ -83,13 +84,14 @@ def whole_step(
     attention = block.attention
     assert isinstance(attention, GroupedAttention), "check_whole"
     seen = in_layer(before, before.arrays, np.zeros((), np.int32))
-    done = execution.decode_layers(
+    done = decode_layers(
         x_BTD,
         _weights(block),
         seen.places(),
         positions_BT=given.positions_BT,
         rope=rope,
         scale=attention.config.scale,
+        is_named=form.whole_layers is True,
     )
     if done is None:
         return None

@@ -85,7 +85,7 @@ class CalibrationModel:
 
     def __init__(self, config: ModelConfig, source: ParameterSource, policy: Policy):
         self.config, self.policy, self._source = config, policy, source
-        self._recorder = InputRecorder(execution_on(policy=policy).exchange)
+        self._recorder = InputRecorder(execution_on(policy=policy).kernels.exchange)
         self._blocks: dict[int, _OneBlock] = {}
 
     def embedded(self, ids_BT: np.ndarray) -> np.ndarray:
@@ -139,8 +139,11 @@ class _OneBlock:
         self, config: ModelConfig, block: BlockConfig, policy: Policy, recorder: InputRecorder
     ):
         config = dataclasses.replace(config, stacks=(Stack(pattern=(block,), repeats=1),))
+        plain = execution_on(policy=policy)
         execution = dataclasses.replace(
-            execution_on(policy=policy), multiply=recorder, exchange=recorder.exchange
+            plain,
+            multiply=dataclasses.replace(plain.multiply, watch=recorder.watch),
+            kernels=dataclasses.replace(plain.kernels, exchange=recorder.exchange),
         )
         self.recorder, self.config = recorder, config
         self.definition = define_model(config, execution)

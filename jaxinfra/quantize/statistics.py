@@ -16,8 +16,6 @@ from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.numerics.storage import EXACT
 from jaxinfra.ops.activation import activated
 from jaxinfra.ops.experts import ExpertWeights
-from jaxinfra.ops.fp8_operands import Input
-from jaxinfra.ops.multiply import multiply
 from jaxinfra.ops.quantized import Activations, QuantizedWeight, rounded_input
 
 
@@ -118,10 +116,9 @@ class RoutedTokens:
 
 
 class InputRecorder:
-    """A ``Multiply``, and an exchange of experts' tokens, that note while a layer is traced what
-    each weight is multiplied with.
+    """Notes, while a layer is traced, the input of each product and the tokens that experts get.
 
-    A projection hands its weight on as it was given it, so it is told by identity.
+    A projection hands its weight on as it was given it, so it is recognized by identity.
     """
 
     def __init__(self, exchange: ExpertExchange) -> None:
@@ -131,15 +128,14 @@ class InputRecorder:
         self.rounded: list[Any] = []  # weights whose inputs are rounded to ``activations``
         self.activations: Activations | None = None
 
-    def __call__(self, spec: str, x: jax.Array | Input, weight: Any, **options: Any) -> jax.Array:
-        """As ``ops.multiply.multiply``."""
-        plain = x.x if isinstance(x, Input) else x
-        self.calls.append((weight, plain))
-        if self.activations is not None and any(weight is each for each in self.rounded):
-            operands, _ = spec.split("->")
-            contracted = sum(letter in operands.split(",")[1] for letter in operands.split(",")[0])
-            plain = rounded_input(plain, self.activations, contracted=contracted)
-        return multiply(spec, plain, weight, **options)
+    def watch(self, spec: str, x: jax.Array, weight: Any) -> jax.Array:
+        """``Multiply.watch``: notes an input; rounded where the weight's inputs are."""
+        self.calls.append((weight, x))
+        if self.activations is None or not any(weight is each for each in self.rounded):
+            return x
+        operands, _ = spec.split("->")
+        contracted = sum(letter in operands.split(",")[1] for letter in operands.split(",")[0])
+        return rounded_input(x, self.activations, contracted=contracted)
 
     def exchange(
         self,
@@ -151,7 +147,7 @@ class InputRecorder:
         config: ExpertsConfig,
         recipe: Recipe,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """As the port of that name."""
+        """``Kernels.exchange``, noting the tokens and their experts."""
         routed = RoutedTokens(
             x_MD=x_BTD.reshape(-1, x_BTD.shape[-1]),
             expert_MC=expert_BTK.reshape(-1, expert_BTK.shape[-1]),

@@ -25,6 +25,7 @@ from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.errors import CheckpointError, ConfigError, UnsupportedError, nearest
 from jaxinfra.model.decoder import Decoder
 from jaxinfra.model.definition import ModelDefinition, Parameters, define_model, merged
+from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.quantized_base import base_shapes
 from jaxinfra.model.serving_form import can_pack, serving_form, serving_parameters
 from jaxinfra.model.whole_step import unlike_whole
@@ -109,7 +110,7 @@ class LoadedModel:
         Args:
             is_straight: the form of GPUs, or not, on any device.
             consumes: free what is copied of this model's weights; it is not used afterwards.
-            whole_layers: as ``execution_on`` has it; of the form of GPUs. None: of a model whose
+            whole_layers: as ``DecodeForm`` has it; of the form of GPUs. None: of a model whose
                 layers the launch can compute.
 
         Raises:
@@ -134,9 +135,8 @@ class LoadedModel:
         execution = execution_on(
             self.placement,
             policy=policy,
-            packed=is_packed,
             cache_format=definition.execution.cache_format,
-            whole_layers=whole_layers,
+            decode_form=DecodeForm(packed=is_packed, whole_layers=whole_layers),
         )
         form = serving_form(definition, execution)
         return form.bind(serving_parameters(form, self.parameters, consumes=consumes))

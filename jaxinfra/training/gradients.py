@@ -157,7 +157,7 @@ def hidden_loss(
     if table is None:
         table = model.bind(parameters).vocabulary_table
     with jax.named_scope("loss"):
-        return model.execution.cross_entropy(
+        return model.execution.kernels.cross_entropy(
             hidden_BTD,
             table,
             batch.targets,
@@ -216,7 +216,7 @@ def make_gradient(
     if placement is not None:
         last = placement.summed_last(model, accumulation=training.accumulation)
     drops_out = model.config.dropout_rate > 0.0
-    is_unrolled = model.execution.unroll >= max(model.config.repeats)
+    is_unrolled = model.execution.recomputation.unroll >= max(model.config.repeats)
 
     def gradient(
         parameters: Parameters,

@@ -227,7 +227,7 @@ def stage_functions(
             return x_BTD, tuple(sums)
 
         with jax.named_scope("layer"):
-            kept = kept_by(model.execution.remat)
+            kept = kept_by(model.execution.recomputation.remat)
             x_BTD, sums = rematerialized(repetition, kept, in_loop=True)(x_BTD, arrays)
             losses = jax.tree.leaves([each.losses for each in sums])
             objective = sum(losses) * context.scale if losses else None

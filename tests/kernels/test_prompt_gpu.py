@@ -12,6 +12,7 @@ from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.rope import RopeConfig
 from jaxinfra.model.cache import after_pass
 from jaxinfra.model.definition import define_model
+from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.serving_form import serving_form, serving_parameters
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.parallel.execution import execution_on
@@ -36,7 +37,7 @@ def test_logits_are_those_without_a_cache(window):
     policy = held_as_computed(POLICIES[PolicyName.BF16])
     plain = define_model(config, execution_on(policy=policy))
     drawn = plain.initialize(jax.random.key(0))
-    served = serving_form(plain, execution_on(policy=policy, packed=True))
+    served = serving_form(plain, execution_on(policy=policy, decode_form=DecodeForm(packed=True)))
     packed = serving_parameters(served, drawn)
 
     @jax.jit

@@ -87,7 +87,7 @@ def computed(
 
         def product(x, weight, history):
             if inward:
-                x = execution.prepare(x, recipe=recipe, dims=dims[:1], history=history)
+                x = execution.multiply.prepared(x, recipe=recipe, dims=dims[:1], history=history)
             return execution.multiply(spec, x, weight, recipe=recipe, history=history, dims=dims)
 
         stream, hidden = (BATCH, STREAM_SEQUENCE, STREAM), (BATCH, SEQUENCE, MLP)

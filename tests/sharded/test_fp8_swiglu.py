@@ -16,9 +16,9 @@ from jaxinfra.model.mlp import Mlp
 from jaxinfra.model.passes import Pass
 from jaxinfra.model.recomputation import kept_by
 from jaxinfra.numerics.policy import policy_of
-from jaxinfra.ops import fp8_product
+from jaxinfra.ops import fp8_product, products
 from jaxinfra.ops.fp8_swiglu import swiglu_input
-from jaxinfra.parallel import execution
+from jaxinfra.parallel.execution import execution_on
 from pallas_kernels.common import device
 from tests.sharded import test_fp8
 
@@ -31,7 +31,7 @@ def fused(monkeypatch):
 
     def take(implementation: str) -> None:
         made = functools.partial(swiglu_input, implementation=implementation)
-        monkeypatch.setattr(execution, "swiglu_input", made)
+        monkeypatch.setattr(products, "swiglu_input", made)
 
     return take
 
@@ -44,7 +44,7 @@ def layer_of(config: Fp8Matmuls):
         model_dim=D,
         std=0.05,
         out_std=0.05,
-        execution=execution.execution_on(policy=policy),
+        execution=execution_on(policy=policy),
         rngs=nnx.Rngs(0),
     )
     graph, state = nnx.split(layer)

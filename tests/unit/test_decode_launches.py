@@ -22,6 +22,7 @@ from jaxinfra.config.rope import RopeConfig
 from jaxinfra.errors import UnsupportedError
 from jaxinfra.model.cache import after_pass
 from jaxinfra.model.definition import define_model
+from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.serving_form import serving_form, serving_parameters
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.ops.target import H200, compiling_for
@@ -62,7 +63,9 @@ def traced_step(weights: str, sizes: ModelConfig, **how: Any) -> jax.extend.core
     """A step of one row in the midst of generation."""
     policy = held_as_computed(POLICIES[PolicyName.BF16])
     definition = define_model(sizes, execution_on(policy=policy))
-    form = serving_form(definition, execution_on(policy=policy, packed=True, **how))
+    form = serving_form(
+        definition, execution_on(policy=policy, decode_form=DecodeForm(packed=True, **how))
+    )
     graphdefs: list[Any] = []
 
     def state() -> tuple[Any, DecodeState]:
@@ -142,7 +145,7 @@ def test_whole_layers_are_taken_where_they_were_measured():
 
 def test_a_prompt_into_an_empty_cache_is_appended_by_a_kernel():
     policy = held_as_computed(POLICIES[PolicyName.BF16])
-    served = execution_on(policy=policy, packed=True)
+    served = execution_on(policy=policy, decode_form=DecodeForm(packed=True))
     form = serving_form(define_model(config(), execution_on(policy=policy)), served)
     parameters = jax.eval_shape(lambda: nnx.state(form.bind(form.initialize(jax.random.key(0)))))
     graphdef = nnx.graphdef(form.bind(jax.eval_shape(form.initialize, jax.random.key(0))))
@@ -159,7 +162,7 @@ def test_a_prompt_into_an_empty_cache_is_appended_by_a_kernel():
 
 def test_whole_layers_that_are_none_are_refused():
     policy = held_as_computed(POLICIES[PolicyName.BF16])
-    whole = execution_on(policy=policy, packed=True, whole_layers=True)
+    whole = execution_on(policy=policy, decode_form=DecodeForm(packed=True, whole_layers=True))
     (stack,) = config().stacks
     for change in ({"window": 100}, {"sinks": True}, {"qkv_bias": True}):
         mixer = dataclasses.replace(ATTENTION, **change)
@@ -172,4 +175,4 @@ def test_whole_layers_that_are_none_are_refused():
     with pytest.raises(UnsupportedError, match="layers that differ"):
         define_model(dataclasses.replace(config(), stacks=(several,)), whole)
     with pytest.raises(UnsupportedError, match="not packed"):
-        execution_on(policy=policy, whole_layers=True)
+        execution_on(policy=policy, decode_form=DecodeForm(packed=False, whole_layers=True))

@@ -15,6 +15,7 @@ from jaxinfra.config.precision import PolicyName
 from jaxinfra.hf import by_path, weight_map
 from jaxinfra.hf.config import FAMILIES
 from jaxinfra.model.definition import merged, only
+from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.serving_form import serving_form, serving_parameters
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.generate import FinishReason, generate
@@ -107,7 +108,7 @@ def test_greedy_continuations(name):
 @pytest.mark.parametrize("name", CASES)
 def test_greedy_continuations_of_the_serving_form(name):
     model = pretrained(name)
-    form = serving_form(model.definition, execution_on(packed=True))
+    form = serving_form(model.definition, execution_on(decode_form=DecodeForm(packed=True)))
     parameters = serving_parameters(form, model.parameters)
     assert_continues(name, form.bind(parameters))
 

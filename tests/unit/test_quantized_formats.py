@@ -18,6 +18,7 @@ from jaxinfra.checkpoint.tensor_files import open_tensor_files
 from jaxinfra.errors import CheckpointError, ConfigError
 from jaxinfra.hf import quantization_of
 from jaxinfra.model.definition import by_path
+from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.serving_form import can_pack, serving_form, serving_parameters
 from jaxinfra.ops.quantized import (
     Activations,
@@ -181,7 +182,9 @@ def test_the_serving_form_multiplies_the_same_weights(case):
     packed = can_pack(model.parameters)
     assert packed == (case != "gptq_act")
     definition = model.definition
-    execution = execution_on(policy=definition.execution.policy, packed=packed)
+    execution = execution_on(
+        policy=definition.execution.policy, decode_form=DecodeForm(packed=packed)
+    )
     form = serving_form(definition, execution)
     straight = form.bind(serving_parameters(form, model.parameters))
     ids = jnp.asarray(np.load(directory(case) / "golden.npz")["ids"], jnp.int32)

@@ -42,7 +42,7 @@ def test_the_job_takes_the_first_policy_whose_compiled_step_fits():
     keeps_all = step_bytes(lower_step(make_job(small_run(remat=Remat.NONE))).compile())
     config = small_run(remat=Remat.AUTO, memory_budget_gib=(keeps_all - 1) / 2**30)
     job = make_job(config)
-    assert job.config.training.remat is Remat.DOTS is job.model.execution.remat
+    assert job.config.training.remat is Remat.DOTS is job.model.execution.recomputation.remat
     assert job.config == small_run(remat=Remat.DOTS)  # what a resumed run goes on with
     assert job.choice is not None
     assert job.choice.needs[Remat.DOTS] < keeps_all == job.choice.needs[Remat.NONE]

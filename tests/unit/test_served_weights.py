@@ -24,6 +24,7 @@ from jaxinfra.config.rope import RopeConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf import from_hf_config, to_hf_config
 from jaxinfra.model.definition import by_path, define_model
+from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.serving_form import serving_form, serving_parameters
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.ops.target import H200 as TARGET
@@ -148,7 +149,7 @@ def test_an_engine_on_a_gpu_keeps_what_is_predicted(model, name):
     with compiling_for(TARGET):
         form = serving_form(
             define_model(config, execution_on(policy=policy)),
-            execution_on(policy=policy, packed=True),
+            execution_on(policy=policy, decode_form=DecodeForm(packed=True)),
         )
         held = jax.eval_shape(lambda tree: serving_parameters(form, tree), loaded)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(held))

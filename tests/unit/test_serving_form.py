@@ -14,6 +14,7 @@ from jaxinfra.config.model import MlpConfig, Stack
 from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.errors import UnsupportedError
 from jaxinfra.model.definition import by_path, define_model
+from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.serving_form import serving_form, serving_parameters
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.generate import generate
@@ -40,7 +41,7 @@ PROMPTS = ((5,) * 3, tuple(range(1, 24)))
 def forms():
     definition = define_model(CONFIG, execution_on())
     parameters = drawn(definition)
-    served = serving_form(definition, execution_on(packed=True))
+    served = serving_form(definition, execution_on(decode_form=DecodeForm(packed=True)))
     return definition, parameters, served
 
 
@@ -102,7 +103,7 @@ def test_generation_is_the_same(decoders, sampling):
 def test_what_cannot_be_packed_is_refused():
     adapted = define_model(CONFIG, execution_on(), lora=LoraConfig(rank=2, targets=("query",)))
     with pytest.raises(UnsupportedError, match="adapters"):
-        serving_form(adapted, execution_on(packed=True))
+        serving_form(adapted, execution_on(decode_form=DecodeForm(packed=True)))
     placement = serving_placement(model(attention(), vocab_size=32), MeshConfig(tensor=2))
     with pytest.raises(UnsupportedError, match="packed projections over 2 devices"):
-        execution_on(placement, packed=True)
+        execution_on(placement, decode_form=DecodeForm(packed=True))

@@ -35,6 +35,7 @@ from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.presets import MODELS
 from jaxinfra.model.cache import after_pass
 from jaxinfra.model.definition import ModelDefinition, define_model
+from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.serving_form import (
     COMPILER_OPTIONS,
     serving_form,
@@ -128,7 +129,8 @@ def forms(
     if "scan" in wanted:
         yield "scan", form(definition, drawn)
     if "serving" in wanted:
-        served = serving_form(definition, on(packed=tensor == 1, whole_layers=whole_layers))
+        how = DecodeForm(packed=tensor == 1, whole_layers=whole_layers)
+        served = serving_form(definition, on(decode_form=how))
         yield "serving", form(served, serving_parameters(served, drawn))
 
 

@@ -27,6 +27,7 @@ from experiments.bench.table import Table
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.presets import MODELS
 from jaxinfra.model.definition import ModelDefinition, Parameters, by_path, define_model, nest
+from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.serving_form import serving_form, serving_parameters
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.ops.quantized import Activations, WeightCode, WeightFormat, round_weight
@@ -73,7 +74,9 @@ def served(preset: str, form: WeightFormat | None, *, whole_layers: bool = False
     config = MODELS[preset]()
     definition = define_model(config, execution_on(policy=policy))
     drawn = jax.jit(definition.initialize)(jax.random.key(0))
-    how = execution_on(policy=policy, packed=True, whole_layers=whole_layers)
+    how = execution_on(
+        policy=policy, decode_form=DecodeForm(packed=True, whole_layers=whole_layers)
+    )
     straight = serving_form(definition, how)
     parameters = serving_parameters(straight, in_format(definition, drawn, form))
     graphdef, weights = nnx.split(straight.bind(parameters))

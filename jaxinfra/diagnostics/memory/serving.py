@@ -21,6 +21,7 @@ from jaxinfra.diagnostics.memory.report import MemoryReport, gib, report_memory
 from jaxinfra.diagnostics.memory.roles import CACHES
 from jaxinfra.errors import JaxinfraError, UnsupportedError
 from jaxinfra.model.definition import ModelDefinition, Parameters, define_model, merged
+from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.serving_form import can_pack, serving_form, serving_parameters
 from jaxinfra.numerics.policy import POLICIES, Policy
 from jaxinfra.ops.quantized import QuantizedWeight
@@ -64,7 +65,8 @@ class ServingCase:
         if not self.is_straight:
             return form
         packed = self.mesh.tensor == 1 and (self.weights is None or can_pack(self.weights))
-        return serving_form(form, execution_on(placement, **kept, packed=packed))
+        how = execution_on(placement, **kept, decode_form=DecodeForm(packed=packed))
+        return serving_form(form, how)
 
     def runner(self) -> ModelRunner:
         """Its programs, for arrays that are not there; raises ConfigError where it cannot be."""
