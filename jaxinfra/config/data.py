@@ -60,7 +60,7 @@ class DataConfig:
     """A corpus and its split.
 
     ``source`` is ``"stdlib"`` (the standard library source of the running Python), a directory, a
-    glob, a ``.txt``, ``.jsonl``, ``.jsonl.gz``, ``.jsonl.zst``, ``.parquet`` or ``.arrow`` file, a
+    glob, a file of text, of rows in JSON or CSV (plain, gzip, zstd), Parquet or Arrow, a
     directory saved by Hugging Face's ``datasets``, or one of pre-tokenized arrays written by this
     package. ``heldout_source`` names separate held-out text; without it ``heldout_fraction`` of the
     documents is set aside, chosen by a hash of their names.

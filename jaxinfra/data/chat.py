@@ -13,11 +13,11 @@ from typing import Any, final
 
 import numpy as np
 
-from jaxinfra.data.chat_template import ChatTemplate, Message
+from jaxinfra.data.chat_template import ChatTemplate, Message, is_text_part
 from jaxinfra.data.readers import EACH_LINE, Document
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.errors import DataError
-from jaxinfra.runtime.files import parse_json
+from jaxinfra.runtime.files import parse_json, require_type
 
 ASSISTANT = "assistant"
 
@@ -91,14 +91,20 @@ class ChatEncoder:
             text, spans = rendered_spans(self._template, each.messages, tools=each.tools)
         except DataError as error:
             raise DataError(f"{each.name}: {error}") from error
-        turns = sum(message["role"] == ASSISTANT for message in each.messages)
-        if each.num_given and len(spans) != turns:
+        said = [message for message in each.messages if message["role"] == ASSISTANT]
+        counts = [
+            number >= each.num_given and message.get("weight", 1) != 0
+            for number, message in enumerate(said)
+        ]
+        if all(counts):
+            return text, spans
+        if len(spans) != len(said):
             raise DataError(
                 f"{each.name}: the chat template marks {len(spans)} turns of the model where there "
-                f"are {turns}, so the {each.num_given} that are given cannot be told from the "
-                "answer; mark every turn in it"
+                f"are {len(said)}, so those that do not count cannot be told from the others; mark "
+                "every turn in it"
             )
-        return text, spans[each.num_given :]
+        return text, [span for span, does in zip(spans, counts, strict=True) if does]
 
     def _mark(
         self,
@@ -167,40 +173,68 @@ _SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": ASSISTANT, ASSISTANT:
 _SHAREGPT_ROLES |= {"chatgpt": ASSISTANT, "bing": ASSISTANT, "bard": ASSISTANT, "system": "system"}
 
 
-def as_messages(row: Mapping[str, Any]) -> Any:
+def as_messages(row: Mapping[str, Any], *, where: str) -> Any:
     """The messages of a row in any of three forms, as they are found; None where there are none.
 
     ``messages`` of role and content; ``conversations`` of from and value (ShareGPT);
-    ``instruction`` with an ``input`` that may be empty, and ``output`` (Alpaca).
+    ``instruction`` with an ``input`` that may be empty, ``output`` and a ``history`` of pairs
+    (Alpaca). A ``system`` text begins any of them.
     """
-    if "messages" in row:
-        return row["messages"]
-    turns = row.get("conversations")
-    if isinstance(turns, list):
-        return [_turn(turn) if isinstance(turn, dict) else turn for turn in turns]
-    if not {"instruction", "output"} <= row.keys():
-        return None
-    asked, given = row["instruction"], row.get("input")
-    if isinstance(asked, str) and isinstance(given, str) and given:
-        asked = f"{asked}\n\n{given}"
-    messages = [{"role": "user", "content": asked}, {"role": ASSISTANT, "content": row["output"]}]
-    if isinstance(row.get("system"), str) and row["system"]:
-        messages.insert(0, {"role": "system", "content": row["system"]})
-    return messages
+    messages = from_json(row.get("messages"), where=where)
+    turns = from_json(row.get("conversations"), where=where)
+    if messages is None and isinstance(turns, list):
+        messages = [_turn(turn) if isinstance(turn, dict) else turn for turn in turns]
+    if messages is None and {"instruction", "output"} <= row.keys():
+        asked, given = row["instruction"], row.get("input")
+        if isinstance(asked, str) and isinstance(given, str) and given:
+            asked = f"{asked}\n\n{given}"
+        past = from_json(row.get("history") or [], where=where)
+        require_type(past, list[list[str]], where=f"{where}: history", error=DataError)
+        messages = [
+            {"role": role, "content": text}
+            for pair in (*past, (asked, row["output"]))
+            for role, text in zip(("user", ASSISTANT), pair, strict=True)
+        ]
+    return with_system(messages, row, where=where) if isinstance(messages, list) else messages
+
+
+def with_system(messages: list[Any], row: Mapping[str, Any], *, where: str) -> list[Any]:
+    """Messages that begin with a row's own ``system`` text, where it has one."""
+    system = row.get("system") or ""
+    require_type(system, str, where=f"{where}: system", error=DataError)
+    first = messages[0] if messages and isinstance(messages[0], dict) else {}
+    if system and first.get("role") == "system" and first.get("content") != system:
+        raise DataError(
+            f"{where}: a system text of the row and another in its first message; leave one out"
+        )
+    if not system or first.get("role") == "system":
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def from_json(value: Any, *, where: str) -> Any:
+    """A column's value; a list that is spelled as JSON, as tables without lists have it, is read.
+
+    Lists of ``datasets``' JSON columns spell each element.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        return parse_json(value, where=where, holds=list[Any], error=DataError)
+    return value
 
 
 def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
     """A turn of ShareGPT as a message; other roles than those it knows stay as they are."""
     speaker = turn.get("from")
     role = _SHAREGPT_ROLES.get(speaker, speaker) if isinstance(speaker, str) else None
-    return {"role": role, "content": turn.get("value")}
+    told = {"weight": turn["weight"]} if turn.get("weight") is not None else {}
+    return {"role": role, "content": turn.get("value")} | told
 
 
 def parse_conversation(document: Document) -> ChatRow:
     """The messages of a JSON line and the tools they may call; raises DataError naming it."""
     where = document.name
     row = parse_json(document.text, where=where, error=DataError, remedy=EACH_LINE)
-    messages = as_messages(row)
+    messages = as_messages(row, where=where)
     if not isinstance(messages, list) or not messages:
         raise DataError(
             f'{where}: no messages; each line must be {{"messages": [{{"role": ..., "content": '
@@ -208,22 +242,44 @@ def parse_conversation(document: Document) -> ChatRow:
             'it, or {"instruction": ..., "input": ..., "output": ...} as Alpaca has it'
         )
     check_messages(messages, where=where)
-    tools = row.get("tools")
-    if tools is not None and not isinstance(tools, list):
-        raise DataError(f"{where}: tools is a {type(tools).__name__}; it must be a list")
-    return ChatRow(name=where, messages=messages, tools=tools)
+    return ChatRow(name=where, messages=messages, tools=tools_of(row, where=where))
+
+
+def tools_of(row: Mapping[str, Any], *, where: str) -> list[dict[str, Any]] | None:
+    """The tools that a row's messages may call; None where it has none."""
+    tools = from_json(row.get("tools"), where=where)
+    require_type(tools, list[dict[str, Any]] | None, where=f"{where}: tools", error=DataError)
+    return tools or None
 
 
 def check_messages(messages: Sequence[Any], *, where: str) -> None:
     """Raises DataError unless these are messages, and the model says one of them."""
     for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise DataError(f"{where}: message {number} has no role; it must be an object with one")
-        content = message.get("content")
-        if not isinstance(content, str) and not message.get("tool_calls"):
+        place = f"{where}: message {number}"
+        check_message(message, where=place)
+        role, weight = message["role"], message.get("weight")
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise DataError(f"{place} ({role}) has content NoneType; it must be text")
+        if weight is not None and weight not in ((0, 1) if role == ASSISTANT else (0,)):
             raise DataError(
-                f"{where}: message {number} ({message['role']}) has content "
-                f"{type(content).__name__}; it must be text"
+                f"{place} ({role}) has weight={weight!r}; a turn of the model counts (1) or does "
+                "not (0), and others never do"
             )
     if all(message["role"] != ASSISTANT for message in messages):
         raise DataError(f"{where}: no message of role {ASSISTANT!r}, so nothing to learn from")
+
+
+def check_message(message: Any, *, where: str) -> None:
+    """Raises DataError unless this is a message of text, whole or in parts, or of none."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise DataError(f"{where} has no role; it must be an object with one")
+    content = message.get("content")
+    if isinstance(content, list) and not all(is_text_part(part) for part in content):
+        kinds = [part.get("type") if isinstance(part, dict) else part for part in content]
+        raise DataError(
+            f"{where} ({message['role']}) has content of parts {kinds}; text alone is read"
+        )
+    if content is not None and not isinstance(content, str | list):
+        raise DataError(
+            f"{where} ({message['role']}) has content {type(content).__name__}; it must be text"
+        )

@@ -5,7 +5,15 @@ from typing import Any, final
 
 import numpy as np
 
-from jaxinfra.data.chat import ASSISTANT, ChatEncoder, ChatRow, EncodedChat, check_messages
+from jaxinfra.data.chat import (
+    ASSISTANT,
+    ChatEncoder,
+    ChatRow,
+    EncodedChat,
+    check_messages,
+    tools_of,
+    with_system,
+)
 from jaxinfra.data.readers import EACH_LINE, Document
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.errors import DataError
@@ -89,8 +97,8 @@ def _parse(document: Document) -> Mapping[str, Any]:
 
 def _talks(name: str, row: Mapping[str, Any]) -> list[ChatRow]:
     """The two conversations of a row."""
-    prompt = _messages(row.get("prompt", []), role="user")
-    answers = [_messages(row[field], role=ASSISTANT) for field in ("chosen", "rejected")]
+    prompt = _messages(row.get("prompt", []), role="user", where=name)
+    answers = [_messages(row[each], role=ASSISTANT, where=name) for each in ("chosen", "rejected")]
     if not all(answers):
         raise DataError(f"{name}: an answer is neither text nor messages; {_FORMS}")
     if all(_role(answer[0]) != ASSISTANT for answer in answers):
@@ -104,20 +112,17 @@ def _talks(name: str, row: Mapping[str, Any]) -> list[ChatRow]:
         raise DataError(
             f"{name}: no prompt, or an answer in which the model says nothing; {_FORMS}"
         )
-    system = row.get("system")
-    if isinstance(system, str) and system and _role(answers[0][0]) != "system":
-        answers = [[{"role": "system", "content": system}, *answer] for answer in answers]
-        num_given += 1
+    length = len(answers[0])
+    answers = [with_system(answer, row, where=name) for answer in answers]
+    num_given += len(answers[0]) - length
     for answer in answers:
         check_messages(answer, where=name)
     given = sum(_role(message) == ASSISTANT for message in answers[0][:num_given])
-    tools = row.get("tools")
-    if tools is not None and not isinstance(tools, list):
-        raise DataError(f"{name}: tools is a {type(tools).__name__}; it must be a list")
+    tools = tools_of(row, where=name)
     return [ChatRow(name=name, messages=answer, tools=tools, num_given=given) for answer in answers]
 
 
-def _messages(value: Any, *, role: str) -> list[Any]:
+def _messages(value: Any, *, role: str, where: str) -> list[Any]:
     """A text as a message of that role, a message as a list of one; nothing for other kinds."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]

@@ -1,14 +1,18 @@
-"""Documents out of one file: text, JSON lines (plain, gzip, zstd), Parquet and Arrow.
+"""Documents out of one file: text, JSON, CSV (plain, gzip, zstd), Parquet and Arrow.
 
 Arrow files are those that Hugging Face's ``datasets`` saves.
 """
 
+import codecs
+import csv
 import dataclasses
 import gzip
+import itertools
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.ipc
@@ -21,9 +25,11 @@ from jaxinfra.runtime.files import parse_json, require_plain
 _CHUNK_BYTES = 1 << 20
 _ZSTD_BYTES = 4096  # at a time: each may stand for 32,768
 _LINE_BYTES = 256 << 20
-_JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+_JSON = (".jsonl", ".ndjson", ".json")
+_CSV = {".csv": ",", ".tsv": "\t"}
 _PARQUET = ".parquet"
 _ARROW = ".arrow"
+_TABLES = (_PARQUET, _ARROW)
 _ROWS = 1024  # read at a time
 EACH_LINE = "each line must be one JSON object"
 
@@ -40,50 +46,58 @@ def read_documents(path: Path, *, name: str, text_field: str) -> Iterator[Docume
     """The documents of a file, by its suffix; a row of many is named ``name:number``."""
     require_plain(path, error=DataError)
     try:
-        if name.endswith(_JSON_LINES):
-            yield from _json_lines(path, name, text_field)
-        elif name.endswith((_PARQUET, _ARROW)):
-            yield from _table(path, name, text_field)
+        if _kind(name) in _TABLES:
+            rows = enumerate(_table_rows(path, columns=[text_field]), start=1)
+            found = ((number, f"{path}: row {number}", row) for number, row in rows)
+        elif not holds_one_document(name):
+            found = (
+                (number, where, parse_json(line, where=where, error=DataError, remedy=EACH_LINE))
+                for number, where, line in _json_rows(path, name)
+            )
         else:
             yield Document(name=name, text=_text(path))
+            return
+        for number, where, row in found:
+            yield Document(name=f"{name}:{number}", text=_field(row, where, text_field))
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
 def read_lines(path: Path, *, name: str) -> Iterator[Document]:
-    """The lines of a file of JSON lines as they are, empty ones left out; rows of a table as such
-    lines.
-    """
-    if name.endswith((_PARQUET, _ARROW)):
-        require_plain(path, error=DataError)
-        yield from _table_lines(path, name)
-        return
-    if not name.endswith(_JSON_LINES):
+    """The rows of a file as JSON objects, one a line."""
+    if holds_one_document(name):
         raise DataError(
-            f"{path}: conversations are read from {', '.join((*_JSON_LINES, _PARQUET, _ARROW))}; "
+            f"{path}: conversations are read from {', '.join((*_JSON, *_CSV, *_TABLES))}; "
             "convert it, or name the files by a glob"
         )
     require_plain(path, error=DataError)
     try:
-        for number, line in enumerate(_lines(path), start=1):
-            text = decode(line)
+        for number, where, line in _json_rows(path, name):
+            text = decode(line) if isinstance(line, bytes) else line
             if text is None:
-                raise DataError(f"{path}:{number}: not UTF-8 text; each line must be a JSON object")
-            if text.strip():
-                yield Document(name=f"{name}:{number}", text=text)
+                raise DataError(f"{where}: not UTF-8 text; {EACH_LINE}")
+            yield Document(name=f"{name}:{number}", text=text)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
 def holds_one_document(name: str) -> bool:
     """Whether the file is one text, rather than rows of texts."""
-    return not name.endswith((*_JSON_LINES, _PARQUET, _ARROW))
+    return _kind(name) not in (*_JSON, *_CSV, *_TABLES)
+
+
+def _kind(name: str) -> str:
+    """The suffix of a file without that of its compression."""
+    return Path(name.removesuffix(".gz").removesuffix(".zst")).suffix
 
 
 def decode(data: bytes) -> str | None:
-    """Text, or None for what is not: invalid UTF-8, or a NUL byte, the mark of a binary file."""
+    """Text, or None for what is not: invalid UTF-8, or a NUL byte, the mark of a binary file.
+
+    A mark of the byte order is no part of the text; line ends stay as they are.
+    """
     try:
-        return None if b"\0" in data else data.decode()
+        return None if b"\0" in data else data.decode("utf-8-sig")
     except UnicodeDecodeError:
         return None
 
@@ -100,46 +114,90 @@ def _text(path: Path) -> str:
     return text
 
 
-def _json_lines(path: Path, name: str, text_field: str) -> Iterator[Document]:
-    for number, line in enumerate(_lines(path), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        row = parse_json(line, where=where, error=DataError, remedy=EACH_LINE)
-        if text_field not in row:
-            raise DataError(
-                f"{where}: no field {text_field!r} among {sorted(row)}; "
-                "set text_field to the one that holds the text"
-            )
-        yield Document(name=f"{name}:{number}", text=_checked(row[text_field], where, text_field))
+def _json_rows(path: Path, name: str) -> Iterator[tuple[int, str, bytes | str]]:
+    """The rows of a file: number, place in messages, and the row as a JSON object.
+
+    JSON is a line for each row or one array of them, whatever the file is called.
+    """
+    if (kind := _kind(name)) in _TABLES:
+        for number, row in enumerate(_table_rows(path, columns=None), start=1):
+            yield number, f"{path}: row {number}", _dumped(row, f"{path}: row {number}")
+        return
+    lines = enumerate(_lines(path), start=1)
+    whole = ((number, line) for number, line in lines if line.strip())
+    number, first = next(whole, (0, b""))
+    first = first.removeprefix(codecs.BOM_UTF8)
+    if kind in _CSV:
+        rows = _csv_rows(path, itertools.chain([first], (line for _, line in lines)), _CSV[kind])
+    elif first.lstrip().startswith(b"["):
+        data = b"\n".join([first, *(line for _, line in lines)])
+        holds = list[dict[str, Any]]
+        rows = parse_json(data, where=str(path), holds=holds, error=DataError, remedy=EACH_LINE)
+    else:
+        for at, line in itertools.chain([(number, first)] if first else [], whole):
+            yield at, f"{path}:{at}", line
+        return
+    for number, row in enumerate(rows, start=1):
+        yield number, f"{path}: row {number}", json.dumps(row, ensure_ascii=False)
 
 
-def _table(path: Path, name: str, text_field: str) -> Iterator[Document]:
-    for number, row in enumerate(_rows(path, columns=[text_field]), start=1):
-        text = _checked(row[text_field], f"{path}: row {number}", text_field)
-        yield Document(name=f"{name}:{number}", text=text)
+def _csv_rows(path: Path, lines: Iterable[bytes], delimiter: str) -> Iterator[dict[str, str]]:
+    csv.field_size_limit(_LINE_BYTES)
+
+    def texts() -> Iterator[str]:
+        for line in lines:
+            text = decode(line)
+            if text is None:
+                raise DataError(f"{path}: not UTF-8 text; convert it")
+            yield f"{text}\n"
+
+    try:
+        reader = csv.DictReader(texts(), delimiter=delimiter, strict=True)
+        for number, row in enumerate(reader, start=1):
+            if None in row or None in row.values():
+                raise DataError(
+                    f"{path}: row {number} has another number of cells than the first line, which "
+                    f"names {len(reader.fieldnames or ())} columns; quote cells that hold "
+                    f"{delimiter!r}"
+                )
+            yield row
+    except csv.Error as error:
+        raise DataError(f"{path}: not a table of cells between {delimiter!r} ({error})") from error
 
 
-def _table_lines(path: Path, name: str) -> Iterator[Document]:
-    for number, row in enumerate(_rows(path, columns=None), start=1):
-        present = {key: value for key, value in row.items() if value is not None}
-        try:
-            line = json.dumps(present, ensure_ascii=False, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise DataError(
-                f"{path}: row {number} has a value that is no JSON ({error}); leave its column out"
-            ) from error
-        yield Document(name=f"{name}:{number}", text=line)
+def _dumped(row: Mapping[str, object], where: str) -> str:
+    try:
+        return json.dumps(row, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{where} has a value that is no JSON ({error}); leave its column out"
+        ) from error
 
 
-def _rows(path: Path, *, columns: list[str] | None) -> Iterator[dict[str, object]]:
+def _without_nulls(value: Any, kind: pyarrow.DataType) -> Any:
+    """A value of a table as JSON has it: keys that other rows alone have are absent, and columns
+    of JSON are what they spell.
+    """
+    if value is None:
+        return None
+    if isinstance(kind, pyarrow.BaseExtensionType) and kind.extension_name == "arrow.json":
+        return json.loads(value)
+    if isinstance(kind, pyarrow.StructType):
+        found = {each.name: _without_nulls(value[each.name], each.type) for each in kind}
+        return {name: each for name, each in found.items() if each is not None}
+    if isinstance(kind, pyarrow.ListType | pyarrow.LargeListType | pyarrow.FixedSizeListType):
+        return [_without_nulls(each, kind.value_type) for each in value]
+    return value
+
+
+def _table_rows(path: Path, *, columns: list[str] | None) -> Iterator[dict[str, object]]:
     """The rows of a Parquet or Arrow file; of these columns, or of all."""
     try:
         if path.suffix == _PARQUET:
             with pyarrow.parquet.ParquetFile(path) as file:
                 _require_columns(path, file.schema_arrow.names, columns)
                 for rows in file.iter_batches(batch_size=_ROWS, columns=columns):
-                    yield from rows.to_pylist()
+                    yield from _row_values(rows) if columns is None else rows.to_pylist()
             return
         with pyarrow.memory_map(str(path)) as source, _arrow(source) as file:
             _require_columns(path, file.schema.names, columns)
@@ -149,12 +207,18 @@ def _rows(path: Path, *, columns: list[str] | None) -> Iterator[dict[str, object
             for batch in batches:
                 chosen = batch if columns is None else batch.select(columns)
                 for first in range(0, chosen.num_rows, _ROWS):
-                    yield from chosen.slice(first, _ROWS).to_pylist()
+                    rows = chosen.slice(first, _ROWS)
+                    yield from _row_values(rows) if columns is None else rows.to_pylist()
     except pyarrow.ArrowException as error:
         kind = "Parquet" if path.suffix == _PARQUET else "Arrow"
         raise DataError(
             f"{path}: not a readable {kind} file ({_first_line(error)}); write or copy it anew"
         ) from error
+
+
+def _row_values(rows: pyarrow.RecordBatch) -> Iterator[dict[str, Any]]:
+    kind = pyarrow.struct(rows.schema)
+    return (_without_nulls(row, kind) for row in rows.to_pylist())
 
 
 def _arrow(source: pyarrow.NativeFile) -> pyarrow.ipc.RecordBatchStreamReader:
@@ -173,7 +237,13 @@ def _require_columns(path: Path, found: list[str], columns: list[str] | None) ->
             )
 
 
-def _checked(value: object, where: str, text_field: str) -> str:
+def _field(row: Mapping[str, object], where: str, text_field: str) -> str:
+    if text_field not in row:
+        raise DataError(
+            f"{where}: no field {text_field!r} among {sorted(row)}; "
+            "set text_field to the one that holds the text"
+        )
+    value = row[text_field]
     if not isinstance(value, str):
         raise DataError(
             f"{where}: field {text_field!r} holds {type(value).__name__}; it must hold text"

@@ -9,6 +9,7 @@ import datetime
 import json
 import resource
 import sys
+from collections.abc import Mapping
 from typing import Any, NoReturn, override
 
 import jinja2
@@ -17,6 +18,7 @@ from jinja2 import ext, nodes, parser, sandbox
 MEMORY_BYTES = 1 << 30
 TEXT_CHARACTERS = 1 << 26
 # Around what generation blocks enclose. Unicode reserves them for such uses: no text has them.
+_ASKED = "what a template may do with a text"
 BEGIN, END = "\ufdd0", "\ufdd1"
 
 
@@ -91,18 +93,36 @@ class Arguments(dict[str, Any]):
         return other + self.text
 
 
-def as_values(message: Any) -> Any:
-    """A message as templates read it: no content is an empty one, arguments are values."""
+def as_values(message: Any, *, joins: bool) -> Any:
+    """A message as templates read it: no content is an empty one, arguments are values.
+
+    Args:
+        joins: content in parts becomes one text.
+    """
     if not isinstance(message, dict):
         return message
-    if message.get("content") is None:
+    content = message.get("content")
+    if content is None:
         message["content"] = Nothing()
+    elif isinstance(content, list) and joins:
+        message["content"] = "".join(part["text"] for part in content)
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
         holder = call.get("function", call) if isinstance(call, dict) else None
         if isinstance(holder, dict) and isinstance(holder.get("arguments"), str):
             holder["arguments"] = Arguments(holder["arguments"])
     return message
+
+
+def reads_parts(template: jinja2.Template, variables: Mapping[str, Any]) -> bool:
+    """Whether a template takes content in parts of text, as some take nothing else."""
+    talk = [{"role": "user", "content": [{"type": "text", "text": _ASKED}]}]
+    try:
+        text = template.render({**variables, "messages": talk, "tools": None})
+    except Exception:
+        return False
+    # Others write the parts as Python or JSON spells them.
+    return _ASKED in text and "'type'" not in text and '"type"' not in text
 
 
 def _to_json(
@@ -138,7 +158,10 @@ def _answer(request: dict[str, Any], known: dict[str, tuple[jinja2.Template, boo
     if "variables" not in request:
         return marks
     variables = request["variables"]
-    variables["messages"] = [as_values(message) for message in variables["messages"]]
+    messages = variables["messages"]
+    has_parts = any(isinstance(m, dict) and isinstance(m.get("content"), list) for m in messages)
+    joins = has_parts and not reads_parts(template, variables)
+    variables["messages"] = [as_values(message, joins=joins) for message in messages]
     text = template.render(**variables)
     if len(text) > TEXT_CHARACTERS:
         raise jinja2.TemplateError(f"it makes {len(text):,} characters of one conversation")

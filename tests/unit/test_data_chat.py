@@ -103,7 +103,7 @@ BAD = {
         {"messages": [TALK[1], {"role": "assistant", "content": None}]}
     ),
     "no message of role 'assistant'": json.dumps({"messages": TALK[:2]}),
-    "tools is a str": json.dumps({"messages": TALK, "tools": "x"}),
+    'tools: "x" is no list': json.dumps({"messages": TALK, "tools": "x"}),
     "each line must be one JSON object": "[1",
 }
 
@@ -199,3 +199,15 @@ def test_settings_that_do_not_go_together(tmp_path):
     )
     with pytest.raises(DataError, match=r"conversations are read from \.jsonl"):
         open_corpus(other, vocab_size=300, cache_dir=tmp_path / "cache")
+
+
+def test_turns_of_weight_0_do_not_count(tokenizer):
+    encoder = ChatEncoder(ChatTemplate(CHATML, variables={}), tokenizer)
+    talk = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "one", "weight": 0},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "two", "weight": 1},
+    ]
+    (found,) = encoder.encode_batch([line(talk)])
+    assert found.text == "two<|im_end|>\n"

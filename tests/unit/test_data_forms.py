@@ -96,6 +96,105 @@ def test_what_alpaca_adds():
     assert [each["role"] for each in found] == ["system", "user", "assistant"]
 
 
+def test_what_a_row_says_beside_its_messages():
+    begun = {"role": "system", "content": "be brief"}
+    for form in ROWS.values():
+        assert parsed(form | {"system": "be brief"}) == [begun, *ROWS["messages"]["messages"]]
+        assert parsed(form | {"system": ""}) == ROWS["messages"]["messages"]
+    told = {"messages": [begun, *ROWS["messages"]["messages"]]}
+    assert parsed(told | {"system": "be brief"}) == told["messages"]
+    found = parsed(ROWS["alpaca"] | {"history": [["hi", "hello"], ["x", "y"]]})
+    assert [each["content"] for each in found] == ["hi", "hello", "x", "y", "a", "b"]
+    assert [each["role"] for each in found] == ["user", "assistant"] * 3
+
+
+def test_rows_that_spell_lists_as_json():
+    row = {name: json.dumps(value) for name, value in ROWS["messages"].items()}
+    found = parse_conversation(Document(name="x", text=json.dumps(row | {"tools": '[{"a": 1}]'})))
+    assert found.messages == ROWS["messages"]["messages"]
+    assert found.tools == [{"a": 1}]
+
+
+CALLS = [
+    {"messages": [{"role": "user", "content": "do"}, {"role": "assistant", "tool_calls": [call]}]}
+    for call in (
+        {"function": {"name": "f", "arguments": {"city": "Oslo"}}},
+        {"function": {"name": "g", "arguments": {"b": [1, 2]}}},
+    )
+]
+
+
+def spelled(rows):
+    """Calls' arguments as ``datasets`` has them in columns of JSON."""
+    kind = pa.struct([("name", pa.string()), ("arguments", pa.json_(pa.string()))])
+    call = pa.struct([("function", kind)])
+    fields = [("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(call))]
+    schema = pa.schema([("messages", pa.list_(pa.struct(fields)))])
+    rows = json.loads(json.dumps(rows))
+    for row in rows:
+        held = row["messages"][1]["tool_calls"][0]["function"]
+        held["arguments"] = json.dumps(held["arguments"])
+    storage = pa.schema([("messages", plain(schema.field(0).type))])
+    return pa.Table.from_pylist(rows, storage).cast(schema)
+
+
+def plain(kind):
+    if isinstance(kind, pa.ListType):
+        return pa.list_(plain(kind.value_type))
+    if isinstance(kind, pa.StructType):
+        return pa.struct([(each.name, plain(each.type)) for each in kind])
+    return kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
+
+
+@pytest.mark.parametrize("table", [pa.Table.from_pylist, spelled], ids=["structs", "json"])
+def test_tables_have_the_keys_of_their_rows_alone(tmp_path, table):
+    pa.parquet.write_table(table(CALLS), tmp_path / "a.parquet")
+    found = [json.loads(line.text) for line in read_lines(tmp_path / "a.parquet", name="a.parquet")]
+    assert found == CALLS
+
+
+FILES = {
+    "a.jsonl": "".join(json.dumps(row) + "\r\n" for row in ROWS.values()),
+    "a.ndjson": "\ufeff\n" + "\n\n".join(json.dumps(row) for row in ROWS.values()),
+    "a.json": json.dumps(list(ROWS.values()), indent=1),
+    "array.jsonl": "\ufeff" + json.dumps(list(ROWS.values())),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_json_is_rows_whatever_it_is_called(tmp_path, name):
+    (tmp_path / name).write_text(FILES[name], newline="")
+    found = [json.loads(line.text) for line in read_lines(tmp_path / name, name=name)]
+    assert found == list(ROWS.values())
+
+
+def test_cells_are_rows_too(tmp_path):
+    (tmp_path / "a.csv").write_text('\ufefftext,n\r\n"one, ""x""\ny",1\r\n,2\r\n')
+    found = list(scan(str(tmp_path / "a.csv")).documents(text_field="text"))
+    assert [each.text for each in found] == ['one, "x"\ny']
+    talk = json.dumps(ROWS["messages"]["messages"]).replace('"', '""')
+    (tmp_path / "b.csv").write_text(f'messages,system\n"{talk}",be brief\n')
+    (line,) = read_lines(tmp_path / "b.csv", name="b.csv")
+    assert [each["content"] for each in parse_conversation(line).messages] == ["be brief", "a", "b"]
+    (tmp_path / "c.tsv").write_text("text\tn\na\n")
+    with pytest.raises(DataError, match="row 1 has another number of cells"):
+        list(scan(str(tmp_path / "c.tsv")).documents(text_field="text"))
+
+
+@pytest.mark.parametrize("text", ['{\n "name": "x"\n}', "[1, 2]", '{"a": 1}', '["text"]'])
+def test_json_that_is_no_rows_is_refused(tmp_path, text):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(DataError, match=r"a\.json"):
+        list(scan(str(tmp_path)).documents(text_field="text"))
+
+
+def test_a_mark_of_the_byte_order_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\n")
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbf")
+    found = list(scan(str(tmp_path)).documents(text_field="text"))
+    assert [each.text for each in found] == ["one\r\n"]
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
@@ -104,8 +203,11 @@ def test_what_alpaca_adds():
         ({"conversations": [{"value": "a"}]}, "no role"),
         ({"conversations": ["a"]}, "no role"),
         ({"instruction": 3, "output": "b"}, "must be text"),
+        (ROWS["alpaca"] | {"history": [["a"], "b"]}, "history"),
+        ({"messages": [{"role": "system", "content": "x"}], "system": "y"}, "leave one out"),
+        ({"messages": [{"role": "user", "content": "a", "weight": 1}]}, "has weight=1"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "text alone is read"),
     ],
-    ids=["unknown", "no answer", "no speaker", "no turn", "number"],
 )
 def test_refusals(row, words):
     with pytest.raises(DataError, match=words):

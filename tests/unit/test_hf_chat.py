@@ -1,10 +1,12 @@
 """Chat templates against the reference implementation's renderings (tests/golden/hf/chat.json)."""
 
+import hashlib
 import json
 import pathlib
 
 import pytest
 import tokenizers
+from golden.text import template_cases
 from tokenizers import models, pre_tokenizers
 
 from jaxinfra.data import chat_template
@@ -108,3 +110,60 @@ def test_special_tokens_of_a_template_become_tokens(tmp_path):
     assert template.encode(read, HELLO) == [0, 1]
     # A user who spells one out gets text: the words of this tokenizer know none.
     assert template.encode(read, [{"role": "user", "content": "<|user|> hello"}]) == [0, 2, 2, 2, 1]
+
+
+TALKS = template_cases.conversations(200)
+RENDERED = json.loads(pathlib.Path(template_cases.__file__).with_name("templates.json").read_text())
+
+
+@pytest.mark.parametrize("name", template_cases.TEMPLATES)
+def test_conversations_are_rendered_as_by_the_reference(name):
+    template = ChatTemplate(template_cases.TEMPLATES[name], variables=template_cases.TOKENS)
+
+    def hashed(talk):
+        try:
+            text = template.render(talk["messages"], tools=talk["tools"])
+        except DataError:
+            return "-"
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+    assert [hashed(talk) for talk in TALKS] == RENDERED[name].split()
+
+
+def rendered(program, message):
+    return ChatTemplate(program, variables={}).render([message])
+
+
+def test_no_content_is_nothing_and_arguments_are_values():
+    said = {"role": "assistant", "content": None}
+    assert rendered("{{ 'a' + messages[0].content + 'b' }}", said) == "ab"
+    assert rendered("{{ messages[0].content is none }}{{ messages[0].content }}", said) == "True"
+    assert rendered("{{ messages[0].content is string }}", said) == "False"
+    call = {"function": {"name": "f", "arguments": '{"a": "é"}'}}
+    said["tool_calls"] = [call]
+    arguments = "messages[0].tool_calls[0].function.arguments"
+    assert rendered(f"{{{{ {arguments}.a }}}} {{{{ {arguments} | tojson }}}}", said) == (
+        'é {"a": "é"}'
+    )
+    # To templates that write them as they came, they are the text.
+    assert rendered(f"{{{{ 'x' + {arguments} + 'y' }}}}{{{{ {arguments} }}}}", said) == (
+        'x{"a": "é"}y{"a": "é"}'
+    )
+    call["function"]["arguments"] = "[1"
+    with pytest.raises(DataError, match="are no JSON object"):
+        rendered(f"{{{{ {arguments} }}}}", said)
+
+
+def test_a_template_for_tools(tmp_path):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    named = {"default": "plain", "tool_use": "{{ tools[0].function.name }}"}
+    write(tmp_path, chat_template=[{"name": n, "template": t} for n, t in named.items()])
+    template = load_chat_template(tmp_path)
+    assert (template.render(HELLO), template.render(HELLO, tools=tools)) == ("plain", "f")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("file")
+    with pytest.raises(DataError, match="with tools only"):
+        load_chat_template(tmp_path).render(HELLO)
+    (tmp_path / "chat_template.jinja").write_text("one")
+    template = load_chat_template(tmp_path)
+    assert (template.render(HELLO), template.render(HELLO, tools=tools)) == ("one", "file")

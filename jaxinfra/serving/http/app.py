@@ -25,7 +25,6 @@ from jaxinfra.serving.http.bodies import (
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
-    plain_messages,
 )
 from jaxinfra.serving.http.guards import Application, RequestGuards
 from jaxinfra.serving.http.service import Service
@@ -151,7 +150,7 @@ def _add_generation(app: fastapi.FastAPI, service: Service) -> None:
     async def chat(http: fastapi.Request, body: ChatBody) -> responses.Response:
         name = _served(service, body.model)
         tools = None if body.tool_choice == "none" else body.tools
-        prompt = await asyncio.to_thread(service.render, plain_messages(body.messages), tools)
+        prompt = await asyncio.to_thread(service.render, body.messages, tools)
         requests = service.requests([prompt], body, model=name, default_tokens=service.context)
         form = ChatForm(name, [prompt], body, tokenizer=service.tokenizer)
         return await answer(http, body, form, requests)
@@ -175,8 +174,7 @@ def _add_information(app: fastapi.FastAPI, service: Service) -> None:
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         _served(service, body.model)
         if body.messages is not None:
-            rendered = plain_messages(body.messages)
-            tokens = await asyncio.to_thread(service.render, rendered, None)
+            tokens = await asyncio.to_thread(service.render, body.messages, body.tools)
         else:
             tokens = service.encode(body.prompt or "", special=body.add_special_tokens)
         return {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}

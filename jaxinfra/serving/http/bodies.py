@@ -181,25 +181,5 @@ class TokenizeBody(ClientBody):
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
-
-
-def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, each content a text; raises ConfigError where one is not."""
-    return [_plain(number, message) for number, message in enumerate(messages)]
-
-
-def _plain(number: int, message: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(message.get("role"), str):
-        raise ConfigError(f"messages[{number}] has no role")
-    content = message.get("content")
-    if isinstance(content, list):
-        kinds = [part.get("type") if isinstance(part, dict) else part for part in content]
-        if any(kind != "text" for kind in kinds):
-            raise ConfigError(
-                f"messages[{number}].content has parts {kinds}; this model reads text only"
-            )
-        content = "".join(str(part.get("text", "")) for part in content)
-    if content is not None and not isinstance(content, str):
-        raise ConfigError(f"messages[{number}].content is a {type(content).__name__}, not a text")
-    return message | {"content": content}

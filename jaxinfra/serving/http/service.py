@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any, final
 
+from jaxinfra.data.chat import check_message
 from jaxinfra.data.chat_template import ChatTemplate, load_chat_template
 from jaxinfra.errors import ConfigError, DataError
 from jaxinfra.serving.engine.background import EngineThread
@@ -100,6 +101,8 @@ class Service:
         """Tokens of a conversation, in the model's chat template."""
         if self._template is None:
             raise ConfigError(self.no_chat)
+        for number, message in enumerate(messages):
+            check_message(message, where=f"messages[{number}]")
         return tuple(self._template.encode(self.tokenizer, messages, tools=tools))
 
     def requests(
