@@ -1,4 +1,4 @@
-"""Draws docs/roofline.svg: kernels, prefill and decode under the roofs that were measured.
+"""Draws docs/roofline.svg: kernels under the roofs that were measured.
 
     python -m experiments.pictures.roofline
 
@@ -20,11 +20,9 @@ LABELS = {"fp32": "fp32, no tensor cores"}
 GROUPS = {
     "ladder": ("#0072b2", "o", "ladder, 4096³"),
     "kernel": ("#009e73", "D", "our kernels"),
-    "prefill": ("#e69f00", "s", "prefill"),
-    "decode": ("#cc79a7", "^", "decode"),
 }
 # Of a number from its point, so that groups do not write over each other.
-OFFSETS = {"ladder": (-6, -3), "kernel": (6, -3), "prefill": (1, -12), "decode": (-9, 5)}
+OFFSETS = {"ladder": (-6, -3), "kernel": (6, -3)}
 LEAST, MOST = 0.1, 1e5  # FLOPs a byte
 
 

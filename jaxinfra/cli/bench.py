@@ -29,7 +29,7 @@ ROOMS = {
         "grouped_matmul": "rows times their group's weight, and gradients, beside PyTorch's",
         "linear_cross_entropy": "the fused loss over a large vocabulary, beside XLA's",
         "ladder": "matmul in ten steps beside cuBLAS; ELU; access, occupancy, divergence",
-        "roofline": "this device's ceilings, and kernels, prefill and decode under them",
+        "roofline": "this device's ceilings, and kernels under them",
     },
     "serving": {
         "serve": "load on a server: throughput, time to the first token and per token, goodput",

@@ -14,7 +14,7 @@ from jaxinfra.model.definition import define_model
 from jaxinfra.model.flops import palm_flops_per_token, training_flops_per_token
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.planning.devices import find_device
-from jaxinfra.planning.inference import ridge
+from jaxinfra.planning.inference import Serving, decode, ridge
 from jaxinfra.planning.kv import kv_bytes
 from jaxinfra.planning.model import find_model
 
@@ -79,23 +79,18 @@ def test_the_loss_is_three_products():
     assert work.memory_bytes < product.memory_bytes / 2
 
 
-def test_prefill_and_decode_meet_where_a_prompt_has_one_token():
-    model = find_model("llama32_1b")
-    prompt = roofline.prefill_work(model, H200, batch=4, length=1)
-    step = roofline.decode_work(model, H200, batch=4, context=0)
-    assert prompt.flops == step.flops
-
-
-def test_intensity_of_prefill_is_about_its_length_and_of_decode_about_its_batch():
+def test_intensity_of_decode_is_about_its_batch():
     model = find_model("llama3_8b")
-    prefills = [roofline.prefill_work(model, H200, batch=1, length=n) for n in (64, 128)]
-    assert 0.75 * 64 < prefills[0].intensity < 1.1 * 64
-    assert 1.7 < prefills[1].intensity / prefills[0].intensity < 2
-    one, many = (roofline.decode_work(model, H200, batch=b, context=128) for b in (1, 32))
+
+    def step(batch, context):
+        moved = decode(model, H200, Serving(), batch=batch, context=context).memory_bytes
+        return Work(flops=model.decode_flops(context, batch=batch), memory_bytes=moved)
+
+    one, many = step(1, 128), step(32, 128)
     assert one.intensity == pytest.approx(1, abs=0.1)
     assert 0.75 * 32 < many.intensity < 32
     # With long contexts every sequence brings its own cache to read, and batching gains little.
-    long = roofline.decode_work(model, H200, batch=32, context=65_536)
+    long = step(32, 65_536)
     assert long.intensity < 0.2 * 32
     cache = kv_bytes(model, batch=32, context=65_536)
     assert long.memory_bytes - many.memory_bytes == pytest.approx(
@@ -165,9 +160,5 @@ def test_the_page_tells_what_is_stored():
 
     for name in ("clustered", "attention", "attention backward", "linear + cross entropy"):
         assert len(told(name, 0, "tflops")) == 1, name
-    for length in ("1 x 128", "1 x 2048", "8 x 2048"):
-        assert len(told(f"llama32_1b prefill {length}", 0, "tflops")) == 1, length
-    for batch, digits in ((1, 1), (16, 0), (64, 0)):
-        assert len(told(f"llama32_1b decode {batch} after 2048", digits, "gb_per_s")) == 1, batch
     for name, digits in (("softmax", 2), ("rms_norm", 1), ("elu and gradient", 2)):
         assert len(told(name, digits, "gb_per_s")) == 1, name

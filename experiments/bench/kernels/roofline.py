@@ -1,36 +1,34 @@
-"""This device's ceilings, and where our kernels and models stand under them.
+"""This device's ceilings, and where our kernels stand under them.
 
     jaxinfra bench roofline --out experiments/results/roofline-h200.json
 
 Ceilings are what XLA's own programs reach: a large matmul in each format, a copy, a sum. Times are
-medians of CUPTI kernel times, of models too: the gaps between their kernels are in ``wall_ms``.
-Beside the JSON lies the picture. An operation that fails is a row with its error. Results are
-printed and stored one by one; an item that would begin after the budget is a row that says so.
+medians of kernel times. The picture is written beside the JSON. An operation that fails, or comes
+after --budget seconds, is a row that says so.
 """
 
-import argparse
-import concurrent.futures
 import dataclasses
+import functools
 import gc
 import json
-import pathlib
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from experiments.bench.environment import clocks, environment
+from experiments.bench.environment import environment
+from experiments.bench.harness import options
 from experiments.bench.kernels import roofline_work as roofline
-from experiments.bench.kernels.roofline_models import CLOCK, phases, random, served
 from experiments.bench.kernels.roofline_work import Point
+from experiments.bench.table import Table
 from experiments.ladder import RUNGS, elementwise
 from experiments.pictures.roofline import draw
-from jaxinfra.planning.devices import Device, find_device
+from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.inference import ridge
+from pallas_kernels.common import timing
 from pallas_kernels.flash_attention import hopper as attention
 from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec, BackwardOperands
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
@@ -53,15 +51,21 @@ class Sizes:
     width: int = 2048
     vocab: int = 128_256
     rows: tuple[int, int] = (8192, 32_768)
-    model: str = "llama32_1b"
-    prompts: tuple[tuple[int, int], ...] = ((1, 128), (1, 2048), (8, 2048))  # batch, length
-    decodes: tuple[tuple[int, int], ...] = ((1, 2048), (16, 2048), (64, 2048))  # batch, context
 
 
 SMALL = Sizes(
     matmul=256, rung=256, copied=1 << 16, batch=1, length=256, tokens=64, width=64, vocab=512,
-    rows=(64, 1024), model="tiny", prompts=((1, 32),), decodes=((2, 32),),
+    rows=(64, 1024),
 )  # fmt: skip
+
+
+def random(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def seconds(f: Callable, *args: Any) -> float:
+    """Seconds that the kernels of one call take."""
+    return timing.measure({"it": (f, args)}, rounds=2, iterations=4)["it"].median_ms / 1e3
 
 
 def peaks(sizes: Sizes) -> Iterator[tuple[str, Callable[[], float]]]:
@@ -72,8 +76,8 @@ def peaks(sizes: Sizes) -> Iterator[tuple[str, Callable[[], float]]]:
     def rate(matmul: Callable, dtype: Any) -> float:
         a, b = random(0, n, n, dtype=dtype), random(1, n, n, dtype=dtype)
         # The libraries' products: to try all of Triton's takes minutes.
-        options = {"xla_gpu_enable_triton_gemm": False}
-        return flops / CLOCK.seconds(jax.jit(matmul, compiler_options=options), a, b)
+        libraries = {"xla_gpu_enable_triton_gemm": False}
+        return flops / seconds(jax.jit(matmul, compiler_options=libraries), a, b)
 
     def float32(preset: lax.DotAlgorithmPreset) -> Callable:
         return lambda a, b: lax.dot_general(a, b, (((1,), (0,)), ((), ())), precision=preset)
@@ -89,11 +93,11 @@ def peaks(sizes: Sizes) -> Iterator[tuple[str, Callable[[], float]]]:
 
     def copied() -> float:
         x = random(0, sizes.copied, dtype=jnp.float32)
-        return 2 * x.nbytes / CLOCK.seconds(lambda x: x + 1, x)
+        return 2 * x.nbytes / seconds(lambda x: x + 1, x)
 
     def read() -> float:
         x = random(0, sizes.copied, dtype=jnp.float32)
-        return x.nbytes / CLOCK.seconds(jnp.sum, x)
+        return x.nbytes / seconds(jnp.sum, x)
 
     yield "bf16", lambda: rate(jnp.matmul, jnp.bfloat16)
     yield "fp8", lambda: max(rate(each, jnp.float8_e4m3fn) for each in (fp8, fp8_scaled))
@@ -111,7 +115,7 @@ def rungs(sizes: Sizes) -> Iterator[tuple[str, Callable[[], Point]]]:
             a, b = random(0, n, n), random(1, n, n)
             return Point(
                 name=rung.name, group="ladder", work=roofline.matmul_work(n, n, n),
-                seconds=CLOCK.seconds(rung.matmul, a, b),
+                seconds=seconds(rung.matmul, a, b),
                 compute="bf16" if rung.tensor_cores else THREADS,
             )  # fmt: skip
 
@@ -139,7 +143,7 @@ def kernels(sizes: Sizes) -> Iterator[tuple[str, Callable[[], Point]]]:
     def attention_forward() -> Point:
         work = roofline.attention_work(**shape)
         return Point(
-            name="attention", group="kernel", work=work, seconds=CLOCK.seconds(forward, *operands())
+            name="attention", group="kernel", work=work, seconds=seconds(forward, *operands())
         )
 
     def attention_backward() -> Point:
@@ -148,7 +152,7 @@ def kernels(sizes: Sizes) -> Iterator[tuple[str, Callable[[], Point]]]:
         return Point(
             name="attention backward", group="kernel",
             work=roofline.attention_backward_work(**shape),
-            seconds=CLOCK.seconds(backward, q, k, v, out, lse, random(3, B, T, N, H)),
+            seconds=seconds(backward, q, k, v, out, lse, random(3, B, T, N, H)),
         )  # fmt: skip
 
     def loss() -> Point:
@@ -164,7 +168,7 @@ def kernels(sizes: Sizes) -> Iterator[tuple[str, Callable[[], Point]]]:
         work = roofline.linear_cross_entropy_work(
             tokens=sizes.tokens, width=sizes.width, vocab=sizes.vocab
         )
-        taken = CLOCK.seconds(both, hidden / sizes.width**0.5, table)
+        taken = seconds(both, hidden / sizes.width**0.5, table)
         return Point(name="linear + cross entropy", group="kernel", work=work, seconds=taken)
 
     def rowwise(name: str, f: Callable, *, streams: int, flops_each: float) -> Point:
@@ -172,7 +176,7 @@ def kernels(sizes: Sizes) -> Iterator[tuple[str, Callable[[], Point]]]:
         inputs = [random(i, R, C) for i in range(streams // 2)]
         work = roofline.elementwise_work(R * C, streams=streams, flops_each=flops_each)
         return Point(
-            name=name, group="kernel", work=work, seconds=CLOCK.seconds(f, *inputs), compute=THREADS
+            name=name, group="kernel", work=work, seconds=seconds(f, *inputs), compute=THREADS
         )
 
     yield "attention", attention_forward
@@ -193,115 +197,46 @@ def kernels(sizes: Sizes) -> Iterator[tuple[str, Callable[[], Point]]]:
     )
 
 
-class Results:
-    """Everything found so far, on disk after every item."""
-
-    def __init__(self, out: pathlib.Path | None, budget_s: float) -> None:
-        self._out = out
-        self._start = time.monotonic()
-        self._budget_s = budget_s
-        self.document: dict[str, Any] = {**environment(), "ceilings": {}, "points": []}
-
-    def attempt(self, name: str, measure: Callable[[], Any]) -> Any:
-        """What an item gives, or None and a row that says why not."""
-        try:
-            if self.elapsed_s() > self._budget_s:
-                raise TimeoutError(f"out of time: {self._budget_s:.0f} s")
-            return measure()
-        except Exception as error:  # one item's failure must not end the table
-            self.document["points"].append({"name": name, "failed": repr(error)[:300]})
-            print(f"{name}: {repr(error)[:300]}", flush=True)
-            return None
-        finally:
-            gc.collect()
-
-    def elapsed_s(self) -> float:
-        """Since the first item, compilation and all."""
-        return time.monotonic() - self._start
-
-    def write(self) -> None:
-        """What there is so far."""
-        if self._out is not None:
-            self.document["clocks_after"] = clocks()
-            self._out.write_text(json.dumps(self.document, indent=1) + "\n")
-
-
-def compile_all(sizes: Sizes, device: Device) -> None:
-    """Side by side: the compiler tries matmuls on the device, beside which nothing is timed."""
-    served(sizes.model)
-    items = [
-        *peaks(sizes), *kernels(sizes), *rungs(sizes),
-        *phases(device, sizes.model, prompts=sizes.prompts, decodes=sizes.decodes),
-    ]  # fmt: skip
-    with CLOCK.compiling_only(), ThreadPoolExecutor(8) as pool:
-        # What cannot be compiled says so when its turn comes.
-        concurrent.futures.wait([pool.submit(measure) for _, measure in items])
-
-
 def main() -> None:
-    """Ceilings first: everything else is placed under them."""
-    parser = argparse.ArgumentParser(prog="jaxinfra bench roofline", description=__doc__)
+    """Measures ceilings first: everything else is placed under them."""
+    parser = options(__doc__, budget=600.0)
     parser.add_argument("--device", default="h200", help="whose datasheet stands beside")
     parser.add_argument("--small", action="store_true", help="sizes for a check on a CPU")
-    parser.add_argument("--budget-s", type=float, default=600.0)
-    parser.add_argument("--out", type=pathlib.Path, help="JSON file; the picture is beside it")
     args = parser.parse_args()
-    sizes = SMALL if args.small else Sizes()
-    results, datasheet = Results(args.out, args.budget_s), find_device(args.device)
-    compile_all(sizes, datasheet)
-    print(f"compiled {results.elapsed_s():5.0f} s", flush=True)
-    ceilings: dict[str, float] = results.document["ceilings"]
+    sizes, datasheet = SMALL if args.small else Sizes(), find_device(args.device)
+    table = Table(out=None, deadline=time.monotonic() + args.budget, only=args.only)
+    ceilings: dict[str, float] = {}
     for name, measure in peaks(sizes):
-        found = results.attempt(f"ceiling {name}", measure)
-        if found is not None:
-            ceilings[name] = found
-            print(f"{name:8s} {found / 1e12:9.3f} T/s {results.elapsed_s():5.0f} s", flush=True)
-            results.write()
+        found = table.add(f"ceiling {name}", lambda measure=measure: {"per_s": measure()})
+        if "per_s" in found:
+            ceilings[name] = found["per_s"]
     bandwidth = max(ceilings["copy"], ceilings["read"])
     measured = roofline.with_ceilings(
         datasheet,
         flops={k: v for k, v in ceilings.items() if k not in ("copy", "read")},
         hbm_bytes_per_s=bandwidth,
     )
-    results.document |= {
-        "ridge": ridge(measured),
-        "datasheet": {"flops": dict(datasheet.flops), "hbm_bytes_per_s": datasheet.hbm_bytes_per_s},
-    }
 
-    def add(point: Point, **more: Any) -> None:
-        row = {**point.as_json(measured), **more}
+    def row(measure: Callable[[], Point]) -> dict[str, Any]:
+        point = measure()
+        found = {name: x for name, x in point.as_json(measured).items() if name != "name"}
         peak = datasheet.flops.get(point.compute)
         if peak is not None:
-            row["of_datasheet"] = roofline.mfu(
-                point.work.flops, seconds=point.seconds, peak_flops=peak
-            )
-        results.document["points"].append(row)
-        print(
-            f"{row['name']:34s} {row['intensity']:9.2f} FLOP/byte {row['tflops']:9.3f} TFLOP/s "
-            f"{row['of_attainable']:6.1%} of the roof ({row['bound']}) "
-            f"{results.elapsed_s():5.0f} s",
-            flush=True,
-        )
-        results.write()
+            flops = point.work.flops
+            found["of_datasheet"] = roofline.mfu(flops, seconds=point.seconds, peak_flops=peak)
+        return found
 
-    def add_all(items: Iterator[tuple[str, Callable[[], Point]]]) -> None:
-        for name, measure in items:
-            point = results.attempt(name, measure)
-            if point is not None:
-                add(point)
-
-    add_all(kernels(sizes))
-    for name, measure in phases(
-        datasheet, sizes.model, prompts=sizes.prompts, decodes=sizes.decodes
-    ):
-        found = results.attempt(name, measure)
-        if found is not None:
-            add(found["point"], wall_ms=found["wall_ms"])
-    # Last: the ladder's own benchmark has them too.
-    add_all(rungs(sizes))
-    results.write()
+    points = Table(out=None, deadline=table.deadline, only=args.only)
+    for name, measure in [*kernels(sizes), *rungs(sizes)]:
+        points.add(name.removeprefix("ladder "), functools.partial(row, measure))
+        gc.collect()
+    document = {
+        **environment(), "ceilings": ceilings, "points": points.rows, "ridge": ridge(measured),
+        "datasheet": {"flops": dict(datasheet.flops), "hbm_bytes_per_s": datasheet.hbm_bytes_per_s},
+    }  # fmt: skip
     if args.out is not None:
-        draw(results.document, args.out.with_suffix(".svg"))
+        args.out.write_text(json.dumps(document, indent=1) + "\n")
+        draw(document, args.out.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

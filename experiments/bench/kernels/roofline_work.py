@@ -10,8 +10,7 @@ from collections.abc import Mapping
 
 from jaxinfra.model.flops import visible_pairs
 from jaxinfra.planning.devices import Device
-from jaxinfra.planning.inference import Serving, attainable, decode, prefill, ridge
-from jaxinfra.planning.model import PlannedModel
+from jaxinfra.planning.inference import attainable, ridge
 
 BACKWARD_OF_FORWARD = 2.5
 """Products of a flash attention backward over those of the forward: 5 to 2, S computed again."""
@@ -128,19 +127,3 @@ def linear_cross_entropy_work(*, tokens: int, width: int, vocab: int) -> Work:
 def elementwise_work(elements: int, *, streams: int, flops_each: float, itemsize: int = 2) -> Work:
     """A pass that reads and writes ``streams`` arrays in all."""
     return Work(flops=flops_each * elements, memory_bytes=float(streams * elements * itemsize))
-
-
-def prefill_work(model: PlannedModel, device: Device, *, batch: int, length: int) -> Work:
-    """Prompts of ``length`` tokens; logits of the last token only."""
-    config = model.config
-    unread = 2.0 * batch * (length - 1) * config.model_dim * config.vocab_size
-    phase = prefill(model, device, Serving(), batch=batch, length=length)
-    return Work(
-        flops=model.forward_flops(length, batch=batch) - unread, memory_bytes=phase.memory_bytes
-    )
-
-
-def decode_work(model: PlannedModel, device: Device, *, batch: int, context: int) -> Work:
-    """One more token for each of ``batch`` sequences with ``context`` tokens cached."""
-    phase = decode(model, device, Serving(), batch=batch, context=context)
-    return Work(flops=model.decode_flops(context, batch=batch), memory_bytes=phase.memory_bytes)
