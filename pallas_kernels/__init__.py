@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from .common.errors import UnsupportedError as UnsupportedError
     from .common.merge import merge_partials as merge_partials
     from .decode_layer import decode_layers as decode_layers
+    from .few_rows_matmul import few_rows_matmul as few_rows_matmul
+    from .few_rows_matmul import quantized_matmul as quantized_matmul
     from .flash_attention import flash_attention as flash_attention
     from .flash_attention import flash_attention_gradient as flash_attention_gradient
-    from .fused_matmul import fused_matmul as fused_matmul
     from .grouped_matmul import combine as combine
     from .grouped_matmul import grouped_matmul as grouped_matmul
     from .grouped_matmul import grouped_swiglu as grouped_swiglu
@@ -32,10 +33,8 @@ if TYPE_CHECKING:
     from .quantize import quantize_both_ways as quantize_both_ways
     from .quantize import quantize_swiglu as quantize_swiglu
     from .quantize import quantize_swiglu_gradient as quantize_swiglu_gradient
-    from .quantized_matmul import QuantizedWeight as QuantizedWeight
-    from .quantized_matmul import quantized_matmul as quantized_matmul
+    from .quantized_weight import QuantizedWeight as QuantizedWeight
     from .scaled_matmul import scaled_matmul as scaled_matmul
-    from .skinny_matmul import skinny_matmul as skinny_matmul
     from .softmax import log_softmax as log_softmax
     from .softmax import softmax as softmax
 
@@ -45,8 +44,8 @@ _PUBLIC = {
     "common.errors": ("InputError", "UnsupportedError"),
     "common.merge": ("merge_partials",),
     "decode_layer": ("decode_layers",),
+    "few_rows_matmul": ("few_rows_matmul", "quantized_matmul"),
     "flash_attention": ("flash_attention", "flash_attention_gradient"),
-    "fused_matmul": ("fused_matmul",),
     "grouped_matmul": (
         "combine",
         "grouped_matmul",
@@ -62,9 +61,8 @@ _PUBLIC = {
         "quantize_swiglu",
         "quantize_swiglu_gradient",
     ),
-    "quantized_matmul": ("QuantizedWeight", "quantized_matmul"),
+    "quantized_weight": ("QuantizedWeight",),
     "scaled_matmul": ("scaled_matmul",),
-    "skinny_matmul": ("skinny_matmul",),
     "softmax": ("log_softmax", "softmax"),
 }
 """Names of functions by the module that has them."""

@@ -39,7 +39,7 @@ from jaxinfra.model.repetition import (
 )
 from jaxinfra.model.rope import RopeTable, rope_table
 from jaxinfra.model.stack import stack as stack_of
-from jaxinfra.model.whole_step import check_whole, whole_step
+from jaxinfra.model.whole_step import whole_step
 from jaxinfra.numerics.policy import unquantized
 from jaxinfra.numerics.recipe import Site
 
@@ -49,9 +49,6 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, execution: Execution, rngs: nnx.Rngs):
         check_recipes(config, execution)
-        form = execution.decode_form
-        if form is not None and form.whole_layers is not False:
-            check_whole(config)
         self.config = config
         self.execution = execution
         table = functools.partial(
@@ -219,7 +216,8 @@ class Decoder(nnx.Module):
         if blocks_key is not None:
             layer_keys = jax.random.split(blocks_key, self.config.num_layers)
         ropes = self.rope_tables(positions, contexts)
-        whole = whole_step(x_BTD, list(self.blocks), self.execution, given, ropes, cache)
+        blocks = list(self.blocks)
+        whole = whole_step(x_BTD, self.config, blocks, self.execution, given, ropes, cache)
         if whole is not None:
             return dataclasses.replace(whole, x=self.normalized(whole.x))
         caches, sums, num_blocks, num_layers, handed_on = [], [], 0, 0, None

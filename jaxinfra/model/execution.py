@@ -264,8 +264,6 @@ class DecodeForm:
     """How a decoder serves: with a cache, its layers follow one another without a loop."""
 
     packed: bool  # projections of one input are one weight; without tensor parallelism
-    # All layers of one row's step are one launch. None: where that was measured to be faster.
-    whole_layers: bool | None = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

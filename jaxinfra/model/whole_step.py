@@ -11,7 +11,6 @@ import numpy as np
 from jaxinfra.config.kinds import MlpKind, NormKind, NormPlacement
 from jaxinfra.config.model import BlockConfig, GroupedAttentionConfig, MlpConfig, ModelConfig
 from jaxinfra.config.rope import RopePairs
-from jaxinfra.errors import UnsupportedError
 from jaxinfra.model.block import Block
 from jaxinfra.model.cache import after_pass, in_layer, with_pages
 from jaxinfra.model.execution import Execution
@@ -27,19 +26,8 @@ from jaxinfra.ops.deferred import RmsNorm
 from jaxinfra.ops.quantized import QuantizedWeight
 
 
-def check_whole(config: ModelConfig) -> None:
-    """Raises UnsupportedError for a model whose layers the kernel cannot compute."""
-    wrong = unlike_whole(config)
-    if wrong is not None:
-        raise UnsupportedError(
-            f"whole layers with {wrong}; the kernel takes layers that are alike: grouped attention "
-            "to all earlier tokens, rotary in halves, SwiGLU, RMS norms before both, no biases; "
-            "leave whole_layers=False"
-        )
-
-
 def unlike_whole(config: ModelConfig) -> str | None:
-    """What a model's layers have that the kernel cannot compute; None: nothing."""
+    """What a model's layers have that the kernel cannot compute; None if it can compute them."""
     first, *others = config.blocks
     if others:
         return "layers that differ"
@@ -67,31 +55,34 @@ def _wrong_with(config: BlockConfig) -> str | None:
 
 def whole_step(
     x_BTD: jax.Array,
+    config: ModelConfig,
     blocks: Sequence[Block],
     execution: Execution,
     given: Pass,
     ropes: Sequence[RopeTable | None],
     cache: KVCache | None,
 ) -> LayerOutput | None:
-    """All layers of a step of one token; None where they are computed one after another."""
-    form = execution.decode_form
-    if form is None or form.whole_layers is False or execution.statistics or cache is None:
+    """Computes all layers of a step of one token; None where layers follow one another."""
+    is_served = execution.decode_form is not None and execution.multiply.few_rows
+    if not is_served or execution.statistics or cache is None:
+        return None
+    if unlike_whole(config) is not None:
         return None
     (block,), (rope,), (before,) = blocks, ropes, cache
-    if before.is_empty:
+    weights = _weights(block)
+    if before.is_empty or weights is None:
         return None
-    assert rope is not None, "check_whole"
+    assert rope is not None, "unlike_whole"
     attention = block.attention
-    assert isinstance(attention, GroupedAttention), "check_whole"
+    assert isinstance(attention, GroupedAttention), "unlike_whole"
     seen = in_layer(before, before.arrays, np.zeros((), np.int32))
     done = decode_layers(
         x_BTD,
-        _weights(block),
+        weights,
         seen.places(),
         positions_BT=given.positions_BT,
         rope=rope,
         scale=attention.config.scale,
-        is_named=form.whole_layers is True,
     )
     if done is None:
         return None
@@ -100,19 +91,18 @@ def whole_step(
     return LayerOutput(x=x_BTD, cache=(written,), sums=(Sums(),))
 
 
-def _weights(block: Block) -> LayerWeights:
-    """Of all layers: [L, ...] each."""
+def _weights(block: Block) -> LayerWeights | None:
+    """The weights of all layers, [L, ...] each; None of a model with adapters."""
     attention, mlp = block.attention, block.mlp
-    assert isinstance(attention, GroupedAttention), "check_whole"
-    assert isinstance(mlp, Mlp), "check_whole"
+    assert isinstance(attention, GroupedAttention), "unlike_whole"
+    assert isinstance(mlp, Mlp), "unlike_whole"
+    projections = attention.packed, attention.out, mlp.packed, mlp.down
+    if any(layer is None or layer.adapter is not None for layer in projections):
+        return None
 
     def matrices(layer: Projection | None, contracted: int = 1) -> jax.Array | QuantizedWeight:
         assert layer is not None, "packed"
         weight = layer.weight.get_value()
-        if layer.adapter is not None:
-            raise UnsupportedError(
-                "whole layers with adapters: merge them first, or leave whole_layers=False"
-            )
         if isinstance(weight, QuantizedWeight):
             return weight
         rows = int(np.prod(weight.shape[1 : 1 + contracted]))

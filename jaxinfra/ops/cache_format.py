@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Shaped
 
 from jaxinfra.config.cache import CacheFormat
 from pallas_kernels.paged_attention import codes_of, numbers_of
-from pallas_kernels.quantized_matmul import WeightCode
+from pallas_kernels.quantized_weight import WeightCode
 
 _CODES = {
     CacheFormat.FP8: WeightCode.E4M3,

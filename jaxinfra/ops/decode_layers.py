@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from jaxinfra.config.cache import CacheFormat
-from jaxinfra.errors import UnsupportedError
 from jaxinfra.ops.cached_attention import Pages
 from jaxinfra.ops.quantized import QuantizedWeight
 from pallas_kernels.common import device
@@ -27,27 +26,20 @@ def decode_layers(
     positions_BT: jax.Array,
     rope: tuple[jax.Array, jax.Array],
     scale: float | None,
-    is_named: bool,
 ) -> tuple[jax.Array, dict[str, jax.Array]] | None:
-    """``Execution.decode_layers``: of one row's one token on a Hopper GPU; else None.
+    """Computes all layers of one row's one token in one launch, as ``Execution.decode_layers``.
 
     Args:
         layers: stacks, of all layers [L, ...] each.
         pages: the first layer's, in pools of all of them.
-        is_named: a step that the kernel cannot compute is an error. Otherwise it is None, and so is
-            any step on a GPU where the launch was not measured.
 
-    Raises:
-        UnsupportedError: named, and a step that the kernel cannot compute.
+    Returns:
+        The stream and the pools with the new token; None where layers are computed one after
+        another: of another step, or on a GPU on which the launch was not measured to be faster.
     """
-    facts = device.target()
-    if positions_BT.size > 1 or facts.capability != (9, 0):
+    is_measured = device.target().kind in MEASURED
+    if positions_BT.size > 1 or not is_measured or not _as_read(x_BTD, layers, pages):
         return None
-    reason = _refused(x_BTD, layers, pages)
-    if not is_named and (reason is not None or facts.kind not in MEASURED):
-        return None
-    if reason is not None:
-        raise UnsupportedError(f"whole layers with {reason}, or leave whole_layers=False")
     num_layers = len(layers.attention_norm.scale)
 
     def pools(pages: jax.Array) -> jax.Array:
@@ -62,27 +54,18 @@ def decode_layers(
         positions_BT[:, 0],
         (cos, sin),
     )
-    if not is_named and refused_layers(*given) is not None:
+    if refused_layers(*given) is not None:
         return None
     y_MD, (k, v) = pallas_kernels.decode_layers(*given, implementation="hopper", scale=scale)
     return y_MD.reshape(x_BTD.shape), {"k": k, "v": v}
 
 
-def _refused(x_BTD: jax.Array, layers: LayerWeights, pages: Pages) -> str | None:
-    """What the kernel is not given as it reads it, and the remedy."""
+def _as_read(x_BTD: jax.Array, layers: LayerWeights, pages: Pages) -> bool:
+    """Whether weights and pages are held as the kernel reads them."""
     held = {
         weight.dtype
         for weight in (layers.qkv, layers.out, layers.gate_up, layers.down)
         if not isinstance(weight, QuantizedWeight)
     }
-    if held - {x_BTD.dtype}:
-        names = ", ".join(sorted(dtype.name for dtype in held))
-        return f"weights in {names}: the kernel reads {x_BTD.dtype}; hold them as they are computed"
-    if pages.tables_BM is None:
-        return (
-            "a cache that does not divide into pages: the kernel reads pages; give it a multiple "
-            "of 16 slots"
-        )
-    if pages.format is not CacheFormat.PLAIN:
-        return f"a cache in {pages.format}: the kernel reads 16 bits; keep it plain"
-    return None
+    is_paged = pages.tables_BM is not None and pages.format is CacheFormat.PLAIN
+    return is_paged and held <= {x_BTD.dtype}

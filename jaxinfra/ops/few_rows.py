@@ -43,7 +43,7 @@ def multiply_few_rows(
         return multiply(spec, x, weight, recipe=recipe, out=out)
     if rank is None or out not in (None, recipe.compute) or not _takes(x, rank, recipe):
         return multiply(spec, x, weight, recipe=recipe, out=out)
-    product = pallas_kernels.skinny_matmul(*_as_matrices(x, weight, rank, recipe))
+    product = pallas_kernels.few_rows_matmul(*_as_matrices(x, weight, rank, recipe))
     return product.reshape(*x.shape[:-rank], *weight.shape[rank:])
 
 
@@ -106,7 +106,7 @@ def _fused(
     raw = x.x if isinstance(x, Deferred) else x
     if not isinstance(weight, QuantizedWeight):
         weight = weight.astype(recipe.compute).reshape(math.prod(weight.shape[:rank]), -1)
-    return pallas_kernels.fused_matmul(
+    return pallas_kernels.few_rows_matmul(
         raw.reshape(-1, math.prod(raw.shape[-rank:])),
         weight,
         norm=norm,

@@ -12,20 +12,20 @@ from jaxinfra.errors import UnsupportedError
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.target import H200, compiling_for
 from pallas_kernels import UnsupportedError as KernelUnsupported
-from pallas_kernels.quantized_matmul import Activations as Activations
-from pallas_kernels.quantized_matmul import Arrangement, arranged, takes_kernel, why_not_arranged
-from pallas_kernels.quantized_matmul import DoubleQuantizedScales as DoubleQuantizedScales
-from pallas_kernels.quantized_matmul import QuantizedWeight as QuantizedWeight
-from pallas_kernels.quantized_matmul import WeightCode as WeightCode
-from pallas_kernels.quantized_matmul import WeightFormat as WeightFormat
-from pallas_kernels.quantized_matmul import are_alike as are_alike
-from pallas_kernels.quantized_matmul import concatenated_columns as concatenated_columns
-from pallas_kernels.quantized_matmul import double_quantized as double_quantized
-from pallas_kernels.quantized_matmul import repeated_outputs as repeated_outputs
-from pallas_kernels.quantized_matmul import round_weight as round_weight
-from pallas_kernels.quantized_matmul.api import MOST_BYTES
-from pallas_kernels.quantized_matmul.choice import MOST_ROWS_MEASURED as MOST_ROWS_MEASURED
-from pallas_kernels.quantized_matmul.rounded_inputs import rounded_rows
+from pallas_kernels.few_rows_matmul.choice import MOST_ROWS_MEASURED as MOST_ROWS_MEASURED
+from pallas_kernels.few_rows_matmul.choice import takes_kernel
+from pallas_kernels.few_rows_matmul.quantized import MOST_BYTES, rounded_rows
+from pallas_kernels.quantized_weight import Activations as Activations
+from pallas_kernels.quantized_weight import Arrangement, arranged, why_not_arranged
+from pallas_kernels.quantized_weight import DoubleQuantizedScales as DoubleQuantizedScales
+from pallas_kernels.quantized_weight import QuantizedWeight as QuantizedWeight
+from pallas_kernels.quantized_weight import WeightCode as WeightCode
+from pallas_kernels.quantized_weight import WeightFormat as WeightFormat
+from pallas_kernels.quantized_weight import are_alike as are_alike
+from pallas_kernels.quantized_weight import concatenated_columns as concatenated_columns
+from pallas_kernels.quantized_weight import double_quantized as double_quantized
+from pallas_kernels.quantized_weight import repeated_outputs as repeated_outputs
+from pallas_kernels.quantized_weight import round_weight as round_weight
 
 
 def multiply_quantized(

@@ -1,7 +1,5 @@
 """``execution_on`` puts together a decoder's ``Execution``, for one device and for meshes."""
 
-import dataclasses
-
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.precision import PolicyName
@@ -45,11 +43,9 @@ def execution_on(
         unroll: layers in one body of their loop.
         cache_format: of keys and values, or latents, in a cache.
         decode_form: the serving form, which takes no gradient; None: the form of training.
-            ``whole_layers=None`` is False where weights are not packed on one device.
 
     Raises:
-        UnsupportedError: packed weights where heads are split between devices, or in 8 bits; whole
-            layers without packed weights, or on several devices.
+        UnsupportedError: packed weights where heads are split between devices, or in 8 bits.
     """
     packed = decode_form is not None and decode_form.packed
     if packed and any(recipe.fp8 is not None for _, recipe in policy.sites):
@@ -64,13 +60,6 @@ def execution_on(
         )
     # Kernels are custom calls, which the compiler cannot split.
     serves_alone = packed and (placement is None or placement.mesh.size == 1)
-    if decode_form is not None and not serves_alone:
-        if decode_form.whole_layers:
-            raise UnsupportedError(
-                "whole layers where weights are not packed, or on several devices: the kernel "
-                "reads packed weights of one device; leave whole_layers=False"
-            )
-        decode_form = dataclasses.replace(decode_form, whole_layers=False)
     return Execution(
         policy=policy,
         recomputation=Recomputation(remat=remat, kept=kept, unroll=unroll),

@@ -22,13 +22,12 @@ from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import RunConfig
 from jaxinfra.data.special_tokens import read_generation_config
 from jaxinfra.data.tokenizer import Tokenizer
-from jaxinfra.errors import CheckpointError, ConfigError, UnsupportedError, nearest
+from jaxinfra.errors import CheckpointError, ConfigError, nearest
 from jaxinfra.model.decoder import Decoder
 from jaxinfra.model.definition import ModelDefinition, Parameters, define_model, merged
 from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.quantized_base import base_shapes
 from jaxinfra.model.serving_form import can_pack, serving_form, serving_parameters
-from jaxinfra.model.whole_step import unlike_whole
 from jaxinfra.numerics.policy import POLICIES, as_kept, held_as_computed
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.place import Placement
@@ -101,7 +100,6 @@ class LoadedModel:
         *,
         is_straight: bool | None = None,
         consumes: bool = False,
-        whole_layers: bool | None = None,
     ) -> Decoder:
         """The model as an engine runs it: on GPUs layer by layer, with packed projections where
         devices do not split them, which are copies. With adapters or 8-bit matmuls it stays as it
@@ -110,11 +108,6 @@ class LoadedModel:
         Args:
             is_straight: the form of GPUs, or not, on any device.
             consumes: free what is copied of this model's weights; it is not used afterwards.
-            whole_layers: as ``DecodeForm`` has it; of the form of GPUs. None: of a model whose
-                layers the launch can compute.
-
-        Raises:
-            UnsupportedError: whole layers of a model that they are not for.
         """
         definition = self.definition
         if is_straight is None:
@@ -122,21 +115,14 @@ class LoadedModel:
         policy = definition.execution.policy
         in_8_bits = any(recipe.fp8 is not None for _, recipe in policy.sites)
         if not is_straight or definition.lora is not None or in_8_bits:
-            if whole_layers:
-                raise UnsupportedError(
-                    "whole layers of a model with adapters, with matmuls in 8 bits, or not in the "
-                    "form of GPUs; leave whole_layers=False"
-                )
             return self.decoder
         is_whole = self.placement is None or self.placement.head_shards == 1
         is_packed = is_whole and can_pack(self.parameters)
-        if whole_layers is None and unlike_whole(definition.config) is not None:
-            whole_layers = False
         execution = execution_on(
             self.placement,
             policy=policy,
             cache_format=definition.execution.cache_format,
-            decode_form=DecodeForm(packed=is_packed, whole_layers=whole_layers),
+            decode_form=DecodeForm(packed=is_packed),
         )
         form = serving_form(definition, execution)
         return form.bind(serving_parameters(form, self.parameters, consumes=consumes))

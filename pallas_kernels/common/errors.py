@@ -19,7 +19,7 @@ class UnsupportedError(NotImplementedError):
     Examples:
         >>> x, w = jnp.ones((3, 64)), jnp.ones((64, 32))
         >>> try:
-        ...     pallas_kernels.skinny_matmul(x, w, implementation="hopper")
+        ...     pallas_kernels.few_rows_matmul(x, w, implementation="hopper")
         ... except pallas_kernels.UnsupportedError as error:
         ...     print("xla" in str(error))
         True

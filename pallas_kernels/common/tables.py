@@ -138,10 +138,11 @@ def octaves_apart(case: dict[str, Value], wanted: dict[str, int]) -> dict[str, f
     return {name: abs(math.log2(size / count(case[name]))) for name, size in wanted.items()}
 
 
-def nearest(
+def by_nearness(
     table: Table, same: dict[str, Value], sizes: dict[str, int], farthest: dict[str, float]
-) -> list[Row]:
-    """Rows of the measured case nearest to a call's; none where all are too far.
+) -> list[tuple[float, list[Row]]]:
+    """Rows of the measured cases that are near enough to a call, by case, the nearest case first,
+    with how many powers of two it is away.
 
     Args:
         same: fields that a case must have, with their values.
@@ -156,7 +157,7 @@ def nearest(
         apart = octaves_apart(case, sizes)
         if all(apart[name] <= most for name, most in farthest.items()):
             found.setdefault((sum(apart.values()), row.case), []).append(row)
-    return found[min(found)] if found else []
+    return [(key[0], found[key]) for key in sorted(found)]
 
 
 def count(value: Value) -> int:
@@ -183,7 +184,8 @@ def config_of[C](kind: type[C], choice: dict[str, Value], where: str) -> C:
     fields: Any = kind
     types: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(fields)}
     for name, value in choice.items():
-        if name not in types or type(value) is not types[name]:
+        fits = name in types and type(value) is types[name]
+        if not fits or (type(value) is int and value < 1):
             known = ", ".join(f"{name}: {type.__name__}" for name, type in types.items())
             raise TableError(
                 f"{where} has {name}={value!r}: {kind.__name__} has {known}; measure again, or "

@@ -1,6 +1,5 @@
 """The public function: validates, chooses who computes. Dims: as in ``reference``."""
 
-import functools
 from typing import Literal
 
 import jax
@@ -9,14 +8,12 @@ import numpy as np
 
 from pallas_kernels.common.errors import InputError, UnsupportedError
 from pallas_kernels.common.no_gradient import without_gradient
-from pallas_kernels.fused_matmul import fused_matmul
-from pallas_kernels.paged_attention import append_heads, paged_attention
-from pallas_kernels.quantized_matmul import QuantizedWeight
+from pallas_kernels.quantized_weight import QuantizedWeight
 
 from .hopper import decode_layers_hopper, unsupported
 from .reference import KeyAndValuePools, LayersCall, LayerWeights, decode_layers_reference
 
-type LayerImplementation = Literal["hopper", "apart", "reference"]
+type LayerImplementation = Literal["hopper", "reference"]
 
 
 def decode_layers(
@@ -30,22 +27,22 @@ def decode_layers(
     implementation: LayerImplementation,
     scale: float | None = None,
 ) -> tuple[jax.Array, KeyAndValuePools]:
-    """Decoder layers' step of one token per row: both branches of each, tokens into their pages.
+    """Computes decoder layers of a step of one token per row, and writes the tokens into pages.
 
-    It has no gradient.
+    Both branches of each layer are computed: attention to pages and SwiGLU. There is no gradient.
 
     Args:
-        x: [M, D], bfloat16 or float16: the stream.
-        layers: weights, stacked over layers, in x's dtype or all in one format of few bits.
+        x: [M, D], bfloat16 or float16: the residual stream.
+        layers: weights, stacked over layers, in x's dtype or all in one quantized format.
         pages: pools of all layers' keys and values, [L, P, S, K, H] in x's dtype; donate them.
         page_tables: int32 [M, pages of a row], pages 0 to P - 1 of each layer; below 0 where a row
             has no page.
         positions: int32 [M]; below 0 in a row that has no token. Its pages have room for it.
         rope: cos and sin, float32 [M, H / 2]; pairs as in ``append_to_pages``.
         implementation: "hopper" is one launch of a Mosaic GPU kernel for all layers: of one row,
-            heads of 64 or 128 columns which all turn, weights in few bits without zero points and
-            ``arranged``, on one device of 132 multiprocessors that it has to itself; "apart" is a
-            product after another, each by whom its op chooses, "reference" the formula in fp32.
+            heads of 64 or 128 columns which are all rotated, quantized weights without zero points
+            and ``arranged``, on one device of 132 SMs that it has to itself; "reference" is the
+            formula in fp32.
         scale: of the scores; default 1 / sqrt(H).
 
     Returns:
@@ -69,7 +66,7 @@ def decode_layers(
         >>> pages = zeros(1, 2, 4, 1, 4) + 1, zeros(1, 2, 4, 1, 4)
         >>> place = jnp.array([[1]]), jnp.array([2]), (jnp.ones((1, 2)), jnp.zeros((1, 2)))
         >>> y, (k, v) = pallas_kernels.decode_layers(
-        ...     zeros(1, 8) + 3, layers, pages, *place, implementation="apart"
+        ...     zeros(1, 8) + 3, layers, pages, *place, implementation="reference"
         ... )
         >>> y.tolist(), k[0, 1, :, 0, 0].tolist()
         ([[3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0]], [1.0, 1.0, 0.0, 1.0])
@@ -77,17 +74,16 @@ def decode_layers(
     call = _checked(x, layers, pages, page_tables, positions, rope, scale)
     if implementation == "reference":
         found = decode_layers_reference(call)
-    elif implementation == "apart":
-        found = _apart(call)
     elif implementation == "hopper":
         reason = unsupported(call)
         if reason is not None:
             raise UnsupportedError(
-                f"implementation='hopper' cannot compute {call.describe()}: {reason}; apart can"
+                f"implementation='hopper' cannot compute {call.describe()}: {reason}; compute "
+                "layers one after another"
             )
         found = decode_layers_hopper(call)
     else:
-        raise InputError(f"implementation={implementation!r} must be hopper, apart, reference")
+        raise InputError(f"implementation={implementation!r} must be hopper or reference")
     return without_gradient(
         found, "decode_layers has no gradient: it is for generating; norm, multiply and add apart"
     )
@@ -101,7 +97,7 @@ def refused_layers(
     positions: jax.Array,
     rope: tuple[jax.Array, jax.Array],
 ) -> str | None:
-    """Why ``decode_layers`` by "hopper" would refuse these arguments; None if it takes them.
+    """The reason why ``decode_layers`` by "hopper" refuses these arguments; None if it takes them.
 
     Raises:
         InputError: as ``decode_layers``.
@@ -144,7 +140,7 @@ def _check(call: LayersCall) -> None:
         if tuple(found) != tuple(want) or not is_right:
             raise InputError(
                 f"{name} of all layers are {list(found)}, {held}; they must be {list(want)}, "
-                f"{x.dtype} or in few bits, for {call.describe()}"
+                f"{x.dtype} or quantized, for {call.describe()}"
             )
     scales = [norm.scale.shape for norm in layers.norms]
     if any(each != (L, D) for each in scales):
@@ -155,33 +151,3 @@ def _check(call: LayersCall) -> None:
             f"tables, positions, cos, sin begin with {shapes}; of {M} rows they must be "
             f"[M, pages], [M], [M, {H // 2}], [M, {H // 2}]"
         )
-
-
-def _apart(call: LayersCall) -> tuple[jax.Array, KeyAndValuePools]:
-    x, shape = call.x, call.pages[0].shape
-    # One array through all layers, so that none is copied where the caller donates it.
-    k, v = (pool.reshape(-1, *shape[2:]) for pool in call.pages)
-    for i in range(shape[0]):
-        layer, tables = call.layers.layer(i), call.tables_of(i)
-        x, k, v = _layer_apart(x, layer, k, v, tables, call.per_token(), scale=call.scale)
-    return x, (k.reshape(shape), v.reshape(shape))
-
-
-@functools.partial(jax.jit, static_argnames="scale")  # traced once for all layers
-def _layer_apart(
-    x: jax.Array,
-    layer: LayerWeights,
-    k: jax.Array,
-    v: jax.Array,
-    tables: jax.Array,
-    per_token: tuple[jax.Array, tuple[jax.Array, jax.Array]],
-    *,
-    scale: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    heads = fused_matmul(x, layer.qkv, norm=layer.attention_norm)
-    q, k, v = append_heads(heads.reshape(len(x), 1, -1, k.shape[3]), k, v, tables, *per_token)
-    lengths = per_token[0][:, 0] + 1
-    attended = paged_attention(q, k, v, tables, lengths, scale=scale)
-    x = fused_matmul(attended.reshape(len(x), -1), layer.out, residual=x)
-    hidden = fused_matmul(x, layer.gate_up, norm=layer.mlp_norm, swiglu=True)
-    return fused_matmul(hidden, layer.down, residual=x), k, v

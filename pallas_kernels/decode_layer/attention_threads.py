@@ -35,8 +35,7 @@ from pallas_kernels.hopper.threads import (
 from pallas_kernels.hopper.tile import LOG2E
 
 from .config import DEPTH, SLICES, THREADS, WIDTH, Share
-from .inputs import Rows, place_of, quads, store_quad
-from .parts import QUAD, Columns, added, asked_quad
+from .inputs import QUAD, Columns, Rows, added, asked_quad, place_of, quads, store_quad
 from .per_thread import below, row_place, thread_anew, warp_and_lane
 
 _COLUMNS = 8  # of a lane: 16 bytes

@@ -8,7 +8,7 @@ import dataclasses
 import jax
 
 from pallas_kernels.hopper.machine import LANES, NUM_PROCESSORS, SMEM_BYTES, WARPGROUP
-from pallas_kernels.quantized_matmul import QuantizedWeight, WeightCode
+from pallas_kernels.quantized_weight import QuantizedWeight, WeightCode
 
 DEPTH, WIDTH = 128, 64  # rows and columns of a tile of 16-bit numbers
 TILE_BYTES = 2 * DEPTH * WIDTH

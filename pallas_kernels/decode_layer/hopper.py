@@ -22,16 +22,15 @@ from pallas_kernels.hopper.machine import NUM_PROCESSORS
 from pallas_kernels.hopper.mosaic import arith, mgpu_utils, plgpu
 from pallas_kernels.hopper.references import references
 from pallas_kernels.hopper.threads import assembly, constant, global_place
-from pallas_kernels.quantized_matmul import Arrangement, QuantizedWeight
+from pallas_kernels.quantized_weight import Arrangement, QuantizedWeight
 
 from . import inputs
 from .attention import Attention, KeyPlan
 from .attention_threads import HeadSizes, most_parts, put_attended
 from .config import GROUPS, SLICES, THREADS, Share, TileForm, num_stages
-from .few_bits import FewBitTile
 from .per_thread import each_thread
 from .reference import WEIGHTS, KeyAndValuePools, LayersCall, LayerWeights
-from .stream import Product, TileStream
+from .stream import Product, QuantizedTile, TileStream
 
 DTYPES = ("bfloat16", "float16")
 _LARGE = "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200"
@@ -76,7 +75,7 @@ def _unlike(layers: LayerWeights) -> str | None:
     for name in WEIGHTS:
         weight = getattr(layers, name)
         if isinstance(weight, QuantizedWeight) != isinstance(layers.qkv, QuantizedWeight):
-            return "some weights are in few bits, and some in 16"
+            return "some weights are quantized, and some in 16 bits"
         if not isinstance(weight, QuantizedWeight):
             continue
         form = weight.format
@@ -105,7 +104,7 @@ class LayersKernel:
     norms: tuple[RmsNorm, RmsNorm]  # with scales [L, D]
     num_layers: int
     dtype: jnp.dtype
-    codes: FewBitTile | None
+    codes: QuantizedTile | None
 
     @classmethod
     def of(cls, call: LayersCall) -> "LayersKernel":
@@ -123,7 +122,9 @@ class LayersKernel:
         )  # fmt: skip
         codes = None
         if isinstance(layers.qkv, QuantizedWeight):
-            codes = FewBitTile(form=form, dtype=call.x.dtype, scale_dtype=layers.qkv.scales.dtype)
+            codes = QuantizedTile(
+                form=form, dtype=call.x.dtype, scale_dtype=layers.qkv.scales.dtype
+            )
         heads = HeadSizes(N=A // H, K=K, H=H, scale=call.scale, dtype=call.x.dtype, share=qkv.share)
         attention = Attention(
             sizes=heads, num_pages=num_pages, page=page, table=call.tables.shape[1],

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.row_inputs import RmsNorm
 from pallas_kernels.paged_attention import append_heads, paged_attention
-from pallas_kernels.quantized_matmul import QuantizedWeight
+from pallas_kernels.quantized_weight import QuantizedWeight
 
 WEIGHTS = "qkv", "out", "gate_up", "down"
 """Those of ``LayerWeights`` that are multiplied with."""

@@ -20,7 +20,7 @@ from jaxlib.mlir import ir
 from .cluster import meet
 from .held import Held
 from .machine import WARPGROUP
-from .mosaic import arith, llvm, mgpu, mgpu_utils, plgpu
+from .mosaic import arith, mgpu, mgpu_utils, plgpu
 from .threads import (
     address,
     assembly,
@@ -29,7 +29,6 @@ from .threads import (
     global_place,
     i32,
     packed_pair,
-    store_number,
     swiglu,
     thread,
     total,
@@ -37,13 +36,11 @@ from .threads import (
 
 STRIP = 8  # rows of x in a fragment
 WIDTH = 64  # columns of a tile: the warps of a warpgroup have a fragment each
-COLUMNS = 16  # of a fragment
-QUADS = WARPGROUP // 4  # of threads: lanes of a warp that have the same column
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterSums:
-    """Of a warpgroup: of each of its tiles and strips four numbers a thread."""
+    """The sums of a warpgroup: four numbers per thread of each of its tiles and strips."""
 
     rows: int
     rows_at_a_time: int  # of a block
@@ -55,7 +52,6 @@ class ClusterSums:
     scale_dtype: jnp.dtype | None = None  # of a scale for each column, if there are any
     gated: bool = False  # the first half of the tiles are gates: silu(gate) * up is written
     has_residual: bool = False  # a number of the result's dtype is added to each sum
-    quads: bool = False  # others' sums read four at a time: by name only until a GPU has run it
 
     @property
     def strips(self) -> int:
@@ -105,11 +101,10 @@ class ClusterSums:
         @plgpu.inline_mgpu(arg_types=(*place, *[plgpu.RefType()] * len(refs)))
         def add(ctx, column, row, group, *refs):
             del ctx
-            write = self.write_quads if self.quads else self.write
             sums, out, *rest = refs
             scales = None if self.scale_dtype is None else rest.pop(0)
             column, row, group = (x.registers.flat[0] for x in (column, row, group))
-            write(column, row, group, sums, out, scales, *rest)
+            self.write(column, row, group, sums, out, scales, *rest)
 
         column = lax.axis_index("columns") * self.width
         row = lax.axis_index("rows") * self.rows_at_a_time
@@ -201,51 +196,6 @@ class ClusterSums:
             return
         both = packed_pair(found, self.out_dtype)
         assembly(None, [place, both], "st.global.b32 [$0], $1;", "l,r", pure=False)
-
-    def write_quads(self, column, row, group, sums, out, scales) -> None:
-        """The same by four threads' sums of one register: four rows of one column.
-
-        They lie side by side, so that a warp reads 512 bytes in a row of another block's memory.
-        Compiled, and not yet run on a GPU.
-        """
-        assert not self.gated, "by pairs"
-        assert not self.has_residual, "by pairs"
-        pieces, threads = self.count * QUADS // self.split, self.groups * WARPGROUP
-        rank = arith.index_cast(i32(), mgpu_utils.cluster_idx())
-        bases = self.everywhere(sums)
-        for start in range(0, pieces, threads):
-            mine = total(thread(), (group, WARPGROUP), constant(start))
-            piece = total(mine, (rank, pieces))
-            register, warp, g = _digits(piece, 4, STRIP)
-            tile, strip, half, e = _digits(register, self.strips, 2, 2)
-            first = total(row, (strip, STRIP), e)
-            inside = arith.cmpi(arith.CmpIPredicate.ult, mine, constant(pieces))
-            there = arith.cmpi(arith.CmpIPredicate.ult, first, constant(self.rows))
-            with mgpu_utils.when(arith.andi(inside, there)):
-                at = total(column, (tile, WIDTH), (warp, COLUMNS), (half, STRIP), g)
-                found = self.everyones_quads(bases, total((piece, 16)))
-                if self.scale_dtype is not None:
-                    scale = global_number(scales, at, 0, self.scale_dtype)
-                    found = [arith.mulf(x, scale) for x in found]
-                for t, number in enumerate(found):
-                    m = total(first, constant(2 * t))
-                    there = arith.cmpi(arith.CmpIPredicate.ult, m, constant(self.rows))
-                    with mgpu_utils.when(there):
-                        store_number(out, total((m, self.columns), at), number, self.out_dtype)
-
-    def everyones_quads(self, bases: list[Any], offset) -> list[Any]:
-        """Four sums over ranks and warpgroups, in this order."""
-        kind = llvm.StructType.get_literal([ir.F32Type.get()] * 4)
-        found = []
-        for base in bases:
-            place = total(base, offset)
-            for group in range(self.groups):
-                byte = 4 * group * self.count * WARPGROUP
-                text = f"ld.shared::cluster.v4.f32 {{$0,$1,$2,$3}}, [$4+{byte}];"
-                found.append(assembly(kind, [place], text, "=f,=f,=f,=f,r", pure=False))
-        f32 = ir.F32Type.get()
-        columns = [[llvm.extractvalue(f32, four, [i]) for four in found] for i in range(4)]
-        return [functools.reduce(arith.addf, each) for each in columns]
 
 
 def _digits(x: Any, *bases: int) -> list[Any]:

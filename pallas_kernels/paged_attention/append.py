@@ -12,7 +12,7 @@ import numpy as np
 
 from pallas_kernels.common.chosen import announce
 from pallas_kernels.common.errors import InputError, UnsupportedError
-from pallas_kernels.quantized_matmul import WeightCode
+from pallas_kernels.quantized_weight import WeightCode
 
 from .codes import codes_of
 from .hopper import append_heads_hopper, unsupported_append

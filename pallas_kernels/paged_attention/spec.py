@@ -17,7 +17,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.quantized_matmul import WeightCode
+from pallas_kernels.quantized_weight import WeightCode
 
 CODES = {code.storage.name: code for code in (WeightCode.E4M3, WeightCode.INT8, WeightCode.INT4)}
 """What pages in few bits hold, by their dtype."""

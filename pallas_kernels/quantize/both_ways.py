@@ -213,10 +213,8 @@ def _was_faster(case: dict[str, tables.Value]) -> bool:
         return False
     sizes = {name: tables.count(case[name]) for name in _FARTHEST}
     same = {name: case[name] for name in case if name not in sizes}
-    ms = {
-        dict(row.choice)["implementation"]: row.ms
-        for row in tables.nearest(table, same, sizes, _FARTHEST)
-    }
+    nearest = tables.by_nearness(table, same, sizes, _FARTHEST)[:1]
+    ms = {dict(row.choice)["implementation"]: row.ms for _, rows in nearest for row in rows}
     return {"hopper", "apart"} <= set(ms) and ms["apart"] >= LEAST_GAIN * ms["hopper"]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from pallas_kernels.common.row_inputs import RmsNorm
 from pallas_kernels.decode_layer import LayerWeights
-from pallas_kernels.quantized_matmul import (
+from pallas_kernels.quantized_weight import (
     QuantizedWeight,
     WeightCode,
     WeightFormat,
@@ -111,52 +111,45 @@ class LayerCase:
         return tuple(np.array(places, int).reshape(-1, 2).T)
 
     def exact(
-        self, given: tuple[Any, ...], *, is_apart: bool = False, sees_nothing: bool = False
+        self, given: tuple[Any, ...], *, sees_nothing: bool = False
     ) -> tuple[Rounded, tuple[Rounded, Rounded]]:
-        """The stream after the layers, and the pools.
-
-        Args:
-            is_apart: what goes from product to product is rounded to x's dtype.
-        """
+        """The stream after the layers, and the pools."""
         x, layers, pages, (table,), _, rope = given
 
-        def between(rows: Rounded) -> Rounded:
-            return stored(rows, BF16) if is_apart else rows
-
         def inward(rows: Rounded) -> Rounded:
-            """Few-bit weights are multiplied with 16 bits."""
+            """Quantized weights are multiplied with 16 bits."""
             return rows if self.form is None else stored(rows, BF16)
 
         x, after = _wide(x), (_wide(pages[0]), _wide(pages[1]))
         for i in range(self.layers):
             w, pools = layers.layer(i), (pages[0][i], pages[1][i])
-            heads = between(inward(between(_normed(x, w.attention_norm))) @ _wide(w.qkv))
+            heads = inward(_normed(x, w.attention_norm)) @ _wide(w.qkv)
             heads = np.reshape(heads, (-1, self.H))
-            attended, new = self._attended(heads, pools, table, rope, between)
+            attended, new = self._attended(heads, pools, table, rope)
             if sees_nothing:
                 attended = attended * 0.0
             for pool, rows in zip(after, new, strict=True):
                 pool[i, table[(self.length - 1) // self.size], (self.length - 1) % self.size] = rows
-            x = between(between(inward(between(attended)) @ _wide(w.out)) + x)
-            both = between(inward(between(_normed(x, w.mlp_norm))) @ _wide(w.gate_up))
+            x = inward(attended) @ _wide(w.out) + x
+            both = inward(_normed(x, w.mlp_norm)) @ _wide(w.gate_up)
             gate, up = both[:, : self.F], both[:, self.F :]
-            hidden = between(gate / (1 + np.exp(-gate)) * up)
-            x = between(between(inward(hidden) @ _wide(w.down)) + x)
+            hidden = gate / (1 + np.exp(-gate)) * up
+            x = inward(hidden) @ _wide(w.down) + x
         return x, after
 
-    def _attended(self, heads, pools, table, rope, between) -> tuple[Rounded, list[Rounded]]:
+    def _attended(self, heads, pools, table, rope) -> tuple[Rounded, list[Rounded]]:
         """[1, N H], and the new key and value as pages have them."""
         half, (cos, sin) = self.H // 2, (_wide(each) for each in rope)
         first, second = heads[:, :half], heads[:, half:]
         turned = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-        queries = np.reshape(between(turned[: self.N]), (self.K, self.N // self.K, self.H))
+        queries = np.reshape(turned[: self.N], (self.K, self.N // self.K, self.H))
         new = [stored(turned[self.N : self.N + self.K], BF16), stored(heads[-self.K :], BF16)]
         places = self._places(table)
         old = [_wide(pool[places].reshape(-1, self.K, self.H)) for pool in pools]
         keys, values = (np.concatenate([o, n[None]], axis=0) for o, n in zip(old, new, strict=True))
         scores = np.einsum("kgh,lkh->kgl", queries, keys) * self.H**-0.5
         powers = np.exp(scores - np.max(scores, axis=-1, keepdims=True))
-        powers = between(powers / np.sum(powers, axis=-1, keepdims=True))
+        powers = powers / np.sum(powers, axis=-1, keepdims=True)
         attended = np.einsum("kgl,lkh->kgh", powers, values)
         return np.reshape(attended, (1, -1)), new
 

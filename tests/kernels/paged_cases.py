@@ -9,7 +9,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.quantized_matmul import WeightCode
+from pallas_kernels.quantized_weight import WeightCode
 from tests.rounding import Rounded, rounded, stored
 from tests.seeds import seeded
 

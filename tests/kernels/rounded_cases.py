@@ -9,13 +9,16 @@ from pallas_kernels import (
     quantize_swiglu,
     rms_norm_fp8,
 )
+from pallas_kernels.few_rows_matmul.quantized import rounded_rows
 from pallas_kernels.paged_attention import codes_of, numbers_of
 from pallas_kernels.quantize.xla import quantize_across_xla
-from pallas_kernels.quantized_matmul import WeightCode, round_weight
-from pallas_kernels.quantized_matmul.reference import dequantized_rows
-from pallas_kernels.quantized_matmul.rounded_inputs import rounded_rows
-from pallas_kernels.quantized_matmul.scales import double_quantized
-from pallas_kernels.quantized_matmul.weight import Activations, WeightFormat
+from pallas_kernels.quantized_weight import WeightCode, round_weight
+from pallas_kernels.quantized_weight.weight import (
+    Activations,
+    WeightFormat,
+    dequantized_rows,
+    double_quantized,
+)
 
 SHAPE = (256, 256)
 

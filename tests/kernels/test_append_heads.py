@@ -12,7 +12,7 @@ from pallas_kernels import InputError, UnsupportedError, append_heads
 from pallas_kernels.common import device
 from pallas_kernels.paged_attention import numbers_of
 from pallas_kernels.paged_attention.hopper import append_heads_hopper
-from pallas_kernels.quantized_matmul import WeightCode
+from pallas_kernels.quantized_weight import WeightCode
 from tests.rounding import Rounded
 from tests.tolerance import assert_within_rounding
 

@@ -13,7 +13,7 @@ POOL, TABLES = np.ones((2, 2, 1, 8), np.float32), np.array([[1]], np.int32)
 CALLS = {
     "rms_norm": lambda: pallas_kernels.rms_norm(X, np.ones(64, np.float32), epsilon=1e-6),
     "softmax": lambda: pallas_kernels.softmax(X),
-    "skinny_matmul": lambda: pallas_kernels.skinny_matmul(X, X.T),
+    "few_rows_matmul": lambda: pallas_kernels.few_rows_matmul(X, X.T),
     "append_heads": lambda: pallas_kernels.append_heads(
         np.ones((1, 1, 4, 8), np.float32), POOL, POOL, TABLES, np.array([[1]], np.int32),
         (np.ones((1, 1, 4), np.float32), np.zeros((1, 1, 4), np.float32)),

@@ -20,36 +20,35 @@ from tests.tolerance import assert_within_rounding
 SMALL = LayerCase(length=37, D=64, N=4, K=2, H=16, F=96, size=16, layers=2)
 
 
-@pytest.mark.parametrize("implementation", ["apart", "reference"])
-def test_portable_forms_compute_the_formula(implementation):
-    is_apart = implementation == "apart"
+reference = jax.jit(functools.partial(decode_layers, implementation="reference"))
+
+
+def test_reference_computes_the_formula():
     given = SMALL.arguments()
-    found = jax.jit(functools.partial(decode_layers, implementation=implementation))(*given)
-    assert_within_rounding(found, SMALL.exact(given, is_apart=is_apart))
+    found = reference(*given)
+    assert_within_rounding(found, SMALL.exact(given))
     SMALL.assert_nothing_else_written(given, found[1])
     # Heads turned the other way are no rounding.
     cos, sin = given[-1]
-    wrong, _ = SMALL.exact((*given[:-1], (cos, -sin)), is_apart=is_apart)
+    wrong, _ = SMALL.exact((*given[:-1], (cos, -sin)))
     with pytest.raises(AssertionError):
         assert_within_rounding(found[0], wrong)
 
 
-@pytest.mark.parametrize("implementation", ["apart", "reference"])
 @pytest.mark.parametrize("page", [-1, 6])
-def test_what_is_no_page_of_a_layer_is_none_of_its_neighbors(implementation, page):
+def test_what_is_no_page_of_a_layer_is_none_of_its_neighbors(page):
     x, layers, pages, table, *rest = SMALL.arguments()
     assert pages[0].shape[1] == 6
     table[0, (SMALL.length - 1) // SMALL.size] = page
-    f = jax.jit(functools.partial(decode_layers, implementation=implementation))
-    _, after = f(x, layers, pages, table, *rest)
+    _, after = reference(x, layers, pages, table, *rest)
     for pool, before in zip(after, pages, strict=True):
         np.testing.assert_array_equal(bits(pool), bits(before))
 
 
-def test_layers_in_few_bits():
+def test_quantized_layers():
     case = LayerCase(length=70, D=256, N=4, K=2, H=64, F=128, layers=3, form="int4")
     given = case.arguments()
-    found = jax.jit(functools.partial(decode_layers, implementation="reference"))(*given)
+    found = reference(*given)
     assert_within_rounding(found, case.exact(given))
 
 
@@ -81,20 +80,20 @@ def test_what_does_not_fit_is_refused():
         decode_layers(x, layers, pages, *rest, implementation="triton")  # pyrefly: ignore
     k, v = pages
     with pytest.raises(InputError, match=r"qkv of all layers are \[2, 64, 128\]"):
-        decode_layers(x, layers, (k[:1], v[:1]), *rest, implementation="apart")
+        decode_layers(x, layers, (k[:1], v[:1]), *rest, implementation="reference")
     with pytest.raises(InputError, match="of a layer or more"):
-        decode_layers(x, layers, (k[:0], v[:0]), *rest, implementation="apart")
+        decode_layers(x, layers, (k[:0], v[:0]), *rest, implementation="reference")
     with pytest.raises(InputError, match="of a layer or more"):
-        decode_layers(x, layers, (k[0], v[0]), *rest, implementation="apart")
+        decode_layers(x, layers, (k[0], v[0]), *rest, implementation="reference")
     with pytest.raises(InputError, match="values' pages of all layers"):
-        decode_layers(x, layers, (k, v[:, :1]), *rest, implementation="apart")
+        decode_layers(x, layers, (k, v[:, :1]), *rest, implementation="reference")
     with pytest.raises(InputError, match="qkv of all layers"):
-        decode_layers(x[:, :32], layers, pages, *rest, implementation="apart")
+        decode_layers(x[:, :32], layers, pages, *rest, implementation="reference")
     norm = dataclasses.replace(layers.mlp_norm, scale=layers.mlp_norm.scale[0])
     wrong = dataclasses.replace(layers, mlp_norm=norm)
     with pytest.raises(InputError, match=r"must be \[2, 64\]"):
-        decode_layers(x, wrong, pages, *rest, implementation="apart")
-    with pytest.raises(UnsupportedError, match="apart can"):
+        decode_layers(x, wrong, pages, *rest, implementation="reference")
+    with pytest.raises(UnsupportedError, match="one after another"):
         decode_layers(x, layers, pages, *rest, implementation="hopper")
     with device.compiling_for(device.H200):
         for case, why in (
@@ -116,7 +115,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(UnsupportedError, match="no gradient"):
         jax.grad(
             lambda x: jnp.sum(
-                decode_layers(x, layers, pages, *rest, implementation="apart")[0] * 1.0
+                decode_layers(x, layers, pages, *rest, implementation="reference")[0] * 1.0
             )
         )(jnp.asarray(x))
 

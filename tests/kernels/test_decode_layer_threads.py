@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 
 from pallas_kernels.common.row_inputs import RmsNorm
-from pallas_kernels.decode_layer import few_bits, inputs
+from pallas_kernels.decode_layer import inputs, stream
 from pallas_kernels.decode_layer.attention import Attention
 from pallas_kernels.decode_layer.attention_threads import HeadSizes, most_parts, put_attended
 from pallas_kernels.decode_layer.config import DEPTH, SLICES, THREADS, WIDTH, Share, TileForm
-from pallas_kernels.decode_layer.few_bits import FewBitTile
 from pallas_kernels.decode_layer.per_thread import layer_array
-from pallas_kernels.decode_layer.stream import TileStream
+from pallas_kernels.decode_layer.stream import QuantizedTile, TileStream
 from pallas_kernels.hopper.mosaic import arith
 from pallas_kernels.hopper.threads import Address, constant, total
-from pallas_kernels.quantized_matmul import QuantizedWeight, arranged, round_weight
+from pallas_kernels.quantized_weight import QuantizedWeight, arranged, round_weight
 from tests.kernels.layer_cases import FORMS
 from tests.kernels.thread_stand_in import Ref, Warpgroup, bfloat16
 from tests.kernels.warp_interpreter import Memory, run
@@ -166,10 +165,10 @@ def test_hidden_values_of_a_blocks_units():
 @pytest.mark.parametrize("form", list(FORMS))
 def test_tiles_of_codes_and_their_scales(form):
     """As the loading warpgroup copies them, and as warps multiply them."""
-    rng, depth = np.random.default_rng(5), TileForm.of(few_bits_weight(form, 64, 64)).depth
+    rng, depth = np.random.default_rng(5), TileForm.of(stream_weight(form, 64, 64)).depth
     K, N = 2 * depth, 192
-    weight = few_bits_weight(form, K, N)
-    codes = FewBitTile(form=TileForm.of(weight), dtype=BF16, scale_dtype=weight.scales.dtype)
+    weight = stream_weight(form, K, N)
+    codes = QuantizedTile(form=TileForm.of(weight), dtype=BF16, scale_dtype=weight.scales.dtype)
     share = Share(K=K, N=N, blocks=4, depth=depth)
     stream = dataclasses.replace(stream_of(layers=1), codes=codes)
     block, stage = Block(), codes.form.stage_bytes
@@ -187,7 +186,7 @@ def test_tiles_of_codes_and_their_scales(form):
         assert (np.abs(got - want) <= 2e-5 * size).all()
 
 
-def multiplied_by_warps(codes: FewBitTile, tile: np.ndarray, x: np.ndarray) -> np.ndarray:
+def multiplied_by_warps(codes: QuantizedTile, tile: np.ndarray, x: np.ndarray) -> np.ndarray:
     """The sums of all warps, by MLIR of two warpgroups."""
     place, x_place, sums = 0, 1 << 15, 1 << 17
     memory = Memory(1 << 18)
@@ -195,11 +194,11 @@ def multiplied_by_warps(codes: FewBitTile, tile: np.ndarray, x: np.ndarray) -> n
     memory.shared[x_place : x_place + 2 * len(x)] = x.view(np.uint8)
     for group in range(THREADS // 128):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(few_bits, "address", lambda ref: ref)
+            patch.setattr(stream, "address", lambda ref: ref)
 
             def body(thread, *totals, patch=patch):
                 warp, lane = (f(thread, constant(32)) for f in (arith.divui, arith.remui))
-                patch.setattr(few_bits, "warp_and_lane", lambda: (warp, lane))
+                patch.setattr(stream, "warp_and_lane", lambda: (warp, lane))
                 zero = constant(0)
                 found = codes.tile(list(totals), constant(place), constant(x_place), zero)
                 codes.keep(found, total(constant(sums), (warp, 4 * WIDTH)))
@@ -210,7 +209,7 @@ def multiplied_by_warps(codes: FewBitTile, tile: np.ndarray, x: np.ndarray) -> n
     return found.reshape(SLICES, WIDTH).astype(np.float64).sum(axis=0)
 
 
-def few_bits_weight(form: str, K: int, N: int) -> QuantizedWeight:
+def stream_weight(form: str, K: int, N: int) -> QuantizedWeight:
     """A random one, as kernels read it; small ones for their format alone."""
     whole = max(K, 128), max(N, 64)
     w = np.random.default_rng(6).normal(size=whole).astype(np.float32)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import InputError, append_to_pages, paged_attention
-from pallas_kernels.quantized_matmul import WeightCode
+from pallas_kernels.quantized_weight import WeightCode
 from tests.kernels import paged_cases as cases
 from tests.rounding import Rounded
 from tests.tolerance import assert_within_rounding

@@ -11,7 +11,7 @@ from pallas_kernels import append_heads, paged_attention
 from pallas_kernels.common import device
 from pallas_kernels.paged_attention import numbers_of
 from pallas_kernels.paged_attention.hopper.chunk import is_chunk
-from pallas_kernels.quantized_matmul import WeightCode
+from pallas_kernels.quantized_weight import WeightCode
 from tests.kernels import paged_cases as cases
 from tests.kernels import test_append_heads as appended
 from tests.kernels.test_paged_attention import run

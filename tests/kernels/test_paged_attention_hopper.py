@@ -27,7 +27,7 @@ from pallas_kernels.paged_attention.hopper.merge import merge_pages
 from pallas_kernels.paged_attention.hopper.plan import extent_of, piece_start, team_of
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.validate import make_call
-from pallas_kernels.quantized_matmul import WeightCode
+from pallas_kernels.quantized_weight import WeightCode
 from tests.kernels import paged_cases as cases
 from tests.tolerance import assert_within_rounding
 

@@ -12,8 +12,8 @@ from pallas_kernels.paged_attention.hopper.code_tile import CodeTile
 from pallas_kernels.paged_attention.hopper.config import RESULT_PADDING, ROWS
 from pallas_kernels.paged_attention.hopper.scores import NO_MAXIMUM
 from pallas_kernels.paged_attention.spec import PagedSpec
-from pallas_kernels.quantized_matmul import WeightCode
-from pallas_kernels.quantized_matmul.fragments import Dequantizer
+from pallas_kernels.quantized_weight import WeightCode
+from pallas_kernels.quantized_weight.fragments import Dequantizer
 from tests.kernels.warp_interpreter import THREADS, Memory, run
 from tests.rounding import Rounded, stored
 from tests.seeds import seeded

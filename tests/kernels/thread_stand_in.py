@@ -20,7 +20,6 @@ from pallas_kernels.decode_layer import (
     attention,
     attention_threads,
     inputs,
-    parts,
     per_thread,
     stream,
 )
@@ -31,7 +30,7 @@ _BLOCK = 1 << 24  # bytes of addresses that a block of a cluster has
 _I32, _F32, _F64 = np.uint32, np.float32, np.float64
 _MODULES = (
     threads, resident_rows, cluster_sums, grid, slots,
-    attention, attention_threads, inputs, parts, per_thread, stream,
+    attention, attention_threads, inputs, per_thread, stream,
 )  # fmt: skip
 """Whose instructions these threads execute."""
 

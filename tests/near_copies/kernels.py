@@ -161,10 +161,6 @@ KERNELS: dict[str, dict[str, str]] = {
         f"test_vmap_equals_a_loop[{case}]": "the same test of the other form and of this one"
         for case in ("custom-call-False", "xla-True")
     },
-    "test_fused_matmul.py": {
-        f"test_portable_forms_compute_the_formula[{case}-reference]": "the same test of apart"
-        for case in ("norm", "norm of fp32, gated", "hidden values, residual")
-    },
     "test_grouped_matmul_hopper.py": {"test_lowers[odd]": "test_lowers[gated]"},
     "test_hopper.py": _HOPPER,
     "test_ladder.py": {
@@ -230,14 +226,6 @@ KERNELS: dict[str, dict[str, str]] = {
             f"test_workloads_lower_for_a_gpu[{case}]": "the same test of 64x4096x7168"
             for case in ("128x7168x18432", "4096x24576x1536")
         },
-    },
-    "test_skinny_matmul.py": {
-        f"test_kernel_computes_the_formula[{case}]": kept
-        for case, kept in (
-            ("transposed", "the same test of transposed, gated and of transposed, parts of K"),
-            ("parts of K", "the same test of both others with parts of K"),
-            ("shared copies", "the same test of parts of K, shared copies"),
-        )
     },
     "test_softmax.py": _ROWS_OF_SOFTMAX,
 }

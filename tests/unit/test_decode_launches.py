@@ -19,18 +19,25 @@ from jaxinfra.config.kinds import MlpKind
 from jaxinfra.config.model import GroupedAttentionConfig, MlpConfig, ModelConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.rope import RopeConfig
-from jaxinfra.errors import UnsupportedError
 from jaxinfra.model.cache import after_pass
 from jaxinfra.model.definition import define_model
 from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.serving_form import serving_form, serving_parameters
+from jaxinfra.model.whole_step import unlike_whole
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
+from jaxinfra.ops import decode_layers
 from jaxinfra.ops.target import H200, compiling_for
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.sampling import GREEDY, SamplingNeeds, SamplingRows
 from jaxinfra.serving.steps import DecodeState, StepConfig, decode, prefill
-from pallas_kernels.fused_matmul import api
-from pallas_kernels.fused_matmul.config import config_for
+from pallas_kernels.few_rows_matmul import api
+from pallas_kernels.few_rows_matmul.config import (
+    FusedConfig,
+    QuantizedConfig,
+    default_fused,
+    default_quantized,
+)
+from pallas_kernels.few_rows_matmul.reference import FewRowsCall
 from tests.decoder_oracle import model
 
 NAMES = (
@@ -59,13 +66,12 @@ def config(model_dim: int = 512) -> ModelConfig:
     return dataclasses.replace(small, stacks=(dataclasses.replace(stack, pattern=(block,)),))
 
 
-def traced_step(weights: str, sizes: ModelConfig, **how: Any) -> jax.extend.core.Jaxpr:
+def traced_step(weights: str, sizes: ModelConfig) -> jax.extend.core.Jaxpr:
     """A step of one row in the midst of generation."""
     policy = held_as_computed(POLICIES[PolicyName.BF16])
     definition = define_model(sizes, execution_on(policy=policy))
-    form = serving_form(
-        definition, execution_on(policy=policy, decode_form=DecodeForm(packed=True, **how))
-    )
+    served = execution_on(policy=policy, decode_form=DecodeForm(packed=True))
+    form = serving_form(definition, served)
     graphdefs: list[Any] = []
 
     def state() -> tuple[Any, DecodeState]:
@@ -102,9 +108,11 @@ def operations(jaxpr: jax.extend.core.Jaxpr) -> Iterator[jax.extend.core.JaxprEq
 @pytest.mark.parametrize("weights", ["bf16", "int4 g128"])
 def test_a_layer_is_seven_kernels(weights, monkeypatch):
     # As if every product had been measured to be faster with what is around it.
-    fast = lambda call: config_for(call.N, call.K, swiglu=call.swiglu)  # noqa: E731
-    monkeypatch.setattr(api, "measured_config", fast)
-    monkeypatch.setattr(api, "_is_measured_faster", lambda call: True)
+    def fast(call: FewRowsCall) -> FusedConfig | QuantizedConfig | None:
+        return default_fused(call.shape) if call.shape.bits == 16 else default_quantized(call.shape)
+
+    monkeypatch.setattr(api, "fused_config", fast)
+    monkeypatch.setattr(decode_layers, "MEASURED", ())
     with compiling_for(H200):
         step = traced_step(weights, config())
     layers = [e for e in step.eqns if e.params.get("name") == "one_repetition"]
@@ -126,7 +134,7 @@ def test_a_layer_is_seven_kernels(weights, monkeypatch):
 @pytest.mark.parametrize("weights", ["bf16", "int4 g128", "fp8"])
 def test_whole_layers_are_one_kernel(weights):
     with compiling_for(H200):
-        step = traced_step(weights, config(2048), whole_layers=True)
+        step = traced_step(weights, config(2048))
     (kernel,) = [e for e in operations(step) if e.primitive.name == "mpmd_map"]
     assert kernel.outvars[0].aval.shape == (1, 2048)
 
@@ -134,7 +142,7 @@ def test_whole_layers_are_one_kernel(weights):
 def test_whole_layers_are_taken_where_they_were_measured():
     def kernels(kind: str = H200.kind, weights: str = "bf16", width: int = 2048) -> int:
         with compiling_for(dataclasses.replace(H200, kind=kind)):
-            step = traced_step(weights, config(width), whole_layers=None)
+            step = traced_step(weights, config(width))
         return len([e for e in operations(step) if e.primitive.name == "mpmd_map"])
 
     assert kernels() == 1
@@ -160,19 +168,16 @@ def test_a_prompt_into_an_empty_cache_is_appended_by_a_kernel():
     assert names == 2 * ["append_heads", "paged_attention_chunk"]
 
 
-def test_whole_layers_that_are_none_are_refused():
-    policy = held_as_computed(POLICIES[PolicyName.BF16])
-    whole = execution_on(policy=policy, decode_form=DecodeForm(packed=True, whole_layers=True))
+def test_models_whose_layers_differ_from_the_launch_are_told():
     (stack,) = config().stacks
+    assert unlike_whole(config()) is None
     for change in ({"window": 100}, {"sinks": True}, {"qkv_bias": True}):
         mixer = dataclasses.replace(ATTENTION, **change)
         block = dataclasses.replace(stack.pattern[0], mixer=mixer)
         changed = dataclasses.replace(stack, pattern=(block,), repeats=1)
-        with pytest.raises(UnsupportedError, match="whole layers with attention"):
-            define_model(dataclasses.replace(config(), stacks=(changed,)), whole)
+        wrong = unlike_whole(dataclasses.replace(config(), stacks=(changed,)))
+        assert wrong is not None
+        assert "attention with" in wrong
     block = dataclasses.replace(stack.pattern[0], mixer=dataclasses.replace(ATTENTION, window=100))
     several = dataclasses.replace(stack, pattern=(stack.pattern[0], block))
-    with pytest.raises(UnsupportedError, match="layers that differ"):
-        define_model(dataclasses.replace(config(), stacks=(several,)), whole)
-    with pytest.raises(UnsupportedError, match="not packed"):
-        execution_on(policy=policy, decode_form=DecodeForm(packed=False, whole_layers=True))
+    assert unlike_whole(dataclasses.replace(config(), stacks=(several,))) == "layers that differ"

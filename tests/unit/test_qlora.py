@@ -32,8 +32,7 @@ from jaxinfra.parallel.execution import execution_on
 from jaxinfra.training.describe import placement_table
 from jaxinfra.training.job import make_job
 from jaxinfra.training.start import finetuning_config, with_frozen
-from pallas_kernels.quantized_matmul.codes import unpacked_pairs
-from pallas_kernels.quantized_matmul.reference import NF4_VALUES
+from pallas_kernels.quantized_weight.weight import NF4_VALUES, unpacked_pairs
 
 MODEL = ModelConfig(
     vocab_size=64,

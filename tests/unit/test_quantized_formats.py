@@ -30,7 +30,7 @@ from jaxinfra.ops.quantized import (
 )
 from jaxinfra.parallel.execution import execution_on
 from pallas_kernels.common import device
-from pallas_kernels.quantized_matmul import Arrangement
+from pallas_kernels.quantized_weight import Arrangement
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "quantized"
 CASES = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))

@@ -109,7 +109,6 @@ def forms(
     preset: str,
     wanted: Sequence[str],
     *,
-    whole_layers: bool | None = False,
     tensor: int = 1,
 ) -> Iterator[tuple[str, Form]]:
     """The model in each form, of the same weights, over so many tensor devices."""
@@ -129,7 +128,7 @@ def forms(
     if "scan" in wanted:
         yield "scan", form(definition, drawn)
     if "serving" in wanted:
-        how = DecodeForm(packed=tensor == 1, whole_layers=whole_layers)
+        how = DecodeForm(packed=tensor == 1)
         served = serving_form(definition, on(decode_form=how))
         yield "serving", form(served, serving_parameters(served, drawn))
 
@@ -308,10 +307,6 @@ def main() -> None:
     parser.add_argument("--samplings", nargs="+", default=[*SAMPLINGS], choices=[*SAMPLINGS])
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--programs", type=pathlib.Path, help="folder for compiled programs' text")
-    parser.add_argument(
-        "--whole-layers", action="store_true",
-        help="steps of one row of the serving form launch all layers at once",
-    )  # fmt: skip
     parser.add_argument("--small", action="store_true", help="sizes for a check on a CPU")
     args = parser.parse_args()
     table = Table(out=args.out, deadline=time.monotonic() + args.budget, only=args.only)
@@ -323,7 +318,7 @@ def main() -> None:
         names += [f"{preset} prefill {b} x {t}" for b, t in PREFILLS.get(preset, ())]
         if not any(name.startswith(tuple(args.only)) for name in names):
             continue
-        for form_name, form in forms(preset, args.forms, whole_layers=args.whole_layers):
+        for form_name, form in forms(preset, args.forms):
             measure_form(table, args, copy, preset, form_name, form, shapes)
 
 

@@ -68,15 +68,13 @@ def in_format(
     return nest(leaves)
 
 
-def served(preset: str, form: WeightFormat | None, *, whole_layers: bool = False) -> Form:
+def served(preset: str, form: WeightFormat | None) -> Form:
     """The model in its serving form."""
     policy = held_as_computed(POLICIES[PolicyName.BF16])
     config = MODELS[preset]()
     definition = define_model(config, execution_on(policy=policy))
     drawn = jax.jit(definition.initialize)(jax.random.key(0))
-    how = execution_on(
-        policy=policy, decode_form=DecodeForm(packed=True, whole_layers=whole_layers)
-    )
+    how = execution_on(policy=policy, decode_form=DecodeForm(packed=True))
     straight = serving_form(definition, how)
     parameters = serving_parameters(straight, in_format(definition, drawn, form))
     graphdef, weights = nnx.split(straight.bind(parameters))
@@ -100,17 +98,11 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument(
-        "--whole-layers", action="store_true", help="steps of one row launch all layers at once"
-    )
     args = parser.parse_args()
     table = Table(out=args.out, deadline=time.monotonic() + args.budget)
     greedy = SAMPLINGS["greedy"]
     shapes = [(int(batch), int(context)) for batch, context in (s.split("x") for s in args.shapes)]
-    forms = {
-        name: served(args.preset, FORMATS[name], whole_layers=args.whole_layers)
-        for name in args.formats
-    }
+    forms = {name: served(args.preset, FORMATS[name]) for name in args.formats}
     states = {
         (name, shape): functools.partial(form.state, shape[0], shape[1], greedy)
         for name, form in forms.items()

@@ -62,7 +62,7 @@ class Bench:
         self.args = args
         self.rng = np.random.default_rng(0)
         # The generator ends here, and with it the stacked weights.
-        _, self.form = next(forms(args.preset, ["serving"], whole_layers=None, tensor=args.tensor))
+        _, self.form = next(forms(args.preset, ["serving"], tensor=args.tensor))
         gc.collect()
         self.copy_rate = self.matmul_rate = float("nan")
 

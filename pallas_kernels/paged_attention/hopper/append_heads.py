@@ -21,7 +21,7 @@ from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.references import references
 from pallas_kernels.hopper.registers import write_registers
 from pallas_kernels.paged_attention.codes import LARGEST, LEAST_SCALE
-from pallas_kernels.quantized_matmul import WeightCode
+from pallas_kernels.quantized_weight import WeightCode
 from pallas_kernels.rows.config import tile_layout
 
 from .config import DTYPES

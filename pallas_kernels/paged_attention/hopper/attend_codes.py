@@ -24,7 +24,7 @@ from pallas_kernels.hopper.mosaic import llvm, mgpu_utils, plgpu
 from pallas_kernels.hopper.threads import address, thread
 from pallas_kernels.hopper.tile import tiled
 from pallas_kernels.paged_attention.spec import PagedCall
-from pallas_kernels.quantized_matmul.fragments import Dequantizer
+from pallas_kernels.quantized_weight.fragments import Dequantizer
 
 from .code_result import CodeResult
 from .code_tile import WARPS, CodeTile, f32

@@ -15,7 +15,7 @@ Rows lie as the copy engine swizzles them: 128, 64 or 32 bytes.
 
 import dataclasses
 
-from pallas_kernels.quantized_matmul import WeightCode
+from pallas_kernels.quantized_weight import WeightCode
 
 # By bytes of a row. Of 8 keys, the first of lane t's pair is ``t times`` and the bits of t that a
 # mask keeps: those of t = 0..3 are in different banks. The second differs in these bits.

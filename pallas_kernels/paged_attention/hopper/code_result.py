@@ -13,7 +13,7 @@ from jaxlib.mlir import ir
 
 from pallas_kernels.hopper.mosaic import arith, mgpu
 from pallas_kernels.hopper.threads import assembly, constant, total
-from pallas_kernels.quantized_matmul.fragments import load_number
+from pallas_kernels.quantized_weight.fragments import load_number
 
 from .code_tile import STRIP, SUM, WARPS, CodeTile, exp2, f32, lane_of, maximum, over_lanes, warp_of
 from .config import RESULT_PADDING, ROWS

@@ -19,7 +19,7 @@ from pallas_kernels.hopper.mosaic import arith, mgpu
 from pallas_kernels.hopper.threads import assembly, constant, fused, i32, total
 from pallas_kernels.hopper.tile import LOG2E
 from pallas_kernels.paged_attention.spec import PagedSpec
-from pallas_kernels.quantized_matmul.fragments import Dequantizer, load_number, load_words
+from pallas_kernels.quantized_weight.fragments import Dequantizer, load_number, load_words
 
 from .code_order import FIRST_KEY, FLIP, SWIZZLE_SHIFT, CodeOrder
 

@@ -1,0 +1,20 @@
+"""Products of few rows, where reading the weight takes the time: weights in 16, 8 and 4 bits.
+
+**The op.** ``few_rows_matmul`` computes ``residual + act(input(x) w)``. A decode step reads every
+weight once, so the floor of a call is the weight's bytes over the rate of a copy (4.29 TB/s on an
+H200), and what a launch takes counts beside it. ``choice`` decides among four ways by one table:
+
+- a **fused** kernel of 1 to 8 rows, with the norm, SwiGLU and residual in it: ``hopper_fused`` for
+  a 16-bit weight, ``hopper_quantized`` for a quantized one. One row of Llama-3-8B on an H200 in us,
+  apart and fused: qkv 16.2 and 14.4, in int4 13.6 and 7.9;
+- ``hopper_skinny``, 1 to 256 rows and a 16-bit weight: qkv 14.1 us where XLA takes 18.8, with 128
+  rows 16.2 and 24.4;
+- ``hopper_quantized``, 1 to 64 rows and a quantized weight: int4 of 4096 x 14,336 with 16 rows 13.2
+  us, where the bf16 weight takes XLA 32.0. Beyond, a kernel dequantizes (42 us, XLA 172), and a
+  library multiplies;
+- **XLA**.
+"""
+
+from .api import few_rows_matmul as few_rows_matmul
+from .choice import takes_kernel as takes_kernel
+from .quantized import quantized_matmul as quantized_matmul

@@ -1,0 +1,188 @@
+"""The chooser: which kernel computes a call, with which tiles, as measured.
+
+One table, ``tuned/dispatch-DEVICE.json``. A case has
+
+- ``weight``: "16 bits", or the name of a format for a fused kernel, "4 bits" or "8 bits" for a
+  product alone;
+- ``rows``, ``depth`` and ``columns`` of the product;
+- ``fused``: what else is computed, as ``FewRowsCall.fused`` has it.
+
+A choice has ``implementation``: "fused" or "hopper", with the kernel's tiles; "apart" (what comes
+before and after the product as operations of their own) is what "fused" is held against, "xla" what
+"hopper" of a 16-bit weight is held against.
+
+Dims: as in ``config``.
+"""
+
+import functools
+import math
+import pathlib
+from collections.abc import Iterable
+
+from pallas_kernels.common import device, tables
+from pallas_kernels.quantized_weight import QuantizedWeight
+
+from .config import (
+    MOST_ROWS_AT_A_TIME,
+    FusedConfig,
+    ProductShape,
+    QuantizedConfig,
+    SkinnyConfig,
+    default_quantized,
+    default_skinny,
+)
+from .reference import FewRowsCall
+
+OP, QUESTION = "few_rows_matmul", "dispatch"
+TUNED = pathlib.Path(__file__).parent / "tuned"
+LEAST_GAIN = 1.03
+"""How much faster than operations apart, or than XLA, a kernel must have been measured."""
+MOST_ROWS_MEASURED = MOST_ROWS_AT_A_TIME
+"""Beyond these rows the quantized kernel reads and converts the weight again, which was not timed;
+there the weight is dequantized once, by a kernel, and a library multiplies."""
+_NEAR = {"depth": 0.5, "columns": 0.5}
+_WITHIN = {"rows": 1.0, "depth": 1.0, "columns": 1.0}
+"""Powers of two from a measured size within which its measurement is trusted: of a fused kernel,
+whose rows all take the time of the weight, and of a product alone."""
+
+type KernelConfig = FusedConfig | SkinnyConfig | QuantizedConfig
+type Fields = dict[str, tables.Value]
+
+
+def fused_case(call: FewRowsCall) -> Fields:
+    """A call's case for a fused kernel."""
+    return _case(call.shape, weight=weight_name(call), fused=call.fused)
+
+
+def weight_name(call: FewRowsCall) -> str:
+    """The weight's name in the cases of fused kernels."""
+    weight = call.weight
+    return weight.format.name if isinstance(weight, QuantizedWeight) else _bits(16)
+
+
+def product_case(s: ProductShape) -> Fields:
+    """A product's case, without what comes before and after it."""
+    return _case(s, weight=_bits(s.bits), fused="swiglu" if s.swiglu else "")
+
+
+def fused_config(call: FewRowsCall) -> FusedConfig | QuantizedConfig | None:
+    """The tiles of the fused kernel, where they were faster than operations apart at the nearest
+    size.
+    """
+    if call.is_plain:
+        return None
+    faster = _fused(call.shape, weight_name(call), call.fused, *_table())
+    return next((config for config in faster if fuses(call, config) is None), None)
+
+
+def fuses(call: FewRowsCall, config: KernelConfig | None) -> str | None:
+    """The reason why these tiles cannot compute what comes before and after a product, too; None
+    if they can: of rows that stay in shared memory as they are.
+    """
+    s, weight = call.shape, call.weight
+    if isinstance(weight, QuantizedWeight):
+        is_resident = isinstance(config, QuantizedConfig) and config.is_resident(s)
+        if not is_resident or weight.order is not None:
+            return f"{s.M} rows do not stay in shared memory in their order"
+    return "no tile fits" if config is None else config.unsupported(s)
+
+
+def product_config(s: ProductShape) -> SkinnyConfig | QuantizedConfig | None:
+    """The tiles of a kernel of the product alone; None where XLA was as fast or nothing was
+    measured.
+
+    Of a quantized weight a table speaks for the device: sizes and formats far from its rows have
+    the default tiles.
+    """
+    return (_skinny if s.bits == 16 else _quantized)(s, *_table())
+
+
+def takes_kernel(weight: QuantizedWeight) -> bool:
+    """Whether a weight is better arranged on this device: one where any quantized product was
+    measured.
+    """
+    return product_config(ProductShape.of(1, weight)) is not None
+
+
+def _table() -> tuple[str, str]:
+    """What the table depends on."""
+    return device.target().slug, str(tables.user_folder())
+
+
+def _case(s: ProductShape, *, weight: str, fused: str) -> Fields:
+    return {"weight": weight, "rows": s.M, "depth": s.K, "columns": s.N, "fused": fused}
+
+
+def _bits(bits: int) -> str:
+    return f"{bits} bits"
+
+
+@functools.cache
+def _fused(
+    s: ProductShape, weight: str, fused: str, slug: str, folder: str
+) -> list[FusedConfig | QuantizedConfig]:
+    """Tiles that were measured to be faster at the nearest size, the fastest first."""
+    del slug, folder
+    kind = FusedConfig if s.bits == 16 else QuantizedConfig
+    same: Fields = {"weight": weight, "fused": fused}
+    sizes = {"depth": s.K, "columns": s.N}
+    rows = [row for _, case in _nearest_first(same, sizes, _NEAR)[:1] for row in case]
+    apart_ms = _least_ms(rows, "apart")
+    return [config for config, ms in _timed(kind, rows, "fused") if apart_ms >= LEAST_GAIN * ms]
+
+
+@functools.cache
+def _skinny(s: ProductShape, slug: str, folder: str) -> SkinnyConfig | None:
+    del slug, folder
+    same: Fields = {"weight": _bits(16), "fused": "swiglu" if s.swiglu else ""}
+    sizes = {"rows": s.padded_rows, "depth": s.K, "columns": s.N}
+    rows = [row for _, case in _nearest_first(same, sizes, _WITHIN)[:1] for row in case]
+    timed = _timed(SkinnyConfig, rows, "hopper")
+    for config, ms in timed:
+        if _least_ms(rows, "xla") < LEAST_GAIN * ms:
+            return None
+        if config.unsupported(s) is None:
+            return config
+    return default_skinny(s) if timed else None
+
+
+@functools.cache
+def _quantized(s: ProductShape, slug: str, folder: str) -> QuantizedConfig | None:
+    del slug, folder
+    sizes = {"rows": s.M, "depth": s.K, "columns": s.N}
+    plain: Fields = {"fused": ""}
+    if not any(_nearest_first({"weight": _bits(bits)} | plain, {}, {}) for bits in (4, 8)):
+        return None
+    found = [
+        (octaves, ms, config)
+        for octaves, rows in _nearest_first({"weight": _bits(s.bits)} | plain, sizes, _WITHIN)
+        for config, ms in _timed(QuantizedConfig, rows, "hopper")
+    ]
+    in_order = (config for _, _, config in sorted(found, key=lambda each: each[:2]))
+    fitting = (config for config in in_order if config.unsupported(s) is None)
+    return next(fitting, default_quantized(s))
+
+
+def _nearest_first(
+    same: Fields, sizes: dict[str, int], farthest: dict[str, float]
+) -> list[tuple[float, list[tables.Row]]]:
+    """Rows of the measured cases that are near enough, as ``tables.by_nearness``."""
+    table = tables.find(TUNED, OP, QUESTION)
+    return [] if table is None else tables.by_nearness(table, same, sizes, farthest)
+
+
+def _timed[C](kind: type[C], rows: Iterable[tables.Row], kernel: str) -> list[tuple[C, float]]:
+    """Tiles of a kernel with their times, the fastest first."""
+    found = []
+    for row in rows:
+        choice = dict(row.choice)
+        if choice.pop("implementation") == kernel:
+            where = f"the table {QUESTION} of {OP}, case {dict(row.case)},"
+            found.append((tables.config_of(kind, choice, where), row.ms))
+    return sorted(found, key=lambda each: each[1])
+
+
+def _least_ms(rows: Iterable[tables.Row], implementation: str) -> float:
+    """The time of another way to compute a case; minus infinity where it was not measured."""
+    times = (row.ms for row in rows if dict(row.choice)["implementation"] == implementation)
+    return min(times, default=-math.inf)

@@ -1,0 +1,353 @@
+"""Tiles of the kernels: which fit a product, and which are taken where nothing was measured.
+
+Dims: M row of x, K contracted, N column of the weight.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.hopper.cluster_sums import STRIP, WIDTH
+from pallas_kernels.hopper.machine import NUM_PROCESSORS, SMEM_BYTES, WARPGROUP
+from pallas_kernels.hopper.resident_rows import DEPTH
+from pallas_kernels.hopper.resident_rows import MOST_ROWS as MOST_RESIDENT
+from pallas_kernels.quantized_weight import QuantizedWeight
+
+MOST_ROWS = 256
+ROW_MULTIPLE = 8  # of a tile of rows that TMA copies
+MOST_ROWS_AT_A_TIME = 64  # of a block that multiplies with a quantized weight
+SPLITS = (1, 2, 4, 8)
+_RESERVE = 2 * 1024  # bytes of barriers, sums of squares, and gaps between buffers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ProductShape:
+    """What the tiles of a product depend on."""
+
+    M: int
+    K: int
+    N: int
+    swiglu: bool = False  # the weight's halves are gates and ups of the result
+    bits: int = 16  # of an element of the weight; below 16 it is quantized
+    group_rows: int = 0  # rows of a quantized weight that share a scale; 0: all
+    scale_bytes: int = 4
+    has_zeros: bool = False
+
+    @classmethod
+    def of(
+        cls, rows: int, weight: jax.Array | QuantizedWeight, *, swiglu: bool = False
+    ) -> "ProductShape":
+        """The shape of a product of so many rows with a weight."""
+        if not isinstance(weight, QuantizedWeight):
+            return cls(M=rows, K=weight.shape[0], N=weight.shape[1], swiglu=swiglu)
+        depth, columns = weight.matrix_shape
+        return cls(
+            M=rows,
+            K=depth,
+            N=columns,
+            swiglu=swiglu,
+            bits=weight.format.code.bits,
+            group_rows=weight.format.group_rows,
+            scale_bytes=jnp.dtype(weight.scales.dtype).itemsize,
+            has_zeros=weight.zeros is not None,
+        )
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows of tiles that TMA copies, a multiple of 8."""
+        return -(-self.M // ROW_MULTIPLE) * ROW_MULTIPLE
+
+    @property
+    def num_groups(self) -> int:
+        """Number of warpgroups that multiply 64 rows each."""
+        return -(-self.M // GROUP_ROWS)
+
+    @property
+    def rows_at_a_time(self) -> int:
+        """Rows of x that a block multiplies with a quantized weight."""
+        return min(self.M, MOST_ROWS_AT_A_TIME)
+
+    @property
+    def strips(self) -> int:
+        """Number of strips of 8 rows in a block."""
+        return -(-self.rows_at_a_time // STRIP)
+
+    @property
+    def places(self) -> int:
+        """Rows of a strip in shared memory where x is resident: all lanes read a lone row."""
+        return 1 if self.M == 1 else STRIP
+
+    @property
+    def words_per_lane(self) -> int:
+        """Number of words of a lane in a block of 32 rows and 16 columns of codes."""
+        return self.bits // 2
+
+    @property
+    def scale_arrays(self) -> tuple[str, ...]:
+        """Names of what a stage has besides words of codes, and x where that is staged too."""
+        return ("scales", "zeros")[: bool(self.scaled_parts) + self.has_zeros]
+
+    @property
+    def scaled_parts(self) -> int:
+        """Number of groups of a stage with scales of their own; 0 where all rows share one."""
+        return DEPTH // self.group_rows if self.group_rows else 0
+
+
+FUSED_TILES = (1, 2, 4)
+FUSED_STAGES = 24
+_SYSTEM_BYTES = 1024  # of each block's shared memory that the system takes
+_PART_BYTES = 8 * 1024  # read in the time that another block's sums take
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FusedConfig:
+    """Tiles of the fused kernel: a block has ``64 tiles`` columns and, with its cluster, all of K.
+
+    It multiplies 1 to 8 rows with a 16-bit weight.
+    """
+
+    tiles: int = 1  # of 64 columns; of a gated product half of them are gates
+    split: int = 4  # blocks of a cluster: each has a part of K
+
+    @property
+    def depth(self) -> int:
+        """Rows of a tile of the weight."""
+        return DEPTH if self.tiles == 1 else DEPTH // 2
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of a tile of the weight."""
+        return 2 * self.depth * WIDTH * self.tiles
+
+    def steps(self, s: ProductShape) -> int:
+        """Number of tiles of the weight that a block multiplies with."""
+        return s.K // self.depth // self.split
+
+    def block_bytes(self, s: ProductShape) -> int:
+        """Shared memory of a block.
+
+        Two of them share an SM: one multiplies while the other begins or ends, and clusters find
+        room. Unsplit blocks that are fewer than SMs have it all.
+        """
+        if self.split == 1 and self.num_blocks(s) <= NUM_PROCESSORS:
+            return SMEM_BYTES
+        return (SMEM_BYTES + _SYSTEM_BYTES) // 2 - _SYSTEM_BYTES
+
+    def num_stages(self, s: ProductShape) -> int:
+        """Number of tiles in the ring: what is left beside the block's part of x, and sums."""
+        x = 2 * MOST_RESIDENT * (s.K // self.split)
+        sums = 4 * 4 * self.tiles * WARPGROUP
+        left = self.block_bytes(s) - _RESERVE - x - sums
+        return min(left // self.stage_bytes, FUSED_STAGES, self.steps(s))
+
+    def num_blocks(self, s: ProductShape) -> int:
+        """Number of blocks of all clusters."""
+        return s.N // (WIDTH * self.tiles) * self.split
+
+    def unsupported(self, s: ProductShape) -> str | None:
+        """The reason why these tiles cannot compute a product; None if they can."""
+        if self.tiles not in FUSED_TILES or s.N % (WIDTH * self.tiles):
+            return f"N={s.N} is no multiple of {self.tiles} times {WIDTH}, one of {FUSED_TILES}"
+        if s.swiglu and self.tiles == 1:
+            return "a gated product has tiles of both halves"
+        if self.split not in SPLITS or s.K % (DEPTH * self.split):
+            return f"K={s.K} is no multiple of {self.split} times {DEPTH}; parts are {SPLITS}"
+        if self.num_stages(s) < min(2, self.steps(s)):
+            return "two tiles do not fit in shared memory beside x"
+        return None
+
+
+def fused_configs(s: ProductShape) -> list[FusedConfig]:
+    """All tiles of the fused kernel that can compute a product."""
+    every = (FusedConfig(tiles=tiles, split=split) for tiles in FUSED_TILES for split in SPLITS)
+    return [each for each in every if each.unsupported(s) is None]
+
+
+def default_fused(s: ProductShape) -> FusedConfig | None:
+    """One or two blocks on every SM, with equal work; None where no tile fits."""
+
+    def cost(config: FusedConfig) -> float:
+        """Bytes of the weight that the busiest SM reads, and as if for each part."""
+        waves = math.ceil(config.num_blocks(s) / NUM_PROCESSORS)
+        each = 2 * s.K // config.split * WIDTH * config.tiles
+        return waves * each + _PART_BYTES * config.split
+
+    return min(fused_configs(s), key=lambda c: (cost(c), c.split, -c.tiles), default=None)
+
+
+GROUP_ROWS = 64  # of a warpgroup's product
+SKINNY_DEPTHS = (64, 128)
+SKINNY_WIDTHS = (32, 64, 128, 256)
+SKINNY_STAGES = 24
+TRANSPOSED_WARPGROUPS = 2  # that share the rows
+SKINNY_SUMS = 128  # of a thread of these two, beside what else it needs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SkinnyConfig:
+    """Tiles of the skinny kernel: a block has ``tile_n`` columns, all of K or a part, all rows.
+
+    It multiplies 1 to 256 rows with a 16-bit weight.
+    """
+
+    tile_n: int = 64
+    depth: int = 64  # of K, in a tile
+    splits: int = 1  # parts of K; above 1 sums leave in fp32, and whoever reads them adds them
+    transposed: bool = False  # columns of the weight are the left operand of tensor cores
+
+    @property
+    def out_bytes(self) -> int:
+        """Bytes of a sum on its way out."""
+        return 4 if self.splits > 1 else 2
+
+    def num_warpgroups(self, s: ProductShape) -> int:
+        """Number of warpgroups that multiply."""
+        return TRANSPOSED_WARPGROUPS if self.transposed else s.num_groups
+
+    def staged_rows(self, s: ProductShape) -> int:
+        """Rows of x that a tile in shared memory has."""
+        return s.padded_rows if self.transposed else s.num_groups * GROUP_ROWS
+
+    def stage_bytes(self, s: ProductShape) -> int:
+        """Shared memory of a tile of x and one of the weight."""
+        return 2 * self.depth * (self.tile_n + self.staged_rows(s))
+
+    def num_stages(self, s: ProductShape) -> int:
+        """Number of tiles in the ring: what fits beside results on their way out."""
+        out = self.out_bytes * self.staged_rows(s) * self.tile_n // (2 if s.swiglu else 1)
+        if self.transposed and self.splits > 1:
+            out = 0  # sums leave from registers
+        return min((SMEM_BYTES - _RESERVE - out) // self.stage_bytes(s), SKINNY_STAGES)
+
+    def unsupported(self, s: ProductShape) -> str | None:
+        """The reason why these tiles cannot compute a product; None if they can."""
+        part, least = self.tile_n // 2 if s.swiglu else self.tile_n, SKINNY_WIDTHS[0]
+        if self.tile_n not in SKINNY_WIDTHS or part < least or s.N % self.tile_n:
+            return f"N={s.N} is no multiple of tiles of {self.tile_n}, or halves are under {least}"
+        if self.depth not in SKINNY_DEPTHS or s.K % (self.depth * self.splits):
+            return f"K={s.K} is not a multiple of {self.splits} times {self.depth}"
+        if self.splits > 1 and s.swiglu:
+            return "parts of K are of plain products"
+        rows = s.padded_rows
+        if self.transposed:
+            if rows % (8 * TRANSPOSED_WARPGROUPS) or part % GROUP_ROWS:
+                return f"{rows} rows do not divide by 16, or {part} columns by {GROUP_ROWS}"
+            registers = rows * self.tile_n // TRANSPOSED_WARPGROUPS // WARPGROUP > SKINNY_SUMS
+        else:
+            registers = s.num_groups > 2 and self.tile_n > 128
+        if registers:
+            return f"{rows} rows by {self.tile_n} columns are too many registers"
+        if self.num_stages(s) < 2:
+            return "two tiles do not fit in shared memory"
+        return None
+
+
+def default_skinny(s: ProductShape) -> SkinnyConfig | None:
+    """As many blocks as there are SMs, or nearly; None where no tile fits.
+
+    Tiles have 64 columns at least, where they divide N: a step of the ring takes as long with less.
+    """
+
+    def waves(config: SkinnyConfig) -> int:
+        """Columns that an SM computes."""
+        return -(-(s.N // config.tile_n) // NUM_PROCESSORS) * config.tile_n
+
+    for least in (64, SKINNY_WIDTHS[0]):
+        configs = [SkinnyConfig(tile_n=width) for width in SKINNY_WIDTHS if width >= least]
+        fit = [each for each in configs if each.unsupported(s) is None]
+        if fit:
+            return min(fit, key=lambda config: (waves(config), -config.tile_n))
+    return None
+
+
+GROUPS = (1, 2, 4)
+QUANTIZED_STAGES = 12
+QUANTIZED_SUMS = 64  # of a thread's products; with scales of groups as many again
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedConfig:
+    """Tiles of the quantized kernel: a block has ``64 tiles`` columns and, with its cluster, all
+    of K.
+    """
+
+    tiles: int = 2  # fragments of 16 columns that a warp has
+    split: int = 4  # blocks of a cluster: each has a part of K
+    groups: int = 2  # warpgroups that multiply: they take turns at a block's stages
+    stages: int = 4  # tiles of the weight in the ring
+
+    def steps(self, s: ProductShape) -> int:
+        """Number of stages that a block goes through."""
+        return s.K // DEPTH // self.split
+
+    def turns(self, s: ProductShape) -> int:
+        """Number of stages of a warpgroup, at most."""
+        return -(-self.steps(s) // self.groups)
+
+    def is_resident(self, s: ProductShape) -> bool:
+        """Whether a block copies its part of x at once; else in stages, with the weight."""
+        return s.M <= MOST_RESIDENT and self.x_bytes(s) <= SMEM_BYTES // 2
+
+    def x_bytes(self, s: ProductShape) -> int:
+        """Shared memory of a block's part of x."""
+        return 2 * s.strips * s.places * DEPTH * self.turns(s) * self.groups
+
+    def shared_bytes(self, s: ProductShape) -> int:
+        """Shared memory of all buffers."""
+        columns = WIDTH * self.tiles
+        stage = columns * DEPTH * s.bits // 8
+        stage += s.scaled_parts * columns * (s.scale_bytes + 2 * s.has_zeros)
+        if not self.is_resident(s):
+            stage += 2 * s.strips * STRIP * DEPTH
+        sums = 4 * columns * s.strips * STRIP * self.groups
+        fixed = self.x_bytes(s) if self.is_resident(s) else 0
+        return self.stages * stage + sums + fixed + _RESERVE
+
+    def unsupported(self, s: ProductShape) -> str | None:
+        """The reason why these tiles cannot compute a product; None if they can."""
+        if s.N % (WIDTH * self.tiles):
+            return f"N={s.N} is no multiple of {WIDTH * self.tiles} columns"
+        if s.K % (DEPTH * self.split):
+            return f"K={s.K} is no multiple of {self.split} times {DEPTH}"
+        if self.split not in SPLITS or self.groups not in GROUPS:
+            return f"{self.split} blocks of {self.groups} warpgroups: it takes {SPLITS}, {GROUPS}"
+        if self.stages % self.groups:
+            # A warpgroup counts the phases of a barrier by its own waits.
+            return f"{self.stages} stages for {self.groups} warpgroups: each takes its own slots"
+        if self.tiles * s.strips * 4 > QUANTIZED_SUMS:
+            return f"{self.tiles} tiles of {s.rows_at_a_time} rows are too many registers"
+        if self.shared_bytes(s) > SMEM_BYTES:
+            return f"{self.shared_bytes(s)} bytes do not fit in shared memory"
+        return None
+
+
+def quantized_configs(s: ProductShape) -> list[QuantizedConfig]:
+    """All tiles of the quantized kernel that can compute a product, with as many stages as fit."""
+    found = []
+    for tiles in range(1, 9):
+        for split in SPLITS:
+            for groups in GROUPS:
+                most = max(groups, min(QUANTIZED_STAGES, s.K // DEPTH // split))
+                for stages in range(most // groups * groups, 1, -groups):
+                    config = QuantizedConfig(tiles=tiles, split=split, groups=groups, stages=stages)
+                    if config.unsupported(s) is None:
+                        found.append(config)
+                        break
+    return found
+
+
+def default_quantized(s: ProductShape) -> QuantizedConfig | None:
+    """As many blocks as there are SMs, or nearly; None where no tile fits."""
+
+    def waves(config: QuantizedConfig) -> float:
+        blocks = s.N // (WIDTH * config.tiles) * config.split
+        blocks *= -(-s.M // MOST_ROWS_AT_A_TIME)
+        work = config.tiles / config.split
+        return math.ceil(blocks / NUM_PROCESSORS) * work
+
+    found = [each for each in quantized_configs(s) if each.groups == 2] or quantized_configs(s)
+    # Sums from many blocks take longer than what equal work saves, of one row too.
+    found = [each for each in found if each.split <= 2] or found
+    return min(found, key=lambda c: (waves(c), c.split, -c.tiles), default=None)

@@ -1,0 +1,202 @@
+"""Products with weights in 4 and 8 bits, of any number of rows, with a gradient of x.
+
+Formats that round activations bring a row of x to 8 bits by its own largest element. The codes of
+both sides are numbers of bfloat16 as well: tensor cores of 16 bits multiply them exactly, and any
+way to multiply with a quantized weight serves these. What is given up is the tensor cores' double
+rate for 8 bits; in return the weight is stored once, in the kernel's order.
+
+Dims: M row of x, K contracted, N column.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.common.chosen import announce
+from pallas_kernels.common.dot import ACCUMULATOR
+from pallas_kernels.common.errors import InputError, UnsupportedError
+from pallas_kernels.common.rounding import keep_rounded
+from pallas_kernels.quantized_weight import (
+    Activations,
+    Arrangement,
+    QuantizedWeight,
+    WeightCode,
+    dequantized_rows,
+)
+from pallas_kernels.quantized_weight.hopper_dequantize import dequantized_hopper
+from pallas_kernels.quantized_weight.weight import weight_scales
+
+from .choice import MOST_ROWS_MEASURED, product_config, takes_kernel
+from .config import MOST_ROWS, ProductShape
+from .hopper import product_hopper, unsupported_product
+from .reference import FewRowsCall
+from .xla import input_gradient, quantized_matmul_xla
+
+type QuantizedImplementation = Literal["auto", "hopper", "xla"]
+type CodeProduct = Callable[[jax.Array, QuantizedWeight], jax.Array]
+"""A product of rows in bfloat16 and a weight, float32."""
+
+MOST_BYTES = 256 * 2**20
+"""Bytes of a dequantized weight in memory at a time."""
+_LARGEST = {Activations.INT8: 127.0, Activations.E4M3: 448.0}
+_LEAST = 2.0**-60  # of a row's largest element: no scale is 0
+
+
+def quantized_matmul(
+    x: jax.Array,
+    weight: QuantizedWeight,
+    *,
+    out_dtype: Any = None,
+    implementation: QuantizedImplementation = "auto",
+    most_bytes: int | None = MOST_BYTES,
+) -> jax.Array:
+    """Computes ``x w`` with a weight in 4 or 8 bits.
+
+    The weight is dequantized to x's dtype; products are summed in fp32 and rounded once. Where the
+    format rounds activations, each row of x is brought to 8 bits by its own largest element, and
+    8-bit numbers are multiplied as the bfloat16 that they are too: sums in fp32 (of int8 by XLA in
+    int32). The gradient of x dequantizes again; the weight is a constant. A product that rounds
+    activations has no gradient.
+
+    Args:
+        x: [M, K], bfloat16, float16 or float32.
+        weight: a matrix [K, N], without dims in front.
+        out_dtype: of the result; x's by default.
+        implementation: "hopper" (Mosaic GPU; rows of bfloat16 or float16 and a weight that
+            ``arranged`` gave; of more than 256 rows the kernel only dequantizes) or "xla"; "auto"
+            takes hopper for an arranged weight on a device where the kernel was measured
+            (``tuned``; beyond 64 rows it only dequantizes there), else xla.
+        most_bytes: bytes of the dequantized weight at a time. None: all, as on a mesh, whose
+            devices have parts of it.
+
+    Raises:
+        InputError: shapes or dtypes that disagree, or an unknown implementation.
+        UnsupportedError: the kernel is named and cannot compute this call, or a gradient through
+            rounded activations.
+
+    Examples:
+        >>> from pallas_kernels.quantized_weight import WeightCode, WeightFormat, round_weight
+        >>> weight = round_weight(jnp.ones((64, 32)), WeightFormat(code=WeightCode.INT8))
+        >>> pallas_kernels.quantized_matmul(jnp.ones((1, 64)), weight).shape
+        (1, 32)
+    """
+    x = jnp.asarray(x)
+    rows, columns = weight.matrix_shape
+    if x.ndim != 2 or x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise InputError(
+            f"x is {x.dtype}{list(x.shape)}; it must be a matrix of bfloat16, float16 or float32"
+        )
+    if weight.leading or x.shape[1] != rows:
+        raise InputError(
+            f"x is {list(x.shape)} and the weight {list(weight.shape)}, {rows} x {columns} as a "
+            "matrix; x has as many columns as that has rows, and one layer is multiplied at a time"
+        )
+    if implementation not in ("auto", "hopper", "xla"):
+        raise InputError(f"implementation={implementation!r} must be auto, hopper or xla")
+    weight.check()
+    out = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    reason = "not asked for"
+    if implementation in ("auto", "hopper"):
+        reason = unsupported_product(FewRowsCall(x=x, weight=weight), out)
+    if implementation == "hopper" and reason is not None:
+        raise UnsupportedError(
+            f"implementation='hopper' cannot multiply {list(x.shape)} with a weight in "
+            f"{weight.format.name}: {reason}; xla can"
+        )
+    is_few = x.shape[0] <= MOST_ROWS
+    config = None
+    if implementation == "auto":
+        if reason is None and x.shape[0] <= MOST_ROWS_MEASURED:
+            config = product_config(ProductShape.of(x.shape[0], weight))
+        announce(
+            "quantized_matmul",
+            "xla" if config is None else "hopper",
+            f"{x.dtype}{list(x.shape)} times {weight.format.name}{[rows, columns]}",
+            because=None if reason is None else f"not hopper: {reason}",
+        )
+    dequantizes = reason is None and takes_kernel(weight)
+    transposed = dequantized_hopper if dequantizes or implementation == "hopper" else None
+
+    def multiplied(x: jax.Array, weight: QuantizedWeight, out: jnp.dtype) -> jax.Array:
+        if (implementation == "hopper" and is_few) or config is not None:
+            return product_hopper(x, weight, config, out_dtype=out)
+        return quantized_matmul_xla(
+            x, weight, out_dtype=out, most_bytes=most_bytes, transposed=transposed
+        )
+
+    @jax.custom_vjp
+    def product(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
+        if weight.format.activations is None:
+            return multiplied(x, weight.plain, out)
+        in_float32 = functools.partial(multiplied, out=ACCUMULATOR)
+        return product_of_rounded(x, weight.plain, in_float32, out_dtype=out)
+
+    def forward(x: jax.Array, weight: QuantizedWeight):
+        if weight.format.activations is not None:
+            raise UnsupportedError(
+                f"a product with a weight in {weight.format.name} has no gradient: rounding has "
+                "none; keep activations as they are (activations=None) to train adapters"
+            )
+        return product(x, weight), weight
+
+    def backward(weight: QuantizedWeight, cotangent: jax.Array):
+        cotangent = cotangent.astype(x.dtype)
+        return input_gradient(cotangent, weight.plain, out_dtype=x.dtype), None
+
+    product.defvjp(forward, backward)
+    return product(x, weight)
+
+
+def rounded_rows(x_MK: jax.Array, activations: Activations) -> tuple[jax.Array, jax.Array]:
+    """Rounds x to 8 bits; the result has each row's scale, float32 [M, 1], too."""
+    x = x_MK.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    scale = jnp.maximum(largest, _LEAST) / _LARGEST[activations]
+    if activations is Activations.INT8:
+        return jnp.clip(jnp.round(x / scale), -127.0, 127.0).astype(jnp.int8), scale
+    values = jnp.clip(x / scale, -448.0, 448.0)
+    return keep_rounded(values.astype(jnp.float8_e4m3fn)), scale
+
+
+def product_of_rounded(
+    x_MK: jax.Array, weight: QuantizedWeight, product: CodeProduct, *, out_dtype: jnp.dtype
+) -> jax.Array:
+    """Computes [M, N], the sums of products of codes, multiplied with both sides' scales.
+
+    Sums are the int32 of XLA for int8 codes in rows, else fp32. Scales that change along the
+    contracted dim cannot leave the sum: there both sides are dequantized, to fp32.
+    """
+    activations = weight.format.activations
+    assert activations is not None
+    values_MK, scale_M1 = rounded_rows(x_MK, activations)
+    if weight.format.group_rows:
+        w_KN = dequantized_rows(weight, jnp.float32)
+        product_MN = jnp.dot(values_MK.astype(jnp.float32), w_KN, precision="highest")
+        return (product_MN * scale_M1).astype(out_dtype)
+    if weight.format.code is WeightCode.INT8 and weight.arrangement is Arrangement.ROWS:
+        sums_MN = _integer_sums(values_MK, weight).astype(jnp.float32)
+    else:
+        codes = dataclasses.replace(
+            weight,
+            scales=jnp.ones_like(weight.scales),
+            format=dataclasses.replace(weight.format, activations=None),
+        )
+        sums_MN = product(values_MK.astype(jnp.bfloat16), codes)
+    return (sums_MN * scale_M1 * weight_scales(weight)).astype(out_dtype)
+
+
+def _integer_sums(values_MK: jax.Array, weight: QuantizedWeight) -> jax.Array:
+    """int32 [M, N]."""
+    if weight.order is not None:
+        values_MK = jnp.take(values_MK, weight.order, axis=1)
+    dims = (((1,), (0,)), ((), ()))
+    sums_MN = lax.dot_general(values_MK, weight.data, dims, preferred_element_type=jnp.int32)
+    if weight.zeros is not None:  # sum x (code - zero) = sum x code - zero sum x
+        sums_M1 = jnp.sum(values_MK, axis=1, keepdims=True, dtype=jnp.int32)
+        sums_MN = sums_MN - sums_M1 * weight.zeros.astype(jnp.int32)
+    return sums_MN

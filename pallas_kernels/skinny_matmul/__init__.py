@@ -1,3 +1,0 @@
-"""Matmuls of a few rows, which only read the weight."""
-
-from .api import skinny_matmul as skinny_matmul
