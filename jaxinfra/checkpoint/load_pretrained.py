@@ -306,7 +306,7 @@ def _of_dims(part: slice, sizes: tuple[int, ...]) -> Index:
 
 
 def _packed_pairs(codes: np.ndarray, group: int) -> np.ndarray:
-    """As ``pallas_kernels.quantized_matmul`` packs 4 bits: halves of groups share bytes."""
+    """As ``pallas_kernels.quantized_weight`` packs 4 bits: halves of groups share bytes."""
     rows, columns = codes.shape
     halves = codes.astype(np.uint8).reshape(rows // group, 2, group // 2, columns)
     return (halves[:, 0] | (halves[:, 1] << 4)).reshape(rows // 2, columns)
