@@ -23,7 +23,7 @@ ON_GPU = JAX_PLATFORMS=cuda,cpu OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
 # thrice as long as importing it.
 unexport PYTHONDONTWRITEBYTECODE
 # Faults at a time: each is a job of two or more processes.
-GYM_JOBS ?= $(shell n=$$(nproc); echo $$(( n > 3 ? n / 3 : 1 )))
+FAULT_JOBS ?= $(shell n=$$(nproc); echo $$(( n > 3 ? n / 3 : 1 )))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train serve test test-full nightly numerics fuzz test-gpu test-gpu-full check format docs lock clean
@@ -48,8 +48,8 @@ test: $(SETUP) ## The tests, without the slow ones
 test-full: $(SETUP) ## The tests, with the slow ones
 	$(PYTEST) $(PARALLEL) -m "not gpu" $(ARGS)
 
-nightly: $(SETUP) ## Every fault of the gym, all other tests with 60 random kills, numerics, fuzzer, newer JAX
-	$(ENV_PYTHON) -m jaxinfra gym --all --jobs $(GYM_JOBS)
+nightly: $(SETUP) ## Every fault, all other tests with 60 random kills, numerics, fuzzer, newer JAX
+	$(ENV_PYTHON) -m jaxinfra faults --all --jobs $(FAULT_JOBS)
 	$(PYTEST) $(PARALLEL) -m "not gpu" --deselect tests/e2e/test_launch.py::test_fault $(ARGS)
 	$(ENV_PYTHON) tools/numerics.py
 	$(ENV_PYTHON) tools/fuzz.py

@@ -106,10 +106,8 @@ def train_commands(command: list[str]) -> tuple[list[str], list[str], Path]:
     if resumed is not None:
         return command, command, Path(resumed)
     if given is None:
-        from jaxinfra.cli.train import new_directory  # it loads JAX, which this process needs not
-
         preset = next((word for word in command[1:2] if not word.startswith("-")), "tiny")
-        given = str(new_directory(preset))
+        given = str(new_run_directory(preset))
         command = [*command, "--run", given]
     again = command if "--continue" in command else [*command, "--continue"]
     return command, again, Path(given)

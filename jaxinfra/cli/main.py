@@ -30,7 +30,7 @@ COMMANDS = {
     "quantize": "weights in 4 or 8 bits, as other programs read them",
     "plan": "what fits, which mesh, how fast, and how sure",
     "launch": "start several processes of one job, and start them again when one fails",
-    "gym": "inject faults into small runs, and judge what was lost",
+    "faults": "inject faults into small runs, and judge what was lost",
     "doctor": "what is wrong with this machine or a run, and what to do",
     "watch": "a run as it trains",
     "report": "a run in one HTML file",

@@ -6,7 +6,6 @@ jaxinfra plan path/to/config.json --devices 16 --json
 jaxinfra plan llama32_1b --devices 8 --mesh fsdp=8 --compile cpu
 jaxinfra plan --schedule 1f1b -p 8 -m 16           a pipeline schedule; --pictures DIR draws it
 jaxinfra plan formats                                        number formats and recipes
-jaxinfra plan --self-check                                   against published figures
 """
 
 import argparse
@@ -18,7 +17,7 @@ from typing import Any
 import jax
 
 from jaxinfra.cli.plan_headline import headline
-from jaxinfra.cli.plan_tables import formats, schedule, self_check
+from jaxinfra.cli.plan_tables import formats, schedule
 from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.limits import require_within
 from jaxinfra.config.mesh import parse_axes, parse_mesh
@@ -93,7 +92,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--schedule", help=f"a pipeline schedule alone: {', '.join(PipelineSchedule)}")
     add("-p", type=_count, default=4, metavar="STAGES", help="of --schedule (4)")
     add("-m", type=_count, default=8, metavar="MICRO", help="micro-batches of --schedule (8)")
-    add("--self-check", action="store_true", help="compare with published figures")
     add("--json", action="store_true", help="print JSON")
 
 
@@ -112,8 +110,6 @@ def _run(args: argparse.Namespace) -> int:
     require_within(devices=args.devices, stages=args.p, micro_batches=args.m)
     require_within(accumulation=args.accumulation or 1, batch_size=args.batch or 1)
     require_within(sequence_length=max(args.length or 1, args.context))
-    if args.self_check:
-        return self_check(args)
     if args.schedule is not None:
         return schedule(args)
     if args.model is None:

@@ -1,4 +1,4 @@
-"""Reports of ``jaxinfra plan`` that need no model: formats, the self-check, a schedule."""
+"""Reports of ``jaxinfra plan`` that need no model: number formats and pipeline schedules."""
 
 import argparse
 import dataclasses
@@ -7,7 +7,7 @@ import json
 from jaxinfra.config.limits import require_within
 from jaxinfra.config.pipeline import PipelineSchedule
 from jaxinfra.errors import ConfigError, nearest
-from jaxinfra.planning import selfcheck, table
+from jaxinfra.planning import table
 from jaxinfra.planning.formats import CORRESPONDENCES, FORMATS, RECIPES
 from jaxinfra.planning.picture import draw_formats
 from jaxinfra.planning.pipeline_schedule import report
@@ -38,23 +38,6 @@ def formats(args: argparse.Namespace) -> int:
         return 0
     table.show(*table.format_tables())
     return 0
-
-
-def self_check(args: argparse.Namespace) -> int:
-    """The planner's formulas beside worked and measured cases; 1 where they disagree."""
-    exact = list(selfcheck.exact_values())
-    measured = selfcheck.measured_steps()
-    mean = selfcheck.mean_error(measured)
-    if args.json:
-        values = {
-            "exact": [{**dataclasses.asdict(each), "holds": each.holds} for each in exact],
-            "measured": [{**dataclasses.asdict(each), "error": each.error} for each in measured],
-            "mean_error": mean,
-        }
-        print(json.dumps(values))
-    else:
-        table.show(*table.check_tables(exact, measured, selfcheck.published_rates()))
-    return 0 if all(each.holds for each in exact) and mean <= selfcheck.BOUND else 1
 
 
 def schedule(args: argparse.Namespace) -> int:

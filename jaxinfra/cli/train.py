@@ -184,11 +184,3 @@ def _with_warmup(config: RunConfig, args: argparse.Namespace) -> RunConfig:
     print(f"warm-up of {shorter} steps instead of {warmup}: the run has {steps}")
     optimizer = dataclasses.replace(config.optimizer, warmup_steps=shorter)
     return dataclasses.replace(config, optimizer=optimizer)
-
-
-def new_directory(name: str) -> Path:
-    """The first of runs/NAME-1, -2, ... that is not there."""
-    number = 1
-    while (path := Path("runs") / f"{name}-{number}").exists():
-        number += 1
-    return path

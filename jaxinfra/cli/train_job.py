@@ -10,7 +10,6 @@ from jaxinfra.checkpoint.initial import read_initial
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.cli.out_of_memory import explain_out_of_memory
 from jaxinfra.cli.terminal import printable
-from jaxinfra.cli.train import new_directory
 from jaxinfra.config import codec
 from jaxinfra.config.data import STDLIB
 from jaxinfra.config.finetune import LoraConfig
@@ -18,7 +17,7 @@ from jaxinfra.config.preferences import PreferenceConfig
 from jaxinfra.config.run import RunConfig
 from jaxinfra.errors import ConfigError, DeviceMemoryError
 from jaxinfra.runtime.cluster import detect_cluster
-from jaxinfra.runtime.files import user_cache
+from jaxinfra.runtime.files import new_run_directory, user_cache
 from jaxinfra.runtime.rendezvous import leave
 from jaxinfra.runtime.signals import RESUMABLE_EXIT
 from jaxinfra.serving.generate import generate_text
@@ -71,7 +70,7 @@ def run(args: argparse.Namespace, config: RunConfig) -> int:
         )
     preset = args.config.stem if args.config else args.preset or "tiny"
     name = args.init.resolve().name if args.init else preset
-    directory = args.resume or args.run or new_directory(name)
+    directory = args.resume or args.run or new_run_directory(name)
     try:
         outcome = train(
             config,

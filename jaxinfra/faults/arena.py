@@ -1,4 +1,4 @@
-"""Where the gym's runs take place: jobs of small processes, and how two runs are compared."""
+"""Small jobs of a few processes that faults are injected into, and the comparison of two runs."""
 
 import contextlib
 import dataclasses
@@ -138,11 +138,11 @@ class RunningJob:
 
 @final
 class Arena:
-    """A directory with the runs of one call of the gym. Several threads may use it at once.
+    """A directory with the runs of one ``jaxinfra faults``; several threads may use it at once.
 
     Args:
         options: of ``jaxinfra train``: the user's own config; empty for a tiny model and text. What
-            is in ``SETTINGS`` and the mesh are the gym's (``own_config`` refuses what cannot run).
+            is in ``SETTINGS`` and the mesh are chosen here; ``own_config`` refuses what cannot run.
         processes: of an ordinary job, each with one CPU device.
     """
 

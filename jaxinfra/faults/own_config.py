@@ -1,4 +1,4 @@
-"""What of the user's own config the gym can run, said before anything runs."""
+"""Checks, before anything runs, which faults a user's own config can take."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -35,19 +35,19 @@ _OURS = {
 
 
 def require_options(options: Sequence[str]) -> None:
-    """Raises ConfigError for an option of train that is the gym's to choose."""
+    """Raises ConfigError for an option of train that is chosen by jaxinfra faults."""
     ours = {setting.partition("=")[0] for setting in SETTINGS}
     for word, following in zip(options, [*options[1:], ""], strict=True):
         name, _, value = word.partition("=")
         if name in _OURS:
-            raise ConfigError(f"{name} is the gym's to choose: {_OURS[name]}; leave it out")
+            raise ConfigError(f"{name} is chosen by jaxinfra faults: {_OURS[name]}; leave it out")
         setting = (value or following).partition("=")[0] if name == "--set" else ""
         if setting in ours:
-            raise ConfigError(f"--set {setting} is the gym's to choose; leave it out")
+            raise ConfigError(f"--set {setting} is chosen by jaxinfra faults; leave it out")
 
 
 def require_runnable(config: RunConfig, numbers: Collection[int], *, jobs: int) -> None:
-    """Raises ConfigError where the gym cannot run these faults on this config, here.
+    """Raises ConfigError where these faults cannot run on this config, here.
 
     Args:
         jobs: faults at a time.

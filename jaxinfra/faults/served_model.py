@@ -1,4 +1,4 @@
-"""The model that the gym serves: it answers in letters, and one token poisons what it touches."""
+"""A tiny model for faults of serving: it answers in letters, and one token makes logits NaN."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Servers of the gym: a tiny model in processes of their own, and clients that can behave badly."""
+"""Server processes of a tiny model that faults are injected into, and badly behaved clients."""
 
 import concurrent.futures
 import contextlib
@@ -149,12 +149,12 @@ class GymServer:
 def serving(
     arena: Arena, run: str, *options: str, faults: Sequence[Mapping[str, Any]] = ()
 ) -> Iterator[GymServer]:
-    """Starts ``jaxinfra serve`` of the gym's model; ends it with the block."""
+    """Starts ``jaxinfra serve`` of the model of faults; ends it with the block."""
     model = arena.place / "served"
     with _WRITING:
         if not model.exists():
             write_served_model(model)
-    # Programs are compiled once for all of the gym's servers.
+    # Programs are compiled once for all of these servers.
     environment = {
         VARIABLE: json.dumps(list(faults)),
         "XDG_CACHE_HOME": str(arena.place / "cache"),
@@ -176,7 +176,7 @@ def body(prompt: str | Sequence[int], *, new: int = 40, **settings: Any) -> dict
 def head(length: int) -> bytes:
     """A request's head, for so many bytes."""
     return (
-        f"POST {PATH} HTTP/1.1\r\nHost: gym\r\nContent-Type: application/json\r\n"
+        f"POST {PATH} HTTP/1.1\r\nHost: faults\r\nContent-Type: application/json\r\n"
         f"Content-Length: {length}\r\nConnection: close\r\n\r\n"
     ).encode()
 

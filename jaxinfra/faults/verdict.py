@@ -1,4 +1,4 @@
-"""The gym's faults by number, and what is said about each."""
+"""The faults by number, and what is said about each."""
 
 import dataclasses
 import time

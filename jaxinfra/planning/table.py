@@ -20,7 +20,6 @@ from jaxinfra.planning.model import (
 from jaxinfra.planning.plan import Plan
 from jaxinfra.planning.receipt import Receipt
 from jaxinfra.planning.search import Found
-from jaxinfra.planning.selfcheck import Exact, Measured, mean_error
 
 
 def grid(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
@@ -299,37 +298,3 @@ def _correspondence(each: Correspondence) -> str:
         *(f"  {line}" for line in each.differs),
     ]
     return "\n".join(lines)
-
-
-def check_tables(
-    exact: Sequence[Exact],
-    measured: Sequence[Measured],
-    rates: Sequence[tuple[str, float, float]],
-) -> list[RenderableType]:
-    """The self-check."""
-    values = [(each.name, each.published, each.ours, _mark(each.holds)) for each in exact]
-    times = [
-        (
-            each.name,
-            each.device,
-            f"{each.seconds:.4g} s",
-            f"{each.predicted_s:.4g} s",
-            f"{each.error:+.1%}",
-        )
-        for each in measured
-    ]
-    for device in sorted({each.device for each in measured}):
-        times.append(
-            ("mean of absolute errors", device, "", "", f"{mean_error(list(measured), device):.1%}")
-        )
-    times.append(("mean of absolute errors", "all", "", "", f"{mean_error(list(measured)):.1%}"))
-    rated = [(name, f"{published:.0f}", f"{ours:.1f}") for name, published, ours in rates]
-    return [
-        grid("Exact values", ("value", "published", "ours", ""), values),
-        grid("Measured steps", ("step", "device", "measured", "predicted", "error"), times),
-        grid("Published TFLOP/s per GPU", ("run", "published", "from its tokens/s"), rated),
-    ]
-
-
-def _mark(holds: bool) -> str:
-    return "equal" if holds else "DIFFERS"

@@ -300,3 +300,11 @@ def local_path(place: str | Path) -> Path:
 def user_cache() -> Path:
     """Where tokenized corpora, compiled programs and measurements are kept between runs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxinfra"
+
+
+def new_run_directory(name: str) -> Path:
+    """The first directory of runs/NAME-1, runs/NAME-2, ... that does not exist."""
+    number = 1
+    while (path := Path("runs") / f"{name}-{number}").exists():
+        number += 1
+    return path

@@ -1,7 +1,7 @@
 """Steps that go wrong, and end as if they had not: one process, several devices, the real command.
 
-The reference of each is a run of the same devices without the fault; the fault gym does the same
-with several processes.
+The reference of each is a run of the same devices without the fault; ``jaxinfra faults`` does
+the same with several processes.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Several processes through the real commands: the same run as one process, and what kills one.
 
-The jobs are the fault gym's: processes with one CPU device each, connected through the loopback.
+The jobs are those of ``jaxinfra faults``: processes with one CPU device each, on the loopback.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from jaxinfra.faults.arena import Arena, metrics, state_sums, values
 from jaxinfra.faults.verdict import FAULTS, judge
 from jaxinfra.runtime.recorder import read_records
 
-GYM = (damage, deaths, serving, wrong_or_slow)  # they enter their faults when imported
+MODULES = (damage, deaths, serving, wrong_or_slow)  # they enter their faults when imported
 TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 # Take no second start of a job.
 FAST = (1,)
@@ -28,7 +28,7 @@ FAST = (1,)
 
 @pytest.fixture(scope="module")
 def arena(tmp_path_factory) -> Arena:
-    return Arena(tmp_path_factory.mktemp("gym"), options=[], processes=2)
+    return Arena(tmp_path_factory.mktemp("faults"), options=[], processes=2)
 
 
 def test_two_processes_are_one_with_two_devices_to_the_last_bit(arena):

@@ -7,8 +7,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from causes.cause_list import all_causes, all_healthy
+from causes.causes import check_health, judge_cause
+from causes.recordings import changed, healthy_step, slower, write_trace
 
-from experiments.bench.training.causes import with_tables
 from jaxinfra.cli.main import main
 from jaxinfra.config import codec
 from jaxinfra.config.presets.models import llama32_1b
@@ -16,9 +18,6 @@ from jaxinfra.config.presets.runs import pretraining
 from jaxinfra.diagnostics.rank_delays import straggler_delays
 from jaxinfra.diagnostics.traced_run import read_traced_run
 from jaxinfra.faults.arena import Arena
-from jaxinfra.faults.cause_list import all_causes, all_healthy
-from jaxinfra.faults.causes import check_health, judge_cause
-from jaxinfra.faults.recordings import changed, healthy_step, slower, write_trace
 from jaxinfra.hlo.matmul_shapes import matmul_shapes
 
 CAUSES, HEALTHY = all_causes(), all_healthy()
@@ -48,42 +47,19 @@ def test_there_are_enough_of_them():
     assert not set(CAUSES) & set(HEALTHY)
 
 
-def test_the_page_has_the_list_and_its_results():
-    """``python -m experiments.bench.training.causes --page docs/causes.md \\
-        --out RESULTS`` writes them."""
-    root = Path(__file__).parents[2]
-    rows = json.loads((root / "experiments/results/causes-cpu.json").read_text())["rows"]
-    page = (root / "docs/causes.md").read_text()
-    assert with_tables(page, rows) == page
-    assert set(rows) == {*CAUSES, *HEALTHY}
-    named = [name for name in CAUSES if rows[name]["named"]]
-    assert len(named) == len(CAUSES)
-    assert not [name for name in HEALTHY if rows[name]["alarm"]]
-    for name in named:
-        row = rows[name]
-        if row["measured_ms"] is not None:
-            assert row["predicted_ms"] == pytest.approx(row["measured_ms"], rel=0.2), name
+def test_the_page_lists_them():
+    page = (Path(__file__).parents[2] / "docs/causes.md").read_text()
+    listed = {line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")}
+    assert listed - {"cause"} == set(CAUSES)
 
 
-def test_the_command_says_which_were_missed(tmp_path, capsys, monkeypatch):
-    """A product that finds nothing in traces fails, and is told so."""
-    words = ["gym", "--causes", "--logs", str(tmp_path / "a"), "power-cap", "costly-flag"]
-    assert main([*words, "dense-step"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("named   power-cap: WARN: gpu 1: power")
-    assert said.endswith("3 of 3 as they should be\n")
+def test_a_product_that_finds_nothing_is_found_out(arena, monkeypatch):
     monkeypatch.setattr("jaxinfra.diagnostics.delays.device_delays", lambda *_: [])
-    words = ["gym", "--causes", "--logs", str(tmp_path / "b"), "--json", "stacked-copies"]
-    assert main(words) == 1
-    assert json.loads(capsys.readouterr().out)["named"] is False
-    assert main(["gym", "--causes", "no-such"]) == 1
-    assert "no cause 'no-such'" in capsys.readouterr().err
-    assert main(["gym", "--causes", "--list"]) == 0
-    assert "unfused-loss" in capsys.readouterr().out
+    assert not judge_cause("stacked-copies", arena).named
 
 
 def test_the_commands_say_it_in_their_first_line(tmp_path, capsys):
-    """What the gym judges is what ``trace`` prints, of ranks of one host and of two devices."""
+    """What is judged here is what ``trace`` prints, of ranks of one host and of two devices."""
     good = healthy_step()
     write_trace(tmp_path, good, slower(good, 1.01))
     write_trace(tmp_path, changed(good, "copy.1", ms=40.0), good, rank=1)

@@ -6,6 +6,7 @@ import subprocess
 
 import pynvml
 import pytest
+from causes.machines import GOOD_HOST, RECORDED_H200, busy_answers, gpu_answers
 
 from jaxinfra.cli.main import main
 from jaxinfra.diagnostics.machine.finding import Grade, worst
@@ -22,7 +23,6 @@ from jaxinfra.diagnostics.machine.settings import setting_findings, unknown_flag
 from jaxinfra.diagnostics.machine.software import software_findings
 from jaxinfra.diagnostics.machine.xid import xid_findings
 from jaxinfra.errors import ConfigError
-from jaxinfra.faults.machines import GOOD_HOST, RECORDED_H200, busy_answers, gpu_answers
 
 GIB = 2**30
 

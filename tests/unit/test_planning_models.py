@@ -272,13 +272,6 @@ def test_plan_prints_tables(capsys):
     assert "65504" in out
 
 
-def test_self_check_passes(capsys):
-    code, out, _ = plan(capsys, "--self-check", "--json")
-    values = json.loads(out)
-    assert code == 0
-    assert all(each["holds"] for each in values["exact"])
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -4,17 +4,17 @@ import math
 
 import ml_dtypes
 import numpy as np
+import published_check
 import pytest
 
 from jaxinfra.config.model import GroupedAttentionConfig
 from jaxinfra.model.flops import attention_flops, forward_flops, visible_pairs
-from jaxinfra.planning import selfcheck
 from jaxinfra.planning.formats import FORMATS
 from jaxinfra.planning.model import find_model, total_parameters
 
 
 def test_exact_values():
-    values = list(selfcheck.exact_values())
+    values = list(published_check.exact_values())
     assert len(values) == len({each.name for each in values}) > 40
     assert {each.name: each.ours for each in values} == {
         each.name: each.published for each in values
@@ -22,14 +22,14 @@ def test_exact_values():
 
 
 def test_measured_steps_are_predicted_with_one_set_of_constants_a_gpu_type():
-    steps = selfcheck.measured_steps()
+    steps = published_check.measured_steps()
     assert {each.device for each in steps} == {"a100", "h100", "h200"}
-    assert selfcheck.mean_error(steps) <= selfcheck.BOUND
+    assert published_check.mean_error(steps) <= published_check.BOUND
     assert max(abs(each.error) for each in steps) < 0.15
 
 
 def test_published_rates_agree_with_published_tokens():
-    for _, published, ours in selfcheck.published_rates():
+    for _, published, ours in published_check.published_rates():
         assert abs(published - ours) < 1.0
 
 

@@ -4,13 +4,13 @@ import dataclasses
 
 import jax
 import pytest
+from published_figures import RECIPE_BYTES
 
 from jaxinfra.config import codec
 from jaxinfra.config.presets import run_preset
 from jaxinfra.diagnostics.memory.per_parameter import bytes_per_parameter
 from jaxinfra.errors import UnsupportedError
 from jaxinfra.planning.formats import CORRESPONDENCES, RECIPES
-from jaxinfra.planning.reference import RECIPE_BYTES
 from jaxinfra.training.job import make_job
 from tests.unit.test_recompute import over_fsdp, small_run
 

@@ -2,7 +2,7 @@
 
     python -m experiments.bench.serving.serve_endurance --requests 10000
 
-The gym's model is served by a process of its own. Clients ask for continuations of random lengths,
+A tiny model is served by a process of its own. Clients ask for continuations of random lengths,
 whole and as streams; a tenth go away within the stream, some send what is no request, some go away
 before they are answered or in the middle of their own body. Every answer is compared with what
 ``generate`` gives the prompt alone. At the end nothing may be held, nothing have been compiled, and

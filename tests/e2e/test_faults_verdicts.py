@@ -1,7 +1,7 @@
 """A verdict that cannot fail is worth nothing: each is shown a product that is broken in its place.
 
-A copy of the packages is changed in one place, the gym injects the fault that this place answers,
-and must say FAIL, for that reason.
+A copy of the packages is changed in one place, ``jaxinfra faults`` injects the fault that this
+place answers, and must say FAIL, for that reason.
 """
 
 import os
@@ -16,7 +16,13 @@ from jaxinfra.faults import damage, deaths, replicas, serving, wrong_or_slow
 from jaxinfra.faults.verdict import FAULTS
 
 ROOT = Path(__file__).parents[2]
-GYM = (damage, deaths, replicas, serving, wrong_or_slow)  # they enter their faults when imported
+MODULES = (
+    damage,
+    deaths,
+    replicas,
+    serving,
+    wrong_or_slow,
+)  # they enter their faults when imported
 
 # Fault: file, what it says, what the broken one says, and words of the evidence.
 BREAKS = {
@@ -220,7 +226,7 @@ def test_the_verdict_fails_where_the_product_is_broken(tmp_path, number):
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
     ended = subprocess.run(
-        [sys.executable, "-m", "jaxinfra", "gym", "--logs", str(tmp_path / "logs"), str(number)],
+        [sys.executable, "-m", "jaxinfra", "faults", "--logs", str(tmp_path / "logs"), str(number)],
         cwd=tmp_path,
         env=environment,
         capture_output=True,

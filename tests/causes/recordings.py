@@ -1,4 +1,4 @@
-"""Traces and machines that the gym makes up, in the form in which real ones are recorded.
+"""Made-up traces and machines, in the form in which real ones are recorded.
 
 A trace is written as the profiler writes it, with the files that training lays beside it, so that
 ``jaxinfra trace`` reads it as any other. Its healthy step is one of 1.2B parameters on an H200: 16

@@ -6,10 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxinfra.checkpoint.run_directory import RunDirectory
-from jaxinfra.diagnostics.delays import explain_step
-from jaxinfra.faults.arena import Arena, metrics, require
-from jaxinfra.faults.causes import (
+from causes.causes import (
     TRACE,
     TRAIN,
     CauseVerdict,
@@ -18,6 +15,9 @@ from jaxinfra.faults.causes import (
     healthy,
     verdict_of_delays,
 )
+from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.diagnostics.delays import explain_step
+from jaxinfra.faults.arena import Arena, metrics, require
 from jaxinfra.hlo.buffers import step_bytes
 from jaxinfra.training.job import lower_step, make_job
 

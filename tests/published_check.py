@@ -4,8 +4,9 @@ import dataclasses
 import statistics
 from collections.abc import Iterator
 
+import published_figures
+
 from jaxinfra.config.presets.megatron import megatron_gpt
-from jaxinfra.planning import reference
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.formats import RECIPES
 from jaxinfra.planning.kv import kv_bytes_per_token
@@ -50,7 +51,7 @@ class Measured:
 
 def exact_values() -> Iterator[Exact]:
     """Every value of the reference that a formula determines."""
-    for name, count in reference.PARAMETERS.items():
+    for name, count in published_figures.PARAMETERS.items():
         ours = total_parameters(find_model(name))
         yield Exact(name=f"{name} parameters", published=f"{count:,}", ours=f"{ours:,}")
     deepseek = find_model("deepseek_v3")
@@ -59,31 +60,31 @@ def exact_values() -> Iterator[Exact]:
         "active": active_parameters(deepseek),
         "active without input embedding": active_parameters(deepseek, with_embedding=False),
     }
-    for (name, what), printed in reference.BILLIONS.items():
+    for (name, what), printed in published_figures.BILLIONS.items():
         yield _printed(f"{name} billions {what}", printed, counts[what] / 1e9)
-    for name, size in reference.KV_BYTES.items():
+    for name, size in published_figures.KV_BYTES.items():
         ours = kv_bytes_per_token(find_model(name))
         yield Exact(name=f"{name} KV bytes per token", published=f"{size:,}", ours=f"{ours:,.0f}")
-    for stage, printed in enumerate(reference.ZERO_GB):
+    for stage, printed in enumerate(published_figures.ZERO_GB):
         yield _printed(f"ZeRO stage {stage}, GB", printed, zero_bytes(7.5e9, 64, stage) / 1e9)
-    for case in reference.MEGATRON:
+    for case in published_figures.MEGATRON:
         for (how, form), printed in zip(
-            reference.ACTIVATION_FORMS, case.activation_gib, strict=True
+            published_figures.ACTIVATION_FORMS, case.activation_gib, strict=True
         ):
-            size = activation_bytes(*reference.megatron_case(case, form))
+            size = activation_bytes(*published_figures.megatron_case(case, form))
             yield _printed(f"{case.name} activations GiB, {how}", printed, size / 2**30)
-    for layers, width, heads, *_, printed in reference.SCALING:
+    for layers, width, heads, *_, printed in published_figures.SCALING:
         ours = (
             total_parameters(plan_model(megatron_gpt(layers=layers, width=width, heads=heads)))
             / 1e9
         )
         yield _printed(f"GPT of {layers} x {width}, billions", printed, ours)
-    for name, tokens, parameters, devices, rate, printed in reference.DAYS:
+    for name, tokens, parameters, devices, rate, printed in published_figures.DAYS:
         ours = training_days(
             tokens=tokens, parameters=parameters, devices=devices, flops_per_s=rate
         )
         yield _printed(f"{name} training days", printed, ours)
-    for name, total in reference.RECIPE_BYTES.items():
+    for name, total in published_figures.RECIPE_BYTES.items():
         ours = str(RECIPES[name].total)
         yield Exact(name=f"{name} bytes per parameter", published=total, ours=ours)
 
@@ -97,7 +98,7 @@ def _printed(name: str, published: str, ours: float) -> Exact:
 def measured_steps() -> list[Measured]:
     """Predictions of every measured step, one set of constants a GPU type."""
     found = []
-    for case in reference.timed_steps():
+    for case in published_figures.timed_steps():
         check(case.model, case.layout)
         parts = step_time(case.model, case.layout, find_device(case.device)).parts
         skipped = 0.0 if case.optimizer else parts.get("optimizer", 0.0)
@@ -126,7 +127,12 @@ def published_rates() -> list[tuple[str, float, float]]:
     Published rates and tokens/s were rounded apart, so these agree within 1 TFLOP/s, not exactly.
     """
     found = []
-    for name, tokens_per_s, tflops, (parameters, vocab, width, layers) in reference.NEMO_RATES:
+    for name, tokens_per_s, tflops, (
+        parameters,
+        vocab,
+        width,
+        layers,
+    ) in published_figures.NEMO_RATES:
         ours = tokens_per_s * nemo_flops_per_token(
             parameters=parameters, vocab=vocab, width=width, layers=layers, length=8192
         )

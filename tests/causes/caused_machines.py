@@ -5,6 +5,15 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from causes.causes import (
+    DOCTOR,
+    CauseVerdict,
+    alarm_of,
+    cause,
+    healthy,
+    verdict_of_findings,
+)
+from causes.machines import GOOD_HOST, RECORDED_H200, busy_answers, gpu_answers
 from jaxinfra.diagnostics.machine.finding import Finding
 from jaxinfra.diagnostics.machine.gpu import driver_findings, gpu_findings
 from jaxinfra.diagnostics.machine.host import host_findings
@@ -14,15 +23,6 @@ from jaxinfra.diagnostics.machine.settings import setting_findings
 from jaxinfra.diagnostics.machine.software import software_findings
 from jaxinfra.diagnostics.machine.xid import xid_findings
 from jaxinfra.faults.arena import Arena
-from jaxinfra.faults.causes import (
-    DOCTOR,
-    CauseVerdict,
-    alarm_of,
-    cause,
-    healthy,
-    verdict_of_findings,
-)
-from jaxinfra.faults.machines import GOOD_HOST, RECORDED_H200, busy_answers, gpu_answers
 
 _GIB = 1 << 30
 _STRANGER = {"pid": 4711, "usedGpuMemory": 60 * _GIB}

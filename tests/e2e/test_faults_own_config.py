@@ -1,4 +1,4 @@
-"""The gym on a config that is not its own: what it runs, and what it refuses before it runs."""
+"""Faults on a user's own config: what it runs, and what it refuses before it runs."""
 
 import json
 
@@ -13,11 +13,23 @@ from jaxinfra.faults.arena import STEPS, metrics
 
 # What follows the faults, the faults, and words of the line.
 REFUSALS = {
-    "mesh": (["small", "--mesh", "fsdp=2"], "1", ["--mesh is the gym's", "own mesh"]),
-    "steps": (["small", "--steps=40"], "1", ["--steps is the gym's", "12 steps"]),
-    "setting": (["--set", "training.steps=3"], "1", ["training.steps is the gym's"]),
-    "same setting": (["--set=sharding.zero=1"], "1", ["sharding.zero is the gym's"]),
-    "run": (["--resume", "runs/a"], "1", ["--resume is the gym's", "--config"]),
+    "mesh": (
+        ["small", "--mesh", "fsdp=2"],
+        "1",
+        ["--mesh is chosen by", "own mesh"],
+    ),
+    "steps": (["small", "--steps=40"], "1", ["--steps is chosen by", "12 steps"]),
+    "setting": (
+        ["--set", "training.steps=3"],
+        "1",
+        ["training.steps is chosen by"],
+    ),
+    "same setting": (
+        ["--set=sharding.zero=1"],
+        "1",
+        ["sharding.zero is chosen by"],
+    ),
+    "run": (["--resume", "runs/a"], "1", ["--resume is chosen by", "--config"]),
     "batch": (["tiny", "--batch-size", "4"], "23", ["faults [23]", "multiple of 8"]),
     "scale": (
         ["tiny", "--policy", "fp16", "--set=precision.loss_scaling=dynamic"],
@@ -33,7 +45,7 @@ REFUSALS = {
 @pytest.mark.parametrize("case", REFUSALS)
 def test_what_cannot_run_is_refused_before_anything_runs(tmp_path, capsys, case):
     options, fault, words = REFUSALS[case]
-    assert main(["gym", "--logs", str(tmp_path / "logs"), fault, "--", *options]) == 1
+    assert main(["faults", "--logs", str(tmp_path / "logs"), fault, "--", *options]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert [word for word in words if word not in line] == [], line
     assert not (tmp_path / "logs").exists()
@@ -44,7 +56,7 @@ def test_a_model_too_large_for_this_machine_is_refused(tmp_path, capsys, monkeyp
     memory.write_text("MemTotal: 99999999 kB\nMemAvailable:      8 kB\n")
     monkeypatch.setattr(own_config, "_MEMORY", memory)
     options = ["tiny", "--set=model.stacks.0.repeats=1"]
-    assert main(["gym", "--logs", str(tmp_path / "logs"), "1", "--", *options]) == 1
+    assert main(["faults", "--logs", str(tmp_path / "logs"), "1", "--", *options]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "in 3 copies of the state" in line
     assert "model.stacks.0.repeats=2" in line
@@ -76,7 +88,7 @@ def test_faults_of_a_config_file(tmp_path, capsys):
     )
     file, logs = tmp_path / "mine.json", tmp_path / "logs"
     file.write_text(codec.to_json(config))
-    words = ["gym", "--jobs", "2", "--json", "--logs", str(logs), "5", "12"]
+    words = ["faults", "--jobs", "2", "--json", "--logs", str(logs), "5", "12"]
     assert main([*words, "--", "--config", str(file)]) == 0
     verdicts = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {one["number"]: one["passed"] for one in verdicts} == {5: True, 12: True}

@@ -1,4 +1,4 @@
-"""Machines that the gym makes up, in the form in which real ones are recorded."""
+"""Made-up machines, in the form in which real ones are recorded."""
 
 import json
 from pathlib import Path

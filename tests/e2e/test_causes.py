@@ -1,10 +1,10 @@
 """Causes made to happen in small jobs are named first, and their remedies win what was said."""
 
 import pytest
+from causes.cause_list import all_causes, all_healthy
+from causes.causes import check_health, judge_cause
 
 from jaxinfra.faults.arena import Arena
-from jaxinfra.faults.cause_list import all_causes, all_healthy
-from jaxinfra.faults.causes import check_health, judge_cause
 
 CAUSES, HEALTHY = all_causes(), all_healthy()
 

@@ -1,13 +1,9 @@
-"""Causes in device traces that the gym makes up (``recordings``), read as any trace is."""
+"""Causes in made-up device traces (``recordings``), read as any trace is."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxinfra.diagnostics.delays import explain_step
-from jaxinfra.diagnostics.difference import compare_steps
-from jaxinfra.diagnostics.traced_run import read_traced_run
-from jaxinfra.faults.arena import Arena
-from jaxinfra.faults.causes import (
+from causes.causes import (
     DIFFERENCE,
     TRACE,
     CauseVerdict,
@@ -17,7 +13,7 @@ from jaxinfra.faults.causes import (
     healthy,
     verdict_of_delays,
 )
-from jaxinfra.faults.recordings import (
+from causes.recordings import (
     TracePart,
     changed,
     healthy_step,
@@ -27,6 +23,10 @@ from jaxinfra.faults.recordings import (
     slower,
     write_trace,
 )
+from jaxinfra.diagnostics.delays import explain_step
+from jaxinfra.diagnostics.difference import compare_steps
+from jaxinfra.diagnostics.traced_run import read_traced_run
+from jaxinfra.faults.arena import Arena
 
 _SCATTER = "jit(train_step)/transpose(jvp(layer))/mlp/psum_scatter"
 _LOSS = "jit(train_step)/jvp(loss)/f"

@@ -1,7 +1,7 @@
 """All causes and healthy states, which the modules imported here enter."""
 
-from jaxinfra.faults import caused_data, caused_machines, caused_runs, caused_traces
-from jaxinfra.faults.causes import (
+from causes import caused_data, caused_machines, caused_runs, caused_traces
+from causes.causes import (
     CAUSES,
     DATA,
     DIFFERENCE,

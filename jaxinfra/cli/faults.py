@@ -1,16 +1,13 @@
 """Inject faults into small runs on this machine, and judge what was lost.
 
-jaxinfra gym --list
-jaxinfra gym 1 9 13
-jaxinfra gym --all --jobs 4
-jaxinfra gym --causes                       are causes of slow or sick jobs named first?
-jaxinfra gym --causes power-cap unfused-loss dense-step
-jaxinfra gym --causes --recorded            those for which no job runs
-jaxinfra gym 1 2 -- small --data /texts --set model.stacks.0.repeats=2
-jaxinfra gym --all -- --config runs/mine/config.json --set model.stacks.0.repeats=2
+jaxinfra faults --list
+jaxinfra faults 1 9 13
+jaxinfra faults --all --jobs 4
+jaxinfra faults 1 2 -- small --data /texts --set model.stacks.0.repeats=2
+jaxinfra faults --all -- --config runs/mine/config.json --set model.stacks.0.repeats=2
 
-What follows -- is the user's own config, as jaxinfra train takes it (the gym's own options come
-before the faults then); the gym chooses the mesh, and how many steps there are between what.
+Options after -- are a config of your own, as jaxinfra train takes it; this command chooses the
+mesh and the number of steps, and its own options come before the faults then.
 Without it a model of a few thousand parameters is trained on generated text. Jobs have 2 to 8
 processes with one CPU device each, connected through the loopback. The exit code is 0 where every
 fault passed. docs/faults.md explains each.
@@ -29,8 +26,6 @@ from jaxinfra.cli.main import Parser
 from jaxinfra.errors import ConfigError
 from jaxinfra.faults import damage, deaths, own_config, replicas, serving, wrong_or_slow
 from jaxinfra.faults.arena import Arena
-from jaxinfra.faults.cause_list import all_causes, all_healthy
-from jaxinfra.faults.causes import CauseVerdict, check_health, judge_cause
 from jaxinfra.faults.verdict import FAULTS, Verdict, judge
 from jaxinfra.runtime.files import whole_number
 from jaxinfra.runtime.signals import raised_signals
@@ -42,12 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--all", action="store_true", help="every fault")
-    parser.add_argument(
-        "--causes", action="store_true", help="causes of slow or sick jobs: are they named first?"
-    )
-    parser.add_argument("--recorded", action="store_true", help="causes: none that runs a job")
-    parser.add_argument("--list", action="store_true", help="say which there are, and stop")
-    parser.add_argument("--logs", type=Path, help="where runs and logs stay (default: gym/TIME)")
+    parser.add_argument("--list", action="store_true", help="list the faults, and stop")
+    parser.add_argument("--logs", type=Path, help="where runs and logs stay (default: faults/TIME)")
     parser.add_argument("--jobs", type=int, default=1, help="faults at a time (default: 1)")
     parser.add_argument("--json", action="store_true", help="verdicts as JSON lines")
     parser.add_argument(
@@ -59,28 +50,22 @@ def run(args: argparse.Namespace) -> int:
     """Runs the faults asked for; prints a verdict each."""
     numbers = list(itertools.takewhile(str.isdecimal, args.words))
     options = args.words[len(numbers) :]
-    if args.list and args.causes:
-        for name, each in {**all_causes(), **all_healthy()}.items():
-            print(f"{name:24s} {each.command:12s} {each.describe()}")
-        return 0
     if args.list:
         for number in sorted(FAULTS):
             print(f"{number:2d}  {FAULTS[number].title}")
         return 0
-    if args.causes:
-        return _causes(args)
     unknown = [word for word in numbers if whole_number(word) not in FAULTS]
     if not args.all and not numbers:
         unknown = options[:1]
     if unknown or args.all == bool(numbers):
         what = f"no fault {unknown[0]!r}" if unknown else "name faults, or give --all"
-        raise ConfigError(f"{what}; jaxinfra gym --list says which there are")
+        raise ConfigError(f"{what}; jaxinfra faults --list says which there are")
     if args.jobs < 1:
         raise ConfigError(f"--jobs {args.jobs} must be at least 1")
     chosen = sorted(FAULTS) if args.all else [int(word) for word in numbers]
     if options:
         own_config.require_options(options)
-        parser = Parser(prog="jaxinfra gym ... --", allow_abbrev=False)
+        parser = Parser(prog="jaxinfra faults ... --", allow_abbrev=False)
         train.add_arguments(parser)
         config = train.config_of(parser.parse_args(options))
         own_config.require_runnable(config, chosen, jobs=args.jobs)
@@ -101,48 +86,8 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _causes(args: argparse.Namespace) -> int:
-    """Makes causes happen, then looks at what is healthy; prints a line or JSON object for each."""
-    every = {**all_causes(), **all_healthy()}
-    if unknown := [word for word in args.words if word not in every]:
-        raise ConfigError(
-            f"no cause {unknown[0]!r}; jaxinfra gym --causes --list says which there are"
-        )
-    chosen = args.words or [
-        name for name, each in every.items() if not (args.recorded and each.runs)
-    ]
-    arena = Arena(_place(args).absolute(), options=(), processes=2)
-    missed = 0
-    with raised_signals():
-        for name in chosen:
-            if name in all_causes():
-                found = judge_cause(name, arena)
-                missed += not found.named
-                _show_cause(name, found, as_json=args.json)
-                continue
-            alarm = check_health(name, arena)
-            missed += bool(alarm)
-            if args.json:
-                print(json.dumps({"name": name, "alarm": alarm}), flush=True)
-            else:
-                print(f"{'ALARM' if alarm else 'quiet':6s}  {name}: {alarm}", flush=True)
-    if not args.json:
-        print(f"{len(chosen) - missed} of {len(chosen)} as they should be")
-    return 1 if missed else 0
-
-
-def _show_cause(name: str, found: CauseVerdict, *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps({"name": name} | dataclasses.asdict(found)), flush=True)
-        return
-    gain = ""
-    if found.predicted_ms is not None and found.measured_ms is not None:
-        gain = f" Said {found.predicted_ms:.0f} ms, won {found.measured_ms:.0f} ms."
-    print(f"{'named' if found.named else 'MISSED':6s}  {name}: {found.said}{gain}", flush=True)
-
-
 def _place(args: argparse.Namespace) -> Path:
-    place = args.logs or Path("gym") / time.strftime("%Y%m%d-%H%M%S")
+    place = args.logs or Path("faults") / time.strftime("%Y%m%d-%H%M%S")
     if place.exists() and any(place.iterdir()):
         raise ConfigError(f"{place} holds an earlier call's runs; choose another --logs")
     return place

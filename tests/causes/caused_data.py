@@ -4,11 +4,7 @@ import random
 from collections.abc import Iterable
 from pathlib import Path
 
-from jaxinfra.data.sources import scan
-from jaxinfra.diagnostics.data_audit import audit
-from jaxinfra.diagnostics.machine.finding import Finding
-from jaxinfra.faults.arena import WORDS, Arena
-from jaxinfra.faults.causes import (
+from causes.causes import (
     DATA,
     CauseVerdict,
     alarm_of,
@@ -16,6 +12,10 @@ from jaxinfra.faults.causes import (
     healthy,
     verdict_of_findings,
 )
+from jaxinfra.data.sources import scan
+from jaxinfra.diagnostics.data_audit import audit
+from jaxinfra.diagnostics.machine.finding import Finding
+from jaxinfra.faults.arena import WORDS, Arena
 
 
 def _texts(place: Path, texts: Iterable[str]) -> Path:
