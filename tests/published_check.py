@@ -9,9 +9,8 @@ import published_figures
 from jaxinfra.config.presets.megatron import megatron_gpt
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.formats import RECIPES
-from jaxinfra.planning.kv import kv_bytes_per_token
 from jaxinfra.planning.layout import check
-from jaxinfra.planning.memory import activation_bytes
+from jaxinfra.planning.memory import activation_bytes, kv_bytes_per_token
 from jaxinfra.planning.model import active_parameters, find_model, plan_model, total_parameters
 from jaxinfra.planning.step import step_time
 

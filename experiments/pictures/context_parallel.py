@@ -13,7 +13,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from jaxinfra.parallel.context.zigzag import chunk_order
+from jaxinfra.parallel.zigzag import chunk_order
 
 DEVICES = 4
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")

@@ -14,9 +14,8 @@ from jaxinfra.config.model import stacked
 from jaxinfra.config.run import Remat
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.inference import Serving, decode, max_context, prefill, weight_bytes
-from jaxinfra.planning.kv import kv_bytes
 from jaxinfra.planning.layout import lay_out
-from jaxinfra.planning.memory import memory
+from jaxinfra.planning.memory import kv_bytes, memory
 from jaxinfra.planning.model import PlannedModel, find_model, plan_model
 from jaxinfra.planning.step import step_time
 from jaxinfra.planning.table import grid, show

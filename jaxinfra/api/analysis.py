@@ -6,12 +6,10 @@ from pathlib import Path
 from jaxinfra.config import codec
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import ModelConfig
-from jaxinfra.diagnostics.trace import device_events
-from jaxinfra.diagnostics.trace_axes import mesh_axes
+from jaxinfra.diagnostics.trace import device_events, mesh_axes
 from jaxinfra.diagnostics.waterfall import Waterfall, explain
-from jaxinfra.planning.devices import find_device
+from jaxinfra.planning.devices import find_device, with_bench_results
 from jaxinfra.planning.layout import Layout
-from jaxinfra.planning.measured import with_bench_results
 from jaxinfra.planning.model import find_model, plan_model
 from jaxinfra.planning.plan import Plan, make_plan
 from jaxinfra.planning.search import Question, search

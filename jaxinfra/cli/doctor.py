@@ -27,7 +27,7 @@ from jaxinfra.data.sources import scan
 from jaxinfra.diagnostics.data_audit import audit
 from jaxinfra.diagnostics.machine.examine import machine_findings
 from jaxinfra.diagnostics.machine.finding import Finding, Grade, headline, worst
-from jaxinfra.diagnostics.machine.links import link_findings, measure_links
+from jaxinfra.diagnostics.machine.gpu import link_findings, measure_links
 from jaxinfra.diagnostics.machine.nvml import LiveAnswers, RecordedAnswers
 from jaxinfra.errors import ConfigError
 from jaxinfra.runtime.files import read_json

@@ -28,10 +28,15 @@ from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.run import Remat, RunConfig
-from jaxinfra.diagnostics.memory.per_parameter import bytes_per_parameter, is_counted
 from jaxinfra.diagnostics.memory.picture import draw_memory
 from jaxinfra.diagnostics.memory.remedies import Remedy, find_remedies, fixed_remat
-from jaxinfra.diagnostics.memory.report import MemoryReport, gib, report_memory
+from jaxinfra.diagnostics.memory.report import (
+    MemoryReport,
+    bytes_per_parameter,
+    gib,
+    is_counted,
+    report_memory,
+)
 from jaxinfra.diagnostics.memory.serving import ServingCase, serving_memory, serving_remedies
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.definition import Parameters

@@ -1,15 +1,140 @@
-"""A run's traces: of all ranks and devices, each with what is known of the program."""
+"""A run's traces, all ranks and devices, each read beside its compiled program.
 
+A replayed CUDA graph's kernels carry the graph's name instead of their instruction's. They run in
+the program's order, so each is matched with the list of what the program launches: an XLA kernel is
+the next instruction of its name, a library's kernel the next call of a library.
+"""
+
+import bisect
+import collections
 import dataclasses
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import final
 
-from jaxinfra.diagnostics.launch_names import read_launches, with_names
-from jaxinfra.diagnostics.trace import events_by_device, traced_ranks
-from jaxinfra.diagnostics.trace_axes import mesh_axes
+from jaxinfra.diagnostics.trace import TraceEvent, events_by_device, mesh_axes, traced_ranks
 from jaxinfra.diagnostics.waterfall import Waterfall, explain
 from jaxinfra.errors import DataError
+from jaxinfra.hlo.launches import Launch
 from jaxinfra.runtime.files import read_json
-from jaxinfra.training.profile import STEP_FILE, TracedStep
+from jaxinfra.training.profile import LAUNCHES_FILE, STEP_FILE, TracedStep
+
+_GRAPH = "command_buffer"
+_LIBRARY = "a library's"
+_MOSAIC = "mosaic_gpu"
+_HELPERS = ("memset", "memcpy")
+
+
+def read_launches(trace: Path) -> list[Launch]:
+    """What the traced program launches, from the newest list under a trace's directory; nothing
+    where there is none.
+    """
+    files = sorted(trace.rglob(LAUNCHES_FILE), key=lambda file: file.stat().st_mtime)
+    return read_json(files[-1], holds=list[Launch]) if files else []
+
+
+def with_names(events: Sequence[TraceEvent], launches: Sequence[Launch]) -> list[TraceEvent]:
+    """The events, by start, each with the instruction and the source operation it is of."""
+    if not launches:
+        return list(events)
+    walk = _Walk(launches)
+    named: list[TraceEvent] = []
+    before: list[int] = []  # what comes before an instruction's kernel: memory it clears
+    for event in events:
+        place = walk.find(event)
+        if place is None:
+            before.append(len(named))
+            named.append(event)
+            continue
+        launch = launches[place]
+        named.append(_named(event, launch))
+        for waiting in before:
+            named[waiting] = _named(named[waiting], launch)
+        before.clear()
+    return named
+
+
+def _named(event: TraceEvent, launch: Launch) -> TraceEvent:
+    hlo_op = launch["instruction"] if _is_hidden(event) else event.hlo_op
+    op_name = event.op_name or launch["op_name"]
+    return dataclasses.replace(event, hlo_op=hlo_op, op_name=op_name)
+
+
+def _is_hidden(event: TraceEvent) -> bool:
+    return event.hlo_op.startswith(_GRAPH)
+
+
+@final
+class _Walk:
+    """A place in a program that moves as its launches are found in a trace."""
+
+    def __init__(self, launches: Sequence[Launch]):
+        self._launches = launches
+        self._now = -1
+        self._by_name = {each["instruction"]: place for place, each in enumerate(launches)}
+        self._alike = {each["kernel"]: each["alike"] for each in launches if each["kernel"]}
+        self._places: dict[str, list[int]] = collections.defaultdict(list)
+        for place, each in enumerate(launches):
+            self._places[self._class_of(each)].append(place)
+        self._loops: dict[int, tuple[int, int]] = {}
+        for place, each in enumerate(launches):
+            for loop in each["loops"]:
+                first, _ = self._loops.get(loop, (place, place))
+                self._loops[loop] = first, place
+
+    def _class_of(self, launch: Launch) -> str:
+        if launch["alike"]:
+            return launch["alike"]
+        return _MOSAIC if _MOSAIC in launch["target"] else _LIBRARY
+
+    def find(self, event: TraceEvent) -> int | None:
+        """The launch that an event is of; None where it belongs to the next one, or is unknown."""
+        if not _is_hidden(event):
+            found = self._by_name.get(event.hlo_op)
+            if found is not None:
+                self._now = found
+            return found
+        kernel = event.kernel.lower()
+        if any(helper in kernel for helper in _HELPERS):
+            return None
+        wanted = self._alike.get(event.kernel)
+        if wanted is None:
+            wanted = _MOSAIC if _MOSAIC in kernel else _LIBRARY
+            if wanted == _LIBRARY and self._continues():
+                return self._now  # a call of a library may take several kernels
+        places = self._places.get(wanted)
+        if not places:
+            return None
+        self._now = min(self._candidates(places), key=self._distance)
+        return self._now
+
+    def _continues(self) -> bool:
+        """Whether the next launch is another's, so that a library's kernel is of this one."""
+        if self._now < 0 or self._class_of(self._launches[self._now]) != _LIBRARY:
+            return False
+        ahead = self._places[_LIBRARY]
+        next_one = bisect.bisect_right(ahead, self._now)
+        return next_one == len(ahead) or ahead[next_one] > self._now + 4
+
+    def _candidates(self, places: list[int]) -> Iterable[int]:
+        """The next place ahead, the first of each loop around here, and the first of all."""
+        bounds = [self._now + 1, 0]
+        if self._now >= 0:
+            bounds += [self._loops[loop][0] for loop in self._launches[self._now]["loops"]]
+        for bound in bounds:
+            found = bisect.bisect_left(places, bound)
+            if found < len(places):
+                yield places[found]
+
+    def _distance(self, place: int) -> int:
+        """Launches from here to a place, through the end of a loop or of the program if behind."""
+        if place > self._now:
+            return place - self._now
+        for loop in reversed(self._launches[self._now]["loops"]):
+            first, last = self._loops[loop]
+            if first <= place:
+                return last - self._now + place - first + 1
+        return len(self._launches) - self._now + place
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from jaxinfra.diagnostics.trace import KINDS, TraceEvent, kind_of, scope_of
-from jaxinfra.diagnostics.trace_axes import CollectiveAxes
+from jaxinfra.diagnostics.trace import KINDS, CollectiveAxes, TraceEvent, kind_of, scope_of
 from jaxinfra.errors import DataError
 from jaxinfra.runtime.picture_style import BLUE, GREEN, ORANGE, PINK, RED, SKY, new_picture
 

@@ -7,8 +7,8 @@ import signal
 import time
 
 from jaxinfra.faults.arena import Arena, require
-from jaxinfra.faults.served_model import POISON
 from jaxinfra.faults.servers import (
+    POISON,
     PROMPTS,
     STEP,
     GymServer,

@@ -7,7 +7,23 @@ from typing import Any
 from jaxinfra.config.model import BlockConfig, ExpertsConfig, ModelConfig
 from jaxinfra.config.routing import BalanceConfig
 from jaxinfra.errors import ConfigError, nearest
-from jaxinfra.hf import deepseek, families, gpt2, sparse
+from jaxinfra.hf import deepseek, sparse
+from jaxinfra.hf.families import (
+    read_gemma2,
+    read_gpt2,
+    read_llama,
+    read_mistral,
+    read_phi3,
+    read_qwen2,
+    read_qwen3,
+    write_gemma2,
+    write_gpt2,
+    write_llama,
+    write_mistral,
+    write_phi3,
+    write_qwen2,
+    write_qwen3,
+)
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.quantization import Quantization, read_quantization
 from jaxinfra.runtime.files import is_of_type
@@ -23,25 +39,13 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(
-        architecture="LlamaForCausalLM", read=families.read_llama, write=families.write_llama
-    ),
-    "mistral": Family(
-        architecture="MistralForCausalLM", read=families.read_mistral, write=families.write_mistral
-    ),
-    "qwen2": Family(
-        architecture="Qwen2ForCausalLM", read=families.read_qwen2, write=families.write_qwen2
-    ),
-    "qwen3": Family(
-        architecture="Qwen3ForCausalLM", read=families.read_qwen3, write=families.write_qwen3
-    ),
-    "gemma2": Family(
-        architecture="Gemma2ForCausalLM", read=families.read_gemma2, write=families.write_gemma2
-    ),
-    "phi3": Family(
-        architecture="Phi3ForCausalLM", read=families.read_phi3, write=families.write_phi3
-    ),
-    "gpt2": Family(architecture="GPT2LMHeadModel", read=gpt2.read_gpt2, write=gpt2.write_gpt2),
+    "llama": Family(architecture="LlamaForCausalLM", read=read_llama, write=write_llama),
+    "mistral": Family(architecture="MistralForCausalLM", read=read_mistral, write=write_mistral),
+    "qwen2": Family(architecture="Qwen2ForCausalLM", read=read_qwen2, write=write_qwen2),
+    "qwen3": Family(architecture="Qwen3ForCausalLM", read=read_qwen3, write=write_qwen3),
+    "gemma2": Family(architecture="Gemma2ForCausalLM", read=read_gemma2, write=write_gemma2),
+    "phi3": Family(architecture="Phi3ForCausalLM", read=read_phi3, write=write_phi3),
+    "gpt2": Family(architecture="GPT2LMHeadModel", read=read_gpt2, write=write_gpt2),
     "mixtral": Family(
         architecture="MixtralForCausalLM", read=sparse.read_mixtral, write=sparse.write_mixtral
     ),

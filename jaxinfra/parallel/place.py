@@ -28,8 +28,8 @@ from jaxinfra.axes import (
 from jaxinfra.config.mesh import ShardingConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.definition import ModelDefinition, Parameters
-from jaxinfra.parallel.context.zigzag import zigzag_indices
 from jaxinfra.parallel.mesh import Rules, StateRules, state_rules
+from jaxinfra.parallel.zigzag import zigzag_indices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,19 +1,29 @@
-"""Predictions beside the program itself: the real training step, compiled for devices that are not
-there, read for its arguments, what it exchanges and its temporaries.
+"""Predictions beside the real training step, compiled for devices that are not present.
 
-What is exchanged is compared by mesh axis and purpose, in bytes of whole arrays, so that a compiler
-may choose its form: a sum is one whether it is reduce-scattered, or all-reduced and cut. The form
-is shown beside it, with what a device sends, and where the bytes differ by more than ``TOLERANCE``,
-the program's largest calls by the name it gives them.
+Its arguments, communication and temporaries are read. Communication is compared by mesh axis and
+purpose, in bytes of whole arrays, so that a compiler may choose its form: a sum is one whether it
+is reduce-scattered, or all-reduced and cut. The form is shown beside it, with what a device sends,
+and where the bytes differ by more than ``TOLERANCE``, the program's largest calls by the name it
+gives them.
+
+The CUDA plugin compiles for a topology from a description of the chip. These entry points are
+private to JAX and to its plugin (seen to work in 0.11.2), so all of them are here, and each absence
+is an error that says what is missing.
 """
 
 import collections
 import dataclasses
+import functools
+import importlib.util
+import logging
 import math
 from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType
+from jaxlib import xla_client
 
 from jaxinfra.axes import MeshAxis
 from jaxinfra.config.mesh import EXPERT, NODES, ShardingConfig
@@ -26,17 +36,102 @@ from jaxinfra.errors import UnsupportedError
 from jaxinfra.hlo.collective_bytes import sent_bytes
 from jaxinfra.hlo.program import Collective, collectives
 from jaxinfra.model.definition import define_model
-from jaxinfra.ops.target import compiling_for
+from jaxinfra.ops.target import Facts, compiling_for
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import state_rules
 from jaxinfra.parallel.place import Placement
 from jaxinfra.planning.devices import Device, find_device
-from jaxinfra.planning.gpu_target import compile_only_devices
 from jaxinfra.planning.layout import Layout
 from jaxinfra.planning.memory import memory
 from jaxinfra.planning.model import plan_model
 from jaxinfra.planning.plan import traffic
 from jaxinfra.training.job import lower_step, make_job
+
+_PLUGINS = (("jax_plugins.xla_cuda13", 13000), ("jax_plugins.xla_cuda12", 12090))
+
+# Of the description, what differs between the chips of constants/*.json.
+_CHIPS = {"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}
+
+
+def compile_only_devices(device: Device, count: int) -> tuple[list[Any], Facts]:
+    """Devices to build a mesh of and compile for, and the facts that kernels are chosen by.
+
+    Raises:
+        UnsupportedError: no CUDA plugin, one already in use, or a chip without a description here.
+    """
+    if device.name not in _CHIPS:
+        raise UnsupportedError(
+            f"--compile gpu for {device.name}: chips described here are {', '.join(_CHIPS)}"
+        )
+    plugin, cuda = _plugin()
+    api = _load(str(plugin))
+    nodes = max(count // device.node_devices, 1)
+    layout = f"{nodes}x1x{count // nodes}"
+    topology = xla_client.make_c_api_device_topology(
+        api, layout, target_config=_description(device), topology=layout
+    )
+    facts = Facts(kind=_CHIPS[device.name], is_gpu=True, capability=(9, 0), cuda=cuda)
+    return list(topology._make_compile_only_devices()), facts
+
+
+def _plugin() -> tuple[Path, int]:
+    for name, cuda in _PLUGINS:
+        found = importlib.util.find_spec("jax_plugins")
+        spec = importlib.util.find_spec(name) if found is not None else None
+        if spec is not None and spec.submodule_search_locations:
+            library = Path(next(iter(spec.submodule_search_locations))) / "xla_cuda_plugin.so"
+            if library.exists():
+                return library, cuda
+    raise UnsupportedError(
+        "--compile gpu needs the CUDA plugin, which is missing: install jaxinfra[cuda] (a GPU "
+        "is not needed), or use --compile cpu"
+    )
+
+
+@functools.cache
+def _load(library: str) -> Any:
+    """The plugin's interface. JAX finds an installed plugin too and must then not load it again, so
+    this runs before JAX starts its backends.
+    """
+    if xla_client.pjrt_plugin_loaded("cuda"):
+        raise UnsupportedError(
+            "--compile gpu: JAX has loaded the CUDA plugin already; compile before anything else "
+            "uses JAX, in a process of its own"
+        )
+    api = xla_client.load_pjrt_plugin_dynamically("cuda", library)
+    xla_client.initialize_pjrt_plugin("cuda")
+    # It would say that the plugin is loaded already.
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.CRITICAL)
+    return api
+
+
+def _description(device: Device) -> str:
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: {device.num_sms}
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {int(device.hbm_bytes_per_s)}
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: {device.hbm_bytes}
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability {{ major: 9 }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "{_CHIPS[device.name]}"
+"""
+
 
 TOLERANCE = 0.02
 """Formulas leave out token ids, and count vectors as if they were matrices."""

@@ -15,11 +15,10 @@ from jaxinfra.config.run import Remat
 from jaxinfra.errors import ConfigError, nearest
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.formats import RECIPES
-from jaxinfra.planning.gathered import sized
 from jaxinfra.planning.layout import BY_STRENGTH, Layout, Traits, refusal
 from jaxinfra.planning.memory import memory, state_bytes
 from jaxinfra.planning.model import PlannedModel
-from jaxinfra.planning.plan import Plan, make_plan
+from jaxinfra.planning.plan import Plan, make_plan, sized
 from jaxinfra.planning.step import step_time
 
 _KEPT = 64

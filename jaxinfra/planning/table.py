@@ -10,7 +10,7 @@ from rich.table import Table
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.formats import CORRESPONDENCES, FORMATS, RECIPES, Correspondence
 from jaxinfra.planning.inference import Serving, summary
-from jaxinfra.planning.kv import kv_table
+from jaxinfra.planning.memory import kv_table
 from jaxinfra.planning.model import (
     PlannedModel,
     active_parameters,

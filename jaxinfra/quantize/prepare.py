@@ -1,11 +1,25 @@
-"""A layer's weights made ready to be rounded: inputs scaled, ranges of groups cut."""
+"""A layer's weights prepared for rounding: inputs scaled, ranges of groups clipped.
 
-from collections.abc import Mapping
+Multiplying an input's weights with s, and what makes that input by 1 / s, changes nothing but how
+they round. AWQ (Lin et al. 2023, arXiv 2306.00978) takes s = mean |x| ** alpha for the alpha at
+which outputs are off least; SmoothQuant (Xiao et al. 2022, arXiv 2211.10438) takes
+s = max |x| ** alpha / max |w| ** (1 - alpha), so that inputs round as easily as weights do.
+
+With D the error of a weight [K, N] and H = x^T x, the error of its outputs is tr(D^T H D). Weights
+of experts are [E, K, N], each with an H of its own tokens.
+
+Dims: E expert, K input, N output, G group of inputs, R input of a group.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 
 from jaxinfra.config.model import BlockConfig
+from jaxinfra.numerics.storage import EXACT
+from jaxinfra.ops.quantized import WeightFormat, round_weight
 from jaxinfra.quantize.equivalence import (
     ScaledInput,
     divided_columns,
@@ -14,13 +28,128 @@ from jaxinfra.quantize.equivalence import (
 )
 from jaxinfra.quantize.layers import MatrixDims
 from jaxinfra.quantize.recipes import Method, QuantizationRecipe
-from jaxinfra.quantize.search import (
-    awq_scales,
-    awq_scales_by_expert,
-    clipped_ranges,
-    smooth_scales,
-)
 from jaxinfra.quantize.statistics import InputStatistics
+
+NUM_ALPHAS = 20
+NUM_CLIPS, LEAST_CLIP = 10, 0.5
+SMOOTHNESS = 0.5  # SmoothQuant's alpha
+_LEAST = 1e-4  # of a scale
+
+type _OfOne = Callable[[jax.Array, InputStatistics], jax.Array]
+
+
+@functools.partial(jax.jit, static_argnames=("form",))
+def awq_scales(
+    weights: list[jax.Array], seen: list[InputStatistics], mean_K: jax.Array, *, form: WeightFormat
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The scale of each input that all these weights share, [K]; the relative error of their
+    outputs with it; and without any.
+
+    Args:
+        weights: [K, N], or [E, K, N] of experts.
+        seen: what each of them read.
+        mean_K: of the magnitude of the input, over all tokens.
+    """
+
+    def scales(alpha: jax.Array) -> jax.Array:
+        s = jnp.maximum(jnp.maximum(mean_K, _LEAST) ** alpha, _LEAST)
+        return s / jnp.sqrt(jnp.max(s) * jnp.min(s))
+
+    def total(error: _OfOne) -> jax.Array:
+        each = (_by_expert(error, w, of) for w, of in zip(weights, seen, strict=True))
+        return sum((jnp.sum(one) for one in each), jnp.zeros((), EXACT))
+
+    def with_scales(alpha: jax.Array) -> jax.Array:
+        s = scales(alpha)[:, None]
+
+        def error(w_KN: jax.Array, seen: InputStatistics) -> jax.Array:
+            rounded = round_weight(w_KN * s, form, has_zeros=True).dequantize(EXACT)
+            return output_error(rounded.reshape(w_KN.shape) / s - w_KN, seen)
+
+        return total(error)
+
+    alphas = jnp.arange(NUM_ALPHAS, dtype=EXACT) / NUM_ALPHAS
+    errors = jax.lax.map(with_scales, alphas)
+    best, whole = jnp.argmin(errors), total(output_error)
+    return scales(alphas[best]), errors[best] / whole, errors[0] / whole
+
+
+@functools.partial(jax.jit, static_argnames=("form",))
+def awq_scales_by_expert(
+    w_EKN: jax.Array, seen: InputStatistics, *, form: WeightFormat
+) -> jax.Array:
+    """The scales of the inputs that each expert has for itself, [E, K]."""
+
+    def of_one(w_KN: jax.Array, seen: InputStatistics) -> jax.Array:
+        return awq_scales([w_KN], [seen], seen.mean_K, form=form)[0]
+
+    return _by_expert(of_one, w_EKN, seen)
+
+
+def _by_expert(of_one: _OfOne, w: jax.Array, seen: InputStatistics) -> jax.Array:
+    """Of one weight, or of one expert after another."""
+    if w.ndim == 2:
+        return of_one(w, seen)
+    return jax.lax.map(lambda each: of_one(*each), (w, seen))
+
+
+def output_error(off_KN: jax.Array, seen: InputStatistics) -> jax.Array:
+    """Sum of squares of the outputs of a weight's error, over all tokens."""
+    grid = seen.products_GRR.shape[:2]
+    off_GRN = off_KN.reshape(*grid, -1)
+    return jnp.sum(off_GRN * _heard(seen.products_GRR, off_GRN))
+
+
+def _heard(products_GRR: jax.Array, off_GRN: jax.Array) -> jax.Array:
+    return jnp.einsum("grs,gsn->grn", products_GRR, off_GRN, precision="highest")
+
+
+@functools.partial(jax.jit, static_argnames=("form",))
+def clipped_ranges(w: jax.Array, seen: InputStatistics, *, form: WeightFormat) -> jax.Array:
+    """What the range of each group is multiplied with, [G, N], or [E, G, N]: of some, that with
+    which the group's share of the outputs is off least.
+    """
+    return _by_expert(functools.partial(_clipped, form=form), w, seen)
+
+
+def _clipped(w_KN: jax.Array, seen: InputStatistics, *, form: WeightFormat) -> jax.Array:
+    rows, columns = w_KN.shape
+    size = form.group_rows
+    products_GRR = _of_groups(seen.products_GRR, size)
+
+    def error(clip: jax.Array) -> jax.Array:
+        rounded = round_weight(w_KN, form, has_zeros=True, clip=clip).dequantize(EXACT)
+        off_GRN = (rounded.reshape(w_KN.shape) - w_KN).reshape(rows // size, size, columns)
+        return jnp.sum(off_GRN * _heard(products_GRR, off_GRN), axis=1)
+
+    clips = 1.0 - (1.0 - LEAST_CLIP) * jnp.arange(NUM_CLIPS, dtype=EXACT) / NUM_CLIPS
+    errors = jax.lax.map(error, clips)
+    return clips[jnp.argmin(errors, axis=0)]
+
+
+def _of_groups(products_GRR: jax.Array, size: int) -> jax.Array:
+    """Blocks of groups on the diagonal, of larger ones or of all."""
+    blocks, width = products_GRR.shape[:2]
+    inner = products_GRR.reshape(blocks, width // size, size, width // size, size)
+    own = jnp.arange(width // size)
+    # Dims that are indexed come first: group of the block, block, and both of the products.
+    return jnp.swapaxes(inner[:, own, :, own], 0, 1).reshape(-1, size, size)
+
+
+@jax.jit
+def smooth_scales(weights: list[jax.Array], largest_K: jax.Array) -> jax.Array:
+    """SmoothQuant's scale of each input that all these weights share, [K].
+
+    Args:
+        weights: [K, N], or [E, K, N] of experts.
+        largest_K: of the magnitude of the input, over all tokens.
+    """
+    by_input = [jnp.max(jnp.abs(w), axis=(*range(w.ndim - 2), w.ndim - 1)) for w in weights]
+    largest = jnp.max(jnp.stack(by_input), axis=0)
+    of_inputs = jnp.maximum(largest_K, _LEAST) ** SMOOTHNESS
+    # Weights are multiplied with it, inputs divided.
+    return jnp.maximum(of_inputs / jnp.maximum(largest, _LEAST) ** (1.0 - SMOOTHNESS), _LEAST)
+
 
 _UNCUT = ("query", "key")
 """Of queries and keys, whose products with one another are what matters, AWQ cuts none."""

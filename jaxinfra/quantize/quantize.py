@@ -1,7 +1,7 @@
-"""A model into a directory of weights in few bits, layer by layer.
+"""A model quantized into a directory, layer by layer.
 
-A layer's weights are on the device at a time, and on the host, beside the hidden states of the
-text; weights in few bits lie on disk until all are written.
+One layer's weights are on the device and on the host at a time, beside the hidden states of the
+text; quantized weights are on disk until all are written.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,29 @@ from jaxinfra.quantize import matrices
 from jaxinfra.quantize.layers import CalibrationModel, LayerPlace, places_of, read_layer
 from jaxinfra.quantize.prepare import cut_ranges, with_scaled_inputs
 from jaxinfra.quantize.recipes import QuantizationRecipe, config_of
-from jaxinfra.quantize.shelf import shelved
 from jaxinfra.quantize.statistics import InputStatistics
+
+_ALIGNMENT = 64
+
+
+def shelved[Key: Hashable](file: Path, arrays: Mapping[Key, np.ndarray]) -> dict[Key, np.ndarray]:
+    """The arrays as a new file holds them, read from it when they are looked at."""
+    starts: dict[Key, int] = {}
+    with file.open("xb") as out:
+        for key, array in arrays.items():
+            out.write(bytes(-out.tell() % _ALIGNMENT))
+            starts[key] = out.tell()
+            out.write(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
+    if not file.stat().st_size:
+        return dict(arrays)
+    held = np.memmap(file, np.uint8, mode="r")
+
+    def one(key: Key, like: np.ndarray) -> np.ndarray:
+        size = math.prod(like.shape) * like.dtype.itemsize
+        return held[starts[key] : starts[key] + size].view(like.dtype).reshape(like.shape)
+
+    return {key: one(key, array) for key, array in arrays.items()}
+
 
 _ROWS = 4  # sequences that a layer is run on at a time
 

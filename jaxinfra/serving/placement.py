@@ -3,9 +3,9 @@
 import jax
 
 from jaxinfra.axes import MeshAxis
-from jaxinfra.config.divides import check_divides
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import ModelConfig
+from jaxinfra.config.validate import check_divides
 from jaxinfra.errors import ConfigError
 from jaxinfra.parallel.mesh import make_mesh, serving_rules
 from jaxinfra.parallel.place import Placement

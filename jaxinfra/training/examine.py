@@ -25,8 +25,8 @@ from jaxinfra.data.corpora import Corpora
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.data.train_iterator import TrainIterator
 from jaxinfra.model.definition import ModelDefinition, Parameters, only
-from jaxinfra.parallel.context.zigzag import from_zigzag
 from jaxinfra.parallel.place import path_name
+from jaxinfra.parallel.zigzag import from_zigzag
 from jaxinfra.runtime.recorder import EXCLUDED, read_incidents
 from jaxinfra.training.gradients import hidden_loss, own_loss, split_batch
 from jaxinfra.training.job import Job

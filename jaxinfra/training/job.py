@@ -30,11 +30,11 @@ from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.model.definition import ModelDefinition, Parameters, define_model, only
 from jaxinfra.model.quantized_base import base_shapes
 from jaxinfra.numerics.policy import held_as_computed, policy_of
-from jaxinfra.parallel.context.zigzag import to_zigzag
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh, state_rules
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.place_quantized import base_shardings
+from jaxinfra.parallel.zigzag import to_zigzag
 from jaxinfra.training.gradients import (
     GradientFunction,
     make_evaluation_step,

@@ -22,7 +22,7 @@ from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.data.train_iterator import TrainIterator, train_batches
 from jaxinfra.errors import DataError
 from jaxinfra.model.definition import Parameters
-from jaxinfra.parallel.context.zigzag import from_zigzag
+from jaxinfra.parallel.zigzag import from_zigzag
 from jaxinfra.training.job import Job
 from jaxinfra.training.preferences import pair_sums
 from jaxinfra.training.state import State

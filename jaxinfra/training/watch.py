@@ -23,8 +23,7 @@ import numpy as np
 
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config import codec
-from jaxinfra.config.reliability import ReliabilityConfig
-from jaxinfra.config.run import RunConfig
+from jaxinfra.config.run import ReliabilityConfig, RunConfig
 from jaxinfra.data.batch import Batch
 from jaxinfra.errors import JaxinfraError
 from jaxinfra.runtime.files import whole_number

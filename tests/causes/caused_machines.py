@@ -15,13 +15,16 @@ from causes.causes import (
 )
 from causes.machines import GOOD_HOST, RECORDED_H200, busy_answers, gpu_answers
 from jaxinfra.diagnostics.machine.finding import Finding
-from jaxinfra.diagnostics.machine.gpu import driver_findings, gpu_findings
+from jaxinfra.diagnostics.machine.gpu import (
+    LinkRate,
+    driver_findings,
+    gpu_findings,
+    link_findings,
+    xid_findings,
+)
 from jaxinfra.diagnostics.machine.host import host_findings
-from jaxinfra.diagnostics.machine.links import LinkRate, link_findings
 from jaxinfra.diagnostics.machine.nvml import RecordedAnswers
-from jaxinfra.diagnostics.machine.settings import setting_findings
-from jaxinfra.diagnostics.machine.software import software_findings
-from jaxinfra.diagnostics.machine.xid import xid_findings
+from jaxinfra.diagnostics.machine.settings import setting_findings, software_findings
 from jaxinfra.faults.arena import Arena
 
 _GIB = 1 << 30

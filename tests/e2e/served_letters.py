@@ -14,7 +14,7 @@ import numpy as np
 from jaxinfra.checkpoint.trained_adapters import Adapters, host_adapters
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.data.tokenizer import bytes_tokenizer
-from jaxinfra.faults import served_model
+from jaxinfra.faults.servers import SERVED_CONFIG
 from jaxinfra.model.decoder import Decoder
 from jaxinfra.model.definition import by_path, define_model, merged
 from jaxinfra.parallel.execution import execution_on
@@ -31,7 +31,7 @@ from jaxinfra.serving.sampling import GREEDY
 
 KEY = "secret"
 CONTEXT = 256
-CONFIG = dataclasses.replace(served_model.CONFIG, vocab_size=257, max_positions=CONTEXT)
+CONFIG = dataclasses.replace(SERVED_CONFIG, vocab_size=257, max_positions=CONTEXT)
 TEMPLATE = (
     "{% if tools %}{{ tools[0].function.name }};{% endif %}"
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"

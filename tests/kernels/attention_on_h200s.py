@@ -16,8 +16,8 @@ from jax._src import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxlib import xla_client
 
-from jaxinfra.planning import gpu_target
 from jaxinfra.planning.devices import find_device
+from jaxinfra.planning.receipt import _load, _plugin, compile_only_devices
 from pallas_kernels import flash_attention
 from pallas_kernels.common.device import compiling_for
 
@@ -35,7 +35,7 @@ def partitioner_for_the_plugin() -> None:
         custom_partitioning._custom_partitioning_partition,
         custom_partitioning._custom_partitioning_infer_sharding_from_operands,
         can_side_effecting_have_replicated_sharding=True,
-        c_api=gpu_target._load(str(gpu_target._plugin()[0])),
+        c_api=_load(str(_plugin()[0])),
     )
 
 
@@ -60,7 +60,7 @@ CASES = {
 
 
 def main() -> None:
-    devices, facts = gpu_target.compile_only_devices(find_device("h200"), 4)
+    devices, facts = compile_only_devices(find_device("h200"), 4)
     partitioner_for_the_plugin()
     grid = np.array(devices).reshape(2, 2)
     mesh = Mesh(grid, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)

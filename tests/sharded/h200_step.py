@@ -32,7 +32,7 @@ from jaxinfra.config.run import AttentionImplementation, Remat
 from jaxinfra.hlo.program import CompiledInstruction, collectives, compiled_instructions
 from jaxinfra.ops.target import compiling_for
 from jaxinfra.planning.devices import find_device
-from jaxinfra.planning.gpu_target import compile_only_devices
+from jaxinfra.planning.receipt import compile_only_devices
 from jaxinfra.training.job import lower_step, make_job
 from jaxinfra.training.xla_options import KNOWN_GOOD, Options
 

@@ -20,9 +20,9 @@ from jaxinfra.hlo.program import Collective, collectives
 from jaxinfra.parallel.context import halo
 from jaxinfra.parallel.context.cost import context_bytes
 from jaxinfra.parallel.context.methods import ContextAttention
-from jaxinfra.parallel.context.zigzag import from_zigzag, to_zigzag, zigzag_indices
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
+from jaxinfra.parallel.zigzag import from_zigzag, to_zigzag, zigzag_indices
 from tests.kernels import attention_oracle
 from tests.seeds import seeded
 from tests.sharded.cases import COMPILER_OPTIONS

@@ -9,10 +9,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.model.dropout import dropout
-from jaxinfra.parallel.context.zigzag import to_zigzag
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
+from jaxinfra.parallel.zigzag import to_zigzag
 
 X = np.ones((8, 8, 6), np.float32)
 

@@ -9,8 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxinfra.config.mesh import MeshConfig
-from jaxinfra.hlo.groups import axes_between, first_group
-from jaxinfra.hlo.program import collectives
+from jaxinfra.hlo.program import axes_between, collectives, first_group
 from jaxinfra.parallel.mesh import make_mesh
 
 SIZES = {"replica": 2, "fsdp": 2, "tensor": 2}

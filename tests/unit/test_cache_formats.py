@@ -15,7 +15,7 @@ from jaxinfra.model.cache import ContiguousCache
 from jaxinfra.model.definition import define_model
 from jaxinfra.ops.cache_format import as_cached, read_tokens, stored_tokens
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.planning.kv import element_bits
+from jaxinfra.planning.memory import element_bits
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.requests import GenerationRequest
 from jaxinfra.serving.generate import generate

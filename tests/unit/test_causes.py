@@ -15,7 +15,7 @@ from jaxinfra.cli.main import main
 from jaxinfra.config import codec
 from jaxinfra.config.presets.models import llama32_1b
 from jaxinfra.config.presets.runs import pretraining
-from jaxinfra.diagnostics.rank_delays import straggler_delays
+from jaxinfra.diagnostics.delays import straggler_delays
 from jaxinfra.diagnostics.traced_run import read_traced_run
 from jaxinfra.faults.arena import Arena
 from jaxinfra.hlo.matmul_shapes import matmul_shapes

@@ -10,18 +10,25 @@ from causes.machines import GOOD_HOST, RECORDED_H200, busy_answers, gpu_answers
 
 from jaxinfra.cli.main import main
 from jaxinfra.diagnostics.machine.finding import Grade, worst
-from jaxinfra.diagnostics.machine.gpu import driver_findings, gpu_findings
+from jaxinfra.diagnostics.machine.gpu import (
+    LinkRate,
+    driver_findings,
+    gpu_findings,
+    link_findings,
+    xid_findings,
+)
 from jaxinfra.diagnostics.machine.host import HostState, host_findings, read_host
-from jaxinfra.diagnostics.machine.links import LinkRate, link_findings
 from jaxinfra.diagnostics.machine.nvml import (
     LiveAnswers,
     NoAnswerError,
     RecordedAnswers,
     asked_or_none,
 )
-from jaxinfra.diagnostics.machine.settings import setting_findings, unknown_flag_findings
-from jaxinfra.diagnostics.machine.software import software_findings
-from jaxinfra.diagnostics.machine.xid import xid_findings
+from jaxinfra.diagnostics.machine.settings import (
+    setting_findings,
+    software_findings,
+    unknown_flag_findings,
+)
 from jaxinfra.errors import ConfigError
 
 GIB = 2**30

@@ -12,11 +12,11 @@ import pytest
 
 from jaxinfra.cli import train
 from jaxinfra.cli.main import Parser, main
-from jaxinfra.cli.plan_headline import headline, train_command
+from jaxinfra.cli.plan import headline, train_command
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.run import Remat
 from jaxinfra.config.validate import validate
-from jaxinfra.diagnostics import trace
+from jaxinfra.diagnostics.trace import device_events, jax
 from jaxinfra.errors import ConfigError, DataError, nearest
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.layout import Layout
@@ -176,10 +176,10 @@ def test_a_profile_of_a_cpu_says_what_to_do(monkeypatch, tmp_path):
         def from_serialized_xspace(_):
             return Profile()
 
-    monkeypatch.setattr(trace.jax.profiler, "ProfileData", Profile)
+    monkeypatch.setattr(jax.profiler, "ProfileData", Profile)
     (tmp_path / "a.xplane.pb").touch()
     with pytest.raises(DataError, match=r"tensorboard --logdir.*jaxinfra trace --example"):
-        trace.device_events(tmp_path)
+        device_events(tmp_path)
 
 
 def test_the_held_out_loss_shown_says_of_which_step_it_is():

@@ -14,8 +14,7 @@ from jaxinfra.config import codec
 from jaxinfra.config.presets import run_preset
 from jaxinfra.diagnostics.memory.picture import draw_memory
 from jaxinfra.diagnostics.memory.remedies import compiled_bytes, find_remedies
-from jaxinfra.diagnostics.memory.report import gib, report_program
-from jaxinfra.diagnostics.memory.roles import (
+from jaxinfra.diagnostics.memory.report import (
     ACTIVATIONS,
     COLLECTIVES,
     FRAGMENTATION,
@@ -23,11 +22,12 @@ from jaxinfra.diagnostics.memory.roles import (
     OPTIMIZER,
     WEIGHTS,
     argument_name,
+    gib,
+    report_program,
 )
 from jaxinfra.errors import DeviceMemoryError
 from jaxinfra.hlo import wire
-from jaxinfra.hlo.buffers import read_program, step_bytes
-from jaxinfra.hlo.live import follow
+from jaxinfra.hlo.buffers import follow, read_program, step_bytes
 from jaxinfra.training import loop
 from jaxinfra.training.job import lower_step, make_job
 

@@ -10,9 +10,8 @@ from jaxinfra.config.presets import MODELS
 from jaxinfra.ops.cross_entropy import HOPPER_LEAST_IDS, linear_cross_entropy
 from jaxinfra.ops.target import H200, compiling_for
 from jaxinfra.planning.layout import lay_out
-from jaxinfra.planning.loss import loss_form, loss_operations
 from jaxinfra.planning.model import plan_model
-from jaxinfra.planning.operations import PlannedCollective
+from jaxinfra.planning.operations import PlannedCollective, loss_form, loss_operations
 
 
 def llama(vocab):

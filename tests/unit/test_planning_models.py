@@ -8,7 +8,6 @@ from jaxinfra.cli.main import main
 from jaxinfra.config.presets import MODELS
 from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.hf import from_hf_config
-from jaxinfra.planning import gpu_target
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.model import (
     active_parameters,
@@ -16,6 +15,7 @@ from jaxinfra.planning.model import (
     plan_model,
     total_parameters,
 )
+from jaxinfra.planning.receipt import compile_only_devices, importlib
 
 COMMON = {
     "attention_dropout": 0.0,
@@ -322,8 +322,8 @@ def test_pictures(capsys, tmp_path):
 
 
 def test_compiling_for_a_gpu_says_what_is_missing(monkeypatch):
-    monkeypatch.setattr(gpu_target.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match=r"jaxinfra\[cuda\]"):
-        gpu_target.compile_only_devices(find_device("h200"), 1)
+        compile_only_devices(find_device("h200"), 1)
     with pytest.raises(UnsupportedError, match="a100"):
-        gpu_target.compile_only_devices(find_device("a100"), 1)
+        compile_only_devices(find_device("a100"), 1)

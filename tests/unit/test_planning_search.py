@@ -10,16 +10,14 @@ import pytest
 from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.run import Remat
 from jaxinfra.errors import ConfigError
-from jaxinfra.planning.devices import NAMES, find_device, with_measurements
+from jaxinfra.planning.devices import NAMES, find_device, with_bench_results, with_measurements
 from jaxinfra.planning.layout import Layout, check, lay_out
-from jaxinfra.planning.measured import with_bench_results
 from jaxinfra.planning.memory import memory
 from jaxinfra.planning.model import find_model, total_parameters
 from jaxinfra.planning.operations import PlannedMatmul
 from jaxinfra.planning.plan import make_plan, traffic
 from jaxinfra.planning.search import CHOICES, Question, search
-from jaxinfra.planning.step import data_collectives, device_parameters, step_time
-from jaxinfra.planning.timing import matmul_s
+from jaxinfra.planning.step import data_collectives, device_parameters, matmul_s, step_time
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 H200, H100 = find_device("h200"), find_device("h100")

@@ -16,7 +16,7 @@ from jaxinfra.planning.inference import (
     ridge,
     weight_bytes,
 )
-from jaxinfra.planning.kv import kv_bytes, kv_bytes_per_token
+from jaxinfra.planning.memory import kv_bytes, kv_bytes_per_token
 from jaxinfra.planning.model import find_model, plan_model
 
 H200, H100 = find_device("h200"), find_device("h100")

@@ -22,9 +22,9 @@ from jaxinfra.ops.experts import ExpertWeights
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.quantize import equivalence, prepare
 from jaxinfra.quantize.layers import CalibrationModel, places_of, read_layer
+from jaxinfra.quantize.prepare import clipped_ranges, output_error
 from jaxinfra.quantize.quantize import SourceModel, quantize_model
 from jaxinfra.quantize.recipes import Method, quantization_recipe
-from jaxinfra.quantize.search import clipped_ranges, output_error
 from jaxinfra.quantize.statistics import RoutedTokens, statistics_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"

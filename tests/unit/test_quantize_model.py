@@ -29,9 +29,9 @@ from jaxinfra.ops.quantized import WeightCode, WeightFormat
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.quantize.equivalence import scaled_inputs
 from jaxinfra.quantize.layers import CalibrationModel
+from jaxinfra.quantize.prepare import awq_scales, clipped_ranges, output_error, smooth_scales
 from jaxinfra.quantize.quantize import SourceModel, quantize_model
 from jaxinfra.quantize.recipes import RECIPES, Method, config_of, quantization_recipe
-from jaxinfra.quantize.search import awq_scales, clipped_ranges, output_error, smooth_scales
 from jaxinfra.quantize.statistics import statistics_of
 
 RNG = np.random.default_rng(0)

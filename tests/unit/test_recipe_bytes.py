@@ -8,7 +8,7 @@ from published_figures import RECIPE_BYTES
 
 from jaxinfra.config import codec
 from jaxinfra.config.presets import run_preset
-from jaxinfra.diagnostics.memory.per_parameter import bytes_per_parameter
+from jaxinfra.diagnostics.memory.report import bytes_per_parameter
 from jaxinfra.errors import UnsupportedError
 from jaxinfra.planning.formats import CORRESPONDENCES, RECIPES
 from jaxinfra.training.job import make_job

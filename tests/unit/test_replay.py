@@ -16,8 +16,7 @@ from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config.parts import part
 from jaxinfra.data.ledger import rows_sum, whole_sum
 from jaxinfra.data.tokenizer import bytes_tokenizer
-from jaxinfra.diagnostics.bisect import StepPieces, find_nonfinite
-from jaxinfra.diagnostics.first_nonfinite import first_nonfinite
+from jaxinfra.diagnostics.bisect import StepPieces, find_nonfinite, first_nonfinite
 from jaxinfra.diagnostics.replay import replay_step
 from jaxinfra.training.describe import record_environment
 from jaxinfra.training.examine import examine_step

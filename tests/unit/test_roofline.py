@@ -15,7 +15,7 @@ from jaxinfra.model.flops import palm_flops_per_token, training_flops_per_token
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.inference import Serving, decode, ridge
-from jaxinfra.planning.kv import kv_bytes
+from jaxinfra.planning.memory import kv_bytes
 from jaxinfra.planning.model import find_model
 
 H200 = find_device("h200")

@@ -2,7 +2,7 @@
 
 from experiments.bench.serving import serve_host
 from jaxinfra.checkpoint.finite import nonfinite_allowed
-from jaxinfra.faults.served_model import write_served_model
+from jaxinfra.faults.servers import write_served_model
 from jaxinfra.serving.engine.requests import EndReason, GenerationRequest
 from jaxinfra.serving.engine.runner import ModelRunner
 from jaxinfra.serving.load import load

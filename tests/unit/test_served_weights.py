@@ -31,9 +31,15 @@ from jaxinfra.ops.target import H200 as TARGET
 from jaxinfra.ops.target import compiling_for
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.planning.devices import find_device
-from jaxinfra.planning.inference import Serving, by_weights, decode, weight_bytes
+from jaxinfra.planning.inference import (
+    Serving,
+    by_weights,
+    decode,
+    served_arrays,
+    stored_format,
+    weight_bytes,
+)
 from jaxinfra.planning.model import find_model, plan_model
-from jaxinfra.planning.served import served_arrays, stored_format
 from jaxinfra.quantize.held import held_shapes
 from jaxinfra.quantize.quantize import SourceModel, quantize_model
 from jaxinfra.quantize.recipes import RECIPES, config_of, quantization_recipe

@@ -14,8 +14,7 @@ from jaxinfra.cli.main import main
 from jaxinfra.cli.out_of_memory import explain_serving_out_of_memory
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.data.tokenizer import bytes_tokenizer
-from jaxinfra.diagnostics.memory.report import report_memory
-from jaxinfra.diagnostics.memory.roles import CACHES, WEIGHTS
+from jaxinfra.diagnostics.memory.report import CACHES, WEIGHTS, report_memory
 from jaxinfra.diagnostics.memory.serving import (
     ServingCase,
     serving_memory,

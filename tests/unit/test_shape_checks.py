@@ -8,7 +8,7 @@ from jaxtyping import TypeCheckError
 from jaxinfra.data.ledger import rows_sum
 from jaxinfra.data.permutation import permute
 from jaxinfra.model.rope import apply_rope
-from jaxinfra.parallel.context.zigzag import chunks_in_sequence, to_zigzag
+from jaxinfra.parallel.zigzag import chunks_in_sequence, to_zigzag
 
 FAULTS = {
     "too few dims": lambda: rows_sum(np.zeros(4, np.int32), first=0),

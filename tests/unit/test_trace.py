@@ -6,8 +6,14 @@ import jax
 import pytest
 
 from jaxinfra.cli.main import main
-from jaxinfra.diagnostics.trace import TraceEvent, device_events, kind_of, scope_of
-from jaxinfra.diagnostics.trace_axes import UNKNOWN, CollectiveAxes
+from jaxinfra.diagnostics.trace import (
+    UNKNOWN,
+    CollectiveAxes,
+    TraceEvent,
+    device_events,
+    kind_of,
+    scope_of,
+)
 from jaxinfra.diagnostics.waterfall import IDLE, draw, explain
 from jaxinfra.errors import DataError
 

@@ -8,13 +8,16 @@ import jax.numpy as jnp
 import pytest
 
 from jaxinfra.cli.main import main
-from jaxinfra.diagnostics.delays import checkpoint_delays, explain_step, incident_delays
-from jaxinfra.diagnostics.device_delays import device_delays
+from jaxinfra.diagnostics.delays import (
+    checkpoint_delays,
+    device_delays,
+    explain_step,
+    incident_delays,
+)
 from jaxinfra.diagnostics.difference import compare_steps
 from jaxinfra.diagnostics.host_delays import evaluation_delays, host_delays, phase_ms
-from jaxinfra.diagnostics.launch_names import read_launches, with_names
-from jaxinfra.diagnostics.trace import TraceEvent, scope_of
-from jaxinfra.diagnostics.trace_axes import CollectiveAxes
+from jaxinfra.diagnostics.trace import CollectiveAxes, TraceEvent, scope_of
+from jaxinfra.diagnostics.traced_run import read_launches, with_names
 from jaxinfra.diagnostics.waterfall import explain
 from jaxinfra.hlo.launches import launches
 from jaxinfra.runtime.recorder import (

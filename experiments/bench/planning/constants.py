@@ -27,7 +27,7 @@ from jaxinfra.ops.attention import attention
 from jaxinfra.ops.multiply import multiply
 from jaxinfra.planning.devices import Device, find_device
 from jaxinfra.planning.operations import PlannedMatmul
-from jaxinfra.planning.timing import matmul_s
+from jaxinfra.planning.step import matmul_s
 
 COMPUTE, ACCUM = jnp.dtype("bfloat16"), jnp.dtype("float32")
 

@@ -31,7 +31,7 @@ from experiments.bench.environment import environment
 from experiments.bench.serving.serve import events, served
 from jaxinfra.checkpoint.finite import nonfinite_allowed
 from jaxinfra.errors import JaxinfraError
-from jaxinfra.faults.served_model import CONTEXT, POISON, write_served_model
+from jaxinfra.faults.servers import CONTEXT, POISON, write_served_model
 from jaxinfra.serving.generate import generate
 from jaxinfra.serving.load import load
 from jaxinfra.serving.sampling import GREEDY

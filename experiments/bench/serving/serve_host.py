@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from experiments.bench.table import Table
 from jaxinfra.checkpoint.finite import nonfinite_allowed
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.faults.served_model import CONTEXT, write_served_model
+from jaxinfra.faults.servers import CONTEXT, write_served_model
 from jaxinfra.serving.engine.background import EngineThread
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions

@@ -29,9 +29,9 @@ from jaxinfra.config.model import GroupedAttentionConfig
 from jaxinfra.config.run import AttentionImplementation, ContextMethod
 from jaxinfra.ops.attention import named_attention
 from jaxinfra.parallel.context.methods import ContextAttention
-from jaxinfra.parallel.context.zigzag import from_zigzag, to_zigzag
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
+from jaxinfra.parallel.zigzag import from_zigzag, to_zigzag
 
 METHODS = (ContextMethod.RING, ContextMethod.ULYSSES, ContextMethod.ALL_GATHER)
 GIB = 2**30

@@ -28,7 +28,6 @@ from jaxinfra.config.run import Remat
 from jaxinfra.ops.attention import attention
 from jaxinfra.ops.cross_entropy import linear_cross_entropy
 from jaxinfra.planning.layout import UNROLLED, lay_out
-from jaxinfra.planning.loss import loss_operations
 from jaxinfra.planning.model import plan_model, total_parameters
 from jaxinfra.planning.operations import (
     MemoryPass,
@@ -36,6 +35,7 @@ from jaxinfra.planning.operations import (
     PlannedMatmul,
     embedding_operations,
     layer_operations,
+    loss_operations,
 )
 
 BURST = 10  # calls

@@ -4,7 +4,13 @@ import os
 from pathlib import Path
 
 from jaxinfra.diagnostics.machine.finding import Finding, Grade
-from jaxinfra.diagnostics.machine.gpu import driver_findings, gpu_findings, num_gpus
+from jaxinfra.diagnostics.machine.gpu import (
+    driver_findings,
+    gpu_findings,
+    kernel_log,
+    num_gpus,
+    xid_findings,
+)
 from jaxinfra.diagnostics.machine.host import host_findings, read_host
 from jaxinfra.diagnostics.machine.nvml import (
     Answers,
@@ -13,9 +19,12 @@ from jaxinfra.diagnostics.machine.nvml import (
     RecordedAnswers,
     asked_or_none,
 )
-from jaxinfra.diagnostics.machine.settings import setting_findings, unknown_flag_findings
-from jaxinfra.diagnostics.machine.software import installed, software_findings
-from jaxinfra.diagnostics.machine.xid import kernel_log, xid_findings
+from jaxinfra.diagnostics.machine.settings import (
+    installed,
+    setting_findings,
+    software_findings,
+    unknown_flag_findings,
+)
 
 
 def machine_findings(

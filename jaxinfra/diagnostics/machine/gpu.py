@@ -1,14 +1,164 @@
-"""Health of every GPU, from the driver's answers."""
+"""Health of every GPU from the driver's answers, its kernel log (Xid) and measured copies.
 
+Meanings of Xid errors: NVIDIA, "XID Errors", GPU deployment and management documentation.
+"""
+
+import collections
+import contextlib
 import os
-from collections.abc import Iterator
-from typing import Any
+import re
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+import jax
+import numpy as np
 import pynvml
 
 from jaxinfra.diagnostics.machine.finding import Finding, Grade, judged, not_known
 from jaxinfra.diagnostics.machine.nvml import Answers, NoAnswerError, asked_or_none
 from jaxinfra.runtime.devices import device_peak
+
+_LINE = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d+)")
+_RULE = "the kernel log has no Xid error"
+_RESET = "reset the GPU or restart the node before the next job"
+_REPLACE = "take the node out of service and have the GPU replaced"
+_PROGRAM = "a program's fault, or memory's: run the job again with compute-sanitizer"
+
+# Number: what it says, whether the GPU itself is at fault, the remedy.
+_MEANING = {
+    13: ("a kernel raised an exception", Grade.WARN, _PROGRAM),
+    31: ("a kernel read or wrote an unmapped address", Grade.WARN, _PROGRAM),
+    43: ("a process was stopped after an error of its own", Grade.WARN, _PROGRAM),
+    45: ("work was removed after an earlier error", Grade.WARN, "look at the error before it"),
+    48: ("an uncorrectable memory error", Grade.FAIL, _RESET),
+    62: ("an internal microcontroller halted", Grade.FAIL, _RESET),
+    63: ("a memory row is to be remapped", Grade.FAIL, _RESET),
+    64: ("a memory row could not be remapped", Grade.FAIL, _REPLACE),
+    74: ("an NVLink error", Grade.FAIL, "restart the node; check links with nvidia-smi nvlink -e"),
+    79: ("the GPU has fallen off the bus", Grade.FAIL, _REPLACE),
+    92: ("many corrected memory errors", Grade.WARN, "watch the GPU; replace it if they go on"),
+    94: ("a contained memory error", Grade.FAIL, "start the job again; reset the GPU"),
+    95: ("an uncontained memory error", Grade.FAIL, _RESET),
+    119: ("the GPU's system processor does not answer", Grade.FAIL, _RESET),
+    120: ("an error of the GPU's system processor", Grade.FAIL, _RESET),
+}
+
+
+def kernel_log() -> list[str] | None:
+    """Lines of the kernel's ring buffer; None where this user may not read it."""
+    try:
+        descriptor = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    lines = []
+    try:
+        with contextlib.suppress(BlockingIOError):  # the end of what there is
+            while record := os.read(descriptor, 1 << 16):
+                lines.append(record.decode(errors="replace"))
+    except OSError:
+        return lines or None  # overwritten while it was read
+    finally:
+        os.close(descriptor)
+    return lines
+
+
+def xid_findings(lines: Iterable[str] | None) -> list[Finding]:
+    """One finding per kind of error and GPU."""
+    if lines is None:
+        return [not_known("Xid errors", "the kernel log cannot be read here", rule=_RULE)]
+    counts = collections.Counter(
+        (match[1], int(match[2])) for line in lines if (match := _LINE.search(line))
+    )
+    if not counts:
+        return [Finding(subject="Xid errors", grade=Grade.OK, value="none", rule=_RULE)]
+    found = []
+    for (place, number), times in sorted(counts.items()):
+        text, grade, remedy = _MEANING.get(
+            number, ("see NVIDIA's list of Xid errors", Grade.WARN, _RESET)
+        )
+        found.append(
+            Finding(
+                subject=f"Xid {number}",
+                grade=grade,
+                value=f"{times} on GPU {place}: {text}",
+                rule=_RULE,
+                remedy=remedy,
+            )
+        )
+    return found
+
+
+_BYTES = 256 << 20
+_ROUNDS = 5
+_SHARE = 0.6
+"""Share of a link's published rate that one copy should reach."""
+# Bytes/s of one PCIe lane and direction, by generation, after encoding.
+_LANE = {3: 0.985e9, 4: 1.97e9, 5: 3.94e9, 6: 7.56e9}
+
+
+class LinkRate(NamedTuple):
+    """One measured way."""
+
+    sender: str
+    receiver: str
+    bytes_per_s: float
+    expected: float | None  # None where the topology does not say
+
+
+def measure_links(answers: Answers, devices: Sequence[jax.Device]) -> list[LinkRate]:
+    """Host to every GPU, and every GPU to every other, by the median of copies of 256 MiB."""
+    host = np.zeros(_BYTES, np.uint8)
+    found = []
+    for device in devices:
+        lanes = asked_or_none(answers, "nvmlDeviceGetMaxPcieLinkWidth", device.id)
+        generation = asked_or_none(answers, "nvmlDeviceGetMaxPcieLinkGeneration", device.id)
+        best = lanes * _LANE[generation] if lanes and generation in _LANE else None
+        found.append(LinkRate("host", f"gpu {device.id}", _rate(host, device), best))
+    for sender in devices:
+        array = jax.device_put(host, sender)
+        peak = device_peak(sender.device_kind)
+        for receiver in devices:
+            if receiver != sender:
+                expected = None if peak is None else peak.link_bytes_per_s
+                names = f"gpu {sender.id}", f"gpu {receiver.id}"
+                found.append(LinkRate(*names, _rate(array, receiver), expected))
+    return found
+
+
+def _rate(array: np.ndarray | jax.Array, device: jax.Device) -> float:
+    times = []
+    for _ in range(_ROUNDS + 1):
+        began = time.perf_counter()
+        jax.device_put(array, device).block_until_ready()
+        times.append(time.perf_counter() - began)
+    return array.nbytes / statistics.median(times[1:])  # the first allocates
+
+
+def link_findings(rates: Iterable[LinkRate]) -> list[Finding]:
+    """Every way, against its link's rate and against the others of its kind."""
+    rates = list(rates)
+    found = []
+    for rate in rates:
+        # Pageable memory of the host is copied twice: such ways are held to their like alone.
+        own = None if rate.sender == "host" else rate.expected
+        alike = [other.bytes_per_s for other in rates if (other.sender == "host") == (own is None)]
+        usual = statistics.median(alike)
+        ok = rate.bytes_per_s >= 0.5 * usual and (own is None or rate.bytes_per_s >= _SHARE * own)
+        beside = "" if rate.expected is None else f" of {rate.expected / 1e9:.0f}"
+        found.append(
+            judged(
+                f"link: {rate.sender} to {rate.receiver}",
+                f"{rate.bytes_per_s / 1e9:.1f}{beside} GB/s",
+                ok=ok,
+                rule=f"{_SHARE:.0%} of NVLink's rate, and half of what the others reach",
+                remedy="look at the links' errors above; restart the node; check its topology "
+                "(nvidia-smi topo -m)",
+            )
+        )
+    return found
+
 
 _POWER_CAP = 0x4
 # What holds a clock down: bit, name, grade, remedy. An idle GPU, and one held at clocks that

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxinfra.diagnostics.memory.report import MemoryReport, gib
-from jaxinfra.diagnostics.memory.roles import ROLES
+from jaxinfra.diagnostics.memory.report import ROLES, MemoryReport, gib
 from jaxinfra.runtime.picture_style import (
     BLUE,
     GRAY,

@@ -1,25 +1,204 @@
-"""A compiled program's memory by role and name, at its fullest moment and over time."""
+"""A compiled program's memory by role and parameter, at its fullest moment and over time."""
 
 import collections
 import dataclasses
 import itertools
+import math
+import re
+from collections.abc import Iterable
 from typing import Any, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jaxinfra.diagnostics.memory.roles import (
-    FRAGMENTATION,
-    RESULTS,
-    ROLES,
-    argument_name,
-    argument_role,
-    buffer_name,
-    buffer_role,
-)
+from jaxinfra.data.batch import Batch
 from jaxinfra.diagnostics.trace import scope_of
-from jaxinfra.hlo.buffers import CompiledProgram, LogicalBuffer, read_program
-from jaxinfra.hlo.live import Lives, follow
+from jaxinfra.errors import UnsupportedError
+from jaxinfra.hlo.buffers import CompiledProgram, Life, Lives, LogicalBuffer, follow, read_program
+from jaxinfra.training.gradients import GradientFunction, make_gradient
+from jaxinfra.training.job import Job
+
+WEIGHTS = "weights"
+COPIES = "weight copies"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer"
+STATE = "model state"
+ACTIVATIONS = "activations"
+CACHES = "caches"
+BATCH = "batch"
+COLLECTIVES = "collective buffers"
+TEMPORARIES = "temporaries"
+RESULTS = "results"
+FRAGMENTATION = "fragmentation"
+
+ROLES = (
+    WEIGHTS, COPIES, GRADIENTS, OPTIMIZER, STATE, ACTIVATIONS, CACHES, BATCH, COLLECTIVES,
+    TEMPORARIES, RESULTS, FRAGMENTATION,
+)  # fmt: skip
+"""All roles, in the order shown."""
+
+_ARGUMENTS = (
+    (r"^(state\.)?optimizer", OPTIMIZER),
+    (r"^state\.model_state", STATE),
+    (r"cache|pages|pools", CACHES),
+    (r"^(batch|rows|targets_BT)", BATCH),
+    (r"parameters|frozen|weights|tree", WEIGHTS),
+)
+_COLLECTIVE = re.compile(
+    r"(all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-\w+)"
+    r"(-start|-done)?"
+)
+
+
+def argument_role(path: str) -> str:
+    """The role of a program's argument by its path, such as ``state.optimizer[0].mu['w']``."""
+    return next((role for pattern, role in _ARGUMENTS if re.search(pattern, path)), STATE)
+
+
+def argument_name(path: str) -> str:
+    """A path as people write it: ``state.parameters['mlp']['up']`` is ``mlp/up``."""
+    keys = re.findall(r"\['?([^'\]]+)'?\]", path)
+    return "/".join(keys) if "[" in path else path
+
+
+def buffer_role(life: Life, lives: Lives) -> str:
+    """The role of a buffer that the program makes for itself."""
+    life = _of_loop(life, lives)
+    operation = life.operation
+    if _COLLECTIVE.fullmatch(operation.opcode):
+        return COLLECTIVES
+    in_optimizer = _in_optimizer(operation.op_name)
+    feeds_optimizer = any(_in_optimizer(use.op_name) for use in life.uses)
+    if in_optimizer or not life.from_batch:
+        return OPTIMIZER if in_optimizer or feeds_optimizer else COPIES
+    if feeds_optimizer:
+        return GRADIENTS
+    forward = "jvp(" in operation.op_name and "transpose(" not in operation.op_name
+    if forward and any("transpose(" in use.op_name for use in life.uses):
+        return ACTIVATIONS
+    return TEMPORARIES
+
+
+def _of_loop(life: Life, lives: Lives) -> Life:
+    """The loop's result that a buffer becomes part of, in its place; else the buffer itself."""
+    operation = life.operation
+    loops = {use.id for use in life.uses if use.opcode == "while"}
+    # What a loop's body is given lies in the loop's place, and comes out of the next loop to end.
+    is_state = operation.opcode == "parameter"
+    if loops or is_state:
+        for other in lives.by_place[life.place]:
+            result = other.operation
+            next_loop = is_state and result.opcode == "while" and other.born > life.born
+            if other is not life and (result.id in loops or next_loop):
+                return _of_loop(other, lives)
+    return life
+
+
+def buffer_name(life: Life, lives: Lives, *, depth: int = 3) -> str:
+    """The named scope that a buffer is of, such as ``mlp``; of a loop's result that of its use."""
+    life = _of_loop(life, lives)
+    name = _scope([life.operation.op_name])
+    if name == "other":
+        name = _scope(use.op_name for use in life.uses)
+    if name == "other" and depth:
+        for use in life.uses:
+            for other in lives.made_by.get(use.id, ()):
+                found = buffer_name(other, lives, depth=depth - 1)
+                if other is not life and found != "other":
+                    return found
+    return name
+
+
+def _in_optimizer(op_name: str) -> bool:
+    return scope_of(op_name) == "optimizer"
+
+
+def _scope(op_names: Iterable[str]) -> str:
+    for op_name in op_names:
+        scope = scope_of(op_name).removesuffix(" backward").removesuffix(" recomputed")
+        if scope != "other":
+            return scope
+    return "other"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BytesPerParameter:
+    """Of whole arrays, before a mesh shares them out. Copies that layers make while they run, one
+    layer at a time, are not among them.
+    """
+
+    weights: float  # as kept between steps
+    gradients: float  # of a micro-batch, as the backward pass hands them on
+    summed: float  # a second array, in which micro-batches are summed; 0 without
+    moments: float  # of the optimizer, with their scales
+    average: float  # a running mean of the weights; 0 without
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return sum(dataclasses.astuple(self))
+
+    def describe(self) -> str:
+        """One line."""
+        parts = [
+            f"{name} {size:.4g}" for name, size in dataclasses.asdict(self).items() if size > 0
+        ]
+        return f"{self.total:.4g} bytes per parameter: {', '.join(parts)}"
+
+
+def is_counted(job: Job) -> bool:
+    """Whether all parameters are trained, on tokens and without stages."""
+    config = job.config
+    return not job.model.frozen and config.mesh.pipe == 1 and config.preferences is None
+
+
+def bytes_per_parameter(job: Job) -> BytesPerParameter:
+    """What a job's state and gradients hold, from their traced shapes.
+
+    Raises:
+        UnsupportedError: it is not ``is_counted``.
+    """
+    if not is_counted(job):
+        raise UnsupportedError(
+            "bytes per parameter are counted where all parameters are trained on tokens, without "
+            "a pipeline; leave out lora, preferences and mesh.pipe"
+        )
+    state, training = job.abstract_state(), job.config.training
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.parameters))
+
+    def gradient_bytes(gradient: GradientFunction, rows: int) -> int:
+        found = jax.eval_shape(
+            gradient,
+            state.parameters,
+            state.model_state,
+            _batch((rows, training.sequence_length)),
+            key=jax.eval_shape(lambda: jax.random.key(0)),
+            loss_scale=state.loss_scale.value,
+        )
+        return _bytes(found.gradients)
+
+    rows, parts = training.batch_size, training.accumulation
+    of_one = dataclasses.replace(training, accumulation=1, batch_size=rows // parts)
+    one = make_gradient(job.model, training=of_one, placement=job.placement)
+    return BytesPerParameter(
+        weights=_bytes(state.parameters) / count,
+        gradients=gradient_bytes(one, rows // parts) / count,
+        summed=gradient_bytes(job.gradient, rows) / count if parts > 1 else 0.0,
+        moments=_bytes(state.optimizer) / count,
+        average=_bytes(state.average) / count,
+    )
+
+
+def _bytes(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _batch(shape: tuple[int, int]) -> Any:
+    """Shapes in the place of arrays."""
+    ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
+    weights: Any = jax.ShapeDtypeStruct(shape, jnp.dtype("float32"))
+    return Batch(tokens=ids, targets=ids, segment_ids=ids, positions=ids, weights=weights)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

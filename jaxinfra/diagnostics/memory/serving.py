@@ -17,8 +17,7 @@ from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.diagnostics.memory.report import MemoryReport, gib, report_memory
-from jaxinfra.diagnostics.memory.roles import CACHES
+from jaxinfra.diagnostics.memory.report import CACHES, MemoryReport, gib, report_memory
 from jaxinfra.errors import JaxinfraError, UnsupportedError
 from jaxinfra.model.definition import ModelDefinition, Parameters, define_model, merged
 from jaxinfra.model.execution import DecodeForm

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxinfra.ops.partial_attention import PartialAttention
 from jaxinfra.parallel.collectives import all_gather, num_devices, rank
-from jaxinfra.parallel.context.zigzag import chunks_in_sequence
+from jaxinfra.parallel.zigzag import chunks_in_sequence
 
 
 def windowed_attention(

@@ -29,8 +29,8 @@ from jaxinfra.ops.multiply import multiply
 from jaxinfra.ops.partial_attention import partial_attention
 from jaxinfra.parallel.collectives import all_gather, num_devices
 from jaxinfra.parallel.context.methods import causal_attention_to_all
-from jaxinfra.parallel.context.zigzag import chunk_length, chunks_in_sequence
 from jaxinfra.parallel.place import Placement
+from jaxinfra.parallel.zigzag import chunk_length, chunks_in_sequence
 
 _ROWS = (axes.BATCH, axes.SEQUENCE)
 

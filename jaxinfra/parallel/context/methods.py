@@ -44,8 +44,8 @@ from jaxinfra.ops.partial_attention import PartialAttention, merge_partials, par
 from jaxinfra.parallel.collectives import all_gather, all_to_all, num_devices, rank
 from jaxinfra.parallel.context.halo import windowed_attention
 from jaxinfra.parallel.context.ring import Ring, ring_attention
-from jaxinfra.parallel.context.zigzag import chunk_length, chunks_in_sequence, chunks_in_zigzag
 from jaxinfra.parallel.place import Placement
+from jaxinfra.parallel.zigzag import chunk_length, chunks_in_sequence, chunks_in_zigzag
 
 
 def require_heads(num_kv_heads: int, num_shards: int) -> None:
