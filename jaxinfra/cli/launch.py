@@ -22,6 +22,7 @@ from pathlib import Path
 from jaxinfra.config.limits import limits_are_on, require_within
 from jaxinfra.errors import ConfigError
 from jaxinfra.runtime.cluster import detect_cluster
+from jaxinfra.runtime.files import new_run_directory
 from jaxinfra.runtime.signals import RESUMABLE_EXIT
 from jaxinfra.runtime.supervisor import Limits, NodePlace, Supervisor
 
