@@ -42,10 +42,7 @@ def kernels_of(case):
 
     def parts(call):
         layout = QueryLayout.of(call)
-        queries = 2 if case.name == "everything" else 1
-        config = dataclasses.replace(
-            config_for(layout), num_blocks=2, num_workers=1, num_queries=queries
-        )
+        config = dataclasses.replace(config_for(layout), num_blocks=2, num_workers=1)
         return call, layout, config, plan_pages(call, layout, config)
 
     def attend(arguments, arrays):
@@ -134,14 +131,14 @@ def test_a_wrong_weight_of_a_part_is_caught():
 
 
 @pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize(("num_heads", "in_teams"), [(8, True), (32, True), (8, False), (5, True)])
-def test_a_plan_gives_every_tile_to_one_team(num_heads, in_teams, window):
+@pytest.mark.parametrize("num_heads", [8, 32, 5])  # 5 heads: a team is one worker
+def test_a_plan_gives_every_tile_to_one_team(num_heads, window):
     rng = np.random.default_rng(num_heads)
     lengths = rng.integers(0, 5000, 9).astype(np.int32)
     lengths[[0, 4, 8]] = 0, 1, 0
     counts = np.minimum(rng.integers(0, 6, 9), lengths).astype(np.int32)
     shape = (9, 5, 8 * num_heads, 64)
-    config = PagedConfig(teams=in_teams)
+    config = PagedConfig()
     pool = np.zeros((1, 64, num_heads, 64), jnp.bfloat16)
     call = make_call(
         np.zeros(shape, jnp.bfloat16), pool, pool, np.zeros((9, 80), np.int32), lengths,

@@ -7,10 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_attention.hopper.code_result import CodeResult
-from pallas_kernels.paged_attention.hopper.code_tile import CodeTile
+from pallas_kernels.paged_attention.hopper.attend import NO_MAXIMUM
+from pallas_kernels.paged_attention.hopper.code_tile import CodeResult, CodeTile
 from pallas_kernels.paged_attention.hopper.config import RESULT_PADDING, ROWS
-from pallas_kernels.paged_attention.hopper.scores import NO_MAXIMUM
 from pallas_kernels.paged_attention.spec import PagedSpec
 from pallas_kernels.quantized_weight import WeightCode
 from pallas_kernels.quantized_weight.fragments import Dequantizer

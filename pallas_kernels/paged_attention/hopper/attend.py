@@ -21,14 +21,26 @@ from jax.experimental import pallas as pl
 from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.registers import write_registers, write_rows
-from pallas_kernels.hopper.tile import STRIP, row_layout, swizzle_bytes, tile_layout, tiled
+from pallas_kernels.hopper.tile import (
+    LOG2E,
+    STRIP,
+    row_layout,
+    soft_cap,
+    strips,
+    sum_strips,
+    swizzle_bytes,
+    tile_layout,
+    tiled,
+)
 from pallas_kernels.paged_attention.spec import PagedCall, PagedSpec
 
 from .config import GROUP_ROWS, ROWS, PagedConfig, QueryLayout
 from .plan import PagePlan
-from .reader import PageReader
-from .scores import NO_MAXIMUM, clean, positions_less_columns, softmax_step
-from .segments import Segment
+from .reader import PageReader, Segment
+
+# Finite, so that exp2(old maximum - new maximum) of a row that has seen no key is 1 and not NaN.
+NO_MAXIMUM = -1e30
+COLUMNS = 64  # of values that are loaded at a time to be cleaned
 
 
 def attend_pages(
@@ -144,9 +156,9 @@ class _AttendPages:
             return plgpu.SMEM(shape, self.dtype, transforms=tiled(swizzle_bytes(shape[-1])))
 
         ring = functools.partial(plgpu.Barrier, num_barriers=slots)
-        each = functools.partial(plgpu.Barrier, num_barriers=c.num_workers * c.num_queries)
+        each = functools.partial(plgpu.Barrier, num_barriers=c.num_workers)
         buffers = {
-            "q": tiles(c.num_workers * c.num_queries, ROWS, g.H),
+            "q": tiles(c.num_workers, ROWS, g.H),
             "k": tiles(slots, c.block_kv, g.H),
         }
         if not g.latent:
@@ -188,10 +200,9 @@ class _AttendPages:
         """Fills the ring of a worker."""
         g, c, pieces = self.g, self.c, self.reader.pieces
 
-        def segment(seg: Segment, done, mine):
-            plgpu.barrier_wait(smem.q_empty.at[mine])
-            tile = smem.q.at[mine]
-            self.reader.copy_queries(gmem, tile, smem.q_full.at[mine], seg)
+        def segment(seg: Segment, done):
+            plgpu.barrier_wait(smem.q_empty.at[worker])
+            self.reader.copy_queries(gmem, smem.q.at[worker], smem.q_full.at[worker], seg)
 
             def step(i, _):
                 slot = worker * c.num_stages + lax.rem(done + i, c.num_stages)
@@ -205,8 +216,7 @@ class _AttendPages:
             lax.fori_loop(0, seg.count, step, None)
 
         self.reader.each_segment(gmem, worker, segment)
-        for i in range(c.num_queries):
-            plgpu.barrier_wait(smem.q_empty.at[worker * c.num_queries + i])
+        plgpu.barrier_wait(smem.q_empty.at[worker])
         for i in range(c.num_stages):
             slot = worker * c.num_stages + i
             plgpu.barrier_wait(smem.k_empty.at[slot])
@@ -216,33 +226,32 @@ class _AttendPages:
     def compute(self, gmem, smem, worker, part: int) -> None:
         """Attention of a worker's segments."""
         c = self.c
-        for i in range(c.num_queries):
-            plgpu.barrier_arrive(smem.q_empty.at[worker * c.num_queries + i])
+        plgpu.barrier_arrive(smem.q_empty.at[worker])
         for i in range(c.num_stages):
             slot = worker * c.num_stages + i
             plgpu.barrier_arrive(smem.k_empty.at[slot])
             if not self.g.latent:
                 plgpu.barrier_arrive(smem.v_empty.at[slot])
 
-        def segment(seg: Segment, done, mine):
-            plgpu.barrier_wait(smem.q_full.at[mine])
-            attend = functools.partial(self.attend, smem, worker, mine, part, seg, done)
+        def segment(seg: Segment, done):
+            plgpu.barrier_wait(smem.q_full.at[worker])
+            attend = functools.partial(self.attend, smem, worker, part, seg, done)
             if self.interpretable:
                 o, peak, total = attend(None)
             else:
                 o, peak, total = pl.run_scoped(
                     attend, plgpu.ACC((ROWS, self.part_width), jnp.float32)
                 )
-            plgpu.barrier_arrive(smem.q_empty.at[mine])
+            plgpu.barrier_arrive(smem.q_empty.at[worker])
             self.leave(gmem, part, seg, o, peak, total)
 
         self.reader.each_segment(gmem, worker, segment)
 
-    def attend(self, smem, worker, mine, part: int, seg: Segment, done, acc):
+    def attend(self, smem, worker, part: int, seg: Segment, done, acc):
         """The loop over a segment's tiles: unnormalized output, row maxima, row sums."""
         c, key_start, key_stop = self.c, seg.extent.begin, seg.extent.end
         positions = positions_less_columns(seg, self.g)
-        q_smem = smem.q.at[mine]
+        q_smem = smem.q.at[worker]
         columns = pl.ds(part * self.part_width, self.part_width)
 
         def step(i, carry):
@@ -334,3 +343,55 @@ class _AttendPages:
             ref[...] = lax.slice(tile, (first, 0), (first + ref.shape[0], tile.shape[1]))
         else:
             write_rows(tile, ref, first=first)
+
+
+def positions_less_columns(seg: Segment, layout: QueryLayout):
+    """int32 [64, 8]: the position of each row's token less the column."""
+    shape = (ROWS, STRIP)
+    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=tile_layout())
+    position = seg.extent.position
+    if layout.tokens == 1:
+        return position - column
+    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=tile_layout())
+    token = lax.div(row, jnp.int32(layout.span))
+    # A token that a row does not have is before all keys.
+    return jnp.where(token < seg.extent.tokens, position + token, -1) - column
+
+
+def softmax_step(spec: PagedSpec, s, peak, total, ahead):
+    """Probabilities relative to the running maximum, and what the maximum's growth costs.
+
+    Args:
+        spec: scale, cap and window.
+        s: products of queries and keys.
+        peak, total: so far; maxima are in units of log2.
+        ahead: how far the position of a row's token is ahead of the key of a column, of the first
+            8 columns.
+    """
+    if spec.soft_cap is None:
+        s = s * (spec.scale * LOG2E)
+    else:
+        s = soft_cap(s, spec.scale, spec.soft_cap) * LOG2E
+    masked = []
+    for i, strip in enumerate(strips(s)):
+        seen = ahead >= i * STRIP
+        if spec.window is not None:
+            seen = seen & (ahead < i * STRIP + spec.window)
+        masked.append(jnp.where(seen, strip, -jnp.inf))
+    s = jnp.concatenate(masked, axis=1)
+    top = jnp.maximum(peak, s.max(axis=1))
+    alpha = jnp.exp2(peak - top)
+    p = jnp.exp2(s - lax.broadcast_in_dim(top, s.shape, [0]))
+    total = total * lax.broadcast_in_dim(alpha, total.shape, [0]) + sum_strips(p)
+    return p, top, total, alpha
+
+
+def clean(v_smem, first, stop) -> None:
+    """Zeros for values that nobody put there, or no longer has: 0 times NaN is NaN."""
+    rows, width = v_smem.shape
+    for column in range(0, width, COLUMNS):
+        part = v_smem.at[:, pl.ds(column, COLUMNS)]
+        v = plgpu.load(part, layout=tile_layout(), optimized=False)
+        row = plgpu.broadcasted_iota(jnp.int32, (rows, COLUMNS), 0, layout=tile_layout())
+        part[...] = jnp.where((row >= first) & (row < stop), v, 0.0)
+    plgpu.commit_smem()

@@ -26,17 +26,13 @@ from pallas_kernels.hopper.tile import tiled
 from pallas_kernels.paged_attention.spec import PagedCall
 from pallas_kernels.quantized_weight.fragments import Dequantizer
 
-from .code_result import CodeResult
-from .code_tile import WARPS, CodeTile, f32
+from .attend import NO_MAXIMUM
+from .code_tile import F32, WARPS, CodeResult, CodeTile, f32
 from .config import RESULT_PADDING, ROWS, PagedConfig, QueryLayout
 from .plan import PagePlan
-from .reader import PageReader
-from .scores import NO_MAXIMUM
-from .segments import Segment
+from .reader import PageReader, Segment
 
-F32, I32 = jnp.dtype("float32"), jnp.dtype("int32")
-REGISTERS = {1: (240, 24), 2: (216, 40), 3: (128, 40)}
-"""Of a warpgroup that computes and of one that loads, by workers."""
+I32 = jnp.dtype("int32")
 LINE = 64  # scales of a row in shared memory, where a slot has few
 
 
@@ -133,13 +129,11 @@ class _AttendCodes:
             return plgpu.SMEM(shape, self.codes, transforms=tiled(row_bytes, itemsize=1))
 
         ring = functools.partial(plgpu.Barrier, num_barriers=slots)
-        each = functools.partial(plgpu.Barrier, num_barriers=workers * c.num_queries)
+        each = functools.partial(plgpu.Barrier, num_barriers=workers)
         width = g.V + RESULT_PADDING
         pieces = self.reader.pieces.count
         return {
-            "q": plgpu.SMEM(
-                (workers * c.num_queries, g.tile, g.H), self.dtype, transforms=tiled(128)
-            ),
+            "q": plgpu.SMEM((workers, g.tile, g.H), self.dtype, transforms=tiled(128)),
             "k": codes(tile.key_bytes),
             "v": codes(tile.value_bytes),
             "k_scale": scales,
@@ -159,7 +153,7 @@ class _AttendCodes:
         workers = self.c.num_workers
         wg = lax.axis_index("wg")
         # What all warpgroups hold together must not exceed a multiprocessor's registers.
-        most, least = REGISTERS[workers]
+        most, least = (216, 40) if workers == 2 else (240, 24)
 
         @pl.when(wg < workers)
         def _():
@@ -175,9 +169,9 @@ class _AttendCodes:
         """Fills the ring of a worker."""
         c, reader = self.c, self.reader
 
-        def segment(seg: Segment, done, mine):
-            plgpu.barrier_wait(smem.q_empty.at[mine])
-            reader.copy_queries(gmem, smem.q.at[mine], smem.q_full.at[mine], seg)
+        def segment(seg: Segment, done):
+            plgpu.barrier_wait(smem.q_empty.at[worker])
+            reader.copy_queries(gmem, smem.q.at[worker], smem.q_full.at[worker], seg)
 
             def step(i, _):
                 slot = worker * c.num_stages + lax.rem(done + i, c.num_stages)
@@ -197,8 +191,7 @@ class _AttendCodes:
 
     def each_barrier(self, smem, worker, action) -> None:
         """Of what a worker's warpgroup leaves to be filled again."""
-        for i in range(self.c.num_queries):
-            action(smem.q_empty.at[worker * self.c.num_queries + i])
+        action(smem.q_empty.at[worker])
         for i in range(self.c.num_stages):
             slot = worker * self.c.num_stages + i
             action(smem.k_empty.at[slot])
@@ -219,10 +212,10 @@ class _AttendCodes:
         """Attention of a worker's segments."""
         self.each_barrier(smem, worker, plgpu.barrier_arrive)
 
-        def segment(seg: Segment, done, mine):
-            plgpu.barrier_wait(smem.q_full.at[mine])
-            queries = self.queries(smem.q.at[mine])
-            plgpu.barrier_arrive(smem.q_empty.at[mine])
+        def segment(seg: Segment, done):
+            plgpu.barrier_wait(smem.q_full.at[worker])
+            queries = self.queries(smem.q.at[worker])
+            plgpu.barrier_arrive(smem.q_empty.at[worker])
             softmax, sums = self.nothing()
 
             def step(i, carry):

@@ -30,8 +30,8 @@ from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.tile import LOG2E, row_layout
 from pallas_kernels.paged_attention.spec import PagedCall
 
+from .attend import clean
 from .reader import PagePieces
-from .scores import clean
 
 LEAST_TOKENS, LEAST_TILES = 128, 32
 """Below these, a split of the rows over multiprocessors counts for more."""

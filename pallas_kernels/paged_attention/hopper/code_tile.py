@@ -5,11 +5,22 @@ segment ends. Scores are keys times queries; their fragments, turned, are the ri
 values times probabilities. Scales multiply scores and probabilities. Queries are columns of
 products: lane ``4 g + t`` has queries ``8 n + 2 t + e`` for strip n and e in 0, 1.
 
+A warp computes products of 16 keys, or of 16 columns of values, with 8 queries at a time
+(``mma.m16n8k16``). Which key is a product's row, and in which order columns are contracted, is
+free as long as both sides agree. So lane ``4 g + t`` takes what lies in words that no other lane
+reads at the same time, and what a word's bits become in one instruction is one register:
+
+* keys: of 8, row g of a product is not key g; their scores, in that order, are the contracted dim
+  of the values' product.
+* columns of keys: the lane's words of a row, word by word.
+* columns of values: row g is in the g-th eighth of a value's bytes.
+
 Dims: as in ``pallas_kernels.paged_attention.spec``.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,15 +30,88 @@ from pallas_kernels.hopper.mosaic import arith, mgpu
 from pallas_kernels.hopper.threads import assembly, constant, fused, i32, total
 from pallas_kernels.hopper.tile import LOG2E
 from pallas_kernels.paged_attention.spec import PagedSpec
+from pallas_kernels.quantized_weight import WeightCode
 from pallas_kernels.quantized_weight.fragments import Dequantizer, load_number, load_words
 
-from .code_order import FIRST_KEY, FLIP, SWIZZLE_SHIFT, CodeOrder
+from .config import RESULT_PADDING, ROWS
 
 STRIP = 8  # queries of a product
 KEYS = 16  # of a product
 WARPS = 4
+THREADS = 32 * WARPS
+F32 = jnp.dtype("float32")
 BF16 = jnp.dtype("bfloat16")
 MAX, SUM = (f"{name}.f32 $0, $1, $2;" for name in ("max", "add"))
+# By bytes of a row. Of 8 keys, the first of lane t's pair is ``t times`` and the bits of t that a
+# mask keeps: those of t = 0..3 are in different banks. The second differs in these bits.
+FIRST_KEY = {128: (2, 0), 64: (1, 2), 32: (1, 0)}
+FLIP = {128: 5, 64: 3, 32: 6}
+SWIZZLE_SHIFT = {128: 0, 64: 1, 32: 2}  # the bits of a row's number that move its 16-byte chunks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CodeOrder:
+    """Places within words, as ``Dequantizer.two`` takes them."""
+
+    code: WeightCode
+
+    @property
+    def steps(self) -> int:
+        """Products that a word of each of two rows is part of: it has two registers for each."""
+        return 8 // self.code.bits
+
+    def bytes_of(self, place: int) -> tuple[int, int]:
+        """The two bytes of a word that a register is made of."""
+        match self.code:
+            case WeightCode.E4M3:
+                return 1 - place, 3 - place
+            case WeightCode.INT8:
+                return 2 * place, 2 * place + 1
+            case _:
+                return place // 2, place // 2 + 2
+
+    def is_high(self, place: int) -> bool:
+        """Whether a register is of the second half of a head."""
+        return self.code is WeightCode.INT4 and place % 2 == 1
+
+    def selection(self, half: int) -> int:
+        """Bytes ``2 half`` and the next of two keys' words, so that a register has both keys'."""
+        in_turn = self.code is WeightCode.INT8
+        return ((0x5140, 0x7362) if in_turn else (0x5410, 0x7632))[half]
+
+    def byte_of(self, half: int, place: int) -> int:
+        """The byte of the two keys' words that a register of the selection is of."""
+        first, _ = self.bytes_of(place)
+        return 2 * half + (first // 2 if self.code is WeightCode.INT8 else first)
+
+    def key_words(self, row_bytes: int) -> int:
+        """Words that a lane loads at a time, of a key's row."""
+        return min(4, row_bytes // 16)
+
+    def key_byte(self, word: int, row_bytes: int) -> tuple[int, int]:
+        """Where a lane's word begins: a number, and what t is multiplied with."""
+        at_a_time = self.key_words(row_bytes)
+        return word // at_a_time * 16 * at_a_time + 4 * (word % at_a_time), 4 * at_a_time
+
+    def value_column(self, register: int, width: int) -> int:
+        """Where a row of values' products lies in its eighth of a value: those of 4 bits have two.
+
+        Args:
+            register: 2 for each product, of rows g and g + 8, in the order of ``value_places``.
+        """
+        word, half, place = self.value_places(width)[register]
+        column = 4 * word + self.byte_of(half, place)
+        return column + (width // 16 if self.is_high(place) else 0)
+
+    def value_places(self, width: int) -> list[tuple[int, int, int]]:
+        """Word of a lane, half of it and place, of every register of two keys' values."""
+        words = width * self.code.bits // 256
+        return [
+            (word, half, place)
+            for word in range(words)
+            for half in range(2)
+            for place in range(2 * self.steps)
+        ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -324,6 +408,104 @@ class CodeTile:
         return fused(part, f32(-2.0 * cap * LOG2E), f32(cap * LOG2E))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CodeResult:
+    """How warps' results meet in shared memory."""
+
+    tile: CodeTile
+
+    def write(
+        self,
+        thread: Any,
+        places: tuple[Any, Any],
+        results: tuple[Any, Any, Any],
+        softmax: list[Any],
+        sums: list[Any],
+        meet: Callable[[], None],
+    ) -> None:
+        """Merges, normalizes and writes to global memory.
+
+        Args:
+            places: of maxima and sums [2, 4, rows] and of results [4, rows, V + 4] in shared
+                memory, fp32.
+            results: where global memory has results and logsumexps, i64, and which partial result
+                this is.
+            softmax, sums: as the tile leaves them.
+            meet: waits for the warpgroup.
+        """
+        tile, (numbers, parts) = self.tile, places
+        g, t = lane_of(thread)
+        columns = [STRIP * strip + e for strip in range(tile.strips) for e in range(2)]
+        peaks = softmax[: tile.num_softmax]
+        all_keys = [over_lanes(x, SUM) for x in softmax[tile.num_softmax :]]
+        mine = total(numbers, (warp_of(thread), 4 * tile.rows), (t, 8))
+        for column, peak, x in zip(columns, peaks, all_keys, strict=True):
+            _store_shared(mine, 4 * column, peak)
+            _store_shared(mine, 4 * (column + WARPS * tile.rows), x)
+        meet()
+        factors = []
+        for column, peak in zip(columns, peaks, strict=True):
+            top, weight = self._merged(total(numbers, (t, 8)), column)
+            factors.append(arith.mulf(exp2(arith.subf(peak, top)), _inverse(weight)))
+        width = tile.V + RESULT_PADDING
+        row = total((warp_of(thread), tile.rows), (t, 2))
+        place = total(parts, (row, 4 * width), (g, 4))
+        for i, x in enumerate(sums):
+            product, strip, half, e = _digits(i, tile.strips, 2, 2)
+            column = tile.order.value_column(2 * product + half, tile.V)
+            offset = 4 * ((STRIP * strip + e) * width + 8 * column)
+            _store_shared(place, offset, arith.mulf(x, factors[2 * strip + e]))
+        meet()
+        self._leave(thread, parts, results)
+        out_row = arith.remui(thread, constant(tile.rows))
+        top, weight = self._merged(total(numbers, (out_row, 4)), 0)
+        text = "lg2.approx.ftz.f32 $0, $1;"
+        log = assembly(ir.F32Type.get(), [weight], text, "=f,f", pure=True)
+        _, lse, partial = results
+        lse_at = total((partial, ROWS), out_row)
+        # The logarithm of 0 is -inf, which a finite maximum leaves as it is.
+        _store_global(lse, lse_at, arith.addf(top, log))
+        meet()
+
+    def _merged(self, numbers: Any, column: int) -> tuple[Any, Any]:
+        """Maximum and sum over warps of a query, from its place for the first."""
+        rows = self.tile.rows
+        peaks, sums = (
+            [
+                load_number(numbers, 4 * (column + (kind * WARPS + warp) * rows), F32)
+                for warp in range(WARPS)
+            ]
+            for kind in range(2)
+        )
+        top = functools.reduce(maximum, peaks)
+        weighed = [
+            arith.mulf(x, exp2(arith.subf(peak, top))) for x, peak in zip(sums, peaks, strict=True)
+        ]
+        return top, functools.reduce(arith.addf, weighed)
+
+    def _leave(self, thread: Any, parts: Any, results: tuple[Any, Any, Any]) -> None:
+        """The sum over warps, neighboring columns by neighboring threads."""
+        tile, (out, _, partial) = self.tile, results
+        is_4_bit = tile.dequantizer.code.bits == 4
+        whole = tile.V // 2 if is_4_bit else tile.V
+        eighth = constant(whole // 8)
+        column = arith.remui(thread, constant(tile.V))
+        high, within = (f(column, constant(whole)) for f in (arith.divui, arith.remui))
+        place = total((high, whole), (arith.remui(within, eighth), 8), arith.divui(within, eighth))
+        width = tile.V + RESULT_PADDING
+        first = arith.divui(thread, constant(tile.V))
+        place = total(parts, (first, 4 * width), (place, 4))
+        at = total((total((partial, tile.rows), first), tile.V), column)
+        for row in range(0, tile.rows, THREADS // tile.V):
+            found = [
+                load_number(place, 4 * width * (warp * tile.rows + row), F32)
+                for warp in range(WARPS)
+            ]
+            _store_global(
+                out, total(at, constant(row * tile.V)), functools.reduce(arith.addf, found)
+            )
+
+
 def lane_of(thread: Any) -> tuple[Any, Any]:
     """g and t of lane 4 g + t."""
     lane = arith.andi(thread, constant(31))
@@ -377,3 +559,29 @@ def _turned(register: Any) -> Any:
     """A warp's 8 by 8 numbers, rows for columns."""
     text = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
     return assembly(i32(), [register], text, "=r,r", pure=False)
+
+
+def _inverse(x: Any) -> Any:
+    """1 / x, and 0 for 0."""
+    text = "rcp.approx.ftz.f32 $0, $1;"
+    inverse = assembly(ir.F32Type.get(), [x], text, "=f,f", pure=True)
+    is_zero = arith.cmpf(arith.CmpFPredicate.OEQ, x, f32(0.0))
+    return arith.select(is_zero, f32(0.0), inverse)
+
+
+def _store_shared(place: Any, offset: int, x: Any) -> None:
+    assembly(None, [place, x], f"st.shared.f32 [$0+{offset}], $1;", "r,f", pure=False)
+
+
+def _store_global(base: Any, at: Any, x: Any) -> None:
+    i64 = ir.IntegerType.get_signless(64)
+    place = arith.addi(base, arith.muli(arith.extui(i64, at), mgpu.c(4, i64)))
+    assembly(None, [place, x], "st.global.f32 [$0], $1;", "l,f", pure=False)
+
+
+def _digits(x: int, *bases: int) -> list[int]:
+    digits = []
+    for base in reversed(bases):
+        x, digit = divmod(x, base)
+        digits.insert(0, digit)
+    return [x, *digits]

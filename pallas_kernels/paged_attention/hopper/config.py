@@ -30,14 +30,12 @@ class PagedConfig:
     block_kv: int = 64  # keys of a tile
     num_stages: int = 3  # tiles of keys, and of values, in flight for each worker
     num_workers: int = 2
-    num_queries: int = 1  # query tiles of a worker: of two, one comes while the other multiplies
     value_parts: int = 1  # compute warpgroups of a worker, each with a part of the values' columns
-    teams: bool = True  # workers side by side read the same pages, each for another kv head
     num_blocks: int = NUM_PROCESSORS
 
     def team(self, layout: "QueryLayout") -> int:
-        """Workers of a team: kv heads whose pages are read at the same time."""
-        return math.gcd(layout.K, self.num_blocks * self.num_workers) if self.teams else 1
+        """Workers of a team: they read the same pages side by side, each for another kv head."""
+        return math.gcd(layout.K, self.num_blocks * self.num_workers)
 
     def num_teams(self, layout: "QueryLayout") -> int:
         """Teams of all blocks."""
@@ -46,7 +44,7 @@ class PagedConfig:
     def smem_bytes(self, layout: "QueryLayout") -> int:
         """Shared memory of a block."""
         ring = self.num_stages * self.block_kv * layout.slot_bytes
-        queries = 2 * self.num_queries * layout.tile * layout.H
+        queries = 2 * layout.tile * layout.H
         results = 0
         if layout.bits < 16:  # four warps' maxima, sums and results
             results = 4 * 4 * layout.tile * (layout.V + RESULT_PADDING + 2)

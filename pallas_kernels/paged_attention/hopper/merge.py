@@ -19,10 +19,9 @@ from pallas_kernels.hopper.tile import LOG2E
 from pallas_kernels.paged_attention.spec import PagedCall
 from pallas_kernels.rows.config import tile_layout
 
-from .attend import Partials
+from .attend import NO_MAXIMUM, Partials
 from .config import MERGED_ROWS, PagedConfig, QueryLayout
 from .plan import PagePlan, team_of
-from .scores import NO_MAXIMUM
 
 HELD = 1024  # columns of partial results that a warp reads at a time
 

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.hopper.mosaic import plgpu
 
 from .config import PagedConfig, QueryLayout
-from .segments import Segment, TileLine
+from .plan import Extent, extent_of, piece_start
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +59,20 @@ class PagePieces:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """Key tiles side by side that a worker reads for one query tile; numbers in a kernel."""
+
+    partial: Any  # where its result goes
+    row: Any  # of the batch
+    tile: Any  # of the row's queries
+    head: Any  # of keys and values
+    extent: Extent
+    first: Any  # key tile of the row
+    count: Any  # key tiles
+    whole: Any  # whether they are all that the query tile sees
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PageReader:
     """The call, as those who read pages see it."""
 
@@ -73,19 +87,53 @@ class PageReader:
         """Of a tile."""
         return PagePieces(size=self.g.size, block=self.c.block_kv)
 
-    def each_segment(self, gmem, worker, body: Callable[[Segment, Any, Any], None]) -> None:
-        """Calls ``body(segment, tiles done, its queries' place)`` for a worker's segments."""
-        number = lax.axis_index("block") * self.c.num_workers + worker
-        line = TileLine(
-            g=self.g, c=self.c, window=self.window, capacity=self.capacity,
-            ragged_queries=self.ragged_queries,
-        )  # fmt: skip
-        queries = self.c.num_queries
+    def each_segment(self, gmem, worker, body: Callable[[Segment, Any], None]) -> None:
+        """Calls ``body(segment, tiles done before)`` for a worker's part of the plan's line."""
+        g, c = self.g, self.c
+        members = c.team(g)
+        head_blocks = g.K // members
+        number = lax.axis_index("block") * c.num_workers + worker
+        team, member = lax.div(number, members), lax.rem(number, members)
+        total, num_teams = gmem.before[g.num_entries], c.num_teams(g)
+        start, stop = (piece_start(team + i, total, num_teams) for i in (0, 1))
 
-        def placed(segment, done, nth) -> None:
-            body(segment, done, worker * queries + lax.rem(nth, queries))
+        def tiles_of(entry):
+            if g.num_entries == 1:  # nothing to look up: a read less in a chain of them
+                return jnp.int32(0), lax.div(total, head_blocks)
+            before = gmem.before[entry]
+            return before, lax.div(gmem.before[entry + 1] - before, head_blocks)
 
-        line.walk(gmem, number, placed)
+        def step(carry):
+            s, at, done = carry
+            entry, block = lax.div(s, head_blocks), lax.rem(s, head_blocks)
+            if g.num_entries == 1:
+                entry = jnp.int32(0)
+            before, tiles = tiles_of(entry)
+            lo = at - before - block * tiles
+            count = jnp.minimum(tiles - lo, stop - at)
+            row, tile = lax.div(entry, g.num_q_tiles), lax.rem(entry, g.num_q_tiles)
+            queries = gmem.queries[row] if self.ragged_queries else None
+            extent = extent_of(self.capacity, g, self.window, gmem.lengths[row], queries, tile)
+            segment = Segment(
+                partial=(team + s) * members + member,
+                row=row,
+                tile=tile,
+                head=block * members + member,
+                extent=extent,
+                first=lax.div(extent.begin, c.block_kv) + lo,
+                count=count,
+                whole=(lo == 0) & (count == tiles),
+            )
+            pl.when(count > 0)(lambda: body(segment, done))
+            return s + 1, at + count, done + count
+
+        entry = jnp.int32(0)
+        if g.num_entries > 1:
+            entry = jnp.minimum(gmem.starts[team], g.num_entries - 1)
+        before, tiles = tiles_of(entry)
+        block = lax.div(start - before, jnp.maximum(tiles, 1))
+        carry = entry * head_blocks + block, start, jnp.int32(0)
+        lax.while_loop(lambda carry: carry[1] < stop, step, carry)
 
     def copy_queries(self, gmem, tile_smem, full, seg: Segment) -> None:
         """Starts the copies of a segment's queries."""
