@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from .few_rows_matmul import quantized_matmul as quantized_matmul
     from .flash_attention import flash_attention as flash_attention
     from .flash_attention import flash_attention_gradient as flash_attention_gradient
+    from .fp8 import quantize as quantize
+    from .fp8 import quantize_both_ways as quantize_both_ways
+    from .fp8 import quantize_swiglu as quantize_swiglu
+    from .fp8 import quantize_swiglu_gradient as quantize_swiglu_gradient
+    from .fp8 import scaled_matmul as scaled_matmul
     from .grouped_matmul import combine as combine
     from .grouped_matmul import grouped_matmul as grouped_matmul
     from .grouped_matmul import grouped_swiglu as grouped_swiglu
@@ -29,12 +34,7 @@ if TYPE_CHECKING:
     from .paged_attention import append_heads as append_heads
     from .paged_attention import append_to_pages as append_to_pages
     from .paged_attention import paged_attention as paged_attention
-    from .quantize import quantize as quantize
-    from .quantize import quantize_both_ways as quantize_both_ways
-    from .quantize import quantize_swiglu as quantize_swiglu
-    from .quantize import quantize_swiglu_gradient as quantize_swiglu_gradient
     from .quantized_weight import QuantizedWeight as QuantizedWeight
-    from .scaled_matmul import scaled_matmul as scaled_matmul
     from .softmax import log_softmax as log_softmax
     from .softmax import softmax as softmax
 
@@ -46,6 +46,13 @@ _PUBLIC = {
     "decode_layer": ("decode_layers",),
     "few_rows_matmul": ("few_rows_matmul", "quantized_matmul"),
     "flash_attention": ("flash_attention", "flash_attention_gradient"),
+    "fp8": (
+        "quantize",
+        "quantize_both_ways",
+        "quantize_swiglu",
+        "quantize_swiglu_gradient",
+        "scaled_matmul",
+    ),
     "grouped_matmul": (
         "combine",
         "grouped_matmul",
@@ -55,14 +62,7 @@ _PUBLIC = {
     ),
     "norm": ("layer_norm", "layer_norm_fp8", "rms_norm", "rms_norm_fp8"),
     "paged_attention": ("append_heads", "append_to_pages", "paged_attention"),
-    "quantize": (
-        "quantize",
-        "quantize_both_ways",
-        "quantize_swiglu",
-        "quantize_swiglu_gradient",
-    ),
     "quantized_weight": ("QuantizedWeight",),
-    "scaled_matmul": ("scaled_matmul",),
     "softmax": ("log_softmax", "softmax"),
 }
 """Names of functions by the module that has them."""

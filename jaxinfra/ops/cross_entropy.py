@@ -1,13 +1,13 @@
-"""The training loss as the models call it, on top of ``pallas_kernels.linear_cross_entropy``."""
+"""The training loss as the models call it, on top of ``pallas_kernels.cross_entropy``."""
 
 import jax
 
-from pallas_kernels.linear_cross_entropy import CrossEntropySums as CrossEntropySums
-from pallas_kernels.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
-from pallas_kernels.linear_cross_entropy.chunking import HOPPER_LEAST_IDS as HOPPER_LEAST_IDS
-from pallas_kernels.linear_cross_entropy.chunking import hopper_chunks as hopper_chunks
-from pallas_kernels.linear_cross_entropy.chunking import xla_chunks as xla_chunks
-from pallas_kernels.linear_cross_entropy.hopper import unsupported
+from pallas_kernels.cross_entropy import HOPPER_LEAST_IDS as HOPPER_LEAST_IDS
+from pallas_kernels.cross_entropy import CrossEntropySums as CrossEntropySums
+from pallas_kernels.cross_entropy import hopper_chunks as hopper_chunks
+from pallas_kernels.cross_entropy import linear_cross_entropy as linear_cross_entropy
+from pallas_kernels.cross_entropy import xla_chunks as xla_chunks
+from pallas_kernels.cross_entropy.hopper import unsupported
 
 
 def kernel_on_one_device(hidden_BTD: jax.Array, *, num_ids: int) -> bool:

@@ -30,7 +30,7 @@ from pallas_kernels import (
 from pallas_kernels.common.dot import ACCUMULATOR
 from pallas_kernels.common.scales import BLOCK, Quantized, Scaling
 from pallas_kernels.common.varying import vary_alike
-from pallas_kernels.quantize.xla import quantize_xla
+from pallas_kernels.fp8.xla import quantize_xla
 
 
 @jax.tree_util.register_dataclass

@@ -1,7 +1,7 @@
 """Operands of matmuls in 8 bits: how they are quantized, in which direction, and what that lost.
 
 Where a device has its tokens, of all sequences or of its share, they are a matrix [M, K] and the
-kernels of ``pallas_kernels.quantize`` round it. Where the compiler spreads them over a mesh they
+kernels of ``pallas_kernels.fp8`` round it. Where the compiler spreads them over a mesh they
 keep the dims that devices share out, [B, T, K], and XLA rounds them by the same formula to the same
 bits. Blocks of tokens are 128 of one sequence.
 
@@ -22,9 +22,9 @@ from jaxinfra.numerics.recipe import Fp8Recipe
 from jaxinfra.ops.fp8_devices import TOKENS, Devices, Hold
 from pallas_kernels.common.dot import ACCUMULATOR
 from pallas_kernels.common.scales import BLOCK, Quantized, Scaling
-from pallas_kernels.quantize import quantize, quantize_both_ways
-from pallas_kernels.quantize.formula import largest_of, magnitude, scale_and_inverse
-from pallas_kernels.quantize.xla import quantize_across_xla, quantize_xla
+from pallas_kernels.fp8 import quantize, quantize_both_ways
+from pallas_kernels.fp8.formula import largest_of, magnitude, scale_and_inverse
+from pallas_kernels.fp8.xla import quantize_across_xla, quantize_xla
 
 SAMPLED_ROWS = 256
 """Rows of a device's matrix whose lost elements are counted; all where the compiler spreads it."""

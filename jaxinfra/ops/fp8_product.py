@@ -13,7 +13,7 @@ from jax import lax
 
 from pallas_kernels.common.dot import ACCUMULATOR
 from pallas_kernels.common.scales import Quantized, Scaling, spread
-from pallas_kernels.scaled_matmul import scaled_matmul
+from pallas_kernels.fp8 import scaled_matmul
 
 
 def product(

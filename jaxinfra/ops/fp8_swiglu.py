@@ -25,7 +25,7 @@ from jaxinfra.ops.fp8_devices import TOKENS, WHOLE, FindDevices, of_matrix, one_
 from jaxinfra.ops.fp8_operands import COTANGENT, BothWays, Caster, Input, X, as_matrix
 from pallas_kernels import quantize_swiglu, quantize_swiglu_gradient
 from pallas_kernels.common.dot import ACCUMULATOR
-from pallas_kernels.quantize.both_ways import SWIGLU, SWIGLU_GRADIENT, takes_one_kernel
+from pallas_kernels.fp8.both_ways import SWIGLU, SWIGLU_GRADIENT, takes_one_kernel
 
 SPEC = "BTD,DF->BTF"
 

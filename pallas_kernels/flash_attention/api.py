@@ -117,7 +117,7 @@ def flash_attention(
             ``right`` after it, None for all of them. An int is both; with ``is_causal`` the right
             is 0. (A model's "sliding window of w tokens" is ``(w - 1, 0)``.)
         q_segment_ids: integers [B, T]; a query sees only keys of its own segment. Ids below 0 mark
-            padding, which sees nothing and which nobody sees.
+            padding, which sees nothing and which no query sees.
         kv_segment_ids: integers [B, S], given with ``q_segment_ids``.
         query_seq_lengths: integers [B]; queries at and after the length are padding.
         key_value_seq_lengths: integers [B]; keys at and after the length are padding. Positions
@@ -194,9 +194,9 @@ def flash_attention_gradient(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradient of attention over a part of the keys, from the results over all of them.
 
-    Softmax over the union of key sets has probabilities ``exp(score - lse)`` with the logsumexp of
-    the union, so that a part's share of every gradient needs the union's (out, lse) and nothing of
-    the other parts (Dao 2023, algorithm 2; Liu et al. 2023, ring attention):
+    Softmax over a union of key sets has probabilities ``exp(score - lse)`` with the union's
+    logsumexp. So a part's share of every gradient needs (out, lse) of the union and nothing of the
+    other parts (Dao 2023, algorithm 2; Liu et al. 2023, ring attention):
 
         dS = P (dP - rowsum(dO O)),  P = exp(S - lse),  dP = dO V^T
 
@@ -269,7 +269,7 @@ def flash_attention_gradient(
 
 
 def _results_by(name: str, call: AttentionCall) -> Callable[..., tuple[jax.Array, ...]]:
-    """(q, k, v, masks) to (out, logsumexp) or (out,), as asked; it holds no array of the call."""
+    """A function of (q, k, v, masks) to (out, logsumexp) or (out,), which holds no array."""
     match name:
         case "cudnn":
             function = functools.partial(_by_cudnn, call.spec)

@@ -9,7 +9,7 @@ from .spec import AttentionCall, AttentionMasks, AttentionSpec
 
 
 def unsupported(call: AttentionCall) -> str | None:
-    """Why cuDNN through ``jax.nn.dot_product_attention`` cannot serve a call; None if it can.
+    """Reason why cuDNN, called through JAX, cannot serve a call; None if it can.
 
     Some of this cuDNN can do but JAX does not expose: packed segments by offsets, another value
     width. Some it does differently: a causal mask with T != S is aligned top-left, the logsumexp
@@ -53,7 +53,7 @@ def forward(
     *,
     spec: AttentionSpec,
 ) -> tuple[jax.Array]:
-    """(out [B, T, N, H],), differentiable; the call must have passed ``unsupported``."""
+    """Computes (out [B, T, N, H],), differentiable; the call must have passed ``unsupported``."""
     del masks
     out = jax.nn.dot_product_attention(
         q_BTNH,

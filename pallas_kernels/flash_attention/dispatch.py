@@ -1,4 +1,4 @@
-"""Who computes a call: a named implementation or none, or for "auto" the first that can.
+"""The choice of who computes a call: a named implementation, or for "auto" the first that can.
 
 An implementation answers with a reason why it cannot serve a call, or None. "auto" tries first the
 one measured to be fastest around the case, by ``tuned/dispatch-DEVICE.json``: a row's case is
@@ -62,7 +62,7 @@ def choose(implementation: str, call: AttentionCall, *, gradient: bool = True) -
 
 
 def why_not(name: str, call: AttentionCall) -> str | None:
-    """The reason why one of ``NAMES`` cannot compute a call and its gradient; None if it can."""
+    """Reason why one of ``NAMES`` cannot compute a call and its gradient; None if it can."""
     match name:
         case "hopper":
             reasons = (
@@ -78,7 +78,7 @@ def why_not(name: str, call: AttentionCall) -> str | None:
 
 
 def why_not_this_device(*, causal: bool) -> str | None:
-    """Why the device cannot run, or cannot compile, the kernels for Hopper; None if it can."""
+    """Reason why the device cannot run or compile the kernels for Hopper; None if it can."""
     facts = device.target()
     if facts.capability != (9, 0):
         return f"it needs a GPU of compute capability 9.0 (Hopper), not {facts.kind}"
@@ -142,11 +142,11 @@ def case_of(call: AttentionCall, *, gradient: bool) -> dict[str, tables.Value]:
 
 
 def rank(table: tables.Table, case: dict[str, tables.Value]) -> list[str]:
-    """Implementations that were measured, fastest first.
+    """Ranks the implementations that were measured, fastest first.
 
     Times of different cases do not compare: counted is how much slower than a case's fastest each
     one was, on average over the cases, each the more the nearer it is. Only dtype and gradient must
-    be the same: a width or a mask that was hardly measured is judged by others, too.
+    be the same: a width or a mask that was hardly measured is ranked by others, too.
 
     Raises:
         TableError: rows with other fields than ``case_of`` has.

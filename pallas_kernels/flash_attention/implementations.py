@@ -65,7 +65,7 @@ class AttentionPlan:
 
     @classmethod
     def of(cls, call: AttentionCall, chosen: str) -> "AttentionPlan":
-        """A validated call's, computed by one of ``IMPLEMENTATIONS``."""
+        """The plan of a validated call, computed by one of ``IMPLEMENTATIONS``."""
         return cls(
             implementation=IMPLEMENTATIONS[chosen],
             spec=call.spec,
@@ -77,7 +77,7 @@ class AttentionPlan:
 def attend(
     plan: AttentionPlan, q: jax.Array, k: jax.Array, v: jax.Array, masks: AttentionMasks
 ) -> tuple[jax.Array, jax.Array]:
-    """(out [B, T, N, V] in q's dtype, logsumexp float32 [B, T, N]), differentiable through both.
+    """Computes out [B, T, N, V] and logsumexp float32 [B, T, N], differentiable through both.
 
     Args:
         plan: all that is no array.
@@ -124,7 +124,7 @@ def by_use(
 
     Args:
         alone: (q, k, v, masks) to as many results as the other's; it holds no traced array.
-        with_gradient: likewise, and its own gradient.
+        with_gradient: the same kind of function, with its own gradient.
     """
     del with_gradient
     return alone(q, k, v, masks)

@@ -1,7 +1,6 @@
-"""How attention is split over a mesh: by batch and by heads, each device calling the kernel on its
-own block.
+"""Attention split over a mesh by batch and by heads: each device calls the kernel on its own block.
 
-One table (``DIMS``) and one rule (``HeadSplit``) say how every operand and result lies. They are
+One table (``DIMS``) and one rule (``HeadSplit``) give the layout of operands and results. They are
 applied where the layout of the query is known. In a trace it is known on Explicit axes, from the
 array's type, and on axes that a ``shard_map`` leaves out, from the caller: there ``shard_map``
 applies them. Of arrays on Auto axes only the compiler knows it: there ``custom_partitioning`` does.
@@ -91,7 +90,7 @@ class HeadSplit:
         return cls(batch=batch, kv=kv, group=group, bias_shape=bias_shape)
 
     def spec(self, name: str) -> PartitionSpec:
-        """How an operand or result lies on the mesh."""
+        """Layout of an operand or result on the mesh."""
         axes = {"B": self.batch, "K": self.kv, "N": self.kv + self.group}
         return PartitionSpec(*(axes.get(dim) or None for dim in self._dims(name)))
 
@@ -226,7 +225,7 @@ def _on_one_device(
 def _by_shard_map(
     compute: Compute, operands: Operands, results: tuple[str, ...], axes: MeshAxes
 ) -> tuple[jax.Array, ...]:
-    """Where a trace knows the query's layout; all else is brought to it."""
+    """Calls where a trace knows the query's layout; all other operands are brought to it."""
     explicit = _is_explicit(operands)
     mesh, axis_names, q_spec = _explicit_layout(operands) if explicit else _declared_layout(axes)
     split = HeadSplit.nearest(q_spec, mesh.shape, operands)
@@ -279,7 +278,7 @@ def _declared_layout(axes: MeshAxes) -> tuple[AbstractMesh, set[str], PartitionS
 def _by_compiler(
     compute: Compute, operands: Operands, results: tuple[str, ...]
 ) -> tuple[jax.Array, ...]:
-    """Where only the compiler knows the query's layout."""
+    """Calls where only the compiler knows the query's layout."""
     names = tuple(operands)
 
     def whole(*arrays: jax.Array) -> tuple[jax.Array, ...]:

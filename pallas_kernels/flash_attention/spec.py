@@ -1,5 +1,4 @@
-"""What an attention call computes, as one static value and one bundle of arrays, and which keys a
-query sees.
+"""Descriptions of an attention call: a static value, arrays, and which keys a query sees.
 
 Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width of
 query and key, Hv head width of value.
@@ -19,7 +18,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
-    """The static part: hashable, so it keys caches, tuned tables and ``custom_vjp``.
+    """The static part of a call: hashable, so it keys caches, tuned tables and ``custom_vjp``.
 
     Key s is visible to query t if ``t + S - T - left <= s <= t + S - T + right``; None is no bound.
     Causal attention is ``right = 0``. A model's "sliding window of w tokens" is ``left = w - 1``.
@@ -34,10 +33,10 @@ class AttentionSpec:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionMasks:
-    """The array part besides q, k, v; None where the call has none.
+    """The array part of a call besides q, k, v; None where the call has none.
 
     A query attends only to keys of its own segment, and segment ids below zero mark padding: such
-    queries have no keys and such keys are seen by nobody. A row with no visible key yields zeros
+    queries have no keys and no query sees such keys. A row with no visible key yields zeros
     and logsumexp -inf (with a sink, the sink's logit).
     """
 
@@ -49,7 +48,7 @@ class AttentionMasks:
     bias: jax.Array | None = None  # [B|1, N|1, T|1, S|1], added to the capped scores
 
     def arrays(self) -> dict[str, jax.Array]:
-        """Those that there are, by name."""
+        """Arrays that are not None, by name."""
         fields = (field.name for field in dataclasses.fields(self))
         return {name: x for name in fields if (x := getattr(self, name)) is not None}
 
@@ -91,7 +90,7 @@ class AttentionCall:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BackwardOperands:
-    """What a backward is given: the forward's operands and results, and the results' cotangents."""
+    """Operands of a backward pass: the forward's operands, results and their cotangents."""
 
     q: jax.Array  # [B, T, N, H]
     k: jax.Array  # [B, S, K, H]
@@ -104,7 +103,7 @@ class BackwardOperands:
 
 
 class AttentionGradients(NamedTuple):
-    """Gradients in the dtypes of what they are of; those of absent masks are None."""
+    """Gradients in the dtypes of their arrays; those of absent masks are None."""
 
     dq: jax.Array
     dk: jax.Array
@@ -121,7 +120,7 @@ def visible_BTS(
     q_positions_T: jax.Array,
     kv_positions_S: jax.Array,
 ) -> jax.Array | None:
-    """True where query t sees key s; None where nothing is hidden.
+    """Mask that is True where query t sees key s; None where nothing is hidden.
 
     Args:
         spec: the positional masks.

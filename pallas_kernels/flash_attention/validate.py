@@ -1,4 +1,4 @@
-"""What a caller may pass, checked once for all implementations.
+"""Checks of a caller's arguments, once for all implementations.
 
 Dims: B batch, T query, S key, N query heads, K kv heads, H query and key width, V value width.
 """

@@ -1,8 +1,8 @@
 """Portable attention in memory linear in sequence length: chunked online softmax, in plain XLA.
 
 The score matrix is cut into tiles of a query chunk by a key chunk. One loop visits the tiles that
-the positional masks leave visible, from a list made at trace time, so a hidden tile costs nothing
-and the trip count is known to the compiler. Forward keeps a running (maximum, sum, accumulator) a
+the positional masks leave visible, from a list made at trace time. A hidden tile costs nothing, and
+the compiler knows the trip count. Forward keeps a running (maximum, sum, accumulator) a
 row (Milakov and Gimelshein 2018; Dao et al. 2022, algorithm 1); backward recomputes each tile from
 logsumexp (Dao 2023, algorithm 2) and sums dq, dk, dv in float32.
 

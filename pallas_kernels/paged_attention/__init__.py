@@ -1,4 +1,20 @@
-"""Attention over a cache in pages, and appending to it."""
+"""Attention over a cache in pages, and appending to it.
+
+A decode step reads every cached key and value once and multiplies it with a few queries, so the
+rate of memory is all there is to reach: on an H200 large caches are read at 93 to 102% of a plain
+copy's rate, one row of 32,768 tokens at 77% (``experiments/results/paged-attention-h200.json``).
+
+- All key tiles of all rows are one line, cut into equal pieces whatever the lengths
+  (``hopper/plan.py``). Lengths are data: nothing is compiled when they change.
+- A kernel leaves a normalized part and its logsumexp for each piece of a row (``hopper/attend.py``,
+  or ``hopper/attend_codes.py`` for a quantized cache). A second one merges them
+  (``hopper/merge.py``). Rows that one worker has read leave their result at once: a written byte
+  costs more than a byte that is read.
+- Chunks of a prompt take the forward kernel of training, whose copies look up page tables
+  (``hopper/chunk.py``): 624 TFLOP/s for 1,024 tokens behind 2,048, where tiles for decoding reach
+  196.
+- Slots that are not filled may hold NaN: values beyond a row's keys are zeroed in shared memory.
+"""
 
 from .api import PagedImplementation as PagedImplementation
 from .api import attends_chunk as attends_chunk

@@ -1,4 +1,4 @@
-"""The public function: checks the call and chooses who computes it. Dims: as in ``spec``."""
+"""The public function: it checks the call and chooses who computes it. Dims: as in ``spec``."""
 
 from typing import Literal
 
@@ -43,7 +43,7 @@ def paged_attention(
 ) -> jax.Array:
     """Attention of the last tokens of each row to all that the row has in pages.
 
-    Position p of row b lies in slot ``p % S`` of page ``page_tables[b, p // S]``. The queries are
+    Position p of row b is in slot ``p % S`` of page ``page_tables[b, p // S]``. The queries are
     those of a row's last positions, and see no later position than their own. Not differentiable:
     it is for generating. The kernels are custom calls: on a mesh, call this inside ``shard_map``.
 
@@ -101,8 +101,9 @@ def paged_attention(
 def attends_chunk(
     q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, page_tables: jax.Array | np.ndarray
 ) -> bool:
-    """Whether these queries find keys in pages as fast as in an array: chunks of a prompt on a
-    Hopper GPU. Arguments as in ``paged_attention``, pages plain.
+    """Whether these queries find keys in pages as fast as in an array: chunks on a Hopper GPU.
+
+    Arguments are those of ``paged_attention``, of pages that are not quantized.
     """
     unset = ("query_lengths", "value_width", "window", "soft_cap", "sinks", "scale")
     lengths = jnp.zeros(len(q), jnp.int32)

@@ -1,4 +1,4 @@
-"""New keys and values into pages, keys (and a packed product's queries) rotated on their way.
+"""Appending new keys and values to pages; keys, and a packed product's queries, are rotated.
 
 Dims: B row, T new token, K kv heads, H key width, V value width, P page of the pool, S slot of a
 page, M page of a row, R rotated pair.
@@ -31,7 +31,7 @@ def append_to_pages(
     *,
     rope: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The pools with new tokens in the slots of their positions; donate the pools.
+    """Appends new tokens to pools, in the slots of their positions; donate the pools.
 
     Args:
         k_new: [B, T, K, H], cast to the pool's dtype.
@@ -41,7 +41,7 @@ def append_to_pages(
         page_tables: int32 [B, M]; below 0 where a row has no page.
         positions: int32 [B, T]. A token below 0, or where its row has no page, leaves nothing.
         rope: cos and sin, float32 [B, T, R]: pairs (i, i + R) of the keys' first 2 R columns are
-            turned, in float32.
+            rotated, in float32.
 
     Returns:
         ``k_pages`` and ``v_pages`` (None where none were given), of their shapes and dtypes.
@@ -73,7 +73,7 @@ def append_to_pages(
         raise InputError(f"page_tables {page_tables.shape} and positions {positions.shape}: "
                          "one row each")  # fmt: skip
     if rope is not None:
-        k_new = _turned(k_new, *rope)
+        k_new = _rotated(k_new, *rope)
     num_pages, size = k_pages.shape[:2]
     places_BT, slots_BT = jnp.divmod(positions, size)
     pages_BT = jnp.take_along_axis(page_tables, places_BT, axis=1, mode="fill", fill_value=-1)
@@ -100,7 +100,7 @@ def append_heads(
     v_scale: jax.Array | None = None,
     implementation: AppendImplementation = "auto",
 ) -> tuple[jax.Array, ...]:
-    """Rotated queries of a packed product, and the pools with its keys, rotated, and values.
+    """Rotates a packed product's queries and keys, and appends its keys and values to pools.
 
     ``append_to_pages`` of a layer's one product of queries, keys and values: on a Hopper GPU one
     kernel, which writes into the pools where they are donated. It has no gradient.
@@ -114,8 +114,8 @@ def append_heads(
         rope: cos and sin, float32 [B or 1, T, R]; pairs as in ``append_to_pages``.
         k_scale, v_scale: [P, S, K], of codes: a head's scale brings its largest element to the
             largest code.
-        implementation: "hopper" (heads in multiples of 4, of 64, 128 or 256 columns which all
-            turn), "xla", or "auto", which takes hopper where it can.
+        implementation: "hopper" (heads in multiples of 4, of 64, 128 or 256 columns, all
+            rotated), "xla", or "auto", which takes hopper where it can.
 
     Returns:
         Queries [B, T, N, H], ``k_pages`` and ``v_pages``; ``k_scale`` and ``v_scale`` where given.
@@ -162,12 +162,12 @@ def append_heads(
         return append_heads_hopper(heads, pools, page_tables, positions, rope, code=code)
     q, k, v = jnp.split(heads, (num_q_heads, num_q_heads + num_kv_heads), axis=2)
     cos, sin = (jnp.broadcast_to(x, (*positions.shape, x.shape[-1])) for x in rope)
-    new = {"k": _turned(k, cos, sin), "v": v}
+    new = {"k": _rotated(k, cos, sin), "v": v}
     if code is not None:
         for name in ("k", "v"):
             dtype = pools[f"{name}_scale"].dtype
             new[name], new[f"{name}_scale"] = codes_of(new[name], code, dtype)
-    done = [_turned(q, cos, sin)]
+    done = [_rotated(q, cos, sin)]
     for k, v in [("k", "v"), ("k_scale", "v_scale")][: len(pools) // 2]:
         k_pool, v_pool = append_to_pages(new[k], new[v], pools[k], pools[v], page_tables, positions)
         assert v_pool is not None, "values were given"
@@ -176,7 +176,7 @@ def append_heads(
 
 
 def _code(pools: dict[str, jax.Array]) -> WeightCode | None:
-    """What pools with scales hold."""
+    """Code of pools with scales; None of pools without."""
     scales = [x for name, x in pools.items() if name.endswith("_scale")]
     if not scales:
         return None
@@ -195,7 +195,7 @@ def _code(pools: dict[str, jax.Array]) -> WeightCode | None:
     return CODES[pages.dtype.name]
 
 
-def _turned(x_BTKH: jax.Array, cos_BTR: jax.Array, sin_BTR: jax.Array) -> jax.Array:
+def _rotated(x_BTKH: jax.Array, cos_BTR: jax.Array, sin_BTR: jax.Array) -> jax.Array:
     num_pairs = cos_BTR.shape[-1]
     if (
         cos_BTR.shape != sin_BTR.shape
@@ -209,5 +209,5 @@ def _turned(x_BTKH: jax.Array, cos_BTR: jax.Array, sin_BTR: jax.Array) -> jax.Ar
     cos_BT1R, sin_BT1R = cos_BTR[:, :, None], sin_BTR[:, :, None]
     first, second, kept = jnp.split(x_BTKH, (num_pairs, 2 * num_pairs), axis=-1)
     first, second = first.astype(jnp.float32), second.astype(jnp.float32)
-    turned = (first * cos_BT1R - second * sin_BT1R, second * cos_BT1R + first * sin_BT1R)
-    return jnp.concatenate([x.astype(x_BTKH.dtype) for x in turned] + [kept], axis=-1)
+    rotated = (first * cos_BT1R - second * sin_BT1R, second * cos_BT1R + first * sin_BT1R)
+    return jnp.concatenate([x.astype(x_BTKH.dtype) for x in rotated] + [kept], axis=-1)

@@ -1,4 +1,4 @@
-"""Keys and values in few bits as numbers. Dims: as in ``spec``."""
+"""Quantized keys and values: codes, scales and numbers. Dims: as in ``spec``."""
 
 import dataclasses
 
@@ -11,12 +11,12 @@ from pallas_kernels.quantized_weight import WeightCode
 from .spec import PagedCall
 
 LARGEST = {WeightCode.E4M3: 448.0, WeightCode.INT8: 127.0, WeightCode.INT4: 7.0}
-"""What a head's largest element becomes."""
+"""The code of a head's largest element."""
 LEAST_SCALE = 2.0**-20  # in float16 too it is not 0
 
 
 def codes_of(x: jax.Array, code: WeightCode, scale_dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """Codes of [..., W], and scales [...] by which x is about their product.
+    """Quantizes [..., W] to codes and scales [...], whose product is about x.
 
     An element that is not finite makes its head's scale so.
     """
@@ -34,7 +34,7 @@ def codes_of(x: jax.Array, code: WeightCode, scale_dtype: jnp.dtype) -> tuple[ja
 
 
 def numbers_of(codes: jax.Array, scale: jax.Array, code: WeightCode, dtype: jnp.dtype) -> jax.Array:
-    """Codes [..., W] times scales [...], in fp32, rounded once to ``dtype``."""
+    """Dequantizes codes [..., W] by scales [...], in fp32, rounded once to ``dtype``."""
     if code is WeightCode.INT4:
         halves = jnp.concatenate([codes & 15, codes >> 4], axis=-1)
         wide = halves.astype(jnp.float32) - 8.0
@@ -44,7 +44,7 @@ def numbers_of(codes: jax.Array, scale: jax.Array, code: WeightCode, dtype: jnp.
 
 
 def rows_as_pages(call: PagedCall) -> PagedCall:
-    """The call on its rows' pages, one after another, as numbers: for many queries of a row."""
+    """Dequantizes a call's pages, row after row: for many queries of a row."""
     tables_BM = jnp.clip(call.tables_BM, 0, call.k_PSKH.shape[0] - 1)
 
     def widened(codes_PSKW: jax.Array | None, scale_PSK: jax.Array | None) -> jax.Array:

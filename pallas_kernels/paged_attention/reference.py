@@ -14,7 +14,7 @@ from .spec import PagedCall
 
 
 def paged_attention_reference(call: PagedCall) -> jax.Array:
-    """softmax(soft_cap(scale q k^T)) v over what each query sees, [B, T, N, V] in q's dtype.
+    """Computes softmax(soft_cap(scale q k^T)) v over each query's keys, [B, T, N, V] in q's dtype.
 
     The softmax is fp32; a sink adds exp(sink) to its denominator. A query that sees nothing is 0.
     """

@@ -1,13 +1,13 @@
-"""What a call of paged attention computes: a static part, and its arrays.
+"""The description of a call of paged attention: a static part, and its arrays.
 
 Dims: B row, T query, N query heads, K kv heads, P page of the pool, S slot of a page, M page of a
 row, H query and key width, V value width.
 
-Position p of row b lies in slot ``p % S`` of page ``tables_BM[b, p // S]``. The row holds positions
-0 .. lengths_B[b] - 1, and the last ``query_lengths_B[b]`` of them are those of its queries. What
-lies in other slots, and where tables point beyond a row's pages, is not read into any result.
+Position p of row b is in slot ``p % S`` of page ``tables_BM[b, p // S]``. The row holds positions
+0 .. lengths_B[b] - 1, and the last ``query_lengths_B[b]`` of them are those of its queries. Other
+slots, and entries of tables beyond a row's pages, do not enter any result.
 
-Pages in few bits have codes in the place of elements, and a scale for each slot and kv head: an
+Quantized pages have codes in the place of elements, and a scale for each slot and kv head: an
 element is their product. Of 4 bits a byte has code d, less 8, in its low bits and code d + H / 2 in
 its high ones.
 """
@@ -20,12 +20,12 @@ import jax.numpy as jnp
 from pallas_kernels.quantized_weight import WeightCode
 
 CODES = {code.storage.name: code for code in (WeightCode.E4M3, WeightCode.INT8, WeightCode.INT4)}
-"""What pages in few bits hold, by their dtype."""
+"""Codes of quantized pages, by dtype."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PagedSpec:
-    """The static part."""
+    """The static part of a call."""
 
     scale: float
     value_width: int
@@ -41,7 +41,7 @@ class PagedCall:
     q_BTNH: jax.Array
     k_PSKH: jax.Array
     v_PSKV: jax.Array | None  # None: values are the first ``value_width`` columns of the keys
-    k_scale_PSK: jax.Array | None = None  # of pages in few bits, as is v_scale_PSK
+    k_scale_PSK: jax.Array | None = None  # of quantized pages, as is v_scale_PSK
     v_scale_PSK: jax.Array | None = None
     tables_BM: jax.Array  # int32
     lengths_B: jax.Array  # int32; above what a table has room for is that
@@ -51,21 +51,21 @@ class PagedCall:
 
     @property
     def code(self) -> WeightCode | None:
-        """What the pages' bits mean; None: they hold elements of the queries' dtype."""
+        """Code of the pages; None where they hold elements of the queries' dtype."""
         return None if self.k_scale_PSK is None else CODES[self.k_PSKH.dtype.name]
 
     @property
     def group(self) -> int:
-        """Query heads per kv head."""
+        """Number of query heads per kv head."""
         return self.q_BTNH.shape[2] // self.k_PSKH.shape[2]
 
     @property
     def capacity(self) -> int:
-        """Positions that a row's table has room for."""
+        """Number of positions that a row's table has room for."""
         return self.tables_BM.shape[1] * self.k_PSKH.shape[1]
 
     def positions_BT(self) -> jax.Array:
-        """Of the queries; below 0 for one that sees nothing."""
+        """Positions of the queries; below 0 for one that sees nothing."""
         num_queries = self.q_BTNH.shape[1]
         t_1T = jnp.arange(num_queries, dtype=jnp.int32)[None, :]
         lengths_B1 = jnp.clip(self.lengths_B, 0, self.capacity)[:, None]

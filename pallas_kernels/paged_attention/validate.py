@@ -1,4 +1,4 @@
-"""What a caller may pass, checked once for all implementations. Dims: as in ``spec``."""
+"""Checks of a caller's arguments, once for all implementations. Dims: as in ``spec``."""
 
 import math
 import operator

@@ -8,7 +8,7 @@ import numpy as np
 
 from pallas_kernels import quantize_both_ways, quantize_swiglu, quantize_swiglu_gradient
 from pallas_kernels.common.scales import Quantized, Scaling, spread
-from pallas_kernels.quantize.formula import LEAST, largest_of
+from pallas_kernels.fp8.formula import LEAST, largest_of
 from tests.rounding import Rounded, stored
 from tests.seeds import seeded
 from tests.tolerance import assert_within_rounding

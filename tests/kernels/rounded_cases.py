@@ -10,8 +10,8 @@ from pallas_kernels import (
     rms_norm_fp8,
 )
 from pallas_kernels.few_rows_matmul.quantized import rounded_rows
+from pallas_kernels.fp8.xla import quantize_across_xla
 from pallas_kernels.paged_attention import codes_of, numbers_of
-from pallas_kernels.quantize.xla import quantize_across_xla
 from pallas_kernels.quantized_weight import WeightCode, round_weight
 from pallas_kernels.quantized_weight.weight import (
     Activations,

@@ -1,7 +1,4 @@
-"""The Hopper form of the loss without a GPU: values in the interpreter, lowering of the real form.
-
-One block a cluster in the interpreter: its blocks are threads, of which small machines have few.
-"""
+"""The Hopper form of the loss without a GPU: values in the interpreter, and its lowering."""
 
 import functools
 
@@ -14,15 +11,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 from pallas_kernels.common import device
 from pallas_kernels.common.errors import UnsupportedError
-from pallas_kernels.linear_cross_entropy import (
-    hopper,
-    hopper_exponentials,
-    linear_cross_entropy,
-)
-from pallas_kernels.linear_cross_entropy.hopper_exponentials import (
-    ExponentialsConfig,
-    exponentials,
-)
+from pallas_kernels.cross_entropy import hopper, linear_cross_entropy
+from pallas_kernels.cross_entropy.hopper import exponentials
 from tests.rounding import Rounded, stored
 from tests.seeds import seeded
 from tests.tolerance import assert_within_rounding
@@ -37,9 +27,8 @@ OPTIONS = {
 
 
 @pytest.fixture
-def on_hopper(monkeypatch):
+def on_hopper():
     """Chosen for an H200, run by the interpreter."""
-    monkeypatch.setattr(hopper_exponentials, "DEFAULT", ExponentialsConfig(cluster=1))
     parameters = plgpu.InterpretGPUParams()
     with device.compiling_for(device.H200), plgpu.force_gpu_interpret_mode(parameters):
         yield
@@ -158,20 +147,14 @@ def test_without_gradient_only_the_sums_are_computed():
 
 
 @pytest.mark.parametrize(
-    ("cluster", "num_ids", "cap", "with_matrix"),
-    [
-        (1, 128256, None, True),
-        (1, 50257, 30.0, True),
-        (1, 50257, None, False),
-        (2, 128256, 30.0, True),
-    ],
+    ("num_ids", "cap", "with_matrix"),
+    [(128256, None, True), (50257, 30.0, True), (50257, None, False)],
 )
-def test_lowers(cluster, num_ids, cap, with_matrix):
+def test_lowers(num_ids, cap, with_matrix):
     def f(x, table, reference):
         return exponentials(
-            x, table, reference, num_ids=num_ids, logit_soft_cap=cap, with_matrix=with_matrix,
-            config=ExponentialsConfig(cluster=cluster),
-        )  # fmt: skip
+            x, table, reference, num_ids=num_ids, logit_soft_cap=cap, with_matrix=with_matrix
+        )
 
     shape = jax.ShapeDtypeStruct
     args = (

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import InputError, UnsupportedError, quantize, quantize_swiglu
 from pallas_kernels.common import device, tables
-from pallas_kernels.quantize import both_ways
+from pallas_kernels.fp8 import both_ways
 from tests.kernels.both_ways_cases import (
     CALLS,
     NUM_INPUTS,

@@ -14,9 +14,9 @@ from pallas_kernels import InputError, UnsupportedError, grouped_weight_gradient
 from pallas_kernels import scaled_grouped_matmul as multiply
 from pallas_kernels.common import device
 from pallas_kernels.common.scales import Scaling
+from pallas_kernels.fp8.xla import quantize_xla
 from pallas_kernels.grouped_matmul.hopper import calls, ring
 from pallas_kernels.grouped_matmul.hopper.config import ScaledGroupedConfig
-from pallas_kernels.quantize.xla import quantize_xla
 from tests.kernels import grouped_oracle
 from tests.kernels.test_scaled_matmul import E4M3, E5M2
 from tests.rounding import Rounded
@@ -89,7 +89,6 @@ def test_faults_are_caught(fault):
 CONFIGS = {
     "as it is": {},
     "free": {"in_turns": False},
-    "a warpgroup each": {"shares_short_tiles": False},
 }
 
 

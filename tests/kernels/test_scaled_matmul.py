@@ -32,7 +32,7 @@ def operands(M, N, K, forms=("1x128", "128x128"), dtypes=(E4M3, E4M3)):
     return a.values, b.values, a.scale, b.scale
 
 
-def exact(a, b, a_scale, b_scale, accumulate=None):
+def exact(a, b, a_scale, b_scale):
     """By blocks of 128 as the op defines it, in float64; each scale enters as a rounding."""
     sides = []
     for x, scale in ((a, a_scale), (b, b_scale)):
@@ -40,8 +40,7 @@ def exact(a, b, a_scale, b_scale, accumulate=None):
         spread_to = jax.jit(spread, static_argnums=(0, 2, 3))
         each = np.asarray(spread_to(form, scale, *x.shape), np.float64)
         sides.append(Rounded(x.astype(np.float64)) * each)
-    product = np.einsum("mk,nk->mn", *sides)
-    return product if accumulate is None else Rounded(np.asarray(accumulate)) + product
+    return np.einsum("mk,nk->mn", *sides)
 
 
 @pytest.mark.parametrize("forms", PAIRS, ids="-".join)
@@ -54,13 +53,6 @@ def test_every_form_of_scales(forms):
 def test_every_pair_of_formats(dtypes):
     arrays = operands(8, 16, 256, dtypes=dtypes)
     assert_within_rounding(multiplied(*arrays), exact(*arrays))
-
-
-def test_the_product_is_added_to_a_running_sum():
-    arrays = operands(8, 128, 256, ("1x128", "1x128"))
-    before = np.random.default_rng(1).normal(size=(8, 128)).astype(np.float32)
-    got = multiplied(*arrays, accumulate=before, out_dtype=jnp.float32)
-    assert_within_rounding(got, exact(*arrays, accumulate=before))
 
 
 @pytest.mark.parametrize("fault", ["scale of the next block", "a lost block", "rounded sums"])
@@ -89,11 +81,6 @@ def test_refusals_say_what_to_do():
         ((a, b[:, :128], a_scale, b_scale[:1]), {}, "Transpose b"),
         ((a, b, a_scale, of_rows), {}, "quantize both sides alike"),
         ((a, b, a_scale, b_scale), {"out_dtype": jnp.int32}, "out_dtype=int32"),
-        (
-            (a, b, a_scale, b_scale),
-            {"accumulate": np.zeros((8, 128), np.float32)},
-            "a running sum is float32",
-        ),
         ((a, b, a_scale, b_scale), {"implementation": "cutlass"}, "choose auto"),
     ]
     for arrays, options, message in cases:

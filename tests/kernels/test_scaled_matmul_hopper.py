@@ -8,19 +8,19 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, PartitionSpec
 
+from experiments.bench.kernels.scaled_workloads import LARGE, SMALL, WORKLOADS, ScaledWorkload
 from pallas_kernels import UnsupportedError, quantize, scaled_matmul
 from pallas_kernels.common import device
 from pallas_kernels.common.scales import Scaling
-from pallas_kernels.hopper.machine import SMEM_BYTES
-from pallas_kernels.scaled_matmul.config import (
+from pallas_kernels.fp8.hopper_matmul import (
     LEAST_STEPS,
     ScaledConfig,
     scaled_config,
+    scaled_matmul_hopper,
     shared_memory_bytes,
 )
-from pallas_kernels.scaled_matmul.hopper import scaled_matmul_hopper
-from pallas_kernels.scaled_matmul.spec import make_scaled_spec
-from pallas_kernels.scaled_matmul.workloads import LARGE, SMALL, WORKLOADS, ScaledWorkload
+from pallas_kernels.fp8.spec import make_scaled_spec
+from pallas_kernels.hopper.machine import SMEM_BYTES
 from tests.kernels.test_scaled_matmul import E4M3, E5M2, exact, operands
 from tests.tolerance import assert_within_rounding
 
@@ -42,19 +42,17 @@ def test_kernels_compute_the_formula(case):
     """The interpreter's sums are in fp32."""
     shape, forms, config = CASES[case]
     arrays = operands(*shape, forms)
-    spec = make_scaled_spec(*arrays, out_dtype=jnp.dtype("float32"), accumulate=None)
+    spec = make_scaled_spec(*arrays, out_dtype=jnp.dtype("float32"))
     f = functools.partial(scaled_matmul_hopper, spec=spec, config=config, interpretable=True)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        got = jax.jit(lambda *each: f(*each, None))(*arrays)
+        got = jax.jit(f)(*arrays)
     assert_within_rounding(got, exact(*arrays))
 
 
-def lower(w, forms, dtypes=(E4M3, E4M3), accumulate=None, **options):
+def lower(w, forms, dtypes=(E4M3, E4M3), **options):
     f = functools.partial(scaled_matmul, **{"implementation": "hopper"} | options)
     with device.compiling_for(device.H200):
-        traced = jax.jit(lambda *each, before: f(*each, accumulate=before)).trace(
-            *w.arrays(*map(Scaling, forms), dtypes), before=accumulate
-        )
+        traced = jax.jit(f).trace(*w.arrays(*map(Scaling, forms), dtypes))
         return traced.lower(lowering_platforms=("cuda",))
 
 
@@ -67,49 +65,36 @@ def test_workloads_lower_for_a_gpu(w):
     ("forms", "options"),
     [
         (("128x128", "1x128"), {"dtypes": (E5M2, E4M3), "out_dtype": jnp.float16}),
-        (("tensor", "row"), {"out_dtype": jnp.float32}),
-        (
-            ("1x128", "1x128"),
-            {
-                "out_dtype": jnp.float32,
-                "accumulate": jax.ShapeDtypeStruct((8, 160), jnp.float32),
-            },
-        ),
+        (("1x128", "1x128"), {"out_dtype": jnp.float32}),
     ],
-    ids=["input gradient", "rows", "accumulated"],
+    ids=["input gradient", "weight gradient"],
 )
 def test_forms_lower_for_a_gpu(forms, options):
-    columns = 160 if "accumulate" in options else 192
-    lower(ScaledWorkload(M=8, N=columns, K=256), forms, **options)
+    lower(ScaledWorkload(M=8, N=192, K=256), forms, **options)
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
-def test_devices_of_a_shard_map_run_it_each(accumulates):
-    """Their results differ; a reference that differs is added to outside of the kernel."""
+def test_devices_of_a_shard_map_run_it_each():
+    """Their results differ."""
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,))
     rows, by_blocks = PartitionSpec("rows"), PartitionSpec(None, "rows")
 
     @functools.partial(
         jax.shard_map,
         mesh=mesh,
-        in_specs=(rows, PartitionSpec(), by_blocks, PartitionSpec(), rows, rows),
+        in_specs=(rows, PartitionSpec(), by_blocks, PartitionSpec(), rows),
         out_specs=(rows, (rows, by_blocks)),
     )
-    def f(a, b, a_scale, b_scale, x, before):
-        options = {"accumulate": before} if accumulates else {}
+    def f(a, b, a_scale, b_scale, x):
         product = scaled_matmul(
-            a, b, a_scale, b_scale, out_dtype=jnp.float32, implementation="hopper", **options
+            a, b, a_scale, b_scale, out_dtype=jnp.float32, implementation="hopper"
         )
         return product, tuple(quantize(x, "1x128", implementation="hopper"))
 
     w = ScaledWorkload(M=256, N=64, K=256)
     shapes = w.arrays(Scaling.BLOCK_OF_ROW, Scaling.BLOCK)
-    more = (
-        jax.ShapeDtypeStruct((256, 128), jnp.bfloat16),
-        jax.ShapeDtypeStruct((256, 64), "float32"),
-    )
+    x = jax.ShapeDtypeStruct((256, 128), jnp.bfloat16)
     with device.compiling_for(device.H200):
-        jax.jit(f).trace(*shapes, *more).lower(lowering_platforms=("cuda",))
+        jax.jit(f).trace(*shapes, x).lower(lowering_platforms=("cuda",))
 
 
 def test_tiles_fit_and_fill_the_gpu():
@@ -126,11 +111,9 @@ def test_tiles_fit_and_fill_the_gpu():
 
 def test_tiles_that_do_not_fit_are_refused():
     a, b, a_scale, b_scale = operands(128, 256, 256)
-    spec = make_scaled_spec(a, b, a_scale, b_scale, out_dtype=jnp.dtype("float32"), accumulate=None)
+    spec = make_scaled_spec(a, b, a_scale, b_scale, out_dtype=jnp.dtype("float32"))
     with pytest.raises(UnsupportedError, match="use fewer stages or slots"):
-        scaled_matmul_hopper(
-            a, b, a_scale, b_scale, None, spec=spec, config=ScaledConfig(num_stages=5)
-        )
+        scaled_matmul_hopper(a, b, a_scale, b_scale, spec=spec, config=ScaledConfig(num_stages=5))
 
 
 def test_the_kernel_says_what_it_cannot():
@@ -143,6 +126,8 @@ def test_the_kernel_says_what_it_cannot():
     ]:
         with pytest.raises(UnsupportedError, match=f"{reason}.*implementation='xla' can"):
             lower(each, ("1x128", "128x128"), **options)
+    with pytest.raises(UnsupportedError, match="scales are of tensor and row; the kernel"):
+        lower(w, ("tensor", "row"))
     arrays = operands(8, 128, 256)
     with pytest.raises(UnsupportedError, match="is not a Hopper GPU"):
         scaled_matmul(*arrays, implementation="hopper")

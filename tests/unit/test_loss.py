@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.common.errors import InputError, UnsupportedError
-from pallas_kernels.linear_cross_entropy import linear_cross_entropy
+from pallas_kernels.cross_entropy import linear_cross_entropy
 from tests.rounding import Rounded, stored
 from tests.seeds import seeded
 from tests.sharded.cases import COMPILER_OPTIONS

@@ -43,7 +43,6 @@ SPACE: dict[str, dict[str, tuple[Any, ...]]] = {
         "block_kv": (64, 128),
         "num_warpgroups": (2, 3),
         "overlap": (True, False),
-        "ping_pong": (True, False),
     },
     "backward": {
         "num_stages": (2, 3),

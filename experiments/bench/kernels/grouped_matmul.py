@@ -23,8 +23,8 @@ import torch  # pyrefly: ignore[missing-import]  # of the machine that measures
 from experiments.bench.harness import Call, compiled, options, sustained_ms, table_of
 from pallas_kernels import grouped_matmul, quantize, scaled_grouped_matmul
 from pallas_kernels.common.scales import Scaling
+from pallas_kernels.fp8.xla import quantize_xla
 from pallas_kernels.grouped_matmul.hopper import calls
-from pallas_kernels.quantize.xla import quantize_xla
 
 SHAPES = (
     (65536, 2048, 1536, 64),

@@ -22,7 +22,7 @@ import jax.stages
 from jax.experimental.mosaic.gpu import profiler
 
 from experiments.bench.harness import compiled, options, table_of
-from pallas_kernels.linear_cross_entropy import linear_cross_entropy
+from pallas_kernels.cross_entropy import linear_cross_entropy
 
 TOKENS, WIDTH, VOCAB = (4, 4096), 2048, 128256
 REGULARIZED = {"z_loss": 1e-4, "logit_soft_cap": 30.0}

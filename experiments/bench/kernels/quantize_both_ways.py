@@ -2,7 +2,7 @@
 
 python -m experiments.bench.kernels.quantize_both_ways \\
     --out experiments/results/both-ways-h200.json \\
-    --table pallas_kernels/quantize/tuned
+    --table pallas_kernels/fp8/tuned
 
 Of a matrix as it is ("x"), of SwiGLU and of its gradient, by blocks of 1x128 and 128x128. "check"
 rows compare values and scales with those of the XLA form: "same" is the share with the same bits
@@ -23,8 +23,8 @@ from experiments.bench.harness import Contender, compiled, kernel_ms, options, t
 from experiments.bench.tuned_table import add_rows
 from pallas_kernels.common import tables
 from pallas_kernels.common.scales import Scaling, spread
-from pallas_kernels.quantize import both_ways
-from pallas_kernels.quantize.both_ways import PLAIN, SWIGLU, SWIGLU_GRADIENT, CastSource
+from pallas_kernels.fp8 import both_ways
+from pallas_kernels.fp8.both_ways import PLAIN, SWIGLU, SWIGLU_GRADIENT, CastSource
 
 E4M3, E5M2 = jnp.dtype("float8_e4m3fn"), jnp.dtype("float8_e5m2")
 NUM_INPUTS = {PLAIN.name: 1, SWIGLU.name: 2, SWIGLU_GRADIENT.name: 3}

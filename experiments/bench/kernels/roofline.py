@@ -29,9 +29,9 @@ from experiments.pictures.roofline import draw
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.inference import ridge
 from pallas_kernels.common import timing
+from pallas_kernels.cross_entropy import linear_cross_entropy
 from pallas_kernels.flash_attention import hopper as attention
 from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec, BackwardOperands
-from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.norm import hopper as norm
 from pallas_kernels.softmax import hopper as softmax
 

@@ -20,10 +20,9 @@ import numpy as np
 
 from experiments.bench.environment import clocks
 from experiments.bench.harness import Contender, compiled, kernel_ms, options, table_of
+from experiments.bench.kernels.scaled_workloads import LARGE, SMALL, ScaledWorkload
 from pallas_kernels.common.scales import Scaling
-from pallas_kernels.quantize import quantize
-from pallas_kernels.scaled_matmul import scaled_matmul
-from pallas_kernels.scaled_matmul.workloads import LARGE, SMALL, ScaledWorkload
+from pallas_kernels.fp8 import quantize, scaled_matmul
 
 BLOCKS = (Scaling.BLOCK_OF_ROW, Scaling.BLOCK)
 TENSORS = (Scaling.TENSOR, Scaling.TENSOR)

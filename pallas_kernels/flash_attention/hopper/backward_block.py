@@ -1,4 +1,4 @@
-"""What the backward kernels read and share.
+"""The operands of the backward kernels, and the base class that they share.
 
 Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width of
 query and key, Hv head width of value.
@@ -43,7 +43,7 @@ def kernel_operands(
 
 
 def row_statistics(o: BackwardOperands, padded: int) -> tuple[jax.Array, jax.Array]:
-    """Per query [B, N, padded]: logsumexp in log2 units, and delta = dO . O - d_lse.
+    """Statistics per query [B, N, padded]: logsumexp in log2 units, and delta = dO . O - d_lse.
 
     With P = exp(S - lse) and dP = dO V', dS = P * (dP - delta).
     """
@@ -69,7 +69,7 @@ class FusedKernel(AttentionKernel):
     parts: int = 1
 
     def shared(self, kv_head: jax.Array) -> jax.Array:
-        """The key/value head that a part of one reads."""
+        """Key/value head that a part of its query heads reads."""
         return lax.div(kv_head, self.parts) if self.parts > 1 else kv_head
 
     def place(self, gmem) -> tuple[jax.Array, jax.Array, jax.Array, TileRange]:
@@ -81,13 +81,13 @@ class FusedKernel(AttentionKernel):
         return b, kv_head, k_tile, queries.ordered(at_least_one=False)
 
     def load_keys(self, gmem, smem, b, kv_head, key0, which: int) -> None:
-        """Starts the copies of the block's keys and values; which: of the first."""
+        """Starts the copies of the block's keys and values; ``which`` is the first's barrier."""
         place = (b, key0, self.shared(kv_head))
         self.load_tile(smem, self.odd_keys, gmem.k, place, smem.k.at[0], smem.kv_full, which)
         self.load_tile(smem, self.odd_keys, gmem.v, place, smem.v.at[0], smem.kv_full, which + 1)
 
     def wait_keys(self, smem, which: int) -> None:
-        """Until they are there."""
+        """Waits until the block's keys and values are there."""
         plgpu.barrier_wait(smem.kv_full)
         for i in range(2):
             self.wait_tile(smem, self.odd_keys, which + i, 0)
@@ -102,7 +102,7 @@ class FusedKernel(AttentionKernel):
     def gradients(
         self, operands: dict[str, Any], *, num_threads: int
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """dQ, dK and dV in the operands' dtype.
+        """Computes dQ, dK and dV in the operands' dtype.
 
         An interpretable kernel cannot add to global memory: it writes a dQ for each key tile.
         """
@@ -132,7 +132,7 @@ class FusedKernel(AttentionKernel):
         return like.update(shape=(*x.shape[:2], self.g.K, x.shape[3]))
 
     def summed(self, gradient: jax.Array) -> jax.Array:
-        """[B, S, K parts, H] to [B, S, K, H]."""
+        """Sums the parts of a gradient: [B, S, K parts, H] to [B, S, K, H]."""
         if self.parts == 1:
             return gradient
         B, S, _, width = gradient.shape
@@ -143,8 +143,8 @@ class FusedKernel(AttentionKernel):
 def split_heads(g: Geometry, kv_tile: int) -> tuple[Geometry, int]:
     """Parts of the query heads that share keys, and the geometry in which each has own blocks.
 
-    With few key tiles, multiprocessors would be left without a block, or a block without others
-    that even out how long its keys are seen under a causal mask.
+    With few key tiles, SMs would be left without a block, or a block without others that even out
+    how long its keys are seen under a causal mask.
     """
     blocks = g.B * g.K * -(-g.S // kv_tile)
     divisors = [n for n in range(1, g.group + 1) if g.group % n == 0]

@@ -42,7 +42,7 @@ LEAST_DQ_COLUMNS = 32  # of dQ that leave at a time, where more do not fit in sh
 def backward(
     operands: BackwardOperands, *, spec: AttentionSpec, interpretable: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As ``backward_by_keys.backward``, for widths above 128, of values perhaps a smaller one.
+    """Gradients as of ``backward_by_keys.backward``, of heads wider than 128 or values narrower.
 
     Half of each width must be a multiple of 32.
     """
@@ -67,31 +67,31 @@ class _ByColumns(FusedKernel):
 
     @property
     def half(self) -> int:
-        """Columns of a warpgroup, of queries and keys."""
+        """Number of columns of queries and keys that a warpgroup has."""
         return self.g.H // 2
 
     @property
     def half_values(self) -> int:
-        """Columns of a warpgroup, of values."""
+        """Number of columns of values that a warpgroup has."""
         return self.g.Hv // 2
 
     @property
     def in_registers(self) -> bool:
-        """Whether products take P and dS from the registers of who has them, if they have room."""
+        """Whether products take P and dS from registers, where there is room for them."""
         return self.half < 128 and not self.interpretable
 
     @property
     def chunk(self) -> int:
-        """Columns of dQ in registers at a time."""
+        """Number of columns of dQ in registers at a time."""
         return self.half if self.half < 128 else 64
 
     @property
     def dq_columns(self) -> int:
-        """Columns of dQ that leave at a time: a chunk where shared memory has room for it."""
+        """Number of columns of dQ that are sent at a time: a chunk where shared memory has room."""
         return self.chunk if self.smem_bytes(self.chunk) <= SMEM_BYTES else LEAST_DQ_COLUMNS
 
     def smem_bytes(self, dq_columns: int) -> int:
-        """Shared memory of a block that sends so many columns of dQ at a time."""
+        """Bytes of shared memory of a block that sends so many columns of dQ at a time."""
         operands = (1 + NUM_STAGES) * 64 * (self.g.H + self.g.Hv) + 2 * KEYS * QUERIES
         rows = 2 * NUM_STAGES * QUERIES + (NUM_STAGES + 1) * QUERIES  # statistics and ids
         return 2 * operands + 4 * rows + 4 * 2 * QUERIES * dq_columns + BARRIER_BYTES
@@ -127,7 +127,7 @@ class _ByColumns(FusedKernel):
         return buffers
 
     def run(self, gmem, smem) -> None:
-        """One block: its tile's coordinates, then a role for each warpgroup."""
+        """Runs one block: its tile's coordinates, then a role for each warpgroup."""
         wg = lax.axis_index("wg")
         b, kv_head, k_tile, queries = self.place(gmem)
 
@@ -146,7 +146,7 @@ class _ByColumns(FusedKernel):
             self.load(gmem, smem, b, kv_head, k_tile * KEYS, queries)
 
     def load(self, gmem, smem, b, kv_head, k0, queries: TileRange) -> None:
-        """Keys and values once, then the queries of each head of the group into the ring."""
+        """Loads keys and values once, then the queries of each head of the group into the ring."""
         g = self.g
         self.make_arrivals(smem)
         self.load_keys(gmem, smem, b, kv_head, k0, 2 * NUM_STAGES)
@@ -177,7 +177,7 @@ class _ByColumns(FusedKernel):
             plgpu.barrier_wait(smem.empty.at[i])
 
     def compute(self, gmem, smem, wg: int, b, kv_head, k_tile, queries: TileRange) -> None:
-        """Half the columns of 64 keys: dK and dV over all queries, then out."""
+        """Computes half the columns of dK and dV of 64 keys over all queries, and writes them."""
         for i in range(NUM_STAGES):
             plgpu.barrier_arrive(smem.empty.at[i])
         self.wait_keys(smem, 2 * NUM_STAGES)
@@ -199,11 +199,11 @@ class _ByColumns(FusedKernel):
         plgpu.wait_smem_to_gmem(0)
 
     def mine(self, wg: int):
-        """A warpgroup's columns of queries and keys."""
+        """Slice of a warpgroup's columns of queries and keys."""
         return pl.ds(wg * self.half, self.half)
 
     def my_values(self, wg: int):
-        """A warpgroup's columns of values."""
+        """Slice of a warpgroup's columns of values."""
         return pl.ds(wg * self.half_values, self.half_values)
 
     def accumulate(
@@ -272,7 +272,7 @@ class _ByColumns(FusedKernel):
         )
 
     def write_p(self, smem, slot, s, lse, i, k_tile, queries: TileRange) -> jax.Array:
-        """P into shared memory, for both warpgroups, and here."""
+        """Writes P to shared memory, for both warpgroups, and returns it."""
         if self.spec.logit_soft_cap is None:
             s = s * (self.spec.scale * LOG2E)
         else:
@@ -303,7 +303,7 @@ class _ByColumns(FusedKernel):
         return jnp.where(p == 0.0, 0.0, ds * (1.0 - tanh * tanh))
 
     def mask(self, smem, slot, i, k_tile, p):
-        """0 where the query of a column does not see the key of a row."""
+        """Puts 0 where the query of a column does not see the key of a row."""
         if self.segmented:
             q_ids = plgpu.load(smem.ids.at[slot], layout=column_layout())
             kv_ids = plgpu.load(smem.ids.at[NUM_STAGES], layout=row_layout())
@@ -313,7 +313,7 @@ class _ByColumns(FusedKernel):
         return self.mask_positions(p, aligned, key0, fill=0.0, by_keys=True)
 
     def add_to_dq(self, gmem, smem, wg: int, dq, b, n, i, k_tile, column: int) -> None:
-        """``chunk`` columns of a tile's dQ, into the float32 sum in global memory."""
+        """Adds ``chunk`` columns of a tile's dQ to the float32 sum in global memory."""
         width = self.dq_columns
         for start in range(0, self.chunk, width):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)

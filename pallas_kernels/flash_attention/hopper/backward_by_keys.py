@@ -4,9 +4,9 @@ Dims: B batch, T query position, S key position, N query heads, K key/value head
 query and key, Hv head width of value.
 
 A block owns 128 keys of one key/value head, 64 a warpgroup, whose dK and dV stay in registers over
-all query heads of the group. Scores are computed transposed, keys by queries, so that P and dS
-leave the softmax as left operands of dV += P dO and dK += dS Q. dQ sums over key tiles and so over
-blocks, and the TMA adds it to a float32 array in global memory. Two forms of that:
+all query heads of the group. Scores are computed transposed, keys by queries: P and dS leave the
+softmax as left operands of dV += P dO and dK += dS Q. dQ sums over key tiles and so over blocks:
+TMA adds it to a float32 array in global memory, in no fixed order. It has two forms:
 
 - late: both warpgroups put dS in shared memory, and one tile later, when neither need wait for the
   other, each computes half the columns of that tile's dQ. While it leaves, the next scores are
@@ -45,7 +45,7 @@ def backward(
     config: BackwardConfig,
     interpretable: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of q, k and v, those of k and v summed over the query heads that share them.
+    """Computes the gradients of q, k and v, summed over the query heads that share k and v.
 
     Args:
         operands: of one width up to 128.
@@ -75,7 +75,7 @@ class _ByKeys(FusedKernel):
 
     @property
     def dq_shape(self) -> tuple[int, int]:
-        """What leaves for dQ at a time: a warpgroup's half of the columns, or all of them."""
+        """Shape of the part of dQ that is sent at a time: half of the columns, or all of them."""
         return (QUERIES, self.g.H if self.c.dq_warpgroup else self.g.H // NUM_WARPGROUPS)
 
     @property
@@ -120,7 +120,7 @@ class _ByKeys(FusedKernel):
         return buffers
 
     def run(self, gmem, smem) -> None:
-        """One block: its tile's coordinates, then a role for each warpgroup."""
+        """Runs one block: its tile's coordinates, then a role for each warpgroup."""
         c, wg = self.c, lax.axis_index("wg")
         b, kv_head, k_tile, queries = self.place(gmem)
 
@@ -148,7 +148,7 @@ class _ByKeys(FusedKernel):
                 self.query_gradients(gmem, smem, b, kv_head, k_tile, queries)
 
     def load(self, gmem, smem, b, kv_head, k_tile, queries: TileRange) -> None:
-        """Keys and values once, then the queries of each head of the group into the ring."""
+        """Loads keys and values once, then the queries of each head of the group into the ring."""
         g, c = self.g, self.c
         self.make_arrivals(smem)
         self.load_keys(gmem, smem, b, kv_head, k_tile * KEYS, 2 * c.num_stages)
@@ -192,14 +192,14 @@ class _ByKeys(FusedKernel):
             plgpu.barrier_wait(smem.do_empty.at[i])
 
     def wait_queries(self, smem, it) -> None:
-        """Until the queries of the it-th tile are there."""
+        """Waits until the queries of the it-th tile are there."""
         stages = self.c.num_stages
         slot = lax.rem(it, stages)
         plgpu.barrier_wait(smem.q_full.at[slot])
         self.wait_tile(smem, self.odd_queries, slot, lax.div(it, stages))
 
     def compute(self, gmem, smem, wg: int, b, kv_head, k_tile, queries: TileRange) -> None:
-        """64 keys of a warpgroup: dK and dV over all queries, then out."""
+        """Computes dK and dV of a warpgroup's 64 keys over all queries, and writes them."""
         g = self.g
         mine = pl.ds(wg * 64, 64)
         for i in range(self.c.num_stages):
@@ -251,7 +251,7 @@ class _ByKeys(FusedKernel):
             self.wait_tile(smem, self.odd_queries, c.num_stages + slot, lax.div(it, c.num_stages))
 
             def key_gradients(dp_acc, s_acc):
-                """dV and dK of this tile; their products are on their way at the end."""
+                """Issues the products of dV and dK of this tile, which are under way at the end."""
                 plgpu.wgmma(dp_acc, smem.v.at[only, mine], do_smem.transpose((1, 0)))
                 if s_acc is not None:
                     issue_scores(s_acc, next_slot, only)
@@ -354,7 +354,7 @@ class _ByKeys(FusedKernel):
         )
 
     def query_gradients(self, gmem, smem, b, kv_head, k_tile, queries: TileRange) -> None:
-        """dQ of each tile from the dS of both warpgroups, for a warpgroup that does only this."""
+        """Computes dQ of each tile from the dS of both warpgroups, as a third warpgroup."""
         g = self.g
         per_head = queries.hi - queries.lo
         for slot in range(NUM_DS):
@@ -383,7 +383,7 @@ class _ByKeys(FusedKernel):
         plgpu.wait_smem_to_gmem(0)
 
     def masked_probabilities(self, smem, wg: int, slot, s, i, k_tile, kv_ids, queries):
-        """P transposed, from scores; and the soft cap's derivative, None without one."""
+        """Computes P transposed from scores, and the soft cap's derivative, None without one."""
         lse = plgpu.load(smem.lse.at[slot], layout=column_layout())
         p, slope = self.probabilities(s, lse, lse_dim=1)
         if not self.masked:
@@ -394,7 +394,7 @@ class _ByKeys(FusedKernel):
         return lax.cond(queries.is_whole(i), lambda p: p, mask, p), slope
 
     def mask(self, smem, wg: int, slot, i, k_tile, kv_ids, p):
-        """0 where the query of a column does not see the key of a row."""
+        """Puts 0 where the query of a column does not see the key of a row."""
         if self.segmented:
             q_ids = plgpu.load(smem.q_ids.at[slot], layout=column_layout())
             p = self.mask_ids(p, q_ids, kv_ids, fill=0.0, by_keys=True)
@@ -408,7 +408,7 @@ class _ByKeys(FusedKernel):
         plgpu.wgmma(dq_acc, smem.ds.at[slot].transpose((1, 0)), smem.k.at[only, :, columns])
 
     def add_to_dq(self, gmem, smem, wg: int, dq, b, i, n, k_tile) -> None:
-        """This warpgroup's part of a tile's dQ, into the float32 sum in global memory."""
+        """Adds this warpgroup's part of a tile's dQ to the float32 sum in global memory."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         smem.dq[wg] = dq
         plgpu.commit_smem()

@@ -1,4 +1,4 @@
-"""What the Hopper attention kernels take, what a tile costs, and which tile a call gets."""
+"""Configurations of the Hopper attention kernels: refusals, sizes, and the tiles of a call."""
 
 import dataclasses
 import functools
@@ -40,16 +40,15 @@ class ForwardConfig:
     num_warpgroups: int = 2  # compute warpgroups, 64 query rows each; one more feeds them
     num_stages: int = 2  # K and V tiles in flight
     overlap: bool = True  # keeps the softmax under the value product of the tile before
-    ping_pong: bool = True  # warpgroups take turns at the tensor cores
     persistent: bool = False  # one block per SM, which takes many tiles
 
     @property
     def block_q(self) -> int:
-        """Query rows of one block."""
+        """Number of query rows of one block."""
         return 64 * self.num_warpgroups
 
     def smem_bytes(self, head_dim: int, value_dim: int) -> int:
-        """Shared memory of one block."""
+        """Bytes of shared memory of one block."""
         q_or_out = self.block_q * max(head_dim, value_dim)
         kv = self.num_stages * self.block_kv * (head_dim + value_dim)
         row_bytes = 4 * (1 + 8 + 1)  # logsumexp, pin, id
@@ -59,7 +58,7 @@ class ForwardConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BackwardConfig:
-    """Form of the fused backward of heads up to 128 wide: 128 keys a block, 64 queries at a time.
+    """Form of the fused backward of heads up to 128 wide: 128 keys per block, 64 queries at a time.
 
     Raises:
         UnsupportedError: from ``check``, for a form that the head width leaves no registers for.
@@ -71,7 +70,7 @@ class BackwardConfig:
     own_copies: bool = False  # of queries, as where 8 does not divide their number
 
     def check(self, head_dim: int) -> None:
-        """Refuses what was seen to serialize its matmuls or to spill."""
+        """Refuses a form that was measured to serialize its matmuls or to spill."""
         if head_dim > 64 and (self.register_ds or self.dq_warpgroup):
             raise UnsupportedError(
                 f"{self}: register_ds and dq_warpgroup need heads at most 64 wide, not {head_dim};"
@@ -79,7 +78,7 @@ class BackwardConfig:
             )
 
     def smem_bytes(self, head_dim: int, value_dim: int) -> int:
-        """Shared memory of one block, 16-bit operands."""
+        """Bytes of shared memory of one block with 16-bit operands."""
         operands = (BACKWARD_KEYS + self.num_stages * BACKWARD_QUERIES) * (head_dim + value_dim)
         operands += NUM_DS * BACKWARD_KEYS * BACKWARD_QUERIES
         row_bytes = 4 * 3 * self.num_stages  # logsumexp, delta, id
@@ -128,7 +127,7 @@ UNGROUPED = " ungrouped"
 def unsupported(
     spec: AttentionSpec, masks: AttentionMasks, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> str | None:
-    """Why these kernels, forward or backward, cannot compute this call; None if they can."""
+    """Reason why these kernels, forward or backward, cannot compute this call; None if they can."""
     H, Hv = q.shape[3], v.shape[3]
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         return f"dtypes q={q.dtype} k={k.dtype} v={v.dtype} are not all bfloat16 or all float16"
@@ -150,7 +149,7 @@ def refuse(reason: str | None) -> None:
 
 
 def exceeds_shared_memory(config: TileConfig, head_dim: int, value_dim: int) -> str | None:
-    """Why tiles fit in no block; None if they do."""
+    """Reason why tiles do not fit in a block; None if they do."""
     used = config.smem_bytes(head_dim, value_dim)
     if used <= SMEM_BYTES:
         return None

@@ -3,11 +3,17 @@
 Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width of
 query and key, Hv head width of value.
 
-A block owns ``64 * num_warpgroups`` queries of one head and walks the key tiles they see from the
+A block owns ``64 * num_warpgroups`` queries of one head. It visits the key tiles they see from the
 last to the first, so that the masked diagonal comes before the long unmasked loop. Per tile a
-compute warpgroup issues two matmuls back to back, the scores of this tile and the value product of
-the tile before, and works on the softmax of the first while the second runs. Warpgroups take turns
-at the tensor cores. Scores are in units of log2: an exponential is a multiply-add and an ex2.
+compute warpgroup issues two matmuls back to back: the scores of this tile and the value product of
+the tile before. It works on the softmax of the first while the second runs. Warpgroups alternate at
+the tensor cores (ping-pong). Scores are in units of log2: an exponential is a multiply-add and ex2.
+
+- The assembler moves plain arithmetic behind ``wgmma.wait_group``; a store to shared memory of a
+  value that needs the whole softmax keeps the softmax under PV (``pin``).
+- An accumulator whose first matmul follows its zeros in the same basic block costs no instruction:
+  barrier waits come before the accumulator is created.
+- Registers: 2 * 240 + 24 per thread is what an SM has; asking for more hangs.
 """
 
 import dataclasses
@@ -120,11 +126,11 @@ class ValueSum:
         self.smem, self.acc = smem, acc
 
     def start(self):
-        """What the loop carries before the first product."""
+        """Returns the value that the loop carries before the first product."""
         return ()
 
     def prepare(self, slot):
-        """What comes before the scores that the product runs beside."""
+        """Prepares a product before the scores that it runs beside are issued."""
 
     def issue(self, p, slot, clean=None):
         """Starts ``p @ v`` with the values of a slot, once they are clean."""
@@ -134,7 +140,7 @@ class ValueSum:
         plgpu.wgmma(self.acc, p, self.smem.v.at[slot])
 
     def collect(self):
-        """What a product leaves outside of the accumulator."""
+        """Returns the part of a product that is outside of the accumulator."""
         return ()
 
     def rescale(self, carried, part, slot, alpha):
@@ -145,7 +151,7 @@ class ValueSum:
         return carried
 
     def last(self, carried, p, slot, clean=None):
-        """The last product, and the whole sum."""
+        """Adds the last product and returns the whole sum."""
         del carried
         self.issue(p, slot, clean)
         return self.finish(slot)
@@ -158,14 +164,14 @@ class ValueSum:
 
 
 class StagedValueSum:
-    """For the interpreter: the sum in registers, a product at a time, P in shared memory."""
+    """The running sum for the interpreter: it is in registers, and P in shared memory."""
 
     def __init__(self, smem, value_dim: int):
         self.smem, self.value_dim = smem, value_dim
         self.accumulators = (plgpu.ACC((64, value_dim), jnp.float32),)
 
     def start(self):
-        """The empty sum."""
+        """Returns the empty sum."""
         return _zeros((64, self.value_dim))
 
     def prepare(self, slot):
@@ -191,7 +197,7 @@ class StagedValueSum:
         return (o + part) * lax.broadcast_in_dim(alpha, o.shape, [0])
 
     def last(self, o, p, slot, clean=None):
-        """The last product, and the whole sum."""
+        """Adds the last product and returns the whole sum."""
 
         def product(acc):
             self.issue(p, slot, clean, acc)
@@ -246,11 +252,11 @@ class ForwardKernel(AttentionKernel):
 
     @property
     def pieces(self) -> int:
-        """Copies that bring a tile of keys, or of values."""
+        """Number of copies that bring a tile of keys, or of values."""
         return 1
 
     def aligned(self, gmem, b, row0):
-        """The key at the position of query ``row0``."""
+        """Position of the key that query ``row0`` is aligned with."""
         del gmem, b
         return row0 + self.g.diagonal
 
@@ -285,19 +291,18 @@ class ForwardKernel(AttentionKernel):
         return 2 * self.c.num_stages
 
     def wait_queries(self, smem, wg) -> None:
-        """Until a warpgroup's queries are there."""
+        """Waits until a warpgroup's queries are there."""
         plgpu.barrier_wait(smem.q_full.at[wg])
         self.wait_tile(smem, self.odd_queries, self.queries_arrival + wg, 0)
 
     def wait_keys(self, smem, i) -> None:
-        """Until the i-th visited tile's keys are there."""
+        """Waits until the i-th visited tile's keys are there."""
         stages = self.c.num_stages
         plgpu.barrier_wait(smem.k_full.at[lax.rem(i, stages)])
         self.wait_tile(smem, self.odd_keys, lax.rem(i, stages), lax.div(i, stages))
 
     def cleaner(self, smem, slot, keys: TileRange, i, *, masked: bool) -> Callable[[], None] | None:
-        """What to do with the i-th visited tile's values before they are multiplied: odd ones are
-        waited for.
+        """Action on the i-th visited tile's values before they are multiplied: waits for odd ones.
 
         Args:
             masked: whether scores of the tile visited next are masked, or there is none.
@@ -311,7 +316,7 @@ class ForwardKernel(AttentionKernel):
         return wait if self.odd_keys else None
 
     def softmax(self, s, peak, total):
-        """Probabilities relative to the running maximum, and what the maximum's growth costs."""
+        """Probabilities relative to the running maximum, and the factors of older sums."""
         capped = self.spec.logit_soft_cap is not None
         unit = LOG2E if capped else self.spec.scale * LOG2E
         top = jnp.maximum(peak, s.max(axis=1) * unit)
@@ -334,7 +339,7 @@ class ForwardKernel(AttentionKernel):
         return jnp.where(total == 0.0, 0.0, shrink / total), top, total
 
     def rows_and_barriers(self, *, copies: int) -> dict[str, Any]:
-        """Buffers of each row and barriers.
+        """Buffers of each row, and barriers.
 
         Args:
             copies: that bring a warpgroup's queries: they, and what else belongs to them. As much
@@ -357,7 +362,7 @@ class ForwardKernel(AttentionKernel):
     def attend_all(
         self, operands: dict[str, jax.Array], *, num_queries: int
     ) -> tuple[jax.Array, jax.Array]:
-        """out [B, T, N, Hv] and logsumexp float32 [B, T, N]; num_queries: of the operands."""
+        """Launches the kernel: out [B, T, N, Hv] and logsumexp float32 [B, T, N]."""
         g = self.g
         results = {
             "out": jax.ShapeDtypeStruct((g.B, num_queries, g.N, g.Hv), self.dtype),
@@ -372,11 +377,11 @@ class ForwardKernel(AttentionKernel):
         return found["out"][:, : g.T], found["lse"][:, :, : g.T].swapaxes(1, 2)
 
     def run(self, gmem, smem) -> None:
-        """One block: a role for each warpgroup, and for its tiles one after another."""
+        """Runs one block: a role for each warpgroup, and its tiles one after another."""
         c, wg = self.c, lax.axis_index("wg")
 
         def every_tile(work: Callable[..., None]) -> None:
-            """``work(b, n, q0, keys)`` of this block's tiles."""
+            """Calls ``work(b, n, q0, keys)`` for each of this block's tiles."""
             block = lax.axis_index("tile")
             if not c.persistent:
                 work(*self.place(gmem, block))
@@ -396,11 +401,10 @@ class ForwardKernel(AttentionKernel):
                 plgpu.barrier_arrive(smem.k_empty.at[slot])
                 plgpu.barrier_arrive(smem.v_empty.at[slot])
             plgpu.barrier_arrive(smem.q_empty.at[wg])
-            if c.ping_pong:  # the first turn, and at the end whose it would be
-                pl.when(wg == c.num_warpgroups - 1)(lambda: plgpu.barrier_arrive(smem.turn.at[0]))
+            # The first turn, and at the end whose it would be.
+            pl.when(wg == c.num_warpgroups - 1)(lambda: plgpu.barrier_arrive(smem.turn.at[0]))
             every_tile(functools.partial(self.compute, gmem, smem))
-            if c.ping_pong:
-                pl.when(wg == 0)(lambda: plgpu.barrier_wait(smem.turn.at[0]))
+            pl.when(wg == 0)(lambda: plgpu.barrier_wait(smem.turn.at[0]))
 
         @pl.when(wg == c.num_warpgroups)
         def _():
@@ -429,7 +433,7 @@ class ForwardKernel(AttentionKernel):
         return b, n, q0, keys.ordered(at_least_one=True)
 
     def tile_of(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Head, of all batch entries', and query tile of a block.
+        """Head (counted over the batch) and query tile of a block.
 
         Longest first (the last queries, under a causal mask), inside a wave of heads.
         """
@@ -440,8 +444,9 @@ class ForwardKernel(AttentionKernel):
         return head, self.num_q_tiles - 1 - lax.div(in_wave, wave)
 
     def load(self, gmem, smem, b, n, q0, keys: TileRange) -> None:
-        """Keys and values into the ring, as compute warpgroups empty it, and the queries after the
-        first keys, for which they must be done with those before.
+        """Loads keys and values into the ring, and the queries after the first keys.
+
+        Queries wait until the compute warpgroups are done with those before.
         """
         c = self.c
         kv_head = lax.div(n, self.g.group)
@@ -461,11 +466,11 @@ class ForwardKernel(AttentionKernel):
         lax.fori_loop(1, keys.hi - keys.lo, lambda i, _: copy(i), None)
 
     def prefetch(self, gmem, block: jax.Array) -> None:
-        """Into L2, what a later block reads first; by its positions, for ids would be waited for.
+        """Prefetches into L2 what a later block reads first.
 
-        The blocks of this kernel end at about the same time, so that this multiprocessor will run
-        that block or one beside it: its wait for memory is then the short one for L2. With another
-        number of multiprocessors it comes early or late.
+        The first keys are those by position: ids would be waited for. The blocks of this kernel end
+        at about the same time: this SM will run that block or one beside it, whose wait for memory
+        is then the short one for L2. With another number of SMs the prefetch comes early or late.
         """
         g, c = self.g, self.c
         count = self.num_tiles
@@ -479,7 +484,7 @@ class ForwardKernel(AttentionKernel):
         plgpu.async_prefetch(gmem.k.at[b, first, lax.div(n, g.group)], predicate=there)
 
     def compute(self, gmem, smem, b, n, q0, keys: TileRange) -> None:
-        """64 queries of a warpgroup: attention over all key tiles, then out and logsumexp."""
+        """Computes 64 queries of a warpgroup over all key tiles, and writes out and logsumexp."""
         c, wg = self.c, lax.axis_index("wg")
         row0 = q0 + 64 * wg
         key0 = self.aligned(gmem, b, row0)
@@ -508,7 +513,7 @@ class ForwardKernel(AttentionKernel):
         plgpu.barrier_arrive(smem.q_empty.at[wg])
 
     def attend(self, smem, aligned, keys: TileRange, product: ValueSum | StagedValueSum):
-        """The loop over key tiles: unnormalized output, row maxima and row sums (of 8 columns).
+        """Loops over key tiles: unnormalized output, row maxima and row sums (of 8 columns).
 
         Args:
             aligned: the key at the first query's position.
@@ -520,19 +525,17 @@ class ForwardKernel(AttentionKernel):
         q_ids = plgpu.load(smem.q_ids.at[wg], layout=row_layout()) if self.segmented else None
 
         def scores(i, between, masked: bool, peak, total, *, first: bool = False):
-            """Issues QK and what ``between`` issues, which must be waited for; the softmax."""
+            """Issues QK and the product that ``between`` issues, and computes the softmax."""
             slot = lax.rem(i, c.num_stages)
             # Waits come before the accumulator exists: its zeros then cost no instruction.
             self.wait_keys(smem, i)
-            if c.ping_pong:
-                plgpu.barrier_wait(smem.turn.at[wg])
+            plgpu.barrier_wait(smem.turn.at[wg])
 
             def body(s_acc, *more):
                 q_smem = smem.q_out[0].at[wg, pl.ds(0, 64)]
                 plgpu.wgmma(s_acc, q_smem, smem.k.at[slot].transpose((1, 0)))
                 between(*more)
-                if c.ping_pong:
-                    plgpu.barrier_arrive(smem.turn.at[lax.rem(wg + 1, c.num_warpgroups)])
+                plgpu.barrier_arrive(smem.turn.at[lax.rem(wg + 1, c.num_warpgroups)])
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0 if first else 1)
                 if self.spec.logit_soft_cap is not None:
                     s = soft_cap(s, self.spec.scale, self.spec.logit_soft_cap)
@@ -572,14 +575,14 @@ class ForwardKernel(AttentionKernel):
         return product.last(o, p, slot, clean), peak, total
 
     def mask(self, smem, slot, s, aligned, key0, q_ids):
-        """-inf where the query of a row does not see the key of a column."""
+        """Puts -inf where the query of a row does not see the key of a column."""
         if self.segmented:
             kv_ids = plgpu.load(smem.kv_ids.at[slot], layout=column_layout())
             s = self.mask_ids(s, q_ids, kv_ids, fill=-jnp.inf)
         return self.mask_positions(s, aligned - key0, key0, fill=-jnp.inf)
 
     def walk(self, keys: TileRange, step: Callable[..., Any], carry):
-        """``step(i, carry, masked=...)`` for all visited tiles but the first, from the last key."""
+        """Calls ``step(i, carry, masked=...)`` for all tiles but the first, from the last key."""
         first, count = jnp.int32(1), keys.hi - keys.lo
         masked_step = functools.partial(step, masked=True)
         full_step = functools.partial(step, masked=False)

@@ -30,7 +30,7 @@ def backward(
     spec: AttentionSpec,
     config: BackwardConfig | None = None,
 ) -> AttentionGradients:
-    """Gradients of q, k, v, and of the sinks where the call has them.
+    """Computes the gradients of q, k, v, and of the sinks where the call has them.
 
     Args:
         operands: of the forward, its results and their cotangents.
@@ -60,7 +60,7 @@ def backward(
 
 
 def sink_gradient(o: BackwardOperands) -> jax.Array:
-    """A sink is a key with no value: its score's gradient is -P delta, summed over queries.
+    """Gradient of the sinks: a sink is a key with no value, so it is -P delta, summed over queries.
 
     A row without keys whose sink is -inf has no gradient, whatever its logsumexp's cotangent.
     """

@@ -1,4 +1,4 @@
-"""What every attention kernel for Hopper knows of its call, and what follows for its tiles.
+"""The base class of attention kernels for Hopper: a call's static part, its tiles and masks.
 
 Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width of
 query and key, Hv head width of value.
@@ -39,27 +39,27 @@ class AttentionKernel:
 
     @property
     def odd_queries(self) -> bool:
-        """Whether tiles of queries, and of what else has T rows, are those of ``odd_tiles``."""
+        """Whether tiles of queries, and of other arrays with T rows, are those of ``odd_tiles``."""
         return not self.padded and (self.own_copies or self.g.T % odd_tiles.GROUP != 0)
 
     @property
     def odd_keys(self) -> bool:
-        """The same of keys and values."""
+        """Whether tiles of keys and values are those of ``odd_tiles``."""
         return not self.padded and self.g.S % odd_tiles.GROUP != 0
 
     @property
     def num_q_tiles(self) -> int:
-        """Query tiles of a head."""
+        """Number of query tiles of a head."""
         return -(-self.g.T // self.q_tile)
 
     @property
     def num_tiles(self) -> int:
-        """Query tiles of all heads."""
+        """Number of query tiles of all heads."""
         return self.g.B * self.g.N * self.num_q_tiles
 
     @property
     def num_k_tiles(self) -> int:
-        """Key tiles of a head."""
+        """Number of key tiles of a head."""
         return -(-self.g.S // self.kv_tile)
 
     @property
@@ -69,7 +69,7 @@ class AttentionKernel:
 
     @property
     def masked(self) -> bool:
-        """Whether any tile may hold scores that nothing sees."""
+        """Whether any tile may hold scores of hidden keys."""
         s = self.spec
         return self.segmented or s.left is not None or s.right is not None or self.ragged
 
@@ -83,7 +83,7 @@ class AttentionKernel:
         raise NotImplementedError
 
     def arrivals(self, count: int) -> dict[str, Any]:
-        """Barriers of ``count`` copies of odd tiles, {} where there are none."""
+        """Barriers of ``count`` copies of odd tiles; {} where there are none."""
         return {"arrivals": odd_tiles.arrivals(count)} if self.odd_queries or self.odd_keys else {}
 
     def load_tile(
@@ -107,12 +107,12 @@ class AttentionKernel:
         plgpu.copy_gmem_to_smem(source.at[b, pl.ds(row, tile.shape[0]), head], tile, full)
 
     def make_arrivals(self, smem) -> None:
-        """Before the loading warpgroup's first copy."""
+        """Initializes the barriers of odd tiles, before the loading warpgroup's first copy."""
         if self.odd_queries or self.odd_keys:
             odd_tiles.make_arrivals(smem.arrivals)
 
     def wait_tile(self, smem, odd: bool, which, use) -> None:
-        """After a wait for ``full`` of ``load_tile``: until the tile is there, if it is odd.
+        """Waits until an odd tile is there, after a wait for ``full`` of ``load_tile``.
 
         Args:
             odd: as in ``load_tile``.
@@ -123,7 +123,7 @@ class AttentionKernel:
             odd_tiles.wait(smem.arrivals, which, use)
 
     def only(self, it):
-        """The only place in a buffer [1, ...], for products of a loop's step ``it``.
+        """Index of the only tile in a buffer [1, ...], for products of a loop's step ``it``.
 
         So no register keeps over the loop what describes it to the tensor cores.
         """
@@ -138,7 +138,7 @@ class AttentionKernel:
         plgpu.copy_smem_to_gmem(tile, sink.at[b, pl.ds(row, tile.shape[0]), head])
 
     def run(self, gmem, smem) -> None:
-        """One block."""
+        """Runs one block."""
         raise NotImplementedError
 
     def launch(
@@ -158,7 +158,7 @@ class AttentionKernel:
         )
 
     def probabilities(self, s, lse, *, lse_dim: int):
-        """P from scores before their scale; and the soft cap's derivative, None without one."""
+        """Computes P from unscaled scores, and the soft cap's derivative, None without one."""
         unit, slope, cap = self.spec.scale * LOG2E, None, self.spec.logit_soft_cap
         if cap is not None:
             # tanh(x) by ex2, as in the forward.
@@ -167,7 +167,7 @@ class AttentionKernel:
         return jnp.exp2(s * unit - lax.broadcast_in_dim(lse, s.shape, [lse_dim])), slope
 
     def mask_ids(self, x, q_ids, kv_ids, *, fill: float, by_keys: bool = False):
-        """``fill`` where the ids of a query and a key differ.
+        """Puts ``fill`` where the ids of a query and a key differ.
 
         Args:
             x: a tile, queries by keys; keys by queries if ``by_keys``.
@@ -180,7 +180,7 @@ class AttentionKernel:
         return jnp.where(q_ids == lax.broadcast_in_dim(kv_ids, x.shape, [kv_dim]), x, fill)
 
     def mask_positions(self, x, aligned, key0, *, fill: float, by_keys: bool = False):
-        """``fill`` where the query does not see the key by their positions; x as in ``mask_ids``.
+        """Puts ``fill`` where the query does not see the key by position; x as in ``mask_ids``.
 
         Args:
             aligned: column minus row of a query and the key at its own position.

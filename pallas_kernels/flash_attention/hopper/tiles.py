@@ -33,12 +33,12 @@ class Geometry:
 
     @property
     def group(self) -> int:
-        """Query heads per key/value head."""
+        """Number of query heads per key/value head."""
         return self.N // self.K
 
     @property
     def diagonal(self) -> int:
-        """Query t is aligned with key t + diagonal."""
+        """Offset of keys to queries: query t is aligned with key t + diagonal."""
         return self.S - self.T
 
 
@@ -49,12 +49,12 @@ def geometry_of(q: jax.Array, v: jax.Array) -> Geometry:
 
 
 def pad_rows(x: jax.Array) -> jax.Array:
-    """x [B, T, N, H] with T a multiple of 8: the TMA moves tiles of 8 rows."""
+    """Pads x [B, T, N, H] to T a multiple of 8: TMA moves tiles of 8 rows."""
     return x if x.shape[1] % 8 == 0 else jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0), (0, 0)))
 
 
 def pad_width(x: jax.Array, multiple: int) -> jax.Array:
-    """x [B, T, N, H] with H a multiple of a number, by zeros at the end.
+    """Pads x [B, T, N, H] with zeros to H a multiple of a number.
 
     They change no score, and what they come to in results is cut off.
     """
@@ -72,7 +72,7 @@ class TileRange:
     hi: jax.Array
 
     def meet(self, ids_gmem, b: jax.Array, tile: jax.Array) -> "TileRange":
-        """The intersection with what ``tile_ranges`` found."""
+        """Intersection with the ranges that ``tile_ranges`` found."""
         lo, full_lo, full_hi, hi = (ids_gmem[b, tile, i] for i in range(4))
         return TileRange(
             jnp.maximum(self.lo, lo),
@@ -91,7 +91,7 @@ class TileRange:
         return (i >= self.full_lo) & (i < self.full_hi)
 
     def ordered(self, at_least_one: bool) -> "TileRange":
-        """The same tiles with lo <= full_lo <= full_hi <= hi; an empty range can become one."""
+        """Orders the bounds: lo <= full_lo <= full_hi <= hi; an empty range can become one tile."""
         hi = jnp.maximum(self.hi, 1 if at_least_one else 0)
         lo = jnp.clip(self.lo, 0, hi - 1 if at_least_one else hi)
         full_lo = jnp.clip(self.full_lo, lo, hi)
@@ -158,7 +158,7 @@ def key_tile_of(
 
 
 def heads_per_wave(heads: int, group: int, kv_head_bytes: int) -> int:
-    """How many query heads run side by side: whole groups whose keys and values fit in L2."""
+    """Number of query heads that run side by side: whole groups whose keys and values fit in L2."""
     wanted = group * max(1, L2_BYTES // kv_head_bytes)
     return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(wanted, group))
 
@@ -172,7 +172,7 @@ def have_ids(masks: AttentionMasks) -> bool:
 def token_ids(
     masks: AttentionMasks, g: Geometry, *, q_tile: int, kv_tile: int, by_keys: bool = False
 ) -> dict[str, jax.Array]:
-    """Operands by name; {} where the call has neither segments nor lengths.
+    """Ids of tokens as operands by name; {} where the call has neither segments nor lengths.
 
     "q_ids" [B, T'] and "kv_ids" [B, S'] are padded to whole tiles, and equal ids see each other;
     "ranges" are those of each query tile, or of each key tile if ``by_keys``.
@@ -199,7 +199,7 @@ def _ids(
 
 
 def tile_ranges(outer_ids: jax.Array, inner_ids: jax.Array, outer: int, inner: int) -> jax.Array:
-    """For each outer tile, the inner tiles to visit: int32 [B, I, 4] of (lo, full_lo, full_hi, hi).
+    """Inner tiles to visit for each outer tile: int32 [B, I, 4] of (lo, full_lo, full_hi, hi).
 
     Tiles outside lo..hi share no id with it, as far as the least and greatest ids tell; tiles of
     full_lo..full_hi need no mask. Exact for documents packed one after another.

@@ -10,8 +10,9 @@ BLOCK_ROWS = NUM_COMPUTE * WARPGROUP_ROWS
 BLOCK_DEPTH = 64  # of a step's contraction: 128 bytes, the widest swizzle
 WIDTH_MULTIPLE = 64
 ROW_MULTIPLE = 8
-"""The copy engine moves 8 rows at a time: a group's first tile begins at the multiple of 8 at or
+"""TMA moves 8 rows at a time: a group's first tile begins at the multiple of 8 at or
 before its first row, and leaves the rows before it alone."""
+BAND = 8  # tiles of rows that are walked before the next: what L2 keeps
 LINE_BYTES = 128
 """Bytes of a row of results that leave at a time."""
 
@@ -22,14 +23,12 @@ class GroupedConfig:
 
     columns: int = 256  # of a tile, all weights' together
     num_stages: int = 4
-    band: int = 8  # tiles in a band that is walked before the next: what L2 keeps
     in_any_order: bool = True
     """A block takes the next tile when it is done, of a counter in memory; else every 132nd. The
     interpreter knows no counter. Results are the same to the last bit."""
     gather: bool = True
     """Rows that an index names are read where they lie; else copied in memory first, for the
     interpreter."""
-    across: int = 0  # bands are so many tiles of rows (0) or of columns (1) wide
 
 
 FP8_DEPTH = 128
@@ -41,6 +40,3 @@ class ScaledGroupedConfig(GroupedConfig):
     """The same for operands in 8 bits, whose products are promoted to fp32 after every step."""
 
     in_turns: bool = True  # a warpgroup's product is issued after the other's last one
-    shares_short_tiles: bool = True
-    """Of a tile of at most 64 rows each warpgroup has half of the columns, instead of all of it one
-    warpgroup."""

@@ -2,7 +2,7 @@
 
 The tiles, the ring and the store are those of 16-bit products (``ring``, ``row_tiles``); a step is
 one block of scales, 128 of K, and its product leaves the accumulator for a sum in fp32, as in
-``scaled_matmul/hopper_kernel.py``: a part of 64 x 128 is promoted while the other warpgroup
+``fp8/hopper_matmul.py``: a part of 64 x 128 is promoted while the other warpgroup
 multiplies. Scales are read from global memory a step ahead, in registers.
 
 Dims: M row, G group, K contraction, N column, J blocks of 128 of K, I blocks of 128 of N.
@@ -170,7 +170,7 @@ class _ScaledProduct(RowTilesKernel):
     ) -> None:
         """This warpgroup's rows of one tile, or its columns of a short one."""
         steps, _, row, first, end, column, *_ = facts
-        if not self.c.shares_short_tiles or self.num_parts != NUM_COMPUTE:
+        if self.num_parts != NUM_COMPUTE:
             RowTilesKernel.compute(self, gmem, smem, wg, facts, done, constants)
             return
         is_short = (steps > 0) & (end - row <= WARPGROUP_ROWS)

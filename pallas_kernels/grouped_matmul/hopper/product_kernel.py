@@ -26,8 +26,8 @@ from .config import (
     WIDTH_MULTIPLE,
     GroupedConfig,
 )
+from .ring import copy_rows
 from .row_tiles import RowTilesKernel
-from .rows import copy_rows
 
 
 def grouped_product(

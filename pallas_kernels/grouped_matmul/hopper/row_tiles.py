@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.product import no_sum
 
-from .config import BLOCK_ROWS, ROW_MULTIPLE, WARPGROUP_ROWS
+from .config import BAND, BLOCK_ROWS, ROW_MULTIPLE, WARPGROUP_ROWS
 from .ring import RingKernel
 
 
@@ -57,9 +57,6 @@ class RowTilesKernel(RingKernel):
         """Tiles of columns."""
         return -(-self.num_columns // self.block_columns)
 
-    def constants(self, gmem: Any) -> None:
-        """Nothing but the facts of a tile is needed."""
-
     def start(self, gmem: Any) -> Any:
         """(group, its first row, its rows, tiles before it) of the first group."""
         zero = jnp.int32(0)
@@ -95,8 +92,8 @@ class RowTilesKernel(RingKernel):
         m, n = plgpu.planar_snake(
             index - before,
             (jnp.maximum(self.row_tiles(first, size), 1), self.num_n_tiles),
-            self.c.across,
-            self.c.band,
+            0,
+            BAND,
         )
         row = first - lax.rem(first, ROW_MULTIPLE) + m * BLOCK_ROWS
         facts = (

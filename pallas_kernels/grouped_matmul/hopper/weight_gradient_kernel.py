@@ -19,6 +19,7 @@ from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.tile import tile_layout
 
 from .config import (
+    BAND,
     BLOCK_DEPTH,
     BLOCK_ROWS,
     NUM_COMPUTE,
@@ -27,8 +28,7 @@ from .config import (
     WIDTH_MULTIPLE,
     GroupedConfig,
 )
-from .ring import RingKernel
-from .rows import copy_rows
+from .ring import RingKernel, copy_rows
 
 LONG = 4
 """Groups of more rows than so many times the mean are begun first."""
@@ -159,7 +159,7 @@ class _WeightGradient(RingKernel):
         group = jnp.where(exists, group, self.num_groups + 1)
         end = first + jnp.where(exists, size, 0)
         inside = lax.rem(index, jnp.int32(per_group))
-        m, n = plgpu.planar_snake(inside, self.grid, self.c.across, self.c.band)
+        m, n = plgpu.planar_snake(inside, self.grid, 0, BAND)
         read = end - first + lax.rem(first, ROW_MULTIPLE)
         steps = jnp.where(end > first, lax.div(read + BLOCK_DEPTH - 1, BLOCK_DEPTH), 0)
         facts = steps, group, first, end, m * BLOCK_ROWS, n * self.c.columns

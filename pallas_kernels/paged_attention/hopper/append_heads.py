@@ -1,9 +1,9 @@
-"""The kernel that turns queries and keys and puts keys and values into pages, in place.
+"""The kernel that rotates queries and keys and writes keys and values to pages, in place.
 
 One pass over the packed product of a layer, where the compiler makes four small ones: queries
-turned, keys turned, and a scatter for each pool. A block has four heads of one token, a warp each.
+rotated, keys rotated, and a scatter for each pool. A block has four heads of a token, a warp each.
 
-Dims: A token of all rows, N query heads, K kv heads, H width, R turned pair, P page, S slot.
+Dims: A token of all rows, N query heads, K kv heads, H width, R rotated pair, P page, S slot.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from .config import DTYPES
 def unsupported_append(
     heads: jax.Array, k_pages: jax.Array, rope: tuple[jax.Array, ...], code: WeightCode | None
 ) -> str:
-    """Why the kernel cannot take this call; empty if it can."""
+    """Reason why the kernel cannot take this call; empty if it can."""
     facts = device.target()
     if facts.capability != (9, 0):
         return f"it needs a GPU of compute capability 9.0 (Hopper), not {facts.kind}"
@@ -42,7 +42,7 @@ def unsupported_append(
     if num_heads % WARPS or num_kv_heads % WARPS:
         return f"{num_heads} heads, {num_kv_heads} of them keys', are not multiples of {WARPS}"
     if 2 * rope[0].shape[-1] != width or width % (2 * LANES):
-        return f"{2 * rope[0].shape[-1]} of {width} columns turn; all must, in multiples of 64"
+        return f"{2 * rope[0].shape[-1]} of {width} columns rotate; all must, in multiples of 64"
     if width // 2 // LANES not in (1, 2, 4):
         return f"heads of {width} columns are none of 64, 128, 256"
     return ""
@@ -57,7 +57,7 @@ def append_heads_hopper(
     *,
     code: WeightCode | None = None,
 ) -> tuple[jax.Array, ...]:
-    """As the portable form, of a call of which ``unsupported_append`` says nothing.
+    """Rotates and appends by the kernel; ``unsupported_append`` gives no reason against the call.
 
     Args:
         pools: "k" and "v"; "k_scale" and "v_scale" of codes.
@@ -107,14 +107,14 @@ class _AppendHeads:
     code: WeightCode | None
 
     def run(self, gmem, smem) -> None:
-        """One block: four heads of a token."""
+        """Runs one block: four heads of a token."""
         del smem
         token = lax.axis_index("token")
         first = lax.axis_index("part") * WARPS
         halves = self.halves(gmem, token, first)
 
         def to_queries() -> None:
-            for each, half in zip(self.columns, self.turned(gmem, token, halves), strict=True):
+            for each, half in zip(self.columns, self.rotated(gmem, token, halves), strict=True):
                 write_registers(half, gmem.q.at[token, pl.ds(first, WARPS), each])
 
         pl.when(first < self.N)(to_queries)
@@ -134,7 +134,7 @@ class _AppendHeads:
 
             @pl.when(is_kept & (first >= before) & (first < before + self.K))
             def _(name=name, at=at):
-                found = self.turned(gmem, token, halves) if name == "k" else halves
+                found = self.rotated(gmem, token, halves) if name == "k" else halves
                 pages = getattr(gmem, name)
                 if self.code is not None:
                     self.write_codes(found, pages, getattr(gmem, f"{name}_scale"), at)
@@ -143,7 +143,7 @@ class _AppendHeads:
                     write_registers(half, pages.at[*at, each])
 
     def write_codes(self, halves: list, pages, scales, at: tuple) -> None:
-        """As ``codes_of``; a warp has a head."""
+        """Writes the codes and scales of ``codes_of``; a warp has a head."""
         assert self.code is not None
         top = LARGEST[self.code]
         wide = [half.astype(jnp.float32) for half in halves]
@@ -168,11 +168,11 @@ class _AppendHeads:
 
     @property
     def columns(self) -> list:
-        """Both halves of a head."""
+        """Column slices of both halves of a head."""
         return [pl.ds(0, self.H // 2), pl.ds(self.H // 2, self.H // 2)]
 
     def halves(self, gmem, token, first) -> list:
-        """Both halves of four heads."""
+        """Loads both halves of four heads."""
         return [
             plgpu.load(
                 gmem.heads.at[token, pl.ds(first, WARPS), each],
@@ -183,11 +183,11 @@ class _AppendHeads:
 
     @property
     def layout(self):
-        """Four heads, one a warp."""
+        """Layout of four heads, one per warp."""
         return tile_layout(self.H // 2 // LANES)
 
-    def turned(self, gmem, token, halves: list) -> list:
-        """Both halves of the heads, turned in fp32."""
+    def rotated(self, gmem, token, halves: list) -> list:
+        """Both halves of the heads, rotated in fp32."""
         first, second = (half.astype(jnp.float32) for half in halves)
         cos, sin = (
             lax.broadcast_in_dim(

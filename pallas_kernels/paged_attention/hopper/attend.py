@@ -1,8 +1,7 @@
-"""The kernel that reads pages: every worker streams its tiles and leaves a partial result for each
-segment that they belong to.
+"""The kernel that reads pages: workers stream tiles and leave a partial result for each segment.
 
 Decoding reads each key and value once and multiplies it with a few queries, so memory is all that
-counts. A block stays on its multiprocessor; each of its workers has a warpgroup that fills a ring
+counts. A block stays on its SM; each of its workers has a warpgroup that fills a ring
 of tiles and one (or two, where an accumulator is too wide for one) that computes. Workers never
 wait for each other: while one computes, the tiles of all are on their way.
 
@@ -51,7 +50,7 @@ def attend_pages(
     config: PagedConfig,
     interpretable: bool = False,
 ) -> "Partials":
-    """Partial results, normalized, with their logsumexps.
+    """Partial results of attention, normalized, with their logsumexps.
 
     That of a team's worker ``member`` for a segment, which is an entry of the plan for a block of
     kv heads, is at ``(team + segment) * members + member``.
@@ -102,7 +101,7 @@ def attend_pages(
 
 
 class Partials(NamedTuple):
-    """What the kernel leaves."""
+    """Results of the kernel: partial ones, and whole rows."""
 
     out: jax.Array  # float32 [partials, rows, V]
     lse: jax.Array  # float32 [partials, 64], in units of log2
@@ -112,9 +111,9 @@ class Partials(NamedTuple):
 
 
 def finishes(call: PagedCall, layout: QueryLayout) -> bool:
-    """Whether results of rows that are not cut leave as they are: a fourth of the bytes.
+    """Whether rows that one worker has read get their result at once: a fourth of the bytes.
 
-    What is written costs more than as many bytes that are read (NOTES.md).
+    A written byte costs more than a byte that is read.
     """
     whole_heads = layout.tiles_per_token == 1 and layout.group == layout.merged_group
     return layout.T == 1 and whole_heads and call.sinks_N is None
@@ -135,7 +134,7 @@ class _AttendPages:
 
     @property
     def reader(self) -> PageReader:
-        """What its workers read."""
+        """The reader of its workers."""
         return PageReader(
             g=self.g, c=self.c, window=self.spec.window, capacity=self.capacity,
             ragged_queries=self.ragged_queries,
@@ -143,7 +142,7 @@ class _AttendPages:
 
     @property
     def part_width(self) -> int:
-        """Columns of values that a warpgroup computes."""
+        """Number of columns of values that a warpgroup computes."""
         return self.g.V // self.c.value_parts
 
     def scratch(self) -> dict:
@@ -177,11 +176,11 @@ class _AttendPages:
         return buffers
 
     def run(self, gmem, smem) -> None:
-        """One block: a role for each warpgroup."""
+        """Runs one block: a role for each warpgroup."""
         c = self.c
         wg = lax.axis_index("wg")
         num_compute = c.num_workers * c.value_parts
-        # What all warpgroups hold together must not exceed a multiprocessor's registers: asking for
+        # What all warpgroups hold together must not exceed an SM's registers: asking for
         # more does not fail, it waits for ever.
         most, least = (216, 40) if c.num_workers == 2 else (240, 24)
         for part in range(c.value_parts):
@@ -224,7 +223,7 @@ class _AttendPages:
                 plgpu.barrier_wait(smem.v_empty.at[slot])
 
     def compute(self, gmem, smem, worker, part: int) -> None:
-        """Attention of a worker's segments."""
+        """Computes the attention of a worker's segments."""
         c = self.c
         plgpu.barrier_arrive(smem.q_empty.at[worker])
         for i in range(c.num_stages):
@@ -248,7 +247,7 @@ class _AttendPages:
         self.reader.each_segment(gmem, worker, segment)
 
     def attend(self, smem, worker, part: int, seg: Segment, done, acc):
-        """The loop over a segment's tiles: unnormalized output, row maxima, row sums."""
+        """Loops over a segment's tiles: unnormalized output, row maxima, row sums."""
         c, key_start, key_stop = self.c, seg.extent.begin, seg.extent.end
         positions = positions_less_columns(seg, self.g)
         q_smem = smem.q.at[worker]
@@ -291,7 +290,7 @@ class _AttendPages:
         return o, peak, total.sum(axis=1)
 
     def add_product(self, smem, acc, mine, p, v_smem, alpha, o) -> list:
-        """``o * alpha + p v``, in the accumulator."""
+        """Computes ``o * alpha + p v`` in the accumulator."""
         p = p.astype(self.dtype)
         if acc is not None:
             so_far = plgpu.wgmma_accumulator_load(acc, wait_n=0)
@@ -312,8 +311,8 @@ class _AttendPages:
     def leave(self, gmem, part: int, seg: Segment, o, peak, total) -> None:
         """Normalizes a segment's result and writes it.
 
-        From registers: the copy engine takes one request after another, so that a result would wait
-        for all tiles asked for before it, and the next row's first tile for the result.
+        Registers are written directly: TMA takes one request after another. A result would wait for
+        all tiles asked for before it, and the next row's first tile for the result.
         """
         factor = jnp.where(total == 0.0, 0.0, 1.0 / total)
         o = o * lax.broadcast_in_dim(factor, o.shape, [0])
@@ -338,7 +337,7 @@ class _AttendPages:
             pl.when(seg.whole & here)(write)
 
     def write(self, tile, ref, *, first: int = 0) -> None:
-        """Some of a tile's rows."""
+        """Writes some of a tile's rows."""
         if self.interpretable:
             ref[...] = lax.slice(tile, (first, 0), (first + ref.shape[0], tile.shape[1]))
         else:
@@ -346,7 +345,7 @@ class _AttendPages:
 
 
 def positions_less_columns(seg: Segment, layout: QueryLayout):
-    """int32 [64, 8]: the position of each row's token less the column."""
+    """Position of each row's token less the column: int32 [64, 8]."""
     shape = (ROWS, STRIP)
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=tile_layout())
     position = seg.extent.position
@@ -359,7 +358,7 @@ def positions_less_columns(seg: Segment, layout: QueryLayout):
 
 
 def softmax_step(spec: PagedSpec, s, peak, total, ahead):
-    """Probabilities relative to the running maximum, and what the maximum's growth costs.
+    """Probabilities relative to the running maximum, and the factors of older sums.
 
     Args:
         spec: scale, cap and window.
@@ -387,7 +386,7 @@ def softmax_step(spec: PagedSpec, s, peak, total, ahead):
 
 
 def clean(v_smem, first, stop) -> None:
-    """Zeros for values that nobody put there, or no longer has: 0 times NaN is NaN."""
+    """Zeroes values outside of the row's keys: 0 times NaN is NaN."""
     rows, width = v_smem.shape
     for column in range(0, width, COLUMNS):
         part = v_smem.at[:, pl.ds(column, COLUMNS)]

@@ -1,4 +1,4 @@
-"""The kernel that reads pages in few bits: codes become numbers in registers.
+"""The kernel that reads quantized pages: codes become numbers in registers.
 
 As ``attend``, a block's workers stream tiles; but of each tile a warp has some keys for itself, and
 what is multiplied is never written to shared memory again, which could not carry it: codes cross
@@ -43,7 +43,7 @@ def attend_codes(
     layout: QueryLayout,
     config: PagedConfig,
 ) -> tuple[jax.Array, jax.Array]:
-    """As ``attend_pages``, of a call whose pages have scales."""
+    """Partial results as of ``attend_pages``, for a call whose pages have scales."""
     assert call.code is not None
     tile = CodeTile(
         H=layout.H, V=layout.V, keys=config.block_kv, rows=layout.tile, tokens=layout.tokens,
@@ -99,7 +99,7 @@ class _AttendCodes:
 
     @property
     def reader(self) -> PageReader:
-        """What its workers read."""
+        """The reader of its workers."""
         return PageReader(
             g=self.g, c=self.c, window=self.tile.spec.window, capacity=self.capacity,
             ragged_queries=self.ragged_queries,
@@ -107,12 +107,12 @@ class _AttendCodes:
 
     @property
     def line(self) -> int:
-        """Scales of a row of a tile: of some slots, or of a slot's heads beside this one."""
+        """Number of scales in a row of a tile: of some slots, or of a slot's heads."""
         heads = self.g.scale_heads
         return heads if heads < self.g.K else math.gcd(LINE, self.g.size * heads)
 
     def lines(self, scale_PSK: jax.Array | None) -> jax.Array:
-        """Scales as they are copied: of few heads, those of a page are one row after another."""
+        """Reshapes scales as they are copied: of few heads, a page's are row after row."""
         assert scale_PSK is not None
         if self.g.scale_heads < self.g.K:
             return scale_PSK
@@ -149,10 +149,10 @@ class _AttendCodes:
         }
 
     def run(self, gmem, smem) -> None:
-        """One block: a role for each warpgroup."""
+        """Runs one block: a role for each warpgroup."""
         workers = self.c.num_workers
         wg = lax.axis_index("wg")
-        # What all warpgroups hold together must not exceed a multiprocessor's registers.
+        # What all warpgroups hold together must not exceed an SM's registers.
         most, least = (216, 40) if workers == 2 else (240, 24)
 
         @pl.when(wg < workers)
@@ -190,7 +190,7 @@ class _AttendCodes:
         self.each_barrier(smem, worker, plgpu.barrier_wait)
 
     def each_barrier(self, smem, worker, action) -> None:
-        """Of what a worker's warpgroup leaves to be filled again."""
+        """Applies ``action`` to the barriers of buffers that a worker's warpgroup empties."""
         action(smem.q_empty.at[worker])
         for i in range(self.c.num_stages):
             slot = worker * self.c.num_stages + i
@@ -209,7 +209,7 @@ class _AttendCodes:
             plgpu.copy_gmem_to_smem(scale_gmem.at[*at], tile_smem.at[pl.ds(j * lines, lines)], full)
 
     def compute(self, gmem, smem, worker) -> None:
-        """Attention of a worker's segments."""
+        """Computes the attention of a worker's segments."""
         self.each_barrier(smem, worker, plgpu.barrier_arrive)
 
         def segment(seg: Segment, done):
@@ -243,7 +243,7 @@ class _AttendCodes:
 
     @property
     def held(self) -> dict[str, Held]:
-        """What a thread keeps between instructions of a tile."""
+        """Numbers that a thread keeps between instructions of a tile, by name."""
         tile = self.tile
         return {
             "queries": Held(count=tile.num_queries, dtype=I32),
@@ -254,7 +254,7 @@ class _AttendCodes:
         }
 
     def inlined(self, given: str, found: str, refs: list[Any], body, *, numbers: int = 0):
-        """``body(numbers, *arrays' numbers, *refs)``, names of arrays in words; refs: kinds."""
+        """A function that inlines ``body(numbers, *arrays' numbers, *refs)``."""
         held = self.held
         given_held, found_held = ([held[n] for n in names.split()] for names in (given, found))
         kinds = [plgpu.Layout.WG_SPLAT(())] * numbers
@@ -274,7 +274,7 @@ class _AttendCodes:
         return inlined
 
     def queries(self, q_smem) -> jax.Array:
-        """The tile's queries as right operands."""
+        """Loads the tile's queries as right operands."""
 
         def body(numbers, q):
             del numbers
@@ -283,7 +283,7 @@ class _AttendCodes:
         return self.inlined("", "queries", [plgpu.RefType(tiled(128))], body)(q_smem)[0]
 
     def nothing(self) -> tuple[jax.Array, jax.Array]:
-        """Maxima and sums of no keys."""
+        """Returns maxima and sums of no keys."""
 
         def body(numbers):
             del numbers
@@ -294,7 +294,7 @@ class _AttendCodes:
         return self.inlined("", "softmax sums", [], body)()
 
     def probabilities(self, numbers, queries, softmax, refs):
-        """As ``CodeTile.probabilities``."""
+        """Calls ``CodeTile.probabilities`` inline."""
 
         def body(numbers, queries, softmax, *refs):
             places = tuple(address(ref) for ref in refs)
@@ -307,7 +307,7 @@ class _AttendCodes:
         return inlined(*(jnp.broadcast_to(x, ()) for x in numbers), queries, softmax, *refs)
 
     def add_values(self, right, alphas, sums, v_smem) -> jax.Array:
-        """As ``CodeTile.add_values``."""
+        """Calls ``CodeTile.add_values`` inline."""
 
         def body(numbers, right, alphas, sums, v):
             del numbers
@@ -319,7 +319,7 @@ class _AttendCodes:
         return inlined(right, alphas, sums, v_smem)[0]
 
     def leave(self, gmem, smem, worker, partial, softmax, sums) -> None:
-        """As ``CodeResult.write``."""
+        """Calls ``CodeResult.write`` inline."""
 
         def body(numbers, softmax, sums, counts, parts, out, lse):
             places = address(counts), address(parts)

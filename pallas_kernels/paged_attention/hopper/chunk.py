@@ -2,7 +2,7 @@
 
 Tiles of ``attend`` have a few tokens with all query heads of a kv head, for which there is nothing
 to gain but the reading of pages once. A chunk of a prompt multiplies: here a tile has 128 tokens of
-one head, as in training, and only where its keys lie is looked up. Rows are not split over blocks.
+one head, as in training, and only the place of its keys is looked up. No row is split over blocks.
 
 Dims: as in ``pallas_kernels.paged_attention.spec``.
 """
@@ -34,11 +34,11 @@ from .attend import clean
 from .reader import PagePieces
 
 LEAST_TOKENS, LEAST_TILES = 128, 32
-"""Below these, a split of the rows over multiprocessors counts for more."""
+"""Below these, a split of the rows over SMs counts for more."""
 
 
 def is_chunk(call: PagedCall) -> bool:
-    """Whether this kernel takes a call, of which ``forward.unsupported`` says nothing."""
+    """Whether this kernel takes a call that ``forward.unsupported`` gives no reason against."""
     B, T, N, H = call.q_BTNH.shape
     V, size = call.spec.value_width, call.k_PSKH.shape[1]
     if call.v_PSKV is None or call.code is not None or f"{H}/{V}" not in WIDTHS:
@@ -53,7 +53,7 @@ def is_chunk(call: PagedCall) -> bool:
 def attend_chunk(
     call: PagedCall, *, config: ForwardConfig | None = None, interpretable: bool = False
 ) -> jax.Array:
-    """As the reference, of a call that ``is_chunk``.
+    """Attention of a call that ``is_chunk``: [B, T, N, V] in the queries' dtype.
 
     Args:
         config: tiles; those of attention in training where None.
@@ -116,7 +116,7 @@ class _Chunk(ForwardKernel):
 
     @property
     def pieces(self) -> int:
-        """Copies that bring a tile of keys, or of values."""
+        """Number of copies that bring a tile of keys, or of values."""
         return self.split.count
 
     def place(self, gmem, block) -> tuple[jax.Array, jax.Array, jax.Array, TileRange]:
@@ -140,7 +140,7 @@ class _Chunk(ForwardKernel):
         return b, n, q0, _SeenTiles(tiles.lo, tiles.full_lo, tiles.full_hi, tiles.hi, begin, end)
 
     def aligned(self, gmem, b, row0):
-        """The position of query ``row0``."""
+        """Position of query ``row0``."""
         return gmem.rows[b, 0] + row0
 
     def copy_keys(self, gmem, smem, b, kv_head, tile, i) -> None:
@@ -156,10 +156,10 @@ class _Chunk(ForwardKernel):
         self.split.copy(gmem.v, smem.v.at[slot], smem.v_full.at[slot], places, kv_head)
 
     def prefetch(self, gmem, block: jax.Array) -> None:
-        """Nothing: what a later block reads stands in tables, which would be waited for."""
+        """Prefetches nothing: the tables that name a later block's pages would be waited for."""
 
     def cleaner(self, smem, slot, keys: TileRange, i, *, masked: bool) -> Callable[[], None] | None:
-        """Zeros for values of a tile that no query of the block sees, which may be anything."""
+        """Zeroes values of a tile that no query of the block sees, which may be anything."""
         assert isinstance(keys, _SeenTiles)
         if not masked:
             return None
@@ -173,7 +173,7 @@ class _Chunk(ForwardKernel):
         return cleaned
 
     def normalized(self, gmem, b, n, row0, peak, total):
-        """As without pages; 0 for rows that are no queries."""
+        """Factors as without pages; 0 for rows that are no queries."""
         factor, peak, total = ForwardKernel.normalized(self, gmem, b, n, row0, peak, total)
         row = plgpu.broadcasted_iota(jnp.int32, (64,), 0, layout=row_layout())
         return jnp.where(row0 + row < gmem.rows[b, 1], factor, 0.0), peak, total

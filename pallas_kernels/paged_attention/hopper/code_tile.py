@@ -1,13 +1,13 @@
-"""One thread's part of a tile of keys and values in few bits, as instructions.
+"""One thread's part of a tile of quantized keys and values, as instructions.
 
 A warp has a few of the tile's keys and softmax sums of its own, so warps wait for no other until a
-segment ends. Scores are keys times queries; their fragments, turned, are the right operand of
+segment ends. Scores are keys times queries; their fragments, transposed, are the right operand of
 values times probabilities. Scales multiply scores and probabilities. Queries are columns of
 products: lane ``4 g + t`` has queries ``8 n + 2 t + e`` for strip n and e in 0, 1.
 
 A warp computes products of 16 keys, or of 16 columns of values, with 8 queries at a time
 (``mma.m16n8k16``). Which key is a product's row, and in which order columns are contracted, is
-free as long as both sides agree. So lane ``4 g + t`` takes what lies in words that no other lane
+free as long as both sides agree. So lane ``4 g + t`` takes words that no other lane
 reads at the same time, and what a word's bits become in one instruction is one register:
 
 * keys: of 8, row g of a product is not key g; their scores, in that order, are the contracted dim
@@ -51,13 +51,13 @@ SWIZZLE_SHIFT = {128: 0, 64: 1, 32: 2}  # the bits of a row's number that move i
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CodeOrder:
-    """Places within words, as ``Dequantizer.two`` takes them."""
+    """Order of codes within words, as ``Dequantizer.two`` takes them."""
 
     code: WeightCode
 
     @property
     def steps(self) -> int:
-        """Products that a word of each of two rows is part of: it has two registers for each."""
+        """Number of products that a word of each of two rows is part of, of two registers each."""
         return 8 // self.code.bits
 
     def bytes_of(self, place: int) -> tuple[int, int]:
@@ -75,7 +75,7 @@ class CodeOrder:
         return self.code is WeightCode.INT4 and place % 2 == 1
 
     def selection(self, half: int) -> int:
-        """Bytes ``2 half`` and the next of two keys' words, so that a register has both keys'."""
+        """Selection of bytes ``2 half`` and the next of two keys' words, for one register."""
         in_turn = self.code is WeightCode.INT8
         return ((0x5140, 0x7362) if in_turn else (0x5410, 0x7632))[half]
 
@@ -85,16 +85,16 @@ class CodeOrder:
         return 2 * half + (first // 2 if self.code is WeightCode.INT8 else first)
 
     def key_words(self, row_bytes: int) -> int:
-        """Words that a lane loads at a time, of a key's row."""
+        """Number of words of a key's row that a lane loads at a time."""
         return min(4, row_bytes // 16)
 
     def key_byte(self, word: int, row_bytes: int) -> tuple[int, int]:
-        """Where a lane's word begins: a number, and what t is multiplied with."""
+        """Start of a lane's word: a number, and the factor of t."""
         at_a_time = self.key_words(row_bytes)
         return word // at_a_time * 16 * at_a_time + 4 * (word % at_a_time), 4 * at_a_time
 
     def value_column(self, register: int, width: int) -> int:
-        """Where a row of values' products lies in its eighth of a value: those of 4 bits have two.
+        """Position of a row of values' products in its eighth of a value: those of 4 bits have two.
 
         Args:
             register: 2 for each product, of rows g and g + 8, in the order of ``value_places``.
@@ -116,7 +116,7 @@ class CodeOrder:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CodeTile:
-    """Sizes of a tile, and what becomes of it; values are i32 and f32 of one thread."""
+    """A tile's sizes and its instructions; values are i32 and f32 of one thread."""
 
     H: int
     V: int
@@ -130,54 +130,54 @@ class CodeTile:
 
     @property
     def order(self) -> CodeOrder:
-        """Of codes in words."""
+        """Order of codes in words."""
         return CodeOrder(code=self.dequantizer.code)
 
     @property
     def key_bytes(self) -> int:
-        """Of a row of keys."""
+        """Number of bytes of a row of keys."""
         return self.H * self.dequantizer.code.bits // 8
 
     @property
     def value_bytes(self) -> int:
-        """Of a row of values."""
+        """Number of bytes of a row of values."""
         return self.V * self.dequantizer.code.bits // 8
 
     @property
     def strips(self) -> int:
-        """Of queries."""
+        """Number of strips of queries."""
         return self.rows // STRIP
 
     @property
     def blocks(self) -> int:
-        """Products of a warp along the keys."""
+        """Number of products of a warp along the keys."""
         return self.keys // (KEYS * WARPS)
 
     @property
     def num_queries(self) -> int:
-        """Registers of the queries."""
+        """Number of registers of the queries."""
         return self.H // 8 * self.strips
 
     @property
     def num_softmax(self) -> int:
-        """Numbers of maxima, of sums, or of what maxima's growth costs."""
+        """Count of maxima, of sums, or of the factors that shrink older sums."""
         return 2 * self.strips
 
     @property
     def num_weights(self) -> int:
-        """Registers of probabilities."""
+        """Number of registers of probabilities."""
         return 2 * self.blocks * self.strips
 
     @property
     def num_sums(self) -> int:
-        """Numbers of the result."""
+        """Count of numbers of the result."""
         return self.V // 4 * self.strips
 
     def queries(self, thread: Any, q: Any) -> list[Any]:
         """The right operands of the keys' product.
 
         Args:
-            q: where the tile of queries lies, rows of 64 columns in eights, their chunks swizzled.
+            q: address of the tile of queries, rows of 64 columns in eights, their chunks swizzled.
         """
         g, t = lane_of(thread)
         found = []
@@ -192,7 +192,7 @@ class CodeTile:
         return found
 
     def _key_column(self, word: int, place: int, e: int) -> tuple[int, int]:
-        """A number and what t is multiplied with."""
+        """A number and the factor of t."""
         first, times = self.order.key_byte(word, self.key_bytes)
         column = first + self.order.bytes_of(place)[e]
         return column + (self.H // 2 if self.order.is_high(place) else 0), times
@@ -224,10 +224,10 @@ class CodeTile:
         queries: list[Any],
         softmax: list[Any],
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """Maxima and sums with these keys, what maxima's growth costs, the right operands.
+        """Maxima and sums with these keys, factors that shrink older sums, and right operands.
 
         Args:
-            refs: where keys, their scales and the values' scales lie.
+            refs: addresses of keys, their scales and the values' scales.
             numbers: position of the tile's first key, kv head among those of the scales, position
                 of the query tile's first token, its tokens.
             queries: of ``queries``.
@@ -278,7 +278,7 @@ class CodeTile:
                 pair = [
                     arith.select(seen[c], arith.mulf(weights[c], scale), f32(0.0)) for c in cells
                 ]
-                right.append(_turned(_both(*pair)))
+                right.append(_transposed(_both(*pair)))
         return tops + sums, alphas, right
 
     def _products(self, k: Any, key: Any, g: Any, t: Any, queries: list[Any]) -> dict[Any, Any]:
@@ -322,7 +322,7 @@ class CodeTile:
     def add_values(
         self, thread: Any, v: Any, right: list[Any], alphas: list[Any], sums: list[Any]
     ) -> list[Any]:
-        """Sums times what maxima's growth costs, and values times probabilities."""
+        """Shrinks older sums and adds values times probabilities."""
         g, t = lane_of(thread)
         first = self._first_key(t)
         warp_key = total((warp_of(thread), self.keys // WARPS))
@@ -365,7 +365,7 @@ class CodeTile:
                 sums[at : at + 4] = self.dequantizer.product(left, both, sums[at : at + 4])
 
     def _swizzled(self, chunk: Any, row: Any, row_bytes: int) -> Any:
-        """Where 16 bytes of a row lie in it."""
+        """Swizzled place of 16 bytes in a row."""
         shifted = arith.shrui(row, constant(SWIZZLE_SHIFT[row_bytes]))
         return arith.xori(chunk, arith.andi(shifted, constant(row_bytes // 16 - 1)))
 
@@ -377,7 +377,7 @@ class CodeTile:
         return [(strip, e) for strip in range(self.strips) for e in range(2)]
 
     def _ahead(self, t: Any, position: Any, tokens: Any, key: Any) -> dict[Any, Any]:
-        """How far each query's token is ahead of a key; before all keys where there is none."""
+        """Distance of each query's token to a key; before all keys where there is no token."""
         ahead = {}
         for strip, e in self._columns():
             mine = position
@@ -410,7 +410,7 @@ class CodeTile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CodeResult:
-    """How warps' results meet in shared memory."""
+    """The merge of four warps' results in shared memory."""
 
     tile: CodeTile
 
@@ -507,7 +507,7 @@ class CodeResult:
 
 
 def lane_of(thread: Any) -> tuple[Any, Any]:
-    """g and t of lane 4 g + t."""
+    """Splits a thread's lane 4 g + t into g and t."""
     lane = arith.andi(thread, constant(31))
     return arith.shrui(lane, constant(2)), arith.andi(lane, constant(3))
 
@@ -518,7 +518,7 @@ def warp_of(thread: Any) -> Any:
 
 
 def f32(x: float) -> Any:
-    """A constant."""
+    """Makes an f32 constant."""
     return mgpu.c(x, ir.F32Type.get())
 
 
@@ -532,12 +532,12 @@ def _permuted(low: Any, high: Any, selection: int) -> Any:
 
 
 def maximum(a: Any, b: Any) -> Any:
-    """The larger of two."""
+    """Returns the larger of two."""
     return assembly(ir.F32Type.get(), [a, b], MAX, "=f,f,f", pure=True)
 
 
 def exp2(x: Any) -> Any:
-    """2 to the power of x."""
+    """Computes 2 to the power of x."""
     return assembly(ir.F32Type.get(), [x], "ex2.approx.ftz.f32 $0, $1;", "=f,f", pure=True)
 
 
@@ -555,14 +555,14 @@ def over_lanes(x: Any, text: str) -> Any:
     return x
 
 
-def _turned(register: Any) -> Any:
-    """A warp's 8 by 8 numbers, rows for columns."""
+def _transposed(register: Any) -> Any:
+    """Transposes a warp's 8 by 8 numbers."""
     text = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
     return assembly(i32(), [register], text, "=r,r", pure=False)
 
 
 def _inverse(x: Any) -> Any:
-    """1 / x, and 0 for 0."""
+    """Computes 1 / x, and 0 for 0."""
     text = "rcp.approx.ftz.f32 $0, $1;"
     inverse = assembly(ir.F32Type.get(), [x], text, "=f,f", pure=True)
     is_zero = arith.cmpf(arith.CmpFPredicate.OEQ, x, f32(0.0))

@@ -1,4 +1,4 @@
-"""Tiles of the kernel that reads pages, and where a call's query heads lie in them.
+"""Tiles of the kernel that reads pages, and the places of a call's query heads in them.
 
 Dims: as in ``pallas_kernels.paged_attention.spec``.
 """
@@ -11,7 +11,7 @@ from pallas_kernels.paged_attention.spec import PagedCall
 
 DTYPES = ("bfloat16", "float16")
 ROWS = 64  # of a tile of queries: what the tensor cores multiply at a time
-CODE_ROWS = (8, 16)  # where a cache in few bits is multiplied: columns of a warp's product
+CODE_ROWS = (8, 16)  # where a quantized cache is multiplied: columns of a warp's product
 GROUP_ROWS = 8  # which copies cannot divide
 MERGED_ROWS = 4  # that the second kernel takes at a time, a warp each
 WIDEST_PART = 256  # columns of an accumulator
@@ -25,7 +25,7 @@ SCALE_HEADS = 8  # whose scales are copied together: copies are of at least 16 b
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PagedConfig:
-    """A block of one multiprocessor: workers, each with a ring of tiles of keys and values."""
+    """A block of one SM: workers, each with a ring of tiles of keys and values."""
 
     block_kv: int = 64  # keys of a tile
     num_stages: int = 3  # tiles of keys, and of values, in flight for each worker
@@ -34,15 +34,15 @@ class PagedConfig:
     num_blocks: int = NUM_PROCESSORS
 
     def team(self, layout: "QueryLayout") -> int:
-        """Workers of a team: they read the same pages side by side, each for another kv head."""
+        """Number of workers of a team, which read the same pages, each for another kv head."""
         return math.gcd(layout.K, self.num_blocks * self.num_workers)
 
     def num_teams(self, layout: "QueryLayout") -> int:
-        """Teams of all blocks."""
+        """Number of teams of all blocks."""
         return self.num_blocks * self.num_workers // self.team(layout)
 
     def smem_bytes(self, layout: "QueryLayout") -> int:
-        """Shared memory of a block."""
+        """Bytes of shared memory of a block."""
         ring = self.num_stages * self.block_kv * layout.slot_bytes
         queries = 2 * layout.tile * layout.H
         results = 0
@@ -56,7 +56,7 @@ class QueryLayout:
     """Sizes of a call, and its query heads as rows of tiles.
 
     A tile has tokens one after another, ``span`` rows each: a kv head's query heads and, because
-    copies begin at multiples of 8 heads, some of their neighbours', whose results nobody reads.
+    copies begin at multiples of 8 heads, some of their neighbours', whose results are not read.
     """
 
     B: int
@@ -85,23 +85,23 @@ class QueryLayout:
 
     @property
     def scale_heads(self) -> int:
-        """Heads whose scales lie side by side in a tile."""
+        """Number of heads whose scales are side by side in a tile."""
         return min(self.K, SCALE_HEADS)
 
     @property
     def slot_bytes(self) -> int:
-        """Of a slot in a tile: its key, its value, and scales where there are any."""
+        """Bytes of a slot in a tile: its key, its value, and scales where there are any."""
         elements = (self.H + (0 if self.latent else self.V)) * self.bits // 8
         return elements + (4 * self.scale_heads if self.bits < 16 else 0)
 
     @property
     def group(self) -> int:
-        """Query heads of a kv head."""
+        """Number of query heads of a kv head."""
         return self.N // self.K
 
     @property
     def span(self) -> int:
-        """Rows of a token."""
+        """Number of rows of a token."""
         if self.group % GROUP_ROWS == 0:
             rows = self.group
         else:  # a group may begin anywhere in its first eight rows, in steps of its factors of 2
@@ -111,37 +111,37 @@ class QueryLayout:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a tile; not more than there are, whose results would be written for nobody."""
+        """Number of tokens of a tile; not more than a row has."""
         return max(1, min(self.T, self.tile // self.span))
 
     @property
     def tiles_per_token(self) -> int:
-        """Tiles that a token takes; above 1 only where a tile has one token."""
+        """Number of tiles that a token takes; above 1 only where a tile has one token."""
         return max(1, self.span // self.tile)
 
     @property
     def rows(self) -> int:
-        """Rows of a tile that queries lie in."""
+        """Number of rows of a tile that hold queries."""
         return min(self.tile, self.tokens * self.span)
 
     @property
     def num_q_tiles(self) -> int:
-        """Query tiles of a row of the batch, for each kv head."""
+        """Number of query tiles of a row of the batch, for each kv head."""
         return -(-self.T // self.tokens) * self.tiles_per_token
 
     @property
     def num_entries(self) -> int:
-        """Query tiles of all rows; each is an entry of the plan, for all kv heads alike."""
+        """Number of query tiles of all rows; each is an entry of the plan for all kv heads."""
         return self.B * self.num_q_tiles
 
     @property
     def merged_group(self) -> int:
-        """The group, padded for the second kernel."""
+        """Size of the group, padded for the second kernel."""
         return -(-self.group // MERGED_ROWS) * MERGED_ROWS
 
 
 def config_for(layout: QueryLayout) -> PagedConfig:
-    """Two workers where they fit, and rings of 128 KiB in a block, at least two tiles each.
+    """Tiles of a call: two workers where they fit, and rings of 128 KiB in a block.
 
     Longer rings were measured to be 1% slower.
     """
@@ -161,7 +161,7 @@ def config_for(layout: QueryLayout) -> PagedConfig:
 
 
 def _config_for_codes(layout: QueryLayout) -> PagedConfig:
-    """As many bytes on their way as of 16 bits: tiles of 128 keys, 32 for each warp."""
+    """Tiles of a quantized cache: 128 keys, 32 for each warp."""
     config = PagedConfig(block_kv=128 if layout.size >= 64 else 64)
     fit = CODE_RING_BYTES // (config.num_workers * config.block_kv * layout.slot_bytes)
     most = min(max(2, fit), MOST_STAGES)

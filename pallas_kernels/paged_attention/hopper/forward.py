@@ -1,4 +1,4 @@
-"""A call on a Hopper GPU: what it can be, its plan and its two kernels.
+"""Paged attention on a Hopper GPU: refusals, the plan and the two kernels of a call.
 
 Dims: as in ``pallas_kernels.paged_attention.spec``.
 """
@@ -38,7 +38,7 @@ MOST_CODE_TILES = 8  # query tiles of a row, each of which makes numbers of all 
 
 
 def unsupported(call: PagedCall) -> str | None:
-    """Why the kernels cannot compute this call; None if they can."""
+    """Reason why the kernels cannot compute this call; None if they can."""
     facts = device.target()
     if facts.capability != (9, 0):
         return f"it needs a GPU of compute capability 9.0 (Hopper), not {facts.kind}"
@@ -71,12 +71,12 @@ def unsupported(call: PagedCall) -> str | None:
 
 
 def reads_codes(call: PagedCall) -> bool:
-    """Whether a call reads codes as they lie; one with more queries makes numbers of its rows."""
+    """Whether a call reads codes in place; one with more queries dequantizes its rows first."""
     return call.code is not None and QueryLayout.of(call).num_q_tiles <= MOST_CODE_TILES
 
 
 def numbers_first(call: PagedCall) -> str | None:
-    """Why codes of rows become numbers in memory; None where they are read, or there are none."""
+    """Reason why rows are dequantized in memory; None where codes are read, or there are none."""
     if call.code is None or reads_codes(call):
         return None
     tiles = QueryLayout.of(call).num_q_tiles
@@ -86,10 +86,10 @@ def numbers_first(call: PagedCall) -> str | None:
 def _unsupported_codes(call: PagedCall, layout: QueryLayout) -> str | None:
     if call.q_BTNH.dtype.name != "bfloat16":
         # A probability times a scale may be smaller than any number of float16.
-        return f"queries of a cache in few bits must be bfloat16, not {call.q_BTNH.dtype}"
+        return f"queries of a quantized cache must be bfloat16, not {call.q_BTNH.dtype}"
     if layout.H not in CODE_WIDTHS or layout.V not in CODE_WIDTHS:
         widths = " or ".join(map(str, CODE_WIDTHS))
-        return f"widths {layout.H}/{layout.V} of a cache in few bits are not {widths}"
+        return f"widths {layout.H}/{layout.V} of a quantized cache are not {widths}"
     if layout.K % SCALE_HEADS and SCALE_HEADS % layout.K:
         return (
             f"scales of {layout.K} kv heads: they are no multiple and no divisor of {SCALE_HEADS}"
@@ -112,7 +112,7 @@ def paged_attention_hopper(
     config: PagedConfig | None = None,
     interpretable: bool = False,
 ) -> jax.Array:
-    """As the reference.
+    """Computes a call by the kernels: [B, T, N, V] in the queries' dtype.
 
     Args:
         call: of which ``unsupported`` says nothing.

@@ -1,4 +1,4 @@
-"""The kernel that merges: each query head's partial results, by their logsumexps.
+"""The kernel that merges each query head's partial results by their logsumexps.
 
 The rule is that of ``pallas_kernels.common.merge``. A block has four heads of a token, a warp each,
 and reads several partial results at a time: it waits for memory once for all of them.
@@ -34,7 +34,7 @@ def merge_pages(
     layout: QueryLayout,
     config: PagedConfig,
 ) -> jax.Array:
-    """[B, T, N, V] in the queries' dtype from what ``attend_pages`` or ``attend_codes`` left."""
+    """Merges partial results: [B, T, N, V] in the queries' dtype."""
     g = layout
     kernel = _MergePages(
         g=g, c=config, dtype=call.q_BTNH.dtype, sinks=call.sinks_N is not None,
@@ -75,7 +75,7 @@ class _MergePages:
     only_cut: bool  # rows that are not cut have their results
 
     def run(self, gmem, smem) -> None:
-        """One block: four query heads of a token."""
+        """Runs one block: four query heads of a token."""
         del smem
         g = self.g
         per_group = g.merged_group // MERGED_ROWS
@@ -101,7 +101,7 @@ class _MergePages:
             merge()
 
     def merge(self, gmem, place, sums) -> None:
-        """Writes what sums are of."""
+        """Normalizes sums and writes them."""
         (b, t, head, part), (peak, total, out), g = place, sums, self.g
         if self.sinks:
             at = pl.ds(head * g.group + part * MERGED_ROWS, MERGED_ROWS)
@@ -117,12 +117,12 @@ class _MergePages:
 
     @property
     def layout(self):
-        """Four rows, one a warp."""
+        """Layout of four rows, one per warp."""
         assert MERGED_ROWS == WARPS
         return tile_layout(next(v for v in (4, 2, 1) if self.g.V % (LANES * v) == 0))
 
     def parts(self, gmem, entry, head) -> tuple:
-        """How many partial results a segment has, and where they begin, in teams' members."""
+        """Number of a segment's partial results, and the first one, in teams' members."""
         g = self.g
         members = self.c.team(g)
         head_blocks, block = g.K // members, lax.div(head, members)

@@ -1,8 +1,8 @@
-"""Who reads what: all key tiles of all rows and kv heads in one line, cut into equal pieces.
+"""The plan of reading: all key tiles of all rows and kv heads in one line, cut into equal pieces.
 
 A piece may end in the middle of a row, so that every worker has as many tiles as any other,
 whatever the lengths. A piece belongs to a team of workers, one for each of a few kv heads, which
-read the same pages at about the same time: what lies side by side in memory is read together.
+read the same pages at about the same time: neighbours in memory are read together.
 
 A plan depends on lengths, never on how they compile, and is two small operations; layers of a model
 that have the same window share one.
@@ -23,14 +23,14 @@ from .config import PagedConfig, QueryLayout
 
 
 class PagePlan(NamedTuple):
-    """The plan of a call. An entry is in the line once for each block of kv heads."""
+    """The plan of a call; an entry is in the line once for each block of kv heads."""
 
     before_E1: jax.Array  # int32: tiles of the line before each entry; last, all of them
     entry_W: jax.Array  # int32: the entry that each team begins in; E where it has no tile
 
 
 class Extent(NamedTuple):
-    """What the tokens of a query tile are, and what they see."""
+    """Tokens of a query tile, and the keys that they see."""
 
     position: Any  # of the first token
     tokens: Any
@@ -93,13 +93,13 @@ def plan_pages(call: PagedCall, layout: QueryLayout, config: PagedConfig) -> Pag
 
 
 def piece_start(team: Any, total: Any, num_teams: int) -> Any:
-    """Where a team begins in the line: the first ones have a tile more than the others."""
+    """Start of a team in the line: the first ones have a tile more than the others."""
     each, more = lax.div(total, jnp.int32(num_teams)), lax.rem(total, jnp.int32(num_teams))
     return team * each + jnp.minimum(team, more)
 
 
 def team_of(tile: Any, total: Any, num_teams: int) -> Any:
-    """Who has a tile of the line: the inverse of ``piece_start``."""
+    """Team that has a tile of the line: the inverse of ``piece_start``."""
     each, more = lax.div(total, jnp.int32(num_teams)), lax.rem(total, jnp.int32(num_teams))
     longer = more * (each + 1)
     late = more + lax.div(tile - longer, jnp.maximum(each, 1))

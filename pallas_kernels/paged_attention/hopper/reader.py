@@ -1,4 +1,4 @@
-"""What a worker reads: its segments, their queries, and the pages that a tile is in.
+"""The part of a call that a worker reads: its segments, their queries, and the pages of a tile.
 
 Dims: as in ``pallas_kernels.paged_attention.spec``.
 """
@@ -26,12 +26,12 @@ class PagePieces:
 
     @property
     def count(self) -> int:
-        """Of a tile."""
+        """Number of pieces of a tile."""
         return max(1, self.block // self.size)
 
     @property
     def slots(self) -> int:
-        """Of a piece."""
+        """Number of slots of a piece."""
         return min(self.size, self.block)
 
     def places(self, gmem, row, tile) -> list[tuple[Any, Any]]:
@@ -74,7 +74,7 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PageReader:
-    """The call, as those who read pages see it."""
+    """The reading side of a call: segments and copies of the kernels that read pages."""
 
     g: QueryLayout
     c: PagedConfig
@@ -84,7 +84,7 @@ class PageReader:
 
     @property
     def pieces(self) -> PagePieces:
-        """Of a tile."""
+        """Pieces of a tile."""
         return PagePieces(size=self.g.size, block=self.c.block_kv)
 
     def each_segment(self, gmem, worker, body: Callable[[Segment, Any], None]) -> None:

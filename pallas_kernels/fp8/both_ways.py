@@ -19,7 +19,7 @@ from pallas_kernels.common.no_gradient import without_gradient
 from pallas_kernels.common.scales import Quantized, Scaling
 from pallas_kernels.common.varying import results_vary, vary_alike
 
-from . import swiglu_formula
+from . import formula
 from .api import WHY_NO_GRADIENT, checked, quantize
 from .hopper_both_ways import WithTranspose, both_ways_hopper, unsupported
 from .xla import quantize_across_xla
@@ -46,20 +46,18 @@ class CastSource:
     in_kernel: Callable[..., tuple[jax.Array, ...]]
 
 
-PLAIN = CastSource(
-    name="x", num_results=1, plainly=swiglu_formula.same, in_kernel=swiglu_formula.same
-)
+PLAIN = CastSource(name="x", num_results=1, plainly=formula.same, in_kernel=formula.same)
 SWIGLU = CastSource(
     name="swiglu",
     num_results=1,
-    plainly=swiglu_formula.swiglu,
-    in_kernel=swiglu_formula.swiglu_in_kernel,
+    plainly=formula.swiglu,
+    in_kernel=formula.swiglu_in_kernel,
 )
 SWIGLU_GRADIENT = CastSource(
     name="swiglu gradient",
     num_results=2,
-    plainly=swiglu_formula.swiglu_gradient,
-    in_kernel=swiglu_formula.gradient_in_kernel,
+    plainly=formula.swiglu_gradient,
+    in_kernel=formula.gradient_in_kernel,
 )
 
 

@@ -16,10 +16,8 @@ def scaled_matmul_reference(
     a_scale: jax.Array,
     b_scale: jax.Array,
     *,
-    accumulate: jax.Array | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
     """[M, N] in ``dtype``; in float64 it is exact but for the sum's own rounding."""
     a, b = (dequantized(x, scale, dtype=dtype) for x, scale in ((a_MK, a_scale), (b_NK, b_scale)))
-    product = jnp.einsum("mk,nk->mn", a, b, precision="highest")
-    return product if accumulate is None else accumulate.astype(dtype) + product
+    return jnp.einsum("mk,nk->mn", a, b, precision="highest")

@@ -1,4 +1,7 @@
 """Projection onto a vocabulary fused with its cross entropy: logits are never all in memory."""
 
+from .api import HOPPER_LEAST_IDS as HOPPER_LEAST_IDS
 from .api import CrossEntropySums as CrossEntropySums
+from .api import hopper_chunks as hopper_chunks
 from .api import linear_cross_entropy as linear_cross_entropy
+from .api import xla_chunks as xla_chunks

@@ -12,8 +12,6 @@ from pallas_kernels.common.errors import InputError
 from pallas_kernels.common.scales import Scaling, scaling_of
 
 OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-OUTER = (Scaling.TENSOR, Scaling.ROW)
-BLOCKS = (Scaling.BLOCK_OF_ROW, Scaling.BLOCK)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,17 +21,11 @@ class ScaledSpec:
     a: Scaling
     b: Scaling
     out_dtype: jnp.dtype
-    accumulates: bool
 
     @property
     def by_blocks(self) -> bool:
         """Whether the scales change along the contracted dim."""
         return self.a.by_blocks
-
-    @property
-    def name(self) -> str:
-        """As in messages: ``1x128 by 128x128``."""
-        return f"{self.a} by {self.b}"
 
 
 def make_scaled_spec(
@@ -43,7 +35,6 @@ def make_scaled_spec(
     b_scale: jax.Array,
     *,
     out_dtype: jnp.dtype,
-    accumulate: jax.Array | None,
 ) -> ScaledSpec:
     """The spec of a call whose arrays agree.
 
@@ -66,17 +57,4 @@ def make_scaled_spec(
         )
     if out_dtype not in OUT_DTYPES:
         raise InputError(f"out_dtype={out_dtype.name} must be bfloat16, float16 or float32")
-    if accumulate is not None:
-        if (accumulate.shape, accumulate.dtype) != ((M, N), jnp.float32):
-            raise InputError(
-                f"accumulate is {accumulate.dtype}{list(accumulate.shape)}; the product is added "
-                f"to float32{[M, N]}"
-            )
-        if out_dtype != jnp.float32:
-            raise InputError(
-                f"out_dtype={out_dtype.name} with accumulate; a running sum is float32: pass "
-                "out_dtype=float32 and cast the last one"
-            )
-    return ScaledSpec(
-        a=forms[0], b=forms[1], out_dtype=out_dtype, accumulates=accumulate is not None
-    )
+    return ScaledSpec(a=forms[0], b=forms[1], out_dtype=out_dtype)

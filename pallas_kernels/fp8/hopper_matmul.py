@@ -16,7 +16,6 @@ Dims: M row of a and of the result, N row of b and column of the result, K contr
 
 import dataclasses
 import functools
-import types
 from typing import Any
 
 import jax
@@ -24,17 +23,131 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.common import device
+from pallas_kernels.common.errors import UnsupportedError
 from pallas_kernels.common.scales import BLOCK, Scaling
 from pallas_kernels.hopper.launch import launch
+from pallas_kernels.hopper.machine import NUM_PROCESSORS, SMEM_BYTES
 from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.product import no_sum, product
 from pallas_kernels.hopper.tile import column_layout, row_layout, tiled
 
-from .config import DEPTH, NUM_COMPUTE, STRIPE_BYTES, WARPGROUP_ROWS, ScaledConfig
 from .spec import ScaledSpec
 
+DEPTH = 128  # of a step: one block of scales, and 128 bytes, one row of a swizzle
+NUM_COMPUTE = 2  # warpgroups that multiply
+WARPGROUP_ROWS = 64
+STRIPE_BYTES = 128  # of a row of the result, what leaves at a time
+LEAST_STEPS = 8  # of a split: fewer do not fill the ring
+BAND = 8  # tiles of rows that are walked before the next: what L2 keeps
 LOADER = NUM_COMPUTE  # the index of the warpgroup that copies
 COLUMNS_AT_ONCE = 32  # whose scales are in registers at a time
+ROW_MULTIPLE = 8  # of a tile that the TMA copies
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ScaledConfig:
+    """Tiles of one block and how its warpgroups share them."""
+
+    tile_m: int = 128  # 64 a warpgroup, or 64 for both
+    tile_n: int = 256
+    part_n: int = 128  # columns of one product: what is promoted at a time
+    num_stages: int = 4
+    cluster: int = 1  # blocks of neighbouring rows, which share b
+    num_out_slots: int = 2  # stripes of 128 bytes on their way out, a warpgroup
+    in_turns: bool = True  # a warpgroup's product is issued after the other's last one
+    splits: int = 1  # of the contracted dim, summed by a second kernel
+
+    @property
+    def by_columns(self) -> bool:
+        """Each warpgroup has half the columns of 64 rows, instead of 64 rows of all columns."""
+        return self.tile_m == WARPGROUP_ROWS
+
+    @property
+    def group_n(self) -> int:
+        """Columns of one warpgroup."""
+        return self.tile_n // NUM_COMPUTE if self.by_columns else self.tile_n
+
+    @property
+    def num_parts(self) -> int:
+        """Products of one warpgroup and step."""
+        return self.group_n // self.part_n
+
+
+def shared_memory_bytes(config: ScaledConfig, *, columns_scaled: bool) -> int:
+    """Of one block: the ring, results on their way out, barriers."""
+    c = config
+    stage = (c.tile_m + c.tile_n) * DEPTH + 4 * c.tile_n * columns_scaled
+    out = NUM_COMPUTE * c.num_out_slots * WARPGROUP_ROWS * STRIPE_BYTES
+    return c.num_stages * stage + out + 8 * (2 * c.num_stages + NUM_COMPUTE)
+
+
+def scaled_config(M: int, N: int, K: int, *, columns_scaled: bool) -> ScaledConfig:
+    """The tiles that a product gets."""
+    config = ScaledConfig(num_out_slots=1 if columns_scaled else 2)
+    if M <= WARPGROUP_ROWS:
+        config = dataclasses.replace(config, tile_m=64, tile_n=128, part_n=64, num_stages=8)
+    tiles = -(-M // config.tile_m) * -(-N // config.tile_n)
+    steps = K // DEPTH
+    even = (splits for splits in range(1, steps // LEAST_STEPS + 1) if steps % splits == 0)
+    splits = max((s for s in even if tiles * s <= NUM_PROCESSORS), default=1)
+    if splits > 1 or config.by_columns:  # these wait for memory, not for each other
+        return dataclasses.replace(config, splits=splits, in_turns=False)
+    return dataclasses.replace(config, cluster=2 if config.tile_m < M else 1)
+
+
+def unsupported(
+    a: jax.Array, b: jax.Array, *, spec: ScaledSpec, num_devices: int = 1
+) -> str | None:
+    """Why the kernel cannot compute this call; None if it can."""
+    facts = device.target()
+    if facts.capability != (9, 0):
+        return f"{facts.kind} is not a Hopper GPU (compute capability 9.0)"
+    if num_devices > 1:
+        return f"the call is spread over {num_devices} devices and the kernel runs on one"
+    if not spec.by_blocks:
+        return f"scales are of {spec.a} and {spec.b}; the kernel multiplies by those of blocks"
+    for dim, size, multiple in (
+        ("M", a.shape[0], ROW_MULTIPLE),
+        ("N", b.shape[0], STRIPE_BYTES // spec.out_dtype.itemsize),
+        ("K", a.shape[1], DEPTH),
+    ):
+        if size % multiple:
+            return f"{dim}={size} is not a multiple of {multiple}: pad the operands"
+    return None
+
+
+def scaled_matmul_hopper(
+    a_MK: jax.Array,
+    b_NK: jax.Array,
+    a_scale: jax.Array,
+    b_scale: jax.Array,
+    *,
+    spec: ScaledSpec,
+    config: ScaledConfig | None = None,
+    interpretable: bool = False,
+) -> jax.Array:
+    """[M, N] in the spec's dtype; an interpretable kernel multiplies as Pallas does."""
+    (M, K), N = a_MK.shape, b_NK.shape[0]
+    columns_scaled = spec.b is Scaling.BLOCK_OF_ROW
+    config = config or scaled_config(M, N, K, columns_scaled=columns_scaled)
+    taken = shared_memory_bytes(config, columns_scaled=columns_scaled)
+    if taken > SMEM_BYTES:
+        raise UnsupportedError(
+            f"Hopper scaled matmul: {config} takes {taken} bytes of shared memory and a block has "
+            f"{SMEM_BYTES}; use fewer stages or slots"
+        )
+    kernel = ScaledKernel(
+        c=config, spec=spec, M=M, N=N, K=K, dtypes=(a_MK.dtype, b_NK.dtype),
+        interpretable=interpretable,
+    )  # fmt: skip
+    if spec.a is Scaling.BLOCK_OF_ROW:
+        a_scale = jnp.pad(a_scale, ((0, 0), (0, -M % (config.tile_m * config.cluster))))
+    operands = {"a": a_MK, "b": b_NK, "a_scale": a_scale, "b_scale": b_scale}
+    if config.splits > 1:
+        shape = jax.ShapeDtypeStruct((config.splits, M, N), jnp.float32)
+        return jnp.sum(kernel.result(operands, shape), axis=0).astype(spec.out_dtype)
+    return kernel.result(operands, jax.ShapeDtypeStruct((M, N), spec.out_dtype))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +160,6 @@ class ScaledKernel:
     N: int
     K: int
     dtypes: tuple[jnp.dtype, jnp.dtype]  # of a and b
-    adds: bool  # to what the result holds
     interpretable: bool
 
     def result(self, operands: dict[str, Any], out: jax.ShapeDtypeStruct) -> jax.Array:
@@ -58,36 +170,16 @@ class ScaledKernel:
             operands=operands,
             results={"out": out},
             scratch=self.scratch(),
-            compiler_params=_compiler_params(),
-            **self.blocks(),
+            compiler_params=plgpu.CompilerParams(
+                unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+            ),
+            grid=(self.num_workers,),
+            grid_names=("worker",),
+            cluster=(self.c.cluster,),
+            cluster_names=("cluster",),
+            num_threads=NUM_COMPUTE + 1,
         )
         return found["out"]
-
-    def add_to(self, out: Any, operands: dict[str, Any]) -> None:
-        """Adds the product to a reference."""
-        operands = operands | {"out": out}
-
-        def body(*refs):
-            gmem = types.SimpleNamespace(**dict(zip(operands, refs, strict=True)))
-            pl.run_scoped(
-                lambda **scratch: self.run(gmem, types.SimpleNamespace(**scratch)),
-                **self.scratch(),
-                collective_axes="wg",
-            )
-
-        mesh = plgpu.Mesh(thread_name="wg", **self.blocks())
-        call: Any = pl.kernel(body, out_type=(), mesh=mesh, compiler_params=_compiler_params())
-        call(*operands.values())
-
-    def blocks(self) -> dict[str, Any]:
-        """How many, in clusters."""
-        return {
-            "grid": (self.num_workers,),
-            "grid_names": ("worker",),
-            "cluster": (self.c.cluster,),
-            "cluster_names": ("cluster",),
-            "num_threads": NUM_COMPUTE + 1,
-        }
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -108,7 +200,7 @@ class ScaledKernel:
     @property
     def num_workers(self) -> int:
         """Clusters."""
-        return min(self.c.num_blocks // self.c.cluster, self.num_tiles)
+        return min(NUM_PROCESSORS // self.c.cluster, self.num_tiles)
 
     @property
     def columns_scaled(self) -> bool:
@@ -170,7 +262,7 @@ class ScaledKernel:
 
         @pl.when(wg == LOADER)
         def _():
-            # 2 * 240 + 24 registers a thread is all that a multiprocessor has.
+            # 2 * 240 + 24 registers per thread is all that an SM has.
             plgpu.set_max_registers(24, action="decrease")
             self.each_tile(functools.partial(self.load, gmem, smem))
             # Nobody leaves while the other block of the cluster still copies into it.
@@ -184,7 +276,7 @@ class ScaledKernel:
         def step(i, _):
             tile = worker + i * self.num_workers
             split, tile = lax.rem(tile, c.splits), lax.div(tile, c.splits)
-            m, n = plgpu.planar_snake(tile, self.grid, int(c.band_of_columns), c.band)
+            m, n = plgpu.planar_snake(tile, self.grid, 0, BAND)
             m = m * c.cluster + lax.axis_index("cluster")
             body(m * c.tile_m, n * c.tile_n, split, i * self.num_steps)
 
@@ -246,14 +338,11 @@ class ScaledKernel:
         zeros = [no_sum(c.part_n) for _ in columns]
         totals, _ = lax.fori_loop(0, self.num_steps, step, (zeros, scales_at(first)))
         for p, total in enumerate(totals):
-            total = self.outer_scaled(gmem, total, row, column + p * c.part_n)
             self.store(gmem, smem, wg, total, row, column0, first_column, split, p)
 
     def step_scales(self, gmem, row, column, j) -> tuple[Any, list]:
         """Of step j: of 64 rows of a, and of each part's columns where these share one."""
         c, spec = self.c, self.spec
-        if not spec.by_blocks:
-            return (), []
         if spec.a is Scaling.BLOCK:
             i = jnp.minimum(lax.div(row, BLOCK), gmem.a_scale.shape[1] - 1)
             of_rows = gmem.a_scale[j, i]
@@ -269,8 +358,6 @@ class ScaledKernel:
 
     def promoted(self, smem, total, part, scales, slot, columns, p: int) -> jax.Array:
         """``total + part * scale``."""
-        if not self.spec.by_blocks:
-            return total + part
         factor, of_columns = scales
         if of_columns:
             factor = factor * of_columns[p]
@@ -287,27 +374,10 @@ class ScaledKernel:
             sums.append(before + piece * (by_row * lax.broadcast_in_dim(of_each, shape, [1])))
         return jnp.concatenate(sums, axis=1)
 
-    def outer_scaled(self, gmem, total, row, column) -> jax.Array:
-        """A sum times the scales of its rows and columns, where all steps have the same."""
-        if self.spec.by_blocks:
-            return total
-        if self.spec.a is Scaling.TENSOR:
-            total = total * gmem.a_scale[()]
-        else:
-            rows = gmem.a_scale.at[pl.ds(row, WARPGROUP_ROWS)]
-            of_rows = plgpu.load(rows, layout=row_layout(), optimized=False)
-            total = total * lax.broadcast_in_dim(of_rows, total.shape, [0])
-        if self.spec.b is Scaling.TENSOR:
-            return total * gmem.b_scale[()]
-        columns = gmem.b_scale.at[pl.ds(column, self.c.part_n)]
-        of_columns = plgpu.load(columns, layout=column_layout(), optimized=False)
-        return total * lax.broadcast_in_dim(of_columns, total.shape, [1])
-
     def store(self, gmem, smem, wg, total, row, column0, first_column, split, p: int) -> None:
-        """Sends a part away, or adds it to what is there."""
+        """Sends a part away."""
         c = self.c
         out = gmem.out.at[split] if c.splits > 1 else gmem.out
-        adds = "add" if self.adds else None
         width = smem.out.shape[-1]
         stripes = c.part_n // width
         for i in range(stripes):
@@ -319,14 +389,10 @@ class ScaledKernel:
             plgpu.commit_smem()
             column = column0 + first_column + p * c.part_n + i * width
             place = out.at[pl.ds(row, WARPGROUP_ROWS), pl.ds(column, width)]
-            plgpu.copy_smem_to_gmem(smem.out.at[wg, slot], place, reduction_op=adds)
+            plgpu.copy_smem_to_gmem(smem.out.at[wg, slot], place)
 
 
 def _columns(x: jax.Array, first: int) -> jax.Array:
     if x.ndim == 0:
         return x
     return lax.slice(x, (0, first), (x.shape[0], first + COLUMNS_AT_ONCE))
-
-
-def _compiler_params() -> "plgpu.CompilerParams":
-    return plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)

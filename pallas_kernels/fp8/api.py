@@ -1,0 +1,186 @@
+"""The public functions ``quantize`` and ``scaled_matmul``: they validate and choose who computes.
+
+Dims: R row, C column of a matrix, the dim that a matmul contracts; M row of a and of the result, N
+row of b and column of the result, K contracted; J and I blocks of 128.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.errors import InputError, UnsupportedError
+from pallas_kernels.common.no_gradient import without_gradient
+from pallas_kernels.common.scales import FORMATS, Quantized, Scaling
+from pallas_kernels.common.varying import results_vary, vary_alike
+
+from . import hopper_matmul, hopper_quantize
+from .reference import scaled_matmul_reference
+from .spec import make_scaled_spec
+from .xla import quantize_xla, scaled_matmul_xla
+
+NAMES = ("hopper", "xla")
+PRODUCTS = ("hopper", "xla", "reference")
+WHY_NO_GRADIENT = (
+    "quantize has no gradient: a recipe rounds inside its own jax.custom_vjp and passes the "
+    "cotangent through"
+)
+INPUTS = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+def quantize(
+    x: jax.Array,
+    scaling: Scaling | str,
+    *,
+    dtype: Any = jnp.float8_e4m3fn,
+    power_of_two: bool = False,
+    implementation: str = "auto",
+    num_devices: int = 1,
+) -> Quantized:
+    """Rounds a matrix to 8 bits, each tensor, row or block by its own largest element.
+
+    The module ``formula`` says what becomes of large, small and non-finite elements. It has no
+    gradient: a recipe passes the cotangent through.
+
+    Args:
+        x: [R, C], bfloat16, float16 or float32; computed in fp32.
+        scaling: what shares a scale: "tensor", "row", "1x128" or "128x128".
+        dtype: float8_e4m3fn or float8_e5m2.
+        power_of_two: scales are powers of two: dividing by them is exact.
+        implementation: "hopper" (Mosaic GPU; bf16 by blocks, R a multiple of 64, or of 128 for
+            128x128, C of 128) or "xla"; "auto" takes hopper where it can.
+        num_devices: that the compiler spreads the call over; "hopper" runs on one.
+
+    Returns:
+        ``values`` in 8 bits [R, C] and the float32 ``scale`` that multiplies them, whose shape
+        ``scaled_matmul`` lists.
+
+    Raises:
+        InputError: arguments that disagree, or an unknown implementation.
+        UnsupportedError: the named implementation cannot compute this call, or a gradient is taken.
+
+    Examples:
+        >>> values, scale = pallas_kernels.quantize(jnp.full((2, 128), 7.0), "row")
+        >>> values[0, 0].item(), scale.tolist()
+        (448.0, [0.015625, 0.015625])
+    """
+    form, dtype = checked(x, scaling, jnp.dtype(dtype), implementation)
+    (x,) = vary_alike(without_gradient((x,), WHY_NO_GRADIENT))
+    options = {"dtype": dtype, "power_of_two": power_of_two}
+    if _takes_hopper(implementation, x, form, power_of_two, num_devices):
+        call = functools.partial(hopper_quantize.quantize_hopper, scaling=form, **options)
+        return results_vary(call)(x)
+    return quantize_xla(x, form, **options)
+
+
+def _takes_hopper(
+    implementation: str,
+    x: jax.Array,
+    form: Scaling,
+    power_of_two: bool,
+    num_devices: int,
+) -> bool:
+    if implementation == "xla":
+        return False
+    reason = hopper_quantize.unsupported(
+        x, form, power_of_two=power_of_two, num_devices=num_devices
+    )
+    if implementation == "hopper" and reason is not None:
+        raise UnsupportedError(
+            f"implementation='hopper' cannot quantize this: {reason}. implementation='xla' can"
+        )
+    return reason is None
+
+
+def checked(
+    x: jax.Array, scaling: Scaling | str, dtype: jnp.dtype, implementation: str
+) -> tuple[Scaling, jnp.dtype]:
+    """The form and format of a call, found right.
+
+    Raises:
+        InputError: they are not.
+    """
+    if x.ndim != 2 or x.dtype not in INPUTS or 0 in x.shape:
+        raise InputError(
+            f"x is {x.dtype}{list(x.shape)}; a matrix of bfloat16, float16 or float32 is "
+            "quantized: reshape it to [rows, contracted dim]"
+        )
+    if scaling not in tuple(Scaling):
+        raise InputError(f"scaling={scaling!r} must be one of {', '.join(Scaling)}")
+    if dtype not in FORMATS:
+        raise InputError(f"dtype={dtype.name} must be float8_e4m3fn or float8_e5m2")
+    if implementation not in ("auto", *NAMES):
+        raise InputError(
+            f"implementation={implementation!r} is unknown; choose auto, {', '.join(NAMES)}"
+        )
+    return Scaling(scaling), dtype
+
+
+def scaled_matmul(
+    a: jax.Array,
+    b: jax.Array,
+    a_scale: jax.Array,
+    b_scale: jax.Array,
+    *,
+    out_dtype: Any = jnp.bfloat16,
+    implementation: str = "auto",
+    num_devices: int = 1,
+) -> jax.Array:
+    """``sum_k (a scale_a)[m, k] (b scale_b)[n, k]``, of operands in 8 bits; it has no gradient.
+
+    Scales are those of ``quantize``: of tensors or rows on each side, or of blocks on both: 1x128
+    of a with 128x128 of b (activations and weights, DeepSeek-V3, arXiv 2412.19437, section 3.3),
+    1x128 on both (gradients of weights). Scales of blocks multiply fp32 sums of 128 products.
+
+    Args:
+        a: [M, K], float8_e4m3fn or float8_e5m2.
+        b: [N, K], either, in any pairing.
+        a_scale: float32: [] of the tensor, [M] of rows, [J, M] of 1x128 blocks, [J, ceil(M / 128)]
+            of 128x128 blocks.
+        b_scale: likewise.
+        out_dtype: bfloat16, float16 or float32, rounded to once, from fp32.
+        implementation: "hopper" (Mosaic GPU, for scales of blocks; K a multiple of 128, N of 128
+            bytes of the result, M of 8), "xla" (cuBLASLt's FP8 matmul on a GPU for scales of
+            tensors; blocks are dequantized, on a GPU to bf16), or "reference" (dequantized, fp32).
+            "auto" takes hopper where it can, else xla.
+        num_devices: that the compiler spreads the call over; "hopper" runs on one.
+
+    Raises:
+        InputError: shapes or dtypes that disagree, or an unknown implementation.
+        UnsupportedError: the named implementation cannot compute this call, or a gradient is taken.
+
+    Examples:
+        >>> a, a_scale = pallas_kernels.quantize(jnp.ones((2, 128)), "tensor")
+        >>> b, b_scale = pallas_kernels.quantize(jnp.ones((3, 128)), "tensor")
+        >>> pallas_kernels.scaled_matmul(a, b, a_scale, b_scale)[0].tolist()
+        [128.0, 128.0, 128.0]
+    """
+    spec = make_scaled_spec(a, b, a_scale, b_scale, out_dtype=jnp.dtype(out_dtype))
+    if implementation not in ("auto", *PRODUCTS):
+        raise InputError(
+            f"implementation={implementation!r} is unknown; choose auto, {', '.join(PRODUCTS)}"
+        )
+    chosen = implementation
+    if implementation in ("auto", "hopper"):
+        reason = hopper_matmul.unsupported(a, b, spec=spec, num_devices=num_devices)
+        if implementation == "hopper" and reason is not None:
+            raise UnsupportedError(
+                f"implementation='hopper' cannot compute this scaled matmul: {reason}. "
+                "implementation='xla' can"
+            )
+        chosen = "hopper" if reason is None else "xla"
+    arrays = without_gradient(
+        (a, b, a_scale, b_scale),
+        "scaled_matmul has no gradient: a recipe quantizes the cotangent and calls it again for "
+        "each operand, inside its own jax.custom_vjp; or train in bfloat16",
+    )
+    arrays = vary_alike(arrays)
+    match chosen:
+        case "reference":
+            return scaled_matmul_reference(*arrays).astype(spec.out_dtype)
+        case "hopper":
+            call = functools.partial(hopper_matmul.scaled_matmul_hopper, spec=spec)
+            return results_vary(call)(*arrays)
+        case _:
+            return scaled_matmul_xla(*arrays, spec=spec)
