@@ -31,7 +31,7 @@ from jaxinfra.config.precision import (
     WeightGradients,
 )
 from jaxinfra.config.presets import runs
-from jaxinfra.config.run import AttentionImplementation, Remat
+from jaxinfra.config.run import AttentionImplementation, Remat, RunConfig
 from jaxinfra.data.batch import Batch
 from jaxinfra.training.job import Job, make_job
 from jaxinfra.training.xla_options import Options, parse_options
@@ -161,8 +161,14 @@ def _ours(
         mesh=mesh,
         sharding=sharding,
     )
-    job = make_job(run, devices=setting.devices[: mesh.num_devices])
-    tokens, targets = data(config, batch=rows, length=setting.length)
+    return of_run(name, run, setting.devices[: mesh.num_devices], options)
+
+
+def of_run(name: str, run: RunConfig, devices: Sequence[jax.Device], options: Options) -> Contender:
+    """The step of a run, compiled, on random tokens."""
+    job = make_job(run, devices=devices)
+    rows, length = run.training.batch_size, run.training.sequence_length
+    tokens, targets = data(run.model, batch=rows, length=length)
     batch = Batch(
         tokens=tokens,
         targets=targets,
@@ -186,8 +192,8 @@ def _ours(
 
     return Contender(
         name=name,
-        num_devices=mesh.num_devices,
-        tokens=rows * setting.length,
+        num_devices=len(devices),
+        tokens=rows * length,
         compiled=compiled,
         start=start,
         compile_s=time.perf_counter() - begin,
