@@ -106,9 +106,7 @@ def generate(
 
 def _text_after(tokenizer: Tokenizer, before: Sequence[int], row: Sequence[int]) -> str:
     """The text of new tokens: some tokenizers drop the space before a text's first word."""
-    decoder = tokenizer.stream_decoder()
-    for token in before:
-        decoder.push(token)
+    decoder = tokenizer.stream_decoder(before)
     return "".join(decoder.push(token) for token in row) + decoder.flush()
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from jaxinfra.runtime.files import parse_json, read_bytes
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 SEPARATOR = "<|endoftext|>"
+REPLACEMENT = "\ufffd"
 GUARD = "\ufdd2"
 """Within a special token's spelling: it is text. Unicode reserves it for such uses."""
 
@@ -32,6 +34,10 @@ GUARD = "\ufdd2"
 # GPT-2's pattern 3.57 / 3.91, cl100k's 3.60 / 3.99.
 BPE_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*[ \t]*|\s+(?!\S)|\s+"
 _PIECE_CHARS = 1 << 18
+_BYTE_NAME = re.compile("<0x([0-9A-F]{2})>")  # of a byte in vocabularies that fall back to them
+_BEFORE, _MOST_BEFORE = 8, 256  # tokens before a text that its first characters may depend on
+_MOST_PARTS = 3  # tokens of a character that is not complete
+_MOST_HELD = 3 * _MOST_PARTS
 
 
 @final
@@ -54,7 +60,7 @@ class Tokenizer:
         tokenizer.no_truncation()
         self._tokenizer = tokenizer
         self._json = tokenizer.to_str()
-        self._alone: dict[int, str] = {}
+        self._bytes: dict[int, bytes] = {}
         self.vocab_size: int = num_ids(tokenizer)
         with panics():
             special = read_special_tokens(tokenizer, directory)
@@ -68,6 +74,10 @@ class Tokenizer:
         self.prefix_ids, self.end_ids = special.prefix_ids, special.end_ids
         self._is_bytes = self.vocab_size == 257 and self._json == _byte_level().to_str()
         # A tokenizer that marks the start of its input (a prefix space, say) must see it whole.
+        decoder = json.loads(self._json)["decoder"] or {}
+        self._decoders = [each["type"] for each in decoder.get("decoders", [decoder]) if each]
+        self.is_byte_level = self._decoders == ["ByteLevel"]
+        self._anchor = self._ids("a")[-1:]
         self._splits_at_lines = self._ids("a\nb") == [*self._ids("a\n"), *self._ids("b")]
 
     @property
@@ -154,17 +164,39 @@ class Tokenizer:
         with panics():
             return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
-    def alone(self, ids: Sequence[int]) -> str:
-        """``decode``; of a single token it is kept, as streams ask for it again and again."""
-        if len(ids) != 1:
-            return self.decode(ids)
-        if (text := self._alone.get(ids[0])) is None:
-            text = self._alone[ids[0]] = self.decode(ids)
-        return text
+    def token_bytes(self, token: int) -> bytes:
+        """A token's own bytes as they are within a text; those of most tokens are characters."""
+        if (data := self._bytes.get(token)) is None:
+            data = self._bytes[token] = self._bytes_of(token)
+        return data
 
-    def stream_decoder(self) -> "StreamDecoder":
-        """A decoder to feed token by token."""
-        return StreamDecoder(self)
+    def spelled(self, token: int) -> str:
+        """A token's text within a text; where it is a part of a character, its bytes by name."""
+        data = self.token_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def stream_decoder(self, before: Sequence[int] = ()) -> "StreamDecoder":
+        """A decoder to feed token by token.
+
+        Args:
+            before: tokens of the text that the new ones go on with.
+        """
+        return StreamDecoder(self, before)
+
+    def _bytes_of(self, token: int) -> bytes:
+        name = self._tokenizer.id_to_token(token) or ""
+        if self.is_byte_level:
+            values = [_BYTES.get(character) for character in name]
+            return name.encode() if None in values else bytes(values)  # pyrefly: ignore
+        if "ByteFallback" in self._decoders and (found := _BYTE_NAME.fullmatch(name)):
+            return bytes.fromhex(found[1])
+        # After another token, as decoders treat the first one of a text differently.
+        before = self.decode(self._anchor)
+        text = self.decode([*self._anchor, token])
+        return (text[len(before) :] if text.startswith(before) else self.decode([token])).encode()
 
     def save(self, path: Path) -> None:
         """Writes a ``tokenizer.json`` that this and other libraries load; beside it, where there
@@ -198,25 +230,38 @@ class Tokenizer:
 class StreamDecoder:
     """Text from tokens as they come; never half a UTF-8 character.
 
-    The concatenation of all ``push`` and the final ``flush`` is ``decode`` of all tokens.
+    The concatenation of all ``push`` and the final ``flush`` is what the tokens add to the text of
+    those before them.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
         self._tokenizer = tokenizer
         # Tokens already shown that the decoder still needs before the new ones: some decoders
         # treat the first token of a text differently.
         self._shown: list[int] = []
         self._held: list[int] = []
         self._before = ""  # the text of those shown
+        # Tokens that are whole characters say the same in every context.
+        self._is_free = tokenizer.is_byte_level
+        for token in self._end_of(before):
+            self.push(token)
+        self._show(self._pending())
 
     def push(self, token: int) -> str:
         """The text this token completes, often its own; empty while a character is incomplete."""
+        if self._is_free and not self._held:
+            text = self._tokenizer.spelled(token)
+            if not text.startswith("bytes:") and text and text[-1] != REPLACEMENT:
+                self._shown, self._before = [token], text
+                return text
         self._held.append(token)
         text = self._pending()
-        if not text or text.endswith("\ufffd"):
-            return ""
-        self._shown, self._held = self._held, []
-        self._before = self._tokenizer.alone(self._shown)
+        if not text or text.endswith(REPLACEMENT):
+            return "" if len(self._held) < _MOST_HELD else self._release(text)
+        # A character that others began is decoded with them.
+        begun = self._shown if self._before.endswith(REPLACEMENT) else []
+        self._shown, self._held = [*begun, *self._held], []
+        self._before = self._tokenizer.decode(self._shown)
         return text
 
     def flush(self) -> str:
@@ -225,8 +270,43 @@ class StreamDecoder:
         self._shown, self._held, self._before = [], [], ""
         return text
 
+    def _end_of(self, tokens: Sequence[int]) -> Sequence[int]:
+        """The last tokens of a text, from one on with which a character begins."""
+        num = _BEFORE
+        while num < min(len(tokens), _MOST_BEFORE):
+            if not self._tokenizer.decode(tokens[-num:]).startswith(REPLACEMENT):
+                break
+            num *= 2
+        return tokens[-num:]
+
+    def _show(self, text: str) -> None:
+        """Takes what is held as said, incomplete as it may be."""
+        self._shown, self._held = [*self._shown, *self._held], []
+        self._before += text
+
+    def _release(self, text: str) -> str:
+        """What tokens that make no character have come to, less the last of them."""
+        last = self._held[-_MOST_PARTS:]
+        self._held = self._held[:-_MOST_PARTS]
+        pairs = zip(self._pending(), text, strict=False)
+        certain = text[
+            : sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        ]
+        self._shown, self._held = self._held, last
+        whole = self._tokenizer.decode([*self._shown, *last])
+        self._before = whole[: len(whole) - (len(text) - len(certain))]
+        return certain
+
     def _pending(self) -> str:
-        return self._tokenizer.decode([*self._shown, *self._held])[len(self._before) :]
+        decode = self._tokenizer.decode
+        text = decode([*self._shown, *self._held])
+        if text.startswith(self._before):
+            return text[len(self._before) :]
+        # What was incomplete has become a character, or has spoilt what decodes with it.
+        for before in (decode(self._shown), self._before.rstrip(REPLACEMENT)):
+            if text.startswith(before):
+                return text[len(before) :]
+        return decode(self._held)
 
 
 def num_ids(tokenizer: tokenizers.Tokenizer) -> int:
@@ -340,6 +420,9 @@ def _byte_characters() -> list[str]:
     return [
         chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)
     ]
+
+
+_BYTES = {character: byte for byte, character in enumerate(_byte_characters())}
 
 
 def _two_of_one_id(vocabulary: Mapping[str, int]) -> str:

@@ -275,9 +275,7 @@ def generate_text_after(
 ) -> Iterator[TextPiece]:
     """``generate_text`` after a prompt that is tokens already, a rendered conversation say."""
     tokenizer = model.tokenizer
-    decoder = tokenizer.stream_decoder()
-    for token in prompt_ids:
-        decoder.push(token)  # some tokenizers drop the space before a text's first word
+    decoder = tokenizer.stream_decoder(prompt_ids)
     tokens = generate(
         model.decoder,
         [prompt_ids],

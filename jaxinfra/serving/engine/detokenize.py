@@ -5,8 +5,6 @@ from typing import final
 
 from jaxinfra.data.tokenizer import Tokenizer
 
-_BEFORE = 8  # tokens that a text's first characters may depend on
-
 
 @final
 class TextStream:
@@ -20,9 +18,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str]):
-        self._decoder = tokenizer.stream_decoder()
-        for token in prompt_ids[-_BEFORE:]:
-            self._decoder.push(token)
+        self._decoder = tokenizer.stream_decoder(prompt_ids)
         self._stop = tuple(stop)
         self._held = ""
         self.is_stopped = False

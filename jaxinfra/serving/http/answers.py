@@ -1,14 +1,13 @@
 """Answers in the shapes of OpenAI's API, whole and as streams of events."""
 
 import dataclasses
-import itertools
 import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, final
 
-from jaxinfra.data.tokenizer import Tokenizer
+from jaxinfra.data.tokenizer import StreamDecoder, Tokenizer
 from jaxinfra.serving.engine.requests import (
     EndReason,
     GenerationRequest,
@@ -159,8 +158,13 @@ class AnswerForm:
         end = None if progress.end is None else EndReason.LENGTH
         return progress._replace(tokens=(), text="", scores=(), end=end)
 
-    def _spelled(self, token: int) -> str:
-        return self._tokenizer.decode([token])
+    def _named(self, scores: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Tokens by their texts, each by another: those spelled alike by their ids."""
+        found: dict[str, float] = {}
+        for token, value in scores:
+            text = self._tokenizer.spelled(token)
+            found[f"token_id:{token}" if text in found else text] = value
+        return found
 
 
 @final
@@ -184,6 +188,8 @@ class CompletionForm(AnswerForm):
     ):
         super().__init__(model, prompts, body, tokenizer=tokenizer)
         self._echoes = echoes
+        # Of each choice, the text so far: how it goes on, and its length.
+        self._texts: dict[int, tuple[StreamDecoder, int]] = {}
 
     def before(self, index: int) -> ChoicePart:
         """The prompt, where it was asked for."""
@@ -194,7 +200,7 @@ class CompletionForm(AnswerForm):
 
     def choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
         """A whole choice."""
-        told = None if self._body.num_scores is None else self._logprobs(part)
+        told = None if self._body.num_scores is None else self._logprobs(index, part)
         finish = part.finish
         return {"index": index, "text": part.text, "logprobs": told, "finish_reason": finish}
 
@@ -202,22 +208,39 @@ class CompletionForm(AnswerForm):
         """A choice's part in one event."""
         return self.choice(index, part)
 
-    def _logprobs(self, part: ChoicePart) -> dict[str, Any]:
+    def _logprobs(self, index: int, part: ChoicePart) -> dict[str, Any]:
         """Lists over tokens; of the first of a prompt nothing can be said."""
         tokens = [*part.prompt, *part.tokens]
         scores = [*[None] * (len(tokens) - len(part.scores)), *part.scores]
-        texts = [self._spelled(token) for token in tokens]
-        offsets = [0, *itertools.accumulate(map(len, texts))][: len(texts)]
-        top = [
-            None if each is None else {self._spelled(token): value for token, value in each.top}
-            for each in scores
-        ]
         return {
-            "tokens": texts,
+            "tokens": [self._tokenizer.spelled(token) for token in tokens],
             "token_logprobs": [None if each is None else each.logprob for each in scores],
-            "top_logprobs": top,
-            "text_offset": offsets,
+            "top_logprobs": [None if each is None else self._named(each.top) for each in scores],
+            "text_offset": self._offsets(index, tokens),
         }
+
+    def _offsets(self, index: int, tokens: Sequence[int]) -> list[int]:
+        """Where each token begins in the text of a choice, or the character that it is a part of;
+        what stands before the text begins where it does.
+        """
+        place = index // self._body.n
+        prompt = self._prompts[place]
+        if index in self._texts:
+            decoder, length = self._texts[index]
+        elif self._echoes is None:
+            decoder, length = self._tokenizer.stream_decoder(prompt), 0
+        else:
+            whole = self._tokenizer.decode(prompt)
+            decoder, length = (
+                self._tokenizer.stream_decoder(),
+                len(self._echoes[place]) - len(whole),
+            )
+        offsets = []
+        for token in tokens:
+            offsets.append(max(length, 0))
+            length += len(decoder.push(token))
+        self._texts[index] = decoder, length
+        return offsets
 
 
 @final
@@ -250,8 +273,8 @@ class ChatForm(AnswerForm):
         return {"index": index, "logprobs": told, "finish_reason": part.finish}
 
     def _scored(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._spelled(token)
-        return {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
+        data = [*self._tokenizer.token_bytes(token)]
+        return {"token": self._tokenizer.spelled(token), "logprob": logprob, "bytes": data}
 
 
 def event(body: dict[str, Any]) -> str:
