@@ -1,4 +1,4 @@
-"""The public function: validates, chooses the chunking.
+"""The public function: it validates and chooses the chunking.
 
 Dims: B batch, T position, D model width, V vocabulary.
 """
@@ -30,7 +30,7 @@ fast at 128,256 ids, width 2048 and 16,384 tokens
 
 
 class CrossEntropySums(NamedTuple):
-    """fp32 scalars: the differentiable total, and the plain negative log-likelihood within it."""
+    """Sums of the loss, fp32 scalars: the differentiable total and the nll within it."""
 
     total: jax.Array  # sum of weight * (smoothed nll + z_loss * lse^2)
     nll: jax.Array  # sum of weight * nll, nats, not smoothed; carries no gradient
@@ -75,7 +75,7 @@ def linear_cross_entropy(
             on a CPU, elsewhere 1 GiB (hopper 470 MiB).
         batch_shards: devices that the batch dim is spread over. The table's gradient is summed
             apart for each, so that it is communicated once and not once a chunk.
-        sequence_shards: devices that the positions are spread over, likewise.
+        sequence_shards: devices that the positions are spread over; their sums are apart, too.
         num_devices: that the compiler spreads the call over in any way; "hopper" runs on one.
         vocabulary_axes: mesh axes that the vocabulary is spread over, inside ``shard_map``: table
             is this device's [V/N, D] of N equal parts in the axes' order, hidden, targets (ids of
@@ -168,7 +168,7 @@ def linear_cross_entropy(
 
 
 class Chunks(NamedTuple):
-    """Of the positions of a row, or of all of a device's tokens as one row."""
+    """Chunks of the positions of a row, or of all of a device's tokens as one row."""
 
     length: int  # positions of one; the last, or the first, may have fewer
     count: int
@@ -177,7 +177,7 @@ class Chunks(NamedTuple):
 def xla_chunks(
     *, rows: int, length: int, num_ids: int, platform: str, chunk_bytes: int | None = None
 ) -> Chunks:
-    """The fewest chunks of ``rows`` rows' fp32 logits that fit the bound, of even length.
+    """Returns the fewest chunks of ``rows`` rows' fp32 logits that fit the bound, of even length.
 
     Args:
         num_ids: of the whole vocabulary, over however many devices it is spread.
@@ -191,7 +191,7 @@ def xla_chunks(
 
 
 def hopper_chunks(*, tokens: int, num_ids: int, chunk_bytes: int | None = None) -> Chunks:
-    """As many tokens' bf16 exponentials as fit the bound, in whole tiles where a tile fits.
+    """Chunks of as many tokens' bf16 exponentials as fit the bound, in whole tiles where one fits.
 
     Args:
         num_ids: rows of the device's own table.
@@ -248,5 +248,5 @@ def _static(
 
 
 def _platform() -> str:
-    """That of the device a trace is for, which a planner's is not."""
+    """Platform of the device that a trace is for; a planner traces for another than its own."""
     return "gpu" if device.target().is_gpu else jax.default_backend()

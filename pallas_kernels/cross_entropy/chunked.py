@@ -1,4 +1,4 @@
-"""Chunked over positions: each chunk's logits live only while its gradient is formed.
+"""The loss chunked over positions: each chunk's logits live only while its gradient is formed.
 
 The loss is a sum, so its gradient is known up to one scalar as soon as the logits are: the forward
 pass of a differentiated call computes both gradients chunk by chunk and the backward pass only
@@ -47,8 +47,10 @@ class ChunkLoss(NamedTuple):
 
 
 class Static(NamedTuple):
-    """What a trace is for. ``chunk_loss`` is (static, table, hidden, targets, weights, *,
-    with_gradient) -> ChunkLoss."""
+    """The static part of a call.
+
+    ``chunk_loss`` is (static, table, hidden, targets, weights, *, with_gradient) -> ChunkLoss.
+    """
 
     chunk_loss: Callable[..., ChunkLoss]
     chunk_length: int
@@ -66,22 +68,22 @@ class Static(NamedTuple):
 
     @property
     def num_shards(self) -> int:
-        """Parts of the batch whose sums are kept apart."""
+        """Number of parts of the tokens whose sums are kept apart."""
         return self.batch_shards * self.sequence_shards
 
     @property
     def num_ids_of_all(self) -> int:
-        """Rows of the whole vocabulary's table."""
+        """Number of rows of the whole vocabulary's table."""
         return self.num_ids * self.num_vocabulary_shards
 
 
 def over_shards(static: Static, x: jax.Array, reduce: Callable) -> jax.Array:
-    """``reduce(x, axes)`` over the devices that share the vocabulary; x where one has it all."""
+    """Reduces x over the devices that share the vocabulary; x itself where one has it all."""
     return reduce(x, static.vocabulary_axes) if static.vocabulary_axes else x
 
 
 def logsumexp(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Over devices."""
+    """Computes the logsumexp over devices."""
     largest = jax.lax.pmax(x, axes)
     return largest + jnp.log(jax.lax.psum(jnp.exp(x - largest), axes))
 
@@ -94,11 +96,12 @@ def chunked_loss(
     targets_BT: jax.Array,
     weights_BT: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """As the reference, ``chunk_length`` positions of a shard at a time, the last chunk padded.
+    """Computes the reference's sums, ``chunk_length`` positions of a shard at a time.
 
-    The second result carries no gradient. The table's gradient is summed in fp32. B must be a
-    multiple of ``batch_shards``, T of ``sequence_shards``. Where devices share the vocabulary,
-    targets count from the device's own first id, and the sums and hidden's gradient are its part.
+    The last chunk is padded. The second result carries no gradient. The table's gradient is summed
+    in fp32. B must be a multiple of ``batch_shards``, T of ``sequence_shards``. Where devices share
+    the vocabulary, targets count from the device's own first id, and the sums and hidden's gradient
+    are its part.
     """
     table = _operand(static, table_VD, like=hidden_BTD)
     row_sum_111D = _row_sum(static, table)

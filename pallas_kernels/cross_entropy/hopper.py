@@ -16,9 +16,9 @@ keeps every digit: no maximum is needed first. The kernel's blocks have 128 rows
 ids: one warpgroup loads and two compute, 64 rows each. Blocks stay for many tiles, rows fastest, so
 that a tile of the table is read from memory once.
 
-The loss of 16,384 tokens, width 2048 and 128,256 ids with its gradients takes 37.8 ms of kernels in
-0.99 GiB on an H200; with materialized logits 41.5 ms in 11.7 GiB, by XLA's chunks 43.7 in 1.97
-(``experiments/results/linear-cross-entropy-h200.json``). bf16 logits instead of exponentials would
+On an H200 the loss of 16,384 tokens with its gradients takes 37.8 ms of kernels in 0.99 GiB (width
+2048, 128,256 ids: ``experiments/results/linear-cross-entropy-h200.json``). Materialized logits take
+41.5 ms in 11.7 GiB, XLA's chunks 43.7 in 1.97. bf16 logits instead of exponentials would
 round a logit of 16 by 3% of its probability.
 
 Dims: R row (a token), V vocabulary id, D model width.
@@ -65,7 +65,7 @@ def unsupported(
     label_smoothing: float = 0.0,
     logit_soft_cap: float | None = None,
 ) -> str | None:
-    """Why the kernel cannot compute this call; None if it can."""
+    """Reason why the kernel cannot compute this call; None if it can."""
     facts = device.target()
     if facts.capability != (9, 0):
         return f"{facts.kind} is not a Hopper GPU (compute capability 9.0)"
@@ -92,7 +92,7 @@ def chunk_loss(
     *,
     with_gradient: bool,
 ) -> ChunkLoss:
-    """As ``xla.chunk_loss``, the gradient as a matrix and a scale a row."""
+    """Computes ``xla.chunk_loss`` by the kernel; the gradient is a matrix and a scale per row."""
     shape = targets_ZbC.shape
     num_rows = math.prod(shape)
     pad = -num_rows % ROW_MULTIPLE
@@ -227,7 +227,7 @@ def exponentials(
     logit_soft_cap: float | None = None,
     with_matrix: bool = True,
 ) -> tuple[jax.Array | None, jax.Array]:
-    """Exponentials of capped logits, each times its cap's slope, and their plain row sums.
+    """Computes exponentials of capped logits, times the cap's slope, and their plain row sums.
 
     With ``l = cap * tanh(x w / cap)``: ``matrix = exp(l - reference) * (1 - (l / cap)**2)`` and
     ``sums = sum_v exp(l - reference)``.
@@ -305,7 +305,7 @@ class _Exponentials:
     def in_turns(self) -> bool:
         """Whether the second warpgroup's epilogue follows the first's.
 
-        A warpgroup is then never a whole tile ahead of the other, so one barrier counts the turns.
+        A warpgroup is then never a whole tile ahead of the other, so one barrier counts tiles.
         """
         return self.num_d_tiles > NUM_STAGES
 
@@ -326,7 +326,7 @@ class _Exponentials:
         return buffers
 
     def run(self, gmem, smem) -> None:
-        """One block: a role for each warpgroup."""
+        """Runs one block: a role for each warpgroup."""
         wg = lax.axis_index("wg")
 
         @pl.when(wg < NUM_COMPUTE)
@@ -374,7 +374,7 @@ class _Exponentials:
         lax.fori_loop(0, self.num_d_tiles, step, None)
 
     def compute(self, gmem, smem, wg, row0, v_tile, done) -> None:
-        """The product of 64 rows and one tile of ids, then its epilogue."""
+        """Computes the product of 64 rows and one tile of ids, then its epilogue."""
         rows = pl.ds(row0 + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
         reference = plgpu.load(gmem.reference.at[rows], layout=row_layout(), optimized=False)
         # The first wait comes before the accumulator exists: its zeros then cost no instruction.

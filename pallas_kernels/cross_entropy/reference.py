@@ -1,4 +1,4 @@
-"""The formula in plain jnp; the contract of every implementation.
+"""The loss in plain jnp: the contract of every implementation.
 
 Dims: B batch, T position, D model width, V vocabulary.
 """

@@ -21,7 +21,7 @@ def chunk_loss(
     *,
     with_gradient: bool,
 ) -> ChunkLoss:
-    """A chunk from its fp32 logits; a gradient that nobody asked for is not computed."""
+    """Computes a chunk from its fp32 logits, and the gradient only where it is asked for."""
     logits_ZbCV = einsum_f32("ZbCD,VD->ZbCV", hidden_ZbCD, table)
     slope_ZbCV = None
     if static.logit_soft_cap is not None:

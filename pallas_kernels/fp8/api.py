@@ -96,7 +96,7 @@ def _takes_hopper(
 def checked(
     x: jax.Array, scaling: Scaling | str, dtype: jnp.dtype, implementation: str
 ) -> tuple[Scaling, jnp.dtype]:
-    """The form and format of a call, found right.
+    """Checks a call and returns its form and format.
 
     Raises:
         InputError: they are not.
@@ -127,7 +127,7 @@ def scaled_matmul(
     implementation: str = "auto",
     num_devices: int = 1,
 ) -> jax.Array:
-    """``sum_k (a scale_a)[m, k] (b scale_b)[n, k]``, of operands in 8 bits; it has no gradient.
+    """Computes ``sum_k (a scale_a)[m, k] (b scale_b)[n, k]`` of 8-bit operands, without a gradient.
 
     Scales are those of ``quantize``: of tensors or rows on each side, or of blocks on both: 1x128
     of a with 128x128 of b (activations and weights, DeepSeek-V3, arXiv 2412.19437, section 3.3),
@@ -138,7 +138,7 @@ def scaled_matmul(
         b: [N, K], either, in any pairing.
         a_scale: float32: [] of the tensor, [M] of rows, [J, M] of 1x128 blocks, [J, ceil(M / 128)]
             of 128x128 blocks.
-        b_scale: likewise.
+        b_scale: float32, of one of the same shapes for b.
         out_dtype: bfloat16, float16 or float32, rounded to once, from fp32.
         implementation: "hopper" (Mosaic GPU, for scales of blocks; K a multiple of 128, N of 128
             bytes of the result, M of 8), "xla" (cuBLASLt's FP8 matmul on a GPU for scales of

@@ -1,4 +1,4 @@
-"""Matrices and their transposes in 8 bits, of one read: the public functions.
+"""The public functions that cast a matrix and its transpose to 8 bits, of one read.
 
 Dims: R row, C column, the dim that a layer contracts.
 """
@@ -38,7 +38,7 @@ FORMS = (Scaling.BLOCK_OF_ROW, Scaling.BLOCK)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CastSource:
-    """What is made of the inputs before it is cast, number by number in fp32."""
+    """The function of the inputs that is cast, number by number in fp32."""
 
     name: str
     num_results: int
@@ -70,7 +70,7 @@ def quantize_both_ways(
     implementation: str = "auto",
     num_devices: int = 1,
 ) -> WithTranspose:
-    """``x`` by blocks, and its transpose by blocks.
+    """Quantizes ``x`` by blocks, and its transpose by blocks.
 
     A layer contracts its input over columns, the gradient of its weight over rows.
 
@@ -111,8 +111,9 @@ def quantize_swiglu(
     implementation: str = "auto",
     num_devices: int = 1,
 ) -> WithTranspose:
-    """``silu(gate) * up`` by blocks, and its transpose: what a product and the gradient of its
-    weight contract.
+    """Quantizes ``silu(gate) * up`` by blocks, and its transpose.
+
+    A product contracts the one and the gradient of its weight the other.
 
     Computed in fp32 and rounded to the dtype of ``gate``, then to 8 bits as ``quantize`` has it: of
     the same rounded values the results are the same to the last bit. The kernel computes silu with
@@ -153,7 +154,7 @@ def quantize_swiglu_gradient(
     implementation: str = "auto",
     num_devices: int = 1,
 ) -> tuple[WithTranspose, WithTranspose]:
-    """The gradients of ``silu(gate) * up`` by blocks, each with its transpose.
+    """Quantizes the gradients of ``silu(gate) * up`` by blocks, each with its transpose.
 
     Args:
         gate, up, d_hidden: [R, C], alike; the last is the cotangent of the hidden values.
@@ -182,7 +183,7 @@ def quantize_swiglu_gradient(
 def case_of(
     source: CastSource, scaling: Scaling, shape: tuple[int, ...]
 ) -> dict[str, tables.Value]:
-    """What the fastest implementation depends on."""
+    """The fields of a call on which the fastest implementation depends."""
     rows, columns = shape
     return {"form": source.name, "scaling": str(scaling), "rows": rows, "columns": columns}
 
@@ -280,7 +281,7 @@ def apart(
     num: int,
     **options: Any,
 ) -> tuple[WithTranspose, ...]:
-    """By steps: the results in 16 bits, then each of their casts."""
+    """Casts in steps: the results in 16 bits, then each of their casts."""
 
     def cast(x: jax.Array) -> WithTranspose:
         rows = quantize(x, form, implementation=implementation, num_devices=num, **options)

@@ -1,4 +1,4 @@
-"""What quantization, SwiGLU and its gradient compute, number by number in fp32.
+"""Formulas of quantization, SwiGLU and its gradient, number by number in fp32.
 
     scale = max(largest finite |x|, LEAST) / LARGEST(dtype),   value = round(x / scale)
 
@@ -43,7 +43,7 @@ def largest_of(dtype: jnp.dtype) -> float:
 
 
 def magnitude(x: jax.Array) -> jax.Array:
-    """``|x|`` of float32, 0 where it is not finite."""
+    """Computes ``|x|`` of float32, 0 where it is not finite."""
     size = jnp.abs(x)
     return jnp.where(size < jnp.inf, size, 0.0)
 
@@ -51,7 +51,7 @@ def magnitude(x: jax.Array) -> jax.Array:
 def scale_and_inverse(
     largest: jax.Array, dtype: jnp.dtype, *, power_of_two: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """The scale that brings ``largest``, finite float32, to the format's, and its inverse."""
+    """Scale that brings ``largest``, finite float32, to the format's largest, and its inverse."""
     bounded = jnp.maximum(largest, LEAST)
     if not power_of_two:
         top = largest_of(dtype)
@@ -67,40 +67,40 @@ def scale_and_inverse(
 
 
 def cast(x: jax.Array, inverse: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """``x * inverse`` of float32 in an 8-bit format."""
+    """Casts ``x * inverse`` of float32 to an 8-bit format."""
     top = largest_of(dtype)
     scaled = jnp.clip(x * inverse, -top, top)
     return jnp.where(jnp.abs(x) < jnp.inf, scaled, jnp.nan).astype(dtype)
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> tuple[jax.Array]:
-    """The hidden value, by JAX's own functions."""
+    """Computes the hidden value by JAX's own functions."""
     return (jax.nn.silu(gate) * up,)
 
 
 def swiglu_gradient(
     gate: jax.Array, up: jax.Array, d_hidden: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Of gate and of up, by JAX's own rules."""
+    """Computes the gradients of gate and of up by JAX's own rules."""
     return jax.vjp(swiglu, gate, up)[1]((d_hidden,))
 
 
 def swiglu_in_kernel(gate: jax.Array, up: jax.Array) -> tuple[jax.Array]:
-    """``swiglu`` for a kernel."""
+    """Computes ``swiglu`` in a kernel."""
     return (gate * _sigmoid(gate) * up,)
 
 
 def gradient_in_kernel(
     gate: jax.Array, up: jax.Array, d_hidden: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """``swiglu_gradient`` for a kernel."""
+    """Computes ``swiglu_gradient`` in a kernel."""
     sigmoid = _sigmoid(gate)
     slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
     return d_hidden * up * slope, d_hidden * (gate * sigmoid)
 
 
 def same(x: jax.Array) -> tuple[jax.Array]:
-    """Nothing is computed of a matrix that is cast as it is."""
+    """Returns x: a matrix that is cast as it is."""
     return (x,)
 
 

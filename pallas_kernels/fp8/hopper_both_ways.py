@@ -1,12 +1,12 @@
-"""Matrices and their transposes by blocks on a Hopper GPU, of one read: a matrix as it is, or what
-SwiGLU or its gradient make of several.
+"""Casts of matrices and their transposes by blocks on a Hopper GPU, of one read.
 
-A block of the grid has a tile of 128 x 128 and two warpgroups. Each brings in 64 rows of the
-inputs, computes and writes the results over the inputs, in 16 bits, as steps apart round them. It
-casts its rows, half a warp to a row, and, once the other has written its own, 64 columns, which
-reach registers transposed by the instruction that transposes matrices for the tensor cores. Columns
-leave by the copy engine: their bytes lie side by side in the transpose alone. Two blocks
-run on a multiprocessor: one's reads and writes overlap the other's arithmetic.
+A matrix is cast as it is, or after SwiGLU or its gradient. A block of the grid has a tile of
+128 x 128 and two warpgroups. Each brings in 64 rows of the inputs, computes, and writes the results
+over the inputs in 16 bits, as separate steps round them. It casts its rows, half a warp per row.
+Once the other warpgroup has written its rows, it casts 64 columns, which the instruction that
+transposes matrices for the tensor cores brings to registers. Columns are stored by TMA: their bytes
+are neighbours in the transpose alone. Two blocks run on an SM: one's reads and writes overlap the
+other's arithmetic.
 
 Dims: R row, C column, J blocks of 128 columns, I blocks of 128 rows.
 """
@@ -47,7 +47,7 @@ type WithTranspose = tuple[Quantized, Quantized]
 def unsupported(
     inputs_RC: tuple[jax.Array, ...], scaling: Scaling, *, power_of_two: bool, num_devices: int
 ) -> str | None:
-    """Why the kernel cannot compute this call; None if it can."""
+    """Reason why the kernel cannot compute this call; None if it can."""
     facts = device.target()
     if facts.capability != (9, 0):
         return f"{facts.kind} is not a Hopper GPU (compute capability 9.0)"
@@ -72,7 +72,7 @@ def both_ways_hopper(
     dtype: jnp.dtype,
     power_of_two: bool,
 ) -> tuple[WithTranspose, ...]:
-    """Each result [R, C] and its transpose [C, R], by 1x128 or 128x128 blocks.
+    """Casts each result [R, C] and its transpose [C, R], by 1x128 or 128x128 blocks.
 
     Args:
         results_of: inputs, number by number in fp32; no more results than inputs.
@@ -121,7 +121,7 @@ def both_ways_hopper(
 
 
 class _Place(NamedTuple):
-    """Of a tile, and of a warpgroup's part in it."""
+    """Place of a tile, and of a warpgroup's part in it."""
 
     i: Any
     j: Any
@@ -147,7 +147,7 @@ class _BothWaysKernel:
     power_of_two: bool
 
     def run(self, gmem: Any, smem: Any) -> None:
-        """One tile."""
+        """Casts one tile."""
         place = _Place(*(lax.axis_index(name) for name in ("rows", "columns", "wg")))
         rows = pl.ds(place.i * BLOCK + place.wg * PART, PART)
         columns = pl.ds(place.j * BLOCK, BLOCK)
@@ -167,18 +167,18 @@ class _BothWaysKernel:
         plgpu.wait_smem_to_gmem(0)
 
     def input(self, smem: Any, k: int) -> Any:
-        """Where an input lies in shared memory."""
+        """Buffer of an input in shared memory."""
         return smem.x.at[k] if k < self.num_results else smem.read[0].at[k - self.num_results]
 
     def each_step(self, body: Callable[[Any, None], None]) -> None:
-        """The rows of a part, some at a time."""
+        """Calls ``body`` for the rows of a part, some at a time."""
         lax.fori_loop(0, PART // STEP, body, None)
 
     def scales(self, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
         return scale_and_inverse(largest, self.dtype, power_of_two=self.power_of_two)
 
     def make(self, gmem: Any, smem: Any, place: _Place, step: jax.Array) -> None:
-        """Some rows of the results; cast where each row has scales of its own."""
+        """Makes some rows of the results, and casts them where each row has scales of its own."""
         rows = place.rows(step, of_matrix=False)
         inputs = [_loaded(self.input(smem, k).at[rows]) for k in range(len(gmem.x))]
         for k, result in enumerate(self.results_of(*inputs)):
@@ -194,7 +194,7 @@ class _BothWaysKernel:
             self.write(gmem, x, lax.broadcast_in_dim(inverse, x.shape, [0]), place, step, k)
 
     def cast_block(self, gmem: Any, smem: Any, place: _Place, k: int) -> jax.Array:
-        """The rows of a result whose tile has one scale, and that scale's inverse."""
+        """Casts the rows of a result whose tile has one scale, and returns that scale's inverse."""
         largest = plgpu.load(smem.largest.at[k], layout=_in_every_warp(), optimized=False)
         scale, inverse = self.scales(jnp.max(largest))
 
@@ -213,14 +213,14 @@ class _BothWaysKernel:
     def write(
         self, gmem: Any, x: jax.Array, inverse: jax.Array, place: _Place, step: Any, k: int
     ) -> None:
-        """Values of some rows."""
+        """Writes the values of some rows."""
         to = place.rows(step, of_matrix=True), pl.ds(place.j * BLOCK, BLOCK)
         write_registers(_cast(x, inverse, self.dtype), gmem.values[k].at[to])
 
     def cast_across(
         self, gmem: Any, smem: Any, place: _Place, k: int, inverse: jax.Array | None
     ) -> None:
-        """This warpgroup's columns of a result, as rows of the transpose.
+        """Casts this warpgroup's columns of a result, as rows of the transpose.
 
         Args:
             inverse: of the tile's scale; None: each column has its own.

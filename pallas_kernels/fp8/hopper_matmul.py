@@ -60,22 +60,22 @@ class ScaledConfig:
 
     @property
     def by_columns(self) -> bool:
-        """Each warpgroup has half the columns of 64 rows, instead of 64 rows of all columns."""
+        """Whether each warpgroup has half the columns of 64 rows, not 64 rows of all columns."""
         return self.tile_m == WARPGROUP_ROWS
 
     @property
     def group_n(self) -> int:
-        """Columns of one warpgroup."""
+        """Number of columns of one warpgroup."""
         return self.tile_n // NUM_COMPUTE if self.by_columns else self.tile_n
 
     @property
     def num_parts(self) -> int:
-        """Products of one warpgroup and step."""
+        """Number of products of one warpgroup and step."""
         return self.group_n // self.part_n
 
 
 def shared_memory_bytes(config: ScaledConfig, *, columns_scaled: bool) -> int:
-    """Of one block: the ring, results on their way out, barriers."""
+    """Bytes of shared memory of one block: the ring, results on their way out, barriers."""
     c = config
     stage = (c.tile_m + c.tile_n) * DEPTH + 4 * c.tile_n * columns_scaled
     out = NUM_COMPUTE * c.num_out_slots * WARPGROUP_ROWS * STRIPE_BYTES
@@ -99,7 +99,7 @@ def scaled_config(M: int, N: int, K: int, *, columns_scaled: bool) -> ScaledConf
 def unsupported(
     a: jax.Array, b: jax.Array, *, spec: ScaledSpec, num_devices: int = 1
 ) -> str | None:
-    """Why the kernel cannot compute this call; None if it can."""
+    """Reason why the kernel cannot compute this call; None if it can."""
     facts = device.target()
     if facts.capability != (9, 0):
         return f"{facts.kind} is not a Hopper GPU (compute capability 9.0)"
@@ -127,7 +127,10 @@ def scaled_matmul_hopper(
     config: ScaledConfig | None = None,
     interpretable: bool = False,
 ) -> jax.Array:
-    """[M, N] in the spec's dtype; an interpretable kernel multiplies as Pallas does."""
+    """Multiplies by the kernel: [M, N] in the spec's dtype.
+
+    An interpretable kernel multiplies as Pallas does.
+    """
     (M, K), N = a_MK.shape, b_NK.shape[0]
     columns_scaled = spec.b is Scaling.BLOCK_OF_ROW
     config = config or scaled_config(M, N, K, columns_scaled=columns_scaled)
@@ -163,7 +166,7 @@ class ScaledKernel:
     interpretable: bool
 
     def result(self, operands: dict[str, Any], out: jax.ShapeDtypeStruct) -> jax.Array:
-        """The product, or one of each split."""
+        """Launches the kernel: the product, or one of each split."""
         found = launch(
             self.run,
             name="scaled_matmul",
@@ -183,23 +186,23 @@ class ScaledKernel:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Tiles of rows and columns, of whole clusters."""
+        """Numbers of tiles of rows and columns, of whole clusters."""
         c = self.c
         return -(-self.M // (c.tile_m * c.cluster)), -(-self.N // c.tile_n)
 
     @property
     def num_tiles(self) -> int:
-        """Of all clusters, each split counted."""
+        """Number of tiles of all clusters, each split counted."""
         return self.grid[0] * self.grid[1] * self.c.splits
 
     @property
     def num_steps(self) -> int:
-        """Of one tile."""
+        """Number of steps of one tile."""
         return self.K // DEPTH // self.c.splits
 
     @property
     def num_workers(self) -> int:
-        """Clusters."""
+        """Number of clusters."""
         return min(NUM_PROCESSORS // self.c.cluster, self.num_tiles)
 
     @property
@@ -209,7 +212,7 @@ class ScaledKernel:
 
     @property
     def num_pieces(self) -> int:
-        """Copies of a tile of b, with a barrier each: as many as a warpgroup's parts.
+        """Number of copies of a tile of b, with a barrier each: as many as a warpgroup's parts.
 
         A part then begins with a wait, which ptxas moves no product across: two accumulators at a
         time would not fit in the registers.
@@ -244,7 +247,7 @@ class ScaledKernel:
         }
 
     def run(self, gmem, smem) -> None:
-        """One block: a role for each warpgroup."""
+        """Runs one block: a role for each warpgroup."""
         wg = lax.axis_index("wg")
         smem.filled = [smem.full, *(getattr(smem, f"full_{i}") for i in range(1, self.num_pieces))]
 
@@ -309,7 +312,7 @@ class ScaledKernel:
         lax.fori_loop(0, self.num_steps, step, None)
 
     def compute(self, gmem, smem, wg, row0, column0, split, done) -> None:
-        """One warpgroup's half of a tile, then its epilogue."""
+        """Computes one warpgroup's half of a tile, then its epilogue."""
         c, first = self.c, split * self.num_steps
         first_row, first_column = (0, wg * c.group_n) if c.by_columns else (wg * WARPGROUP_ROWS, 0)
         row, column = row0 + first_row, column0 + first_column
@@ -341,7 +344,7 @@ class ScaledKernel:
             self.store(gmem, smem, wg, total, row, column0, first_column, split, p)
 
     def step_scales(self, gmem, row, column, j) -> tuple[Any, list]:
-        """Of step j: of 64 rows of a, and of each part's columns where these share one."""
+        """Scales of step j: of 64 rows of a, and of each part's columns where these share one."""
         c, spec = self.c, self.spec
         if spec.a is Scaling.BLOCK:
             i = jnp.minimum(lax.div(row, BLOCK), gmem.a_scale.shape[1] - 1)
@@ -357,7 +360,7 @@ class ScaledKernel:
         return of_rows, of_columns
 
     def promoted(self, smem, total, part, scales, slot, columns, p: int) -> jax.Array:
-        """``total + part * scale``."""
+        """Computes ``total + part * scale``."""
         factor, of_columns = scales
         if of_columns:
             factor = factor * of_columns[p]
@@ -375,7 +378,7 @@ class ScaledKernel:
         return jnp.concatenate(sums, axis=1)
 
     def store(self, gmem, smem, wg, total, row, column0, first_column, split, p: int) -> None:
-        """Sends a part away."""
+        """Stores a part."""
         c = self.c
         out = gmem.out.at[split] if c.splits > 1 else gmem.out
         width = smem.out.shape[-1]

@@ -1,9 +1,9 @@
-"""Quantization by blocks on a Hopper GPU: one read of the matrix, one write, for either direction.
+"""Quantization by blocks on a Hopper GPU: one read of the matrix, one write.
 
-A block of the grid is one warpgroup. The copy engine brings its tiles of 128 columns, all at once;
+A block of the grid is one warpgroup. TMA brings its tiles of 128 columns, all at once;
 each goes through registers, half a warp to a row, 16 bytes a thread and load. (Loads from global
 memory are put off by ptxas until their numbers are needed, one after another: half the rate.)
-Blocks are short and several run on a multiprocessor: one's writes overlap another's reads.
+Blocks are short and several run on an SM: one's writes overlap another's reads.
 
 Dims: R row, C column, J blocks of 128 columns, I blocks of 128 rows.
 """
@@ -38,7 +38,7 @@ def unsupported(
     power_of_two: bool,
     num_devices: int = 1,
 ) -> str | None:
-    """Why the kernel cannot compute this call; None if it can."""
+    """Reason why the kernel cannot compute this call; None if it can."""
     facts = device.target()
     if facts.capability != (9, 0):
         return f"{facts.kind} is not a Hopper GPU (compute capability 9.0)"
@@ -63,7 +63,7 @@ def quantize_hopper(
     dtype: jnp.dtype,
     power_of_two: bool,
 ) -> Quantized:
-    """Values [R, C] and scales [J, R] or [J, I]."""
+    """Casts by the kernel: values [R, C] and scales [J, R] or [J, I]."""
     R, C = x_RC.shape
     tiles = math.gcd(C // BLOCK, MOST_TILES)
     kernel = _QuantizeKernel(
@@ -103,11 +103,11 @@ class _QuantizeKernel:
 
     @property
     def rows(self) -> int:
-        """Of one tile."""
+        """Number of rows of one tile."""
         return ROWS[self.scaling]
 
     def layout(self):
-        """A tile in registers: a row in half a warp."""
+        """Layout of a tile in registers: a row in half a warp."""
         by_warp, by_lane = self.rows // WARPS, 2
         return plgpu.Layout.TILED(
             plgpu.Tiling(((self.rows, BLOCK), (by_warp, BLOCK), (by_lane, BLOCK), (VECTOR,))),
@@ -117,7 +117,7 @@ class _QuantizeKernel:
         )
 
     def run(self, gmem, smem) -> None:
-        """The tiles of one block of the grid."""
+        """Casts the tiles of one block of the grid."""
         i, first = lax.axis_index("rows"), lax.axis_index("columns") * self.tiles
         rows = pl.ds(i * self.rows, self.rows)
         for t in range(self.tiles):
@@ -132,7 +132,7 @@ class _QuantizeKernel:
         lax.fori_loop(0, self.tiles, tile, None)
 
     def write(self, gmem, x, i, j) -> None:
-        """Scales and values of a tile in registers."""
+        """Writes scales and values of a tile in registers."""
         rows, columns = pl.ds(i * self.rows, self.rows), pl.ds(j * BLOCK, BLOCK)
         largest = jnp.max(magnitude(x), axis=1)
         if self.scaling is Scaling.BLOCK:

@@ -1,4 +1,4 @@
-"""The formula: ``sum_k (a scale_a) (b scale_b)``, from dequantized operands.
+"""The reference of scaled matmuls: ``sum_k (a scale_a) (b scale_b)``, from dequantized operands.
 
 Dims: M row of a, N row of b, K contracted.
 """
@@ -18,6 +18,6 @@ def scaled_matmul_reference(
     *,
     dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
-    """[M, N] in ``dtype``; in float64 it is exact but for the sum's own rounding."""
+    """Multiplies dequantized operands in ``dtype``: [M, N]; in float64 only the sum rounds."""
     a, b = (dequantized(x, scale, dtype=dtype) for x, scale in ((a_MK, a_scale), (b_NK, b_scale)))
     return jnp.einsum("mk,nk->mn", a, b, precision="highest")

@@ -1,4 +1,4 @@
-"""What a scaled matmul is asked to compute, apart from its arrays.
+"""The static part of a scaled matmul.
 
 Dims: M row of a and of the result, N row of b and column of the result, K contracted.
 """
@@ -16,7 +16,7 @@ OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ScaledSpec:
-    """Forms of the scales, and of the result."""
+    """Forms of the scales, and the dtype of the result."""
 
     a: Scaling
     b: Scaling

@@ -31,12 +31,12 @@ def quantize_xla(
     scale: jax.Array | None = None,
     largest: jax.Array | None = None,
 ) -> Quantized:
-    """In fp32; with a given scale of the tensor its own largest element does not matter.
+    """Quantizes in fp32; a given scale of the tensor replaces that of its own largest element.
 
     Args:
         x: [R, C], or several matrices [..., R, C], whose scales have those dims in front too. Of
             all of them there is one scale where it is the tensor's.
-        largest: finite float32, as scales lie, in place of x's own.
+        largest: finite float32, in the shape of scales, in place of x's own.
     """
     x = x.astype(jnp.float32)
     if scale is None:
@@ -50,7 +50,10 @@ def quantize_xla(
 
 
 def quantize_across_xla(x: jax.Array, *, dtype: jnp.dtype, power_of_two: bool) -> Quantized:
-    """The transpose of x by 1x128 blocks, bit for bit ``quantize_xla`` of it: transposed as 8 bits.
+    """Quantizes the transpose of x by 1x128 blocks, with the bits of ``quantize_xla``.
+
+    The values are transposed as 8 bits.
+
 
     Args:
         x: [..., R, C].
@@ -72,7 +75,7 @@ def quantize_across_xla(x: jax.Array, *, dtype: jnp.dtype, power_of_two: bool) -
 
 
 def _largest(x: jax.Array, scaling: Scaling) -> jax.Array:
-    """The largest finite magnitude of each tensor, row or block, as scales lie."""
+    """The largest finite magnitude of each tensor, row or block, in the order of scales."""
     size = magnitude(x)
     match scaling:
         case Scaling.TENSOR:
@@ -95,7 +98,7 @@ def scaled_matmul_xla(
     *,
     spec: ScaledSpec,
 ) -> jax.Array:
-    """[M, N] in the spec's dtype."""
+    """Multiplies by XLA: [M, N] in the spec's dtype."""
     if spec.by_blocks:
         cuda = functools.partial(_dequantized_product, spec=spec)
     else:

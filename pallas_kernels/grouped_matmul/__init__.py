@@ -6,11 +6,11 @@ rows; ``hopper/fp8_kernel.py`` multiplies 8-bit operands. On an H200 the 16-bit 
 to 1.17 of ``torch._grouped_mm``'s rate and 0.87 to 0.94 of a dense cuBLAS product's (four models'
 shapes, geometric means: ``experiments/results/grouped-matmul-h200.json``).
 
-- A group may begin at any row. TMA moves 8 rows at a time, so a group's first tile begins at the
-  multiple of 8 before it, and results that are no whole 64 rows leave by copies of 32 to 1 rows.
-- Who computes a tile does not change its bits, so blocks take tiles in any order.
-- ``combine`` is a gather and not an epilogue: rows of a token lie in tiles of different blocks, and
-  adding there would be atomic, in an order that changes from run to run.
+- A group may begin at any row. TMA moves 8 rows at a time: a group's first tile begins at the
+  multiple of 8 before it, and other results than whole 64 rows are stored by 32 to 1 rows.
+- Blocks take tiles in any order: the order does not change a tile's bits.
+- ``combine`` is a gather and not an epilogue: an epilogue would add rows of a token atomically, in
+  an order that changes from run to run.
 """
 
 from .api import GATE_NAME as GATE_NAME

@@ -1,4 +1,4 @@
-"""The public products: they validate, choose who computes, and differentiate.
+"""The public grouped products: they validate, choose who computes, and differentiate.
 
 Dims: M row, T token, J visit of a token, G group, K width in, N width out; of 8-bit operands K is
 contracted and N a column of the result, J and I blocks of 128 of K and N.
@@ -50,18 +50,18 @@ def grouped_matmul(
     out_dtype: jnp.dtype | None = None,
     implementation: GroupedImplementation = "auto",
 ) -> jax.Array:
-    """Rows in consecutive groups, each times its group's weight: ``out[m] = x[m] @ w[group(m)]``.
+    """Multiplies rows with their group's weight: ``out[m] = x[m] @ w[group(m)]``.
 
-    Group g has ``group_sizes[g]`` rows, behind those of the groups before it. Rows beyond the last
-    group are 0 whatever x is there, and add nothing to gradients. Sums are fp32; results and
-    gradients, in x and w, repeat bit for bit.
+    Groups are consecutive: g has ``group_sizes[g]`` rows, behind those of the groups before it.
+    Rows beyond the last group are 0 whatever x is there, and add nothing to gradients. Sums are
+    fp32; results and gradients, in x and w, repeat bit for bit.
 
     Args:
         x: bfloat16, float16 or float32 [M, K]; [T, K] with ``rows``.
         w: [G, K, N], any float dtype, multiplied in x's; its gradient is summed in fp32 and rounded
             to w's dtype: float32 weights get it unrounded.
         group_sizes: int32 [G], 0 allowed; what exceeds M in sum is cut off.
-        rows: int32 [M]: row m is ``x[rows[m]]``, read from where it lies; clipped to 0..T-1.
+        rows: int32 [M]: row m is ``x[rows[m]]``, read in place; clipped to 0..T-1.
         positions: int32 [T, J], the inverse of ``rows``: all m of which ``rows[m] == t``, filled up
             with -1. Spares x's gradient a sort; trusted.
         out_dtype: default x's.
@@ -102,7 +102,7 @@ def grouped_swiglu(
     positions: jax.Array | None = None,
     implementation: GroupedImplementation = "auto",
 ) -> jax.Array:
-    """``silu(x @ gate) * (x @ up)`` by groups, both products of a row made at once.
+    """Computes ``silu(x @ gate) * (x @ up)`` by groups, both products of a row at once.
 
     The gradient keeps both products in x's dtype, named ``GATE_NAME`` and ``UP_NAME``.
 
@@ -141,7 +141,7 @@ def grouped_weight_gradient(
     out_dtype: jnp.dtype | None = None,
     implementation: GroupedImplementation = "auto",
 ) -> jax.Array:
-    """``out[g] = x[rows of g]^T @ d[rows of g]``: the gradient of a product's weights by itself.
+    """Computes ``out[g] = x[rows of g]^T @ d[rows of g]``: the gradient of a product's weights.
 
     For recipes whose other products are not in 16 bits. It has no gradient of its own.
 
@@ -185,7 +185,7 @@ def scaled_grouped_matmul(
     out_dtype: Any = jnp.bfloat16,
     implementation: str = "auto",
 ) -> jax.Array:
-    """Rows in consecutive groups times their group's weight, of operands in 8 bits.
+    """Multiplies rows in consecutive groups with their group's weight, of 8-bit operands.
 
     ``out[m, n] = sum_k (a a_scale)[m, k] (b b_scale)[group(m), n, k]``, as ``scaled_matmul`` has it
     for one group: scales are of 1x128 blocks of a and 128x128 blocks of b, and multiply fp32 sums
@@ -380,7 +380,7 @@ _swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 
 def _scattered(d_rows_MK, x, group_sizes_G, rows_M, positions_TJ):
-    """The gradient of x from that of its gathered rows, added in a fixed order."""
+    """Sums the gradient of gathered rows to that of x, in a fixed order."""
     if rows_M is None:
         return d_rows_MK
     if positions_TJ is not None:

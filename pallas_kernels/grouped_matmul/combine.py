@@ -1,10 +1,10 @@
-"""A token's rows, weighted and added up: a gather in a fixed order, forward and backward.
+"""Weighted sums of tokens' rows: a gather in a fixed order, forward and backward.
 
-Not the product's epilogue: rows of one token lie in tiles of different blocks, so that a fused sum
-would be atomic additions, whose order and last bits change from run to run, or wait for others.
+The sum is not the product's epilogue: rows of one token are in tiles of different blocks. A fused
+sum would be atomic, in an order that changes from run to run, or would wait for others.
 
-Sums of rows that an index names are in an order that does not change: the index is turned round
-once, so that every result reads the rows that it is the sum of.
+Sums of rows that an index names are in an order that does not change: the index is inverted once,
+so that every result reads the rows that it is the sum of.
 
 Dims: M row, T token or result, J visit of a token, I visit of any token or entry of an index, N
 width.
@@ -30,7 +30,7 @@ def combine(
     *,
     inverse: jax.Array | None = None,
 ) -> jax.Array:
-    """``out[t] = sum_j weights[t, j] * y[positions[t, j]]``, added in fp32 in the order of j.
+    """Computes ``out[t] = sum_j weights[t, j] * y[positions[t, j]]`` in fp32, in the order of j.
 
     Repeatable bit for bit, and so is its gradient in y and weights.
 
@@ -113,7 +113,7 @@ _combine.defvjp(_combine_forward, _combine_backward)
 
 
 def take_rows(values_MN: jax.Array, rows_T: jax.Array) -> jax.Array:
-    """fp32 [T, N]: the rows named, 0 for one outside 0..M-1."""
+    """Takes the rows named, fp32 [T, N]; 0 for one outside 0..M-1."""
     is_row_T = (rows_T >= 0) & (rows_T < values_MN.shape[0])
     rows_TN = values_MN[jnp.where(is_row_T, rows_T, 0)].astype(jnp.float32)
     return jnp.where(is_row_T[:, None], rows_TN, 0.0)
@@ -127,12 +127,12 @@ class Entries(NamedTuple):
     counts_T: jax.Array
 
     def nth(self, j: jax.Array | int) -> jax.Array:
-        """int32 [T]: each result's entry number j, -1 where it has fewer."""
+        """Entry number j of each result, int32 [T]; -1 where it has fewer."""
         at_T = jnp.clip(self.starts_T + j, 0, self.order_I.shape[0] - 1)
         return jnp.where(j < self.counts_T, self.order_I[at_T], -1)
 
     def sum(self, values_of: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """fp32 [T, N]: the values of each result's entries, added in their order.
+        """Sums the values of each result's entries in their order: fp32 [T, N].
 
         As many rounds as the commonest result has entries. Those that an even spread needs are
         unrolled; a loop has the rest, none where the spread is even.
@@ -150,7 +150,7 @@ class Entries(NamedTuple):
 
 
 def entries_by_result(index_I: jax.Array, *, num_results: int) -> Entries:
-    """Turns an index round; entries outside 0..num_results-1 are left out."""
+    """Inverts an index; entries outside 0..num_results-1 are left out."""
     known_I = jnp.where((index_I >= 0) & (index_I < num_results), index_I, num_results)
     counts_T = jnp.zeros(num_results, jnp.int32).at[known_I].add(1, mode="drop")
     return Entries(

@@ -1,5 +1,4 @@
-"""What is computed number by number: the gated product's element-wise part and its gradient, and
-what 8-bit operands stand for, in fp32.
+"""Formulas per number, in fp32: the gated product's element-wise part, its gradient, dequantizing.
 
 Dims: M row, G group, K contracted, N column, J blocks of 128 of K, I blocks of 128 of N.
 """
@@ -13,7 +12,7 @@ from pallas_kernels.common.scales import Scaling, spread
 
 
 class SwigluResults(NamedTuple):
-    """[M, N] each: silu(gate) * up, and what its gradient needs."""
+    """The gated product silu(gate) * up and its two factors, [M, N] each."""
 
     out: Any
     gate: Any = None
@@ -21,7 +20,7 @@ class SwigluResults(NamedTuple):
 
 
 def swiglu_of(gate: jax.Array, up: jax.Array, *, dtype: jnp.dtype, keep: bool) -> SwigluResults:
-    """Of fp32 products, rounded to ``dtype`` once."""
+    """Computes the gated product of fp32 products, rounded to ``dtype`` once."""
     out = (jax.nn.silu(gate) * up).astype(dtype)
     return SwigluResults(out, gate.astype(dtype), up.astype(dtype)) if keep else SwigluResults(out)
 
@@ -29,7 +28,7 @@ def swiglu_of(gate: jax.Array, up: jax.Array, *, dtype: jnp.dtype, keep: bool) -
 def swiglu_gradient(
     gate: jax.Array, up: jax.Array, d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The cotangents of gate and up, in their dtype."""
+    """Computes the cotangents of gate and up, in their dtype."""
     of, dtype = jnp.float32, gate.dtype
     sigmoid = jax.nn.sigmoid(gate.astype(of))
     silu = gate.astype(of) * sigmoid
@@ -41,7 +40,7 @@ def swiglu_gradient(
 def dequantized_operands(
     a_MK: jax.Array, b_GNK: jax.Array, a_scale_JM: jax.Array, b_scale_GJI: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """a and b times their scales, each rounded once to fp32."""
+    """Multiplies a and b with their scales, each rounded once to fp32."""
     of_a = spread(Scaling.BLOCK_OF_ROW, a_scale_JM, *a_MK.shape)
     of_b = spread(Scaling.BLOCK, b_scale_GJI, *b_GNK.shape[1:])
     return a_MK.astype(jnp.float32) * of_a, b_GNK.astype(jnp.float32) * of_b

@@ -17,7 +17,7 @@ def grouped_matmul_reference(
     group_sizes_G: jax.Array,
     rows_M: jax.Array | None = None,
 ) -> jax.Array:
-    """fp32 [M, N]: row m times the weight of the group it lies in, 0 where it lies in none.
+    """Multiplies row m with the weight of its group: fp32 [M, N], 0 where it has no group.
 
     Differentiable by JAX; memory M * G * N.
     """
@@ -42,7 +42,7 @@ def grouped_swiglu_reference(
     group_sizes_G: jax.Array,
     rows_M: jax.Array | None = None,
 ) -> jax.Array:
-    """fp32 [M, N]: silu(x gate) * (x up)."""
+    """Computes silu(x gate) * (x up): fp32 [M, N]."""
     gate_MN = grouped_matmul_reference(x, gate_GKN, group_sizes_G, rows_M)
     return jax.nn.silu(gate_MN) * grouped_matmul_reference(x, up_GKN, group_sizes_G, rows_M)
 
@@ -54,13 +54,13 @@ def scaled_grouped_matmul_reference(
     b_scale_GJI: jax.Array,
     group_sizes_G: jax.Array,
 ) -> jax.Array:
-    """fp32 [M, N]: the same of 8-bit operands, dequantized before."""
+    """Multiplies 8-bit operands, dequantized before: fp32 [M, N]."""
     a_MK, b_GNK = dequantized_operands(a_MK, b_GNK, a_scale_JM, b_scale_GJI)
     return grouped_matmul_reference(a_MK, jnp.swapaxes(b_GNK, 1, 2), group_sizes_G)
 
 
 def combine_reference(y_MN: jax.Array, positions_TJ: jax.Array, weights_TJ: jax.Array) -> jax.Array:
-    """fp32 [T, N]: each token's rows times their weights, added up; 0 for a row that is not."""
+    """Sums each token's rows times their weights: fp32 [T, N]; a row that is not there adds 0."""
     m_M = jnp.arange(y_MN.shape[0], dtype=jnp.int32)
     is_at_TJM = positions_TJ[..., None] == jnp.expand_dims(m_M, (0, 1))
     weights_TM = jnp.sum(jnp.where(is_at_TJM, weights_TJ[..., None], 0.0), axis=1)

@@ -1,4 +1,4 @@
-"""What grouped products ask of their operands.
+"""Checks of the operands of grouped products.
 
 Dims: M row, T token, G group, K width in, N width out.
 """
@@ -58,7 +58,7 @@ def check_operands(
 
 
 def check_inverse(inverse: jax.Array | None, *, num_rows: int) -> None:
-    """Raises InputError unless there is an entry a row."""
+    """Raises InputError unless there is an entry per row."""
     if inverse is not None and (inverse.shape != (num_rows,) or inverse.dtype != jnp.int32):
         raise InputError(
             f"inverse is {inverse.dtype}{list(inverse.shape)}; it must be int32 [{num_rows}], an "
@@ -67,6 +67,6 @@ def check_inverse(inverse: jax.Array | None, *, num_rows: int) -> None:
 
 
 def counts_within(group_sizes_G: jax.Array, num_rows: int) -> jax.Array:
-    """Sizes cut where they go below 0 or beyond the last row."""
+    """Cuts sizes where they go below 0 or beyond the last row."""
     ends_G = jnp.minimum(jnp.cumsum(jnp.maximum(group_sizes_G, 0)), num_rows)
     return jnp.diff(ends_G, prepend=0).astype(jnp.int32)

@@ -102,7 +102,7 @@ def product(
     *,
     out_dtype: jnp.dtype,
 ) -> jax.Array:
-    """Each row times its group's weight: [M, N], 0 beyond the groups.
+    """Multiplies each row with its group's weight: [M, N], 0 beyond the groups.
 
     Args:
         x: [M, K], or [T, K] with ``rows_M``.
@@ -131,7 +131,7 @@ def swiglu(
     *,
     keep: bool,
 ) -> SwigluResults:
-    """silu(x gate) * (x up), and both products if they are kept; operands as in ``product``."""
+    """Computes silu(x gate) * (x up), and both products if kept; operands as in ``product``."""
     num_rows = x.shape[0] if rows_M is None else rows_M.shape[0]
     blocks = _blocks(num_rows, group_sizes_G)
     x_of = _rows_of(x, rows_M, blocks.size)
@@ -158,7 +158,7 @@ def scaled_product(
     *,
     out_dtype: jnp.dtype,
 ) -> jax.Array:
-    """Each row times its group's weight, of 8-bit operands: dequantized, on a GPU to bf16."""
+    """Multiplies 8-bit rows with their group's weight: dequantized, on a GPU to bf16."""
     operands = a_MK, b_GNK, a_scale_JM, b_scale_GJI
 
     def product(*operands: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -178,7 +178,7 @@ def input_gradient(
     *,
     out_dtype: jnp.dtype | None = None,
 ) -> jax.Array:
-    """The sum over pairs of each row of d times the transpose of its group's w: [M, K].
+    """Sums over pairs each row of d times the transpose of its group's w: [M, K].
 
     Args:
         pairs: (d [M, N], w [G, K, N]) of one dtype.
@@ -209,7 +209,7 @@ def weight_gradient(
     *,
     out_dtype: jnp.dtype,
 ) -> jax.Array:
-    """[G, K, N]: sum over each group's rows of x^T d, in fp32, rounded once; 0 of an empty group.
+    """Sums x^T d over each group's rows in fp32: [G, K, N], rounded once; 0 of an empty group.
 
     Args:
         x: [M, K], or [T, K] with ``rows_M``.

@@ -1,1 +1,1 @@
-"""What kernels for Hopper GPUs share: numbers of the machine, tiles, the launch."""
+"""Parts that kernels for Hopper GPUs share: numbers of the machine, tiles, the launch."""

@@ -1,4 +1,4 @@
-"""What the blocks of a cluster wait for each other by, on a Hopper GPU."""
+"""The barrier of a cluster's blocks on a Hopper GPU."""
 
 from .mosaic import plgpu
 from .threads import assembly

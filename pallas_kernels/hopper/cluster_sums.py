@@ -55,17 +55,17 @@ class ClusterSums:
 
     @property
     def strips(self) -> int:
-        """Of 8 rows, in a block."""
+        """Number of strips of 8 rows in a block."""
         return -(-self.rows_at_a_time // STRIP)
 
     @property
     def width(self) -> int:
-        """Columns of the result that a cluster computes."""
+        """Number of columns of the result that a cluster computes."""
         return WIDTH * self.tiles // (2 if self.gated else 1)
 
     @property
     def count(self) -> int:
-        """Numbers of a thread."""
+        """Count of numbers of a thread."""
         return self.tiles * self.strips * 4
 
     @property
@@ -74,7 +74,7 @@ class ClusterSums:
         return Held(count=self.count, dtype=jnp.dtype(jnp.float32))
 
     def nothing(self) -> jax.Array:
-        """Sums of nothing."""
+        """Returns sums of nothing."""
 
         @plgpu.inline_mgpu(return_type=self.held.array)
         def zeros(ctx):
@@ -84,7 +84,7 @@ class ClusterSums:
         return zeros()
 
     def finish(self, sums: jax.Array, gmem, smem, group: jax.Array) -> None:
-        """Everyone's sums of this block's part of the columns, to the result."""
+        """Adds all blocks' sums of this block's part of the columns and writes the result."""
 
         @plgpu.inline_mgpu(arg_types=(self.held.layout, plgpu.RefType()))
         def keep(ctx, sums, ref):
@@ -112,19 +112,19 @@ class ClusterSums:
         meet(ordered=False)
 
     def keep(self, numbers: list[Any], sums) -> None:
-        """A thread's numbers to the sums of its warpgroup."""
+        """Writes a thread's numbers to the sums of its warpgroup."""
         place = total(address(sums), (thread(), 4))
         for i, number in enumerate(numbers):
             text = f"st.shared.f32 [$0+{4 * WARPGROUP * i}], $1;"
             assembly(None, [place, number], text, "r,f", pure=False)
 
     def meet_as_bystander(self) -> None:
-        """What a warpgroup without sums does meanwhile."""
+        """Meets the other warpgroups in a warpgroup without sums."""
         meet(ordered=False)
         meet(ordered=False)
 
     def write(self, column, row, group, sums, out, scales, residual=None) -> None:
-        """Two neighboring columns of one row at a time."""
+        """Writes two neighboring columns of one row at a time."""
         width = self.width // self.split
         pairs, threads = width // 2 * self.rows_at_a_time, self.groups * WARPGROUP
         rank = arith.index_cast(i32(), mgpu_utils.cluster_idx())

@@ -1,4 +1,4 @@
-"""What WGMMAs in a loop are told of buffers that lie still."""
+"""Descriptors of buffers for WGMMAs in a loop, whose place does not change."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from .threads import assembly, i32
 
 
 def fresh_zero(it: Any) -> jax.Array:
-    """0, int32, of which a compiler knows neither that nor that it is the same in every step.
+    """Returns int32 0 that a compiler takes for an unknown number, another in every step.
 
     Where a buffer begins, and so each descriptor of it that a WGMMA takes, is constant in a loop.
     The compiler computes all of them before it, has no registers for them, and loads them from

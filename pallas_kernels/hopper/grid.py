@@ -1,4 +1,4 @@
-"""A barrier of all blocks of a grid, which must all be resident: one block on each multiprocessor.
+"""A barrier of all blocks of a grid, which must all be resident: one block on each SM.
 
 A counter in global memory, 0 when the launch begins, goes up by one for each block that arrives.
 """
@@ -23,7 +23,7 @@ def meet_in_block(threads: int, *, everyone: bool = False) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GridBarrier:
-    """Of so many blocks, and in each of so many threads, the block's first ones."""
+    """Barrier of all blocks, and in each of the block's first ``threads`` threads."""
 
     blocks: int
     threads: int

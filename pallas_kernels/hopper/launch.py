@@ -21,13 +21,13 @@ def launch(
     compiler_params: "plgpu.CompilerParams",
     **grid: Any,
 ) -> dict[str, Any]:
-    """Results by name, of a kernel given its arrays in global and its buffers in shared memory.
+    """Runs a kernel on arrays in global memory and buffers in shared memory; results by name.
 
     Args:
         run: one warpgroup; its thread axis is "wg".
         name: of the kernel in traces, where "_mosaic_gpu_kernel" follows it.
         operands: arrays by name, or lists of arrays.
-        results: their shapes, likewise.
+        results: their shapes, by name or in lists.
         scratch: buffers and barriers, in the order in which they are allocated.
         num_threads: warpgroups of a block.
         grid: of blocks and clusters, as ``plgpu.kernel`` takes it.
@@ -58,7 +58,7 @@ def _flat(arrays: Named) -> list[Any]:
 
 
 def _grouped(arrays: Named, flat: Sequence[Any]) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """As many of ``flat`` as there are arrays, by name, and the rest."""
+    """Splits ``flat`` into arrays by name, and the rest."""
     left = iter(flat)
     named = {
         name: tuple(itertools.islice(left, len(group))) if isinstance(group, list) else next(left)

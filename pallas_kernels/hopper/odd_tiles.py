@@ -1,9 +1,9 @@
-"""Tiles of arrays [B, T, N, H] whose length T 8 does not divide, copied from where they lie.
+"""Copies of tiles of arrays [B, T, N, H] whose length T is no multiple of 8.
 
-The rows of a WGMMA operand lie in groups of 8, and Pallas describes the whole array to the copy
-engine in such groups, so that T must be a multiple of 8. Here the description of whole tiles ends
-with the last whole group. A tile that reaches further goes group by group, by a description of
-rows: what lies behind the array's end is read as zeros, and is not written.
+The rows of a WGMMA operand are in groups of 8. Pallas describes the whole array to TMA in such
+groups, so that T must be a multiple of 8. Here the description of whole tiles ends with the last
+whole group. A tile that reaches further goes group by group, by a description of rows: rows behind
+the array's end are read as zeros, and are not written.
 
 Pallas gives its barriers to no code but its own: such a copy arrives at a barrier of this module.
 """
@@ -20,24 +20,24 @@ from .mosaic import arith, copies, mgpu, mgpu_utils, plgpu
 from .threads import constant
 
 GROUP = 8
-"""Rows that lie together."""
+"""Rows of one group."""
 
 type TilePlace = tuple[Any, Any, Any]
 """int32: batch entry; first row, a multiple of 8; head."""
 
 
 def is_odd(x: Any) -> bool:
-    """Whether an array [B, T, N, H] has a length that its copies need this module for."""
+    """Whether an array [B, T, N, H] has a length that 8 does not divide."""
     return x.shape[1] % GROUP != 0
 
 
 def arrivals(count: int) -> Any:
-    """Shared memory for so many barriers."""
+    """Shared memory for ``count`` barriers."""
     return plgpu.SMEM((2 * count,), jnp.int32)
 
 
 def make_arrivals(ref: Any) -> None:
-    """Before the first copy, by the warpgroup that asks for all of them."""
+    """Initializes the barriers before the first copy, in the warpgroup that copies."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def make(_, ref):
@@ -52,7 +52,7 @@ def make_arrivals(ref: Any) -> None:
 
 
 def wait(ref: Any, which: Any, use: Any) -> None:
-    """Until a copy is there.
+    """Waits until a copy is there.
 
     Args:
         ref: the barriers; another has told this warpgroup that they are made.

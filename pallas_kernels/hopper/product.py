@@ -1,5 +1,4 @@
-"""Products of 8-bit tiles: of two warpgroups in turns, and one that Pallas cannot say, which begins
-from nothing.
+"""Products of 8-bit tiles: of two warpgroups one after another, and one that begins from nothing.
 
 Pallas adds a product to an accumulator that begins as zeros. ptxas drops these zeros only where
 nothing separates them from the product; elsewhere they cost an instruction for two numbers, which
@@ -25,7 +24,7 @@ _NAMES = {jnp.dtype("float8_e4m3fn"): "e4m3", jnp.dtype("float8_e5m2"): "e5m2"}
 
 
 def product(a_ref: Any, b_ref: Any, *, wg: Any, turn: Any, interpretable: bool) -> jax.Array:
-    """fp32 [64, N]: ``a b^T`` of tiles in shared memory, as ``start_product`` takes them.
+    """Computes ``a b^T`` of tiles in shared memory, as ``start_product`` takes them: fp32 [64, N].
 
     Args:
         wg: this warpgroup, 0 or 1.
@@ -50,7 +49,7 @@ def product(a_ref: Any, b_ref: Any, *, wg: Any, turn: Any, interpretable: bool) 
 
 
 def no_sum(columns: int) -> jax.Array:
-    """fp32 zeros [64, columns], to which parts are added."""
+    """Returns fp32 zeros [64, columns], to which parts are added."""
     return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), tile_layout())
 
 
@@ -92,7 +91,7 @@ def start_product(a_ref: Any, b_ref: Any) -> jax.Array:
 
 
 def finished(product: jax.Array) -> jax.Array:
-    """Waits for all products that the warpgroup issued; the last one's result."""
+    """Waits for all products that the warpgroup issued; returns the last one's result."""
 
     @plgpu.inline_mgpu(
         arg_types=(_in_flight(),),

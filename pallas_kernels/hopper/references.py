@@ -1,4 +1,4 @@
-"""Buffers that kernels write into."""
+"""References to buffers that kernels write into."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,10 +8,10 @@ from jax import lax
 
 
 def references(arrays: Sequence[jax.Array]) -> list[Any]:
-    """A reference to each array, of which nothing is copied where its caller donates it.
+    """Makes a reference to each array, without a copy where its caller donates it.
 
-    Arrays of one value, such as pools of zeros, stay apart: where another operand is a slice of a
-    larger array, XLA makes a fusion of the kernel's call and passes each value once, so that two
-    references would be one buffer. So all of a call are made at once.
+    All references of a call are made at once, so that arrays of one value, such as pools of zeros,
+    stay apart. Where another operand is a slice of a larger array, XLA makes a fusion of the
+    kernel's call and passes each value once: two references would be one buffer.
     """
     return [jax.new_ref(array) for array in lax.optimization_barrier(tuple(arrays))]

@@ -1,4 +1,4 @@
-"""How an array gets from registers to memory as it lies there, without the copy engine."""
+"""Stores of arrays from registers to memory, without TMA."""
 
 import jax
 from jaxlib.mlir import ir
@@ -10,7 +10,7 @@ STORES_ARE_CHECKED = jax.__version_info__ >= (0, 12)
 
 
 def write_registers(array: jax.Array, ref) -> None:
-    """Stores each thread's numbers where they belong, however few or many lie side by side.
+    """Stores each thread's numbers where they belong, however few or many are neighbours.
 
     JAX 0.12 lowers ``ref[...] = array`` only where each thread stores 4 to 16 bytes, a warp fills
     whole sectors of 32, and no banks of shared memory conflict. A number of each row fills no

@@ -1,4 +1,4 @@
-"""A step that Pallas cannot say: a branch that each warp takes or skips on its own."""
+"""A branch that each warp takes or skips on its own, which Pallas cannot express."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ ALL_LANES = 0xFFFFFFFF
 
 
 def scale_rows_if_needed(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """``x * factor[:, None]``, skipped by a warp whose 16 rows all have factor 1."""
+    """Computes ``x * factor[:, None]``, which a warp skips whose 16 rows all have factor 1."""
 
     @plgpu.inline_mgpu(
         arg_types=(tile_layout(), row_layout()),

@@ -43,7 +43,7 @@ _EARLY = 4  # chunks of a thread that are read at once
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ResidentRows:
-    """What one warpgroup of a block has of x: every so many-th 128 columns of the block's part."""
+    """The columns of x that one warpgroup of a block has: each ``groups``-th 128 of its part."""
 
     M: int
     K: int
@@ -56,7 +56,7 @@ class ResidentRows:
 
     @property
     def turns(self) -> int:
-        """Times 128 columns, of a warpgroup at most."""
+        """Number of times that a warpgroup has 128 columns, at most."""
         return -(-self.steps // self.groups)
 
     def scratch(self) -> dict[str, Any]:
@@ -77,12 +77,12 @@ class ResidentRows:
     ) -> None:
         """Puts the columns of this warpgroup into shared memory, and waits until all are there.
 
-        A chunk of 8 numbers lies where its number xor the row's says, so that the rows of
+        A chunk of 8 numbers is at its number xor the row's, so that the rows of
         ``ldmatrix`` are in different banks, as WGMMA's 128-byte swizzle has it. Rows that x does
         not have stay as they are: no sum of another row reads them.
 
         Args:
-            x_smem: [turns, K of 128 in two halves, places, 64], whatever dims of 1 are between.
+            x_smem: [``turns``, K of 128 in two halves, places, 64], whatever dims of 1 are between.
             first: the block's first 128 columns, in units of as many.
             transforms: of ``x_smem``.
         """

@@ -15,7 +15,7 @@ def offer(empty, slots: int, *, group: jax.Array | int = 0, groups: int = 1) -> 
 
     Args:
         empty: a barrier for each slot.
-        groups: warpgroups that take turns at slots.
+        groups: warpgroups that share the slots.
     """
 
     def arrive(turn, _):

@@ -1,8 +1,8 @@
-"""A ring's slots that threads fill by asynchronous copies, and that warps leave.
+"""Slots of a ring that threads fill by asynchronous copies, and that warps leave.
 
-Barriers are this module's own: Pallas has every thread arrive, which of a slot that 256 threads
-leave every thousand cycles is a large part of the time that shared memory has, and its copies are
-those of the engine, whose descriptors are of one array each.
+Barriers are this module's own. Pallas has every thread arrive, which takes a large part of shared
+memory's time where 256 threads leave a slot every thousand cycles. Its copies are TMA's, whose
+descriptors are of one array each.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ COPIED = 16  # bytes of a copy
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Slots:
-    """So many slots; a warpgroup fills one, some warps read it. Methods are of one thread.
+    """Slots of a ring: a warpgroup fills one, some warps read it. Methods are of one thread.
 
     The ring's tile number ``turn`` has slot ``turn % count``. Arguments ``barriers`` are int32
     [2 numbers] in shared memory: of slots that are full, then of free ones.
@@ -31,11 +31,11 @@ class Slots:
 
     @property
     def numbers(self) -> int:
-        """int32 of the barriers."""
+        """Count of int32 of the barriers."""
         return 2 * self.count * _BYTES // 4
 
     def begin(self, barriers: Any) -> None:
-        """Of one thread, before any other uses a slot: all are free."""
+        """Initializes all slots as free, in one thread, before any other uses a slot."""
         for which, arrivals in enumerate((WARPGROUP, self.warps)):
             for i in range(self.count):
                 place = _BYTES * (which * self.count + i)
@@ -43,15 +43,15 @@ class Slots:
                 assembly(None, [address(barriers)], text, "r", pure=False)
 
     def place(self, ring: Any, turn: Any) -> Any:
-        """Where a tile lies in shared memory."""
+        """Address of a tile in shared memory."""
         return total(address(ring), (arith.remui(turn, constant(self.count)), self.bytes))
 
     def wait_full(self, barriers: Any, turn: Any) -> None:
-        """Until a tile is there."""
+        """Waits until a tile is there."""
         self._wait(barriers, turn, which=0, parity=0)
 
     def wait_free(self, barriers: Any, turn: Any) -> None:
-        """Until a tile's slot may be written."""
+        """Waits until a tile's slot may be written."""
         # Of a barrier that nobody has arrived at, the phase before is over.
         self._wait(barriers, turn, which=1, parity=1)
 

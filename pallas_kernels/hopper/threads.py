@@ -21,19 +21,19 @@ def i32() -> Any:
 
 
 def constant(x: int) -> Any:
-    """A register that has these bits."""
+    """Makes a register that has these bits."""
     return mgpu.c(x - 2**32 if x >= 2**31 else x, i32())
 
 
 def assembly(result: Any, operands: list[Any], text: str, constraints: str, *, pure: bool) -> Any:
-    """PTX with its operands."""
+    """Inlines PTX with its operands."""
     return llvm.inline_asm(
         result, operands, text, constraints, asm_dialect=0, has_side_effects=not pure
     )
 
 
 def address(ref: Any) -> Any:
-    """Where a buffer in shared memory begins, in bytes, i32."""
+    """Address of a buffer in shared memory, in bytes, i32."""
     return llvm.ptrtoint(i32(), mgpu_utils.memref_ptr(ref))
 
 
@@ -49,7 +49,7 @@ def total(*terms: Any) -> Any:
 
 
 def wait_for(place: Any, odd: Any, *, order: str = "") -> None:
-    """Until the phase of a barrier in shared memory that has this parity is over.
+    """Waits until the phase of a barrier in shared memory that has this parity is over.
 
     Args:
         order: what may be read after, as PTX says it; by default what this block has written.
@@ -66,7 +66,7 @@ mbarrier.try_wait.parity{order}.shared::cta.b64 over, [$0], $1;
 
 
 def loaded(instruction: str, place: Any, count: int, *, kind: str, offset: int = 0) -> list[Any]:
-    """So many words that an instruction loads from a place; kind: of its register, r or l."""
+    """Loads words by an instruction from a place; ``kind`` of its register is r or l."""
     names = ",".join(f"${i}" for i in range(count))
     where = f"${count}+{offset}" if kind == "r" else f"${count}"
     found = assembly(
@@ -80,7 +80,7 @@ def loaded(instruction: str, place: Any, count: int, *, kind: str, offset: int =
 
 
 def widened(half: Any, dtype: jnp.dtype) -> Any:
-    """bfloat16 or float16, i16, as f32."""
+    """Widens bfloat16 or float16, i16, to f32."""
     f32 = ir.F32Type.get()
     if dtype == jnp.bfloat16:
         return arith.bitcast(f32, arith.shli(arith.extui(i32(), half), constant(16)))
@@ -89,19 +89,19 @@ def widened(half: Any, dtype: jnp.dtype) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Address:
-    """Where an array begins in global memory, i64."""
+    """Address of an array in global memory, i64."""
 
     value: Any
 
 
 def address_of(ref: Any) -> Address:
-    """That of an array."""
+    """Returns the address of an array."""
     i64 = ir.IntegerType.get_signless(64)
     return Address(llvm.ptrtoint(i64, mgpu_utils.memref_ptr(ref)))
 
 
 def global_place(ref: Any, at: Any, size: int) -> Any:
-    """Where element ``at`` (i32) of so many bytes lies in global memory, i64.
+    """Address of element ``at`` (i32) of ``size`` bytes in global memory, i64.
 
     Args:
         ref: the array, or its ``Address``.
@@ -155,7 +155,7 @@ def store_number(ref: Any, at: Any, x: Any, dtype: jnp.dtype) -> None:
 
 
 def number(x: float) -> Any:
-    """An f32."""
+    """Makes an f32."""
     return mgpu.c(x, ir.F32Type.get())
 
 

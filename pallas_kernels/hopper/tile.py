@@ -1,4 +1,4 @@
-"""Tiles: how they lie in shared memory, and arithmetic on one of scores in registers, by strips.
+"""Layouts of tiles in shared memory and registers, and arithmetic on tiles of scores by strips.
 
 A warpgroup holds a tile in the WGMMA layout: of each strip of 8 columns a thread owns two of
 two rows. Whole strips are sliced, added and concatenated without moving a value between threads.
@@ -40,7 +40,7 @@ def swizzle_bytes(*widths: int, itemsize: int = 2) -> int:
 def tiled(
     swizzle: int, itemsize: int = 2
 ) -> "tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]":
-    """Transforms of a shared memory tile that WGMMA and the copy engine both understand."""
+    """Transforms of a shared memory tile that WGMMA and TMA both understand."""
     return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
@@ -80,7 +80,7 @@ def mask_tile(
 
 
 def strips(x: jax.Array) -> list[jax.Array]:
-    """The strips of 8 columns."""
+    """Splits a tile into strips of 8 columns."""
     rows, cols = x.shape
     return [lax.slice(x, (0, i), (rows, i + STRIP)) for i in range(0, cols, STRIP)]
 
@@ -95,5 +95,5 @@ def sum_strips(x: jax.Array) -> jax.Array:
 
 
 def soft_cap(s: jax.Array, scale: float, cap: float) -> jax.Array:
-    """``cap * tanh(scale * s / cap)``, by ex2: the hardware's tanh is good to 2**-11 only."""
+    """Computes ``cap * tanh(scale * s / cap)`` by ex2: tanh of the hardware has only 11 bits."""
     return cap - (2.0 * cap) / (jnp.exp2(s * (2.0 * LOG2E * scale / cap)) + 1.0)

@@ -1,4 +1,4 @@
-"""The products by Mosaic GPU kernels for Hopper; the same functions as ``xla``."""
+"""Grouped products by Mosaic GPU kernels for Hopper; the same functions as ``xla``."""
 
 from .calls import input_gradient as input_gradient
 from .calls import product as product

@@ -1,4 +1,4 @@
-"""Operands as the kernels want them: rows padded to whole copies, gathered, marked for a mesh.
+"""Calls of the kernels: their operands are padded to whole copies, gathered, marked for a mesh.
 
 Dims: M row, G group, K width in, N width out.
 """
@@ -39,7 +39,7 @@ def _not_hopper() -> str | None:
 
 
 def unsupported(x: jax.Array, w_GKN: jax.Array) -> str | None:
-    """Why the kernels cannot compute this call; None if they can."""
+    """Reason why the kernels cannot compute this call; None if they can."""
     reason = _not_hopper()
     if reason is not None:
         return reason
@@ -54,7 +54,7 @@ def unsupported(x: jax.Array, w_GKN: jax.Array) -> str | None:
 
 
 def scaled_unsupported(b_GNK: jax.Array) -> str | None:
-    """Why the kernel of 8-bit operands cannot compute this call; None if it can."""
+    """Reason why the kernel of 8-bit operands cannot compute this call; None if it can."""
     reason = _not_hopper()
     if reason is not None:
         return reason
@@ -79,7 +79,7 @@ def product(
     out_dtype: jnp.dtype,
     config: GroupedConfig | None = None,
 ) -> jax.Array:
-    """As ``xla.product``."""
+    """Computes ``xla.product`` by the kernel."""
     config = config or DEFAULT
 
     def kernel(x, w_GKN, group_sizes_G, rows_M):
@@ -102,7 +102,7 @@ def swiglu(
     *,
     keep: bool,
 ) -> SwigluResults:
-    """As ``xla.swiglu``."""
+    """Computes ``xla.swiglu`` by the kernel."""
     config = DEFAULT
 
     def kernel(x, gate_GKN, up_GKN, group_sizes_G, rows_M):
@@ -122,7 +122,7 @@ def input_gradient(
     group_sizes_G: jax.Array,
     config: GroupedConfig | None = None,
 ) -> jax.Array:
-    """As ``xla.input_gradient``."""
+    """Computes ``xla.input_gradient`` by the kernel."""
     config = config or DEFAULT
 
     def kernel(group_sizes_G, *operands):
@@ -145,7 +145,7 @@ def weight_gradient(
     out_dtype: jnp.dtype,
     config: GroupedConfig | None = None,
 ) -> jax.Array:
-    """As ``xla.weight_gradient``; in bf16, fp16 or fp32, and rounded from fp32 to any other."""
+    """Computes ``xla.weight_gradient`` by the kernel; other dtypes are rounded to from fp32."""
     config = config or DEFAULT
     is_direct = out_dtype in (jnp.float32, x.dtype)
 
@@ -170,7 +170,7 @@ def scaled_product(
     config: ScaledGroupedConfig | None = None,
     interpretable: bool = False,
 ) -> jax.Array:
-    """Each row times its group's weight, of 8-bit operands and scales of blocks."""
+    """Multiplies 8-bit rows with their group's weight, by scales of blocks."""
     kernel = functools.partial(
         scaled_grouped_product,
         out_dtype=out_dtype,

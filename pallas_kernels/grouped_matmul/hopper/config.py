@@ -1,4 +1,4 @@
-"""Tiles of the kernels, and what they ask of operands."""
+"""Tiles of the kernels, and the multiples that they ask of operands."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ LINE_BYTES = 128
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GroupedConfig:
-    """How a result is cut, and the order of its tiles."""
+    """Tiles of a result, and their order."""
 
     columns: int = 256  # of a tile, all weights' together
     num_stages: int = 4
@@ -37,6 +37,6 @@ FP8_DEPTH = 128
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ScaledGroupedConfig(GroupedConfig):
-    """The same for operands in 8 bits, whose products are promoted to fp32 after every step."""
+    """Tiles of 8-bit operands, whose products are promoted to fp32 after every step."""
 
     in_turns: bool = True  # a warpgroup's product is issued after the other's last one

@@ -47,7 +47,7 @@ def scaled_grouped_product(
     config: ScaledGroupedConfig,
     interpretable: bool = False,
 ) -> jax.Array:
-    """[M, N]: rows times their group's weight, 0 beyond the groups.
+    """Multiplies rows with their group's weight: [M, N], 0 beyond the groups.
 
     Args:
         a_MK: M is a multiple of 8 and at least 128, K of 128.
@@ -102,12 +102,12 @@ class _ScaledProduct(RowTilesKernel):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """128 of a thread's are totals and 64 a part."""
+        """Registers per thread: 128 of them are totals and 64 a part."""
         return 240, 24
 
     @property
     def num_parts(self) -> int:
-        """Products of a warpgroup in a step, each of a piece of b that arrives by itself.
+        """Number of products of a warpgroup in a step, each of a piece of b that arrives by itself.
 
         A part then begins with a wait, which ptxas moves no product across: two accumulators at a
         time would not fit in the registers.
@@ -131,18 +131,18 @@ class _ScaledProduct(RowTilesKernel):
         return [smem.full, *(getattr(smem, f"full_{i}") for i in range(1, self.num_parts))]
 
     def begin(self, gmem: Any, smem: Any, wg: Any) -> None:
-        """The first turn is the first warpgroup's."""
+        """Gives the first turn to the first warpgroup."""
         del gmem
         if self.c.in_turns:
             pl.when(wg == 1)(lambda: plgpu.barrier_arrive(smem.turn.at[0]))
 
     def finish(self, smem: Any, wg: Any) -> None:
-        """The turn that nobody took."""
+        """Waits for the turn that no warpgroup took."""
         if self.c.in_turns:
             pl.when(wg == 0)(lambda: plgpu.barrier_wait(smem.turn.at[0]))
 
     def find(self, gmem: Any, index: jax.Array, place: Any) -> Any:
-        """As every kernel's, but no tile reads beyond the last row: scales end there."""
+        """Finds a tile; none reads beyond the last row, where scales end."""
         facts, place = RowTilesKernel.find(self, gmem, index, place)
         steps, group, row, *rest = facts
         return (steps, group, jnp.minimum(row, self.num_rows - BLOCK_ROWS), *rest), place
@@ -168,7 +168,7 @@ class _ScaledProduct(RowTilesKernel):
     def compute(
         self, gmem: Any, smem: Any, wg: Any, facts: Any, done: Any, constants: None
     ) -> None:
-        """This warpgroup's rows of one tile, or its columns of a short one."""
+        """Computes this warpgroup's rows of one tile, or its columns of a short one."""
         steps, _, row, first, end, column, *_ = facts
         if self.num_parts != NUM_COMPUTE:
             RowTilesKernel.compute(self, gmem, smem, wg, facts, done, constants)
@@ -195,7 +195,7 @@ class _ScaledProduct(RowTilesKernel):
     def sums(
         self, gmem: Any, smem: Any, wg: Any, facts: Any, done: Any, *, row: Any, columns: list[Any]
     ) -> list[jax.Array]:
-        """fp32 [64, 128] of each part: from a row of the tile on, from each of some columns on."""
+        """Sums of each part, fp32 [64, 128], from a row and some columns of the tile on."""
         _, group, tile_row, _, _, column, *_ = facts
         scaled = pl.ds(pl.multiple_of(tile_row + row, ROW_MULTIPLE), WARPGROUP_ROWS)
         rows, parts = pl.ds(row, WARPGROUP_ROWS), [pl.ds(first, PART) for first in columns]
@@ -234,7 +234,7 @@ class _ScaledProduct(RowTilesKernel):
         return lax.fori_loop(0, self.num_steps, step, start)[0]
 
     def pass_by(self, smem: Any, wg: Any, slot: jax.Array) -> None:
-        """A step without rows: its turns go to the other warpgroup."""
+        """Passes a step without rows and hands the tensor cores to the other warpgroup."""
         for filled in self.filled(smem):
             plgpu.barrier_wait(filled.at[slot])
         for _ in range(self.num_parts * self.c.in_turns):

@@ -1,6 +1,6 @@
 """Grouped products on a Hopper GPU: rows times their group's weight, and the gated pair.
 
-A block stays on its multiprocessor and takes tiles of 128 rows of one group from a list; a
+A block stays on its SM and takes tiles of 128 rows of one group from a list; a
 warpgroup copies tiles of operands ahead, two multiply 64 rows each, and one without rows, at a
 group's end, does not. Results leave while the next tile is multiplied.
 
@@ -41,7 +41,7 @@ def grouped_product(
     out_dtype: jnp.dtype,
     config: GroupedConfig,
 ) -> list[jax.Array]:
-    """Sums over factors of rows times their group's weight: [M, N] of each weight of a factor.
+    """Sums over factors rows times their group's weight: [M, N] of each weight of a factor.
 
     Args:
         factors: (a [M, K], weights [G, K, N]); all have as many weights. M is a multiple of 8 and
@@ -98,7 +98,7 @@ class _Product(RowTilesKernel):
 
     @property
     def block_columns(self) -> int:
-        """Of one weight."""
+        """Number of columns of a tile of one weight."""
         return self.c.columns // self.num_weights
 
     @property
@@ -109,7 +109,7 @@ class _Product(RowTilesKernel):
 
     @property
     def num_steps(self) -> int:
-        """Of a tile."""
+        """Number of steps of a tile."""
         return sum(-(-depth // BLOCK_DEPTH) for depth in self.depths)
 
     def scratch(self) -> dict[str, Any]:
@@ -152,11 +152,11 @@ class _Product(RowTilesKernel):
                 before = before + num_steps
 
     def b_smem(self, smem: Any, i: int) -> Any:
-        """The ring of weight i."""
+        """Ring of weight i."""
         return getattr(smem, f"b{i}")
 
     def multiplied(self, gmem: Any, smem: Any, wg: Any, facts: Any, done: Any) -> list[jax.Array]:
-        """fp32 [64, columns] of each result."""
+        """Multiplies: fp32 [64, columns] of each result."""
         del gmem, facts
         mine = pl.ds(pl.multiple_of(wg * WARPGROUP_ROWS, WARPGROUP_ROWS), WARPGROUP_ROWS)
 
@@ -181,7 +181,7 @@ class _Product(RowTilesKernel):
         return self.results(pl.run_scoped(product, *[acc] * self.num_weights))
 
     def results(self, products: Any) -> list[jax.Array]:
-        """What leaves, in fp32."""
+        """Results that are stored, in fp32."""
         if not self.gated:
             return list(products)
         gate, up = products

@@ -1,4 +1,4 @@
-"""What the kernels share: a block's roles, its ring of operand tiles, how results leave.
+"""The base class of the kernels: a block's roles, its ring of operand tiles, its stores.
 
 A block stays on its SM. It takes the next tile when it is done, of a counter in memory: tiles at
 a group's end have half the work. One warpgroup finds the tiles, tells the others by way of shared
@@ -34,7 +34,7 @@ IN_FLIGHT = 2
 
 
 def copy_rows(source: Any, rows: Any, target: Any, *, row_bytes: int) -> None:
-    """Asks for a tile of 16 KiB.
+    """Starts the copies of a tile of 16 KiB.
 
     Args:
         source: [T, columns] in global memory, from the tile's first column on.
@@ -86,7 +86,7 @@ def copy_rows(source: Any, rows: Any, target: Any, *, row_bytes: int) -> None:
 
 
 def wait_for_rows() -> None:
-    """Closes a step, and waits for all but the last ``IN_FLIGHT``."""
+    """Closes a step's copies, and waits for all but the last ``IN_FLIGHT`` steps."""
 
     @plgpu.inline_mgpu()
     def wait(_):
@@ -98,7 +98,7 @@ def wait_for_rows() -> None:
 
 
 def take_number(counter: Any, taken: Any) -> None:
-    """The counter's value to shared memory, and one more to the counter; one thread does it."""
+    """Moves the counter's value to shared memory and counts one on, in one thread."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def take(_, counter, taken):
@@ -123,7 +123,7 @@ NUM_FACTS = 8  # numbers that tell of one
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RingKernel(abc.ABC):
-    """The roles; kernels say which tiles there are, and what is loaded and multiplied.
+    """The roles of a block; kernels say which tiles there are, and what is loaded and multiplied.
 
     A tile is told by its facts: first its steps, then its group, which is above the number of
     groups for what comes behind the last tile; the rest is the kernel's.
@@ -137,7 +137,7 @@ class RingKernel(abc.ABC):
     num_groups: int
 
     def launch(self, operands: Named, results: Named) -> dict[str, Any]:
-        """Results by name, of one block on each multiprocessor."""
+        """Launches one block on each SM; results by name."""
         return launch(
             self.run,
             name=self.name,
@@ -158,11 +158,11 @@ class RingKernel(abc.ABC):
 
     @abc.abstractmethod
     def start(self, gmem: Any) -> Any:
-        """Where the search for tiles begins."""
+        """Place where the search for tiles begins."""
 
     @abc.abstractmethod
     def find(self, gmem: Any, index: jax.Array, place: Any) -> tuple[tuple[jax.Array, ...], Any]:
-        """The facts of a tile, and where the search for the block's next begins."""
+        """Facts of a tile, and the place where the search for the block's next begins."""
 
     @abc.abstractmethod
     def load(self, gmem: Any, smem: Any, facts: tuple[jax.Array, ...], done: jax.Array) -> None:
@@ -170,26 +170,26 @@ class RingKernel(abc.ABC):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread that multiplies and of one that loads; there are 504 for two and one."""
+        """Registers of a thread that multiplies and of one that loads; 504 are for two and one."""
         return 232, 40
 
     def begin(self, gmem: Any, smem: Any, wg: jax.Array) -> Any:
-        """What a warpgroup that multiplies does first; what it needs of all sizes."""
+        """First action of a warpgroup that multiplies; returns what it needs of all sizes."""
         del gmem, smem, wg
 
     def finish(self, smem: Any, wg: jax.Array) -> None:
-        """What it does last."""
+        """Last action of a warpgroup that multiplies."""
         del smem, wg
 
     @abc.abstractmethod
     def compute(
         self, gmem: Any, smem: Any, wg: jax.Array, facts: Any, done: jax.Array, constants: Any
     ) -> None:
-        """This warpgroup's rows of one tile: multiplied and sent away."""
+        """Multiplies this warpgroup's rows of one tile and stores them."""
 
     @property
     def line(self) -> int:
-        """Columns of a result that leave at a time."""
+        """Number of columns of a result that are stored at a time."""
         return LINE_BYTES // self.out_dtype.itemsize
 
     def shared(self, **operands: tuple[int, int]) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class RingKernel(abc.ABC):
         return ring | self.barriers(num_copies=len(operands))
 
     def barriers(self, *, num_copies: int) -> dict[str, Any]:
-        """Of the ring, whose slots are filled by so many copies, and of what is told."""
+        """Barriers of the ring, whose slots are filled by so many copies, and of the facts."""
         c = self.c
         return {
             "facts": plgpu.SMEM((NUM_TOLD, NUM_FACTS), jnp.int32),
@@ -212,7 +212,7 @@ class RingKernel(abc.ABC):
         }
 
     def run(self, gmem: Any, smem: Any) -> None:
-        """One block, with room for results on their way: whole tiles swizzled, parts plain."""
+        """Runs one block, with buffers for results: whole tiles swizzled, parts plain."""
         shape = (NUM_COMPUTE, 2, WARPGROUP_ROWS, self.line)
         transforms = tiled(128, self.out_dtype.itemsize)
         swizzled = plgpu.SMEM(shape, self.out_dtype, transforms=transforms)
@@ -225,7 +225,7 @@ class RingKernel(abc.ABC):
         pl.run_scoped(roles, out, collective_axes="wg")
 
     def roles(self, gmem: Any, smem: Any) -> None:
-        """Each warpgroup's part."""
+        """Runs each warpgroup's role."""
         wg = lax.axis_index("wg")
         counter = pl.get_global(plgpu.SemaphoreType.REGULAR) if self.c.in_any_order else None
 
@@ -307,19 +307,19 @@ class RingKernel(abc.ABC):
         lax.fori_loop(0, num_steps + behind, step, None)
 
     def size(self, gmem: Any, group: jax.Array, first: jax.Array) -> jax.Array:
-        """Rows of a group that begins at a row: those that there are."""
+        """Number of rows of a group that begins at a row, cut at the last row."""
         size = gmem.sizes[jnp.minimum(group, self.num_groups - 1)]
         return jnp.clip(size, 0, self.num_rows - first)
 
     def slot(self, step: jax.Array) -> jax.Array:
-        """The place in the ring of a step, counted over all tiles of the block."""
+        """Slot of a step in the ring, counted over all tiles of the block."""
         return lax.rem(step, self.c.num_stages)
 
     def store(self, smem: Any, wg: jax.Array, parts: list, rows: Any) -> None:
-        """A warpgroup's 64 rows of results to memory, not waited for.
+        """Stores a warpgroup's 64 rows of results, without waiting.
 
         Args:
-            parts: (fp32 [64, line], where its rows lie, whether it exists) of each line.
+            parts: (fp32 [64, line], a function to its place, whether it exists) of each line.
             rows: (first, end) of those that are written.
         """
         plain = smem.out[1]
@@ -347,7 +347,7 @@ class RingKernel(abc.ABC):
                 plgpu.commit_smem_to_gmem_group()
 
     def store_whole(self, smem: Any, wg: jax.Array, parts: list) -> None:
-        """All 64 rows, likewise."""
+        """Stores all 64 rows, without waiting."""
         swizzled = smem.out[0]
         for i, (part, gmem, _) in enumerate(parts):
             self._stage(part, swizzled.at[wg, i % 2])

@@ -30,40 +30,40 @@ class RowTilesKernel(RingKernel):
     @property
     @abc.abstractmethod
     def block_columns(self) -> int:
-        """Of a tile of one result."""
+        """Number of columns of a tile of one result."""
 
     @property
     @abc.abstractmethod
     def num_results(self) -> int:
-        """Arrays that are written, all alike."""
+        """Number of arrays that are written, all alike."""
 
     @property
     @abc.abstractmethod
     def num_steps(self) -> int:
-        """Of a tile."""
+        """Number of steps of a tile."""
 
     @abc.abstractmethod
     def multiplied(self, gmem: Any, smem: Any, wg: Any, facts: Any, done: Any) -> list[jax.Array]:
-        """fp32 [64, block columns] of each result: this warpgroup's rows of one tile."""
+        """Multiplies this warpgroup's rows of one tile: fp32 [64, block columns] of each result."""
 
     def pass_by(self, smem: Any, wg: Any, slot: jax.Array) -> None:
-        """A step of a tile in which this warpgroup has no rows."""
+        """Passes a step of a tile in which this warpgroup has no rows."""
         del wg
         plgpu.barrier_wait(smem.full.at[slot])
         plgpu.barrier_arrive(smem.empty.at[slot])
 
     @property
     def num_n_tiles(self) -> int:
-        """Tiles of columns."""
+        """Number of tiles of columns."""
         return -(-self.num_columns // self.block_columns)
 
     def start(self, gmem: Any) -> Any:
-        """(group, its first row, its rows, tiles before it) of the first group."""
+        """Place of the first group: (group, its first row, its rows, tiles before it)."""
         zero = jnp.int32(0)
         return zero, zero, self.size(gmem, zero, zero), zero
 
     def row_tiles(self, first: jax.Array, size: jax.Array) -> jax.Array:
-        """Tiles of rows of a group."""
+        """Number of tiles of rows of a group."""
         count = lax.div(lax.rem(first, ROW_MULTIPLE) + size + BLOCK_ROWS - 1, BLOCK_ROWS)
         return jnp.where(size > 0, count, 0)
 
@@ -107,7 +107,7 @@ class RowTilesKernel(RingKernel):
         return facts, place
 
     def compute(self, gmem: Any, smem: Any, wg: Any, facts: Any, done: Any, constants: Any) -> None:
-        """This warpgroup's rows of one tile."""
+        """Multiplies this warpgroup's rows of one tile and stores them."""
         del constants
         steps, _, row, first, end, column, *_ = facts
         row = pl.multiple_of(row + wg * WARPGROUP_ROWS, ROW_MULTIPLE)

@@ -2,7 +2,7 @@
 
 A tile is 128 rows and 256 columns of one group's gradient; its contraction is as long as the group.
 Rows are copied 64 at a time from the multiple of 8 before the group, so that the first and the last
-step hold rows of other groups: they are zeroed where they lie, while the step before is multiplied.
+step hold rows of other groups: they are zeroed in place, while the step before is multiplied.
 
 Dims: M row, G group, K width of x, N width of d.
 """
@@ -44,7 +44,7 @@ def grouped_weight_gradient(
     out_dtype: jnp.dtype,
     config: GroupedConfig,
 ) -> jax.Array:
-    """[G, K, N], 0 for a group without rows.
+    """Computes x^T d of each group: [G, K, N], 0 for a group without rows.
 
     Args:
         x_MK: M is a multiple of 8 and at least 64, K of 64 and at least 128.
@@ -94,7 +94,7 @@ class _WeightGradient(RingKernel):
         return -(-self.width // BLOCK_ROWS), -(-self.num_columns // self.c.columns)
 
     def begin(self, gmem: Any, smem: Any, wg: Any) -> jax.Array:
-        """The end of the last group."""
+        """Finds the end of the last group."""
         del smem, wg
 
         def step(i, end):
@@ -107,11 +107,11 @@ class _WeightGradient(RingKernel):
 
     @property
     def long(self) -> int:
-        """Rows beyond which a group is a long one."""
+        """Number of rows beyond which a group is a long one."""
         return LONG * -(-self.num_rows // self.num_groups)
 
     def start(self, gmem: Any) -> Any:
-        """(turn of long groups or of others, group, its first row, its rows, groups before it)."""
+        """Place of the first group: (long or other, group, first row, rows, groups before)."""
 
         def step(i, longest):
             for j in range(READ_AT_ONCE):
@@ -192,7 +192,7 @@ class _WeightGradient(RingKernel):
     def compute(
         self, gmem: Any, smem: Any, wg: Any, facts: Any, done: Any, constants: jax.Array
     ) -> None:
-        """This warpgroup's rows of one tile."""
+        """Computes this warpgroup's rows of one tile and stores them."""
         _, group, _, _, row, column, *_ = facts
 
         @pl.when(group < self.num_groups)
@@ -211,7 +211,7 @@ class _WeightGradient(RingKernel):
             self.store_whole(smem, wg, parts)
 
     def multiply(self, smem: Any, wg: Any, facts: Any, done: Any, last_end: jax.Array) -> jax.Array:
-        """fp32 [64, columns]."""
+        """Multiplies: fp32 [64, columns]."""
         mine = pl.ds(pl.multiple_of(wg * WARPGROUP_ROWS, WARPGROUP_ROWS), WARPGROUP_ROWS)
         num_steps, _, first, end, *_ = facts
         first_read = self.first_read(first)
