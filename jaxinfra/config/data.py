@@ -24,6 +24,23 @@ class DataFormat(enum.StrEnum):
     PREFERENCES = "preferences"  # a row of a prompt, a chosen and a rejected answer: there, too
 
 
+class Packing(enum.StrEnum):
+    """How documents become rows."""
+
+    AUTO = "auto"  # windows of text; best_fit of conversations
+    WINDOWS = "windows"  # one after another, cut where a row is full
+    BEST_FIT = "best_fit"  # whole, the longest first, each where it leaves the least room
+    IN_ORDER = "in_order"  # whole, as they come, into a new row where the last has no room
+    ALONE = "alone"  # a row each
+
+
+class TooLong(enum.StrEnum):
+    """What becomes of a conversation that is longer than a row."""
+
+    DROP = "drop"
+    CUT = "cut"  # its beginning is kept
+
+
 class TokenizerKind(enum.StrEnum):
     """How text becomes tokens."""
 
@@ -88,6 +105,10 @@ class DataConfig:
     text_field: str = "text"  # of JSON lines and Parquet rows
     format: DataFormat = DataFormat.TEXT  # what a document is
     chat_template: str | None = None  # a model's directory; its template renders conversations
+    packing: Packing = Packing.AUTO  # how documents become rows
+    too_long: TooLong = (
+        TooLong.DROP
+    )  # conversations that no row holds, where packing keeps them whole
     tokenizer: TokenizerConfig = TokenizerConfig()  # how text becomes tokens
     num_prefetch_threads: int = 2  # that read ahead
     prefetch_batches: int = 4  # batches read ahead
@@ -111,6 +132,11 @@ class DataConfig:
             raise ConfigError(
                 f"data format={self.format} with chat_template={self.chat_template!r}: a model's "
                 "directory, whose template renders them, goes with conversations and only with them"
+            )
+        if self.format != DataFormat.CHAT and self.packing != Packing.AUTO:
+            raise ConfigError(
+                f"packing={self.packing} of data format={self.format}: conversations alone have a "
+                "choice; leave packing=auto"
             )
         if self.format != DataFormat.TEXT and self.tokenizer.kind == TokenizerKind.BPE:
             raise ConfigError(

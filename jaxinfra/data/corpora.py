@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import final
 
-from jaxinfra.config.data import DataConfig, DataFormat
+from jaxinfra.config.data import DataConfig, DataFormat, Packing
 from jaxinfra.config.mixture import OWN
 from jaxinfra.config.run import TrainingConfig
 from jaxinfra.data.corpus import Corpus, open_corpus, shared_tokenizer
 from jaxinfra.data.mixture import MixedWindows, MixtureSchedule
-from jaxinfra.data.pair_rows import PairWindows
 from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.data.tokenizer import Tokenizer
+from jaxinfra.data.whole_rows import WholeRows, conversation_rows, pair_rows
 
 
 @final
@@ -60,22 +60,27 @@ class Corpora:
     def _all(self) -> dict[str, Corpus]:
         return {**self.sources, **self.validation}
 
-    def train_source(self, training: TrainingConfig) -> TokenArrays | PairWindows | MixedWindows:
+    def train_source(self, training: TrainingConfig) -> TokenArrays | WholeRows | MixedWindows:
         """What training batches are made of."""
-        if self.config.format is DataFormat.PREFERENCES:
-            return PairWindows(
-                self.sources[OWN].train,
-                sequence_length=training.sequence_length,
-                seed=training.seed,
-            )
-        if not self.config.mixture:
-            return self.sources[OWN].train
-        return MixedWindows(
-            {name: each.train for name, each in self.sources.items()},
-            schedule_of(self.config, training),
-            sequence_length=training.sequence_length,
-            seed=training.seed,
+        data, order = (
+            self.config,
+            {
+                "sequence_length": training.sequence_length,
+                "seed": training.seed,
+            },
         )
+        if data.format is DataFormat.PREFERENCES:
+            return pair_rows(self.sources[OWN].train, **order)
+        rows_of = None
+        if data.format is DataFormat.CHAT and data.packing is not Packing.WINDOWS:
+            rows_of = functools.partial(
+                conversation_rows, packing=data.packing, too_long=data.too_long, **order
+            )
+        if data.mixture:
+            trained = {name: each.train for name, each in self.sources.items()}
+            return MixedWindows(trained, schedule_of(data, training), **order, rows_of=rows_of)
+        own = self.sources[OWN].train
+        return own if rows_of is None else rows_of(own)
 
 
 def schedule_of(config: DataConfig, training: TrainingConfig) -> MixtureSchedule:

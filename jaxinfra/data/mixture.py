@@ -12,7 +12,7 @@ source is read as often as its shares say, within a few rows.
 
 import hashlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import numpy as np
@@ -23,6 +23,7 @@ from jaxinfra.data.batch import Batch
 from jaxinfra.data.packing import PackedWindows, rows_together
 from jaxinfra.data.permutation import permute
 from jaxinfra.data.token_arrays import TokenArrays
+from jaxinfra.data.whole_rows import WholeRows
 from jaxinfra.errors import DataError
 
 MIXTURE_VERSION = 1  # of what decides whose a row is: another must not resume this one
@@ -103,7 +104,11 @@ class MixtureSchedule:
 
 @final
 class MixedWindows:
-    """Batches of several sources by random access: no state but the number of the step."""
+    """Batches of several sources by random access: no state but the number of the step.
+
+    Args:
+        rows_of: makes rows of a source; windows by default.
+    """
 
     def __init__(
         self,
@@ -112,6 +117,7 @@ class MixedWindows:
         *,
         sequence_length: int,
         seed: int,
+        rows_of: Callable[[TokenArrays], WholeRows] | None = None,
     ):
         assert tuple(sources) == schedule.names, f"{tuple(sources)} for {schedule.names}"
         for name, arrays in sources.items():
@@ -123,10 +129,16 @@ class MixedWindows:
                 )
         self._schedule = schedule
         self._seed = seed
-        self._fingerprints = {name: arrays.fingerprint for name, arrays in sources.items()}
-        self._windows = {
+        self._windows: dict[str, PackedWindows | WholeRows] = {
             name: PackedWindows(arrays, sequence_length=sequence_length, seed=seed)
+            if rows_of is None
+            else rows_of(arrays)
             for name, arrays in sources.items()
+        }
+
+        self._fingerprints = {
+            name: " ".join([sources[name].fingerprint, *map(str, each.identity.values())])
+            for name, each in self._windows.items()
         }
 
     def batch(self, step: int, rows: slice) -> Batch[np.ndarray]:

@@ -38,6 +38,7 @@ class PackedWindows:
     def __init__(self, arrays: TokenArrays, *, sequence_length: int, seed: int):
         if not arrays.num_tokens:
             raise DataError("no document has a token; there is nothing to train on")
+        self.identity: dict[str, int | str] = {}
         self._arrays = arrays
         self._sequence_length = sequence_length
         self._seed = seed

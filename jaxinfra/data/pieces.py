@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+import heapq
 from typing import final
 
 import numpy as np
@@ -89,21 +90,40 @@ def best_fit(
     Args:
         most: in a row.
     """
-    held: dict[int, int] = {}
     row = np.zeros(len(lengths), np.int64)
     column = np.zeros(len(lengths), np.int64)
-    free: list[tuple[int, int]] = []  # (tokens left, row), sorted
-    num_rows = 0
-    for index in np.argsort(-lengths, kind="stable"):
+    rows: dict[int, list[int]] = {}  # those with so much room left, the first of them first
+    rooms: list[int] = []  # for which there are any, sorted
+    held: list[int] = []  # of each row
+    for index in np.argsort(-lengths, kind="stable").tolist():
         need = int(lengths[index])
-        place = bisect.bisect_left(free, (need, -1))
-        if place < len(free):
-            left, row[index] = free.pop(place)
+        place = bisect.bisect_left(rooms, need)
+        if place < len(rooms):
+            left = rooms[place]
+            chosen = heapq.heappop(rows[left])
+            if not rows[left]:
+                del rooms[place]
         else:
-            left, row[index] = capacity, num_rows
-            num_rows += 1
-        column[index] = capacity - left
-        held[int(row[index])] = held.get(int(row[index]), 0) + 1
-        if left > need and held[int(row[index])] != most:
-            bisect.insort(free, (left - need, int(row[index])))
+            left, chosen = capacity, len(held)
+            held.append(0)
+        row[index], column[index] = chosen, capacity - left
+        held[chosen] += 1
+        if left > need and held[chosen] != most:
+            others = rows.setdefault(left - need, [])
+            if not others:
+                bisect.insort(rooms, left - need)
+            heapq.heappush(others, chosen)
+    return row, column
+
+
+def next_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """In their order: each into the last row if that still holds it, else into a new one."""
+    row = np.zeros(len(lengths), np.int64)
+    column = np.zeros(len(lengths), np.int64)
+    number, end = 0, 0
+    for index, need in enumerate(lengths.tolist()):
+        if end + need > capacity:
+            number, end = number + 1, 0
+        row[index], column[index] = number, end
+        end += need
     return row, column

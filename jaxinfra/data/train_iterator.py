@@ -15,8 +15,8 @@ from jaxtyping import Int64
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.mixture import MIXTURE_VERSION, MixedWindows
 from jaxinfra.data.packing import ORDER_VERSION, PackedWindows
-from jaxinfra.data.pair_rows import PAIRS_VERSION, PairWindows
 from jaxinfra.data.token_arrays import TokenArrays
+from jaxinfra.data.whole_rows import WholeRows
 from jaxinfra.errors import DataError
 
 # Epochs follow one another without end; a run's last step is the trainer's affair.
@@ -48,7 +48,7 @@ def process_rows(*, batch_size: int, process_index: int, process_count: int) -> 
 
 
 def train_batches(
-    source: TokenArrays | PairWindows | MixedWindows,
+    source: TokenArrays | WholeRows | MixedWindows,
     *,
     sequence_length: int,
     batch_size: int,
@@ -77,9 +77,9 @@ def train_batches(
     else:
         mixture = None
         identity = {"data": source.fingerprint, **identity}
-        if isinstance(source, PairWindows):
+        if isinstance(source, WholeRows):
             windows = source
-            identity = {"pairs_version": PAIRS_VERSION, **identity}
+            identity = {**source.identity, **identity}
         else:
             windows = PackedWindows(source, sequence_length=sequence_length, seed=seed)
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfra.config.preferences import PreferenceConfig, PreferenceLoss
 from jaxinfra.data.batch import Batch
-from jaxinfra.data.pair_rows import MOST_PAIRS
+from jaxinfra.data.whole_rows import MOST_PAIRS
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.definition import ModelDefinition, Parameters
 

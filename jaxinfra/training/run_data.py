@@ -15,11 +15,11 @@ from jaxinfra.checkpoint import processes
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.corpora import Corpora, open_corpora
-from jaxinfra.data.pair_rows import pair_pieces
 from jaxinfra.data.pieces import DocumentPieces, piece_rows, piece_targets
 from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.data.train_iterator import TrainIterator, train_batches
+from jaxinfra.data.whole_rows import pair_pieces
 from jaxinfra.errors import DataError
 from jaxinfra.model.definition import Parameters
 from jaxinfra.parallel.zigzag import from_zigzag

@@ -68,7 +68,8 @@ def make_train_step(
 ) -> TrainStep:
     """Builds the step; jit it with the state donated.
 
-    A step whose loss or gradient is not finite changes nothing but the counters and the loss scale.
+    A step whose loss or gradient is not finite, or in whose batch no token counts, changes nothing
+    but the counters and the loss scale.
 
     Args:
         next_model_state: ``ModelDefinition.next_state``.
@@ -96,6 +97,8 @@ def make_train_step(
             gradients = jax.tree.map(lambda g: g.astype(scale.dtype) / scale, gradients)
             norm = optax.tree_utils.tree_norm(gradients)
             finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+            counted = jnp.sum(batch.weights)
+            applies = finite & (counted > 0)
             steps, moments = optimizer.update(gradients, state.optimizer, old)
             parameters = _after_updates(old, steps, key)
             statistics: StatisticsTable = {}
@@ -105,9 +108,9 @@ def make_train_step(
                 )
 
             def applied(new, before):
-                return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, before)
+                return jax.tree.map(lambda a, b: jnp.where(applies, a, b), new, before)
 
-            skip = jnp.where(finite, 0, 1)
+            skip = jnp.where(applies, 0, 1)
             new_state = TrainState(
                 step=state.step + 1,
                 skipped=state.skipped + skip,
@@ -129,11 +132,11 @@ def make_train_step(
                 )
                 new_state = dataclasses.replace(new_state, average=applied(mean, state.average))
         metrics = StepMetrics(
-            loss=loss,
+            loss=jnp.where(counted > 0, loss, jnp.nan),  # the mean of nothing is no loss of 0
             gradient_norm=norm,
             learning_rate=jnp.asarray(learning_rate(state.step - state.skipped), loss.dtype),
             loss_scale=state.loss_scale.value,
-            tokens=jnp.sum(batch.weights),
+            tokens=counted,
             skipped=new_state.skipped,
             skipped_in_a_row=new_state.skipped_in_a_row,
             sums=learned.sums,

@@ -310,8 +310,8 @@ def require_applied(last: dict[str, Any] | None, *, steps: int) -> None:
     """Raises DivergedError where no step of a run, whose last record this is, changed anything."""
     if last is not None and last["skipped"] >= steps:
         raise DivergedError(
-            f"none of {steps} steps was applied: each had a loss or a gradient that is not finite; "
-            "see what it starts from, optimizer.learning_rate and the data"
+            f"none of {steps} steps was applied: each had a loss or a gradient that is not finite, "
+            "or no token that counts; see what it starts from, optimizer.learning_rate and the data"
         )
 
 

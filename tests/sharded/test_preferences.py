@@ -12,8 +12,8 @@ from numbered_documents import numbered_documents
 
 import jaxinfra
 from jaxinfra.checkpoint.initial import read_initial
-from jaxinfra.data.pair_rows import PairWindows
 from jaxinfra.data.train_iterator import train_batches
+from jaxinfra.data.whole_rows import pair_rows
 from jaxinfra.training import preferences
 from jaxinfra.training.preferences import preference_loss
 
@@ -182,7 +182,7 @@ def test_meshes_agree(place, on_one, mesh):
 
 def test_rows_are_the_same_for_any_number_of_processes():
     """As those of text: contiguous parts of one batch."""
-    windows = PairWindows(numbered_documents([3, 4] * 20), sequence_length=16, seed=2)
+    windows = pair_rows(numbered_documents([3, 4] * 20), sequence_length=16, seed=2)
     settings = {"sequence_length": 16, "batch_size": 4, "seed": 2, "num_threads": 0}
     whole = next(train_batches(windows, **settings))
     halves = [

@@ -20,10 +20,10 @@ from jaxinfra.data.batch import Batch
 from jaxinfra.data.chat import ChatEncoder
 from jaxinfra.data.chat_template import ChatTemplate
 from jaxinfra.data.corpora import open_corpora
-from jaxinfra.data.pair_rows import MOST_PAIRS, PairWindows, pair_pieces
 from jaxinfra.data.pairs import PairEncoder
 from jaxinfra.data.readers import Document
 from jaxinfra.data.tokenizer import bytes_tokenizer
+from jaxinfra.data.whole_rows import MOST_PAIRS, pair_pieces, pair_rows
 from jaxinfra.errors import ConfigError, DataError
 from jaxinfra.training.preferences import count_pairs, pair_sums, preference_loss
 
@@ -139,7 +139,7 @@ def pairs_of(num: int, seed: int = 0):
 
 def test_every_pair_lies_in_one_row_as_two_segments():
     arrays = pairs_of(40)
-    windows = PairWindows(arrays, sequence_length=40, seed=1)
+    windows = pair_rows(arrays, sequence_length=40, seed=1)
     batch = windows.batch(np.arange(windows.num_windows))
     seen = []
     for row in range(windows.num_windows):
@@ -187,7 +187,7 @@ def test_sums_of_packed_rows_are_those_of_the_pairs(config):
     arrays = pairs_of(12, seed=5)
     if not config.has_reference:
         arrays = dataclasses.replace(arrays, reference=None)
-    windows = PairWindows(arrays, sequence_length=48, seed=0)
+    windows = pair_rows(arrays, sequence_length=48, seed=0)
     batch = windows.batch(np.arange(windows.num_windows))
     log_p = -np.random.default_rng(9).uniform(0.1, 3, len(arrays.tokens)).astype(np.float32)
     each_BT = np.where(batch.segment_ids >= 0, log_p[np.minimum(batch.targets, len(log_p) - 1)], 7)
@@ -355,6 +355,6 @@ def test_runs_that_cannot_learn_from_pairs_are_refused(changes, what):
 
 def test_a_batch_of_pairs_may_have_no_reference():
     arrays = dataclasses.replace(pairs_of(6), reference=None)
-    batch = PairWindows(arrays, sequence_length=48, seed=0).batch(np.arange(2))
+    batch = pair_rows(arrays, sequence_length=48, seed=0).batch(np.arange(2))
     assert batch.reference is None
     assert isinstance(batch, Batch)

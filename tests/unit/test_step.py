@@ -254,3 +254,16 @@ def test_evaluation_sums_what_training_averages():
     loss, _ = oracle.loss_and_gradients(config, jax.device_get(parameters), batch, z_loss=0.0)
     assert count == np.sum(batch.weights)
     assert nll / count == pytest.approx(float(loss), rel=1e-6)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_a_batch_without_counted_tokens_changes_nothing(accumulation):
+    batch = dataclasses.replace(packed_batch(), weights=jnp.zeros_like(packed_batch().weights))
+    built = stepped(accumulation)
+    before = jax.device_get(built.state())
+    state, metrics = built.step(built.state(), batch)
+    assert np.isnan(float(metrics.loss))  # the mean of nothing is not 0
+    assert (int(metrics.skipped), int(metrics.skipped_in_a_row), int(metrics.tokens)) == (1, 0, 0)
+    chex.assert_trees_all_equal(state.parameters, before.parameters)
+    chex.assert_trees_all_equal(state.optimizer, before.optimizer)
+    assert int(state.step) == 1
