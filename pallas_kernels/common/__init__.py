@@ -1,1 +1,1 @@
-"""What every op shares: device facts, errors, timing, tuned tables."""
+"""Code that every op shares: device facts, errors, tuned tables."""

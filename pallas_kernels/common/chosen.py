@@ -1,4 +1,4 @@
-"""What ``implementation="auto"`` took, logged once for each distinct case."""
+"""Logs of what ``implementation="auto"`` took, once for each distinct case."""
 
 import functools
 import logging

@@ -11,7 +11,7 @@ import jax
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What decides which kernels a device can run and which are fast on it."""
+    """The facts of a device that decide which kernels it can run and which are fast."""
 
     kind: str  # as JAX names it: "NVIDIA H200", "cpu"
     is_gpu: bool
@@ -33,7 +33,7 @@ _compiling_for: contextvars.ContextVar[Facts | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def compiling_for(facts: Facts) -> Iterator[None]:
-    """Within, kernels are chosen for this device instead of the one that is there.
+    """Context within which kernels are chosen for this device instead of the one that is there.
 
     For lowering to a GPU on a machine without one. JAX's caches do not know of it: lower a function
     that this process has not traced before.

@@ -1,4 +1,4 @@
-"""What a product may make of its rows before it multiplies them. Dims: M row, K column."""
+"""Norm and SwiGLU of rows before a product. Dims: M row, K column."""
 
 import dataclasses
 

@@ -1,9 +1,9 @@
-"""Matrices in 8-bit floats with fp32 scales: the forms, how scales lie, what they mean.
+"""Matrices in 8-bit floats with fp32 scales: forms of scales, their layout, their meaning.
 
     x = values * scale,   the scale of an element being that of its tensor, row or block
 
-A matrix is [R, C]; C is the dim that a matmul contracts. Scales of blocks lie with the blocks of C
-first, so that those of one step of a matmul, whose blocks are all in one column, are neighbours.
+A matrix is [R, C]; C is the dim that a matmul contracts. Scales of blocks are stored with the
+blocks of C first: those of one step of a matmul, all in one column, are neighbours.
 
 | form | scale | one number for |
 |---|---|---|
@@ -30,7 +30,7 @@ FORMATS = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
 class Scaling(enum.StrEnum):
-    """What shares one scale."""
+    """The elements that share one scale."""
 
     TENSOR = "tensor"
     ROW = "row"
@@ -43,7 +43,7 @@ class Scaling(enum.StrEnum):
         return self in (Scaling.BLOCK_OF_ROW, Scaling.BLOCK)
 
     def shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        """Of the scales of a [rows, columns] matrix."""
+        """Shape of the scales of a [rows, columns] matrix."""
         J, I = -(-columns // BLOCK), -(-rows // BLOCK)  # noqa: E741
         return {"tensor": (), "row": (rows,), "1x128": (J, rows), "128x128": (J, I)}[self]
 

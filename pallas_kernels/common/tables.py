@@ -134,15 +134,16 @@ def find(folder: pathlib.Path, op: str, question: str) -> Table | None:
 
 
 def octaves_apart(case: dict[str, Value], wanted: dict[str, int]) -> dict[str, float]:
-    """How many powers of two lie between a measured case's sizes and those of a call, by name."""
+    """Number of powers of two between a measured case's sizes and those of a call, by name."""
     return {name: abs(math.log2(size / count(case[name]))) for name, size in wanted.items()}
 
 
 def by_nearness(
     table: Table, same: dict[str, Value], sizes: dict[str, int], farthest: dict[str, float]
 ) -> list[tuple[float, list[Row]]]:
-    """Rows of the measured cases that are near enough to a call, by case, the nearest case first,
-    with how many powers of two it is away.
+    """Rows of the measured cases near a call, by case, the nearest first.
+
+    With each case comes the number of powers of two that it is away.
 
     Args:
         same: fields that a case must have, with their values.

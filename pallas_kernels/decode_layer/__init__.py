@@ -4,8 +4,8 @@
 that compute and one that loads. The phases of a layer (``hopper``: queries, keys and values;
 attention; out; gate and up; down) each end with a meeting of all blocks. What a phase needs of
 others' results it reads from L2 after the meeting (``inputs``). The loading warpgroup fills one
-ring (``stream``) with tiles of weights, keys and values of all phases and layers in the order in
-which they are needed, and waits for free slots only. The residual stream, queries, hidden values
+ring (``stream``) with tiles of weights, keys and values, in the order in which phases and layers
+need them. It waits for free slots only. The residual stream, queries, hidden values
 and all sums are fp32 within a launch; keys and values are rounded once, as pages have them.
 
 One row of Llama-3.2-1B on an H200: 44.4 us per layer beside 57.6 one product after another; a step

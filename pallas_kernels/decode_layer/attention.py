@@ -1,10 +1,10 @@
 """Attention of one new token to pages, its key and value among them, as a phase of a layer.
 
 Key tiles of all kv heads are a line, cut into a piece for each block. A block's tiles of keys and
-values come through the ring of weights, as earlier steps wrote them. Who has a head's last tile
-turns the new key, and puts it and the new value into the tile in shared memory and into their
-page. A warp has some keys of each tile, and a softmax of its own; a block leaves what it found
-unnormalized, with its maximum and sum, and the next product's readers merge (``merged``).
+values come through the ring of weights, as earlier steps wrote them. The block with a head's
+last tile rotates the new key (RoPE), and puts it and the new value into that tile in shared memory
+and into their page. A warp has some keys of each tile, and a softmax of its own. A block leaves its
+sums unnormalized, with their maximum and sum, and the next product's readers merge (``merged``).
 
 Dims: N query heads, K kv heads, G query heads per kv head, H width, P page, S slot of a page.
 """
@@ -39,7 +39,7 @@ class KeyPlan(NamedTuple):
     place: jax.Array  # slot of a layer's pool that the new token goes into; below 0: none
 
     def first_block(self, head: jax.Array) -> jax.Array:
-        """Who has a head's first tile."""
+        """Number of the block that has a head's first tile."""
         return lax.div((head * self.tiles + 1) * self.blocks - 1, jnp.maximum(self.line, 1))
 
 
@@ -66,7 +66,7 @@ class Attention:
         return None
 
     def plan(self, gmem) -> KeyPlan:
-        """Of this step."""
+        """The numbers of this step."""
         s, block = self.sizes, lax.axis_index("block")
         length = jnp.clip(gmem.positions[0] + 1, 0, self.table * self.page)
         tiles = lax.div(length + (s.keys - 1), jnp.int32(s.keys))
@@ -154,7 +154,7 @@ class Attention:
             lax.fori_loop(lax.div(plan.start, plan.tiles), stop, head, None)
 
     def prepare(self, gmem, smem, layer, h, plan: KeyPlan, *, is_last) -> None:
-        """A head's queries, and the new key and value, turned, into shared memory."""
+        """Puts a head's rotated queries, and the new key and value, into shared memory."""
 
         def body(heads, cos, sin, x, k, v, h, place):
             self.sizes.put_heads(heads, cos, sin, x, [k, v], h, place)
@@ -164,7 +164,7 @@ class Attention:
         each_thread(body, refs, numbers, layer=layer, stacks=[gmem.k, gmem.v])
 
     def wait(self, ring, barriers, slots: Slots, turn) -> list[Any]:
-        """Where tiles of keys and of values lie, once they do."""
+        """Waits for a tile of keys and one of values; returns their addresses."""
         both = [turn, total(turn, constant(1))]
         for each in both:
             slots.wait_full(barriers, each)
@@ -189,7 +189,7 @@ class Attention:
         return add(held, smem.x, smem.w, smem.barriers, splat(turn), splat(left))
 
     def leave(self, held, x_smem, attended, stats, h, part) -> None:
-        """What all warps found, to the block's part."""
+        """Writes the sums of all warps to the block's part."""
         kinds = (self.held.layout, *[plgpu.RefType()] * 3, *[plgpu.Layout.WG_SPLAT(())] * 2)
 
         @plgpu.inline_mgpu(arg_types=kinds)

@@ -1,7 +1,7 @@
-"""What one thread does in a layer's attention.
+"""The code of one thread in a layer's attention.
 
-Of a tile, 8 lanes have a key's columns side by side, 8 each, and as many lanes below have other
-keys, so that reads of shared memory meet in no bank. Probabilities of a key are in the lanes that
+Of a tile, 8 lanes have a key's columns side by side, 8 each, and the lanes below have other keys:
+so reads of shared memory meet in no bank. Probabilities of a key are in the lanes that
 have its value.
 
 Dims: as in ``attention``.
@@ -63,12 +63,12 @@ class HeadSizes:
 
     @property
     def halves(self) -> int:
-        """Of 64 columns, in a head."""
+        """Number of halves of 64 columns in a head."""
         return self.H // WIDTH
 
     @property
     def keys(self) -> int:
-        """Of a tile, which has the size of a weight's."""
+        """Number of keys of a tile, which has the size of a weight's."""
         return DEPTH // self.halves
 
     @property
@@ -93,8 +93,9 @@ class HeadSizes:
         return none + [number(_NO_MAXIMUM)] * self.group + [number(0.0)] * self.group
 
     def put_heads(self, heads, cos, sin, x, pages: Sequence[Any], h, place) -> None:
-        """A kv head's queries, key and value, turned, in fp32 to ``x``; the last two rounded to
-        their place in pages of keys and of values, where that is not below 0.
+        """Puts a kv head's queries, key and value, rotated, in fp32 into ``x``.
+
+        The last two are rounded to their place in pages, where that is not below 0.
         """
         per_head, columns = self.H // (2 * QUAD), Columns(share=self.share)
         for unit in quads((self.group + 2) * per_head):
@@ -142,7 +143,7 @@ class HeadSizes:
         meet_in_block(THREADS)
 
     def put_token(self, x, k, v, row) -> None:
-        """The new key and value, rounded, into a row of their tiles, which lie at k and v."""
+        """Puts the new key and value, rounded, into a row of their tiles, at addresses k and v."""
         across = self.H // _COLUMNS
         mine = mgpu_utils.thread_idx()
         with mgpu_utils.when(below(mine, constant(across))):
@@ -159,7 +160,7 @@ class HeadSizes:
         meet_in_block(THREADS)
 
     def tile(self, held: list[Any], x, k, v, left) -> list[Any]:
-        """What a thread holds, with a tile's keys and values."""
+        """Adds a tile's keys and values to what a thread holds."""
         warp, lane = warp_and_lane()
         across = arith.remui(lane, constant(_ACROSS))
         first = total((warp, self.rows * _DOWN), (arith.divui(lane, constant(_ACROSS)), self.rows))
@@ -277,7 +278,7 @@ class HeadSizes:
 def put_attended(
     attended, stats, x: Rows, block, plan: Sequence[Any], sizes: HeadSizes, share: Share
 ) -> None:
-    """What the block's units of a product are multiplied with, of what attention gave.
+    """Puts attention's result into shared memory, for the block's units of a product.
 
     A thread of each head says what its parts are multiplied with, while all wait for the columns.
 

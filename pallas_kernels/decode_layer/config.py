@@ -23,15 +23,15 @@ _PART_COST = 0.01  # of the time of a product, for each part that readers add
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TileForm:
-    """How weights lie in memory: a tile is lines of 64 columns, of a row or of 32 rows of codes."""
+    """Layout of weights: a tile is lines of 64 columns, of a row or of 32 rows of codes."""
 
-    code: WeightCode | None = None  # of weights in few bits
+    code: WeightCode | None = None  # of quantized weights
     group_rows: int = 0  # that share a scale; 0: all
     scale_bytes: int = 2
 
     @classmethod
     def of(cls, weight: jax.Array | QuantizedWeight) -> "TileForm":
-        """That of a weight, in few bits one in the order of fragments."""
+        """The layout of a weight; a quantized one is in the order of fragments."""
         if not isinstance(weight, QuantizedWeight):
             return cls()
         form, scale_bytes = weight.format, weight.scales.dtype.itemsize
@@ -49,7 +49,7 @@ class TileForm:
 
     @property
     def line_bytes(self) -> int:
-        """Of a line of a tile."""
+        """Bytes of a line of a tile."""
         return WIDTH * self.row_bits // 8
 
     @property
@@ -59,7 +59,7 @@ class TileForm:
 
     @property
     def groups(self) -> int:
-        """Of rows that share a scale, in a tile."""
+        """Number of groups of rows that share a scale, in a tile."""
         if self.code is None:
             return 0
         return max(1, self.depth // self.group_rows) if self.group_rows else 1
@@ -74,8 +74,8 @@ class TileForm:
 class Share:
     """A product's units, dealt out to blocks one by one: a column of tiles, or a part of its K.
 
-    Blocks work on neighboring columns at the same time, so that what lies side by side in memory is
-    read together. Units of several parts of K leave as many parts of each column.
+    Blocks work on neighboring columns at the same time, so that neighbors in memory are read
+    together. Units of several parts of K leave as many parts of each column.
     """
 
     K: int
@@ -90,7 +90,7 @@ class Share:
 
     @property
     def parts(self) -> int:
-        """Of K: as few as give every block nearly the same."""
+        """Number of parts of K: as few as give every block nearly the same."""
         tiles = self.K // self.depth
 
         def cost(parts: int) -> float:
@@ -106,7 +106,7 @@ class Share:
 
     @property
     def units(self) -> int:
-        """Of all blocks."""
+        """Number of units of all blocks."""
         return self.across * self.parts
 
     @property

@@ -1,5 +1,5 @@
-"""Layers of a one-token step in one launch: a block on every multiprocessor, which all meet between
-phases while weights of the next ones arrive.
+"""Layers of a one-token step in one launch: blocks on all SMs, which meet between phases while
+weights of the next ones arrive.
 
 Dims: L layer, D width of the stream, A width of all query heads, F hidden width; as in
 ``attention``.
@@ -43,7 +43,7 @@ _ATTENTION, _MLP = 0, 1  # rows of the stream: what either's norm is of
 
 
 def unsupported(call: LayersCall) -> str | None:
-    """Why the kernel cannot compute this call; None if it can."""
+    """The reason why the kernel cannot compute this call; None if it can."""
     facts = device.target()
     if facts.capability != (9, 0):
         return f"it needs a GPU of compute capability 9.0 (Hopper), not {facts.kind}"
@@ -89,7 +89,7 @@ def _unlike(layers: LayerWeights) -> str | None:
 
 
 def decode_layers_hopper(call: LayersCall) -> tuple[jax.Array, KeyAndValuePools]:
-    """As the reference, of a call of which ``unsupported`` says nothing."""
+    """Computes the layers by the kernel, of a call that ``unsupported`` has no reason against."""
     counter, k, v = references((jnp.zeros(1, jnp.int32), *call.pages))
     y = LayersKernel.of(call).result(call, {"k": k, "v": v, "counter": counter})
     return y, (jax.freeze(k), jax.freeze(v))
@@ -146,16 +146,16 @@ class LayersKernel:
 
     @property
     def blocks(self) -> int:
-        """Of the grid."""
+        """Number of blocks of the grid."""
         return self.attention.blocks
 
     @property
     def form(self) -> TileForm:
-        """How weights lie in memory."""
+        """Layout of the weights."""
         return TileForm() if self.codes is None else self.codes.form
 
     def rows(self, x_smem: Any) -> inputs.Rows:
-        """What weights are multiplied with."""
+        """The rows that weights are multiplied with."""
         return inputs.Rows(smem=x_smem, packed=None if self.codes is None else self.dtype)
 
     @property
@@ -263,7 +263,7 @@ class LayersKernel:
         each_thread(body, refs, [lax.axis_index("block")])
 
     def put_attended(self, gmem, smem, plan: KeyPlan) -> None:
-        """What attention gave, of all blocks."""
+        """Puts attention's result, of all blocks, into shared memory."""
         share = self.products[1].share
 
         def body(attended, stats, x, block, *plan):

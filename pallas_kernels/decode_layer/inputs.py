@@ -1,4 +1,4 @@
-"""What the threads of a block put into shared memory before a product, in fp32.
+"""Rows that the threads of a block put into shared memory before a product, in fp32.
 
 Products leave parts of their columns, and whoever reads a column adds them in one order: so no
 phase is there for sums alone. A thread takes four neighboring numbers at a time, and asks for all
@@ -41,7 +41,7 @@ QUAD = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Columns:
-    """Of an earlier product of this launch."""
+    """Columns of an earlier product of this launch."""
 
     share: Share
 
@@ -67,7 +67,7 @@ def asked_quad(ref, at) -> list[Any]:
 
 
 def quads(count: int) -> list[Any]:
-    """This thread's quads of so many; threads beyond the last one have it once more."""
+    """Numbers of this thread's quads; threads beyond the last quad have it once more."""
     mine = thread_anew()
     return [
         arith.minui(total(mine, constant(first)), constant(count - 1))
@@ -76,7 +76,7 @@ def quads(count: int) -> list[Any]:
 
 
 def put_hidden(parts, x: "Rows", block, share: Share, gates_and_ups: Share) -> None:
-    """Hidden values of what the block's units are multiplied with."""
+    """Puts hidden values that the block's units are multiplied with into shared memory."""
     columns = Columns(share=gates_and_ups)
     for quad in quads(share.most_rows // QUAD):
         at, gate = place_of(quad, block, share)
@@ -89,7 +89,7 @@ def put_normed(
     own, parts, stream, scale, squares_smem, x: "Rows", block, *, row: int, share: Share | None,
     norm: RmsNorm, blocks: int, dtype: jnp.dtype,
 ) -> None:  # fmt: skip
-    """``norm(x)``, all of it; the block's quads of x itself to a row of the stream.
+    """Puts ``norm(x)`` into shared memory, and the block's quads of x into a row of the stream.
 
     Args:
         own: x, in 16 bits, where there is no product.
@@ -131,7 +131,7 @@ def put_normed(
 
 
 def write_result(parts, stream, y, block, *, row: int, share: Share, dtype: jnp.dtype) -> None:
-    """A row of the stream and a product, rounded once: the block's quads of the result."""
+    """Writes the block's quads of the result: a row of the stream and a product, rounded once."""
     count = share.N // QUAD
     each = -(-count // share.blocks)
     assert each <= THREADS, "a thread has a quad"
@@ -147,7 +147,7 @@ def write_result(parts, stream, y, block, *, row: int, share: Share, dtype: jnp.
 
 
 def place_of(quad, block, share: Share) -> tuple[Any, Any]:
-    """Of a quad of what a block's units are multiplied with: where it goes, and its row of K."""
+    """Place of a quad that a block's units are multiplied with, and its row of K."""
     per_unit = constant(share.rows // QUAD)
     unit = total(block, (arith.divui(quad, per_unit), share.blocks))
     unit = arith.minui(unit, constant(share.units - 1))
@@ -157,7 +157,7 @@ def place_of(quad, block, share: Share) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """What weights are multiplied with, in shared memory: fp32, or 16 bits beside few-bit ones."""
+    """Rows in shared memory that weights multiply: fp32, or 16 bits beside quantized ones."""
 
     smem: Any
     packed: jnp.dtype | None

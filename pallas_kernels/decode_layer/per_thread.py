@@ -68,19 +68,19 @@ def thread_anew() -> Any:
 
 
 def warp_and_lane() -> tuple[Any, Any]:
-    """Of this thread in its block."""
+    """Number of this thread's warp in its block, and of its lane."""
     thread = mgpu_utils.thread_idx()
     return arith.divui(thread, constant(LANES)), arith.remui(thread, constant(LANES))
 
 
 def copied_place() -> tuple[Any, Any]:
-    """Of what this thread copies of the first rows of a tile: row, and 16 bytes of it."""
+    """Row, and number of 16 bytes in it, that this thread copies of the first rows of a tile."""
     mine = arith.remui(mgpu_utils.thread_idx(), constant(WARPGROUP))
     return arith.divui(mine, constant(_ACROSS)), arith.remui(mine, constant(_ACROSS))
 
 
 def row_place(pool: Any, row: Any, column: Any, width: int) -> Any:
-    """Where a column of a head lies in a pool, which may have more than 2**31 elements.
+    """Address of a column of a head in a pool, which may have more than 2**31 elements.
 
     Args:
         row: slot of the pool and head, as one number.

@@ -1,7 +1,7 @@
-"""The formula, and what a call is.
+"""A call of the op, and its formula.
 
 Dims: L layer, M row, D width of the stream, A width of all query heads, F hidden width; N query
-heads, K kv heads, H width of a head; P page of a layer's pool, S slot of a page, R turned pair.
+heads, K kv heads, H width of a head; P page of a layer's pool, S slot of a page, R rotated pair.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ type KeyAndValuePools = tuple[jax.Array, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
-    """Stacks of all layers' weights, in x's dtype or all in one format of few bits."""
+    """Stacks of all layers' weights, in x's dtype or all in one quantized format."""
 
     attention_norm: RmsNorm  # scales [L, D], as the other norm's
     # [L, D, (N + 2 K) H]: heads of queries, then of keys, then of values
@@ -39,14 +39,14 @@ class LayerWeights:
         return jax.tree.map(lambda leaf: leaf[i], self)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of one layer's weight as a matrix."""
+        """Shape of one layer's weight as a matrix."""
         weight = getattr(self, name)
         is_quantized = isinstance(weight, QuantizedWeight)
         return weight.matrix_shape if is_quantized else weight.shape[-2:]
 
     @property
     def norms(self) -> tuple[RmsNorm, RmsNorm]:
-        """Both."""
+        """The norms of attention and of the MLP."""
         return self.attention_norm, self.mlp_norm
 
 
@@ -63,7 +63,7 @@ class LayersCall:
     scale: float  # of scores
 
     def arrays(self) -> dict[str, Any]:
-        """What a kernel reads, by name."""
+        """The arrays that a kernel reads, by name."""
         cos, sin = self.rope
         weights = {name: getattr(self.layers, name) for name in WEIGHTS}
         if isinstance(self.layers.qkv, QuantizedWeight):

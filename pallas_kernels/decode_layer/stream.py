@@ -72,8 +72,8 @@ class QuantizedTile:
     """How a tile of codes is multiplied: by fragments of the tensor cores, as few_rows_matmul does.
 
     A warp has one or two blocks of 32 rows of every tile, and all 64 columns. The right operand has
-    the one row of x in all its eight places, so that every lane ``4 g + t`` has the sums of columns
-    g and g + 8 of each block of 16.
+    the one row of x in all its eight places: every lane ``4 g + t`` has the sums of columns g and
+    g + 8 of each block of 16.
     """
 
     form: TileForm
@@ -82,13 +82,13 @@ class QuantizedTile:
 
     @property
     def dequantizer(self) -> Dequantizer:
-        """What makes numbers of codes."""
+        """Conversion of codes to numbers."""
         assert self.form.code is not None, "16 bits"
         return Dequantizer(code=self.form.code, dtype=self.dtype)
 
     @property
     def blocks(self) -> int:
-        """Of 32 rows, of a warp."""
+        """Number of blocks of 32 rows of a warp."""
         return self.form.depth // BLOCK_ROWS // SLICES
 
     def tile(self, sums: list[Any], place, x, row) -> list[Any]:
@@ -153,7 +153,7 @@ class Product:
         return lax.div(s.units - block + (s.blocks - 1), jnp.int32(s.blocks)) * s.down
 
     def place(self, i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Of the block's tile ``i``: its part of K, its row of tiles, its column of tiles."""
+        """Part of K, row of tiles and column of tiles of the block's tile ``i``."""
         s = self.share
         unit = lax.axis_index("block") + lax.div(i, jnp.int32(s.down)) * s.blocks
         part, column = lax.div(unit, jnp.int32(s.across)), lax.rem(unit, jnp.int32(s.across))
@@ -173,7 +173,7 @@ class TileStream:
 
     @property
     def form(self) -> TileForm:
-        """How weights lie in memory."""
+        """Layout of the weights."""
         return TileForm() if self.codes is None else self.codes.form
 
     @property
@@ -190,7 +190,7 @@ class TileStream:
         }
 
     def begin(self, smem) -> None:
-        """What all threads of a block do before they part."""
+        """Prepares the ring; all threads of a block do it before they part."""
         threads = (GROUPS + 1) * WARPGROUP
 
         def body(barriers):
@@ -349,7 +349,7 @@ class TileStream:
     def put(self, sums: list[Any], sums_smem, parts, j, part, column, share: Share) -> None:
         """``leave`` as one thread does it.
 
-        Units take turns at two buffers: who writes one again has met those who read it, in between.
+        Units alternate between two buffers: who writes one again has met its readers in between.
         """
         warp, lane = warp_and_lane()
         turn = total(address(sums_smem), (arith.remui(j, constant(2)), 4 * SLICES * WIDTH))

@@ -1,8 +1,8 @@
 """Products of few rows, where reading the weight takes the time: weights in 16, 8 and 4 bits.
 
 **The op.** ``few_rows_matmul`` computes ``residual + act(input(x) w)``. A decode step reads every
-weight once, so the floor of a call is the weight's bytes over the rate of a copy (4.29 TB/s on an
-H200), and what a launch takes counts beside it. ``choice`` decides among four ways by one table:
+weight once: the floor of a call is the weight's bytes over the rate of a copy (4.29 TB/s on an
+H200). A launch counts beside it. ``choice`` decides among four ways by one table:
 
 - a **fused** kernel of 1 to 8 rows, with the norm, SwiGLU and residual in it: ``hopper_fused`` for
   a 16-bit weight, ``hopper_quantized`` for a quantized one. One row of Llama-3-8B on an H200 in us,

@@ -24,7 +24,7 @@ _RESERVE = 2 * 1024  # bytes of barriers, sums of squares, and gaps between buff
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ProductShape:
-    """What the tiles of a product depend on."""
+    """The facts of a product that its tiles depend on."""
 
     M: int
     K: int
@@ -166,7 +166,7 @@ def fused_configs(s: ProductShape) -> list[FusedConfig]:
 
 
 def default_fused(s: ProductShape) -> FusedConfig | None:
-    """One or two blocks on every SM, with equal work; None where no tile fits."""
+    """Tiles by which every SM has one or two blocks of equal work; None where no tile fits."""
 
     def cost(config: FusedConfig) -> float:
         """Bytes of the weight that the busiest SM reads, and as if for each part."""
@@ -245,7 +245,7 @@ class SkinnyConfig:
 
 
 def default_skinny(s: ProductShape) -> SkinnyConfig | None:
-    """As many blocks as there are SMs, or nearly; None where no tile fits.
+    """Tiles by which blocks are about as many as SMs; None where no tile fits.
 
     Tiles have 64 columns at least, where they divide N: a step of the ring takes as long with less.
     """
@@ -339,7 +339,7 @@ def quantized_configs(s: ProductShape) -> list[QuantizedConfig]:
 
 
 def default_quantized(s: ProductShape) -> QuantizedConfig | None:
-    """As many blocks as there are SMs, or nearly; None where no tile fits."""
+    """Tiles by which blocks are about as many as SMs; None where no tile fits."""
 
     def waves(config: QuantizedConfig) -> float:
         blocks = s.N // (WIDTH * config.tiles) * config.split

@@ -3,7 +3,7 @@
 Codes become numbers in registers, and are multiplied there by ``mma.m16n8k16``. The transposed
 product is computed: a warp's left operand is 16 columns of the weight, its right one 8 rows of x,
 so one row of x costs as much as eight. A block has some columns and, with the blocks of its
-cluster, all of K; its warpgroups take turns at its stages. Their sums are added in one order
+cluster, all of K; its warpgroups alternate in its stages. Their sums are added in one order
 (``ClusterSums``). Scales multiply fp32 sums of a group, not numbers: nothing is rounded but the
 result.
 
@@ -79,7 +79,7 @@ def quantized_product(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedKernel:
-    """The kernel of one call; methods are its phases, written once per trace."""
+    """The kernel of one call; its methods are phases, written once per trace."""
 
     c: QuantizedConfig
     s: ProductShape
@@ -97,7 +97,7 @@ class QuantizedKernel:
 
     @property
     def sums(self) -> ClusterSums:
-        """What becomes of sums in registers."""
+        """The sums in registers, and how they are added and written."""
         return ClusterSums(
             rows=self.s.M,
             rows_at_a_time=self.s.rows_at_a_time,
@@ -112,7 +112,7 @@ class QuantizedKernel:
 
     @property
     def rows(self) -> ResidentRows:
-        """x, where it is resident."""
+        """The rows of x, where they are resident."""
         return ResidentRows(
             M=self.s.M,
             K=self.s.K,
@@ -134,7 +134,7 @@ class QuantizedKernel:
     def result(
         self, x_MK: jax.Array, weight: QuantizedWeight, residual_MN: jax.Array | None
     ) -> jax.Array:
-        """[M, N]."""
+        """Launches the kernel; the result is [M, N]."""
         c, s = self.c, self.s
         operands = {
             "x": x_MK,
@@ -165,7 +165,7 @@ class QuantizedKernel:
         )["out"]
 
     def scratch(self) -> dict[str, Any]:
-        """The ring, x, everyone's sums, barriers."""
+        """The ring, x, everyone's sums and barriers."""
         c, s = self.c, self.s
         block = (DEPTH // ROWS, WIDTH * c.tiles // COLUMNS, 32 * self.s.words_per_lane)
         scratch: dict[str, Any] = {
@@ -190,7 +190,7 @@ class QuantizedKernel:
         return scratch
 
     def run(self, gmem, smem) -> None:
-        """One block: a role for each warpgroup."""
+        """Runs one block: each warpgroup has a role."""
         c, wg = self.c, lax.axis_index("wg")
         first = lax.axis_index("cluster") * c.steps(self.s)
         pl.when(wg < c.groups)(functools.partial(self.compute, gmem, smem, first, wg))
@@ -230,7 +230,7 @@ class QuantizedKernel:
         return self.sums.count > 32 and self.c.groups == 2
 
     def compute(self, gmem, smem, first, group: jax.Array) -> None:
-        """Every so many-th stage, and a part of everyone's sums."""
+        """Multiplies a warpgroup's stages, and adds a part of everyone's sums."""
         c, s = self.c, self.s
         if self.has_many_sums:
             plgpu.set_max_registers(232, action="increase")
@@ -254,7 +254,7 @@ class QuantizedKernel:
         self.sums.finish(sums, gmem, smem, group)
 
     def add_stage(self, sums: jax.Array, refs: list[Any]) -> jax.Array:
-        """Sums with a stage's products."""
+        """Adds a stage's products to sums."""
         x_kind = plgpu.RefType(() if self.is_resident else tiled(128))
         kinds = [plgpu.RefType(), x_kind] + [plgpu.RefType()] * (len(refs) - 2)
 
@@ -268,7 +268,7 @@ class QuantizedKernel:
         return add(sums, *refs)
 
     def stage(self, totals: list[Any], words, x, scales=None, zeros=None) -> list[Any]:
-        """One thread's totals with a stage's products."""
+        """Adds a stage's products to one thread's totals."""
         s, per_lane = self.s, self.s.words_per_lane
         warp, lane = arith.shrui(thread(), constant(5)), arith.andi(thread(), constant(31))
         row = arith.andi(lane, constant(s.places - 1))
@@ -304,7 +304,7 @@ class QuantizedKernel:
     def add_block(
         self, apart: list[list[Any]], rows: list[Any], place, block: int, taken: list[Any]
     ) -> list[list[Any]]:
-        """Sums, in their chains, with the products of 32 rows of the weight."""
+        """Adds the products of 32 rows of the weight to sums, in their chains."""
         apart = [[*sums] for sums in apart]
         per_lane, strips = self.s.words_per_lane, self.s.strips
         across = WIDTH * self.c.tiles // COLUMNS
@@ -321,7 +321,7 @@ class QuantizedKernel:
         return apart
 
     def zero_points(self, place: Any | None, part: int) -> list[tuple[Any, Any]]:
-        """What is taken from the codes of columns g and g + 8 of each tile."""
+        """Zero points to subtract from the codes of columns g and g + 8 of each tile."""
         if place is None:
             middle = self.dequantizer.zero_pair(None)
             return [(middle, middle)] * self.c.tiles
@@ -333,7 +333,7 @@ class QuantizedKernel:
         return [(pair(tile, 0), pair(tile, 1)) for tile in range(self.c.tiles)]
 
     def scaled(self, totals: list[Any], sums: list[Any], place: Any, part: int) -> list[Any]:
-        """Totals with the sums of a group, scaled."""
+        """Adds the scaled sums of a group to totals."""
         totals, size = [*totals], self.scale_dtype.itemsize
         for tile in range(self.c.tiles):
             at = WIDTH * (part * self.c.tiles + tile)

@@ -241,7 +241,7 @@ class TransposedKernel(SkinnyKernel):
             plgpu.wgmma(acc, w_KN.transpose((1, 0)), x_KM)
 
     def staged_results(self, rows: int) -> dict[str, Any]:
-        """None of parts of K: a thread has two columns of 32 bits, and four fill a sector."""
+        """Parts of K stage nothing: a thread has two columns of 32 bits, and four fill a sector."""
         return {} if self.c.splits > 1 else super().staged_results(rows)
 
     def leave(self, gmem, smem, block, group: int, results: Sequence[jax.Array]) -> None:
@@ -263,5 +263,5 @@ class TransposedKernel(SkinnyKernel):
 
 
 def transposed(tile: jax.Array) -> jax.Array:
-    """The same tile, whose threads have neighbors of one column: they are stored transposed."""
+    """Gives a tile the layout in which threads have neighbors of one column."""
     return plgpu.layout_cast(tile, plgpu.Layout.WGMMA_TRANSPOSED)

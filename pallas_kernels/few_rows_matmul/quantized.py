@@ -58,10 +58,10 @@ def quantized_matmul(
     """Computes ``x w`` with a weight in 4 or 8 bits.
 
     The weight is dequantized to x's dtype; products are summed in fp32 and rounded once. Where the
-    format rounds activations, each row of x is brought to 8 bits by its own largest element, and
-    8-bit numbers are multiplied as the bfloat16 that they are too: sums in fp32 (of int8 by XLA in
-    int32). The gradient of x dequantizes again; the weight is a constant. A product that rounds
-    activations has no gradient.
+    format rounds activations, each row of x is brought to 8 bits by its own largest element. 8-bit
+    numbers are multiplied as the bfloat16 that they are too, summed in fp32 (int8 by XLA in int32).
+    The gradient of x dequantizes again; the weight is a constant. A product that rounds activations
+    has no gradient.
 
     Args:
         x: [M, K], bfloat16, float16 or float32.

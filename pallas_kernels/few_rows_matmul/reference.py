@@ -38,7 +38,7 @@ class FewRowsCall:
 
     @property
     def fused(self) -> str:
-        """What is computed beside the product, as tables name it: ``norm+swiglu``."""
+        """The operations beside the product, as tables name them: ``norm+swiglu``."""
         parts = {
             "norm": self.norm is not None,
             "swiglu_input": self.swiglu_input,
@@ -61,7 +61,7 @@ class FewRowsCall:
 
 
 def multiplied(call: FewRowsCall) -> jax.Array:
-    """What the weight is multiplied with, [M, K] in x's dtype."""
+    """The rows that the weight is multiplied with, [M, K] in x's dtype."""
     if call.swiglu_input:
         return swiglu_of_halves(call.x)
     return call.x if call.norm is None else call.norm(call.x)

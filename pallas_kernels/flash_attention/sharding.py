@@ -18,10 +18,11 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels.common.errors import UnsupportedError
-from pallas_kernels.common.sealed import sealed
 from pallas_kernels.common.varying import results_vary, vary_alike
 
 from .spec import MeshAxes
@@ -192,7 +193,7 @@ def _partitioned(
 ) -> tuple[jax.Array, ...]:
     gradient_of = {gradient: name for name, gradient in GRADIENT_OF.items()}
     if set(results) <= set(gradient_of):
-        compute = sealed(compute, like=tuple(gradient_of[result] for result in results))
+        compute = _sealed(compute, like=tuple(gradient_of[result] for result in results))
     compute = results_vary(compute)
     if _is_explicit(operands) or axes_left_to_the_compiler():
         return _by_shard_map(compute, operands, results, axes)
@@ -320,3 +321,35 @@ def _shardy_rule(
     rule = f"{side(names)} -> {side(results)}"
     # Shardy wants them in order of appearance.
     return rule, tuple(dict.fromkeys(letter for letter in rule if letter in "TSHVJP"))
+
+
+_sealed_p = Primitive("sealed")
+_sealed_p.multiple_results = True
+_sealed_p.def_impl(lambda *arrays, function, like: function(*arrays))
+_sealed_p.def_abstract_eval(lambda *avals, function, like: [avals[i] for i in like])
+mlir.register_lowering(
+    _sealed_p,
+    mlir.lower_fun(lambda *arrays, function, like: function(*arrays), multiple_results=True),
+)
+
+
+def _sealed(compute: Compute, *, like: tuple[str, ...]) -> Compute:
+    """Makes a computation one primitive, whose results have the types of the operands in ``like``.
+
+    A fused backward sums dq in a mutable array. ``custom_partitioning`` lowers what it is given
+    without resolving those first, as ``jit`` does, and refuses it ("Cannot lower jaxpr with
+    effects", JAX 0.11.2); ``shard_map`` wants to know over which axes such a kernel's results vary.
+    A primitive has no effects but its own and says that each gradient has the type of its operand;
+    its lowering resolves mutable arrays.
+    """
+
+    def call(operands: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
+        names = tuple(operands)
+
+        def function(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+            return compute(dict(zip(names, arrays, strict=True)))
+
+        indices = tuple(names.index(name) for name in like)
+        return tuple(_sealed_p.bind(*operands.values(), function=function, like=indices))
+
+    return call

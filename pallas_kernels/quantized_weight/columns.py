@@ -33,7 +33,7 @@ def by_column_format(form: WeightFormat) -> WeightFormat:
 
 
 def by_column(weight: QuantizedWeight) -> QuantizedWeight:
-    """The same weight with a scale for each column, where blocks of columns share one."""
+    """Gives each column a scale of its own, where blocks of columns share one."""
     weight = in_rows(weight.plain)
     form, columns = weight.format, weight.matrix_shape[1]
     if form.group_columns == 1:
@@ -47,7 +47,7 @@ def of_columns(
     change: Callable[[jax.Array], jax.Array],
     outputs: tuple[int, ...],
 ) -> QuantizedWeight:
-    """The weight whose parts [*, rows, *outputs] ``change`` gives other outputs."""
+    """The weight with other outputs, which ``change`` gives its parts [*, rows, *outputs]."""
     weight = by_column(weight)
     columns = weight.matrix_shape[1]
 
@@ -66,7 +66,7 @@ def of_columns(
 
 
 def repeated_outputs(weight: QuantizedWeight, copies: int, *, axis: int) -> QuantizedWeight:
-    """Each element of a dim of the outputs several times, one after another.
+    """Repeats each element of a dim of the outputs, one after another.
 
     Args:
         axis: from the end.
@@ -79,7 +79,7 @@ def repeated_outputs(weight: QuantizedWeight, copies: int, *, axis: int) -> Quan
 
 
 def are_alike(weights: Sequence[Any]) -> bool:
-    """Whether weights of one input can be side by side in one matrix of few bits."""
+    """Whether weights of one input can be side by side in one quantized matrix."""
     kinds = {
         (by_column_format(each.format), each.inputs, each.scales.dtype, each.zeros is None)
         for each in weights
@@ -91,7 +91,7 @@ def are_alike(weights: Sequence[Any]) -> bool:
 
 
 def concatenated_columns(weights: Sequence[QuantizedWeight], *, axis: int) -> QuantizedWeight:
-    """Weights of one input side by side.
+    """Joins weights of one input side by side.
 
     Args:
         axis: of the outputs in which one follows another, from the end.
@@ -126,7 +126,7 @@ def concatenated_columns(weights: Sequence[QuantizedWeight], *, axis: int) -> Qu
 
 
 def why_not_arranged(weight: QuantizedWeight) -> str | None:
-    """Why the GPU's products have no order for a weight's codes; None: they have."""
+    """The reason why the kernels have no order for a weight's codes; None if they have."""
     form, (rows, columns) = weight.format, weight.matrix_shape
     if form.code is WeightCode.NF4:
         return "codes of nf4 are no integers: they are looked up"
@@ -145,7 +145,7 @@ def why_not_arranged(weight: QuantizedWeight) -> str | None:
 
 
 def arranged(weight: QuantizedWeight) -> QuantizedWeight:
-    """The same weight as the kernel reads it; scales of blocks are repeated for each column.
+    """Arranges a weight as the kernel reads it; scales of blocks are repeated for each column.
 
     Raises:
         UnsupportedError: a format or a size that the kernel does not take.

@@ -29,7 +29,7 @@ class Dequantizer:
 
     @property
     def name(self) -> str:
-        """Of the dtype in instructions."""
+        """Name of the dtype in instructions."""
         return "bf16" if self.dtype == jnp.bfloat16 else "f16"
 
     @property

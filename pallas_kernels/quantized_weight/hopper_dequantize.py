@@ -147,7 +147,7 @@ class _DequantizingKernel:
                     assembly(None, [place, scaled], text, "r,r", pure=False)
 
     def zero_points(self, zeros: Any | None, row: Any) -> tuple[Any, Any]:
-        """What is taken from codes of columns g and g + 8."""
+        """Zero points to subtract from the codes of columns g and g + 8."""
         if zeros is None:
             return (self.dequantizer.zero_pair(None),) * 2
         i64, i16 = ir.IntegerType.get_signless(64), ir.IntegerType.get_signless(16)

@@ -59,7 +59,7 @@ NF4_VALUES = (
 
 
 class WeightCode(enum.StrEnum):
-    """What an element's bits mean."""
+    """Meaning of an element's bits."""
 
     INT4 = "int4"  # 0 to 15, less a zero point, which is 8 where there are none
     INT8 = "int8"  # -128 to 127
@@ -68,24 +68,24 @@ class WeightCode(enum.StrEnum):
 
     @property
     def bits(self) -> int:
-        """Of an element."""
+        """Number of bits of an element."""
         return 4 if self in (WeightCode.INT4, WeightCode.NF4) else 8
 
     @property
     def storage(self) -> jnp.dtype:
-        """Of the packed elements."""
+        """Dtype of the packed elements."""
         return jnp.dtype({"int8": jnp.int8, "e4m3": jnp.float8_e4m3fn}.get(self.value, jnp.uint8))
 
 
 class Activations(enum.StrEnum):
-    """What a product rounds its input to, each row by its own largest element."""
+    """The format that a product rounds its input to, each row by its own largest element."""
 
     INT8 = "int8"
     E4M3 = "e4m3"
 
 
 class Arrangement(enum.StrEnum):
-    """Where the codes of a matrix lie; what is stored, converted and sharded lies in rows."""
+    """Order of a matrix's codes; what is stored, converted and sharded is in rows."""
 
     ROWS = "rows"  # [*, K, N] of 8 bits; two halves of a group share bytes of 4
     FRAGMENTS = "fragments"  # int32 [*, K / 32, N / 16, W], as the Hopper kernel's threads do
@@ -93,7 +93,7 @@ class Arrangement(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WeightFormat:
-    """What the elements of a quantized weight mean, and which of them share a scale."""
+    """Meaning of a quantized weight's elements, and which of them share a scale."""
 
     code: WeightCode
     group_rows: int = 0  # rows that share a scale; 0: all
@@ -118,7 +118,7 @@ class WeightFormat:
             )
 
     def scales_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """Of the scales of a [rows, columns] matrix."""
+        """Shape of the scales of a [rows, columns] matrix."""
         return (
             -(-rows // (self.group_rows or rows)),
             -(-columns // (self.group_columns or columns)),
@@ -134,7 +134,7 @@ class WeightFormat:
 
     @property
     def name(self) -> str:
-        """As in messages and tables: ``int4 in groups of 128``."""
+        """Name in messages and tables: ``int4 in groups of 128``."""
         match self.group_rows, self.group_columns:
             case 0, 0:
                 by = "per tensor"
@@ -163,12 +163,12 @@ class DoubleQuantizedScales:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the scales that these stand for."""
+        """Shape of the scales that these stand for."""
         return tuple(self.codes.shape)
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the scales that these stand for."""
+        """Dtype of the scales that these stand for."""
         return jnp.dtype(jnp.float32)
 
     def values(self) -> jax.Array:
@@ -199,7 +199,7 @@ def double_quantized(scales: jax.Array) -> DoubleQuantizedScales:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedWeight:
-    """A weight in few bits, in the place of an array in a tree of parameters.
+    """A quantized weight, in the place of an array in a tree of parameters.
 
     Dims in front of the matrix (layers, experts) lead every part, so that a tree of weights may be
     scanned over, sliced and stacked by its arrays. What the weight's own dims are is static: the
@@ -229,27 +229,27 @@ class QuantizedWeight:
 
     @property
     def leading(self) -> tuple[int, ...]:
-        """Dims in front of the matrix."""
+        """The dims in front of the matrix."""
         return tuple(self.data.shape[: -3 if self.arrangement is Arrangement.FRAGMENTS else -2])
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """Rows and columns."""
+        """Number of rows and of columns."""
         return math.prod(self.inputs), math.prod(self.outputs)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight that this stands for."""
+        """Shape of the weight that this stands for."""
         return (*self.leading, *self.inputs, *self.outputs)
 
     @property
     def ndim(self) -> int:
-        """Dims of the weight that this stands for."""
+        """Number of dims of the weight that this stands for."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """Elements of the weight that this stands for."""
+        """Number of elements of the weight that this stands for."""
         return math.prod(self.shape)
 
     @property
@@ -260,13 +260,13 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Of all parts."""
+        """Bytes of all parts."""
         leaves = jax.tree.leaves(self.parts)
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
 
     @property
     def plain(self) -> "QuantizedWeight":
-        """The same weight, with scales that are numbers."""
+        """This weight with scales that are numbers."""
         if not isinstance(self.scales, DoubleQuantizedScales):
             return self
         return dataclasses.replace(self, scales=self.scales.values())
@@ -317,7 +317,7 @@ def weight_values(weight: QuantizedWeight) -> jax.Array:
 
 
 def spread_rows(of_groups: jax.Array, group: int, num_rows: int) -> jax.Array:
-    """What each group of rows has, for each of ``num_rows``; as it is where all share one."""
+    """Repeats what each group of rows has for each of ``num_rows``; not where all share one."""
     if of_groups.shape[-2] == 1:
         return of_groups
     return jnp.repeat(of_groups, group, axis=-2)[..., :num_rows, :]
@@ -351,7 +351,7 @@ def packed_pairs(codes: jax.Array, group: int) -> jax.Array:
 
 
 def unpacked_pairs(packed: jax.Array, group: int) -> jax.Array:
-    """What ``packed_pairs`` packed, uint8 [*, K, N]."""
+    """Codes that ``packed_pairs`` packed, uint8 [*, K, N]."""
     *lead, pairs, columns = packed.shape
     grouped = packed.reshape(*lead, 2 * pairs // group, group // 2, columns)
     halves = jnp.stack([grouped & 15, grouped >> 4], axis=-3)
@@ -370,7 +370,7 @@ def weight_codes(weight: QuantizedWeight) -> jax.Array:
 
 
 def in_rows(weight: QuantizedWeight) -> QuantizedWeight:
-    """The same weight with its codes in rows."""
+    """A weight with its codes in rows."""
     if weight.arrangement is Arrangement.ROWS:
         return weight
     data = weight_codes(weight)
@@ -400,7 +400,7 @@ def fragment_words(data: jax.Array, *, form: WeightFormat) -> jax.Array:
 
 
 def fragment_codes(words: jax.Array, *, form: WeightFormat) -> jax.Array:
-    """The inverse."""
+    """Codes of words, the inverse of ``fragment_words``."""
     blocks, across, _ = words.shape
     bits = form.code.bits
     places = jnp.arange(32 // bits, dtype=jnp.uint32) * bits

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.common import device, tables, timing
+from experiments.bench import timing
+from pallas_kernels.common import device, tables
 from pallas_kernels.common.dot import einsum_f32
 from tests.rounding import Rounded
 from tests.seeds import seeded

@@ -20,8 +20,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from experiments.bench import timing
 from experiments.bench.tuned_table import add_rows
-from pallas_kernels.common import device, tables, timing
+from pallas_kernels.common import device, tables
 from pallas_kernels.common.errors import InputError, UnsupportedError
 from pallas_kernels.flash_attention import hopper
 from pallas_kernels.flash_attention.hopper.config import (

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.bench import timing
 from experiments.bench.environment import clocks
 from experiments.bench.harness import options, relative, table_of
 from experiments.ladder import RUNGS, effects, elementwise, specialized, tensor_cores
 from experiments.ladder.specialized import Tiles
-from pallas_kernels.common import timing
 
 SIZES = (4096, 8192)
 SLOW = ("naive", "coalesced", "shared")  # one size, few repeats

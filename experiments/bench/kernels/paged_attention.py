@@ -22,10 +22,10 @@ import numpy as np
 
 from experiments.bench.harness import copied, options, table_of
 from experiments.bench.table import Table
+from experiments.bench.timing import measure
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.ops.cache_format import stored_tokens
 from pallas_kernels import flash_attention, paged_attention
-from pallas_kernels.common.timing import measure
 from pallas_kernels.paged_attention.hopper.chunk import attend_chunk
 from pallas_kernels.paged_attention.hopper.config import QueryLayout, config_for
 from pallas_kernels.paged_attention.hopper.forward import paged_attention_hopper

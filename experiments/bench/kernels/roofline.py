@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from experiments.bench import timing
 from experiments.bench.environment import environment
 from experiments.bench.harness import options
 from experiments.bench.kernels import roofline_work as roofline
@@ -28,7 +29,6 @@ from experiments.ladder import RUNGS, elementwise
 from experiments.pictures.roofline import draw
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.inference import ridge
-from pallas_kernels.common import timing
 from pallas_kernels.cross_entropy import linear_cross_entropy
 from pallas_kernels.flash_attention import hopper as attention
 from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec, BackwardOperands

@@ -1,7 +1,7 @@
 """How long functions take on the device they run on, measured side by side.
 
-Clocks, temperatures and neighbours change within seconds, so candidates take turns in one process
-and their medians are compared with each other, never with a figure from another run.
+Clocks, temperatures and neighbours change within seconds: candidates are interleaved in one
+process, and their medians are compared with each other, never with a figure from another run.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.experimental.mosaic.gpu import profiler
 
-from . import device
+from pallas_kernels.common import device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +42,8 @@ def measure(
 
     Args:
         candidates: by name, a function and its arguments; functions are jitted unless they are.
-        rounds: turns that each candidate gets.
-        iterations: calls in one turn.
+        rounds: rounds that each candidate has a part in.
+        iterations: calls of a candidate in one round.
     """
     compiled = {
         name: (function if hasattr(function, "lower") else jax.jit(function), args)
