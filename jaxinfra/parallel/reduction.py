@@ -24,8 +24,8 @@ def summed_once(
     model: ModelDefinition,
     axes: tuple[str, ...],
 ) -> Callable[..., Gradients]:
-    """``function(parameters, batch, *rest)``, sums over the batch (a tree of [B, ...]), with its
-    rows apart over ``axes``. Gradients come back as ``Placement.updates``.
+    """Sums ``function(parameters, state, batch, *rest)`` over devices, whose rows of the batch (a
+    tree of [B, ...]) run apart over ``axes``. Gradients come back as ``Placement.updates``.
 
     A gradient of D bytes is reduce-scattered over those axes that its update is sharded over,
     D (N-1)/N bytes per device for their N devices, and all-reduced over the others, 2 D (N-1)/N.
@@ -35,8 +35,8 @@ def summed_once(
     def add(gradients: Parameters) -> Parameters:
         return jax.tree.map(lambda g, share: _sum(g, share, axes), gradients, shares)
 
-    def apart(parameters: Parameters, batch: Any, *rest: Any) -> Gradients:
-        part = function(parameters, batch, *rest)
+    def apart(*args: Any) -> Gradients:
+        part = function(*args)
         # Left to the compiler, the other axes' shards would be gathered for this sum.
         placed = jax.tree.map(lambda sharding: sharding.spec, placement.gradients(model))
         with jax.named_scope("gradient_sum"):
@@ -51,12 +51,12 @@ def summed_once(
                 figures=jax.lax.psum(part.figures, axes),
             )
 
-    def wrapped(parameters: Parameters, batch: Any, *rest: Any) -> Gradients:
+    def wrapped(parameters: Parameters, state: Parameters, batch: Any, *rest: Any) -> Gradients:
         whole: Any = PartitionSpec()  # specs in the place of arrays
         return jax.shard_map(
             apart,
             mesh=placement.current_mesh,
-            in_specs=(whole, PartitionSpec(axes), *(whole for _ in rest)),
+            in_specs=(whole, whole, PartitionSpec(axes), *(whole for _ in rest)),
             out_specs=Gradients(
                 loss=whole,
                 gradients=jax.tree.map(lambda share: _kept(share.spec, axes), shares),
@@ -68,7 +68,7 @@ def summed_once(
             # Which values differ between devices is not tracked: nothing here differentiates
             # through the sums, and a tracked model would mark each of its own constants.
             check_vma=False,
-        )(parameters, batch, *rest)
+        )(parameters, state, batch, *rest)
 
     return wrapped
 

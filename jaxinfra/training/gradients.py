@@ -3,9 +3,10 @@
 Dims: B sequence of the batch, T position, K micro-batch.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Self, final
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +26,18 @@ from jaxinfra.parallel.reduction import summed_once
 from jaxinfra.training.preferences import count_pairs, log_probabilities, pair_sums
 
 
-class GradientFunction(Protocol):
-    """How a step gets its gradients: accumulation, a pipeline, ... all have this form."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class GradientFunction(abc.ABC):
+    """A gradient function gives loss and gradients of a batch; each way to get them is a subclass.
 
+    All take arguments in one order: parameters, the model's state, the batch, then the rest.
+    """
+
+    model: ModelDefinition
+    _: dataclasses.KW_ONLY
+    training: TrainingConfig
+
+    @abc.abstractmethod
     def __call__(
         self,
         parameters: Parameters,
@@ -37,14 +47,19 @@ class GradientFunction(Protocol):
         key: Key[Array, ""],
         loss_scale: Float[Array, ""],
     ) -> Gradients:
-        """Of the mean objective of the whole batch (nll, smoothed, z-loss, and what layers add).
+        """Differentiates the batch's mean objective: nll, smoothing, z-loss and layers' losses.
 
         Args:
+            parameters: trained ones.
             state: of the model.
+            batch: rows [B, T], the whole batch.
             key: of this step; dropout folds its own from it.
-            loss_scale: what the objective is multiplied with.
+            loss_scale: factor of the objective.
         """
-        ...
+
+    def of(self, model: ModelDefinition) -> Self:
+        """Replaces the model, such as by one whose frozen parameters are known."""
+        return dataclasses.replace(self, model=model)
 
 
 @jax.tree_util.register_dataclass
@@ -192,123 +207,25 @@ def own_loss(
     return CrossEntropySums(total, total)
 
 
-def make_gradient(
-    model: ModelDefinition,
-    *,
-    training: TrainingConfig,
-    placement: Placement | None = None,
-    preferences: PreferenceConfig | None = None,
-) -> GradientFunction:
-    """The gradient of the whole batch, in ``training.accumulation`` micro-batches.
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class AccumulatedGradient(GradientFunction):
+    """Gradients of the whole batch are summed over ``training.accumulation`` micro-batches.
 
-    It equals the big batch's: every micro-batch is divided by the number of counted targets of the
-    whole batch, and gradients are summed in place, so peak memory does not grow with K.
+    The sum equals the big batch's gradient: every micro-batch is divided by the number of counted
+    targets of the whole batch, and gradients are summed in place, so peak memory does not grow
+    with K.
 
     On a mesh, devices communicate gradients once, after the last micro-batch, over all axes where
     gradients are whole; where they are sharded (fsdp from ZeRO 2 on), each micro-batch's are
     reduce-scattered, as no device has room for all of them.
-
-    Args:
-        placement: of the state, on a mesh.
-        preferences: the loss of pairs, where the batch has such.
     """
-    last = ()
-    if placement is not None:
-        last = placement.summed_last(model, accumulation=training.accumulation)
-    drops_out = model.config.dropout_rate > 0.0
-    is_unrolled = model.execution.recomputation.unroll >= max(model.config.repeats)
 
-    def gradient(
-        parameters: Parameters,
-        batch: Batch,
-        state: Parameters,
-        key: Key[Array, ""],
-        loss_scale: Float[Array, ""],
-        counts: BatchCounts,
-    ) -> Gradients:
-        """This part of the batch's share of the mean."""
+    placement: Placement | None = None  # of the state, on a mesh
+    preferences: PreferenceConfig | None = None  # the loss of pairs, where the batch has such
 
-        def scaled_loss(trained: tuple[Parameters, Parameters]) -> tuple[jax.Array, Any]:
-            sums = loss_of(
-                merged(*trained),
-                batch,
-                per_target=counts.per_target,
-                dropout_key=key if drops_out else None,
-            )
-            aux = sums.nll / counts.terms, sums.layers, sums.figures
-            return sums.objective * (loss_scale / counts.terms), aux
-
-        (_, (loss, sums, figures)), (gradients, emitted) = jax.value_and_grad(
-            scaled_loss, has_aux=True
-        )((parameters, state))
-        return Gradients(
-            loss=loss, gradients=placed(gradients), sums=sums, state=emitted, figures=figures
-        )
-
-    def loss_of(tree: Parameters, batch: Batch, *, per_target: Any, dropout_key: Any) -> BatchSums:
-        if preferences is not None:
-            return batch_of_pairs_loss(
-                model,
-                tree,
-                batch,
-                preferences=preferences,
-                sequence_shards=1 if placement is None else placement.sequence_shards,
-                per_target=per_target,
-                dropout_key=dropout_key,
-            )
-        return batch_loss(
-            model,
-            tree,
-            batch,
-            z_loss=training.z_loss,
-            label_smoothing=training.label_smoothing,
-            loss=training.loss,
-            dropout_key=dropout_key,
-        )
-
-    def placed(gradients: Parameters) -> Parameters:
-        if placement is None:
-            return gradients
-        return jax.lax.with_sharding_constraint(gradients, placement.gradients(model))
-
-    def accumulated(parameters: Parameters, batch: Batch, *rest: Any) -> Gradients:
-        """The sum over micro-batches."""
-        # Once for all micro-batches, and gradients are summed from what matmuls hand on. A loop
-        # over layers rounds one layer at a time instead: a copy of all would cost it memory.
-        read = model.as_read(parameters) if is_unrolled else parameters
-
-        def part(batch: Batch, *rest: Any) -> Gradients:
-            found = gradient(read, batch, *rest)
-            gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), found.gradients, parameters)
-            return dataclasses.replace(found, gradients=gradients)
-
-        if training.accumulation == 1:
-            return part(batch, *rest)
-        state, key, loss_scale, counts = rest
-        # Traced once: for the shapes of the sums, and kept as the body of the loop.
-        kept = jax.jit(part, inline=True)
-
-        def add(sums: Gradients, micro: tuple[Batch, jax.Array]):
-            found = kept(micro[0], state, micro[1], loss_scale, counts)
-            # Summed in fp32, whatever the weights are kept in.
-            return added(sums, dataclasses.replace(found, gradients=exact(found.gradients))), None
-
-        keys = jax.random.split(key, training.accumulation)
-        micro_batches = split_batch(batch, training.accumulation)
-        first = jax.tree.map(lambda leaf: leaf[0], (micro_batches, keys))
-        shapes = jax.eval_shape(kept, first[0], state, first[1], loss_scale, counts)
-        start = dataclasses.replace(
-            nothing_added(shapes),
-            gradients=placed(exact(jax.tree.map(jnp.zeros_like, parameters))),
-        )
-        return jax.lax.scan(add, start, (micro_batches, keys))[0]
-
-    total = accumulated
-    if last:
-        assert placement is not None
-        total = summed_once(accumulated, placement=placement, model=model, axes=last)
-
-    def of_batch(
+    def __call__(
+        self,
         parameters: Parameters,
         state: Parameters,
         batch: Batch,
@@ -316,13 +233,107 @@ def make_gradient(
         key: Key[Array, ""],
         loss_scale: Float[Array, ""],
     ) -> Gradients:
+        """Sums the gradients of all micro-batches, over all devices."""
         counts = BatchCounts(terms=count_targets(batch))
-        if preferences is not None:
+        if self.preferences is not None:
             pairs = count_pairs(batch)
             counts = BatchCounts(terms=pairs, per_target=pairs / counts.terms)
-        return total(parameters, batch, state, key, loss_scale, counts)
+        total, placement = self._accumulated, self.placement
+        if placement is not None:
+            axes = placement.summed_last(self.model, accumulation=self.training.accumulation)
+            if axes:
+                total = summed_once(total, placement=placement, model=self.model, axes=axes)
+        return total(parameters, state, batch, key, loss_scale, counts)
 
-    return of_batch
+    def _accumulated(
+        self,
+        parameters: Parameters,
+        state: Parameters,
+        batch: Batch,
+        key: Key[Array, ""],
+        loss_scale: Float[Array, ""],
+        counts: BatchCounts,
+    ) -> Gradients:
+        """The sum over micro-batches, of this device's rows where devices run apart."""
+        model, num_parts = self.model, self.training.accumulation
+        # Once for all micro-batches, and gradients are summed from what matmuls hand on. A loop
+        # over layers rounds one layer at a time instead: a copy of all would cost it memory.
+        is_unrolled = model.execution.recomputation.unroll >= max(model.config.repeats)
+        read = model.as_read(parameters) if is_unrolled else parameters
+
+        def part(batch: Batch, key: jax.Array) -> Gradients:
+            found = self._micro_batch(read, state, batch, key, loss_scale, counts)
+            gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), found.gradients, parameters)
+            return dataclasses.replace(found, gradients=gradients)
+
+        if num_parts == 1:
+            return part(batch, key)
+        # Traced once: for the shapes of the sums, and kept as the body of the loop.
+        kept = jax.jit(part, inline=True)
+
+        def add(sums: Gradients, micro: tuple[Batch, jax.Array]):
+            found = kept(*micro)
+            # Summed in fp32, whatever the weights are kept in.
+            return added(sums, dataclasses.replace(found, gradients=exact(found.gradients))), None
+
+        micro = split_batch(batch, num_parts), jax.random.split(key, num_parts)
+        shapes = jax.eval_shape(kept, *jax.tree.map(lambda leaf: leaf[0], micro))
+        zeros = exact(jax.tree.map(jnp.zeros_like, parameters))
+        start = dataclasses.replace(nothing_added(shapes), gradients=self._placed(zeros))
+        return jax.lax.scan(add, start, micro)[0]
+
+    def _micro_batch(
+        self,
+        parameters: Parameters,
+        state: Parameters,
+        batch: Batch,
+        key: Key[Array, ""],
+        loss_scale: Float[Array, ""],
+        counts: BatchCounts,
+    ) -> Gradients:
+        """One micro-batch's share of the mean."""
+        dropout_key = key if self.model.config.dropout_rate > 0.0 else None
+
+        def scaled_loss(trained: tuple[Parameters, Parameters]) -> tuple[jax.Array, Any]:
+            sums = self._loss(merged(*trained), batch, dropout_key, counts)
+            aux = sums.nll / counts.terms, sums.layers, sums.figures
+            return sums.objective * (loss_scale / counts.terms), aux
+
+        (_, (loss, sums, figures)), (gradients, emitted) = jax.value_and_grad(
+            scaled_loss, has_aux=True
+        )((parameters, state))
+        return Gradients(
+            loss=loss, gradients=self._placed(gradients), sums=sums, state=emitted, figures=figures
+        )
+
+    def _loss(
+        self, tree: Parameters, batch: Batch, key: Key[Array, ""] | None, counts: BatchCounts
+    ) -> BatchSums:
+        training = self.training
+        if self.preferences is not None:
+            return batch_of_pairs_loss(
+                self.model,
+                tree,
+                batch,
+                preferences=self.preferences,
+                sequence_shards=1 if self.placement is None else self.placement.sequence_shards,
+                per_target=counts.per_target,
+                dropout_key=key,
+            )
+        return batch_loss(
+            self.model,
+            tree,
+            batch,
+            z_loss=training.z_loss,
+            label_smoothing=training.label_smoothing,
+            loss=training.loss,
+            dropout_key=key,
+        )
+
+    def _placed(self, gradients: Parameters) -> Parameters:
+        if self.placement is None:
+            return gradients
+        return jax.lax.with_sharding_constraint(gradients, self.placement.gradients(self.model))
 
 
 def count_targets(batch: Batch) -> Float[Array, ""]:

@@ -36,9 +36,9 @@ from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.place_quantized import base_shardings
 from jaxinfra.parallel.zigzag import to_zigzag
 from jaxinfra.training.gradients import (
+    AccumulatedGradient,
     GradientFunction,
     make_evaluation_step,
-    make_gradient,
     make_log_probability_step,
 )
 from jaxinfra.training.optim.learning_rate import learning_rate
@@ -133,7 +133,6 @@ class Job:
     placement: Placement
     shardings: TrainState[NamedSharding]
     frozen_shardings: Parameters  # of what is not trained, as ``model.frozen``
-    make_gradient: Callable[[ModelDefinition], GradientFunction]
     gradient: GradientFunction  # not jitted
     train_step: Wrapped  # a TrainStep, jitted; the state is donated
     pass_over: Callable[[State], State]  # jitted; a step whose batch is not trained on
@@ -169,7 +168,7 @@ class Job:
         return dataclasses.replace(
             self,
             model=model,
-            gradient=self.make_gradient(model),
+            gradient=self.gradient.of(model),
             train_step=Bound(self.train_step, frozen),
             statistics_step=self.statistics_step and Bound(self.statistics_step, frozen),
             evaluation_step=Bound(self.evaluation_step, frozen),
@@ -259,19 +258,118 @@ def make_job(
 ) -> Job:
     """Validates the config and builds its job; raises ConfigError where it cannot run here.
 
-    With remat=auto and optimal steps are compiled until one fits; the job's config names which.
+    What the config leaves open is chosen first. With remat=auto and optimal, steps are compiled
+    until one fits, and the job's config names its recomputation. Whether gathered weights stay
+    remains open in the job's config, so that the run may go on with other devices.
 
     Args:
+        config: of the run.
         traceable: compile the step so that a profiler's trace names every operation, at some cost
             in launches.
         devices: to build for, all by default; a planner's are not there to run on.
     """
     validate(config)
-    if config.sharding.keep_gathered is None:
-        return _gathering_job(config, traceable=traceable, devices=devices)
-    if config.training.remat.is_open:
-        return _fitting_job(config, traceable=traceable, devices=devices)
+    build = functools.partial(_build_job, traceable=traceable, devices=devices)
+    gathering_is_open = config.sharding.keep_gathered is None
+    chosen = keeping(config, gathered=False) if gathering_is_open else config
+    if chosen.training.remat.is_open:
+        job = _fitting_job(chosen, build, device=(devices or jax.local_devices())[0])
+    else:
+        job = build(chosen)
+    if not gathering_is_open:
+        return job
+    if devices is None and may_keep_gathered(config):  # of devices elsewhere nobody knows
+        job = _gathering_job(job, build)
+    named = keeping(job.config, gathered=None)
+    return dataclasses.replace(job, config=named)
+
+
+def _fitting_job(config: RunConfig, build: Callable[[RunConfig], Job], *, device: Any) -> Job:
+    """The job with the cheapest recomputation that fits; all processes compile the same steps."""
     training = config.training
+
+    def with_policy(remat: Remat, kept: tuple[KeptValues, ...] = ()) -> Job:
+        named = dataclasses.replace(training, remat=remat, kept=kept, memory_budget_gib=None)
+        return build(dataclasses.replace(config, training=named))
+
+    def need(remat: Remat, kept: tuple[KeptValues, ...] = ()) -> int:
+        return agreed_bytes(lower_step(with_policy(remat, kept)).compile())
+
+    limit = processes.on_first(lambda: budget_bytes(training.memory_budget_gib, device))
+    full = with_policy(Remat.FULL)
+    choice = choose(config, full.model, full.placement, budget_bytes=limit, need=need)
+    return dataclasses.replace(with_policy(choice.remat, choice.kept), choice=choice)
+
+
+def _gathering_job(job: Job, build: Callable[[RunConfig], Job]) -> Job:
+    """The job that keeps gathered weights, if that fits; else the one given."""
+    gib, device = job.config.training.memory_budget_gib, jax.local_devices()[0]
+    limit = processes.on_first(lambda: known_budget(gib, device))
+    if not limit:
+        return job
+    kept = build(keeping(job.config, gathered=True))
+    gathers = GatherChoice(needs_bytes=agreed_bytes(lower_step(kept).compile()), budget_bytes=limit)
+    taken = kept if gathers.keeps else job
+    return dataclasses.replace(taken, choice=job.choice, gathers=gathers)
+
+
+def _build_job(config: RunConfig, *, traceable: bool, devices: Sequence[jax.Device] | None) -> Job:
+    """Builds the job of a config that leaves nothing open."""
+    placement = _placement(config, devices)
+    model, frozen = _model(config, placement)
+    optimizer = make_optimizer(config.optimizer, dims=model.dims, steps=config.training.steps)
+    averages = config.optimizer.average is not None
+    shardings = state_shardings(model, optimizer, placement, averages=averages)
+    gradient = _gradient(config, model, placement)
+    options = compiler_options(
+        config,
+        device_kind=placement.mesh.devices.flat[0].device_kind,
+        on_gpu=jax.default_backend() == "gpu",
+        traceable=traceable,
+    )
+    whole, rows, base = placement.replicated, placement.batch, (frozen,) if frozen else ()
+
+    def train_step(model: ModelDefinition, dims: Parameters | None = None) -> TrainStep:
+        return _train_step(config, gradient.of(model), optimizer, placement, dims=dims)
+
+    def statistics_step(model: ModelDefinition) -> TrainStep:
+        execution = dataclasses.replace(model.execution, statistics=True)
+        told = define_model(config.model, execution, lora=config.lora).freeze(model.frozen)
+        return train_step(told, told.dims)
+
+    def trained(make: Callable[[ModelDefinition], TrainStep]) -> Wrapped:
+        return jax.jit(
+            of_frozen(make, model),
+            in_shardings=(*base, shardings, rows),
+            out_shardings=(shardings, whole),
+            donate_argnums=len(base),
+            compiler_options=options,
+        )
+
+    def evaluated(make: Callable[[ModelDefinition], Callable], **out: Any) -> Wrapped:
+        return jax.jit(of_frozen(make, model), in_shardings=(*base, shardings.tree, rows), **out)
+
+    log_probability_step = functools.partial(
+        make_log_probability_step, sequence_shards=placement.sequence_shards
+    )
+    return Job(
+        config=config,
+        options=options,
+        model=model,
+        optimizer=optimizer,
+        placement=placement,
+        shardings=shardings,
+        frozen_shardings=frozen,
+        gradient=gradient,
+        pass_over=jax.jit(pass_over, out_shardings=shardings, donate_argnums=0),
+        train_step=trained(train_step),
+        statistics_step=trained(statistics_step) if config.statistics.every is not None else None,
+        evaluation_step=evaluated(make_evaluation_step),
+        log_probability_step=evaluated(log_probability_step, out_shardings=whole),
+    )
+
+
+def _placement(config: RunConfig, devices: Sequence[jax.Device] | None) -> Placement:
     placement = Placement(
         mesh=make_mesh(config.mesh, devices=devices),
         rules=state_rules(config.sharding, config.mesh),
@@ -281,7 +379,12 @@ def make_job(
         raise UnsupportedError(
             "exchange.implementation=ragged: the CPU backend has no ragged_all_to_all; choose equal"
         )
-    policy = policy_of(config.precision)
+    return placement
+
+
+def _model(config: RunConfig, placement: Placement) -> tuple[ModelDefinition, Parameters]:
+    """The model on the mesh, and shardings of its frozen parameters, which are shapes as yet."""
+    training, policy = config.training, policy_of(config.precision)
     if config.lora is not None:
         policy = held_as_computed(policy)
     execution = execution_on(
@@ -296,129 +399,42 @@ def make_job(
         unroll=training.unroll,
     )
     model = define_model(config.model, execution, lora=config.lora)
-    base: tuple[Parameters, ...] = ()
-    if config.lora is not None:
-        frozen = define_model(config.model, execution)
-        shapes = base_shapes(frozen, config.lora.base)
-        model, base = model.freeze(shapes), (base_shardings(placement, frozen, shapes),)
-    optimizer = make_optimizer(config.optimizer, dims=model.dims, steps=training.steps)
-    averages = config.optimizer.average is not None
-    shardings = state_shardings(model, optimizer, placement, averages=averages)
-    gradient = functools.partial(
-        make_gradient, training=training, placement=placement, preferences=config.preferences
-    )
-    if config.mesh.pipe > 1:
-        gradient = functools.partial(
-            make_pipeline_gradient,
-            training=training,
-            pipeline=config.pipeline,
-            placement=placement,
-        )
-
-    def step(model: ModelDefinition, dims: Parameters | None = None) -> TrainStep:
-        return make_train_step(
-            gradient(model),
-            optimizer,
-            learning_rate=learning_rate(config.optimizer, steps=training.steps),
-            precision=config.precision,
-            next_model_state=model.next_state,
-            updates=placement.updates(model),
-            average=config.optimizer.average,
-            dims=dims,
-        )
-
-    def telling(model: ModelDefinition) -> TrainStep:
-        execution = dataclasses.replace(model.execution, statistics=True)
-        told = define_model(config.model, execution, lora=config.lora).freeze(model.frozen)
-        return step(told, told.dims)
-
-    whole, rows = placement.replicated, placement.batch
-    options = compiler_options(
-        config,
-        device_kind=placement.mesh.devices.flat[0].device_kind,
-        on_gpu=jax.default_backend() == "gpu",
-        traceable=traceable,
-    )
-
-    def compiled(make: Callable[[ModelDefinition], TrainStep]) -> Wrapped:
-        return jax.jit(
-            of_frozen(make, model),
-            in_shardings=(*base, shardings, rows),
-            out_shardings=(shardings, whole),
-            donate_argnums=len(base),
-            compiler_options=options,
-        )
-
-    return Job(
-        config=config,
-        options=options,
-        model=model,
-        optimizer=optimizer,
-        placement=placement,
-        shardings=shardings,
-        frozen_shardings=base[0] if base else {},
-        make_gradient=gradient,
-        gradient=gradient(model),
-        pass_over=jax.jit(pass_over, out_shardings=shardings, donate_argnums=0),
-        train_step=compiled(step),
-        statistics_step=compiled(telling) if config.statistics.every is not None else None,
-        evaluation_step=jax.jit(
-            of_frozen(make_evaluation_step, model),
-            in_shardings=(*base, shardings.tree, rows),
-        ),
-        log_probability_step=jax.jit(
-            of_frozen(
-                functools.partial(
-                    make_log_probability_step, sequence_shards=placement.sequence_shards
-                ),
-                model,
-            ),
-            in_shardings=(*base, shardings.tree, rows),
-            out_shardings=whole,
-        ),
-    )
+    if config.lora is None:
+        return model, {}
+    frozen = define_model(config.model, execution)
+    shapes = base_shapes(frozen, config.lora.base)
+    return model.freeze(shapes), base_shardings(placement, frozen, shapes)
 
 
-def _fitting_job(
-    config: RunConfig, *, traceable: bool, devices: Sequence[jax.Device] | None
-) -> Job:
-    """The job with the cheapest recomputation that fits; all processes compile the same steps."""
+def _gradient(config: RunConfig, model: ModelDefinition, placement: Placement) -> GradientFunction:
     training = config.training
-
-    def with_policy(remat: Remat, kept: tuple[KeptValues, ...] = ()) -> Job:
-        named = dataclasses.replace(training, remat=remat, kept=kept, memory_budget_gib=None)
-        return make_job(
-            dataclasses.replace(config, training=named), traceable=traceable, devices=devices
+    if config.mesh.pipe > 1:
+        return make_pipeline_gradient(
+            model, training=training, pipeline=config.pipeline, placement=placement
         )
-
-    def need(remat: Remat, kept: tuple[KeptValues, ...] = ()) -> int:
-        return agreed_bytes(lower_step(with_policy(remat, kept)).compile())
-
-    device = (devices or jax.local_devices())[0]
-    limit = processes.on_first(lambda: budget_bytes(training.memory_budget_gib, device))
-    full = with_policy(Remat.FULL)
-    choice = choose(config, full.model, full.placement, budget_bytes=limit, need=need)
-    return dataclasses.replace(with_policy(choice.remat, choice.kept), choice=choice)
+    return AccumulatedGradient(
+        model, training=training, placement=placement, preferences=config.preferences
+    )
 
 
-def _gathering_job(
-    config: RunConfig, *, traceable: bool, devices: Sequence[jax.Device] | None
-) -> Job:
-    """The job that keeps gathered weights, if that fits; its config still says neither, so that
-    the run may go on with other devices.
-    """
-    job = make_job(keeping(config, gathered=False), traceable=traceable, devices=devices)
-    named, limit = keeping(job.config, gathered=None), 0
-    if devices is None and may_keep_gathered(config):  # of devices elsewhere nobody knows
-        gib, device = config.training.memory_budget_gib, jax.local_devices()[0]
-        limit = processes.on_first(lambda: known_budget(gib, device))
-    if not limit:
-        return dataclasses.replace(job, config=named)
-    kept = make_job(keeping(job.config, gathered=True), traceable=traceable)
-    needs = agreed_bytes(lower_step(kept).compile())
-    gathers = GatherChoice(needs_bytes=needs, budget_bytes=limit)
-    taken = kept if gathers.keeps else job
-    return dataclasses.replace(taken, config=named, choice=job.choice, gathers=gathers)
+def _train_step(
+    config: RunConfig,
+    gradient: GradientFunction,
+    optimizer: optax.GradientTransformation,
+    placement: Placement,
+    *,
+    dims: Parameters | None,
+) -> TrainStep:
+    return make_train_step(
+        gradient,
+        optimizer,
+        learning_rate=learning_rate(config.optimizer, steps=config.training.steps),
+        precision=config.precision,
+        next_model_state=gradient.model.next_state,
+        updates=placement.updates(gradient.model),
+        average=config.optimizer.average,
+        dims=dims,
+    )
 
 
 def step_programs(job: Job) -> StepPrograms:

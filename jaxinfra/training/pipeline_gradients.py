@@ -4,7 +4,7 @@ Dims: B sequence of a micro-batch, T position, D model width, m micro-batch.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +25,9 @@ from jaxinfra.parallel.pipeline.executor import (
     Arrays,
     HeadSums,
     PipelineResult,
-    StageFunctions,
     run_pipeline,
 )
-from jaxinfra.parallel.pipeline.schedule import make_schedule
+from jaxinfra.parallel.pipeline.schedule import Schedule, make_schedule
 from jaxinfra.parallel.pipeline.slices import (
     LayerResult,
     layer_places,
@@ -37,7 +36,7 @@ from jaxinfra.parallel.pipeline.slices import (
     to_stage_order,
     unpad_layers,
 )
-from jaxinfra.parallel.pipeline.tick_program import make_tick_program
+from jaxinfra.parallel.pipeline.tick_program import TickProgram, make_tick_program
 from jaxinfra.parallel.place import Placement
 from jaxinfra.training.gradients import GradientFunction, count_targets, hidden_loss, split_batch
 
@@ -73,40 +72,42 @@ def make_pipeline_gradient(
     training: TrainingConfig,
     pipeline: PipelineConfig,
     placement: Placement,
-) -> GradientFunction:
-    """The gradient of the whole batch by the configured schedule, micro-batches by accumulation.
+) -> "PipelineGradient":
+    """Makes the schedule of the stages and the gradient function that runs it."""
+    schedule = make_schedule(
+        pipeline.schedule,
+        stages=placement.mesh.shape[_PIPE],
+        micro_batches=training.accumulation,
+        chunks=pipeline.chunks_a_stage,
+        backward_ticks=pipeline.backward_ticks,
+    )
+    (repeats,) = (stack.repeats for stack in model.config.stacks)  # validate: one stack
+    return PipelineGradient(
+        model,
+        training=training,
+        placement=placement,
+        schedule=schedule,
+        program=make_tick_program(schedule),
+        places=layer_places(repeats, schedule.num_positions),
+    )
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class PipelineGradient(GradientFunction):
+    """Gradients of the whole batch are summed by a schedule of stages, a micro-batch at a time.
 
     Every micro-batch is divided by the number of counted targets of the whole batch, and gradients
     are summed in place, as without a pipeline.
     """
-    stages, micro_batches = placement.mesh.shape[_PIPE], training.accumulation
-    schedule = make_schedule(
-        pipeline.schedule,
-        stages=stages,
-        micro_batches=micro_batches,
-        chunks=pipeline.chunks_a_stage,
-        backward_ticks=pipeline.backward_ticks,
-    )
-    program = make_tick_program(schedule)
-    (repeats,) = (stack.repeats for stack in model.config.stacks)  # validate: one stack
-    places = layer_places(repeats, schedule.num_positions)
-    functions = stage_functions(
-        model,
-        z_loss=training.z_loss,
-        label_smoothing=training.label_smoothing,
-        places=places,
-    )
-    drops_out = model.config.dropout_rate > 0.0
 
-    def of_stage(blocks: Arrays, shared: Arrays, micro: _Micro) -> PipelineResult:
-        layers = to_stage_order(blocks, schedule, axis=_PIPE)
-        result = run_pipeline(
-            program, functions, layers=layers, shared=shared, micro_batches=micro, axis=_PIPE
-        )
-        d_layers, sums = to_natural_order((result.d_layers, result.sums), schedule, axis=_PIPE)
-        return dataclasses.replace(result, d_layers=d_layers, sums=sums)
+    placement: Placement
+    schedule: Schedule
+    program: TickProgram  # of the schedule
+    places: np.ndarray  # of ``layer_places``
 
-    def of_batch(
+    def __call__(
+        self,
         parameters: Parameters,
         state: Parameters,
         batch: Batch,
@@ -114,19 +115,14 @@ def make_pipeline_gradient(
         key: Key[Array, ""],
         loss_scale: Float[Array, ""],
     ) -> Gradients:
-        weight = 1.0 / count_targets(batch)
-        key = jax.random.split(key, micro_batches) if micro_batches > 1 else key[None]
-        micro = _Micro(
-            batch=split_batch(batch, micro_batches),
-            key=key if drops_out else None,
-            scale=jnp.full(micro_batches, loss_scale * weight),
-            weight=jnp.full(micro_batches, weight),
-        )
+        """Runs the stages, each on its devices, and puts the gradients together."""
+        model, placement, places = self.model, self.placement, self.places
         blocks, shared = zip(*map(_split, (parameters, state)), strict=True)
+        micro = self._micro_batches(batch, key, loss_scale)
         whole: Any = PartitionSpec()  # in the places of arrays
         by_stage: Any = PartitionSpec(_PIPE)
         result = jax.shard_map(
-            of_stage,
+            self._stage,
             mesh=placement.mesh,
             in_specs=(by_stage, whole, whole),
             out_specs=PipelineResult(loss=whole, d_layers=by_stage, d_shared=whole, sums=by_stage),
@@ -137,7 +133,7 @@ def make_pipeline_gradient(
         )(pad_layers(Arrays(*blocks), places), Arrays(*shared), micro)
         (d_blocks, emitted), sums = result.d_layers, result.sums
         shardings = placement.gradients(model)
-        if len(places) > repeats:  # what pads is left out where each device has all
+        if len(places) > model.config.repeats[0]:  # padding is left out where each device has all
             d_blocks = jax.lax.with_sharding_constraint(d_blocks, shardings["blocks"])
             small = jax.lax.with_sharding_constraint((emitted, sums), placement.replicated)
             d_blocks, (emitted, sums) = unpad_layers((d_blocks, small), places)
@@ -149,7 +145,32 @@ def make_pipeline_gradient(
             state=result.d_shared.state | ({"blocks": emitted} if emitted else {}),
         )
 
-    return of_batch
+    def _micro_batches(
+        self, batch: Batch, key: Key[Array, ""], loss_scale: Float[Array, ""]
+    ) -> _Micro:
+        count = self.training.accumulation
+        weight = 1.0 / count_targets(batch)
+        keys = jax.random.split(key, count) if count > 1 else key[None]
+        return _Micro(
+            batch=split_batch(batch, count),
+            key=keys if self.model.config.dropout_rate > 0.0 else None,
+            scale=jnp.full(count, loss_scale * weight),
+            weight=jnp.full(count, weight),
+        )
+
+    def _stage(self, blocks: Arrays, shared: Arrays, micro: _Micro) -> PipelineResult:
+        """One stage's part, of its layers; runs on each stage's devices."""
+        schedule = self.schedule
+        result = run_pipeline(
+            self.program,
+            DecoderStages(model=self.model, training=self.training, places=self.places),
+            layers=to_stage_order(blocks, schedule, axis=_PIPE),
+            shared=shared,
+            micro_batches=micro,
+            axis=_PIPE,
+        )
+        d_layers, sums = to_natural_order((result.d_layers, result.sums), schedule, axis=_PIPE)
+        return dataclasses.replace(result, d_layers=d_layers, sums=sums)
 
 
 def _split(tree: Parameters) -> tuple[Parameters, Parameters]:
@@ -158,49 +179,36 @@ def _split(tree: Parameters) -> tuple[Parameters, Parameters]:
     return tree.get("blocks", {}), rest
 
 
-def stage_functions(
-    model: ModelDefinition,
-    *,
-    z_loss: float,
-    label_smoothing: float,
-    places: np.ndarray,
-) -> StageFunctions:
-    """A decoder in the pieces that stages run; a layer is one repetition of its block pattern.
+@final
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class DecoderStages:
+    """A decoder in the pieces that stages run; a layer is one repetition of its block pattern."""
 
-    Args:
-        places: of ``layer_places``.
-    """
-    config = model.config
-    repeats = config.repeats[0]
+    model: ModelDefinition
+    training: TrainingConfig
+    places: np.ndarray  # of ``layer_places``
 
-    def positions_of(batch: Batch) -> jax.Array:
-        if batch.positions is not None:
-            return batch.positions
-        return jnp.broadcast_to(jnp.arange(batch.tokens.shape[1])[None], batch.tokens.shape)
+    def embed(self, shared: Arrays, micro: _Micro) -> jax.Array:
+        """Embeds a micro-batch's tokens: x [B, T, D]."""
+        positions = _positions(micro.batch)
+        key = self._keys(micro)[0]
+        return self.model.bind(merged(*shared)).embed(micro.batch.tokens, positions, key)
 
-    def keys_of(micro: _Micro) -> tuple[jax.Array | None, jax.Array | None]:
-        """Dropout keys as ``Decoder`` derives them, for equal masks."""
-        if micro.key is None:
-            return None, None
-        embed_key, blocks_key = jax.random.split(micro.key)
-        return embed_key, jax.random.split(blocks_key, (repeats, len(config.blocks)))
-
-    def embed(shared: Arrays, micro: _Micro) -> jax.Array:
-        positions = positions_of(micro.batch)
-        return model.bind(merged(*shared)).embed(micro.batch.tokens, positions, keys_of(micro)[0])
-
-    def context(micro: _Micro) -> _Context:
-        positions = positions_of(micro.batch)
+    def context(self, micro: _Micro) -> _Context:
+        """Computes what all layers read of a micro-batch."""
+        positions = _positions(micro.batch)
         return _Context(
-            ropes=model.bind({}).rope_tables(positions),
+            ropes=self.model.bind({}).rope_tables(positions),
             positions=positions,
             segment_ids=micro.batch.segment_ids,
-            keys=keys_of(micro)[1],
+            keys=self._keys(micro)[1],
             scale=micro.scale,
         )
 
-    def layer_context(context: _Context, index: jax.Array) -> _Context:
-        if len(places) > repeats:
+    def layer_context(self, context: _Context, index: jax.Array) -> _Context:
+        """Selects what the layer of that index reads."""
+        places = self.places
+        if len(places) > self.model.config.repeats[0]:
             # What a layer of zeros says is of no layer.
             is_layer = jnp.asarray(places >= 0)[index]
             context = dataclasses.replace(
@@ -210,7 +218,10 @@ def stage_functions(
             return context
         return dataclasses.replace(context, keys=context.keys[jnp.asarray(places)[index]])
 
-    def layer(arrays: Arrays, context: _Context, x_BTD: jax.Array) -> LayerResult:
+    def layer(self, arrays: Arrays, context: _Context, x_BTD: jax.Array) -> LayerResult:
+        """Runs one repetition of the block pattern, recomputed as the execution says."""
+        model = self.model
+
         def repetition(x_BTD: jax.Array, arrays: Arrays) -> tuple[jax.Array, tuple[Sums, ...]]:
             decoder = model.bind({"blocks": merged(*arrays)})
             sums = []
@@ -233,19 +244,29 @@ def stage_functions(
             objective = sum(losses) * context.scale if losses else None
         return LayerResult(x=x_BTD, objective=objective, sums=sums)
 
-    def head(shared: Arrays, x_BTD: jax.Array, micro: _Micro) -> HeadSums:
+    def head(self, shared: Arrays, x_BTD: jax.Array, micro: _Micro) -> HeadSums:
+        """Takes the loss of a micro-batch from the last layer's output on."""
         tree = merged(*shared)
-        hidden_BTD = model.bind(tree).normalized(x_BTD)
         sums = hidden_loss(
-            model,
+            self.model,
             tree,
-            hidden_BTD,
+            self.model.bind(tree).normalized(x_BTD),
             micro.batch,
-            z_loss=z_loss,
-            label_smoothing=label_smoothing,
+            z_loss=self.training.z_loss,
+            label_smoothing=self.training.label_smoothing,
         )
         return HeadSums(objective=sums.total * micro.scale, loss=sums.nll * micro.weight)
 
-    return StageFunctions(
-        embed=embed, context=context, layer_context=layer_context, layer=layer, head=head
-    )
+    def _keys(self, micro: _Micro) -> tuple[jax.Array | None, jax.Array | None]:
+        """Dropout keys as ``Decoder`` derives them, for equal masks."""
+        if micro.key is None:
+            return None, None
+        embed_key, blocks_key = jax.random.split(micro.key)
+        config = self.model.config
+        return embed_key, jax.random.split(blocks_key, (config.repeats[0], len(config.blocks)))
+
+
+def _positions(batch: Batch) -> jax.Array:
+    if batch.positions is not None:
+        return batch.positions
+    return jnp.broadcast_to(jnp.arange(batch.tokens.shape[1])[None], batch.tokens.shape)

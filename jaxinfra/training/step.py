@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, Key
 from jaxinfra.config.precision import PrecisionConfig
 from jaxinfra.data.batch import Batch
 from jaxinfra.model.definition import Parameters
+from jaxinfra.model.gradients import Gradients
 from jaxinfra.model.passes import Sums
 from jaxinfra.model.statistics import PREFIX
 from jaxinfra.numerics.loss_scale import next_loss_scale
@@ -78,64 +79,28 @@ def make_train_step(
         average: decay of the mean of the parameters; None: there is none.
         dims: of the parameters, where statistics of them are asked for.
     """
+    update = _Update(
+        optimizer=optimizer,
+        precision=precision,
+        next_model_state=next_model_state,
+        updates=updates,
+        average=average,
+        dims=dims,
+    )
 
     def train_step(state: State, batch: Batch) -> tuple[State, StepMetrics]:
-        key = step_key(state)
-        learned = gradient(
-            state.parameters,
-            state.model_state,
-            batch,
-            key=key,
-            loss_scale=state.loss_scale.value,
-        )
-        loss, gradients = learned.loss, learned.gradients
+        key, scale = step_key(state), state.loss_scale.value
+        learned = gradient(state.parameters, state.model_state, batch, key=key, loss_scale=scale)
+        counted = jnp.sum(batch.weights)
         with jax.named_scope("optimizer"):
-            old = state.parameters
-            if updates is not None:
-                gradients, old = jax.lax.with_sharding_constraint((gradients, old), (updates,) * 2)
-            scale = state.loss_scale.value
-            gradients = jax.tree.map(lambda g: g.astype(scale.dtype) / scale, gradients)
-            norm = optax.tree_utils.tree_norm(gradients)
-            finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-            counted = jnp.sum(batch.weights)
-            applies = finite & (counted > 0)
-            steps, moments = optimizer.update(gradients, state.optimizer, old)
-            parameters = _after_updates(old, steps, key)
-            statistics: StatisticsTable = {}
-            if dims is not None:
-                statistics = parameter_statistics(
-                    dims, gradients=gradients, before=old, after=parameters
-                )
-
-            def applied(new, before):
-                return jax.tree.map(lambda a, b: jnp.where(applies, a, b), new, before)
-
-            skip = jnp.where(applies, 0, 1)
-            new_state = TrainState(
-                step=state.step + 1,
-                skipped=state.skipped + skip,
-                skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
-                parameters=applied(parameters, old),
-                model_state=applied(
-                    next_model_state(state.model_state, learned.sums, learned.state),
-                    state.model_state,
-                ),
-                optimizer=applied(moments, state.optimizer),
-                loss_scale=next_loss_scale(state.loss_scale, finite=finite, config=precision),
-                rng=state.rng,
-            )
-            if average is not None:
-                mean = jax.tree.map(
-                    lambda a, b: average * a + (1.0 - average) * b,
-                    state.average,
-                    new_state.parameters,
-                )
-                new_state = dataclasses.replace(new_state, average=applied(mean, state.average))
+            new_state, norm, statistics = update(state, learned, counted, key)
         metrics = StepMetrics(
-            loss=jnp.where(counted > 0, loss, jnp.nan),  # the mean of nothing is no loss of 0
+            loss=jnp.where(counted > 0, learned.loss, jnp.nan),  # the mean of nothing is no 0
             gradient_norm=norm,
-            learning_rate=jnp.asarray(learning_rate(state.step - state.skipped), loss.dtype),
-            loss_scale=state.loss_scale.value,
+            learning_rate=jnp.asarray(
+                learning_rate(state.step - state.skipped), learned.loss.dtype
+            ),
+            loss_scale=scale,
             tokens=counted,
             skipped=new_state.skipped,
             skipped_in_a_row=new_state.skipped_in_a_row,
@@ -147,6 +112,68 @@ def make_train_step(
         return new_state, metrics
 
     return train_step
+
+
+@final
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Update:
+    """The optimizer's part of a step: from gradients to the next state."""
+
+    optimizer: optax.GradientTransformation
+    precision: PrecisionConfig
+    next_model_state: Callable[[Parameters, Any, Parameters], Parameters]
+    updates: Any
+    average: float | None
+    dims: Parameters | None
+
+    def __call__(
+        self,
+        state: State,
+        learned: Gradients,
+        counted: Float[Array, ""],
+        key: Key[Array, ""],
+    ) -> tuple[State, Float[Array, ""], StatisticsTable]:
+        """The next state, the norm of the gradients, and statistics where they are asked for."""
+        gradients, old = learned.gradients, state.parameters
+        if self.updates is not None:
+            gradients, old = jax.lax.with_sharding_constraint((gradients, old), (self.updates,) * 2)
+        scale = state.loss_scale.value
+        gradients = jax.tree.map(lambda g: g.astype(scale.dtype) / scale, gradients)
+        norm = optax.tree_utils.tree_norm(gradients)
+        finite = jnp.isfinite(learned.loss) & jnp.isfinite(norm)
+        applies = finite & (counted > 0)
+        steps, moments = self.optimizer.update(gradients, state.optimizer, old)
+        parameters = _after_updates(old, steps, key)
+        statistics: StatisticsTable = {}
+        if self.dims is not None:
+            statistics = parameter_statistics(
+                self.dims, gradients=gradients, before=old, after=parameters
+            )
+
+        def applied(new, before):
+            return jax.tree.map(lambda a, b: jnp.where(applies, a, b), new, before)
+
+        skip = jnp.where(applies, 0, 1)
+        new_state = TrainState(
+            step=state.step + 1,
+            skipped=state.skipped + skip,
+            skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
+            parameters=applied(parameters, old),
+            model_state=applied(
+                self.next_model_state(state.model_state, learned.sums, learned.state),
+                state.model_state,
+            ),
+            optimizer=applied(moments, state.optimizer),
+            loss_scale=next_loss_scale(state.loss_scale, finite=finite, config=self.precision),
+            rng=state.rng,
+        )
+        if self.average is not None:
+            decay = self.average
+            mean = jax.tree.map(
+                lambda a, b: decay * a + (1.0 - decay) * b, state.average, new_state.parameters
+            )
+            new_state = dataclasses.replace(new_state, average=applied(mean, state.average))
+        return new_state, norm, statistics
 
 
 def step_key(state: State) -> Key[Array, ""]:

@@ -37,7 +37,7 @@ from jaxinfra.numerics.policy import policy_of
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh, state_rules
 from jaxinfra.parallel.place import Placement, path_name
-from jaxinfra.training.gradients import make_gradient
+from jaxinfra.training.gradients import AccumulatedGradient
 from jaxinfra.training.job import in_zigzag
 from jaxinfra.training.optim.learning_rate import learning_rate
 from jaxinfra.training.optim.optimizer import make_optimizer
@@ -285,7 +285,7 @@ def build(
         label_smoothing=label_smoothing,
     )
     step = make_train_step(
-        make_gradient(model, training=training, placement=placement),
+        AccumulatedGradient(model, training=training, placement=placement),
         optimizer,
         learning_rate=learning_rate(optimizer_config, steps=STEPS),
         precision=precision,

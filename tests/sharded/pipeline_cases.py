@@ -16,7 +16,7 @@ from jaxinfra.model.definition import ModelDefinition, define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh, state_rules
 from jaxinfra.parallel.place import Placement
-from jaxinfra.training.gradients import make_gradient
+from jaxinfra.training.gradients import AccumulatedGradient
 from jaxinfra.training.job import in_zigzag
 from jaxinfra.training.pipeline_gradients import make_pipeline_gradient
 from tests.sharded import oracle
@@ -75,7 +75,7 @@ def compiled(case: Case) -> tuple[jax.stages.Compiled, Placement, ModelDefinitio
             placement=placement,
         )
     else:
-        gradient = make_gradient(model, training=training, placement=placement)
+        gradient = AccumulatedGradient(model, training=training, placement=placement)
     arguments = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         model.shapes,

@@ -35,7 +35,7 @@ from jaxinfra.errors import ConfigError
 from jaxinfra.model.definition import define_model
 from jaxinfra.numerics.policy import policy_of
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.training.gradients import make_gradient
+from jaxinfra.training.gradients import AccumulatedGradient
 from jaxinfra.training.job import Job, lower_step, make_job
 
 BATCH, SEQUENCE, STEPS = 8, 512, 2
@@ -167,7 +167,7 @@ def casts(remat: Remat, scaling: Fp8Scaling) -> int:
     execution = execution_on(policy=policy_of(precision), remat=remat)
     model = define_model(MODEL, execution)
     training = TrainingConfig(steps=1, batch_size=BATCH, sequence_length=SEQUENCE)
-    gradient = make_gradient(model, training=training)
+    gradient = AccumulatedGradient(model, training=training)
     (batch, *_) = batches()
     batch = jax.tree.map(jnp.asarray, batch)
     jaxpr = jax.make_jaxpr(
@@ -223,7 +223,7 @@ def test_adapters_train_over_a_base_in_8_bits():
         frozen = base.initialize(jax.random.key(0))
         model = define_model(MODEL, execution, lora=lora).freeze(frozen)
         training = TrainingConfig(steps=1, batch_size=BATCH, sequence_length=SEQUENCE)
-        gradient = jax.jit(make_gradient(model, training=training))
+        gradient = jax.jit(AccumulatedGradient(model, training=training))
         (batch, *_) = batches()
         adapters = model.initialize(jax.random.key(1))
         found = gradient(

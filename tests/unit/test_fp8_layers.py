@@ -23,7 +23,7 @@ from jaxinfra.numerics.policy import policy_of
 from jaxinfra.ops.fp8 import QUANTIZED
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.training.describe import describe_job
-from jaxinfra.training.gradients import make_gradient
+from jaxinfra.training.gradients import AccumulatedGradient
 from jaxinfra.training.job import make_job
 from tests.dropped_casts import casts_dropped
 from tests.sharded.cases import build, drawn, gemma_like, gradients_of, llama_like, packed_batch
@@ -62,7 +62,7 @@ def model_of(out: tuple[int, int] | None, config: ModelConfig | None = None, *, 
 
 def gradient_jaxpr(model):
     training = TrainingConfig(steps=1, batch_size=8, sequence_length=16)
-    gradient, batch = make_gradient(model, training=training), packed_batch()
+    gradient, batch = AccumulatedGradient(model, training=training), packed_batch()
 
     def run(parameters, state):
         key, scale = jax.random.key(0), jnp.float32(1.0)

@@ -46,7 +46,7 @@ from jaxinfra.parallel.mesh import make_mesh, state_rules
 from jaxinfra.parallel.pipeline.schedule import make_schedule
 from jaxinfra.parallel.pipeline.tick_program import make_tick_program, run
 from jaxinfra.parallel.place import Placement
-from jaxinfra.training.gradients import make_gradient
+from jaxinfra.training.gradients import AccumulatedGradient
 from jaxinfra.training.pipeline_gradients import make_pipeline_gradient
 
 _TRACEABLE = {"xla_gpu_enable_command_buffer": ""}
@@ -97,7 +97,7 @@ def prepare(args: argparse.Namespace, variant: Variant, pool: ThreadPoolExecutor
         remat=Remat(args.remat),
     )
     if variant.schedule is None:
-        gradient = make_gradient(model, training=training, placement=placement)
+        gradient = AccumulatedGradient(model, training=training, placement=placement)
     else:
         gradient = make_pipeline_gradient(
             model,

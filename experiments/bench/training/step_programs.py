@@ -20,7 +20,7 @@ from jaxinfra.hlo.buffers import step_bytes
 from jaxinfra.model.definition import define_model
 from jaxinfra.numerics.policy import policy_of
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.training.gradients import make_gradient
+from jaxinfra.training.gradients import AccumulatedGradient
 from jaxinfra.training.optim.learning_rate import learning_rate as schedule_of
 from jaxinfra.training.optim.optimizer import make_optimizer
 from jaxinfra.training.state import initial_state
@@ -174,7 +174,7 @@ def ours(
     model = define_model(config, execution)
     optimizer = make_optimizer(optimizer_config, dims=model.dims, steps=steps)
     step = make_train_step(
-        make_gradient(model, training=training),
+        AccumulatedGradient(model, training=training),
         optimizer,
         learning_rate=schedule_of(optimizer_config, steps=steps),
         precision=precision,

@@ -16,7 +16,7 @@ from jaxinfra.data.batch import Batch
 from jaxinfra.diagnostics.trace import scope_of
 from jaxinfra.errors import UnsupportedError
 from jaxinfra.hlo.buffers import CompiledProgram, Life, Lives, LogicalBuffer, follow, read_program
-from jaxinfra.training.gradients import GradientFunction, make_gradient
+from jaxinfra.training.gradients import GradientFunction, AccumulatedGradient
 from jaxinfra.training.job import Job
 
 WEIGHTS = "weights"
@@ -180,7 +180,7 @@ def bytes_per_parameter(job: Job) -> BytesPerParameter:
 
     rows, parts = training.batch_size, training.accumulation
     of_one = dataclasses.replace(training, accumulation=1, batch_size=rows // parts)
-    one = make_gradient(job.model, training=of_one, placement=job.placement)
+    one = AccumulatedGradient(job.model, training=of_one, placement=job.placement)
     return BytesPerParameter(
         weights=_bytes(state.parameters) / count,
         gradients=gradient_bytes(one, rows // parts) / count,

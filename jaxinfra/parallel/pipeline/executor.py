@@ -12,7 +12,7 @@ on every device.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -40,18 +40,31 @@ class Arrays(NamedTuple):
     state: Tree  # cotangents are messages of the backward pass, of which the largest counts
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StageFunctions:
+class StageFunctions(Protocol):
     """A model in the pieces that stages run. All are pure.
 
     ``shared`` are the arrays outside the stack of layers, ``micro`` is one micro-batch.
     """
 
-    embed: Callable[[Arrays, Tree], jax.Array]  # (shared, micro) -> x
-    context: Callable[[Tree], Tree]  # (micro) -> what all its layers read
-    layer_context: Callable[[Tree, jax.Array], Tree]  # (context, layer) -> what that layer reads
-    layer: Callable[[Arrays, Tree, jax.Array], LayerResult]  # (layer, layer context, x) -> result
-    head: Callable[[Arrays, jax.Array, Tree], HeadSums]  # (shared, x, micro) -> sums
+    def embed(self, shared: Arrays, micro: Tree, /) -> jax.Array:
+        """Computes the x that the first layer takes."""
+        ...
+
+    def context(self, micro: Tree, /) -> Tree:
+        """Computes what all layers read of a micro-batch."""
+        ...
+
+    def layer_context(self, context: Tree, index: jax.Array, /) -> Tree:
+        """Selects what the layer of that index reads."""
+        ...
+
+    def layer(self, arrays: Arrays, context: Tree, x: jax.Array, /) -> LayerResult:
+        """Runs one layer; the context is the layer's own."""
+        ...
+
+    def head(self, shared: Arrays, x: jax.Array, micro: Tree, /) -> HeadSums:
+        """Takes the loss of the last layer's output."""
+        ...
 
 
 @jax.tree_util.register_dataclass
