@@ -41,23 +41,7 @@ def quantized_shardings(
     rows = _first(found[num_leading : num_leading + num_inputs], weight.inputs, path)
     columns = _first(found[num_leading + num_inputs :], weight.outputs, path)
     form = weight.format
-    for what, names, group, size in (
-        ("rows", rows, form.group_rows, weight.matrix_shape[0]),
-        ("columns", columns, form.group_columns, weight.matrix_shape[1]),
-    ):
-        shards = math.prod(placement.mesh.shape[name] for name in names)
-        # Where all share one scale, every device has it.
-        if size % shards or (group > 1 and shards > 1 and (size // shards) % group):
-            raise ConfigError(
-                f"parameter {path}: {size} {what} in {form.name} over {' x '.join(names)} = "
-                f"{shards} devices: {size / shards:g} {what} per device are no whole number of "
-                f"groups of {group or 1}; use fewer devices along that axis, or smaller groups"
-            )
-    if weight.order is not None and rows:
-        raise ConfigError(
-            f"parameter {path}: its rows are sorted by group (act-order), and devices of "
-            f"{' x '.join(rows)} would have rows that belong to others' inputs; set that axis to 1"
-        )
+    _require_whole_groups(placement, weight, rows, columns, path)
 
     def placed(*names: tuple[str, ...]) -> Any:
         return NamedSharding(
@@ -77,6 +61,34 @@ def quantized_shardings(
         zeros=None if weight.zeros is None else placed(groups, columns),
         order=None if weight.order is None else placed(rows),
     )
+
+
+def _require_whole_groups(
+    placement: Placement,
+    weight: QuantizedWeight,
+    rows: tuple[str, ...],
+    columns: tuple[str, ...],
+    path: str,
+) -> None:
+    """Raises ConfigError where mesh axes of rows or columns would cut a group."""
+    form = weight.format
+    for what, names, group, size in (
+        ("rows", rows, form.group_rows, weight.matrix_shape[0]),
+        ("columns", columns, form.group_columns, weight.matrix_shape[1]),
+    ):
+        shards = math.prod(placement.mesh.shape[name] for name in names)
+        # Where all share one scale, every device has it.
+        if size % shards or (group > 1 and shards > 1 and (size // shards) % group):
+            raise ConfigError(
+                f"parameter {path}: {size} {what} in {form.name} over {' x '.join(names)} = "
+                f"{shards} devices: {size / shards:g} {what} per device are no whole number of "
+                f"groups of {group or 1}; use fewer devices along that axis, or smaller groups"
+            )
+    if weight.order is not None and rows:
+        raise ConfigError(
+            f"parameter {path}: its rows are sorted by group (act-order), and devices of "
+            f"{' x '.join(rows)} would have rows that belong to others' inputs; set that axis to 1"
+        )
 
 
 def base_shardings(placement: Placement, model: ModelDefinition, shapes: Parameters) -> Parameters:

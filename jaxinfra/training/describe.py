@@ -24,6 +24,7 @@ from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.parallel.place import path_name
 from jaxinfra.runtime.files import drop_cut_line, read_log
 from jaxinfra.training.job import Job
+from jaxinfra.training.state import TrainState
 from jaxinfra.training.xla_options import describe_options
 
 
@@ -156,7 +157,24 @@ def placement_table(job: Job) -> str:
                 *(f"{bytes_:,}" for bytes_ in held),
             )
         )
-    untrained = [
+    for path, leaf, sharding, why in _untrained(job, state):
+        held = _bytes_per_device(leaf, sharding)
+        totals[0] += held
+        shape, lies = " x ".join(map(str, leaf.shape)), _spec(sharding)
+        rows.append((path_name(path), shape, leaf.dtype.name, lies, why, f"{held:,}", "0", "0"))
+    rows.append(("total", "", "", "", "", *(f"{total:,}" for total in totals)))
+    lines = _aligned(rows)
+    devices = job.placement.mesh.size
+    lines.append(
+        f"{job.model.num_parameters:,} parameters; bytes on each of {devices} device"
+        f"{'s' if devices > 1 else ''}, activations apart: {sum(totals):,}"
+    )
+    return "\n".join(lines)
+
+
+def _untrained(job: Job, state: TrainState[Any]) -> list[tuple[Any, Any, Any, str]]:
+    """Arrays that the optimizer does not change: path, shape, sharding, and why."""
+    return [
         (path, leaf, sharding, why)
         for why, tree, shardings in (
             ("frozen", job.model.frozen, job.frozen_shardings),
@@ -166,26 +184,18 @@ def placement_table(job: Job) -> str:
             jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(shardings), strict=True
         )
     ]
-    for path, leaf, sharding, why in untrained:
-        held = _bytes_per_device(leaf, sharding)
-        totals[0] += held
-        shape, lies = " x ".join(map(str, leaf.shape)), _spec(sharding)
-        rows.append((path_name(path), shape, leaf.dtype.name, lies, why, f"{held:,}", "0", "0"))
-    rows.append(("total", "", "", "", "", *(f"{total:,}" for total in totals)))
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    """Rows as lines of columns, the last ones to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
+    return [
         "  ".join(
             cell.rjust(width) if index >= len(row) - len(_HELD) else cell.ljust(width)
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows
     ]
-    devices = job.placement.mesh.size
-    lines.append(
-        f"{job.model.num_parameters:,} parameters; bytes on each of {devices} device"
-        f"{'s' if devices > 1 else ''}, activations apart: {sum(totals):,}"
-    )
-    return "\n".join(lines)
 
 
 _HELD = ("parameter bytes", "gradient bytes", "moment bytes")

@@ -9,11 +9,8 @@ from typing import Any, final
 import jax
 
 from jaxinfra.checkpoint import processes
-from jaxinfra.checkpoint.checkpointer import Checkpointer
 from jaxinfra.checkpoint.run_directory import RunDirectory
-from jaxinfra.data.corpora import Corpora
 from jaxinfra.data.ledger import rows_sum, whole_sum
-from jaxinfra.data.train_iterator import TrainIterator
 from jaxinfra.errors import CheckpointError
 from jaxinfra.runtime.host_exchange import ProcessTable
 from jaxinfra.runtime.recorder import EXCLUDED
@@ -23,12 +20,10 @@ from jaxinfra.training.job import Job, step_programs
 from jaxinfra.training.metrics import MetricsLog
 from jaxinfra.training.profile import Profiler
 from jaxinfra.training.progress import Clock, Progress, Status
-from jaxinfra.training.start import first_state
-from jaxinfra.training.state import State
+from jaxinfra.training.start import Start, first_state
 from jaxinfra.training.step import StepMetrics, step_record
 from jaxinfra.training.summary import Outcome, draw_run, summarize
 from jaxinfra.training.watch import (
-    Agreement,
     DivergedError,
     Doubt,
     Guards,
@@ -53,48 +48,36 @@ class _Pending:
     table: ProcessTable | None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Outputs:
+    """What a run's steps are recorded and shown in."""
+
+    log: MetricsLog
+    clock: Clock
+    progress: Progress
+    profiler: Profiler
+
+
 @final
 class Trainer:
-    """Runs the steps that remain; evaluates, saves and records what is due after each.
-
-    Args:
-        state: after ``batches.step`` steps.
-        saved: whether that state is on disk.
-    """
+    """Runs the steps that remain; evaluates, saves and records what is due after each."""
 
     def __init__(
-        self,
-        *,
-        job: Job,
-        run: RunDirectory,
-        corpora: Corpora,
-        batches: TrainIterator,
-        state: State,
-        saved: bool,
-        saver: Checkpointer,
-        log: MetricsLog,
-        clock: Clock,
-        progress: Progress,
-        profiler: Profiler,
-        stop: Agreement,
-        watch: Watch,
+        self, *, job: Job, run: RunDirectory, start: Start, outputs: Outputs, watch: Watch
     ):
         self._job = job
         self._training = job.config.training
         self._run = run
-        self._corpora = corpora
-        self._batches = batches
-        self._state = state
-        self._step = batches.step
-        self._saved_step = batches.step if saved else None
-        self._saver = saver
-        self._log = log
-        self._clock = clock
-        self._progress = progress
-        self._profiler = profiler
-        self._stop = stop
-        self._watch = watch
-        self._spikes = SpikeReports(job=job, run=run, batches=batches, corpora=corpora, watch=watch)
+        self._corpora, self._batches, self._saver = start.corpora, start.batches, start.saver
+        self._state = start.state
+        self._step = start.batches.step
+        self._saved_step = self._step if start.saved else None
+        self._log, self._clock = outputs.log, outputs.clock
+        self._progress, self._profiler = outputs.progress, outputs.profiler
+        self._watch, self._stop = watch, watch.stop
+        self._spikes = SpikeReports(
+            job=job, run=run, batches=self._batches, corpora=self._corpora, watch=watch
+        )
         self._guards = Guards(job.config.reliability, job.abstract_state())
         self._doubt: Doubt | None = None  # being replayed
         self._share = job.process_share()  # which part of a batch this process reads, of how many

@@ -87,35 +87,53 @@ def preference_loss(
         >>> [f"{float(each[0]):.4f}" for each in found]
         ['-2.0000', '-6.0000', '0.0486']
     """
-    beta, loss = config.strength, config.loss
-    mean_chosen = chosen / chosen_tokens
-    match loss:
-        case PreferenceLoss.DPO | PreferenceLoss.IPO:
-            if chosen_reference is None or rejected_reference is None:
-                raise ConfigError(
-                    f"preferences loss={loss} without log probabilities of a reference: give "
-                    "chosen_reference and rejected_reference, or choose simpo, orpo or cpo"
-                )
-            better, worse = chosen - chosen_reference, rejected - rejected_reference
-        case PreferenceLoss.SIMPO:
-            better, worse = mean_chosen, rejected / rejected_tokens
-        case PreferenceLoss.ORPO:
-            better, worse = _log_odds(mean_chosen), _log_odds(rejected / rejected_tokens)
-        case PreferenceLoss.CPO:
-            better, worse = chosen, rejected
-    if loss == PreferenceLoss.IPO:
-        each = jnp.square(better - worse - 1.0 / (2.0 * beta))
-    elif loss == PreferenceLoss.ORPO:
-        each = -beta * jax.nn.log_sigmoid(better - worse)
-    else:
-        logit = beta * (better - worse) - config.target_margin
-        smoothing = config.label_smoothing
-        each = -(1.0 - smoothing) * jax.nn.log_sigmoid(logit)
-        if smoothing:
-            each = each - smoothing * jax.nn.log_sigmoid(-logit)
+    better = _term(chosen, chosen_tokens, chosen_reference, config)
+    worse = _term(rejected, rejected_tokens, rejected_reference, config)
+    each = _compared(better, worse, config)
     if config.likelihood_weight:
-        each = each - config.likelihood_weight * mean_chosen
+        each = each - config.likelihood_weight * (chosen / chosen_tokens)
+    beta = config.strength
     return PairLoss(loss=each, chosen_reward=beta * better, rejected_reward=beta * worse)
+
+
+def _term(
+    answer: Float[Array, "*pairs"],
+    tokens: Float[Array, "*pairs"],
+    reference: Float[Array, "*pairs"] | None,
+    config: PreferenceConfig,
+) -> Float[Array, "*pairs"]:
+    """What the loss compares of one answer, before it is multiplied by beta."""
+    match config.loss:
+        case PreferenceLoss.DPO | PreferenceLoss.IPO:
+            if reference is None:
+                raise ConfigError(
+                    f"preferences loss={config.loss} without log probabilities of a reference: "
+                    "give chosen_reference and rejected_reference, or choose simpo, orpo or cpo"
+                )
+            return answer - reference
+        case PreferenceLoss.SIMPO:
+            return answer / tokens
+        case PreferenceLoss.ORPO:
+            return _log_odds(answer / tokens)
+        case PreferenceLoss.CPO:
+            return answer
+
+
+def _compared(
+    better: Float[Array, "*pairs"], worse: Float[Array, "*pairs"], config: PreferenceConfig
+) -> Float[Array, "*pairs"]:
+    """The loss of pairs from the two terms that it compares."""
+    beta, loss = config.strength, config.loss
+    if loss == PreferenceLoss.IPO:
+        return jnp.square(better - worse - 1.0 / (2.0 * beta))
+    if loss == PreferenceLoss.ORPO:
+        return -beta * jax.nn.log_sigmoid(better - worse)
+    logit = beta * (better - worse) - config.target_margin
+    smoothing = config.label_smoothing
+    each = -(1.0 - smoothing) * jax.nn.log_sigmoid(logit)
+    if smoothing:
+        each = each - smoothing * jax.nn.log_sigmoid(-logit)
+    return each
 
 
 def _log_odds(mean: Float[Array, "*pairs"]) -> Float[Array, "*pairs"]:

@@ -11,17 +11,12 @@ from pathlib import Path
 import jax
 
 from jaxinfra.checkpoint import directory_layout, processes
-from jaxinfra.checkpoint.checkpointer import Checkpointer
-from jaxinfra.checkpoint.run_directory import RunDirectory, identity
+from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config import codec
 from jaxinfra.config.run import RunConfig
-from jaxinfra.data.corpora import Corpora
-from jaxinfra.data.tokenizer import Tokenizer
-from jaxinfra.data.train_iterator import TrainIterator
 from jaxinfra.errors import (
     ConfigError,
     DeviceMemoryError,
-    JaxinfraError,
     LostPeerError,
     is_out_of_memory,
 )
@@ -40,21 +35,12 @@ from jaxinfra.training.describe import (
     record_environment,
 )
 from jaxinfra.training.job import Job, keep_compiled_programs, make_job
-from jaxinfra.training.loop import Trainer
+from jaxinfra.training.loop import Outputs, Trainer
 from jaxinfra.training.metrics import Callback, MetricsLog
 from jaxinfra.training.profile import Profiler, ProfileRange
 from jaxinfra.training.progress import Clock, Progress
 from jaxinfra.training.recompute.optimal import draw_choice
-from jaxinfra.training.run_data import batches_of, open_data
-from jaxinfra.training.start import (
-    changed_settings,
-    excluded_batches,
-    first_state,
-    kept_from_start,
-    restore_newest,
-    with_frozen,
-)
-from jaxinfra.training.state import State
+from jaxinfra.training.start import kept_from_start, new_start, resumed_start, with_frozen
 from jaxinfra.training.summary import Outcome, final_summary
 from jaxinfra.training.watch import Agreement, Stopped, Watch, attempt, compute_s
 
@@ -115,15 +101,9 @@ def train(
             resources=resources,
             began=began,
             callbacks=tuple(callbacks) if rank == 0 else (),
+            is_alone=cluster is None,
         )
-        try:
-            return session.outcome()
-        except jax.errors.JaxRuntimeError as error:
-            if cluster is None:
-                raise
-            raise LostPeerError(
-                f"rank {rank}: a collective or a device failed: {str(error).splitlines()[0]}"
-            ) from error
+        return session.outcome()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,19 +120,20 @@ class _Session:
     resources: contextlib.ExitStack
     began: float
     callbacks: tuple[Callback, ...]
+    is_alone: bool  # whether no other process is part of the job
 
     def outcome(self) -> Outcome:
         """Sets up and trains."""
         config, run, progress = self.config, self.run, self.progress
-        if self.resume and (summary := final_summary(config, run)) is not None:
-            progress.message(
-                f"{run.path} is complete: all of its {config.training.steps} steps are done; to "
-                "train on, raise training.steps"
-            )
-            steps = config.training.steps
-            return Outcome(summary=summary, step=steps, was_complete=True, together=True)
         trainer = None
         try:
+            if self.resume and (summary := final_summary(config, run)) is not None:
+                steps = config.training.steps
+                progress.message(
+                    f"{run.path} is complete: all of its {steps} steps are done; to train on, "
+                    "raise training.steps"
+                )
+                return Outcome(summary=summary, step=steps, was_complete=True, together=True)
             trainer = self._set_up()
             done = dataclasses.replace(trainer.run(), together=True)
             for callback in self.callbacks:
@@ -166,7 +147,12 @@ class _Session:
                     "a smaller --batch-size or more sharding need less: jaxinfra plan says what "
                     "fits"
                 ) from error
-            raise
+            if self.is_alone:
+                raise
+            raise LostPeerError(
+                f"rank {jax.process_index()}: a collective or a device failed: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
         except Stopped:
             assert self.stop.asked is not None
             progress.message(f"stopped by {self.stop.asked.name}{_nothing_lost(run)}")
@@ -174,8 +160,8 @@ class _Session:
             return Outcome(summary=None, step=step)
 
     def _set_up(self) -> Trainer:
-        config, run, progress, resources = self.config, self.run, self.progress, self.resources
-        profile = self.profile
+        config, run, progress = self.config, self.run, self.progress
+        profile, resources = self.profile, self.resources
         _require_all_devices(config)
         # On one device a trace finds its operations under CUDA graphs (diagnostics/launch_names).
         job = make_job(config, traceable=profile is not None and config.mesh.num_devices > 1)
@@ -194,7 +180,7 @@ class _Session:
             processes.on_first(lambda: run.create(job.config, kept_from_start(config)))
             processes.on_first(lambda: draw_choice(job.choice, run.recomputation_picture_file))
         set_up = functools.partial(
-            _resumed if self.resume else _new,
+            resumed_start if self.resume else new_start,
             job,
             run,
             resources,
@@ -211,44 +197,40 @@ class _Session:
             progress.message(f"resumed at step {start.batches.step}")
         if start.changes:
             progress.message(f"settings changed since it was saved: {'; '.join(start.changes)}")
+        outputs = self._outputs(job, step=start.batches.step)
+        watch = self._watch(recorder, outputs.log, excluded=start.excluded)
+        return Trainer(job=job, run=run, start=start, outputs=outputs, watch=watch)
+
+    def _outputs(self, job: Job, *, step: int) -> Outputs:
+        """Opens what the steps after that step are recorded and shown in."""
+        run, resources = self.run, self.resources
         log = resources.enter_context(
             MetricsLog(
                 run.metrics_file,
                 run.tensorboard,
-                after_step=start.batches.step,
+                after_step=step,
                 writes=jax.process_index() == 0,
                 callbacks=self.callbacks,
             )
         )
-        record_environment(run.environments_file, job, step=start.batches.step)
+        record_environment(run.environments_file, job, step=step)
         for callback in self.callbacks:
             callback.on_begin(run.path, job.config)
-        profiler = Profiler(profile, run.trace)
+        profiler = Profiler(self.profile, run.trace)
         resources.callback(profiler.close)
-        stop = Agreement(self.stop, Exchange() if jax.process_count() > 1 else None)
-        return Trainer(
-            job=job,
-            run=run,
-            corpora=start.corpora,
-            batches=start.batches,
-            state=start.state,
-            saved=start.saved,
-            saver=start.saver,
-            log=log,
-            clock=Clock(job, log.records, began=self.began),
-            progress=progress,
-            profiler=profiler,
-            stop=stop,
-            watch=Watch(
-                run=run,
-                recorder=recorder,
-                stop=stop,
-                config=config.reliability,
-                progress=progress,
-                began=time.time() - (time.perf_counter() - self.began),
-                lost_s=compute_s(log.undone),
-                excluded=start.excluded,
-            ),
+        clock = Clock(job, log.records, began=self.began)
+        return Outputs(log=log, clock=clock, progress=self.progress, profiler=profiler)
+
+    def _watch(self, recorder: Recorder, log: MetricsLog, *, excluded: frozenset[int]) -> Watch:
+        return Watch(
+            run=self.run,
+            recorder=recorder,
+            stop=Agreement(self.stop, Exchange() if jax.process_count() > 1 else None),
+            config=self.config.reliability,
+            progress=self.progress,
+            began=time.time() - (time.perf_counter() - self.began),
+            lost_s=compute_s(log.undone),
+            excluded=excluded,
         )
 
 
@@ -288,96 +270,3 @@ def _record_and_watch(
     )
     resources.callback(lambda: recorder.phase("done", step=recorder.step))
     return recorder
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Start:
-    """What a run's steps start from."""
-
-    corpora: Corpora
-    batches: TrainIterator  # the next one is of the state's step
-    saver: Checkpointer
-    state: State
-    saved: bool  # whether the state is that of a checkpoint
-    changes: tuple[str, ...] = ()  # of settings since that checkpoint
-    excluded: frozenset[int] = frozenset()  # steps whose batches are left out
-
-
-def _new(
-    job: Job,
-    run: RunDirectory,
-    resources: contextlib.ExitStack,
-    *,
-    cache_dir: Path,
-    profile: ProfileRange | None,
-) -> _Start:
-    del profile  # checked before the directory was made
-    try:
-        initial = functools.cache(lambda: first_state(job))
-        corpora = open_data(job, cache_dir=cache_dir, initial=initial, run=run)
-        batches = batches_of(job, corpora)
-        resources.callback(batches.close)
-        state = initial()
-    except (JaxinfraError, OSError):
-        if jax.process_index() == 0:
-            run.discard()
-        raise
-    processes.on_first(lambda: corpora.tokenizer.save(run.tokenizer_file))
-    saver = _open_checkpoints(job, run, resources)
-    return _Start(corpora=corpora, batches=batches, saver=saver, state=state, saved=False)
-
-
-def _resumed(
-    job: Job,
-    run: RunDirectory,
-    resources: contextlib.ExitStack,
-    *,
-    cache_dir: Path,
-    profile: ProfileRange | None,
-) -> _Start:
-    saver = _open_checkpoints(job, run, resources)
-    if saver.latest() is not None and not run.tokenizer_file.exists():
-        raise ConfigError(
-            f"{run.path} has no tokenizer.json; restore the one that the run was trained with"
-        )
-    restored = restore_newest(job, run, saver)
-    if profile is not None:
-        first = restored.step if restored else 0
-        profile.require_within(first=first, steps=job.config.training.steps)
-    saved = Tokenizer.load(run.tokenizer_file) if run.tokenizer_file.exists() else None
-    corpora = open_data(
-        job,
-        cache_dir=cache_dir,
-        initial=lambda: first_state(job),
-        run=run,
-        tokenizer=saved,
-    )
-    batches = batches_of(job, corpora)
-    resources.callback(batches.close)
-    if restored is not None:
-        batches.restore(restored.data_state)
-    # Only now is it known that the run can go on under this config.
-    processes.on_first(lambda: run.update_config(job.config))
-    if saved is None:
-        processes.on_first(lambda: corpora.tokenizer.save(run.tokenizer_file))
-        saver.identity = identity(run, job.config)
-    return _Start(
-        corpora=corpora,
-        batches=batches,
-        saver=saver,
-        state=first_state(job) if restored is None else restored.state,
-        saved=restored is not None,
-        changes=changed_settings(restored, job.config),
-        excluded=excluded_batches(restored),
-    )
-
-
-def _open_checkpoints(job: Job, run: RunDirectory, resources: contextlib.ExitStack) -> Checkpointer:
-    return resources.enter_context(
-        Checkpointer(
-            run.checkpoints,
-            job.config.checkpoint,
-            identity=identity(run, job.config),
-            settings=codec.to_dict(job.config),
-        )
-    )

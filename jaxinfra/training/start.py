@@ -3,24 +3,33 @@
 What a run that goes on takes from its newest good checkpoint.
 """
 
+import contextlib
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
-from jaxinfra.checkpoint import directory_layout, metadata
+import jax
+
+from jaxinfra.checkpoint import directory_layout, metadata, processes
 from jaxinfra.checkpoint.checkpointer import Checkpointer, Restored
 from jaxinfra.checkpoint.initial import InitialModel, kept_files, place_initial
-from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.config import codec
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.preferences import PreferenceConfig
 from jaxinfra.config.presets import runs
 from jaxinfra.config.run import RunConfig
-from jaxinfra.errors import CheckpointError, ConfigError
+from jaxinfra.data.corpora import Corpora
+from jaxinfra.data.tokenizer import Tokenizer
+from jaxinfra.data.train_iterator import TrainIterator
+from jaxinfra.errors import CheckpointError, ConfigError, JaxinfraError
 from jaxinfra.model.definition import define_model
 from jaxinfra.runtime.files import require_type
 from jaxinfra.training.job import Job
+from jaxinfra.training.profile import ProfileRange
+from jaxinfra.training.run_data import batches_of, open_data
 from jaxinfra.training.state import State
 
 
@@ -150,3 +159,98 @@ def excluded_batches(restored: Restored | None) -> frozenset[int]:
     steps: Any = restored.data_state.get("excluded", []) if restored else []
     require_type(steps, list[int], where="the saved data order, excluded", error=CheckpointError)
     return frozenset(steps)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """A start of a run: its data, its saver and the state that its steps begin with."""
+
+    corpora: Corpora
+    batches: TrainIterator  # the next one is of the state's step
+    saver: Checkpointer
+    state: State
+    saved: bool  # whether the state is that of a checkpoint
+    changes: tuple[str, ...] = ()  # of settings since that checkpoint
+    excluded: frozenset[int] = frozenset()  # steps whose batches are left out
+
+
+def new_start(
+    job: Job,
+    run: RunDirectory,
+    resources: contextlib.ExitStack,
+    *,
+    cache_dir: Path,
+    profile: ProfileRange | None,
+) -> Start:
+    """Starts a run at step 0; its directory goes where data or weights are refused."""
+    del profile  # checked before the directory was made
+    try:
+        initial = functools.cache(lambda: first_state(job))
+        corpora = open_data(job, cache_dir=cache_dir, initial=initial, run=run)
+        batches = batches_of(job, corpora)
+        resources.callback(batches.close)
+        state = initial()
+    except (JaxinfraError, OSError):
+        if jax.process_index() == 0:
+            run.discard()
+        raise
+    processes.on_first(lambda: corpora.tokenizer.save(run.tokenizer_file))
+    saver = _open_checkpoints(job, run, resources)
+    return Start(corpora=corpora, batches=batches, saver=saver, state=state, saved=False)
+
+
+def resumed_start(
+    job: Job,
+    run: RunDirectory,
+    resources: contextlib.ExitStack,
+    *,
+    cache_dir: Path,
+    profile: ProfileRange | None,
+) -> Start:
+    """Starts from the run's newest good checkpoint, or at step 0 where it has none yet."""
+    saver = _open_checkpoints(job, run, resources)
+    if saver.latest() is not None and not run.tokenizer_file.exists():
+        raise ConfigError(
+            f"{run.path} has no tokenizer.json; restore the one that the run was trained with"
+        )
+    restored = restore_newest(job, run, saver)
+    if profile is not None:
+        first = restored.step if restored else 0
+        profile.require_within(first=first, steps=job.config.training.steps)
+    saved = Tokenizer.load(run.tokenizer_file) if run.tokenizer_file.exists() else None
+    corpora = open_data(
+        job,
+        cache_dir=cache_dir,
+        initial=lambda: first_state(job),
+        run=run,
+        tokenizer=saved,
+    )
+    batches = batches_of(job, corpora)
+    resources.callback(batches.close)
+    if restored is not None:
+        batches.restore(restored.data_state)
+    # Only now is it known that the run can go on under this config.
+    processes.on_first(lambda: run.update_config(job.config))
+    if saved is None:
+        processes.on_first(lambda: corpora.tokenizer.save(run.tokenizer_file))
+        saver.identity = identity(run, job.config)
+    return Start(
+        corpora=corpora,
+        batches=batches,
+        saver=saver,
+        state=first_state(job) if restored is None else restored.state,
+        saved=restored is not None,
+        changes=changed_settings(restored, job.config),
+        excluded=excluded_batches(restored),
+    )
+
+
+def _open_checkpoints(job: Job, run: RunDirectory, resources: contextlib.ExitStack) -> Checkpointer:
+    return resources.enter_context(
+        Checkpointer(
+            run.checkpoints,
+            job.config.checkpoint,
+            identity=identity(run, job.config),
+            settings=codec.to_dict(job.config),
+        )
+    )

@@ -283,22 +283,6 @@ def summarize(
     loss = heldout["heldout_loss"]
     baseline = compressed_bits_per_byte(corpora.judged_documents())
     step_s = median_step_s(log.records)
-    several: dict[str, Any] = {
-        name: value for name, value in heldout.items() if name.startswith("heldout_preferences/")
-    }
-    if len(corpora.heldout) > 1:
-        several["heldout_sets"] = {
-            name: finite(
-                {
-                    "loss": heldout.get(f"heldout/{name}/loss"),
-                    "bits_per_byte": heldout.get(f"heldout/{name}/bits_per_byte"),
-                    "bytes": arrays.num_bytes,
-                }
-            )
-            for name, arrays in corpora.heldout.items()
-        }
-    if read := mixture_read(job.config, log.records):
-        several["mixture"] = [dataclasses.asdict(each) for each in read]
     return finite(
         {
             "final_loss": last["loss"],
@@ -318,6 +302,29 @@ def summarize(
             "goodput": goodput(causes),
             "wall_s_by_cause": causes,
             "num_parameters": job.model.num_parameters,
-            **several,
+            **_several(job, corpora, log, heldout),
         }
     )
+
+
+def _several(
+    job: Job, corpora: Corpora, log: MetricsLog, heldout: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Figures of several held-out sets, of a mixture and of pairs, where the run has such."""
+    several: dict[str, Any] = {
+        name: value for name, value in heldout.items() if name.startswith("heldout_preferences/")
+    }
+    if len(corpora.heldout) > 1:
+        several["heldout_sets"] = {
+            name: finite(
+                {
+                    "loss": heldout.get(f"heldout/{name}/loss"),
+                    "bits_per_byte": heldout.get(f"heldout/{name}/bits_per_byte"),
+                    "bytes": arrays.num_bytes,
+                }
+            )
+            for name, arrays in corpora.heldout.items()
+        }
+    if read := mixture_read(job.config, log.records):
+        several["mixture"] = [dataclasses.asdict(each) for each in read]
+    return several

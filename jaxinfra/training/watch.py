@@ -364,7 +364,7 @@ class Watch:
     ):
         self._run = run
         self._recorder = recorder
-        self._stop = stop
+        self.stop = stop
         self._config = config
         self._progress = progress
         self._is_first = jax.process_index() == 0
@@ -416,11 +416,11 @@ class Watch:
         """Tells the others what this process spent alone, and what it read; a collective."""
         row = ProcessRow(input_s=input_s, host_s=host_s, probe_s=self._probe_s, rows_sum=rows_sum)
         self._probe_s = 0.0
-        return self._stop.start(row)
+        return self.stop.start(row)
 
     def read(self, table: ProcessTable | None) -> list[ProcessRow]:
         """What all sent with a step, by process; whether to stop is known from now on."""
-        return self._stop.read(table)
+        return self.stop.read(table)
 
     def look_for_slow(self, rows: Sequence[ProcessRow], *, step: int, step_s: float | None) -> None:
         """Names the ranks that the others wait for."""

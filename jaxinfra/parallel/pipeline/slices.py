@@ -190,19 +190,7 @@ def _read(env: Mapping[int, Any], value: Any) -> Any:
 
 def cut_layer(layer: Layer, weights: Tree, context: Tree, x: jax.Array) -> LayerParts:
     """Traces a layer and its gradient once; only types of the arguments matter."""
-
-    def whole(weights: Tree, context: Tree, x: jax.Array, dy: jax.Array, d_objective: jax.Array):
-        def differentiated(weights: Tree, x: jax.Array):
-            result = layer(weights, context, x)
-            return (result.x, result.objective), result.sums
-
-        (y, objective), pull, sums = jax.vjp(differentiated, weights, x, has_aux=True)
-        # Part of the backward pass as dy is, though its value is known: what depends on it alone
-        # would else be computed with the forward pass, and kept.
-        dw, dx = pull((dy, None if objective is None else d_objective))
-        return y, dx, dw, sums
-
-    closed, types = jax.make_jaxpr(whole, return_shape=True)(weights, context, x, x, jnp.ones(()))
+    closed, types = _traced(layer, weights, context, x)
     flat = _Flattener()
     inputs = [flat.name(var) for var in closed.jaxpr.invars]
     counts = [len(jax.tree.leaves(tree)) for tree in (weights, context)]
@@ -214,54 +202,30 @@ def cut_layer(layer: Layer, weights: Tree, context: Tree, x: jax.Array) -> Layer
 
     from_x = _dependents(flat.equations, {x_id, *late_ids})
     from_dy = _dependents(flat.equations, set(late_ids))
-    is_late = [
-        equation.recomputed or not from_dy.isdisjoint(equation.outputs)
-        for equation in flat.equations
-    ]
-    early = [e for e, late in zip(flat.equations, is_late, strict=True) if not late]
-    late = [e for e, late in zip(flat.equations, is_late, strict=True) if late]
+    early, late = [], list[_Equation]()
+    for equation in flat.equations:
+        is_late = equation.recomputed or not from_dy.isdisjoint(equation.outputs)
+        (late if is_late else early).append(equation)
 
-    def variables(values: Iterable[Any]) -> set[int]:
-        return {value for value in values if isinstance(value, int)}
-
-    backward = _needed(late, variables([dx, *dw]))
-    read = _reads(backward, variables([dx, *dw])) - set(late_ids)
+    backward = _needed(late, _variables([dx, *dw]))
+    read = _reads(backward, _variables([dx, *dw])) - set(late_ids)
     saved = sorted(read & from_x)
     # What does not depend on the input is computed again: casts of weights, rotary tables.
     again = _needed(early, read - from_x)
-    of_input = _needed(backward, variables([dx]))
+    of_input = _needed(backward, _variables([dx]))
     rest = _without(backward, of_input)
     with_input = frozenset(
         leaf
         for leaf, value in enumerate(dw)
-        if all(equation.is_cheap for equation in _needed(rest, variables([value])))
+        if all(equation.is_cheap for equation in _needed(rest, _variables([value])))
     )
-    of_input = _needed(backward, variables([dx, *(dw[leaf] for leaf in with_input)]))
-    late_dw = variables(value for leaf, value in enumerate(dw) if leaf not in with_input)
+    of_input = _needed(backward, _variables([dx, *(dw[leaf] for leaf in with_input)]))
+    late_dw = _variables(value for leaf, value in enumerate(dw) if leaf not in with_input)
     of_weights = _needed(_without(backward, of_input), late_dw)
 
-    made = {value: equation for equation in of_input for value in equation.outputs}
-    pending: set[int] = set()
-    cheap: list[_Equation] = []
-
-    def provide(value: int) -> None:
-        if value == d_objective_id:
-            return
-        if value == dy_id or (value in made and not _is_cheap(made, from_dy, value)):
-            pending.add(value)
-        elif value in made and made[value] not in cheap:
-            cheap.append(made[value])
-            for operand in made[value].reads:
-                provide(operand)
-
-    for value in sorted(_reads(of_weights, late_dw)):
-        provide(value)
-    order = {id(equation): i for i, equation in enumerate(flat.equations)}
-
-    def part(*equations: Iterable[_Equation]) -> Equations:
-        ordered = sorted((e for group in equations for e in group), key=lambda e: order[id(e)])
-        return Equations(equations=tuple(ordered), constants=flat.constants)
-
+    pending, cheap = _kept_for_weights(
+        _reads(of_weights, late_dw), of_input, from_dy, dy=dy_id, d_objective=d_objective_id
+    )
     waiting = tuple(sorted(pending))
     return LayerParts(
         sums=types[3],
@@ -279,11 +243,64 @@ def cut_layer(layer: Layer, weights: Tree, context: Tree, x: jax.Array) -> Layer
         _with_input=with_input,
         _saved=tuple(saved),
         _pending=waiting,
-        _forward=part(_needed(early, variables([y, *sums]) | set(saved))),
-        _backward=part(again, backward),
-        _input=part(again, of_input),
-        _weight=part(again, cheap, of_weights),
+        _forward=flat.part(_needed(early, _variables([y, *sums]) | set(saved))),
+        _backward=flat.part(again, backward),
+        _input=flat.part(again, of_input),
+        _weight=flat.part(again, cheap, of_weights),
     )
+
+
+def _traced(
+    layer: Layer, weights: Tree, context: Tree, x: jax.Array
+) -> tuple[core.ClosedJaxpr, Any]:
+    """The program of a layer and its gradient, and types of its results (y, dx, dw, sums)."""
+
+    def whole(weights: Tree, context: Tree, x: jax.Array, dy: jax.Array, d_objective: jax.Array):
+        def differentiated(weights: Tree, x: jax.Array):
+            result = layer(weights, context, x)
+            return (result.x, result.objective), result.sums
+
+        (y, objective), pull, sums = jax.vjp(differentiated, weights, x, has_aux=True)
+        # Part of the backward pass as dy is, though its value is known: what depends on it alone
+        # would else be computed with the forward pass, and kept.
+        dw, dx = pull((dy, None if objective is None else d_objective))
+        return y, dx, dw, sums
+
+    return jax.make_jaxpr(whole, return_shape=True)(weights, context, x, x, jnp.ones(()))
+
+
+def _variables(values: Iterable[Any]) -> set[int]:
+    return {value for value in values if isinstance(value, int)}
+
+
+def _kept_for_weights(
+    read: set[int],
+    of_input: Sequence["_Equation"],
+    from_dy: set[int],
+    *,
+    dy: int,
+    d_objective: int,
+) -> tuple[set[int], list["_Equation"]]:
+    """What gradients of weights read of the input's gradient: values that wait for them, and
+    equations so cheap that they run again instead.
+    """
+    made = {value: equation for equation in of_input for value in equation.outputs}
+    pending: set[int] = set()
+    cheap: list[_Equation] = []
+
+    def provide(value: int) -> None:
+        if value == d_objective:
+            return
+        if value == dy or (value in made and not _is_cheap(made, from_dy, value)):
+            pending.add(value)
+        elif value in made and made[value] not in cheap:
+            cheap.append(made[value])
+            for operand in made[value].reads:
+                provide(operand)
+
+    for value in sorted(read):
+        provide(value)
+    return pending, cheap
 
 
 class _Flattener:
@@ -303,6 +320,12 @@ class _Flattener:
         """Shape and dtype."""
         aval = self._types[value]
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+    def part(self, *groups: Iterable["_Equation"]) -> Equations:
+        """These equations, in the program's order."""
+        chosen = {id(equation) for group in groups for equation in group}
+        ordered = tuple(each for each in self.equations if id(each) in chosen)
+        return Equations(equations=ordered, constants=self.constants)
 
     def add(
         self, closed: core.ClosedJaxpr, names: dict[core.Var, Any], *, recomputed: bool = False
