@@ -16,7 +16,7 @@ from jaxinfra.data.batch import Batch
 from jaxinfra.diagnostics.trace import scope_of
 from jaxinfra.errors import UnsupportedError
 from jaxinfra.hlo.buffers import CompiledProgram, Life, Lives, LogicalBuffer, follow, read_program
-from jaxinfra.training.gradients import GradientFunction, AccumulatedGradient
+from jaxinfra.training.gradients import AccumulatedGradient, GradientFunction
 from jaxinfra.training.job import Job
 
 WEIGHTS = "weights"
