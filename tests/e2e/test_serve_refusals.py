@@ -46,7 +46,7 @@ from jaxinfra.serving.http import guards
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             400,
-            "reads text only",
+            "text alone is read",
         ),
         ("/v1/embeddings", {"input": "x"}, 400, "makes no embeddings"),
     ],
@@ -61,6 +61,44 @@ def test_refusals_say_why(running, path, body, status, message):
     code, answer, _ = post(running, path, body)
     assert code == status
     assert re.search(message, answer["error"]["message"]), answer
+
+
+FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"response_format": FORMAT | {"strictness": 1}}, "response_format.strictness"),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+        ({"response_format": {"type": "text", "regex": "a"}}, "type text takes no regex"),
+        (
+            {"response_format": FORMAT | {"json_schema": {"schema": {}, "mode": 1}}},
+            "response_format.json_schema.mode",
+        ),
+        ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+        ({"tools": [TOOL | {"more": 1}]}, "more"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "args": {}}}]}, "args"),
+        ({"tools": [{"type": "retrieval"}]}, "tools"),
+        ({"metadata": 3}, "metadata"),
+    ],
+)
+def test_settings_are_known_at_every_depth(running, settings, words):
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1} | settings
+    code, answer, _ = post(running, "/v1/chat/completions", body)
+    assert code == 400
+    assert words in answer["error"]["message"]
+
+
+def test_what_clients_send_and_nothing_depends_on_is_taken(running):
+    said = {"store": True, "metadata": {"a": "b"}, "service_tier": "auto", "user": "me"}
+    said |= {"safety_identifier": "x", "prompt_cache_key": "y", "parallel_tool_calls": False}
+    nothing = dict.fromkeys(("temperature", "n", "stop", "stream", "tools", "logit_bias"))
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "tools": [TOOL]}
+    assert post(running, "/v1/chat/completions", body | said)[0] == 200
+    assert post(running, "/v1/completions", BASE | said)[0] == 200
+    assert post(running, "/v1/chat/completions", body | nothing)[0] == 200
 
 
 def test_the_key_is_asked_for(running, client):

@@ -1,5 +1,6 @@
 """What clients send, as OpenAI's API has it, with the additions that vLLM made usual."""
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -16,46 +17,85 @@ _SAMPLED += ("presence_penalty", "frequency_penalty")
 type TokenIds = list[Annotated[int, pydantic.Field(strict=True)]]
 
 
-class ResponseFormat(pydantic.BaseModel):
+class Setting(pydantic.BaseModel):
+    """What requests are made of; keys that are not known are refused at every depth."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+
+class JsonSchema(Setting):
+    """A schema as OpenAI's API has it; answers always follow it to the letter."""
+
+    name: str | None = None
+    description: str | None = None
+    given: dict[str, Any] = pydantic.Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Setting):
     """What the text has to be."""
 
     type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
-    json_schema: dict[str, Any] | None = None
+    json_schema: JsonSchema | None = None
     regex: str | None = None
     grammar: str | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _of_its_type(self) -> Self:
+        others = self.model_fields_set - {"type", self.type}
+        if others:
+            raise ValueError(f"type {self.type} takes no {' and no '.join(sorted(others))}")
+        return self
 
     @property
     def structure(self) -> tuple[StructureKind, str] | None:
         """The structure that is asked for, and its text; None for any text."""
-        match self.type:
-            case "text":
-                return None
-            case "json_object":
-                return StructureKind.JSON_SCHEMA, ANY_JSON
-            case "json_schema":
-                schema = (self.json_schema or {}).get("schema")
-                if not isinstance(schema, dict):
-                    raise ConfigError(
-                        "response_format json_schema has no object json_schema.schema"
-                    )
-                return StructureKind.JSON_SCHEMA, pydantic.TypeAdapter(dict).dump_json(
-                    schema
-                ).decode()
-            case "regex" | "grammar":
-                text = getattr(self, self.type)
-                if not text:
-                    raise ConfigError(f"response_format {self.type} has no {self.type}")
-                return StructureKind(self.type), text
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return StructureKind.JSON_SCHEMA, ANY_JSON
+        given = getattr(self, self.type)
+        if not given:
+            raise ConfigError(f"response_format {self.type} has no {self.type}")
+        text = json.dumps(given.given) if isinstance(given, JsonSchema) else given
+        return StructureKind(self.type), text
 
 
-class StreamOptions(pydantic.BaseModel):
+class StreamOptions(Setting):
     """What a stream holds beside its text."""
 
     include_usage: bool = False
 
 
-class ClientBody(pydantic.BaseModel):
-    """What holds texts of clients: each of whole characters."""
+class FunctionTool(Setting):
+    """A function that templates tell the model of."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    returned: dict[str, Any] | None = pydantic.Field(default=None, alias="return")
+    strict: bool | None = None
+
+
+class Tool(Setting):
+    """A tool as OpenAI's API has it."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+
+def tools_as_sent(tools: list[Any]) -> list[Any]:
+    """The tools themselves, checked: templates see what clients send."""
+    for tool in tools:
+        Tool.model_validate(tool)
+    return tools
+
+
+type Tools = Annotated[list[dict[str, Any]], pydantic.AfterValidator(tools_as_sent)]
+
+
+class ClientBody(Setting):
+    """A request: texts of whole characters; null is not said."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -69,13 +109,13 @@ class ClientBody(pydantic.BaseModel):
                     found += each
                 case str() as each if not is_text(each):
                     raise ValueError(f"{each[:40]!a} holds half a character; send whole ones")
+        if isinstance(body, dict):
+            return {name: value for name, value in body.items() if value is not None}
         return body
 
 
 class GenerationBody(ClientBody):
-    """Settings that completions and conversations share. Others are refused, not ignored."""
-
-    model_config = pydantic.ConfigDict(extra="forbid")
+    """Settings that completions and conversations share."""
 
     model: str | None = None
     max_tokens: int | None = pydantic.Field(default=None, ge=0)
@@ -95,7 +135,14 @@ class GenerationBody(ClientBody):
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    user: str | None = None  # who asks; nothing depends on it
+    # Official clients send these; nothing here depends on them.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    parallel_tool_calls: bool | None = None
 
     @pydantic.model_validator(mode="after")
     def _options_of_a_stream(self) -> Self:
@@ -150,9 +197,8 @@ class ChatBody(GenerationBody):
 
     messages: list[dict[str, Any]] = pydantic.Field(min_length=1)
     max_completion_tokens: int | None = pydantic.Field(default=None, ge=1)
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
     logprobs: bool = False
     top_logprobs: int | None = pydantic.Field(default=None, ge=0, le=20)
 
@@ -181,5 +227,5 @@ class TokenizeBody(ClientBody):
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
     add_special_tokens: bool = True
