@@ -33,9 +33,6 @@ class Site(enum.StrEnum):
 class Fp8Scaling(enum.StrEnum):
     """What shares a scale in a matmul of 8-bit operands."""
 
-    TENSOR = "tensor"  # its own largest element (current scaling)
-    DELAYED = "delayed"  # the largest element of earlier steps (Micikevicius et al. 2022)
-    ROW = "row"  # of each operand, the dim that is contracted
     BLOCKS = "blocks"  # 1x128 of activations and gradients, 128x128 of weights (DeepSeek-V3, 3.3)
     SQUARES = "squares"  # 128x128 of all three, the same both ways (as Xi et al. 2024, Jetfire)
 
@@ -61,8 +58,7 @@ class Fp8Matmuls:
     scaling: Fp8Scaling = Fp8Scaling.BLOCKS  # what shares a scale
     scales: Fp8Scales = Fp8Scales.FP32  # which numbers they are
     forward: Fp8Format = Fp8Format.E4M3  # of activations and weights
-    gradient: Fp8Format | None = None  # of cotangents; None: e4m3 with blocks, squares, else e5m2
-    history: int = 16  # steps whose largest element a delayed scale is made of
+    gradient: Fp8Format = Fp8Format.E4M3  # of cotangents
     sites: tuple[Site, ...] = (Site.PROJECTION,)  # matmuls that are in 8 bits
     first_layers_out: int = 0  # layers at the beginning that stay in the policy's format
     last_layers_out: int = 0  # layers at the end that do
@@ -73,8 +69,6 @@ class Fp8Matmuls:
                 f"fp8 first_layers_out={self.first_layers_out}, last_layers_out="
                 f"{self.last_layers_out}: both are numbers of layers; they must be at least 0"
             )
-        if not 1 <= self.history <= 1024:
-            raise ConfigError(f"fp8 history={self.history} must lie in [1, 1024] steps")
         refused = {
             Site.ROUTER: "a rounded score sends a token elsewhere",
             Site.LOGITS: "the loss multiplies with the vocabulary in a kernel of its own",
@@ -93,14 +87,6 @@ class Fp8Matmuls:
             )
         if not self.sites:
             raise ConfigError("fp8 sites=[] names no matmul; set precision.fp8=none instead")
-
-    @property
-    def gradient_format(self) -> Fp8Format:
-        """That of cotangents: blocks leave few numbers to share a scale, so that e4m3 reaches."""
-        if self.gradient is not None:
-            return self.gradient
-        by_blocks = self.scaling in (Fp8Scaling.BLOCKS, Fp8Scaling.SQUARES)
-        return Fp8Format.E4M3 if by_blocks else Fp8Format.E5M2
 
 
 class StoredWeights(enum.StrEnum):

@@ -127,7 +127,7 @@ type StateRule = Callable[[jax.Array, Sums, jax.Array], jax.Array]
 
 class ModelState(nnx.Variable):
     """An array of a layer that is placed, saved, resumed and hashed as parameters are, and changed
-    by a rule instead of the optimizer: a router's bias, a history of maxima.
+    by a rule instead of the optimizer: a router's bias, a record of maxima.
 
     Its metadata are ``axes``, the logical dims, and ``rule``, a ``StateRule`` of one layer. What
     the backward pass emits is the cotangent by this variable, which a ``custom_vjp`` may use to

@@ -9,11 +9,11 @@ from jaxtyping import Array, Float
 from jaxinfra.axes import Dims
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.lora import Adapter
-from jaxinfra.model.passes import ModelState, Sums, labelled
+from jaxinfra.model.passes import ModelState, labelled
 from jaxinfra.model.row_adapters import RowAdapters
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.deferred import Deferred
-from jaxinfra.ops.fp8_operands import Input, empty_history, next_history
+from jaxinfra.ops.fp8_operands import Input, empty_record
 from jaxinfra.ops.fp8_swiglu import Factor
 from jaxinfra.ops.products import Weight, as_array, copied, gathered, is_plain
 from jaxinfra.ops.quantized import contracted_dims
@@ -88,10 +88,10 @@ class Projection(nnx.Module):
         self.adapter: Adapter | RowAdapters | None = nnx.data(
             None
         )  # given after construction, or not
-        self.quantization: ModelState | None = nnx.data(None)  # a history of what 8 bits hold
+        self.quantization: ModelState | None = nnx.data(None)  # what 8-bit operands held
         if self.recipe.fp8 is not None:
             self.quantization = ModelState(
-                empty_history(self.recipe.fp8), axes=(None, None), rule=_next_history
+                empty_record(), axes=(None, None), rule=lambda record, sums, emitted: emitted
             )
 
     @property
@@ -114,7 +114,7 @@ class Projection(nnx.Module):
         _, weight_dims, out_dims = self.spec.replace("->", ",").split(",")
         each = zip(weight_dims, self._multiplied_dims, strict=True)
         contracted = tuple(dim for letter, dim in each if letter not in out_dims)
-        return self.multiply.prepared(x, recipe=self.recipe, dims=contracted, history=self._history)
+        return self.multiply.prepared(x, recipe=self.recipe, dims=contracted)
 
     @property
     def factor(self) -> Factor | None:
@@ -123,7 +123,7 @@ class Projection(nnx.Module):
         is_alone = self.recipe.fp8 is not None and self.adapter is None and self.bias is None
         if not is_alone or not is_plain(weight):
             return None
-        return Factor(weight, self._history, self._multiplied_dims, self._named)
+        return Factor(weight, self._record, self._multiplied_dims, self._named)
 
     def _named(self, y: Float[Array, "B T *_"]) -> Float[Array, "B T *_"]:
         return labelled(checkpoint_name(y, self.name), self.label)
@@ -137,7 +137,7 @@ class Projection(nnx.Module):
         return tuple(dim if at == copied else None for at, dim in enumerate(self.dims))
 
     @property
-    def _history(self) -> jax.Array | None:
+    def _record(self) -> jax.Array | None:
         return None if self.quantization is None else self.quantization[...]
 
     def _repeated(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -176,7 +176,7 @@ class Projection(nnx.Module):
             x,
             self._multiplied,
             recipe=self.recipe,
-            history=self._history,
+            record=self._record,
             dims=self._multiplied_dims,
             residual=residual,
         )
@@ -193,8 +193,3 @@ class Projection(nnx.Module):
             bias = jnp.expand_dims(bias, range(y.ndim - bias.ndim))
             y = (self.policy.to_accum(y) + bias).astype(y.dtype)
         return self._named(y)
-
-
-def _next_history(history: jax.Array, sums: Sums, emitted: jax.Array) -> jax.Array:
-    del sums
-    return next_history(history, emitted)

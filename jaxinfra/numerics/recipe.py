@@ -21,7 +21,6 @@ class Fp8Recipe:
     power_of_two: bool
     forward: jnp.dtype  # of x and the weight
     gradient: jnp.dtype  # of the cotangent
-    history: int  # steps, of delayed scaling
 
 
 def fp8_recipe(config: Fp8Matmuls) -> Fp8Recipe:
@@ -30,8 +29,7 @@ def fp8_recipe(config: Fp8Matmuls) -> Fp8Recipe:
         scaling=config.scaling,
         power_of_two=config.scales is Fp8Scales.POWER_OF_TWO,
         forward=FP8_FORMATS[config.forward],
-        gradient=FP8_FORMATS[config.gradient_format],
-        history=config.history if config.scaling is Fp8Scaling.DELAYED else 1,
+        gradient=FP8_FORMATS[config.gradient],
     )
 
 

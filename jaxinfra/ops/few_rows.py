@@ -31,12 +31,12 @@ def multiply_few_rows(
     *,
     recipe: Recipe,
     out: jnp.dtype | None = None,
-    history: jax.Array | None = None,
+    record: jax.Array | None = None,
     dims: Dims | None = None,
 ) -> Float[Array, "..."]:
     """``ops.multiply.multiply``, without a gradient where the kernel computes it; on one device."""
     assert recipe.fp8 is None, "execution_on"
-    del history, dims
+    del record, dims
     x = x.x if isinstance(x, Input) else x
     rank = contracted_dims(spec)
     if isinstance(weight, QuantizedWeight | GatheredWeight):

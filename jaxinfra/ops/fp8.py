@@ -7,10 +7,9 @@ product contracts:
     dx = g w^T     g along N, w along N
     dw = x^T g     x and g along M
 
-Per tensor and by blocks of 128 x 128 the directions share values; rows and blocks of 1 x 128 are
-quantized once for each. x is quantized where the layer makes it (``quantized_input``), under a name
-that recomputation may keep (``QUANTIZED``), as is w: nothing is quantized again for the backward
-pass.
+By blocks of 128 x 128 the directions share values; blocks of 1 x 128 are quantized once for each. x
+is quantized where the layer makes it (``quantized_input``), under a name that recomputation may
+keep (``QUANTIZED``), as is w: nothing is quantized again for the backward pass.
 
 What is computed is in parts: an operand is quantized, tokens are multiplied with a weight (y, dx),
 tokens with tokens (dw). ``Devices.each`` runs a part where its arrays are; on a mesh that is each
@@ -19,7 +18,6 @@ over them; with K shared out y is one, with N dx.
 """
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -94,18 +92,17 @@ def _form(spec: str) -> _Form:
 
 def _fitting(devices: Devices, sides: tuple[Side, ...], fp8: Fp8Recipe) -> Devices:
     """These devices; spread over by the compiler where a share would not have whole blocks."""
-    form = operands.form_of(fp8)
-    why = devices.unfit(sides, by_blocks=form.by_blocks)
+    why = devices.unfit(sides)
     if why is None:
         return devices
-    case = f"scales by {form} of {' x '.join(str(math.prod(sizes)) for _, sizes in sides)}"
+    shape = " x ".join(str(math.prod(sizes)) for _, sizes in sides)
+    case = f"scales by {operands.form_of(fp8)} of {shape}"
     announce("8-bit matmul", "xla", case, because=why)
     return devices.together
 
 
 def _quantized_tokens(
     x: jax.Array,
-    history: jax.Array | None,
     *,
     operand: int,
     recipe: Recipe,
@@ -123,17 +120,16 @@ def _quantized_tokens(
     caster = Caster(operand, fp8, devices)
     form = caster.form
     sizes = x.shape[: x.ndim - len(dims)]
-    if devices.unfit(((tokens, sizes),), by_blocks=form.by_blocks) is not None:
+    if devices.unfit(((tokens, sizes),)) is not None:
         tokens = TOKENS  # brought together in 16 bits
 
-    def part(x: jax.Array, history: jax.Array | None) -> tuple[BothWays, jax.Array]:
-        matrix = operands.as_matrix(x.astype(recipe.compute), len(dims), devices, fp8)
-        sequences = x.shape[0]
-        return caster.tokens(matrix, history, dims=dims, lie=tokens, sequences=sequences)
+    def part(x: jax.Array) -> tuple[BothWays, jax.Array]:
+        matrix = operands.as_matrix(x.astype(recipe.compute), len(dims), devices)
+        return caster.tokens(matrix, dims=dims, lie=tokens, sequences=x.shape[0])
 
     both = BothWays._make((of_matrix(form, TOKENS, dims), of_matrix(form, dims, TOKENS)))
-    takes = (unmerged((*tokens, *dims)), WHOLE)
-    return devices.each(part, takes=takes, gives=(both, WHOLE))(x, history)
+    takes = (unmerged((*tokens, *dims)),)
+    return devices.each(part, takes=takes, gives=(both, WHOLE))(x)
 
 
 def quantized_input(
@@ -142,7 +138,6 @@ def quantized_input(
     recipe: Recipe,
     dims: Dims = (None,),
     tokens: Dims = TOKENS,
-    history: jax.Array | None = None,
     devices: FindDevices = one_device,
 ) -> Input:
     """An activation, quantized once for all projections that multiply with it.
@@ -151,24 +146,21 @@ def quantized_input(
         x: [B, T, ...], with the width at the end.
         dims: logical dims of the width, as weights that multiply it have them.
         tokens: those of its tokens.
-        history: of a matmul that multiplies with x.
     """
     fp8 = recipe.fp8
     assert fp8 is not None
     shape = x.shape
     here = _fitting(devices(), _sides(shape, dims), fp8)
 
-    def quantized(x: jax.Array, history: jax.Array | None):
+    def quantized(x: jax.Array):
         return named(
-            _quantized_tokens(
-                x, history, operand=X, recipe=recipe, dims=dims, tokens=tokens, devices=here
-            )
+            _quantized_tokens(x, operand=X, recipe=recipe, dims=dims, tokens=tokens, devices=here)
         )
 
     # Its gradient is nothing: cotangents reach x through the products.
     constant = jax.custom_vjp(quantized)
-    constant.defvjp(lambda x, history: (quantized(x, history), None), lambda *_: (None, None))
-    return Input(x, *constant(x, history))
+    constant.defvjp(lambda x: (quantized(x), None), lambda *_: (None,))
+    return Input(x, *constant(x))
 
 
 def _sides(shape: tuple[int, ...], dims: Dims) -> tuple[Side, Side]:
@@ -184,7 +176,7 @@ def multiply_fp8(
     *,
     recipe: Recipe,
     out: jnp.dtype | None = None,
-    history: jax.Array | None = None,
+    record: jax.Array | None = None,
     dims: Dims | None = None,
     devices: FindDevices = one_device,
 ) -> jax.Array:
@@ -192,17 +184,15 @@ def multiply_fp8(
 
     Args:
         spec: a matmul: dims of x that are not contracted come first.
-        history: fp32, ``fp8_operands.empty_history``; the backward pass hands out its next values
-            as its cotangent.
+        record: fp32 [3, 3], ``fp8_operands.empty_record``; the backward pass hands out its next
+            values as its cotangent.
         dims: logical dims of the weight; by default no device has a share of any.
 
     Raises:
         UnsupportedError: the einsum is no matmul.
     """
-    call, x = planned(
-        spec, x, weight, recipe=recipe, out=out, history=history, dims=dims, devices=devices
-    )
-    return call.product(x.x, x.quantized, x.seen, weight, history)
+    call, x = planned(spec, x, weight, recipe=recipe, out=out, dims=dims, devices=devices)
+    return call.product(x.x, x.quantized, x.seen, weight, record)
 
 
 def planned(
@@ -212,14 +202,13 @@ def planned(
     *,
     recipe: Recipe,
     out: jnp.dtype | None = None,
-    history: jax.Array | None = None,
     dims: Dims | None = None,
     devices: FindDevices = one_device,
 ) -> tuple["Call", Input]:
     """The parts of ``multiply_fp8``, and x, quantized if it was not.
 
     Args:
-        spec, x, weight, recipe, out, history, dims, devices: as there.
+        spec, x, weight, recipe, out, dims, devices: as there.
     """
     fp8, form = recipe.fp8, _form(spec)
     assert fp8 is not None
@@ -234,9 +223,7 @@ def planned(
     if isinstance(x, Input) and fitting is not here and x.is_matrix:
         x = x.x  # quantized by each device for other weights, which fit
     if not isinstance(x, Input):
-        x = quantized_input(
-            x, recipe=recipe, dims=dims[contracted], history=history, devices=lambda: fitting
-        )
+        x = quantized_input(x, recipe=recipe, dims=dims[contracted], devices=lambda: fitting)
     call = Call(
         recipe=recipe,
         fp8=fp8,
@@ -263,39 +250,35 @@ class Call:
     out: jnp.dtype
     devices: Devices
 
-    def product(self, x, quantized, x_seen, weight, history) -> jax.Array:
+    def product(self, x, quantized, x_seen, weight, record) -> jax.Array:
         """[B, T, N]; what a gradient needs of x is its dtype."""
         x_dtype = x.dtype
 
         @jax.custom_vjp
-        def call(x, quantized, x_seen, weight, history):
-            return self.forward(quantized, x_seen, weight, history)[0]
+        def call(x, quantized, x_seen, weight, record):
+            return self.forward(quantized, x_seen, weight, record)[0]
 
-        def forward(x, quantized, x_seen, weight, history):
-            return self.forward(quantized, x_seen, weight, history)
+        def forward(x, quantized, x_seen, weight, record):
+            return self.forward(quantized, x_seen, weight, record)
 
         def backward(kept, cotangent):
             dx, dweight, emitted = self.backward(kept, cotangent)
             return dx.astype(x_dtype), None, None, dweight.astype(weight.dtype), emitted
 
         call.defvjp(forward, backward)
-        return call(x, quantized, x_seen, weight, history)
+        return call(x, quantized, x_seen, weight, record)
 
-    def forward(self, quantized, x_seen, weight, history):
+    def forward(self, quantized, x_seen, weight, record):
         """y, and what the backward pass reads."""
-        cast = functools.partial(self._quantized_weight, weight, history)
-        w, seen = named(cast(by_columns=self.contracted_first))
+        w, seen = named(self._quantized_weight(weight))
         y = self._with_weight(quantized.rows, w, out=self.out, along_first=self.contracted_first)
-        if self._weight_form is Scaling.ROW:  # each direction is quantized by itself
-            w, _ = named(cast(by_columns=not self.contracted_first))
-        return y, (quantized.tokens, x_seen, w, seen, history)
+        return y, (quantized.tokens, x_seen, w, seen, record is not None)
 
     def backward(self, kept, cotangent):
-        """dx, dweight, and what the history emits."""
-        history, (contracted, outer) = kept[-1], self.sides
+        """dx, dweight, and the record's next values."""
+        contracted, outer = self.sides
         both, seen = _quantized_tokens(
             cotangent,
-            history,
             operand=COTANGENT,
             recipe=self.recipe,
             dims=outer,
@@ -306,46 +289,43 @@ class Call:
 
     def gradients(self, kept, cotangent: BothWays, g_seen: jax.Array):
         """``backward`` of a cotangent in 8 bits, and what was seen of it."""
-        x_tokens, x_seen, w, w_seen, history = kept
+        x_tokens, x_seen, w, w_seen, is_recorded = kept
         compute, first = self.recipe.compute, self.contracted_first
         dx = self._with_weight(cotangent.rows, w, out=compute, along_first=not first)
         sides = (x_tokens, cotangent.tokens) if first else (cotangent.tokens, x_tokens)
         dweight = self._of_weight(*sides)
-        if history is None:
-            return dx, dweight, None
-        return dx, dweight, operands.emitted(history, [x_seen, w_seen, g_seen])
+        return dx, dweight, jnp.stack([x_seen, w_seen, g_seen]) if is_recorded else None
 
     @property
     def sides(self) -> tuple[Dims, Dims]:
         """Logical dims of the weight: those that are contracted with x, and the others."""
         return self.matrix_dims if self.contracted_first else self.matrix_dims[::-1]
 
-    def _quantized_weight(self, weight, history, *, by_columns: bool):
+    def _quantized_weight(self, weight):
         """In this device's share, and what was seen of it."""
         caster = Caster(WEIGHT, self.fp8, self.devices)
         rows, columns = self.matrix_dims
 
-        def part(weight: jax.Array, history: jax.Array | None):
+        def part(weight: jax.Array):
             matrix = weight.reshape(self._as_matrix(weight.shape)).astype(self.recipe.compute)
-            return caster.weight(matrix, history, self.matrix_dims, by_columns=by_columns)
+            return caster.weight(matrix, self.matrix_dims)
 
-        takes = (unmerged((*rows, *columns), Hold.STORED), WHOLE)
-        gives = (self._weight_placed(by_columns=by_columns), WHOLE)
-        return self.devices.each(part, takes=takes, gives=gives)(weight, history)
+        takes = (unmerged((*rows, *columns), Hold.STORED),)
+        return self.devices.each(part, takes=takes, gives=(self._placed_weight, WHOLE))(weight)
 
     def _with_weight(self, tokens: Quantized, w: Quantized, *, out: jnp.dtype, along_first: bool):
         """[B, T, ...]: tokens times the weight, which they contract along its first dim or last."""
-        devices, fp8, forms = self.devices, self.fp8, (self._form, self._weight_form)
+        devices, forms = self.devices, (self._form, Scaling.BLOCK)
         rows, columns = self.matrix_dims
         contracted, outer = (rows, columns) if along_first else (columns, rows)
-        placed = self._weight_placed(by_columns=along_first)
+        placed = self._placed_weight
         split = len(rows)
         outer_shape = self.weight_shape[split:] if along_first else self.weight_shape[:split]
         shape = devices.share((*self.tokens, *outer_shape), (*TOKENS, *outer))
 
         def part(tokens: Quantized, w: Quantized) -> jax.Array:
             whole = devices.whole(w, placed, self.weight_shape)
-            b = operands.across(whole, fp8) if along_first else whole
+            b = operands.transposed(whole) if along_first else whole
             y = self._multiply(tokens, b, forms, out)
             return devices.total(y.reshape(shape), contracted)
 
@@ -376,16 +356,8 @@ class Call:
         return operands.form_of(self.fp8)
 
     @property
-    def _weight_form(self) -> Scaling:
-        return operands.weight_form_of(self.fp8)
-
-    def _weight_placed(self, *, by_columns: bool) -> PlacedMatrix:
-        """Where a quantized weight lies: scales of rows are those of columns where these are."""
-        rows, columns = self.matrix_dims
-        if self._weight_form is Scaling.ROW and by_columns:
-            lies = of_matrix(Scaling.ROW, columns, rows, Hold.STORED)
-            return lies._replace(values=of_matrix(Scaling.ROW, rows, columns, Hold.STORED).values)
-        return of_matrix(self._weight_form, rows, columns, Hold.STORED)
+    def _placed_weight(self) -> PlacedMatrix:
+        return of_matrix(Scaling.BLOCK, *self.matrix_dims, Hold.STORED)
 
     def _multiply(self, a: Quantized, b: Quantized, forms, out: jnp.dtype) -> jax.Array:
         return product(

@@ -3,7 +3,7 @@
 A part is a function of arrays, such as "quantize these tokens". ``Devices.each`` runs it where the
 arrays are: on one device; of arrays that the compiler spreads over a mesh; or, where kernels take
 part, once on each device of a mesh, of that device's share of each array. In the last case a part
-asks for what its share does not say: the largest element of all shares, a whole weight, sums.
+asks for what its share does not say: a whole weight, sums, what others have lost.
 """
 
 import dataclasses
@@ -57,13 +57,8 @@ class PlacedMatrix(NamedTuple):
 
 def of_matrix(form: Scaling, rows: Dims, columns: Dims, held: Hold = Hold.USED) -> PlacedMatrix:
     """Where values and scales of this form lie."""
-    scale = {
-        Scaling.TENSOR: (),
-        Scaling.ROW: (rows,),
-        Scaling.BLOCK_OF_ROW: (columns, rows),
-        Scaling.BLOCK: (columns, rows),
-    }[form]
-    return PlacedMatrix(Placed((rows, columns), held), Placed(scale, held))
+    assert form.by_blocks
+    return PlacedMatrix(Placed((rows, columns), held), Placed((columns, rows), held))
 
 
 type Side = tuple[Dims, tuple[int, ...]]
@@ -91,7 +86,7 @@ class Devices(Protocol):
         """The same devices, spread over by the compiler."""
         ...
 
-    def unfit(self, sides: tuple[Side, ...], *, by_blocks: bool) -> str | None:
+    def unfit(self, sides: tuple[Side, ...]) -> str | None:
         """Why parts cannot run on shares of such sides; None if they can."""
         ...
 
@@ -106,10 +101,6 @@ class Devices(Protocol):
 
     def share(self, shape: tuple[int, ...], dims: Dims) -> tuple[int, ...]:
         """Sizes within a part of an array of this shape."""
-        ...
-
-    def largest(self, x: jax.Array, dims: Dims, held: Hold) -> jax.Array:
-        """The largest x, element by element, of those that have other shares of these dims."""
         ...
 
     def of_all(self, x: jax.Array, dims: Dims, held: Hold) -> jax.Array:
@@ -163,9 +154,9 @@ class Together:
         """Itself."""
         return self
 
-    def unfit(self, sides: tuple[Side, ...], *, by_blocks: bool) -> None:
+    def unfit(self, sides: tuple[Side, ...]) -> None:
         """Whole arrays have no shares that a block could straddle."""
-        del sides, by_blocks
+        del sides
 
     def each(self, part: Callable, *, takes: Any, gives: Any) -> Callable:
         """The part itself."""
@@ -176,11 +167,6 @@ class Together:
         """All of it."""
         del dims
         return shape
-
-    def largest(self, x: jax.Array, dims: Dims, held: Hold) -> jax.Array:
-        """x itself."""
-        del dims, held
-        return x
 
     def of_all(self, x: jax.Array, dims: Dims, held: Hold) -> jax.Array:
         """x alone."""

@@ -40,13 +40,12 @@ def product(
         )
     lead = "uvwxyz"[: a.values.ndim - 2]
     spec = f"{lead}mk,{lead}nk->mn" if b.values.ndim > 2 else f"{lead}mk,nk->{lead}mn"
-    by_blocks = any(form.by_blocks for form in forms)
-    cuda = _dequantized if by_blocks else _scaled_after
+    dequantized = functools.partial(_dequantized, spec=spec, forms=forms, out=out)
     return lax.platform_dependent(
         a,
         b,
-        cuda=functools.partial(cuda, spec=spec, forms=forms, out=out, dtype=compute),
-        default=functools.partial(_dequantized, spec=spec, forms=forms, out=out, dtype=ACCUMULATOR),
+        cuda=functools.partial(dequantized, dtype=compute),
+        default=functools.partial(dequantized, dtype=ACCUMULATOR),
     )
 
 
@@ -67,25 +66,6 @@ def _dequantized(
     sides = (widened(x, form) for x, form in zip((a, b), forms, strict=True))
     result = jnp.einsum(spec, *sides, preferred_element_type=ACCUMULATOR, precision="highest")
     return result.astype(out)
-
-
-def _scaled_after(
-    a: Quantized,
-    b: Quantized,
-    *,
-    spec: str,
-    forms: tuple[Scaling, Scaling],
-    out: jnp.dtype,
-    dtype: jnp.dtype,
-) -> jax.Array:
-    """The 8-bit product, its rows and columns then multiplied: cuBLASLt's, which XLA finds."""
-    del dtype
-    result = jnp.einsum(spec, a.values, b.values, preferred_element_type=ACCUMULATOR)
-    rows, columns = (_each(x, form) for x, form in zip((a, b), forms, strict=True))
-    rows = rows.reshape(rows.shape[-result.ndim :]) if rows.ndim > result.ndim else rows
-    columns = jnp.swapaxes(columns.reshape(columns.shape[-2:]), 0, 1)
-    columns = columns.reshape((1,) * (result.ndim - 2) + columns.shape)
-    return (result * rows * columns).astype(out)
 
 
 def _each(x: Quantized, form: Scaling) -> jax.Array:

@@ -34,7 +34,7 @@ class Factor(NamedTuple):
     """A weight that x is multiplied with, and how."""
 
     weight: jax.Array  # [D, F]
-    history: jax.Array | None
+    record: jax.Array | None
     dims: Dims  # logical, of the weight
     keep: Callable[[jax.Array], jax.Array]  # the product under its names
 
@@ -57,14 +57,13 @@ def swiglu_input(
     """
     assert recipe.fp8 is not None
     each = [
-        planned(SPEC, x, w.weight, recipe=recipe, history=w.history, dims=w.dims, devices=devices)
-        for w in (gate, up)
+        planned(SPEC, x, w.weight, recipe=recipe, dims=w.dims, devices=devices) for w in (gate, up)
     ]
     calls, x = [call for call, _ in each], each[0][1]
     stage = _Stage(calls, (gate.keep, up.keep), recipe, recipe.fp8, implementation)
     if not x.is_matrix or not stage.is_taken():
         return None
-    found = stage.made(x, (gate.weight, up.weight), (gate.history, up.history))
+    found = stage.made(x, (gate.weight, up.weight), (gate.record, up.record))
     return Input(*found)
 
 
@@ -83,8 +82,6 @@ class _Stage(NamedTuple):
         if call.devices.spread > 1 or call.devices.tokens_of_sum(contracted) != TOKENS:
             return False
         caster = Caster(X, self.fp8, call.devices)
-        if not caster.form.by_blocks:
-            return False
         shape = (*call.tokens, self.calls[0].weight_shape[-1])
         share = call.devices.share(shape, (*TOKENS, *outer))
         hidden = jax.eval_shape(
@@ -98,16 +95,16 @@ class _Stage(NamedTuple):
             for source in (SWIGLU, SWIGLU_GRADIENT)
         )
 
-    def made(self, x: Input, weights: tuple, histories: tuple):
+    def made(self, x: Input, weights: tuple, records: tuple):
         """The hidden values in the compute dtype, to which their cotangent goes, in 8 bits, and
         what was seen of them.
         """
         x_dtype, w_dtypes = x.x.dtype, [w.dtype for w in weights]
 
-        def forward(x, quantized, x_seen, weights, histories):
+        def forward(x, quantized, x_seen, weights, records):
             products, kept = [], []
             for i, call in enumerate(self.calls):
-                y, left = call.forward(quantized, x_seen, weights[i], histories[i])
+                y, left = call.forward(quantized, x_seen, weights[i], records[i])
                 products.append(self.keep[i](y))
                 kept.append(left)
             both, seen = named(self._hidden(*products))
@@ -129,7 +126,7 @@ class _Stage(NamedTuple):
             return forward(*arguments)[0]
 
         stage.defvjp(forward, backward)
-        return stage(x.x, x.quantized, x.seen, weights, histories)
+        return stage(x.x, x.quantized, x.seen, weights, records)
 
     def _hidden(self, gate: jax.Array, up: jax.Array) -> tuple[BothWays, jax.Array]:
         """In 8 bits, and what was seen."""
@@ -167,7 +164,7 @@ class _Stage(NamedTuple):
         return self._on_each(part, 3, (placed, placed))(*arrays)
 
     def _matrix(self, call: Call, x: jax.Array) -> jax.Array:
-        return as_matrix(x, 1, call.devices, self.fp8)
+        return as_matrix(x, 1, call.devices)
 
     def _options(self, caster: Caster) -> dict[str, Any]:
         return {**caster.options, "implementation": self.implementation}

@@ -21,7 +21,7 @@ def multiply(
     *,
     recipe: Recipe,
     out: jnp.dtype | None = None,
-    history: jax.Array | None = None,
+    record: jax.Array | None = None,
     dims: Dims | None = None,
     devices: FindDevices = one_device,
 ) -> Float[Array, "..."]:
@@ -37,7 +37,7 @@ def multiply(
         out: dtype of the result; ``recipe.compute`` by default.
         weight: one in few bits is a constant, multiplied as ``multiply_quantized`` says; of one
             that was gathered the share has the gradient.
-        history, dims, devices: as in ``multiply_fp8``, where the recipe has fp8.
+        record, dims, devices: as in ``multiply_fp8``, where the recipe has fp8.
     """
     if isinstance(weight, QuantizedWeight):
         x = x.x if isinstance(x, Input) else x
@@ -47,7 +47,7 @@ def multiply(
     if recipe.fp8 is not None:
         assert not isinstance(weight, GatheredWeight), "validate"
         return multiply_fp8(
-            spec, x, weight, recipe=recipe, out=out, history=history, dims=dims, devices=devices
+            spec, x, weight, recipe=recipe, out=out, record=record, dims=dims, devices=devices
         )
     if isinstance(x, Input):
         x = x.x
@@ -100,7 +100,6 @@ def prepared(
     *,
     recipe: Recipe,
     dims: Dims = (None,),
-    history: jax.Array | None = None,
     devices: FindDevices = one_device,
 ) -> Float[Array, "..."] | Input:
     """x for several matmuls of one recipe: quantized once, or as it is.
@@ -108,10 +107,7 @@ def prepared(
     Args:
         x: of the residual stream.
         dims: logical dims of their weights that they contract, x's last ones.
-        history: of one of them.
     """
     if recipe.fp8 is None:
         return x
-    return quantized_input(
-        x, recipe=recipe, dims=dims, tokens=STREAM_TOKENS, history=history, devices=devices
-    )
+    return quantized_input(x, recipe=recipe, dims=dims, tokens=STREAM_TOKENS, devices=devices)

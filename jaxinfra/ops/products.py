@@ -55,14 +55,15 @@ class Multiply:
         *,
         recipe: Recipe,
         out: jnp.dtype | None = None,
-        history: jax.Array | None = None,
+        record: jax.Array | None = None,
         dims: Dims | None = None,
         residual: Float[Array, "..."] | None = None,
     ) -> Float[Array, "..."]:
         """Returns ``einsum(spec, x, weight)`` in ``out``, by default the recipe's compute dtype.
 
         Args:
-            history: past maxima of a recipe in 8 bits; its cotangent holds the new ones.
+            record: fp32 [3, 3], what 8-bit operands held in the last step; its cotangent holds what
+                they hold in this one.
             dims: logical dims of the weight.
             residual: array that the product is added to, in the same kernel.
 
@@ -81,7 +82,7 @@ class Multiply:
             weight,
             recipe=recipe,
             out=out,
-            history=history,
+            record=record,
             dims=dims,
             devices=self.devices,
         )
@@ -127,7 +128,6 @@ class Multiply:
         *,
         recipe: Recipe,
         dims: Dims = (None,),
-        history: jax.Array | None = None,
     ) -> Float[Array, "..."] | Input:
         """Returns x for several products of one recipe: quantized once where it multiplies in 8
         bits.
@@ -135,9 +135,8 @@ class Multiply:
         Args:
             x: of the residual stream, placed as it is where devices quantize their parts.
             dims: logical dims of the weights that they contract.
-            history: of one of the weights.
         """
-        return prepared(x, recipe=recipe, dims=dims, history=history, devices=self.devices)
+        return prepared(x, recipe=recipe, dims=dims, devices=self.devices)
 
     def _check_few_rows(self, what: str) -> None:
         if not self.few_rows:

@@ -10,7 +10,6 @@ What devices tell each other, N being those of an axis:
                all-reduce, or for a residual stream split by sequence a reduce-scatter
     dw         summed over the axes of the tokens in the dtype that gradients are handed on in,
                reduce-scattered over those that split the gradient
-    scales     of a tensor, or of rows that are in shares: the largest element of all shares
     counts     of what was lost: three numbers
 """
 
@@ -60,7 +59,7 @@ class OnEachDevice:
         """All of the mesh."""
         return self.placement.mesh.size
 
-    def unfit(self, sides: tuple[Side, ...], *, by_blocks: bool) -> str | None:
+    def unfit(self, sides: tuple[Side, ...]) -> str | None:
         """Why some device would not have whole blocks, or not what is contiguous."""
         for dims, sizes in sides:
             if dims in (TOKENS, STREAM_TOKENS):
@@ -75,7 +74,7 @@ class OnEachDevice:
             whole_blocks = size % (shards * BLOCK) == 0 or (
                 shards == 1 and dims[0] not in _SEQUENCES
             )
-            if by_blocks and not whole_blocks:
+            if not whole_blocks:
                 return (
                     f"{size} of {dims[0]} over {shards} devices are not whole blocks of {BLOCK} on "
                     "each"
@@ -94,11 +93,6 @@ class OnEachDevice:
         """A device's part of each dim."""
         each = zip(shape, dims, strict=True)
         return tuple(size // self._shards((dim,), Hold.USED) for size, dim in each)
-
-    def largest(self, x: jax.Array, dims: Dims, held: Hold) -> jax.Array:
-        """Of all shares: a float for each element of x, which is a scalar or one row's."""
-        over = self._over(dims, held)
-        return jax.lax.pmax(x, over) if over else x
 
     def of_all(self, x: jax.Array, dims: Dims, held: Hold) -> jax.Array:
         """Each share's x."""

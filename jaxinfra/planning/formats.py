@@ -170,14 +170,14 @@ CORRESPONDENCES = (
     Correspondence(
         published="fp8-transformer-engine",
         ours="fp8",
-        settings=(_BF16, 'precision.fp8={"scaling": "delayed"}'),
+        settings=(_BF16, 'precision.fp8={"scaling": "squares"}'),
     ),
     Correspondence(
         published="fp8-lm-o3",
         ours="fp8-as-fp8-lm",
         settings=(
             _BF16,
-            'precision.fp8={"scaling": "tensor"}',
+            'precision.fp8={"scaling": "squares"}',
             "precision.weights=bf16",
             "optimizer.first_moment=fp8",
             "optimizer.second_moment=fp16",
@@ -202,7 +202,7 @@ CORRESPONDENCES = (
         ours="fp8-as-nanotron",
         settings=(
             _BF16,
-            'precision.fp8={"scaling": "tensor"}',
+            'precision.fp8={"scaling": "squares"}',
             "precision.weights=bf16",
             "optimizer.first_moment=fp8",
             "optimizer.second_moment=fp8",

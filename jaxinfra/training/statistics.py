@@ -6,7 +6,7 @@ asks for none. (A branch in one program would keep what both branches need alive
 
 What 8-bit operands lose, by matmul: as metrics, and as a warning that names the matmul.
 
-Dims: L layer of a stack, O operand (x, weight, cotangent), C column of a history.
+Dims: L layer of a stack, O operand (x, weight, cotangent), C column of a record.
 """
 
 import collections
@@ -167,9 +167,9 @@ def emitted_by_site(state: Parameters) -> dict[str, jax.Array]:
     suffix = f"/{QUANTIZATION}"
     return {
         path.removesuffix(suffix): jax.numpy.concatenate(
-            [history_LOC[..., :1], history_LOC[..., -NUM_LOST:]], axis=-1
+            [record_LOC[..., :1], record_LOC[..., -NUM_LOST:]], axis=-1
         )
-        for path, history_LOC in by_path(state).items()
+        for path, record_LOC in by_path(state).items()
         if path.endswith(suffix)
     }
 

@@ -186,10 +186,7 @@ _EIGHT_BITS = {
     "test_product_and_gradients_are_those_of_rounded_operands[blocks by powers of two]": (
         "the same test of blocks; kernels/test_quantize.py"
     ),
-    **{
-        f"test_a_mesh_quantizes_to_the_same_bits[{case}]": "the same test of blocks"
-        for case in ("row", "squares", "tensor")
-    },
+    "test_a_mesh_quantizes_to_the_same_bits[squares]": "the same test of blocks",
 }
 
 UNIT: dict[str, dict[str, str]] = {
@@ -206,12 +203,6 @@ UNIT: dict[str, dict[str, str]] = {
         ),
     },
     "test_fp8.py": _EIGHT_BITS,
-    "test_fp8_layers.py": {
-        f"test_no_cast_to_8_bits_can_be_dropped[{scaling}]": (
-            "the same test of blocks, squares and delayed; unit/test_fp8.py of this scaling"
-        )
-        for scaling in ("row", "tensor")
-    },
     "test_hf_commands.py": {
         "test_generate_in_a_chat_template": (
             "unit/test_finetune.py, a conversation run speaks by its own template; "

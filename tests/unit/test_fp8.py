@@ -23,7 +23,7 @@ from jaxinfra.numerics.policy import policy_of, unquantized
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.fp8 import QUANTIZED
 from jaxinfra.ops.fp8_devices import Together, one_device
-from jaxinfra.ops.fp8_operands import SAMPLED_ROWS, empty_history, next_history
+from jaxinfra.ops.fp8_operands import empty_record
 from jaxinfra.ops.multiply import multiply
 from jaxinfra.training.statistics import Fp8Watch, fp8_record
 from tests.rounding import Rounded
@@ -75,17 +75,12 @@ def rounded_to(matrix, config: Fp8Matmuls, kind: Fp8Format, size) -> Rounded:
         else:
             scale = largest * np.float32(1.0 / LARGEST[kind])
             inverse = np.float32(LARGEST[kind]) / largest
-        if config.scaling is Fp8Scaling.DELAYED:  # a given scale is all that is known
-            inverse = np.float32(1.0) / scale
         values = (part * inverse).astype(TYPES[kind]).astype(np.float64)
         result[block] = Rounded(values) * float(scale)
     return result
 
 
-SIZES = {  # of x or a cotangent, of a weight: rows and contracted dim; None is all of it
-    Fp8Scaling.TENSOR: ((None, None), (None, None)),
-    Fp8Scaling.DELAYED: ((None, None), (None, None)),
-    Fp8Scaling.ROW: ((1, None), (1, None)),
+SIZES = {  # of x or a cotangent, of a weight: rows and contracted dim
     Fp8Scaling.BLOCKS: ((1, 128), (128, 128)),
     Fp8Scaling.SQUARES: ((128, 128), (128, 128)),
 }
@@ -96,7 +91,7 @@ def expected(config: Fp8Matmuls, x, weight, cotangent):
     tokens, of_weight = SIZES[config.scaling]
     x, g = x.reshape(B * T, D), cotangent.reshape(B * T, N * H)
     w = weight.reshape(D, N * H)
-    first, last = config.forward, config.gradient_format
+    first, last = config.forward, config.gradient
     to = functools.partial(rounded_to, config=config)
     y = np.matmul(to(x, kind=first, size=tokens), to(w.T, kind=first, size=of_weight).T)
     dx = np.matmul(to(g, kind=last, size=tokens), to(w, kind=first, size=of_weight).T)
@@ -105,9 +100,6 @@ def expected(config: Fp8Matmuls, x, weight, cotangent):
 
 
 CONFIGS = {
-    "tensor": Fp8Matmuls(scaling=Fp8Scaling.TENSOR),
-    "delayed": Fp8Matmuls(scaling=Fp8Scaling.DELAYED),
-    "row": Fp8Matmuls(scaling=Fp8Scaling.ROW),
     "blocks": Fp8Matmuls(),
     "squares": Fp8Matmuls(scaling=Fp8Scaling.SQUARES),
     "blocks by powers of two": Fp8Matmuls(scales=Fp8Scales.POWER_OF_TWO, gradient=Fp8Format.E5M2),
@@ -116,14 +108,14 @@ CONFIGS = {
 
 @functools.cache
 def computed(name: str, place: str):
-    """y, dx, dweight and what the history emits."""
+    """y, dx, dweight and what the record emits."""
     recipe = recipe_of(CONFIGS[name])
 
     def run(x, weight, cotangent):
-        def product(x, weight, history):
-            return multiply(SPEC, x, weight, recipe=recipe, history=history, devices=PLACES[place])
+        def product(x, weight, record):
+            return multiply(SPEC, x, weight, recipe=recipe, record=record, devices=PLACES[place])
 
-        y, pull = jax.vjp(product, x, weight, empty_history(recipe.fp8))
+        y, pull = jax.vjp(product, x, weight, empty_record())
         return y, *pull(cotangent)
 
     x, weight, cotangent = map(jnp.asarray, arrays())
@@ -137,7 +129,7 @@ def test_product_and_gradients_are_those_of_rounded_operands(name):
     assert_within_rounding((y, dx, dweight), expected(CONFIGS[name], *arrays()))
 
 
-@pytest.mark.parametrize("name", ["tensor", "row", "blocks", "squares"])
+@pytest.mark.parametrize("name", ["blocks", "squares"])
 def test_a_mesh_quantizes_to_the_same_bits(name):
     """Sums may be in another order; there are no more than a rounding of them."""
     one, mesh = (computed(name, place)[:3] for place in PLACES)
@@ -148,42 +140,22 @@ def test_a_mesh_quantizes_to_the_same_bits(name):
 
 def test_another_blocks_scale_is_caught():
     config = CONFIGS["blocks"]
-    wrong = expected(dataclasses.replace(config, scaling=Fp8Scaling.TENSOR), *arrays())
+    wrong = expected(dataclasses.replace(config, scaling=Fp8Scaling.SQUARES), *arrays())
     with pytest.raises(AssertionError, match="spread"):
         assert_within_rounding(computed("blocks", "one device")[:3], wrong)
 
 
-def test_a_history_tells_what_8_bits_lose():
-    """Largest elements as they are; of zeros only the tensor's cotangent has none of its own."""
-    x, weight, cotangent = (each.astype(np.float32) for each in arrays())
-    for name in ("tensor", "blocks"):
-        emitted = computed(name, "one device")[3]
-        largest = [np.abs(each).max() for each in (x, weight, cotangent)]
+def test_a_record_tells_what_8_bits_lose():
+    """Largest elements, and more small rows that vanish where larger ones share their scale."""
+    largest = [np.abs(each.astype(np.float32)).max() for each in arrays()]
+    of_rows, of_squares = (computed(name, "one device")[3] for name in ("blocks", "squares"))
+    for emitted in (of_rows, of_squares):
         np.testing.assert_allclose(emitted[:, 0], largest, rtol=1e-6)
-    per_tensor, blocks = (computed(name, "one device")[3] for name in ("tensor", "blocks"))
-    assert per_tensor[0, -2] > 10 * blocks[0, -2]  # small rows vanish beside large ones
-    assert np.all(per_tensor[:, -1] == 0.0)
+        assert np.all(emitted[:, -1] == 0.0)
+    assert of_squares[0, -2] > 10 * of_rows[0, -2]
 
 
-def test_delayed_scales_come_from_the_steps_before():
-    """A history that knows smaller numbers saturates, and says so."""
-    recipe = recipe_of(Fp8Matmuls(scaling=Fp8Scaling.DELAYED, history=2))
-    x, weight, _ = map(jnp.asarray, arrays())
-    history = empty_history(recipe.fp8).at[:, 0].set(jnp.asarray([0.5, 0.0, 0.0]))
-
-    def total(history):
-        y = multiply(SPEC, x, weight.astype(jnp.float32), recipe=recipe, history=history)
-        return jnp.sum(y.astype(jnp.float32))
-
-    emitted = jax.jit(jax.grad(total))(history)
-    counted = np.asarray(x, np.float32).reshape(-1, D)[:: B * T // SAMPLED_ROWS]
-    share = np.mean(np.abs(counted) > 1.0625 * 0.5)
-    np.testing.assert_allclose(emitted[0, -1], share, rtol=1e-5)
-    after = next_history(history, emitted)
-    np.testing.assert_allclose(after[0, :2], [np.abs(np.asarray(x, float)).max(), 0.5], rtol=1e-6)
-
-
-@pytest.mark.parametrize("scaling", [Fp8Scaling.TENSOR, Fp8Scaling.BLOCKS])
+@pytest.mark.parametrize("scaling", Fp8Scaling)
 def test_what_is_kept_for_the_backward_pass_is_what_was_quantized(scaling):
     """``jax.checkpoint`` would make infinities of 8-bit floats above 240."""
     x, weight, cotangent = (jnp.asarray(each) for each in arrays())
@@ -215,9 +187,8 @@ def test_what_is_no_matmul_is_refused():
         ),
         ({"sites": (Site.ROUTER,)}, "sends a token elsewhere"),
         ({"sites": ()}, "names no matmul"),
-        ({"history": 0}, "must lie in"),
     ],
-    ids=["experts", "router", "nothing", "history"],
+    ids=["experts", "router", "nothing"],
 )
 def test_configs_that_cannot_be_are_refused(settings, why):
     with pytest.raises(ConfigError, match=why):

@@ -1,5 +1,5 @@
 """Layers at both ends of a model that stay out of 8 bits: in the program, in what it computes, in
-the histories, in what else reads a layer's recipe.
+the records, in what else reads a layer's recipe.
 """
 
 import dataclasses
@@ -49,9 +49,7 @@ def precision_of(out: tuple[int, int] | None) -> PrecisionConfig:
         return PrecisionConfig(policy=PolicyName.BF16)
     return PrecisionConfig(
         policy=PolicyName.BF16,
-        fp8=Fp8Matmuls(
-            scaling=Fp8Scaling.DELAYED, history=2, first_layers_out=out[0], last_layers_out=out[1]
-        ),
+        fp8=Fp8Matmuls(scaling=Fp8Scaling.SQUARES, first_layers_out=out[0], last_layers_out=out[1]),
     )
 
 
@@ -95,31 +93,23 @@ def forward_jaxpr(model):
     return jax.make_jaxpr(lambda tree, ids: model.bind(tree).hidden(ids))(tree, ids).jaxpr
 
 
-def layers_in(model) -> list[tuple[int, bool]]:
-    """Of each layer of the forward pass: casts to 8 bits, whether it multiplies weights in bf16."""
-    found = []
-    for equation in forward_jaxpr(model).eqns:
-        if equation.params.get("name") == "repetition":
-            inner = equation.params["jaxpr"].jaxpr
-            dots = [each for each in equations(inner) if each.primitive.name == "dot_general"]
-            weights = [
-                each
-                for each in dots
-                if all(side.aval.dtype == jnp.bfloat16 for side in each.invars)
-                and not each.params["dimension_numbers"][1][0]  # attention's have a batch
-            ]
-            found.append((num_casts(inner), bool(weights)))
-    return found
+def layers_in(model) -> list[int]:
+    """Casts to 8 bits in each layer of the forward pass."""
+    return [
+        num_casts(equation.params["jaxpr"].jaxpr)
+        for equation in forward_jaxpr(model).eqns
+        if equation.params.get("name") == "repetition"
+    ]
 
 
 def test_layers_at_the_ends_multiply_in_bf16_and_the_others_in_8_bits():
     model = model_of(ONE_IN)
     assert layers_in(model) == [
-        (0, True),
-        (NUM_INPUTS + NUM_PROJECTIONS, False),
-        (0, True),
+        0,
+        NUM_INPUTS + NUM_PROJECTIONS,
+        0,
     ]
-    # One array of histories for all layers: a run may go on with another number left out.
+    # One array of records for all layers: a run may go on with another number left out.
     assert str(model.state_shapes) == str(model_of(ALL_IN).state_shapes)
 
 
@@ -131,7 +121,7 @@ def test_with_all_layers_out_the_gradient_is_the_bf16_models():
     assert not models[0].state_shapes
 
 
-def test_a_stack_of_its_own_loops_and_has_no_histories():
+def test_a_stack_of_its_own_loops_and_has_no_records():
     model = model_of((1, 0), deep(1, 2), unroll=1)
     assert list(model.state_shapes["blocks"]) == [1]
     assert num_casts(forward_jaxpr(model)) == NUM_INPUTS + NUM_PROJECTIONS
@@ -179,8 +169,7 @@ def test_what_would_be_ignored_is_refused(out, settings, why):
 @pytest.mark.parametrize("scaling", Fp8Scaling)
 def test_no_cast_to_8_bits_can_be_dropped(scaling):
     """XLA for GPUs drops casts there and back, and then nothing would be in 8 bits."""
-    history = {"history": 2} if scaling is Fp8Scaling.DELAYED else {}
-    precision = PrecisionConfig(policy=PolicyName.BF16, fp8=Fp8Matmuls(scaling=scaling, **history))
+    precision = PrecisionConfig(policy=PolicyName.BF16, fp8=Fp8Matmuls(scaling=scaling))
     model = define_model(deep(), execution_on(policy=policy_of(precision), unroll=LAYERS))
     assert not casts_dropped(gradient_jaxpr(model).jaxpr, most_bytes=1)
 
@@ -224,9 +213,9 @@ def test_layers_left_out_compute_as_a_stack_without_8_bits():
     assert list(apart[2]["blocks"]) == [1]
     for out in (ALL_IN, None):
         assert learned(out)[0] != loss
-    history = state["blocks"][0]["mlp"]["down"]["quantization"]
-    assert np.all(history[[0, 2]] == 0.0)
-    np.testing.assert_allclose(history[1], apart[2]["blocks"][1]["mlp"]["down"]["quantization"][0])
+    record = state["blocks"][0]["mlp"]["down"]["quantization"]
+    assert np.all(record[[0, 2]] == 0.0)
+    np.testing.assert_allclose(record[1], apart[2]["blocks"][1]["mlp"]["down"]["quantization"][0])
 
 
 @pytest.mark.slow  # compiles a step
