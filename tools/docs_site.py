@@ -11,9 +11,7 @@ import shutil
 import subprocess
 import sys
 
-import bootstrap_index
-from bootstrap import ROOT, Request, Setup, obtain_uv, uv_settings
-from bootstrap_run import SetupError, run
+from bootstrap import ROOT, SetupError, obtain_uv, run, uv_settings
 
 VENV = ROOT / ".venv-docs"
 LOCK = ROOT / "tools" / "requirements" / "docs.lock"
@@ -24,12 +22,11 @@ def ensure_environment() -> pathlib.Path:
     stamp, digest = VENV / ".lock-digest", hashlib.sha256(LOCK.read_bytes()).hexdigest()
     if not stamp.exists() or stamp.read_text("utf-8") != digest:
         (ROOT / ".bootstrap").mkdir(exist_ok=True)
-        uv = str(obtain_uv(Setup(ROOT, Request(), "cpu"), [pathlib.Path(sys.executable)]))
+        uv = str(obtain_uv(ROOT))
         python = str(VENV / "bin" / "python")
         make = [uv, "venv", "--clear", "--no-project", "--python", sys.executable, str(VENV)]
         run(make, uv_settings(), ROOT, doing="making .venv-docs")
         sync = [uv, "pip", "sync", "--require-hashes", "--python", python]
-        sync += bootstrap_index.uv_arguments(os.environ, pathlib.Path.home())
         run([*sync, str(LOCK)], uv_settings(), ROOT, doing="installing docs.lock")
         stamp.write_text(digest, "utf-8")
     return VENV / "bin" / "mkdocs"

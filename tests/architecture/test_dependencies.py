@@ -39,7 +39,7 @@ def imported_packages(package: str) -> set[str]:
 
 def locked(flavour: str, jax: str) -> dict[str, str]:
     """Version by distribution; a version that differs by platform is listed with its marker."""
-    lock = bootstrap.Setup(ROOT, bootstrap.Request(), flavour, jax).lock
+    lock = bootstrap.Setup.of(ROOT, flavour, jax=jax).lock
     pins = re.findall(r"^([\w.-]+)==(\S+)", lock.read_text(), re.MULTILINE)
     return dict(pins)
 
