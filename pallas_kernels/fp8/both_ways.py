@@ -32,7 +32,6 @@ LEAST_GAIN = 1.03
 """How much faster the one kernel must have been measured for "auto" to take it."""
 _FARTHEST = {"rows": 2.0, "columns": 2.0}
 """Powers of two from the nearest measured shape within which its measurement is trusted."""
-NAMES = ("hopper", "xla")
 FORMS = (Scaling.BLOCK_OF_ROW, Scaling.BLOCK)
 
 

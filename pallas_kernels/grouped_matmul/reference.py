@@ -1,6 +1,6 @@
 """The formulas in plain jnp, every row with every group's weight; the contract.
 
-Dims: M row, T token, J visit of a token, G group, K width in, N width out.
+Dims: M row, G group, K width in, N width out.
 """
 
 import jax
@@ -57,11 +57,3 @@ def scaled_grouped_matmul_reference(
     """Multiplies 8-bit operands, dequantized before: fp32 [M, N]."""
     a_MK, b_GNK = dequantized_operands(a_MK, b_GNK, a_scale_JM, b_scale_GJI)
     return grouped_matmul_reference(a_MK, jnp.swapaxes(b_GNK, 1, 2), group_sizes_G)
-
-
-def combine_reference(y_MN: jax.Array, positions_TJ: jax.Array, weights_TJ: jax.Array) -> jax.Array:
-    """Sums each token's rows times their weights: fp32 [T, N]; a row that is not there adds 0."""
-    m_M = jnp.arange(y_MN.shape[0], dtype=jnp.int32)
-    is_at_TJM = positions_TJ[..., None] == jnp.expand_dims(m_M, (0, 1))
-    weights_TM = jnp.sum(jnp.where(is_at_TJM, weights_TJ[..., None], 0.0), axis=1)
-    return einsum_f32("TM,MN->TN", weights_TM, y_MN.astype(jnp.float32))

@@ -30,11 +30,11 @@ from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec
 from pallas_kernels.hopper.machine import NUM_PROCESSORS
 from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.odd_tiles import GROUP
-from pallas_kernels.hopper.rescale import scale_rows_if_needed
 from pallas_kernels.hopper.tile import (
     LOG2E,
     column_layout,
     row_layout,
+    scale_rows_if_needed,
     soft_cap,
     sum_strips,
     swizzle_bytes,
