@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import pallas_kernels
-from jaxinfra.axes import Dims
 from jaxinfra.config.kinds import MlpKind
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.activation import activated
@@ -26,47 +25,33 @@ MOST_ROWS = 256
 
 def multiply_few_rows(
     spec: str,
-    x: Float[Array, "..."] | Input,
+    x: Float[Array, "..."] | Input | Deferred,
     weight: Float[Array, "..."] | QuantizedWeight | GatheredWeight,
     *,
     recipe: Recipe,
     out: jnp.dtype | None = None,
-    record: jax.Array | None = None,
-    dims: Dims | None = None,
-) -> Float[Array, "..."]:
-    """``ops.multiply.multiply``, without a gradient where the kernel computes it; on one device."""
-    assert recipe.fp8 is None, "execution_on"
-    del record, dims
-    x = x.x if isinstance(x, Input) else x
-    rank = contracted_dims(spec)
-    if isinstance(weight, QuantizedWeight | GatheredWeight):
-        return multiply(spec, x, weight, recipe=recipe, out=out)
-    if rank is None or out not in (None, recipe.compute) or not _takes(x, rank, recipe):
-        return multiply(spec, x, weight, recipe=recipe, out=out)
-    product = pallas_kernels.few_rows_matmul(*_as_matrices(x, weight, rank, recipe))
-    return product.reshape(*x.shape[:-rank], *weight.shape[rank:])
-
-
-def fused_few_rows(
-    spec: str,
-    x: Float[Array, "..."] | Deferred,
-    weight: Float[Array, "..."] | QuantizedWeight,
-    *,
-    recipe: Recipe,
     residual: Float[Array, "..."] | None = None,
 ) -> Float[Array, "..."]:
-    """``residual + einsum(spec, x, weight)`` in the compute dtype: of few rows in one kernel, where
-    that was measured to be faster; without a gradient there.
+    """Computes ``residual + einsum(spec, x, weight)`` on one device.
+
+    A few rows are multiplied by kernels, in one with what is before and after the product where
+    that was measured to be faster; there without a gradient.
     """
-    rank = contracted_dims(spec)
-    raw = x.x if isinstance(x, Deferred) else x
-    if rank is not None and _takes(raw, rank, recipe) and raw.dtype == recipe.compute:
-        product = _fused(x, weight, rank, recipe, residual=residual)
-        outputs = weight.outputs if isinstance(weight, QuantizedWeight) else weight.shape[rank:]
-        return product.reshape(*raw.shape[:-rank], *outputs)
-    x = x.value() if isinstance(x, Deferred) else x
-    product = multiply(spec, x, weight, recipe=recipe)
-    return product if residual is None else residual + product
+    assert recipe.fp8 is None, "execution_on"
+    x = x.x if isinstance(x, Input) else x
+    raw, rank = x.x if isinstance(x, Deferred) else x, contracted_dims(spec)
+    if isinstance(x, Deferred) or residual is not None:
+        fits = raw.dtype == recipe.compute
+    else:
+        fits = isinstance(weight, jax.Array) and out in (None, recipe.compute)
+    if rank is None or not fits or not _takes(raw, rank, recipe):
+        x = x.value() if isinstance(x, Deferred) else x
+        product = multiply(spec, x, weight, recipe=recipe, out=out)
+        return product if residual is None else residual + product
+    assert not isinstance(weight, GatheredWeight), "products"
+    product = _product(x, weight, rank, recipe, residual=residual)
+    outputs = weight.outputs if isinstance(weight, QuantizedWeight) else weight.shape[rank:]
+    return product.reshape(*raw.shape[:-rank], *outputs)
 
 
 def swiglu_few_rows(
@@ -75,15 +60,15 @@ def swiglu_few_rows(
     *,
     recipe: Recipe,
 ) -> Float[Array, "B T _"] | Deferred:
-    """``silu(x gate) * (x up)`` in the compute dtype, by a weight of gates and then ups.
+    """Computes ``silu(x gate) * (x up)`` in the compute dtype, by a weight of gates and then ups.
 
-    Of a weight in few bits, whose gates and ups are far apart, what the next product makes of both.
+    Gates and ups of a quantized weight are far apart: the next product makes hidden values of both.
     """
     raw = x_BTD.x if isinstance(x_BTD, Deferred) else x_BTD
     if isinstance(weight_DF, QuantizedWeight):
-        return Deferred(x=fused_few_rows("BTD,DF->BTF", x_BTD, weight_DF, recipe=recipe))
+        return Deferred(x=multiply_few_rows("BTD,DF->BTF", x_BTD, weight_DF, recipe=recipe))
     if _takes(raw, 1, recipe) and raw.dtype == recipe.compute:
-        hidden = _fused(x_BTD, weight_DF, 1, recipe, swiglu=True)
+        hidden = _product(x_BTD, weight_DF, 1, recipe, swiglu=True)
         return hidden.reshape(*raw.shape[:-1], -1)
     x_BTD = x_BTD.value() if isinstance(x_BTD, Deferred) else x_BTD
     product_BTF = multiply("BTD,DF->BTF", x_BTD, weight_DF, recipe=recipe).astype(recipe.accum)
@@ -91,7 +76,7 @@ def swiglu_few_rows(
     return activated(MlpKind.SWIGLU, up, gate).astype(recipe.compute)
 
 
-def _fused(
+def _product(
     x: jax.Array | Deferred,
     weight: jax.Array | QuantizedWeight,
     rank: int,
@@ -100,17 +85,15 @@ def _fused(
     residual: jax.Array | None = None,
     swiglu: bool = False,
 ) -> jax.Array:
-    """As a matrix."""
-    norm = x.norm if isinstance(x, Deferred) else None
-    is_hidden = isinstance(x, Deferred) and norm is None
-    raw = x.x if isinstance(x, Deferred) else x
+    """Returns the product as a matrix, computed by the kernels' op."""
+    raw, norm = (x.x, x.norm) if isinstance(x, Deferred) else (x, None)
     if not isinstance(weight, QuantizedWeight):
         weight = weight.astype(recipe.compute).reshape(math.prod(weight.shape[:rank]), -1)
     return pallas_kernels.few_rows_matmul(
-        raw.reshape(-1, math.prod(raw.shape[-rank:])),
+        raw.astype(recipe.compute).reshape(-1, math.prod(raw.shape[-rank:])),
         weight,
         norm=norm,
-        swiglu_input=is_hidden,
+        swiglu_input=isinstance(x, Deferred) and norm is None,
         swiglu=swiglu,
         residual=None if residual is None else residual.reshape(-1, residual.shape[-1]),
     )
@@ -119,13 +102,3 @@ def _fused(
 def _takes(x: jax.Array, rank: int, recipe: Recipe) -> bool:
     is_few = math.prod(x.shape[:-rank]) <= MOST_ROWS
     return is_few and recipe.compute.itemsize == 2 and device.target().capability == (9, 0)
-
-
-def _as_matrices(
-    x: jax.Array, weight: jax.Array, rank: int, recipe: Recipe
-) -> tuple[jax.Array, jax.Array]:
-    depth = math.prod(weight.shape[:rank])
-    return (
-        x.astype(recipe.compute).reshape(-1, depth),
-        weight.astype(recipe.compute).reshape(depth, -1),
-    )

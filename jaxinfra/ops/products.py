@@ -18,7 +18,7 @@ from jaxinfra.axes import Dims
 from jaxinfra.errors import UnsupportedError
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.deferred import Deferred
-from jaxinfra.ops.few_rows import fused_few_rows, multiply_few_rows, swiglu_few_rows
+from jaxinfra.ops.few_rows import multiply_few_rows, swiglu_few_rows
 from jaxinfra.ops.fp8_devices import FindDevices, one_device
 from jaxinfra.ops.fp8_operands import Input
 from jaxinfra.ops.fp8_swiglu import Factor, swiglu_input
@@ -102,7 +102,8 @@ class Multiply:
                 f"{spec} of an input in 8 bits with a sum after it: kernels for a few rows read "
                 "the compute dtype; add the sum to the product"
             )
-        return fused_few_rows(spec, x, _ungathered(spec, weight), recipe=recipe, residual=residual)
+        weight = _ungathered(spec, weight)
+        return multiply_few_rows(spec, x, weight, recipe=recipe, residual=residual)
 
     def swiglu(
         self, x_BTD: Float[Array, "B T D"] | Deferred, weight_DF: Weight, *, recipe: Recipe

@@ -142,18 +142,6 @@ def packed_pair(pair: list[Any], dtype: jnp.dtype) -> Any:
     return assembly(i32(), pair, f"cvt.rn.{name}x2.f32 $0, $2, $1;", "=r,f,f", pure=True)
 
 
-def store_number(ref: Any, at: Any, x: Any, dtype: jnp.dtype) -> None:
-    """An f32, rounded, to element ``at`` of global memory."""
-    place = global_place(ref, at, dtype.itemsize)
-    if dtype == jnp.float32:
-        assembly(None, [place, x], "st.global.f32 [$0], $1;", "l,f", pure=False)
-        return
-    name = "bf16" if dtype == jnp.bfloat16 else "f16"
-    i16 = ir.IntegerType.get_signless(16)
-    half = assembly(i16, [x], f"cvt.rn.{name}.f32 $0, $1;", "=h,f", pure=True)
-    assembly(None, [place, half], "st.global.b16 [$0], $1;", "l,h", pure=False)
-
-
 def number(x: float) -> Any:
     """Makes an f32."""
     return mgpu.c(x, ir.F32Type.get())
