@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import published_figures
 
-from jaxinfra.config.presets.megatron import megatron_gpt
+from jaxinfra.config.presets.models import megatron_gpt
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.formats import RECIPES
 from jaxinfra.planning.layout import check
@@ -73,10 +73,7 @@ def exact_values() -> Iterator[Exact]:
             size = activation_bytes(*published_figures.megatron_case(case, form))
             yield _printed(f"{case.name} activations GiB, {how}", printed, size / 2**30)
     for layers, width, heads, *_, printed in published_figures.SCALING:
-        ours = (
-            total_parameters(plan_model(megatron_gpt(layers=layers, width=width, heads=heads)))
-            / 1e9
-        )
+        ours = total_parameters(plan_model(megatron_gpt(width, layers, heads))) / 1e9
         yield _printed(f"GPT of {layers} x {width}, billions", printed, ours)
     for name, tokens, parameters, devices, rate, printed in published_figures.DAYS:
         ours = training_days(

@@ -17,7 +17,7 @@ from jaxinfra.config.model import (
     stacked,
 )
 from jaxinfra.config.presets import MODELS
-from jaxinfra.config.presets.megatron import megatron_gpt
+from jaxinfra.config.presets.models import megatron_gpt
 from jaxinfra.config.run import Remat
 from jaxinfra.planning.layout import (
     MEGATRON_2021,
@@ -135,7 +135,7 @@ def megatron_case(case: MegatronCase, form: dict[str, Any]) -> tuple[PlannedMode
         chunks=case.chunks,
         **form,
     )
-    return plan_model(megatron_gpt(layers=case.layers, width=case.width, heads=case.heads)), layout
+    return plan_model(megatron_gpt(case.width, case.layers, case.heads)), layout
 
 
 def _recomputation_paper() -> Iterator[TimedStep]:
@@ -163,7 +163,7 @@ def _scaling_paper() -> Iterator[TimedStep]:
             name=f"{layers} layers of {width} on {devices}",
             source="arXiv 2104.04473, table 1",
             device="a100",
-            model=plan_model(megatron_gpt(layers=layers, width=width, heads=heads)),
+            model=plan_model(megatron_gpt(width, layers, heads)),
             layout=_a100(batch=batch, accumulation=accumulation, **sizes, **_FULL),
             seconds=flops / (devices * tflops * 1e12),
         )

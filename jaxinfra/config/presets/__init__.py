@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from jaxinfra.config.model import ModelConfig
-from jaxinfra.config.presets import deepseek, gemma, megatron, mistral, mixtures, models, qwen, runs
+from jaxinfra.config.presets import deepseek, gemma, mixtures, models, runs
 from jaxinfra.config.run import RunConfig
 from jaxinfra.errors import ConfigError, nearest
 
@@ -26,24 +26,24 @@ MODELS: dict[str, Callable[[], ModelConfig]] = {
         models.gpt2_medium,
         models.gpt2_large,
         models.gpt2_xl,
-        mistral.mistral_7b,
-        mistral.mistral_7b_v03,
-        mistral.phi3_mini_4k,
-        mistral.phi3_medium_4k,
-        mistral.phi4,
-        qwen.qwen25_05b,
-        qwen.qwen25_15b,
-        qwen.qwen25_3b,
-        qwen.qwen25_7b,
-        qwen.qwen25_14b,
-        qwen.qwen25_32b,
-        qwen.qwen25_72b,
-        qwen.qwen3_06b,
-        qwen.qwen3_17b,
-        qwen.qwen3_4b,
-        qwen.qwen3_8b,
-        qwen.qwen3_14b,
-        qwen.qwen3_32b,
+        models.mistral_7b,
+        models.mistral_7b_v03,
+        models.phi3_mini_4k,
+        models.phi3_medium_4k,
+        models.phi4,
+        models.qwen25_05b,
+        models.qwen25_15b,
+        models.qwen25_3b,
+        models.qwen25_7b,
+        models.qwen25_14b,
+        models.qwen25_32b,
+        models.qwen25_72b,
+        models.qwen3_06b,
+        models.qwen3_17b,
+        models.qwen3_4b,
+        models.qwen3_8b,
+        models.qwen3_14b,
+        models.qwen3_32b,
         gemma.gemma2_2b,
         gemma.gemma2_9b,
         gemma.gemma2_27b,
@@ -57,10 +57,10 @@ MODELS: dict[str, Callable[[], ModelConfig]] = {
         deepseek.deepseek_v2_lite,
         deepseek.deepseek_v3,
         mixtures.moe_1t,
-        megatron.gpt3_175b,
-        megatron.megatron_22b,
-        megatron.megatron_530b,
-        megatron.megatron_1t,
+        models.gpt3_175b,
+        models.megatron_22b,
+        models.megatron_530b,
+        models.megatron_1t,
     )
 }
 _RUNS: dict[str, Callable[[], RunConfig]] = {
