@@ -18,7 +18,7 @@ import jax
 
 from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.limits import require_within
-from jaxinfra.config.mesh import MeshConfig, parse_axes, parse_mesh
+from jaxinfra.config.mesh import parse_axes, parse_mesh
 from jaxinfra.config.pipeline import PipelineSchedule
 from jaxinfra.config.presets import MODELS
 from jaxinfra.config.run import Remat
@@ -77,14 +77,13 @@ def train_command(name: str, layout: Layout) -> str | None:
     if layout.recipe != "bf16":
         return None
     start = name if name in MODELS else f"--init {name}"
-    mesh = ",".join(f"{axis}={n}" for axis, n in _sizes(layout.mesh).items() if n > 1)
     options = {
-        "--mesh": mesh,
+        "--mesh": layout.mesh.option,
         "--batch-size": layout.batch,
         "--accumulation": layout.accumulation,
         "--sequence-length": layout.length,
         "--remat": layout.remat.value,
-        "--zero": layout.zero if layout.mesh.fsdp > 1 and 0 < layout.zero < 3 else None,
+        "--zero": layout.zero if layout.mesh.shards_state and 0 < layout.zero < 3 else None,
         "--sequence-parallel": "true" if layout.sequence_parallel else None,
         "--schedule": "interleaved" if layout.chunks > 1 else None,
         "--policy": "bf16",
@@ -98,10 +97,6 @@ def train_command(name: str, layout: Layout) -> str | None:
     if layout.keep_gathered is not None and layout.may_keep_gathered:
         words.append(f"--set sharding.keep_gathered={str(layout.keep_gathered).lower()}")
     return " ".join(["jaxinfra train", start, *words])
-
-
-def _sizes(mesh: MeshConfig) -> dict[str, int]:
-    return {**mesh.sizes(), "expert": mesh.expert}
 
 
 def _spare_room(plan: Plan) -> list[str]:

@@ -91,6 +91,50 @@ class MeshConfig:
         """Shards of the batch dim: replica x fsdp."""
         return self.replica * self.fsdp
 
+    @property
+    def data_axes(self) -> str:
+        """The axes of the batch with their sizes, for messages."""
+        return f"replica={self.replica} x fsdp={self.fsdp}"
+
+    @property
+    def sequence_axes(self) -> str:
+        """The axis of sequences with its size, for messages."""
+        return f"context={self.context}"
+
+    @property
+    def sequence_shards(self) -> int:
+        """Devices that a sequence is spread over."""
+        return self.context
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline; 1: there is none."""
+        return self.pipe
+
+    @property
+    def shards_state(self) -> bool:
+        """Whether ZeRO's stages differ on this mesh."""
+        return self.fsdp > 1
+
+    @property
+    def splits_matmuls(self) -> bool:
+        """Whether several devices share each matmul."""
+        return self.tensor > 1
+
+    @property
+    def option(self) -> str:
+        """The text of ``--mesh`` for this mesh; empty for one device."""
+        axes = {**self.sizes(), EXPERT: self.expert}
+        return ",".join(f"{axis}={size}" for axis, size in axes.items() if size > 1)
+
+    def with_more_shards(self, factor: int) -> "MeshConfig":
+        """The mesh with more devices, which share the state of a training run."""
+        return dataclasses.replace(self, fsdp=factor * self.fsdp)
+
+    def with_finer_matmuls(self, factor: int) -> "MeshConfig":
+        """The mesh with more devices, which share the weights and the cache of a served model."""
+        return dataclasses.replace(self, tensor=factor * self.tensor)
+
 
 @functools.lru_cache(maxsize=1 << 14)  # a search asks for each mesh again and again
 def shared_by_experts(

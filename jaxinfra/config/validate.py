@@ -65,8 +65,8 @@ def validate(run: RunConfig) -> None:
     if micro_batch % mesh.num_data_shards:
         raise ConfigError(
             f"a micro-batch of {micro_batch} sequences (batch_size={training.batch_size} / "
-            f"accumulation={training.accumulation}) does not divide over replica={mesh.replica} x "
-            f"fsdp={mesh.fsdp}; make it a multiple of {mesh.num_data_shards}"
+            f"accumulation={training.accumulation}) does not divide over {mesh.data_axes}; "
+            f"make it a multiple of {mesh.num_data_shards}"
         )
     if training.sequence_length > model.max_positions:
         raise ConfigError(

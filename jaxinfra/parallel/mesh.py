@@ -1,7 +1,4 @@
-"""Device meshes from their configs.
-
-Which mesh axes shard which logical dims.
-"""
+"""Device meshes from their configs, and tables of which mesh axes shard which logical dims."""
 
 import dataclasses
 import math
@@ -63,6 +60,16 @@ FSDP_TENSOR: Rules = {
     axes.LAYERS: (MeshAxis.PIPE,),
 }
 """Pipeline, data, fully sharded and tensor parallelism, in any proportion of the axes' sizes."""
+
+
+TENSOR_DIMS = frozenset(dim for dim, over in FSDP_TENSOR.items() if MeshAxis.TENSOR in over)
+"""Logical dims that tensor parallelism shards."""
+
+STAGES = MeshAxis.PIPE.value
+"""The mesh axis whose devices are the stages of a pipeline."""
+
+SERVING_AXES = (MeshAxis.REPLICA, MeshAxis.FSDP, MeshAxis.TENSOR)
+"""Mesh axes that a model that generates is spread over."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

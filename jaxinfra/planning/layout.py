@@ -204,8 +204,8 @@ def refusal(model: PlannedModel, layout: Layout) -> str | None:
     rows = layout.accumulation * layout.data
     if layout.batch % rows:
         return (
-            f"a batch of {layout.batch} sequences does not divide over replica={mesh.replica} x "
-            f"fsdp={mesh.fsdp} x accumulation={layout.accumulation}; make it a multiple of {rows}"
+            f"a batch of {layout.batch} sequences does not divide over {mesh.data_axes} x "
+            f"accumulation={layout.accumulation}; make it a multiple of {rows}"
         )
     # Causal attention is balanced by giving each device one early and one late piece (zig-zag).
     if mesh.context > 1 and layout.length % (2 * mesh.context):

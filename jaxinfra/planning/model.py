@@ -5,7 +5,6 @@ import functools
 from pathlib import Path
 
 from jaxinfra import axes
-from jaxinfra.axes import MeshAxis
 from jaxinfra.config.kinds import NormPlacement
 from jaxinfra.config.model import (
     BlockConfig,
@@ -20,10 +19,8 @@ from jaxinfra.hf import from_hf_config
 from jaxinfra.model import flops
 from jaxinfra.model.definition import ParameterInfo, define_model
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.parallel.mesh import FSDP_TENSOR
+from jaxinfra.parallel.mesh import TENSOR_DIMS
 from jaxinfra.runtime.files import read_json
-
-_TENSOR_DIMS = frozenset(dim for dim, over in FSDP_TENSOR.items() if MeshAxis.TENSOR in over)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -134,7 +131,7 @@ def shards(parameter: ParameterInfo, *, tensor: int, expert: int) -> int:
 def used_shards(parameter: ParameterInfo, *, tensor: int) -> int:
     """Parts that tensor parallelism cuts a product with it into: at most a key/value head each."""
     for dim, size in zip(parameter.dims, parameter.shape, strict=True):
-        if dim in _TENSOR_DIMS:
+        if dim in TENSOR_DIMS:
             return min(tensor, size) if dim == axes.KV_HEADS else tensor
     return 1
 

@@ -259,12 +259,12 @@ def traffic(model: PlannedModel, layout: Layout, device: Device) -> tuple[Traffi
     for layer in model.layers:
         passes = layer_operations(layer, layout)
         operations = (*passes.forward, *passes.backward, *passes.recomputed)
-        times = micro * layer.count / layout.mesh.pipe
+        times = micro * layer.count / layout.mesh.num_stages
         found += [(each, times) for each in operations if isinstance(each, PlannedCollective)]
     ends = (*loss_operations(model, layout), *embedding(model, layout))
     found += [(each, float(micro)) for each in ends if isinstance(each, PlannedCollective)]
     found += [(each, 1.0) for each in data_collectives(model, layout)]
-    if layout.mesh.pipe > 1:
+    if layout.mesh.num_stages > 1:
         found.append((stage_sends(model, layout, micro), 1.0))
     sums: dict[tuple[str, str], list[float]] = {}
     for each, times in found:

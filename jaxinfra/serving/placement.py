@@ -2,15 +2,12 @@
 
 import jax
 
-from jaxinfra.axes import MeshAxis
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.validate import check_divides
 from jaxinfra.errors import ConfigError
-from jaxinfra.parallel.mesh import make_mesh, serving_rules
+from jaxinfra.parallel.mesh import SERVING_AXES, make_mesh, serving_rules
 from jaxinfra.parallel.place import Placement
-
-_SPREAD = (MeshAxis.REPLICA, MeshAxis.FSDP, MeshAxis.TENSOR)
 
 
 def serving_placement(config: ModelConfig, mesh: MeshConfig | None) -> Placement:
@@ -28,10 +25,10 @@ def serving_placement(config: ModelConfig, mesh: MeshConfig | None) -> Placement
     """
     mesh = mesh or MeshConfig()
     for axis, size in mesh.sizes().items():
-        if size > 1 and axis not in _SPREAD:
+        if size > 1 and axis not in SERVING_AXES:
             raise ConfigError(
-                f"mesh {axis}={size}: generation spreads a model over {', '.join(_SPREAD)} only; "
-                "give these the devices"
+                f"mesh {axis}={size}: generation spreads a model over {', '.join(SERVING_AXES)} "
+                "only; give these the devices"
             )
     check_divides(config, mesh)
     devices = jax.local_devices()

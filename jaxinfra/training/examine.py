@@ -225,7 +225,7 @@ def examine_step(
     norms, usual_norms = (
         _by_layer(job, jax.device_get(by_layer(state, each))) for each in (batch, usual)
     )
-    tokens_BT = from_zigzag(tokens_BT, job.config.mesh.context)
+    tokens_BT = from_zigzag(tokens_BT, job.config.mesh.sequence_shards)
     numbers = batches.sample_ids(step - 1)
     sources = batches.row_sources(step - 1) or [None] * len(numbers)
     samples = [

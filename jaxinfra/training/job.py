@@ -207,7 +207,7 @@ class Job:
         """This process's rows, as part of a global batch on the mesh; tokens in zig-zag order where
         the context axis shards sequences.
         """
-        batch = in_zigzag(batch, self.config.mesh.context)
+        batch = in_zigzag(batch, self.config.mesh.sequence_shards)
         sharding, (part, parts) = self.placement.batch, self.process_share()
 
         def place(local: np.ndarray) -> jax.Array:
@@ -408,7 +408,7 @@ def _model(config: RunConfig, placement: Placement) -> tuple[ModelDefinition, Pa
 
 def _gradient(config: RunConfig, model: ModelDefinition, placement: Placement) -> GradientFunction:
     training = config.training
-    if config.mesh.pipe > 1:
+    if config.mesh.num_stages > 1:
         return make_pipeline_gradient(
             model, training=training, pipeline=config.pipeline, placement=placement
         )

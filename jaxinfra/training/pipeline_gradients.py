@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
-from jaxinfra.axes import MeshAxis
 from jaxinfra.config.pipeline import PipelineConfig
 from jaxinfra.config.run import TrainingConfig
 from jaxinfra.data.batch import Batch
@@ -21,6 +20,7 @@ from jaxinfra.model.gradients import Gradients
 from jaxinfra.model.passes import Pass, Sums
 from jaxinfra.model.recomputation import kept_by, rematerialized
 from jaxinfra.model.rope import RopeTable
+from jaxinfra.parallel.mesh import STAGES
 from jaxinfra.parallel.pipeline.executor import (
     Arrays,
     HeadSums,
@@ -39,8 +39,6 @@ from jaxinfra.parallel.pipeline.slices import (
 from jaxinfra.parallel.pipeline.tick_program import TickProgram, make_tick_program
 from jaxinfra.parallel.place import Placement
 from jaxinfra.training.gradients import GradientFunction, count_targets, hidden_loss, split_batch
-
-_PIPE = MeshAxis.PIPE.value
 
 
 @jax.tree_util.register_dataclass
@@ -76,7 +74,7 @@ def make_pipeline_gradient(
     """Makes the schedule of the stages and the gradient function that runs it."""
     schedule = make_schedule(
         pipeline.schedule,
-        stages=placement.mesh.shape[_PIPE],
+        stages=placement.mesh.shape[STAGES],
         micro_batches=training.accumulation,
         chunks=pipeline.chunks_a_stage,
         backward_ticks=pipeline.backward_ticks,
@@ -120,13 +118,13 @@ class PipelineGradient(GradientFunction):
         blocks, shared = zip(*map(_split, (parameters, state)), strict=True)
         micro = self._micro_batches(batch, key, loss_scale)
         whole: Any = PartitionSpec()  # in the places of arrays
-        by_stage: Any = PartitionSpec(_PIPE)
+        by_stage: Any = PartitionSpec(STAGES)
         result = jax.shard_map(
             self._stage,
             mesh=placement.mesh,
             in_specs=(by_stage, whole, whole),
             out_specs=PipelineResult(loss=whole, d_layers=by_stage, d_shared=whole, sums=by_stage),
-            axis_names={_PIPE},
+            axis_names={STAGES},
             # Every stage has gradients of its own, in branches that others do not take: no sum over
             # stages may be put there, as tracking what differs between them would.
             check_vma=False,
@@ -164,12 +162,12 @@ class PipelineGradient(GradientFunction):
         result = run_pipeline(
             self.program,
             DecoderStages(model=self.model, training=self.training, places=self.places),
-            layers=to_stage_order(blocks, schedule, axis=_PIPE),
+            layers=to_stage_order(blocks, schedule, axis=STAGES),
             shared=shared,
             micro_batches=micro,
-            axis=_PIPE,
+            axis=STAGES,
         )
-        d_layers, sums = to_natural_order((result.d_layers, result.sums), schedule, axis=_PIPE)
+        d_layers, sums = to_natural_order((result.d_layers, result.sums), schedule, axis=STAGES)
         return dataclasses.replace(result, d_layers=d_layers, sums=sums)
 
 

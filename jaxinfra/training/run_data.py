@@ -89,7 +89,7 @@ def _rows(
         mine = slice(part * size // parts, (part + 1) * size // parts)
         local = jax.tree.map(lambda x, mine=mine: x[mine], batch)
         each = np.asarray(job.log_probability_step(tree, job.put(local)))
-        yield batch, from_zigzag(each, job.config.mesh.context), some
+        yield batch, from_zigzag(each, job.config.mesh.sequence_shards), some
 
 
 def _read(file: Path, arrays: TokenArrays) -> np.ndarray:

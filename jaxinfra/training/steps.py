@@ -145,13 +145,14 @@ class Steps:
         shards = mesh.num_data_shards // processes * parts
         if rows % shards:
             raise ConfigError(
-                f"a batch of {rows} rows does not divide over replica={mesh.replica} x fsdp="
-                f"{mesh.fsdp} devices and {parts} micro-batches; give a multiple of {shards} rows"
+                f"a batch of {rows} rows does not divide over {mesh.data_axes} devices "
+                f"and {parts} micro-batches; give a multiple of {shards} rows"
             )
-        if length % (2 * mesh.context) and mesh.context > 1:
+        sequence_shards = mesh.sequence_shards
+        if length % (2 * sequence_shards) and sequence_shards > 1:
             raise ConfigError(
-                f"rows of {length} tokens do not divide into 2 x context={mesh.context} chunks; "
-                f"give a multiple of {2 * mesh.context} tokens"
+                f"rows of {length} tokens do not divide into 2 x {mesh.sequence_axes} chunks; "
+                f"give a multiple of {2 * sequence_shards} tokens"
             )
         if length > self.config.model.max_positions:
             raise ConfigError(

@@ -119,7 +119,7 @@ def _accumulating(config: RunConfig) -> Iterator[tuple[tuple[str, ...], RunConfi
 
 def _sharding(config: RunConfig) -> Iterator[tuple[tuple[str, ...], RunConfig]]:
     mesh, sharding = config.mesh, config.sharding
-    if mesh.fsdp > 1 and sharding.zero < 3:
+    if mesh.shards_state and sharding.zero < 3:
         changed = dataclasses.replace(config, sharding=dataclasses.replace(sharding, zero=3))
         yield _option("sharding.zero", 3), changed
     if jax.process_count() > 1:
@@ -127,10 +127,8 @@ def _sharding(config: RunConfig) -> Iterator[tuple[tuple[str, ...], RunConfig]]:
     for factor in (2, 4, 8):
         if factor * mesh.num_devices > jax.device_count():
             return
-        wider = dataclasses.replace(mesh, fsdp=factor * mesh.fsdp)
-        axes = {name: size for name, size in wider.sizes().items() if size > 1}
-        text = ",".join(f"{name}={size}" for name, size in axes.items())
-        yield ("--mesh", text), dataclasses.replace(config, mesh=wider)
+        wider = mesh.with_more_shards(factor)
+        yield ("--mesh", wider.option), dataclasses.replace(config, mesh=wider)
 
 
 def _halved(config: RunConfig) -> tuple[tuple[str, ...], RunConfig]:

@@ -150,7 +150,7 @@ class BytesPerParameter:
 def is_counted(job: Job) -> bool:
     """Whether all parameters are trained, on tokens and without stages."""
     config = job.config
-    return not job.model.frozen and config.mesh.pipe == 1 and config.preferences is None
+    return not job.model.frozen and config.mesh.num_stages == 1 and config.preferences is None
 
 
 def bytes_per_parameter(job: Job) -> BytesPerParameter:

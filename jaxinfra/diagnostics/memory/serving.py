@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 
-from jaxinfra.axes import MeshAxis
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import ModelConfig
@@ -63,7 +62,7 @@ class ServingCase:
         form = define_model(self.model, execution)
         if not self.is_straight:
             return form
-        packed = self.mesh.tensor == 1 and (self.weights is None or can_pack(self.weights))
+        packed = not self.mesh.splits_matmuls and (self.weights is None or can_pack(self.weights))
         how = execution_on(placement, **kept, decode_form=DecodeForm(packed=packed))
         return serving_form(form, how)
 
@@ -234,10 +233,9 @@ def _changes_of(
     if case.policy == POLICIES[PolicyName.FP32] and not in_few_bits:
         smaller = dataclasses.replace(case, policy=POLICIES[PolicyName.BF16], weights=None)
         yield ("--policy", "bf16"), smaller
-    tensor = 2 * case.mesh.tensor
-    if tensor * case.mesh.num_devices // case.mesh.tensor <= jax.local_device_count():
-        mesh = dataclasses.replace(case.mesh, tensor=tensor)
-        yield ("--mesh", f"{MeshAxis.TENSOR}={tensor}"), dataclasses.replace(case, mesh=mesh)
+    mesh = case.mesh.with_finer_matmuls(2)
+    if mesh.num_devices <= jax.local_device_count():
+        yield ("--mesh", mesh.option), dataclasses.replace(case, mesh=mesh)
     if engine.num_pages is None and engine.max_running > 1:
         yield with_engine("max_running", engine.max_running // 2)
     least = engine.max_running * (1 + engine.num_drafts) + engine.chunk_sizes[0]
