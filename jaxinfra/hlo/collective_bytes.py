@@ -5,12 +5,6 @@ _ROUNDS = {
     "reduce-scatter": 1,
     "all-to-all": 1,
     "all-reduce": 2,  # a reduce-scatter, then an all-gather
-    # Those with a root cost what their symmetric forms cost: one program gives every device the
-    # same buffers.
-    "gather": 1,
-    "scatter": 1,
-    "reduce": 2,
-    "broadcast": 2,
 }
 
 

@@ -2,15 +2,11 @@
 
 ``axis`` is one mesh axis or several, outermost first; N their devices. Every function takes and
 returns this device's block, of whatever shape and dtype, and has a gradient. What a device sends of
-its D bytes ``collective_bytes`` counts. Those with a root cost what their symmetric forms cost,
-because one program gives every device the same buffers.
-
-Two-level forms are in ``collectives_two_level``; rings written out, in ``collectives_ring``.
+its D bytes ``collective_bytes`` counts.
 """
 
 import itertools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,41 +27,6 @@ def num_devices(axis: Axis) -> int:
 def rank(axis: Axis) -> Int32[Array, ""]:
     """This device's number along these axes, 0..N-1."""
     return jax.lax.axis_index(_names(axis))
-
-
-def broadcast(x: Shaped[Array, "*dims"], axis: Axis, *, root: int = 0) -> Shaped[Array, "*dims"]:
-    """The root's x on every device. Sends 2 D (N-1)/N.
-
-    An all-reduce of the root's x and zeros, exact: ``jax.lax.pbroadcast``, which sends half, is of
-    GPUs alone and has no gradient.
-    """
-    _check_root(root, axis)
-    return all_reduce(_only_at(x, axis, root), axis)
-
-
-def scatter(x: jax.Array, axis: Axis, *, root: int = 0, dim: int = 0) -> jax.Array:
-    """Device i gets the i-th of N equal parts of the root's x along ``dim``. Sends D (N-1)/N.
-
-    A reduce-scatter of the root's x and zeros, exact: XLA has no scatter with one source.
-    """
-    _check_root(root, axis)
-    return reduce_scatter(_only_at(x, axis, root), axis, dim=dim)
-
-
-def gather(x: jax.Array, axis: Axis, *, root: int = 0, dim: int = 0) -> jax.Array:
-    """The root gets all blocks side by side along ``dim``, the others zeros. Sends D (N-1) of
-    blocks of D bytes: an all-gather whose result the others drop.
-    """
-    _check_root(root, axis)
-    return _only_at(all_gather(x, axis, dim=dim), axis, root)
-
-
-def reduce(x: Shaped[Array, "*dims"], axis: Axis, *, root: int = 0) -> Shaped[Array, "*dims"]:
-    """The root gets the sum over devices, the others zeros. Sends 2 D (N-1)/N: an all-reduce whose
-    result the others drop.
-    """
-    _check_root(root, axis)
-    return _only_at(all_reduce(x, axis), axis, root)
 
 
 def all_gather(x: jax.Array, axis: Axis, *, dim: int = 0) -> jax.Array:
@@ -143,11 +104,3 @@ def _from_integers(lanes: jax.Array, *, like: jax.Array) -> jax.Array:
 
 def _names(axis: Axis) -> tuple[str, ...]:
     return (axis,) if isinstance(axis, str) else axis
-
-
-def _only_at(x: jax.Array, axis: Axis, root: int) -> jax.Array:
-    return jnp.where(rank(axis) == root, x, jnp.zeros_like(x))
-
-
-def _check_root(root: Any, axis: Axis) -> None:
-    assert 0 <= root < num_devices(axis), f"root={root} is none of {num_devices(axis)} devices"

@@ -32,11 +32,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from experiments.bench.environment import clocks, environment
 from jaxinfra.hlo.collective_bytes import sent_bytes
 from jaxinfra.parallel import collectives as ours
-from jaxinfra.parallel.collectives_ring import (
-    ring_all_gather,
-    ring_all_reduce,
-    ring_reduce_scatter,
-)
 from jaxinfra.runtime.devices import device_peak
 from jaxinfra.runtime.rendezvous import connect
 
@@ -50,7 +45,6 @@ INSIDE = 8  # collectives in one program
 class Kind:
     """One collective: ours, what JAX offers for it, and what a size means."""
 
-    rooted: bool = False  # bus bandwidth is nccl-tests': of a pipelined tree, the size once
     gathers: bool = False  # a device's input is the size over N
     ours: Callable[[jax.Array], jax.Array]
     others: Mapping[str, Callable[[jax.Array], jax.Array]] = dataclasses.field(default_factory=dict)
@@ -66,7 +60,6 @@ KINDS = {
         ours=functools.partial(ours.all_reduce, axis=AXIS),
         others={
             "lax": lambda x: jax.lax.psum(x, AXIS),
-            "ring": functools.partial(ring_all_reduce, axis=AXIS),
         },
     ),
     "all_gather": Kind(
@@ -74,14 +67,12 @@ KINDS = {
         ours=functools.partial(ours.all_gather, axis=AXIS),
         others={
             "lax": lambda x: jax.lax.all_gather(x, AXIS, tiled=True),
-            "ring": functools.partial(ring_all_gather, axis=AXIS),
         },
     ),
     "reduce_scatter": Kind(
         ours=functools.partial(ours.reduce_scatter, axis=AXIS),
         others={
             "lax": lambda x: jax.lax.psum_scatter(x, AXIS, tiled=True),
-            "ring": functools.partial(ring_reduce_scatter, axis=AXIS),
         },
     ),
     "all_to_all": Kind(
@@ -91,13 +82,6 @@ KINDS = {
     "shift": Kind(
         ours=functools.partial(ours.shift, axis=AXIS),
         others={"lax": _shift},
-    ),
-    "broadcast": Kind(rooted=True, ours=functools.partial(ours.broadcast, axis=AXIS)),
-    "reduce": Kind(rooted=True, ours=functools.partial(ours.reduce, axis=AXIS)),
-    "scatter": Kind(ours=functools.partial(ours.scatter, axis=AXIS)),
-    "gather": Kind(
-        gathers=True,
-        ours=functools.partial(ours.gather, axis=AXIS),
     ),
 }
 
@@ -192,7 +176,7 @@ def rows_of(kind_name: str, size: int, mesh: Mesh, args: argparse.Namespace) -> 
     calls = max(2, min(args.calls, args.budget_mib * MIB // size))
     rows = []
     for name, seconds in measure(contenders, rounds=args.rounds, calls=calls).items():
-        bus = 1.0 if kind.rooted else sent_bytes(kind_name, 1.0, num)
+        bus = sent_bytes(kind_name, 1.0, num)
         algbw = size / seconds["queued"]
         row: dict[str, Any] = {
             "collective": kind_name,
