@@ -32,7 +32,6 @@ import jax
 import jaxlib
 import pytest
 import shape_checks
-from near_copies import mark_slow
 
 # By default a seventh of the time goes to collecting garbage. Rarer than in commands
 # (jaxinfra.cli.entry), whose programs are few: traces of many leave more behind.
@@ -86,10 +85,17 @@ hypothesis.settings.load_profile("suite")
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what a command's -m does not name
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks near copies as slow; a listed name that is none's is an error where files are whole."""
-    unknown = mark_slow(items)
+    """Marks as slow what ``slow_cases`` names; a name that is no case of its test is an error."""
+    unknown: dict[str, set[str]] = {}
+    for item in items:
+        for mark in item.iter_markers("slow_cases"):
+            test, _, _ = item.nodeid.partition("[")
+            unknown.setdefault(test, set(mark.args)).discard(item.callspec.id)
+            if item.callspec.id in mark.args:
+                item.add_marker(pytest.mark.slow)
+    unknown = {test: names for test, names in unknown.items() if names}
     if unknown and not any("::" in argument for argument in config.args):
-        raise pytest.UsageError(f"near_copies names what is not there: {sorted(unknown)}")
+        raise pytest.UsageError(f"slow_cases names what is not there: {unknown}")
 
 
 def pytest_collection_finish() -> None:

@@ -99,6 +99,7 @@ def next_number(child: subprocess.Popen[str], prefix: str) -> int:
     raise AssertionError("the child ended: " + "".join(said))
 
 
+@pytest.mark.slow_cases("2")
 @pytest.mark.parametrize("num_kills", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(tmp_path, num_kills):
     seed = random.SystemRandom().randrange(2**32)

@@ -96,6 +96,7 @@ def test_every_rank_records_its_program_phases_and_queue(arena, capsys):
     assert len(said.splitlines()) == len(records) * (1 + 3)
 
 
+@pytest.mark.slow_cases("1")
 @pytest.mark.parametrize(
     "number",
     [

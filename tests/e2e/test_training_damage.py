@@ -152,6 +152,7 @@ def test_a_run_that_two_would_write_to_is_refused(bench, run):
     assert "in use by another writer" in line
 
 
+@pytest.mark.slow
 def test_on_two_devices_the_same_data_follow(bench, run, whole):
     two = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     ended = bench.run(bench.resume("run", "--mesh", "fsdp=2"), environment=two)
@@ -178,6 +179,7 @@ def test_more_steps_are_trained_when_asked_for(bench, run, whole):
     assert "is complete" in again.stdout
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_no_checkpoint_and_nothing_else(bench, run, whole):
     kept = {step: state_sums(run, step) for step in checkpoints(run)}
     # Enough for metrics and the picture, too little for the arrays.

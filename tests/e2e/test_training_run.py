@@ -22,6 +22,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_as_people_start_it(bench, whole):
     """``python -m jaxinfra``, with nothing imported before: the run of the other tests."""
     words = [sys.executable, "-m", "jaxinfra", *map(str, bench.new("run"))]
@@ -124,6 +125,7 @@ def events(directory: Path) -> list[Event]:
     return found
 
 
+@pytest.mark.slow
 def test_newest_and_best_checkpoints_are_kept(bench):
     """Stopped at 18: the newest is 18, the best of those evaluated is 16; 4, 8 and 12 are gone."""
     fault = signal_at("jaxinfra.training.metrics:MetricsLog.write", 15, call=20)  # of step 18

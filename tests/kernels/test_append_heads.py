@@ -81,6 +81,7 @@ def test_heads_go_where_the_tables_say(form):
         assert_within_rounding(k, definition(*arguments[:5], (cos, -sin))[1])
 
 
+@pytest.mark.slow_cases("e4m3")
 @pytest.mark.parametrize("code", [WeightCode.E4M3, WeightCode.INT4])
 def test_heads_go_into_pages_in_few_bits(code):
     """Of e4m3 a step is an eighth of an element's power of two, else a part of the largest."""
@@ -117,6 +118,7 @@ def test_pools_are_written_in_place(case):
     assert "scatter" not in text
 
 
+@pytest.mark.slow_cases("int8")
 @pytest.mark.parametrize("code", [WeightCode.E4M3, WeightCode.INT8])
 def test_pools_in_few_bits_are_written_in_place(code):
     heads, _, _, *rest = operands(H=128, N=32, K=8)

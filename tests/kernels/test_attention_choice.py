@@ -110,6 +110,7 @@ def lower(workload: AttentionWorkload, *, gradient: bool):
         return jax.jit(function).trace(floats, rest).lower(lowering_platforms=("cuda",))
 
 
+@pytest.mark.slow_cases("d256 full b8 s2048 h16/4")
 @pytest.mark.parametrize("name", ["d64 full b8 s2048 h32/8", "d256 full b8 s2048 h16/4"])
 def test_a_kernel_lowers_to_cuda(name):
     text = lower(BY_NAME[name], gradient=False).as_text()

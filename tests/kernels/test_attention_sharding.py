@@ -93,6 +93,14 @@ SPLITS = {
 }
 
 
+@pytest.mark.slow_cases(
+    "xla-gqa-Explicit",
+    "xla-sinks-and-bias-Auto",
+    "custom-call-gqa-Auto",
+    "custom-call-mqa-Auto",
+    "custom-call-sinks-and-bias-Explicit",
+    "custom-call-too-few-kv-heads-Explicit",
+)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda x: x.name)
 @pytest.mark.parametrize(
     ("name", "split"),
@@ -136,6 +144,7 @@ def test_sharded_arrays_outside_of_jit_are_not_gathered():
     assert_equal((out, lse), want)
 
 
+@pytest.mark.slow_cases("shard_map", "explicit")
 @pytest.mark.parametrize("where", ["explicit", "shard_map", "shard_map of a part"])
 def test_hopper_kernels_lower_on_a_mesh(where):
     """Where types say how arrays lie, a kernel's results must say it too: a result that seems the
@@ -280,6 +289,7 @@ def test_keys_that_all_devices_share(name):
     assert_equal(grad(True, q, k, v), grad(False, q, k, v))
 
 
+@pytest.mark.slow_cases("reference")
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_public_function_on_explicit_axes(implementation):
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)

@@ -23,6 +23,7 @@ SPEC = AttentionSpec(scale=0.3, right=0)
 X = np.ones((1, 6, 2, 8), np.float32) * np.arange(6, dtype=np.float32)[None, :, None, None]
 
 
+@pytest.mark.slow_cases("custom-call-False", "xla-True")
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("name", BOTH)
 def test_vmap_equals_a_loop(name, sinks):

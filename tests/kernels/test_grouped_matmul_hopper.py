@@ -105,6 +105,7 @@ def gated_gradient(x, w, d, sizes):
     return y, pull(d)
 
 
+@pytest.mark.slow_cases("odd")
 @pytest.mark.parametrize(
     ("f", "shape", "dtype"),
     [

@@ -125,6 +125,10 @@ THOROUGH = [
 CASES = [*QUICK, *(pytest.param(c, marks=pytest.mark.slow) for c in THOROUGH)]
 
 
+@pytest.mark.slow_cases(
+    "Case(T=136, S=None, B=1, N=2, K=1, H=64, Hv=None, left=None, right=None, cap=None, "
+    "segments=False, lengths=False, sinks=False)"
+)
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward_is_the_oracle(case):
@@ -271,6 +275,7 @@ def test_forward_lowers(widths, kind):
     lowers(functools.partial(hopper.forward, spec=spec), q, k, v, masks)
 
 
+@pytest.mark.slow_cases("widths1-causal", "widths28-causal", "widths15-full")
 @pytest.mark.parametrize(
     ("widths", "kind"),
     quick(
@@ -292,6 +297,7 @@ def test_backward_lowers(widths, kind):
     )
 
 
+@pytest.mark.slow_cases("(64, 64)", "(96, 96)", "(128, 128)", "(192, 128)")
 @pytest.mark.parametrize(
     "widths",
     [pytest.param(w, marks=[pytest.mark.slow] * (w in LIKE_ANOTHER), id=str(w)) for w in WIDTHS],

@@ -59,6 +59,7 @@ SHAPES = {
 QUICK = ("prefetched", "pipelined", "clustered")
 
 
+@pytest.mark.slow_cases("prefetched")
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(
     "rung",

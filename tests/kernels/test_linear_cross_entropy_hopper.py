@@ -80,6 +80,7 @@ def exact(arrays, *, z_loss=0.0, logit_soft_cap=None, label_smoothing=0.0):
     return sums, (slope @ table, np.einsum("btv,btd->vd", slope, hidden))
 
 
+@pytest.mark.slow_cases("plain-1", "smoothed-2")
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(("options", "num_chunks"), [("plain", 1), ("both", 2), ("smoothed", 2)])
 def test_loss_and_gradients_are_no_worse_than_the_plain_form(options, num_chunks):
@@ -146,6 +147,7 @@ def test_without_gradient_only_the_sums_are_computed():
     assert f"bf16[{B * T},{320}]" not in str(jax.make_jaxpr(f)(*arrays))
 
 
+@pytest.mark.slow_cases("128256-None-True", "50257-None-False")
 @pytest.mark.parametrize(
     ("num_ids", "cap", "with_matrix"),
     [(128256, None, True), (50257, 30.0, True), (50257, None, False)],

@@ -99,6 +99,7 @@ WHICH = [
 ]
 
 
+@pytest.mark.slow_cases("(8, 32)-1e-06-layer_norm+residual")
 @pytest.mark.parametrize("form", WHICH)
 @pytest.mark.parametrize(("shape", "epsilon"), [((8, 32), EPSILON), ((2, 2048), 2.0)], ids=str)
 def test_kernels_are_no_worse_than_the_plain_form(shape, epsilon, form):
@@ -108,6 +109,7 @@ def test_kernels_are_no_worse_than_the_plain_form(shape, epsilon, form):
     assert_within_rounding(got, exact(*case, **form))
 
 
+@pytest.mark.slow_cases("float32-(2, 2048)")
 @pytest.mark.parametrize(
     ("dtype", "shape"),
     [
@@ -127,6 +129,7 @@ def test_other_dtypes_are_no_worse_than_the_plain_form(shape, dtype):
     assert_within_rounding(got, exact(*case, **FORMS[3]))
 
 
+@pytest.mark.slow_cases("read twice-float32")
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.float16, marks=pytest.mark.slow), jnp.float32])
 @pytest.mark.parametrize(
     "config",
@@ -246,6 +249,7 @@ def test_lowers(workload):
     assert num_kernels(f, *abstract((workload.rows, workload.columns))) == 2
 
 
+@pytest.mark.slow_cases("1024")
 @pytest.mark.parametrize(
     "columns",
     # The least and the most; ``test_rows_choice`` lowers others.

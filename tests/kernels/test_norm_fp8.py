@@ -52,6 +52,14 @@ def check(case, form, **options):
     assert_within_rounding(got, oracle_of(xs, vectors, ds, **form))
 
 
+@pytest.mark.slow_cases(
+    "(2, 2048)-layer_norm",
+    "(2, 2048)-rms_norm",
+    "(2, 2048)-rms_norm+residual",
+    "(8, 96)-layer_norm",
+    "(8, 96)-layer_norm+residual",
+    "(8, 96)-rms_norm+residual",
+)
 @pytest.mark.parametrize("form", FORMS, ids=NAMES)
 @pytest.mark.parametrize("shape", [(8, 96), (2, 2048)], ids=str)
 def test_kernels_are_no_worse_than_the_plain_form(shape, form):
@@ -67,6 +75,7 @@ LONG = [
 ]
 
 
+@pytest.mark.slow_cases("read again-layer_norm+residual")
 @pytest.mark.parametrize("form", LAST, ids=NAMES[2:])
 @pytest.mark.parametrize("config", LONG, ids=["kept", "read again"])
 def test_long_rows_are_no_worse_than_the_plain_form(monkeypatch, config, form):
@@ -115,6 +124,7 @@ def test_has_no_gradient(f):
         jax.grad(total)(x.astype(np.float32))
 
 
+@pytest.mark.slow_cases("layer_norm+residual-8192x32768")
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
 @pytest.mark.parametrize("form", LAST, ids=NAMES[2:])
 def test_lowers(workload, form):

@@ -43,6 +43,7 @@ CODED = [
 ]
 
 
+@pytest.mark.slow_cases("pages-64-e4m3-xla")
 @pytest.mark.parametrize(("name", "code", "implementation"), CODED)
 def test_caches_in_few_bits_are_codes_times_scales(name, code, implementation):
     case = cases.NAMED[name]

@@ -191,6 +191,13 @@ SHAPES = [
 ]
 
 
+@pytest.mark.slow_cases(
+    "4-7-6-2-256-256-32-bfloat16",
+    "64-1-32-8-128-128-64-float16",
+    "64-1-32-8-128-128-64-bfloat16",
+    "128-1-32-32-128-128-16-bfloat16",
+    "1-1-64-8-128-128-128-bfloat16",
+)
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [(SHAPES[0], jnp.float16), *((shape, jnp.bfloat16) for shape in SHAPES)],

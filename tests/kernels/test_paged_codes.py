@@ -170,6 +170,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow_cases("int4-128", "fp8-64")
 @pytest.mark.parametrize("name", CASES)
 def test_threads_compute_the_definition(name):
     tile, positions = CASES[name]

@@ -132,6 +132,18 @@ def of_both_sizes(*cases):
     ]
 
 
+@pytest.mark.slow_cases(
+    "softmax-131072-bfloat16",
+    "softmax-262144-bfloat16",
+    "rms_norm-262144-bfloat16",
+    "rms_norm-262144-float32",
+    "layer_norm-10240-bfloat16",
+    "layer_norm-131072-bfloat16",
+    "layer_norm-262144-float32",
+    "rms_norm-32768-bfloat16",
+    "softmax-126976-bfloat16",
+    "softmax-262144-float32",
+)
 @pytest.mark.parametrize(("f", "columns", "dtype"), of_both_sizes(*LOWERED))
 def test_kernels_ask_for_the_shared_memory_that_was_counted(asked, f, columns, dtype):
     x = jax.ShapeDtypeStruct((152, columns), dtype)
@@ -154,6 +166,7 @@ def test_kernels_ask_for_the_shared_memory_that_was_counted(asked, f, columns, d
     assert max(asked) <= SMEM_BYTES
 
 
+@pytest.mark.slow_cases("32768-bfloat16", "131072-bfloat16", "262144-bfloat16", "262144-float32")
 @pytest.mark.parametrize(
     ("columns", "dtype"), of_both_sizes((32768,), (131072,), (262144,), (126976,))
 )

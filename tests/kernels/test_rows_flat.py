@@ -157,6 +157,7 @@ def test_neighbors_that_are_no_numbers_leave_norms_alone(monkeypatch, name):
         assert np.isnan(found[1::2].astype(np.float32)).all()
 
 
+@pytest.mark.slow_cases("1031-5001", "1031-12496", "1031-27164")
 @pytest.mark.parametrize("columns", [1001, 5001, 17706, 27164, 12496])
 @pytest.mark.parametrize("rows", [1, 3, 8, 131, 133, 300, 1031])
 def test_each_row_is_taken_once_by_a_block_of_its_shift(rows, columns):
@@ -237,6 +238,7 @@ def test_what_was_timed_is_taken():
     assert not isinstance(config_for(8, calls(5001, jnp.float32)["softmax"]), Flat)
 
 
+@pytest.mark.slow_cases("rms_norm-1001")
 @pytest.mark.parametrize(
     "columns", [1001, *[pytest.param(n, marks=SLOW) for n in (5001, 17706, 48739, 100422)]]
 )

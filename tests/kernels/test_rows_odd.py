@@ -37,6 +37,7 @@ WINDOWS = {  # of four rows, of which each begins at another column of a vector
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow_cases("read again")
 @pytest.mark.parametrize(
     "config",
     [pytest.param(c, id=name, marks=[SLOW] * (name != "read again")) for name, c in FORMS.items()],

@@ -130,6 +130,7 @@ def _oracle(name, case):
     return exact[0][0] if ROWS[name][0].by_warps else exact
 
 
+@pytest.mark.slow_cases("ahead-0.0")
 @pytest.mark.parametrize("offset", [0.0, pytest.param(100.0, marks=SLOW)])
 @pytest.mark.parametrize("name", FORMS)
 def test_layer_norm_is_no_worse_than_the_plain_form(monkeypatch, name, offset):
@@ -246,6 +247,7 @@ def test_neighbors_that_are_no_numbers_change_nothing(monkeypatch, name):
     assert_within_rounding((y[::2], d_x[::2]), (exact_y, exact_d_x))
 
 
+@pytest.mark.slow_cases("of a chunk")
 @pytest.mark.parametrize("fault", ["of a chunk", "of a row"])
 def test_a_count_that_is_off_by_a_column_is_caught(monkeypatch, fault):
     """All parts but the first of a warpgroup have one more."""
@@ -279,6 +281,7 @@ LOWERED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_cases("ahead")
 @pytest.mark.parametrize("name", LOWERED)
 def test_the_real_form_lowers(name):
     columns, config = LOWERED[name]

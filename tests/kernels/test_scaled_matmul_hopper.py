@@ -56,6 +56,7 @@ def lower(w, forms, dtypes=(E4M3, E4M3), **options):
         return traced.lower(lowering_platforms=("cuda",))
 
 
+@pytest.mark.slow_cases("128x7168x18432", "4096x24576x1536")
 @pytest.mark.parametrize("w", [*SMALL, LARGE[2]], ids=lambda w: w.name)
 def test_workloads_lower_for_a_gpu(w):
     lower(w, ("1x128", "128x128"))

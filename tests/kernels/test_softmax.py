@@ -62,6 +62,7 @@ def exact_gradient(y, d_y):
     return y * (d_y - (y * d_y).sum(axis=-1, keepdims=True))
 
 
+@pytest.mark.slow_cases("softmax-shape0", "log_softmax-shape3")
 @pytest.mark.parametrize(
     ("f", "shape"),
     [
@@ -87,6 +88,7 @@ QUICK = {
 }
 
 
+@pytest.mark.slow_cases("float32-softmax-(3, 2048)", "float16-softmax-(8, 32)")
 @pytest.mark.parametrize(
     ("dtype", "f", "shape"),
     [
@@ -135,6 +137,7 @@ LONG = [
 ]
 
 
+@pytest.mark.slow_cases("folded ahead")
 @pytest.mark.parametrize("config", LONG, ids=["kept", "folded ahead", "read twice"])
 def test_long_rows_are_no_worse_than_the_plain_form(monkeypatch, config):
     """Two workers, two rows and one: chunks take turns in the slots."""
@@ -174,6 +177,7 @@ def test_where(dtype, shape):
         assert not result[~where].any()
 
 
+@pytest.mark.slow_cases("read twice")
 @pytest.mark.parametrize(
     "config",
     [*LONG, Stream(group=2)],
@@ -254,6 +258,7 @@ def test_portable_forms_are_the_formula(dtype, f, implementation):
     assert_within_rounding(got, exact(x, d_y, f=f))
 
 
+@pytest.mark.slow_cases("8192x32768")
 @pytest.mark.parametrize(
     "workload",
     [

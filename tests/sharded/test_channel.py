@@ -211,6 +211,7 @@ MORE = {
 }
 
 
+@pytest.mark.slow_cases("fsdp, tensor and context", "interleaved")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_equals_one_device(case):
     check(case)

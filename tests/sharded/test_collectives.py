@@ -4,6 +4,8 @@ import dataclasses
 import functools
 from collections import Counter
 
+import pytest
+
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.hlo.program import Collective, collectives
 from tests.sharded.cases import build, llama_like, packed_batch
@@ -41,10 +43,12 @@ def elements(each: Collective) -> int:
     return int(functools.reduce(lambda a, b: a * b, each.shape, 1)) * each.times
 
 
+@pytest.mark.slow
 def test_one_device_does_not_communicate():
     assert compiled(MeshConfig()) == []
 
 
+@pytest.mark.slow
 def test_data_parallel_only_reduces_gradients():
     mesh = MeshConfig(replica=8)
     found = compiled(mesh)
@@ -72,6 +76,7 @@ def test_tensor_parallel_all_reduces_once_a_half_block():
     assert CONFIG.vocab_size not in {size for each in found for size in each.shape}
 
 
+@pytest.mark.slow
 def test_tensor_and_fully_sharded_compose():
     found = compiled(MeshConfig(fsdp=2, tensor=4))
     for half in ("attention", "mlp"):

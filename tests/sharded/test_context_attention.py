@@ -129,6 +129,7 @@ def context_attention(case: Case, method: ContextMethod) -> ContextAttention:
     return ContextAttention(placement=placement, method=method, is_causal=case.causal)
 
 
+@pytest.mark.slow_cases("bf16-ring", "window-of-chunks-ring", "packed-all_gather")
 @pytest.mark.parametrize(("name", "method"), PAIRS)
 def test_equals_one_device(name, method):
     case = CASES[name]
@@ -178,6 +179,7 @@ def programs(case: Case, method: ContextMethod) -> tuple[list[Collective], list[
 
 
 # XLA's CPU compiler widens bf16 of all but the ring, which sends integers.
+@pytest.mark.slow_cases("ring-float32")
 @pytest.mark.parametrize(
     ("method", "dtype"),
     [

@@ -48,6 +48,7 @@ MORE = [
 ]
 
 
+@pytest.mark.slow_cases("tied-context4-ring-")
 @pytest.mark.parametrize(
     ("case", "mesh", "method", "how"),
     [*STEPS, *(pytest.param(*step, marks=pytest.mark.slow) for step in MORE)],

@@ -120,6 +120,7 @@ def check_bytes(program: jax.stages.Compiled, room: Room) -> None:
         assert others == sent(expected["experts"] + expected["weights"])
 
 
+@pytest.mark.slow_cases("per_device")
 @pytest.mark.parametrize("form", FORMS)
 def test_bytes_are_those_of_the_formula(form):
     exchange, room = bounded(form)
@@ -205,6 +206,7 @@ def kept(room, num_devices: int) -> np.ndarray:
     return found
 
 
+@pytest.mark.slow_cases("per_device")
 @pytest.mark.parametrize("form", FORMS)
 def test_what_has_no_room_is_counted(form):
     """Loads are uneven, rooms even."""

@@ -60,6 +60,7 @@ def generated(mesh: MeshConfig, config: ModelConfig = CONFIG) -> dict[int, list[
     return rows
 
 
+@pytest.mark.slow
 def test_greedy_is_argmax_without_a_cache():
     one = generated(MeshConfig())
     for row, prompt in enumerate(PROMPTS):

@@ -111,6 +111,7 @@ def _after_a_step(parameters, loss, gradients):
     return loss, norm, first_moment, after
 
 
+@pytest.mark.slow_cases("untied", "capped", "latent")
 @pytest.mark.parametrize("case", CASES)
 def test_one_device_equals_the_oracle(case):
     _, result = single(case)
@@ -151,6 +152,7 @@ def test_kept_weights_change_nothing(case, mesh):
     assert_as_one_device(result, case, what=f"{case} on {mesh} with kept weights")
 
 
+@pytest.mark.slow
 def test_dropout_mask_is_the_same_on_a_mesh():
     """A mask that differed in one element would move gradients by parts in a thousand; rounding
     moves both runs by what it may move those without dropout.

@@ -42,6 +42,7 @@ MESHES = {
 }
 
 
+@pytest.mark.slow_cases("fsdp8-zero1")
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -125,6 +126,7 @@ def one_device() -> np.ndarray:
     return np.stack([losses(MeshConfig(), ShardingConfig(), turn=turn) for turn in turns])
 
 
+@pytest.mark.slow_cases("fsdp2-tensor4")
 @pytest.mark.parametrize(
     "mesh", ["fsdp2-tensor4", pytest.param("fsdp8-zero1", marks=pytest.mark.slow)]
 )

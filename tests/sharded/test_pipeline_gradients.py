@@ -48,6 +48,7 @@ SAMPLE = {
 }
 
 
+@pytest.mark.slow_cases("interleaved with fsdp, tensor")
 @pytest.mark.parametrize("case", SAMPLE.values(), ids=SAMPLE)
 def test_pipeline_equals_one_device(case):
     check(case)
@@ -185,6 +186,7 @@ def test_dropout_masks_are_those_of_one_device(schedule, num_layers):
         assert np.max(np.abs(got - expected)) <= 100 * epsilon * np.max(np.abs(expected))
 
 
+@pytest.mark.slow_cases("1f1b")
 @pytest.mark.parametrize(
     "schedule",
     [ONE, *(pytest.param(s, marks=pytest.mark.slow) for s in (INTERLEAVED, ZB_H1, ZB_V))],

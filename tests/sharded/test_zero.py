@@ -54,6 +54,7 @@ def num_parameters() -> int:
     return built("fsdp=8").model.num_parameters
 
 
+@pytest.mark.slow_cases("fsdp=8-2")
 @pytest.mark.parametrize(
     ("mesh", "zero"),
     [
@@ -97,6 +98,7 @@ def _is_none(node: Any) -> bool:
     return node is None
 
 
+@pytest.mark.slow_cases("2")
 @pytest.mark.parametrize("accumulation", ACCUMULATIONS)
 def test_stage_1_scatters_gradients_once_and_gathers_parameters_once(accumulation):
     """2 D (N-1)/N bytes, the all-reduce's own, whatever the number of micro-batches."""
@@ -108,6 +110,7 @@ def test_stage_1_scatters_gradients_once_and_gathers_parameters_once(accumulatio
         assert sent([each for each in found if each.kind == kind]) == half
 
 
+@pytest.mark.slow_cases("replica=2,fsdp=4-2")
 @pytest.mark.parametrize(
     ("mesh", "accumulation"),
     [
@@ -259,6 +262,7 @@ def test_memory_does_not_grow_with_accumulation(mesh, zero):
     assert growth <= 2 * (rows[8] - rows[2])
 
 
+@pytest.mark.slow
 def test_kept_weights_are_gathered_once():
     """Though all else is recomputed; norms' scales, too, a layer's as a row of their stack."""
     case = built("fsdp=8", 3, 2, 16, keep=True)

@@ -105,6 +105,7 @@ def operations(jaxpr: jax.extend.core.Jaxpr) -> Iterator[jax.extend.core.JaxprEq
             yield from operations(part)
 
 
+@pytest.mark.slow_cases("int4 g128")
 @pytest.mark.parametrize("weights", ["bf16", "int4 g128"])
 def test_a_layer_is_seven_kernels(weights, monkeypatch):
     # As if every product had been measured to be faster with what is around it.

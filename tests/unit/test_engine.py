@@ -53,6 +53,7 @@ def served(engine, requests, arrivals, cancelled=()):
 FAST_CASES = ("phi3_longrope",)
 
 
+@pytest.mark.slow_cases("phi3_longrope")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST_CASES)) for n in CASES],
@@ -236,6 +237,7 @@ def test_load_loses_no_page_and_compiles_nothing(count):
 KINDS = ("malformed", EndReason.LENGTH, EndReason.CANCELLED, EndReason.ERROR)
 
 
+@pytest.mark.slow
 def test_programs_are_those_listed_and_traced_once(monkeypatch):
     for module, names in (
         (programs, ("step", "score", "set_masks", "begin_history")),
@@ -281,6 +283,7 @@ def test_scores_are_those_of_the_uncached_model():
         engine.submit(request(prompt, scores_prompt=True))
 
 
+@pytest.mark.slow_cases("bias", "repetition")
 @pytest.mark.parametrize(
     "settings",
     [

@@ -142,6 +142,13 @@ def oracle(config: ExpertsConfig, drawn: Drawn):
     )
 
 
+@pytest.mark.slow_cases(
+    "groups by their best",
+    "softmax over all",
+    "softmax over the chosen",
+    "sigmoid",
+    "without gates",
+)
 @pytest.mark.parametrize("config", CASES.values(), ids=CASES)
 def test_equals_a_loop_over_tokens(config):
     drawn = draw(config)

@@ -112,6 +112,7 @@ def resume(place, run, *options):
     return main(["train", *where, *options])
 
 
+@pytest.mark.slow
 def test_it_resumes_without_what_it_started_from(full, place):
     copy = rewind(full, place / "resumed", 2)
     (place / "hf").rename(place / "away")

@@ -122,6 +122,7 @@ def computed(name: str, place: str):
     return jax.tree.map(np.asarray, jax.jit(run)(x, weight.astype(jnp.float32), cotangent))
 
 
+@pytest.mark.slow_cases("blocks by powers of two")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_product_and_gradients_are_those_of_rounded_operands(name):
     y, dx, dweight, _ = computed(name, "one device")
@@ -129,6 +130,7 @@ def test_product_and_gradients_are_those_of_rounded_operands(name):
     assert_within_rounding((y, dx, dweight), expected(CONFIGS[name], *arrays()))
 
 
+@pytest.mark.slow_cases("squares")
 @pytest.mark.parametrize("name", ["blocks", "squares"])
 def test_a_mesh_quantizes_to_the_same_bits(name):
     """Sums may be in another order; there are no more than a rounding of them."""

@@ -65,6 +65,22 @@ def edit(directory, change):
     save_file(values, directory / "model.safetensors")
 
 
+@pytest.mark.slow_cases(
+    "deepseek_v2",
+    "deepseek_v2_lite",
+    "llama",
+    "llama3",
+    "llama_linear",
+    "llama_yarn",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen2_yarn",
+    "qwen3",
+    "gpt2_untied",
+    "qwen3_moe",
+    "phi3_longrope",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_there_and_back_is_bitwise(name, tmp_path):
     ours = convert(GOLDEN / name, tmp_path / "ours", "--max-shard-gb", "2e-5")
@@ -79,6 +95,7 @@ def test_there_and_back_is_bitwise(name, tmp_path):
     assert elements[0] == elements[1]
 
 
+@pytest.mark.slow_cases("gemma2", "llama_linear")
 @pytest.mark.parametrize("name", ["gemma2", "gpt2", "llama_linear", "phi3", "qwen2"])
 def test_pieces_of_tensors_make_the_same_files(name, tmp_path):
     """Rows of a few elements at a time, whatever a tensor's layout is."""

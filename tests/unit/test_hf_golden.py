@@ -69,6 +69,16 @@ def test_all_architectures_have_a_case():
     assert architectures == set(FAMILIES)
 
 
+@pytest.mark.slow_cases(
+    "llama3",
+    "llama_linear",
+    "llama_yarn",
+    "phi3",
+    "qwen2",
+    "qwen2_yarn",
+    "gpt2_untied",
+    "deepseek_v2",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_logits(name):
     arrays = golden(name)
@@ -81,6 +91,7 @@ def test_logits(name):
         assert_no_worse(got, plain=plain, oracle=oracle, what=f"{name} {prefix}logits")
 
 
+@pytest.mark.slow_cases("gemma2", "gpt2", "qwen3")
 @pytest.mark.parametrize("name", BF16_CASES)
 def test_bfloat16_logits(name):
     """Weights and activations rounded alike, so no worse than the reference implementation's."""
@@ -93,6 +104,7 @@ def test_bfloat16_logits(name):
 
 # The others' logits are held above; a continuation is of them and of the cache, which is not of
 # an architecture.
+@pytest.mark.slow_cases("gemma2", "gpt2", "gpt_oss", "phi3_longrope")
 @pytest.mark.parametrize(
     "name",
     [
@@ -195,6 +207,7 @@ def assert_gradients_are_the_reference_s(name, change=lambda gradient: gradient)
         assert_within_rounding(change(got), want, what=f"{name} {key}")
 
 
+@pytest.mark.slow_cases("gemma2", "gpt2", "qwen3", "gpt_oss")
 @pytest.mark.parametrize(
     "name",
     [
@@ -249,6 +262,7 @@ def test_longrope_rows_that_cross_over_are_run_again():
         assert new == want
 
 
+@pytest.mark.slow
 def test_longrope_rows_end_with_the_context():
     ids = golden("phi3_longrope")["ids"][0]
     model = decoder("phi3_longrope")

@@ -7,6 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
 from jaxinfra.model.layer_loop import one_by_one, opened, take_apart, take_in_place
@@ -121,6 +122,7 @@ def learned(*, unroll: int):
     return jax.device_get((metrics.loss, gradients_of(state)))
 
 
+@pytest.mark.slow
 def test_weights_of_experts_are_rounded_before_the_layers():
     """In a loop each layer rounds its own: the same numbers, up to how bf16 sums are fused."""
     loss, got = learned(unroll=2)

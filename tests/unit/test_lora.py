@@ -65,6 +65,7 @@ def adapted(name, lora):
 IDS = np.random.default_rng(3).integers(0, 61, (2, 36)).astype(np.int32)
 
 
+@pytest.mark.slow_cases("phi3")
 @pytest.mark.parametrize(
     "name",
     [

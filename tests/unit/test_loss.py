@@ -76,6 +76,7 @@ def exact(dtype: str, *, z_loss=0.0, logit_soft_cap=None, label_smoothing=0.0):
     return sums, (slope @ table, np.einsum("btv,btd->vd", slope, hidden))
 
 
+@pytest.mark.slow_cases("both-float32", "smoothed-float32", "soft_cap-float32", "z_loss-float32")
 @pytest.mark.parametrize(
     ("options", "dtype"), [*((each, "float32") for each in OPTIONS), *(("all", d) for d in NARROW)]
 )
@@ -84,6 +85,14 @@ def test_reference_is_the_formula(options, dtype):
     assert_within_rounding(got, exact(dtype, **OPTIONS[options]), what=f"{options} {dtype}")
 
 
+@pytest.mark.slow_cases(
+    "both-4-float32",
+    "plain-4-bfloat16",
+    "plain-4-float16",
+    "smoothed-4-float32",
+    "soft_cap-4-float32",
+    "z_loss-4-float32",
+)
 @pytest.mark.parametrize(
     ("options", "num_chunks", "dtype"),
     [

@@ -228,6 +228,7 @@ def test_a_first_remedy_applied_fits(tmp_path, capsys, monkeypatch):
     assert main([*words, "--run", "again", *first["options"]]) == 0
 
 
+@pytest.mark.slow
 def test_the_report_of_an_error(tmp_path, monkeypatch):
     """What the device was asked for, and what is held, without a remedy where no limit is known."""
     config = codec.override(run_preset("tiny"), SMALL)

@@ -76,6 +76,7 @@ def decoder(
     return functools.partial(forward(config, implementation, to_the_bit), parameters)
 
 
+@pytest.mark.slow_cases("llama_like-xla", "gpt_like-reference", "gemma_like-reference")
 @pytest.mark.parametrize(("make", "implementation"), MODELS_ON_CPU)
 def test_logits_are_the_oracle_s(make, implementation):
     config, batch = make(), packed_batch(rows=3)
@@ -112,6 +113,7 @@ def seen_by(config: ModelConfig, implementation, segment_ids=None) -> np.ndarray
 AGE = np.arange(12)[:, None] - np.arange(12)[None, :]
 
 
+@pytest.mark.slow_cases("llama_like-xla", "gemma_like-xla", "gemma_like-reference")
 @pytest.mark.parametrize(("make", "implementation"), MODELS_ON_CPU)
 def test_no_token_sees_the_future_or_another_document(make, implementation):
     config = dataclasses.replace(make(), tie_embeddings=False)
@@ -122,6 +124,7 @@ def test_no_token_sees_the_future_or_another_document(make, implementation):
         np.testing.assert_array_equal(seen, (AGE >= 0) & same_document)
 
 
+@pytest.mark.slow_cases("reference")
 @pytest.mark.parametrize("implementation", ON_CPU)
 def test_receptive_field_of_windows_adds_up_over_layers(implementation):
     config = dataclasses.replace(llama_like(), tie_embeddings=False)
@@ -132,6 +135,7 @@ def test_receptive_field_of_windows_adds_up_over_layers(implementation):
     np.testing.assert_array_equal(seen_by(config, implementation), (AGE >= 0) & (reach >= AGE))
 
 
+@pytest.mark.slow_cases("llama_like-xla", "gpt_like-reference", "gemma_like-reference")
 @pytest.mark.parametrize(("make", "implementation"), MODELS_ON_CPU)
 def test_a_packed_document_has_the_logits_it_has_alone(make, implementation):
     config, batch = make(), packed_batch(rows=3)  # the program of the test above
@@ -187,6 +191,7 @@ def test_an_id_beyond_the_vocabulary_is_loud():
     assert jnp.isfinite(logits[1]).all(), "of another row"
 
 
+@pytest.mark.slow
 def test_scan_over_layers_is_a_loop():
     """Four layers scanned one at a time, in pairs, and unrolled into one repetition."""
     config = llama_like().with_layers(4)
@@ -222,6 +227,7 @@ def stepped(remat: Remat, unroll: int = 1):
     return jax.device_get((metrics.loss, gradients_of(state)))
 
 
+@pytest.mark.slow_cases("full")
 @pytest.mark.parametrize(
     "remat",
     [
@@ -236,11 +242,13 @@ def test_recomputation_changes_no_bit(remat):
     chex.assert_trees_all_equal(stepped(remat), stepped(Remat.NONE))
 
 
+@pytest.mark.slow_cases("none")
 @pytest.mark.parametrize("remat", [Remat.NONE, pytest.param(Remat.DOTS, marks=pytest.mark.slow)])
 def test_unrolling_changes_no_bit(remat):
     chex.assert_trees_all_equal(stepped(remat, unroll=2), stepped(remat))
 
 
+@pytest.mark.slow_cases("none-0-0", "dots-0-0")
 @pytest.mark.parametrize(
     ("remat", "projections", "core"),
     [

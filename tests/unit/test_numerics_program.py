@@ -79,6 +79,9 @@ def wrong_reductions(found: list[Reduction]) -> list[Reduction]:
     return [each for each in found if "f" in each.dtype and each.dtype != "f32"]
 
 
+@pytest.mark.slow_cases(
+    "fp32-gemma_like", "fp32-gpt_like", "fp16-gemma_like", "bf16-gpt_like", "fp16-gpt_like"
+)
 @pytest.mark.parametrize("make", SIZES)
 @pytest.mark.parametrize("policy", PolicyName)
 def test_every_matmul_of_a_step_is_what_the_policy_says(make, policy):
@@ -92,6 +95,7 @@ def test_every_matmul_of_a_step_is_what_the_policy_says(make, policy):
     assert not opaque_operations(lowered), "a library call may hide a matmul"
 
 
+@pytest.mark.slow_cases("fp32-gemma_like", "fp32-gpt_like", "fp16-gemma_like", "bf16-gpt_like")
 @pytest.mark.parametrize("make", SIZES)
 @pytest.mark.parametrize("policy", PolicyName)
 def test_every_reduction_of_a_step_is_in_fp32(make, policy):
@@ -109,6 +113,7 @@ def test_recomputed_matmuls_follow_the_policy_too():
     assert not wrong_matmuls(found, "bf16")
 
 
+@pytest.mark.slow_cases("fp32")
 @pytest.mark.parametrize("policy", [PolicyName.FP32, PolicyName.BF16])
 def test_compiled_cpu_program_sums_in_fp32(policy):
     built = build(llama_like(), policy=policy)

@@ -14,6 +14,7 @@ from jaxinfra.parallel.pipeline.tick_program import make_tick_program, run
 from jaxinfra.planning.pipeline_schedule import report
 
 
+@pytest.mark.slow_cases("gpipe", "interleaved", "zb_h1")
 @pytest.mark.parametrize("name", PipelineSchedule)
 def test_report_names_the_bubble_and_draws_the_picture(name, tmp_path):
     file = tmp_path / "schedule.svg"

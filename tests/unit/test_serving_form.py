@@ -89,6 +89,7 @@ def decoders(forms):
     return loaded.decoder, loaded.serving_decoder(is_straight=True)
 
 
+@pytest.mark.slow_cases("drawn", "greedy")
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingConfig(top_k=5)], ids=["greedy", "drawn"])
 def test_generation_is_the_same(decoders, sampling):
     plain, form = (

@@ -65,6 +65,7 @@ def tokens(decoder, sampling) -> dict[int, list[int]]:
     return rows
 
 
+@pytest.mark.slow_cases("tensor", "replica_tensor")
 @pytest.mark.parametrize("name", [name for name in MESHES if name != "one"])
 def test_rows_are_those_of_one_device(decoders, name):
     settings = [GREEDY, GREEDY, SamplingConfig(temperature=0.8, top_k=20, top_p=0.9)]
@@ -73,6 +74,7 @@ def test_rows_are_those_of_one_device(decoders, name):
     assert len({token for row in one.values() for token in row}) > 6, "a telling sequence"
 
 
+@pytest.mark.slow_cases("tensor", "fsdp_tensor")
 @pytest.mark.parametrize("name", ["tensor", "fsdp_tensor"])
 def test_logits_are_as_close_as_on_one_device_and_the_cache_is_spread(decoders, name):
     ids = np.random.default_rng(0).integers(0, 32, (4, 16)).astype(np.int32)
@@ -178,6 +180,7 @@ def directories(tmp_path_factory):
     return place
 
 
+@pytest.mark.slow_cases("ours", "hf")
 @pytest.mark.parametrize("source", ["run", "hf", "ours"])
 def test_models_of_every_layout_are_loaded_onto_a_mesh(directories, source, capsys):
     command = ["generate", str(directories / source), "--prompt", "abc", "--max-new-tokens", "16"]

@@ -77,6 +77,7 @@ def expected(logits: np.ndarray, config: SamplingConfig) -> np.ndarray:
     return probabilities
 
 
+@pytest.mark.slow_cases("all", "free", "hot", "min-p", "ties-top-k-4", "top-k", "top-p")
 @pytest.mark.parametrize(
     ("logits", "config"),
     [
@@ -198,6 +199,7 @@ def drawn_one_by_one(logits, keys, config: SamplingConfig) -> np.ndarray:
     return np.asarray(jax.jit(jax.vmap(draw))(logits, keys))
 
 
+@pytest.mark.slow_cases("free", "top-k", "top-p", "wide-top-k")
 @pytest.mark.parametrize(
     "config",
     [

@@ -69,6 +69,7 @@ def bound(config: ModelConfig):
     return definition.bind(drawn(definition))
 
 
+@pytest.mark.slow_cases("window")
 @pytest.mark.parametrize("name", MODELS)
 def test_chunks_continue_as_the_whole_prompt(name):
     config = dataclasses.replace(MODELS[name], max_positions=SLOTS)

@@ -59,6 +59,7 @@ def overflowing(batch):
     return dataclasses.replace(batch, weights=batch.weights.at[2, 1].set(jnp.inf))
 
 
+@pytest.mark.slow_cases("4")
 @pytest.mark.parametrize("accumulation", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_micro_batches_equal_the_batch(accumulation):
     """Though their counted targets differ: documents and padding are ragged."""
@@ -133,6 +134,7 @@ def test_micro_batches_are_traced_once(monkeypatch):
     assert len(traces) == 1
 
 
+@pytest.mark.slow
 def test_a_run_traces_its_step_once():
     """A step returns the types that it takes."""
     built = stepped(1)
@@ -144,6 +146,7 @@ def test_a_run_traces_its_step_once():
         state, _ = step(state, batch)
 
 
+@pytest.mark.slow_cases("<lambda>1")
 @pytest.mark.parametrize("make", [lambda: stepped(1), lambda: stepped(2), fp16_step])
 def test_non_finite_step_changes_counters_only(make):
     built = make()

@@ -242,6 +242,7 @@ def rms(x: np.ndarray) -> float:
     return float(np.sqrt(np.mean(np.square(x))))
 
 
+@pytest.mark.slow
 def test_both_steps_and_the_control_train_alike_under_warmup_and_clipping(standard_promotion):
     config = dataclasses.replace(
         without_rope_scaling(MODELS["tiny"]()).with_layers(1), vocab_size=256
