@@ -60,7 +60,7 @@ def row_statistics(o: BackwardOperands, padded: int) -> tuple[jax.Array, jax.Arr
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class FusedKernel(AttentionKernel):
+class BackwardKernel(AttentionKernel):
     """A kernel whose blocks own key tiles and add to dQ in global memory.
 
     ``g.K`` counts a key/value head once for each part of its query heads that has own blocks.

@@ -30,7 +30,7 @@ from pallas_kernels.hopper.tile import (
     tiled,
 )
 
-from .backward_block import FusedKernel, kernel_operands, split_heads
+from .backward_block import BackwardKernel, kernel_operands, split_heads
 from .config import BARRIER_BYTES
 from .tiles import TileRange, geometry_of, have_ids
 
@@ -60,7 +60,7 @@ def backward(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _ByColumns(FusedKernel):
+class _ByColumns(BackwardKernel):
     """The kernel of one call."""
 
     name: ClassVar[str] = "attention_backward"

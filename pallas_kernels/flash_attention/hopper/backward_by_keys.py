@@ -28,7 +28,7 @@ from pallas_kernels.flash_attention.spec import AttentionSpec, BackwardOperands
 from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.tile import column_layout, row_layout, swizzle_bytes, tile_layout, tiled
 
-from .backward_block import FusedKernel, kernel_operands, split_heads
+from .backward_block import BackwardKernel, kernel_operands, split_heads
 from .config import BACKWARD_KEYS as KEYS
 from .config import BACKWARD_QUERIES as QUERIES
 from .config import NUM_DS, BackwardConfig
@@ -66,7 +66,7 @@ def backward(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _ByKeys(FusedKernel):
+class _ByKeys(BackwardKernel):
     """The kernel of one call; query tiles come through a ring of ``num_stages`` slots."""
 
     name: ClassVar[str] = "attention_backward"

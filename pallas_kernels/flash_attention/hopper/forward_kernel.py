@@ -13,7 +13,6 @@ the tensor cores (ping-pong). Scores are in units of log2: an exponential is a m
   value that needs the whole softmax keeps the softmax under PV (``pin``).
 - An accumulator whose first matmul follows its zeros in the same basic block costs no instruction:
   barrier waits come before the accumulator is created.
-- Registers: 2 * 240 + 24 per thread is what an SM has; asking for more hangs.
 """
 
 import dataclasses
@@ -263,9 +262,8 @@ class ForwardKernel(AttentionKernel):
     def copy_queries(self, gmem, smem, b, n, row0, w) -> None:
         """Starts the copies for 64 queries of warpgroup ``w``, which arrive at ``q_full``."""
         q_smem, full = smem.q_out[0].at[w, pl.ds(0, 64)], smem.q_full.at[w]
-        self.load_tile(
-            smem, self.odd_queries, gmem.q, (b, row0, n), q_smem, full, self.queries_arrival + w
-        )
+        which = 2 * self.c.num_stages + w  # after keys and values
+        self.load_tile(smem, self.odd_queries, gmem.q, (b, row0, n), q_smem, full, which)
         if self.segmented:
             plgpu.copy_gmem_to_smem(gmem.q_ids.at[b, pl.ds(row0, 64)], smem.q_ids.at[w], full)
 
@@ -285,15 +283,10 @@ class ForwardKernel(AttentionKernel):
         full, which = smem.v_full.at[slot], stages + slot
         self.load_tile(smem, self.odd_keys, gmem.v, place, smem.v.at[slot], full, which)
 
-    @property
-    def queries_arrival(self) -> int:
-        """The barrier of odd queries of the first warpgroup, after those of keys and values."""
-        return 2 * self.c.num_stages
-
     def wait_queries(self, smem, wg) -> None:
         """Waits until a warpgroup's queries are there."""
         plgpu.barrier_wait(smem.q_full.at[wg])
-        self.wait_tile(smem, self.odd_queries, self.queries_arrival + wg, 0)
+        self.wait_tile(smem, self.odd_queries, 2 * self.c.num_stages + wg, 0)
 
     def wait_keys(self, smem, i) -> None:
         """Waits until the i-th visited tile's keys are there."""
