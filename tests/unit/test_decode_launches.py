@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from experiments.bench.serving.quantized_decode import FORMATS, in_format
+from experiments.bench.serving.decode import FORMATS, in_format
 from jaxinfra.config.kinds import MlpKind
 from jaxinfra.config.model import GroupedAttentionConfig, MlpConfig, ModelConfig
 from jaxinfra.config.precision import PolicyName

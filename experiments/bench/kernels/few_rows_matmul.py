@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import jax.stages
 from jax.experimental.mosaic.gpu import profiler
 
-from experiments.bench.serving.decode import copied
+from experiments.bench.harness import copied
 from experiments.bench.table import Table
 from experiments.bench.tuned_table import add_rows
 from pallas_kernels import few_rows_matmul

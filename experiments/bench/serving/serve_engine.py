@@ -29,7 +29,8 @@ import numpy as np
 from flax import nnx
 from jax.experimental.mosaic.gpu import profiler
 
-from experiments.bench.serving.decode import Form, copied, floor_bytes, forms, prefill_flops
+from experiments.bench.harness import copied
+from experiments.bench.serving.decode import Form, floor_bytes, prefill_flops, served
 from experiments.bench.table import Table
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.presets import MODELS
@@ -61,8 +62,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.rng = np.random.default_rng(0)
-        # The generator ends here, and with it the stacked weights.
-        _, self.form = next(forms(args.preset, ["serving"], tensor=args.tensor))
+        self.form = served(args.preset, tensor=args.tensor)
         gc.collect()
         self.copy_rate = self.matmul_rate = float("nan")
 
