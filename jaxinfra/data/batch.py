@@ -1,4 +1,4 @@
-"""What a training or evaluation step consumes."""
+"""The arrays that a training or evaluation step reads."""
 
 import dataclasses
 

@@ -1,10 +1,10 @@
-"""Conversations to tokens, and which of them count: those that the model itself says.
+"""Conversations to tokens, with a mark on those of the model's own messages, which count.
 
-What counts is told by the template. Where it marks the model's turns with ``{% generation %}``,
-these are they. Else a turn is what the rendering of the conversation up to it adds to the rendering
-of the conversation before it with the generation prompt: the text that the model would have been
-asked to write. That holds for templates that never change what they wrote before, and is checked,
-in text and in tokens.
+The template tells which tokens count. Where it encloses the model's messages in
+``{% generation %}``, their tokens count. Else a message is rendered twice: the conversation up to
+it, and the conversation before it with the generation prompt; the difference is what the model
+would have been asked to write. That holds for templates that never change what they wrote before,
+and is checked, in text and in tokens.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ type Span = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedChat:
-    """A conversation's tokens after the first, which begins all of them alike."""
+    """A conversation's tokens after its first token, which is the same for all conversations."""
 
     tokens: np.ndarray  # int32
     counted: np.ndarray  # bool, of each token
@@ -36,7 +36,7 @@ class EncodedChat:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ChatRow:
-    """What is to be encoded."""
+    """A conversation to encode, with its tools."""
 
     name: str  # in errors
     messages: Sequence[Message]
@@ -46,7 +46,7 @@ class ChatRow:
 
 @final
 class ChatEncoder:
-    """Renders, tokenizes and marks conversations.
+    """The encoder that renders conversations, tokenizes them and marks the tokens that count.
 
     ``bos_id`` is the token that every conversation begins with.
     """
@@ -62,7 +62,7 @@ class ChatEncoder:
         self.bos_id = int(probe[0][0])
 
     def encode_batch(self, documents: Sequence[Document]) -> list[EncodedChat]:
-        """Tokens of JSON lines.
+        """Returns the tokens of JSON lines.
 
         Raises:
             DataError: what is wrong with one of them, which is named.
@@ -70,7 +70,7 @@ class ChatEncoder:
         return self.encode([parse_conversation(document) for document in documents])
 
     def encode(self, conversations: Sequence[ChatRow]) -> list[EncodedChat]:
-        """Tokens of conversations.
+        """Returns the tokens of conversations.
 
         Raises:
             DataError: what is wrong with one of them, which is named.
@@ -100,9 +100,9 @@ class ChatEncoder:
             return text, spans
         if len(spans) != len(said):
             raise DataError(
-                f"{each.name}: the chat template marks {len(spans)} turns of the model where there "
-                f"are {len(said)}, so those that do not count cannot be told from the others; mark "
-                "every turn in it"
+                f"{each.name}: the chat template marks {len(spans)} messages of the model where "
+                f"there are {len(said)}, so those that do not count cannot be told from "
+                "the others; mark every one in it"
             )
         return text, [span for span, does in zip(spans, counts, strict=True) if does]
 
@@ -143,10 +143,12 @@ def rendered_spans(
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[str, list[Span]]:
-    """The conversation as text, and where the model's turns are in it.
+    """Renders a conversation and finds the model's messages in the text.
+
+    Returns the text, and the start and end of each message.
 
     Raises:
-        DataError: the template refuses the messages, or does not tell where the turns are.
+        DataError: the template refuses the messages, or does not tell where they are.
     """
     text, spans = template.render_marked(messages, tools=tools)
     if spans is not None:
@@ -162,7 +164,7 @@ def rendered_spans(
         if not (after.startswith(before) and text.startswith(after)):
             raise DataError(
                 f"message {number + 1}: the chat template changes earlier text as a conversation "
-                "goes on, so the model's turns cannot be told apart; mark them in the template "
+                "goes on, so the model's messages cannot be told apart; mark them in the template "
                 "with {% generation %} ... {% endgeneration %}"
             )
         spans.append((len(before), len(after)))
@@ -174,7 +176,7 @@ _SHAREGPT_ROLES |= {"chatgpt": ASSISTANT, "bing": ASSISTANT, "bard": ASSISTANT, 
 
 
 def as_messages(row: Mapping[str, Any], *, where: str) -> Any:
-    """The messages of a row in any of three forms, as they are found; None where there are none.
+    """Returns the messages of a row in any of three forms, in their order; None where it has none.
 
     ``messages`` of role and content; ``conversations`` of from and value (ShareGPT);
     ``instruction`` with an ``input`` that may be empty, ``output`` and a ``history`` of pairs
@@ -199,7 +201,7 @@ def as_messages(row: Mapping[str, Any], *, where: str) -> Any:
 
 
 def with_system(messages: list[Any], row: Mapping[str, Any], *, where: str) -> list[Any]:
-    """Messages that begin with a row's own ``system`` text, where it has one."""
+    """Puts a row's own ``system`` text before its messages, where it has one."""
     system = row.get("system") or ""
     require_type(system, str, where=f"{where}: system", error=DataError)
     first = messages[0] if messages and isinstance(messages[0], dict) else {}
@@ -213,7 +215,7 @@ def with_system(messages: list[Any], row: Mapping[str, Any], *, where: str) -> l
 
 
 def from_json(value: Any, *, where: str) -> Any:
-    """A column's value; a list that is spelled as JSON, as tables without lists have it, is read.
+    """Returns a column's value; a list that is spelled as JSON text, as some tables do, is parsed.
 
     Lists of ``datasets``' JSON columns spell each element.
     """
@@ -231,7 +233,7 @@ def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_conversation(document: Document) -> ChatRow:
-    """The messages of a JSON line and the tools they may call; raises DataError naming it."""
+    """Returns the messages of a JSON line and the tools they may call, or raises DataError."""
     where = document.name
     row = parse_json(document.text, where=where, error=DataError, remedy=EACH_LINE)
     messages = as_messages(row, where=where)
@@ -246,14 +248,14 @@ def parse_conversation(document: Document) -> ChatRow:
 
 
 def tools_of(row: Mapping[str, Any], *, where: str) -> list[dict[str, Any]] | None:
-    """The tools that a row's messages may call; None where it has none."""
+    """Returns the tools that a row's messages may call; None where it has none."""
     tools = from_json(row.get("tools"), where=where)
     require_type(tools, list[dict[str, Any]] | None, where=f"{where}: tools", error=DataError)
     return tools or None
 
 
 def check_messages(messages: Sequence[Any], *, where: str) -> None:
-    """Raises DataError unless these are messages, and the model says one of them."""
+    """Raises DataError unless these are messages, at least one of them by the model."""
     for number, message in enumerate(messages, start=1):
         place = f"{where}: message {number}"
         check_message(message, where=place)
@@ -270,7 +272,7 @@ def check_messages(messages: Sequence[Any], *, where: str) -> None:
 
 
 def check_message(message: Any, *, where: str) -> None:
-    """Raises DataError unless this is a message of text, whole or in parts, or of none."""
+    """Raises DataError unless this is a message whose content is text, parts of text, or null."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise DataError(f"{where} has no role; it must be an object with one")
     content = message.get("content")

@@ -37,9 +37,7 @@ class _Process:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, request: Mapping[str, Any]) -> Any:
-        """The answer to a request; raises DataError with what the template raised, or did not
-        bring to an end.
-        """
+        """Returns the answer to a request; raises DataError where the template failed."""
         line = json.dumps(request).encode() + b"\n"
         with self._lock:
             if self._process is None or self._process.poll() is not None:
@@ -115,10 +113,10 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The conversation as the model was trained to see it.
+        """Renders the conversation as text, in the form that the model was trained on.
 
         Args:
-            add_generation_prompt: ends with what precedes the model's turn.
+            add_generation_prompt: ends with what precedes the model's next message.
 
         Raises:
             DataError: the template refuses these messages.
@@ -133,9 +131,10 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """Tokens of the conversation up to the model's turn. Special tokens that the template
-        writes are tokens; those that others than the model spell out stay text, unless the
-        template does something else with them than to write them.
+        """Returns the tokens of the conversation up to the model's next message.
+
+        Special tokens that the template writes become tokens. Those that a user's message spells
+        out stay text, unless the template does something else with them than to write them.
 
         Raises:
             DataError: the template refuses these messages.
@@ -150,7 +149,7 @@ class ChatTemplate:
     def render_marked(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[str, list[tuple[int, int]] | None]:
-        """A whole conversation, and where ``{% generation %}`` encloses it; None: it never does.
+        """Renders a whole conversation, and finds what ``{% generation %}`` encloses, or None.
 
         Raises:
             DataError: the template refuses these messages.
@@ -162,7 +161,7 @@ class ChatTemplate:
         for number, piece in enumerate(pieces):
             if piece == BEGIN:
                 if pieces[number + 2 : number + 3] != [END]:
-                    raise DataError("generation blocks of the chat template lie in one another")
+                    raise DataError("generation blocks of the chat template are nested")
                 spans.append((length, length + len(pieces[number + 1])))
             elif piece != END:
                 length += len(piece)
@@ -199,9 +198,9 @@ class ChatTemplate:
 
 
 def load_chat_template(path: Path) -> ChatTemplate:
-    """The template of a model directory, and the one named ``tool_use`` for tools.
+    """Loads the template of a model directory, and the one named ``tool_use`` for tools.
 
-    Files of their own go before ``tokenizer_config.json``.
+    Separate template files take precedence over ``tokenizer_config.json``.
 
     Raises:
         ConfigError: there is none.

@@ -19,7 +19,7 @@ from jaxinfra.data.whole_rows import WholeRows, conversation_rows, pair_rows
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Corpora:
-    """The corpora of a run, all of one tokenizer."""
+    """The corpora of a run, all with one tokenizer."""
 
     config: DataConfig
     sources: dict[str, Corpus]  # trained on; of a run without a mixture one, named "own"
@@ -27,12 +27,12 @@ class Corpora:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The one that made all of their tokens."""
+        """The tokenizer that made the tokens of all corpora."""
         return next(iter(self.sources.values())).tokenizer
 
     @property
     def heldout(self) -> dict[str, TokenArrays]:
-        """What is evaluated, by name."""
+        """The held-out arrays to evaluate on, by name."""
         return {name: each.heldout for name, each in self._all().items()}
 
     @property
@@ -46,7 +46,7 @@ class Corpora:
         return [text for name in self.judged for text in self._all()[name].heldout_documents()]
 
     def changed(self, change: Callable[[TokenArrays], TokenArrays]) -> "Corpora":
-        """The same texts with other arrays in the place of each that is used."""
+        """Returns the corpora with other token arrays in the place of each that is used."""
         sources = {
             name: dataclasses.replace(each, train=change(each.train), heldout=change(each.heldout))
             for name, each in self.sources.items()
@@ -61,7 +61,7 @@ class Corpora:
         return {**self.sources, **self.validation}
 
     def train_source(self, training: TrainingConfig) -> TokenArrays | WholeRows | MixedWindows:
-        """What training batches are made of."""
+        """Makes the source of training batches: windows, whole rows or a mixture."""
         data, order = (
             self.config,
             {
@@ -84,7 +84,7 @@ class Corpora:
 
 
 def schedule_of(config: DataConfig, training: TrainingConfig) -> MixtureSchedule:
-    """The rows of each source that a run's steps read."""
+    """Returns the schedule of the rows that each step reads of each source."""
     return MixtureSchedule(
         config.mixture,
         between=config.mixture_between,

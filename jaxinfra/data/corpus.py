@@ -61,7 +61,7 @@ class Corpus:
     heldout_text: Path | None  # the held-out documents' bytes, one after another, where kept
 
     def heldout_documents(self) -> list[bytes]:
-        """The held-out texts in UTF-8; of pre-tokenized arrays, what their tokens decode to."""
+        """The held-out texts in UTF-8; for pre-tokenized arrays, the text of their tokens."""
         if self.heldout_text is None:
             documents = (self.heldout.document(i) for i in range(self.heldout.num_documents))
             return [self.tokenizer.decode(tokens).encode() for tokens in documents]

@@ -33,7 +33,7 @@ def heldout_batches(
     stride = max(1, sequence_length // 2) if stride is None else stride
     if not 1 <= stride <= sequence_length:
         raise DataError(
-            f"stride={stride} must lie between 1 and sequence_length={sequence_length}: windows "
+            f"stride={stride} must be between 1 and sequence_length={sequence_length}: windows "
             "that advance further would skip tokens"
         )
     return HeldoutBatches(

@@ -1,4 +1,4 @@
-"""What a step was trained on, as a number that two runs can be compared by."""
+"""A checksum of the rows that a step was trained on, so that two runs can be compared."""
 
 import zlib
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ MODULUS = 1 << 24
 
 
 def rows_sum(tokens_BT: Int32[np.ndarray, "B T"], *, first: int) -> int:
-    """The sum of (number of the row in the batch + 1) x CRC-32 of its tokens, modulo 2^24.
+    """Returns the sum of (number of the row in the batch + 1) x CRC-32 of its tokens, modulo 2^24.
 
     Sums of a batch's parts add up to the whole batch's, however many processes read it.
 
@@ -24,10 +24,10 @@ def rows_sum(tokens_BT: Int32[np.ndarray, "B T"], *, first: int) -> int:
 
 
 def whole_sum(parts: Sequence[float], *, copies: int) -> str:
-    """The whole batch's sum in hexadecimal, from its parts' sums, each of which is there so often.
+    """Returns the whole batch's sum in hexadecimal, from the sums of its parts.
 
     Args:
-        parts: one of each process; those that hold the same rows have the same.
+        parts: one sum per process; processes that hold the same rows give the same sum.
         copies: how many processes hold the same rows.
     """
     return f"{sum(map(int, parts)) // copies % MODULUS:06x}"

@@ -1,13 +1,13 @@
-"""Several sources in every batch: which row is whose, as a function of the step alone.
+"""Several sources in every batch: the source of each row, as a function of the step alone.
 
-Each source is packed and shuffled by itself (``packing``), read from its first sample to its last
-before any is read again, and then in another order: its epochs. A step takes from each source as
-many rows as its share of the batch says, and puts them in an order drawn from the seed.
+Each source is packed and shuffled by itself (``packing``). One epoch reads it from its first sample
+to its last; the next one has another order. A step takes from each source as many rows as its share
+of the batch says, in an order chosen by the seed.
 
-A share is rarely a whole number of rows. Of a step's rows, row i stands at (i + v) / B on the line
-from 0 to 1 that the sources divide by their shares, and is of the source on whose part it stands
-(systematic sampling); v moves by the golden ratio from step to step, so that over many steps each
-source is read as often as its shares say, within a few rows.
+A share is rarely a whole number of rows. The sources divide the line from 0 to 1 by their shares,
+and row i of a step's B rows belongs to the source at ``(i + v) / B`` (systematic sampling). The
+offset v moves by the golden ratio from step to step, so over many steps each source is read as
+often as its shares say, within a few rows.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ _BLOCK = 1024  # steps whose rows are summed at a time
 
 @final
 class MixtureSchedule:
-    """Shares of sources by step, and the rows that follow from them."""
+    """Shares of sources by step, and the rows of each source that follow from them."""
 
     def __init__(
         self,
@@ -60,18 +60,18 @@ class MixtureSchedule:
         self._lock = threading.Lock()
 
     def shares(self, steps: Int64[np.ndarray, "N"]) -> Float64[np.ndarray, "N S"]:
-        """Each source's part of these steps' batches; a row's sum is 1."""
+        """Returns each source's part of these steps' batches; the parts of a step sum to 1."""
         return np.diff(self._bounds(steps), axis=1, prepend=0.0)
 
     def rows(self, steps: Int64[np.ndarray, "N"]) -> Int64[np.ndarray, "N S"]:
-        """How many rows of these steps' batches are of each source."""
+        """Counts the rows of each source in the batches of these steps."""
         place = self._begin + steps.astype(np.uint64) * _GOLDEN
         shift = (place >> np.uint64(11)).astype(np.float64) * 2.0**-53  # in [0, 1)
         before = np.ceil(self._bounds(steps) * self.batch_size - shift[:, None])
         return np.diff(np.maximum(before, 0.0).astype(np.int64), axis=1, prepend=0)
 
     def rows_before(self, step: int) -> Int64[np.ndarray, "S"]:
-        """How many samples of each source all steps before this one have read."""
+        """Counts the samples of each source that all steps before this one have read."""
         block, _ = divmod(step, _BLOCK)
         with self._lock:
             while len(self._sums) <= block:
@@ -81,7 +81,7 @@ class MixtureSchedule:
         return self._sums[block] + self.rows(np.arange(block * _BLOCK, step)).sum(axis=0)
 
     def mean_shares(self, num_steps: int) -> Float64[np.ndarray, "S"]:
-        """Each source's part of all batches before a step, as the weights have it."""
+        """Returns each source's part of all batches before a step, as the weights have it."""
         total = np.zeros(len(self.names))
         for first in range(0, num_steps, 1 << 16):
             total += self.shares(np.arange(first, min(first + (1 << 16), num_steps))).sum(axis=0)
@@ -142,7 +142,7 @@ class MixedWindows:
         }
 
     def batch(self, step: int, rows: slice) -> Batch[np.ndarray]:
-        """These rows of a step's batch."""
+        """Returns these rows of a step's batch."""
         source, sample = (each[rows] for each in self._drawn(step))
         windows = list(self._windows.values())
         parts = []
@@ -152,12 +152,12 @@ class MixedWindows:
         return rows_together(parts)
 
     def row_sources(self, step: int) -> list[str]:
-        """The name of the source of each row of a step's batch."""
+        """Returns the name of the source of each row of a step's batch."""
         names = list(self._windows)
         return [names[number] for number in self._drawn(step)[0]]
 
     def _drawn(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of each row of a step's batch the source and the sample."""
+        """Returns the source and the sample of each row of a step's batch."""
         schedule, size = self._schedule, self._schedule.batch_size
         counts, before = schedule.rows(np.array([step]))[0], schedule.rows_before(step)
         source = np.repeat(np.arange(len(counts)), counts)
@@ -167,7 +167,7 @@ class MixedWindows:
         return source[drawn], sample[drawn]
 
     def read(self, step: int) -> dict[str, float]:
-        """What all steps before this one have read, by ``mixture/SOURCE/WHAT``."""
+        """Counts what all steps before this one have read, by ``mixture/SOURCE/WHAT``."""
         record: dict[str, float] = {}
         rows = self._schedule.rows_before(step).tolist()
         for (name, windows), num_rows in zip(self._windows.items(), rows, strict=True):
@@ -177,7 +177,7 @@ class MixedWindows:
         return record
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint stores of the sources: their texts, and how much of each is read."""
+        """Returns the state of the sources for a checkpoint: their texts, and the rows read."""
         rows = self._schedule.rows_before(step).tolist()
         return {
             name: {"data": fingerprint, "samples": num_rows}
@@ -185,7 +185,7 @@ class MixedWindows:
         }
 
     def require_same(self, saved: Any, step: int) -> None:
-        """Raises DataError unless the steps before this one would have read what they have.
+        """Raises DataError unless the steps before this one would have read the same samples.
 
         Weights of later steps may change, and sources that nothing was read of may come and go.
         """

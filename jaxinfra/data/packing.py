@@ -1,12 +1,12 @@
-"""Windows of packed documents by random access: no state but an index.
+"""Windows of packed documents by random access: the only state is an index.
 
-In each epoch the documents, each preceded by its separator, follow one another in an order drawn
-from the seed, and this stream is cut into windows of ``sequence_length``. The windows are shuffled
-in turn. Both orders are keyed permutations, so what a sample holds is a function of its number.
+In each epoch the documents follow one another in an order chosen by the seed, each preceded by its
+separator. This stream is cut into windows of ``sequence_length``, and the windows are shuffled too.
+Both orders are keyed permutations, so the contents of a sample depend on its number only.
 
 The target of a document's last token is the separator that ends it, never a token of the next
-document: a model learns to stop. Weight 0 have the padding after the last document of an epoch and,
-where the arrays say which tokens count, the others and these separators.
+document: a model learns to stop. Targets of weight 0 are the padding after the last document of an
+epoch and, where the arrays say which tokens count, all other tokens and these separators.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ class PackedWindows:
         self._epoch = functools.lru_cache(maxsize=2)(self._make_epoch)
 
     def batch(self, samples: Int64[np.ndarray, "B"]) -> Batch[np.ndarray]:
-        """The rows of these samples, in this order."""
+        """Returns the rows of these samples, in this order."""
         epochs, index = np.divmod(samples, self.num_windows)
         parts = []
         for epoch in np.unique(epochs):
@@ -60,7 +60,7 @@ class PackedWindows:
         return rows_together(parts)
 
     def num_read(self, num_samples: int) -> int:
-        """Tokens and separators of the first samples: all of their positions but padding."""
+        """Counts tokens and separators of the first samples: all of their positions but padding."""
         epochs, rest = divmod(num_samples, self.num_windows)
         read = epochs * self._stream_length + rest * self._sequence_length
         # The last window of the stream, wherever the epoch's order has it, ends with padding.
@@ -127,7 +127,7 @@ class PackedWindows:
 
 
 def rows_together(parts: Sequence[tuple[np.ndarray, Batch[np.ndarray]]]) -> Batch[np.ndarray]:
-    """One batch of parts and the numbers of the rows that they become."""
+    """Joins parts of a batch into one, and returns the numbers of the rows that they become."""
     if len(parts) == 1 and (np.diff(parts[0][0]) == 1).all():
         return parts[0][1]
     merged = {}

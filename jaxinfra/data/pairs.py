@@ -1,4 +1,4 @@
-"""Pairs of answers to tokens: the prompt is given, the answer counts."""
+"""Pairs of answers to tokens: the prompt is context, the loss counts the answer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, final
@@ -27,7 +27,7 @@ _FORMS = (
 
 @final
 class PairEncoder:
-    """Encodes lines of a prompt, a chosen and a rejected answer as two documents each.
+    """Encoder of pairs: a prompt with a chosen and a rejected answer becomes two documents.
 
     Args:
         chat: renders them as conversations; None: an answer's text follows the prompt's, and ends
@@ -42,7 +42,7 @@ class PairEncoder:
         self.bos_id = tokenizer.bos_id if chat is None else chat.bos_id
 
     def encode_batch(self, documents: Sequence[Document]) -> list[EncodedChat]:
-        """Tokens of JSON lines: of each its chosen answer, then its rejected one.
+        """Returns the tokens of JSON lines, the chosen answer of each before its rejected one.
 
         Raises:
             DataError: what is wrong with one of them, which is named.

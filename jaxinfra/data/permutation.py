@@ -12,8 +12,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 def permute(
     index: Integer[np.ndarray, "*shape"], *, size: int, key: str, inverse: bool = False
 ) -> Int64[np.ndarray, "*shape"]:
-    """Where a pseudo-random permutation of ``range(size)`` sends each ``index``, as int64; with
-    ``inverse``, what it sends there.
+    """Maps each ``index`` by a pseudo-random permutation of ``range(size)``, or by its inverse.
 
     An eight-round Feistel network on the bits of the index; a result outside the range is sent
     through again (cycle walking: Black and Rogaway 2002), which keeps it a bijection. No table is

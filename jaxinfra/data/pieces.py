@@ -1,4 +1,4 @@
-"""Pieces of documents, given places in rows, and the batch that such rows make."""
+"""Pieces of documents, their places in rows, and the batch that such rows make."""
 
 import bisect
 import dataclasses
@@ -24,7 +24,7 @@ class DocumentPieces:
     column: np.ndarray
 
     def select(self, index: np.ndarray) -> "DocumentPieces":
-        """Some of them, in this order."""
+        """Returns some of the pieces, in this order."""
         fields = dataclasses.fields(self)
         return DocumentPieces(**{field.name: getattr(self, field.name)[index] for field in fields})
 
@@ -32,7 +32,7 @@ class DocumentPieces:
 def piece_rows(
     arrays: TokenArrays, pieces: DocumentPieces, *, num_rows: int, sequence_length: int
 ) -> Batch[np.ndarray]:
-    """The rows that these pieces make; each piece is a segment, the rest of a row padding.
+    """Makes rows of these pieces; each piece is a segment, the rest of a row padding.
 
     Args:
         pieces: sorted by row and column.
@@ -73,8 +73,10 @@ def piece_rows(
 def piece_targets(
     arrays: TokenArrays, pieces: DocumentPieces
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each input token of the pieces, one piece after another: the number of its piece, its
-    position there, and the index of its target among the tokens of ``arrays``.
+    """Returns three numbers for each input token of the pieces, one piece after another.
+
+    They are the number of its piece, its position in the piece, and the index of its target among
+    the tokens of ``arrays``.
     """
     which = np.repeat(np.arange(len(pieces.row)), pieces.length)
     position = np.arange(len(which)) - (np.cumsum(pieces.length) - pieces.length)[which]
@@ -85,10 +87,10 @@ def piece_targets(
 def best_fit(
     lengths: np.ndarray, capacity: int, *, most: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Best-fit decreasing: the longest first, each into the fullest row that still holds it.
+    """Places pieces best-fit decreasing: longest first, each into the fullest row that holds it.
 
     Args:
-        most: in a row.
+        most: pieces in a row.
     """
     row = np.zeros(len(lengths), np.int64)
     column = np.zeros(len(lengths), np.int64)
@@ -117,7 +119,7 @@ def best_fit(
 
 
 def next_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """In their order: each into the last row if that still holds it, else into a new one."""
+    """Places pieces in their order, each into the last row if it fits, else into a new one."""
     row = np.zeros(len(lengths), np.int64)
     column = np.zeros(len(lengths), np.int64)
     number, end = 0, 0

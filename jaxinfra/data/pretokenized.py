@@ -1,4 +1,4 @@
-"""A corpus of token arrays that someone else tokenized."""
+"""A corpus of token arrays that another program tokenized."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from jaxinfra.errors import DataError
 def open_pretokenized(
     config: DataConfig, *, vocab_size: int, tokenizer: Tokenizer | None
 ) -> tuple[Tokenizer, TokenArrays, TokenArrays, tuple[str, ...]]:
-    """Tokenizer, training side, held-out side, and the names of the held-out documents.
+    """Opens the tokenizer, the training side, the held-out side, and held-out documents' names.
 
     A document's name is its number. The tokenizer is the one given, the configured one, or the
     ``tokenizer.json`` beside the arrays.
@@ -44,7 +44,7 @@ def open_pretokenized(
 
 
 def tokenizer_of_arrays(config: DataConfig, directory: Path) -> Tokenizer:
-    """The configured tokenizer, or the ``tokenizer.json`` beside the arrays."""
+    """Returns the configured tokenizer, or the ``tokenizer.json`` beside the arrays."""
     if config.tokenizer.kind is TokenizerKind.BYTES:
         return bytes_tokenizer()
     if config.tokenizer.path is not None:

@@ -36,14 +36,14 @@ EACH_LINE = "each line must be one JSON object"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """A named text; the name decides on which side of the split it falls."""
+    """A named text, put on one side of the split by its name."""
 
     name: str
     text: str
 
 
 def read_documents(path: Path, *, name: str, text_field: str) -> Iterator[Document]:
-    """The documents of a file, by its suffix; a row of many is named ``name:number``."""
+    """Reads the documents of a file, by its suffix; a row of many is named ``name:number``."""
     require_plain(path, error=DataError)
     try:
         if _kind(name) in _TABLES:
@@ -64,7 +64,7 @@ def read_documents(path: Path, *, name: str, text_field: str) -> Iterator[Docume
 
 
 def read_lines(path: Path, *, name: str) -> Iterator[Document]:
-    """The rows of a file as JSON objects, one a line."""
+    """Reads the rows of a file as JSON objects, one per line."""
     if holds_one_document(name):
         raise DataError(
             f"{path}: conversations are read from {', '.join((*_JSON, *_CSV, *_TABLES))}; "
@@ -82,7 +82,7 @@ def read_lines(path: Path, *, name: str) -> Iterator[Document]:
 
 
 def holds_one_document(name: str) -> bool:
-    """Whether the file is one text, rather than rows of texts."""
+    """Tells whether the file is one text, rather than rows of texts."""
     return _kind(name) not in (*_JSON, *_CSV, *_TABLES)
 
 
@@ -92,9 +92,9 @@ def _kind(name: str) -> str:
 
 
 def decode(data: bytes) -> str | None:
-    """Text, or None for what is not: invalid UTF-8, or a NUL byte, the mark of a binary file.
+    """Decodes UTF-8; None for a binary file, which has invalid UTF-8 or a NUL byte.
 
-    A mark of the byte order is no part of the text; line ends stay as they are.
+    A byte order mark is no part of the text; line ends stay as they are.
     """
     try:
         return None if b"\0" in data else data.decode("utf-8-sig")

@@ -34,12 +34,12 @@ class Source:
         return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
     def lines(self) -> Iterator[Document]:
-        """The lines of all files in a fixed order, which must be of JSON lines."""
+        """Reads the lines of all files, which must be JSON lines, in a fixed order."""
         for name in self.names:
             yield from read_lines(self.root / name, name=name)
 
     def documents(self, *, text_field: str) -> Iterator[Document]:
-        """The documents in a fixed order; empty ones are left out."""
+        """Reads the documents in a fixed order; empty ones are left out."""
         if self.spec == STDLIB:
             found = self._stdlib_documents()
         else:
@@ -74,8 +74,8 @@ class Source:
 def scan(spec: str) -> Source:
     """Finds the files that ``DataConfig.source`` names; raises DataError if there are none.
 
-    Of a directory these are all files at any depth, of a glob all files it matches (``**`` spans
-    directories); names that begin with a dot are passed over in both.
+    A directory means all files at any depth, a glob all files it matches (``**`` spans
+    directories); names that begin with a dot are skipped in both.
     """
     if spec == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))

@@ -1,9 +1,9 @@
-"""What a model's files say of the tokens that texts begin with, end at and are built from.
+"""The special tokens of a model: those that texts begin with, end at and are built from.
 
-One precedence, that of ``transformers``: ``tokenizer_config.json`` names the tokens, and
+Files take precedence as in ``transformers``: ``tokenizer_config.json`` names the tokens, and
 ``special_tokens_map.json`` names them anew unless the former lists its added tokens;
-``tokenizer.json`` alone says what is put before a text; a model stops at every end that any file
-names, as in vLLM.
+``tokenizer.json`` alone says what is put before a text. A model stops at every end token that any
+file names, as in vLLM.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ _PROBES = ("a", "0", " ", "\u4e00")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SpecialTokens:
-    """The special tokens of one tokenizer; an empty tuple or None where nothing says."""
+    """The special tokens of one tokenizer; an empty tuple or None where no file names any."""
 
     bos_id: int | None  # precedes a document
     eos_id: int | None  # ends a document
@@ -36,7 +36,7 @@ class SpecialTokens:
 
 
 def read_special_tokens(tokenizer: tokenizers.Tokenizer, directory: Path | None) -> SpecialTokens:
-    """What the files of a directory and a tokenizer say; without a directory, the tokenizer alone.
+    """Reads the special tokens of a directory's files and a tokenizer, or of a tokenizer alone.
 
     Raises:
         ConfigError: a file that is not one.
@@ -59,7 +59,7 @@ def read_special_tokens(tokenizer: tokenizers.Tokenizer, directory: Path | None)
 
 
 def named_tokens(directory: Path) -> dict[str, str]:
-    """The special tokens that a directory's files name, by their roles, as templates read them."""
+    """Returns the special tokens that a directory's files name, by role, for templates."""
     settings: Mapping[str, Any] = read_settings(directory)
     if "added_tokens_decoder" not in settings:
         file = directory / "special_tokens_map.json"
@@ -76,13 +76,13 @@ def named_tokens(directory: Path) -> dict[str, str]:
 
 
 def read_settings(directory: Path) -> "TokenizerSettings":
-    """What ``tokenizer_config.json`` says; nothing where there is none."""
+    """Reads the fields of ``tokenizer_config.json`` that are used; none without a file."""
     file = directory / SETTINGS
     return read_json(file, holds=TokenizerSettings) if file.is_file() else {}
 
 
 def read_generation_config(directory: Path) -> dict[str, Any]:
-    """What ``generation_config.json`` says; nothing where there is none."""
+    """Reads ``generation_config.json``; an empty dict where there is none."""
     file = directory / "generation_config.json"
     return read_json(file) if file.is_file() else {}
 

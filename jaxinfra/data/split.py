@@ -1,4 +1,4 @@
-"""Train or held-out, document by document."""
+"""Assignment of each document to the training or the held-out side."""
 
 import dataclasses
 import hashlib
@@ -20,7 +20,7 @@ _SALT = "jaxinfra/"
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """A corpus' documents, each on one side: by its source, or by the hash of its name."""
+    """The documents of a corpus, each on one side: by its source, or by the hash of its name."""
 
     source: Source
     heldout_source: Source | None
@@ -47,7 +47,7 @@ class Split:
             )
 
     def documents(self) -> Iterator[tuple[Document, bool]]:
-        """Every document, and whether it is held out."""
+        """Reads every document, and whether it is held out."""
         for document in self._of(self.source):
             yield document, self._is_heldout(document.name)
         if self.heldout_source is not None:
@@ -55,7 +55,7 @@ class Split:
                 yield document, True
 
     def train_texts(self) -> Iterator[str]:
-        """The training side alone."""
+        """Reads the texts of the training side alone."""
         for document in self._of(self.source):
             if not self._is_heldout(document.name):
                 yield document.text
@@ -70,7 +70,10 @@ class Split:
 
 
 def name_hash(name: str) -> float:
-    """A number in [0, 1) by which a document falls on a side of the split.
+    """Hashes a document's name to a number in [0, 1), which decides its side of the split.
+
+    A document is held out if the number is below ``heldout_fraction``: about that part of all
+    documents is, and no document changes sides when others come or go.
 
     It is held out if this is below ``heldout_fraction``: about that part of all documents is, and
     none changes side when others come or go.

@@ -1,8 +1,9 @@
-"""The process that runs chat templates: Jinja programs that came with somebody's weights.
+"""The process that runs chat templates: Jinja programs that came with a model's weights.
 
-``python -m jaxinfra.data.template_program`` reads requests and writes answers, a line of JSON each.
-It is a process of its own because no sandbox within one bounds time or memory: a template may loop
-for ever or fill the memory with a few characters. Its parent (``chat_template``) kills it then.
+``python -m jaxinfra.data.template_program`` reads requests and writes answers, one line of JSON
+each. It is a process of its own because no sandbox within one bounds time or memory: a template may
+loop for ever or fill the memory with a few characters. Its parent (``chat_template``) kills it
+then.
 """
 
 import datetime
@@ -23,7 +24,7 @@ BEGIN, END = "\ufdd0", "\ufdd1"
 
 
 class Generation(ext.Extension):
-    """``{% generation %}`` encloses the model's turns: it is rendered between two marks."""
+    """The Jinja tag ``{% generation %}``, which renders the model's messages between two marks."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
 
@@ -41,7 +42,7 @@ class Generation(ext.Extension):
 
 
 def compiled(source: str) -> tuple[jinja2.Template, bool]:
-    """A template, and whether it marks the model's turns; raises jinja2.TemplateError."""
+    """Compiles a template; tells whether it marks the model's messages."""
     # As the reference implementation sets it up: templates depend on every one of these.
     environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
@@ -59,7 +60,7 @@ def compiled(source: str) -> tuple[jinja2.Template, bool]:
 
 
 class Nothing(str):
-    """A message's content that is null: nothing to write, and none to those who ask."""
+    """The null content of a message: it prints as nothing, and tests as None."""
 
     __slots__ = ()
 
@@ -71,7 +72,7 @@ class Nothing(str):
 
 
 class Arguments(dict[str, Any]):
-    """Arguments of a tool call that came as JSON: values, and their text to who writes it."""
+    """The arguments of a tool call that came as JSON: values to read, and their text to print."""
 
     def __init__(self, text: str):
         try:
@@ -94,7 +95,7 @@ class Arguments(dict[str, Any]):
 
 
 def as_values(message: Any, *, joins: bool) -> Any:
-    """A message as templates read it: no content is an empty one, arguments are values.
+    """Returns a message as templates read it: null content as ``Nothing``, arguments as values.
 
     Args:
         joins: content in parts becomes one text.
@@ -115,7 +116,7 @@ def as_values(message: Any, *, joins: bool) -> Any:
 
 
 def reads_parts(template: jinja2.Template, variables: Mapping[str, Any]) -> bool:
-    """Whether a template takes content in parts of text, as some take nothing else."""
+    """Tells whether a template takes content in text parts, as some take nothing else."""
     talk = [{"role": "user", "content": [{"type": "text", "text": _ASKED}]}]
     try:
         text = template.render({**variables, "messages": talk, "tools": None})
@@ -169,7 +170,7 @@ def _answer(request: dict[str, Any], known: dict[str, tuple[jinja2.Template, boo
 
 
 def main() -> None:
-    """Answers until the input ends."""
+    """Answers requests until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     known: dict[str, tuple[jinja2.Template, bool]] = {}
     answers, sys.stdout = sys.stdout, sys.stderr

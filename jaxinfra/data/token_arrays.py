@@ -8,7 +8,7 @@ A directory of token arrays holds, little-endian:
   ``tokens[offsets[i]:offsets[i + 1]]``
 - ``document_bytes.npy``: int64 ``[documents]``: UTF-8 bytes of each document's text, by which bits
   per byte are counted
-- optionally ``counted.bin``: uint8, one a token, 1 where the loss counts it as a target; without it
+- optionally ``counted.bin``: uint8 per token, 1 where the loss counts it as a target; without it
   all count, and so does the separator after each document
 - ``meta.json``: format, version, dtype, counts, ``vocab_size``, ``bos_id``, ``eos_id``, and the
   SHA-256 of the contents, by which a resumed run recognizes its data
@@ -57,17 +57,17 @@ class TokenArrays:
 
     @property
     def num_documents(self) -> int:
-        """Documents, the empty ones included."""
+        """Number of documents, the empty ones included."""
         return len(self.lengths)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all documents, without separators."""
+        """Number of tokens in all documents, without separators."""
         return int(self.lengths.sum())
 
     @property
     def num_counted(self) -> int:
-        """Tokens that the loss counts as targets, separators aside."""
+        """Number of tokens that the loss counts as targets, separators aside."""
         if self.counted is None:
             return self.num_tokens
         sums = np.concatenate(([0], np.cumsum(self.counted, dtype=np.int64)))
@@ -79,12 +79,12 @@ class TokenArrays:
         return int(self.document_bytes.sum())
 
     def document(self, index: SupportsIndex) -> Integer[np.ndarray, "T"]:
-        """The tokens of one document, without separator."""
+        """Returns the tokens of one document, without separator."""
         start = self.starts[index]
         return self.tokens[start : start + self.lengths[index]]
 
     def select(self, documents: Integer[np.ndarray, "documents"]) -> "TokenArrays":
-        """A view of some of the documents; no token is copied."""
+        """Returns a view of some of the documents; no token is copied."""
         identity = hashlib.sha256(self.fingerprint.encode())
         identity.update(np.ascontiguousarray(documents).astype("<i8").tobytes())
         return dataclasses.replace(
@@ -98,10 +98,10 @@ class TokenArrays:
 
 @final
 class TokenWriter:
-    """Writes token arrays into an existing directory, document by document.
+    """Writer of token arrays into an existing directory, document by document.
 
     Args:
-        marks: whether it is said of every token if it counts.
+        marks: whether each token is marked as counted or not.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class TokenWriter:
     ):
         for name, token in (("bos_id", bos_id), ("eos_id", eos_id)):
             if not 0 <= token < vocab_size:
-                raise DataError(f"{name}={token} lies outside the vocabulary of {vocab_size}")
+                raise DataError(f"{name}={token} is outside the vocabulary of {vocab_size}")
         self._directory = directory
         self._settings = {"vocab_size": vocab_size, "bos_id": bos_id, "eos_id": eos_id}
         self._dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
@@ -122,7 +122,7 @@ class TokenWriter:
     def append(
         self, tokens: np.ndarray, *, num_bytes: int, counted: np.ndarray | None = None
     ) -> None:
-        """Adds one document: its tokens, the length of its text in UTF-8, and what counts."""
+        """Adds one document: its tokens, its text's bytes in UTF-8, and which tokens count."""
         vocab_size = self._settings["vocab_size"]
         tokens = np.asarray(tokens)
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
@@ -148,7 +148,7 @@ class TokenWriter:
         self._document_bytes.append(num_bytes)
 
     def finish(self) -> None:
-        """Writes what ``open_token_arrays`` needs; without it the directory stays invalid."""
+        """Writes the metadata and offsets; without them the directory stays invalid."""
         self.close()
         offsets = np.concatenate(([0], np.cumsum(self._lengths, dtype="<i8"))).astype("<i8")
         document_bytes = np.array(self._document_bytes, dtype="<i8")
@@ -261,7 +261,7 @@ def is_token_arrays(directory: Path) -> bool:
 
 @contextlib.contextmanager
 def new_directory(final_path: Path) -> Iterator[Path]:
-    """A directory to fill, which takes its name only when the block ends without error.
+    """Makes a directory to fill, which takes its name only when the block ends without error.
 
     If another process finished the same directory first, its result stands.
     """

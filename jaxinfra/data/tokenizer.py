@@ -42,7 +42,7 @@ _MOST_HELD = 3 * _MOST_PARTS
 
 @final
 class Tokenizer:
-    """Byte-level BPE, bytes, or any ``tokenizer.json``.
+    """A tokenizer: byte-level BPE, plain bytes, or any ``tokenizer.json``.
 
     ``bos_id`` precedes each document, so that its first token is predicted too; ``eos_id`` ends
     it. Where the vocabulary has one separator only, as for those made here, both are that.
@@ -86,11 +86,11 @@ class Tokenizer:
         return hashlib.sha256(self._json.encode()).hexdigest()
 
     def encode(self, text: str) -> Int32[np.ndarray, "T"]:
-        """Token ids of a text, int32, without separators."""
+        """Returns the token ids of a text, int32, without separators."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
-        """Token ids of each text, on all cores.
+        """Returns the token ids of each text, computed on all cores.
 
         A text of more than 262,144 characters is cut after a line break where the tokenizer
         allows it, which bounds memory.
@@ -109,8 +109,9 @@ class Tokenizer:
         return [np.concatenate(ids[a:b]) for a, b in zip(starts, ends, strict=True)]
 
     def encode_rendered(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
-        """Token ids of texts in which special tokens are spelled out, as templates do; one that
-        ``guard`` has marked stays text.
+        """Returns the token ids of texts with special tokens spelled out, as templates write them.
+
+        A special token that ``guard`` has marked stays text.
         """
         encode, own = self._spelled_out.encode_batch_fast, {}
         if any(GUARD in text for text in texts):
@@ -125,7 +126,7 @@ class Tokenizer:
         return [np.array([own.get(i, i) for i in each.ids], np.int32) for each in encoded]
 
     def guard(self, text: str) -> str:
-        """The text with a mark within each special token that is spelled out in it."""
+        """Marks each special token that is spelled out in a text, so that it stays text."""
         return self._spellings.sub(lambda found: found[0][0] + GUARD + found[0][1:], text)
 
     @functools.cached_property
@@ -160,18 +161,18 @@ class Tokenizer:
         return renamed, own
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids; separators are spelled out."""
+        """Returns the text of token ids; separators are spelled out."""
         with panics():
             return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def token_bytes(self, token: int) -> bytes:
-        """A token's own bytes as they are within a text; those of most tokens are characters."""
+        """Returns the bytes of one token within a text, mostly whole characters."""
         if (data := self._bytes.get(token)) is None:
             data = self._bytes[token] = self._bytes_of(token)
         return data
 
     def spelled(self, token: int) -> str:
-        """A token's text within a text; where it is a part of a character, its bytes by name."""
+        """Returns a token's text within a text; a part of a character is shown as bytes."""
         data = self.token_bytes(token)
         try:
             return data.decode()
@@ -179,7 +180,7 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def stream_decoder(self, before: Sequence[int] = ()) -> "StreamDecoder":
-        """A decoder to feed token by token.
+        """Makes a decoder to feed token by token.
 
         Args:
             before: tokens of the text that the new ones go on with.
@@ -199,8 +200,9 @@ class Tokenizer:
         return (text[len(before) :] if text.startswith(before) else self.decode([token])).encode()
 
     def save(self, path: Path) -> None:
-        """Writes a ``tokenizer.json`` that this and other libraries load; beside it, where there
-        is none, a ``tokenizer_config.json`` of the separators that it alone does not tell.
+        """Writes a ``tokenizer.json`` that this and other libraries load.
+
+        Where there is no ``tokenizer_config.json`` beside it, one is written with the separators.
         """
         path.write_text(self._json, encoding="utf-8")
         alone, settings = read_special_tokens(self._spelled_out, None), path.with_name(SETTINGS)
@@ -209,7 +211,7 @@ class Tokenizer:
             settings.write_text(json.dumps(self.separators(), indent=2) + "\n")
 
     def separators(self) -> dict[str, str]:
-        """The names of the tokens that documents begin and end with, for other libraries."""
+        """Names of the tokens that documents begin and end with, for other libraries."""
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id}
         return {role: str(self._tokenizer.id_to_token(each)) for role, each in ids.items()}
 
@@ -228,7 +230,7 @@ class Tokenizer:
 
 @final
 class StreamDecoder:
-    """Text from tokens as they come; never half a UTF-8 character.
+    """A decoder from tokens to text as they come, which never emits half a UTF-8 character.
 
     The concatenation of all ``push`` and the final ``flush`` is what the tokens add to the text of
     those before them.
@@ -248,7 +250,7 @@ class StreamDecoder:
         self._show(self._pending())
 
     def push(self, token: int) -> str:
-        """The text this token completes, often its own; empty while a character is incomplete."""
+        """Returns the text that this token completes; empty while a character is incomplete."""
         if self._is_free and not self._held:
             text = self._tokenizer.spelled(token)
             if not text.startswith("bytes:") and text and text[-1] != REPLACEMENT:
@@ -265,7 +267,7 @@ class StreamDecoder:
         return text
 
     def flush(self) -> str:
-        """What is held back at the end; an incomplete character becomes U+FFFD."""
+        """Returns the text held back at the end; an incomplete character becomes U+FFFD."""
         text = self._pending()
         self._shown, self._held, self._before = [], [], ""
         return text
@@ -310,7 +312,7 @@ class StreamDecoder:
 
 
 def num_ids(tokenizer: tokenizers.Tokenizer) -> int:
-    """One more than a tokenizer's largest id; raises DataError where two tokens have one id."""
+    """Returns one more than a tokenizer's largest id; raises DataError for an id used twice."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     if not vocabulary:
         raise DataError("the tokenizer has no tokens at all; copy it again from its source")
@@ -320,7 +322,7 @@ def num_ids(tokenizer: tokenizers.Tokenizer) -> int:
 
 
 def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    """What a ``tokenizer.json`` says, for the library itself; raises DataError if it is not one."""
+    """Parses a ``tokenizer.json`` for the tokenizers library; raises DataError if it is not one."""
     data = read_bytes(path, error=DataError)
     parse_json(data, where=f"tokenizer {path}", error=DataError)
     try:
@@ -353,9 +355,7 @@ _PANICS = _Panics()
 
 
 def panics() -> contextlib.AbstractContextManager[None]:
-    """Within, what the library itself raises becomes a DataError: bare Exceptions, and panics,
-    which are none.
-    """
+    """Makes a DataError of each error, panics too, of the tokenizers library in the block."""
     return _PANICS
 
 
@@ -389,7 +389,7 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
 
 
 def bytes_tokenizer() -> Tokenizer:
-    """Token ``b`` is byte ``b``; 256 is the separator."""
+    """Makes the tokenizer whose token ``b`` is byte ``b``, and token 256 the separator."""
     return Tokenizer(_byte_level())
 
 

@@ -24,7 +24,7 @@ _NUM_STEPS = 1 << 40
 
 
 def sample_ids(step: int, *, batch_size: int) -> Int64[np.ndarray, "B"]:
-    """The global batch of a step: sample numbers over all processes.
+    """Returns the global batch of a step, as sample numbers over all processes.
 
     Sample ``n`` is the ``n % num_windows``-th window in the shuffled order of epoch
     ``n // num_windows``; a batch may span two epochs, and no sample is dropped or repeated.
@@ -33,7 +33,7 @@ def sample_ids(step: int, *, batch_size: int) -> Int64[np.ndarray, "B"]:
 
 
 def process_rows(*, batch_size: int, process_index: int, process_count: int) -> slice:
-    """A process's rows of the global batch.
+    """Returns a process's rows of the global batch.
 
     They are contiguous, so that the processes' rows put together (as
     ``jax.make_array_from_process_local_data`` does) are the same array for any process count.
@@ -58,7 +58,7 @@ def train_batches(
     num_threads: int = 2,
     prefetch: int = 4,
 ) -> "TrainIterator":
-    """Endless batches of this process's rows; ``batch_size`` counts all processes' rows.
+    """Makes endless batches of this process's rows; ``batch_size`` counts all processes' rows.
 
     ``prefetch`` batches are made ahead by ``num_threads`` threads; with 0 threads, when asked for.
     """
@@ -101,7 +101,7 @@ def train_batches(
 
 @final
 class TrainIterator:
-    """Batches of step 0, 1, 2..., and the state that continues them elsewhere.
+    """An iterator over the batches of step 0, 1, 2..., with a state to continue from.
 
     Args:
         mixture: what the batches are made of, where that is several sources.
@@ -135,44 +135,45 @@ class TrainIterator:
 
     @property
     def step(self) -> int:
-        """The step whose batch comes next."""
+        """The step that the next batch is for."""
         return self._step
 
     @property
     def num_ready(self) -> int:
-        """Batches that are made and wait; 0 for long: the readers are slower than the steps."""
+        """Number of batches that wait ready; 0 for long means slow readers."""
         return max(0, self._made.value - (self._step - self._first))
 
     @property
     def busy_share(self) -> float:
-        """Share of the time of making batches for which their threads computed, or stood in the
-        queue of a processor; the rest they waited, as for a disk.
+        """Share of batch-making time for which reader threads computed or queued for a CPU.
+
+        For the rest of it they waited, as for a disk.
         """
         return self._readers.busy_s / max(self._readers.spent_s, 1e-9)
 
     def batch(self, step: int) -> Batch[np.ndarray]:
-        """This process's rows of any step, made anew; what comes next stays as it is."""
+        """Makes this process's rows of any step anew, without moving the iterator."""
         rows = self._steps[step]
         assert rows is not None, "no transformation of these drops a step"
         return rows
 
     def sample_ids(self, step: int) -> Int64[np.ndarray, "B"]:
-        """The sample numbers of a step's global batch, for a ledger of what was seen."""
+        """Returns the sample numbers of a step's global batch, for a ledger of samples."""
         return sample_ids(step, batch_size=self._identity["batch_size"])
 
     def read(self, step: int) -> dict[str, float]:
-        """What all steps before this one have read of each source of a mixture, for metrics."""
+        """Counts what all earlier steps have read of each source of a mixture."""
         return {} if self._mixture is None else self._mixture.read(step)
 
     def row_sources(self, step: int) -> list[str] | None:
-        """The source of each row of a step's global batch; None where there is one source."""
+        """Returns the source of each row of a step's global batch, or None without a mixture."""
         return None if self._mixture is None else self._mixture.row_sources(step)
 
     def state(self, step: int | None = None) -> dict[str, Any]:
-        """What a checkpoint stores: JSON values, the same for every process.
+        """Returns the state that a checkpoint stores: JSON values, the same for every process.
 
         Args:
-            step: whose batch comes next; that of this iterator by default.
+            step: the step to continue with; by default this iterator's next one.
         """
         step = self._step if step is None else step
         state = {"step": step, **self._identity}
@@ -244,7 +245,7 @@ class _Count:
         self._lock = threading.Lock()
 
     def passed[T](self, x: T) -> T:
-        """x."""
+        """Counts ``x`` and returns it unchanged."""
         with self._lock:
             self.value += 1
         return x

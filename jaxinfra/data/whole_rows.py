@@ -1,8 +1,8 @@
 """Rows of whole documents: conversations, or pairs of answers.
 
-A pair lies in one row, its chosen answer before its rejected one. Each answer with its prompt is a
-segment of its own: segments 2i and 2i + 1 of a row are its i-th pair. So a row can be learned from
-alone, on whichever device and in whichever micro-batch it is.
+Both answers of a pair share one row, the chosen before the rejected one. Each answer with its
+prompt is a segment of its own: segments 2i and 2i + 1 of a row are its i-th pair. So a row can be
+learned from alone, on any device and in any micro-batch.
 """
 
 import functools
@@ -29,7 +29,7 @@ MOST_PAIRS = 32
 
 
 def pair_pieces(arrays: TokenArrays, *, sequence_length: int) -> DocumentPieces:
-    """A place for each answer, pairs packed best-fit decreasing, sorted by row and column.
+    """Places each answer in a row, pairs packed best-fit decreasing, sorted by row and column.
 
     Args:
         arrays: documents 2i and 2i + 1 are the answers of pair i.
@@ -61,9 +61,9 @@ def pair_pieces(arrays: TokenArrays, *, sequence_length: int) -> DocumentPieces:
 def conversation_pieces(
     arrays: TokenArrays, *, sequence_length: int, packing: Packing, too_long: TooLong
 ) -> tuple[DocumentPieces, str]:
-    """A place for each conversation, whole from its beginning, and what there is to say of them.
+    """Places each conversation in a row, from its beginning, and reports those cut or dropped.
 
-    Those without a token that counts, in as much of them as is read, are left out.
+    Conversations without a token that counts, in as much of them as is read, are left out.
 
     Raises:
         DataError: none is left.
@@ -111,12 +111,12 @@ def conversation_pieces(
 class WholeRows:
     """All epochs' rows of whole documents; sample ``n`` is the ``n % num_windows``-th of its epoch.
 
-    Which documents share a row is the same in every epoch; the order of rows is another.
+    The same documents share a row in every epoch; the order of rows changes.
 
     Args:
         pieces: of the documents, sorted by row and column.
         kind: of the documents, which their order depends on.
-        identity: what else it depends on, for who resumes it.
+        identity: what else the order depends on; compared when a run is resumed.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class WholeRows:
         self._bounds = np.searchsorted(self._pieces.row, np.arange(self.num_windows + 1))
 
     def batch(self, samples: Int64[np.ndarray, "B"]) -> Batch[np.ndarray]:
-        """The rows of these samples, in this order."""
+        """Returns the rows of these samples, in this order."""
         epochs, index = np.divmod(samples, self.num_windows)
         parts = []
         for epoch in np.unique(epochs):
@@ -149,7 +149,7 @@ class WholeRows:
         return rows_together(parts)
 
     def num_read(self, num_samples: int) -> int:
-        """Tokens of the first samples: all of their positions but padding."""
+        """Counts tokens of the first samples: all of their positions but padding."""
         epochs, rest = divmod(num_samples, self.num_windows)
         return epochs * int(self._fill.sum()) + int(self._read(epochs)[rest])
 
@@ -173,7 +173,7 @@ class WholeRows:
 
 
 def pair_rows(arrays: TokenArrays, *, sequence_length: int, seed: int) -> WholeRows:
-    """Rows of pairs; raises DataError where one does not fit."""
+    """Makes rows of pairs; raises DataError where a pair does not fit."""
     return WholeRows(
         arrays,
         pair_pieces(arrays, sequence_length=sequence_length),
@@ -187,7 +187,7 @@ def pair_rows(arrays: TokenArrays, *, sequence_length: int, seed: int) -> WholeR
 def conversation_rows(
     arrays: TokenArrays, *, sequence_length: int, seed: int, packing: Packing, too_long: TooLong
 ) -> WholeRows:
-    """Rows of conversations, and a line about them in the log; raises DataError for none."""
+    """Makes rows of conversations and logs a line about them; raises DataError if none is left."""
     pieces, said = conversation_pieces(
         arrays, sequence_length=sequence_length, packing=packing, too_long=too_long
     )

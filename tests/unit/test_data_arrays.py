@@ -81,7 +81,7 @@ def test_tokens_outside_the_vocabulary_are_refused(tmp_path: Path):
         with pytest.raises(DataError, match="tokens must be a row of integers"):
             write_token_arrays(tmp_path / "arrays", [(bad, 1)], vocab_size=8, bos_id=0, eos_id=0)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(DataError, match="eos_id=8 lies outside"):
+    with pytest.raises(DataError, match="eos_id=8 is outside"):
         write_token_arrays(tmp_path / "arrays", [], vocab_size=8, bos_id=0, eos_id=8)
 
 

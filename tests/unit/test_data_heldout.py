@@ -88,7 +88,7 @@ def test_processes_split_the_rows():
 
 @pytest.mark.parametrize("stride", [0, 9, -1])
 def test_a_stride_that_skips_is_refused(stride: int):
-    with pytest.raises(DataError, match="must lie between 1 and sequence_length=8"):
+    with pytest.raises(DataError, match="must be between 1 and sequence_length=8"):
         heldout_batches(numbered_documents([5]), sequence_length=8, batch_size=1, stride=stride)
 
 
