@@ -17,8 +17,8 @@ from jaxinfra.config.rope import RopeConfig
 from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.engine.options import EngineOptions
-from jaxinfra.serving.generate import generate
 from jaxinfra.serving.sampling import GREEDY
+from tests.generation import recomputed
 
 OPTIONS = EngineOptions(
     max_running=3,
@@ -70,7 +70,7 @@ def model():
 
 
 def alone(prompt, *, new=10, sampling=GREEDY, seed=0):
-    tokens = generate(
+    tokens = recomputed(
         model(), [prompt], max_new_tokens=new, sampling=sampling, seed=seed, num_ids=257
     )
     return [each.token for each in tokens]

@@ -14,15 +14,15 @@ from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.preferences import PreferenceConfig
 from jaxinfra.config.run import RunConfig
-from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf import by_path, to_hf_config
 from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.runtime.files import user_cache
-from jaxinfra.serving import generate as tokens
 from jaxinfra.serving.convert import write_tokenizer
-from jaxinfra.serving.generate import FinishReason
+from jaxinfra.serving.engine.requests import EndReason
+from jaxinfra.serving.generate import generate as generated
+from jaxinfra.serving.generate import request_of
 from jaxinfra.serving.load import LoadedModel, load
 from jaxinfra.training.evaluation import RunEvaluation, evaluate_pretrained, evaluate_run
 from jaxinfra.training.start import finetuning_config
@@ -41,7 +41,7 @@ class GeneratedText:
     prompt: str  # what it was given
     text: str  # without the prompt
     tokens: tuple[int, ...]  # the new ones, the end token included
-    finish: FinishReason  # why it ended: an end token, or as many tokens as were asked for
+    finish: EndReason  # why it ended: an end token, or as many tokens as were asked for
 
 
 def generate(
@@ -54,7 +54,7 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
 ) -> tuple[GeneratedText, ...]:
-    """Continues each prompt, all in one batch.
+    """Continues each prompt by an engine, many at a time.
 
     Args:
         model: a run, a model directory, or what ``load`` returned: loaded once, it answers often.
@@ -75,39 +75,32 @@ def generate(
         >>> [each.prompt for each in answers]
         ['the cat', 'on']
     """
-    loaded = model if isinstance(model, LoadedModel) else load(model)
-    tokenizer = loaded.tokenizer
+    is_loaded = isinstance(model, LoadedModel)
+    loaded = model if is_loaded else load(model)
     sampling = loaded.sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    ends, begun = tokenizer.end_ids, [loaded.prompt(prompt) for prompt in prompts]
-    rows: list[list[int]] = [[] for _ in prompts]
-    finishes: dict[int, FinishReason] = {}
-    for each in tokens.generate(
-        loaded.decoder,
-        begun,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        seed=seed,
-        eos_ids=ends,
-        num_ids=loaded.num_ids,
-    ):
-        rows[each.row].append(each.token)
-        if each.finish is not None:
-            finishes[each.row] = each.finish
-    return tuple(
-        GeneratedText(
-            prompt=prompt,
-            text=_text_after(tokenizer, begun[number], [each for each in row if each not in ends]),
-            tokens=tuple(row),
-            finish=finishes[number],
+    requests = [
+        request_of(
+            loaded,
+            loaded.prompt(prompt),
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            seed=seed,
+            choice=number,
         )
-        for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
+        for number, prompt in enumerate(prompts)
+    ]
+    texts = [""] * len(requests)
+    rows: list[tuple[int, ...]] = [()] * len(requests)
+    ends: dict[int, EndReason] = {}
+    for place, progress in generated(loaded, requests, consumes=not is_loaded):
+        texts[place] += progress.text
+        rows[place] += progress.tokens
+        if progress.end is not None:
+            ends[place] = progress.end
+    return tuple(
+        GeneratedText(prompt=prompt, text=text, tokens=row, finish=ends[place])
+        for place, (prompt, text, row) in enumerate(zip(prompts, texts, rows, strict=True))
     )
-
-
-def _text_after(tokenizer: Tokenizer, before: Sequence[int], row: Sequence[int]) -> str:
-    """The text of new tokens: some tokenizers drop the space before a text's first word."""
-    decoder = tokenizer.stream_decoder(before)
-    return "".join(decoder.push(token) for token in row) + decoder.flush()
 
 
 def start_from(

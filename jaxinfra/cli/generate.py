@@ -15,7 +15,8 @@ from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.data.chat_template import load_chat_template
 from jaxinfra.errors import ConfigError, DataError
-from jaxinfra.serving.generate import FinishReason, generate_text, generate_text_after
+from jaxinfra.serving.engine.requests import EndReason
+from jaxinfra.serving.generate import generate_text
 from jaxinfra.serving.load import LoadedModel, load
 from jaxinfra.serving.sampling import SamplingConfig
 
@@ -90,18 +91,15 @@ def run(args: argparse.Namespace) -> int:
     options = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed}
     if args.chat:
         template = load_chat_template(args.run)
-        ids = template.encode(model.tokenizer, [{"role": "user", "content": prompt}])
-        pieces = generate_text_after(model, ids, **options)
-    else:
-        pieces = generate_text(model, prompt, **options)
+        prompt = template.encode(model.tokenizer, [{"role": "user", "content": prompt}])
     try:
-        for piece in pieces:
-            num_tokens += 1
-            finish = piece.finish
+        for progress in generate_text(model, prompt, **options):
+            num_tokens += len(progress.tokens)
+            finish = progress.end
             if num_tokens == 1:
                 first = time.perf_counter()
             # Elsewhere than on a terminal, the text is what was drawn, to the last character.
-            text = printable(piece.text) if sys.stdout.isatty() else piece.text
+            text = printable(progress.text) if sys.stdout.isatty() else progress.text
             print(text, end="", flush=True)
     finally:
         print()  # what else is said begins a line of its own
@@ -113,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         f"(loading and compiling){speed}",
         file=sys.stderr,
     )
-    if finish is FinishReason.CONTEXT:
+    if finish is EndReason.CONTEXT:
         print(
             f"stopped there: the model has {model.definition.config.max_positions} positions, "
             f"fewer than the prompt and --max-new-tokens {args.max_new_tokens} need",

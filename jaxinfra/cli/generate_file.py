@@ -8,8 +8,8 @@ from typing import Any, TextIO
 from jaxinfra.data.chat_template import load_chat_template
 from jaxinfra.errors import CheckpointError, ConfigError, DataError
 from jaxinfra.runtime.files import parse_json, read_bytes
-from jaxinfra.serving.conversation import request_of
 from jaxinfra.serving.engine.engine import Engine
+from jaxinfra.serving.generate import request_of
 from jaxinfra.serving.load import LoadedModel
 from jaxinfra.serving.sampling import SamplingConfig
 

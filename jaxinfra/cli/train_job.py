@@ -130,4 +130,4 @@ def _sample(directory: Path, prompt: str) -> None:
     pieces = generate_text(
         load_run(directory), prompt, max_new_tokens=120, sampling=sampling, seed=0
     )
-    print(prompt + "".join(printable(piece.text) for piece in pieces))
+    print(prompt + "".join(printable(each.text) for each in pieces))

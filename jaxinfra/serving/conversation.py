@@ -1,32 +1,15 @@
 """Many prompts, or a dialogue, through one engine whose cache keeps what prompts share."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import final
 
 from jaxinfra.data.chat_template import ChatTemplate
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions
-from jaxinfra.serving.engine.requests import EndReason, GenerationRequest
+from jaxinfra.serving.engine.requests import EndReason
+from jaxinfra.serving.generate import request_of
 from jaxinfra.serving.load import LoadedModel
 from jaxinfra.serving.sampling import SamplingConfig
-
-
-def request_of(
-    model: LoadedModel,
-    prompt_ids: Sequence[int],
-    *,
-    max_new_tokens: int,
-    sampling: SamplingConfig,
-    seed: int = 0,
-) -> GenerationRequest:
-    """A request that ends where the model ends its texts."""
-    return GenerationRequest(
-        prompt_ids=tuple(prompt_ids),
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        seed=seed,
-        eos_ids=frozenset(model.tokenizer.end_ids),
-    )
 
 
 @final

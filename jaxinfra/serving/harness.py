@@ -3,20 +3,20 @@
 Its package ``lm_eval`` is not among our dependencies: it is imported when it is first needed.
 """
 
+import dataclasses
 import importlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxinfra.data.chat_template import ChatTemplate, load_chat_template
 from jaxinfra.errors import ConfigError, UnsupportedError
-from jaxinfra.serving.generate import generate
+from jaxinfra.serving.engine.requests import GenerationRequest
+from jaxinfra.serving.generate import generate, request_of
 from jaxinfra.serving.load import LoadedModel, load
 from jaxinfra.serving.sampling import SamplingConfig
 from jaxinfra.serving.score import rolling_pairs, score_continuations
 
-_ROWS = 16  # texts that are continued at a time
 _NEW_TOKENS = 256  # where a task does not say
 
 
@@ -129,16 +129,19 @@ class HarnessAnswers:
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Continuations of texts, up to where a task says that they end."""
-        answers: dict[int, str] = {}
-        alike: dict[str, list[int]] = {}  # requests by their settings
-        for number, each in enumerate(requests):
-            alike.setdefault(json.dumps(each.args[1], sort_keys=True), []).append(number)
-        for settings, numbers in alike.items():
-            for start in range(0, len(numbers), _ROWS):
-                some = numbers[start : start + _ROWS]
-                texts = [requests[number].args[0] for number in some]
-                answers |= zip(some, self._continued(texts, json.loads(settings)), strict=True)
-        return [answers[number] for number in range(len(requests))]
+        if not requests:
+            return []
+        asked = [
+            self._continuation(*each.args, number=number) for number, each in enumerate(requests)
+        ]
+        rows: list[list[int]] = [[] for _ in requests]
+        for place, progress in generate(self._model, asked):
+            rows[place] += progress.tokens
+        answers = []
+        for row, request in zip(rows, asked, strict=True):
+            text = self._model.tokenizer.decode([each for each in row if each not in self._ends])
+            answers.append(min((text.split(end)[0] for end in request.stop), key=len, default=text))
+        return answers
 
     def apply_chat_template(
         self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
@@ -156,36 +159,26 @@ class HarnessAnswers:
         """What tells one tokenizer from another."""
         return self._model.tokenizer.fingerprint
 
-    def _continued(self, texts: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
-        tokenizer, decoder = self._model.tokenizer, self._decoder
+    def _continuation(
+        self, text: str, settings: Mapping[str, Any], *, number: int
+    ) -> GenerationRequest:
         until = settings.get("until") or []
-        until = [until] if isinstance(until, str) else list(until)
-        most = decoder.config.max_positions
+        most = self._decoder.config.max_positions
         num_new = min(int(settings.get("max_gen_toks", _NEW_TOKENS)), most - 1)
-        prompts = [[*self._begin(), *self._ids(text)][-(most - num_new) :] for text in texts]
         temperature = float(settings.get("temperature", 0.0))
-        rows: list[list[int]] = [[] for _ in texts]
-        found: dict[int, str] = {}
-        for new in generate(
-            decoder,
-            prompts,
+        request = request_of(
+            self._model,
+            [*self._begin(), *self._ids(text)][-(most - num_new) :],
             max_new_tokens=num_new,
             sampling=SamplingConfig(
                 temperature=temperature if settings.get("do_sample", temperature > 0) else 0.0,
                 top_p=settings.get("top_p"),
                 top_k=settings.get("top_k"),
             ),
-            eos_ids=self._ends,
-            num_ids=self._model.num_ids,
-        ):
-            if new.token not in self._ends:
-                rows[new.row].append(new.token)
-            text = tokenizer.decode(rows[new.row])
-            if new.row not in found and any(end in text for end in until):
-                found[new.row] = min((text.split(end)[0] for end in until), key=len)
-            if len(found) == len(texts):
-                break
-        return [found.get(row, tokenizer.decode(ids)) for row, ids in enumerate(rows)]
+            choice=number,
+        )
+        stop = (until,) if isinstance(until, str) else tuple(until)
+        return dataclasses.replace(request, stop=tuple(filter(None, stop)))
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Tokens of a context, what documents begin with among them, and of its continuation."""

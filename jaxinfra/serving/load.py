@@ -59,6 +59,10 @@ class LoadedModel:
     placement: Placement | None = None  # None: wherever the arrays are
     # Of sampling, where nobody says: temperature, top_k and others of generation_config.json.
     defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    # What ``generate`` made of it: an engine, of this model alone.
+    kept: dict[str, Any] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def num_ids(self) -> int:

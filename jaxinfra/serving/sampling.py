@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxinfra.errors import ConfigError
 from jaxinfra.serving.cuts import kept_tokens
-from jaxinfra.serving.gumbel import gumbel_noise
-from jaxinfra.serving.token_history import TokenHistory
 
+_BELOW_ONE = np.float32(1.0 - 2.0**-24)
 _TINY = float(np.finfo(np.float32).tiny)
 _BLOCK = 1024  # ids whose most likely are found at a time
 MOST_LOGPROBS = 20
@@ -95,6 +95,48 @@ class SamplingConfig:
 
 
 GREEDY = SamplingConfig(temperature=0.0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TokenHistory:
+    """Counts of every row's tokens, kept on the device; donate it where it is replaced."""
+
+    drawn_BV: Int[Array, "B V"]  # int32
+    prompted_BV: Bool[Array, "B V"]
+
+    @classmethod
+    def empty(cls, *, batch: int, num_ids: int) -> "TokenHistory":
+        """Rows without a token."""
+        return cls(
+            drawn_BV=jnp.zeros((batch, num_ids), jnp.int32),
+            prompted_BV=jnp.zeros((batch, num_ids), bool),
+        )
+
+    def begin(
+        self,
+        row: Int[Array, ""],
+        ids_T: Int[Array, "T"],
+        *,
+        num_prompt: Int[Array, ""],
+        num_tokens: Int[Array, ""],
+    ) -> "TokenHistory":
+        """The history with a new sequence in a row, whatever was there before.
+
+        Args:
+            ids_T: the prompt, then tokens drawn already, where a sequence is begun again; padding.
+            num_prompt, num_tokens: without those drawn, and with them.
+        """
+        place_T = jnp.arange(ids_T.size)
+        num_ids = self.drawn_BV.shape[1]
+        prompt_T = jnp.where(place_T < num_prompt, ids_T, num_ids)
+        drawn_T = jnp.where((place_T >= num_prompt) & (place_T < num_tokens), ids_T, num_ids)
+        prompted_V = jnp.zeros(num_ids, bool).at[prompt_T].set(True, mode="drop")
+        drawn_V = jnp.zeros(num_ids, jnp.int32).at[drawn_T].add(1, mode="drop")
+        return TokenHistory(
+            drawn_BV=self.drawn_BV.at[row].set(drawn_V),
+            prompted_BV=self.prompted_BV.at[row].set(prompted_V),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -330,3 +372,31 @@ def _bits(words_BW: jax.Array, num_ids: int) -> jax.Array:
     shifts = jnp.arange(32, dtype=jnp.uint32)[None, None]
     bits_BV = ((words_BW[:, :, None] >> shifts) & 1).reshape(len(words_BW), -1)
     return bits_BV[:, :num_ids] == 1
+
+
+def gumbel_noise(keys_B: Key[Array, "B"], num_ids: int) -> Float[Array, "B V"]:
+    """Independent noise for each row and id, fp32 [B, V]: a function of the row's key and the id.
+
+    64 bits each, a block of the keys' own cipher (Salmon et al. 2011), so that nothing but
+    arithmetic is between a key and its argmax. ``jax.random.gumbel`` has 23 bits, which misjudge
+    tokens less likely than 1e-7, of which there are many; its mode "high" has 46 from two blocks,
+    which XLA for GPUs writes to memory in between.
+    """
+    words_B2 = jax.random.key_data(keys_B)
+    shape = len(words_B2), num_ids
+    key = (jnp.broadcast_to(words_B2[:, place, None], shape) for place in range(2))
+    ids_BV = jax.lax.broadcasted_iota(jnp.uint32, shape, 1)
+    return gumbel_of_bits(*threefry2x32_p.bind(*key, jnp.zeros_like(ids_BV), ids_BV))
+
+
+def gumbel_of_bits(
+    high: UInt32[Array, "*shape"], low: UInt32[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    """``-log(-log(1 - x))`` of x = (2**32 high + low + 1/2) / 2**64, in fp32.
+
+    The largest noise comes from x near 0, which has all digits of fp32 there; 45 is the most.
+    """
+    unit, half = np.float32(2.0**-32), np.float32(0.5)
+    x = high.astype(unit.dtype) * unit + (low.astype(unit.dtype) + half) * unit**2
+    # The largest 25 bits would round to 1, whose noise is -inf, as of a token that is excluded.
+    return -jnp.log(-jnp.log1p(-jnp.minimum(x, _BELOW_ONE)))

@@ -22,12 +22,12 @@ from jaxinfra.serving.adapter_bank import AdapterBank
 from jaxinfra.serving.engine.background import EngineThread
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions
-from jaxinfra.serving.generate import generate
 from jaxinfra.serving.http.app import application
 from jaxinfra.serving.http.server import HttpServer, ServerOptions
 from jaxinfra.serving.http.service import Service, ServiceLimits
 from jaxinfra.serving.load import LoadedModel
 from jaxinfra.serving.sampling import GREEDY
+from tests.generation import recomputed
 
 KEY = "secret"
 CONTEXT = 256
@@ -106,7 +106,7 @@ class Running:
 
     def alone(self, prompt: str, *, new: int, decoder: Decoder | None = None) -> str:
         ids = [256, *prompt.encode()]
-        tokens = generate(
+        tokens = recomputed(
             decoder or self.decoder,
             [ids],
             max_new_tokens=new,

@@ -8,12 +8,11 @@ import pytest
 from jaxinfra.checkpoint.model_directory import read_model_directory
 from jaxinfra.config.mesh import MeshConfig, parse_mesh
 from jaxinfra.config.model import ModelConfig
-from jaxinfra.errors import ConfigError
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions, Preemption
 from jaxinfra.serving.engine.requests import GenerationRequest
-from jaxinfra.serving.generate import generate
 from jaxinfra.serving.sampling import GREEDY
+from tests.generation import recomputed
 from tests.sharded.test_experts_use import CONFIG, PROMPTS, decoder, generated
 
 OPTIONS = EngineOptions(
@@ -87,7 +86,7 @@ def test_families_with_experts(name):
     prompts = [BEGUN[:n] + tuple(range(1, m)) for n, m in ((9, 3), (9, 5), (2, 9), (7, 2), (9, 4))]
     want = [[] for _ in prompts]
     one = decoder(MeshConfig(), config)
-    for each in generate(one, prompts, max_new_tokens=9, sampling=GREEDY):
+    for each in recomputed(one, prompts, max_new_tokens=9, sampling=GREEDY):
         want[each.row].append(each.token)
     assert served(decoder(SHARED_BY_FOUR, config), prompts, new=9) == want
 
@@ -100,27 +99,9 @@ def test_pages_of_several_devices_go_to_the_host_and_back():
     engine.warm_up()
     came = engine.run([GenerationRequest(prompt_ids=p, max_new_tokens=14) for p in prompts])
     want = [[] for _ in prompts]
-    for each in generate(decoder(MeshConfig(), WIDE), prompts, max_new_tokens=14, sampling=GREEDY):
+    one = decoder(MeshConfig(), WIDE)
+    for each in recomputed(one, prompts, max_new_tokens=14, sampling=GREEDY):
         want[each.row].append(each.token)
     assert [[token for each in row for token in each.tokens] for row in came] == want
     assert engine.scheduler.host.num_restored > 0
     assert engine.runner.num_late == 0
-
-
-@pytest.mark.parametrize(
-    ("mesh", "message"),
-    [
-        ("fsdp=2", "over 2 replica or fsdp devices, and the engine has one batch"),
-        ("fsdp=4,expert=2", "over 2 replica or fsdp devices"),
-        ("replica=2", "over 2 replica or fsdp devices"),
-    ],
-)
-def test_meshes_with_rows_of_their_own_are_refused(mesh, message):
-    with pytest.raises(ConfigError, match=message):
-        Engine(decoder(parse_mesh(mesh)), options=OPTIONS)
-
-
-def test_heads_that_do_not_divide_are_refused():
-    """Devices that share experts share heads too."""
-    with pytest.raises(ConfigError, match=r"q_heads=4 does not divide over expert x tensor = 8"):
-        decoder(MeshConfig(fsdp=4, expert=4, tensor=2))

@@ -22,10 +22,10 @@ from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.model.adapters import add_adapters
 from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.serving.generate import generate
 from jaxinfra.serving.placement import serving_placement
 from jaxinfra.serving.sampling import GREEDY
 from jaxinfra.training.job import make_job
+from tests.generation import served
 from tests.sharded.test_experts import Case, first_state, model
 
 CONFIG = model(num_layers=2)
@@ -55,7 +55,7 @@ def _merged(first, second):
 
 def generated(mesh: MeshConfig, config: ModelConfig = CONFIG) -> dict[int, list[int]]:
     rows: dict[int, list[int]] = {}
-    for new in generate(decoder(mesh, config), PROMPTS, max_new_tokens=6, sampling=GREEDY):
+    for new in served(decoder(mesh, config), PROMPTS, max_new_tokens=6, sampling=GREEDY):
         rows.setdefault(new.row, []).append(new.token)
     return rows
 

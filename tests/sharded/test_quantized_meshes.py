@@ -29,11 +29,11 @@ from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.place_quantized import quantized_shardings
-from jaxinfra.serving.generate import generate
 from jaxinfra.serving.placement import serving_placement
 from jaxinfra.serving.sampling import GREEDY
 from tests.decoder_oracle import drawn
 from tests.engine_models import CONFIG
+from tests.generation import served
 from tests.largest_float import largest_float
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "quantized"
@@ -89,7 +89,7 @@ def generated(definition, parameters):
     decoder = define_model(definition.config, execution).bind(parameters)
     ids = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
     prompts = [[3, 1, 4], [1, 5, 9, 2, 6]]
-    tokens = generate(decoder, prompts, max_new_tokens=6, sampling=GREEDY)
+    tokens = served(decoder, prompts, max_new_tokens=6, sampling=GREEDY)
     return np.asarray(decoder(ids)), [(each.row, each.token) for each in tokens]
 
 

@@ -22,9 +22,9 @@ from jaxinfra.model.quantized_base import base_shapes, quantized_weight
 from jaxinfra.serving.adapter_bank import AdapterBank, load_bank
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.requests import GenerationRequest
-from jaxinfra.serving.generate import generate
 from jaxinfra.serving.load import LoadedModel
 from jaxinfra.serving.sampling import GREEDY
+from tests.generation import recomputed
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 LORAS = {
@@ -81,7 +81,7 @@ def drawn(progresses):
 
 def alone(model, prompt=PROMPTS[1], new=6):
     num_ids = min(257, model.config.vocab_size)
-    tokens = generate(model, [prompt], max_new_tokens=new, sampling=GREEDY, num_ids=num_ids)
+    tokens = recomputed(model, [prompt], max_new_tokens=new, sampling=GREEDY, num_ids=num_ids)
     return [each.token for each in tokens]
 
 

@@ -18,8 +18,8 @@ from jaxinfra.parallel.execution import execution_on
 from jaxinfra.planning.memory import element_bits
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.requests import GenerationRequest
-from jaxinfra.serving.generate import generate
 from jaxinfra.serving.sampling import GREEDY
+from tests.generation import served
 
 FORMATS = [form for form in CacheFormat if form is not CacheFormat.PLAIN]
 FP32 = np.dtype(np.float32)
@@ -91,9 +91,9 @@ def test_pages_and_rows_give_one_text(form, num_drafts):
     model = define_model(CONFIG, execution).bind(parameters())
     plain = define_model(CONFIG, execution_on()).bind(parameters())
     options = {"max_new_tokens": 10, "sampling": GREEDY, "num_ids": 257}
-    want = [[each.token for each in generate(model, [p], **options)] for p in PROMPTS]
+    want = [[each.token for each in served(model, [p], **options)] for p in PROMPTS]
     if form is CacheFormat.INT4:
-        assert want != [[each.token for each in generate(plain, [p], **options)] for p in PROMPTS]
+        assert want != [[each.token for each in served(plain, [p], **options)] for p in PROMPTS]
     engine = Engine(model, options=dataclasses.replace(OPTIONS, num_drafts=num_drafts), num_ids=257)
     numbers = [engine.submit(GenerationRequest(prompt_ids=p, max_new_tokens=10)) for p in PROMPTS]
     got = {number: [] for number in numbers}

@@ -12,7 +12,7 @@ from jaxinfra.cli.main import main
 from jaxinfra.data.chat_template import load_chat_template
 from jaxinfra.errors import DataError
 from jaxinfra.serving.conversation import Conversation
-from jaxinfra.serving.generate import generate_text_after
+from jaxinfra.serving.generate import generate_text
 from jaxinfra.serving.load import load
 from jaxinfra.serving.sampling import GREEDY
 
@@ -35,7 +35,7 @@ def model(path):
 def alone(model, path, messages):
     """The answer to a conversation that is computed from its first token."""
     ids = load_chat_template(path).encode(model.tokenizer, messages)
-    pieces = generate_text_after(model, ids, max_new_tokens=NEW, sampling=GREEDY)
+    pieces = generate_text(model, ids, max_new_tokens=NEW, sampling=GREEDY)
     return "".join(piece.text for piece in pieces)
 
 

@@ -5,6 +5,7 @@ launch as one that reads a weight. The traced layer is read, which takes no GPU.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,6 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 
 from experiments.bench.serving.decode import FORMATS, in_format
 from jaxinfra.config.kinds import MlpKind
@@ -20,7 +20,7 @@ from jaxinfra.config.model import GroupedAttentionConfig, MlpConfig, ModelConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.rope import RopeConfig
 from jaxinfra.model.cache import after_pass
-from jaxinfra.model.definition import define_model
+from jaxinfra.model.definition import ModelDefinition, define_model
 from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.serving_form import serving_form, serving_parameters
 from jaxinfra.model.whole_step import unlike_whole
@@ -28,8 +28,6 @@ from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.ops import decode_layers
 from jaxinfra.ops.target import H200, compiling_for
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.serving.sampling import GREEDY, SamplingNeeds, SamplingRows
-from jaxinfra.serving.steps import DecodeState, StepConfig, decode, prefill
 from pallas_kernels.few_rows_matmul import api
 from pallas_kernels.few_rows_matmul.config import (
     FusedConfig,
@@ -72,27 +70,27 @@ def traced_step(weights: str, sizes: ModelConfig) -> jax.extend.core.Jaxpr:
     definition = define_model(sizes, execution_on(policy=policy))
     served = execution_on(policy=policy, decode_form=DecodeForm(packed=True))
     form = serving_form(definition, served)
-    graphdefs: list[Any] = []
-
-    def state() -> tuple[Any, DecodeState]:
-        drawn = in_format(definition, definition.initialize(jax.random.key(0)), FORMATS[weights])
-        decoder = form.bind(serving_parameters(form, drawn))
-        graphdef, parameters = nnx.split(decoder)
-        graphdefs.append(graphdef)
-        caches = decoder.empty_cache(batch=1, num_slots=NUM_SLOTS)
-        return parameters, DecodeState(
-            cache=tuple(after_pass(cache, cache.arrays) for cache in caches),
-            positions_B=jnp.zeros(1, jnp.int32),
-            keys_B=jax.random.split(jax.random.key(1), 1),
-            sampling=SamplingRows.of([GREEDY]),
-        )
-
-    parameters, begun = jax.eval_shape(state)
-    step = StepConfig(
-        graphdef=graphdefs[-1], num_ids=sizes.vocab_size, needs=SamplingNeeds.of([GREEDY])
+    made = functools.partial(in_format, definition, form=FORMATS[weights])
+    drawn = jax.eval_shape(
+        lambda key: serving_parameters(form, made(definition.initialize(key))), jax.random.key(0)
     )
-    tokens = jax.ShapeDtypeStruct((1,), jnp.int32)
-    return decode.trace(parameters, begun, tokens, config=step).jaxpr.jaxpr
+    return traced(form, drawn, batch=1, length=1)
+
+
+def traced(
+    form: ModelDefinition, parameters: Any, *, batch: int, length: int
+) -> jax.extend.core.Jaxpr:
+    """Rows of new tokens, into an empty cache or after what one holds."""
+
+    def step(parameters: Any, ids: jax.Array, positions: jax.Array) -> jax.Array:
+        decoder = form.bind(parameters)
+        cache = decoder.empty_cache(batch=batch, num_slots=NUM_SLOTS)
+        if length == 1:
+            cache = tuple(after_pass(each, each.arrays) for each in cache)
+        return decoder.logits(decoder.run(ids, positions=positions, cache=cache).x)
+
+    ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    return jax.make_jaxpr(step)(parameters, ids, ids).jaxpr
 
 
 def operations(jaxpr: jax.extend.core.Jaxpr) -> Iterator[jax.extend.core.JaxprEqn]:
@@ -156,15 +154,9 @@ def test_a_prompt_into_an_empty_cache_is_appended_by_a_kernel():
     policy = held_as_computed(POLICIES[PolicyName.BF16])
     served = execution_on(policy=policy, decode_form=DecodeForm(packed=True))
     form = serving_form(define_model(config(), execution_on(policy=policy)), served)
-    parameters = jax.eval_shape(lambda: nnx.state(form.bind(form.initialize(jax.random.key(0)))))
-    graphdef = nnx.graphdef(form.bind(jax.eval_shape(form.initialize, jax.random.key(0))))
-    step = StepConfig(graphdef=graphdef, num_ids=64, needs=SamplingNeeds.of([GREEDY]))
-    ids, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 256), (2,)))
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 2))
+    drawn = jax.eval_shape(form.initialize, jax.random.key(0))
     with compiling_for(H200):
-        sampling = SamplingRows.of([GREEDY] * 2)
-        traced = prefill.trace(parameters, ids, lengths, keys, sampling, config=step, num_slots=256)
-    found = operations(traced.jaxpr.jaxpr)
+        found = operations(traced(form, drawn, batch=2, length=256))
     names = [e.params["name"] for e in found if e.primitive.name == "mpmd_map"]
     assert names == 2 * ["append_heads", "paged_attention_chunk"]
 

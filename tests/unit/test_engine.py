@@ -1,4 +1,4 @@
-"""The engine: what a request gets is what ``generate`` gives it alone, whatever runs beside it."""
+"""The engine gives each request what the model without a cache gives it, whatever runs beside."""
 
 import collections
 import dataclasses
@@ -19,8 +19,8 @@ from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import Preemption
 from jaxinfra.serving.engine.plan import PlannedRow
 from jaxinfra.serving.engine.requests import EndReason, GenerationRequest, RequestStream
-from jaxinfra.serving.generate import generate
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig
+from tests.generation import recomputed
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "hf"
 CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
@@ -73,7 +73,7 @@ def test_every_family_as_generated_alone(name):
     prompts = [tuple(map(int, prompt)) for prompt in (*prompts, prompts[0], begun[0] + begun[1])]
     new = 9
     want = [[] for _ in prompts]
-    for each in generate(model, prompts, max_new_tokens=new, sampling=GREEDY):
+    for each in recomputed(model, prompts, max_new_tokens=new, sampling=GREEDY):
         want[each.row].append(each.token)
     engine = Engine(model, options=dataclasses.replace(OPTIONS, max_context=positions))
     requests = [GenerationRequest(prompt_ids=p, max_new_tokens=new) for p in prompts]

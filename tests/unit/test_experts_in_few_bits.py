@@ -16,8 +16,8 @@ from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.experts import ExpertWeights, apply_experts
 from jaxinfra.ops.quantized import WeightCode, WeightFormat, round_weight
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.serving.generate import generate
 from jaxinfra.serving.sampling import GREEDY
+from tests.generation import served
 from tests.largest_float import largest_float
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
@@ -155,7 +155,7 @@ def test_models_generate_what_plain_numbers_do(family):
     got, want = (
         [
             (new.row, new.token)
-            for new in generate(definition.bind(tree), prompts, max_new_tokens=8, sampling=GREEDY)
+            for new in served(definition.bind(tree), prompts, max_new_tokens=8, sampling=GREEDY)
         ]
         for tree in (few, plain)
     )

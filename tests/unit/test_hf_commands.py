@@ -27,7 +27,7 @@ from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.run import CheckpointConfig, RunConfig, TrainingConfig
 from jaxinfra.data.tokenizer import Tokenizer, bytes_tokenizer
-from jaxinfra.serving.generate import TextPiece
+from jaxinfra.serving.engine.requests import RequestProgress
 from jaxinfra.serving.load import load
 from jaxinfra.training.job import make_job
 
@@ -181,7 +181,7 @@ def test_end_tokens_are_the_models_own(exported, tmp_path):
 def test_control_characters_do_not_reach_a_terminal(
     run, exported, capsys, monkeypatch, is_terminal
 ):
-    drawn = [TextPiece(text="a\x1b[2J\tb\n", finish=None), TextPiece(text="c\x07", finish=None)]
+    drawn = [RequestProgress(0, text=text) for text in ("a\x1b[2J\tb\n", "c\x07")]
     monkeypatch.setattr(cli_generate, "generate_text", lambda *_, **__: iter(drawn))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
     assert main(["generate", str(exported), "--prompt", "x"]) == 0

@@ -18,8 +18,9 @@ from jaxinfra.model.definition import merged, only
 from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.serving_form import serving_form, serving_parameters
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.serving.generate import FinishReason, generate
+from jaxinfra.serving.engine.requests import EndReason
 from jaxinfra.serving.sampling import GREEDY
+from tests.generation import served
 from tests.rounding import UNIT, Rounded
 from tests.seeds import seeded
 from tests.sharded import oracle
@@ -132,14 +133,15 @@ def assert_continues(name, decoder):
     batches = [[0], [1]] if "longrope" in name else [[0, 1]]
     for rows in batches:
         new = arrays["continued"][rows]
-        drawn = np.full_like(new, -1)
-        for each in generate(
+        tokens = [[] for _ in rows]
+        for each in served(
             decoder,
             [prompts[row] for row in rows],
             max_new_tokens=new.shape[1],
             sampling=GREEDY,
         ):
-            drawn[each.row, each.index] = each.token
+            tokens[each.row].append(each.token)
+        drawn = np.array(tokens)
         np.testing.assert_array_equal(drawn, new)
 
 
@@ -245,13 +247,12 @@ def test_longrope_rows_that_cross_over_are_run_again():
     rows = [prompt.tolist() for prompt in prompts]
     drawn: list[list[int]] = [[], [], []]
     finishes = {}
-    for each in generate(model, prompts, max_new_tokens=20, sampling=GREEDY):
-        assert each.index == len(drawn[each.row])
+    for each in served(model, prompts, max_new_tokens=20, sampling=GREEDY):
         assert each.row not in finishes
         drawn[each.row].append(each.token)
-        if each.finish is not None:
-            finishes[each.row] = each.finish
-    assert finishes == dict.fromkeys(range(3), FinishReason.LENGTH)
+        if each.end is not None:
+            finishes[each.row] = each.end
+    assert finishes == dict.fromkeys(range(3), EndReason.LENGTH)
     for row, new in zip(rows, drawn, strict=True):
         whole = [*row, *new]
         want = []
@@ -266,6 +267,6 @@ def test_longrope_rows_that_cross_over_are_run_again():
 def test_longrope_rows_end_with_the_context():
     ids = golden("phi3_longrope")["ids"][0]
     model = decoder("phi3_longrope")
-    tokens = list(generate(model, [ids[:29]], max_new_tokens=90, sampling=GREEDY))
-    assert [each.finish for each in tokens[-2:]] == [None, FinishReason.CONTEXT]
+    tokens = list(served(model, [ids[:29]], max_new_tokens=90, sampling=GREEDY))
+    assert [each.end for each in tokens[-2:]] == [None, EndReason.CONTEXT]
     assert len(tokens) == model.config.max_positions - 29 + 1

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.model import stacked
@@ -20,8 +19,6 @@ from jaxinfra.model.decoder import Decoder
 from jaxinfra.model.definition import define_model, only
 from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.serving.sampling import GREEDY, SamplingNeeds, SamplingRows
-from jaxinfra.serving.steps import DecodeState, StepConfig, decode
 from tests.decoder_oracle import MODELS, drawn, make, oracle
 from tests.seeds import seeded
 from tests.tolerance import assert_within_rounding
@@ -203,18 +200,17 @@ def test_windows_bound_what_has_to_be_kept():
 def test_decoding_keeps_one_cache():
     _, decoder = make("gqa")
     batch, num_slots = 2, 8192
-    state = DecodeState(
-        cache=tuple(
-            after_pass(each, each.arrays)
-            for each in decoder.empty_cache(batch=batch, num_slots=num_slots)
-        ),
-        positions_B=jnp.zeros(batch, jnp.int32),
-        keys_B=jax.random.split(jax.random.key(0), batch),
-        sampling=SamplingRows.of([GREEDY] * batch),
+    cache = tuple(
+        after_pass(each, each.arrays)
+        for each in decoder.empty_cache(batch=batch, num_slots=num_slots)
     )
-    graphdef, weights = nnx.split(decoder)
-    config = StepConfig(graphdef=graphdef, num_ids=31, needs=SamplingNeeds())
-    compiled = decode.lower(weights, state, jnp.zeros(batch, jnp.int32), config=config).compile()
+
+    def step(decoder: Decoder, ids_B1, positions_B1, cache):
+        out = decoder.run(ids_B1, positions=positions_B1, cache=cache)
+        return decoder.logits(out.x), out.cache
+
+    ids = jnp.zeros((batch, 1), jnp.int32)
+    compiled = jax.jit(step, donate_argnums=3).lower(decoder, ids, ids, cache).compile()
     cache_bytes = batch * cached_elements(MODELS["gqa"], num_slots, evicted=False) * 4
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= cache_bytes

@@ -17,11 +17,11 @@ from jaxinfra.model.definition import by_path, define_model
 from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.serving_form import serving_form, serving_parameters
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.serving.generate import generate
 from jaxinfra.serving.load import LoadedModel
 from jaxinfra.serving.placement import serving_placement
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig
 from tests.decoder_oracle import attention, drawn, model, oracle
+from tests.generation import served
 from tests.tolerance import assert_within_rounding
 
 GATED = MlpConfig(kind=MlpKind.SWIGLU, hidden_dim=24, bias=True)
@@ -93,7 +93,7 @@ def decoders(forms):
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingConfig(top_k=5)], ids=["greedy", "drawn"])
 def test_generation_is_the_same(decoders, sampling):
     plain, form = (
-        [(t.row, t.token) for t in generate(each, PROMPTS, max_new_tokens=8, sampling=sampling)]
+        [(t.row, t.token) for t in served(each, PROMPTS, max_new_tokens=8, sampling=sampling)]
         for each in decoders
     )
     assert plain == form

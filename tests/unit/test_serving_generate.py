@@ -24,10 +24,11 @@ from jaxinfra.errors import CheckpointError, ConfigError, DataError
 from jaxinfra.model.decoder import Decoder
 from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.serving import steps
-from jaxinfra.serving.generate import FinishReason, bucket, generate, generate_text
+from jaxinfra.serving.engine.requests import EndReason
+from jaxinfra.serving.generate import bucket, generate, generate_text, request_of
 from jaxinfra.serving.load import LoadedModel
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig
+from tests.generation import served
 
 VOCABULARY, POSITIONS = 300, 32
 CONFIG = ModelConfig(
@@ -87,16 +88,14 @@ def successor_model(chain: list[int]) -> LoadedModel:
     )
 
 
+def loaded() -> LoadedModel:
+    return dataclasses.replace(successor_model([]), parameters=parameters(scale=0.3))
+
+
 def rows(tokens) -> dict[int, list[int]]:
-    """Tokens by row; checks that each row's come in order and stop where they say."""
-    result, ended = {}, set()
+    result = {}
     for new in tokens:
-        assert new.row not in ended
-        assert new.index == len(result.setdefault(new.row, []))
-        result[new.row].append(new.token)
-        if new.finish is not None:
-            ended.add(new.row)
-    assert ended == set(result)
+        result.setdefault(new.row, []).append(new.token)
     return result
 
 
@@ -108,7 +107,7 @@ def test_greedy_is_argmax_without_a_cache(model):
     def logits(ids_BT):
         return model(ids_BT)
 
-    got = rows(generate(model, PROMPTS, max_new_tokens=12, sampling=GREEDY))
+    got = rows(served(model, PROMPTS, max_new_tokens=12, sampling=GREEDY))
     for row, prompt in enumerate(PROMPTS):
         ids = list(prompt)
         for _ in range(12):
@@ -124,7 +123,7 @@ SAMPLING = SamplingConfig(temperature=1.5, top_k=100, top_p=0.95)
 
 def test_seeded_draws_repeat_and_ignore_the_rest_of_the_batch(model):
     def drawn(prompts, seed):
-        tokens = generate(model, prompts, max_new_tokens=10, sampling=SAMPLING, seed=seed)
+        tokens = served(model, prompts, max_new_tokens=10, sampling=SAMPLING, seed=seed)
         return rows(tokens)
 
     first = drawn(PROMPTS, seed=3)
@@ -140,71 +139,82 @@ def test_seeded_draws_repeat_and_ignore_the_rest_of_the_batch(model):
 
 def test_rows_of_one_batch_draw_by_their_own_settings(model):
     settings = [GREEDY, SAMPLING, SamplingConfig(temperature=0.7)]
-    mixed = rows(generate(model, PROMPTS, max_new_tokens=10, sampling=settings, seed=3))
+    mixed = rows(served(model, PROMPTS, max_new_tokens=10, sampling=settings, seed=3))
     for row, config in enumerate(settings):
-        alone = rows(generate(model, PROMPTS, max_new_tokens=10, sampling=config, seed=3))
+        alone = rows(served(model, PROMPTS, max_new_tokens=10, sampling=config, seed=3))
         assert mixed[row] == alone[row]
-    with pytest.raises(ConfigError, match="2 sampling settings for 3 prompts"):
-        generate(model, PROMPTS, max_new_tokens=1, sampling=settings[:2])
-
-
-def test_settings_that_need_the_same_share_a_compiled_program(model):
-    def compiled() -> int:
-        return steps.prefill._cache_size() + steps.decode._cache_size()
-
-    def drawn(sampling):
-        return rows(generate(model, PROMPTS, max_new_tokens=4, sampling=sampling))
-
-    drawn(SAMPLING)
-    before = compiled()
-    for sampling in (SamplingConfig(top_k=3), [GREEDY, SAMPLING, SamplingConfig()]):
-        drawn(sampling)
-    assert compiled() == before
 
 
 def test_a_row_ends_at_the_end_token_and_the_others_go_on(model):
-    free = rows(generate(model, PROMPTS, max_new_tokens=12, sampling=GREEDY))
+    free = rows(served(model, PROMPTS, max_new_tokens=12, sampling=GREEDY))
     eos_id = free[1][4]
-    tokens = list(generate(model, PROMPTS, max_new_tokens=12, sampling=GREEDY, eos_ids=[eos_id]))
+    tokens = list(served(model, PROMPTS, max_new_tokens=12, sampling=GREEDY, eos_ids=[eos_id]))
     for row, ids in rows(tokens).items():
         end = free[row].index(eos_id) + 1 if eos_id in free[row] else 12
         assert ids == free[row][:end]
         last = [new for new in tokens if new.row == row][-1]
-        assert last.finish is (FinishReason.EOS if end < 12 else FinishReason.LENGTH)
+        assert last.end is (EndReason.EOS if end < 12 else EndReason.LENGTH)
 
 
 def test_rows_end_where_the_model_has_no_positions_left(model):
     prompts = [[1] * POSITIONS, [2] * (POSITIONS - 2), [3]]
-    tokens = list(generate(model, prompts, max_new_tokens=5, sampling=GREEDY))
+    tokens = list(served(model, prompts, max_new_tokens=5, sampling=GREEDY))
     assert [len(ids) for ids in rows(tokens).values()] == [1, 3, 5]
-    finishes = {new.row: new.finish for new in tokens if new.finish}
-    assert finishes == {0: FinishReason.CONTEXT, 1: FinishReason.CONTEXT, 2: FinishReason.LENGTH}
+    finishes = {new.row: new.end for new in tokens if new.end}
+    assert finishes == {0: EndReason.CONTEXT, 1: EndReason.CONTEXT, 2: EndReason.LENGTH}
     # The full row's last token is what the uncached model says of the whole context.
     assert tokens[0].token == int(np.argmax(jax.jit(model)(np.array(prompts[:1]))[0, -1]))
 
 
 def test_ids_without_a_meaning_are_never_drawn(model):
     hot = SamplingConfig(temperature=100.0)
-    tokens = generate(model, PROMPTS, max_new_tokens=20, sampling=hot, num_ids=4)
+    tokens = served(model, PROMPTS, max_new_tokens=20, sampling=hot, num_ids=4)
     assert {new.token for new in tokens} == {0, 1, 2, 3}
 
 
+def asked(model: LoadedModel, prompts, *, new: int, sampling=GREEDY, seed=0):
+    return [
+        request_of(model, ids, max_new_tokens=new, sampling=sampling, seed=seed, choice=number)
+        for number, ids in enumerate(prompts)
+    ]
+
+
 @pytest.mark.parametrize(
-    ("prompts", "options", "error", "message"),
+    ("prompts", "new", "error", "message"),
     [
-        ([], {}, DataError, "no prompts"),
-        ([[1], []], {}, DataError, "prompt 1 has no tokens"),
-        ([[1] * 33], {}, DataError, "33 tokens, more than the model's max_positions=32"),
-        ([[1, VOCABULARY]], {}, DataError, r"token ids 1\.\.300, the model's vocabulary is 0\.\."),
-        ([[-1]], {}, DataError, r"token ids -1\.\.-1"),
-        ([[1]], {"max_new_tokens": 0}, ConfigError, "max_new_tokens=0 must be at least 1"),
-        ([[1]], {"num_ids": VOCABULARY + 1}, ConfigError, "num_ids=301"),
-        ([[1]], {"seed": 2**80}, ConfigError, "seed="),
+        ([], 1, DataError, "no prompts"),
+        ([[1], []], 1, DataError, "prompt 1: the prompt has no tokens"),
+        ([[1] * 33], 1, DataError, "33 tokens, more than the 32 positions"),
+        ([[1, VOCABULARY]], 1, DataError, r"token ids 1\.\.300, the model's vocabulary is 0\.\."),
+        ([[-1]], 1, DataError, r"token ids -1\.\.-1"),
+        ([[1]], 0, ConfigError, "max_new_tokens=0 must be at least 1"),
     ],
 )
-def test_bad_requests_are_refused_at_once(model, prompts, options, error, message):
+def test_bad_requests_are_refused_at_once(prompts, new, error, message):
+    model = loaded()
     with pytest.raises(error, match=message):
-        generate(model, prompts, **({"max_new_tokens": 1, "sampling": GREEDY} | options))
+        generate(model, asked(model, prompts, new=new))
+
+
+def test_a_model_keeps_its_engine_and_its_programs():
+    model = loaded()
+
+    def tokens():
+        return generate(model, asked(model, PROMPTS[1:2], new=4))
+
+    first, second = ([each.tokens for _, each in tokens()] for _ in range(2))
+    engine = model.kept["engine"]
+    compiled = engine.runner.num_compiled
+    halfway = tokens()
+    assert next(halfway)[1].tokens == first[0]
+    assert model.kept["engine"] is engine
+    assert engine.runner.num_compiled == compiled
+    # Another call in the midst of one has an engine of its own.
+    assert [each.tokens for _, each in tokens()] == first == second
+    assert model.kept["engine"] is not engine
+    halfway.close()
+    assert not engine.is_busy
+    assert dataclasses.replace(model).kept == {}
 
 
 def test_few_shapes_serve_all_lengths():
@@ -220,14 +230,14 @@ def test_text_is_streamed_in_whole_characters():
     model = successor_model([ord("a"), *TEXT.encode(), bytes_tokenizer().eos_id])
     pieces = list(generate_text(model, "a", max_new_tokens=20, sampling=GREEDY))
     assert [piece.text for piece in pieces] == ["", "é", "", "", "日", "", "", "", "🙂", ""]
-    assert [piece.finish for piece in pieces] == [None] * 9 + [FinishReason.EOS]
+    assert [piece.end for piece in pieces] == [None] * 9 + [EndReason.EOS]
 
 
 def test_text_cut_within_a_character_says_so():
     model = successor_model([ord("a"), *TEXT.encode(), bytes_tokenizer().eos_id])
     pieces = list(generate_text(model, "a", max_new_tokens=4, sampling=GREEDY))
     assert [piece.text for piece in pieces] == ["", "é", "", "\ufffd"]
-    assert pieces[-1].finish is FinishReason.LENGTH
+    assert pieces[-1].end is EndReason.LENGTH
 
 
 def test_text_begins_as_a_document_does():
@@ -236,28 +246,27 @@ def test_text_begins_as_a_document_does():
     assert "".join(piece.text for piece in pieces) == "xyz"
 
 
-def test_text_is_the_decoding_of_the_tokens(model):
-    loaded = dataclasses.replace(successor_model([]), parameters=parameters(scale=0.3))
-    prompt = "naïve"
-    pieces = generate_text(loaded, prompt, max_new_tokens=20, sampling=SAMPLING, seed=1)
+def test_text_is_the_decoding_of_the_tokens():
+    model, prompt = loaded(), "naïve"
+    pieces = [*generate_text(model, prompt, max_new_tokens=20, sampling=SAMPLING, seed=1)]
     text = "".join(piece.text for piece in pieces)
-    tokenizer = loaded.tokenizer
-    ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
-    options = {"num_ids": 257, "eos_ids": [256], "seed": 1}
-    tokens = generate(model, [ids], max_new_tokens=20, sampling=SAMPLING, **options)
-    drawn = [new.token for new in tokens if new.token != tokenizer.eos_id]
-    whole = tokenizer.decode([*ids, *drawn])
-    assert whole == tokenizer.decode(ids) + text
+    tokenizer, ids = model.tokenizer, model.prompt(prompt)
+    drawn = [token for piece in pieces for token in piece.tokens if token != tokenizer.eos_id]
+    assert tokenizer.decode([*ids, *drawn]) == tokenizer.decode(ids) + text
 
 
-def test_logits_that_are_no_numbers_end_it_with_an_error(model):
-    """What was drawn before them is given; no row of the batch goes on as if nothing were."""
-    values = parameters(scale=0.3)
-    drawn = [each.token for each in generate(model, [[1, 2]], max_new_tokens=4, sampling=GREEDY)]
+def test_logits_that_are_no_numbers_end_it_with_an_error():
+    """What was drawn before them is given."""
+    model = loaded()
+    drawn = [
+        token for _, each in generate(model, asked(model, [[1, 2]], new=4)) for token in each.tokens
+    ]
     poisoned = next(token for token in drawn[1:] if token not in (1, 2, drawn[0]))
     before = drawn[: drawn.index(poisoned) + 1]
+    values = parameters(scale=0.3)
     values["embedding"]["table"] = values["embedding"]["table"].at[poisoned].set(jnp.nan)
-    tokens = generate(DEFINITION.bind(values), [[1, 2]], max_new_tokens=4, sampling=GREEDY)
-    assert [next(tokens).token for _ in before] == before
+    model = dataclasses.replace(model, parameters=values)
+    tokens = generate(model, asked(model, [[1, 2]], new=4))
+    assert [next(tokens)[1].tokens for _ in before] == [(token,) for token in before]
     with pytest.raises(CheckpointError, match=f"new token {len(before) + 1} are not finite"):
         next(tokens)

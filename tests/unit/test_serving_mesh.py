@@ -1,12 +1,12 @@
 """Generation on a mesh is generation on one device."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec
 
 import jaxinfra
@@ -26,13 +26,12 @@ from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.attend import decode_on
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.convert import convert
-from jaxinfra.serving.generate import generate
 from jaxinfra.serving.load import load
 from jaxinfra.serving.placement import serving_placement
-from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingNeeds, SamplingRows
-from jaxinfra.serving.steps import StepConfig, decode, prefill
+from jaxinfra.serving.sampling import GREEDY, SamplingConfig
 from jaxinfra.training.job import make_job
 from tests.decoder_oracle import attention, drawn, model, oracle
+from tests.generation import served
 from tests.tolerance import assert_within_rounding
 
 CONFIG = dataclasses.replace(
@@ -60,7 +59,7 @@ def decoders():
 
 def tokens(decoder, sampling) -> dict[int, list[int]]:
     rows = {}
-    for new in generate(decoder, PROMPTS, max_new_tokens=12, sampling=sampling, seed=2):
+    for new in served(decoder, PROMPTS, max_new_tokens=12, sampling=sampling, seed=2):
         rows.setdefault(new.row, []).append(new.token)
     return rows
 
@@ -94,33 +93,31 @@ def test_logits_are_as_close_as_on_one_device_and_the_cache_is_spread(decoders, 
     true = oracle(drawn(define_model(CONFIG, execution_on())), CONFIG, ids)
     assert_within_rounding(logits(decoders[name], ids), true)
 
-    graphdef, weights = nnx.split(decoders[name])
-    config = StepConfig(graphdef=graphdef, num_ids=32, needs=SamplingNeeds())
-    keys = jax.random.split(jax.random.key(0), 4)
-    sampling = SamplingRows.of([GREEDY] * 4)
-    lengths = np.full(4, 16, np.int32)
-    new, state = prefill(weights, ids, lengths, keys, sampling, config=config, num_slots=32)
     rows = None if name == "tensor" else (MeshAxis.FSDP,)
     spec = PartitionSpec(None, rows, None, (MeshAxis.TENSOR,))
-    for _ in range(2):
-        for stored in jax.tree.leaves(state.cache):
+    cache = jax.jit(lambda decoder: decoder.empty_cache(batch=4, num_slots=32))(decoders[name])
+    for position in range(2):
+        for stored in jax.tree.leaves(cache):
             assert stored.sharding.is_equivalent_to(
                 jax.sharding.NamedSharding(stored.sharding.mesh, spec), stored.ndim
             )
-        new, state = decode(weights, state, new, config=config)
+        _, cache = step(decoders[name], ids[:, :1], np.full((4, 1), position, np.int32), cache)
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def step(decoder, ids, positions, cache):
+    """A token of each row."""
+    out = decoder.run(ids, positions=positions, cache=cache)
+    return decoder.logits(out.x), out.cache
 
 
 def test_decoding_exchanges_no_cache(decoders):
     decoder = decoders["fsdp_tensor"]
-    graphdef, weights = nnx.split(decoder)
-    config = StepConfig(graphdef=graphdef, num_ids=32, needs=SamplingNeeds())
-    batch, num_slots = 4, 4096
-    keys = jax.random.split(jax.random.key(0), batch)
-    args = (np.zeros((batch, 8), np.int32), np.full(batch, 8, np.int32), keys)
-    sampling = SamplingRows.of([GREEDY] * batch)
-    new, state = prefill(weights, *args, sampling, config=config, num_slots=num_slots)
-    program = decode.lower(weights, state, new, config=config).compile()
-    a_device = sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache)) // 4
+    cache = jax.jit(lambda decoder: decoder.empty_cache(batch=4, num_slots=4096))(decoder)
+    cache = tuple(after_pass(each, each.arrays) for each in cache)
+    ids = jnp.zeros((4, 1), jnp.int32)
+    program = step.lower(decoder, ids, ids, cache).compile()
+    a_device = sum(leaf.nbytes for leaf in jax.tree.leaves(cache)) // 4
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes >= a_device
     # A layer's slices and scores: with what other devices cache it would not fit.

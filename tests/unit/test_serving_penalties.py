@@ -1,6 +1,10 @@
 """Bias, penalties, masks and log-probabilities of a draw, against the formulas in NumPy."""
 
+import dataclasses
+import functools
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,10 +15,10 @@ from jaxinfra.serving.sampling import (
     SamplingConfig,
     SamplingNeeds,
     SamplingRows,
+    TokenHistory,
     log_probabilities,
     sample,
 )
-from jaxinfra.serving.token_history import TokenHistory
 
 IDS = 40
 PROMPT, DRAWN = (3, 5, 5, 8), (8, 9, 9, 9, 2)
@@ -38,22 +42,15 @@ CONFIGS = [
 draw = jax.jit(sample, static_argnames="needs")
 
 
-@jax.jit
-def filled(ids_BT, counts_B, drawn_TB, is_drawn_B) -> TokenHistory:
-    made = TokenHistory.empty(batch=len(ids_BT), num_ids=IDS).prompted(ids_BT, counts_B)
-    for ids_B in drawn_TB:
-        made = made.after(ids_B, is_drawn_B)
-    return made
-
-
+@functools.partial(jax.jit, static_argnames="batch")
 def history(batch: int) -> TokenHistory:
-    ids = np.zeros((batch, 6), np.int32)
-    ids[:, : len(PROMPT)] = PROMPT
-    counts, drawn = (
-        np.full(batch, len(PROMPT), np.int32),
-        [np.full(batch, t, np.int32) for t in DRAWN],
-    )
-    return filled(ids, counts, drawn, np.ones(batch, bool))
+    ids = jnp.array((*PROMPT, *DRAWN), jnp.int32)
+    made = TokenHistory.empty(batch=batch, num_ids=IDS)
+    for row in range(batch):
+        made = made.begin(
+            jnp.int32(row), ids, num_prompt=jnp.int32(len(PROMPT)), num_tokens=jnp.int32(ids.size)
+        )
+    return made
 
 
 def expected_logits(logits: np.ndarray, config: SamplingConfig) -> np.ndarray:
@@ -91,9 +88,7 @@ def test_penalties_and_bias_move_the_logits_by_their_formulas():
 def test_a_row_begun_again_has_the_history_it_had():
     batch, ids = 3, np.array([*PROMPT, *DRAWN, 30, 30], np.int32)
     whole = history(batch)
-    is_drawn = np.array([False, True, False])
-    other = jax.jit(TokenHistory.after)(whole, np.full(batch, 33, np.int32), is_drawn)
-    assert np.asarray(other.drawn_BV)[:, 33].tolist() == [0, 1, 0]
+    other = dataclasses.replace(whole, drawn_BV=whole.drawn_BV.at[1, 33].add(1))
     num_prompt, num_tokens = np.int32([len(PROMPT), len(PROMPT) + len(DRAWN)])
     again = jax.jit(TokenHistory.begin)(
         other, np.int32(1), ids, num_prompt=num_prompt, num_tokens=num_tokens

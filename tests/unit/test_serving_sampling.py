@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from jaxinfra.errors import ConfigError
-from jaxinfra.serving.gumbel import gumbel_noise, gumbel_of_bits
 from jaxinfra.serving.sampling import (
     GREEDY,
     NO_TOKEN,
     SamplingConfig,
     SamplingNeeds,
     SamplingRows,
+    gumbel_noise,
+    gumbel_of_bits,
     sample,
 )
 

@@ -30,6 +30,7 @@ from jaxinfra.config.model import GroupedAttentionConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.presets import MODELS
 from jaxinfra.model.cache import after_pass
+from jaxinfra.model.decoder import KVCache
 from jaxinfra.model.definition import ModelDefinition, Parameters, by_path, define_model, nest
 from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.serving_form import COMPILER_OPTIONS, serving_form, serving_parameters
@@ -38,8 +39,13 @@ from jaxinfra.ops.quantized import Activations, WeightCode, WeightFormat, round_
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.engine.weights import NamedArrays
 from jaxinfra.serving.placement import serving_placement
-from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingNeeds, SamplingRows
-from jaxinfra.serving.steps import DecodeState, StepConfig, decode_rows, prefill
+from jaxinfra.serving.sampling import (
+    GREEDY,
+    SamplingConfig,
+    SamplingNeeds,
+    SamplingRows,
+    sample,
+)
 
 SHAPES = {
     "llama3_8b": ((1, 2048), (16, 2048), (64, 2048), (128, 1024)),
@@ -56,6 +62,64 @@ FORMATS = {
     "w8a8 int8": WeightFormat(code=WeightCode.INT8, activations=Activations.INT8),
 }
 STEPS, ROUNDS, SLACK = 40, 3, 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepConfig:
+    """What a step is compiled for, besides shapes."""
+
+    graphdef: nnx.GraphDef
+    num_ids: int
+    needs: SamplingNeeds
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeState:
+    """Contiguous rows in the midst of generation."""
+
+    cache: KVCache
+    positions_B: jax.Array  # where each row's next token goes
+    keys_B: jax.Array
+    sampling: SamplingRows
+
+
+def decode_rows(
+    parameters: nnx.State, state: DecodeState, tokens_B: jax.Array, *, config: StepConfig
+) -> tuple[jax.Array, DecodeState]:
+    """A step: every row takes in a token, and draws the next one."""
+    model = nnx.merge(config.graphdef, parameters)
+    positions_B1 = state.positions_B[:, None]
+    out = model.run(tokens_B[:, None], positions=positions_B1, cache=state.cache)
+    state = dataclasses.replace(state, cache=out.cache, positions_B=state.positions_B + 1)
+    return _drawn(model, out.x, state, config), state
+
+
+@functools.partial(
+    jax.jit, static_argnames=("config", "num_slots"), compiler_options=COMPILER_OPTIONS
+)
+def prefill(
+    parameters: nnx.State,
+    ids_BT: jax.Array,
+    lengths_B: jax.Array,
+    keys_B: jax.Array,
+    sampling: SamplingRows,
+    *,
+    config: StepConfig,
+    num_slots: int,
+) -> tuple[jax.Array, DecodeState]:
+    """Whole prompts of one length into an empty cache, and the token after each."""
+    model = nnx.merge(config.graphdef, parameters)
+    cache = model.empty_cache(batch=len(ids_BT), num_slots=num_slots)
+    out = model.run(ids_BT, cache=cache)
+    state = DecodeState(cache=out.cache, positions_B=lengths_B, keys_B=keys_B, sampling=sampling)
+    return _drawn(model, out.x[:, -1:], state, config), state
+
+
+def _drawn(model: Any, x_B1D: jax.Array, state: DecodeState, config: StepConfig) -> jax.Array:
+    logits_BV = model.logits(x_B1D)[:, 0, : config.num_ids]
+    keys_B = jax.vmap(jax.random.fold_in)(state.keys_B, state.positions_B)
+    return sample(logits_BV, keys_B, rows=state.sampling, needs=config.needs).ids_B
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
     python -m experiments.bench.serving.serve_endurance --requests 10000
 
-A tiny model is served by a process of its own. Clients ask for continuations of random lengths,
+The gym's model is served by a process of its own. Clients ask for continuations of random lengths,
 whole and as streams; a tenth go away within the stream, some send what is no request, some go away
 before they are answered or in the middle of their own body. Every answer is compared with what
 ``generate`` gives the prompt alone. At the end nothing may be held, nothing have been compiled, and
@@ -32,6 +32,7 @@ from experiments.bench.serving.serve import events, served
 from jaxinfra.checkpoint.finite import nonfinite_allowed
 from jaxinfra.errors import JaxinfraError
 from jaxinfra.faults.servers import CONTEXT, POISON, write_served_model
+from jaxinfra.serving.engine.requests import GenerationRequest
 from jaxinfra.serving.generate import generate
 from jaxinfra.serving.load import load
 from jaxinfra.serving.sampling import GREEDY
@@ -65,8 +66,12 @@ def expected(model: pathlib.Path, number: int) -> tuple[list[Prompt], Any]:
     with nonfinite_allowed():
         loaded = load(model)
     rows = [[] for _ in prompts]
-    for new in generate(loaded.decoder, prompts, max_new_tokens=MOST_NEW, sampling=GREEDY):
-        rows[new.row].append(new.token)
+    requests = [
+        GenerationRequest(prompt_ids=prompt, max_new_tokens=MOST_NEW, sampling=GREEDY)
+        for prompt in prompts
+    ]
+    for place, progress in generate(loaded, requests):
+        rows[place] += progress.tokens
     both = zip(prompts, rows, strict=True)
     return [Prompt(ids=ids, tokens=tuple(row)) for ids, row in both], loaded.tokenizer
 

@@ -28,7 +28,6 @@ from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.engine.plan import SchedulerLimits
 from jaxinfra.serving.engine.program_list import ProgramKey
 from jaxinfra.serving.engine.runner import ModelRunner
-from jaxinfra.serving.generate import original_context
 from jaxinfra.serving.placement import serving_placement
 
 
@@ -50,8 +49,7 @@ class ServingCase:
     @property
     def limits(self) -> SchedulerLimits:
         """Its pages and the shapes of its steps."""
-        long_context = original_context(self.model)
-        return self.engine.limits(self.model, long_context=long_context, has_draft=False)
+        return self.engine.limits(self.model)
 
     @property
     def form(self) -> ModelDefinition:

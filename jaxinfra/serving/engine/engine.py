@@ -27,7 +27,6 @@ from jaxinfra.serving.engine.requests import (
 )
 from jaxinfra.serving.engine.runner import MOST_BIASES, Dispatched, ModelRunner
 from jaxinfra.serving.engine.scheduler import Scheduler
-from jaxinfra.serving.generate import original_context
 from jaxinfra.serving.load import LoadedModel
 
 NOT_FINITE = (
@@ -102,7 +101,9 @@ class Engine:
             )
         self.tokenizer = tokenizer
         limits = options.limits(
-            model.config, long_context=original_context(model.config), has_draft=draft is not None
+            model.config,
+            has_draft=draft is not None,
+            batch_shards=model.execution.place.batch_shards,
         )
         models = [model] if draft is None else [model, draft]
         num_host_pages = options.num_host_pages(
@@ -162,6 +163,16 @@ class Engine:
     def runner(self) -> ModelRunner:
         """The compiled programs; to be looked at only."""
         return self._runner
+
+    def has_room(self, max_running: int, context: int) -> bool:
+        """Whether so many requests of so many tokens can run at a time."""
+        pages = -(-context // self.limits.page_size) * max_running
+        limits = self.limits
+        return (
+            limits.max_running >= max_running
+            and limits.context >= context
+            and limits.num_pages > pages
+        )
 
     @property
     def is_busy(self) -> bool:

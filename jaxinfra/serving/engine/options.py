@@ -4,6 +4,7 @@ import dataclasses
 import enum
 
 from jaxinfra.config.model import ModelConfig
+from jaxinfra.config.rope import LongRopeScaling
 from jaxinfra.errors import ConfigError
 from jaxinfra.serving.engine.plan import SchedulerLimits
 
@@ -52,26 +53,31 @@ class EngineOptions:
             raise ConfigError(f"chunk_sizes={self.chunk_sizes} must ascend from at least 2")
 
     def limits(
-        self, config: ModelConfig, *, long_context: int | None, has_draft: bool
+        self, config: ModelConfig, *, has_draft: bool = False, batch_shards: int = 1
     ) -> SchedulerLimits:
-        """The limits for a model."""
+        """The limits for a model.
+
+        Args:
+            batch_shards: devices that rows of a call are spread over; as many divide its rows.
+        """
+        max_running = -(-self.max_running // batch_shards) * batch_shards
         positions = min(config.max_positions, self.max_context or config.max_positions)
         pages = -(-positions // self.page_size)
         # Padding to the next size costs nothing as long as weights are most of what a step reads.
-        sizes = [1]
-        while sizes[-1] < self.max_running:
-            sizes.append(min(self.max_running, sizes[-1] * (4 if sizes[-1] < 64 else 2)))
+        sizes = [batch_shards]
+        while sizes[-1] < max_running:
+            sizes.append(min(max_running, sizes[-1] * (4 if sizes[-1] < 64 else 2)))
         return SchedulerLimits(
-            num_pages=1 + self.max_running * pages if self.num_pages is None else self.num_pages,
+            num_pages=1 + max_running * pages if self.num_pages is None else self.num_pages,
             page_size=self.page_size,
-            max_running=self.max_running,
+            max_running=max_running,
             max_step_tokens=self.max_step_tokens,
             max_positions=positions,
             row_sizes=tuple(sizes),
             chunk_sizes=self.chunk_sizes,
             max_piece_rows=self.max_piece_rows,
             share_prefixes=self.share_prefixes,
-            long_context=long_context,
+            long_context=original_context(config),
             num_drafts=self.num_drafts if has_draft else 0,
         )
 
@@ -89,6 +95,18 @@ class EngineOptions:
                 f"it, or take preemption={Preemption.RECOMPUTE.value!r}"
             )
         return self.host_bytes // page_bytes
+
+
+def original_context(config: ModelConfig) -> int | None:
+    """Tokens up to which LongRoPE rotates by its short factors; None without it."""
+    scalings = [block.mixer.rope and block.mixer.rope.scaling for block in config.blocks]
+    found = {each.original_max_positions for each in scalings if type(each) is LongRopeScaling}
+    if len(found) > 1:
+        raise ConfigError(
+            f"LongRoPE with original contexts of {sorted(found)} tokens in one model: generation "
+            "computes a row's keys again where it crosses one; give all blocks the same"
+        )
+    return found.pop() if found else None
 
 
 def options_on(platform: str) -> EngineOptions:

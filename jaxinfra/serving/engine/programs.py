@@ -25,10 +25,10 @@ from jaxinfra.serving.sampling import (
     NO_TOKEN,
     LogProbabilities,
     SamplingNeeds,
+    TokenHistory,
     log_probabilities,
     sample,
 )
-from jaxinfra.serving.token_history import TokenHistory
 
 WORD_BITS = 32
 _PLAIN = SamplingNeeds(noise=True)

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxinfra.errors import ConfigError
 from jaxinfra.model.decoder import Decoder
 from jaxinfra.model.serving_form import COMPILER_OPTIONS
 from jaxinfra.serving.engine import page_moves, programs
@@ -37,8 +36,7 @@ from jaxinfra.serving.engine.programs import (
     ProgramConfig,
 )
 from jaxinfra.serving.engine.weights import NamedArrays, Weights
-from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingRows
-from jaxinfra.serving.token_history import TokenHistory
+from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingRows, TokenHistory
 
 MOST_BIASES = 300
 """Ids of a request's ``logit_bias``, as OpenAI's API bounds them."""
@@ -78,12 +76,6 @@ class ModelRunner:
         allocates: bool = True,
         adapters: Sequence[str] = (),
     ):
-        if model.execution.place.batch_shards > 1:
-            raise ConfigError(
-                f"the mesh splits a batch over {model.execution.place.batch_shards} replica or "
-                "fsdp devices, and the engine has one batch: give it tensor devices, or fsdp ones "
-                "that all share experts (fsdp=2,expert=2), and others an engine of their own"
-            )
         self._limits = limits
         self._writer = RowWriter(limits, adapters)
         graphdef, parameters = nnx.split(model)
@@ -101,6 +93,7 @@ class ModelRunner:
         self._tell: Callable[[ProgramKey, tuple[Any, ...]], None] | None = None
         self.num_compiled = 0
         self.num_late = 0  # compiled after ``warm_up``
+        self._is_warm = False
 
         @jax.jit
         def empty() -> DeviceState:
@@ -151,7 +144,7 @@ class ModelRunner:
                 self.num_compiled += 1
                 if progress is not None:
                     progress(number, len(compiling))
-        self.num_late = 0
+        self.num_late, self._is_warm = 0, True
 
     def dispatch(self, plan: StepPlan, masks: dict[int, np.ndarray]) -> Dispatched:
         """Gives the device a step; returns before it is done.
@@ -303,7 +296,8 @@ class ModelRunner:
 
     def _program(self, key: ProgramKey) -> Callable[..., Any]:
         if key not in self._compiled:
-            _log.warning("compiling %s while requests wait; it is not among those listed", key)
+            if self._is_warm:
+                _log.warning("compiling %s while requests wait; it is not among those listed", key)
             self._compile(key)
         return self._compiled[key]
 
