@@ -89,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
     prompt = _standard_input() if args.prompt == "-" else args.prompt
     num_tokens, first, finish = 0, started, None
     options = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed}
+    options["consumes"] = True
     if args.chat:
         template = load_chat_template(args.run)
         prompt = template.encode(model.tokenizer, [{"role": "user", "content": prompt}])

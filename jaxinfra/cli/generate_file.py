@@ -8,8 +8,7 @@ from typing import Any, TextIO
 from jaxinfra.data.chat_template import load_chat_template
 from jaxinfra.errors import CheckpointError, ConfigError, DataError
 from jaxinfra.runtime.files import parse_json, read_bytes
-from jaxinfra.serving.engine.engine import Engine
-from jaxinfra.serving.generate import request_of
+from jaxinfra.serving.generate import engine_for, request_of
 from jaxinfra.serving.load import LoadedModel
 from jaxinfra.serving.sampling import SamplingConfig
 
@@ -72,7 +71,8 @@ def generate_file(
         for ids in encoded()
     ]
     num_tokens, errors = 0, []
-    for prompt, told in zip(prompts, Engine.of(model).run(requests), strict=True):
+    engine = engine_for(model, requests, consumes=True, share_prefixes=True)
+    for prompt, told in zip(prompts, engine.run(requests), strict=True):
         tokens = sum(len(each.tokens) for each in told)
         num_tokens += tokens
         line = {"prompt": prompt, "text": "".join(each.text for each in told), "tokens": tokens}

@@ -128,6 +128,6 @@ def _sample(directory: Path, prompt: str) -> None:
     sampling = SamplingConfig(temperature=0.8, top_p=0.95)
     print(f"\nsample after {prompt!r}:\n" if prompt else "\nsample of a document:\n")
     pieces = generate_text(
-        load_run(directory), prompt, max_new_tokens=120, sampling=sampling, seed=0
+        load_run(directory), prompt, max_new_tokens=120, sampling=sampling, consumes=True
     )
     print(prompt + "".join(printable(each.text) for each in pieces))

@@ -1,11 +1,14 @@
-"""Many prompts, or a dialogue, through one engine whose cache keeps what prompts share."""
+"""A dialogue with a model, whose engine keeps the keys and values of earlier turns."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import final
 
+import jax
+
 from jaxinfra.data.chat_template import ChatTemplate
 from jaxinfra.serving.engine.engine import Engine
-from jaxinfra.serving.engine.options import EngineOptions
+from jaxinfra.serving.engine.options import options_on
 from jaxinfra.serving.engine.requests import EndReason
 from jaxinfra.serving.generate import request_of
 from jaxinfra.serving.load import LoadedModel
@@ -14,7 +17,7 @@ from jaxinfra.serving.sampling import SamplingConfig
 
 @final
 class Conversation:
-    """A dialogue with a model; each turn computes the new tokens only.
+    """A dialogue with a model, which it takes over; each turn computes the new tokens only.
 
     Args:
         template: of the model's turns; None: the dialogue is one text, which the model continues.
@@ -36,7 +39,10 @@ class Conversation:
         self._model, self._template = model, template
         self._settings = {"sampling": sampling, "max_new_tokens": max_new_tokens, "seed": seed}
         self._system = system
-        self._engine = Engine.of(model, options=EngineOptions(max_running=1, max_context=context))
+        options = dataclasses.replace(
+            options_on(jax.default_backend()), max_running=1, max_context=context
+        )
+        self._engine = Engine.of(model, options=options, consumes=True)
         self.messages: list[dict[str, str]] = []
         self.num_cached = 0  # of the last prompt's tokens: not computed again
         self.end: EndReason | None = None  # why the last answer ended

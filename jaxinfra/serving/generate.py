@@ -40,7 +40,11 @@ def request_of(
 
 
 def engine_for(
-    model: LoadedModel, requests: Sequence[GenerationRequest], *, consumes: bool = False
+    model: LoadedModel,
+    requests: Sequence[GenerationRequest],
+    *,
+    consumes: bool = False,
+    share_prefixes: bool = False,
 ) -> Engine:
     """An engine with room for requests, of which as many run at a time as a server would run.
 
@@ -48,6 +52,8 @@ def engine_for(
 
     Args:
         consumes: the model is not used otherwise, so its weights are not held twice.
+        share_prefixes: compute what prompts begin with once. Without, a text does not depend on
+            which calls were before, not even by rounding.
     """
     defaults, config = options_on(jax.default_backend()), model.definition.config
     longest = max(len(each.prompt_ids) + each.max_new_tokens - 1 for each in requests)
@@ -59,8 +65,7 @@ def engine_for(
             defaults,
             max_running=running,
             max_context=context,
-            # A text does not depend on which calls were before, not even by rounding.
-            share_prefixes=False,
+            share_prefixes=share_prefixes,
         )
         found = model.kept["engine"] = Engine.of(model, options=options, consumes=consumes)
     return found
@@ -129,6 +134,7 @@ def generate_text(
     max_new_tokens: int,
     sampling: SamplingConfig,
     seed: int = 0,
+    consumes: bool = False,
 ) -> Iterator[RequestProgress]:
     """Continues a text as the beginning of a document; progress has its text, never half a
     character.
@@ -137,10 +143,11 @@ def generate_text(
 
     Args:
         prompt: a text; or tokens already, of a rendered conversation say.
+        consumes: as in ``engine_for``.
     """
     ids = model.prompt(prompt) if isinstance(prompt, str) else prompt
     request = request_of(model, ids, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
-    return (progress for _, progress in generate(model, [request]))
+    return (progress for _, progress in generate(model, [request], consumes=consumes))
 
 
 def bucket(length: int, *, limit: int, least: int = _MIN_BUCKET) -> int:
