@@ -4,6 +4,8 @@ A cache holds the arrays of all layers of one kind, stacked; ``in_layer`` is it 
 layers sees it. What a layer appends goes into the one buffer, and what it reads is a view of it.
 
 Dims: B batch, T new token, S slot, P page, M page of a row, L layers.
+
+How much a model caches of each sequence, counted from its mixers' ``CacheSpec``.
 """
 
 import dataclasses
@@ -15,8 +17,8 @@ import numpy as np
 from jaxtyping import Array, Int, Shaped
 
 from jaxinfra.config.cache import SCALE, CacheFormat, CacheSpec
-from jaxinfra.ops.cache_format import storage, stored_tokens
-from jaxinfra.ops.cached_attention import Pages
+from jaxinfra.config.model import ModelConfig
+from jaxinfra.ops.cached_attention import Pages, storage, stored_tokens
 
 
 @jax.tree_util.register_dataclass
@@ -201,3 +203,23 @@ def _zeros(
         each.name: jnp.zeros((*dims, *each.shape), dtype if each.name.endswith(SCALE) else kind)
         for each in spec.stored_as(form).arrays
     }
+
+
+def cached_elements(config: ModelConfig, num_tokens: int, *, evicted: bool) -> int:
+    """Numbers that all layers cache of one sequence, scales not among them.
+
+    Args:
+        evicted: whether a layer with a window keeps what is in its window only.
+    """
+    return cached_numbers(config, num_tokens, evicted=evicted)[0]
+
+
+def cached_numbers(config: ModelConfig, num_tokens: int, *, evicted: bool) -> tuple[int, int]:
+    """The same, and the scales beside them in a format that has them."""
+    elements = scales = 0
+    for block, repeats in zip(config.blocks, config.repeats, strict=True):
+        cache = block.mixer.cache
+        kept = num_tokens if cache.window is None or not evicted else min(num_tokens, cache.window)
+        elements += repeats * cache.elements * kept
+        scales += repeats * cache.scales * kept
+    return elements, scales

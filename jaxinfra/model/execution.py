@@ -19,7 +19,7 @@ from jaxinfra.ops.cached_attention import Pages
 from jaxinfra.ops.cross_entropy import CrossEntropySums
 from jaxinfra.ops.experts import ExpertWeights, apply_experts
 from jaxinfra.ops.gathered import Gather
-from jaxinfra.ops.products import Multiply
+from jaxinfra.ops.multiply import Multiply
 
 
 class Attend(Protocol):

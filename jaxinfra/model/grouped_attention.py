@@ -17,8 +17,7 @@ from jaxinfra.model.norm import Norm
 from jaxinfra.model.passes import Abilities, LayerOutput, Pass
 from jaxinfra.model.projection import Projection
 from jaxinfra.model.rope import apply_rope
-from jaxinfra.ops.append_heads import append_packed_heads
-from jaxinfra.ops.cache_format import as_cached
+from jaxinfra.ops.cached_attention import append_packed_heads, as_cached
 from jaxinfra.ops.deferred import Deferred
 
 

@@ -15,7 +15,7 @@ from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.deferred import Deferred
 from jaxinfra.ops.fp8_operands import Input, empty_record
 from jaxinfra.ops.fp8_swiglu import Factor
-from jaxinfra.ops.products import Weight, as_array, copied, gathered, is_plain
+from jaxinfra.ops.multiply import Weight, as_array, copied, gathered, is_plain
 from jaxinfra.ops.quantized import contracted_dims
 
 PROJECTION = "projection"

@@ -1,11 +1,12 @@
-"""Attention of new tokens to a cache, contiguous or in pages.
+"""A cache's storage formats, appending new heads to its pages, and attention to what it holds.
 
-On a Hopper GPU caches are read where they lie (``pallas_kernels.paged_attention``), contiguous ones
-as pages in their order, and in few bits as they are; elsewhere the keys of a layer's rows are
+On a Hopper GPU caches are read as they are stored (``pallas_kernels.paged_attention``), contiguous
+ones as pages in their order, and quantized ones as codes; elsewhere the keys of a layer's rows are
 gathered first.
 
 Dims: B batch, T query, S key, N query heads, K key/value heads, G query heads per key/value head,
 H head width, R width of a latent; P page, M page of a row.
+
 """
 
 import dataclasses
@@ -16,16 +17,57 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Shaped
 
 import pallas_kernels
 from jaxinfra.config.cache import SCALE, CacheFormat
-from jaxinfra.config.model import LatentAttentionConfig, MixerConfig
+from jaxinfra.config.model import GroupedAttentionConfig, LatentAttentionConfig, MixerConfig
+from jaxinfra.config.rope import RopePairs
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.attention import own_attention, own_function
-from jaxinfra.ops.cache_format import read_tokens
 from jaxinfra.ops.multiply import multiply
 from pallas_kernels.common import device
-from pallas_kernels.paged_attention import PagedImplementation
+from pallas_kernels.paged_attention import PagedImplementation, attends_chunk, codes_of, numbers_of
+from pallas_kernels.quantized_weight import WeightCode
+
+_CODES = {
+    CacheFormat.FP8: WeightCode.E4M3,
+    CacheFormat.INT8: WeightCode.INT8,
+    CacheFormat.INT4: WeightCode.INT4,
+}
+
+
+def storage(form: CacheFormat, compute: jnp.dtype) -> jnp.dtype:
+    """Dtype of a cache's elements; scales are in ``compute``."""
+    return compute if form is CacheFormat.PLAIN else _CODES[form].storage
+
+
+def stored_tokens(
+    x: Float[Array, "*rows H"], form: CacheFormat, scale_dtype: jnp.dtype
+) -> tuple[Shaped[Array, "*rows _"], Float[Array, "*rows"]]:
+    """Elements as a cache keeps them, and their scales: x is about their product.
+
+    Of 4 bits the first half of a head lies in the low bits, the second in the high ones.
+    """
+    return codes_of(x, _CODES[form], scale_dtype)
+
+
+def read_tokens(
+    codes: Shaped[Array, "*rows _"],
+    scales: Float[Array, "*rows"],
+    form: CacheFormat,
+    dtype: jnp.dtype,
+) -> Float[Array, "*rows H"]:
+    """The tokens that a cache keeps, rounded once to ``dtype``."""
+    return numbers_of(codes, scales, _CODES[form], dtype)
+
+
+def as_cached(x: Float[Array, "*rows H"], form: CacheFormat) -> Float[Array, "*rows H"]:
+    """x as it will be read from the cache."""
+    if form is CacheFormat.PLAIN:
+        return x
+    return read_tokens(*stored_tokens(x, form, x.dtype), form, x.dtype)
+
 
 _QUERY_BLOCK = 128  # queries whose scores of all keys exist at a time
 _PAGE, _LEAST_PAGE = 64, 16  # slots of a page that a contiguous cache is cut into
@@ -237,3 +279,63 @@ def _softmax_with_sinks(
     weights_BKGTS = jnp.exp(seen_BKGTS - largest_BKGT1)
     total_BKGT1 = jnp.sum(weights_BKGTS, axis=-1, keepdims=True)
     return weights_BKGTS / (total_BKGT1 + jnp.exp(sinks_1KG11 - largest_BKGT1))
+
+
+def append_packed_heads(
+    heads_BTNH: jax.Array,
+    pages: Pages,
+    *,
+    config: MixerConfig,
+    positions_BT: jax.Array,
+    rope: tuple[jax.Array, jax.Array] | None,
+    is_empty: bool,
+) -> tuple[jax.Array, dict[str, jax.Array]] | None:
+    """``Execution.append``: on a Hopper GPU, of heads that turn whole; else None."""
+    if not _is_taken(heads_BTNH, pages, config=config, rope=rope):
+        return None
+    assert rope is not None
+    assert pages.tables_BM is not None
+    if is_empty and not _reads_back(heads_BTNH, pages):
+        return None
+    q_BTNH, *pools = pallas_kernels.append_heads(
+        heads_BTNH,
+        pages.arrays["k"],
+        pages.arrays["v"],
+        pages.tables_BM,
+        positions_BT,
+        rope,
+        k_scale=pages.arrays.get("k" + SCALE),
+        v_scale=pages.arrays.get("v" + SCALE),
+    )
+    names = [name for name in ("k", "v", "k" + SCALE, "v" + SCALE) if name in pages.arrays]
+    return q_BTNH, dict(zip(names, pools, strict=True))
+
+
+def _is_taken(
+    heads_BTNH: jax.Array,
+    pages: Pages,
+    *,
+    config: MixerConfig,
+    rope: tuple[jax.Array, jax.Array] | None,
+) -> bool:
+    """Whether this is a Hopper GPU, and heads turn whole."""
+    return (
+        isinstance(config, GroupedAttentionConfig)
+        and config.qk_norm is None
+        and config.rope is not None
+        and rope is not None
+        and config.rope.pairs is RopePairs.HALVES
+        and 2 * rope[0].shape[-1] == heads_BTNH.shape[-1]
+        and pages.tables_BM is not None
+        and device.target().capability == (9, 0)
+    )
+
+
+def _reads_back(heads_BTNH: jax.Array, pages: Pages) -> bool:
+    """Whether tokens that see each other only find keys in pages as fast as side by side."""
+    assert pages.tables_BM is not None
+    if pages.format is not CacheFormat.PLAIN:
+        return False
+    k, v = pages.arrays["k"], pages.arrays["v"]
+    num_q_heads = heads_BTNH.shape[2] - 2 * k.shape[2]
+    return attends_chunk(heads_BTNH[:, :, :num_q_heads], k, v, pages.tables_BM)

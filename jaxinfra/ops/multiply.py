@@ -1,16 +1,41 @@
-"""A matmul whose operand and accumulator dtypes are part of the program, forward and backward."""
+"""Products of activations and weights: the one place that knows every kind of weight and of input.
+
+A weight is an array, a ``QuantizedWeight`` in 4 or 8 bits, or a ``GatheredWeight`` beside its
+share. An input is an array, an ``Input`` quantized to 8-bit floats, or a ``Deferred`` one that the
+product itself normalizes or gates. On a Hopper GPU a few rows, as a decode step has them, are
+multiplied by kernels of their own. Operand and accumulator dtypes are part of the program.
+
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+import pallas_kernels
 from jaxinfra.axes import Dims
+from jaxinfra.config.kinds import MlpKind
+from jaxinfra.errors import UnsupportedError
 from jaxinfra.numerics.recipe import Recipe
+from jaxinfra.ops.activation import activated
+from jaxinfra.ops.deferred import Deferred
 from jaxinfra.ops.fp8 import multiply_fp8, quantized_input
 from jaxinfra.ops.fp8_devices import STREAM_TOKENS, FindDevices, one_device
 from jaxinfra.ops.fp8_operands import Input
-from jaxinfra.ops.gathered import GatheredWeight
-from jaxinfra.ops.quantized import QuantizedWeight, multiply_quantized
+from jaxinfra.ops.fp8_swiglu import Factor, swiglu_input
+from jaxinfra.ops.gathered import GATHERED, Gather, GatheredWeight
+from jaxinfra.ops.quantized import (
+    QuantizedWeight,
+    contracted_dims,
+    multiply_quantized,
+    repeated_outputs,
+)
+from pallas_kernels.common import device
 from pallas_kernels.common.dot import ACCUMULATOR, pinned_einsum
 
 
@@ -111,3 +136,254 @@ def prepared(
     if recipe.fp8 is None:
         return x
     return quantized_input(x, recipe=recipe, dims=dims, tokens=STREAM_TOKENS, devices=devices)
+
+
+MOST_ROWS = 256
+
+
+def multiply_few_rows(
+    spec: str,
+    x: Float[Array, "..."] | Input | Deferred,
+    weight: Float[Array, "..."] | QuantizedWeight | GatheredWeight,
+    *,
+    recipe: Recipe,
+    out: jnp.dtype | None = None,
+    residual: Float[Array, "..."] | None = None,
+) -> Float[Array, "..."]:
+    """Computes ``residual + einsum(spec, x, weight)`` on one device.
+
+    A few rows are multiplied by kernels, in one with what is before and after the product where
+    that was measured to be faster; there without a gradient.
+    """
+    assert recipe.fp8 is None, "execution_on"
+    x = x.x if isinstance(x, Input) else x
+    raw, rank = x.x if isinstance(x, Deferred) else x, contracted_dims(spec)
+    if isinstance(x, Deferred) or residual is not None:
+        fits = raw.dtype == recipe.compute
+    else:
+        fits = isinstance(weight, jax.Array) and out in (None, recipe.compute)
+    if rank is None or not fits or not _takes(raw, rank, recipe):
+        x = x.value() if isinstance(x, Deferred) else x
+        product = multiply(spec, x, weight, recipe=recipe, out=out)
+        return product if residual is None else residual + product
+    assert not isinstance(weight, GatheredWeight), "products"
+    product = _product(x, weight, rank, recipe, residual=residual)
+    outputs = weight.outputs if isinstance(weight, QuantizedWeight) else weight.shape[rank:]
+    return product.reshape(*raw.shape[:-rank], *outputs)
+
+
+def swiglu_few_rows(
+    x_BTD: Float[Array, "B T D"] | Deferred,
+    weight_DF: Float[Array, "D F"] | QuantizedWeight,
+    *,
+    recipe: Recipe,
+) -> Float[Array, "B T _"] | Deferred:
+    """Computes ``silu(x gate) * (x up)`` in the compute dtype, by a weight of gates and then ups.
+
+    Gates and ups of a quantized weight are far apart: the next product makes hidden values of both.
+    """
+    raw = x_BTD.x if isinstance(x_BTD, Deferred) else x_BTD
+    if isinstance(weight_DF, QuantizedWeight):
+        return Deferred(x=multiply_few_rows("BTD,DF->BTF", x_BTD, weight_DF, recipe=recipe))
+    if _takes(raw, 1, recipe) and raw.dtype == recipe.compute:
+        hidden = _product(x_BTD, weight_DF, 1, recipe, swiglu=True)
+        return hidden.reshape(*raw.shape[:-1], -1)
+    x_BTD = x_BTD.value() if isinstance(x_BTD, Deferred) else x_BTD
+    product_BTF = multiply("BTD,DF->BTF", x_BTD, weight_DF, recipe=recipe).astype(recipe.accum)
+    gate, up = jnp.split(product_BTF, 2, axis=-1)
+    return activated(MlpKind.SWIGLU, up, gate).astype(recipe.compute)
+
+
+def _product(
+    x: jax.Array | Deferred,
+    weight: jax.Array | QuantizedWeight,
+    rank: int,
+    recipe: Recipe,
+    *,
+    residual: jax.Array | None = None,
+    swiglu: bool = False,
+) -> jax.Array:
+    """Returns the product as a matrix, computed by the kernels' op."""
+    raw, norm = (x.x, x.norm) if isinstance(x, Deferred) else (x, None)
+    if not isinstance(weight, QuantizedWeight):
+        weight = weight.astype(recipe.compute).reshape(math.prod(weight.shape[:rank]), -1)
+    return pallas_kernels.few_rows_matmul(
+        raw.astype(recipe.compute).reshape(-1, math.prod(raw.shape[-rank:])),
+        weight,
+        norm=norm,
+        swiglu_input=isinstance(x, Deferred) and norm is None,
+        swiglu=swiglu,
+        residual=None if residual is None else residual.reshape(-1, residual.shape[-1]),
+    )
+
+
+def _takes(x: jax.Array, rank: int, recipe: Recipe) -> bool:
+    is_few = math.prod(x.shape[:-rank]) <= MOST_ROWS
+    return is_few and recipe.compute.itemsize == 2 and device.target().capability == (9, 0)
+
+
+type Weight = jax.Array | QuantizedWeight | GatheredWeight
+"""What a product multiplies activations with."""
+type Watch = Callable[[str, jax.Array, Weight], jax.Array]
+"""(spec, input, weight) of a product that is traced -> the input that it multiplies instead."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Multiply:
+    """A matmul of activations and a weight, called as ``multiply(spec, x, weight, recipe=...)``.
+
+    Args:
+        devices: where the parts of matmuls in 8 bits run.
+        few_rows: kernels for a few rows multiply, on one device and without a gradient; they also
+            take norms before a product and sums after it.
+        watch: sees each product while a program is traced; quantization records inputs with it.
+    """
+
+    devices: FindDevices = one_device
+    few_rows: bool = False
+    watch: Watch | None = None
+
+    def __call__(
+        self,
+        spec: str,
+        x: Float[Array, "..."] | Input | Deferred,
+        weight: Float[Array, "..."] | QuantizedWeight | GatheredWeight,
+        *,
+        recipe: Recipe,
+        out: jnp.dtype | None = None,
+        record: jax.Array | None = None,
+        dims: Dims | None = None,
+        residual: Float[Array, "..."] | None = None,
+    ) -> Float[Array, "..."]:
+        """Returns ``einsum(spec, x, weight)`` in ``out``, by default the recipe's compute dtype.
+
+        Args:
+            record: fp32 [3, 3], what 8-bit operands held in the last step; its cotangent holds what
+                they hold in this one.
+            dims: logical dims of the weight.
+            residual: array that the product is added to, in the same kernel.
+
+        Raises:
+            UnsupportedError: the input, the weight and ``residual`` do not go together.
+        """
+        if isinstance(x, Deferred) or residual is not None:
+            return self._fused(spec, x, weight, recipe=recipe, residual=residual)
+        if self.watch is not None:
+            x = self.watch(spec, x.x if isinstance(x, Input) else x, weight)
+        if self.few_rows:
+            return multiply_few_rows(spec, x, weight, recipe=recipe, out=out)
+        return multiply(
+            spec,
+            x,
+            weight,
+            recipe=recipe,
+            out=out,
+            record=record,
+            dims=dims,
+            devices=self.devices,
+        )
+
+    def _fused(
+        self,
+        spec: str,
+        x: jax.Array | Input | Deferred,
+        weight: Weight,
+        *,
+        recipe: Recipe,
+        residual: jax.Array | None,
+    ) -> jax.Array:
+        self._check_few_rows(f"{spec} with a norm before it or a sum after it")
+        if isinstance(x, Input):
+            raise UnsupportedError(
+                f"{spec} of an input in 8 bits with a sum after it: kernels for a few rows read "
+                "the compute dtype; add the sum to the product"
+            )
+        weight = _ungathered(spec, weight)
+        return multiply_few_rows(spec, x, weight, recipe=recipe, residual=residual)
+
+    def swiglu(
+        self, x_BTD: Float[Array, "B T D"] | Deferred, weight_DF: Weight, *, recipe: Recipe
+    ) -> Float[Array, "B T _"] | Deferred:
+        """Returns ``silu(x gate) * (x up)`` in the compute dtype, for ``few_rows`` only; of a
+        quantized weight a ``Deferred`` one that the next product gates.
+
+        Args:
+            weight_DF: columns of the gate, then as many of up.
+        """
+        self._check_few_rows("a packed SwiGLU")
+        return swiglu_few_rows(x_BTD, _ungathered("a packed SwiGLU", weight_DF), recipe=recipe)
+
+    def swiglu_input(self, x: Input, gate: Factor, up: Factor, *, recipe: Recipe) -> Input | None:
+        """Returns ``silu(x gate) * (x up)`` in 8 bits for the product that reads it; None where
+        products, activation and casts follow one another.
+        """
+        return swiglu_input(x, gate, up, recipe=recipe, devices=self.devices)
+
+    def prepared(
+        self,
+        x: Float[Array, "..."],
+        *,
+        recipe: Recipe,
+        dims: Dims = (None,),
+    ) -> Float[Array, "..."] | Input:
+        """Returns x for several products of one recipe: quantized once where it multiplies in 8
+        bits.
+
+        Args:
+            x: of the residual stream, placed as it is where devices quantize their parts.
+            dims: logical dims of the weights that they contract.
+        """
+        return prepared(x, recipe=recipe, dims=dims, devices=self.devices)
+
+    def _check_few_rows(self, what: str) -> None:
+        if not self.few_rows:
+            raise UnsupportedError(
+                f"{what} in one kernel where few_rows={self.few_rows}: only the serving form of "
+                "one device has such kernels; compute norm, product and sum one after another"
+            )
+
+
+def as_array(weight: Weight, dtype: jnp.dtype) -> jax.Array:
+    """Returns a weight as an array: dequantized to ``dtype``, or the share of a gathered one."""
+    if isinstance(weight, QuantizedWeight):
+        return weight.dequantize(dtype)
+    # Brought together where it is used, as the compiler does.
+    return weight.share if isinstance(weight, GatheredWeight) else weight
+
+
+def gathered(weight: jax.Array | QuantizedWeight, gather: Gather | None, dims: Dims) -> Weight:
+    """Returns a weight brought together by ``gather``, under the name that recomputation keeps;
+    a quantized one as it is.
+    """
+    if gather is None or isinstance(weight, QuantizedWeight):
+        return weight
+    whole = gather(weight, dims)
+    return dataclasses.replace(whole, value=checkpoint_name(whole.value, GATHERED))
+
+
+def copied(
+    weight: Weight, copies: int, *, axis: int, of_array: Callable[[jax.Array], jax.Array]
+) -> Weight:
+    """Returns a weight with ``copies`` of each element of a dim of its outputs.
+
+    Args:
+        axis: the dim, from the end.
+        of_array: makes the copies of an array.
+    """
+    if isinstance(weight, QuantizedWeight):
+        return repeated_outputs(weight, copies, axis=axis)
+    return jax.tree.map(of_array, weight)
+
+
+def is_plain(weight: Weight) -> TypeGuard[jax.Array]:
+    """Whether a weight is one array."""
+    return not isinstance(weight, QuantizedWeight | GatheredWeight)
+
+
+def _ungathered(what: str, weight: Weight) -> jax.Array | QuantizedWeight:
+    if isinstance(weight, GatheredWeight):
+        raise UnsupportedError(
+            f"{what} with a gathered weight: kernels for a few rows run on one device, which has "
+            "all of each weight; leave keep_gathered=False"
+        )
+    return weight

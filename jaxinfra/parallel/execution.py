@@ -7,7 +7,7 @@ from jaxinfra.config.run import AttentionImplementation, ContextMethod, KeptValu
 from jaxinfra.errors import UnsupportedError
 from jaxinfra.model.execution import Anywhere, DecodeForm, Execution, Kernels, Recomputation
 from jaxinfra.numerics.policy import POLICIES, Policy
-from jaxinfra.ops.products import Multiply
+from jaxinfra.ops.multiply import Multiply
 from jaxinfra.parallel.attend import attention_on, decode_on, latents_on
 from jaxinfra.parallel.exchange import exchange_on
 from jaxinfra.parallel.fp8 import fp8_devices_on

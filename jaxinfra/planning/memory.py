@@ -8,7 +8,7 @@ from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.model import ExpertsConfig, LatentAttentionConfig
 from jaxinfra.config.run import Remat
 from jaxinfra.errors import ConfigError, nearest
-from jaxinfra.model.cache_size import cached_numbers
+from jaxinfra.model.cache import cached_numbers
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.layout import Layout
 from jaxinfra.planning.model import LayerKind, PlannedModel, shards

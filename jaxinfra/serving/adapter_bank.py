@@ -24,10 +24,10 @@ from jaxinfra.config.finetune import BaseWeights
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf import to_hf_config, weight_map
 from jaxinfra.hf.mapping import WeightMap
-from jaxinfra.model.adapter_bank import add_bank
+from jaxinfra.model.adapters import add_bank
 from jaxinfra.model.decoder import Decoder
 from jaxinfra.model.definition import by_path, define_model, is_weight
-from jaxinfra.model.row_adapters import AdapterFactors
+from jaxinfra.model.lora import AdapterFactors
 from jaxinfra.serving.load import LoadedModel, restore_trained
 
 MAX_RANK = 64

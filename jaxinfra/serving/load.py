@@ -1,6 +1,4 @@
-"""A trained model from a run directory (config.json, tokenizer.json and checkpoints/) or from a
-directory of safetensors.
-"""
+"""Loads a trained model from a run directory or from a directory of safetensors, onto a mesh."""
 
 import dataclasses
 import functools
@@ -18,8 +16,10 @@ from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.config import codec
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import MeshConfig
+from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import RunConfig
+from jaxinfra.config.validate import check_divides
 from jaxinfra.data.special_tokens import read_generation_config
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.errors import CheckpointError, ConfigError, nearest
@@ -30,11 +30,42 @@ from jaxinfra.model.quantized_base import base_shapes
 from jaxinfra.model.serving_form import can_pack, serving_form, serving_parameters
 from jaxinfra.numerics.policy import POLICIES, as_kept, held_as_computed
 from jaxinfra.parallel.execution import execution_on
+from jaxinfra.parallel.mesh import SERVING_AXES, make_mesh, serving_rules
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.place_quantized import base_shardings
 from jaxinfra.runtime.files import read_json, require_type
-from jaxinfra.serving.placement import serving_placement
 from jaxinfra.serving.sampling import SamplingConfig
+
+
+def serving_placement(config: ModelConfig, mesh: MeshConfig | None) -> Placement:
+    """The first devices here, or those of the whole job where more are asked for, as this mesh:
+    rows over replica and fsdp, weights over fsdp and tensor, heads and their cache over tensor.
+    Devices that ``expert`` takes of fsdp or replica have no rows of their own: they share experts,
+    and all else as those of tensor do.
+
+    Args:
+        mesh: one device by default.
+
+    Raises:
+        ConfigError: an axis that generation does not use, or one that the model does not divide
+            over.
+    """
+    mesh = mesh or MeshConfig()
+    for axis, size in mesh.sizes().items():
+        if size > 1 and axis not in SERVING_AXES:
+            raise ConfigError(
+                f"mesh {axis}={size}: generation spreads a model over {', '.join(SERVING_AXES)} "
+                "only; give these the devices"
+            )
+    check_divides(config, mesh)
+    devices = jax.local_devices()
+    if mesh.num_devices > len(devices):
+        devices = jax.devices()
+    return Placement(
+        mesh=make_mesh(mesh, devices=devices[: mesh.num_devices]),
+        rules=serving_rules(mesh),
+    )
+
 
 _DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 

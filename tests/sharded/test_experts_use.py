@@ -22,7 +22,7 @@ from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.model.adapters import add_adapters
 from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.serving.placement import serving_placement
+from jaxinfra.serving.load import serving_placement
 from jaxinfra.serving.sampling import GREEDY
 from jaxinfra.training.job import make_job
 from tests.generation import served

@@ -16,7 +16,8 @@ from jaxinfra.model.mlp import Mlp
 from jaxinfra.model.passes import Pass
 from jaxinfra.model.recomputation import kept_by
 from jaxinfra.numerics.policy import policy_of
-from jaxinfra.ops import fp8_product, products
+from jaxinfra.ops import fp8_product
+from jaxinfra.ops import multiply as products
 from jaxinfra.ops.fp8_swiglu import swiglu_input
 from jaxinfra.parallel.execution import execution_on
 from pallas_kernels.common import device

@@ -29,7 +29,7 @@ from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.place_quantized import quantized_shardings
-from jaxinfra.serving.placement import serving_placement
+from jaxinfra.serving.load import serving_placement
 from jaxinfra.serving.sampling import GREEDY
 from tests.decoder_oracle import drawn
 from tests.engine_models import CONFIG

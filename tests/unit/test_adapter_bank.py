@@ -16,7 +16,7 @@ from jaxinfra.config.finetune import AdapterKind, BaseWeights, LoraConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.errors import ConfigError
-from jaxinfra.model.adapter_bank import with_chosen
+from jaxinfra.model.adapters import with_chosen
 from jaxinfra.model.definition import by_path, define_model, is_weight, merged
 from jaxinfra.model.quantized_base import base_shapes, quantized_weight
 from jaxinfra.serving.adapter_bank import AdapterBank, load_bank

@@ -13,7 +13,7 @@ from jaxinfra.config.model import LatentAttentionConfig
 from jaxinfra.errors import UnsupportedError
 from jaxinfra.model.cache import ContiguousCache
 from jaxinfra.model.definition import define_model
-from jaxinfra.ops.cache_format import as_cached, read_tokens, stored_tokens
+from jaxinfra.ops.cached_attention import as_cached, read_tokens, stored_tokens
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.planning.memory import element_bits
 from jaxinfra.serving.engine.engine import Engine

@@ -14,7 +14,7 @@ from engine_models import OPTIONS, POISON, PROMPTS, alone, model
 from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.errors import ConfigError, DataError
-from jaxinfra.serving.engine import page_moves, programs
+from jaxinfra.serving.engine import programs
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import Preemption
 from jaxinfra.serving.engine.plan import PlannedRow
@@ -241,7 +241,7 @@ KINDS = ("malformed", EndReason.LENGTH, EndReason.CANCELLED, EndReason.ERROR)
 def test_programs_are_those_listed_and_traced_once(monkeypatch):
     for module, names in (
         (programs, ("step", "score", "set_masks", "begin_history")),
-        (page_moves, ("copy_pages", "read_pages", "write_pages")),
+        (programs, ("copy_pages", "read_pages", "write_pages")),
     ):
         for name in names:
             function = getattr(module, name)

@@ -14,8 +14,8 @@ from jaxinfra.errors import ConfigError
 from jaxinfra.serving.engine.inputs import RowWriter
 from jaxinfra.serving.engine.options import EngineOptions, Preemption, options_on
 from jaxinfra.serving.engine.plan import PlannedRow, SchedulerLimits
+from jaxinfra.serving.engine.programs import NamedArrays
 from jaxinfra.serving.engine.requests import GenerationRequest, RequestStream
-from jaxinfra.serving.engine.weights import NamedArrays
 from jaxinfra.serving.sampling import GREEDY, SamplingRows
 
 LIMITS = SchedulerLimits(

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import strategies as st
 
 from jaxinfra.errors import ConfigError
-from jaxinfra.serving.engine.host_pages import HostPages
-from jaxinfra.serving.engine.lookup import NgramLookup
-from jaxinfra.serving.engine.pages import NULL_PAGE
+from jaxinfra.serving.engine.engine import NgramLookup
+from jaxinfra.serving.engine.pages import NULL_PAGE, HostPages
 from jaxinfra.serving.engine.plan import SchedulerLimits
 from jaxinfra.serving.engine.requests import GenerationRequest, RequestStream
 from jaxinfra.serving.engine.scheduler import Scheduler

@@ -10,8 +10,7 @@ from engine_models import DEFINITION, OPTIONS, PROMPTS, alone, model, parameters
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.serving.engine.engine import Engine
-from jaxinfra.serving.engine.lookup import NgramLookup
+from jaxinfra.serving.engine.engine import Engine, NgramLookup
 from jaxinfra.serving.engine.options import Preemption
 from jaxinfra.serving.engine.requests import GenerationRequest, RequestStream
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig

@@ -20,7 +20,7 @@ from jaxinfra.cli.main import main
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf import by_path
-from jaxinfra.model.adapter_bank import with_chosen
+from jaxinfra.model.adapters import with_chosen
 from jaxinfra.model.definition import ModelDefinition
 from jaxinfra.serving.adapter_bank import load_bank
 from jaxinfra.serving.load import load as load_trained

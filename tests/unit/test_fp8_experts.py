@@ -13,11 +13,16 @@ from jaxinfra.config.precision import Fp8Matmuls, PolicyName, PrecisionConfig, S
 from jaxinfra.config.presets.mixtures import tiny_moe
 from jaxinfra.model.definition import define_model, merged
 from jaxinfra.numerics.policy import policy_of
-from jaxinfra.ops import fp8_experts
+from jaxinfra.ops import experts as fp8_experts
 from jaxinfra.ops.activation import activated
-from jaxinfra.ops.experts import ExpertWeights, apply_experts, sorted_copies
+from jaxinfra.ops.experts import (
+    ExpertWeights,
+    Gathered,
+    apply_experts,
+    multiply_groups_fp8,
+    sorted_copies,
+)
 from jaxinfra.ops.fp8 import multiply_fp8
-from jaxinfra.ops.fp8_experts import Gathered, multiply_groups_fp8
 from jaxinfra.parallel.execution import execution_on
 from pallas_kernels.common.scales import Quantized
 from tests.kernels import grouped_oracle

@@ -15,9 +15,13 @@ from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.errors import DataError, UnsupportedError
 from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.serving.harness import evaluate_tasks, harness_model
+from jaxinfra.serving.harness import (
+    evaluate_tasks,
+    harness_model,
+    rolling_pairs,
+    score_continuations,
+)
 from jaxinfra.serving.load import LoadedModel
-from jaxinfra.serving.score import rolling_pairs, score_continuations
 
 LENGTH = 32  # positions of the model
 TOKENIZER = bytes_tokenizer()

@@ -13,8 +13,7 @@ import pytest
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.model import stacked
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.model.cache import PagedCache, after_pass
-from jaxinfra.model.cache_size import cached_elements
+from jaxinfra.model.cache import PagedCache, after_pass, cached_elements
 from jaxinfra.model.decoder import Decoder
 from jaxinfra.model.definition import define_model, only
 from jaxinfra.numerics.policy import POLICIES

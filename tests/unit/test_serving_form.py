@@ -17,8 +17,7 @@ from jaxinfra.model.definition import by_path, define_model
 from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.serving_form import serving_form, serving_parameters
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.serving.load import LoadedModel
-from jaxinfra.serving.placement import serving_placement
+from jaxinfra.serving.load import LoadedModel, serving_placement
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig
 from tests.decoder_oracle import attention, drawn, model, oracle
 from tests.generation import served

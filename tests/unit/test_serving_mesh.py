@@ -26,8 +26,7 @@ from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.attend import decode_on
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.convert import convert
-from jaxinfra.serving.load import load
-from jaxinfra.serving.placement import serving_placement
+from jaxinfra.serving.load import load, serving_placement
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig
 from jaxinfra.training.job import make_job
 from tests.decoder_oracle import attention, drawn, model, oracle

@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from jaxinfra.data.tokenizer import Tokenizer
-from jaxinfra.serving.engine.detokenize import TextStream
+from jaxinfra.serving.engine.engine import TextStream
 from jaxinfra.serving.engine.requests import TokenScore
 from jaxinfra.serving.http.answers import ChatForm, ChoicePart, CompletionForm
 from jaxinfra.serving.http.bodies import ChatBody, CompletionBody

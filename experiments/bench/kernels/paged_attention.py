@@ -24,7 +24,7 @@ from experiments.bench.harness import copied, options, table_of
 from experiments.bench.table import Table
 from experiments.bench.timing import measure
 from jaxinfra.config.cache import CacheFormat
-from jaxinfra.ops.cache_format import stored_tokens
+from jaxinfra.ops.cached_attention import stored_tokens
 from pallas_kernels import flash_attention, paged_attention
 from pallas_kernels.paged_attention.hopper.chunk import attend_chunk
 from pallas_kernels.paged_attention.hopper.config import QueryLayout, config_for

@@ -37,15 +37,9 @@ from jaxinfra.model.serving_form import COMPILER_OPTIONS, serving_form, serving_
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.ops.quantized import Activations, WeightCode, WeightFormat, round_weight
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.serving.engine.weights import NamedArrays
-from jaxinfra.serving.placement import serving_placement
-from jaxinfra.serving.sampling import (
-    GREEDY,
-    SamplingConfig,
-    SamplingNeeds,
-    SamplingRows,
-    sample,
-)
+from jaxinfra.serving.engine.programs import NamedArrays
+from jaxinfra.serving.load import serving_placement
+from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingNeeds, SamplingRows, sample
 
 SHAPES = {
     "llama3_8b": ((1, 2048), (16, 2048), (64, 2048), (128, 1024)),

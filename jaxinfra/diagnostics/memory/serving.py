@@ -26,9 +26,8 @@ from jaxinfra.ops.quantized import QuantizedWeight
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.engine.plan import SchedulerLimits
-from jaxinfra.serving.engine.program_list import ProgramKey
-from jaxinfra.serving.engine.runner import ModelRunner
-from jaxinfra.serving.placement import serving_placement
+from jaxinfra.serving.engine.runner import ModelRunner, ProgramKey
+from jaxinfra.serving.load import serving_placement
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

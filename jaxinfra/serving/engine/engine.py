@@ -1,4 +1,4 @@
-"""The engine: requests in, progress out, one step at a time."""
+"""The engine: requests in, progress out, one step at a time; text as tokens come."""
 
 import collections
 import dataclasses
@@ -12,11 +12,8 @@ from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.errors import ConfigError, DataError
 from jaxinfra.model.decoder import Decoder
 from jaxinfra.serving.adapter_bank import AdapterBank
-from jaxinfra.serving.engine.detokenize import TextStream
-from jaxinfra.serving.engine.drawn import Drawn
-from jaxinfra.serving.engine.lookup import NgramLookup
 from jaxinfra.serving.engine.options import EngineOptions
-from jaxinfra.serving.engine.plan import StepPlan
+from jaxinfra.serving.engine.plan import Drawn, StepPlan
 from jaxinfra.serving.engine.programs import page_bytes
 from jaxinfra.serving.engine.requests import (
     EndReason,
@@ -28,6 +25,80 @@ from jaxinfra.serving.engine.requests import (
 from jaxinfra.serving.engine.runner import MOST_BIASES, Dispatched, ModelRunner
 from jaxinfra.serving.engine.scheduler import Scheduler
 from jaxinfra.serving.load import LoadedModel
+
+
+@final
+class TextStream:
+    """The text of one request.
+
+    What may be the beginning of a stop string is held back until it is certain not to be.
+
+    Args:
+        prompt_ids: tokens before the text; some tokenizers drop a space after them.
+        stop: strings that end the text, and are no part of it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str]):
+        self._decoder = tokenizer.stream_decoder(prompt_ids)
+        self._stop = tuple(stop)
+        self._held = ""
+        self.is_stopped = False
+
+    def push(self, token: int) -> str:
+        """The text that is certain with this token; ``is_stopped`` says whether it is the last."""
+        return self._certain(self._decoder.push(token))
+
+    def flush(self) -> str:
+        """What is held back at the end; an incomplete character becomes U+FFFD."""
+        text = self._certain(self._decoder.flush())
+        if not self.is_stopped:
+            text, self._held = text + self._held, ""
+        return text
+
+    def _certain(self, new: str) -> str:
+        text = self._held + new
+        ends = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        if ends:
+            self.is_stopped, self._held = True, ""
+            return text[: min(ends)]
+        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of a text with which a stop string begins."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)
+
+
+_LONGEST, _SHORTEST = 4, 2
+_LOOKED_BACK = 4096  # tokens
+
+
+@final
+class NgramLookup:
+    """Proposes what followed the last occurrence of a request's last tokens, in its own text.
+
+    Prompt look-up decoding (Saxena 2023): the longest match of 4 to 2 tokens counts.
+    """
+
+    def __init__(self, *, num_drafts: int):
+        self._num_drafts = num_drafts
+
+    def __call__(self, stream: RequestStream) -> Sequence[int]:
+        """Up to ``num_drafts`` tokens; none where the last ones have not come before."""
+        tokens = stream.tokens[-_LOOKED_BACK:]
+        for length in range(_LONGEST, _SHORTEST - 1, -1):
+            end = tokens[-length:]
+            if len(end) < length:
+                continue
+            last = length - 1
+            for start in range(len(tokens) - length - 1, -1, -1):
+                if tokens[start + last] == end[last] and tokens[start : start + length] == end:
+                    return tokens[start + length : start + length + self._num_drafts]
+        return ()
+
 
 NOT_FINITE = (
     "the model's logits for this request are not finite; its weights or its tokens' embeddings "

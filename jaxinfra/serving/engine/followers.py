@@ -19,8 +19,7 @@ from jax.experimental import multihost_utils
 from jaxinfra.errors import LostPeerError
 from jaxinfra.runtime.cluster import Cluster
 from jaxinfra.runtime.rendezvous import bind_address
-from jaxinfra.serving.engine.program_list import ProgramKey
-from jaxinfra.serving.engine.runner import ModelRunner
+from jaxinfra.serving.engine.runner import ModelRunner, ProgramKey
 
 _KEY_BYTES = 16
 _PORT_BYTES = 2

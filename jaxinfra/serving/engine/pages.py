@@ -1,8 +1,12 @@
-"""Who holds which page of the cache's pool. Numbers only: what lies in pages is the runner's."""
+"""Pages of the pool: who holds each, what prefixes they hold, and which of them the host keeps."""
 
 import collections
-from collections.abc import Iterable
+import dataclasses
+import itertools
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from typing import final
+
+from jaxinfra.serving.engine.requests import HostCopy, RequestStream
 
 NULL_PAGE = 0
 """A page that nobody is given and that stays zero: what an absent entry of a table reads."""
@@ -122,3 +126,245 @@ class PageAllocator:
         """Pages to be filled with zeros before the next step; whoever holds them by now too."""
         pages, self._unclean = self._unclean, []
         return pages
+
+
+_LOOKED_AT = 64  # children, the newest, that may share a part of a page
+
+type TokenBlock = tuple[int, ...]
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Node:
+    block: TokenBlock
+    page: int
+    parent: "_Node | None"
+    children: dict[TokenBlock, "_Node"] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PrefixMatch:
+    """Pages that hold the first tokens of a sequence."""
+
+    pages: tuple[int, ...]
+    num_tokens: int  # the last page may hold more of them than these
+
+
+@final
+class PrefixTree:
+    """Full pages of past and present sequences, by their tokens.
+
+    Who holds a node's page holds the pages of all nodes above it: so an idle node has idle nodes
+    below it only, and giving up idle pages, leaves first, gives up all of them.
+
+    Args:
+        removed: told of each page that the tree holds no longer.
+    """
+
+    def __init__(self, allocator: PageAllocator, *, page_size: int, removed: Callable[[int], None]):
+        self._allocator, self._removed = allocator, removed
+        self._size = page_size
+        self._roots: dict[Hashable, _Node] = {}
+        self._nodes: dict[int, _Node] = {}  # by page
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __contains__(self, page: object) -> bool:
+        return page in self._nodes
+
+    def match(self, tokens: Sequence[int], *, kind: Hashable, limit: int) -> PrefixMatch:
+        """The longest beginning of these tokens that pages hold; the caller holds them then.
+
+        Args:
+            kind: sequences of different kinds share nothing.
+            limit: of the tokens, only so many.
+        """
+        node, pages, done = self._roots.get(kind), [], 0
+        while node is not None and done < limit:
+            rest = tuple(tokens[done : min(done + self._size, limit)])
+            following = node.children.get(rest)
+            if following is None:
+                # A page that begins alike: its holder copies it before writing on.
+                following, common = self._nearest(node, rest)
+                if following is not None:
+                    pages.append(following.page)
+                    done += common
+                break
+            pages.append(following.page)
+            done += len(rest)
+            node = following
+        for page in pages:
+            self._allocator.share(page)
+        return PrefixMatch(pages=tuple(pages), num_tokens=done)
+
+    def insert(
+        self, tokens: Sequence[int], pages: list[int], *, kind: Hashable, start: int
+    ) -> None:
+        """Adds a sequence's full blocks; ``pages`` are its own, and changed in place.
+
+        Where another sequence has computed the same block, its page takes the place of this one's.
+
+        Args:
+            tokens: those that are computed.
+            start: blocks that are in the tree already, as this sequence's pages.
+        """
+        node = self._roots.get(kind)
+        if node is None:
+            node = self._roots[kind] = _Node(block=(), page=-1, parent=None)
+        if start:
+            found = self._nodes.get(pages[start - 1])
+            if found is None:
+                return  # forgotten meanwhile
+            node = found
+        for place in range(start, len(tokens) // self._size):
+            block = tuple(tokens[place * self._size : (place + 1) * self._size])
+            following = node.children.get(block)
+            if following is None:
+                following = _Node(block=block, page=pages[place], parent=node)
+                node.children[block] = following
+                self._nodes[following.page] = following
+                self._allocator.cache(following.page)
+            elif following.page != pages[place]:
+                self._allocator.share(following.page)
+                self._allocator.release(pages[place])
+                pages[place] = following.page
+            node = following
+
+    def evict(self) -> None:
+        """Gives up the idle page that was used longest ago."""
+        node = self._nodes[self._allocator.longest_idle()]
+        assert not node.children
+        self._remove(node)
+
+    def forget(self, tokens: Sequence[int], *, kind: Hashable) -> None:
+        """Drops what begins as these tokens do, whose pages may not be finite."""
+        root = self._roots.get(kind)
+        first = None if root is None else root.children.get(tuple(tokens[: self._size]))
+        if first is None:
+            return
+        order, found = [first], []
+        while order:
+            node = order.pop()
+            found.append(node)
+            order.extend(node.children.values())
+        self._allocator.suspect(node.page for node in found)
+        for node in reversed(found):
+            self._remove(node)
+
+    def _remove(self, node: _Node) -> None:
+        assert node.parent is not None
+        del node.parent.children[node.block], self._nodes[node.page]
+        self._removed(node.page)
+        self._allocator.uncache(node.page)
+
+    def _nearest(self, node: _Node, rest: TokenBlock) -> tuple[_Node | None, int]:
+        """The child whose block begins most like ``rest``, and by how many tokens; None at 0.
+
+        What comes after these tokens is copied with them, so it must be finite.
+        """
+        best, most = None, 0
+        for block, child in itertools.islice(reversed(node.children.items()), _LOOKED_AT):
+            if self._allocator.is_suspect(child.page):
+                continue
+            common = 0
+            for one, other in zip(block, rest, strict=False):
+                if one != other:
+                    break
+                common += 1
+            if common > most:
+                best, most = child, common
+        return best, most
+
+
+@final
+class HostPages:
+    """Slots of a page each, and who uses them.
+
+    A page that the prefix tree holds keeps its slot while anybody uses that: requests that share
+    the page do not have it copied twice.
+    """
+
+    def __init__(self, num_slots: int, *, page_size: int):
+        self.num_slots = num_slots
+        self.num_saved = self.num_restored = 0  # pages, since the beginning
+        self._size = page_size
+        self._free = [*range(num_slots - 1, -1, -1)]
+        self._users: collections.Counter[int] = collections.Counter()
+        self._slots: dict[int, int] = {}  # by page, of those that the tree holds
+        self._pages: dict[int, int] = {}  # by slot, the same
+
+    @property
+    def num_used(self) -> int:
+        """Slots that some request uses."""
+        return self.num_slots - len(self._free)
+
+    def users(self, slot: int) -> int:
+        """Requests that use a slot."""
+        return self._users[slot]
+
+    def save(self, stream: RequestStream, *, tree: Container[int]) -> list[tuple[int, int]]:
+        """Gives a request's pages slots, from the first page on as many as there are, and returns
+        what is to be copied: from pages to slots.
+
+        Args:
+            tree: the pages that the prefix tree holds.
+        """
+        num_tokens = min(stream.computed, len(stream.tokens))
+        slots, copies = [], []
+        for page in stream.pages[: -(-num_tokens // self._size)]:
+            slot = self._slots.get(page)
+            if slot is None:
+                if not self._free:
+                    break
+                slot = self._free.pop()
+                copies.append((page, slot))
+                if page in tree:
+                    self._slots[page], self._pages[slot] = slot, page
+            self._users[slot] += 1
+            slots.append(slot)
+        if slots:
+            num_tokens = min(num_tokens, len(slots) * self._size)
+            stream.saved = HostCopy(slots=tuple(slots), num_tokens=num_tokens, kind=stream.kind)
+        self.num_saved += len(copies)
+        return copies
+
+    def num_tokens(self, stream: RequestStream) -> int:
+        """Tokens of a request that need not be computed again, as the host has them."""
+        saved = stream.saved
+        if saved is None or saved.kind != stream.kind:
+            return 0
+        return min(saved.num_tokens, stream.total - 1)
+
+    def restore(self, stream: RequestStream, first: int, num_tokens: int) -> list[tuple[int, int]]:
+        """Where a request's pages come from that it has again: from slots to pages. The host keeps
+        nothing of it any more.
+
+        Args:
+            first: page that is not there already.
+            num_tokens: that are restored, with those before ``first``.
+        """
+        if stream.saved is None:
+            return []
+        last = -(-num_tokens // self._size)
+        filled = [*zip(stream.saved.slots[first:last], stream.pages[first:last], strict=True)]
+        self.num_restored += len(filled)
+        self.drop(stream)
+        return filled
+
+    def drop(self, stream: RequestStream) -> None:
+        """The host keeps nothing of a request any more."""
+        if stream.saved is None:
+            return
+        for slot in stream.saved.slots:
+            self._users[slot] -= 1
+            if not self._users[slot]:
+                del self._users[slot]
+                self._slots.pop(self._pages.pop(slot, -1), None)
+                self._free.append(slot)
+        stream.saved = None
+
+    def forget(self, page: int) -> None:
+        """The prefix tree no longer holds this page: something else may lie in it soon."""
+        slot = self._slots.pop(page, None)
+        if slot is not None:
+            del self._pages[slot]

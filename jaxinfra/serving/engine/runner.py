@@ -15,28 +15,81 @@ from flax import nnx
 
 from jaxinfra.model.decoder import Decoder
 from jaxinfra.model.serving_form import COMPILER_OPTIONS
-from jaxinfra.serving.engine import page_moves, programs
-from jaxinfra.serving.engine.drawn import Drawn, of_rows
+from jaxinfra.serving.engine import programs
 from jaxinfra.serving.engine.inputs import RowWriter
-from jaxinfra.serving.engine.page_moves import HostMemory, batches
 from jaxinfra.serving.engine.pages import NULL_PAGE
-from jaxinfra.serving.engine.plan import PlannedRow, SchedulerLimits, StepPlan
-from jaxinfra.serving.engine.program_list import (
-    COPY,
-    MASK,
-    RESTORE,
-    SAVE,
-    ProgramKey,
-    history_program,
-    listed_programs,
-)
+from jaxinfra.serving.engine.plan import Drawn, PlannedRow, SchedulerLimits, StepPlan, drawn_of_rows
 from jaxinfra.serving.engine.programs import (
+    PAGES_AT_ONCE,
     WORD_BITS,
     DeviceState,
+    HostMemory,
+    NamedArrays,
     ProgramConfig,
+    Weights,
+    batches,
 )
-from jaxinfra.serving.engine.weights import NamedArrays, Weights
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingRows, TokenHistory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramKey:
+    """One compiled program: what it does, and for which shapes."""
+
+    name: str
+    rows: int
+    length: int = 1
+    is_fresh: bool = False
+    is_full: bool = False
+
+    def __str__(self) -> str:
+        kind = " from position 0" * self.is_fresh + " with all settings" * self.is_full
+        return f"{self.name} {self.rows} x {self.length}{kind}"
+
+
+COPY = ProgramKey(name="copy", rows=PAGES_AT_ONCE)
+SAVE = ProgramKey(name="save", rows=PAGES_AT_ONCE)
+RESTORE = ProgramKey(name="restore", rows=PAGES_AT_ONCE)
+MASK = ProgramKey(name="mask", rows=1)
+
+
+def listed_programs(
+    limits: SchedulerLimits, *, verify_length: int | None
+) -> tuple[ProgramKey, ...]:
+    """Every program that a step may need.
+
+    Args:
+        verify_length: tokens of a row with drafts; none without speculation.
+    """
+    # All settings cost passes over the logits, which beside a chunk's own work are nothing.
+    keys = [
+        ProgramKey(name="step", rows=rows, is_full=is_full)
+        for rows in limits.row_sizes
+        for is_full in (False, True)
+    ]
+    keys += [
+        ProgramKey(name="step", rows=rows, length=length, is_fresh=is_fresh, is_full=True)
+        for rows, length in limits.chunk_shapes
+        for is_fresh in (True, False)
+    ]
+    keys += [
+        ProgramKey(name="score", rows=limits.rows(1), length=length)
+        for length in limits.chunk_sizes
+        if length <= limits.max_step_tokens
+    ]
+    if verify_length is not None:
+        keys += [
+            ProgramKey(name="verify", rows=rows, length=verify_length) for rows in limits.row_sizes
+        ]
+    if limits.num_host_pages:
+        keys += [SAVE, RESTORE]
+    return (*keys, COPY, history_program(limits), MASK)
+
+
+def history_program(limits: SchedulerLimits) -> ProgramKey:
+    """The one that begins a slot's history."""
+    return ProgramKey(name="history", rows=1, length=limits.context)
+
 
 MOST_BIASES = 300
 """Ids of a request's ``logit_bias``, as OpenAI's API bounds them."""
@@ -111,7 +164,7 @@ class ModelRunner:
         self._state = empty() if allocates else _shapes_of(empty.lower())
         self._host: HostMemory | None = None
         if allocates and limits.num_host_pages:
-            shapes = page_moves.moved_shapes(self._state)
+            shapes = programs.moved_shapes(self._state)
             self._host = HostMemory(shapes, num_slots=limits.num_host_pages)
 
     @property
@@ -180,7 +233,7 @@ class ModelRunner:
         result = []
         for rows, (array, *told) in dispatched.rows:
             scores = [jax.tree.map(np.asarray, each) for each in told]
-            result += of_rows(rows, np.asarray(array), scores)
+            result += drawn_of_rows(rows, np.asarray(array), scores)
         return result
 
     def _call(
@@ -311,12 +364,12 @@ class ModelRunner:
         indices = np.zeros(key.rows, np.int32)
         match key.name:
             case "copy":
-                function, arguments = page_moves.copy_pages, (self._state, indices, indices)
+                function, arguments = programs.copy_pages, (self._state, indices, indices)
             case "save":
-                function, arguments = page_moves.read_pages, (self._state, indices)
+                function, arguments = programs.read_pages, (self._state, indices)
             case "restore":
-                pages = page_moves.moved_shapes(self._state)
-                function, arguments = page_moves.write_pages, (self._state, indices, pages)
+                pages = programs.moved_shapes(self._state)
+                function, arguments = programs.write_pages, (self._state, indices, pages)
             case "mask":
                 masks = np.zeros((key.rows, self._mask_words), np.uint32)
                 function, arguments = programs.set_masks, (self._state, indices, masks)

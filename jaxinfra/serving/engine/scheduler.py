@@ -12,10 +12,8 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import final
 
-from jaxinfra.serving.engine.host_pages import HostPages
-from jaxinfra.serving.engine.pages import PageAllocator
+from jaxinfra.serving.engine.pages import HostPages, PageAllocator, PrefixTree
 from jaxinfra.serving.engine.plan import PlannedRow, SchedulerLimits, StepPlan
-from jaxinfra.serving.engine.radix import PrefixTree
 from jaxinfra.serving.engine.requests import RequestStream
 
 
