@@ -30,7 +30,7 @@ from jaxinfra.training.start import finetuning_config
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GeneratedText:
-    """What a model wrote after a prompt: an element of what ``generate`` returns.
+    """A model's text after a prompt: an element of what ``generate`` returns.
 
     Examples:
         >>> found = jaxinfra.generate("runs/mine", ["the cat"], max_new_tokens=4)[0]

@@ -1,4 +1,4 @@
-"""``jaxinfra generate RUN --prompt TEXT``: text from a trained model, as it is drawn."""
+"""``jaxinfra generate RUN --prompt TEXT``: text from a trained model, as it is sampled."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""What layers keep of past tokens: caches by the mixer's ``CacheSpec``, contiguous or in pages.
+"""Caches of past tokens by each mixer's ``CacheSpec``, contiguous or in pages, and their size.
 
 A cache holds the arrays of all layers of one kind, stacked; ``in_layer`` is it as one of these
 layers sees it. What a layer appends goes into the one buffer, and what it reads is a view of it.
@@ -24,7 +24,7 @@ from jaxinfra.ops.cached_attention import Pages, storage, stored_tokens
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ContiguousCache:
-    """A slot is a position: row b's token at position p lies in slot p of row b."""
+    """A cache whose slots are positions: row b's token at position p is in slot p of row b."""
 
     arrays: dict[str, Shaped[Array, "L B S ..."]]  # by the CacheSpec's names
     layer: Int[Array | np.ndarray, ""] | None = None  # of the stack, in a layer
@@ -66,7 +66,7 @@ class ContiguousCache:
         return _appended(self, new, (rows_B1, slots_BT))
 
     def view(self) -> Pages:
-        """What attention reads in this layer: the rows of all layers, nothing copied."""
+        """Returns pages for attention in this layer: all layers' rows, without a copy."""
         return Pages(arrays=self.arrays, layer=self.layer, format=self.format)
 
     def places(self) -> Pages:
@@ -78,7 +78,7 @@ class ContiguousCache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PagedCache:
-    """Pages of a pool, handed out to rows by tables: row b's token at position p lies in slot
+    """Pages of a pool, handed out to rows by tables: row b's token at position p is in slot
     ``p % size`` of page ``tables_BM[b, p // size]``. Rows may share pages that they only read.
     """
 
@@ -127,7 +127,7 @@ class PagedCache:
         return _appended(self, new, (pages_BT, slots_BT))
 
     def view(self) -> Pages:
-        """What attention reads in this layer: the pools of all layers as one, nothing copied."""
+        """Returns pages for attention in this layer: all layers' pools, without a copy."""
         num_pages = next(iter(self.arrays.values())).shape[1]
         return self._pages(jnp.clip(self.tables_BM, 0, num_pages - 1))
 
@@ -215,7 +215,7 @@ def cached_elements(config: ModelConfig, num_tokens: int, *, evicted: bool) -> i
 
 
 def cached_numbers(config: ModelConfig, num_tokens: int, *, evicted: bool) -> tuple[int, int]:
-    """The same, and the scales beside them in a format that has them."""
+    """Returns the numbers and the scales that all layers cache of one sequence."""
     elements = scales = 0
     for block, repeats in zip(config.blocks, config.repeats, strict=True):
         cache = block.mixer.cache

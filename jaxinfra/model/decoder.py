@@ -323,7 +323,7 @@ class Decoder(nnx.Module):
         cache: KVCache | None = None,
         number: int = 0,
     ):
-        """What one repetition of a stack's pattern computes, and the parameters of all of them.
+        """Returns one repetition of a stack's pattern as a function, and all parameters.
 
         Args:
             places, ropes: as in ``_run_stack``.

@@ -13,8 +13,8 @@ def dropout(
     """Zeroes elements of [B, T, ...] with probability ``rate`` and scales the rest; identity
     without a key.
 
-    Each token draws from a key of its own, by its row in the batch and its place in the sequence,
-    so that a part of a batch, or a sequence in another order, is treated as within the whole.
+    Each token has a key of its own, by its row in the batch and its position in the sequence. So a
+    part of a batch, or a sequence in another order, is treated as within the whole.
 
     Args:
         place: knows which rows these are, and which places their tokens have.

@@ -178,7 +178,7 @@ def within_device(
 
 
 class Place(Protocol):
-    """Where activations lie."""
+    """Placement of activations on devices."""
 
     @property
     def batch_shards(self) -> int:
@@ -186,11 +186,11 @@ class Place(Protocol):
         ...
 
     def first_row(self, num_rows: int) -> jax.Array | int:
-        """Where these rows begin in the whole batch: not at 0 where devices run apart."""
+        """Index of the first of these rows in the whole batch; above 0 where devices run apart."""
         ...
 
     def places(self, num_tokens: int) -> jax.Array:
-        """int32 [T]: the place in the sequence of each token, in the order they lie in."""
+        """int32 [T]: the position in the sequence of each token, in their order in memory."""
         ...
 
     def over_batch(self, x: jax.Array) -> jax.Array:
@@ -215,32 +215,32 @@ class Anywhere:
     batch_shards: int = 1
 
     def first_row(self, num_rows: int) -> int:
-        """All rows are here."""
+        """Returns 0: one device has all rows."""
         del num_rows
         return 0
 
     def places(self, num_tokens: int) -> jax.Array:
-        """Tokens lie in their order."""
+        """Returns 0..T-1: tokens are in the order of their positions."""
         return jnp.arange(num_tokens)
 
     def over_batch(self, x: jax.Array) -> jax.Array:
-        """x itself."""
+        """Returns x: there is one device."""
         return x
 
     def copies(self, dim: str | None, size: int) -> int:
-        """One of each."""
+        """Returns 1: one device has each element once."""
         del dim, size
         return 1
 
     def __call__(self, x: jax.Array, dims: Dims) -> jax.Array:
-        """x itself."""
+        """Returns x: there is one device."""
         del dims
         return x
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Recomputation:
-    """What layers keep for their backward pass, and how many are one body of their loop."""
+    """Values that layers keep for their backward pass, and layers in one body of their loop."""
 
     remat: Remat = Remat.NONE
     kept: tuple[KeptValues, ...] = ()  # of remat=chosen

@@ -26,9 +26,9 @@ from jaxinfra.ops.experts import CHOICE_NAME, ExpertWeights
 class Experts(nnx.Module):
     """A router, experts of which each token passes ``top_k``, and those that every token passes.
 
-    It emits the losses that the config asks for, and the counts ``expert_tokens`` (of each expert,
-    before any is dropped), ``dropped`` (choices beyond an expert's capacity) and ``overflowed``
-    (choices that a bounded exchange between devices had no room for).
+    It emits the losses that the config asks for, and three counts. ``expert_tokens`` is of each
+    expert, before any is dropped. ``dropped`` counts choices beyond an expert's capacity,
+    ``overflowed`` those that a bounded exchange between devices had no room for.
 
     Args:
         std, out_std: of initial weights, inward and back into the residual stream.

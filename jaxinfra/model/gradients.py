@@ -1,4 +1,4 @@
-"""What is learned from a batch, and how the parts of a batch come together."""
+"""Gradients of a batch, and how those of its parts are combined."""
 
 import dataclasses
 from typing import Any
@@ -13,7 +13,7 @@ from jaxinfra.model.passes import Sums, combined
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Gradients:
-    """What a step learns from its batch, or from a part of it: the part's share."""
+    """Loss, gradients and sums of a batch, or of a part of it: the part's share."""
 
     loss: jax.Array  # fp32 []: mean nll in nats per counted token, or mean loss of pairs
     gradients: Parameters  # of the objective times the loss scale, in the parameters' dtypes
@@ -35,7 +35,7 @@ def added(first: Gradients, second: Gradients) -> Gradients:
 
 
 def nothing_added(shapes: Gradients) -> Gradients:
-    """What the first part of a batch is added to.
+    """Gradients of no tokens, to which the first part of a batch is added.
 
     Args:
         shapes: of a part.
@@ -50,7 +50,7 @@ def nothing_added(shapes: Gradients) -> Gradients:
 
 
 def nothing_summed(shapes: Any) -> Any:
-    """What the first part's tree of ``Sums`` is combined with."""
+    """Sums of no tokens, with which the first part's tree of ``Sums`` is combined."""
 
     def empty(sums: Sums) -> Sums:
         return Sums(
@@ -61,7 +61,7 @@ def nothing_summed(shapes: Any) -> Any:
 
 
 def nothing_emitted(shapes: Parameters) -> Parameters:
-    """What the first part's cotangents by state are maximized with."""
+    """Least values, with which the first part's cotangents by state are combined."""
     return _least(shapes)
 
 

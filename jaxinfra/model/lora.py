@@ -163,7 +163,7 @@ class ChosenAdapters(nnx.Variable):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterFactors:
-    """What adapters of one projection are made of; those of lower rank are filled up with zeros."""
+    """Factors of one projection's adapters; those of lower rank are padded with zeros."""
 
     a: jax.Array  # [L, S, ...I, R]
     b: jax.Array  # [L, S, R, ...O]
@@ -227,7 +227,7 @@ class RowAdapters(nnx.Module):
         return jax.lax.optimization_barrier(chosen)
 
     def merged(self, weight: Float[Array, "..."] | QuantizedWeight) -> Float[Array, "..."]:
-        """There is none: rows differ.
+        """Refuses: rows have different adapters, so no one weight has them all.
 
         Raises:
             UnsupportedError: always.

@@ -33,7 +33,7 @@ class Norm(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(width, param), axes=dims) if config.bias else None
 
     def deferred(self, x: Float[Array, "*rows width"]) -> Deferred | None:
-        """What the product that reads the rows may normalize itself; None where it cannot."""
+        """Returns rows for a product that normalizes them itself; None where no product can."""
         config = self.config
         if config.function is not None or config.kind is not NormKind.RMS or config.bias:
             return None

@@ -1,4 +1,4 @@
-"""What goes through every layer beside x, and what comes out beside it.
+"""``Pass`` goes through every layer beside x; ``LayerOutput`` comes out of it.
 
 Dims: B batch, T position.
 """
@@ -17,7 +17,7 @@ from jaxinfra.model.rope import RopeTable
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Abilities:
-    """What a layer can do itself of the work of the block around it."""
+    """Work of a block that its layer can do itself."""
 
     fuses: bool = False  # its first product normalizes x, its last one adds the residual
     quantizes: bool = False  # its projections quantize x where they multiply in 8 bits
@@ -26,7 +26,7 @@ class Abilities:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Pass:
-    """What a layer reads besides its parameters and its input.
+    """Inputs of a layer besides its parameters and x.
 
     Examples:
         Where each token stands in its document, of 2 rows of 3 tokens:
@@ -61,7 +61,7 @@ class Sums:
 
 
 def joined(first: Sums, second: Sums) -> Sums:
-    """What two layers of a block emit together; a name that both use is an error of the layers."""
+    """Sums of two layers of a block together; a name that both use is an error of the layers."""
 
     def union(name: str) -> dict[str, jax.Array]:
         a, b = getattr(first, name), getattr(second, name)
@@ -100,7 +100,7 @@ def over_devices(sums: Any, axes: tuple[str, ...]) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayerOutput:
-    """What comes out of a layer, of a block, and of all layers of a model.
+    """Output of a layer, of a block, or of all layers of a model.
 
     ``sums`` of all layers is a tuple with an entry for each distinct block, whose arrays have its
     repetitions in front.

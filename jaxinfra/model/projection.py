@@ -35,7 +35,7 @@ class Projection(nnx.Module):
         shape: of the weight.
         dims: logical dims of the weight.
         bias_rank: trailing dims of the weight that the bias spans; 0 for none.
-        std: standard deviation of the normal distribution that the weight is drawn from.
+        std: standard deviation of the normal distribution that the weight is sampled from.
         name: of the output, for recomputation policies.
         site: whose recipe it multiplies by.
         whole: of a weight that no device of the tensor axis has a part of. Left to the compiler,
@@ -118,7 +118,7 @@ class Projection(nnx.Module):
 
     @property
     def factor(self) -> Factor | None:
-        """What the product in 8 bits multiplies with; None if it is another, or not all of it."""
+        """Weight of a product in 8 bits; None if an adapter or a bias follows, or elsewhere."""
         weight = self._multiplied
         is_alone = self.recipe.fp8 is not None and self.adapter is None and self.bias is None
         if not is_alone or not is_plain(weight):

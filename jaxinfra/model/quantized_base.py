@@ -1,4 +1,4 @@
-"""Frozen projections in few bits, with adapters beside them (Dettmers et al. 2023, QLoRA)."""
+"""Frozen projections quantized, with adapters beside them (Dettmers et al. 2023, QLoRA)."""
 
 import dataclasses
 import math

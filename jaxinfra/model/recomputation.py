@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward pass: values by their names, all else is computed again."""
+"""Recomputation: a layer keeps values by their names, and computes all else again."""
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -106,7 +106,7 @@ def steps_of_stack(
     *,
     in_loop: bool,
 ) -> list[Callable[..., Any]]:
-    """What each layer of a stack computes, and keeps: the same object for those that are alike.
+    """Returns the step of each layer of a stack: the same object for those that are alike.
 
     Args:
         repetitions: what each computes, the same object for those that compute the same.

@@ -1,4 +1,4 @@
-"""What a repetition of a stack's pattern computes, and which of its blocks multiply in 8 bits.
+"""A repetition of a stack's pattern as a function, and which of its blocks multiply in 8 bits.
 
 Dims: B batch, T position, D model width.
 """
@@ -31,7 +31,7 @@ type InEightBits = tuple[bool, ...]
 
 
 def in_eight_bits(config: ModelConfig, policy: Policy, places: slice) -> list[InEightBits]:
-    """That of each repetition of a stack; all alike where no layers of a model stay out of 8 bits.
+    """Returns, for each repetition of a stack, which of its blocks multiply in 8 bits.
 
     Args:
         places: of the stack's pattern among the blocks.
@@ -70,7 +70,7 @@ def check_recipes(config: ModelConfig, execution: Execution) -> None:
 
 
 def out_of_eight_bits(block: Block) -> Block:
-    """The same block, whose projections and experts multiply in the policy's format.
+    """Returns a copy of a block whose projections and experts multiply in the policy's format.
 
     The histories of what 8 bits hold stay among its arrays, unread: layers of a stack have the
     same arrays.

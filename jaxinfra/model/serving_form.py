@@ -1,9 +1,9 @@
 """A decoder as serving runs it: layer after layer without a loop, projections of one input packed.
 
 Training scans over layers whose parameters are stacked, so that one layer is compiled. In a decode
-step, which should only read memory, a loop costs as much again: its turns are launched by the host
-one after another, and a weight is cut out of its stack before a library can multiply with it. Here
-the step is one straight program, and queries, keys and values are one product, as gate and up are.
+step, which should only read memory, a loop costs as much again: the host launches each iteration,
+and a weight is cut out of its stack before a library can multiply with it. Here
+the step is one unrolled program, and queries, keys and values are one product, as gate and up are.
 Parameters stay stacks, as caches do: XLA gives a kernel the part of an array that it asks for, and
 the host hands over 14 arrays at every step of a 1B, not 134.
 """
@@ -49,7 +49,7 @@ which of a bias is the same from the end.
 
 
 def serving_form(definition: ModelDefinition, execution: Execution) -> ModelDefinition:
-    """The same model, its layers computed one after another where they have a cache.
+    """Returns the same model in the form that serves: unrolled layers where they have a cache.
 
     Args:
         execution: one with a ``decode_form``; with ``packed``, projections of one input are one
@@ -72,7 +72,7 @@ def serving_parameters(
 ) -> Parameters:
     """Parameters and state for ``form.bind``: the same arrays, but for what is packed.
 
-    Where one device serves, weights in few bits come in the order in which its kernel reads them.
+    Where one device serves, quantized weights are in the order in which its kernel reads them.
 
     Args:
         parameters: as the ``bind`` of the model that ``form`` is of takes them.
@@ -100,7 +100,7 @@ def serving_parameters(
 
 
 def can_pack(parameters: Parameters) -> bool:
-    """Whether projections of one input may be one weight: in few bits, where they are alike."""
+    """Whether projections of one input may be one weight: quantized ones where they are alike."""
     weights = _weights_by_path(parameters)
     for path, weight in weights.items():
         *parents, layer, name, last = ("", "", *path.split("/"))

@@ -1,4 +1,4 @@
-"""What a layer says of its activations where statistics are asked for."""
+"""Statistics of activations, which layers add to their ``Sums`` where they are asked for."""
 
 from collections.abc import Mapping
 
@@ -13,8 +13,8 @@ PREFIX = "statistics/"
 
 
 def site_sums(sites: Mapping[str, jax.Array], *, policy: Policy) -> Sums:
-    """Of each array the sum of squares, the largest absolute value, and how many elements there
-    are, are 0, and are not finite; the first two of the finite ones. Complete once combined.
+    """Sums each array's squares and counts its elements, zeros and non-finite ones, and takes its
+    largest absolute value; squares and maximum of finite elements. Complete once combined.
     """
     added, largest = {}, {}
     for name, array in sites.items():

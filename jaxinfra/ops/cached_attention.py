@@ -121,7 +121,7 @@ class Pages:
         return self.tables_BM is not None or self._num_slots % _LEAST_PAGE == 0
 
     def paged(self) -> "Pages":
-        """The same with tables: rows of slots, in all layers, are pages one after another."""
+        """Adds tables to contiguous rows, whose slots are pages one after another."""
         if self.tables_BM is not None:
             return self
         assert self.layer is not None, "in_layer"

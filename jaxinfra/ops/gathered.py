@@ -15,7 +15,7 @@ GATHERED = "gathered_weight"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatheredWeight:
-    """What a projection multiplies with, and what its gradient is of.
+    """A whole weight that a projection multiplies with, beside the share that takes the gradient.
 
     Were the gathered weight itself differentiated, its gradient would come in its own dtype, which
     is the compute dtype. So that sums stay in the share's, the two are told apart.

@@ -60,7 +60,7 @@ def multiply(
         spec: two operands, explicit output, every index of an operand present in the other operand
             or in the output. In 8 bits a matmul.
         out: dtype of the result; ``recipe.compute`` by default.
-        weight: one in few bits is a constant, multiplied as ``multiply_quantized`` says; of one
+        weight: a quantized one is a constant, multiplied as ``multiply_quantized`` says; of one
             that was gathered the share has the gradient.
         record, dims, devices: as in ``multiply_fp8``, where the recipe has fp8.
     """

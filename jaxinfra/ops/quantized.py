@@ -37,7 +37,7 @@ def multiply_quantized(
     out: jnp.dtype | None = None,
     is_whole: bool = True,
 ) -> Float[Array, "..."]:
-    """``einsum(spec, x, weight)`` of a weight in few bits; ``ops.multiply.multiply`` calls it.
+    """``einsum(spec, x, weight)`` of a quantized weight; ``ops.multiply.multiply`` calls it.
 
     x is cast to ``recipe.compute`` and the weight dequantized to it. The gradient of x is returned
     in x's dtype; the weight has none.
@@ -87,8 +87,8 @@ def _arranged(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def kept_for_kernel(weight: QuantizedWeight, kind: str) -> QuantizedWeight | None:
-    """What one device of this kind keeps of a weight, both as shapes, to multiply a few rows with
-    it by the kernel. None: there is no kernel for it, and it is dequantized first.
+    """Returns the shapes of a weight as one device of this kind keeps it for its kernel for a few
+    rows. None: no kernel takes it, and it is dequantized first.
     """
     with compiling_for(dataclasses.replace(H200, kind=kind)):
         if why_not_arranged(weight) is not None or not takes_kernel(weight):

@@ -25,8 +25,8 @@ from jaxinfra.parallel.place import Placement
 class ShardedAttention:
     """Each device attends with its own rows and heads; nothing is communicated.
 
-    Kernels are custom calls, which the compiler cannot split. Where rows and heads lie is known
-    here, so nothing is left to ``custom_partitioning``.
+    Kernels are custom calls, which the compiler cannot split. The placement of rows and heads is
+    known here, so nothing is left to ``custom_partitioning``.
     """
 
     placement: Placement
@@ -97,8 +97,8 @@ def latents_on(
 class ShardedDecode:
     """Each device attends to what it caches of its own heads; nothing is communicated.
 
-    Rows of a contiguous cache lie where the batch's rows lie. Pages of a pool are whole on every
-    device of the data axes, as any row may read any of them.
+    Rows of a contiguous cache are on the devices of the batch's rows. Pages of a pool are whole on
+    every device of the data axes, as any row may read any of them.
     """
 
     placement: Placement

@@ -1,4 +1,4 @@
-"""A dialogue with a model, whose engine keeps the keys and values of earlier turns."""
+"""A dialogue with a model, whose engine keeps the keys and values of earlier messages."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -17,10 +17,11 @@ from jaxinfra.serving.sampling import SamplingConfig
 
 @final
 class Conversation:
-    """A dialogue with a model, which it takes over; each turn computes the new tokens only.
+    """A dialogue with a model, which it takes over; each message computes the new tokens only.
 
     Args:
-        template: of the model's turns; None: the dialogue is one text, which the model continues.
+        template: renders conversations; None: the dialogue is one text, which the model
+            continues.
         system: what the conversation begins with.
         context: most tokens of the conversation.
     """
@@ -55,7 +56,7 @@ class Conversation:
             self.messages.append({"role": "system", "content": self._system})
 
     def ask(self, text: str) -> Iterator[str]:
-        """The model's answer to a message, as it is drawn.
+        """Yields the model's answer to a message, as it is sampled.
 
         Raises:
             DataError: the conversation has become longer than the context.

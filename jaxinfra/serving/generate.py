@@ -80,7 +80,7 @@ def generate(
     """Runs requests side by side, and yields what each step brought: the place of a request among
     these, and its new tokens and text.
 
-    What is drawn for a request depends on it alone; only rounding may differ with what runs
+    The tokens sampled for a request depend on it alone; only rounding may differ with what runs
     beside it. Requests are checked at once, before iteration.
 
     Args:

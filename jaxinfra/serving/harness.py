@@ -30,7 +30,7 @@ _TOKENS = 4096  # of a batch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ContinuationScore:
-    """What a model makes of a continuation."""
+    """A model's score of a continuation."""
 
     log_probability: float  # nats, over its tokens
     is_greedy: bool  # whether each token is the most likely one after those before it
@@ -215,7 +215,7 @@ def harness_model(model: LoadedModel, *, template: ChatTemplate | None = None) -
 
 
 class HarnessAnswers:
-    """What the harness asks of a model; its own base class stands behind this one."""
+    """Answers to the harness's requests; the harness's own base class stands behind this one."""
 
     def attach(self, model: LoadedModel, template: ChatTemplate | None) -> None:
         """Gives it the model."""
@@ -225,12 +225,13 @@ class HarnessAnswers:
         self._ends = model.tokenizer.end_ids
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Of each continuation after its context, in nats, and whether it is the likeliest."""
+        """Returns each continuation's log probability after its context, in nats, and whether it is
+        the likeliest."""
         scores = score_continuations(self._decoder, [self._pair(*each.args) for each in requests])
         return [(each.log_probability, each.is_greedy) for each in scores]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Of whole texts, in nats; texts that do not fit into the model in several windows."""
+        """Returns log probabilities of whole texts, in nats; of long texts in several windows."""
         most, (*_, first) = self._decoder.config.max_positions, self._begin()
         windows = [
             rolling_pairs(self._ids(each.args[0]), first=first, max_positions=most)
@@ -265,12 +266,12 @@ class HarnessAnswers:
         return self._template.render(chat_history, add_generation_prompt=add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """What tells one template from another."""
+        """Returns an identity that tells one template from another."""
         return "" if self._template is None or not chat_template else self._template.identity
 
     @property
     def tokenizer_name(self) -> str:
-        """What tells one tokenizer from another."""
+        """Returns an identity that tells one tokenizer from another."""
         return self._model.tokenizer.fingerprint
 
     def _continuation(

@@ -106,7 +106,7 @@ class LoadedModel:
         return (self.tokenizer.bos_id,) if self.prefix_ids is None else self.prefix_ids
 
     def sampling(self, **given: Any) -> SamplingConfig:
-        """How tokens are drawn: as given, else as the model's files name it, else at 0.8."""
+        """How tokens are sampled: as given, else as the model's files name it, else at 0.8."""
         return SamplingConfig.of({"temperature": 0.8}, self.defaults, given)
 
     def prompt(self, text: str, *, spelled_out: bool = False) -> list[int]:
@@ -124,7 +124,7 @@ class LoadedModel:
         return self.definition.bind(self.parameters)
 
     def with_cache(self, form: CacheFormat) -> "LoadedModel":
-        """The same model, which keeps past tokens in this format."""
+        """Returns the same model, which caches past tokens in this format."""
         old = self.definition
         execution = dataclasses.replace(old.execution, cache_format=form)
         definition = define_model(old.config, execution, lora=old.lora).freeze(old.frozen)
@@ -296,7 +296,7 @@ def load_run(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedParameters:
-    """What a run has trained, as a checkpoint holds it."""
+    """Parameters that a run has trained, as a checkpoint holds them."""
 
     step: int
     parameters: Parameters  # with the state, as ``ModelDefinition.bind`` takes them

@@ -1,4 +1,4 @@
-"""From logits to the next token, by settings that are arrays: one row per sequence.
+"""Samples the next token from logits, by settings that are arrays: one row per sequence.
 
 Top-k and top-p keep a prefix of the most likely tokens, found without a sort. Tokens are ordered by
 logit, lower ids first among equals, so a prefix is a least logit and a number of tokens that have
@@ -154,7 +154,7 @@ NO_TOKEN = -1
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingConfig:
-    """How a token is drawn.
+    """How a token is sampled.
 
     In this order: bias, penalties, temperature, min-p, top-k, top-p of what those left. A
     temperature of 0 is greedy: the most likely token, the lowest id among equals.
@@ -266,7 +266,7 @@ class TokenHistory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingNeeds:
-    """What the rows of a batch ask for in all: static, so that nothing else is computed.
+    """Settings that some row of a batch asks for: static, so that nothing else is computed.
 
     Each value is a program of its own. A row draws the same by every program that has what it asks
     for. A branch taken on the device instead would make the host wait for the device.
@@ -280,7 +280,7 @@ class SamplingNeeds:
 
     @classmethod
     def of(cls, configs: Iterable[SamplingConfig]) -> "SamplingNeeds":
-        """What these ask for."""
+        """Returns the needs of these settings together."""
         configs = [*configs]
         drawn = [c for c in configs if c.temperature > 0]
         told = [c.logprobs for c in configs if c.logprobs is not None]

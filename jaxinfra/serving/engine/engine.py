@@ -49,7 +49,7 @@ class TextStream:
         return self._certain(self._decoder.push(token))
 
     def flush(self) -> str:
-        """What is held back at the end; an incomplete character becomes U+FFFD."""
+        """Returns the text held back at the end; an incomplete character becomes U+FFFD."""
         text = self._certain(self._decoder.flush())
         if not self.is_stopped:
             text, self._held = text + self._held, ""
@@ -108,7 +108,7 @@ NOT_FINITE = (
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class EngineCounts:
-    """What the engine has done since it was made."""
+    """Counts of steps, tokens and requests since the engine was made."""
 
     steps: int = 0
     prompt_tokens: int = 0  # of requests taken
@@ -143,7 +143,7 @@ class Engine:
 
     Args:
         tokenizer: where texts and stop strings are wanted.
-        num_ids: ids from here on are never drawn; all of the vocabulary by default.
+        num_ids: ids from here on are never sampled; all of the vocabulary by default.
         draft: a smaller model of the same vocabulary that proposes ``options.num_drafts`` tokens.
         adapters: names of those in the model's bank (``AdapterBank.add_to``), in order; requests
             name one of them.
@@ -227,12 +227,12 @@ class Engine:
 
     @property
     def scheduler(self) -> Scheduler:
-        """Who runs and who waits, and the pages; to be looked at only."""
+        """Running and waiting requests, and their pages; read-only."""
         return self._scheduler
 
     @property
     def runner(self) -> ModelRunner:
-        """The compiled programs; to be looked at only."""
+        """The compiled programs; read-only."""
         return self._runner
 
     def has_room(self, max_running: int, context: int) -> bool:
@@ -295,7 +295,7 @@ class Engine:
             raise ConfigError("an empty stop string would end every text before it begins")
 
     def submit(self, request: GenerationRequest) -> int:
-        """Takes a request, and returns the number by which ``step`` speaks of it.
+        """Takes a request, and returns the number that ``step`` reports it by.
 
         Raises:
             DataError: a prompt that is empty, too long, or has ids outside the vocabulary.
@@ -321,7 +321,7 @@ class Engine:
             self._ended.append(self._end(told, EndReason.CANCELLED))
 
     def step(self) -> list[RequestProgress]:
-        """Gives the device the next step, and says what the one before brought.
+        """Dispatches the next step, and returns the progress that the one before brought.
 
         The device has a step to do while the host reads and plans, as long as requests allow it.
         """
@@ -346,7 +346,7 @@ class Engine:
         return result
 
     def run(self, requests: Sequence[GenerationRequest]) -> list[list[RequestProgress]]:
-        """All of these to their ends: what came of each."""
+        """Runs requests to their ends; returns the progress of each."""
         places = {self.submit(request): place for place, request in enumerate(requests)}
         result: list[list[RequestProgress]] = [[] for _ in requests]
         for progress in self._until_idle():

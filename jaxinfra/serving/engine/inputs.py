@@ -1,4 +1,4 @@
-"""What the host says of the rows of a call: one array, as each one is a transfer of its own.
+"""Inputs of a call's rows packed into one array, as each array is a transfer of its own.
 
 Dims: B row, T new token, M page of a row, C column, S slot.
 """
@@ -104,7 +104,7 @@ class RowInputs:
 
 @final
 class RowWriter:
-    """Writes rows' numbers. What most steps find as the step before did, a slot keeps.
+    """Packs the planned rows into one int32 array. Fields that rarely change are cached per slot.
 
     Args:
         adapters: names of those in the model's bank, by which requests choose.

@@ -1,4 +1,4 @@
-"""What a user says of an engine; the rest follows from the model."""
+"""Options of an engine that a user sets; all else follows from the model."""
 
 import dataclasses
 import enum
@@ -10,7 +10,7 @@ from jaxinfra.serving.engine.plan import SchedulerLimits
 
 
 class Preemption(enum.StrEnum):
-    """What becomes of the keys and values of a request that gives up its pages for another."""
+    """How a request that gave up its pages for another gets its keys and values back."""
 
     RECOMPUTE = "recompute"  # they are computed again, but for what the prefix tree still has
     HOST = "host"  # the host keeps them

@@ -14,7 +14,7 @@ from jaxinfra.serving.sampling import LogProbabilities
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerLimits:
-    """What bounds a step and what it may be shaped like."""
+    """Bounds of a step, and the shapes that its calls may have."""
 
     num_pages: int  # of the pool
     page_size: int  # tokens of a page
@@ -115,7 +115,7 @@ class StepPlan:
 
 
 class Drawn(NamedTuple):
-    """What a step drew for one row; of a kind that is quickly made."""
+    """Tokens that a step sampled for one row; a tuple, which is quickly made."""
 
     row: PlannedRow
     tokens: tuple[int, ...]  # after the first token, and after each draft

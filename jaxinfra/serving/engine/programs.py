@@ -36,7 +36,7 @@ from jaxinfra.serving.sampling import (
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Structure:
-    """Of a state; one is like itself alone, which is quickly told."""
+    """Structure of a state. Two are equal only if they are one object, so comparing is cheap."""
 
     treedef: jax.tree_util.PyTreeDef
     names: tuple[str, ...]  # of the leaves in their order
@@ -52,7 +52,7 @@ class NamedArrays:
 
     @classmethod
     def of(cls, state: nnx.State) -> "NamedArrays":
-        """The same arrays."""
+        """Makes the form by paths of a state's arrays."""
         leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
         arrays = {
             jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves
@@ -62,7 +62,7 @@ class NamedArrays:
 
     @property
     def state(self) -> nnx.State:
-        """As it was."""
+        """The ``nnx.State`` of these arrays."""
         leaves = [self.arrays[name] for name in self.structure.names]
         return jax.tree.unflatten(self.structure.treedef, leaves)
 
@@ -92,7 +92,7 @@ type Pools = tuple[dict[str, Shaped[Array, "_ _ _ ..."]], ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramConfig:
-    """What programs are compiled for, besides shapes."""
+    """Static inputs of programs, besides shapes."""
 
     graphdef: nnx.GraphDef[Decoder]
     num_ids: int  # ids from here on are never drawn
@@ -102,7 +102,7 @@ class ProgramConfig:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceState:
-    """What stays on the device between steps; a step consumes it."""
+    """Arrays that stay on the device between steps; a step consumes them."""
 
     pools: Pools
     draft_pools: Pools  # empty without a draft model

@@ -1,4 +1,4 @@
-"""What is asked of the engine, how far it has come, and what comes back."""
+"""Requests to the engine, their state while they run, and the progress that comes back."""
 
 import dataclasses
 import enum
@@ -29,7 +29,7 @@ class Constraint(Protocol):
         ...
 
     def advance(self, token: int) -> None:
-        """Takes note of a drawn token."""
+        """Takes note of a sampled token."""
         ...
 
     @property
@@ -75,7 +75,7 @@ class TokenScore:
 
 
 class RequestProgress(NamedTuple):
-    """What one step of the engine brought for one request; of a kind that is quickly made."""
+    """Tokens and text that one step brought for one request; a tuple, which is quickly made."""
 
     request: int  # the number that ``submit`` gave
     tokens: tuple[int, ...] = ()

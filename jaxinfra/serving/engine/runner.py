@@ -111,7 +111,7 @@ class ModelRunner:
     """The weights, the pools of pages, and the programs.
 
     Args:
-        num_ids: ids from here on are never drawn.
+        num_ids: ids from here on are never sampled.
         draft: a smaller model of the same vocabulary, which proposes tokens.
         verify_length: tokens of a row with drafts; none without speculation.
         allocates: make the pools; without, ``model`` may be one of shapes, and nothing runs.
@@ -227,7 +227,7 @@ class ModelRunner:
         return Dispatched(rows=drawn)
 
     def read(self, dispatched: Dispatched) -> list[Drawn]:
-        """What a step drew, of the rows that draw; waits for it."""
+        """Waits for a step, and returns the tokens that it sampled."""
         if self._host is not None:
             self._host.collect()
         result = []
