@@ -8,9 +8,8 @@ from jaxtyping import Array, Float
 
 from jaxinfra.axes import Dims
 from jaxinfra.model.execution import Execution
-from jaxinfra.model.lora import Adapter
+from jaxinfra.model.lora import Adapter, RowAdapters
 from jaxinfra.model.passes import ModelState, labelled
-from jaxinfra.model.row_adapters import RowAdapters
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.deferred import Deferred
 from jaxinfra.ops.fp8_operands import Input, empty_record
