@@ -33,7 +33,7 @@ from jaxinfra.planning.devices import (
 )
 from jaxinfra.planning.formats import CORRESPONDENCES, FORMATS, RECIPES
 from jaxinfra.planning.inference import WEIGHTS, Serving, stored_format, summary
-from jaxinfra.planning.layout import BY_STRENGTH, UNROLLED, Layout, Traits
+from jaxinfra.planning.layout import BY_STRENGTH, UNROLLED, Layout, Traits, untrainable
 from jaxinfra.planning.memory import CACHE_BITS
 from jaxinfra.planning.model import PlannedModel, find_model
 from jaxinfra.planning.picture import draw_formats, draw_plan, draw_serving
@@ -64,7 +64,8 @@ def headline(plan: Plan, *, searched: bool) -> list[str]:
     ]
     command = train_command(plan.model.name, plan.asked)
     if command is not None and plan.fits:
-        lines.append(f"  {command}")
+        reason = untrainable(plan.model, plan.asked)
+        lines.append(f"  {command}" if reason is None else f"  not trained here: {reason}")
     return [*lines, *_why_slower(plan), *_spare_room(plan), ""]
 
 

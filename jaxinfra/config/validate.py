@@ -25,6 +25,9 @@ def check_divides(model: ModelConfig, mesh: MeshConfig) -> None:
     """Raises ConfigError where a size of the model does not divide over the axis that shards it."""
     sharded = [("vocab_size", model.vocab_size, "tensor", mesh.tensor)]
     sharded.append(("model_dim", model.model_dim, "fsdp", mesh.fsdp))
+    if any(stack.repeats % mesh.pipe for stack in model.stacks):
+        # Layers that do not divide over the stages lie there split by width.
+        sharded.append(("model_dim", model.model_dim, "fsdp x pipe", mesh.fsdp * mesh.pipe))
     for block in model.blocks:
         sizes = block.mixer.tensor_sizes | block.feed_forward.tensor_sizes
         sharded += [(name, size, "tensor", mesh.tensor) for name, size in sizes.items()]

@@ -4,12 +4,18 @@ import dataclasses
 from typing import Any
 
 from jaxinfra.axes import MESH_AXES
+from jaxinfra.config.data import DataConfig
 from jaxinfra.config.exchange import ExchangeConfig
-from jaxinfra.config.mesh import EXPERT, NODES, MeshConfig
-from jaxinfra.config.run import Remat
+from jaxinfra.config.mesh import EXPERT, NODES, MeshConfig, ShardingConfig
+from jaxinfra.config.optimizer import OptimizerConfig
+from jaxinfra.config.pipeline import PipelineConfig, PipelineSchedule
+from jaxinfra.config.run import Remat, RunConfig, TrainingConfig
+from jaxinfra.config.validate import validate
 from jaxinfra.errors import ConfigError
 from jaxinfra.planning.formats import RECIPES, TrainingRecipe, recipe_of
 from jaxinfra.planning.model import PlannedModel
+
+_STEPS = 1_000_000  # more than any warm-up has
 
 BY_STRENGTH = (Remat.NONE, Remat.DOTS, Remat.MLP, Remat.NAMED, Remat.FULL)
 """Forms of recomputation, those that keep most first."""
@@ -223,6 +229,39 @@ def refusal(model: PlannedModel, layout: Layout) -> str | None:
     except ConfigError as error:
         return str(error)
     return _widths(model, layout)
+
+
+def untrainable(model: PlannedModel, layout: Layout) -> str | None:
+    """Why ``jaxinfra train`` would not take this layout, or None."""
+    mesh, zero = layout.mesh, layout.zero if layout.mesh.fsdp > 1 and layout.zero else 3
+    try:
+        pipeline = PipelineConfig()
+        if layout.chunks > 1:
+            schedule = PipelineSchedule.INTERLEAVED
+            pipeline = PipelineConfig(schedule=schedule, chunks=layout.chunks)
+        training = TrainingConfig(
+            steps=_STEPS,
+            batch_size=layout.batch,
+            accumulation=layout.accumulation,
+            sequence_length=layout.length,
+            remat=layout.remat,
+        )
+        sharding = ShardingConfig(zero=zero, sequence_parallel=layout.sequence_parallel)
+        validate(
+            RunConfig(
+                model=model.config,
+                data=DataConfig(),
+                optimizer=OptimizerConfig(learning_rate=1.0),
+                training=training,
+                mesh=mesh,
+                sharding=sharding,
+                pipeline=pipeline,
+                exchange=layout.exchange,
+            )
+        )
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def _widths(model: PlannedModel, layout: Layout) -> str | None:

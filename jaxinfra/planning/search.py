@@ -15,7 +15,7 @@ from jaxinfra.config.run import Remat
 from jaxinfra.errors import ConfigError, nearest
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.formats import RECIPES
-from jaxinfra.planning.layout import BY_STRENGTH, Layout, Traits, refusal
+from jaxinfra.planning.layout import BY_STRENGTH, Layout, Traits, refusal, untrainable
 from jaxinfra.planning.memory import memory, state_bytes
 from jaxinfra.planning.model import PlannedModel
 from jaxinfra.planning.plan import Plan, make_plan, sized
@@ -277,7 +277,8 @@ def _variants(
                 recipe=recipe,
                 keep_gathered=question.keep_gathered,
             )
-            reason = refusal(model, layout) if zero == 3 or layout.keep_gathered else None
+            is_other = zero == 3 or layout.keep_gathered
+            reason = (refusal(model, layout) if is_other else None) or untrainable(model, layout)
             if reason is not None:
                 reasons[reason] = reasons.get(reason, 0) + 1
                 break

@@ -22,6 +22,7 @@ from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.layout import Layout
 from jaxinfra.planning.model import find_model
 from jaxinfra.planning.plan import make_plan
+from jaxinfra.planning.search import Question, search
 from jaxinfra.runtime.files import local_path
 from jaxinfra.training.progress import Status
 
@@ -105,6 +106,16 @@ def test_a_plan_begins_with_a_command_that_trains_so(name):
     assert f"{plan.time.total_s:.4g} s per step" in first
     if plan.fits:
         assert second.strip() == " ".join(words)
+
+
+@pytest.mark.parametrize("devices", [6, 12, 20])
+@pytest.mark.parametrize("fixed", [(), (("pipe", 2),), (("tensor", 2),)])
+def test_a_search_finds_what_trains(devices, fixed):
+    question = Question(devices=devices, length=8192, batch=devices * 4, fixed=fixed)
+    found = search(find_model("llama3_8b"), question, find_device("h200"), runners_up=3)
+    for plan in (found.best, *(plan for plan, _ in found.runners_up)):
+        words = shlex.split(train_command("llama3_8b", plan.asked) or "")
+        validate(train.config_of(parsed(*words[2:])))
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,48 @@ def test_adafactor():
         np.testing.assert_allclose(found[name], -RATE * steps[name], rtol=1e-4, atol=1e-8)
 
 
+STACKS = {
+    "query": (DimsLeaf(("layers", "embed", "heads", "head")), (3, 130, 4, 40)),
+    "out": (DimsLeaf(("layers", "heads", "head", "embed")), (3, 4, 40, 130)),
+    "up": (DimsLeaf(("layers", "experts", "embed", "mlp")), (3, 2, 128, 130)),
+    "narrow": (DimsLeaf(("layers", "embed", "mlp")), (200, 130, 8)),
+    "scale": (DimsLeaf(("layers", "embed")), (200, 130)),
+    "bias": (DimsLeaf(("layers", "heads", "head")), (3, 4, 40)),
+}
+KINDS = {
+    "adamw": CONFIG,
+    "lion": config(OptimizerKind.LION),
+    "adafactor": config(OptimizerKind.ADAFACTOR),
+    "muon": dataclasses.replace(CONFIG, muon=MuonConfig()),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", STACKS)
+def test_a_stack_is_stepped_as_its_layers_are(kind, name):
+    leaf, shape = STACKS[name]
+    shape = (min(shape[0], 4), *shape[1:]) if kind == "muon" else shape
+    stacked = sum(dim in ("layers", "experts") for dim in leaf.dims)
+    inside = DimsLeaf(leaf.dims[stacked:])
+    rng = np.random.default_rng(0)
+    # Layers of very different gradients.
+    sizes = 10.0 ** rng.uniform(-3, 3, (*shape[:stacked], *[1] * (len(shape) - stacked)))
+    given = [(rng.normal(size=shape) * sizes).astype(np.float32) for _ in range(3)]
+
+    def updates(dims, values):
+        optimizer = make_optimizer(KINDS[kind], dims={"x": dims}, steps=10)
+        state = optimizer.init({"x": values[0]})
+        for gradient in values[1:]:
+            found, state = optimizer.update({"x": gradient}, state, {"x": values[0]})
+        return np.asarray(found["x"])
+
+    together = updates(leaf, given).reshape(-1, *shape[stacked:])
+    apart = zip(*(each.reshape(-1, *shape[stacked:]) for each in given), strict=True)
+    for number, values in enumerate(list(apart)[:5]):
+        alone = updates(inside, list(values))
+        np.testing.assert_allclose(together[number], alone, rtol=2e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("kind", [OptimizerKind.LION, OptimizerKind.ADAFACTOR])
 def test_on_a_mesh_updates_are_one_device_s(kind):
     model = define_model(gpt_like(), execution_on())

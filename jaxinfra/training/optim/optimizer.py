@@ -9,6 +9,7 @@ import optax
 from jaxinfra.axes import Dims
 from jaxinfra.config.optimizer import MuonConfig, OptimizerConfig, OptimizerKind
 from jaxinfra.numerics.storage import exact
+from jaxinfra.training.optim.adafactor import scale_by_adafactor
 from jaxinfra.training.optim.learning_rate import learning_rate
 from jaxinfra.training.optim.muon import is_hidden_matrix, is_matrix, orthogonalized
 from jaxinfra.training.optim.promotion import standard_promotion
@@ -81,12 +82,9 @@ def _lion(config: OptimizerConfig, rate: optax.Schedule, dims: Any) -> optax.Gra
 def _adafactor(
     config: OptimizerConfig, rate: optax.Schedule, dims: Any
 ) -> optax.GradientTransformation:
-    """Algorithm 4 with the paper's constants, without the parameter's own scale as a factor, so
-    that rates of AdamW carry over.
-    """
+    """With the paper's constants; rates of AdamW carry over."""
     return optax.chain(
-        optax.scale_by_factored_rms(),
-        optax.clip_by_block_rms(1.0),
+        scale_by_adafactor(dims),
         optax.add_decayed_weights(config.weight_decay, _where(is_matrix, dims)),
         optax.scale_by_learning_rate(rate),
     )
