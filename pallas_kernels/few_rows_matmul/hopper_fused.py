@@ -57,11 +57,11 @@ def fused_matmul(call: FewRowsCall, *, config: FusedConfig) -> jax.Array:
     operands = {"x": call.x, "w": w_KN, **rows.operands()}
     if call.residual is not None:
         operands["residual"] = call.residual
-    return FusedKernel(c=config, s=s, rows=rows, sums=sums).result(operands)
+    return FusedMatmulKernel(c=config, s=s, rows=rows, sums=sums).result(operands)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class FusedKernel:
+class FusedMatmulKernel:
     """The kernel of one call; its methods are phases, written once per trace."""
 
     c: FusedConfig

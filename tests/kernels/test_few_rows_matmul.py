@@ -39,7 +39,7 @@ from pallas_kernels.few_rows_matmul.config import (
     quantized_configs,
 )
 from pallas_kernels.few_rows_matmul.hopper import fused_hopper, product_hopper
-from pallas_kernels.few_rows_matmul.hopper_fused import FusedKernel
+from pallas_kernels.few_rows_matmul.hopper_fused import FusedMatmulKernel
 from pallas_kernels.few_rows_matmul.reference import FewRowsCall
 from pallas_kernels.hopper.cluster_sums import ClusterSums
 from pallas_kernels.hopper.machine import SMEM_BYTES
@@ -175,9 +175,9 @@ def test_fused_kernel_in_the_interpreter(tiles, swiglu, monkeypatch):
         for i in range(max(0, steps - kernel.num_stages), steps - 1):
             plgpu.barrier_wait(smem.empty.at[i % kernel.num_stages])
 
-    loaded = FusedKernel.load
-    monkeypatch.setattr(FusedKernel, "load", load)
-    monkeypatch.setattr(FusedKernel, "together", lambda kernel, sums: sums)
+    loaded = FusedMatmulKernel.load
+    monkeypatch.setattr(FusedMatmulKernel, "load", load)
+    monkeypatch.setattr(FusedMatmulKernel, "together", lambda kernel, sums: sums)
     monkeypatch.setattr(ResidentRows, "place", placed_by_copies)
     monkeypatch.setattr(ClusterSums, "finish", finished_in_registers)
     monkeypatch.setattr(ClusterSums, "meet_as_bystander", lambda sums: None)
