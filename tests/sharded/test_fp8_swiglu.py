@@ -16,7 +16,7 @@ from jaxinfra.model.mlp import Mlp
 from jaxinfra.model.passes import Pass
 from jaxinfra.model.recomputation import kept_by
 from jaxinfra.numerics.policy import policy_of
-from jaxinfra.ops import fp8_product
+from jaxinfra.ops import fp8
 from jaxinfra.ops import multiply as products
 from jaxinfra.ops.fp8_swiglu import swiglu_input
 from jaxinfra.parallel.execution import execution_on
@@ -92,8 +92,8 @@ def test_a_layer_computes_what_steps_apart_do(fused, config):
 def test_a_layer_computes_with_the_kernel(fused, monkeypatch):
     config = Fp8Matmuls()
     # The products' own kernels have instructions that the interpreter does not know.
-    plainly = functools.partial(fp8_product.scaled_matmul, implementation="xla")
-    monkeypatch.setattr(fp8_product, "scaled_matmul", plainly)
+    plainly = functools.partial(fp8.scaled_matmul, implementation="xla")
+    monkeypatch.setattr(fp8, "scaled_matmul", plainly)
     apart = gradients(config)
     fused("hopper")
     parameters = plgpu.InterpretGPUParams()
