@@ -14,8 +14,8 @@ keep (``QUANTIZED``), as is w: nothing is quantized again for the backward pass.
 What is computed is in parts: an operand is quantized, tokens are multiplied with a weight (y, dx),
 tokens with tokens (dw). ``Devices.each`` runs a part where its arrays are; on a mesh that is each
 device's share of them. With M shared out, y and dx need nothing of other devices and dw is a sum
-over them; with K shared out y is one, with N dx. Kernels multiply what a device has; XLA's partitioner
-multiplies what it spreads over a mesh.
+over them; with K shared out y is one, with N dx. Kernels multiply what a device has, XLA what its
+partitioner spreads over a mesh.
 """
 
 import dataclasses
