@@ -43,11 +43,6 @@ def test_flop_counts_what_is_seen():
 def test_a_row_is_its_shape_again_and_a_case_of_the_table():
     shape = sweep.Shape.of(ROW)
     assert shape.name == ROW["name"]
-    assert sweep.Shape.named(shape.name) == shape
-    for shape_of_mask in sweep.draw(3, 20):
-        assert sweep.Shape.named(shape_of_mask.name) == shape_of_mask
-    with pytest.raises(ValueError, match="not of the form"):
-        sweep.Shape.named("b1 s4096")
     run = {
         "device": device.H200.kind, "clocks": None, "command": "python -m x", "date": "2026-01-01",
         "versions": {"jax": "0.11.2"},

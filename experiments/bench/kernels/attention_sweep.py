@@ -1,11 +1,10 @@
-"""Attention at shapes drawn from what models use: ours, cuDNN and XLA, and which `auto` takes.
+"""Attention at random shapes of what models use: ours, cuDNN and XLA, and which `auto` takes.
 
-python -m experiments.bench.kernels.attention_sweep --seed 1 --compile /tmp/sweep --processes 12
-python -m experiments.bench.kernels.attention_sweep --seed 1 --programs /tmp/sweep --out sweep.json
+python -m experiments.bench.kernels.attention_sweep --seed 1 --out sweep.json
 python -m experiments.bench.kernels.attention_sweep --summary sweep.json more.json # of Hopper GPUs
 
-All contenders of a shape take turns in one process: kernel times by CUPTI, medians, random normal
-operands. ``auto`` is one of them in each direction: its time is that of the one it takes. A forward
+Contenders of a shape alternate in one process: kernel times, medians, random normal operands.
+``auto`` is one of them in each direction: its time is that of the one it takes. A forward
 and backward is one program where cuDNN differentiates itself, and the sum of two elsewhere. XLA is
 timed where a forward has at most ``XLA_FLOP``: beyond, it is several times slower than both others.
 A sweep goes on where it was stopped: shapes that --out has are left out.
@@ -15,10 +14,10 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import pathlib
-import re
 import statistics
 import time
 from typing import Any
@@ -28,7 +27,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench.environment import clocks, environment
-from experiments.bench.kernels import stored_programs
 from experiments.bench.kernels.attention import both_by_vjp, compiled, profiled
 from pallas_kernels import UnsupportedError, flash_attention, flash_attention_gradient
 from pallas_kernels.common import device
@@ -39,6 +37,7 @@ LARGEST_FLOP = 1.5e12  # of a forward: many shapes, and none that takes the time
 XLA_FLOP = 4e9
 POOL = 1 << 27  # random numbers, of which all operands are parts
 ROUNDS, ITERATIONS = 3, 4
+AT_ONCE = 12  # shapes that compile side by side
 LONG = 2048
 WIDTHS = {
     (64, 64): 6, (128, 128): 8, (256, 256): 2, (96, 96): 1, (80, 80): 1, (72, 72): 1,
@@ -52,14 +51,9 @@ HEADS = (
 WINDOWS = (128, 256, 512, 1024, 2048, 4096)
 
 
-_NAME = re.compile(
-    r"b(\d+) s(\d+) h(\d+)/(\d+) d(\d+)/(\d+) (?P<mask>full|causal|window(?P<window>\d+))"
-)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """One drawn call, query and key equally long."""
+    """One random call, query and key equally long."""
 
     B: int
     T: int
@@ -74,22 +68,6 @@ class Shape:
     def of(cls, row: dict[str, Any]) -> "Shape":
         """A measured row's."""
         return cls(**{field.name: row[field.name] for field in dataclasses.fields(cls)})
-
-    @classmethod
-    def named(cls, name: str) -> "Shape":
-        """The shape of a name as ``name`` writes it.
-
-        Raises:
-            ValueError: it is none.
-        """
-        found = _NAME.fullmatch(name)
-        if found is None:
-            raise ValueError(f"{name!r} is not of the form 'b2 s8192 h32/8 d128/128 window512'")
-        sizes = dict(
-            zip(("B", "T", "N", "K", "H", "Hv"), map(int, found.groups()[:6]), strict=True)
-        )
-        window = int(found["window"]) if found["window"] else None
-        return cls(**sizes, mask="window" if window else found["mask"], window=window)
 
     @property
     def name(self) -> str:
@@ -208,33 +186,15 @@ def operands(direction: str, q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: 
     return [q, k, v, d_out] if direction == "fwd+bwd" else [q, k, v, out, lse, d_out]
 
 
-def compile_shape(shape: Shape) -> stored_programs.Programs:
+def compile_shape(shape: Shape) -> dict[tuple[str, str], jax.stages.Compiled | str]:
     """Compiled programs, or what was raised instead."""
-    return stored_programs.compile_each(
-        {
-            key: functools.partial(compiled, f, *operands(key[0], *shape.arrays()))
-            for key, f in programs(shape).items()
-        }
-    )
-
-
-def store(shapes: list[Shape], folder: pathlib.Path, deadline: float) -> None:
-    """Compiles shapes and writes their programs, for a later process to load."""
-    for shape in shapes:
-        path = _path(folder, shape)
-        if not path.exists() and time.monotonic() < deadline:
-            stored_programs.keep(path, compile_shape(shape))
-
-
-def load(shape: Shape, folder: pathlib.Path | None) -> stored_programs.Programs:
-    """Programs as ``store`` wrote them; compiled now if there is no folder."""
-    if folder is None:
-        return compile_shape(shape)
-    return stored_programs.fetch(_path(folder, shape))
-
-
-def _path(folder: pathlib.Path, shape: Shape) -> pathlib.Path:
-    return folder / (shape.name.replace(" ", "-").replace("/", "_") + ".pickle")
+    done: dict[tuple[str, str], jax.stages.Compiled | str] = {}
+    for key, f in programs(shape).items():
+        try:
+            done[key] = compiled(f, *operands(key[0], *shape.arrays()))
+        except Exception as error:  # one refusal does not end the others
+            done[key] = repr(error)[:200]
+    return done
 
 
 def chosen(shape: Shape) -> dict[str, str]:
@@ -246,7 +206,7 @@ def chosen(shape: Shape) -> dict[str, str]:
     }
 
 
-def measure(shape: Shape, ready: stored_programs.Programs, pool: np.ndarray) -> dict[str, Any]:
+def measure(shape: Shape, ready: dict[tuple[str, str], Any], pool: np.ndarray) -> dict[str, Any]:
     """A row: milliseconds by direction and implementation, and what ``auto`` takes."""
     arrays, start = [], 0
     for each in shape.arrays():
@@ -280,26 +240,24 @@ def measure(shape: Shape, ready: stored_programs.Programs, pool: np.ndarray) -> 
     return row | ({"failed": failed} if failed else {})
 
 
-def sweep(shapes: list[Shape], folder: pathlib.Path | None, out: pathlib.Path, budget: float):
+def sweep(shapes: list[Shape], out: pathlib.Path, budget: float) -> None:
     """Adds rows to a file until the time is over."""
     deadline = time.monotonic() + budget
     document = json.loads(out.read_text()) if out.exists() else {"runs": [], "rows": []}
     document["runs"].append(environment())
     seen = {row["name"] for row in document["rows"]}
     left = [shape for shape in shapes if shape.name not in seen]
-    if folder is not None:  # nothing is timed beside a compiler
-        left = [shape for shape in left if _path(folder, shape).exists()]
     pool = np.random.default_rng(0).standard_normal(POOL, np.float32).astype(jnp.bfloat16)
-    with concurrent.futures.ThreadPoolExecutor(4) as threads:
-        ready = {shape: threads.submit(load, shape, folder) for shape in left}
-        for shape, future in ready.items():
-            if time.monotonic() > deadline:
-                future.cancel()
-                continue
-            row = measure(shape, future.result(), pool)
+    for some in itertools.batched(left, AT_ONCE):
+        with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as threads:
+            ready = list(threads.map(compile_shape, some))  # nothing is timed beside a compiler
+        for shape, compiled_shape in zip(some, ready, strict=True):
+            row = measure(shape, compiled_shape, pool)
             document["rows"].append(row)
             print(_line(row), flush=True)
             out.write_text(json.dumps(document, indent=1) + "\n")
+        if time.monotonic() > deadline:
+            break
     document["runs"][-1]["clocks_after"] = clocks()
     out.write_text(json.dumps(document, indent=1) + "\n")
 
@@ -358,37 +316,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=200)
-    parser.add_argument("--shapes", nargs="*", default=[], help="these, by name, instead of drawn")
-    parser.add_argument("--part", default="1/1", help="i/n: every n-th shape, from the i-th")
-    parser.add_argument("--compile", type=pathlib.Path, help="only write programs there")
-    parser.add_argument("--processes", type=int, default=1, help="that compile")
-    parser.add_argument("--programs", type=pathlib.Path, help="load them from there")
     parser.add_argument("--budget", type=float, default=600.0, help="seconds")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("attention-sweep.json"))
     parser.add_argument("--summary", type=pathlib.Path, nargs="+", help="of files, measuring none")
     args = parser.parse_args()
     if args.summary:
         print(json.dumps(summary([row for path in args.summary for row in kept(path)]), indent=1))
-        return
-    i, n = map(int, args.part.split("/"))
-    drawn = [Shape.named(name) for name in args.shapes] or draw(args.seed, args.count)
-    shapes = drawn[i - 1 :: n]
-    if args.compile is None:
-        sweep(shapes, args.programs, args.out, args.budget)
-        return
-    args.compile.mkdir(parents=True, exist_ok=True)
-    if args.processes == 1:
-        store(shapes, args.compile, time.monotonic() + args.budget)
-        return
-    if n > 1:
-        raise SystemExit("--part is for one process; --processes makes the parts")
-    given = {"seed": args.seed, "count": args.count, "budget": args.budget}
-    flags = [f"--{name}={value}" for name, value in given.items()]
-    flags += [f"--compile={args.compile}", *(["--shapes", *args.shapes] if args.shapes else [])]
-    stored_programs.compile_in_processes(
-        "experiments.bench.kernels.attention_sweep", flags, args.processes
-    )
-    print(f"{len(list(args.compile.glob('*.pickle')))} shapes compiled", flush=True)
+    else:
+        sweep(draw(args.seed, args.count), args.out, args.budget)
 
 
 if __name__ == "__main__":
