@@ -87,6 +87,56 @@ def linear_cross_entropy(
         InputError: shapes or dtypes that disagree, or an unknown implementation.
         UnsupportedError: the named implementation cannot compute this call.
     """
+    _check(
+        hidden, table, targets, weights,
+        batch_shards=batch_shards, sequence_shards=sequence_shards, label_smoothing=label_smoothing,
+    )  # fmt: skip
+    if ignore_index is not None:
+        weights = jnp.where(targets == ignore_index, 0.0, weights)
+    if implementation == "reference":
+        if vocabulary_axes:
+            raise UnsupportedError(
+                f"the reference has no vocabulary_axes={vocabulary_axes}: it is of a whole table; "
+                "implementation='xla' can"
+            )
+        sums = linear_cross_entropy_reference(
+            hidden, table, targets, weights,
+            z_loss=z_loss, logit_soft_cap=logit_soft_cap, label_smoothing=label_smoothing,
+        )  # fmt: skip
+        return CrossEntropySums(*sums)
+    reason = hopper.unsupported(
+        hidden, num_devices=max(num_devices, batch_shards * sequence_shards),
+        label_smoothing=label_smoothing, logit_soft_cap=logit_soft_cap,
+    )  # fmt: skip
+    chosen = _choose(implementation, reason, num_ids=table.shape[0])
+    if chosen == "hopper":
+        # It runs on one device: one row of tokens, so that a chunk is a slice and not a copy.
+        hidden = hidden.reshape(1, -1, hidden.shape[-1])
+        targets, weights = targets.reshape(1, -1), weights.reshape(1, -1)
+    num_vocabulary_shards = 1
+    if vocabulary_axes:
+        num_vocabulary_shards = jax.lax.axis_size(vocabulary_axes)
+        targets = targets - jax.lax.axis_index(vocabulary_axes) * table.shape[0]
+    static = _static(
+        chosen, hidden, table,
+        z_loss=z_loss, logit_soft_cap=logit_soft_cap, label_smoothing=label_smoothing,
+        chunk_bytes=chunk_bytes, batch_shards=batch_shards, sequence_shards=sequence_shards,
+        vocabulary_axes=vocabulary_axes, num_vocabulary_shards=num_vocabulary_shards,
+    )  # fmt: skip
+    return CrossEntropySums(*chunked_loss(static, hidden, table, targets, weights))
+
+
+def _check(
+    hidden: jax.Array,
+    table: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    *,
+    batch_shards: int,
+    sequence_shards: int,
+    label_smoothing: float,
+) -> None:
+    """Raises InputError unless the arguments agree."""
     batch, length, width = hidden.shape
     if table.ndim != 2 or table.shape[1] != width:
         raise InputError(
@@ -108,63 +158,19 @@ def linear_cross_entropy(
         raise InputError(f"weights are {weights.dtype}; they must be float32, as the sums are")
     if not 0.0 <= label_smoothing < 1.0:
         raise InputError(f"label_smoothing={label_smoothing} must be at least 0 and below 1")
-    if ignore_index is not None:
-        weights = jnp.where(targets == ignore_index, 0.0, weights)
-    if implementation == "reference":
-        if vocabulary_axes:
-            raise UnsupportedError(
-                f"the reference has no vocabulary_axes={vocabulary_axes}: it is of a whole table; "
-                "implementation='xla' can"
-            )
-        sums = linear_cross_entropy_reference(
-            hidden, table, targets, weights,
-            z_loss=z_loss, logit_soft_cap=logit_soft_cap, label_smoothing=label_smoothing,
-        )  # fmt: skip
-    elif implementation in ("auto", "xla", "hopper"):
-        num_devices = max(num_devices, batch_shards * sequence_shards)
-        reason = hopper.unsupported(
-            hidden, num_devices=num_devices, label_smoothing=label_smoothing,
-            logit_soft_cap=logit_soft_cap,
-        )  # fmt: skip
-        if implementation == "auto":
-            wins = reason is None and table.shape[0] >= HOPPER_LEAST_IDS
-            chosen = "hopper" if wins else "xla"
-        elif implementation == "hopper" and reason is not None:
-            raise UnsupportedError(f"Hopper cross entropy: {reason}; implementation='xla' can")
-        else:
-            chosen = implementation
-        if chosen == "hopper":
-            # It runs on one device: one row of tokens, so that a chunk is a slice and not a copy.
-            hidden = hidden.reshape(1, -1, width)
-            targets, weights = targets.reshape(1, -1), weights.reshape(1, -1)
-        num_vocabulary_shards = 1
-        if vocabulary_axes:
-            num_vocabulary_shards = jax.lax.axis_size(vocabulary_axes)
-            targets = targets - jax.lax.axis_index(vocabulary_axes) * table.shape[0]
-        sums = chunked_loss(
-            _static(
-                chosen,
-                hidden,
-                table,
-                z_loss=z_loss,
-                logit_soft_cap=logit_soft_cap,
-                label_smoothing=label_smoothing,
-                chunk_bytes=chunk_bytes,
-                batch_shards=batch_shards,
-                sequence_shards=sequence_shards,
-                vocabulary_axes=vocabulary_axes,
-                num_vocabulary_shards=num_vocabulary_shards,
-            ),
-            hidden,
-            table,
-            targets,
-            weights,
-        )
-    else:
+
+
+def _choose(implementation: str, reason: str | None, *, num_ids: int) -> str:
+    """The implementation that computes a call; ``reason``: why the kernel cannot."""
+    if implementation not in ("auto", "xla", "hopper"):
         raise InputError(
             f"implementation={implementation!r} is unknown; choose auto, hopper, xla or reference"
         )
-    return CrossEntropySums(*sums)
+    if implementation == "auto":
+        return "hopper" if reason is None and num_ids >= HOPPER_LEAST_IDS else "xla"
+    if implementation == "hopper" and reason is not None:
+        raise UnsupportedError(f"Hopper cross entropy: {reason}; implementation='xla' can")
+    return implementation
 
 
 class Chunks(NamedTuple):

@@ -31,37 +31,8 @@ def make_call(
     scale: float | None,
 ) -> PagedCall:
     """The call, from the arguments of ``paged_attention`` with q [B, T, N, H]."""
-    pools = [("k_pages", k_pages, "P,S,K,H")]
-    pools += [] if v_pages is None else [("v_pages", v_pages, "P,S,K,V")]
-    for name, x, dims in (("q", q, "B,T,N,H"), *pools):
-        if x.ndim != 4:
-            raise InputError(f"{name} has shape {x.shape}; it must have four dims [{dims}]")
-    packed = _check_dtypes(q, k_pages, v_pages, k_scale, v_scale)
+    value_width = _check_shapes(q, k_pages, v_pages, k_scale, v_scale, value_width)
     B, _, N, H = q.shape
-    K, key_width = k_pages.shape[2], packed * k_pages.shape[3]
-    if key_width != H:
-        raise InputError(f"q has head width {H} and k_pages {key_width}; they must be equal")
-    if min(*q.shape, *k_pages.shape) == 0 or N % K:
-        raise InputError(
-            f"q {q.shape} and k_pages {k_pages.shape}: the {N} query heads must share the {K} kv "
-            "heads in equal groups, and no dim may be 0"
-        )
-    if v_pages is not None:
-        if v_pages.shape[:3] != k_pages.shape[:3]:
-            raise InputError(
-                f"k_pages {k_pages.shape} and v_pages {v_pages.shape} must agree in [P,S,K]"
-            )
-        if value_width not in (None, packed * v_pages.shape[3]):
-            raise InputError(
-                f"value_width={value_width} is not v_pages' {packed * v_pages.shape[3]}; give it "
-                "only where v_pages is None and values are the first columns of the keys"
-            )
-        value_width = packed * v_pages.shape[3]
-    elif value_width is None or not 1 <= value_width <= H:
-        raise InputError(
-            f"value_width={value_width} without v_pages: give the columns of the keys, 1..{H}, "
-            "that are the values"
-        )
     if sinks is not None and (sinks.shape != (N,) or not jnp.issubdtype(sinks.dtype, jnp.floating)):
         raise InputError(
             f"sinks is {sinks.dtype} {sinks.shape}; it must be one float per head [{N}]"
@@ -89,6 +60,49 @@ def make_call(
             soft_cap=None if soft_cap is None else _positive("soft_cap", soft_cap),
         ),
     )
+
+
+def _check_shapes(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array | None,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+    value_width: int | None,
+) -> int:
+    """Raises InputError unless queries and pools agree; returns the values' width."""
+    pools = [("k_pages", k_pages, "P,S,K,H")]
+    pools += [] if v_pages is None else [("v_pages", v_pages, "P,S,K,V")]
+    for name, x, dims in (("q", q, "B,T,N,H"), *pools):
+        if x.ndim != 4:
+            raise InputError(f"{name} has shape {x.shape}; it must have four dims [{dims}]")
+    packed = _check_dtypes(q, k_pages, v_pages, k_scale, v_scale)
+    N, H = q.shape[2:]
+    K, key_width = k_pages.shape[2], packed * k_pages.shape[3]
+    if key_width != H:
+        raise InputError(f"q has head width {H} and k_pages {key_width}; they must be equal")
+    if min(*q.shape, *k_pages.shape) == 0 or N % K:
+        raise InputError(
+            f"q {q.shape} and k_pages {k_pages.shape}: the {N} query heads must share the {K} kv "
+            "heads in equal groups, and no dim may be 0"
+        )
+    if v_pages is not None:
+        if v_pages.shape[:3] != k_pages.shape[:3]:
+            raise InputError(
+                f"k_pages {k_pages.shape} and v_pages {v_pages.shape} must agree in [P,S,K]"
+            )
+        if value_width not in (None, packed * v_pages.shape[3]):
+            raise InputError(
+                f"value_width={value_width} is not v_pages' {packed * v_pages.shape[3]}; give it "
+                "only where v_pages is None and values are the first columns of the keys"
+            )
+        value_width = packed * v_pages.shape[3]
+    elif value_width is None or not 1 <= value_width <= H:
+        raise InputError(
+            f"value_width={value_width} without v_pages: give the columns of the keys, 1..{H}, "
+            "that are the values"
+        )
+    return value_width
 
 
 def _check_dtypes(

@@ -17,7 +17,7 @@ TMA adds it to a float32 array in global memory, in no fixed order. It has two f
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +63,24 @@ def backward(
     )  # fmt: skip
     loading = 2 if config.dq_warpgroup else 1  # and one for dQ
     return kernel.gradients(arrays, num_threads=NUM_WARPGROUPS + loading)
+
+
+class _Keys(NamedTuple):
+    """The 64 keys of a warpgroup, the query tiles that see them, and their gradients' sums."""
+
+    wg: int
+    b: Any
+    kv_head: Any
+    k_tile: Any
+    queries: TileRange
+    kv_ids: Any
+    dk_acc: Any
+    dv_acc: Any
+
+    @property
+    def mine(self) -> Any:
+        """Rows of the keys in the block's tile."""
+        return pl.ds(self.wg * 64, 64)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,97 +244,26 @@ class _ByKeys(BackwardKernel):
     def accumulate(
         self, gmem, smem, wg: int, b, kv_head, k_tile, queries: TileRange, dk_acc, dv_acc
     ):
-        """The loop over heads of the group and query tiles."""
+        """Loops over heads of the group and query tiles."""
         g, c, mine = self.g, self.c, pl.ds(wg * 64, 64)
         kv_ids = plgpu.load(smem.kv_ids.at[mine], layout=row_layout()) if self.segmented else None
+        keys = _Keys(wg, b, kv_head, k_tile, queries, kv_ids, dk_acc, dv_acc)
         per_head = queries.hi - queries.lo
 
-        def issue_scores(s_acc, slot, only=0):
-            plgpu.wgmma(s_acc, smem.k.at[only, mine], smem.q.at[slot].transpose((1, 0)))
-
         def first_scores(s_acc):
-            issue_scores(s_acc, 0)
+            self.issue_scores(smem, keys, s_acc, 0)
             return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-
-        def step(it, i, head, carry):
-            s, *previous = carry
-            only = 0 if c.dq_warpgroup else self.only(it)  # where registers are short
-            slot, next_slot = lax.rem(it, c.num_stages), lax.rem(it + 1, c.num_stages)
-            ds_slot = lax.rem(it, NUM_DS)
-            ds_smem = smem.ds.at[ds_slot]
-            q_smem, do_smem = smem.q.at[slot], smem.do.at[slot]
-            n = kv_head * g.group + head
-            # Waits come before the accumulator exists: its zeros then cost no instruction.
-            plgpu.barrier_wait(smem.do_full.at[slot])
-            self.wait_tile(smem, self.odd_queries, c.num_stages + slot, lax.div(it, c.num_stages))
-
-            def key_gradients(dp_acc, s_acc):
-                """Issues the products of dV and dK of this tile, which are under way at the end."""
-                plgpu.wgmma(dp_acc, smem.v.at[only, mine], do_smem.transpose((1, 0)))
-                if s_acc is not None:
-                    issue_scores(s_acc, next_slot, only)
-                p, slope = self.masked_probabilities(smem, wg, slot, s, i, k_tile, kv_ids, queries)
-                dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0 if s_acc is None else 1)
-                if self.interpretable:
-                    smem.p[mine, :] = p.astype(self.dtype)
-                    plgpu.commit_smem()
-                    plgpu.wgmma(dv_acc, smem.p.at[mine], do_smem)
-                else:
-                    plgpu.wgmma(dv_acc, p.astype(self.dtype), do_smem)
-                delta = plgpu.load(smem.delta.at[slot], layout=column_layout())
-                ds = p * (dp - lax.broadcast_in_dim(delta, p.shape, [1]))
-                ds = (ds if slope is None else ds * slope).astype(self.dtype)
-                plgpu.barrier_wait(smem.ds_empty.at[ds_slot])
-                ds_smem[mine, :] = ds
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(smem.ds_ready.at[ds_slot])
-                in_registers = c.register_ds and not self.interpretable
-                plgpu.wgmma(dk_acc, ds if in_registers else ds_smem.at[mine], q_smem)
-
-            def free_queries():
-                plgpu.barrier_arrive(smem.q_empty.at[slot])
-                plgpu.barrier_arrive(smem.do_empty.at[slot])
-
-            s_shape = plgpu.ACC((64, QUERIES), jnp.float32)
-            if c.dq_warpgroup:
-                self.wait_queries(smem, it + 1)
-
-                def whole_step(dp_acc, s_acc):
-                    key_gradients(dp_acc, s_acc)
-                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-                    free_queries()
-                    return s
-
-                return (pl.run_scoped(whole_step, s_shape, s_shape),)
-            pl.run_scoped(functools.partial(key_gradients, s_acc=None), s_shape)
-            (dq_i, dq_n), dq_slot = previous, 1 - ds_slot
-            plgpu.barrier_wait(smem.ds_ready.at[dq_slot])
-            self.wait_queries(smem, it + 1)
-
-            def next_scores(dq_acc, s_acc):
-                issue_scores(s_acc, next_slot, only)
-                dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
-                free_queries()
-                plgpu.barrier_arrive(smem.ds_empty.at[dq_slot])
-                self.add_to_dq(gmem, smem, wg, dq, b, dq_i, dq_n, k_tile)
-                return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-
-            def query_gradient(dq_acc):
-                self.issue_dq(smem, wg, dq_acc, dq_slot, only)
-                return pl.run_scoped(functools.partial(next_scores, dq_acc), s_shape)
-
-            s = pl.run_scoped(query_gradient, plgpu.ACC(self.dq_shape, jnp.float32))
-            return s, i, n
 
         def one_head(head, carry):
             def one_tile(i, carry):
-                return step(head * per_head + i - queries.lo, i, head, carry)
+                it = head * per_head + i - queries.lo
+                return self.step(gmem, smem, keys, it, i, head, carry)
 
             return lax.fori_loop(queries.lo, queries.hi, one_tile, carry)
 
         def any_tile(it, carry):
             i, head, carry = carry
-            return *queries.after(i, head), step(it, i, head, carry)
+            return *queries.after(i, head), self.step(gmem, smem, keys, it, i, head, carry)
 
         def last_dq(dq_acc):
             self.issue_dq(smem, wg, dq_acc, last_ds)
@@ -352,6 +299,87 @@ class _ByKeys(BackwardKernel):
             plgpu.wgmma_accumulator_load(dk_acc, wait_n=0),
             plgpu.wgmma_accumulator_load(dv_acc, wait_n=0),
         )
+
+    def issue_scores(self, smem, keys: _Keys, s_acc, slot, only=0) -> None:
+        """Starts the scores of a query tile, keys by queries."""
+        plgpu.wgmma(s_acc, smem.k.at[only, keys.mine], smem.q.at[slot].transpose((1, 0)))
+
+    def step(self, gmem, smem, keys: _Keys, it, i, head, carry):
+        """The it-th visited query tile: dV, dK and dQ, and the scores of the next tile."""
+        c = self.c
+        s, *previous = carry
+        only = 0 if c.dq_warpgroup else self.only(it)  # where registers are short
+        slot, next_slot = lax.rem(it, c.num_stages), lax.rem(it + 1, c.num_stages)
+        ds_slot = lax.rem(it, NUM_DS)
+        n = keys.kv_head * self.g.group + head
+        # Waits come before the accumulator exists: its zeros then cost no instruction.
+        plgpu.barrier_wait(smem.do_full.at[slot])
+        self.wait_tile(smem, self.odd_queries, c.num_stages + slot, lax.div(it, c.num_stages))
+        slots = (slot, next_slot, ds_slot, only)
+        key_gradients = functools.partial(self.issue_key_gradients, smem, keys, slots, s, i)
+
+        def free_queries():
+            plgpu.barrier_arrive(smem.q_empty.at[slot])
+            plgpu.barrier_arrive(smem.do_empty.at[slot])
+
+        s_shape = plgpu.ACC((64, QUERIES), jnp.float32)
+        if c.dq_warpgroup:
+            self.wait_queries(smem, it + 1)
+
+            def whole_step(dp_acc, s_acc):
+                key_gradients(dp_acc, s_acc)
+                s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+                free_queries()
+                return s
+
+            return (pl.run_scoped(whole_step, s_shape, s_shape),)
+        pl.run_scoped(functools.partial(key_gradients, s_acc=None), s_shape)
+        (dq_i, dq_n), dq_slot = previous, 1 - ds_slot
+        plgpu.barrier_wait(smem.ds_ready.at[dq_slot])
+        self.wait_queries(smem, it + 1)
+
+        def next_scores(dq_acc, s_acc):
+            self.issue_scores(smem, keys, s_acc, next_slot, only)
+            dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
+            free_queries()
+            plgpu.barrier_arrive(smem.ds_empty.at[dq_slot])
+            self.add_to_dq(gmem, smem, keys.wg, dq, keys.b, dq_i, dq_n, keys.k_tile)
+            return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+
+        def query_gradient(dq_acc):
+            self.issue_dq(smem, keys.wg, dq_acc, dq_slot, only)
+            return pl.run_scoped(functools.partial(next_scores, dq_acc), s_shape)
+
+        s = pl.run_scoped(query_gradient, plgpu.ACC(self.dq_shape, jnp.float32))
+        return s, i, n
+
+    def issue_key_gradients(self, smem, keys: _Keys, slots, s, i, dp_acc, s_acc) -> None:
+        """Issues the products of dV and dK of a query tile, which are under way at the end."""
+        slot, next_slot, ds_slot, only = slots
+        mine, wg = keys.mine, keys.wg
+        ds_smem, q_smem, do_smem = smem.ds.at[ds_slot], smem.q.at[slot], smem.do.at[slot]
+        plgpu.wgmma(dp_acc, smem.v.at[only, mine], do_smem.transpose((1, 0)))
+        if s_acc is not None:
+            self.issue_scores(smem, keys, s_acc, next_slot, only)
+        p, slope = self.masked_probabilities(
+            smem, wg, slot, s, i, keys.k_tile, keys.kv_ids, keys.queries
+        )
+        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0 if s_acc is None else 1)
+        if self.interpretable:
+            smem.p[mine, :] = p.astype(self.dtype)
+            plgpu.commit_smem()
+            plgpu.wgmma(keys.dv_acc, smem.p.at[mine], do_smem)
+        else:
+            plgpu.wgmma(keys.dv_acc, p.astype(self.dtype), do_smem)
+        delta = plgpu.load(smem.delta.at[slot], layout=column_layout())
+        ds = p * (dp - lax.broadcast_in_dim(delta, p.shape, [1]))
+        ds = (ds if slope is None else ds * slope).astype(self.dtype)
+        plgpu.barrier_wait(smem.ds_empty.at[ds_slot])
+        ds_smem[mine, :] = ds
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(smem.ds_ready.at[ds_slot])
+        in_registers = self.c.register_ds and not self.interpretable
+        plgpu.wgmma(keys.dk_acc, ds if in_registers else ds_smem.at[mine], q_smem)
 
     def query_gradients(self, gmem, smem, b, kv_head, k_tile, queries: TileRange) -> None:
         """Computes dQ of each tile from the dS of both warpgroups, as a third warpgroup."""
