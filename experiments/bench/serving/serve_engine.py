@@ -7,9 +7,8 @@ Cases. "steps": requests that all decode, "ms" a step with sampling and the host
 weights and cache over the rate of a copy in the same process. "batch": --requests at once, of
 --prompt-tokens and --new-tokens, greedy; "of_roofline" is what their products would take at the
 rate of a large matmul, and their decode steps at that of a copy, over the time taken. "prefix":
-prompts of a suffix alone, then behind a prefix that pages hold. "load": arrivals by chance at
-shares of the batch's rate. "check": greedy tokens beside the logits of a pass over the whole text.
-"memory": what ``jaxinfra memory --serve`` says of this engine, to be held beside "peak_bytes".
+prompts of a suffix alone, then behind a prefix that pages hold. "load": arrivals at random times at
+shares of the batch's rate.
 """
 
 import argparse
@@ -17,7 +16,6 @@ import collections
 import dataclasses
 import functools
 import gc
-import pathlib
 import statistics
 import time
 from collections.abc import Sequence
@@ -29,14 +27,9 @@ import numpy as np
 from flax import nnx
 from jax.experimental.mosaic.gpu import profiler
 
-from experiments.bench.harness import copied
-from experiments.bench.serving.decode import Form, floor_bytes, prefill_flops, served
-from experiments.bench.table import Table
-from jaxinfra.config.precision import PolicyName
-from jaxinfra.config.presets import MODELS
-from jaxinfra.diagnostics.memory.serving import ServingCase, serving_memory
+from experiments.bench.harness import copied, options, table_of
+from experiments.bench.serving.decode import floor_bytes, prefill_flops, served
 from jaxinfra.model.decoder import Decoder
-from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.engine.requests import GenerationRequest
@@ -52,7 +45,7 @@ SHAPES = {
     "llama32_1b": ((1, 2048), (64, 2048)),
     "tiny": ((1, 32), (2, 32)),
 }
-CASES = ("steps", "batch", "prefix", "load", "check", "memory")
+CASES = ("steps", "batch", "prefix", "load")
 PERCENTILES = (50, 95, 99)
 
 
@@ -246,34 +239,6 @@ class Bench:
             "per_token_ms": percentiles(each),
         }
 
-    def check(self) -> dict[str, Any]:
-        """How far drawn tokens' logits lie below the largest of a pass over the whole text."""
-        lengths = self.args.check_lengths
-        requests = [self.request(length, 24) for length in lengths]
-        tokens: dict[int, list[int]] = collections.defaultdict(list)
-        places = {self.engine.submit(each): place for place, each in enumerate(requests)}
-        while self.engine.is_busy:
-            for progress in self.engine.step():
-                assert progress.error is None, progress.error
-                tokens[places[progress.request]] += progress.tokens
-        gaps, spread, same = [], [], 0
-        for place, request in enumerate(requests):
-            text = [*request.prompt_ids, *tokens[place]]
-            ids = np.zeros((1, self.engine.limits.context), np.int32)
-            ids[0, : len(text)] = text
-            logits = np.asarray(_whole(self.form, ids)[0])[len(request.prompt_ids) - 1 :]
-            logits = logits[: len(tokens[place])]
-            drawn = logits[np.arange(len(logits)), tokens[place]]
-            gaps += (logits.max(axis=1) - drawn).tolist()
-            spread.append(float(logits.std()))
-            same += int((logits.argmax(axis=1) == tokens[place]).sum())
-        return {
-            "tokens": len(gaps),
-            "same": same,
-            "largest_gap": round(max(gaps), 5),
-            "logits_std": round(statistics.fmean(spread), 4),
-        }
-
     def state(self) -> dict[str, Any]:
         """Whether anything was lost, or compiled late, and the memory it took."""
         if not self.args.few_programs:
@@ -306,34 +271,10 @@ def options_of(args: argparse.Namespace) -> EngineOptions:
     )
 
 
-def predicted(args: argparse.Namespace) -> dict[str, Any]:
-    """Bytes of the engine, before it is made."""
-    case = ServingCase(
-        model=MODELS[args.preset](),
-        policy=held_as_computed(POLICIES[PolicyName.BF16]),
-        engine=options_of(args),
-        is_straight=jax.default_backend() == "gpu",
-    )
-    found = serving_memory(case)
-    return {"predicted_bytes": found.bytes, "program": str(found.program), "each": found.totals}
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _hidden(graphdef: Any, weights: Any, ids_BT: jax.Array) -> jax.Array:
-    model = nnx.merge(graphdef, weights)
-    return model.logits(model.hidden(ids_BT))
-
-
-def _whole(form: Form, ids_BT: np.ndarray) -> jax.Array:
-    return _hidden(form.graphdef, form.weights, jnp.asarray(ids_BT))
-
-
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = options(__doc__, budget=300.0)
     parser.add_argument("--preset", default="llama3_8b", choices=[*SHAPES])
     parser.add_argument("--cases", nargs="+", default=[*CASES], choices=CASES)
-    parser.add_argument("--out", type=pathlib.Path)
-    parser.add_argument("--budget", type=float, default=300.0, help="seconds in all")
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--tensor", type=int, default=1, help="devices that share each layer")
     parser.add_argument("--page-size", type=int, default=64)
@@ -354,7 +295,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--few-programs", action="store_true", help="others compile when needed")
     parser.add_argument("--batches", type=int, nargs="+", help="of steps; all by default")
     parser.add_argument("--samplings", nargs="+", default=["greedy", "temperature", "top-p"])
-    parser.add_argument("--check-lengths", type=int, nargs="+", default=[5, 64, 200, 777, 1024])
     args = parser.parse_args()
     if "load" in args.cases and "batch" not in args.cases:
         parser.error("--cases load takes shares of the rate of requests that --cases batch finds")
@@ -363,17 +303,9 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    table = Table(out=args.out, deadline=time.monotonic() + args.budget)
-    if "memory" in args.cases:
-        table.add("memory", functools.partial(predicted, args))
-    if args.cases == ["memory"]:
-        return
-    bench = Bench(args)
+    table, bench = table_of(args), Bench(args)
     table.add("rates", bench.rates)
-    if args.cases != ["check"]:
-        table.add("warm up", bench.warm_up)
-    if "check" in args.cases:
-        table.add("check", bench.check)
+    table.add("warm up", bench.warm_up)
     row: dict[str, Any] = {}
     if "batch" in args.cases:
         row = table.add(f"batch {args.prompt_tokens} + {args.new_tokens}", bench.batch)
