@@ -43,15 +43,32 @@ class PeftSettings:
 
     rank: int
     alpha: float
-    alphas: Mapping[str, float]  # of modules, by the end of their names
+    alphas: Mapping[str, float]  # of modules, by expressions that their names' ends match
     kind: AdapterKind
     scaling: AdapterScaling
 
     def scale(self, module: str, rank: int) -> float:
         """The factor on a module's B A."""
-        ends = (end for end in self.alphas if module == end or module.endswith("." + end))
-        alpha = self.alphas.get(next(ends, ""), self.alpha)
+        matching = (a for e, a in self.alphas.items() if re.match(rf"(.*\.)?({e})$", module))
+        alpha = next(matching, self.alpha)  # as PEFT matches them, an anchored one as a whole
         return LoraConfig(rank=rank, alpha=alpha, scaling=self.scaling).scale
+
+
+ENDS = dict.fromkeys(("lm_head", "embed_out"), "output head")
+ENDS |= dict.fromkeys(("embed_tokens", "wte", "wpe"), "embeddings")
+"""Modules of models beside their layers, by the last part of their names."""
+
+_MOST_REPEATS = 4
+
+
+def _is_quick(expression: str) -> bool:
+    """Whether matching ends soon whatever the name: files come from strangers."""
+    try:
+        re.compile(expression)
+    except re.error:
+        return False
+    repeats = len(re.findall(r"[*+{]", expression))
+    return repeats <= _MOST_REPEATS and not re.search(r"\)[*+{]", expression)
 
 
 def is_peft_directory(path: Path) -> bool:
@@ -71,20 +88,22 @@ def read_settings(path: Path) -> PeftSettings:
         keys.expect(name, (None, [], ()), "more than projections was trained; merge it instead")
     for name in ("layer_replication", "alora_invocation_tokens", "arrow_config", "kasa_config"):
         keys.expect(name, (None,), "this form of adapters is not read")
-    for name in ("use_qalora", "lora_bias", "use_bdlora", "monteclora_config"):
+    keys.expect("lora_bias", (False, None), "biases of adapters are not read; merge them")
+    for name in ("use_qalora", "use_bdlora", "monteclora_config"):
         keys.expect(name, (False, None), "this form of adapters is not read")
     keys.ignore("rank_pattern")  # the tensors have the ranks
     alphas = keys.mapping("alpha_pattern") or {}
     for name, alpha in alphas.items():
-        if not re.fullmatch(r"\^?[\w.]+", name) or type(alpha) not in (int, float):
+        if not _is_quick(name) or type(alpha) not in (int, float):
             raise ConfigError(
-                f"{path / CONFIG}: alpha_pattern {name!r}: {alpha!r}: names of modules are read, "
-                "with a number each; write expressions out"
+                f"{path / CONFIG}: alpha_pattern {name!r}: {alpha!r}: expressions that repeat no "
+                f"group and have at most {_MOST_REPEATS} repetitions are read, with a number each; "
+                "write this one out"
             )
     settings = PeftSettings(
         rank=keys.integer("r"),
         alpha=keys.number("lora_alpha"),
-        alphas={name.removeprefix("^"): float(alpha) for name, alpha in alphas.items()},
+        alphas={name: float(alpha) for name, alpha in alphas.items()},
         kind=AdapterKind.DORA if keys.flag("use_dora", False) else AdapterKind.LORA,
         scaling=(
             AdapterScaling.RSLORA if keys.flag("use_rslora", False) else AdapterScaling.STANDARD
@@ -153,6 +172,11 @@ def _modules(path: Path, weights: WeightMap, settings: PeftSettings) -> list[_Mo
     found: dict[str, dict[str, np.ndarray]] = {}
     for name in files.tensors:
         module, kind = _parsed(path, name)
+        if module.split(".")[-1] in ENDS:
+            raise ConfigError(
+                f"{path}: {name} adapts the {ENDS[module.split('.')[-1]]}, and ours are of "
+                "projections of layers; merge it into the model (PEFT's merge_and_unload)"
+            )
         if module + ".weight" not in weights.tensors:
             raise CheckpointError(
                 f"{path}: {name} is of no weight of the model; the adapters are of another one"
@@ -172,6 +196,8 @@ def _parsed(path: Path, name: str) -> tuple[str, str]:
         ("B", ".lora_B.weight"),
         ("magnitude", ".lora_magnitude_vector"),
         ("magnitude", ".lora_magnitude_vector.weight"),
+        ("A", ".lora_embedding_A"),
+        ("B", ".lora_embedding_B"),
     ):
         if name.startswith(PREFIX) and name.endswith(ending):
             return name.removeprefix(PREFIX).removesuffix(ending), kind

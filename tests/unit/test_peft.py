@@ -15,7 +15,7 @@ from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.checkpoint.model_directory import read_model_directory
 from jaxinfra.checkpoint.onto_mesh import place_parameters
 from jaxinfra.checkpoint.peft_files import write_peft
-from jaxinfra.checkpoint.peft_import import read_peft
+from jaxinfra.checkpoint.peft_import import read_peft, read_settings
 from jaxinfra.checkpoint.trained_adapters import MergedParameters
 from jaxinfra.cli.main import main
 from jaxinfra.config.precision import PolicyName
@@ -215,6 +215,18 @@ WRONG = {
         {},
         lambda t: t.update({FIRST + "A.weight": np.ones((4, 9), np.float32)}),
     ),
+    "adapts the output head": (
+        {},
+        lambda t: t.update({"base_model.model.lm_head.lora_A.weight": t[FIRST + "A.weight"]}),
+    ),
+    "adapts the embeddings": (
+        {},
+        lambda t: t.update(
+            {"base_model.model.model.embed_tokens.lora_embedding_A": t[FIRST + "A.weight"]}
+        ),
+    ),
+    "biases of adapters": ({"lora_bias": True}, None),
+    "write this one out": ({"alpha_pattern": {"(": 1}}, None),
     "not finite": ({}, lambda t: t[FIRST + "A.weight"].fill(np.nan)),
 }
 
@@ -228,3 +240,14 @@ def test_what_cannot_be_read_is_refused_by_name(message, spoiled):
     weights = weight_map(base.hf["model_type"], base.config, definition.arrays)
     with pytest.raises((ConfigError, CheckpointError), match=message):
         read_peft(path, weights, definition, source=base.open(definition))
+
+
+PATTERNS = json.loads((GOLDEN / "peft" / "patterns.json").read_text())
+
+
+@pytest.mark.parametrize(("patterns", "wanted"), PATTERNS)
+def test_patterns_match_as_in_peft(patterns, wanted, spoiled):
+    settings = {"alpha_pattern": patterns, "lora_alpha": -1 + 1e9, "use_rslora": False}
+    found = read_settings(spoiled(settings))
+    for module, alpha in wanted.items():
+        assert found.scale(module, 2) == (settings["lora_alpha"] if alpha == -1 else alpha) / 2
