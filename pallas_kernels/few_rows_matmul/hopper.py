@@ -80,9 +80,11 @@ def fused_hopper(call: FewRowsCall, config: FusedConfig | QuantizedConfig | None
     if isinstance(call.weight, QuantizedWeight):
         tiles = config or _quantized_tiles(call.shape)
         assert isinstance(tiles, QuantizedConfig), "unsupported_fused"
+        assert fuses(call, tiles) is None, f"{tiles}: {fuses(call, tiles)}"
         return quantized_product(call, out_dtype=call.x.dtype, config=tiles)
     config = config or default_fused(call.shape)
     assert isinstance(config, FusedConfig), "unsupported_fused"
+    assert config.unsupported(call.shape) is None, f"{config}: {config.unsupported(call.shape)}"
     return fused_matmul(call, config=config)
 
 
@@ -101,6 +103,8 @@ def product_hopper(
     """
     call = FewRowsCall(x=x_MK, weight=weight, swiglu=swiglu)
     config = config or default_product(call.shape)
+    assert config is not None, "unsupported_product"
+    assert config.unsupported(call.shape) is None, f"{config}: {config.unsupported(call.shape)}"
     if isinstance(weight, QuantizedWeight):
         assert isinstance(config, QuantizedConfig), "unsupported_product"
         return quantized_product(call, out_dtype=out_dtype, config=config)
