@@ -1,4 +1,4 @@
-"""Sharded arrays to and from files, by Orbax: the only module that knows Orbax."""
+"""Sharded arrays are written to and read from files by Orbax; no other module knows Orbax."""
 
 import asyncio
 import logging
@@ -41,7 +41,7 @@ def _unsavable(leaf: Any) -> str:
 
 
 class Write:
-    """Arrays on their way to files. Once constructed, the caller may donate or delete them."""
+    """A write of arrays to files. Once constructed, the caller may donate or delete the arrays."""
 
     def __init__(self, directory: Path, flat: Mapping[str, jax.Array]) -> None:
         silence_orbax()

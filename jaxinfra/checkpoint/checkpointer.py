@@ -1,8 +1,9 @@
-"""Finding the newest checkpoint that is as it was written, and reading it.
+"""Checkpoints of a run's state: saved asynchronously and atomically, verified before they
+are read.
 
-One save: arrays to a partial directory, sums, commit, retention; in a background thread.
-
-Saving and restoring a run's state so that nothing is lost.
+A save copies the arrays to the host, writes them to a partial directory, takes sums, commits by
+a rename and deletes old steps, in a background thread. Reading takes the newest checkpoint whose
+files are all as they were written.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Restored:
-    """A state read back, and the checkpoints that were tried before it and found damaged."""
+    """A restored state, with the checkpoints that were tried before it and found damaged."""
 
     step: int
     state: PyTree[jax.Array]
@@ -180,7 +181,7 @@ def _others(directory: Path) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SaveTarget:
-    """Where a save goes and what becomes of older ones."""
+    """The target of a save: its directory, and what becomes of older ones."""
 
     directory: Path
     step: int
@@ -198,7 +199,9 @@ class SaveTarget:
         return self.directory / directory_layout.step_name(self.step)
 
     def written_marker(self, process: int) -> Path:
-        """Exists once a process has written its part; gone before the sums are taken."""
+        """The marker file of a process that has written its part; gone before the sums
+        are taken.
+        """
         return self.partial / f"written.{process}"
 
     def prepare(self) -> None:
@@ -288,7 +291,7 @@ class Save:
 
 
 def failed(target: SaveTarget, error: Exception) -> CheckpointError:
-    """What people read when a save fails: step, path, cause, and that nothing older is lost."""
+    """Makes the error of a failed save: step, path, cause, and that nothing older is lost."""
     # TensorStore puts the number among a page of its own state; the exception's cause has it all.
     in_text = re.search(r"os_error_code='(\d+)'", str(error))
     code = error.errno if isinstance(error, OSError) else int(in_text[1]) if in_text else None
@@ -432,11 +435,11 @@ class Checkpointer:
             raise failure
 
     def steps(self) -> list[int]:
-        """Committed steps, ascending. Whether their files are intact, ``verify`` says."""
+        """Returns committed steps, ascending. Whether their files are intact, ``verify`` says."""
         return directory_layout.steps(self._directory)
 
     def latest(self) -> int | None:
-        """The newest committed step."""
+        """Returns the newest committed step."""
         return max(self.steps(), default=None)
 
     def restore(

@@ -1,24 +1,22 @@
-"""Names and moves in a ``checkpoints/`` directory. Every state a crash can leave has its own name.
+"""The layout of a ``checkpoints/`` directory. Every state a crash can leave has its own name.
 
-step_00000100/                   committed: complete when it got this name, by one rename
-step_00000100.partial-<unique>/  being written, or left by a killed save
-step_00000100.deleted-<unique>/  being deleted, or left by a killed deletion
-quarantine/                      found damaged or set aside, with a reason file beside each
-.lock                            held by the one process that may change the directory
+    step_00000100/                   committed: complete when it got this name, by one rename
+    step_00000100.partial-<unique>/  being written, or left by a killed save
+    step_00000100.deleted-<unique>/  being deleted, or left by a killed deletion
+    quarantine/                      found damaged or set aside, with a reason file beside each
+    .lock                            held by the one process that may change the directory
 
-The manifest: SHA-256 and size of every file of a checkpoint, checked before anything is loaded.
+Each checkpoint has a manifest: SHA-256 and size of every file, checked before anything is
+loaded. Orbax loads a checkpoint with a flipped bit without an error, so we keep our own sums.
 
-Orbax loads a checkpoint with a flipped bit without an error, so we keep our own sums.
+The sums detect any change to the bytes of any file after they were taken: flipped bits,
+truncation, missing or extra files, a renamed checkpoint. The manifest's own bytes are included.
 
-What it detects: any change to the bytes of any file between the moment the sums were taken and the
-moment they are checked (flipped bits, truncation, missing or extra files, a renamed checkpoint),
-the manifest's own bytes included.
-
-What it cannot detect: damage older than the sums. They are computed from the files right after
-they were written, so whatever went into those files, a bit flipped in device or host memory or in
-the writer, is taken for the truth. Both sums usually come from the operating system's page cache:
-damage on the disk itself shows only once the cache no longer holds the file, as after a restart on
-another machine. The sums guard against accidents, not against a person who recomputes them.
+The sums cannot detect older damage. They are computed right after the files were written, so a
+bit flipped in device or host memory or in the writer is taken for the truth. Both sums usually come
+from the operating system's page cache. Damage on the disk itself shows only once the cache no
+longer holds the file, as after a restart on another machine. The sums guard against accidents, not
+against a person who recomputes them.
 """
 
 import concurrent.futures
@@ -60,12 +58,12 @@ _log = logging.getLogger(__name__)
 
 
 def step_name(step: int) -> str:
-    """The directory name of a committed step, such as ``step_00000100``."""
+    """Returns the directory name of a committed step, such as ``step_00000100``."""
     return f"step_{step:08d}"
 
 
 def steps(directory: Path) -> list[int]:
-    """Committed steps, ascending; whether their files are intact is another question."""
+    """Returns committed steps, ascending; whether their files are intact is another question."""
     if not directory.is_dir():
         return []
     matches = (_COMMITTED.fullmatch(path.name) for path in directory.iterdir() if path.is_dir())
@@ -162,7 +160,9 @@ def set_aside(directory: Path, step: int, reasons: Sequence[str]) -> Rejected:
 
 
 def retained(losses: Mapping[int, float | None], config: CheckpointConfig) -> set[int]:
-    """Which steps to keep: the newest, and those of lowest held-out loss (the newer of equals)."""
+    """Returns the steps to keep: the newest, and those of lowest held-out loss (the newer of
+    equals).
+    """
     newest = sorted(losses)[-config.keep_last :]
     ranked = sorted(
         (loss, -step) for step, loss in losses.items() if loss is not None and math.isfinite(loss)
@@ -208,7 +208,7 @@ MAX_THREADS = 16
 
 
 class FileFault(enum.StrEnum):
-    """What can be wrong with one file of a checkpoint."""
+    """The faults that one file of a checkpoint can have."""
 
     MISSING = "missing"
     EXTRA = "extra"
@@ -322,7 +322,7 @@ def _raise(error: OSError) -> None:
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """Computes the SHA-256 of a file, in hexadecimal."""
     return _sha256(path, sync=False)[1]
 
 

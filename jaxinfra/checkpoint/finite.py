@@ -1,4 +1,4 @@
-"""Weights that are numbers: a model with a NaN in it computes nothing, and says so nowhere."""
+"""Checks that weights are finite: a model with a NaN in it computes nothing, and raises nowhere."""
 
 import contextlib
 import contextvars
@@ -21,7 +21,7 @@ _allowed: contextvars.ContextVar[bool] = contextvars.ContextVar("nonfinite_allow
 
 @contextlib.contextmanager
 def nonfinite_allowed(*, allowed: bool = True) -> Iterator[None]:
-    """Within, weights are taken as they are."""
+    """Allows weights that are not finite, within."""
     token = _allowed.set(allowed)
     try:
         yield
@@ -30,8 +30,8 @@ def nonfinite_allowed(*, allowed: bool = True) -> Iterator[None]:
 
 
 def require_finite(arrays: Mapping[str, jax.Array], *, where: object) -> None:
-    """Raises CheckpointError naming the first of these floating-point arrays that holds a NaN or
-    an infinity. Reads each once, on the devices that hold it.
+    """Raises CheckpointError naming the first floating-point array that holds a NaN or an infinity.
+    Each is read once, on its devices.
     """
     floating = {
         name: leaf for name, leaf in arrays.items() if jnp.issubdtype(leaf.dtype, jnp.floating)
@@ -53,7 +53,7 @@ def _all_finite(leaves: tuple[jax.Array, ...]) -> jax.Array:
 
 
 def require_finite_piece(piece: np.ndarray, *, name: str) -> None:
-    """The same for elements on the host, of a tensor of that name."""
+    """Raises as ``require_finite``, for elements on the host of a tensor of that name."""
     kind: Any = piece.dtype
     if not jnp.issubdtype(kind, jnp.floating) or _allowed.get():
         return

@@ -1,4 +1,4 @@
-"""The weights that a run starts from: another model's, straight onto the mesh."""
+"""Initial weights of a run that starts from another model, read directly onto the mesh."""
 
 import concurrent.futures
 import dataclasses
@@ -47,7 +47,8 @@ class InitialModel:
 
 
 def read_initial(path: Path) -> InitialModel:
-    """What model a directory or a run holds, and the checksum of its weights, all of them read.
+    """Reads which model a directory or a run holds, and the checksum of its weights, all of them
+    read.
 
     Raises:
         ConfigError, CheckpointError: it cannot be started from; with the reason.
@@ -92,7 +93,7 @@ def place_initial(
 
     Args:
         shardings: of what to read: parameters, state or both.
-        kept: how projections are kept: in few bits they are rounded layer by layer, from the
+        kept: how projections are kept: quantized, they are rounded layer by layer, from the
             numbers that are stored, so that devices never hold more than a layer of those. A run's
             are held whole on the first device meanwhile.
 
@@ -110,7 +111,7 @@ def place_initial(
 
 
 def initial_source(init: InitConfig, config: ModelConfig) -> ParameterSource:
-    """The weights as they are stored; a run's are brought onto the first device."""
+    """Opens the weights as they are stored; a run's are brought onto the first device."""
     if init.step is None:
         return _model_files(init, config)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -156,8 +157,8 @@ def _require_same(init: InitConfig, found: str) -> None:
 
 
 def kept_files(path: Path) -> dict[str, bytes]:
-    """What a run keeps of a directory it starts from, so that it needs it no more: template,
-    separators and Hugging Face config, but the tokenizer, which a run writes itself.
+    """Returns the files that a run keeps of its start directory: template, separators and Hugging
+    Face config. The tokenizer is written by the run itself.
     """
     names = (name for name in TOKENIZER_FILES if name != "tokenizer.json")
     files = {name: read_bytes(path / name) for name in names if (path / name).is_file()}

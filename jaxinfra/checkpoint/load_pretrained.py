@@ -1,9 +1,7 @@
-"""Weights of a quantized checkpoint kept in few bits: from its files onto a mesh as they are.
+"""A model from a directory of safetensors, as Hugging Face or ``jaxinfra convert`` writes them.
 
-What a projection multiplies with stays packed where all layers have it in one format, as a matrix
-of outputs and inputs. Anything else is read as the numbers that it stands for, and a line says so.
-
-A model from a directory of safetensors, as Hugging Face or ``jaxinfra convert`` writes them.
+A quantized checkpoint's projections stay packed where all layers have them in one format, as a
+matrix of outputs and inputs. Anything else is dequantized, and a line says so.
 """
 
 import dataclasses
@@ -49,7 +47,7 @@ type _Read = Callable[[StoredWeight, Index], np.ndarray]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedParameter:
-    """One of our parameters in few bits, of all layers, as the files hold it."""
+    """One of our parameters, quantized, of all layers, as the files hold it."""
 
     source: MappedParameters
     weights: Mapping[str, StoredWeight]  # by the files' names
@@ -76,7 +74,7 @@ class PackedParameter:
         )
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """A slice of the part of this name."""
+        """Reads a slice of the part of this name."""
         num_leading = len(self.shape) - len(self.inputs) - len(self.outputs)
         leading, inner = index[:num_leading], index[num_leading:]
         ranges = [range(part.start, part.stop) for part in leading]
@@ -150,7 +148,9 @@ def shapes_in_few_bits(
     has_zeros: bool,
     has_order: bool = False,
 ) -> QuantizedWeight:
-    """Shapes and dtypes of the parts of a weight of this shape, as loading keeps them."""
+    """Returns shapes and dtypes of the parts of a quantized weight of this shape, as loading keeps
+    them.
+    """
     leading = shape[: len(shape) - len(inputs) - len(outputs)]
     rows, columns = math.prod(inputs), math.prod(outputs)
     grid = form.scales_shape(rows, columns)
@@ -174,7 +174,8 @@ def shapes_in_few_bits(
 def place_packed(
     source: ParameterSource, definition: ModelDefinition, placement: Placement
 ) -> Parameters:
-    """The parameters that the files hold in few bits, each device its shard; empty where none are.
+    """Reads the quantized parameters of the files, each device its shard; empty where there are
+    none.
 
     Raises:
         ConfigError: devices would have parts of a group of elements that share a scale.
@@ -194,7 +195,7 @@ def place_packed(
 def packed_shapes(
     source: ParameterSource, definition: ModelDefinition, placement: Placement
 ) -> Parameters:
-    """The same parameters' shapes, dtypes and shardings; reads none of them."""
+    """Returns shapes, dtypes and shardings of what ``place_packed`` reads; reads nothing."""
     return _each_packed(source, definition, placement, lambda _, shapes: shapes)
 
 
@@ -274,8 +275,8 @@ def _packed(source: ParameterSource, path: str, shape: tuple[int, ...]) -> Packe
 
 
 def form_of_part(form: WeightFormat, tensor: Tensor, part: Part) -> WeightFormat:
-    """The format of our part of a tensor in ``form``; blocks of outputs that it cuts are taken
-    apart.
+    """Returns the format of our part of a tensor in ``form``; blocks of outputs that it cuts are
+    taken apart.
     """
     if form.group_columns > 1 and (tensor.interleaved or part.start % form.group_columns):
         return dataclasses.replace(form, group_columns=1)
@@ -351,7 +352,8 @@ def load_pretrained(
 def pretrained_shapes(
     path: Path, *, policy: PolicyName | None = None, placement: Placement | None = None
 ) -> PretrainedModel:
-    """The same with shapes in the place of arrays, packed ones kept: what there is to be held.
+    """Returns the model with shapes in the place of arrays, packed ones kept: what there is to be
+    held.
 
     Only the files' headers are read.
     """

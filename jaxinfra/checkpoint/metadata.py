@@ -1,4 +1,6 @@
-"""``metadata.json``: what a checkpoint is of, and the tree of arrays that it holds."""
+"""Metadata of a checkpoint (``metadata.json``): what it belongs to, and the tree of arrays that it
+holds.
+"""
 
 import dataclasses
 import json
@@ -24,7 +26,7 @@ _SHOWN = 5  # differences listed in one error
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Leaf:
-    """Shape and dtype of one array."""
+    """The shape and dtype of one array."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -50,7 +52,7 @@ class _Written(TypedDict):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Metadata:
-    """Everything in a checkpoint but the arrays."""
+    """The metadata is everything in a checkpoint but the arrays."""
 
     step: int
     data_state: dict[str, JSON]
@@ -60,7 +62,9 @@ class Metadata:
     tree: dict[str, Leaf]
 
     def encode(self) -> bytes:
-        """JSON text, one leaf a line; raises CheckpointError if a value would come back changed."""
+        """Encodes as JSON text, one leaf per line; raises CheckpointError if a value would come
+        back changed.
+        """
         _require_json("data_state", self.data_state)
         _require_json("identity", self.identity)
         tree = [
@@ -83,7 +87,7 @@ class Metadata:
 
 
 def read(checkpoint: Path) -> Metadata:
-    """The metadata of a verified checkpoint."""
+    """Reads the metadata of a verified checkpoint."""
     file = checkpoint / directory_layout.METADATA
     values = read_json(file, error=CheckpointError)
     if values.get("format") != _FORMAT:
@@ -106,7 +110,7 @@ def read(checkpoint: Path) -> Metadata:
 
 
 def heldout_losses(directory: Path) -> dict[int, float | None]:
-    """Held-out loss of every committed step; None where unknown or unreadable."""
+    """Returns the held-out loss of every committed step; None where unknown or unreadable."""
     losses = {}
     for step in directory_layout.steps(directory):
         try:
@@ -129,7 +133,7 @@ def _require_json(name: str, value: JSON) -> None:
 
 
 def flatten(state: Any) -> tuple[dict[str, Any], Any]:
-    """Leaves by path, such as ``params/blocks/kernel``, and the tree's structure."""
+    """Returns leaves by path, such as ``params/blocks/kernel``, and the tree's structure."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
     flat = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
     if len(flat) != len(leaves):
@@ -138,7 +142,7 @@ def flatten(state: Any) -> tuple[dict[str, Any], Any]:
 
 
 def describe(flat: Mapping[str, Any]) -> dict[str, Leaf]:
-    """Shape and dtype of each leaf of a flat tree, abstract or not."""
+    """Returns shape and dtype of each leaf of a flat tree, abstract or not."""
     return {
         path: Leaf(shape=tuple(leaf.shape), dtype=np.dtype(leaf.dtype).name)
         for path, leaf in flat.items()
@@ -172,7 +176,7 @@ def require_same_identity(saved: dict[str, JSON], wanted: dict[str, JSON], *, wh
 
 
 def differences(saved: dict[str, JSON], wanted: dict[str, JSON]) -> list[str]:
-    """The keys in which two nested objects differ, with both values."""
+    """Lists the keys in which two nested objects differ, with both values."""
     before, now = _by_dotted_key(saved), _by_dotted_key(wanted)
     return [
         f"{key}: saved {before.get(key, 'nothing')!r}, now {now.get(key, 'nothing')!r}"
@@ -182,7 +186,7 @@ def differences(saved: dict[str, JSON], wanted: dict[str, JSON]) -> list[str]:
 
 
 def setting_changes(saved: dict[str, JSON], now: dict[str, JSON]) -> list[str]:
-    """The settings of a run that are others than when a checkpoint was saved, with both values.
+    """Lists a run's settings that have changed since a checkpoint was saved, with both values.
 
     One that did not exist then had the default that it has now.
     """

@@ -1,10 +1,10 @@
-"""A directory that holds one model: config.json, safetensors, tokenizer files.
+"""A directory that holds one model: config.json, safetensors, tokenizer files; and its
+conversion.
 
-Two layouts. That of Hugging Face is told by ``model_type`` in its config.json. Ours has
-``{"format": "jaxinfra", "model": ..., "hf": ...}``: the model's config, and the Hugging Face config
-it came from, if it did; its tensors have the paths of our parameters, stacked over layers.
-
-Model directories from one layout into the other, as a stream: a piece of a tensor at a time.
+There are two layouts. That of Hugging Face is told by ``model_type`` in its config.json. Ours
+has ``{"format": "jaxinfra", "model": ..., "hf": ...}``: the model's config, and the Hugging Face
+config it came from, if it did. Its tensors have the paths of our parameters, stacked over layers.
+Conversion is a stream: a piece of a tensor at a time.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ class _Ours(TypedDict):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ModelDirectory:
-    """What a model directory's config.json says."""
+    """The contents of a model directory's config.json."""
 
     path: Path
     config: ModelConfig
@@ -81,7 +81,7 @@ class ModelDirectory:
 
 
 def is_model_directory(path: Path) -> bool:
-    """Whether ``path`` has a config.json of either layout, and is not a run, say."""
+    """Whether ``path`` has a config.json of either layout, and is no run."""
     values = _values(path)
     return isinstance(values, dict) and ("model_type" in values or values.get("format") == FORMAT)
 
@@ -105,7 +105,7 @@ def read_model_directory(path: Path) -> ModelDirectory:
 
 
 def config_json(config: ModelConfig, hf: Mapping[str, Any] | None) -> str:
-    """The config.json of our layout."""
+    """Returns the config.json of our layout."""
     values = {"format": FORMAT, "model": codec.to_dict(config), "hf": hf}
     return json.dumps(values, indent=2) + "\n"
 
@@ -136,7 +136,7 @@ TOKENIZER_FILES = (
 
 
 def parse_dtype(name: str) -> np.dtype:
-    """An element type that files can have; raises ConfigError for others."""
+    """Parses an element type that files can have; raises ConfigError for others."""
     if name not in DTYPES.values():
         raise ConfigError(f"unknown dtype {name!r}{nearest(name, DTYPES.values())}")
     return jnp.dtype(name)
@@ -227,13 +227,13 @@ def write_hf(
 
 
 def describes(hf: Mapping[str, Any], config: ModelConfig) -> bool:
-    """Whether a Hugging Face config still says this model."""
+    """Whether a Hugging Face config still describes this model."""
     return from_hf_config(hf) == computed(config)
 
 
 def cast(x: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     """Rounds to nearest; raises CheckpointError where a finite number would become infinite, or a
-    number is none.
+    number is NaN.
     """
     require_finite_piece(x, name=name)
     if x.dtype == dtype:
@@ -262,7 +262,7 @@ def _common_dtype(source: ParameterSource, tensor: Tensor) -> np.dtype:
 
 @contextlib.contextmanager
 def filled_directory(path: Path, tokenizer_directory: Path) -> Iterator[Path]:
-    """A new model directory with the tokenizer's files; it appears when it is complete."""
+    """Makes a model directory with the tokenizer's files; it appears when it is complete."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(
             f"{path} exists and is not an empty directory; a conversion overwrites nothing: "

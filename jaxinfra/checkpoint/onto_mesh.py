@@ -1,6 +1,5 @@
-"""Parameters from a source straight onto a mesh: each device gets its shard, and reads no more.
-
-Weights from a source onto a mesh, those of projections rounded to few bits on the way.
+"""Parameters are read from a source directly onto a mesh: each device its shard, and no more.
+Projections may be quantized on the way.
 """
 
 import dataclasses
@@ -119,10 +118,10 @@ def place_quantized(
     *,
     kept: BaseWeights,
 ) -> Parameters:
-    """Reads parameters, each device its shard only; projections are rounded layer by layer.
+    """Reads parameters, each device its shard only; projections are quantized layer by layer.
 
     What is rounded are the stored numbers in fp32, whatever the compute dtype, and no group of them
-    lies on two devices: so the result is the same on any mesh, and whenever it is read again.
+    is on two devices: so the result is the same on any mesh, and whenever it is read again.
 
     Args:
         shardings: of ``base_shapes``, as ``base_shardings`` gives them.

@@ -1,7 +1,7 @@
-"""Where parameters come from: files in the layout of Hugging Face or in ours, or a live model.
+"""Sources of parameters: files in the layout of Hugging Face or in ours, or a live model.
 
-A source gives a slice of one of our parameters, stacked over layers. What is read for it from disk
-is that slice and no more.
+A source gives a slice of one of our parameters, stacked over layers. No more than that slice is
+read from disk.
 """
 
 import dataclasses
@@ -28,11 +28,11 @@ class ParameterSource(Protocol):
     """A source of parameters: their dtypes, and slices of them."""
 
     def dtype(self, path: str) -> np.dtype:
-        """Element type in which a parameter is stored."""
+        """Returns the element type in which a parameter is stored."""
         ...
 
     def read(self, path: str, index: Index) -> np.ndarray:
-        """A slice of a parameter, stacked over layers where it is."""
+        """Reads a slice of a parameter, stacked over layers where it is."""
         ...
 
 
@@ -43,11 +43,11 @@ class StoredParameters:
     files: TensorReader
 
     def dtype(self, path: str) -> np.dtype:
-        """Element type in the file."""
+        """Returns the element type in the file."""
         return self.files.tensors[path].dtype
 
     def read(self, path: str, index: Index) -> np.ndarray:
-        """The slice as the file holds it."""
+        """Reads the slice as the file holds it."""
         return self.files.read(path, index)
 
 
@@ -60,7 +60,7 @@ class MappedParameters:
     names: Mapping[str, str]  # of the map's tensors, as these files spell them
 
     def dtype(self, path: str) -> np.dtype:
-        """Element type in the files; raises CheckpointError where layers differ."""
+        """Returns the element type in the files; raises CheckpointError where layers differ."""
         found = {
             self.files.tensors[self.names[tensor.name]].dtype
             for tensor, part in self.weights.parts_of(path)
@@ -73,13 +73,15 @@ class MappedParameters:
         return found.pop()
 
     def read(self, path: str, index: Index) -> np.ndarray:
-        """Gathered layer by layer, and expert by expert where each has tensors of its own."""
+        """Gathers the slice layer by layer, and expert by expert where each has tensors
+        of its own.
+        """
         return self.gather(path, index, self.files.read)
 
     def gather(
         self, path: str, index: Index, read: Callable[[str, Index], np.ndarray]
     ) -> np.ndarray:
-        """A slice of a parameter by slices of tensors, which ``read`` gives by name."""
+        """Assembles a slice of a parameter from slices of tensors, which ``read`` gives by name."""
         return self._gathered(path, (), index, read)
 
     def _gathered(
@@ -102,17 +104,19 @@ class MappedParameters:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LiveParameters:
-    """Parameters of a model in memory, wherever they lie."""
+    """Parameters of a model in memory, on any devices."""
 
     arrays: Mapping[str, jax.Array | QuantizedWeight]  # by path
 
     def dtype(self, path: str) -> np.dtype:
-        """Element type in memory; of weights in few bits fp32, in which they are dequantized."""
+        """Returns the element type in memory; fp32 for quantized weights, which are dequantized to
+        it.
+        """
         leaf = self.arrays[path]
         return _DEQUANTIZED if isinstance(leaf, QuantizedWeight) else np.dtype(leaf.dtype)
 
     def read(self, path: str, index: Index) -> np.ndarray:
-        """Fetched from the devices."""
+        """Fetches the slice from the devices."""
         leaf = self.arrays[path]
         if not isinstance(leaf, QuantizedWeight):
             return np.asarray(leaf[index])
@@ -123,8 +127,8 @@ class LiveParameters:
 def mapped_parameters(files: TensorReader, weights: WeightMap) -> MappedParameters:
     """Checks names and shapes of all tensors; raises CheckpointError naming those that are wrong.
 
-    Files of the bare model lack the root of all names; a tensor tied to another may be there if it
-    equals it, and a bias that the model has not, as AutoGPTQ wrote for every layer, if it is 0.
+    Files of the bare model lack the root of all names. A tensor tied to another may be there if it
+    equals it. So may a bias that the model has not, as AutoGPTQ wrote for every layer, if it is 0.
     """
     bare = not any(name.startswith(weights.root) for name in files.tensors)
     names = {
@@ -219,7 +223,7 @@ def _equal(files: TensorReader, first: str, second: str) -> bool:
 
 
 def assemble(source: ParameterSource, tensor: Tensor) -> np.ndarray:
-    """One of their tensors from ours."""
+    """Assembles one of their tensors from ours."""
     return tensor.fused([_read_part(source, part) for part in tensor.parts])
 
 
@@ -242,7 +246,7 @@ def _read_part(
 def assemble_rows(
     source: ParameterSource, tensor: Tensor, *, piece_bytes: int
 ) -> Iterator[np.ndarray]:
-    """One of their tensors in pieces of whole rows, which hold about ``piece_bytes`` each."""
+    """Assembles one of their tensors in pieces of whole rows, of about ``piece_bytes`` each."""
     # Fused along another dim, every row has elements of all parts.
     groups = [tensor.parts] if tensor.fused_dim > 0 else [(part,) for part in tensor.parts]
     for parts in groups:

@@ -1,4 +1,4 @@
-"""What the processes of a run agree on. With one process every function here is trivial."""
+"""Agreement between the processes of a run. With one process every function here is trivial."""
 
 import json
 from collections.abc import Callable

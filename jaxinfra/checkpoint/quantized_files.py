@@ -1,10 +1,9 @@
-"""The formats of quantized checkpoints: which tensors stand for a weight, and what they must be.
+"""Formats of quantized checkpoints: which tensors make up a weight, and how they read as plain
+numbers.
 
-Quantized weights read as the numbers that they stand for.
-
-The files hold elements in few bits and scales beside them. A reader shows what the model asks for:
-tensors of the weights' names and shapes in a plain dtype, scales hidden. Of a slice it reads the
-elements and scales that the slice needs.
+The files hold quantized elements, with scales beside them. A reader shows what the model asks
+for: tensors of the weights' names and shapes in a plain dtype, scales hidden. It reads the elements
+and scales that a slice needs, and no others.
 """
 
 import dataclasses
@@ -47,8 +46,8 @@ _Found = tuple[str, StoredWeight] | None
 def find_scaled_fp8(
     files: TensorFiles, name: str, *, config: BlockScaledFp8 | TensorScaledFp8
 ) -> _Found:
-    """``NAME`` in e4m3 with ``NAME_scale_inv`` of blocks, or one scale of the tensor, which
-    transformers calls so too and others ``NAME_scale``.
+    """Finds ``NAME`` in e4m3 with ``NAME_scale_inv`` of blocks, or one scale of the tensor, which
+    others call ``NAME_scale``.
     """
     tensor = files.tensors[name]
     if tensor.dtype.name != "float8_e4m3fn":
@@ -74,7 +73,7 @@ def find_scaled_fp8(
 
 
 def find_awq(files: TensorFiles, name: str, *, config: Awq) -> _Found:
-    """``qweight``, ``qzeros`` and ``scales``."""
+    """Finds ``qweight``, ``qzeros`` and ``scales`` of AWQ."""
     if not name.endswith(".qweight"):
         return None
     module, tensor = name.removesuffix("qweight"), files.tensors[name]
@@ -97,7 +96,9 @@ def find_awq(files: TensorFiles, name: str, *, config: Awq) -> _Found:
 
 
 def find_gptq(files: TensorFiles, name: str, *, config: Gptq) -> _Found:
-    """``qweight``, ``qzeros``, ``scales`` and ``g_idx``, with or without act-order."""
+    """Finds ``qweight``, ``qzeros``, ``scales`` and ``g_idx`` of GPTQ, with or without
+    act-order.
+    """
     if not name.endswith(".qweight"):
         return None
     module, tensor = name.removesuffix("qweight"), files.tensors[name]
@@ -159,7 +160,9 @@ def _gptq_zeros(files: TensorFiles, name: str, outputs: int, config: Gptq) -> np
 
 
 def find_compressed(files: TensorFiles, name: str, *, config: CompressedTensors) -> _Found:
-    """``weight_packed`` or ``weight``, with ``weight_scale`` and what else belongs to them."""
+    """Finds ``weight_packed`` or ``weight`` of compressed-tensors, with ``weight_scale`` and what
+    else belongs to them.
+    """
     tensor = files.tensors[name]
     if config.packed:
         return _packed(files, name, tensor, config) if name.endswith(".weight_packed") else None
@@ -311,25 +314,25 @@ _NUMBERS = np.concatenate([_E2M1, -_E2M1])  # the highest of four bits is the si
 
 
 class TensorReader(Protocol):
-    """Tensors by name, read a slice at a time."""
+    """A reader gives tensors by name, a slice at a time."""
 
     @property
     def directory(self) -> Path:
-        """Where the files are."""
+        """The directory of the files."""
         ...
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """Shapes and dtypes, as ``read`` gives them."""
+        """Shapes and dtypes of all tensors, as ``read`` gives them."""
         ...
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """A slice of a tensor."""
+        """Reads a slice of a tensor."""
         ...
 
 
 def plain_tensors(files: TensorFiles, quantization: Quantization | None) -> TensorReader:
-    """The files' weights as plain numbers.
+    """Shows the files' weights as plain numbers.
 
     Raises:
         CheckpointError: elements without their scales, or of other shapes.

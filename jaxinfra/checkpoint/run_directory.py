@@ -1,21 +1,23 @@
 """A run is a directory; this is its layout.
 
-config.json        what the run computes; with it alone the run can be repeated
-tokenizer.json     the tokenizer that its tokens are of; beside it what else came with the model it
-                   started from: chat template, separators, hf_config.json
-metrics.jsonl      one line a step
-summary.json       the outcome
-loss.png           training and held-out loss
-recomputation.png  what recomputation costs by budget, of a run with remat=optimal
-tensorboard/       the same curves as events
-checkpoints/       verified checkpoints (jaxinfra.checkpoint)
-trace/             profiler traces, where asked for
-incidents.jsonl    what went wrong and what was done (jaxinfra.runtime.recorder)
-environments.jsonl on what each session's steps were computed
-spikes/            why a loss was far above those before it, by step
-goodput.jsonl      where the wall time went, by session and cause
-metrics.prom       the same as a Prometheus text file
-recorder/          every rank's flight recorder and, after a hang, all stacks and a report
+    config.json        what the run computes; with it alone the run can be repeated
+    tokenizer.json     the tokenizer of its tokens; beside it, files of the model it started from:
+                       chat template, separators, hf_config.json
+    metrics.jsonl      one line per step
+    summary.json       the outcome
+    loss.png           training and held-out loss
+    recomputation.png  what recomputation costs by budget, of a run with remat=optimal
+    tensorboard/       the same curves as events
+    checkpoints/       verified checkpoints (jaxinfra.checkpoint)
+    trace/             profiler traces, where asked for
+    incidents.jsonl    what went wrong and what was done (jaxinfra.runtime.recorder)
+    environments.jsonl the environment that each session's steps were computed in
+    spikes/            why a loss was far above those before it, by step
+    goodput.jsonl      where the wall time went, by session and cause
+    metrics.prom       the same as a Prometheus text file
+    recorder/          every rank's flight recorder and, after a hang, all stacks and a report
+
+JSON files are written whole or not at all (``write_atomically``).
 """
 
 import dataclasses
@@ -42,7 +44,7 @@ _LATER_OF_LORA = ("kind", "scaling", "base")  # settings that first checkpoints 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """Paths of a run, and its small JSON files."""
+    """A run directory's paths, and its small JSON files."""
 
     path: Path
 
@@ -63,71 +65,71 @@ class RunDirectory:
 
     @property
     def metrics_file(self) -> Path:
-        """One JSON line a step."""
+        """The metrics, one JSON line per step."""
         return self.path / "metrics.jsonl"
 
     @property
     def summary_file(self) -> Path:
-        """The outcome."""
+        """The outcome of the run."""
         return self.path / "summary.json"
 
     @property
     def picture_file(self) -> Path:
-        """Loss curves."""
+        """The picture of the losses."""
         return self.path / "loss.png"
 
     @property
     def loads_picture_file(self) -> Path:
-        """How evenly tokens went to experts, where there are some."""
+        """The picture of how evenly tokens went to experts, where there are any."""
         return self.path / "loads.png"
 
     @property
     def recomputation_picture_file(self) -> Path:
-        """What recomputation costs by budget, where one decided it."""
+        """The picture of recomputation's cost by budget, where a budget decided it."""
         return self.path / "recomputation.png"
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints are."""
+        """The directory of checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def trace(self) -> Path:
-        """Where profiler traces are."""
+        """The directory of profiler traces."""
         return self.path / "trace"
 
     @property
     def incidents_file(self) -> Path:
-        """What went wrong and what was done."""
+        """The log of what went wrong and what was done."""
         return self.path / "incidents.jsonl"
 
     def spike_file(self, step: int) -> Path:
-        """Why this step's loss was far above those before it."""
+        """The report why this step's loss was far above those before it."""
         return self.path / "spikes" / f"step-{step:08d}.json"
 
     @property
     def environments_file(self) -> Path:
-        """On what each session's steps were computed."""
+        """The log of the environments in which each session's steps were computed."""
         return self.path / "environments.jsonl"
 
     @property
     def goodput_file(self) -> Path:
-        """Where the wall time went."""
+        """The ledger of where the wall time went."""
         return self.path / "goodput.jsonl"
 
     @property
     def prometheus_file(self) -> Path:
-        """The same, to be scraped."""
+        """The ledger as a Prometheus text file, to be scraped."""
         return self.path / "metrics.prom"
 
     @property
     def recorder(self) -> Path:
-        """Where every rank records what it does."""
+        """The directory in which every rank records what it does."""
         return self.path / "recorder"
 
     def set_aside_odd_logs(self) -> None:
-        """Renames what stands where a log is written and is none: a pipe could be waited for for
-        ever, and a link may lead to anybody's file. A log that is gone stops nothing.
+        """Renames whatever is no plain file where a log is written: a pipe could block for ever,
+        and a link may lead to any file. A log that is gone stops nothing.
         """
         files = (
             *(self.metrics_file, self.incidents_file, self.goodput_file, self.prometheus_file),
@@ -146,7 +148,7 @@ class RunDirectory:
             _log.warning("%s is no log of ours, and is now %s", path, aside.name)
 
     def new_recorder(self) -> None:
-        """An empty recorder directory; the last sessions' are kept as recorder.1, .2, ..."""
+        """Makes an empty recorder directory; the last sessions' are kept as recorder.1, .2, ..."""
         for number in range(_RECORDERS, 0, -1):
             older = self.path / f"recorder.{number}"
             newer = self.path / f"recorder.{number - 1}" if number > 1 else self.recorder
@@ -157,12 +159,12 @@ class RunDirectory:
 
     @property
     def tensorboard(self) -> Path:
-        """Where TensorBoard events are."""
+        """The directory of TensorBoard events."""
         return self.path / "tensorboard"
 
     @property
     def reference(self) -> Path:
-        """What the model at the start says of pairs of answers."""
+        """The directory of log probabilities of pairs under the model at the start."""
         return self.path / "reference"
 
     def create(self, config: RunConfig, files: Mapping[str, bytes] | None = None) -> None:
@@ -197,7 +199,7 @@ class RunDirectory:
             self.path.rmdir()
 
     def read_config(self) -> RunConfig:
-        """The run's config; raises ConfigError where there is none or it cannot be read."""
+        """Reads the run's config; raises ConfigError where there is none or it cannot be read."""
         if not self.config_file.is_file():
             raise ConfigError(
                 f"{self.path} is no run directory: it has no config.json; name one that "
@@ -206,7 +208,7 @@ class RunDirectory:
         return read_config(self.config_file)
 
     def read_hf_config(self) -> dict[str, Any] | None:
-        """The Hugging Face config of the model it started from; None where there is none."""
+        """Reads the Hugging Face config of the model it started from; None where there is none."""
         file = self.hf_config_file
         return read_json(file) if file.exists() else None
 
@@ -219,7 +221,9 @@ class RunDirectory:
         write_atomically(self.config_file, codec.to_json(config))
 
     def read_summary(self) -> dict[str, Any] | None:
-        """The outcome; None before there is one, or where it is damaged: it can be made again."""
+        """Reads the outcome; None before there is one, or where it is damaged, as it can be made
+        again.
+        """
         try:
             return read_json(self.summary_file) if self.summary_file.exists() else None
         except ConfigError:
@@ -231,7 +235,7 @@ class RunDirectory:
 
 
 def read_config(file: Path) -> RunConfig:
-    """The config in a file such as a run's config.json; raises ConfigError or OSError."""
+    """Reads a config file such as a run's config.json; raises ConfigError or OSError."""
     if file.is_dir():
         raise ConfigError(f"{file} is a directory, a config is a file: name {file / 'config.json'}")
     values = read_json(file)
@@ -245,8 +249,8 @@ def read_config(file: Path) -> RunConfig:
 
 
 def identity(run: RunDirectory, config: RunConfig) -> dict[str, Any]:
-    """What a run's checkpoints are of: those of another model, of adapters of one, or of tokens
-    that mean something else, do not fit.
+    """Returns what a run's checkpoints belong to: those of another model, other adapters or other
+    tokens do not fit.
     """
     values: dict[str, Any] = {"model": codec.to_dict(config.model)}
     if run.tokenizer_file.exists():

@@ -1,6 +1,6 @@
-"""Weights in few bits as checkpoints store them, each format by the same questions.
+"""Quantized weights as checkpoints store them; each format answers the same questions.
 
-A weight is a matrix [outputs, inputs]. What a format differs in is how the elements lie in the
+A weight is a matrix [outputs, inputs]. Formats differ in how the elements are stored in the
 files; scales and zero points are small, and are read whole.
 """
 
@@ -22,7 +22,7 @@ _WORD = 32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredWeight:
-    """One weight: what it is as a matrix, and its pieces.
+    """A stored weight: what it is as a matrix, and its pieces.
 
     Codes are 0 to 15 of 4 bits (less a zero point, 8 by default), -128 to 127 of 8, or e4m3.
     """
@@ -37,7 +37,7 @@ class StoredWeight:
     groups: Callable[[], np.ndarray | None] = lambda: None  # of each input; None: one after another
 
     def spread(self, of_groups: np.ndarray, index: Index) -> np.ndarray:
-        """What each group has, for each element of a slice."""
+        """Repeats each group's value for each element of a slice."""
         rows, columns = (np.arange(part.start, part.stop) for part in index)
         block = self.form.group_columns or self.shape[0]
         group = self.form.group_rows or self.shape[1]
@@ -47,7 +47,7 @@ class StoredWeight:
         return of_groups[of_rows[:, None], of_columns[None]]
 
     def values(self, index: Index) -> np.ndarray:
-        """A slice as the numbers that it stands for, float32: ``(code - zero) * scale``."""
+        """Dequantizes a slice to float32: ``(code - zero) * scale``."""
         values = self.codes(index).astype(np.float32)
         if self.zeros is not None:
             values = values - self.spread(self.zeros(), index).astype(np.float32)
@@ -57,17 +57,19 @@ class StoredWeight:
 
 
 class FindWeight(Protocol):
-    """A format: the weight that some tensors stand for."""
+    """A finder of one format: which tensors make up a weight."""
 
     def __call__(self, files: TensorFiles, name: str) -> tuple[str, StoredWeight] | None:
-        """The weight's name and what it is, if this tensor is its first one; else None."""
+        """Returns the weight's name and form if this tensor is its first one; else None."""
         ...
 
 
 def found_tensor(
     files: TensorFiles, name: str, shape: tuple[int, ...], *, of: str, kinds: tuple[str, ...]
 ) -> StoredTensor:
-    """A tensor that another asks for; raises CheckpointError where it is missing or differs."""
+    """Returns a tensor that another asks for; raises CheckpointError where it is missing or
+    differs.
+    """
     found = files.tensors.get(name)
     if found is None:
         raise CheckpointError(
@@ -88,15 +90,15 @@ def found_tensor(
 
 
 def read_whole(files: TensorFiles, name: str) -> np.ndarray:
-    """A small tensor, all of it."""
+    """Reads a small tensor, all of it."""
     return files.read(name, tuple(slice(0, size) for size in files.tensors[name].shape))
 
 
 def unpacked(words: np.ndarray, *, bits: int, dim: int, order: tuple[int, ...] = ()) -> np.ndarray:
-    """Unsigned elements, several in each 32 bits, spread along a dim; uint8.
+    """Unpacks unsigned elements, several in each 32 bits, along a dim; uint8.
 
     Args:
-        order: the place of each element of a word, the lowest bits' first; by default as they lie.
+        order: the place of each element of a word, the lowest bits' first; by default as stored.
     """
     count = _WORD // bits
     words = words.view(np.uint32) if words.dtype == np.int32 else words.astype(np.uint32)
@@ -133,32 +135,34 @@ def _read_words(
 
 
 def transposed(index: Index) -> Index:
-    """Of a matrix that lies as [inputs, outputs]."""
+    """Reads a matrix that is stored as [inputs, outputs]."""
     return index[::-1]
 
 
 def awq_codes(files: TensorFiles, name: str, index: Index) -> np.ndarray:
-    """Of AWQ's ``qweight``, [outputs, inputs]."""
+    """Reads the codes of AWQ's ``qweight`` as [outputs, inputs]."""
     return _read_words(files, name, transposed(index), bits=4, dim=1, order=_AWQ_ORDER).T
 
 
 def awq_zeros(files: TensorFiles, name: str) -> np.ndarray:
-    """Of AWQ's ``qzeros``, [outputs, groups]."""
+    """Reads the zero points of AWQ's ``qzeros`` as [outputs, groups]."""
     return unpacked(read_whole(files, name), bits=4, dim=1, order=_AWQ_ORDER).T
 
 
 def row_codes(files: TensorFiles, name: str, index: Index, *, bits: int) -> np.ndarray:
-    """Of GPTQ's ``qweight``, [outputs, inputs]: words hold inputs."""
+    """Reads the codes of GPTQ's ``qweight`` as [outputs, inputs]: words hold inputs."""
     return _read_words(files, name, transposed(index), bits=bits, dim=0).T
 
 
 def column_codes(files: TensorFiles, name: str, index: Index, *, bits: int) -> np.ndarray:
-    """Of compressed-tensors' ``weight_packed``, [outputs, inputs]: words hold inputs."""
+    """Reads the codes of compressed-tensors' ``weight_packed`` as [outputs, inputs]: words hold
+    inputs.
+    """
     return _read_words(files, name, index, bits=bits, dim=1)
 
 
 def group_numbers(files: TensorFiles, name: str, *, group: int) -> np.ndarray | None:
-    """The group of each input; None where groups follow one another.
+    """Returns the group of each input; None where groups follow one another.
 
     Raises:
         CheckpointError: groups of unequal size, or numbers of no group.
@@ -182,25 +186,25 @@ def group_numbers(files: TensorFiles, name: str, *, group: int) -> np.ndarray | 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DequantizedFiles:
-    """A directory's weights, those in few bits shown as float32 matrices."""
+    """A directory's weights, the quantized ones shown as float32 matrices."""
 
     files: TensorFiles
     find: FindWeight
 
     @property
     def directory(self):
-        """Where the files are."""
+        """The directory of the files."""
         return self.files.directory
 
     @functools.cached_property
     def weights(self) -> Mapping[str, StoredWeight]:
-        """Those in few bits, by the names of what they stand for."""
+        """The quantized weights, by name."""
         found = (self.find(self.files, name) for name in self.files.tensors)
         return dict(each for each in found if each is not None)
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """All, as ``read`` gives them."""
+        """All tensors, as ``read`` gives them."""
         hidden = {part for weight in self.weights.values() for part in weight.parts}
         plain = {n: tensor for n, tensor in self.files.tensors.items() if n not in hidden}
         single = np.dtype(np.float32)
@@ -210,6 +214,6 @@ class DequantizedFiles:
         }
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """A slice of a tensor, or of what a weight stands for."""
+        """Reads a slice of a tensor, or of a dequantized weight."""
         weight = self.weights.get(name)
         return self.files.read(name, index) if weight is None else weight.values(index)

@@ -1,6 +1,5 @@
-"""Reading a directory of safetensors files, one slice of one tensor at a time.
-
-Writing sharded safetensors files as a stream: no more than a piece of a tensor is in memory.
+"""Directories of safetensors files, read one slice of one tensor at a time, and written as a
+stream.
 
 The format is eight bytes with the header's length, a JSON header with every tensor's type, shape
 and place, and the elements (https://github.com/huggingface/safetensors#format). Shapes are known
@@ -44,7 +43,7 @@ STORED = DTYPES | {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """Where a tensor is and what it is."""
+    """A stored tensor: its place in a file, its dtype and its shape."""
 
     file: Path
     shape: tuple[int, ...]
@@ -52,7 +51,7 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Size of its elements."""
+        """The size of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -64,7 +63,7 @@ class TensorFiles:
     tensors: Mapping[str, StoredTensor]
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A slice of a tensor; nothing else of the file stays in memory."""
+        """Reads a slice of a tensor; nothing else of the file stays in memory."""
         tensor = self.tensors[name]
         if tensor.dtype.name not in DTYPES.values():
             return _read_bytes(tensor.file, name)[index].copy()
@@ -279,7 +278,9 @@ def _write_elements(file: BinaryIO, piece: np.ndarray) -> int:
 
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """A directory to fill, which gets its name when it is complete, and is removed on an error."""
+    """Makes a directory to fill, which gets its name when it is complete, and is removed on an
+    error.
+    """
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -20,27 +20,27 @@ type Groups = tuple[tuple[int, ...], ...]
 
 
 def num_devices(axis: Axis) -> int:
-    """N, the devices along these axes; static."""
+    """Counts the devices along these axes, N; static."""
     return math.prod(jax.lax.axis_size(name) for name in _names(axis))
 
 
 def rank(axis: Axis) -> Int32[Array, ""]:
-    """This device's number along these axes, 0..N-1."""
+    """Returns this device's number along these axes, 0..N-1."""
     return jax.lax.axis_index(_names(axis))
 
 
 def all_gather(x: jax.Array, axis: Axis, *, dim: int = 0) -> jax.Array:
-    """All blocks side by side along ``dim``, on every device. Sends D (N-1)."""
+    """Gathers all blocks side by side along ``dim``, on every device. Sends D (N-1)."""
     return jax.lax.all_gather(x, _names(axis), axis=dim, tiled=True)
 
 
 def reduce_scatter(x: jax.Array, axis: Axis, *, dim: int = 0) -> jax.Array:
-    """Device i gets the i-th of N parts along ``dim`` of the sum over devices. Sends D (N-1)/N."""
+    """Gives device i the i-th of N parts along ``dim`` of the sum over devices. Sends D (N-1)/N."""
     return jax.lax.psum_scatter(x, _names(axis), scatter_dimension=dim, tiled=True)
 
 
 def all_reduce(x: Shaped[Array, "*dims"], axis: Axis) -> Shaped[Array, "*dims"]:
-    """The sum over devices, on every device. Sends 2 D (N-1)/N: reduce-scatter, then all-gather."""
+    """Sums over devices, on every device. Sends 2 D (N-1)/N: reduce-scatter, then all-gather."""
     return jax.lax.psum(x, _names(axis))
 
 
@@ -52,8 +52,8 @@ def all_to_all(
     concat_dim: int = 0,
     groups: Groups | None = None,
 ) -> jax.Array:
-    """Part j along ``split_dim`` goes to device j; what arrives lies along ``concat_dim`` in the
-    senders' order. Sends D (N-1)/N, N the devices of a group where there are groups.
+    """Sends part j along ``split_dim`` to device j; what arrives is joined along ``concat_dim`` in
+    the senders' order. Sends D (N-1)/N, N the devices of a group where there are groups.
     """
     return jax.lax.all_to_all(
         x,
@@ -66,14 +66,14 @@ def all_to_all(
 
 
 def shift[T](tree: T, axis: Axis, *, by: int = 1) -> T:
-    """The arrays of the device ``by`` before this one, round the ring. Sends D."""
+    """Receives the arrays of the device ``by`` before this one, round the ring. Sends D."""
     size = num_devices(axis)
     permutation = [(source, (source + by) % size) for source in range(size)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, _names(axis), permutation), tree)
 
 
 def shift_together[T](tree: T, axis: Axis, *, by: int = 1) -> T:
-    """``shift`` of arrays [B, T, ...] of any dtypes in one send; it has no gradient.
+    """Shifts arrays [B, T, ...] of any dtypes in one send; it has no gradient.
 
     XLA keeps one collective in flight: of several sends that should hide behind one computation,
     all but one would be waited for. They travel as integers, because copies may quiet a NaN.

@@ -1,4 +1,11 @@
-"""How large an exchange's buffers are, and what is sent in them.
+"""``Execution.exchange`` on a mesh: tokens travel to the devices that have their experts, and back.
+
+Each device has its own tokens, and of each layer some of the experts. Rows of x travel out and
+back, in one of two forms (``ExchangeForm``), in buffers of as many rows for each device, or as many
+as there are. In two levels a row first crosses to the device of its own number in a node. That
+device sends it on within the node, and returns the sum of what comes back. Where the rules give all
+of these devices the same tokens, nothing travels: each computes what its experts add, and the sum
+of that is theirs.
 
 Of n tokens on each of N devices, which have E/N of E experts each, of which a token chooses K:
 
@@ -14,24 +21,9 @@ p(P) is the probability that a token chooses some of one of P equal shares of th
 K or E/N times that per expert. Where a token chooses from M of G groups, and nodes are groups, it
 crosses to M nodes at most: n O p(O) <= n M.
 
-Rows that travel between devices and come back: in equal buffers, or as many as there are.
-
-In two levels they travel between devices of one number in their nodes, then within a node.
-
-Dims: N token of a device, J copy of a token that may travel, S row that is sent, R row that is
-received, C row of one pair's buffer, D device.
-
-``Execution.exchange`` on a mesh: tokens travel to the devices that have their experts, and back.
-
-Each device has its own tokens, and of each layer some of the experts. What travels are rows of x,
-out and back, in one of two forms (``ExchangeForm``), in buffers of as many rows for each device.
-In two levels a row first crosses to the device of its own number in a node, which sends it on
-within the node, and returns the sum of what comes back. Where the rules give all of these devices
-the same tokens, nothing travels: each computes what its experts add, and the sum of that is theirs.
-
 Dims: N token of a device, K choice of a token, J copy of a token that may travel, I = N J of them,
-S row that is sent, R row that is received, E expert, D model width, F hidden width; lower case of
-one device.
+S row that is sent, R row that is received, C row of one pair's buffer, E expert, D model width (of
+a row) or device (of a buffer), F hidden width; lower case of one device.
 """
 
 import dataclasses
@@ -104,11 +96,14 @@ def room_for(
 
 
 def visits(experts: ExpertsConfig, shares: int) -> float:
-    """Probability that a token chooses some of one of so many equal shares of the experts, if it
-    chooses M of G groups and then K of their experts, each of them equally likely.
+    """Returns the probability that a token chooses some expert of one of so many equal shares. It
+    chooses M of G groups, then K of their experts, each equally likely.
 
     A share that has s experts in each of g groups of S is passed over with probability
-    sum_j C(g, j) C(G - g, M - j) / C(G, M)  C(M S - j s, K) / C(M S, K). Shares that neither
+
+        sum_j C(g, j) C(G - g, M - j) / C(G, M)  C(M S - j s, K) / C(M S, K).
+
+    Shares that neither
     divide a group nor are whole ones are taken as if there were no groups.
     """
     share, top_k = experts.num_experts // shares, experts.top_k
@@ -128,9 +123,9 @@ def visits(experts: ExpertsConfig, shares: int) -> float:
 
 
 def exchanged_bytes(level: Level, *, model_dim: int, itemsize: int, top_k: int) -> dict[str, int]:
-    """Bytes of the buffers that one device gives to a level's all-to-alls in a layer's forward
-    pass: rows out and back, the experts they are for, and in the form per device these experts'
-    weights. Of them it sends (members - 1) / members.
+    """Counts the bytes of the buffers that one device gives to a level's all-to-alls in a layer's
+    forward pass: rows out and back, the experts they are for, and in the form per device these
+    experts' weights. Of them it sends (members - 1) / members.
     """
     rows = level.slots * level.members
     per_expert = level.form is ExchangeForm.PER_EXPERT
@@ -150,7 +145,7 @@ class Peers:
 
     @property
     def rank(self) -> jax.Array:
-        """This device's number among them."""
+        """Returns this device's number among them."""
         me = rank(self.axis)
         if self.groups is None:
             return me
@@ -174,7 +169,7 @@ def peers_of(axis: tuple[str, ...], *, num_devices: int, num_nodes: int) -> tupl
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Travel:
-    """Which copy is in which row of a device's buffer, and the way there and back."""
+    """A travel says which copy is in which row of a device's buffer, and the way there and back."""
 
     choice_S: jax.Array  # int32: the copy n J + j in a row; N J in an empty one
     place_NJ: jax.Array  # int32: the row of a copy; S for one that does not travel
@@ -183,23 +178,24 @@ class Travel:
     received: int  # R
 
     def there(self, rows: jax.Array, *, nothing: int = 0) -> jax.Array:
-        """The rows that arrive; ``nothing`` where none does."""
+        """Returns the rows that arrive; ``nothing`` where none does."""
         shape = (self.received, *rows.shape[1:])
         return self.send(rows, jnp.full(shape, nothing, rows.dtype))
 
     def back(self, rows: jax.Array) -> jax.Array:
-        """What was made of this device's rows elsewhere, in their places."""
+        """Returns the results of this device's rows, computed elsewhere, in their own order."""
         return self.send_back(rows)
 
     def of_copies(self, values: jax.Array, nothing: int) -> jax.Array:
-        """Integers by copy, in the rows that are sent; ``nothing`` in empty ones."""
+        """Puts integers by copy into the rows that are sent; ``nothing`` in empty ones."""
         count = values.shape[0]
         found = values[jnp.minimum(self.choice_S, count - 1)]
         return jnp.where(self.choice_S[:, None] < count, found, nothing)
 
 
 def equal(device_NJ: Int[Array, "N J"], num_devices: int, room: int, *, peers: Peers) -> Travel:
-    """An all-to-all of buffers of ``room`` rows for each device, filled up with nothing.
+    """Exchanges buffers of ``room`` rows for each device by an all-to-all, filled up with
+    nothing.
 
     Args:
         device_NJ: where a copy goes; num_devices for nowhere.
@@ -221,8 +217,8 @@ def equal(device_NJ: Int[Array, "N J"], num_devices: int, room: int, *, peers: P
 
 
 def ragged(device_NJ: Int[Array, "N J"], num_devices: int, room: int, *, peers: Peers) -> Travel:
-    """A ragged all-to-all of what there is, into one buffer of num_devices x ``room`` rows, whose
-    last senders' rows stay at home where it is full.
+    """Exchanges the rows there are by a ragged all-to-all, into one buffer of num_devices x
+    ``room`` rows. Where it is full, the last senders' rows stay at home.
 
     Args:
         device_NJ: where a copy goes; num_devices for nowhere.
@@ -316,7 +312,7 @@ class ShardedExchange:
         between = holders if set(holders) & set(apart) else ()
 
         def left(dim: str) -> tuple[str, ...]:
-            """Of a dim's axes those that experts, which come first, leave it."""
+            """The axes of a dim that experts, which come first, leave it."""
             return tuple(axis for axis in place.axes(dim) if axis not in holders)
 
         by_width = left(axes.EMBED)

@@ -56,7 +56,7 @@ class OnEachDevice:
 
     @property
     def num(self) -> int:
-        """All of the mesh."""
+        """The number of all devices of the mesh."""
         return self.placement.mesh.size
 
     def unfit(self, sides: tuple[Side, ...]) -> str | None:
@@ -82,7 +82,7 @@ class OnEachDevice:
         return None
 
     def each(self, part: Callable, *, takes: Any, gives: Any) -> Callable:
-        """The part on each device."""
+        """Runs the part on each device."""
         specs = [jax.tree.map(self._specs, tree, is_leaf=_is_placed) for tree in (takes, gives)]
         # A kernel does not say over which axes its results vary; parts sum what there is to sum.
         return self.placement.on_each_device(
@@ -90,17 +90,17 @@ class OnEachDevice:
         )
 
     def share(self, shape: tuple[int, ...], dims: Dims) -> tuple[int, ...]:
-        """A device's part of each dim."""
+        """Returns a device's part of each dim."""
         each = zip(shape, dims, strict=True)
         return tuple(size // self._shards((dim,), Hold.USED) for size, dim in each)
 
     def of_all(self, x: jax.Array, dims: Dims, held: Hold) -> jax.Array:
-        """Each share's x."""
+        """Gathers each share of x, along a new first dim."""
         over = self._over(dims, held)
         return all_gather(x[None], over) if over else x[None]
 
     def whole(self, weight: Quantized, placed: PlacedMatrix, shape: tuple[int, ...]) -> Quantized:
-        """Gathered over the axes that share out what is stored and not what is used."""
+        """Gathers over the axes that share out what is stored and not what is used."""
         del shape
         # As integers: XLA's CPU backend would send 8-bit floats as 16-bit ones.
         values = jax.lax.bitcast_convert_type(weight.values, jnp.uint8)
@@ -111,8 +111,8 @@ class OnEachDevice:
         return Quantized(jax.lax.bitcast_convert_type(values, weight.values.dtype), scale)
 
     def joined(self, x: jax.Array, tokens: Dims, *, dim: int, sequences: int) -> jax.Array:
-        """From the devices that split a sequence further: D (N-1) bytes per device of parts of D
-        bytes.
+        """Gathers over the devices that split a sequence further: D (N-1) bytes per device of parts
+        of D bytes.
         """
         used = self.axes[Hold.USED]
         by_all = used.get(SEQUENCE, ())
@@ -126,19 +126,19 @@ class OnEachDevice:
         return jax.lax.bitcast_convert_type(whole, x.dtype)
 
     def tokens_of_sum(self, over: Dims) -> Dims:
-        """Those of a residual stream that the devices of the sum split by sequence."""
+        """Returns the tokens of a residual stream that the devices of the sum split by sequence."""
         return STREAM_TOKENS if self._scatters(over) else TOKENS
 
     def total(self, y: jax.Array, over: Dims) -> jax.Array:
-        """In y's dtype: all-reduced, 2 D (N-1)/N bytes per device, or reduce-scattered."""
+        """Sums in y's dtype: all-reduced, 2 D (N-1)/N bytes per device, or reduce-scattered."""
         axes = self._over(over, Hold.USED)
         if not axes:
             return y
         return reduce_scatter(y, axes, dim=1) if self._scatters(over) else all_reduce(y, axes)
 
     def total_gradient(self, gradient: jax.Array, dims: Dims) -> jax.Array:
-        """In its dtype: D (N-1)/N bytes per device over axes that split it, 2 D (N-1)/N over
-        others.
+        """Sums in the gradient's dtype: D (N-1)/N bytes per device over axes that split it, 2 D
+        (N-1)/N over others.
         """
         rest = list(self._over(TOKENS, Hold.USED))
         for at, dim in enumerate(dims):

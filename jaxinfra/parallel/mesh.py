@@ -14,7 +14,7 @@ from jaxinfra.errors import ConfigError
 
 
 def make_mesh(config: MeshConfig, *, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh of all axes in link order; raises ConfigError unless it uses every device.
+    """Makes a mesh of all axes in link order; raises ConfigError unless it uses every device.
 
     Args:
         devices: those to use; all by default. A one-device mesh takes the first.
@@ -74,7 +74,7 @@ SERVING_AXES = (MeshAxis.REPLICA, MeshAxis.FSDP, MeshAxis.TENSOR)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StateRules:
-    """A training step's tables: ZeRO's stages differ in nothing else."""
+    """The rules of a training step's tables: ZeRO's stages differ in nothing else."""
 
     parameters: Rules  # as they are kept, and activations
     used: Rules  # parameters as layers compute with them: what more shards them is gathered
@@ -83,7 +83,8 @@ class StateRules:
 
 
 def state_rules(config: ShardingConfig, mesh: MeshConfig | None = None) -> StateRules:
-    """The tables of a ZeRO stage (Rajbhandari et al. 2020), with sequence parallelism or not.
+    """Returns the rules of a ZeRO stage (Rajbhandari et al. 2020), with sequence parallelism or
+    not.
 
     Args:
         mesh: says which of its axes divide experts; by default its own axis for them.
@@ -103,7 +104,8 @@ def state_rules(config: ShardingConfig, mesh: MeshConfig | None = None) -> State
 
 
 def serving_rules(mesh: MeshConfig) -> StateRules:
-    """The tables of a model that generates: devices that share experts share every other matmul.
+    """Returns the rules of a model that generates: devices that share experts share every other
+    matmul.
 
     A decode step has few tokens and reads all weights. So tokens do not travel between the devices
     that have experts: each has all of them, computes its own experts' part, and one sum serves both

@@ -1,4 +1,4 @@
-"""The one place where logical dims meet the mesh: parameters, activations and batches get their
+"""Placement maps logical dims onto the mesh: parameters, activations and batches get their
 shardings here and nowhere else.
 """
 
@@ -72,8 +72,8 @@ class Placement:
         )
 
     def copies(self, dim: str | None, size: int, rules: Rules | None = None) -> int:
-        """Copies of each of ``size`` elements of a dim, so that every device that shards it has
-        one: key/value heads that divide the number of these devices are repeated.
+        """Counts the copies of each of ``size`` elements of a dim so that every device that shards
+        it has one: key/value heads may be repeated.
         """
         shards = self._count(self.axes(dim, rules))
         return shards // size if dim == KV_HEADS and size < shards and not shards % size else 1
@@ -210,8 +210,9 @@ class Placement:
     def optimizer(
         self, optimizer: optax.GradientTransformation, model: ModelDefinition
     ) -> optax.OptState:
-        """Shardings of the optimizer's state: a moment lies as its parameter; what is of another
-        shape, such as the sums of its rows or a scale, is replicated, and so are counters.
+        """Returns shardings of the optimizer's state: a moment is sharded as its parameter. A
+        moment of another shape, such as sums of rows or a scale, is replicated, and so are
+        counters.
         """
 
         def placed(moment: Any, sharding: NamedSharding, parameter: Any) -> Any:
@@ -230,7 +231,7 @@ class Placement:
         )
 
     def constraint(self) -> "ActivationPlacement":
-        """What ``Execution.place`` should be on this mesh."""
+        """Returns ``Execution.place`` of this mesh."""
         return ActivationPlacement(self)
 
 
@@ -261,7 +262,7 @@ class ActivationPlacement:
         return tuple(axis for axis in self.placement.rules.parameters[BATCH] if axis in taken)
 
     def copies(self, dim: str | None, size: int) -> int:
-        """As ``Placement.copies``."""
+        """Counts copies as ``Placement.copies`` does."""
         return self.placement.copies(dim, size)
 
     def places(self, num_tokens: int) -> jax.Array:
@@ -312,5 +313,5 @@ def _partition(dims: Dims, sharded: list[tuple[str, ...]]) -> PartitionSpec:
 
 
 def path_name(path: Any) -> str:
-    """``blocks/0/mlp/up/weight`` from a tree path."""
+    """Formats a tree path as ``blocks/0/mlp/up/weight``."""
     return jax.tree_util.keystr(path, simple=True, separator="/")

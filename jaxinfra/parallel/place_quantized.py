@@ -1,4 +1,4 @@
-"""Where the parts of a weight in few bits lie: as the weight would, if no group is cut."""
+"""Shardings of a quantized weight's parts: as the weight would be sharded, if no group is cut."""
 
 import dataclasses
 import math
@@ -17,10 +17,10 @@ from jaxinfra.parallel.place import Placement, path_name
 def quantized_shardings(
     placement: Placement, weight: QuantizedWeight, dims: Dims, *, path: str
 ) -> QuantizedWeight:
-    """The sharding of each part, in the structure of the weight.
+    """Returns the sharding of each part, in the structure of the weight.
 
-    Rows and columns of a part lie as the first of the dims that they are made of. Scales and zero
-    points lie as the groups that they belong to.
+    Rows and columns of a part are sharded as the first of the dims that they are made of. Scales
+    and zero points are sharded as the groups that they belong to.
 
     Args:
         weight: arrays or shapes.
@@ -92,10 +92,10 @@ def _require_whole_groups(
 
 
 def base_shardings(placement: Placement, model: ModelDefinition, shapes: Parameters) -> Parameters:
-    """Shardings of frozen parameters, some of them in few bits.
+    """Returns shardings of frozen parameters, some of them quantized.
 
     Args:
-        model: the same parameters, none of them in few bits.
+        model: the same parameters, none of them quantized.
         shapes: ``jax.ShapeDtypeStruct``, and weights of those.
     """
     dims, plain = by_path(model.dims), placement.parameters(model)

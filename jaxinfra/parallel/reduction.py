@@ -1,8 +1,9 @@
-"""Gradients of the data shards: each computed alone, all summed in one communication.
+"""Gradients of the data shards: each shard's is computed alone, and all are summed in one
+communication.
 
-Left to the compiler, a sum over the batch is communicated where it is taken: in every micro-batch.
-Here the devices of some mesh axes run apart (``shard_map``, the other axes are still the
-compiler's) until their sums are complete.
+Left to the compiler, a sum over the batch is communicated where it is taken: in every
+micro-batch. Here the devices of some mesh axes run apart (``shard_map``, the other axes are still
+the compiler's) until their sums are complete.
 """
 
 from collections.abc import Callable
@@ -27,8 +28,8 @@ def summed_once(
     """Sums ``function(parameters, state, batch, *rest)`` over devices, whose rows of the batch (a
     tree of [B, ...]) run apart over ``axes``. Gradients come back as ``Placement.updates``.
 
-    A gradient of D bytes is reduce-scattered over those axes that its update is sharded over,
-    D (N-1)/N bytes per device for their N devices, and all-reduced over the others, 2 D (N-1)/N.
+    A gradient of D bytes is reduce-scattered over those axes that its update is sharded over:
+    D (N-1)/N bytes per device for their N devices. It is all-reduced over the others: 2 D (N-1)/N.
     """
     shares = placement.updates(model)
 

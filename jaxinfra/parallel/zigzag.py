@@ -1,7 +1,7 @@
-"""Zig-zag order: which tokens of a sequence lie on which device.
+"""Zig-zag order: which tokens of a sequence are on which device.
 
 A sequence is cut into 2P chunks for P devices; device i holds chunks i and 2P-1-i (Llama 3, section
-3.3.2; "zigzag" ring attention). In causal attention chunk j sees j + 1 chunks, so that every device
+3.3.2; "zigzag" ring attention). In causal attention chunk j sees j + 1 chunks. So every device
 has (i + 1) + (2P - i) = 2P + 1 blocks of work, whatever i.
 
 Sequences are put in this order once, on the host (``to_zigzag``), with everything that goes by
@@ -19,7 +19,7 @@ from jaxinfra.errors import ConfigError
 
 
 def chunk_length(length: int, num_shards: int) -> int:
-    """Tokens per chunk; raises ConfigError where 2P chunks are not equal."""
+    """Returns tokens per chunk; raises ConfigError where 2P chunks are not equal."""
     if length % (2 * num_shards):
         raise ConfigError(
             f"a sequence of {length} tokens does not divide into 2 x context={num_shards} equal "
@@ -29,14 +29,14 @@ def chunk_length(length: int, num_shards: int) -> int:
 
 
 def chunk_order(num_shards: int) -> tuple[int, ...]:
-    """Chunks in zig-zag order, device by device: 0, 2P-1, 1, 2P-2, ..."""
+    """Returns chunks in zig-zag order, device by device: 0, 2P-1, 1, 2P-2, ..."""
     return tuple(
         chunk for shard in range(num_shards) for chunk in (shard, 2 * num_shards - 1 - shard)
     )
 
 
 def zigzag_indices(length: int, num_shards: int) -> Int64[np.ndarray, "T"]:
-    """The place in the sequence of each token in zig-zag order."""
+    """Returns the place in the sequence of each token in zig-zag order."""
     chunks = np.arange(length).reshape(2 * num_shards, chunk_length(length, num_shards))
     return chunks[list(chunk_order(num_shards))].reshape(-1)
 
@@ -44,7 +44,7 @@ def zigzag_indices(length: int, num_shards: int) -> Int64[np.ndarray, "T"]:
 def to_zigzag(
     x_BT: Shaped[np.ndarray, "B T *rest"], num_shards: int
 ) -> Shaped[np.ndarray, "B T *rest"]:
-    """Rows of the host, their tokens in zig-zag order."""
+    """Puts the tokens of the host's rows in zig-zag order."""
     return x_BT[:, zigzag_indices(x_BT.shape[1], num_shards)]
 
 
@@ -58,7 +58,7 @@ def from_zigzag(
 def chunks_in_sequence(
     x_BT: Shaped[Array, "B T *rest"], num_shards: int
 ) -> Shaped[Array, "B T *rest"]:
-    """A device's whole sequence from zig-zag order into its own: a local copy."""
+    """Puts a device's whole sequence from zig-zag order into its own: a local copy."""
     slots = jnp.split(x_BT, 2 * num_shards, axis=1)
     return jnp.concatenate([slots[i] for i in np.argsort(chunk_order(num_shards))], axis=1)
 

@@ -1,1 +1,3 @@
-"""What every process of a job needs: who is who, signals, files, records and watchdogs."""
+"""The runtime of every process of a job: its place in the job, signals, files, records and
+watchdogs.
+"""

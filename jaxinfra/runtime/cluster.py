@@ -1,4 +1,4 @@
-"""Which process of which job this is: pure functions of the environment.
+"""The place of a process in its job, by pure functions of the environment.
 
 Tried in this order; the first whose variables are there decides:
 
@@ -10,7 +10,7 @@ JobSet      JOBSET_NAME, REPLICATED_JOB_NAME, JOB_INDEX, JOB_COMPLETION_INDEX an
             (the last by hand, the others through Kubernetes' downward API)
 
 Beside any of them: JAXINFRA_TOKEN or JAXINFRA_TOKEN_FILE, a secret that all processes of the job
-know and nobody else does, and JAXINFRA_BIND, the address that process 0 is to listen on.
+share with no other program, and JAXINFRA_BIND, the address that process 0 is to listen on.
 """
 
 import dataclasses
@@ -57,20 +57,20 @@ class Cluster:
     def __post_init__(self) -> None:
         if not 0 <= self.process_id < self.num_processes:
             raise ConfigError(
-                f"{self.source}: process {self.process_id} of {self.num_processes}: it must lie "
+                f"{self.source}: process {self.process_id} of {self.num_processes}: it must be "
                 "in [0, number of processes)"
             )
         if not 1 <= self.port < 65536:
-            raise ConfigError(f"{self.source}: port {self.port} must lie in [1, 65536)")
+            raise ConfigError(f"{self.source}: port {self.port} must be in [1, 65536)")
 
     @property
     def coordinator(self) -> str:
-        """host:port."""
+        """The coordinator's address as host:port."""
         return f"{self.host}:{self.port}"
 
 
 def detect_cluster(environment: Mapping[str, str]) -> Cluster | None:
-    """The place of this process; None where it is a job of its own.
+    """Returns the place of this process; None where it is a job of its own.
 
     Raises ConfigError where variables are half there, or cannot be read.
     """
@@ -86,7 +86,9 @@ def detect_cluster(environment: Mapping[str, str]) -> Cluster | None:
 
 
 def read_token(environment: Mapping[str, str]) -> str:
-    """What a process of this job proves that it is one with; empty where nothing was agreed on."""
+    """Reads the secret by which a process of this job proves that it belongs to it; empty where
+    there is none.
+    """
     name = environment.get(TOKEN_FILE)
     if name is None:
         return environment.get(TOKEN, "")
@@ -219,7 +221,9 @@ def _number(environment: Mapping[str, str], name: str, *, default: int | None = 
 
 
 def expand_nodes(text: str) -> list[str]:
-    """Node names of a Slurm list: ``gpu[01-03,7],head`` is gpu01, gpu02, gpu03, gpu7, head."""
+    """Expands node names of a Slurm list: ``gpu[01-03,7],head`` is gpu01, gpu02, gpu03,
+    gpu7, head.
+    """
     nodes: list[str] = []
     for part in re.findall(r"[^,\[]*(?:\[[^\]]*\][^,\[]*)*(?:,|$)", text):
         nodes += _expand(part.rstrip(","))

@@ -34,5 +34,7 @@ REFERENCE_PEAK = _PEAKS["H200"]
 
 
 def device_peak(device_kind: str) -> DevicePeak | None:
-    """Peaks of a JAX ``device_kind`` such as "NVIDIA H200"; None for a device not in the table."""
+    """Returns the peaks of a JAX ``device_kind`` such as "NVIDIA H200"; None for a device not in
+    the table.
+    """
     return next((peak for name, peak in _PEAKS.items() if name in device_kind), None)

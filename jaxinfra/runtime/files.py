@@ -1,10 +1,5 @@
-"""Numbers and words as people write them.
-
-Reading files that somebody else may have written: plain files of bounded size, strict JSON.
-
-Files of one JSON object a line, whose writer may be killed in the middle of a line.
-
-Where things of a user are kept.
+"""Files that other programs or people may have written: plain files of bounded size, strict JSON,
+and logs of one JSON object per line whose last line may be cut.
 """
 
 import json
@@ -22,12 +17,12 @@ _DIGITS = 18  # those of any size; Python itself refuses to read thousands
 
 
 def whole_number(text: str) -> int | None:
-    """The number that decimal digits spell; None for any other text, and beyond 18 digits."""
+    """Parses decimal digits; None for any other text, and beyond 18 digits."""
     return int(text) if text.isdecimal() and len(text) <= _DIGITS else None
 
 
 def is_text(word: str) -> bool:
-    """Whether it has characters only: bytes of a command line that are no UTF-8 have none."""
+    """Whether a text has characters only: bytes of a command line that are no UTF-8 have none."""
     try:
         word.encode()
     except UnicodeEncodeError:
@@ -44,7 +39,7 @@ JSON_DEPTH = 200
 def read_bytes(
     path: Path, *, limit: int = JSON_BYTES, error: type[JaxinfraError] = ConfigError
 ) -> bytes:
-    """The bytes of a plain file.
+    """Reads the bytes of a plain file.
 
     Raises:
         error: no such file, a directory, pipe or device (a pipe could be waited for for ever), or
@@ -65,7 +60,7 @@ def read_bytes(
 
 
 def require_plain(path: Path, *, error: type[JaxinfraError] = ConfigError) -> None:
-    """Raises ``error`` for a directory, pipe or device: whoever opened it might wait for ever."""
+    """Raises ``error`` for a directory, pipe or device, whose reader might wait for ever."""
     try:
         mode = path.stat().st_mode
     except OSError as failure:
@@ -86,7 +81,7 @@ def read_json(
     error: type[JaxinfraError] = ConfigError,
     remedy: str = "write or copy it anew",
 ) -> Any:
-    """What a JSON file says; see ``parse_json``."""
+    """Reads a JSON file; see ``parse_json``."""
     data = read_bytes(path, error=error)
     return parse_json(data, where=str(path), holds=holds, error=error, remedy=remedy)
 
@@ -99,7 +94,7 @@ def parse_json(
     error: type[JaxinfraError] = ConfigError,
     remedy: str = "write or copy it anew",
 ) -> Any:
-    """The value of a JSON text in UTF-8.
+    """Parses a JSON text in UTF-8.
 
     Args:
         where: names the text in messages.
@@ -235,7 +230,8 @@ LINES_BYTES = 4 << 30
 
 
 def read_json_lines(file: Path) -> list[dict[str, Any]]:
-    """All lines of a file; none where there is no file. A last line that was cut short is left out.
+    """Reads all lines of a file; empty where there is no file. A last line that was cut short is
+    left out.
 
     Raises CheckpointError where another line is no JSON object: something else than a kill has
     spoilt it.
@@ -253,7 +249,8 @@ def read_json_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def read_log(file: Path, *, holds: Any) -> tuple[list[dict[str, Any]], list[int]]:
-    """The lines of a log that are objects of type ``holds``, and the numbers of damaged ones.
+    """Reads the lines of a log that are objects of type ``holds``, and the numbers of
+    damaged ones.
 
     For what only tells what happened: a damaged line of it is no reason to stop anything.
     """
@@ -285,7 +282,7 @@ def drop_cut_line(file: Path) -> None:
 
 
 def local_path(place: str | Path) -> Path:
-    """The path of a run; raises ConfigError for a URL such as gs://bucket/run.
+    """Returns the path of a run; raises ConfigError for a URL such as gs://bucket/run.
 
     Checkpoints are committed by renaming, which an object store does not do at once.
     """
@@ -298,12 +295,14 @@ def local_path(place: str | Path) -> Path:
 
 
 def user_cache() -> Path:
-    """Where tokenized corpora, compiled programs and measurements are kept between runs."""
+    """Returns the directory of tokenized corpora, compiled programs and measurements that are kept
+    between runs.
+    """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxinfra"
 
 
 def new_run_directory(name: str) -> Path:
-    """The first directory of runs/NAME-1, runs/NAME-2, ... that does not exist."""
+    """Returns the first directory of runs/NAME-1, runs/NAME-2, ... that does not exist."""
     number = 1
     while (path := Path("runs") / f"{name}-{number}").exists():
         number += 1

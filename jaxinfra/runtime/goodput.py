@@ -1,11 +1,11 @@
-"""Where a run's wall time went, by cause, over all its sessions.
+"""The ledger of a run's wall time, by cause, over all its sessions.
 
-``goodput.jsonl`` holds snapshots of the sessions: the last line of each counts. ``metrics.prom`` is
-the sum as a Prometheus text file, for a node exporter's textfile collector.
+``goodput.jsonl`` holds snapshots of the sessions: the last line of each counts. ``metrics.prom``
+is the sum as a Prometheus text file, for a node exporter's textfile collector.
 
-Causes: setup, compile, compute, input, evaluate, checkpoint, rollback, other; restart (from the
-last sign of one session to the start of the next), and of compute what was lost: steps whose result
-was undone by a kill or a roll-back.
+The causes are setup, compile, compute, input, evaluate, checkpoint, rollback and other. Restart
+is the time from the last sign of one session to the start of the next. Lost compute is that of
+steps undone by a kill or a roll-back.
 """
 
 import json
@@ -56,7 +56,7 @@ class Goodput:
     def snapshot(
         self, spent: Mapping[str, float], *, step: int, gauges: Mapping[str, float], now: bool
     ) -> None:
-        """Writes how things stand, at most every two seconds unless ``now``.
+        """Writes a snapshot, at most every two seconds unless ``now``.
 
         A full disk loses snapshots, not the run.
         """
@@ -93,14 +93,14 @@ class _Snapshot(TypedDict):
 
 
 def read_sessions(file: Path) -> list[dict[str, Any]]:
-    """The last snapshot of every session, in order; damaged lines are left out."""
+    """Reads the last snapshot of every session, in order; damaged lines are left out."""
     lines, _ = read_log(file, holds=_Snapshot)
     sessions = {line["session"]: line for line in lines if set(line["seconds"]) <= set(CAUSES)}
     return [sessions[number] for number in sorted(sessions)]
 
 
 def sum_causes(sessions: list[dict[str, Any]]) -> dict[str, float]:
-    """Seconds by cause over all sessions; lost work is no compute."""
+    """Sums seconds by cause over all sessions; lost work is no compute."""
     total = dict.fromkeys(CAUSES, 0.0)
     for session in sessions:
         for cause, seconds in session["seconds"].items():
@@ -110,13 +110,13 @@ def sum_causes(sessions: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def goodput(total: Mapping[str, float]) -> float | None:
-    """The share of wall time that computed what was kept."""
+    """Returns the share of wall time that computed what was kept."""
     whole = sum(total.values())
     return total["compute"] / whole if whole else None
 
 
 def prometheus_text(total: Mapping[str, float], *, step: int, gauges: Mapping[str, float]) -> str:
-    """The exposition format, version 0.0.4."""
+    """Formats the ledger in Prometheus' exposition format, version 0.0.4."""
     lines = [
         "# HELP jaxinfra_run_seconds_total Wall time of the run by cause.",
         "# TYPE jaxinfra_run_seconds_total counter",

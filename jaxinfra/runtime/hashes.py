@@ -1,16 +1,15 @@
-"""Do all ranks run the same program? Asked before the first step, when it can still be refused.
+"""Checks that ranks run the same program and hold the same state.
 
-Ranks that compile different programs hang in the first collective that they do not share, or, what
-is worse, add up different things.
+Ranks that compile different programs hang in the first collective that they do not share, or,
+what is worse, add up different things. So fingerprints are compared before the first step, when it
+can still be refused.
 
-Sums of what every device holds, to compare what should be equal.
-
-A tensor that is replicated lies on several devices, and the same program over the same numbers
+A replicated tensor has a copy on several devices, and the same program over the same numbers
 keeps the copies equal to the last bit. Where one differs, a bit has flipped in a device's memory or
 arithmetic, and nothing else in the system would notice.
 
-The sum of a shard is sum_i (2 i + 1) w_i mod 2^32 over its 32-bit words w: the factors are odd, so
-one flipped bit always changes it; others pass with probability about 2^-32.
+The sum of a shard is sum_i (2 i + 1) w_i mod 2^32 over its 32-bit words w: the factors are odd,
+so one flipped bit always changes it; others pass with probability about 2^-32.
 """
 
 import dataclasses
@@ -32,7 +31,7 @@ _BYTES = 32
 
 
 def fingerprint(text: str) -> bytes:
-    """SHA-256."""
+    """Computes the SHA-256 of a text."""
     return hashlib.sha256(text.encode()).digest()
 
 
@@ -56,7 +55,9 @@ def require_same(parts: Mapping[str, str]) -> dict[str, str]:
 
 
 def deviating(prints: Sequence[str]) -> list[int]:
-    """Ranks that differ from the commonest value (of equally common ones, the lowest rank's)."""
+    """Returns the ranks that differ from the commonest value (of equally common ones, the lowest
+    rank's).
+    """
     counts = Counter(prints)
     common = max(counts.values())
     expected = next(value for value in prints if counts[value] == common)
@@ -64,7 +65,7 @@ def deviating(prints: Sequence[str]) -> list[int]:
 
 
 def describe(name: str, prints: Sequence[str], odd: Sequence[int]) -> str:
-    """The refusal."""
+    """Makes the refusal's text."""
     rest = next(rank for rank in range(len(prints)) if rank not in odd)
     ranks = ", ".join(f"rank {rank} ({prints[rank][:16]})" for rank in odd)
     return (
@@ -75,7 +76,7 @@ def describe(name: str, prints: Sequence[str], odd: Sequence[int]) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Mismatch:
-    """Copies of one shard that are not equal."""
+    """A mismatch: copies of one shard that are not equal."""
 
     tensor: str
     odd: tuple[int, ...]  # rows of the table that differ from most; all where nobody is in majority
@@ -101,15 +102,15 @@ class StateHash:
 
     @property
     def compares(self) -> bool:
-        """Whether anything is held twice by different devices."""
+        """Whether any shard has copies on different devices."""
         return any(len(group) > 1 for groups in self._copies for group in groups)
 
     def __call__(self, state: Any) -> UInt32[Array, "devices tensors"]:
-        """A sum of each device's part of each tensor, replicated; it is not waited for."""
+        """Computes a sum of each device's part of each tensor, replicated; it is not waited for."""
         return self._hash(jax.tree.leaves(state))
 
     def compare(self, table: UInt32[np.ndarray, "devices tensors"]) -> list[Mismatch]:
-        """The tensors whose copies differ."""
+        """Returns the tensors whose copies differ."""
         found = []
         for number, groups in enumerate(self._copies):
             for group in groups:
@@ -120,12 +121,14 @@ class StateHash:
         return found
 
     def processes(self, rows: Sequence[int]) -> list[int]:
-        """Whose devices these rows are."""
+        """Returns the processes whose devices these rows are."""
         return sorted({self.devices[row].process_index for row in rows})
 
 
 def odd_ones(sums: Sequence[int]) -> tuple[list[int], bool]:
-    """Positions that differ from the majority; all of them, and True, where there is none."""
+    """Returns positions that differ from the majority; all of them, and True, where there
+    is none.
+    """
     counts = Counter(sums)
     if len(counts) <= 1:
         return [], False

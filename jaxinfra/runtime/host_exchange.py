@@ -1,14 +1,13 @@
-"""A small table that all processes of a job see alike: one row each, once a step.
+"""A small table that all processes of a job see alike: one row each, once per step; and the slow
+ranks that it shows.
 
-An all-gather of a few floats per process is dispatched beside the step and read with its metrics,
-so no host waits for it. Whatever is decided from a table is decided by all alike: when to stop,
-who is slow.
+An all-gather of a few floats per process is dispatched beside the step and read with its
+metrics, so no host waits for it. Whatever is decided from a table is decided by all alike: when to
+stop, who is slow.
 
-Who is slow, from times that each rank took before the collectives of its steps.
-
-After a collective all ranks look equally slow. So each sends what it spent alone: waiting for its
-batch, handing the step to its devices, and now and then a small program that only its own devices
-run.
+After a collective all ranks look equally slow. So each sends what it spent alone: waiting for
+its batch, handing the step to its devices, and now and then a small program that only its own
+devices run.
 """
 
 import dataclasses
@@ -24,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessRow:
-    """What a process tells the others."""
+    """A row of the table: what a process tells the others."""
 
     stop: float = 0.0  # number of the signal that asks it to stop; 0: none
     input_s: float = 0.0  # waited for the batch of the step before
@@ -45,7 +44,7 @@ class ProcessTable:
         self._num_processes = num_processes
 
     def rows(self) -> list[ProcessRow]:
-        """One row per process, in their order."""
+        """Waits for one row per process, in their order."""
         values = np.asarray(self._gathered.addressable_data(0))
         values = values.reshape(self._num_processes, -1, len(_NAMES))[:, 0]
         return [ProcessRow(**dict(zip(_NAMES, map(float, row), strict=True))) for row in values]
@@ -53,7 +52,9 @@ class ProcessTable:
 
 @final
 class Exchange:
-    """A collective: every process calls ``start`` at the same points, in the same order."""
+    """The exchange is a collective: every process calls ``start`` at the same points, in the same
+    order.
+    """
 
     def __init__(self) -> None:
         devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
@@ -83,7 +84,8 @@ _PROBES = 4  # of a rank, before they tell anything
 
 @final
 class Stragglers:
-    """Names a rank once, when its median over the window exceeds the other ranks' by a margin.
+    """The search for slow ranks names a rank once, when its median over the window exceeds the
+    others' by a margin.
 
     Args:
         window: steps.
@@ -112,7 +114,7 @@ class Stragglers:
     def add(
         self, rows: Sequence[ProcessRow], *, step_s: float | None
     ) -> list[tuple[int, str, str]]:
-        """A step's table and time; returns newly found (rank, cause, sentence)."""
+        """Adds a step's table and time; returns newly found (rank, cause, sentence)."""
         self._rows.append(list(rows))
         if rows and all(row.probe_s > 0 for row in rows):
             self._probes.append(list(rows))

@@ -22,7 +22,7 @@ LOOK = {
 
 
 def new_picture(width: float, height: float, *, rows: int = 1) -> tuple[Any, Any]:
-    """A figure of so many inches in this look, and its axes: of several rows an array."""
+    """Makes a figure of so many inches in this look, and its axes: of several rows an array."""
     # Here and not above: it takes a second, of every start of every process, for one's end.
     from matplotlib import rc_context
     from matplotlib.figure import Figure

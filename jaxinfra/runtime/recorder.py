@@ -1,16 +1,15 @@
-"""The flight recorder: what a rank did last, in a memory-mapped file that outlives its process.
+"""The flight recorder of a rank, in a memory-mapped file that outlives its process; and the run's
+log of incidents.
 
-A ring of 2,048 events and a header that says what goes on now: step, phase, since when. An event
-costs about a microsecond and no system call; the kernel keeps the pages of a process that was
-killed. Everybody may read every rank's file at any time.
+A ring buffer holds 2,048 events, and a header the present step and phase. An event costs about a
+microsecond and no system call; the kernel keeps the pages of a process that was killed. Every
+rank's file may be read at any time.
+
+Incidents (``incidents.jsonl``, one line each) are kept over resumptions and roll-backs. Batches
+excluded since the newest checkpoint are read from here, so that a resumed run leaves them out
+again; a checkpoint has those of before.
 
 Layout, little endian: header ``_HEADER`` padded to 128 bytes, then events ``_EVENT``.
-
-What went wrong in a run and what was done: ``incidents.jsonl``, one line each.
-
-Kept over resumptions and roll-backs. Batches that were taken out of the order since the newest
-checkpoint are read from here, so that a resumed run leaves them out again; a checkpoint has those
-of before.
 """
 
 import dataclasses
@@ -52,13 +51,14 @@ _log = logging.getLogger(__name__)
 
 
 def record_file(directory: Path, rank: int) -> Path:
-    """Where a rank records."""
+    """Returns the file in which a rank records."""
     return directory / f"rank-{rank:05d}.ring"
 
 
 @final
 class Recorder:
-    """Writes one rank's ring; ``spent`` holds the seconds of each phase so far.
+    """The recorder writes one rank's ring buffer; ``spent`` holds the seconds of each
+    phase so far.
 
     Its directory's disk may be full: then it records in memory, with a warning.
     """
@@ -114,19 +114,19 @@ class Recorder:
         return seconds
 
     def beat(self) -> None:
-        """Says that this process runs; the watchdog's thread does so."""
+        """Records that this process runs; the watchdog's thread does so."""
         self._beats += 1
         struct.pack_into("<Qd", self._ring, _BEATS_AT, self._beats, time.time())
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of each phase so far, the present one included."""
+        """Returns seconds of each phase so far, the present one included."""
         now = time.perf_counter() - self._began
         return {**self.spent, self.phase_name: self.spent[self.phase_name] + now}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """Something that happened; a phase's ``value`` is the seconds of the phase before it."""
+    """An event; a phase's ``value`` is the seconds of the phase before it."""
 
     time: float
     name: str
@@ -136,7 +136,7 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RankRecord:
-    """What a rank's file says."""
+    """The contents of a rank's file."""
 
     rank: int
     pid: int
@@ -150,7 +150,7 @@ class RankRecord:
 
 
 def read_record(file: Path) -> RankRecord | None:
-    """What is in a file; None where it is no record, or not yet one."""
+    """Reads a rank's file; None where it is no record, or not yet one."""
     try:
         data = read_bytes(file, limit=_FILE_BYTES)
     except ConfigError:
@@ -179,7 +179,8 @@ def read_record(file: Path) -> RankRecord | None:
 
 
 def describe_events(record: RankRecord, *, last: int) -> list[str]:
-    """A rank's newest events, oldest first, a line each: when, step, what, and its value.
+    """Formats a rank's newest events, oldest first, a line each: when, step, what, and
+    its value.
 
     The value at a phase's begin is the seconds of the phase before it.
     """
@@ -194,7 +195,7 @@ def describe_events(record: RankRecord, *, last: int) -> list[str]:
 
 
 def read_records(directory: Path) -> list[RankRecord]:
-    """All ranks' records, by rank."""
+    """Reads all ranks' records, by rank."""
     records = (read_record(file) for file in sorted(directory.glob("rank-*.ring")))
     return [record for record in records if record is not None]
 
@@ -223,13 +224,13 @@ def record_incident(file: Path, kind: str, *, step: int, text: str, **details: A
 
 
 def read_incidents(file: Path) -> list[dict[str, Any]]:
-    """All incidents of a run, oldest first; damaged lines are left out."""
+    """Reads all incidents of a run, oldest first; damaged lines are left out."""
     lines, _ = read_log(file, holds=_Incident)
     return lines
 
 
 def excluded_steps(file: Path) -> set[int]:
-    """Steps whose batches were taken out of the order."""
+    """Returns the steps whose batches were excluded."""
     return {line["step"] for line in read_incidents(file) if line["kind"] == EXCLUDED}
 
 

@@ -1,10 +1,9 @@
-"""All processes say who they are before any of them starts JAX.
+"""The rendezvous: all processes meet before any of them starts JAX, then join their job, and leave
+it.
 
-JAX's own start waits without naming whom for; a process that is missing, or a port that somebody
-else has, shows here in bounded time and by name. Each process sends one line of JSON to process 0,
+JAX's own start waits without naming whom for. A process that is missing, or a port that is
+taken, shows here in bounded time and by name. Each process sends one line of JSON to process 0,
 which answers all of them alike once everyone has come or time is up.
-
-A process joins its job, and leaves it.
 """
 
 import contextlib
@@ -37,7 +36,7 @@ _STRANGERS = 64  # that are heard at a time
 
 
 class PortTakenError(JaxinfraError):
-    """Process 0 cannot listen where the others look for it."""
+    """An error of process 0, which cannot listen where the others look for it."""
 
 
 def meet(cluster: Cluster, *, timeout_s: float = TIMEOUT_S) -> int:
@@ -204,7 +203,7 @@ def _line(connection: socket.socket, *, within_s: float) -> bytes:
 
 
 def bind_address(cluster: Cluster) -> str:
-    """The address that process 0 listens on: the one it is to be found at, and no other.
+    """Returns the address that process 0 listens on: the one it is to be found at, and no other.
 
     Empty, for all of them, where the name of this machine stands for its loopback only, as some
     systems have it: others could not come in by that.

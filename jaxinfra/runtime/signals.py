@@ -28,7 +28,7 @@ _BACK = b"\0"
 
 @final
 class StopRequest:
-    """Which signal asked this process to stop, if one did.
+    """A stop request says which signal asked this process to stop, if one did.
 
     Args:
         code: of the exit where nothing is held; 128 + the signal's number where it is None.
@@ -53,14 +53,14 @@ class StopRequest:
         return self._held
 
     def hold(self) -> None:
-        """From now on a signal is noted, and whoever called this obeys it; a second SIGINT still
-        ends the process at once: somebody does not want to wait for the save.
+        """Makes signals be noted from now on, for the caller to obey. A second SIGINT still ends
+        the process at once: somebody does not want to wait for the save.
         """
         self._held = True
 
     @contextlib.contextmanager
     def elsewhere(self, notice: int) -> Iterator[None]:
-        """Within, signals are left to handlers of the caller's own.
+        """Leaves signals to handlers of the caller's own, within.
 
         Args:
             notice: the pipe whose reader calls ``obey`` and ``come_back``, in order.
@@ -77,13 +77,13 @@ class StopRequest:
             self._elsewhere = False
 
     def come_back(self) -> None:
-        """Called in the thread that obeys, when all signals of ``elsewhere`` are read."""
+        """Marks that all signals of ``elsewhere`` are read; called in the thread that obeys."""
         self._elsewhere = False
         self._back.set()
 
     @contextlib.contextmanager
     def unfinished(self, path: Path) -> Iterator[None]:
-        """Within, a stop removes this file or directory."""
+        """Makes a stop remove this file or directory, within."""
         self._unfinished.add(path)
         try:
             yield
@@ -91,12 +91,12 @@ class StopRequest:
             self._unfinished.discard(path)
 
     def note(self, number: int) -> None:
-        """Called by a handler: what is held can be obeyed at the next step."""
+        """Notes a signal, from a handler: if held, it can be obeyed at the next step."""
         if not self._elsewhere:
             self.asked = self.asked or signal.Signals(number)
 
     def obey(self, number: int) -> None:
-        """Called in a thread of its own for each signal that comes."""
+        """Obeys a signal; called in a thread of its own for each that comes."""
         if self._elsewhere:
             return
         self.note(number)
@@ -153,7 +153,7 @@ def guard_process() -> StopRequest:
 
 
 def leave_ended() -> None:
-    """From now on signals are ignored: the command has ended, and how is settled.
+    """Ignores signals from now on: the command has ended, and its exit code is settled.
 
     Python gives signals back to the system as it leaves, which takes a second with JAX: one that
     came then would make a failure of what is done.
@@ -163,13 +163,13 @@ def leave_ended() -> None:
 
 
 def process_request() -> StopRequest | None:
-    """The request of ``guard_process``; None in a process that is not guarded."""
+    """Returns the request of ``guard_process``; None in a process that is not guarded."""
     return _of_process
 
 
 @contextlib.contextmanager
 def noted_signals() -> Iterator[StopRequest]:
-    """Within, SIGINT and SIGTERM are noted by a process that is not guarded, and held.
+    """Notes and holds SIGINT and SIGTERM, within, in a process that is not guarded.
 
     For a caller's own program: a second SIGINT raises KeyboardInterrupt as Python does. Where the
     process is guarded, this is its request, as it is.
@@ -199,14 +199,16 @@ def noted_signals() -> Iterator[StopRequest]:
 
 @contextlib.contextmanager
 def handled_elsewhere() -> Iterator[None]:
-    """Within, signals are left to handlers that the caller has set."""
+    """Leaves signals to handlers that the caller has set, within."""
     with _of_process.elsewhere(_notice) if _of_process is not None else contextlib.nullcontext():
         yield
 
 
 @contextlib.contextmanager
 def raised_signals() -> Iterator[None]:
-    """Within, SIGINT and SIGTERM raise KeyboardInterrupt: for a command that has jobs to end."""
+    """Makes SIGINT and SIGTERM raise KeyboardInterrupt, within: for a command that has
+    jobs to end.
+    """
     with handled_elsewhere():
         before = {number: signal.signal(number, signal.default_int_handler) for number in _ASKING}
         try:
@@ -218,7 +220,7 @@ def raised_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unfinished(path: Path) -> Iterator[None]:
-    """Within, a signal that ends this process removes ``path`` first."""
+    """Makes a signal that ends this process remove ``path`` first, within."""
     with _of_process.unfinished(path) if _of_process is not None else contextlib.nullcontext():
         yield
 

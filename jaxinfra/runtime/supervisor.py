@@ -1,11 +1,8 @@
-"""How a process ended, and why: pure functions of what the system says about it.
+"""The supervisor starts the processes of a job on this node, watches them, and starts
+them again.
 
-Shows what processes write to files, as they write it.
-
-Starts the processes of a job on this node, watches them, and starts them again.
-
-Every rank writes to files of its own, so that the job outlives its supervisor's terminal; rank 0's
-output and everybody's errors are shown as they come. A job whose rank fails is ended as a whole and
+Every rank writes to files of its own, so that the job outlives its supervisor's terminal; rank
+0's output and all errors are shown as they come. A job whose rank fails is ended as a whole and
 started anew, from its newest checkpoint, as often and as fast as the limits say.
 """
 
@@ -37,7 +34,7 @@ _CONSEQUENCES = (74, -signal.SIGABRT)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """A rank's end."""
+    """An ending says how a rank ended."""
 
     rank: int
     code: int  # minus the signal's number where one ended it
@@ -47,7 +44,7 @@ class Ending:
 
     @property
     def exit_code(self) -> int:
-        """Exit code as a shell gives it."""
+        """The exit code as a shell gives it."""
         return self.code if self.code >= 0 else 128 - self.code
 
     @property
@@ -56,7 +53,7 @@ class Ending:
         return self.code in _FATAL
 
     def describe(self) -> str:
-        """How the process ended, in words."""
+        """Describes in words how the process ended."""
         if self.stopped:
             return f"rank {self.rank} was halted (SIGSTOP, or a debugger)"
         if self.code < 0:
@@ -73,7 +70,7 @@ class Ending:
 
 
 def first_failure(endings: list[Ending]) -> Ending | None:
-    """The rank that the others' failures follow from."""
+    """Returns the rank whose failure caused the others'."""
     failed = [end for end in endings if end.code != 0 and not end.killed_by_us]
     halted = [end for end in endings if end.stopped]
     return min(
@@ -93,7 +90,9 @@ def is_halted(pid: int) -> bool:
 
 
 def own_memory_group(root: Path = Path("/sys/fs/cgroup")) -> Path | None:
-    """The directory of this process's memory cgroup, of version 2 or 1; None where it has none."""
+    """Returns the directory of this process's memory cgroup, of version 2 or 1; None where it has
+    none.
+    """
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -113,7 +112,9 @@ def own_memory_group(root: Path = Path("/sys/fs/cgroup")) -> Path | None:
 
 
 def count_memory_kills(group: Path | None) -> int | None:
-    """How many processes of a cgroup the kernel has killed for memory; None where not known."""
+    """Counts the processes of a cgroup that the kernel has killed for memory; None where
+    not known.
+    """
     if group is None:
         return None
     for name in ("memory.events", "memory.oom_control"):
@@ -128,14 +129,14 @@ def count_memory_kills(group: Path | None) -> int | None:
 
 @final
 class Tail:
-    """Copies whole lines of a growing file to a stream."""
+    """A tail copies whole lines of a growing file to a stream."""
 
     def __init__(self, file: Path, stream: TextIO, *, prefix: str):
         self._file, self._stream, self._prefix = file, stream, prefix
         self._at = 0
 
     def show(self) -> None:
-        """What is new since the last call."""
+        """Copies the lines written since the last call."""
         with self._file.open("rb") as file:
             file.seek(self._at)
             data = file.read()
@@ -149,7 +150,7 @@ class Tail:
 
 
 def last_line(file: Path) -> str:
-    """The last line that says something; empty where there is none."""
+    """Returns the last line that is not blank; empty where there is none."""
     lines = file.read_text(errors="replace").splitlines() if file.exists() else []
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
@@ -163,7 +164,7 @@ _REPORT_S = 15.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """How often and how fast a job is started again, and how long it has to stop."""
+    """The limits on how often and how fast a job is started again, and how long it has to stop."""
 
     max_restarts: int = 3
     backoff_s: float = 1.0  # doubled with every restart
@@ -173,7 +174,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NodePlace:
-    """Where these processes are in a job of several nodes; by default they are all of it."""
+    """The place of these processes in a job of several nodes; by default they are all of it."""
 
     host: str = "127.0.0.1"
     port: int | None = None  # None: a free one
@@ -183,7 +184,7 @@ class NodePlace:
 
 @final
 class Supervisor:
-    """Runs ``command`` in ``num_processes`` processes.
+    """The supervisor runs ``command`` in ``num_processes`` processes.
 
     Args:
         command: of the first start.
@@ -229,7 +230,7 @@ class Supervisor:
         return self._asked is not None
 
     def run(self) -> int:
-        """Until the job ends, stops or fails for good; returns its exit code."""
+        """Runs until the job ends, stops or fails for good; returns its exit code."""
         handlers = {
             number: signal.signal(number, self._forward)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -441,7 +442,7 @@ class Supervisor:
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody has now."""
+    """Returns a free port of the loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

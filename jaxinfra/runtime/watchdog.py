@@ -1,14 +1,13 @@
-"""Who is missing when a job stands still: read from the ranks' recorders, all ranks alike.
+"""The watchdog of a rank ends a job that stands still, and its report names the rank that the
+others wait for.
 
-A rank that waits for the others is in ``wait``: it has handed its work to the devices. The one they
-wait for is in another phase, or at an earlier step, or does not run at all.
+Twice a second a thread beats in its rank's recorder, looks at the phase its own process is in,
+and at the heartbeat of the next rank. Where a bound is passed the first to notice leaves
+``trip.json``; every watchdog that sees it dumps its process's stacks. The first then writes
+``report.txt``, which names the absent rank and its phase, and all exit with ``HUNG_EXIT``.
 
-A thread of every rank that ends a job which stands still, with everybody's stacks.
-
-Twice a second it beats in its rank's recorder, looks at the phase its own process is in, and at the
-heartbeat of the next rank. Where a bound is passed the first to notice leaves ``trip.json``; every
-watchdog that sees it dumps its process's stacks. The first then writes ``report.txt``, which names
-the absent rank and its phase, and all exit with ``HUNG_EXIT``.
+A rank that waits for the others is in ``wait``: it has handed its work to the devices. The one
+they wait for is in another phase, or at an earlier step, or does not run at all.
 """
 
 import contextlib
@@ -113,7 +112,7 @@ _LONG_HEARTBEAT_S = 120.0  # there a library may keep Python's threads waiting
 
 @final
 class Watchdog:
-    """Runs from ``with`` to its end.
+    """The watchdog runs from ``with`` to its end.
 
     Args:
         directory: where all ranks record.
@@ -262,7 +261,7 @@ class Watchdog:
 
 
 def read_report(directory: Path) -> str | None:
-    """The first line of what a watchdog reported there; None where it did not."""
+    """Reads the first line of a watchdog's report; None where there is none."""
     file = directory / REPORT
     if not file.exists():
         return None
@@ -274,7 +273,7 @@ def read_report(directory: Path) -> str | None:
 
 
 def stacks_file(directory: Path, rank: int) -> Path:
-    """Where a rank's stacks are dumped."""
+    """Returns the file into which a rank's stacks are dumped."""
     return directory / f"rank-{rank:05d}.stacks"
 
 
@@ -283,6 +282,8 @@ def _size(path: Path) -> int:
 
 
 def launcher_of(environment: Mapping[str, str], name: str) -> int | None:
-    """The process that started this one, where it is our launcher and this one its child."""
+    """Returns the process that started this one, where it is our launcher and this one
+    its child.
+    """
     number = whole_number(environment.get(name, ""))
     return number if number == os.getppid() else None

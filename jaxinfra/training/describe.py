@@ -1,7 +1,7 @@
-"""A run's set-up in words, and what each device will hold of its state as a table.
+"""This module describes a run: its set-up in words, what each device will hold of its state, and
+what its steps were computed on.
 
-On what a run's steps were computed: one line per session, by which a replay knows whether equal
-bits may be asked for.
+The last is one line per session, by which a replay knows whether equal bits may be asked for.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from jaxinfra.training.xla_options import describe_options
 
 
 def describe_job(job: Job) -> str:
-    """Size, precision, devices and length of a run."""
+    """Describes size, precision, devices and length of a run."""
     config = job.config
     mesh = ", ".join(f"{a}={n}" for a, n in job.placement.mesh.shape.items() if n > 1)
     trained = ""
@@ -63,7 +63,7 @@ def _in_eight_bits(fp8: Fp8Matmuls | None) -> str:
 
 
 def describe_corpora(corpora: Corpora, config: RunConfig) -> str:
-    """How much text there is to train and to evaluate on."""
+    """Tells how much text there is to train and to evaluate on."""
 
     def side(arrays: TokenArrays) -> str:
         counted = ""
@@ -103,8 +103,8 @@ def _short(number: int) -> str:
 
 
 def describe_ranking(training: TrainingConfig, checkpoint: CheckpointConfig) -> str | None:
-    """A warning where checkpoints are to be ranked by a loss that is not measured when they are
-    made.
+    """Warns where checkpoints are to be ranked by a loss that is not measured when they
+    are made.
     """
     save, evaluate = checkpoint.every, training.evaluate_every
     if not checkpoint.keep_best or save is None or evaluate is None:
@@ -119,8 +119,8 @@ def describe_ranking(training: TrainingConfig, checkpoint: CheckpointConfig) -> 
 
 
 def placement_table(job: Job) -> str:
-    """What lies where: a row for each parameter with the bytes that a device holds of it, of its
-    gradient while micro-batches are summed, and of its moments. Nothing is allocated.
+    """The table has a row per parameter, with the bytes per device of it, of its summed gradient
+    and of its moments. Nothing is allocated.
     """
     state = job.abstract_state()
     gradients = jax.tree.leaves(job.placement.gradients(job.model))
@@ -225,7 +225,9 @@ _LOG = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """What decides how sums are ordered and rounded, beside the config's other settings."""
+    """The environment of a session is what decides how sums are ordered and rounded, beside the
+    config.
+    """
 
     jax_version: str
     device_kind: str
@@ -235,7 +237,7 @@ class Environment:
 
     @classmethod
     def of(cls, job: Job) -> "Environment":
-        """The one in which a job's steps run here."""
+        """Returns the environment in which a job's steps run here."""
         device = job.placement.mesh.devices.flat[0]
         return cls(
             jax_version=jax.__version__,
@@ -246,7 +248,9 @@ class Environment:
         )
 
     def differences(self, other: "Environment") -> list[str]:
-        """What is not the same, with both values; how many devices there are is no matter."""
+        """Lists what two environments do not share, with both values; the number of devices does
+        not count.
+        """
         found = []
         for field in dataclasses.fields(self):
             mine, theirs = (_alike(getattr(each, field.name)) for each in (self, other))
@@ -266,7 +270,7 @@ def _alike(value: Any) -> Any:
 
 
 def record_environment(file: Path, job: Job, *, step: int) -> None:
-    """Appends what the steps after this one are computed on; the first process does."""
+    """Appends the environment of the steps after this one; the first process does."""
     if jax.process_index() > 0:
         return
     line = {"step": step, **dataclasses.asdict(Environment.of(job))}
@@ -279,7 +283,9 @@ def record_environment(file: Path, job: Job, *, step: int) -> None:
 
 
 def environment_of(file: Path, *, step: int) -> Environment | None:
-    """That of the session which did this step last; None where it is not known."""
+    """Returns the environment of the session that did this step last; None where it is
+    not known.
+    """
     lines, _ = read_log(file, holds=dict[str, Any])
     names = {field.name for field in dataclasses.fields(Environment)}
     known = [line for line in lines if line.keys() >= names and line.get("step", step) < step]

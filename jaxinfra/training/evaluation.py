@@ -1,8 +1,5 @@
-"""Held-out loss over every token of a text, once.
-
-Held-out loss of a saved run.
-
-Held-out loss of a model that was trained elsewhere.
+"""Held-out losses: of a run while it trains, of a saved run, and of a model trained elsewhere.
+Every token of a text is counted once.
 """
 
 import dataclasses
@@ -40,7 +37,7 @@ from jaxinfra.training.step import pair_record
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """Loss of a text."""
+    """An evaluation is the loss of one text."""
 
     loss: float  # nats per token, or of pairs their loss, per pair
     num_tokens: int  # of pairs those of the chosen answers, as bytes are
@@ -50,12 +47,14 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """exp(nats per token)."""
+        """Perplexity is exp(nats per token)."""
         return math.exp(min(self._nats, 700.0))
 
     @property
     def bits_per_byte(self) -> float:
-        """Total bits over the text's bytes: comparable across tokenizers and with compressors."""
+        """Bits per byte are the text's total bits over its bytes: comparable across tokenizers and
+        with compressors.
+        """
         return self._nats * self.num_tokens / math.log(2) / self.num_bytes
 
     @property
@@ -71,7 +70,9 @@ class SetEvaluations:
     judged: Evaluation  # of the set, or of all sets together, that the run is judged by
 
     def record(self) -> dict[str, float]:
-        """Values for ``metrics.jsonl``; of several sets also each one's, ``heldout/NAME/...``."""
+        """Returns the values for ``metrics.jsonl``; with several sets, each set's own too, as
+        ``heldout/NAME/...``.
+        """
         record = {
             "heldout_loss": self.judged.loss,
             "heldout_bits_per_byte": self.judged.bits_per_byte,
@@ -85,7 +86,7 @@ class SetEvaluations:
         return record
 
     def describe(self) -> str:
-        """One line."""
+        """Describes the losses in one line."""
         judged = self.judged
         text = (
             f"held-out loss {judged.loss:.4f}, perplexity {judged.perplexity:.2f}, "
@@ -124,7 +125,7 @@ def evaluate_sets(
 
 
 def pooled(parts: Sequence[Evaluation]) -> Evaluation:
-    """The loss of several texts as of one."""
+    """Pools the losses of several texts, as if they were one text."""
     if len(parts) == 1:
         return parts[0]
     num_tokens = sum(each.num_tokens for each in parts)
@@ -138,8 +139,8 @@ def pooled(parts: Sequence[Evaluation]) -> Evaluation:
 def evaluate_heldout(
     job: Job, tree: Parameters, arrays: TokenArrays, *, stop: Callable[[], bool] | None = None
 ) -> Evaluation:
-    """``evaluate`` by the job's own step, on this process's part of its micro-batches; of a run of
-    pairs, the loss of pairs.
+    """Evaluates by the job's own step, on this process's part of its micro-batches; a run of pairs,
+    by the loss of pairs.
     """
     if job.config.preferences is not None:
         return _evaluate_pairs(job, tree, arrays, stop=stop)

@@ -1,10 +1,7 @@
-"""Which rank's part of a batch, and which tensor of which layer, made a step not finite.
-
-What a step's loss is made of: the loss of each sample, and which layers' gradients grew.
+"""Explanations of bad steps: where a step was not finite, what a spike of the loss consisted of,
+and which layers' gradients grew.
 
 Dims: B sequence of the batch, T position, D model width, K micro-batch, R row of a micro-batch.
-
-The report of a loss spike: ``spikes/step-N.json`` and a line in the terminal.
 """
 
 import dataclasses
@@ -38,7 +35,7 @@ from jaxinfra.training.watch import Watch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NonFinite:
-    """What is not finite, in words and as data."""
+    """A finding says, in words and as data, what in a step was not finite."""
 
     text: str
     details: dict[str, Any]
@@ -134,7 +131,7 @@ GREW = 0.5
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SampleLoss:
-    """One sample of a step."""
+    """The loss of one sample of a step."""
 
     sample: int  # its number in the run's order of data
     loss: float  # nats per counted target
@@ -154,13 +151,15 @@ class LayerGrowth:
 
     @property
     def growth(self) -> float:
-        """Times the ordinary step's."""
+        """The ratio of the norm to an ordinary step's."""
         return self.norm / max(self.usual, float(np.finfo(np.float32).tiny))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Examination:
-    """A step's samples, highest loss first, and its layers in the order that the model has them."""
+    """An examination holds a step's samples, highest loss first, and its layers in the model's
+    order.
+    """
 
     step: int
     compared_with: int  # the ordinary step
@@ -169,12 +168,14 @@ class Examination:
 
     @property
     def first(self) -> LayerGrowth:
-        """Of the layers whose gradients grew most, the one that the backward pass meets first."""
+        """Returns the layer that the backward pass meets first, among those whose gradients grew
+        most.
+        """
         most = max(layer.growth for layer in self.layers)
         return next(each for each in reversed(self.layers) if each.growth >= GREW * most)
 
     def describe(self) -> str:
-        """In two sentences."""
+        """Describes the step in two sentences."""
         losses = [each.loss for each in self.samples]
         worst = self.samples[:3]
         named = ", ".join(f"{each.sample} ({each.loss:.2f})" for each in worst)
@@ -186,7 +187,7 @@ class Examination:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """For files; what is not finite is None."""
+        """Returns the examination for a file; a number that is not finite becomes None."""
         layers = [{**dataclasses.asdict(e), "growth": e.growth} for e in self.layers]
         samples = [dataclasses.asdict(each) for each in self.samples]
         return {
@@ -251,7 +252,8 @@ def examine_step(
 def sample_losses(
     job: Job, tree: Parameters, batch: Batch
 ) -> tuple[Float[Array, "B"], Float[Array, "B"], jax.Array, jax.Array]:
-    """Of each row the summed nll, the number of its counted targets, its tokens, its documents.
+    """Computes per row the summed nll, the number of its counted targets, its tokens and its
+    documents.
 
     No matmul is in 8 bits there, and nothing is dropped out. A row's loss is that of its
     micro-batch with all other rows' targets left out, so that it is computed as the step's is.

@@ -28,7 +28,8 @@ from jaxinfra.training.preferences import count_pairs, log_probabilities, pair_s
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GradientFunction(abc.ABC):
-    """A gradient function gives loss and gradients of a batch; each way to get them is a subclass.
+    """A gradient function computes loss and gradients of a batch; each way to do so is a
+    subclass.
 
     All take arguments in one order: parameters, the model's state, the batch, then the rest.
     """
@@ -76,7 +77,7 @@ class BatchSums:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BatchCounts:
-    """What sums over a batch are divided by."""
+    """The counts by which sums over a batch are divided."""
 
     terms: Float[Array, ""]  # of the loss: counted targets, or pairs
     # Terms per counted target, by which layers count; None: each is one.
@@ -93,7 +94,7 @@ def batch_loss(
     loss: str | None = None,
     dropout_key: Key[Array, ""] | None = None,
 ) -> BatchSums:
-    """The objective of a batch; ``tree`` has parameters and state.
+    """Computes the objective of a batch; ``tree`` has parameters and state.
 
     Args:
         loss: the part that computes it in place of the cross entropy, whose sum is then the nll's.
@@ -127,7 +128,7 @@ def batch_of_pairs_loss(
     per_target: Float[Array, ""] | None = None,
     dropout_key: Key[Array, ""] | None = None,
 ) -> BatchSums:
-    """The objective of a batch of pairs; ``tree`` has parameters and state.
+    """Computes the objective of a batch of pairs; ``tree`` has parameters and state.
 
     Args:
         sequence_shards: devices that a sequence is spread over.
@@ -164,7 +165,7 @@ def hidden_loss(
     label_smoothing: float,
     table: Float[Array, "V D"] | None = None,
 ) -> CrossEntropySums:
-    """The cross entropy from the normalized output of the last layer on.
+    """Computes the cross entropy from the normalized output of the last layer.
 
     Args:
         table: the vocabulary's as ``Decoder.run`` hands it on; by default that of ``parameters``.
@@ -192,8 +193,8 @@ def own_loss(
     *,
     loss: str,
 ) -> CrossEntropySums:
-    """The sum over tokens of a user's loss, which sees all logits of a micro-batch at once:
-    ``(logits [B, T, V], targets [B, T], *, weights) -> [B, T]`` in fp32.
+    """Sums a user's loss over tokens; it sees all logits of a micro-batch: ``(logits [B, T, V],
+    targets [B, T], *, weights) -> [B, T]`` in fp32.
     """
     with jax.named_scope("loss"):
         logits_BTV = model.bind(tree).logits(hidden_BTD)
@@ -337,13 +338,13 @@ class AccumulatedGradient(GradientFunction):
 
 
 def count_targets(batch: Batch) -> Float[Array, ""]:
-    """Counted targets of a batch, at least 1: what its sums are divided by."""
+    """Counts the weighted targets of a batch, at least 1: the divisor of its sums."""
     return jnp.maximum(jnp.sum(batch.weights), 1.0)
 
 
 def split_batch(batch: Batch, num_parts: int) -> Batch:
-    """[B, ...] to [K, B/K, ...]: part k takes rows k, k+K, ... so that a batch sharded over
-    devices splits without moving rows between them.
+    """Splits [B, ...] into [K, B/K, ...]: part k takes rows k, k+K, ... so that no row moves
+    between devices.
     """
 
     def split(x: jax.Array) -> jax.Array:
@@ -355,7 +356,8 @@ def split_batch(batch: Batch, num_parts: int) -> Batch:
 def make_evaluation_step(
     model: ModelDefinition,
 ) -> Callable[[Parameters, Batch], tuple[Float[Array, ""], Float[Array, ""]]]:
-    """(parameters and state, batch) -> (sum of nll in nats, number of counted targets).
+    """Makes the step (parameters and state, batch) -> (sum of nll in nats, number of counted
+    targets).
 
     No matmul is in 8 bits there, whatever the model trains in.
     """
@@ -373,7 +375,7 @@ def make_evaluation_step(
 def make_log_probability_step(
     model: ModelDefinition, *, sequence_shards: int = 1
 ) -> Callable[[Parameters, Batch], Float[Array, "B T"]]:
-    """(parameters and state, batch) -> log probability of each target in nats, as evaluated."""
+    """Makes the step (parameters and state, batch) -> log probability of each target in nats."""
     evaluated = model.unquantized
 
     def log_probability_step(tree: Parameters, batch: Batch) -> Float[Array, "B T"]:

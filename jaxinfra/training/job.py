@@ -1,8 +1,5 @@
-"""Batches in the order in which devices hold their tokens.
-
-Functions of a model whose frozen parameters are arguments.
-
-From a run's config to what the loop needs: placed, jitted, abstract; no parameter is drawn.
+"""A job is a run's functions on its mesh, made from its config: placed, jitted, abstract. No
+parameter is initialized here.
 """
 
 import dataclasses
@@ -66,7 +63,7 @@ from jaxinfra.training.xla_options import Options, compiler_options
 
 
 def in_zigzag(batch: Batch[np.ndarray], num_shards: int) -> Batch[np.ndarray]:
-    """The batch with every row's tokens in zig-zag order, and their positions with them.
+    """Puts every row's tokens, and their positions with them, in zig-zag order.
 
     Sums over tokens do not change; attention knows the order, and all else goes by position. A
     batch for one shard is returned as it is.
@@ -84,7 +81,8 @@ def in_zigzag(batch: Batch[np.ndarray], num_shards: int) -> Batch[np.ndarray]:
 def of_frozen[**P, R](
     make: Callable[[ModelDefinition], Callable[P, R]], model: ModelDefinition
 ) -> Callable[..., R]:
-    """``make(model)``; where parameters are frozen, they come first among its arguments.
+    """Makes ``make(model)`` a function whose first argument is the frozen parameters, where there
+    are any.
 
     Closed over, they would be constants of the compiled program.
     """
@@ -100,7 +98,9 @@ def of_frozen[**P, R](
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bound:
-    """A jitted function of frozen parameters and others, or a stage of it, the former given."""
+    """A jitted function, or a stage of it, whose first argument, the frozen parameters,
+    is given.
+    """
 
     stage: Any  # jax.stages.Wrapped, Lowered or Compiled
     frozen: Parameters
@@ -118,7 +118,7 @@ class Bound:
         return Bound(self.stage.compile(), self.frozen)
 
     def as_text(self) -> str:
-        """The program's text, lowered or compiled."""
+        """Returns the program's text, lowered or compiled."""
         return self.stage.as_text()
 
 
@@ -144,7 +144,7 @@ class Job:
     gathers: GatherChoice | None = None  # whether gathered weights stay, likewise
 
     def initialize(self) -> TrainState[jax.Array]:
-        """Draws the initial state directly onto the mesh.
+        """Initializes the state directly onto the mesh.
 
         DoRA's magnitudes are those of the frozen weights, which ``with_frozen`` has given then.
         """
@@ -153,8 +153,8 @@ class Job:
         return jax.jit(self._initial, out_shardings=self.shardings)(measured)
 
     def start_from(self, tree: Parameters) -> TrainState[jax.Array]:
-        """The initial state with these parameters and this state of the model, which it takes
-        over.
+        """Returns the initial state with these parameters and this model state, whose buffers it
+        takes over.
         """
 
         def around(tree: Parameters) -> TrainState[jax.Array]:
@@ -163,7 +163,7 @@ class Job:
         return jax.jit(around, out_shardings=self.shardings, donate_argnums=0)(tree)
 
     def with_frozen(self, frozen: Parameters) -> "Job":
-        """The job whose steps have the values of the parameters that are not trained."""
+        """Gives the job's steps the values of the parameters that are not trained."""
         model = self.model.freeze(frozen)
         return dataclasses.replace(
             self,
@@ -176,7 +176,9 @@ class Job:
         )
 
     def abstract_state(self) -> TrainState[jax.ShapeDtypeStruct]:
-        """Shapes, dtypes and shardings of the state: what a checkpoint is restored into."""
+        """Returns shapes, dtypes and shardings of the state, into which a checkpoint is
+        restored.
+        """
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             jax.eval_shape(self._around, self.model.shapes, self.model.state_shapes),
@@ -204,8 +206,8 @@ class Job:
         )
 
     def put(self, batch: Batch) -> Batch:
-        """This process's rows, as part of a global batch on the mesh; tokens in zig-zag order where
-        the context axis shards sequences.
+        """Makes a global batch on the mesh from this process's rows; in zig-zag order where
+        sequences are sharded.
         """
         batch = in_zigzag(batch, self.config.mesh.sequence_shards)
         sharding, (part, parts) = self.placement.batch, self.process_share()
@@ -225,11 +227,12 @@ class Job:
 
     @property
     def scales_dynamically(self) -> bool:
-        """Whether steps that are not finite are how the loss scale is found."""
+        """Whether the loss scale is found by trying, so that steps may fail to be finite."""
         return self.config.precision.loss_scaling is LossScaling.DYNAMIC
 
     def process_share(self) -> tuple[int, int]:
-        """Which of how many equal, contiguous parts of a batch's rows this process's devices hold.
+        """Returns which of how many equal, contiguous parts of a batch's rows this process's
+        devices hold.
 
         Processes whose devices differ in other mesh axes only hold the same part.
         """
@@ -247,7 +250,7 @@ class Job:
 
 
 def keep_compiled_programs(cache_dir: Path) -> None:
-    """A second start of the same program on the same devices reads it instead of compiling it."""
+    """Keeps compiled programs on disk: a second start on the same devices reads them."""
     directory = cache_dir / "xla"
     directory.mkdir(parents=True, exist_ok=True)  # JAX itself would only warn where it cannot be
     jax.config.update("jax_compilation_cache_dir", str(directory))
@@ -438,12 +441,12 @@ def _train_step(
 
 
 def step_programs(job: Job) -> StepPrograms:
-    """A job's compiled steps, and which of them a step runs."""
+    """Returns a job's compiled steps, with the choice of which one a step runs."""
     return StepPrograms(job.train_step, job.statistics_step, every=job.config.statistics.every)
 
 
 def lower_step(job: Job, *, platforms: tuple[str, ...] | None = None) -> jax.stages.Lowered:
-    """The job's step on packed rows, traced on shapes and lowered.
+    """Lowers the job's step on packed rows, traced on shapes.
 
     Args:
         platforms: to lower for; those that are here by default.

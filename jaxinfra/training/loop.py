@@ -1,4 +1,6 @@
-"""The impure loop: what happens between the pure steps of a run that is set up."""
+"""The training loop with its side effects: what happens between the pure steps of a run that is set
+up.
+"""
 
 import collections
 import dataclasses
@@ -50,7 +52,7 @@ class _Pending:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Outputs:
-    """What a run's steps are recorded and shown in."""
+    """The outputs of a run: its log, its clock, its display and its profiler."""
 
     log: MetricsLog
     clock: Clock
@@ -60,7 +62,9 @@ class Outputs:
 
 @final
 class Trainer:
-    """Runs the steps that remain; evaluates, saves and records what is due after each."""
+    """The trainer runs the steps that remain; it evaluates, saves and records what is due after
+    each.
+    """
 
     def __init__(
         self, *, job: Job, run: RunDirectory, start: Start, outputs: Outputs, watch: Watch
@@ -87,7 +91,9 @@ class Trainer:
         self._pending: collections.deque[_Pending] = collections.deque()
 
     def run(self) -> Outcome:
-        """To the end, or until asked to stop; raises where the last state cannot be saved."""
+        """Trains to the end, or until asked to stop; raises where the last state cannot
+        be saved.
+        """
         try:
             self._steps()
         except DivergedError:

@@ -1,9 +1,8 @@
-"""Hooks around a run's steps, and loggers that are such hooks.
+"""Metrics of a run: ``metrics.jsonl``, the same values as TensorBoard events, and callbacks that
+receive them.
 
 ``jaxinfra.train(..., callbacks=[...])`` calls them on the job's first process. They see plain
 numbers after the step, so they change nothing of what it computes; what they raise ends the run.
-
-What a run records: ``metrics.jsonl``, and the same values as TensorBoard events.
 """
 
 import importlib
@@ -46,23 +45,27 @@ class Callback:
     """
 
     def on_begin(self, run: Path, config: RunConfig) -> None:
-        """The run is set up; its next step comes.
+        """The hook after set-up, before the next step.
 
         Args:
             run: its directory.
         """
 
     def on_step(self, record: Record) -> None:
-        """A step is done; ``record`` has its loss, learning rate, times and what layers emit."""
+        """The hook after a step; ``record`` has its loss, learning rate, times and what layers
+        emit.
+        """
 
     def on_evaluation(self, record: Record) -> None:
-        """The held-out loss is known: ``heldout_loss`` and ``heldout_bits_per_byte``."""
+        """The hook after an evaluation, with ``heldout_loss`` and ``heldout_bits_per_byte``."""
 
     def on_save(self, step: int) -> None:
-        """A checkpoint of this step is being written."""
+        """The hook at a save: a checkpoint of this step is being written."""
 
     def on_end(self, summary: Record | None) -> None:
-        """The run ends; ``summary`` is that of ``summary.json``, None where it was stopped."""
+        """The hook at the end; ``summary`` is that of ``summary.json``, None where the run was
+        stopped.
+        """
 
 
 class MetricsLogger(Callback):
@@ -96,7 +99,7 @@ class MetricsLogger(Callback):
 
 @final
 class JsonLinesLogger(MetricsLogger):
-    """One JSON object per line, appended to a file.
+    """A logger that appends one JSON object per line to a file.
 
     Examples:
         >>> logger = jaxinfra.JsonLinesLogger("log.jsonl")
@@ -116,7 +119,7 @@ class JsonLinesLogger(MetricsLogger):
 
 @final
 class TensorBoardLogger(MetricsLogger):
-    """Scalars in a TensorBoard directory.
+    """A logger of scalars into a TensorBoard directory.
 
     Examples:
         >>> logger = jaxinfra.TensorBoardLogger("events")
@@ -139,7 +142,7 @@ class TensorBoardLogger(MetricsLogger):
 
 @final
 class WandbLogger(MetricsLogger):
-    """Weights & Biases; ``pip install wandb`` first.
+    """A logger for Weights & Biases; ``pip install wandb`` first.
 
     Args:
         options: of ``wandb.init``, such as ``project="ablations"``.
@@ -172,7 +175,7 @@ class WandbLogger(MetricsLogger):
 
 @final
 class MlflowLogger(MetricsLogger):
-    """MLflow; ``pip install mlflow`` first.
+    """A logger for MLflow; ``pip install mlflow`` first.
 
     Args:
         options: of ``mlflow.start_run``, such as ``experiment_id="3"``.
@@ -224,7 +227,8 @@ def _is_flat(record: dict[str, Any]) -> bool:
 
 @final
 class MetricsLog:
-    """Appends one JSON line a record, handed to the system at once, and the values as events.
+    """The log appends one JSON line per record, handed to the system at once, and the values as
+    events.
 
     What is not a finite number is written as null: JSON has no NaN. What cannot be written, as on a
     full disk, is kept in memory and tried again with the next record; ``close`` raises if lines
@@ -261,7 +265,7 @@ class MetricsLog:
         return undone
 
     def rewind(self, after_step: int) -> list[dict[str, Any]]:
-        """Drops what came after a step to which the run goes back; returns it."""
+        """Drops and returns the records after a step to which the run goes back."""
         self.close()
         undone = self._keep(after_step)
         if self._writes:
@@ -325,12 +329,12 @@ class MetricsLog:
         self._events.append(size + sums[0] + data + sums[1])
 
     def sync(self) -> None:
-        """Forces the lines to the disk: before a checkpoint, so that it never has fewer of them."""
+        """Forces the lines to disk before a checkpoint, so that it never has fewer of them."""
         if self._writes:
             self._lines.sync()
 
     def find(self, name: str, *, step: int | None = None) -> dict[str, Any] | None:
-        """The newest record with a value of that name (of that step)."""
+        """Returns the newest record with a value of that name (of that step)."""
         for record in reversed(self.records):
             if step is not None and record["step"] < step:
                 break
@@ -404,7 +408,7 @@ class _Appender:
 
 
 def finite(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with None for each float that JSON cannot hold."""
+    """Replaces each float that JSON cannot hold by None."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in record.items()

@@ -1,4 +1,4 @@
-"""Losses of pairs of answers, with a reference model and without.
+"""Losses of pairs of answers, with a reference model and without it.
 
 Dims: B row of the batch, T position, P pair of a row, S segment of a row (two of each pair).
 """
@@ -25,7 +25,7 @@ _CHUNK_LOGITS = 1 << 27
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PairLoss:
-    """What pairs cost, and how the model values their answers: fp32, one number for each pair.
+    """The losses and rewards of pairs: fp32, one number for each pair.
 
     Examples:
         >>> tokens = jnp.array([3.0])
@@ -52,7 +52,8 @@ def preference_loss(
     chosen_reference: Float[Array, "*pairs"] | None = None,
     rejected_reference: Float[Array, "*pairs"] | None = None,
 ) -> PairLoss:
-    """The loss of pairs from log probabilities of their answers, c (chosen) and r (rejected).
+    """Computes the loss of pairs from log probabilities of their answers, c (chosen) and r
+    (rejected).
 
     With sigma the logistic function, b = beta, |c| a number of tokens, c' and r' the reference's:
 
@@ -154,7 +155,7 @@ class PairSums:
 def pair_sums(
     each_BT: Float[Array, "B T"], batch: Batch[jax.Array], config: PreferenceConfig
 ) -> PairSums:
-    """The losses of a batch's pairs from the log probabilities of its targets.
+    """Computes the losses of a batch's pairs from the log probabilities of its targets.
 
     Args:
         batch: rows as ``data/pair_rows.py`` makes them; a segment's tokens that count are its
@@ -200,7 +201,7 @@ def pair_sums(
 
 
 def count_pairs(batch: Batch[jax.Array]) -> Float[Array, ""]:
-    """Pairs of a batch, at least 1."""
+    """Counts the pairs of a batch, at least 1."""
     counted_BTS = _in_segment(batch) * batch.weights[..., None]
     there_BP = jnp.max(counted_BTS, axis=1)[:, 0::2] > 0.0
     return jnp.maximum(jnp.sum(there_BP.astype(batch.weights.dtype)), 1.0)
@@ -221,7 +222,7 @@ def log_probabilities(
     *,
     sequence_shards: int = 1,
 ) -> Float[Array, "B T"]:
-    """Log probability of each target in nats, fp32.
+    """Computes the log probability of each target in nats, fp32.
 
     Logits are there for some positions at a time, and again in the backward pass; where a sequence
     is spread over devices, for all at a time.

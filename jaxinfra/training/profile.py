@@ -32,7 +32,7 @@ STEP_FILE = "step.json"
 
 
 class TracedStep(TypedDict):
-    """What a trace of a step does not say of itself."""
+    """A traced step's facts that its trace does not contain."""
 
     device_kind: str
     limit_bytes: int | None  # that JAX may take of a device; None where the device does not say
@@ -44,7 +44,9 @@ class TracedStep(TypedDict):
 
 
 def rank_directory(directory: Path, rank: int) -> Path:
-    """Where a rank's trace lies below a run's ``trace``; ranks of one host share its name."""
+    """Returns where a rank's trace is stored below a run's ``trace``; ranks of one host share its
+    name.
+    """
     return directory / f"rank-{rank:05d}" if rank else directory
 
 
@@ -69,13 +71,15 @@ def describe_collectives(compiled: Any, mesh: Mapping[str, int]) -> list[dict[st
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileRange:
-    """Steps [start, stop) to trace, numbered from 0: the first is the one that compiles."""
+    """A range of steps [start, stop) to trace, numbered from 0: the first is the one that
+    compiles.
+    """
 
     start: int
     stop: int
 
     def require_within(self, *, first: int, steps: int) -> None:
-        """Raises ConfigError unless every step of it is among those to come."""
+        """Raises ConfigError unless every step of the range is still to come."""
         if self.start < first or self.stop > steps:
             raise ConfigError(
                 f"--profile {self.start}:{self.stop}: the steps to come are {first}:{steps}; "
@@ -84,7 +88,7 @@ class ProfileRange:
 
 
 def parse_profile_range(text: str) -> ProfileRange:
-    """Parses "10:13"."""
+    """Parses a range such as "10:13"."""
     start, _, stop = text.partition(":")
     first, last = whole_number(start), whole_number(stop)
     if first is None or last is None or first >= last:
@@ -94,7 +98,7 @@ def parse_profile_range(text: str) -> ProfileRange:
 
 @final
 class Profiler:
-    """Starts and stops XLA's profiler as steps go by; its trace opens in XProf or Perfetto.
+    """The profiler starts and stops XLA's traces as steps go by; they open in XProf or Perfetto.
 
     Each rank traces its own devices; the first one describes the program.
     """

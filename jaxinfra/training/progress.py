@@ -1,6 +1,5 @@
-"""Time, throughput and memory of a run.
-
-What a person sees while a run trains: a live panel on a terminal, plain lines elsewhere.
+"""Progress of a run: its time, throughput and memory, and what a person sees of them while it
+trains.
 """
 
 import contextlib
@@ -24,7 +23,8 @@ from jaxinfra.training.job import Job
 
 @final
 class Clock:
-    """Time of a run over all its resumptions; compilation, evaluation and saves are in no step.
+    """The clock of a run over all its sessions; compilation, evaluation and saves belong to no
+    step.
 
     Args:
         records: of the run so far. Steps that a kill undid are not among them, nor is their time.
@@ -44,7 +44,7 @@ class Clock:
         self.step_s: float | None = None  # moving average
 
     def lap(self) -> float | None:
-        """Seconds of the step now recorded; None for a session's first, which compiled."""
+        """Returns seconds of the step now recorded; None for a session's first, which compiled."""
         now = time.perf_counter()
         last, self._last = self._last, now
         if last is None:
@@ -55,7 +55,7 @@ class Clock:
 
     @contextlib.contextmanager
     def paused(self, *, when: bool = True) -> Iterator[None]:
-        """Time within is nobody's step, where ``when`` is true."""
+        """Excludes the time within from all steps, where ``when`` is true."""
         began = time.perf_counter()
         try:
             yield
@@ -69,27 +69,31 @@ class Clock:
         return self._before_s + time.perf_counter() - self._began
 
     def tokens_per_s(self, step_s: float | None) -> float | None:
-        """Over all devices, at that time a step."""
+        """Returns tokens/s over all devices, at that time per step."""
         return None if step_s is None else self._tokens / step_s
 
     def rates(self, step_s: float | None) -> dict[str, float | None]:
-        """A step's time, what follows from it, and the most memory so far, for its record."""
+        """Returns a step's time, what follows from it, and the most memory so far, for
+        its record.
+        """
         rates = {"tokens_per_s": self.tokens_per_s(step_s), "mfu": self.mfu(step_s)}
         return {"step_s": step_s, **rates, "peak_bytes": peak_bytes()}
 
     def mfu(self, step_s: float | None) -> float | None:
-        """Model FLOPs over the devices' dense bf16 peak; None where either is not known."""
+        """Returns model FLOPs over the devices' dense bf16 peak; None where either is not known."""
         return None if self._ideal_s is None or step_s is None else self._ideal_s / step_s
 
 
 def median_step_s(records: Sequence[dict[str, Any]]) -> float | None:
-    """Over all sessions, without the first step of each."""
+    """Returns the median seconds per step over all sessions, without the first step of each."""
     laps = [record["step_s"] for record in records if record.get("step_s") is not None]
     return statistics.median(laps) if laps else None
 
 
 def peak_bytes() -> int:
-    """Most memory ever held: of the first device where it counts, else of this process."""
+    """Returns the most memory ever held: by the first device where it counts, else by
+    this process.
+    """
     counters = jax.local_devices()[0].memory_stats() or {}
     resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(counters.get("peak_bytes_in_use", resident))
@@ -97,7 +101,7 @@ def peak_bytes() -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """One moment of a run."""
+    """A status is what is shown of one moment of a run."""
 
     step: int
     steps: int
@@ -122,7 +126,7 @@ class Status:
         steps: int,
         heldout: Mapping[str, Any] | None,
     ) -> Self:
-        """After a step's record, by the clock's average of the steps before it."""
+        """Makes the status after a step's record, by the clock's average of the steps before it."""
         step_s = clock.step_s
         return cls(
             step=record["step"],
@@ -141,7 +145,7 @@ class Status:
         )
 
     def cells(self) -> list[tuple[str, str]]:
-        """Names and formatted values, in the order shown."""
+        """Returns names and formatted values, in the order shown."""
         cells = [
             ("step", f"{self.step}/{self.steps}"),
             ("loss", f"{self.loss:.4f}"),
@@ -171,14 +175,14 @@ def _or_unknown(value: float | None, show: Callable[[float], str]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as 1:02:03."""
+    """Formats seconds as 1:02:03."""
     minutes, second = divmod(round(seconds), 60)
     hour, minute = divmod(minutes, 60)
     return f"{hour}:{minute:02d}:{second:02d}" if hour else f"{minute}:{second:02d}"
 
 
 class Progress:
-    """Shows statuses and messages.
+    """The display of a run: a live panel on a terminal, plain lines elsewhere.
 
     Args:
         every: steps between plain lines; a live panel is refreshed by each status.

@@ -1,7 +1,4 @@
-"""Pairs of answers outside of steps: what the reference says of them, and what is held out.
-
-A run's texts, and the batches of them that its steps read.
-"""
+"""A run's texts and batches, and the reference's log probabilities of pairs of answers."""
 
 import dataclasses
 import functools
@@ -35,8 +32,8 @@ def with_reference(
     initial: Callable[[], Parameters],
     kept: Path | None = None,
 ) -> Corpora:
-    """The corpora with log probabilities of all their tokens under the model that the run starts
-    from, where the run's loss compares with it; a collective.
+    """Adds log probabilities of all tokens under the model that the run starts from, where the loss
+    compares with it; a collective.
 
     They are computed once, before the first step: one forward pass over all pairs.
 
@@ -124,7 +121,7 @@ class PairTotals:
 def sum_pairs(
     job: Job, tree: Parameters, arrays: TokenArrays, *, before: Callable[[], None]
 ) -> PairTotals:
-    """The loss of all pairs of a text, each once; a collective.
+    """Sums the loss of all pairs of a text, each once; a collective.
 
     Args:
         before: called before each batch; what it raises ends this.
@@ -151,7 +148,7 @@ def open_data(
     run: RunDirectory | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> Corpora:
-    """The corpora that a job's config names; a collective.
+    """Opens the corpora that a job's config names; a collective.
 
     Args:
         initial: the state of step 0, for what a loss of pairs compares with.
@@ -178,7 +175,9 @@ def open_data(
 
 
 def batches_of(job: Job, corpora: Corpora) -> TrainIterator:
-    """This process's rows of the batches of a job's steps, from the first on, without end."""
+    """Iterates over this process's rows of the batches of a job's steps, from the first, without
+    end.
+    """
     config, (part, parts) = job.config, job.process_share()
     return train_batches(
         corpora.train_source(config.training),

@@ -1,4 +1,4 @@
-"""A run from its config: set-up here, the steps in ``loop``."""
+"""A session sets up a run from its config; the steps themselves are in ``loop``."""
 
 import contextlib
 import dataclasses

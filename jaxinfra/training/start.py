@@ -1,6 +1,5 @@
-"""What a run starts from: random numbers, or another model's weights, straight onto the mesh.
-
-What a run that goes on takes from its newest good checkpoint.
+"""Starts of runs: random parameters, another model's weights, or the run's newest good checkpoint,
+read directly onto the mesh.
 """
 
 import contextlib
@@ -34,7 +33,7 @@ from jaxinfra.training.state import State
 
 
 def with_frozen(job: Job) -> Job:
-    """The job with the parameters that it does not train, if there are such; a collective."""
+    """Adds the parameters that the job does not train, if there are such; a collective."""
     if job.config.lora is None:
         return job
     assert job.config.init is not None, "validate"
@@ -44,10 +43,10 @@ def with_frozen(job: Job) -> Job:
 
 
 def first_state(job: Job) -> State:
-    """The state of step 0; a collective.
+    """Makes the state of step 0; a collective.
 
-    Parameters that a run starts from are read, and random ones drawn for none of them. Adapters are
-    drawn; the state of the model that they adapt is read.
+    Parameters that a run starts from are read, and none of them is initialized. Adapters are
+    initialized; the state of the model that they adapt is read.
     """
     init, model = job.config.init, job.model
     if init is None:
@@ -62,7 +61,9 @@ def first_state(job: Job) -> State:
 
 
 def kept_from_start(config: RunConfig) -> dict[str, bytes]:
-    """The files that a new run keeps of the model it starts from and of its chat template's."""
+    """Returns the files that a new run keeps of the model it starts from, and of its chat
+    template.
+    """
     files: dict[str, bytes] = {}
     if config.data.chat_template is not None:
         files |= kept_files(Path(config.data.chat_template).expanduser())
@@ -78,7 +79,7 @@ def finetuning_config(
     chat: bool,
     preferences: PreferenceConfig | None = None,
 ) -> RunConfig:
-    """The config of a run that trains this model further, to be changed by options."""
+    """Makes the config of a run that trains this model further, to be changed by options."""
     return runs.finetuning(
         start.config,
         init=start.init,
@@ -90,7 +91,8 @@ def finetuning_config(
 
 
 def require_same_start(config: RunConfig, start: RunConfig) -> None:
-    """Raises ConfigError naming a setting changed since that the weights or tokens depend on.
+    """Raises ConfigError naming a setting on which weights or tokens depend and that has changed
+    since.
 
     Rotary embedding, context length and dropout are not part of the weights.
     """
@@ -123,7 +125,7 @@ def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def restore_newest(job: Job, run: RunDirectory, saver: Checkpointer) -> Restored | None:
-    """The newest good checkpoint; None where a run was stopped before it made one."""
+    """Restores the newest good checkpoint; None where a run was stopped before it made one."""
     if saver.latest() is None:
         quarantine = run.checkpoints / directory_layout.QUARANTINE
         if quarantine.exists() and any(quarantine.iterdir()):
@@ -148,14 +150,14 @@ def restore_newest(job: Job, run: RunDirectory, saver: Checkpointer) -> Restored
 
 
 def changed_settings(restored: Restored | None, config: RunConfig) -> tuple[str, ...]:
-    """The settings that are others than when a checkpoint was saved, with both values."""
+    """Lists the settings that have changed since a checkpoint was saved, with both values."""
     if restored is None or not restored.settings:
         return ()
     return tuple(metadata.setting_changes(restored.settings, codec.to_dict(config)))
 
 
 def excluded_batches(restored: Restored | None) -> frozenset[int]:
-    """Steps whose batches were out of the data's order when a checkpoint was saved."""
+    """Returns the steps whose batches were excluded when a checkpoint was saved."""
     steps: Any = restored.data_state.get("excluded", []) if restored else []
     require_type(steps, list[int], where="the saved data order, excluded", error=CheckpointError)
     return frozenset(steps)
@@ -163,7 +165,7 @@ def excluded_batches(restored: Restored | None) -> frozenset[int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Start:
-    """A start of a run: its data, its saver and the state that its steps begin with."""
+    """The start of a run's steps: its data, its saver and its state."""
 
     corpora: Corpora
     batches: TrainIterator  # the next one is of the state's step

@@ -1,4 +1,4 @@
-"""Everything that a training step changes, as one pytree: what a checkpoint holds."""
+"""The training state: everything that a step changes, as one pytree, which a checkpoint holds."""
 
 import dataclasses
 
@@ -16,7 +16,9 @@ from jaxinfra.parallel.place import Placement
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TrainState[Leaf]:
-    """Parameters, optimizer and counters after ``step`` batches, or something for each of them."""
+    """The state after ``step`` batches: parameters, optimizer and counters, or something for each
+    of them.
+    """
 
     step: Leaf  # int32 [], batches consumed
     skipped: Leaf  # int32 [], of them not applied because not finite
@@ -36,7 +38,7 @@ class TrainState[Leaf]:
 
     @property
     def evaluated(self) -> Parameters:
-        """``tree`` with the mean of the parameters in their place, where there is one."""
+        """The model's ``tree``, with the mean of the parameters where there is one."""
         return merged(self.average or self.parameters, self.model_state)
 
 
@@ -52,7 +54,8 @@ def initial_state(
     averages: bool = False,
     beside: Parameters | None = None,
 ) -> State:
-    """Draws parameters and zeroes the rest; jit it with ``state_shardings`` as out_shardings.
+    """Initializes parameters and zeroes the rest; jit it with ``state_shardings`` as
+    out_shardings.
 
     Args:
         beside: as ``ModelDefinition.initialize`` takes it.
@@ -77,7 +80,8 @@ def state_around(
     seed: int,
     averages: bool = False,
 ) -> State:
-    """``initial_state`` with these parameters and this state instead of new ones.
+    """Makes the ``initial_state`` with these parameters and this model state instead of
+    new ones.
 
     Args:
         averages: keep a mean of the parameters, which begins with these.
@@ -104,7 +108,9 @@ def state_shardings(
     *,
     averages: bool = False,
 ) -> TrainState[NamedSharding]:
-    """A TrainState of shardings: moments and means lie as their parameters, scalars everywhere."""
+    """Returns a TrainState of shardings: moments and means are sharded as their parameters, scalars
+    replicated.
+    """
     whole = placement.replicated
     return TrainState(
         step=whole,

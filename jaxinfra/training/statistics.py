@@ -1,10 +1,10 @@
-"""Per-layer statistics of a step: on the devices, as a record, and by which program.
+"""Statistics of a step: of parameters and activations by layer, and of what 8-bit operands lose by
+matmul.
 
-A run that asks for them has a second compiled step, which computes the same and the statistics
-too. It runs at the steps that are asked for alone, so the others run the program of a run that
-asks for none. (A branch in one program would keep what both branches need alive in every step.)
-
-What 8-bit operands lose, by matmul: as metrics, and as a warning that names the matmul.
+A run that asks for statistics has a second compiled step, which computes the same and the
+statistics too. It runs at the steps that are asked for alone, so the others run the program of a
+run that asks for none. (A branch in one program would keep what both branches need alive in every
+step.)
 
 Dims: L layer of a stack, O operand (x, weight, cotangent), C column of a record.
 """
@@ -34,9 +34,9 @@ type StatisticsTable = dict[str, dict[str, Any]]
 def parameter_statistics(
     dims: Parameters, *, gradients: Parameters, before: Parameters, after: Parameters
 ) -> StatisticsTable:
-    """Of each parameter, by layer where it is stacked: root mean squares and largest absolute
-    values of gradient and weight, the update's root mean square over the weight's, and how many of
-    the gradient's elements are not finite.
+    """Computes statistics of each parameter, by layer where it is stacked: root mean squares and
+    largest values of gradient and weight, the update's relative size, and elements of the gradient
+    that are not finite.
 
     Args:
         dims: of the parameters, which say what is stacked.
@@ -65,7 +65,7 @@ def parameter_statistics(
 
 
 def statistics_record(sums: tuple[Sums, ...], parameters: StatisticsTable) -> dict[str, Any]:
-    """Both tables as ``statistics.jsonl`` holds them; None where a number is not finite.
+    """Formats both tables for ``statistics.jsonl``; None where a number is not finite.
 
     Args:
         sums: what layers emit, one entry for each distinct block, repetitions in front.
@@ -103,7 +103,7 @@ def _plain(value: Any) -> Any:
 
 
 def flat_statistics(record: dict[str, Any]) -> dict[str, float]:
-    """By one name each, for TensorBoard: statistics/blocks/0/stream/rms/3 is repetition 3's."""
+    """Names each number for TensorBoard: statistics/blocks/0/stream/rms/3 is repetition 3's."""
     found: dict[str, float] = {}
     for table in (record["activations"], record["parameters"]):
         for path, values in table.items():
@@ -118,7 +118,7 @@ def flat_statistics(record: dict[str, Any]) -> dict[str, float]:
 
 @final
 class StepPrograms:
-    """The compiled steps of a run, and which one a step runs.
+    """The compiled steps of a run, and the choice which one a step runs.
 
     ``plain`` may be replaced, before it has run.
 
@@ -139,7 +139,7 @@ class StepPrograms:
         return self._every is not None and step % self._every == 0
 
     def phase(self, step: int) -> str:
-        """What a call for this step does first: "compile" or, once it has run, "step"."""
+        """Returns what a call for this step does first: "compile" or, once it has run, "step"."""
         return "step" if self.asks(step) in self._has_run else "compile"
 
     def __call__(self, step: int, state: Any, batch: Batch) -> Any:
@@ -161,8 +161,8 @@ MOST_VANISHED = 0.25
 
 
 def emitted_by_site(state: Parameters) -> dict[str, jax.Array]:
-    """What the backward pass emitted of each 8-bit matmul, by its path: fp32 [L, O, 3], the columns
-    as ``fp8_operands.seen``.
+    """Collects what the backward pass emitted for each 8-bit matmul, by its path: fp32 [L, O, 3],
+    the columns as ``fp8_operands.seen``.
     """
     suffix = f"/{QUANTIZATION}"
     return {
@@ -175,8 +175,8 @@ def emitted_by_site(state: Parameters) -> dict[str, jax.Array]:
 
 
 def fp8_record(emitted: Mapping[str, Any]) -> dict[str, float]:
-    """For ``metrics.jsonl``: ``fp8/SITE/OPERAND/{largest, vanished, lost}``, of the layer where it
-    is most.
+    """Formats for ``metrics.jsonl``: ``fp8/SITE/OPERAND/{largest, vanished, lost}``, of the layer
+    with the most.
     """
     return {
         f"fp8/{site}/{operand}/{what}": float(values.max())
@@ -195,7 +195,9 @@ def _each(emitted: Mapping[str, Any]) -> Iterator[tuple[str, str, str, np.ndarra
 
 @final
 class Fp8Watch:
-    """Compares what each 8-bit matmul loses with the steps before; says where it grows."""
+    """The watch compares each 8-bit matmul's loss of values with the steps before, and says where
+    it grows.
+    """
 
     def __init__(self) -> None:
         self._before: dict[tuple[str, str, str], collections.deque[np.ndarray]] = {}

@@ -33,7 +33,7 @@ from jaxinfra.training.statistics import (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepMetrics:
-    """What a step reports: fp32 and int32 scalars, and what layers emit."""
+    """The metrics of a step: fp32 and int32 scalars, and what layers emit."""
 
     loss: Float[Array, ""]  # nats a counted token, without z-loss
     gradient_norm: Float[Array, ""]  # before clipping
@@ -75,7 +75,7 @@ def make_train_step(
     Args:
         next_model_state: ``ModelDefinition.next_state``.
         updates: shardings of what the optimizer works on, a tree as the parameters'; where those
-            lie otherwise, each device updates its share and the shares are gathered.
+            are sharded otherwise, each device updates its share and the shares are gathered.
         average: decay of the mean of the parameters; None: there is none.
         dims: of the parameters, where statistics of them are asked for.
     """
@@ -177,7 +177,9 @@ class _Update:
 
 
 def step_key(state: State) -> Key[Array, ""]:
-    """The key of the step that follows a state: of its dropout and of the rounding of weights."""
+    """Derives the key of the step that follows a state, for its dropout and the rounding of
+    weights.
+    """
     return jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
 
 
@@ -192,12 +194,12 @@ def _after_updates(parameters: Parameters, steps: Any, key: jax.Array) -> Parame
 
 
 def pass_over(state: State) -> State:
-    """A step whose batch was taken out of the order: it counts as skipped, and changes nothing."""
+    """Passes over a step whose batch was excluded: it counts as skipped, and changes nothing."""
     return dataclasses.replace(state, step=state.step + 1, skipped=state.skipped + 1)
 
 
 def step_record(metrics: StepMetrics | None) -> dict[str, Any]:
-    """Metrics that were fetched, for ``metrics.jsonl``; None: the batch is not trained on.
+    """Formats fetched metrics for ``metrics.jsonl``; None: the batch is not trained on.
 
     ``statistics``, where there are some, are for a file of their own.
     """
@@ -220,7 +222,9 @@ def step_record(metrics: StepMetrics | None) -> dict[str, Any]:
 
 
 def pair_record(figures: Mapping[str, Any]) -> dict[str, float]:
-    """What a loss of pairs shows, as means over the pairs; ``chosen_nll`` over tokens."""
+    """Formats the figures of a loss of pairs, as means over the pairs; ``chosen_nll``
+    over tokens.
+    """
     if not figures:
         return {}
     sums = {name: float(value) for name, value in figures.items()}

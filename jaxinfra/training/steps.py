@@ -1,6 +1,4 @@
-"""Training steps for a loop of one's own: (state, batch) -> (state, metrics), and what goes with
-them.
-"""
+"""Training steps for a loop of one's own: (state, batch) -> (state, metrics)."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,17 +48,18 @@ class Steps:
 
     @property
     def config(self) -> RunConfig:
-        """The config, with what "auto" settings became."""
+        """The run's config, with what "auto" settings became."""
         return self._job.config
 
     def initial_state(self) -> State:
-        """Parameters drawn by ``training.seed``, or those that ``init`` names, and an optimizer's
-        state, on the mesh.
+        """Returns the state of step 0 on the mesh: parameters initialized by ``training.seed`` or
+        read from ``init``.
         """
         return first_state(self._job)
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, StepMetrics]:
-        """One step; the state given is consumed. ``float(metrics.loss)`` waits for the devices.
+        """Runs one step; the state given is consumed. ``float(metrics.loss)`` waits for the
+        devices.
 
         Args:
             batch: of [B, T], such as ``batches`` yields or ``batch_of`` makes; B and T may differ
@@ -73,17 +72,20 @@ class Steps:
         return self._job.train_step(state, self._job.put(batch))
 
     def loss(self, state: State, batch: Batch) -> float:
-        """Mean cross entropy of a batch in nats per counted target; nothing is trained."""
+        """Computes the mean cross entropy of a batch in nats per counted target; nothing is
+        trained.
+        """
         self._check(batch, parts=1)
         nll, count = self._job.evaluation_step(state.evaluated, self._job.put(batch))
         return float(nll) / float(count)
 
     def model(self, state: State) -> Decoder:
-        """The model with a state's parameters: ``model(token_ids)`` gives logits."""
+        """Returns the model with a state's parameters: ``model(token_ids)`` gives logits."""
         return self._job.model.bind(state.evaluated)
 
     def batches(self, *, first: int = 0, cache_dir: Path | None = None) -> Iterator[Batch]:
-        """Batches of the config's data in the order in which ``train`` reads them, without end.
+        """Iterates over batches of the config's data in the order in which ``train`` reads them,
+        without end.
 
         Args:
             first: steps that are done already.
@@ -115,7 +117,7 @@ class Steps:
             saver.save(step, state, data_state={"step": step})
 
     def restore(self, directory: str | Path, *, step: int | None = None) -> State:
-        """The state of a checkpoint, on this mesh, whatever mesh it was saved from.
+        """Restores the state of a checkpoint onto this mesh, whatever mesh it was saved from.
 
         Args:
             step: a certain checkpoint; the newest good one by default.
@@ -162,7 +164,7 @@ class Steps:
 
 
 def batch_of(tokens: Any, *, weights: Any = None) -> Batch[np.ndarray]:
-    """A batch of rows that hold one document each, to be trained on the token that follows.
+    """Makes a batch of rows that hold one document each; targets are the tokens that follow.
 
     Args:
         tokens: int [B, T + 1]: T inputs and, shifted by one, T targets.

@@ -1,12 +1,5 @@
-"""The picture of how evenly a run's tokens went to its experts.
-
-The loss picture of a run.
-
-What a run has read of each source of its mixture, from its config and what it recorded.
-
-How a call of ``train`` ended, and whether a run has ended already.
-
-A finished run's outcome, from what it recorded.
+"""The outcome of a run, from what it recorded: its summary, its pictures, and what it has read of
+each source.
 """
 
 import dataclasses
@@ -35,8 +28,8 @@ _COUNTS = {"layers/dropped": "dropped by capacity", "layers/overflowed": "withou
 
 
 def draw_loads(records: Sequence[dict[str, Any]], file: Path) -> None:
-    """Largest and least tokens of an expert by step, over the mean of a layer, and choices left
-    out; nothing where the model has no experts.
+    """Plots an expert's most and fewest tokens by step, over the layer's mean, and dropped choices;
+    nothing without experts.
     """
     rows = [record for record in records if f"{LOADS}/imbalance" in record]
     if not rows:
@@ -73,13 +66,13 @@ def draw_loads(records: Sequence[dict[str, Any]], file: Path) -> None:
 
 
 def draw_run(records: Sequence[dict[str, Any]], run: RunDirectory) -> None:
-    """The pictures that a run directory has: losses, and how evenly tokens went to experts."""
+    """Plots the pictures of a run directory: losses, and how evenly tokens went to experts."""
     draw_loss(records, run.picture_file)
     draw_loads(records, run.loads_picture_file)
 
 
 def draw_loss(records: Sequence[dict[str, Any]], file: Path) -> None:
-    """Training loss by step (and its mean over steps around), held-out loss where it was measured.
+    """Plots the training loss by step, its mean over steps around, and held-out losses.
 
     A step whose loss was not finite (None) is a gap.
     """
@@ -100,7 +93,9 @@ def draw_loss(records: Sequence[dict[str, Any]], file: Path) -> None:
 
 
 def loss_unit(records: Sequence[dict[str, Any]]) -> str:
-    """What a run's loss is of: of pairs of answers it is their own loss, one for each pair."""
+    """Names the unit of a run's loss: nats per token, or for pairs of answers their own loss per
+    pair.
+    """
     of_pairs = any(name.startswith("preferences/") for record in records for name in record)
     return "per pair" if of_pairs else "nats per token"
 
@@ -112,7 +107,8 @@ def _curve(records: Sequence[dict[str, Any]], name: str) -> tuple[list[int], lis
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Means over a window centred on each step, so that the curve does not lag behind the loss.
+    """Averages over a window centred on each step, so that the curve does not lag behind
+    the loss.
 
     The window is a fiftieth of the run, shorter at the ends; what is not finite is passed over.
     """
@@ -127,7 +123,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SourceRead:
-    """What is read of one source of a mixture: an element of what ``read_mixture`` returns.
+    """The tokens read of one source of a mixture, as ``read_mixture`` returns them.
 
     Examples:
         >>> for each in jaxinfra.read_mixture("runs/mixed"):
@@ -145,7 +141,8 @@ class SourceRead:
 
 
 def read_mixture(run: str | Path) -> tuple[SourceRead, ...]:
-    """What a run has read of each source so far, or until its end; of a single source nothing.
+    """Tells what a run has read of each source so far, or until its end; empty for a
+    single source.
 
     Args:
         run: its directory.
@@ -164,7 +161,7 @@ def read_mixture(run: str | Path) -> tuple[SourceRead, ...]:
 
 
 def mixture_read(config: RunConfig, records: Iterable[Mapping[str, Any]]) -> tuple[SourceRead, ...]:
-    """The same from a config and the records of ``metrics.jsonl``."""
+    """Computes what ``read_mixture`` returns from a config and the records of ``metrics.jsonl``."""
     names = [each.name for each in config.data.mixture]
     of_steps = [each for each in records if all(f"mixture/{n}/epochs" in each for n in names)]
     if not names or not of_steps:
@@ -186,7 +183,7 @@ def mixture_read(config: RunConfig, records: Iterable[Mapping[str, Any]]) -> tup
 
 
 def describe_mixture(rows: Sequence[SourceRead]) -> str:
-    """The table in plain text."""
+    """Formats the table in plain text."""
     cells = mixture_cells(rows)
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
@@ -197,7 +194,7 @@ def describe_mixture(rows: Sequence[SourceRead]) -> str:
 
 
 def mixture_cells(rows: Sequence[SourceRead]) -> list[list[str]]:
-    """A table of them, its head first."""
+    """Returns the table's cells, its head first."""
     return [
         ["source", "wanted", "read", "sequences", "tokens", "epochs"],
         *(
@@ -216,7 +213,7 @@ def mixture_cells(rows: Sequence[SourceRead]) -> list[list[str]]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a call of ``train`` ended.
+    """The outcome of a call of ``train``.
 
     Examples:
         >>> config = jaxinfra.read_run_config("mine.toml")
@@ -240,7 +237,7 @@ class Outcome:
 
 
 def final_summary(config: RunConfig, run: RunDirectory) -> dict[str, Any] | None:
-    """The outcome of a run that has no step left to do; None while there is one.
+    """Returns the summary of a run that has no step left to do; None while there is one.
 
     Raises CheckpointError where its last checkpoint is of another model than its config.
     """
@@ -267,7 +264,8 @@ def summarize(
     causes: dict[str, float],
     stall_s: float,
 ) -> dict[str, Any]:
-    """What ``summary.json`` holds; a figure that is not known, or not finite, is None.
+    """Computes the values of ``summary.json``; a figure that is not known, or not finite,
+    is None.
 
     Of several sets to evaluate on it has ``heldout_sets``, of a mixture ``mixture``, of pairs of
     answers ``heldout_preferences/...``.

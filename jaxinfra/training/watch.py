@@ -1,8 +1,5 @@
-"""When a run that has steps to save obeys a signal: alone at once, with others together.
-
-What makes a run doubt a step: its loss, or copies of its state that differ.
-
-What the loop tells the recorder, and what it learns from the other processes.
+"""Supervision of a run's steps: when it obeys a signal, which steps are suspect, and what it tells
+and learns from the other processes.
 """
 
 import concurrent.futures
@@ -49,7 +46,7 @@ _LOOK_EVERY_S = 0.1
 
 
 class Stopped(BaseException):
-    """Raised in a wait that a signal has ended.
+    """An exception that ends a wait when a signal has come.
 
     Like KeyboardInterrupt no Exception, so that no handler of failures takes it for one.
     """
@@ -57,7 +54,8 @@ class Stopped(BaseException):
 
 @final
 class Agreement:
-    """When to stop: alone as soon as asked, with others at the step that all of them know.
+    """The agreement when to stop: alone as soon as asked, with others at a step that all of them
+    know.
 
     A signal may reach one process only, and each at another moment. So a process tells the others
     in the table of its next step, and all stop after the step whose table they then read.
@@ -75,11 +73,13 @@ class Agreement:
         return self.signal is not None
 
     def hold(self) -> None:
-        """From now on there are steps to save: a signal no longer ends this process by itself."""
+        """Holds signals from now on: there are steps to save, and a signal no longer ends this
+        process by itself.
+        """
         self._request.hold()
 
     def wait_for[T](self, make: Callable[[], T]) -> T:
-        """What ``make`` returns, in a wait that may never end.
+        """Returns what ``make`` returns; a signal ends the wait, which may never end by itself.
 
         Raises Stopped where a signal comes first and this process is alone. With others it waits
         on: they may have begun a step that needs this process.
@@ -95,7 +95,7 @@ class Agreement:
 
     @property
     def signal(self) -> signal.Signals | None:
-        """Why all stop; None while they do not."""
+        """The signal for which all stop; None while they do not."""
         return self._request.asked if self._exchange is None else self._agreed
 
     def start(self, row: ProcessRow) -> ProcessTable | None:
@@ -106,7 +106,7 @@ class Agreement:
         return self._exchange.start(dataclasses.replace(row, stop=float(asked or 0)))
 
     def read(self, table: ProcessTable | None) -> list[ProcessRow]:
-        """What all sent, by process; from now on this may be true."""
+        """Returns what all processes sent, by process; the agreement may be true from now on."""
         if table is None:
             return []
         rows = table.rows()
@@ -116,7 +116,7 @@ class Agreement:
         return rows
 
     def now(self) -> bool:
-        """Whether to stop, as of now; a collective."""
+        """Whether to stop now; a collective."""
         self.read(self.start(ProcessRow()))
         return bool(self)
 
@@ -129,20 +129,20 @@ def _fulfil[T](made: concurrent.futures.Future[T], make: Callable[[], T]) -> Non
 
 
 class PersistentFaultError(JaxinfraError):
-    """A device computes wrongly, again and again: no restart on it would help."""
+    """An error of a device that computes wrongly again and again; no restart on it would help."""
 
 
 class DivergedError(JaxinfraError):
-    """Too many steps in a row were not finite."""
+    """An error of a run whose steps were not finite too many times in a row."""
 
 
 class Doubt(Exception):
-    """A step whose result must not be kept; the trainer goes back to before it.
+    """A suspect step, whose result must not be kept; the trainer goes back to before it.
 
     Args:
-        step: the first that is in doubt.
+        step: the first that is suspect.
         text: what was seen.
-        loss: of that step, where the loss is what is doubted.
+        loss: of that step, where the loss is suspect.
         hashes: of the state after it, where copies differ.
         ranks: whose copies are not what most are.
     """
@@ -165,7 +165,7 @@ class Doubt(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Judged:
-    """What a replay has shown about a doubt."""
+    """The verdict of a replay on a suspect step."""
 
     kind: str
     text: str
@@ -174,7 +174,7 @@ class Judged:
 
 @final
 class Guards:
-    """Looks at every step's loss, and now and then at the copies of the state.
+    """Guards check every step's loss, and now and then the copies of the state.
 
     All processes see the same numbers, so all doubt alike.
 
@@ -233,11 +233,11 @@ class Guards:
         self._agreed_at = step
 
     def went_back_to(self, step: int) -> None:
-        """The state is that of a step again, from a file."""
+        """Takes note that the state is that of a step again, from a file."""
         self._agreed_at = step
 
     def judge_state(self, state: State, doubt: Doubt) -> Judged:
-        """What a replay up to the step where copies differed shows.
+        """Returns the verdict of a replay up to the step where copies differed.
 
         Raises PersistentFaultError where they differ again.
         """
@@ -277,12 +277,12 @@ class Guards:
 
 
 def is_due(step: int, every: int | None) -> bool:
-    """Whether what is done every so many steps is to be done after this one."""
+    """Whether an action that comes every so many steps is due after this one."""
     return every is not None and step > 0 and step % every == 0
 
 
 def judge_loss(doubt: Doubt, loss: float) -> Judged:
-    """What a replay of a step whose loss was doubted shows."""
+    """Returns the verdict of a replay of a step whose loss was suspect."""
     if loss != doubt.loss:
         return Judged(
             kind="transient fault",
@@ -318,7 +318,8 @@ def require_applied(last: dict[str, Any] | None, *, steps: int) -> None:
 def same_program(
     job: Job, state: State, batch: Batch, *, record: Callable[[str], None]
 ) -> Callable[..., Any]:
-    """The compiled step. Processes that would run different programs are refused before they do.
+    """Returns the compiled step. Processes that would run different programs are refused before
+    they do.
 
     Args:
         record: is told the program's fingerprint, where there is anybody to compare it with.
@@ -342,7 +343,8 @@ def same_program(
 
 @final
 class Watch:
-    """A rank's recorder, its word with the others, and the run's ledgers, which process 0 writes.
+    """The watch has a rank's recorder, its exchange with the others, and the run's ledgers, which
+    process 0 writes.
 
     Args:
         began: wall time of the session's start.
@@ -419,7 +421,7 @@ class Watch:
         return self.stop.start(row)
 
     def read(self, table: ProcessTable | None) -> list[ProcessRow]:
-        """What all sent with a step, by process; whether to stop is known from now on."""
+        """Returns what all sent with a step, by process; whether to stop is known from now on."""
         return self.stop.read(table)
 
     def look_for_slow(self, rows: Sequence[ProcessRow], *, step: int, step_s: float | None) -> None:
@@ -432,7 +434,7 @@ class Watch:
         return self._probe is not None and is_due(step, self._config.probe_every)
 
     def probe(self, step: int) -> None:
-        """Times them; the devices must be idle."""
+        """Times this process's devices, which must be idle."""
         assert self._probe is not None
         self.phase("probe", step)
         self._probe_s = self._probe.seconds()
@@ -451,7 +453,7 @@ class Watch:
             self.incident("fp8 diverges", step=step, text=text)
 
     def undone(self, records: Sequence[dict[str, Any]]) -> None:
-        """These steps are done again."""
+        """Counts the compute of steps that are done again as lost."""
         self._goodput.lost_s += compute_s(records)
 
     def snapshot(
@@ -467,19 +469,21 @@ class Watch:
             self._goodput.snapshot(self._recorder.seconds(), step=step, gauges=gauges, now=now)
 
     def totals(self, *, step: int) -> dict[str, float]:
-        """Seconds by cause over all sessions, up to now."""
+        """Sums seconds by cause over all sessions, up to now."""
         self.snapshot(step=step, now=True)
         return sum_causes(read_sessions(self._run.goodput_file))
 
 
 def compute_s(records: Sequence[dict[str, Any]]) -> float:
-    """Seconds of the steps of these records."""
+    """Sums the seconds of the steps of these records."""
     return sum(record.get("step_s") or 0.0 for record in records)
 
 
 @final
 class DeviceProbe:
-    """A matmul on each local device, a few milliseconds long: what a device alone can do."""
+    """A probe times a matmul of a few milliseconds on each local device: what a device alone can
+    do.
+    """
 
     def __init__(self) -> None:
         size = 256 if jax.default_backend() == "cpu" else 4096
@@ -491,7 +495,7 @@ class DeviceProbe:
         self.seconds()  # compiles
 
     def seconds(self) -> float:
-        """Seconds that all local devices take together; they must be idle."""
+        """Times all local devices together; they must be idle."""
         jax.block_until_ready(self._inputs)
         began = time.perf_counter()
         jax.block_until_ready([self._work(x) for x in self._inputs])
@@ -499,5 +503,5 @@ class DeviceProbe:
 
 
 def attempt(environment: Any = os.environ) -> int:
-    """Which start of its job this is, from 0, as its launcher says."""
+    """Returns which start of its job this is, from 0, as its launcher says."""
     return whole_number(environment.get("JAXINFRA_ATTEMPT", "0")) or 0

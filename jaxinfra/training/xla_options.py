@@ -19,7 +19,7 @@ type Options = dict[str, str | int | bool]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class KnownGood:
-    """Options that a measurement found to help, where it found it."""
+    """Options of XLA that a measurement found to help, with where it found it."""
 
     options: Options
     device: str  # part of JAX's device_kind; "" for any GPU
@@ -57,7 +57,8 @@ _TRACEABLE_ON_GPU: Options = {"xla_gpu_enable_command_buffer": ""}
 def compiler_options(
     config: RunConfig, *, device_kind: str, on_gpu: bool, traceable: bool
 ) -> Options | None:
-    """A step's options: what is known to be good here, under what the config names; None for none.
+    """Returns a step's options: those known to be good here, overridden by the config's; None for
+    none.
 
     Args:
         device_kind: JAX's name of the devices.
@@ -76,7 +77,7 @@ def compiler_options(
 
 
 def parse_options(settings: Iterable[str]) -> Options:
-    """``{name: value}`` of "name=value"; the leading dashes of an XLA flag may stay.
+    """Parses ``{name: value}`` from "name=value"; the leading dashes of an XLA flag may stay.
 
     Raises ConfigError for what has another form.
     """
@@ -107,7 +108,7 @@ def require_known(options: Mapping[str, str | int | bool]) -> None:
 
 
 def describe_options(options: Mapping[str, str | int | bool] | None) -> str:
-    """Options as a config writes them; "none" where there are none."""
+    """Formats options as a config writes them; "none" where there are none."""
 
     def text(value: str | int | bool) -> str:
         return str(value).lower() if isinstance(value, bool) else str(value)

@@ -8,7 +8,7 @@ from jaxinfra.hlo.collective_bytes import sent_bytes
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ContextBytes:
-    """What one device sends in one layer."""
+    """The bytes that one device sends in one layer."""
 
     forward: float
     backward: float
@@ -24,7 +24,7 @@ def context_bytes(
     itemsize: float,
     is_packed: bool,
 ) -> ContextBytes:
-    """Bytes that a device sends in full-length (not windowed) attention.
+    """Counts the bytes that a device sends in full-length (not windowed) attention.
 
     Args:
         num_shards: P, the context axis.

@@ -6,7 +6,7 @@ own them, to each chunk's own device in one hop; every other step of the ring is
 devices may not permute (stages of a pipeline), all keys are gathered and these are cut out. One
 attention over [fetched | own] keys follows, whose mask is the plain causal window.
 
-Bytes a device sends forward, at most: 2 chunks x ``left`` tokens x 2 K H b (chunks that do not
+Bytes per device forward, at most: 2 chunks x ``left`` tokens x 2 K H b (chunks that do not
 exist are not sent); gathered, (P-1) t x 2 K H b. As many backward.
 
 Dims: B batch, t tokens of a device, c = t/2 of a chunk, N query heads, K key/value heads, H head
@@ -33,7 +33,8 @@ def windowed_attention(
     left: int,
     permutes: bool,
 ) -> Float[Array, "B t N H"]:
-    """This device's rows of causal attention over ``left`` keys before each query's own.
+    """Computes this device's rows of causal attention over ``left`` keys before each
+    query's own.
 
     Args:
         axis: the mesh axis of the sequence, manual here.

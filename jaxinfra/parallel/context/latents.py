@@ -6,7 +6,7 @@ sent is a seventieth, and what is computed for it is each key's projection once 
 of once. That is 2 R (Hk + Hv) FLOPs per key and head beside the attention's (Hk + Hv) t: little
 where a device has more tokens than the latent has numbers.
 
-Bytes a device sends: (P-1) t (R + Hp) b to gather latents, as many to reduce their gradients.
+Bytes per device: (P-1) t (R + Hp) b to gather latents, as many to reduce their gradients.
 
 Dims: B batch, t tokens of a device, T of the sequence, N heads, R latent width, H head width,
 P rotated width.

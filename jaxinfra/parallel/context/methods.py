@@ -1,30 +1,19 @@
-"""Ulysses: heads instead of tokens on each device while attention runs (Jacobs et al. 2023).
+"""Attention over a sequence that devices share, by one of two methods or by the ring (``ring``).
 
-An all-to-all gives each of P devices N/P heads of the whole sequence; attention is local, by any
-implementation; a second one brings the tokens back. P must divide the key/value heads of a tensor
-shard.
+Ulysses (Jacobs et al. 2023) has heads instead of tokens on each device while attention runs. An
+all-to-all gives each of P devices N/P heads of the whole sequence. Attention is local, by any
+implementation, and a second all-to-all brings the tokens back. P must divide the key/value heads
+of a tensor shard. Bytes per device: (2 N + 2 K) t H b (P-1)/P forward, as many backward. The ring
+sends 2 K t H b (P-1), which is more where P > (N + K)/K. Nothing overlaps them within a layer.
 
-Bytes a device sends: (2 N + 2 K) t H b (P-1)/P forward, as many backward: against the ring's
-2 K t H b (P-1), less where P > (N + K)/K. Nothing overlaps them within a layer.
+Gathered keys: each device holds all keys and values, and its own queries. It is simple, and what
+Llama 3 trained with (section 3.3.2): few large kernels, and memory for the whole sequence's keys,
+which nothing overlaps with. The keys before a chunk are one unmasked part whose length differs by
+device, its own are causal; both merge by logsumexp. Bytes per device: 2 (P-1) t K H b to gather
+keys and values, as many to reduce their gradients.
 
-Dims: B batch, t tokens of a device, T of the sequence, N query heads, n = N/P, K key/value heads,
-k = K/P, H head width.
-
-Attention over gathered keys: each device holds all keys and values, and its own queries.
-
-Simple, and what Llama 3 trained with (section 3.3.2): few large kernels, and memory for the whole
-sequence's keys, which nothing overlaps with. Of a chunk's keys those before it are one unmasked
-part whose length differs by device, its own are causal; both merge by logsumexp.
-
-Bytes a device sends: 2 (P-1) t K H b to gather keys and values, as many to reduce their gradients.
-
-Dims: B batch, t tokens of a device, c = t/2 of a chunk, T of the sequence, N query heads,
-K key/value heads, H head width.
-
-``Execution.attend`` on a mesh whose context axis shards sequences.
-
-Dims: B batch, T position in zig-zag order, N query heads, K key/value heads, H head width; t, n, k
-of one device.
+Dims: B batch, T position in zig-zag order, t tokens of a device, c = t/2 of a chunk, N query
+heads, n = N/P of one device, K key/value heads, k = K/P of one device, H head width.
 """
 
 import dataclasses
@@ -59,19 +48,19 @@ def require_heads(num_kv_heads: int, num_shards: int) -> None:
 
 
 def heads_to_tokens(out_BTnH: Float[Array, "B T n H"], axis: str) -> Float[Array, "B t N H"]:
-    """All heads of this device's tokens, in zig-zag order."""
+    """Exchanges heads for tokens: all heads of this device's tokens, in zig-zag order."""
     out_BTnH = chunks_in_zigzag(out_BTnH, num_devices(axis))
     return all_to_all(out_BTnH, axis, split_dim=1, concat_dim=2)
 
 
 def tokens_to_heads(x_BtNH: Float[Array, "B t N H"], axis: str) -> Float[Array, "B T n H"]:
-    """This device's heads of all tokens, in the sequence's order."""
+    """Exchanges tokens for heads: this device's heads of all tokens, in the sequence's order."""
     x_BTnH = all_to_all(x_BtNH, axis, split_dim=2, concat_dim=1)
     return chunks_in_sequence(x_BTnH, num_devices(axis))
 
 
 def all_documents(ids_Bt: Int32[Array, "B t"] | None, axis: str) -> Int32[Array, "B T"] | None:
-    """Documents of all tokens, in the sequence's order."""
+    """Gathers the documents of all tokens, in the sequence's order."""
     if ids_Bt is None:
         return None
     return chunks_in_sequence(all_gather(ids_Bt, axis, dim=1), num_devices(axis))
@@ -87,7 +76,8 @@ def gathered_attention(
     *,
     is_causal: bool,
 ) -> Float[Array, "B t N Hv"]:
-    """This device's rows of attention over the whole sequence, [B, t, N, H] in q's dtype.
+    """Computes this device's rows of attention over the whole sequence, [B, t, N, H] in
+    q's dtype.
 
     Args:
         axis: the mesh axis of the sequence, manual here.
@@ -122,7 +112,7 @@ def causal_attention_to_all(
     ids_Bt: jax.Array | None,
     ids_BT: jax.Array | None,
 ) -> jax.Array:
-    """This device's rows of causal attention, [B, t, N, Hv] in q's dtype.
+    """Computes this device's rows of causal attention, [B, t, N, Hv] in q's dtype.
 
     Args:
         q_BtNH, own, ids_Bt: of this device's tokens, in zig-zag order; keys and values.

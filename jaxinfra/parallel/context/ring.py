@@ -1,17 +1,17 @@
 """Ring attention: keys and values travel round the devices, queries stay (Liu et al. 2023).
 
-P devices hold a sequence in zig-zag order (``order``). In step t a device works on the keys of the
-device t before it, while those of step t + 1 arrive. Of the two chunks of its queries, a the early
-and b the late one, and of the keys' lo and hi, exactly two blocks are visible in every step, both
-entirely: b sees lo, and either a sees lo too (keys from an earlier device) or b sees hi (from a
+P devices hold a sequence in zig-zag order (``zigzag``). In step t a device works on the keys of the
+device t before it, while those of step t + 1 arrive. Its queries are two chunks, a the early and b
+the late one; the keys are lo and hi. Exactly two blocks are visible in every step, both entirely:
+b sees lo, and either a sees lo too (keys from an earlier device) or b sees hi (from a
 later one). So a step is one unmasked attention of two blocks, equal work on all devices, and no
 masked block is computed. Partial results merge by their fp32 logsumexp.
 
-The backward pass sends keys and values round again, and with them the sums of their gradients in
-fp32, one step behind, so that both travel while a step computes. It needs the merged (out, lse)
+The backward pass sends keys and values round again, with the sums of their gradients in fp32. These
+sums are one step behind, so that both travel while a step computes. It needs the merged (out, lse)
 and no copy of other devices' keys.
 
-Bytes a device sends, with t tokens, K kv heads of width H, b bytes per element (GQA heads are never
+Bytes per device, with t tokens, K kv heads of width H, b bytes per element (GQA heads are never
 expanded): forward 2 (P-1) t K H b; backward 2 (P-1) t K H (b + 4). Packed rows add 4 bytes of
 segment ids to each token that travels with its keys (``cost``).
 
@@ -56,7 +56,7 @@ def ring_attention(
     v_BtKH: Float[Array, "B t K Hv"],
     ids_Bt: Int32[Array, "B t"] | None,
 ) -> Float[Array, "B t N Hv"]:
-    """This device's rows of attention over the whole sequence, inside ``shard_map``.
+    """Computes this device's rows of attention over the whole sequence, inside ``shard_map``.
 
     Args:
         ring: axis and masks.

@@ -27,14 +27,14 @@ from jaxinfra.parallel.pipeline.tick_program import Pairs, TickProgram
 
 
 class HeadSums(NamedTuple):
-    """fp32 scalars of one micro-batch."""
+    """The loss of one micro-batch, as fp32 scalars."""
 
     objective: jax.Array  # what is differentiated
     loss: jax.Array  # what is reported
 
 
 class Arrays(NamedTuple):
-    """What is differentiated by, or its cotangents."""
+    """The arrays that are differentiated by, or their cotangents."""
 
     weights: Tree  # gradients add up
     state: Tree  # cotangents are messages of the backward pass, of which the largest counts
@@ -70,8 +70,8 @@ class StageFunctions(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineResult:
-    """Over all micro-batches. What is of layers lies as these do; the rest is the same on every
-    stage.
+    """The result over all micro-batches. Values of layers are sharded as the layers are; the rest
+    is the same on every stage.
     """
 
     loss: jax.Array  # the sum
@@ -114,7 +114,7 @@ def run_pipeline(
     micro_batches: Tree,
     axis: str,
 ) -> PipelineResult:
-    """The losses and gradients of all micro-batches.
+    """Computes the losses and gradients of all micro-batches.
 
     Args:
         layers: this stage's, [chunks * layers of a chunk, ...], chunk by chunk.
@@ -226,7 +226,7 @@ class _Run:
         return jnp.zeros((self._program.num_inbox, *self._x.shape), self._x.dtype)
 
     def empty_state(self) -> _State:
-        """Before the first tick."""
+        """Makes the state before the first tick."""
 
         def buffers(types: tuple[jax.ShapeDtypeStruct, ...], slots: int) -> list[jax.Array]:
             return [jnp.zeros((slots, self._layers, *t.shape), t.dtype) for t in types]

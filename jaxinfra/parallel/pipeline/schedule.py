@@ -34,7 +34,9 @@ from jaxinfra.errors import ConfigError
 
 
 class Kind(enum.IntEnum):
-    """What a stage does in one tick, to one micro-batch and one of its chunks of layers."""
+    """The kind of action of a stage in one tick, on one micro-batch and one of its chunks of
+    layers.
+    """
 
     IDLE = 0
     FORWARD = 1
@@ -54,7 +56,7 @@ class Action:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """The table, and where each run of layers lives.
+    """The table of a schedule, and where each run of layers is.
 
     A model is cut into ``num_positions`` equal runs of layers; ``stage_of[j], chunk_of[j]`` is
     where run j lives.
@@ -122,11 +124,11 @@ class Schedule:
 
 
 def violations(schedule: Schedule) -> list[str]:
-    """Every broken rule in words; empty for a correct schedule.
+    """Lists every broken rule in words; empty for a correct schedule.
 
-    Of every run of layers and micro-batch there is one forward, and one backward or its two halves;
-    a forward follows the forward of the run before it, a backward its own forward and the backward
-    of the run after it, a weight gradient the gradient of its input.
+    Of every run of layers and micro-batch there is one forward, and one backward or its two halves.
+    A forward follows the forward of the run before it. A backward follows its own forward and the
+    backward of the run after it; a weight gradient follows the gradient of its input.
     """
     when = schedule.ticks()
     expected = {
@@ -205,7 +207,8 @@ def make_schedule(
     chunks: int = 1,
     backward_ticks: int = 1,
 ) -> Schedule:
-    """The schedule of that name; raises ConfigError for a number of chunks it does not have.
+    """Makes the schedule of that name; raises ConfigError for a number of chunks it does
+    not have.
 
     Args:
         backward_ticks: how many forwards a backward takes as long as. An order made for 1 loses

@@ -2,18 +2,17 @@
 of the weights.
 
 Differentiating gives one list of equations. Those that depend on the cotangent, or that
-recomputation put next to them, are the backward pass; of these, the products that the input's
+recomputation put next to them, are the backward pass. Of these, the products that the input's
 gradient does not need are the weight gradient, which may run any time later (Qi et al. 2024 do this
 by hand, module by module). Gradients that take no product, of biases and norms, are not worth
 keeping anything for: they go with the input's. What one program computes and a later one reads is
 what must be kept between: nothing is computed twice but what is cheaper to compute than to keep.
 
-Layers between the order of checkpoints and the order of a schedule's stages.
-
-The executor's runs of layers are equally long. Where the layers do not divide over them, later runs
-have one layer less, and one whose weights are zero instead: with nothing added to the residual
-stream it is the identity, its gradients are not looked at, and it costs what the longest run's last
-layer does, for which its stage would wait.
+Layers are also moved between the order of checkpoints and the order of a schedule's stages. The
+executor's runs of layers are equally long. Where the layers do not divide over them, later runs
+have one layer less, and one whose weights are zero instead. With nothing added to the residual
+stream it is the identity, and its gradients are not looked at. It costs what the longest run's
+last layer does, for which its stage would wait.
 
 Parameters are stored in natural order, stage s holding the s-th part of the stack, so that a
 checkpoint does not depend on the schedule. A schedule with several chunks per stage wants other
@@ -37,7 +36,7 @@ type Tree = Any
 
 
 class LayerResult(NamedTuple):
-    """What a layer hands on, and what it says besides."""
+    """The result of a layer: what it hands on, its objective and its sums."""
 
     x: jax.Array  # of the shape and dtype of its input
     objective: jax.Array | None  # fp32 scalar: what the layer itself adds to what is differentiated
@@ -92,7 +91,7 @@ class Equations:
     constants: Mapping[int, Any]
 
     def run(self, values: Mapping[int, jax.Array]) -> dict[int, Any]:
-        """All values: those given and those computed."""
+        """Returns all values: those given and those computed."""
         env: dict[int, Any] = {**self.constants, **values}
         for equation in self.equations:
             source = equation.source
@@ -139,7 +138,7 @@ class LayerParts:
     _weight: Equations
 
     def forward(self, weights: Tree, context: Tree, x: jax.Array):
-        """(y, sums, saved)."""
+        """Computes (y, sums, saved)."""
         env = self._forward.run({**self._given(weights, context), self._x: x})
         sums = jax.tree.unflatten(
             jax.tree.structure(self.sums), [_read(env, value) for value in self._sums]
@@ -147,7 +146,7 @@ class LayerParts:
         return _read(env, self._y), sums, [env[value] for value in self._saved]
 
     def backward(self, weights: Tree, context: Tree, saved: Sequence[jax.Array], dy: jax.Array):
-        """(dx, dweights)."""
+        """Computes (dx, dweights)."""
         given = self._given(weights, context) | dict(zip(self._saved, saved, strict=True))
         env = self._backward.run({**given, self._dy: dy})
         return _read(env, self._dx), self._weight_gradients(env, self._dw.keys())
@@ -155,7 +154,7 @@ class LayerParts:
     def input_gradient(
         self, weights: Tree, context: Tree, saved: Sequence[jax.Array], dy: jax.Array
     ):
-        """(dx, some of dweights, pending)."""
+        """Computes (dx, some of dweights, pending)."""
         given = self._given(weights, context) | dict(zip(self._saved, saved, strict=True))
         env = self._input.run({**given, self._dy: dy})
         d_some = self._weight_gradients(env, self._with_input)
@@ -168,7 +167,7 @@ class LayerParts:
         saved: Sequence[jax.Array],
         pending: Sequence[jax.Array],
     ) -> dict[int, jax.Array]:
-        """The others of dweights."""
+        """Computes the other gradients of weights."""
         given = self._given(weights, context) | dict(zip(self._saved, saved, strict=True))
         env = self._weight.run(given | dict(zip(self._pending, pending, strict=True)))
         return self._weight_gradients(env, self._dw.keys() - self._with_input)
@@ -322,7 +321,7 @@ class _Flattener:
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
     def part(self, *groups: Iterable["_Equation"]) -> Equations:
-        """These equations, in the program's order."""
+        """Puts these equations in the program's order."""
         chosen = {id(equation) for group in groups for equation in group}
         ordered = tuple(each for each in self.equations if id(each) in chosen)
         return Equations(equations=ordered, constants=self.constants)
@@ -410,7 +409,7 @@ def _is_cheap(made: Mapping[int, _Equation], from_dy: set[int], value: int) -> b
 
 
 def layer_places(num_layers: int, runs: int) -> np.ndarray:
-    """Int [runs * layers of the longest]: which layer stands there, -1 for one of zeros."""
+    """Returns int [runs * layers of the longest]: which layer stands there, -1 for one of zeros."""
     longest, first_short = -(-num_layers // runs), num_layers % runs or runs
     places = np.full((runs, longest), -1)
     start = 0
@@ -422,7 +421,7 @@ def layer_places(num_layers: int, runs: int) -> np.ndarray:
 
 
 def pad_layers(tree: Tree, places: np.ndarray) -> Tree:
-    """[layers, ...] to [places, ...], with zeros where no layer stands."""
+    """Pads [layers, ...] to [places, ...], with zeros where no layer stands."""
     if np.all(places >= 0):
         return tree
 
@@ -443,7 +442,9 @@ def unpad_layers(tree: Tree, places: np.ndarray) -> Tree:
 
 
 def to_stage_order(tree: Tree, schedule: Schedule, *, axis: str) -> Tree:
-    """[layers of a stage, ...] in natural order to the stage's chunks, one after the other."""
+    """Orders [layers of a stage, ...] from natural order into the stage's chunks, one after the
+    other.
+    """
     return _move(tree, schedule, axis=axis, back=False)
 
 

@@ -1,1 +1,3 @@
-"""Which values the backward pass keeps and which it computes again, by a memory budget."""
+"""Recomputation: which values the backward pass keeps and which it computes again, by a memory
+budget.
+"""

@@ -1,9 +1,7 @@
-"""A repetition of a block pattern as a graph: which operation makes which value, what that costs,
-and what the backward pass reads. So it can be said what keeping a set of values costs and saves.
+"""The graph of a repetition of a block pattern, and the choice of values that its layers keep.
 
-Which values layers keep, so that as little as possible is computed again within a room of bytes.
-
-A set of values of a block is priced by its graph; of all sets those stay that nothing beats in both
+The graph says which operation makes which value, what that costs, and what the backward pass
+reads; so it prices keeping a set of values. Of all sets those stay that no other beats in both
 bytes and time. Which layer takes which is found by dynamic programming over layers and bytes.
 """
 
@@ -40,7 +38,7 @@ _INLINED_RULES = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BlockOperation:
-    """What makes some values of others."""
+    """An operation of a block, which makes some values from others."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -52,7 +50,7 @@ class BlockOperation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BlockGraph:
-    """Values are numbered; those that no operation makes are the repetition's inputs."""
+    """A graph of numbered values; those that no operation makes are the repetition's inputs."""
 
     operations: tuple[BlockOperation, ...]  # in an order in which they can run
     sizes: tuple[int, ...]  # bytes of each value
@@ -62,7 +60,7 @@ class BlockGraph:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of values that may be kept, in the order in which they are made."""
+        """Names of values that may be kept, in the order in which they are made."""
         found = [each.name for each in self.operations if each.name is not None]
         others = (*ALWAYS, *SHARED_NAMES)
         return tuple(name for name in dict.fromkeys(found) if name not in others)
@@ -70,7 +68,7 @@ class BlockGraph:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """What it takes to keep a set of values: of one repetition, beside its inputs."""
+    """The cost of keeping a set of values, for one repetition, beside its inputs."""
 
     names: tuple[str, ...]  # of those that the backward pass comes to read
     bytes: int
@@ -80,7 +78,7 @@ class Kept:
 
 
 def block_graph(jaxpr: Any, *, attention: float) -> BlockGraph:
-    """The graph of ``jax.make_jaxpr`` of ``jax.vjp`` of a repetition.
+    """Builds the graph from ``jax.make_jaxpr`` of ``jax.vjp`` of a repetition.
 
     Args:
         jaxpr: (inputs) -> (result, residuals...). All inputs are free: they are kept anyway.
@@ -113,8 +111,8 @@ def block_graph(jaxpr: Any, *, attention: float) -> BlockGraph:
 
 
 def keeping(graph: BlockGraph, names: frozenset[str]) -> Kept:
-    """What the backward pass computes again where values of these names are kept: it walks back
-    from what is read to kept values and inputs.
+    """Prices keeping values of these names: the backward pass recomputes from kept values and
+    inputs to what it reads.
     """
     pending = [value for value in graph.needed if value in graph.makers]
     seen, again, kept = set(pending), set(), set()
@@ -295,7 +293,7 @@ def _with_attention(
 def trace_repetition(
     model: ModelDefinition, stack: int, *, rows: int, length: int, number: int = 0
 ) -> BlockGraph:
-    """The graph of a repetition of a stack's pattern, from shapes alone.
+    """Traces the graph of a repetition of a stack's pattern, from shapes alone.
 
     Args:
         rows, length: of the batch that passes through it at once.
@@ -351,7 +349,7 @@ class Option:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Layers:
-    """Repetitions that keep the same."""
+    """Consecutive repetitions that keep the same values."""
 
     options: tuple[Option, ...]  # from the one of least bytes
     count: int = 1
@@ -362,7 +360,7 @@ class Layers:
 
 
 def seconds_of(kept: Kept, peak: DevicePeak, *, shards: int = 1) -> float:
-    """The time of computing again what is not kept.
+    """Sums the time of computing again what is not kept.
 
     Args:
         shards: devices that the work is divided over.
@@ -372,7 +370,7 @@ def seconds_of(kept: Kept, peak: DevicePeak, *, shards: int = 1) -> float:
 
 
 def best_options(graph: BlockGraph, peak: DevicePeak, *, shards: int = 1) -> tuple[Option, ...]:
-    """The sets that no other beats in bytes and time, from the one of least bytes on."""
+    """Selects the sets that no other beats in bytes and time, from the one of least bytes."""
 
     def option(names: frozenset[str]) -> Option:
         return option_of_policy(graph, tuple(names), peak, shards=shards)
@@ -395,7 +393,7 @@ def best_options(graph: BlockGraph, peak: DevicePeak, *, shards: int = 1) -> tup
 def option_of_policy(
     graph: BlockGraph, names: Sequence[str] | None, peak: DevicePeak, *, shards: int = 1
 ) -> Option:
-    """What a fixed policy keeps.
+    """Returns the set of values that a fixed policy keeps.
 
     Args:
         names: as ``kept_by``; None: all that the backward pass reads.
@@ -432,8 +430,8 @@ def _worth_keeping(graph: BlockGraph, option) -> list[str]:
 
 
 def peak_bytes(layers: Sequence[Layers], chosen: Sequence[Option]) -> int:
-    """The most that kept values and gradients take together: when the backward pass comes to a
-    layer, all before it are kept, and the gradients of those behind it are there.
+    """Returns the most bytes of kept values and gradients: at a layer's backward pass, all before
+    it are kept.
     """
     kept = np.cumsum(
         [
@@ -447,9 +445,8 @@ def peak_bytes(layers: Sequence[Layers], chosen: Sequence[Option]) -> int:
 
 
 def cheapest(layers: Sequence[Layers], *, room: int) -> tuple[Option, ...] | None:
-    """An option for each of the layers whose sum of seconds is least, of those whose
-    ``peak_bytes`` fit the room, but for the rounding of bytes to ``BINS`` parts of it; None where
-    none fits.
+    """Chooses an option per layer with the least sum of seconds whose ``peak_bytes`` fit the room;
+    None where none fits. Bytes are rounded to ``BINS`` parts of the room.
     """
     total = sum(each.gradient_bytes * each.count for each in layers)
     if room < total or room <= 0:

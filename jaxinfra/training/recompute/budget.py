@@ -29,7 +29,7 @@ NEED_LESS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """A policy, and how much a device needs for a step with it and with those before it."""
+    """A choice of a policy, with the bytes per device of its step and of those tried before."""
 
     remat: Remat
     budget_bytes: int
@@ -37,7 +37,7 @@ class Choice:
     kept: tuple[KeptValues, ...] = ()  # the policy says it
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Describes the choice in one line for the log."""
         others = [f"{r.value} {in_gib(n)}" for r, n in self.needs.items() if r is not self.remat]
         too_much = f" (too much: {', '.join(others)})" if others else ""
         return (
@@ -47,7 +47,7 @@ class Choice:
 
 
 def choose_remat(*, budget_bytes: int, need: Callable[[Remat], int]) -> Choice:
-    """The first policy that fits, from the one that computes least.
+    """Returns the first policy that fits, from the one that computes least.
 
     Args:
         need: bytes of a device that a step takes with a policy, its state included.
@@ -69,18 +69,20 @@ def choose_remat(*, budget_bytes: int, need: Callable[[Remat], int]) -> Choice:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GatherChoice:
-    """Whether gathered weights stay for the backward pass, and what a step needs where they do."""
+    """The choice whether gathered weights stay for the backward pass, and what a step
+    then needs.
+    """
 
     needs_bytes: int
     budget_bytes: int
 
     @property
     def keeps(self) -> bool:
-        """Whether they fit."""
+        """Whether gathered weights fit."""
         return self.needs_bytes <= self.budget_bytes
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Describes the choice in one line for the log."""
         both = f"{in_gib(self.needs_bytes)} of a budget of {in_gib(self.budget_bytes)}"
         if self.keeps:
             return f"gathered weights stay for the backward pass: a step needs {both}"
@@ -88,13 +90,13 @@ class GatherChoice:
 
 
 def keeping(config: RunConfig, *, gathered: bool | None) -> RunConfig:
-    """The config with this for ``sharding.keep_gathered``."""
+    """Returns the config with this value of ``sharding.keep_gathered``."""
     sharding = dataclasses.replace(config.sharding, keep_gathered=gathered)
     return dataclasses.replace(config, sharding=sharding)
 
 
 def budget_bytes(gib: float | None, device: jax.Device) -> int:
-    """A budget in bytes; None: what JAX may take of the device, less ``FREE_SHARE``.
+    """Returns a budget in bytes; for None what JAX may take of the device, less ``FREE_SHARE``.
 
     Raises:
         ConfigError: the device does not say how much memory it has.
@@ -111,17 +113,17 @@ def budget_bytes(gib: float | None, device: jax.Device) -> int:
 
 
 def known_budget(gib: float | None, device: jax.Device) -> int:
-    """As ``budget_bytes``; 0 where nobody says how much memory there is."""
+    """Returns the budget as ``budget_bytes`` does; 0 where the device's memory is not known."""
     limited = gib is not None or "bytes_limit" in (device.memory_stats() or {})
     return budget_bytes(gib, device) if limited else 0
 
 
 def agreed_bytes(compiled: jax.stages.Compiled) -> int:
-    """``step_bytes`` of the first process's program: by it all processes decide alike."""
+    """Returns ``step_bytes`` of the first process's program, so that all processes decide alike."""
     size = step_bytes(compiled)
     return processes.on_first(lambda: size)
 
 
 def in_gib(size: int) -> str:
-    """Bytes as text."""
+    """Formats bytes in GiB."""
     return f"{size / 2**30:.2f} GiB"

@@ -1,11 +1,9 @@
 """Recomputation that is the cheapest under a budget: layers keep the values that save most.
 
-What keeping a set of values costs and saves is read off the traced block; which layer keeps which
-is found exactly (``models.kept_values``). What the rest of a step needs is not predicted but taken
-from a compiled one: the step that keeps least is compiled, then the choice, and where XLA's buffers
-come out larger or smaller than predicted, the choice is made again with what was learned.
-
-The picture of what recomputation costs: bytes of a step against the time of computing again.
+The cost of keeping a set of values is read off the traced block; which layer keeps which is
+found exactly (``block_graph``). The rest of a step's need is measured: the step that keeps least is
+compiled, then the choice. Where XLA's buffers come out larger or smaller than predicted, the choice
+is made again with what was learned.
 """
 
 import dataclasses
@@ -54,7 +52,7 @@ CLOSE_ENOUGH = 0.01
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Tradeoff:
-    """Bytes of a step per device against the seconds of what it computes again, as predicted."""
+    """The trade-off of bytes per device against predicted seconds of recomputation."""
 
     cheapest: tuple[tuple[int, float], ...]  # from the least bytes on
     policies: dict[Remat, tuple[int, float]]  # the same for all layers
@@ -62,7 +60,7 @@ class Tradeoff:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class KeptChoice:
-    """What layers keep, and what that was predicted and seen to need."""
+    """The choice of what layers keep, with its predicted and its measured bytes."""
 
     kept: tuple[KeptValues, ...]
     seconds: float  # predicted, of what a step computes again
@@ -74,11 +72,11 @@ class KeptChoice:
 
     @property
     def remat(self) -> Remat:
-        """What a config says that names this choice."""
+        """The value of a config that names this choice."""
         return Remat.CHOSEN
 
     def describe(self) -> str:
-        """Lines for the log: the choice, its price and its bytes."""
+        """Describes the choice, its price and its bytes in lines for the log."""
         lines = [
             f"remat=optimal: a step needs {in_gib(self.need_bytes)} (predicted "
             f"{in_gib(self.predicted_bytes)}) of a budget of {in_gib(self.budget_bytes)}, and "
@@ -107,7 +105,7 @@ class KeptSearch:
         self._predicted: dict[tuple[Option, ...], int] = {}
 
     def propose(self) -> tuple[Option, ...] | None:
-        """What to compile next; None where nothing better is expected."""
+        """Returns what to compile next; None where nothing better is expected."""
         if not self._beside:
             return self.least
         if len(self._needs) >= MOST_PROGRAMS:
@@ -127,12 +125,12 @@ class KeptSearch:
         return chosen
 
     def learn(self, chosen: tuple[Option, ...], need_bytes: int) -> None:
-        """What a compiled step needs that keeps these, but is no candidate itself."""
+        """Records the bytes of a compiled step that is no candidate itself."""
         peak = peak_bytes(self.layers, chosen)
         self._beside[peak] = need_bytes - peak
 
     def observe(self, chosen: tuple[Option, ...], need_bytes: int) -> None:
-        """What a compiled step needs that keeps these."""
+        """Records the bytes of a compiled step that keeps these."""
         self._predicted.setdefault(chosen, need_bytes)
         self._needs[chosen] = need_bytes
         self.learn(chosen, need_bytes)
@@ -149,7 +147,7 @@ class KeptSearch:
 
     @property
     def best(self) -> tuple[Option, ...] | None:
-        """Of those that were compiled and fit, what computes least again."""
+        """Returns the choice that recomputes least, among those that were compiled and fit."""
         fitting = [each for each, need in self._needs.items() if need <= self.budget_bytes]
         return min(fitting, key=self.seconds, default=None)
 
@@ -164,7 +162,7 @@ class KeptSearch:
         return self._predicted[chosen]
 
     def kept(self, chosen: Sequence[Option]) -> tuple[KeptValues, ...]:
-        """As a config names it."""
+        """Returns the choice as a config names it."""
         each = [
             option.names
             for option, repeats in zip(chosen, self.repeats, strict=True)
@@ -173,7 +171,7 @@ class KeptSearch:
         return as_kept(each)
 
     def choice(self) -> KeptChoice:
-        """The best of what was compiled.
+        """Returns the best of what was compiled.
 
         Raises:
             ConfigError: not even the least fits.
@@ -196,8 +194,8 @@ class KeptSearch:
         )
 
     def tradeoff(self) -> Tradeoff:
-        """The cheapest choice for budgets between the least and what keeps most, and what fixed
-        policies come to; bytes of steps that were compiled are theirs.
+        """Plots the cheapest choice for budgets between the least and the most, beside fixed
+        policies; compiled steps have their own bytes.
         """
 
         def point(chosen: tuple[Option, ...]) -> tuple[int, float]:
@@ -241,10 +239,10 @@ def choose_kept(search: KeptSearch, need: Callable[[tuple[KeptValues, ...]], int
 
 
 class Need(Protocol):
-    """What compiled steps need."""
+    """The need of compiled steps for memory."""
 
     def __call__(self, remat: Remat, kept: tuple[KeptValues, ...] = ()) -> int:
-        """Bytes of a device that a step takes with a policy, its state included."""
+        """Returns bytes per device that a step takes with a policy, its state included."""
         ...
 
 
@@ -256,7 +254,7 @@ def choose(
     budget_bytes: int,
     need: Need,
 ) -> Choice | KeptChoice:
-    """What a config's step computes again that leaves it open: ``auto`` or ``optimal``.
+    """Chooses the recomputation of a config that leaves it open: ``auto`` or ``optimal``.
 
     Raises:
         ConfigError: the budget is below the least that is possible.
@@ -270,7 +268,7 @@ def choose(
 def layers_of(
     config: RunConfig, model: ModelDefinition, placement: Placement | None
 ) -> list[tuple[tuple[Layers, ...], int]]:
-    """Of each stack its layers as they may differ, and its repetitions.
+    """Lists each stack's layers as they may differ, with its repetitions.
 
     In a loop all repetitions keep the same, and the gradients of all exist from the first on.
     """
@@ -325,8 +323,8 @@ def layers_of(
 
 
 def draw_choice(choice: Choice | KeptChoice | None, file: Path) -> None:
-    """The cheapest recomputation for each budget, the fixed policies, and what was chosen; nothing
-    where no budget decided.
+    """Plots the cheapest recomputation per budget, the fixed policies and the choice; nothing where
+    no budget decided.
     """
     if not isinstance(choice, KeptChoice):
         return
