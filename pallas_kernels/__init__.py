@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     from .grouped_matmul import grouped_weight_gradient as grouped_weight_gradient
     from .grouped_matmul import scaled_grouped_matmul as scaled_grouped_matmul
     from .norm import layer_norm as layer_norm
-    from .norm import layer_norm_fp8 as layer_norm_fp8
     from .norm import rms_norm as rms_norm
-    from .norm import rms_norm_fp8 as rms_norm_fp8
     from .paged_attention import append_heads as append_heads
     from .paged_attention import append_to_pages as append_to_pages
     from .paged_attention import paged_attention as paged_attention
@@ -60,7 +58,7 @@ _PUBLIC = {
         "grouped_weight_gradient",
         "scaled_grouped_matmul",
     ),
-    "norm": ("layer_norm", "layer_norm_fp8", "rms_norm", "rms_norm_fp8"),
+    "norm": ("layer_norm", "rms_norm"),
     "paged_attention": ("append_heads", "append_to_pages", "paged_attention"),
     "quantized_weight": ("QuantizedWeight",),
     "softmax": ("log_softmax", "softmax"),

@@ -1,1 +1,1 @@
-"""Kernels over rows: one formula, in whichever of four forms suits the length of the rows."""
+"""The kernel over rows, which computes a formula of each row in one pass over memory."""

@@ -1,359 +1,202 @@
-"""Which way suits rows of a length on a Hopper GPU, and which tiles."""
+"""Which tiles of the kernel suit rows of a length, on a Hopper GPU.
+
+Figures are percent of a copy's rate on an H200.
+"""
 
 import dataclasses
+import itertools
 import math
-from typing import Literal
-
-import jax.numpy as jnp
+from collections.abc import Iterator
 
 from pallas_kernels.common.errors import UnsupportedError
-from pallas_kernels.hopper.machine import LANES, NUM_PROCESSORS, SMEM_BYTES, WARPS
+from pallas_kernels.hopper.machine import LANES, WARPGROUP, WARPS
 
-from .config import (
-    LONGEST_IN_BLOCK,
-    LONGEST_ROW,
-    LONGEST_WHOLE_ROW,
-    Blocks,
-    Flat,
-    Odd,
-    RowConfig,
-    Stream,
-    Twice,
-    Wide,
-)
-from .flat_choice import flat_for
+from .config import NUM_CLUSTERS, RowConfig, blocks_fit
 from .formula import RowCall
-from .row_choice import LEAST_TIMED, row_for
-from .smem import SMEM_PROCESSOR_BYTES, blocks_fit, smem_bytes
 
-STREAM_RESERVE = 3 * 1024
-"""Left free, as in the forms that were measured: 8,192 columns in two stages, not three."""
+SHORTEST, LONGEST = 256, 262_144
+"""Columns of rows that warps share."""
+LONGEST_WHOLE, LONGEST_WHOLE_SUMMED = 1024, 512
+"""Columns of rows that are whole in a warp; the fewer beside sums."""
 
-MOST_HELD = 64
-"""Numbers that a thread holds from row to row; more spill."""
+BLOCKS = {1: 4, 2: 3}
+"""Blocks of a warpgroup that an SM has room for where nothing belongs to columns, by inputs."""
+MOST_AT_ONCE = 24
+"""Columns that a thread has of a chunk then: more take registers that other blocks need."""
+LONGEST_OF_TURNS = 1536
+"""Columns of rows of which a block takes two even so, if it computes exponentials."""
 
-MOST_BESIDE_SUMS = 48
-"""Of these, if there are sums and vectors among them."""
+SHARED = (1, 1), (1, 2), (1, 4), (4, 1), (8, 1), (8, 2)
+"""Blocks and warpgroups that share rows with vectors, fewest threads first."""
+MOST_HELD, MOST_HELD_AT_ONCE = 64, 32
+"""Numbers of vectors that a thread holds in registers, and columns of a chunk beside them."""
 
-LEAST_LEAD, MOST_LEAD = 80 * 1024, 96 * 1024
-"""Bytes that a block reads ahead of the row it works on; one of eight, the widest rows, a slot."""
+SUMMED = {2560: (1, 1), 5120: (1, 2), 12288: (1, 4), 28672: (2, 4), 57344: (4, 4), LONGEST: (8, 4)}
+"""Blocks and warpgroups that share rows up to a length where sums, or LayerNorm's scale and bias,
+stay in registers from row to row."""
+SHORT = 1280
+"""Columns of rows of which an SM works on more then: a thread has few."""
+MOST_SUMS, MOST_BESIDE_SUMS = 64, (48, 96)
+"""Numbers of two sums that a thread holds, and of these and vectors together: the more where eight
+blocks share a row, although they spill (131,072 columns 80 instead of 55)."""
 
-SHORT_LEAD = 48 * 1024
-"""Instead, in one of four, or where sums over rows or nothing but a row fill a block, and a slot
-where vectors do: more blocks cost more than that (norm/NOTES.md)."""
-
-MOST_BARRIERS = 32
-"""Of one kind in Pallas: one for each slot of each warpgroup."""
-
-MOST_TILES = 16
-"""Of a part, that are written out one after another."""
-
-ODD_WARPGROUPS = (1, 2, 4, 8)
-MOST_KEPT = 40
-"""Columns of all inputs that a thread of ``odd`` keeps in registers."""
-MOST_KEPT_BY_FOUR = 24
-"""Instead, where four warpgroups share a row: with 40, softmax of 19,999 columns had 42% of a
-copy's rate, in shared memory 69 to 74%."""
-MOST_KEPT_BESIDE_SUMS = 16
-"""Of one input, if there are sums."""
-LEAST_IN_WINDOWS = 50_000
-"""Columns of rows, of two inputs or more, that windows read faster: 1.11 to 1.21x from 50,257 on,
-0.73 to 1.16x below 20,000; of one input 0.82 to 1.06x (``odd-rows-h200.json``)."""
-
-LONGEST_OF_A_BLOCK = 32_768
-LONGEST_FLAT_LAYER_NORM, LONGEST_FLAT_NORM = 114_688, 131_072
-"""Columns, of lengths that even tiles divide: registers of eight blocks hold what is theirs."""
-
-type OddForm = Literal["flat", "columns", "windows"]
-
-MOST_ODD = 2**31 - 1
-"""Elements of an array whose odd rows lie one after another: their places are int32."""
+NARROWER = {8: 0.0, 4: 0.03, 2: 0.12}
+"""Cost of fewer elements at a time, as a part of a row that is computed for nothing."""
+A_CHUNK = 2
+"""Cost of a chunk, in columns of each thread: it is reduced, waited for and asked for."""
+MOST_CHUNKS, MOST_WRITTEN_OUT = 16, 10
+"""Chunks of a warpgroup's share of a row; the fewer where they are written out one by one."""
 
 
-def config_for(rows: int, call: RowCall, *, form: OddForm | None = None) -> RowConfig:
-    """Tiles for rows of a dtype of 16 or 32 bits: by the copy engine, or straight from memory.
+def config_for(rows: int, call: RowCall) -> RowConfig:
+    """Tiles for rows of a dtype of 16 or 32 bits.
+
+    Raises:
+        UnsupportedError: there are none.
+    """
+    columns = call.columns
+    if rows == 0 or not 0 < columns <= LONGEST:
+        raise _refused(
+            f"{rows} rows of {columns} columns: there must be rows, of 1 to {LONGEST} columns,"
+        )
+    if whole := _whole(rows, call):
+        return whole
+    if columns < SHORTEST:
+        if columns % LANES:
+            raise _refused(f"{columns} columns are not a multiple of {LANES}")
+        raise _refused(f"{rows} rows of {columns} columns are not a multiple of {WARPS} rows")
+    if columns % call.word and rows * columns % call.word:
+        raise _refused(f"{rows} rows of {columns} columns are no multiple of {call.word} elements")
+    if call.num_masks and columns % 16:
+        raise _refused(f"{columns} columns of a mask are not a multiple of 16")
+    if call.num_sums:
+        found = _persistent(call)
+    else:
+        found = _of_turns(call) if call.num_vectors else _of_blocks(call)
+    if found is None:
+        raise _refused(
+            f"{call.num_inputs} inputs and {call.num_sums} sums of {columns} columns of "
+            f"{call.dtype} do not fit"
+        )
+    return found
+
+
+def _whole(rows: int, call: RowCall) -> RowConfig | None:
+    """As many rows in a warp as make 1,024 columns, if they divide all rows."""
+    columns = call.columns
+    longest = LONGEST_WHOLE_SUMMED if call.num_sums else LONGEST_WHOLE
+    vector = math.gcd(columns // LANES, call.word) if columns % LANES == 0 else 0
+    fitting = (n for n in range(longest // columns, 0, -1) if rows % (WARPS * n) == 0)
+    batch = next(fitting, 0)
+    if not vector or not batch:
+        return None
+    c = RowConfig(rows_per_warp=batch, tile=columns, vector=vector)
+    if call.num_sums:
+        return dataclasses.replace(c, turns=0, workers=4 * NUM_CLUSTERS[1], slots=2)
+    return dataclasses.replace(c, turns=2, slots=2) if call.num_vectors else c
+
+
+def _of_blocks(call: RowCall) -> RowConfig | None:
+    """Rows that a cluster takes one of, and ends, in blocks that leave room for others."""
+    blocks, powers = BLOCKS[call.num_inputs], call.num_numbers > 1
+    turns = 2 if powers and call.columns <= LONGEST_OF_TURNS else 1
+
+    def filled(cluster: int, group: int, least: int) -> RowConfig | None:
+        shape = RowConfig(cluster=cluster, group=group, turns=turns)
+        tiled = _tiled(shape, call, most=MOST_AT_ONCE)
+        each = (dataclasses.replace(c, slots=turns * c.chunks) for c in tiled)
+        return next((c for c in each if blocks_fit(least, c, call)), None)
+
+    several = [c for cluster in NUM_CLUSTERS if (c := filled(cluster, 1, blocks))]
+    if several:
+        return min(several, key=lambda c: _cost(c, call))
+    few = [(8, 2, 2)] if powers else [(8, 1, 2), (8, 2, 1)]
+    return next(filter(None, (filled(*shape) for shape in few)), None) or _persistent(call)
+
+
+def _of_turns(call: RowCall) -> RowConfig | None:
+    """Rows that a cluster takes a few of, as its threads hold what belongs to columns."""
+    for cluster, group in SHARED:
+        if cluster > 1 and call.num_vectors > 1:
+            break
+        turns = 2 * call.num_vectors * (1 if cluster == 1 else 2)
+        shape = RowConfig(cluster=cluster, group=group, turns=turns)
+        for c in _tiled(shape, call, most=MOST_HELD_AT_ONCE):
+            held = c.chunks * c.tile // LANES * call.num_vectors
+            filled = dataclasses.replace(c, slots=2 * c.chunks)
+            if held <= MOST_HELD and blocks_fit(1, filled, call):
+                return filled
+    return _persistent(call)
+
+
+def _persistent(call: RowCall) -> RowConfig | None:
+    """Rows that as many clusters as run at once take in turn, in the fewest blocks."""
+    shapes = (shape for longest, shape in SUMMED.items() if call.columns <= longest)
+    return next(filter(None, (_in_turn(call, *shape) for shape in shapes)), None)
+
+
+def _in_turn(call: RowCall, cluster: int, group: int) -> RowConfig | None:
+    """In so many blocks and warpgroups, folding a row ahead if they can."""
+    blocks = 6 if call.columns <= SHORT else 4 // group
+    if group == 1 and call.num_inputs + call.num_sums > 4 and call.columns > SHORT:
+        blocks = 3
+    shape = RowConfig(cluster=cluster, group=group, turns=0, workers=blocks * NUM_CLUSTERS[cluster])
+    tiled = [_with_vectors(c, call) for c in _tiled(shape, call, most=MOST_HELD_AT_ONCE)]
+    may_fold_ahead = cluster > 1 and call.num_inputs < 3  # a third leaves no registers
+    for ahead in (True, False) if may_fold_ahead else (False,):
+        for c in filter(None, tiled):
+            fewest = c.chunks * (1 + ahead) + 1
+            for slots in range(max(2 * c.chunks, fewest), fewest - 1, -1):
+                filled = dataclasses.replace(c, slots=slots, ahead=ahead)
+                if blocks_fit(blocks, filled, call):
+                    return filled
+    return None
+
+
+def _with_vectors(c: RowConfig, call: RowCall) -> RowConfig | None:
+    """With vectors in registers beside sums, or in shared memory; None if sums do not fit."""
+    a_chunk = c.tile // LANES
+    sums, vectors = (c.chunks * a_chunk * n for n in (call.num_sums, call.num_vectors))
+    if sums > MOST_SUMS or (sums + vectors and c.chunks > MOST_WRITTEN_OUT):
+        return None
+    most = MOST_HELD
+    if call.num_sums > 1:
+        most = MOST_BESIDE_SUMS[c.cluster == 8 and call.num_inputs < 3]
+        if call.num_inputs > 2 and (c.cluster, c.group) in ((1, 2), (1, 4)):
+            most = sums  # 8,192 columns 98 instead of 86
+    if sums + vectors <= most:
+        return c
+    # Half a scale in registers is slower than none beside sums.
+    held = 0 if sums else most // (a_chunk * call.num_vectors)
+    if c.vector > 4:
+        return None  # banks of shared memory would conflict
+    return dataclasses.replace(c, in_memory=c.chunks - held)
+
+
+def _tiled(shape: RowConfig, call: RowCall, *, most: int) -> list[RowConfig]:
+    """Chunks that together reach beyond a row by little, cheapest first.
 
     Args:
-        form: of rows that no even tile divides: "flat" through the copy engine as they lie between
-            words, which takes others too; "columns" or aligned "windows" through registers (see
-            ``odd``); None: what was timed and is faster.
-
-    Raises:
-        UnsupportedError: there are none.
+        most: columns that a thread has of a chunk.
     """
-    try:
-        even = _even(rows, call) if form is None else None
-        refusal = None
-    except UnsupportedError as error:
-        even, refusal = None, error
-    if isinstance(even, Blocks):
-        return even
-    few = rows * call.columns <= MOST_ODD
-    alone = row_for(call) if form is None and rows else None
-    if isinstance(alone, Wide) or (alone is not None and few):
-        return alone
-    if isinstance(even, Wide) and few and _is_faster_flat(call):
-        return flat_for(call) or even
-    if even is not None and not isinstance(even, Twice):
-        return even
-    config = _of_any_length(rows, call, form, instead=even) if rows else None
-    if config is None:
-        raise refusal or _refused(f"{rows} rows of {call.columns} columns do not go by {form}")
-    if config is not even and rows * call.columns > MOST_ODD:
-        raise _refused(
-            f"{rows} rows of {call.columns} columns are more than {MOST_ODD} elements, the most of "
-            "rows that no tile divides,"
-        )
-    return config
+    reach = call.columns + call.word - math.gcd(call.columns, call.word)
+    share = -(-reach // shape.num_parts)
+
+    def made() -> Iterator[RowConfig]:
+        for vector, chunks in itertools.product(NARROWER, range(1, MOST_CHUNKS + 1)):
+            unit = LANES * vector
+            units = -(-share // (unit * chunks))  # of a warp and chunk
+            fits = vector <= call.word and units * vector <= most
+            if fits and (chunks - 1) * units * unit < share:
+                yield dataclasses.replace(shape, tile=units * unit, chunks=chunks, vector=vector)
+
+    return sorted(made(), key=lambda c: (_cost(c, call), -c.vector))
 
 
-def _of_any_length(
-    rows: int, call: RowCall, form: OddForm | None, *, instead: Twice | None
-) -> Flat | Odd | Twice | None:
-    """Tiles of a form, or of the fastest that was timed; ``instead`` of such as read rows twice."""
-    if form == "flat":
-        alone = row_for(call)
-        return alone if isinstance(alone, Flat) else flat_for(call)
-    if form is None:
-        flat = flat_for(call) if _is_timed(call) else None
-        if instead is not None:
-            # 53,248 columns, percent of a copy's rate: RMSNorm 83 instead of 30, its gradient 77
-            # instead of 25; softmax's gradient of 120,832 97 instead of 44.
-            return flat if flat is not None and rows * call.columns <= MOST_ODD else instead
-        if flat is not None:
-            return flat
-        form = "windows" if call.num_inputs > 1 and call.columns >= LEAST_IN_WINDOWS else "columns"
-    return _odd(rows if form == "windows" else 1, call)
-
-
-def _is_faster_flat(call: RowCall) -> bool:
-    """Of norms whose rows even tiles divide, in more than one block each (an H100; of a copy's
-    rate): LayerNorm of 65,536 columns 89 instead of 83%, of 98,304 91 instead of 83, its gradient
-    92 instead of 88 and 80, RMSNorm's of 81,920 92 instead of 77; but LayerNorm of 131,072 86
-    instead of 88.
-    """
-    if not call.num_vectors or not _is_timed(call):
-        return False
-    if call.num_sums > 1:
-        return LONGEST_OF_A_BLOCK <= call.columns <= LONGEST_FLAT_LAYER_NORM
-    longest = LONGEST_FLAT_LAYER_NORM if call.num_vectors > 1 else LONGEST_FLAT_NORM
-    return LONGEST_OF_A_BLOCK < call.columns <= longest
-
-
-def _is_timed(call: RowCall) -> bool:
-    """Whether a GPU has timed ``flat`` rows like these, whatever their number: of bf16, and not
-    norms with a residual.
-    """
-    if call.dtype != jnp.bfloat16 or call.columns < LEAST_TIMED:
-        return False
-    if not call.num_vectors:
-        return True
-    return call.num_inputs <= (2 if call.num_sums else 1)
-
-
-def _even(rows: int, call: RowCall) -> RowConfig:
-    """Tiles that divide a row.
-
-    Columns: multiples of 32 to 1024, where rows come in fours; of 128 to 4096, and to 8192 where
-    nothing is streamed; of 256 to 8192; of 2048 to 262,144.
-
-    32 columns of a row to a thread leave registers for everything else; sums over rows take as many
-    again, so there it is 16. Whatever shared memory remains is read-ahead.
-
-    Raises:
-        UnsupportedError: there are none.
-    """
-    columns = call.columns
-    if rows == 0 or not 0 < columns <= LONGEST_ROW:
-        raise _refused(
-            f"{rows} rows of {columns} columns: there must be rows, of 1 to {LONGEST_ROW} columns,"
-        )
-    if columns > LONGEST_IN_BLOCK:
-        return _wide(call)
-    batch = 0
-    if columns <= LONGEST_WHOLE_ROW:
-        most = LONGEST_WHOLE_ROW // columns
-        batch = next((r for r in range(most, 0, -1) if rows % (WARPS * r) == 0), 0)
-        if not batch:
-            raise _refused(f"{rows} rows of {columns} columns are not a multiple of {WARPS} rows")
-    in_block = call.num_sums == 0 and call.num_inputs * columns <= LONGEST_IN_BLOCK
-    group = 1 if in_block or columns <= 4096 else 2
-    lanes = LANES if batch else group * WARPS * LANES
-    # 16 bytes at a time, but for fp32 vectors in shared memory, whose banks would conflict.
-    widest = 4 if call.num_vectors and not in_block else 16 // call.itemsize
-    vector = next((v for v in (8, 4, 2, 1) if v <= widest and columns % (lanes * v) == 0), 0)
-    if not vector:
-        raise _refused(f"{columns} columns are not a multiple of {lanes}")
-    if in_block:
-        return Blocks(rows_per_warp=batch, vector=vector, most_turns=2 if call.num_vectors else 1)
-    if not call.over_inputs:
-        return _wide(call)
-    config = Stream(rows_per_warp=batch, group=group, vector=vector)
-    if call.num_sums and group == 1 and columns // config.num_parts > 512:
-        # 32 columns a thread of inputs, vector and sums spill out of 128 registers: 64% of a copy's
-        # rate with 4 warpgroups, 90% with 3.
-        config = dataclasses.replace(config, num_warpgroups=3)
-    streamed = _with_stages(config, call)
-    if streamed is None and columns % 2048 == 0:
-        return _wide(call)
-    while streamed is None:
-        config = dataclasses.replace(config, num_warpgroups=config.num_warpgroups - group)
-        streamed = _with_stages(config, call)
-    return streamed
-
-
-def _odd(rows: int, call: RowCall) -> Odd | None:
-    """Tiles of which the last overlaps: in registers, or in the memory of half a multiprocessor.
-
-    Vectors divide so many rows together. For formulas that can leave columns out, of 128 columns
-    on. None if there are none.
-    """
-    fits = call.may_cut and not call.num_masks and call.over_inputs
-    if not fits or not WARPS * LANES <= call.columns <= LONGEST_ROW:
-        return None
-    most = MOST_KEPT // call.num_inputs
-    if call.num_sums:
-        most = MOST_KEPT_BESIDE_SUMS // call.num_sums
-    for warpgroups in ODD_WARPGROUPS:
-        if warpgroups > 2 and not call.num_sums:
-            most = min(most, MOST_KEPT_BY_FOUR // call.num_inputs)
-        config = _odd_tiles(rows, call, warpgroups, most_in_turn=most)
-        if config.tiles * config.tile // LANES <= most and (warpgroups < 8 or call.num_sums):
-            blocks = max(1, 4 // warpgroups)
-            return dataclasses.replace(config, most_workers=blocks * NUM_PROCESSORS)
-    if call.num_sums:
-        return None
-    for share, warpgroups in ((2, 4), (1, 8)):
-        config = _odd_tiles(rows, call, warpgroups, most_in_turn=16 // call.num_inputs)
-        slot = warpgroups * config.columns * call.num_inputs * call.itemsize
-        for in_memory in range(min(config.tiles, SMEM_PROCESSOR_BYTES // share // slot), 0, -1):
-            kept = dataclasses.replace(config, in_memory=in_memory)
-            if blocks_fit(share, kept, call):
-                if share == 1 or in_memory == config.tiles:
-                    return kept
-                break
-    raise AssertionError("what does not fit is read again")
-
-
-def _odd_tiles(rows: int, call: RowCall, warpgroups: int, *, most_in_turn: int) -> Odd:
-    """The tiles that reach beyond a row the least, of so many columns a thread at most.
-
-    Vectors divide these rows together, so that the last row's window ends with the array; beside
-    sums they divide a row, for sums of shifted columns would not belong together.
-    """
-    columns = call.columns
-    vector = math.gcd(columns if call.num_sums else rows * columns, 16 // call.itemsize)
-    while WARPS * LANES * vector > columns:
-        vector //= 2
-
-    def tiled(vector: int, turns: int) -> Odd:
-        config = Odd(warpgroups=warpgroups, tile=LANES * vector * turns, tiles=1, vector=vector)
-        tiles = -(-config.window(columns) // (warpgroups * config.columns))
-        return dataclasses.replace(config, tiles=tiles)
-
-    def fits(c: Odd) -> bool:
-        """Whether only the last tiles may reach beyond a row, wherever its window begins."""
-        return (c.tiles - 1) * c.warpgroups * c.columns <= columns
-
-    while True:
-        most = max(1, min(most_in_turn // vector, columns // (WARPS * LANES * vector)))
-        found = [c for c in (tiled(vector, turns) for turns in range(most, 0, -1)) if fits(c)]
-        if found:
-            return min(found, key=lambda c: c.tiles * c.tile)
-        vector //= 2
-
-
-def _with_stages(config: Stream, call: RowCall) -> Stream | None:
-    """With as many stages as fit, six at most; None if there are not two, to read ahead."""
-    for num_stages in range(6, 1, -1):
-        fitting = dataclasses.replace(config, num_stages=num_stages)
-        if smem_bytes(fitting, call) <= SMEM_BYTES - STREAM_RESERVE:
-            return fitting
-    return None
-
-
-def _wide(call: RowCall) -> Wide | Twice:
-    """The fewest blocks a row, where vectors and sums leave registers and read-ahead enough."""
-    if call.columns % 2048:
-        raise _refused(f"{call.columns} columns are not a multiple of 2048")
-    for cluster in (1, 2, 4, 8):
-        config = _held(call, cluster)
-        if config is not None:
-            return config
-    return _twice(call)
-
-
-def _alone(call: RowCall) -> bool:
-    """Whether a row, and masks of it, is all that is read, as by softmax."""
-    return call.num_inputs == 1 and not call.num_vectors
-
-
-def _held(call: RowCall, cluster: int) -> Wide | None:
-    """A row in the shared memory of a cluster of so many blocks, if it fits."""
-    warps = cluster * 4 * WARPS
-    tile = _tile(call, warps)
-    num_tiles, a_tile = call.columns // (warps * tile) if tile else 0, tile // LANES
-    if not 0 < num_tiles <= MOST_TILES:
-        return None
-    sums = num_tiles * a_tile * call.num_sums
-    if sums > MOST_HELD:
-        return None
-    held = num_tiles
-    # RMSNorm's gradient, measured so: 92% of a copy at 32,768 columns where none is held has 88%.
-    lean = call.num_inputs == 2 and call.num_sums == 1 and call.itemsize == 2
-    if call.num_vectors:
-        left = max((MOST_BESIDE_SUMS if sums and not lean else MOST_HELD) - sums, 0)
-        held = min(left // (a_tile * call.num_vectors), num_tiles)
-    if call.num_sums and held < num_tiles:
-        held = 0  # beside sums, half a scale in registers is slower than none
-    tiles = 2 if call.num_inputs == 1 and num_tiles % 2 == 0 and held == num_tiles else 1
-    config = Wide(
-        cluster=cluster, tile=tile, tiles=tiles, chunks=num_tiles // tiles,
-        in_memory=num_tiles - held, vector=_vector(call, tile, in_memory=held < num_tiles),
-    )  # fmt: skip
-    slot = call.column_bytes * tiles * 4 * WARPS * tile
-    alone = _alone(call)
-    least = SHORT_LEAD if alone or call.num_sums or cluster == 4 else LEAST_LEAD
-    if cluster == 8 or (call.num_inputs == 1 and not alone):
-        least = slot
-    fewest = config.chunks + -(-least // slot)
-    most = 6
-    if call.num_inputs == 1:
-        # Of softmax's 131,072 columns 6 slots are no slower than 7.
-        most = max(6, config.chunks + -(-(SHORT_LEAD if alone else MOST_LEAD) // slot))
-    may_fold_ahead = cluster > 1 and call.num_turns == 1 and (call.num_sums == 0 or lean)
-    for slots in range(min(most, MOST_BARRIERS // 4), fewest - 1, -1):
-        ahead = may_fold_ahead and slots > 2 * config.chunks
-        fitting = dataclasses.replace(config, slots=slots, ahead=ahead)
-        if smem_bytes(fitting, call) <= SMEM_BYTES:
-            return fitting
-    return None
-
-
-def _twice(call: RowCall) -> Twice:
-    """In the most blocks that divide a row, so that the fewest rows wait in L2 to be read again."""
-    cluster = next(n for n in (8, 4, 2, 1) if call.columns % (n * 4 * WARPS * 128) == 0)
-    tile = _tile(call, cluster * 4 * WARPS)
-    config = Twice(
-        cluster=cluster, tile=tile, chunks=call.columns // (cluster * 4 * WARPS * tile),
-        vector=_vector(call, tile, in_memory=False),
-    )  # fmt: skip
-    for slots in range(6, 1, -1):
-        fitting = dataclasses.replace(config, slots=slots)
-        if smem_bytes(fitting, call) <= SMEM_BYTES:
-            return fitting
-    raise AssertionError(f"two slots of {config} exceed shared memory")
-
-
-def _tile(call: RowCall, warps: int) -> int:
-    """Columns of a warp's part at a time, at most a KB of them; 0 if none divides."""
-    sizes = (size for size in (512, 384, 256, 128) if size * call.itemsize <= 1024)
-    return next((size for size in sizes if call.columns % (warps * size) == 0), 0)
-
-
-def _vector(call: RowCall, tile: int, *, in_memory: bool) -> int:
-    """16 bytes, but for fp32 vectors in shared memory, whose banks would conflict."""
-    return 16 // call.itemsize if tile % 256 == 0 and not in_memory else 4
+def _cost(c: RowConfig, call: RowCall) -> float:
+    """What is computed for nothing, or as if it were, as a part of a row."""
+    chunks = A_CHUNK * c.chunks * c.cluster * c.group * WARPGROUP
+    return (c.columns + chunks) / call.columns - 1 + NARROWER[c.vector]
 
 
 def _refused(why: str) -> UnsupportedError:

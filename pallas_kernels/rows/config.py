@@ -1,19 +1,36 @@
-"""How rows lie on the warps of a Hopper GPU."""
+"""How rows are divided among the warps of a Hopper GPU, and the shared memory that they need.
+
+Dims: A row or part of a row in a warpgroup, M column of a chunk, P part of a row.
+"""
 
 import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.hopper.machine import LANES, NUM_PROCESSORS, WARPS
 from pallas_kernels.hopper.mosaic import plgpu
 
+from .formula import RowCall
+
 NUM_CLUSTERS = {1: NUM_PROCESSORS, 2: 66, 4: 30, 8: 15}
-"""By their blocks, how many run at the same time."""
-LONGEST_WHOLE_ROW = 1024  # columns of a row that one warp holds
-LONGEST_IN_BLOCK = 8192
-LONGEST_ROW = 262144
+"""Clusters by their number of blocks, one block per SM, that run at the same time."""
+
+ALIGNMENT = 1024  # where Pallas starts each buffer, the compiler's own for reductions too
+SMEM_PROCESSOR_BYTES, SMEM_BLOCK_BYTES = 228 * 1024, 1024
+"""Shared memory of an SM, and what it takes for itself of each block's."""
+RESERVED_BYTES = 1024
+"""Bytes left for the compiler: a block that counted all of shared memory was refused at launch."""
+BARRIER_BYTES, BARRIER_WORDS = 8, 2
+TURNS = 4
+"""Exchanges that may overlap: one is still read while the second next is written."""
+REDUCTION_BYTES = 256  # scratch that the compiler gets for reductions
 
 
 def tile_layout(vector: int):
-    """[A, M]: a row or part to a warp, ``vector`` columns to a lane."""
+    """Layout of [A, M]: row or part a belongs to warp ``a % 4``, a lane has ``vector`` columns."""
     return plgpu.Layout.TILED(
         plgpu.Tiling(((WARPS, LANES * vector), (vector,))),
         warp_dims=(-3,),
@@ -23,7 +40,7 @@ def tile_layout(vector: int):
 
 
 def lane_layout(num_parts: int):
-    """[P]: every warp has all parts, spread over its lanes."""
+    """Layout of [P]: every warp has all parts, spread over its lanes."""
     width = min(num_parts, LANES)
     spread = (-2,) if width == LANES else (plgpu.Replicated(LANES // width), -2)
     return plgpu.Layout.TILED(
@@ -35,157 +52,77 @@ def lane_layout(num_parts: int):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Blocks:
-    """A row, or a few short ones, to a block of one warpgroup; nothing is read ahead."""
+class RowConfig:
+    """Tiles of the kernel over rows.
 
-    rows_per_warp: int = 0  # whole rows a warp holds; 0 splits a row
-    vector: int = 8  # columns that a thread holds side by side
-    most_turns: int = 1  # that a block takes one after another, which spares reading the vectors
+    A row is split over all warps of a cluster; or, if ``rows_per_warp``, a block is one warpgroup
+    and each of its warps takes whole rows.
+    """
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Stream:
-    """A row, or a few short ones, to one or two warpgroups of a block that reads ahead."""
-
-    num_warpgroups: int = 4  # a block
-    num_stages: int = 3  # slots of a warpgroup
-    rows_per_warp: int = 0
-    group: int = 1  # warpgroups of a block that share a row
-    vector: int = 8
-
-    @property
-    def num_teams(self) -> int:
-        """Rows, or batches of whole rows, that a block works on at a time."""
-        return self.num_warpgroups // self.group
+    cluster: int = 1  # blocks that share a row
+    group: int = 1  # warpgroups of a block
+    rows_per_warp: int = 0  # whole rows of a warp at a time; 0: rows are split
+    tile: int = 512  # columns of a warp's part of a chunk, in registers at a time
+    chunks: int = 1  # of a warpgroup's share of a row; a chunk arrives at once
+    slots: int = 1  # chunks in shared memory
+    vector: int = 8  # adjacent columns of a thread
+    turns: int = 1  # rows, or batches of whole rows, of a cluster; 0: see ``workers``
+    workers: int = 0  # clusters that share all rows, if ``turns`` is 0
+    ahead: bool = False  # the next row is folded before a row is finished; needs two rows' slots
+    in_memory: int = 0  # last chunks whose vectors are in shared memory; others are in registers
+    interpretable: bool = False  # uses Pallas's copies alone, which the interpreter has
 
     @property
     def num_parts(self) -> int:
-        """Parts of a row, one a warp."""
-        return 1 if self.rows_per_warp else WARPS * self.group
-
-    def slot_shape(self, columns: int) -> tuple[int, int]:
-        """(A, M): rows or parts in a slot, columns of each."""
-        if self.rows_per_warp:
-            return WARPS * self.rows_per_warp, columns
-        return WARPS, columns // self.num_parts
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Wide:
-    """A row to a block, or to the blocks of a cluster."""
-
-    cluster: int = 1  # blocks that share a row
-    warpgroups: int = 4  # of a block
-    tile: int = 512  # columns of a warp's part that are in registers at a time
-    tiles: int = 1  # of a chunk: what arrives and is freed at once
-    chunks: int = 1  # of a block's share of a row
-    slots: int = 4  # chunks in shared memory
-    vector: int = 8
-    ahead: bool = False  # the next row is folded before a row is finished; needs two rows' slots
-    in_memory: int = 0  # tiles whose vectors are in shared memory; those before are in registers
-    row_a_block: bool = False  # as many blocks as rows, instead of one a multiprocessor
+        """Parts of a row, one per warp."""
+        return 1 if self.rows_per_warp else self.cluster * self.group * WARPS
 
     @property
-    def columns(self) -> int:
-        """Of the rows that fit."""
-        return self.cluster * self.warpgroups * self.chunks * self.tiles * WARPS * self.tile
-
-    @property
-    def num_clusters(self) -> int:
-        """That run at the same time."""
-        return NUM_CLUSTERS[self.cluster]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Twice:
-    """A row to the blocks of a cluster, which read it twice and keep nothing of it."""
-
-    cluster: int = 1  # blocks that share a row
-    warpgroups: int = 4  # of a block
-    tile: int = 512  # columns of a warp's part that are in registers at a time: a chunk
-    chunks: int = 1  # of a warpgroup's share of a row
-    slots: int = 4  # chunks in shared memory
-    vector: int = 8
-
-    @property
-    def columns(self) -> int:
-        """Of the rows that fit."""
-        return self.cluster * self.warpgroups * self.chunks * WARPS * self.tile
-
-    @property
-    def num_clusters(self) -> int:
-        """That run at the same time."""
-        return NUM_CLUSTERS[self.cluster]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Odd:
-    """A row to a block, whose warpgroups take its tiles in turn, the last one overlapping."""
-
-    warpgroups: int = 1
-    tile: int = 512  # columns of a warp's part of a tile
-    tiles: int = 1  # of a warpgroup; of a row, ``warpgroups`` times as many or some fewer
-    vector: int = 1  # columns that a thread holds side by side: they divide all rows together
-    in_memory: int = 0  # the last tiles that stay in shared memory; if none, all in registers
-    most_workers: int = NUM_PROCESSORS  # blocks, where sums go from row to row
-    interpretable: bool = False  # avoids what the interpreter lacks, references of another shape
-
-    @property
-    def columns(self) -> int:
-        """Columns of a tile, at most those of a row."""
-        return WARPS * self.tile
-
-    def window(self, columns: int) -> int:
-        """Columns, in whole vectors, that have any row among them."""
-        more = self.vector - 1 if columns % self.vector else 0
-        return -(-(columns + more) // self.vector) * self.vector
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Flat:
-    """A row to a warp, to warpgroups of a block or to a cluster, wherever in a word it begins."""
-
-    cluster: int = 1  # blocks that share a row
-    group: int = 4  # warpgroups of a block that share a row; 0 gives each warp a row of its own
-    teams: int = 1  # groups of a block, or warpgroups whose warps have rows of their own
-    tile: int = 512  # columns of a warp's part of a chunk, which is in registers at a time
-    chunks: int = 1  # of a warpgroup's share of a row: what arrives at once
-    slots: int = 4  # chunks in shared memory
-    vector: int = 8
-    ahead: bool = False  # the next row is folded before a row is finished; needs two rows' slots
-    in_memory: int = 0  # chunks whose vectors are in shared memory; those before are in registers
-    most_turns: int = 0  # that a team takes; 0: as many blocks as run at once take all there are
-    interpretable: bool = False  # avoids what the interpreter lacks: copies that are not Pallas's
-
-    @property
-    def by_warps(self) -> bool:
-        """Whether each warp has a row of its own."""
-        return not self.group
-
-    @property
-    def members(self) -> int:
-        """Warpgroups of a block that share a row, or whose warps have rows of their own."""
-        return self.group or 1
-
-    @property
-    def warpgroups(self) -> int:
-        """Of a block."""
-        return self.members * self.teams
+    def shape(self) -> tuple[int, int]:
+        """[A, M] of a chunk: rows or parts, and columns of each."""
+        return WARPS * max(self.rows_per_warp, 1), self.tile
 
     @property
     def piece(self) -> int:
-        """Columns of a chunk, or of each warp's."""
-        return self.tile if self.by_warps else WARPS * self.tile
+        """Elements of a chunk."""
+        return self.shape[0] * self.tile
 
     @property
     def columns(self) -> int:
-        """Columns of the longest row that fits."""
-        return self.cluster * self.members * self.chunks * self.piece
-
-    @property
-    def num_clusters(self) -> int:
-        """That run at the same time."""
-        return NUM_CLUSTERS[self.cluster]
+        """Elements that the chunks of a row, or of a batch of whole rows, cover."""
+        return self.cluster * self.group * self.chunks * self.piece
 
 
-type RowConfig = Blocks | Stream | Wide | Twice | Odd | Flat
+def buffers(c: RowConfig, call: RowCall) -> dict[str, Any]:
+    """Buffers and barriers of a block by name."""
+    found: dict[str, Any] = {
+        f"input{j}": plgpu.SMEM((c.group, c.slots, c.piece), dtype)
+        for j, dtype in enumerate(call.dtypes)
+    }
+    if c.interpretable:
+        found["full"] = plgpu.Barrier(num_arrivals=len(call.dtypes), num_barriers=c.group * c.slots)
+    else:
+        found["full"] = plgpu.SMEM((c.group, BARRIER_WORDS * c.slots), jnp.int32)
+    if call.num_vectors and c.in_memory:
+        for j in range(call.num_vectors):
+            found[f"vector{j}"] = plgpu.SMEM((c.group, c.in_memory, WARPS, c.tile), jnp.float32)
+    if c.rows_per_warp:
+        return found
+    found["numbers"] = plgpu.SMEM((TURNS, call.num_numbers, c.num_parts), jnp.float32)
+    if c.cluster > 1:
+        found["exchanged"] = plgpu.SMEM((TURNS * BARRIER_WORDS,), jnp.int32)
+    elif c.group > 1:
+        found["exchanged"] = plgpu.Barrier(num_arrivals=c.group, num_barriers=2)
+    return found
+
+
+def blocks_fit(blocks: int, c: RowConfig, call: RowCall) -> bool:
+    """Whether an SM has shared memory for so many blocks."""
+    total = ALIGNMENT + RESERVED_BYTES  # scratch of reductions takes one alignment
+    for buffer in buffers(c, call).values():
+        if isinstance(buffer, plgpu.Barrier):
+            total += BARRIER_BYTES * math.prod(np.atleast_1d(buffer.num_barriers).tolist())
+        else:
+            size = math.prod(buffer.shape) * jnp.dtype(buffer.dtype).itemsize
+            total += -(-size // ALIGNMENT) * ALIGNMENT
+    return total <= SMEM_PROCESSOR_BYTES // blocks - SMEM_BLOCK_BYTES

@@ -1,57 +1,36 @@
-"""What the ops over rows share: which implementation computes a call, and shapes to measure at."""
+"""The choice of an implementation for a call of the ops over rows."""
 
-import dataclasses
 import math
-import pathlib
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common import device, tables
+from pallas_kernels.common import device
 from pallas_kernels.common.chosen import announce
 from pallas_kernels.common.errors import InputError, UnsupportedError
+from pallas_kernels.common.varying import results_vary
 
 from .choice import config_for
 from .formula import RowCall
 
 NAMES = ("hopper", "xla", "reference")
-QUESTION = "dispatch"
-"""``tuned/dispatch-DEVICE.json``: a row's case is ``Case.fields``, its choice
-{"implementation": "hopper" or "xla"}, its time that of one direction alone."""
-
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 """Of the kernels' inputs and results."""
 
-LEAST_GAIN = 1.03
-"""How much faster than XLA a kernel must have been measured for "auto" to take it."""
-
-_FARTHEST = {"columns": 1.0, "rows": 2.0}
-"""Powers of two from the nearest measured shape within which its measurement is trusted."""
+SHORTEST_FORWARD, SHORTEST_MASKED = 1024, 32_768
+"""Columns from which "auto" takes the kernel of a forward pass, and if it reads a mask."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """One direction of a call, as rows."""
+def choose(
+    implementation: str, form: str, direction: str, rows: int, call: RowCall, *, num_devices: int
+) -> str:
+    """Chooses an implementation of one direction of a call: "hopper", "xla" or "reference".
 
-    op: str  # the folder of kernels
-    form: str  # what of it: "rms_norm", "layer_norm+residual"
-    direction: str  # "forward" or "gradient"
-    rows: int
-    call: RowCall
-
-    def fields(self) -> dict[str, tables.Value]:
-        """What the fastest implementation depends on."""
-        return {
-            "form": self.form,
-            "direction": self.direction,
-            "rows": self.rows,
-            "columns": self.call.columns,
-            "dtype": self.call.dtype.name,
-        }
-
-
-def choose(implementation: str, case: Case, *, tuned: pathlib.Path, num_devices: int) -> str:
-    """Who computes one direction of a call: "hopper", "xla" or "reference".
+    Args:
+        form: such as "rms_norm" or "layer_norm+residual".
+        direction: "forward" or "gradient".
 
     Raises:
         InputError: no such implementation.
@@ -63,61 +42,50 @@ def choose(implementation: str, case: Case, *, tuned: pathlib.Path, num_devices:
         )
     if implementation not in ("auto", "hopper"):
         return implementation
-    reason = why_not_hopper(case, num_devices=num_devices)
+    reason = why_not_hopper(rows, call, num_devices=num_devices)
     if implementation == "auto":
-        name = "hopper" if reason is None and _was_faster(case, tuned) else "xla"
-        told = f"{case.direction} of {case.rows}x{case.call.columns} {case.call.dtype}"
-        announce(case.form, name, told, because=None if reason is None else f"not hopper: {reason}")
+        name = "hopper" if reason is None and _is_faster(direction, call) else "xla"
+        told = f"{direction} of {rows}x{call.columns} {call.dtype}"
+        announce(form, name, told, because=None if reason is None else f"not hopper: {reason}")
         return name
     if reason is not None:
         raise UnsupportedError(
-            f"implementation='hopper' cannot compute the {case.direction} of this {case.form}: "
+            f"implementation='hopper' cannot compute the {direction} of this {form}: "
             f"{reason}. implementation='xla' can"
         )
     return "hopper"
 
 
-def why_not_hopper(case: Case, *, num_devices: int = 1) -> str | None:
+def why_not_hopper(rows: int, call: RowCall, *, num_devices: int = 1) -> str | None:
     """Why the kernel cannot compute a call; None if it can."""
     facts = device.target()
     if facts.capability != (9, 0):
         return f"{facts.kind} is not a Hopper GPU (compute capability 9.0)"
-    if case.call.dtype not in DTYPES:
-        return f"x is {case.call.dtype}; the kernels take bfloat16, float16 and float32"
+    if call.dtype not in DTYPES:
+        return f"x is {call.dtype}; the kernels take bfloat16, float16 and float32"
     if num_devices > 1:
         return f"the call is spread over {num_devices} devices and the kernel runs on one"
     try:
-        config_for(case.rows, case.call)
+        config_for(rows, call)
     except UnsupportedError as error:
         return str(error)
     return None
 
 
-def _was_faster(case: Case, tuned: pathlib.Path) -> bool:
-    """At the nearest measured shape whose rows pass through the GPU in the same way."""
-    table = tables.find(tuned, case.op, QUESTION)
-    if table is None:
-        return False
-    way = type(config_for(case.rows, case.call))
-    fields = case.fields()
-    times: dict[tuple[float, int, int], dict[str, float]] = {}
-    for row in table.rows:
-        other, name = dict(row.case), str(dict(row.choice)["implementation"])
-        if any(other[exact] != fields[exact] for exact in ("form", "direction", "dtype")):
-            continue
-        apart = tables.octaves_apart(other, {"rows": case.rows, "columns": case.call.columns})
-        if any(apart[dim] > _FARTHEST[dim] for dim in apart):
-            continue
-        rows, columns = tables.count(other["rows"]), tables.count(other["columns"])
-        call = dataclasses.replace(case.call, columns=columns)
-        there = dataclasses.replace(case, rows=rows, call=call)
-        # Last, for it counts what fits for each of hundreds of rows.
-        if why_not_hopper(there) is None and type(config_for(rows, call)) is way:
-            times.setdefault((sum(apart.values()), rows, columns), {})[name] = row.ms
-    if not times:
-        return False
-    nearest = times[min(times)]
-    return {"hopper", "xla"} <= set(nearest) and (nearest["xla"] >= LEAST_GAIN * nearest["hopper"])
+def _is_faster(direction: str, call: RowCall) -> bool:
+    """Whether the kernel beats XLA, as measured on an H200 (``memory-{bound,random}-h200.json``).
+
+    XLA is as fast at 128 columns forward. Pallas reads no bool, and XLA's copy of a mask to bytes
+    takes what is won below 32,768 columns.
+    """
+    if call.num_masks:
+        return call.columns >= SHORTEST_MASKED
+    return direction == "gradient" or call.columns >= SHORTEST_FORWARD
+
+
+def looped(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel whose ``vmap`` is a loop: what is folded into the rows beforehand is faster."""
+    return jax.custom_batching.sequential_vmap(results_vary(kernel))
 
 
 def check_input(op: str, x: jax.Array, axis: int = -1) -> None:
@@ -137,32 +105,3 @@ def check_input(op: str, x: jax.Array, axis: int = -1) -> None:
 def as_rows(x: jax.Array) -> jax.Array:
     """[..., C] to [R, C]."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RowWorkload:
-    """A shape that ops over rows are checked and measured at."""
-
-    rows: int
-    columns: int
-
-    @property
-    def name(self) -> str:
-        """As in results: ``32768x4096``."""
-        return f"{self.rows}x{self.columns}"
-
-
-BARS = (
-    RowWorkload(rows=32768, columns=4096),
-    RowWorkload(rows=8192, columns=32768),
-    RowWorkload(rows=4096, columns=131072),
-)
-"""The shapes on which the kernels are held against a copy."""
-
-OTHERS = (
-    RowWorkload(rows=16384, columns=8192),
-    RowWorkload(rows=1048576, columns=128),
-    RowWorkload(rows=131072, columns=1024),
-    RowWorkload(rows=65536, columns=2048),
-)
-"""Narrow rows: heads (128) and the widths of small models."""

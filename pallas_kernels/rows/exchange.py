@@ -1,8 +1,8 @@
-"""What warpgroups and blocks that share a row tell each other about it, on a Hopper GPU.
+"""The exchange of numbers among warpgroups and blocks that share a row, on a Hopper GPU.
 
 Blocks store their numbers into each other's shared memory asynchronously: a barrier there counts
-the bytes that have come. A store that is followed by a fence and an arrival waits for all that the
-thread has written before, which is the results of the row before on their way to memory.
+the bytes that have come. A store with a fence and an arrival behind it would wait for all that the
+thread has written before: the results of the last row, on their way to memory.
 
 Dims: A part of a row in a warpgroup, P part of a row.
 """
@@ -17,24 +17,21 @@ from pallas_kernels.hopper.mosaic import arith, mgpu_utils, plgpu
 from pallas_kernels.hopper.mosaic import vector as vectors
 from pallas_kernels.hopper.threads import address, assembly, constant, thread, total, wait_for
 
-from .config import Flat, Twice, Wide, lane_layout, tile_layout
-from .smem import BARRIER_BYTES, TURNS
+from .config import BARRIER_BYTES, TURNS, RowConfig, lane_layout, tile_layout
 
 _NUMBER = 4  # bytes
 
 
-def begin(c: Wide | Twice | Flat, smem) -> None:
-    """Before the first exchange, of all warpgroups: blocks that share a row make their barriers."""
+def begin(c: RowConfig, smem) -> None:
+    """Initializes the barriers of blocks that share a row, before their first exchange."""
     if c.cluster == 1:
         return
-    barriers, _, num_parts = smem.numbers.shape  # one of each team and turn
-    members = num_parts // (c.cluster * WARPS)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def make(_, ref):
         one = mgpu_utils.single_thread_predicate(mgpu_utils.ThreadSubset.BLOCK)
-        for i in range(barriers):
-            text = f"@$1 mbarrier.init.shared::cta.b64 [$0+{BARRIER_BYTES * i}], {members};"
+        for i in range(TURNS):
+            text = f"@$1 mbarrier.init.shared::cta.b64 [$0+{BARRIER_BYTES * i}], {c.group};"
             assembly(None, [address(ref), one], text, "r,b", pure=False)
         assembly(None, [], "fence.mbarrier_init.release.cluster;", "", pure=False)
 
@@ -42,56 +39,45 @@ def begin(c: Wide | Twice | Flat, smem) -> None:
     meet(ordered=False)
 
 
-def send(
-    c: Wide | Twice | Flat, smem, me, i, numbers: tuple[jax.Array, ...], team: int | jax.Array = 0
-) -> None:
-    """This warpgroup's numbers of its i-th exchange, [A] each, to all blocks of the row.
+def send(c: RowConfig, smem, me, i, numbers: tuple[jax.Array, ...]) -> None:
+    """Sends this warpgroup's numbers of its i-th exchange, [A] each, to all blocks of the row.
 
     Args:
-        me: ``rank`` of the block in its cluster, ``wg`` of the warpgroup in its team.
-        team: of the block's, each with a row of its own.
+        me: ``rank`` of the block in its cluster, ``wg`` of the warpgroup in its block.
     """
-    num_parts = smem.numbers.shape[-1]
-    first = me.rank * (num_parts // c.cluster) + me.wg * WARPS
-    turn = team * TURNS + lax.rem(i, TURNS)
+    first = (me.rank * c.group + me.wg) * WARPS
+    turn = lax.rem(i, TURNS)
     if c.cluster > 1:
         _to_cluster(c, smem, turn, first, numbers)
         return
-    mine = pl.ds(first, WARPS)
     for j, number_A in enumerate(numbers):
-        smem.numbers[turn, j, mine] = number_A
+        smem.numbers[turn, j, pl.ds(first, WARPS)] = number_A
     plgpu.commit_smem()
-    if num_parts > WARPS:
-        plgpu.barrier_arrive(smem.exchanged.at[team * 2 + lax.rem(i, 2)])
+    if c.group > 1:
+        plgpu.barrier_arrive(smem.exchanged.at[lax.rem(i, 2)])
 
 
-def receive(
-    c: Wide | Twice | Flat, smem, i, num_numbers: int, team: int | jax.Array = 0
-) -> list[jax.Array]:
-    """The numbers of all parts in the i-th exchange, [P] each."""
-    num_parts = smem.numbers.shape[-1]
-    turn = team * TURNS + lax.rem(i, TURNS)
+def receive(c: RowConfig, smem, i, num_numbers: int) -> list[jax.Array]:
+    """Waits for the numbers of all parts in the i-th exchange, [P] each."""
+    turn = lax.rem(i, TURNS)
     if c.cluster > 1:
         _wait(smem.exchanged, turn, lax.rem(lax.div(i, TURNS), 2))
-    elif num_parts > WARPS:
-        plgpu.barrier_wait(smem.exchanged.at[team * 2 + lax.rem(i, 2)])
+    elif c.group > 1:
+        plgpu.barrier_wait(smem.exchanged.at[lax.rem(i, 2)])
+    layout = lane_layout(c.num_parts)
     return [
-        plgpu.load(smem.numbers.at[turn, j], layout=lane_layout(num_parts), optimized=False)
+        plgpu.load(smem.numbers.at[turn, j], layout=layout, optimized=False)
         for j in range(num_numbers)
     ]
 
 
 def _to_cluster(
-    c: Wide | Twice | Flat, smem, turn: jax.Array, first: jax.Array, numbers: tuple[jax.Array, ...]
+    c: RowConfig, smem, turn: jax.Array, first: jax.Array, numbers: tuple[jax.Array, ...]
 ) -> None:
-    """A number of each warp to the same place in all blocks of the cluster, itself included.
+    """Sends a number of each warp to the same place in all blocks of the cluster, itself included.
 
     The barrier of a turn is used again four exchanges later, and no block sends that often before
     this one has sent twice more, which it does when it has read the turn's numbers.
-
-    Args:
-        turn: which numbers and barrier, int32; each team has its own.
-        first: of the warpgroup's four parts, int32.
     """
     layout, splat = tile_layout(c.vector).reduce(1), plgpu.Layout.WG_SPLAT(())
     kinds = (splat, splat, plgpu.RefType(), plgpu.RefType(), *[layout] * len(numbers))
@@ -103,7 +89,7 @@ def _to_cluster(
         lane, warp = (f(thread(), constant(LANES)) for f in (arith.remui, arith.divui))
         barrier = total(address(barriers), (turn, BARRIER_BYTES))
         one = mgpu_utils.single_thread_predicate(mgpu_utils.ThreadSubset.WARPGROUP)
-        # Of what all blocks send, each warpgroup of this one's team expects an equal part.
+        # Of what all blocks send, each warpgroup of this one expects an equal part.
         text = "@$2 mbarrier.arrive.expect_tx.relaxed.cta.shared::cta.b64 _, [$0], $1;"
         expected = constant(c.cluster * WARPS * len(numbers) * _NUMBER)
         assembly(None, [barrier, expected, one], text, "r,r,b", pure=False)
@@ -129,7 +115,7 @@ def _to_cluster(
 
 
 def _wait(barriers, turn: jax.Array, parity: jax.Array) -> None:
-    """Until all numbers of a turn have come."""
+    """Waits until all numbers of a turn have come."""
     splat = plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(arg_types=(splat, splat, plgpu.RefType()))

@@ -1,25 +1,23 @@
-"""The public functions: they validate and choose who computes each direction.
+"""The public softmaxes: they validate and choose who computes each direction.
+
+The model keeps XLA's softmaxes: sampling, routing and the loss fuse them with what is around them.
 
 Dims: R row, C column.
 """
 
 import functools
-import pathlib
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.errors import InputError
-from pallas_kernels.common.varying import results_vary, vary_alike
+from pallas_kernels.common.varying import vary_alike
 from pallas_kernels.rows import dispatch
 from pallas_kernels.rows.formula import MASK, Formula, RowCall
+from pallas_kernels.rows.kernel import apply_rows
 
-from . import hopper
+from .formulas import forward, gradient, log_gradient
 from .reference import log_softmax_reference, softmax_gradient_reference, softmax_reference
-
-TUNED = pathlib.Path(__file__).parent / "tuned"
 
 
 def softmax(
@@ -39,9 +37,8 @@ def softmax(
         axis: the last one.
         where: bool, broadcast to x: the columns that count; others give 0.
         implementation: "hopper" (Mosaic GPU; bf16, fp16, fp32; one pass over memory), "xla", or
-            "reference", whose gradient is JAX's own; "auto" takes hopper in the directions and
-            dtypes and near the shapes where it was measured to be 1.03 times as fast as XLA
-            (``tuned``), else xla.
+            "reference", whose gradient is JAX's own; "auto" takes hopper where the kernel was
+            measured to be faster than XLA (``rows.dispatch``), else xla.
         num_devices: that the compiler spreads the call over; "hopper" runs on one.
 
     Raises:
@@ -55,20 +52,17 @@ def softmax(
     """
     dispatch.check_input("softmax", x, axis)
     if where is not None:
-        where = _mask(where, x)
+        if where.dtype != jnp.bool:
+            raise InputError(f"where is {where.dtype}{list(where.shape)}; it must be bool")
+        try:
+            where = jnp.broadcast_to(where, x.shape)
+        except ValueError as error:
+            raise InputError(
+                f"where of {list(where.shape)} does not broadcast to x of {list(x.shape)}"
+            ) from error
     if implementation == "reference":
         return softmax_reference(x, where)
-    masked = where is not None
-    chosen = _chosen(
-        x, implementation, num_devices,
-        forward=(
-            "masked_softmax" if masked else "softmax", (x.dtype,) + (MASK,) * masked,
-            hopper.forward(log=False, masked=masked),
-        ),
-        gradient=("softmax", (x.dtype,) * 2, hopper.gradient()),
-    )  # fmt: skip
-    masks = () if where is None else (dispatch.as_rows(where),)
-    return _softmax(*chosen, *vary_alike((dispatch.as_rows(x), masks))).reshape(x.shape)
+    return _dispatched(x, where, implementation, num_devices, log=False)
 
 
 def log_softmax(
@@ -94,102 +88,66 @@ def log_softmax(
     dispatch.check_input("log_softmax", x, axis)
     if implementation == "reference":
         return log_softmax_reference(x)
-    chosen = _chosen(
-        x, implementation, num_devices,
-        forward=("log_softmax", (x.dtype,), hopper.forward(log=True, masked=False)),
-        gradient=("log_softmax", (x.dtype,) * 2, hopper.log_gradient()),
-    )  # fmt: skip
-    return _log_softmax(*chosen, dispatch.as_rows(x)).reshape(x.shape)
+    return _dispatched(x, None, implementation, num_devices, log=True)
 
 
-def _mask(where: jax.Array, x: jax.Array) -> jax.Array:
-    if where.dtype != jnp.bool:
-        raise InputError(f"where is {where.dtype}{list(where.shape)}; it must be bool")
-    try:
-        return jnp.broadcast_to(where, x.shape)
-    except ValueError as error:
-        raise InputError(
-            f"where of {list(where.shape)} does not broadcast to x of {list(x.shape)}"
-        ) from error
-
-
-def _chosen(
-    x: jax.Array,
-    implementation: str,
-    num_devices: int,
-    *,
-    forward: tuple[str, tuple[jnp.dtype, ...], Formula],
-    gradient: tuple[str, tuple[jnp.dtype, ...], Formula],
-) -> tuple[str, str]:
-    """Who computes each direction, of a form in the table, dtypes of inputs and a formula."""
-    x_RC = jax.eval_shape(dispatch.as_rows, x)
-
-    def of(direction: str, form: str, dtypes: tuple[jnp.dtype, ...], formula: Formula) -> str:
-        call = RowCall.of(formula, [x_RC.update(dtype=dtype) for dtype in dtypes])
-        case = dispatch.Case(
-            op="softmax", form=form, direction=direction, rows=x_RC.shape[0], call=call
-        )
-        return dispatch.choose(implementation, case, tuned=TUNED, num_devices=num_devices)
-
-    return of("forward", *forward), of("gradient", *gradient)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _softmax(
-    forward: str, backward: str, x_RC: jax.Array, masks_RC: tuple[jax.Array, ...]
+def _dispatched(
+    x: jax.Array, where: jax.Array | None, implementation: str, num_devices: int, *, log: bool
 ) -> jax.Array:
-    del backward
-    if forward == "hopper":
-        return _hopper(x_RC, *masks_RC)
-    return softmax_reference(x_RC, *masks_RC)
+    x_RC = dispatch.as_rows(x)
+    masks_RC = () if where is None else (dispatch.as_rows(where),)
+    name = "log_softmax" if log else "softmax"
+
+    def chosen(direction: str, form: str, formula: Formula, *dtypes: jnp.dtype) -> str:
+        of = jax.eval_shape(lambda x: [x.astype(d) for d in dtypes], x_RC)
+        call, rows = RowCall.of(formula, of), x_RC.shape[0]
+        return dispatch.choose(implementation, form, direction, rows, call, num_devices=num_devices)
+
+    formula, masks = forward(log=log, masked=where is not None), [MASK] * len(masks_RC)
+    ways = (
+        chosen("forward", "masked_" * len(masks) + name, formula, x.dtype, *masks),
+        chosen("gradient", name, log_gradient() if log else gradient(), x.dtype, x.dtype),
+    )
+    return _softmax(*ways, log, *vary_alike((x_RC, masks_RC))).reshape(x.shape)
 
 
-def _keep_result(forward: str, backward: str, x_RC: jax.Array, masks_RC: tuple[jax.Array, ...]):
-    y_RC = _softmax(forward, backward, x_RC, masks_RC)
-    return y_RC, (y_RC, len(masks_RC))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _softmax(
+    ahead: str, back: str, log: bool, x_RC: jax.Array, masks_RC: tuple[jax.Array, ...]
+) -> jax.Array:
+    del back
+    if ahead == "hopper":
+        kernel = functools.partial(_hopper, forward(log=log, masked=len(masks_RC) > 0))
+        # The kernel reads bytes: XLA copies a mask.
+        return dispatch.looped(kernel)(x_RC, *(mask.astype(MASK) for mask in masks_RC))
+    return log_softmax_reference(x_RC) if log else softmax_reference(x_RC, *masks_RC)
 
 
-def _from_result(
-    forward: str, backward: str, kept: tuple[jax.Array, int], d_y_RC: jax.Array
-) -> tuple[Any, ...]:
-    del forward
-    y_RC, num_masks = kept
-    gradient = _hopper_gradient if backward == "hopper" else softmax_gradient_reference
-    return gradient(y_RC, d_y_RC), (None,) * num_masks
+def _keep(
+    ahead: str, back: str, log: bool, x_RC: jax.Array, masks_RC: tuple[jax.Array, ...]
+) -> tuple[jax.Array, tuple[jax.Array, int]]:
+    """Keeps the result, or for the logarithm x."""
+    y_RC = _softmax(ahead, back, log, x_RC, masks_RC)
+    return y_RC, (x_RC if log else y_RC, len(masks_RC))
 
 
-_softmax.defvjp(_keep_result, _from_result)
+def _from_kept(
+    ahead: str, back: str, log: bool, kept: tuple[jax.Array, int], d_y_RC: jax.Array
+) -> tuple[jax.Array, tuple[None, ...]]:
+    del ahead
+    kept_RC, num_masks = kept
+    if back == "hopper":
+        kernel = functools.partial(_hopper, log_gradient() if log else gradient())
+        d_x_RC = dispatch.looped(kernel)(kept_RC, d_y_RC)
+    elif log:
+        (d_x_RC,) = jax.vjp(log_softmax_reference, kept_RC)[1](d_y_RC)
+    else:
+        d_x_RC = softmax_gradient_reference(kept_RC, d_y_RC)
+    return d_x_RC, (None,) * num_masks
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _log_softmax(forward: str, backward: str, x_RC: jax.Array) -> jax.Array:
-    del backward
-    return _hopper_log(x_RC) if forward == "hopper" else log_softmax_reference(x_RC)
+_softmax.defvjp(_keep, _from_kept)
 
 
-def _keep_input(forward: str, backward: str, x_RC: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _log_softmax(forward, backward, x_RC), x_RC
-
-
-def _from_input(
-    forward: str, backward: str, x_RC: jax.Array, d_y_RC: jax.Array
-) -> tuple[jax.Array]:
-    del forward
-    if backward == "hopper":
-        return (_hopper_log_gradient(x_RC, d_y_RC),)
-    (d_x_RC,) = jax.vjp(log_softmax_reference, x_RC)[1](d_y_RC)
-    return (d_x_RC,)
-
-
-_log_softmax.defvjp(_keep_input, _from_input)
-
-
-def _looped(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    # vmap over a kernel is a loop: what is folded into the rows beforehand is faster.
-    return jax.custom_batching.sequential_vmap(results_vary(kernel))
-
-
-_hopper = _looped(hopper.softmax)
-_hopper_gradient = _looped(hopper.softmax_gradient)
-_hopper_log = _looped(functools.partial(hopper.softmax, log=True))
-_hopper_log_gradient = _looped(hopper.log_softmax_gradient)
+def _hopper(formula: Formula, *inputs_RC: jax.Array) -> jax.Array:
+    return apply_rows(formula, inputs_RC)[0][0]

@@ -7,7 +7,6 @@ from pallas_kernels import (
     quantize,
     quantize_both_ways,
     quantize_swiglu,
-    rms_norm_fp8,
 )
 from pallas_kernels.few_rows_matmul.quantized import rounded_rows
 from pallas_kernels.fp8.xla import quantize_across_xla
@@ -55,7 +54,6 @@ ROUNDED = {
     "swiglu": lambda x: quantize_swiglu(x, x, implementation="xla"),
     "inputs": lambda x: rounded_rows(x, Activations.E4M3),
     "scales": lambda x: double_quantized(x).values(),
-    "norm": lambda x: rms_norm_fp8(x, jnp.ones(256), epsilon=1e-5, implementation="xla"),
 }
 """By name; results that are of 8 bits are read as float32 by ``read``."""
 

@@ -1,38 +1,30 @@
-"""RMSNorm and LayerNorm against float64; kernels in the interpreter, their real form lowered.
+"""RMSNorm and LayerNorm against float64; kernels in the interpreter. ``test_rows`` lowers them."""
 
-Rows of one block run here, as in ``test_softmax``.
-"""
-
-import dataclasses
 import functools
-import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.bench.kernels.memory_table import FOLDERS, read, table_of
 from pallas_kernels import InputError, UnsupportedError, layer_norm, rms_norm
-from pallas_kernels.common import device, tables
-from pallas_kernels.norm import api
-from pallas_kernels.norm.workloads import EPSILON, WORKLOADS
-from pallas_kernels.rows import apply
-from pallas_kernels.rows.config import Twice, Wide
+from pallas_kernels.common import device
+from pallas_kernels.norm import formulas
+from pallas_kernels.rows.config import RowConfig
 from tests.kernels.row_cases import (
     REFUSALS,
+    TILES,
+    WHOLE_TILES,
     interpreted_hopper,
     num_chosen,
-    num_kernels,
-    table,
     wide,
 )
 from tests.rounding import Rounded, stored
 from tests.seeds import seeded
 from tests.tolerance import assert_within_rounding
 
-RESULTS = pathlib.Path(__file__).parents[2] / "experiments" / "results"
+EPSILON = 1e-6
+QUICK_TILES = ("turns", "ahead")
 
 
 def inputs(shape, offset=0.0, dtype=jnp.bfloat16):
@@ -109,7 +101,6 @@ def test_kernels_are_no_worse_than_the_plain_form(shape, epsilon, form):
     assert_within_rounding(got, exact(*case, **form))
 
 
-@pytest.mark.slow_cases("float32-(2, 2048)")
 @pytest.mark.parametrize(
     ("dtype", "shape"),
     [
@@ -129,50 +120,60 @@ def test_other_dtypes_are_no_worse_than_the_plain_form(shape, dtype):
     assert_within_rounding(got, exact(*case, **FORMS[3]))
 
 
-@pytest.mark.slow_cases("read twice-float32")
-@pytest.mark.parametrize("dtype", [pytest.param(jnp.float16, marks=pytest.mark.slow), jnp.float32])
+# LayerNorm has all that RMSNorm has.
 @pytest.mark.parametrize(
-    "config",
+    ("name", "f"),
     [
-        pytest.param(
-            Wide(tile=32, chunks=4, slots=5, vector=1, in_memory=4), marks=pytest.mark.slow
-        ),
-        Twice(tile=64, chunks=2, slots=2, vector=2),
+        pytest.param(name, f, marks=[pytest.mark.slow] * (f is rms_norm or name not in QUICK_TILES))
+        for name in TILES
+        for f in (rms_norm, layer_norm)
     ],
-    ids=["kept", "read twice"],
 )
-def test_long_rows_of_other_dtypes_are_no_worse_than_the_plain_form(monkeypatch, config, dtype):
-    monkeypatch.setattr(type(config), "num_clusters", 2)
-    monkeypatch.setattr(apply, "config_for", lambda *_: config)
-    case = inputs((3, 2048), dtype=dtype)
-    with interpreted_hopper():
+def test_rows_between_words_are_no_worse_than_the_plain_form(name, f):
+    """Scales and sums lie behind each shift; every second row's neighbor is no number."""
+    xs, vectors, ds = inputs((16, 701), offset=30.0)
+    with interpreted_hopper(TILES[name]):
+        got = evaluate(xs, vectors, ds, f=f, implementation="hopper")
+        x = np.array(xs[0])
+        x[1::2] = np.nan
+        beside = f(x, *vectors[: 1 + (f is layer_norm)], epsilon=EPSILON, implementation="hopper")
+    assert_within_rounding(got, exact(xs, vectors, ds, f=f))
+    np.testing.assert_array_equal(np.asarray(beside)[::2], np.asarray(got[0][0])[::2])
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("once", marks=pytest.mark.slow), "turns", "persistent"]
+)
+def test_whole_rows_are_no_worse_than_the_plain_form(name):
+    case = inputs((32, 64), offset=30.0)
+    with interpreted_hopper(WHOLE_TILES[name]):
         got = evaluate(*case, **FORMS[3], implementation="hopper")
     assert_within_rounding(got, exact(*case, **FORMS[3]))
 
 
-@pytest.mark.parametrize("form", WHICH)
-def test_wide_rows_are_no_worse_than_the_plain_form(monkeypatch, form):
-    """Two workers, rows in four tiles; vectors in registers, then three quarters in memory."""
-    monkeypatch.setattr(Wide, "num_clusters", 2)
-    held = Wide(tile=32, tiles=2, chunks=2, slots=4, vector=1, ahead=True)
-    configs = iter((held, dataclasses.replace(held, slots=3, in_memory=3, ahead=False)) * 2)
-    monkeypatch.setattr(apply, "config_for", lambda *_: next(configs))
-    case = inputs((3, 2048))
-    with interpreted_hopper():
-        got = evaluate(*case, **form, implementation="hopper")
-    assert_within_rounding(got, exact(*case, **form))
+def test_a_pivot_that_is_not_put_right_is_caught(monkeypatch):
+    def wrong(norm, off, square):
+        return mean_and_root(norm, [0.5 * x for x in off], square)
+
+    mean_and_root = formulas._mean_and_root
+    monkeypatch.setattr(formulas, "_mean_and_root", wrong)
+    case = inputs((8, 701), offset=5.0)
+    with interpreted_hopper(TILES["turns"]):
+        got = evaluate(*case, f=layer_norm, implementation="hopper")
+    with pytest.raises(AssertionError, match="times"):
+        assert_within_rounding(got, exact(*case, f=layer_norm))
 
 
-@pytest.mark.parametrize("form", WHICH)
-def test_rows_read_twice_are_no_worse_than_the_plain_form(monkeypatch, form):
-    """Two workers, rows of six chunks that take turns in two slots; sums in memory."""
-    monkeypatch.setattr(Twice, "num_clusters", 2)
-    config = Twice(warpgroups=1, tile=64, chunks=6, slots=2, vector=2)
-    monkeypatch.setattr(apply, "config_for", lambda *_: config)
-    case = inputs((5, 1536), offset=30.0)
-    with interpreted_hopper():
-        got = evaluate(*case, **form, implementation="hopper")
-    assert_within_rounding(got, exact(*case, **form))
+@pytest.mark.parametrize("first", [0.0, 1e4])
+def test_first_columns_far_from_the_others_cost_what_cancels(first):
+    """A pivot is the mean of 32 columns: one outlier among n of them cancels n / 1024 times."""
+    (x, _), (scale, _), _ = inputs((8, 2048), dtype=jnp.float32)
+    x[:, 0] += first
+    with interpreted_hopper(RowConfig(group=4, tile=128, vector=2, interpretable=True)):
+        got = layer_norm(x, scale, epsilon=0.0, implementation="hopper")
+    y = wide(x) - wide(x).mean(axis=-1, keepdims=True)
+    want = y / y.std(axis=-1, keepdims=True) * wide(scale)
+    np.testing.assert_allclose(wide(got), want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -232,34 +233,6 @@ def abstract(shape, dtype=jnp.bfloat16):
     return (x, x), (vector, vector), (x, x)
 
 
-@pytest.mark.parametrize(
-    "workload",
-    [
-        pytest.param(
-            each,
-            # ``test_rows_choice`` lowers rows of these lengths; of 1024 ``lowers_with_everything``.
-            marks=[pytest.mark.slow] * (each.columns in (1024, 4096, 32768, 131072)),
-            id=each.name,
-        )
-        for each in WORKLOADS
-    ],
-)
-def test_lowers(workload):
-    f = functools.partial(evaluate, implementation="hopper")
-    assert num_kernels(f, *abstract((workload.rows, workload.columns))) == 2
-
-
-@pytest.mark.slow_cases("1024")
-@pytest.mark.parametrize(
-    "columns",
-    # The least and the most; ``test_rows_choice`` lowers others.
-    [1024, 245760, *(pytest.param(n, marks=pytest.mark.slow) for n in (8192, 32768, 131072))],
-)
-def test_lowers_with_everything(columns):
-    f = functools.partial(evaluate, **FORMS[3], implementation="hopper")
-    assert num_kernels(f, *abstract((4096, columns))) == 2
-
-
 @pytest.mark.parametrize(("change", "words"), REFUSALS, ids=str)
 def test_refuses(change, words):
     shape, dtype = change.get("shape", (8, 128)), change.get("dtype", jnp.bfloat16)
@@ -289,90 +262,11 @@ def test_wrong_arguments(x, scale, options, words):
 
 
 @pytest.mark.parametrize(
-    ("ms", "num"),
-    [
-        ({"forward": (1.0, 1.02), "gradient": (1.0, 1.2)}, 1),
-        ({"forward": (1.0, 1.2), "gradient": (1.0, 1.2)}, 2),
-        ({"forward": (1.0, 1.02), "gradient": (1.3, 1.2)}, 0),
-    ],
-    ids=["gradient", "both", "neither"],
-)
-def test_auto_follows_the_table(monkeypatch, tmp_path, ms, num):
-    tables.save(table("norm", "rms_norm", ms), tmp_path / "dispatch-nvidia-h200.json")
-    monkeypatch.setattr(api, "TUNED", tmp_path)
-    assert num_chosen(lambda *case: evaluate(*case), *abstract((4096, 2048))) == num
-
-
-def test_the_shipped_table():
-    def num(rows, columns, **form):
-        f = functools.partial(evaluate, **form)
-        return num_chosen(f, *abstract((rows, columns)))
-
-    assert num(8192, 32768) == 2
-    assert num(32768, 4096) == 2
-    assert num(1048576, 128) == 1  # the gradient
-    assert num(4096, 131072) == 2
-    assert num(32768, 4096, **FORMS[3]) == 2
-
-
-@pytest.mark.parametrize("op", FOLDERS)
-@pytest.mark.parametrize(
-    ("gpu", "slug", "names"),
-    [
-        (
-            "h200",
-            "nvidia-h200",
-            ("bound-dtypes", "bound-odd", "bound", "random", "bound-few-instructions"),
-        ),
-        ("h100", "nvidia-h100-80gb-hbm3", ("random", "bound-few-instructions")),
-    ],
-)
-def test_shipped_tables_are_what_was_measured(gpu, slug, names, op):
-    result = read([RESULTS / f"memory-{name}-{gpu}.json" for name in names])
-    shipped = tables.load(FOLDERS[op] / f"dispatch-{slug}.json")
-    made = table_of(result, op)
-    assert set(made.rows) == set(shipped.rows)
-    assert dict(made.environment) == dict(shipped.environment)
-
-
-MEASURED_NOTHING = {
-    "device": "NVIDIA H200",
-    "clocks": "",
-    "command": "",
-    "date": "",
-    "versions": {},
-}
-
-
-def test_no_table_is_made_of_wrong_results():
-    result = {"rows": [{"name": "check rms_norm 8x32", "ok": False, "repeats": True}]}
-    with pytest.raises(ValueError, match="check rms_norm 8x32"):
-        table_of(result, "norm")
-    assert not table_of({**MEASURED_NOTHING, **result}, "norm", skip=["rms_norm 8x32"]).rows
-
-
-def test_of_several_files_the_last_counts(tmp_path):
-    files = [tmp_path / "a.json", tmp_path / "b.json"]
-    for file, ms in zip(files, (1.0, 2.0), strict=True):
-        rows = [{"name": f"rms_norm {n} hopper", "ms": ms} for n in ("8x32", file.stem + "x32")]
-        file.write_text(json.dumps({**MEASURED_NOTHING, "command": file.stem, "rows": rows}))
-    result = read(files)
-    assert result["command"] == "a && b"
-    assert [row["ms"] for row in result["rows"]] == [2.0, 1.0, 2.0]
-    files[0].write_text(json.dumps({**MEASURED_NOTHING, "device": "another", "rows": []}))
-    with pytest.raises(ValueError, match="runs differ in device"):
-        read(files)
-
-
-def test_a_table_of_dtypes_and_of_rounded_norms():
-    names = (
-        "rms_norm_fp8 8x32 hopper",
-        "rms_norm_gradient float32 8x32 xla",
-        "rms_norm 8x32 5 slots",
-    )
-    result = {"rows": [{"name": name, "ms": 1.0} for name in names]}
-    made = table_of({**MEASURED_NOTHING, **result}, "norm").rows
-    assert [
-        (dict(row.case)["form"], dict(row.case)["direction"], dict(row.case)["dtype"])
-        for row in made
-    ] == [("rms_norm_fp8", "forward", "bfloat16"), ("rms_norm", "gradient", "float32")]
+    ("shape", "form", "num"),
+    [((8192, 32768), FORMS[0], 2), ((4096, 131072), FORMS[3], 2), ((1048576, 128), FORMS[0], 1),
+     ((80, 262144), FORMS[1], 1)],
+    ids=str,
+)  # fmt: skip
+def test_auto_takes_the_kernel_where_it_is_faster(shape, form, num):
+    """At 128 columns the gradient alone; at 262,144 LayerNorm's gradient fits no registers."""
+    assert num_chosen(functools.partial(evaluate, **form), *abstract(shape)) == num

@@ -1,11 +1,6 @@
-"""Softmax against float64; the kernels in the interpreter, their real form lowered for CUDA.
-
-Blocks of a cluster exchange by inline code, which the interpreter lacks: rows of one block run
-here; longer ones lower here and are checked by the benchmark on a GPU, and by ``test_rows_gpu``.
-"""
+"""Softmax against float64; kernels in the interpreter. ``test_rows`` lowers their real form."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,21 +8,17 @@ import numpy as np
 import pytest
 
 from pallas_kernels import InputError, UnsupportedError, log_softmax, softmax
-from pallas_kernels.common import device, tables
-from pallas_kernels.rows.config import Stream, Twice, Wide
-from pallas_kernels.rows.dispatch import BARS, DTYPES, OTHERS
-from pallas_kernels.softmax import api, hopper
-from tests.kernels.row_cases import (
-    REFUSALS,
-    interpreted_hopper,
-    num_chosen,
-    num_kernels,
-    table,
-    wide,
-)
+from pallas_kernels.common import device
+from pallas_kernels.rows.dispatch import DTYPES
+from pallas_kernels.rows.kernel import apply_rows
+from pallas_kernels.softmax.formulas import forward, gradient, log_gradient
+from tests.kernels.row_cases import REFUSALS, TILES, interpreted_hopper, num_chosen, wide
 from tests.rounding import Rounded, stored
 from tests.seeds import seeded
 from tests.tolerance import assert_within_rounding
+
+SLOW = [pytest.mark.slow]
+QUICK_TILES = ("a row of a block", "a loop of chunks")
 
 
 def inputs(shape, dtype=jnp.bfloat16):
@@ -62,7 +53,6 @@ def exact_gradient(y, d_y):
     return y * (d_y - (y * d_y).sum(axis=-1, keepdims=True))
 
 
-@pytest.mark.slow_cases("softmax-shape0", "log_softmax-shape3")
 @pytest.mark.parametrize(
     ("f", "shape"),
     [
@@ -79,31 +69,9 @@ def test_kernels_are_no_worse_than_the_plain_form(shape, f):
     assert_within_rounding(got, exact(x, d_y, f=f))
 
 
-# Each dtype, form and length; all together run with the slow ones.
-QUICK = {
-    (jnp.float16, softmax, (8, 32)),
-    (jnp.float16, log_softmax, (3, 2048)),
-    (jnp.float32, softmax, (3, 2048)),
-    (jnp.float32, log_softmax, (8, 32)),
-}
-
-
-@pytest.mark.slow_cases("float32-softmax-(3, 2048)", "float16-softmax-(8, 32)")
 @pytest.mark.parametrize(
     ("dtype", "f", "shape"),
-    [
-        pytest.param(
-            *case,
-            marks=[pytest.mark.slow] * (case not in QUICK),
-            id=f"{case[0].__name__}-{case[1].__name__}-{case[2]}",
-        )
-        for case in (
-            *itertools.product(
-                (jnp.float16, jnp.float32), (softmax, log_softmax), ((8, 32), (3, 2048))
-            ),
-            (jnp.float16, softmax, (2, 8192)),  # in bf16 the gradient goes as odd rows do
-        )
-    ],
+    [(jnp.float16, softmax, (8, 32)), (jnp.float32, log_softmax, (3, 2048))],
 )
 def test_other_dtypes_are_no_worse_than_the_plain_form(shape, f, dtype):
     x, d_y = inputs(shape, dtype)
@@ -112,39 +80,28 @@ def test_other_dtypes_are_no_worse_than_the_plain_form(shape, f, dtype):
     assert_within_rounding(got, exact(x, d_y, f=f))
 
 
-def check_softmaxes(x, d_y, config) -> None:
-    """Softmax, its gradient and log-softmax's, by one form of the kernel."""
-    y = jax.jit(functools.partial(softmax, implementation="reference"))(x)
-    with interpreted_hopper():
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW * (name not in QUICK_TILES))
+                                  for name in TILES])  # fmt: skip
+def test_rows_between_words_are_no_worse_than_the_plain_form(name):
+    """Neighbors' elements would count: theirs are far larger, -inf, infinite or NaN."""
+    x, d_y = inputs((8, 701))
+    x[1, :400], x[2] = -np.inf, x[2] + 80
+    y = np.asarray(jax.jit(functools.partial(softmax, implementation="reference"))(x))
+    x[5], x[7] = np.inf, np.nan
+    with interpreted_hopper(TILES[name]):
         got = (
-            hopper.softmax(x, config=config),
-            hopper.softmax_gradient(y, d_y, config=config),
-            hopper.log_softmax_gradient(x, d_y, config=config),
+            apply_rows(forward(log=False, masked=False), [x])[0][0],
+            apply_rows(gradient(), [y, d_y])[0][0],
+            apply_rows(log_gradient(), [x, d_y])[0][0],
         )
-    softmaxed, d = exact_softmax(x), Rounded(wide(d_y))
+    real = [0, 1, 2, 3, 4, 6]
+    softmaxed, d = exact_softmax(x[real]), Rounded(wide(d_y[real]))
     oracle = (
         softmaxed,
-        exact_gradient(Rounded(wide(y)), d),
+        exact_gradient(Rounded(wide(y[real])), d),
         d - softmaxed * d.sum(axis=-1, keepdims=True),
     )
-    assert_within_rounding(got, oracle)
-
-
-LONG = [
-    pytest.param(Wide(tile=64, chunks=2, slots=3, vector=2), marks=pytest.mark.slow),
-    Wide(tile=64, chunks=2, slots=5, ahead=True, vector=2),
-    Twice(warpgroups=1, tile=128, chunks=4, slots=3, vector=2),
-]
-
-
-@pytest.mark.slow_cases("folded ahead")
-@pytest.mark.parametrize("config", LONG, ids=["kept", "folded ahead", "read twice"])
-def test_long_rows_are_no_worse_than_the_plain_form(monkeypatch, config):
-    """Two workers, two rows and one: chunks take turns in the slots."""
-    monkeypatch.setattr(type(config), "num_clusters", 2)
-    x, d_y = inputs((3, 2048))
-    x[1, :700] = -np.inf
-    check_softmaxes(x, d_y, config)
+    assert_within_rounding(tuple(np.asarray(a)[real] for a in got), oracle)
 
 
 @pytest.mark.parametrize(
@@ -175,25 +132,6 @@ def test_where(dtype, shape):
     assert_within_rounding(tuple(a[ordinary] for a in got), oracle)
     for result in got:
         assert not result[~where].any()
-
-
-@pytest.mark.slow_cases("read twice")
-@pytest.mark.parametrize(
-    "config",
-    [*LONG, Stream(group=2)],
-    ids=["kept", "folded ahead", "read twice", "streamed"],
-)
-def test_where_of_long_rows(monkeypatch, config):
-    """Masks pass through shared memory beside their rows, in each way there is."""
-    if not isinstance(config, Stream):
-        monkeypatch.setattr(type(config), "num_clusters", 2)
-    x, _ = inputs((5, 2048))
-    where = mask(x.shape)
-    where[1, 700:] = where[4] = False
-    with interpreted_hopper():
-        got = np.asarray(jax.jit(functools.partial(hopper.softmax, config=config))(x, where))
-    assert_within_rounding(got[:4], exact_softmax(x[:4], where[:4]))
-    assert not got[~where].any()
 
 
 @pytest.mark.parametrize("columns", [96, 2048])
@@ -258,36 +196,6 @@ def test_portable_forms_are_the_formula(dtype, f, implementation):
     assert_within_rounding(got, exact(x, d_y, f=f))
 
 
-@pytest.mark.slow_cases("8192x32768")
-@pytest.mark.parametrize(
-    "workload",
-    [
-        pytest.param(
-            each,
-            # ``test_rows_choice`` lowers rows of this length.
-            marks=[pytest.mark.slow] * (each.columns == 131072),
-            id=each.name,
-        )
-        for each in (*BARS, *OTHERS)
-    ],
-)
-def test_lowers(workload):
-    x = jax.ShapeDtypeStruct((workload.rows, workload.columns), jnp.bfloat16)
-
-    where = jax.ShapeDtypeStruct(x.shape, jnp.bool)
-
-    def both(x, d_y):
-        return evaluate(x, d_y, implementation="hopper")
-
-    def other_forms(x, d_y, where):
-        log = evaluate(x, d_y, f=log_softmax, implementation="hopper")
-        return log, softmax(x, where=where, implementation="hopper")
-
-    assert num_kernels(both, x, x) == 2
-    if workload in BARS[:2]:
-        assert num_kernels(other_forms, x, x, where) == 3
-
-
 @pytest.mark.parametrize(("change", "words"), REFUSALS, ids=str)
 def test_refuses(change, words):
     x = jax.ShapeDtypeStruct(change.get("shape", (8, 128)), change.get("dtype", jnp.bfloat16))
@@ -321,43 +229,17 @@ def test_wrong_arguments(x, options, words):
         softmax(x, **options)
 
 
-MEASURED = {"forward": (1.0, 1.02), "gradient": (1.0, 1.2)}
-
-
 @pytest.mark.parametrize(
-    ("shape", "num"),
-    [((4096, 2048), 1), ((16384, 4096), 1), ((512, 2048), 0), ((4096, 8192), 0)],
-    ids=["measured", "near", "few rows", "wide rows"],
+    ("rows", "columns", "num"), [(4096, 131072, 2), (1048576, 128, 1), (3, 301, 0)]
 )
-def test_auto_follows_the_table(monkeypatch, tmp_path, shape, num):
-    tables.save(table("softmax", "softmax", MEASURED), tmp_path / "dispatch-nvidia-h200.json")
-    monkeypatch.setattr(api, "TUNED", tmp_path)
-    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+def test_auto_takes_the_kernel_where_it_is_faster(rows, columns, num):
+    """At 128 columns the gradient alone; what the kernel refuses goes by XLA."""
+    x = jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16)
     assert num_chosen(lambda x, d_y: evaluate(x, d_y), x, x) == num
-    assert num_chosen(lambda x: softmax(x), x) == 0
 
 
-def test_auto_takes_no_dtype_that_was_not_measured(monkeypatch, tmp_path):
-    tables.save(table("softmax", "softmax", MEASURED), tmp_path / "dispatch-nvidia-h200.json")
-    monkeypatch.setattr(api, "TUNED", tmp_path)
-    for dtype, num in ((jnp.bfloat16, 1), (jnp.float16, 0), (jnp.float32, 0)):
-        x = jax.ShapeDtypeStruct((4096, 2048), dtype)
-        assert num_chosen(lambda x, d_y: evaluate(x, d_y), x, x) == num
-
-
-def test_auto_without_a_table(monkeypatch, tmp_path):
-    monkeypatch.setattr(api, "TUNED", tmp_path)
-    x = jax.ShapeDtypeStruct((4096, 2048), jnp.bfloat16)
-    assert num_chosen(lambda x, d_y: evaluate(x, d_y), x, x) == 0
-
-
-def test_the_shipped_table():
-    def num(rows, columns, f, *others):
-        x = jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16)
-        return num_chosen(f, x, x, *others)
-
-    for rows, columns in ((32768, 4096), (8192, 32768), (4096, 131072)):
-        assert num(rows, columns, lambda x, d_y: evaluate(x, d_y)) == 2
-    assert num(1048576, 128, lambda x, d_y: evaluate(x, d_y)) == 1  # the gradient
-    where = jax.ShapeDtypeStruct((32768, 4096), jnp.bool)
-    assert num(32768, 4096, lambda x, _, where: softmax(x, where=where), where) == 0
+@pytest.mark.parametrize(("columns", "num"), [(4096, 0), (32768, 1)])
+def test_auto_takes_masks_of_long_rows(columns, num):
+    x = jax.ShapeDtypeStruct((512, columns), jnp.bfloat16)
+    where = jax.ShapeDtypeStruct(x.shape, jnp.bool)
+    assert num_chosen(lambda x, where: softmax(x, where=where), x, where) == num

@@ -1,140 +1,136 @@
-"""Softmaxes and norms beside XLA and a copy: errors first, then GB/s of the fewest bytes.
+"""Softmaxes and norms beside XLA and a copy: errors against fp32, and GB/s of the fewest bytes.
 
 python -m experiments.bench.kernels.memory_bound --out experiments/results/memory-bound-h200.json
+python -m experiments.bench.kernels.memory_bound --random --out random.json
 
-Rows of other dtypes than bf16 (--dtypes) have theirs in their names; the oracle of fp32 is XLA's
-own fp32, which errs by 1e-7.
-
-"check" rows give relative errors against XLA in fp32 beside those of its bf16 form. Other rows are
-CUPTI kernel times; GB/s counts each input read once and each output written once, and "of_copy"
-divides it by the copy of the same process and shape (``as_words``). "plain" rows are what XLA alone
-computes and no kernel is written for. What fails, or comes after --budget seconds, is recorded as
-such and the table goes on; the file is written after every row.
+``--random`` takes 40 random lengths of 1,000 to 262,144 columns, half of them any number, a quarter
+multiples of 64 and a quarter of 2,048, in arrays of 16 to 512 MiB, two ops each. GB/s counts each
+input read once and each output written once, of CUPTI kernel times, and "of_copy" divides it by
+the rate of ``x + 1`` of int32 of the same bytes in this process. Errors are relative.
 """
 
-import argparse
-import concurrent.futures
-import dataclasses
 import functools
-import pathlib
+import itertools
+import math
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from experiments.bench.kernels.memory_cases import OPS, make_inputs
-from experiments.bench.kernels.memory_plain import PLAIN
-from experiments.bench.table import Table
-from pallas_kernels.rows import dispatch
-from pallas_kernels.rows.config import RowConfig, Stream, Wide
-from pallas_kernels.rows.dispatch import BARS, OTHERS, RowWorkload
+from experiments.bench import harness
+from pallas_kernels.norm import formulas as norms
+from pallas_kernels.norm.reference import layer_norm_reference, rms_norm_reference
+from pallas_kernels.rows.dispatch import DTYPES
+from pallas_kernels.rows.formula import MASK, Formula
+from pallas_kernels.rows.kernel import apply_rows
+from pallas_kernels.softmax import formulas as softmaxes
+from pallas_kernels.softmax.reference import (
+    log_softmax_reference,
+    softmax_gradient_reference,
+    softmax_reference,
+)
 
-DTYPES = tuple(jnp.dtype(dtype).name for dtype in dispatch.DTYPES)
-BAR_OPS = ("softmax", "rms_norm", "rms_norm_gradient", "softmax_gradient")
-_GRADIENTS: dict[str, Wide] = {
-    "half": Wide(cluster=2, chunks=2, slots=5, vector=4, in_memory=1),
-    "half, ahead": Wide(cluster=2, chunks=2, slots=5, vector=4, in_memory=1, ahead=True),
-    "scale in registers": Wide(cluster=2, chunks=2, slots=6),
-    "scale in registers, ahead": Wide(cluster=2, chunks=2, slots=6, ahead=True),
-}
-VARIANTS: dict[tuple[str, int], Mapping[str, RowConfig]] = {
-    ("softmax", 32768): {
-        "6 slots": Wide(tiles=2, chunks=2, slots=6),
-        "a row a block of 2": Wide(warpgroups=2, tiles=2, chunks=4, slots=4, row_a_block=True),
-        "5 slots, ahead": Wide(tiles=2, chunks=2, slots=5, ahead=True),
-        "4 slots, ahead": Wide(tiles=2, chunks=2, slots=4, ahead=True),
-        "5 slots": Wide(tiles=2, chunks=2, slots=5),
-        "4 slots": Wide(tiles=2, chunks=2, slots=4),
-    },
-    ("softmax", 131072): {
-        "6 slots": Wide(cluster=2, tiles=2, chunks=4, slots=6),
-        "4 blocks, ahead": Wide(cluster=4, tiles=2, chunks=2, slots=6, ahead=True),
-        "a row 4 blocks": Wide(cluster=4, chunks=4, slots=4, row_a_block=True),
-        "a row 8 blocks": Wide(cluster=8, chunks=2, slots=2, row_a_block=True),
-    },
-    ("rms_norm", 32768): {"5 slots": Wide(tiles=2, chunks=2, slots=5)},
-    ("rms_norm", 131072): {"5 slots": Wide(cluster=4, tiles=2, chunks=2, slots=5, ahead=True)},
-    ("rms_norm_gradient", 32768): _GRADIENTS,
-    ("rms_norm_gradient", 131072): {
-        name: dataclasses.replace(config, cluster=8) for name, config in _GRADIENTS.items()
-    },
-    ("layer_norm", 32768): {"2 blocks": Wide(cluster=2, tiles=2, slots=6, ahead=True)},
-    ("layer_norm", 131072): {"8 blocks": Wide(cluster=8, tiles=2, slots=6, ahead=True)},
-    ("layer_norm_gradient", 32768): {
-        "4 blocks": Wide(cluster=4, slots=6),
-        "4 blocks, tiles of 256": Wide(cluster=4, tile=256, chunks=2, slots=6),
-    },
-    ("layer_norm+residual_gradient", 32768): {"4 blocks": Wide(cluster=4, slots=4)},
-    **{
-        (op, 131072): {"8 blocks": Wide(cluster=8, chunks=2, slots=6, ahead=True)}
-        for op in ("softmax_gradient", "log_softmax_gradient", "rms_norm+residual")
-    },
-    ("softmax_gradient", 4096): {"streamed": Stream(num_stages=3)},
-}
+SHAPES = (
+    (1048576, 128), (131072, 1024), (65536, 2048), (32768, 4096), (16384, 8192), (8192, 32768),
+    (4096, 131072),
+)  # fmt: skip
+EPSILON = 1e-6
+NORMS = ("rms_norm", "layer_norm", "rms_norm+residual", "layer_norm+residual")
+OPS = (
+    "masked_softmax",
+    *(name + way for name in ("softmax", "log_softmax", *NORMS) for way in ("", "_gradient")),
+)
 
 
-@jax.jit
-def relative(got: list[jax.Array], want: list[jax.Array]) -> list[jax.Array]:
-    """Of each array, the norm of the error over the norm."""
-    return [
-        jnp.linalg.norm(g.astype(jnp.float32) - w) / jnp.linalg.norm(w)
-        for g, w in zip(got, want, strict=True)
-    ]
+def _softmaxes(name: str) -> tuple[Formula, Callable, str]:
+    base = name.removesuffix("_gradient")
+    log, masked = base == "log_softmax", base == "masked_softmax"
+    if base == name:
+        plain = log_softmax_reference if log else softmax_reference
+        return softmaxes.forward(log=log, masked=masked), plain, "xm" if masked else "x"
+    if log:
+
+        def gradient(x, d_y):
+            return jax.vjp(log_softmax_reference, x)[1](d_y)[0]
+
+        return softmaxes.log_gradient(), gradient, "xd"
+    return softmaxes.gradient(), softmax_gradient_reference, "xd"
 
 
-@jax.jit
-def equal(got: list[jax.Array], again: list[jax.Array]) -> jax.Array:
-    """Whether two lists of arrays are equal to the last bit."""
-    return jnp.stack([jnp.all(a == b) for a, b in zip(got, again, strict=True)]).all()
+def _norms(name: str, columns: int, dtype: str) -> tuple[Formula, Callable, str]:
+    base = name.removesuffix("_gradient")
+    layer, residual = base.startswith("layer_norm"), base.endswith("+residual")
+    norm = norms.NormForm(
+        columns=columns, epsilon=EPSILON, centered=layer, biased=layer, residual=residual,
+        dtype=jnp.dtype(dtype),
+    )  # fmt: skip
+    reference = layer_norm_reference if layer else rms_norm_reference
+    plain = functools.partial(reference, epsilon=EPSILON)
+
+    def forward(*args):
+        x = args[0] + args[1] if residual else args[0]
+        y = plain(x, *args[1 + residual :])
+        return (y, x) if residual else (y,)
+
+    def gradient(x, d_y, *rest):
+        vectors = (rest[-1], jnp.zeros_like(rest[-1])) if layer else rest[-1:]
+        d_x, *d_vectors = jax.vjp(plain, x, *vectors)[1](d_y)
+        return sum(rest[:-1], d_x), *d_vectors
+
+    if base == name:
+        return norms.forward(norm), forward, "x" + "r" * residual + ("sb" if layer else "s")
+    return norms.backward(norm), gradient, "xd" + "r" * residual + "s"
 
 
-type Program = concurrent.futures.Future[jax.stages.Compiled]
+def functions(name: str, columns: int, dtype: str) -> tuple[Callable, Callable, str, int]:
+    """The kernel, XLA's form, arguments by letter, and how many arrays of rows these move.
 
-
-def compiled(
-    workload: RowWorkload, dtype: str, names: list[str], variants: bool, deadline: float
-) -> dict[tuple[str, str], Program]:
-    """All programs of a group by op and form, "fp32" XLA's; none is left to compile meanwhile."""
-    made = jax.eval_shape(lambda: make_inputs(workload, dtype))
-    programs = {}
-
-    def program(f: Callable, args: list) -> jax.stages.Compiled:
-        if time.monotonic() > deadline:
-            raise TimeoutError("out of time")
-        return jax.jit(f).lower(*args).compile()
-
-    with concurrent.futures.ThreadPoolExecutor(12) as pool:
-        for name in names:
-            args = pick(made, OPS[name].letters)
-            for form, f in forms_of(name, workload.columns, variants).items():
-                programs[name, form] = pool.submit(program, f, args)
-            wide = [jax.ShapeDtypeStruct(x.shape, widened(x)) for x in args]
-            programs[name, "fp32"] = pool.submit(program, OPS[name].oracle or OPS[name].xla, wide)
-    return programs
-
-
-def check(programs: list[Program], args: list[jax.Array], compared: Callable) -> dict:
-    """Errors of the first program against the third's, beside those of the second.
-
-    Args:
-        compared: ``Op.compared``.
+    Letters: x, d and r rows, m a mask, s and b vectors.
     """
-    kernel, xla, wide = (program.result() for program in programs)
-    want = jax.tree.leaves(wide(*(x.astype(widened(x)) for x in args)))
-    got = compared(kernel(*args))
-    errors = [float(e) for e in relative(got, want)]
-    same = bool(equal(got, compared(kernel(*args))))
-    del got
-    plain_errors = [float(e) for e in relative(compared(xla(*args)), want)]
-    # Sums in fp32 of the same numbers: XLA's own may be its oracle to the last bit.
-    ok = all(e <= 2 * p + 1e-6 for e, p in zip(errors, plain_errors, strict=True))
-    return {"errors": errors, "xla": plain_errors, "ok": ok, "repeats": same}
+    made = _norms(name, columns, dtype) if "norm" in name else _softmaxes(name)
+    formula, plain, letters = made
+
+    def kernel(*args):
+        rows = [x.astype(MASK) if x.dtype == jnp.bool else x for x in args if x.ndim == 2]
+        vectors = [x for x in args if x.ndim == 1]
+        results, sums = apply_rows(formula, rows, vectors_C=vectors)
+        return *results, *(jnp.sum(parts, axis=0) for parts in sums)
+
+    return kernel, plain, letters, sum(x in "xdr" for x in letters) + formula.num_results
+
+
+def drawn(count: int, seed: int) -> Iterator[tuple[int, int, list[str]]]:
+    """Random rows, columns and ops; all ops come equally often."""
+    rng = np.random.default_rng(seed)
+    names = ("softmax", "rms_norm", "layer_norm", "log_softmax")
+    ops = itertools.cycle(name + way for name in names for way in ("", "_gradient"))
+    for _ in range(count):
+        columns = int(math.exp(rng.uniform(math.log(1_000), math.log(262_144))))
+        step = int(rng.choice((1, 64, 2048), p=(0.5, 0.25, 0.25)))
+        columns = max(columns // step * step, step, 1_000 if step == 1 else step)
+        size = math.exp(rng.uniform(math.log(16 * 2**20), math.log(512 * 2**20)))
+        yield max(8, round(size / 2 / columns / 8) * 8), columns, [next(ops), next(ops)]
+
+
+def arguments(letters: str, rows: int, columns: int, dtype: str) -> list[jax.Array]:
+    """Random arrays by letter."""
+
+    def made(letter: str, key: jax.Array) -> jax.Array:
+        if letter in "sb":
+            return jax.random.normal(key, (columns,))
+        if letter == "m":
+            return jax.random.bernoulli(key, 0.5, (rows, columns))
+        return jax.random.normal(key, (rows, columns), dtype)
+
+    keys = jax.random.split(jax.random.key(0), len(letters))
+    return [made(*each) for each in zip(letters, keys, strict=True)]
 
 
 def rate(f: Callable, args: list[jax.Array], num_bytes: int, copy: float | None) -> dict:
+    """Median time of the kernels of a call."""
     _, times = profiler.measure(f, iterations=9)(*args)
     assert times is not None, "the call launched no kernel"
     ms = statistics.median(times)
@@ -142,100 +138,42 @@ def rate(f: Callable, args: list[jax.Array], num_bytes: int, copy: float | None)
     return row | ({"of_copy": round(row["gb_s"] / copy, 4)} if copy else {})
 
 
-def as_words(x: jax.Array) -> jax.Array:
-    """[R, C] as int32, of 16 bits two in one: what XLA copies at the rate of the memory.
-
-    It adds 1 to bf16 at 78% of that.
-    """
-    if x.dtype.itemsize == 4:
-        return jax.lax.bitcast_convert_type(x, jnp.int32)
-    return jax.lax.bitcast_convert_type(x.reshape(-1, 2), jnp.int32)
-
-
-def forms_of(name: str, columns: int, with_variants: bool) -> dict[str, Callable]:
-    op = OPS[name]
-    forms = {"hopper": op.kernel, "xla": op.xla}
-    for variant, config in VARIANTS.get((name, columns), {}).items() if with_variants else ():
-        forms[variant] = functools.partial(op.kernel, config=config)
-    return forms
-
-
-def groups() -> Iterator[tuple[RowWorkload, list[str]]]:
-    """Shapes and ops in order of importance: what comes late may find no time left."""
-    others = [name for name in OPS if name not in BAR_OPS]
-    for workload in BARS:
-        yield workload, list(BAR_OPS)
-    for workload in BARS[:2]:
-        yield workload, others
-    for workload in reversed(OTHERS):
-        yield workload, list(BAR_OPS)
-    for workload in (OTHERS[-1], BARS[2]):
-        yield workload, others
-
-
-def widened(x):
-    return jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
-
-
-def measure_group(
-    table: Table, workload: RowWorkload, dtype: str, names: list[str], variants: bool
-) -> None:
-    """Copy, XLA, kernels and their variants at one shape."""
-    elements, itemsize = workload.rows * workload.columns, jnp.dtype(dtype).itemsize
-    shape = workload.name if dtype == "bfloat16" else f"{dtype} {workload.name}"
-    programs = compiled(workload, dtype, names, variants, table.deadline)
-    made = make_inputs(workload, dtype)
-    words = jax.jit(as_words)(made["x"])
-    copied = table.add(
-        f"copy {shape}", lambda: rate(lambda x: x + 1, [words], 2 * itemsize * elements, None)
-    ).get("gb_s")
+def measure(table, rows: int, columns: int, names: list[str], dtype: str) -> None:
+    """Times ops at one shape by the kernel and by XLA, after a copy of the same bytes."""
+    elements, size = rows * columns, jnp.dtype(dtype).itemsize
+    shape = f"{rows}x{columns}" if dtype == "bfloat16" else f"{dtype} {rows}x{columns}"
+    words = jnp.zeros(elements * size // 4, jnp.int32)
+    copy = functools.partial(rate, lambda x: x + 1, [words], 2 * size * elements, None)
+    copied = table.add(f"copy {shape}", copy).get("gb_s")
     for name in names:
-        op = OPS[name]
-        args = pick(made, op.letters)
-        for form in forms_of(name, workload.columns, variants):
-            if form != "xla":
-                three = [programs[name, f] for f in (form, "xla", "fp32")]
-                label = f"check {name} {shape}" + f" {form}" * (form != "hopper")
-                table.add(label, functools.partial(check, three, args, op.compared))
-            get = programs[name, form].result
-            num_bytes = (op.num_arrays * itemsize + op.other_bytes) * elements
-            table.add(
-                f"{name} {shape} {form}",
-                functools.partial(rate_of, get, lambda args=args: args, num_bytes, copied),
-            )
+        kernel, plain, letters, num_arrays = functions(name, columns, dtype)
+        args = arguments(letters, rows, columns, dtype)
+        num_bytes = (num_arrays * size + letters.count("m")) * elements
+        wide = [x.astype(jnp.float32) if x.dtype == dtype else x for x in args]
+        want = jax.tree.leaves(jax.jit(plain)(*wide))
+        for form, f in (("hopper", kernel), ("xla", plain)):
+            row = functools.partial(timed, f, args, want, num_bytes, copied)
+            table.add(f"{name} {shape} {form}", row)
 
 
-def pick(made: dict, letters: str) -> list:
-    return [made[letter] for letter in letters]
-
-
-def measure_plain(table: Table) -> None:
-    copied = None
-    for name, (make, f, num_bytes) in PLAIN.items():
-        got = table.add(
-            f"plain {name}", functools.partial(rate_of, lambda f=f: f, make, num_bytes, copied)
-        )
-        copied = copied or got.get("gb_s")
-
-
-def rate_of(get: Callable, make: Callable, num_bytes: int, copy: float | None) -> dict:
-    return rate(get(), make(), num_bytes, copy)
+def timed(f: Callable, args: list[jax.Array], want: list, num_bytes: int, copied) -> dict:
+    """A row of the table, with errors beside what is wanted."""
+    program = jax.jit(f).lower(*args).compile()
+    pairs = zip(jax.tree.leaves(program(*args)), want, strict=True)
+    errors = [harness.relative(*pair) for pair in pairs]
+    return rate(program, args, num_bytes, copied) | {"errors": errors}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=pathlib.Path)
-    parser.add_argument("--budget", type=float, default=150.0, help="seconds in all")
-    parser.add_argument("--variants", action="store_true", help="other forms of the kernels too")
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=DTYPES)
+    parser = harness.options(__doc__, budget=240.0)
+    parser.add_argument("--random", action="store_true", help="40 random shapes instead")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--dtype", default="bfloat16", choices=[d.__name__ for d in DTYPES])
     args = parser.parse_args()
-    table = Table(out=args.out, deadline=time.monotonic() + args.budget)
-    for dtype in args.dtypes:
-        for i, (workload, names) in enumerate(groups()):
-            # The variants are of 16 bits.
-            measure_group(table, workload, dtype, names, args.variants and dtype == "bfloat16")
-            if i + 1 == len(BARS) and dtype == "bfloat16":
-                measure_plain(table)
+    table = harness.table_of(args)
+    fixed = [(rows, columns, list(OPS)) for rows, columns in SHAPES]
+    for rows, columns, names in drawn(40, args.seed) if args.random else fixed:
+        measure(table, rows, columns, names, args.dtype)
 
 
 if __name__ == "__main__":

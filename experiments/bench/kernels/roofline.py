@@ -29,11 +29,10 @@ from experiments.ladder import RUNGS, elementwise
 from experiments.pictures.roofline import draw
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.inference import ridge
+from pallas_kernels import rms_norm, softmax
 from pallas_kernels.cross_entropy import linear_cross_entropy
 from pallas_kernels.flash_attention import hopper as attention
 from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec, BackwardOperands
-from pallas_kernels.norm import hopper as norm
-from pallas_kernels.softmax import hopper as softmax
 
 THREADS = "fp32"  # multiply-adds of the threads themselves, no tensor cores
 
@@ -183,12 +182,12 @@ def kernels(sizes: Sizes) -> Iterator[tuple[str, Callable[[], Point]]]:
     yield "attention backward", attention_backward
     yield "linear + cross entropy", loss
     # Maximum, difference, exponential, sum, quotient; square, sum, two products; and so on.
-    yield "softmax", lambda: rowwise("softmax", softmax.softmax, streams=2, flops_each=5)
+    yield "softmax", lambda: rowwise("softmax", softmax, streams=2, flops_each=5)
     scale = random(9, sizes.rows[1], dtype=jnp.float32)
     yield (
         "rms_norm",
         lambda: rowwise(
-            "rms_norm", lambda x: norm.rms_norm(x, scale, epsilon=1e-6), streams=2, flops_each=4
+            "rms_norm", lambda x: rms_norm(x, scale, epsilon=1e-6), streams=2, flops_each=4
         ),
     )
     yield (

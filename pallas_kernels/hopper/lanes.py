@@ -2,10 +2,8 @@
 
 One number is summed over 32 lanes in five steps, a shuffle each. Of four numbers, the first two
 steps halve how many a lane still sums rather than how many lanes agree: six shuffles, where one
-number after another takes 20, and four more tell all lanes. A multiprocessor shuffles a register of
+number after another takes 20, and four more tell all lanes. An SM shuffles a register of
 one warp a clock, and LayerNorm's gradient spent a sixth of its time on that.
-
-Dims: A row or part of a row in a warpgroup, M column of a part, P part of a row.
 """
 
 import functools
@@ -17,61 +15,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxlib.mlir import ir
 
-from pallas_kernels.hopper.machine import LANES, WARPS
-from pallas_kernels.hopper.mosaic import arith, mgpu, mgpu_utils, nvvm, plgpu
-from pallas_kernels.hopper.mosaic import vector as vectors
-from pallas_kernels.hopper.threads import constant, i32, thread
-
-from .config import lane_layout, tile_layout
+from .machine import LANES, WARPS
+from .mosaic import arith, mgpu, mgpu_utils, nvvm, plgpu
+from .mosaic import vector as vectors
+from .threads import constant, i32, thread
 
 _CHAINS = 8  # of additions that a thread makes at the same time, of all sums; more would spill
 
 
-def sums_of_columns(*xs_AM: jax.Array, vector: int) -> tuple[jax.Array, ...]:
-    """Each fp32 [A, M] summed to [A], where the columns lie as ``tile_layout`` says."""
-    layout = tile_layout(vector)
-    return _sums(xs_AM, layout, _of_warps(vector), width=LANES)
+def sums_over_lanes(*xs: jax.Array, layout: Any, width: int, result: Any) -> tuple[jax.Array, ...]:
+    """Sums of fp32 arrays over all that the lanes of a warp have of each, one number per warp: [4].
 
-
-def sums_of_parts(*xs_P: jax.Array, vector: int) -> tuple[jax.Array, ...]:
-    """Each fp32 [P] summed, where the parts lie as ``lane_layout`` says, for each warp: [A]."""
-    (num_parts,) = xs_P[0].shape
-    return _sums(xs_P, lane_layout(num_parts), _of_warps(vector), width=min(num_parts, LANES))
-
-
-def first_columns(x_AM: jax.Array, *, vector: int) -> jax.Array:
-    """The sum of the first ``vector`` columns of each part, [A]."""
-    layout, kind = tile_layout(vector), _of_warps(vector)
-
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=kind)
-    def first(_, x):
-        each = _elements(x.registers.flat[0])
-        return _fragment(_shown(functools.reduce(_plus, each), 0), kind)
-
-    return first(x_AM)
-
-
-def first_part(x_P: jax.Array, *, vector: int) -> tuple[jax.Array, jax.Array]:
-    """Its first element, for each warp [A] and each part [P]."""
-    layout = lane_layout(x_P.shape[0])
-    kinds = _of_warps(vector), plgpu.ShapeDtypeStruct(x_P.shape, jnp.float32, layout=layout)
-
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=kinds)
-    def first(_, x):
-        found = _shown(_elements(x.registers.flat[0])[0], 0)
-        return tuple(_fragment(found, kind) for kind in kinds)
-
-    return tuple(first(x_P))
-
-
-def _of_warps(vector: int) -> Any:
-    """The type of numbers of each warp, [A], as those of columns that are reduced."""
-    layout = tile_layout(vector).reduce(1)
-    return plgpu.ShapeDtypeStruct((WARPS,), jnp.float32, layout=layout)
-
-
-def _sums(xs: tuple[jax.Array, ...], layout: Any, kind: Any, *, width: int) -> tuple:
-    """Over so many lanes that have different elements."""
+    Args:
+        layout: of the arrays.
+        width: lanes that have different elements.
+        result: layout of the sums.
+    """
+    kind = plgpu.ShapeDtypeStruct((WARPS,), jnp.float32, layout=result)
 
     @plgpu.inline_mgpu(arg_types=(layout,) * len(xs), return_type=(kind,) * len(xs))
     def sums(_, *xs):

@@ -1,0 +1,193 @@
+"""Copies of rows that begin at any element, through TMA bulk copies, which move aligned 16 bytes.
+
+A chunk of a row is copied from the last 16 bytes that begin no later (a "word" here) to the last
+word that it reaches into. So its first element is behind the start of a slot by its shift, as many
+elements as it is behind a word in global memory. Neighbors' elements come along; they do not count
+and are not written (``registers``). Tensor maps do not help: a coordinate that is no multiple of 16
+bytes ends a kernel with an illegal instruction on an H200.
+
+Pallas copies a fixed size, and there all threads of a warpgroup arrive at a barrier; here one asks
+and counts the bytes.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxlib.mlir import ir
+
+from pallas_kernels.hopper.mosaic import arith, mgpu, mgpu_utils, plgpu
+from pallas_kernels.hopper.threads import address, address_of, assembly, constant, total
+
+from .config import BARRIER_BYTES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Copies:
+    """Copies of chunks of rows that follow each other in arrays of one shape."""
+
+    num_rows: int
+    columns: int  # of a row
+    piece: int  # columns of a chunk
+    word: int  # elements of 16 bytes
+    itemsizes: tuple[int, ...]  # bytes of an element of each array
+    width: int  # elements that a row of results takes: ``columns``, or those of all chunks
+
+    def whole(self, array: jax.Array) -> jax.Array:
+        """Rows [R, C] of results."""
+        return array.reshape(-1, self.width)
+
+    def begin(self, barriers: Any, count: int) -> None:
+        """Initializes barriers, int32 [2 count] in shared memory of one warpgroup."""
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+        def begin(_, ref):
+            one = _one_thread()
+            for i in range(count):
+                text = f"@$1 mbarrier.init.shared::cta.b64 [$0+{BARRIER_BYTES * i}], 1;"
+                assembly(None, [address(ref), one], text, "r,b", pure=False)
+            assembly(None, [], "fence.mbarrier_init.release.cluster;", "", pure=False)
+
+        begin(barriers)
+        plgpu.commit_smem()
+
+    def wait(self, barrier: Any, turn: Any) -> None:
+        """Waits for the copies of a barrier's turn, 0 or 1 alternately."""
+
+        @plgpu.inline_mgpu(arg_types=kinds(1, 1))
+        def wait(_, turn, ref):
+            odd = arith.trunci(ir.IntegerType.get_signless(1), value(turn))
+            _barrier(ref).wait_parity(odd)
+
+        wait(turn, barrier)
+
+    def load(
+        self, arrays: Sequence[Any], slots: Sequence[Any], barrier: Any, *, row: Any, column: Any,
+        wanted: Any,
+    ) -> None:  # fmt: skip
+        """Starts the copy of a chunk of each array; the barrier counts the bytes.
+
+        Args:
+            arrays: in global memory.
+            slots: of each array, [elements] in shared memory.
+            row: int32.
+            column: int32, where the chunk begins.
+            wanted: whether to copy at all; if not, no thread may wait.
+        """
+        count = len(arrays)
+
+        @plgpu.inline_mgpu(arg_types=kinds(3, 1 + 2 * count))
+        def load(_, row, column, wanted, barrier, *refs):
+            row, column = value(row), value(column)
+            one = both(_one_thread(), value(wanted))
+            shift, first, end = self.bounds(row, column)
+            size = arith.andi(total(end, constant(self.word - 1)), constant(2**32 - self.word))
+            size = arith.select(less(first, end), size, constant(0))
+            asks = both(one, less(constant(0), size))
+            expected = arith.muli(size, constant(sum(self.itemsizes)))
+            _barrier(barrier).arrive_expect_tx(expected, predicate=one)
+            arrives = address(barrier)
+            for x, slot, itemsize in zip(refs[:count], refs[count:], self.itemsizes, strict=True):
+                source = self.place(x, row, arith.subi(column, shift), itemsize)
+                text = (
+                    "@$4 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                    "[$0], [$1], $2, [$3];"
+                )
+                num_bytes = arith.muli(size, constant(itemsize))
+                operands = [address(slot), source, num_bytes, arrives, asks]
+                assembly(None, operands, text, "r,l,r,r,b", pure=False)
+
+        load(row, column, wanted, barrier, *arrays, *slots)
+
+    def bounds(self, row: Any, column: Any) -> tuple[Any, Any, Any]:
+        """The row's shift; where, in a chunk, what is the row's begins and ends."""
+        if self.columns % self.word:
+            # The low bits are right however large the product.
+            shift = arith.andi(arith.muli(row, constant(self.columns)), constant(self.word - 1))
+            first = arith.maxsi(arith.subi(shift, column), constant(0))
+        else:
+            shift = first = constant(0)
+        end = total(shift, arith.subi(constant(self.columns), column))
+        end = arith.maxsi(arith.minsi(end, constant(self.piece)), constant(0))
+        return shift, first, end
+
+    def place(self, ref: Any, row: Any, offset: Any, itemsize: int) -> Any:
+        """Address, i64, of the element that is ``offset`` behind a row's first, or before it."""
+        i64 = ir.IntegerType.get_signless(64)
+        begin = arith.muli(arith.extui(i64, row), mgpu.c(self.columns, i64))
+        at = arith.addi(begin, arith.extsi(i64, offset))
+        return arith.addi(address_of(ref).value, arith.muli(at, mgpu.c(itemsize, i64)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class InterpretedCopies(Copies):
+    """``Copies`` for the interpreter, which knows Pallas's own copies and barriers alone.
+
+    Arrays are flat and padded by ``width``; what a chunk has of neighbors is written too, of each
+    row into a place of its own.
+    """
+
+    def begin(self, barriers: Any, count: int) -> None:
+        """Does nothing: Pallas makes its barriers."""
+
+    def wait(self, barrier: Any, turn: Any) -> None:
+        """Waits for a slot's copies."""
+        del turn
+        plgpu.barrier_wait(barrier)
+
+    def load(
+        self, arrays: Sequence[Any], slots: Sequence[Any], barrier: Any, *, row: Any, column: Any,
+        wanted: Any,
+    ) -> None:  # fmt: skip
+        """Starts copies of whole pieces, from a word on, with what is a neighbor's."""
+
+        @pl.when(wanted)
+        def _():
+            start = row * self.columns - lax.rem(row * self.columns, self.word) + column
+            for x, slot in zip(arrays, slots, strict=True):
+                plgpu.copy_gmem_to_smem(x.at[pl.ds(start, self.piece)], slot, barrier)
+
+    def write(self, value: Any, array: Any, *, row: Any, column: Any) -> None:
+        """Stores a chunk [A, M] to rows of ``width``."""
+        array[pl.ds(row * self.width + column, self.piece)] = value.reshape(-1)
+
+    def whole(self, array: jax.Array) -> jax.Array:
+        """Rows [R, C] of results."""
+        rows = array.reshape(-1, self.width)
+        begin = jnp.arange(len(rows)) * self.columns % self.word
+        return jax.vmap(lambda x, i: lax.dynamic_slice_in_dim(x, i, self.columns))(rows, begin)
+
+
+def kinds(num_numbers: int, num_refs: int) -> tuple[Any, ...]:
+    """Argument types: int32 numbers, then references."""
+    splat = plgpu.Layout.WG_SPLAT(())
+    return (splat,) * num_numbers + (plgpu.RefType(),) * num_refs
+
+
+def value(number: Any) -> Any:
+    """The register of a number."""
+    return number.registers.flat[0]
+
+
+def less(a: Any, b: Any) -> Any:
+    """Whether a < b, signed."""
+    return arith.cmpi(arith.CmpIPredicate.slt, a, b)
+
+
+def both(*conditions: Any) -> Any:
+    """Whether all conditions hold."""
+    return functools.reduce(arith.andi, conditions)
+
+
+def _one_thread() -> Any:
+    return mgpu_utils.single_thread_predicate(mgpu_utils.ThreadSubset.WARPGROUP)
+
+
+def _barrier(ref: Any) -> Any:
+    phases: Any = None  # a wait is given its parity
+    return mgpu_utils.BarrierRef(mgpu_utils.memref_ptr(ref), constant(0), phases, 1)
