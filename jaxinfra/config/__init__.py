@@ -1,1 +1,1 @@
-"""Frozen dataclasses that say what to compute. Presets are functions."""
+"""Frozen dataclasses that describe a run: model, data, optimizer, mesh. Presets are functions."""

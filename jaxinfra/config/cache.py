@@ -1,4 +1,4 @@
-"""What a mixer caches of every token."""
+"""The arrays that attention caches for each token."""
 
 import dataclasses
 import enum
@@ -13,7 +13,7 @@ SCALE = "_scale"
 
 
 class CacheFormat(enum.StrEnum):
-    """Elements of a cache; but for plain ones, those of a token and a head share a scale."""
+    """Formats of a cache's elements; below 16 bits a token's elements of a head share a scale."""
 
     PLAIN = "plain"  # as attention computes
     FP8 = "fp8"  # e4m3
@@ -22,13 +22,13 @@ class CacheFormat(enum.StrEnum):
 
     @property
     def bits(self) -> int | None:
-        """Of an element; None: those of the compute dtype."""
+        """Bits per element; None for elements of the compute dtype."""
         return {"fp8": 8, "int8": 8, "int4": 4}.get(self.value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CachedArray:
-    """One array of a layer's cache: what a token leaves in it."""
+    """One array of a layer's cache, by its elements per token."""
 
     name: str
     shape: tuple[int, ...]  # of one token
@@ -37,13 +37,16 @@ class CachedArray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CacheSpec:
-    """What a mixer caches of every token."""
+    """The arrays that attention caches for each token."""
 
     arrays: tuple[CachedArray, ...]
     window: int | None = None  # tokens that are still read; None: all
 
     def repeated(self, copies: Callable[[str | None, int], int]) -> "CacheSpec":
-        """What devices cache, where each has a copy of its own of elements that are too few.
+        """Returns the cache with dims repeated that have too few elements to shard.
+
+        Args:
+            copies: number of copies of each element, by the dim's name and size.
 
         Args:
             copies: of each element of a dim of a size.
@@ -61,7 +64,7 @@ class CacheSpec:
         return dataclasses.replace(self, arrays=tuple(arrays))
 
     def stored_as(self, form: CacheFormat) -> "CacheSpec":
-        """The arrays that a cache of this format has: packed elements, and their scales.
+        """Returns the arrays of a cache of this format: packed elements and their scales.
 
         Raises:
             UnsupportedError: 4 bits of an odd number of elements.
@@ -85,10 +88,10 @@ class CacheSpec:
 
     @property
     def scales(self) -> int:
-        """Scales per token and layer, in a format that has them."""
+        """Number of scales per token and layer, in a format that has scales."""
         return sum(math.prod(array.shape[:-1]) for array in self.arrays)
 
     @property
     def elements(self) -> int:
-        """Numbers per token and layer."""
+        """Number of elements per token and layer."""
         return sum(math.prod(array.shape) for array in self.arrays)

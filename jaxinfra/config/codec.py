@@ -1,4 +1,4 @@
-"""Configs to and from JSON, and single fields by dotted path. Strict both ways."""
+"""Conversion of configs to and from JSON, and of single fields by dotted path; strict both ways."""
 
 import enum
 import functools
@@ -98,12 +98,12 @@ _CONVERTER = _converter()
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A config dataclass as plain JSON values."""
+    """Returns a config dataclass as plain JSON values."""
     return _CONVERTER.unstructure(config)
 
 
 def from_dict[C](kind: type[C], values: dict[str, Any]) -> C:
-    """Inverse of ``to_dict``; raises ConfigError naming each unknown key or wrong value."""
+    """Reads a config back from JSON values; a ConfigError names each unknown key or wrong value."""
     try:
         return _CONVERTER.structure(values, kind)
     except cattrs.BaseValidationError as error:
@@ -112,7 +112,7 @@ def from_dict[C](kind: type[C], values: dict[str, Any]) -> C:
 
 
 def normalized[C](config: C) -> C:
-    """The config with members of enumerations where a script wrote their words.
+    """Returns the config with enum members in place of the strings that a script wrote.
 
     Records take ``policy="bf16"`` as it is, and ``"bf16" is PolicyName.BF16`` would be false later.
 
@@ -130,12 +130,12 @@ def _explain(error: BaseException, expected: type | None) -> str:
 
 
 def to_json(config: Any) -> str:
-    """A config as indented JSON with a final newline."""
+    """Returns a config as indented JSON with a final newline."""
     return json.dumps(to_dict(config), indent=2) + "\n"
 
 
 def override[C](config: C, settings: typing.Sequence[str]) -> C:
-    """A copy of a config with settings changed, each written as ``"training.steps=100"``.
+    """Returns a copy of a config with settings changed, each written as ``"training.steps=100"``.
 
     Args:
         config: any config record, such as a ``RunConfig``.

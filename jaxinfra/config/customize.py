@@ -1,4 +1,4 @@
-"""A run with parts of one's own: functions and records in place of the built-in layers."""
+"""A run with layers of the user's own: functions and records in place of the built-in ones."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def customize(
     mixer: MixerConfig | None = None,
     feed_forward: FeedForwardConfig | None = None,
 ) -> RunConfig:
-    """The config with parts of your own in every block; its JSON names them, so checkpoints do.
+    """Puts functions and layers of your own into every block; config.json names them.
 
     Functions and records that other processes read, such as ``jaxinfra generate``, are marked with
     ``jaxinfra.part`` where they are defined.
@@ -33,8 +33,8 @@ def customize(
         config: what to change; what is not named below stays.
         loss: ``(logits [B, T, V] fp32, targets [B, T], *, weights [B, T]) -> [B, T]``, each
             token's loss, which is averaged by ``weights``: 0 where a target does not count. It sees
-            a whole micro-batch, so rows may be compared. What is held out is judged by the cross
-            entropy all the same, so that runs compare.
+            a whole micro-batch, so rows may be compared. The held-out loss stays the cross
+            entropy, so that runs compare.
         attention: ``(q [B, T, N, H], k [B, S, K, H], v [B, S, K, H], *, mask, distance) -> [B, T,
             N, H]``, of grouped attention: ``mask`` [B, T, S] says which keys a query may see, and
             ``distance`` how many tokens before it they stand. On a mesh it is given a device's rows

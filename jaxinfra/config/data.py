@@ -1,4 +1,4 @@
-"""Where text comes from and how it becomes tokens."""
+"""Settings of the text that a run reads, and of how it becomes tokens."""
 
 import dataclasses
 import enum
@@ -17,7 +17,7 @@ STDLIB = "stdlib"
 
 
 class DataFormat(enum.StrEnum):
-    """What a document is."""
+    """Kinds of documents: text, conversations, or pairs of answers."""
 
     TEXT = "text"
     CHAT = "chat"  # a row of messages, of ShareGPT's or of Alpaca's form: docs/fine-tuning.md
@@ -25,7 +25,7 @@ class DataFormat(enum.StrEnum):
 
 
 class Packing(enum.StrEnum):
-    """How documents become rows."""
+    """Ways to pack documents into rows."""
 
     AUTO = "auto"  # windows of text; best_fit of conversations
     WINDOWS = "windows"  # one after another, cut where a row is full
@@ -35,14 +35,14 @@ class Packing(enum.StrEnum):
 
 
 class TooLong(enum.StrEnum):
-    """What becomes of a conversation that is longer than a row."""
+    """Ways to treat a conversation that is longer than a row."""
 
     DROP = "drop"
     CUT = "cut"  # its beginning is kept
 
 
 class TokenizerKind(enum.StrEnum):
-    """How text becomes tokens."""
+    """Kinds of tokenizers."""
 
     BPE = "bpe"  # byte-level BPE trained on the corpus
     BYTES = "bytes"
@@ -51,7 +51,7 @@ class TokenizerKind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerConfig:
-    """The tokenizer; its vocabulary may not exceed the model's.
+    """A tokenizer; its vocabulary may not exceed the model's.
 
     Raises:
         ConfigError: a file for a kind that reads none, or none for one that needs it.
@@ -74,13 +74,13 @@ class TokenizerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """A corpus and its split.
+    """A corpus, its tokenizer, and its split into training and held-out documents.
 
     ``source`` is ``"stdlib"`` (the standard library source of the running Python), a directory, a
-    glob, a file of text, of rows in JSON or CSV (plain, gzip, zstd), Parquet or Arrow, a
-    directory saved by Hugging Face's ``datasets``, or one of pre-tokenized arrays written by this
-    package. ``heldout_source`` names separate held-out text; without it ``heldout_fraction`` of the
-    documents is set aside, chosen by a hash of their names.
+    glob, or a file. Files hold text, or rows in JSON or CSV (plain, gzip, zstd), Parquet or Arrow.
+    Directories may also be saved by Hugging Face's ``datasets``, or hold pre-tokenized arrays
+    written by this package. ``heldout_source`` names separate held-out text. Without it
+    ``heldout_fraction`` of the documents is set aside, chosen by a hash of their names.
 
     ``mixture`` takes the place of ``source``: several sources, each with its weight.
 
@@ -115,7 +115,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if not 0.0 < self.heldout_fraction < 1.0:
-            raise ConfigError(f"heldout_fraction={self.heldout_fraction} must lie in (0, 1)")
+            raise ConfigError(f"heldout_fraction={self.heldout_fraction} must be in (0, 1)")
         if self.mixture and (self.source != STDLIB or self.heldout_source is not None):
             raise ConfigError(
                 f"source={self.source!r} with heldout_source={self.heldout_source!r} beside a "

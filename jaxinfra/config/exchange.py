@@ -1,4 +1,4 @@
-"""How tokens reach experts on other devices, where the mesh has an expert axis."""
+"""Settings of the exchange that sends tokens to experts on other devices."""
 
 import dataclasses
 import enum
@@ -7,14 +7,14 @@ from jaxinfra.errors import ConfigError
 
 
 class ExchangeForm(enum.StrEnum):
-    """What travels from a token's device to its experts', and back."""
+    """Forms of the exchange between a token's device and its experts' devices."""
 
     PER_EXPERT = "per_expert"  # a copy for each chosen expert
     PER_DEVICE = "per_device"  # one copy to each device that has some of them; their sum comes back
 
 
 class ExchangeImplementation(enum.StrEnum):
-    """The collective that carries it."""
+    """The collective that carries the exchange."""
 
     AUTO = "auto"  # equal buffers
     EQUAL = "equal"  # all_to_all of equal buffers, filled up with nothing
@@ -23,14 +23,14 @@ class ExchangeImplementation(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangeConfig:
-    """Form and room of the exchange.
+    """Form and buffer sizes of the exchange.
 
-    Buffers have a size, loads do not. ``room_factor`` times an even load is what a device sends to
-    another, receives, and computes; what exceeds it is left out, counted and shown. None: room
-    for whatever comes.
+    Buffers have a size, loads do not. Buffers hold ``room_factor`` times an even load; choices
+    beyond it are dropped, counted and reported. None: buffers for any load.
 
     With ``node_size`` tokens travel in two levels: once to each node that has some of their
-    experts, then within it, by ``form``; what a node makes of a token is summed before it returns.
+    experts, then within it, by ``form``; a node sums its experts' outputs of a token before it
+    returns them.
     """
 
     form: ExchangeForm = ExchangeForm.PER_DEVICE  # what travels: a token per device or per expert
@@ -52,7 +52,7 @@ class ExchangeConfig:
             )
 
     def num_nodes(self, expert: int) -> int:
-        """Nodes that a token crosses to before it travels within one; 1: one level.
+        """Number of nodes that a token is sent to before it is sent within one; 1 means one level.
 
         Args:
             expert: devices that share a layer's experts.

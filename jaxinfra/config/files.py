@@ -24,10 +24,10 @@ _TAGS = ("type", "kind")  # say which record of a union it is
 
 
 def read_run_config(file: str | Path) -> RunConfig:
-    """The run that a file describes, by its suffix ``.toml``, ``.yaml``, ``.yml`` or ``.json``.
+    """Reads the run that a file describes: ``.toml``, ``.yaml``, ``.yml`` or ``.json``.
 
-    With ``preset`` at the top, the rest are changes to that preset: a table is merged with the
-    preset's, anything else takes its place, and in ``model.stacks`` a table of numbers, such as
+    With ``preset`` at the top, the other entries are changes to that preset: a table is merged with
+    the preset's, anything else takes its place, and in ``model.stacks`` a table of numbers, such as
     ``stacks.0.repeats``, changes single entries. Without ``preset`` the file is a whole config,
     such as a run's config.json.
 
@@ -77,7 +77,7 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML of plain values: no aliases, which could name each other, and no name twice."""
+    """A YAML loader of plain values: no aliases, which could name each other, and no name twice."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):

@@ -1,4 +1,4 @@
-"""What a run starts from, when not from random numbers, and which part of it is trained."""
+"""Settings of fine-tuning: the weights to start from, and the part of them to train."""
 
 import dataclasses
 import enum
@@ -25,14 +25,14 @@ class InitConfig:
 
 
 class AdapterKind(enum.StrEnum):
-    """What an adapter makes of a frozen weight W, with s the config's ``scale``."""
+    """Kinds of adapters beside a frozen weight W, with s the config's ``scale``."""
 
     LORA = "lora"  # W + s B A (Hu et al. 2021)
     DORA = "dora"  # its direction, and a trained length for each output (Liu et al. 2024)
 
 
 class BaseWeights(enum.StrEnum):
-    """How frozen projections are kept on devices while adapters beside them are trained."""
+    """Formats of frozen weights on devices while adapters beside them are trained."""
 
     COMPUTE = "compute"  # in the compute dtype
     NF4 = "nf4"  # blocks of 64 inputs, scales in fp32: 0.56 bytes an element (QLoRA)
@@ -42,7 +42,7 @@ class BaseWeights(enum.StrEnum):
 
 
 class AdapterScaling(enum.StrEnum):
-    """The factor s on B A."""
+    """Rules for the factor s on B A."""
 
     STANDARD = "standard"  # alpha / rank
     RSLORA = "rslora"  # alpha / sqrt(rank): updates as large at any rank (Kalajdzievski 2023)
@@ -87,14 +87,14 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """Factor s on B A."""
+        """The factor s on B A."""
         if self.scaling is AdapterScaling.RSLORA:
             return self.alpha / math.sqrt(self.rank)
         return self.alpha / self.rank
 
 
 def parse_lora(text: str) -> LoraConfig:
-    """Parses ``"rank=8,alpha=16,targets=query+value"``; what is not named is the default."""
+    """Parses ``"rank=8,alpha=16,targets=query+value"``; keys left out have their defaults."""
     values: dict[str, Any] = {}
     for item in text.split(","):
         name, separator, value = item.partition("=")

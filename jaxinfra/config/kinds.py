@@ -1,24 +1,24 @@
-"""Choices that records of a model name: kinds of norms and of feed-forward layers."""
+"""Kinds of norms and of feed-forward layers."""
 
 import enum
 
 
 class NormKind(enum.StrEnum):
-    """Which normalization a block uses."""
+    """Kinds of normalization."""
 
     RMS = "rms"  # Zhang and Sennrich 2019
     LAYER = "layer"  # Ba et al. 2016
 
 
 class NormPlacement(enum.StrEnum):
-    """Where a block normalizes."""
+    """Places of the norms in a block."""
 
     PRE = "pre"  # x + f(norm(x)): GPT-2, Llama
     SANDWICH = "sandwich"  # x + norm(f(norm(x))): Gemma-2
 
 
 class MlpKind(enum.StrEnum):
-    """The activation of a feed-forward layer, gated ones first (Shazeer 2020)."""
+    """Activations of a feed-forward layer, gated ones first (Shazeer 2020)."""
 
     SWIGLU = "swiglu"
     GEGLU = "geglu"

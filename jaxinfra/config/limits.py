@@ -1,4 +1,4 @@
-"""Sizes beyond which a number is taken for a slip: refused before work begins with it."""
+"""Upper limits of sizes: a larger number is taken for a typing error and refused."""
 
 import os
 
@@ -35,7 +35,7 @@ LIMITS = {
 
 
 def limits_are_on() -> bool:
-    """Whether nobody has lifted them."""
+    """Tells whether the limits are enforced; an environment variable lifts them."""
     return os.environ.get(VARIABLE) != "off"
 
 

@@ -1,4 +1,4 @@
-"""How many devices each mesh axis has."""
+"""Number of devices on each mesh axis, and what the axes shard."""
 
 import dataclasses
 import functools
@@ -44,18 +44,18 @@ class MeshConfig:
         self._shared_by_experts()
 
     def sizes(self) -> dict[str, int]:
-        """Axis name to size, in mesh order."""
+        """Size of each axis by name, in mesh order."""
         return {axis: getattr(self, axis) for axis in MESH_AXES}
 
     @property
     def fsdp_beside_experts(self) -> int:
-        """Devices of the fsdp axis that have the same experts, and share these experts' widths."""
+        """Number of devices on the fsdp axis that hold the same experts and shard their widths."""
         inner, _ = self._shared_by_experts()
         return self.fsdp // inner
 
     @property
     def device_axes(self) -> dict[str, int]:
-        """The axes of the mesh itself: where experts take a part of fsdp, that part is apart."""
+        """Axes of the device mesh; a part of fsdp that experts take is an axis of its own."""
         inner, _ = self._shared_by_experts()
         axes: dict[str, int] = {}
         for axis, size in self.sizes().items():
@@ -65,7 +65,7 @@ class MeshConfig:
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
-        """Those of ``device_axes`` that divide experts, slowest link first."""
+        """Axes among ``device_axes`` that shard experts, slowest link first."""
         inner, whole = self._shared_by_experts()
         taken = {*whole, *((EXPERT,) if inner > 1 else ())}
         return tuple(axis for axis in self.device_axes if axis in taken)
@@ -83,12 +83,12 @@ class MeshConfig:
 
     @property
     def num_devices(self) -> int:
-        """Product of all axes."""
+        """Number of devices: the product of all axes."""
         return math.prod(self.sizes().values())
 
     @property
     def num_data_shards(self) -> int:
-        """Shards of the batch dim: replica x fsdp."""
+        """Number of shards of the batch dim: replica x fsdp."""
         return self.replica * self.fsdp
 
     @property
@@ -103,22 +103,22 @@ class MeshConfig:
 
     @property
     def sequence_shards(self) -> int:
-        """Devices that a sequence is spread over."""
+        """Number of devices that share a sequence."""
         return self.context
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline; 1: there is none."""
+        """Number of pipeline stages; 1 without a pipeline."""
         return self.pipe
 
     @property
     def shards_state(self) -> bool:
-        """Whether ZeRO's stages differ on this mesh."""
+        """Tells whether ZeRO's stages differ on this mesh."""
         return self.fsdp > 1
 
     @property
     def splits_matmuls(self) -> bool:
-        """Whether several devices share each matmul."""
+        """Tells whether several devices share each matmul."""
         return self.tensor > 1
 
     @property
@@ -128,11 +128,11 @@ class MeshConfig:
         return ",".join(f"{axis}={size}" for axis, size in axes.items() if size > 1)
 
     def with_more_shards(self, factor: int) -> "MeshConfig":
-        """The mesh with more devices, which share the state of a training run."""
+        """Returns the mesh with more devices, which share the state of a training run."""
         return dataclasses.replace(self, fsdp=factor * self.fsdp)
 
     def with_finer_matmuls(self, factor: int) -> "MeshConfig":
-        """The mesh with more devices, which share the weights and the cache of a served model."""
+        """Returns the mesh with more devices, which share a served model's weights and cache."""
         return dataclasses.replace(self, tensor=factor * self.tensor)
 
 
@@ -140,9 +140,7 @@ class MeshConfig:
 def shared_by_experts(
     expert: int, fsdp: int, context: int, replica: int
 ) -> tuple[int, tuple[str, ...]] | None:
-    """The part of fsdp that so many expert shards take, and the axes that they take as they are;
-    None where they do not fit.
-    """
+    """Splits expert shards over the data axes: a part of fsdp, and axes taken whole; else None."""
     sizes = {MeshAxis.CONTEXT.value: context, MeshAxis.REPLICA.value: replica}
     near, far = sizes
     for whole in ((), (near,), (far,), (far, near)):
@@ -154,7 +152,7 @@ def shared_by_experts(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ShardingConfig:
-    """What is sharded over the mesh axes, where there is a choice.
+    """Choices of what is sharded over the mesh axes.
 
     Raises:
         ConfigError: a ``zero`` that is none of the stages 1, 2 and 3.
@@ -184,7 +182,7 @@ class ShardingConfig:
 
 
 def parse_mesh(text: str) -> MeshConfig:
-    """The mesh of a command line's ``text``; axes that it does not name have size 1.
+    """Parses the mesh of a command line's ``text``; axes that it does not name have size 1.
 
     Raises:
         ConfigError: an axis that is not known or given twice, or a size that is no whole number.
@@ -197,7 +195,7 @@ def parse_mesh(text: str) -> MeshConfig:
 
 
 def parse_axes(text: str) -> dict[str, int]:
-    """Sizes of the axes that ``"fsdp=4,tensor=2"`` names."""
+    """Parses the sizes of the axes that ``"fsdp=4,tensor=2"`` names."""
     sizes: dict[str, int] = {}
     known = (*MESH_AXES, EXPERT)
     for part in filter(None, text.split(",")):

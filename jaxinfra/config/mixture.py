@@ -1,4 +1,4 @@
-"""Several sources read together, each with its share of a batch, and named texts to evaluate on."""
+"""Several sources read together, each with its share of a batch, and named sets to evaluate on."""
 
 import bisect
 import dataclasses
@@ -20,14 +20,14 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 class MixtureUnit(enum.StrEnum):
-    """What the times of a mixture's weights count."""
+    """Units in which the times of a mixture's weights count."""
 
     STEPS = "steps"
     TOKENS = "tokens"  # of sequences, padding included: steps x batch_size x sequence_length
 
 
 class MixtureBetween(enum.StrEnum):
-    """Which weight holds between two points."""
+    """Rules for the weight between two points."""
 
     LINEAR = "linear"  # on the straight line between them
     HOLD = "hold"  # that of the earlier one
@@ -35,7 +35,7 @@ class MixtureBetween(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MixtureSource:
-    """One of several sources; what ``DataConfig`` says of documents and tokens holds for all.
+    """One of several sources; the format and tokenizer of ``DataConfig`` apply to all of them.
 
     Raises:
         ConfigError: a name that is none, a weight below 0, times that do not rise.
@@ -73,11 +73,11 @@ class MixtureSource:
 
     @property
     def points(self) -> tuple[tuple[int, float], ...]:
-        """Times and weights."""
+        """Times and weights as pairs."""
         return self.weight if isinstance(self.weight, tuple) else ((0, self.weight),)
 
     def weight_at(self, time: int, between: MixtureBetween) -> float:
-        """The weight at a time; before the first point that one's, after the last that one's."""
+        """Returns the weight at a time; constant before the first point and after the last."""
         points = self.points
         place = bisect.bisect_right(points, time, key=lambda point: point[0]) - 1
         if place < 0:
@@ -91,7 +91,7 @@ class MixtureSource:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ValidationSet:
-    """A text that nothing is trained on, evaluated by its name.
+    """A named set of documents that is evaluated, never trained on.
 
     Raises:
         ConfigError: a name that is none.
@@ -109,7 +109,7 @@ class ValidationSet:
 
 
 def turning_points(sources: Sequence[MixtureSource]) -> list[int]:
-    """Times at which some weight turns, and 0: between two of them all are on straight lines."""
+    """Returns the times, 0 included, between which all weights are linear."""
     return sorted({0, *(time for each in sources for time, _ in each.points)})
 
 
@@ -120,7 +120,9 @@ def check_mixture(
     between: MixtureBetween,
     best_by: str | None,
 ) -> None:
-    """Raises ConfigError where names are not unique, none is read at a time, or none is judged."""
+    """Raises ConfigError for names used twice, times without a source, or an unknown
+    ``best_by``.
+    """
     names = [each.name for each in (*sources, *validation)]
     for name in names:
         if names.count(name) > 1:

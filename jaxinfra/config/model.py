@@ -1,4 +1,4 @@
-"""What a decoder is: shapes and choices of every layer, nothing about how or where it runs."""
+"""The shape of a decoder-only model: sizes and kinds of every layer."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ class NormConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GroupedAttentionConfig:
-    """Self-attention: MHA (kv heads = query heads), GQA, MQA (one kv head).
+    """Self-attention: MHA (kv heads = query heads), GQA (fewer kv heads) or MQA (one kv head).
 
     Examples:
         >>> rope = jaxinfra.RopeConfig(theta=500_000)
@@ -76,27 +76,27 @@ class GroupedAttentionConfig:
 
     @property
     def rotated_dim(self) -> int:
-        """Width of the part of a head that carries the position."""
+        """Width of the part of a head that is rotated (RoPE)."""
         return self.head_dim
 
     @property
     def score_width(self) -> int:
-        """Query width over all heads, of q k^T."""
+        """Query width over all heads in q k^T."""
         return self.num_q_heads * self.head_dim
 
     @property
     def value_width(self) -> int:
-        """Value width over all query heads, of p v."""
+        """Value width over all query heads in p v."""
         return self.num_q_heads * self.head_dim
 
     @property
     def tensor_sizes(self) -> dict[str, int]:
-        """Sizes that tensor parallelism divides."""
+        """Sizes by name that tensor parallelism divides."""
         return {"num_q_heads": self.num_q_heads, "num_kv_heads": self.num_kv_heads}
 
     @property
     def cache(self) -> CacheSpec:
-        """A key and a value of every key/value head."""
+        """The cache: a key and a value of every key/value head."""
         shape = (self.num_kv_heads, self.head_dim)
         dims = (axes.KV_HEADS, axes.HEAD)
         return CacheSpec(
@@ -143,7 +143,7 @@ class LatentAttentionConfig:
 
     @property
     def num_kv_heads(self) -> int:
-        """Keys and values of every head are rebuilt from the latent."""
+        """Number of key/value heads; each is rebuilt from the latent."""
         return self.num_q_heads
 
     @property
@@ -153,27 +153,27 @@ class LatentAttentionConfig:
 
     @property
     def rotated_dim(self) -> int:
-        """Width of the part of a head that carries the position."""
+        """Width of the part of a head that is rotated (RoPE)."""
         return self.rope_dim
 
     @property
     def score_width(self) -> int:
-        """Query width over all heads, of q k^T."""
+        """Query width over all heads in q k^T."""
         return self.num_q_heads * self.head_dim
 
     @property
     def value_width(self) -> int:
-        """Value width over all heads, of p v."""
+        """Value width over all heads in p v."""
         return self.num_q_heads * self.value_dim
 
     @property
     def tensor_sizes(self) -> dict[str, int]:
-        """Sizes that tensor parallelism divides."""
+        """Sizes by name that tensor parallelism divides."""
         return {"num_q_heads": self.num_q_heads}
 
     @property
     def cache(self) -> CacheSpec:
-        """The latent and the shared rotated key."""
+        """The cache: the latent and the shared rotated key."""
         arrays = (("latent", self.kv_rank), ("rotated_key", self.rope_dim))
         return CacheSpec(
             arrays=tuple(CachedArray(name=n, shape=(w,), dims=(None,)) for n, w in arrays),
@@ -187,7 +187,7 @@ type MixerConfig = GroupedAttentionConfig | LatentAttentionConfig | OwnMixer
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MlpConfig:
-    """The dense feed-forward layer.
+    """A dense feed-forward layer.
 
     Examples:
         >>> layer = jaxinfra.MlpConfig(hidden_dim=8192, kind="geglu")
@@ -204,13 +204,13 @@ class MlpConfig:
 
     @property
     def tensor_sizes(self) -> dict[str, int]:
-        """Sizes that tensor parallelism divides."""
+        """Sizes by name that tensor parallelism divides."""
         return {"mlp.hidden_dim": self.hidden_dim}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsConfig:
-    """Routed experts, and shared ones that every token passes (DeepSeekMoE, arXiv 2401.06066).
+    """Routed experts, and shared experts that every token passes (DeepSeekMoE, arXiv 2401.06066).
 
     Examples:
         >>> layer = jaxinfra.ExpertsConfig(num_experts=8, top_k=2, hidden_dim=14336)  # Mixtral's
@@ -238,7 +238,7 @@ class ExpertsConfig:
 
     @property
     def tensor_sizes(self) -> dict[str, int]:
-        """Sizes that tensor parallelism divides."""
+        """Sizes by name that tensor parallelism divides."""
         shared = {"experts.shared_hidden_dim": self.shared_hidden_dim}
         return {"experts.hidden_dim": self.hidden_dim} | (shared if self.shared_hidden_dim else {})
 
@@ -288,7 +288,7 @@ class Stack:
 
 
 def stacked(*pattern: BlockConfig, num_layers: int) -> tuple[Stack, ...]:
-    """One stack: layer i is built from ``pattern[i % len(pattern)]``."""
+    """Makes one stack, whose layer i is built from ``pattern[i % len(pattern)]``."""
     if not pattern or num_layers < 1 or num_layers % len(pattern):
         raise ConfigError(
             f"num_layers={num_layers} is not a multiple of the block pattern's length "
@@ -320,7 +320,7 @@ class ModelConfig:
     final_norm: NormConfig = NormConfig()  # before the logits
     logit_soft_cap: float | None = None  # cap * tanh(logit / cap): Gemma-2
     dropout_rate: float = 0.0  # on embeddings and residual branches, in training only
-    # Weights are drawn from N(0, init_std); projections back into the residual stream from
+    # Weights are sampled from N(0, init_std); projections back into the residual stream from
     # N(0, init_std / sqrt(2 num_layers)), so that its variance does not grow with depth (GPT-2).
     init_std: float = 0.02
 
@@ -337,28 +337,30 @@ class ModelConfig:
             num_layers=self.num_layers,
         )
         if not 0.0 <= self.dropout_rate < 1.0:
-            raise ConfigError(f"dropout_rate={self.dropout_rate} must lie in [0, 1)")
+            raise ConfigError(f"dropout_rate={self.dropout_rate} must be in [0, 1)")
         if self.init_std <= 0.0:
             raise ConfigError(f"init_std={self.init_std} must be positive: zeros never learn")
         _check_cap(self.logit_soft_cap)
 
     @property
     def num_layers(self) -> int:
-        """Layers of all stacks."""
+        """Number of layers in all stacks."""
         return sum(len(stack.pattern) * stack.repeats for stack in self.stacks)
 
     @property
     def blocks(self) -> tuple[BlockConfig, ...]:
-        """The distinct blocks, all stacks' patterns in a row: ``blocks/i`` in parameter paths."""
+        """The distinct blocks: patterns of all stacks in a row, ``blocks/i`` in parameter paths."""
         return tuple(block for stack in self.stacks for block in stack.pattern)
 
     @property
     def repeats(self) -> tuple[int, ...]:
-        """How often each entry of ``blocks`` is a layer of the model."""
+        """Number of layers built from each entry of ``blocks``."""
         return tuple(stack.repeats for stack in self.stacks for _ in stack.pattern)
 
     def with_layers(self, num_layers: int) -> "ModelConfig":
-        """The model with another number of layers; raises ConfigError for one of several stacks."""
+        """Returns the model with another number of layers; ConfigError where it has
+        several stacks.
+        """
         if len(self.stacks) > 1:
             raise ConfigError(
                 f"num_layers={num_layers} for a model of {len(self.stacks)} stacks; set each one's "
@@ -370,9 +372,7 @@ class ModelConfig:
 
     @property
     def layer_places(self) -> tuple[tuple[int, int], ...]:
-        """Of every layer, in the order that they run in: its entry of ``blocks``, and which of that
-        entry's repetitions it is.
-        """
+        """Each layer's index in ``blocks`` and its repetition of that block, in order."""
         places, first = [], 0
         for stack in self.stacks:
             pattern = range(first, first + len(stack.pattern))

@@ -1,4 +1,4 @@
-"""Optimizer and learning-rate schedule."""
+"""Settings of the optimizer and its learning-rate schedule."""
 
 import dataclasses
 import enum
@@ -7,7 +7,7 @@ from jaxinfra.errors import ConfigError
 
 
 class LearningRateSchedule(enum.StrEnum):
-    """Shape of the learning rate after warm-up."""
+    """Shapes of the learning rate after warm-up."""
 
     CONSTANT = "constant"
     LINEAR = "linear"
@@ -16,7 +16,7 @@ class LearningRateSchedule(enum.StrEnum):
 
 
 class OptimizerKind(enum.StrEnum):
-    """What makes a step of a gradient."""
+    """Update rules of the optimizer."""
 
     ADAMW = "adamw"  # two moments of each parameter (Loshchilov and Hutter 2019)
     LION = "lion"  # the sign of one moment (Chen et al. 2023): a third to a tenth of AdamW's rate
@@ -45,12 +45,12 @@ class MuonConfig:
     def __post_init__(self) -> None:
         if not 0.0 <= self.momentum < 1.0 or self.rate <= 0.0:
             raise ConfigError(
-                f"muon momentum={self.momentum} must lie in [0, 1) and rate={self.rate} be positive"
+                f"muon momentum={self.momentum} must be in [0, 1) and rate={self.rate} be positive"
             )
 
 
 class MomentFormat(enum.StrEnum):
-    """What a moment of Adam's is kept in between steps."""
+    """Storage formats of Adam's moments between steps."""
 
     FP32 = "fp32"
     BF16 = "bf16"  # rounded stochastically
@@ -60,7 +60,7 @@ class MomentFormat(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW, or another kind, or Muon beside AdamW; decay applies to matrices only.
+    """An optimizer: AdamW, another kind, or Muon beside AdamW; decay applies to matrices only.
 
     Raises:
         ConfigError: a setting out of range, or settings that do not go together.
@@ -83,7 +83,7 @@ class OptimizerConfig:
     weight_decay: float = 0.1  # of matrices, times the rate
     clip_norm: float | None = 1.0  # of all gradients together; None: no clipping
     first_moment: MomentFormat = MomentFormat.FP32  # what it is kept in between steps
-    second_moment: MomentFormat = MomentFormat.FP32  # likewise
+    second_moment: MomentFormat = MomentFormat.FP32  # in the same formats
     muon: MuonConfig | None = None  # None: AdamW for every parameter
     # Decay per step of a running mean of the weights (Polyak and Juditsky 1992), which is then
     # evaluated, generates and is exported; None: the weights themselves.
@@ -101,10 +101,10 @@ class OptimizerConfig:
                 "set optimizer.muon=none"
             )
         if self.average is not None and not 0.0 < self.average < 1.0:
-            raise ConfigError(f"average={self.average} must lie in (0, 1), or be none")
+            raise ConfigError(f"average={self.average} must be in (0, 1), or be none")
         for name in ("beta1", "beta2"):
             if not 0.0 <= getattr(self, name) < 1.0:
-                raise ConfigError(f"{name}={getattr(self, name)} must lie in [0, 1)")
+                raise ConfigError(f"{name}={getattr(self, name)} must be in [0, 1)")
         is_adamw = self.muon is None and self.kind == OptimizerKind.ADAMW
         if self.keeps_short_moments and not is_adamw:
             other = self.kind.value if self.muon is None else "muon"
@@ -125,5 +125,5 @@ class OptimizerConfig:
 
     @property
     def keeps_short_moments(self) -> bool:
-        """Whether some moment is kept in fewer bits than it is computed in."""
+        """Tells whether a moment is stored in fewer bits than it is computed in."""
         return (self.first_moment, self.second_moment) != (MomentFormat.FP32,) * 2

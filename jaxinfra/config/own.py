@@ -18,7 +18,7 @@ _PLANNED = ("num_q_heads", "num_kv_heads", "head_dim", "hidden_dim", "kind")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OwnLayer:
-    """What records of both kinds have.
+    """The base of both kinds of records: a layer class and its settings.
 
     Set ``layer`` to the layer's class: a ``flax.nnx.Module`` that is built with ``(config,
     *, model_dim, std, out_std, execution, rngs)`` and called with ``(x, given)``, x of [B, T, D] in
@@ -35,13 +35,13 @@ class OwnLayer:
 
     @property
     def tensor_sizes(self) -> dict[str, int]:
-        """Sizes that tensor parallelism divides, by name."""
+        """Sizes by name that tensor parallelism divides."""
         return {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OwnFeedForward(OwnLayer):
-    """Base of a record for a feed-forward layer of your own: each position by itself.
+    """Base of a record for a feed-forward layer of your own, which maps each position by itself.
 
     The planner does not know its costs.
 
@@ -63,7 +63,7 @@ class OwnFeedForward(OwnLayer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OwnMixer(OwnLayer):
-    """Base of a record for a mixer of your own: what lets positions of a sequence see each other.
+    """The base of a record for a mixer of your own, a layer that mixes positions of a sequence.
 
     It trains on every mesh without a context axis. It keeps no cache, so it generates nothing; the
     planner does not know its costs.
@@ -90,22 +90,22 @@ class OwnMixer(OwnLayer):
 
     @property
     def rotated_dim(self) -> int:
-        """Width that rotary embedding turns; override it where ``rope`` is given."""
+        """Width that is rotated (RoPE); override it where ``rope`` is given."""
         return 0
 
     @property
     def score_width(self) -> int:
-        """Width of scores between positions, which count towards FLOPs: none."""
+        """Width of scores between positions, for counting FLOPs; none by default."""
         return 0
 
     @property
     def value_width(self) -> int:
-        """Width of values that scores weigh, which count towards FLOPs: none."""
+        """Width of values that scores weigh, for counting FLOPs; none by default."""
         return 0
 
     @property
     def cache(self) -> CacheSpec:
-        """Raises UnsupportedError: it keeps no cache."""
+        """Raises UnsupportedError, since this mixer keeps no cache."""
         raise UnsupportedError(
             f"{type(self).__name__} keeps no cache, which generating needs; evaluate it, or train "
             "with grouped attention"

@@ -18,7 +18,7 @@ def part[Part](thing: Part) -> Part:
     """Marks a function or class as a part that configs may name; use it as a decorator.
 
     Args:
-        thing: what another process finds by its module and name.
+        thing: a function or class that another process can find by its module and name.
 
     Raises:
         ConfigError: it is not at the top of a module, where another process could find it.
@@ -35,14 +35,14 @@ def part[Part](thing: Part) -> Part:
 
 
 def part_name(thing: Any) -> str:
-    """The name by which a config knows a part; marks it where that has not been done."""
+    """Returns the name by which a config refers to a part; marks it if it is not marked yet."""
     name = _name_of(thing)
     _PARTS.setdefault(name, thing)
     return name
 
 
 def find_part(name: str) -> Any:
-    """The part of that name; its module is imported where it has not been.
+    """Returns the part of that name, and imports its module if needed.
 
     Raises:
         ConfigError: there is no such module, or it marks no such part.

@@ -1,4 +1,4 @@
-"""How the work of a pipeline is ordered."""
+"""Settings of pipeline parallelism: the schedule and its chunks."""
 
 import dataclasses
 import enum
@@ -20,7 +20,7 @@ class PipelineSchedule(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineConfig:
-    """What runs where the mesh has a pipe axis; micro-batches are ``training.accumulation``."""
+    """Settings of a mesh with a pipe axis; micro-batches are ``training.accumulation``."""
 
     # The order of forward and backward passes.
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
@@ -35,7 +35,7 @@ class PipelineConfig:
 
     @property
     def chunks_a_stage(self) -> int:
-        """Separate runs of layers that a stage holds."""
+        """Number of separate groups of consecutive layers per stage."""
         match self.schedule:
             case PipelineSchedule.INTERLEAVED:
                 return self.chunks
@@ -46,9 +46,9 @@ class PipelineConfig:
 
     @property
     def backward_ticks(self) -> int:
-        """Forwards that a backward is planned to take as long as.
+        """Planned duration of a backward pass, in forward passes.
 
-        Twice the products where it computes both gradients. Only the interleaved order depends on
+        It is twice as long where it computes both gradients. Only the interleaved order depends on
         it: 1F1B and GPipe keep their bubble for any ratio.
         """
         return 2 if self.schedule is PipelineSchedule.INTERLEAVED else 1

@@ -1,4 +1,4 @@
-"""Which numeric policy a run uses. Names only: ``jaxinfra.numerics`` gives them their dtypes."""
+"""The numeric policy of a run, by names; ``jaxinfra.numerics`` gives them their dtypes."""
 
 import dataclasses
 import enum
@@ -7,7 +7,7 @@ from jaxinfra.errors import ConfigError
 
 
 class PolicyName(enum.StrEnum):
-    """Compute dtype of a run; master weights, accumulation and reductions are fp32 in all three."""
+    """Compute dtypes of a run; master weights, accumulation and reductions are always fp32."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -15,7 +15,7 @@ class PolicyName(enum.StrEnum):
 
 
 class WeightGradients(enum.StrEnum):
-    """What a matmul hands on of a weight's gradient, which it sums in fp32 either way."""
+    """Formats in which a matmul returns a weight's gradient; it sums it in fp32 either way."""
 
     FP32 = "fp32"
     COMPUTE = "compute"  # rounded to the compute dtype: half the bytes of its sum over devices
@@ -31,21 +31,21 @@ class Site(enum.StrEnum):
 
 
 class Fp8Scaling(enum.StrEnum):
-    """What shares a scale in a matmul of 8-bit operands."""
+    """Groups of elements that share a scale in a matmul of 8-bit operands."""
 
     BLOCKS = "blocks"  # 1x128 of activations and gradients, 128x128 of weights (DeepSeek-V3, 3.3)
     SQUARES = "squares"  # 128x128 of all three, the same both ways (as Xi et al. 2024, Jetfire)
 
 
 class Fp8Format(enum.StrEnum):
-    """An 8-bit float: bits of exponent and of mantissa."""
+    """Formats of 8-bit floats: bits of exponent and of mantissa."""
 
     E4M3 = "e4m3"  # to 448
     E5M2 = "e5m2"  # to 57344
 
 
 class Fp8Scales(enum.StrEnum):
-    """Which numbers scales are."""
+    """Kinds of numbers that scales may be."""
 
     FP32 = "fp32"
     POWER_OF_TWO = "power_of_two"  # dividing by them is exact
@@ -53,7 +53,7 @@ class Fp8Scales(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Matmuls:
-    """Matmuls of 8-bit operands, forward and backward; what they return is in the compute dtype."""
+    """Matmuls of 8-bit operands, forward and backward; their results are in the compute dtype."""
 
     scaling: Fp8Scaling = Fp8Scaling.BLOCKS  # what shares a scale
     scales: Fp8Scales = Fp8Scales.FP32  # which numbers they are
@@ -90,14 +90,14 @@ class Fp8Matmuls:
 
 
 class StoredWeights(enum.StrEnum):
-    """What weights are kept in between steps."""
+    """Storage formats of weights between steps."""
 
     FP32 = "fp32"  # a master copy, cast where it is used
     BF16 = "bf16"  # no master copy: updates are rounded stochastically
 
 
 class LossScaling(enum.StrEnum):
-    """How small fp16 gradients are kept from underflowing (Micikevicius et al. 2018)."""
+    """Ways to keep small fp16 gradients from underflowing (Micikevicius et al. 2018)."""
 
     NONE = "none"
     STATIC = "static"
@@ -106,7 +106,7 @@ class LossScaling(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionConfig:
-    """Policy, matmuls in 8 bits and loss scaling.
+    """The numeric policy, matmuls in 8 bits and loss scaling.
 
     Raises:
         ConfigError: formats that do not go together.

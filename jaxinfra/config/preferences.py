@@ -1,4 +1,4 @@
-"""Learning from pairs of answers, the better one known: which loss, and how strongly."""
+"""Training on pairs of answers, the better one known: the loss and its strength."""
 
 import dataclasses
 import enum
@@ -10,7 +10,7 @@ from jaxinfra.errors import ConfigError, nearest
 
 
 class PreferenceLoss(enum.StrEnum):
-    """What is made of the log probabilities of two answers.
+    """Losses of the log probabilities of two answers.
 
     Examples:
         >>> [str(each) for each in jaxinfra.PreferenceLoss]
@@ -26,7 +26,7 @@ class PreferenceLoss(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PreferenceConfig:
-    """A loss of pairs of answers; dpo and ipo compare with the model that the run starts from.
+    """A loss on pairs of answers; dpo and ipo compare with the model that the run starts from.
 
     Raises:
         ConfigError: a number out of range, or one that the loss does not have.
@@ -68,28 +68,28 @@ class PreferenceConfig:
 
     @property
     def strength(self) -> float:
-        """Beta, as given or by the loss."""
+        """Beta, as given or the default of the loss."""
         if self.beta is not None:
             return self.beta
         return 2.0 if self.loss == PreferenceLoss.SIMPO else 0.1
 
     @property
     def target_margin(self) -> float:
-        """Gamma of simpo, as given or half of beta, and 0 for other losses."""
+        """Gamma of simpo, as given or half of beta; 0 for other losses."""
         if self.loss != PreferenceLoss.SIMPO:
             return 0.0
         return self.strength / 2 if self.margin is None else self.margin
 
     @property
     def likelihood_weight(self) -> float:
-        """Weight of the better answer's mean nll."""
+        """Weight of the better answer's mean negative log likelihood."""
         if self.likelihood is not None:
             return self.likelihood
         return 1.0 if self.loss in (PreferenceLoss.ORPO, PreferenceLoss.CPO) else 0.0
 
     @property
     def has_reference(self) -> bool:
-        """Whether log probabilities of the model at the start are needed."""
+        """Tells whether the loss needs log probabilities of the model at the start."""
         return self.loss in (PreferenceLoss.DPO, PreferenceLoss.IPO)
 
 
@@ -101,10 +101,10 @@ def check_preferences(
     pipe: int,
     is_initialized: bool,
 ) -> None:
-    """Raises ConfigError where pairs cannot be learned from.
+    """Raises ConfigError where a run cannot train on pairs.
 
     Args:
-        cross_entropy: settings of the other loss that are given.
+        cross_entropy: names of settings of the cross entropy that are given.
         is_initialized: whether the run starts from a model.
     """
     if (preferences is None) != (data.format is not DataFormat.PREFERENCES):
@@ -138,7 +138,7 @@ def check_preferences(
 
 
 def parse_preferences(text: str) -> PreferenceConfig:
-    """Parses ``"dpo"`` or ``"loss=simpo,beta=2,margin=1"``; what is not named is the default."""
+    """Parses ``"dpo"`` or ``"loss=simpo,beta=2,margin=1"``; keys left out have their defaults."""
     values: dict[str, Any] = {}
     known = [field.name for field in dataclasses.fields(PreferenceConfig)]
     for number, item in enumerate(text.split(",")):

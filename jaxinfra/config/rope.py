@@ -1,4 +1,4 @@
-"""Rotary position embedding: its base, and the scalings that lengthen contexts."""
+"""Rotary position embedding (RoPE): its base, and the scalings for longer contexts."""
 
 import dataclasses
 import enum
@@ -25,8 +25,8 @@ class Llama3Scaling:
     """Llama 3.1: low frequencies divided by ``factor``, high ones kept, a linear ramp between."""
 
     factor: float  # of the context's length
-    low_frequency_factor: float  # slower turns are all scaled
-    high_frequency_factor: float  # faster turns are not scaled
+    low_frequency_factor: float  # slower rotations are all scaled
+    high_frequency_factor: float  # faster rotations are not scaled
     original_max_positions: int  # of pretraining
 
 
@@ -36,8 +36,8 @@ class YarnScaling:
 
     factor: float  # of the context's length
     original_max_positions: int  # of pretraining
-    beta_fast: float = 32.0  # turns within that context that are kept
-    beta_slow: float = 1.0  # turns that are interpolated
+    beta_fast: float = 32.0  # rotations within that context that are kept
+    beta_slow: float = 1.0  # rotations that are interpolated
     attention_factor: float | None = None  # None: 0.1 ln(factor) + 1
     truncate: bool = True  # round the ramp's ends to whole dims, as the reference code does
 
@@ -60,7 +60,7 @@ type RopeScaling = LinearScaling | NtkScaling | Llama3Scaling | YarnScaling | Lo
 
 
 class RopePairs(enum.StrEnum):
-    """Which elements of a head are turned together."""
+    """Pairs of a head's elements that are rotated together."""
 
     HALVES = "halves"  # i and i + d/2: GPT-NeoX, Llama as Hugging Face stores it
     NEIGHBOURS = "neighbours"  # 2i and 2i + 1: the paper, DeepSeek
@@ -71,7 +71,7 @@ class RopeConfig:
     """Rotary position embedding (Su et al. 2021), theta_i = theta^(-2i/d).
 
     Examples:
-        >>> jaxinfra.RopeConfig(theta=500_000).fraction  # of a head's numbers that are turned
+        >>> jaxinfra.RopeConfig(theta=500_000).fraction  # of a head's elements that are rotated
         1.0
     """
 
@@ -81,19 +81,19 @@ class RopeConfig:
     pairs: RopePairs = RopePairs.HALVES  # which numbers of a head turn together
 
     def rotary_dim(self, head_dim: int) -> int:
-        """How many of a head's elements are rotated."""
+        """Number of elements of a head that are rotated."""
         return int(head_dim * self.fraction)
 
 
 def check_rope(rope: RopeConfig, *, head_dim: int) -> None:
-    """Raises ConfigError where heads of this width cannot be rotated so."""
+    """Raises ConfigError where heads of this width cannot be rotated by this embedding."""
     if rope.theta <= 1.0:
         raise ConfigError(f"rope theta={rope.theta} must exceed 1: pairs turn at theta^(-2i/d)")
     rotary_dim = rope.rotary_dim(head_dim)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ConfigError(
             f"rotary embedding of {rotary_dim} of head_dim={head_dim} elements (fraction="
-            f"{rope.fraction}): it turns pairs, so the number must be even, positive and no larger"
+            f"{rope.fraction}): it rotates pairs, so the number must be even, positive, no larger"
         )
     scaling = rope.scaling
     if isinstance(scaling, LongRopeScaling):

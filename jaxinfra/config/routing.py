@@ -1,4 +1,4 @@
-"""How tokens choose their experts, and what keeps the choices even."""
+"""Routing of tokens to experts, and balancing of the experts' loads."""
 
 import dataclasses
 import enum
@@ -7,7 +7,7 @@ from jaxinfra.errors import ConfigError
 
 
 class Scoring(enum.StrEnum):
-    """How a router's logits become the scores that experts are weighed by."""
+    """Functions from a router's logits to the scores that weigh experts."""
 
     # Over all experts. Renormalized, it equals a softmax over the chosen ones: Mixtral, gpt-oss.
     SOFTMAX = "softmax"
@@ -15,7 +15,7 @@ class Scoring(enum.StrEnum):
 
 
 class GroupScore(enum.StrEnum):
-    """By what groups of experts are compared."""
+    """Scores by which groups of experts are compared."""
 
     MAX = "max"  # of the group's scores: DeepSeek-V2 (arXiv 2405.04434, section 2.2.2)
     TOP2_SUM = "top2_sum"  # sum of the two highest: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2)
@@ -23,7 +23,7 @@ class GroupScore(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RoutingConfig:
-    """From a router's logits to a token's experts and their weights, all in fp32."""
+    """Routing from a router's logits to a token's experts and their weights, all in fp32."""
 
     scoring: Scoring = Scoring.SOFTMAX  # of the router's logits
     renormalize: bool = True  # the chosen experts' weights sum to ``scale``
@@ -41,13 +41,13 @@ class RoutingConfig:
             raise ConfigError(f"routing scale={self.scale} must be positive")
         if not 1 <= self.top_groups <= self.num_groups:
             raise ConfigError(
-                f"top_groups={self.top_groups} must lie between 1 and num_groups={self.num_groups}"
+                f"top_groups={self.top_groups} must be between 1 and num_groups={self.num_groups}"
             )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BalanceConfig:
-    """What training does about uneven loads. Weights multiply means over tokens."""
+    """Measures of training against uneven loads; weights multiply means over tokens."""
 
     switch_loss: float = 0.0  # E sum_e share_e mean(p_e), share of tokens (arXiv 2101.03961, eq. 4)
     sequence_loss: float = 0.0  # the same within each sequence (arXiv 2412.19437, eq. 17 to 20)
@@ -70,7 +70,7 @@ class BalanceConfig:
 def check_choice(routing: RoutingConfig, *, num_experts: int, top_k: int) -> None:
     """Raises ConfigError where so many experts cannot be chosen from such groups."""
     if not 1 <= top_k <= num_experts:
-        raise ConfigError(f"top_k={top_k} must lie between 1 and num_experts={num_experts}")
+        raise ConfigError(f"top_k={top_k} must be between 1 and num_experts={num_experts}")
     if num_experts % routing.num_groups:
         raise ConfigError(
             f"num_experts={num_experts} is not a multiple of num_groups={routing.num_groups}; "

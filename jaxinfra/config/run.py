@@ -31,7 +31,7 @@ class StatisticsConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReliabilityConfig:
-    """Bounds and intervals of the guards; None turns one off."""
+    """Limits and intervals of a run's guards against hardware and numeric faults; None: off."""
 
     hang_s: float = 600.0  # the longest that a phase of a step may last before the run is aborted
     heartbeat_s: float = 10.0  # the longest that a process may give no sign of life
@@ -62,7 +62,7 @@ class ReliabilityConfig:
 
 
 class Remat(enum.StrEnum):
-    """What the backward pass recomputes, per block (Chen et al. 2016)."""
+    """Choices of what the backward pass recomputes in each block (Chen et al. 2016)."""
 
     NONE = "none"  # nothing: keep every intermediate
     DOTS = "dots"  # all but matmul and attention outputs
@@ -75,13 +75,13 @@ class Remat(enum.StrEnum):
 
     @property
     def is_open(self) -> bool:
-        """Whether a memory budget is still to decide."""
+        """Tells whether the choice depends on a memory budget that is still to be resolved."""
         return self in (Remat.AUTO, Remat.OPTIMAL)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class KeptValues:
-    """What layers keep for the backward pass, by the names of values in a block.
+    """Values that consecutive layers keep for the backward pass, by their names in a block.
 
     Examples:
         Eight layers that compute all but attention again, then eight that keep the gate too:
@@ -104,7 +104,7 @@ class KeptValues:
 
 
 class AttentionImplementation(enum.StrEnum):
-    """Which attention runs; a named one refuses what it cannot do."""
+    """Attention implementations; a named one refuses unsupported cases."""
 
     AUTO = "auto"
     HOPPER = "hopper"
@@ -114,7 +114,7 @@ class AttentionImplementation(enum.StrEnum):
 
 
 class ContextMethod(enum.StrEnum):
-    """How queries meet the keys of other devices on a mesh with a context axis."""
+    """Methods by which queries meet keys of other devices on a mesh with a context axis."""
 
     AUTO = "auto"  # the ring; in a pipeline all_gather
     RING = "ring"  # keys travel round the devices, hidden behind attention (Liu et al. 2023)
@@ -128,7 +128,7 @@ LATENT_METHODS = (ContextMethod.AUTO, ContextMethod.ALL_GATHER)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
-    """Length, batch and step of a training run.
+    """Length, batch size and step of a training run.
 
     Examples:
         >>> training = jaxinfra.TrainingConfig(steps=500, batch_size=32, sequence_length=1024)
@@ -184,7 +184,7 @@ class TrainingConfig:
             )
         if not 0 <= self.seed < 1 << 32:
             raise ConfigError(
-                f"seed={self.seed} must lie in [0, 2^32): larger ones are not told apart"
+                f"seed={self.seed} must be in [0, 2^32): larger ones are not told apart"
             )
         if self.memory_budget_gib is not None and (
             self.memory_budget_gib <= 0 or self.remat not in (Remat.AUTO, Remat.OPTIMAL)
@@ -213,7 +213,7 @@ class TrainingConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """When checkpoints are written and which are kept.
+    """Times at which checkpoints are written, and which of them are kept.
 
     Examples:
         >>> checkpoint = jaxinfra.CheckpointConfig(every=100, keep_last=3)
@@ -233,7 +233,7 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """Everything that decides what a run computes.
+    """All settings that decide what a run computes.
 
     Examples:
         >>> config = jaxinfra.preset("tiny")
@@ -248,7 +248,7 @@ class RunConfig:
     training: TrainingConfig  # how long, in which batches
     precision: PrecisionConfig = PrecisionConfig()  # number formats
     mesh: MeshConfig = MeshConfig()  # devices, by axis
-    sharding: ShardingConfig = ShardingConfig()  # what lies where, where there is a choice
+    sharding: ShardingConfig = ShardingConfig()  # which states are sharded
     pipeline: PipelineConfig = PipelineConfig()  # of stages, with mesh.pipe
     exchange: ExchangeConfig = ExchangeConfig()  # of tokens between experts, with mesh.expert
     checkpoint: CheckpointConfig = CheckpointConfig()  # when states are saved

@@ -1,4 +1,4 @@
-"""The rules that span the configs of a run, such as sizes that divide over mesh axes."""
+"""Checks across the configs of a run, such as that sizes divide over mesh axes."""
 
 from jaxinfra.config.finetune import BaseWeights
 from jaxinfra.config.mesh import EXPERT, MeshConfig
@@ -122,12 +122,12 @@ def _validate_lora(run: RunConfig) -> None:
     kept = BaseWeights.COMPUTE if run.lora is None else run.lora.base
     if kept is not BaseWeights.COMPUTE and run.precision.fp8 is not None:
         raise ConfigError(
-            f"lora base={kept} with precision.fp8: a weight in few bits is dequantized and "
+            f"lora base={kept} with precision.fp8: a quantized weight is dequantized and "
             "multiplied in the compute dtype; leave one of them out"
         )
     if kept is not BaseWeights.COMPUTE and run.sharding.keep_gathered:
         raise ConfigError(
-            f"lora base={kept} with keep_gathered: weights in few bits are dequantized in each "
+            f"lora base={kept} with keep_gathered: quantized weights are dequantized in each "
             "pass; leave one of them out"
         )
     if run.lora is not None and run.mesh.pipe > 1:
@@ -206,14 +206,14 @@ def _validate_keep_gathered(run: RunConfig) -> None:
 
 
 def may_keep_gathered(run: RunConfig) -> bool:
-    """Whether there are gathered weights that a step could keep."""
+    """Tells whether there are gathered weights that a step could keep."""
     in_few_bits = run.lora is not None and run.lora.base is not BaseWeights.COMPUTE
     is_gathered = run.mesh.fsdp > 1 and run.sharding.zero == 3
     return is_gathered and run.mesh.pipe == 1 and run.precision.fp8 is None and not in_few_bits
 
 
 def _validate_own(run: RunConfig) -> None:
-    """What parts of the user's own cannot do."""
+    """Checks that the run asks nothing of the user's own layers that they cannot do."""
     mesh, training, mixers = run.mesh, run.training, [b.mixer for b in run.model.blocks]
     functions = [m.function for m in mixers if isinstance(m, GroupedAttentionConfig) and m.function]
     records = [type(mixer).__name__ for mixer in mixers if isinstance(mixer, OwnMixer)]
@@ -279,7 +279,7 @@ def _validate_context_of_latents(run: RunConfig) -> None:
 
 
 def _validate_context_of_stages(run: RunConfig) -> None:
-    """Stages do different things at a time, and a permutation would wait for all of them."""
+    """Refuses ring attention in a pipeline, whose stages do different work at the same time."""
     if run.mesh.context > 1 and run.training.context_method is ContextMethod.RING:
         raise ConfigError(
             f"context_method=ring is not supported with pipe={run.mesh.pipe}: stages would wait "

@@ -6,7 +6,7 @@ of the batch says, in an order chosen by the seed.
 
 A share is rarely a whole number of rows. The sources divide the line from 0 to 1 by their shares,
 and row i of a step's B rows belongs to the source at ``(i + v) / B`` (systematic sampling). The
-offset v moves by the golden ratio from step to step, so over many steps each source is read as
+offset v moves by the golden ratio between steps, so over many steps each source is read as
 often as its shares say, within a few rows.
 """
 

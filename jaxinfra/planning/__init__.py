@@ -1,1 +1,1 @@
-"""What fits, which mesh, how fast, and how far the answers are from measurements."""
+"""Planning of runs and servers: what fits, which mesh, how fast, and how accurate that is."""

@@ -1,6 +1,6 @@
 """Constants of each GPU type and its links, read from ``constants/*.json`` with their sources.
 
-What ``jaxinfra bench`` measured on the user's own GPUs replaces them.
+Measurements by ``jaxinfra bench`` on the user's own GPUs replace them.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ from jaxinfra.runtime.files import is_of_type, read_json, require_type
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Device:
-    """One GPU as the cost model sees it. Times in seconds, sizes in bytes, rates per second.
+    """One GPU in the cost model. Times are in seconds, sizes in bytes, rates per second.
 
-    Equal to itself only: what was computed for one set of constants is kept by the set.
+    Two devices are equal only if they are the same object, so results can be cached by it.
     """
 
     name: str
@@ -45,23 +45,24 @@ class Device:
     network_latency_s: float
     network_hop_s: float
     overlap: float  # share of the data axes' collectives that compute really hides
-    collective_sms: int  # multiprocessors that a running collective takes from compute
+    collective_sms: int  # SMs that a running collective takes from compute
     reserved_bytes: int  # context, NCCL buffers, fragmentation
     dollars_per_hour: float
     sources: Mapping[str, str]
 
     @property
     def beside(self) -> float:
-        """Share of a collective's time that is hidden where nothing waits for it: all of it, less
-        the multiprocessors that the compute beside it misses.
+        """Share of a collective's time that independent computation hides.
+
+        It is below 1 by the SMs that the collective takes from the computation beside it.
         """
         return 1 - self.collective_sms / self.num_sms
 
     def link(self, members_in_node: int, members: int) -> tuple[float, float]:
-        """Bus bandwidth and latency of a group with so many members in each node.
+        """Returns bus bandwidth and latency of a group with so many members in each node.
 
-        A ring through several nodes crosses each of them on as many adapters as it has members
-        there, so it runs at the slower of the node's links and those adapters together.
+        A ring through several nodes uses as many network adapters of each node as it has members
+        there. So it runs at the slower of the node's links and those adapters together.
         """
         if members <= members_in_node:
             return self.node_bytes_per_s, self.node_latency_s
@@ -74,7 +75,7 @@ NAMES = ("a100", "h100", "h200", "b200")
 
 @functools.cache
 def find_device(name: str) -> Device:
-    """A GPU type by name; raises ConfigError naming the known ones."""
+    """Returns a GPU type by name; raises ConfigError naming the known ones."""
     if name not in NAMES:
         raise ConfigError(f"unknown device {name!r}{nearest(name, NAMES)}")
     text = (resources.files("jaxinfra.planning") / "constants" / f"{name}.json").read_text()
@@ -93,7 +94,7 @@ def find_device(name: str) -> Device:
 
 
 def with_measurements(device: Device, measured: Mapping[str, Any], *, source: str) -> Device:
-    """The device with constants that a benchmark of the user's own wrote in place of ours."""
+    """Returns the device with constants of the user's own benchmark in place of ours."""
     known = {field.name for field in dataclasses.fields(Device)} - {"sources", "name"}
     unknown = sorted(set(measured) - known)
     if unknown:
@@ -121,10 +122,10 @@ _LARGEST_BYTES = 2**28  # of a training step's collectives; larger ones run some
 
 
 def with_bench_results(device: Device, directory: Path) -> Device:
-    """The device by the results in a directory, newer over older; as it was where none are its own.
+    """Returns the device with constants measured in a directory, newer files over older ones.
 
-    Read are those of ``bench constants`` and ``bench collectives`` whose device is of this kind;
-    each constant's source then names the file.
+    Files of ``bench constants`` and ``bench collectives`` are read whose device is of this kind;
+    each constant's source then names the file. Without any, the device stays as it was.
 
     Raises:
         ConfigError: a file is no JSON, or holds a constant of another name.
@@ -161,7 +162,7 @@ class _Collectives(TypedDict):
 
 
 def constants_of(values: Any, device: Device) -> dict[str, Any]:
-    """What a benchmark's result says of this device's cost model; empty where nothing."""
+    """Reads the constants of this device's cost model from a benchmark's result; may be empty."""
     if not is_of_type(values, _Result) or values["environment"]["device"] != device.kind:
         return {}
     if "constants" in values:

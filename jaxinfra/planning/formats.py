@@ -1,4 +1,4 @@
-"""Number formats as arithmetic, and the bytes per parameter of each training recipe."""
+"""Number formats and their arithmetic, and the bytes per parameter of each training recipe."""
 
 import dataclasses
 import functools
@@ -7,7 +7,7 @@ import math
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NumberFormat:
-    """sign, exponent and fraction bits; how the top exponent is spent differs.
+    """A number format: bits of sign, exponent and fraction, and the use of the top exponent.
 
     ``specials``: "ieee" keeps the top exponent for infinities and NaN, "nan" gives up only the
     all-ones fraction of it (e4m3fn), "none" gives up nothing (e2m1), "integer" has no exponent.
@@ -21,12 +21,12 @@ class NumberFormat:
 
     @property
     def bias(self) -> int:
-        """Of the exponent."""
+        """The exponent's bias."""
         return 2 ** (self.exponent_bits - 1) - 1
 
     @property
     def largest(self) -> float:
-        """Greatest finite value."""
+        """The greatest finite value."""
         if self.specials == "integer":
             return 2 ** (self.bits - 1) - 1
         top = 2**self.exponent_bits - 1 - self.bias
@@ -39,19 +39,19 @@ class NumberFormat:
 
     @property
     def smallest_normal(self) -> float:
-        """Least positive value with full precision."""
+        """The least positive value with full precision."""
         return 1.0 if self.specials == "integer" else 2.0 ** (1 - self.bias)
 
     @property
     def smallest(self) -> float:
-        """Least positive value: subnormal where there are any."""
+        """The least positive value, subnormal where there are any."""
         if self.specials == "integer":
             return 1.0
         return self.smallest_normal * 2.0**-self.fraction_bits
 
     @property
     def epsilon(self) -> float:
-        """Distance from 1 to the next value."""
+        """The distance from 1 to the next value."""
         return 1.0 if self.specials == "integer" else 2.0**-self.fraction_bits
 
     @property
@@ -77,7 +77,7 @@ FORMATS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainingRecipe:
-    """Bytes that a training recipe keeps for each parameter, by role, and what its matmuls read."""
+    """Bytes per parameter that a training recipe keeps, by role, and the format of its matmuls."""
 
     name: str
     compute: str  # format of matmul operands: bf16, fp8, ...
@@ -89,27 +89,27 @@ class TrainingRecipe:
 
     @property
     def gradient_bytes(self) -> int:
-        """Gradients and the copy they are summed in."""
+        """Bytes per parameter of gradients and of the copy they are summed in."""
         return self.gradients + self.accumulated
 
     @property
     def summed_bytes(self) -> int:
-        """Of the sum over micro-batches, which the optimizer reads."""
+        """Bytes per parameter of the sum over micro-batches, which the optimizer reads."""
         return self.accumulated or self.gradients
 
     @property
     def optimizer_bytes(self) -> int:
-        """What the optimizer keeps between steps, beside the weights themselves."""
+        """Bytes per parameter that the optimizer keeps between steps, beside the weights."""
         return self.master + self.moments
 
     @property
     def activation_bytes(self) -> float:
-        """Bytes of an activation's element."""
+        """Bytes per element of an activation."""
         return 4.0 if self.compute == "fp32" else 2.0
 
     @property
     def total(self) -> int:
-        """Bytes a parameter."""
+        """Bytes per parameter in total."""
         return self.weights + self.gradient_bytes + self.optimizer_bytes
 
 
@@ -141,10 +141,10 @@ RECIPES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Correspondence:
-    """A published recipe, and the settings of jaxinfra that come to it."""
+    """A published recipe, and the settings of jaxinfra that match it."""
 
     published: str  # in ``RECIPES``
-    ours: str  # likewise
+    ours: str  # in ``RECIPES``
     settings: tuple[str, ...]  # as ``--set`` takes them
     differs: tuple[str, ...] = ()  # what our design does not hold, or holds in other formats
 
@@ -219,7 +219,7 @@ OURS = frozenset({"bf16", "fp32", *(each.ours for each in CORRESPONDENCES)})
 
 @functools.cache
 def recipe_of(name: str, *, sums: bool) -> TrainingRecipe:
-    """A recipe by name; of ours, with ``sums`` of gradients or without. Others stay as published.
+    """Returns a recipe by name; ``sums`` adds or removes the sums of gradients in our own recipes.
 
     Examples:
         >>> recipe_of("bf16", sums=True) == dataclasses.replace(RECIPES["bf16-summed"], name="bf16")

@@ -46,7 +46,7 @@ _PLAIN_BYTES = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ServedArray:
-    """An array of the model, of all layers that have it."""
+    """An array of the model, over all layers that have it."""
 
     held: jax.ShapeDtypeStruct | QuantizedWeight  # shapes, as an engine keeps them
     active: float = 1.0  # share of it that a token meets
@@ -56,12 +56,14 @@ class ServedArray:
 
     @property
     def nbytes(self) -> int:
-        """That are kept."""
+        """Bytes that are stored."""
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self.held))
 
     def traffic(self, tokens: int) -> float:
-        """Bytes that a pass over so many tokens reads of it, or writes and reads where the weight
-        is dequantized first.
+        """Returns the bytes that a pass over so many tokens moves for this array.
+
+        The pass reads it; where the weight is dequantized first, it also writes and reads that
+        copy.
         """
         if self.num_rows is not None:
             return self.nbytes * min(tokens, self.num_rows) / self.num_rows
@@ -82,7 +84,7 @@ class ServedArray:
 
 
 def stored_format(name: str) -> tuple[str, int]:
-    """The format and the group in which a model's files have its weights, as its config says.
+    """Returns the format and the group size of the weights in a model's files, from its config.
 
     Raises:
         ConfigError: a format that ``jaxinfra quantize`` does not write.
@@ -102,7 +104,7 @@ def stored_format(name: str) -> tuple[str, int]:
 
 
 def require_format(weights: str, group: int) -> None:
-    """Raises ConfigError for no format of weights, or a group that none has."""
+    """Raises ConfigError for an unknown format of weights, or a group that it does not have."""
     if weights not in WEIGHTS:
         raise ConfigError(
             f"unknown weight format {weights!r}{nearest(weights, WEIGHTS)}; known: "
@@ -115,12 +117,12 @@ def require_format(weights: str, group: int) -> None:
 def served_arrays(
     model: PlannedModel, weights: str, group: int, kind: str | None
 ) -> tuple[ServedArray, ...]:
-    """All arrays of a model.
+    """Returns all arrays of a model as it is served.
 
     Args:
-        group: inputs that share a scale, of weights in 4 bits.
+        group: number of inputs that share a scale, for weights in 4 bits.
         kind: JAX's name of the one device that serves; None: several do, which have no kernel for
-            weights in few bits.
+            quantized weights.
 
     Raises:
         ConfigError, UnsupportedError: weights that ``jaxinfra quantize`` would not make.
@@ -154,10 +156,10 @@ def _served(info: ParameterInfo, leaf: Any, kind: str | None, *, is_tied: bool) 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Serving:
-    """How a model is served: one copy over ``devices`` GPUs, weights and cache split evenly.
+    """A model to serve: one copy over ``devices`` GPUs, weights and cache split evenly.
 
     Times are rooflines of one device's share; communication between devices is not in them. Where a
-    weight in few bits has no kernel, writing and reading it in 16 bits is in them.
+    quantized weight has no kernel, they include writing and reading it in 16 bits.
     """
 
     devices: int = 1
@@ -175,14 +177,14 @@ class Serving:
         return "fp8" if self.weights.startswith("w8a8") else "bf16"
 
     def arrays(self, model: PlannedModel, device: Device) -> tuple[ServedArray, ...]:
-        """What is kept of a model's weights."""
+        """Arrays of the model, as they are served."""
         kind = device.kind if self.devices == 1 else None
         return served_arrays(model, self.weights, self.group, kind)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """One pass: its FLOPs and bytes on one device, and the time their roofline allows."""
+    """One pass: its FLOPs and bytes on one device, and its time by the roofline."""
 
     flops: float
     memory_bytes: float
@@ -191,7 +193,7 @@ class Phase:
 
     @property
     def intensity(self) -> float:
-        """FLOPs per byte."""
+        """Arithmetic intensity in FLOPs per byte."""
         return self.flops / self.memory_bytes
 
 
@@ -201,31 +203,32 @@ def ridge(device: Device, compute: str = "bf16") -> float:
 
 
 def attainable(device: Device, intensity: float, compute: str = "bf16") -> float:
-    """FLOP/s at an intensity: the lower of the roof and the slope."""
+    """Returns the attainable FLOP/s at an intensity: the lower of compute and bandwidth."""
     return min(device.flops[compute], intensity * device.hbm_bytes_per_s)
 
 
 def weight_bytes(model: PlannedModel, device: Device, serving: Serving) -> int:
-    """All weights of one copy, as an engine keeps them: codes, scales and zero points, and what
-    stays in 16 bits.
-    """
+    """Returns the bytes of one copy's weights: codes, scales, zero points and 16-bit weights."""
     return sum(each.nbytes for each in serving.arrays(model, device))
 
 
 def cache_room(model: PlannedModel, device: Device, serving: Serving) -> float:
-    """Bytes left for caches over all devices of a copy; negative where the weights do not fit."""
+    """Returns the bytes left for caches on all devices; negative where the weights do not fit."""
     whole = serving.devices * (device.hbm_bytes - device.reserved_bytes)
     return whole - weight_bytes(model, device, serving)
 
 
 def max_batch(model: PlannedModel, device: Device, serving: Serving, *, context: int) -> int:
-    """Sequences of ``context`` tokens whose caches fit beside the weights."""
+    """Returns the number of sequences of ``context`` tokens whose caches fit beside the weights."""
     one = kv_bytes(model, batch=1, context=context, cache_format=serving.cache)
     return max(int(cache_room(model, device, serving) // one), 0)
 
 
 def max_context(model: PlannedModel, device: Device, serving: Serving, *, batch: int = 1) -> int:
-    """Tokens each of ``batch`` sequences may have; layers with windows need none beyond them."""
+    """Returns the number of tokens that each of ``batch`` sequences may have.
+
+    Layers with windows need no memory beyond their window.
+    """
     room = cache_room(model, device, serving)
 
     def cached(context: int) -> float:
@@ -237,7 +240,7 @@ def max_context(model: PlannedModel, device: Device, serving: Serving, *, batch:
 def prefill(
     model: PlannedModel, device: Device, serving: Serving, *, batch: int, length: int
 ) -> Phase:
-    """One pass over prompts: weights are read once for all of their tokens."""
+    """Predicts one pass over prompts: weights are read once for all of their tokens."""
     flops = model.forward_flops(length, batch=batch)
     read = _read_weights(model, device, serving, tokens=batch * length)
     written = kv_bytes(model, batch=batch, context=length, cache_format=serving.cache)
@@ -248,7 +251,7 @@ def prefill(
 def decode(
     model: PlannedModel, device: Device, serving: Serving, *, batch: int, context: int
 ) -> Phase:
-    """One new token for each sequence: every weight and every cached token is read."""
+    """Predicts one new token for each sequence: every weight and every cached token is read."""
     flops = model.decode_flops(context, batch=batch)
     read = _read_weights(model, device, serving, tokens=batch)
     cached = kv_bytes(model, batch=batch, context=context, cache_format=serving.cache)
@@ -276,10 +279,11 @@ def _phase(device: Device, serving: Serving, flops: float, size: float) -> Phase
 def crossover_batch(
     model: PlannedModel, device: Device, serving: Serving, *, context: int
 ) -> int | None:
-    """The least batch whose decode step is compute-bound at the peaks, or None: each sequence
-    brings its own cache to read, so with long contexts no batch is large enough.
+    """Returns the least batch whose decode step is compute-bound, or None if no batch is.
 
-    Without caches it is the ridge point times the bytes per weight over two: H100 295, H200 206.
+    Every sequence adds its own cache to the bytes read, so with long contexts no batch is large
+    enough. Without caches the batch is the ridge point times the bytes per weight over two: H100
+    295, H200 206.
     """
     compute = serving.compute
     rate, bandwidth = device.flops[compute], device.hbm_bytes_per_s
@@ -302,7 +306,7 @@ def crossover_batch(
 def summary(
     model: PlannedModel, device: Device, serving: Serving, *, context: int, batch: int
 ) -> dict[str, Any]:
-    """The figures of the tables and of ``--json``."""
+    """Returns the figures of the tables and of ``--json``."""
     pre = prefill(model, device, serving, batch=batch, length=context)
     step = decode(model, device, serving, batch=batch, context=context)
     return {
@@ -337,8 +341,9 @@ def summary(
 def by_weights(
     model: PlannedModel, device: Device, serving: Serving, *, context: int, batch: int
 ) -> list[dict[str, Any]]:
-    """What is kept, what fits beside it and a decode step with each format of the weights;
-    ``unsupported`` says why there is no such model.
+    """Compares formats of the weights: their bytes, the cache that fits, a decode step.
+
+    ``unsupported`` says why a format does not exist for this model.
     """
     plain = dataclasses.replace(serving, weights=PLAIN)
     slowest = decode(model, device, plain, batch=batch, context=context).seconds
@@ -367,7 +372,7 @@ def by_weights(
 def by_cache(
     model: PlannedModel, device: Device, serving: Serving, *, context: int
 ) -> list[dict[str, Any]]:
-    """What fits beside the weights with each format of the cache, and when decode turns."""
+    """Compares formats of the cache: what fits, and when decode becomes compute-bound."""
     forms = [dataclasses.replace(serving, cache=name) for name in ("bf16", "fp8", "int8", "int4")]
     return [
         {
@@ -383,7 +388,7 @@ def by_cache(
 def by_batch(
     model: PlannedModel, device: Device, serving: Serving, *, context: int
 ) -> list[dict[str, Any]]:
-    """A decode step of growing batches, as many as fit and the first that does not."""
+    """Predicts decode steps of growing batches, as many as fit and the first that does not."""
     most = max_batch(model, device, serving, context=context)
     sizes = [1 << exponent for exponent in range(17)]
     beyond = [size for size in sizes if size > most][:1]

@@ -1,4 +1,4 @@
-"""How a step is spread over devices and micro-batches: what a plan is made for."""
+"""The layout of a training step over devices and micro-batches, which a plan prices."""
 
 import dataclasses
 from typing import Any
@@ -23,7 +23,7 @@ BY_STRENGTH = (Remat.NONE, Remat.DOTS, Remat.MLP, Remat.NAMED, Remat.FULL)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Traits:
-    """What a software stack does differently; the defaults are this code base's."""
+    """Properties in which software stacks differ; the defaults are this code base's."""
 
     fused_attention: bool = True  # no scores in memory (Dao et al. 2022)
     dropout: bool = False  # on scores and residual branches
@@ -95,28 +95,30 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """Product of the mesh axes; experts live on the data axes."""
+        """Number of devices: the product of the mesh axes; experts share the data axes."""
         return self.mesh.num_devices
 
     @property
     def data(self) -> int:
-        """Shards of the batch."""
+        """Number of shards of the batch."""
         return self.mesh.num_data_shards
 
     def data_shards(self, *, experts: bool) -> int:
-        """Shards of a weight's width; experts have fewer copies to shard."""
+        """Number of shards of a weight's width; experts have fewer copies to shard."""
         return self.mesh.fsdp_beside_experts if experts else self.mesh.fsdp
 
     @property
     def may_keep_gathered(self) -> bool:
-        """Whether there are gathered weights that a step could keep."""
+        """Tells whether there are gathered weights that a step could keep."""
         is_gathered = self.mesh.fsdp > 1 and self.zero == 3
         return is_gathered and self.mesh.pipe == 1 and self.bytes_a_parameter.compute != "fp8"
 
     @property
     def keeps_gathered_experts(self) -> bool:
-        """Whether experts' weights, gathered beside the exchange, stay for the backward pass: what
-        recomputes nothing keeps them like any other result.
+        """Tells whether gathered weights of experts stay for the backward pass.
+
+        They are gathered beside the exchange, and stay where nothing is recomputed, like any other
+        result.
         """
         if self.mesh.expert == 1 or self.zero < 3 or self.remat is not Remat.NONE:
             return False
@@ -124,12 +126,12 @@ class Layout:
 
     @property
     def micro_rows(self) -> int:
-        """Sequences of a micro-batch on one device."""
+        """Sequences per micro-batch and device."""
         return self.batch // (self.accumulation * self.data)
 
     @property
     def micro_tokens(self) -> int:
-        """Tokens of a micro-batch on one device, its share of the context among them."""
+        """Tokens per micro-batch and device, its share of the context."""
         return self.micro_rows * self.length // self.mesh.context
 
     @property
@@ -139,23 +141,23 @@ class Layout:
 
     @property
     def activation_bytes(self) -> float:
-        """Bytes of an activation's element."""
+        """Bytes per element of an activation."""
         return self.bytes_a_parameter.activation_bytes
 
     @property
     def axes(self) -> dict[str, int]:
-        """Sizes by name, slowest link first, then the part of the data axes that experts take."""
+        """Axis sizes by name, slowest link first, then the data axes' part for experts."""
         return {**self.mesh.sizes(), EXPERT: self.mesh.expert}
 
     def members(self, axis: str) -> int:
-        """Devices that a collective goes over: of an exchange in two levels those of each level."""
+        """Returns the number of devices in a collective, on each level of an exchange."""
         num_nodes = self.exchange.num_nodes(self.mesh.expert)
         levels = {EXPERT: self.mesh.expert // num_nodes, NODES: num_nodes}
         return levels[axis] if axis in levels else self.axes[axis]
 
     @property
     def of_one_layer(self) -> "Layout":
-        """A layout that one layer and micro-batch cannot tell from this one."""
+        """Returns a simpler layout with the same costs per layer and micro-batch, for caching."""
         expert, accumulation = self.mesh.expert, 2 if self.accumulation > 1 else 1
         return dataclasses.replace(
             self,
@@ -168,12 +170,12 @@ class Layout:
         )
 
     def describe(self) -> str:
-        """Axes of more than one device, such as ``pipe=2 x fsdp=4``."""
+        """Names the axes of more than one device, such as ``pipe=2 x fsdp=4``."""
         return " x ".join(f"{axis}={size}" for axis, size in self.axes.items() if size > 1) or "1"
 
 
 def lay_out(**choices: Any) -> Layout:
-    """A layout with mesh axes among its choices: ``lay_out(fsdp=8, length=4096, ...)``."""
+    """Makes a layout from mesh axes and other choices: ``lay_out(fsdp=8, length=4096, ...)``."""
     sizes = {axis: choices.pop(axis) for axis in (*MESH_AXES, EXPERT) if axis in choices}
     return Layout(mesh=MeshConfig(**sizes), **choices)
 
@@ -186,7 +188,7 @@ def check(model: PlannedModel, layout: Layout) -> None:
 
 
 def refusal(model: PlannedModel, layout: Layout) -> str | None:
-    """Why this model cannot be laid out so, or None."""
+    """Returns why this model cannot have this layout, or None."""
     mesh = layout.mesh
     if layout.accumulation < 1:
         return f"accumulation={layout.accumulation} must be at least 1"

@@ -1,4 +1,4 @@
-"""A model as planning reads it: its definition's table by kind of layer, derived once."""
+"""A model for planning: its parameter table by kind of layer, derived once."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from jaxinfra.runtime.files import read_json
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class LayerKind:
-    """Layers that are built alike; equal to itself only, so that caches find it by identity."""
+    """Layers of the same structure; equality is identity, so that results can be cached by it."""
 
     block: BlockConfig
     model_dim: int
@@ -34,17 +34,17 @@ class LayerKind:
 
     @property
     def mixer(self) -> MixerConfig:
-        """Its attention."""
+        """The attention of these layers."""
         return self.block.mixer
 
     @property
     def feed_forward(self) -> FeedForwardConfig:
-        """Its dense layer or experts."""
+        """The dense feed-forward layer or the experts of these layers."""
         return self.block.feed_forward
 
     @functools.cached_property
     def num_norms(self) -> int:
-        """Norms over the residual stream."""
+        """Number of norms over the residual stream."""
         return 4 if self.block.norm_placement is NormPlacement.SANDWICH else 2
 
     @functools.cached_property
@@ -56,12 +56,12 @@ class LayerKind:
         return mixer.cache.elements
 
     def kv_width_on(self, tensor: int) -> float:
-        """Of it, what a device of the tensor axis has: at least a key/value head."""
+        """Returns the ``kv_width`` of one tensor-axis device: at least one key/value head."""
         return self.kv_width / min(tensor, self.mixer.num_kv_heads)
 
     @functools.cached_property
     def hidden_width(self) -> int:
-        """Hidden elements of a token in the feed-forward layer, all experts it passes together."""
+        """Hidden elements per token in the feed-forward layer, over its active experts."""
         feed_forward = self.feed_forward
         if isinstance(feed_forward, ExpertsConfig):
             return feed_forward.top_k * feed_forward.hidden_dim + feed_forward.shared_hidden_dim
@@ -70,7 +70,7 @@ class LayerKind:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedModel:
-    """A model by name. Equal to itself only."""
+    """A model by name; equality is identity, so that results can be cached by it."""
 
     name: str
     config: ModelConfig
@@ -79,7 +79,7 @@ class PlannedModel:
 
     @functools.cached_property
     def num_experts(self) -> int:
-        """Routed experts of the layers that have fewest; 0 where none routes."""
+        """Number of routed experts in the layers with the fewest; 0 without experts."""
         counts = [
             layer.feed_forward.num_experts
             for layer in self.layers
@@ -98,30 +98,30 @@ class PlannedModel:
 
     @functools.cached_property
     def rows(self) -> tuple[tuple[ParameterInfo, int], ...]:
-        """Every array of one layer or of the ends, and how many layers have it."""
+        """Every array of one layer or of the ends, and the number of layers that have it."""
         in_layers = [(each, layer.count) for layer in self.layers for each in layer.parameters]
         return (*in_layers, *((each, 1) for each in self.ends))
 
     @functools.cached_property
     def matmul_parameters(self) -> int:
-        """Active elements that a token is multiplied with."""
+        """Number of parameters that each token is multiplied with."""
         return sum(count * flops.matmul_parameters((each,)) for each, count in self.rows)
 
     def forward_flops(self, length: int, *, batch: int = 1) -> float:
-        """``models.flops.forward_flops``."""
+        """Counts FLOPs of a forward pass by ``models.flops.forward_flops``."""
         return flops.forward_flops(self.config, self.matmul_parameters, length, batch=batch)
 
     def training_flops(self, length: int, *, batch: int = 1) -> float:
-        """``models.flops.training_flops`` of all parameters."""
+        """Counts FLOPs of a training step with all parameters trained (``training_flops``)."""
         return flops.training_flops(self.config, self.matmul_parameters, length, batch=batch)
 
     def decode_flops(self, context: int, *, batch: int = 1) -> float:
-        """``models.flops.decode_flops``."""
+        """Counts FLOPs of a decode step by ``models.flops.decode_flops``."""
         return flops.decode_flops(self.config, self.matmul_parameters, context, batch=batch)
 
 
 def shards(parameter: ParameterInfo, *, tensor: int, expert: int) -> int:
-    """Devices that one copy is spread over by tensor and expert parallelism."""
+    """Counts devices that share one copy by tensor and expert parallelism."""
     by_tensor = used_shards(parameter, tensor=tensor)
     # Heads fewer than the axis are kept whole, and repeated where they are used.
     by_tensor = by_tensor if by_tensor == tensor else 1
@@ -129,7 +129,7 @@ def shards(parameter: ParameterInfo, *, tensor: int, expert: int) -> int:
 
 
 def used_shards(parameter: ParameterInfo, *, tensor: int) -> int:
-    """Parts that tensor parallelism cuts a product with it into: at most a key/value head each."""
+    """Counts parts that tensor parallelism cuts a matmul into: at most one per key/value head."""
     for dim, size in zip(parameter.dims, parameter.shape, strict=True):
         if dim in TENSOR_DIMS:
             return min(tensor, size) if dim == axes.KV_HEADS else tensor
@@ -137,17 +137,17 @@ def used_shards(parameter: ParameterInfo, *, tensor: int) -> int:
 
 
 def is_expert(parameter: ParameterInfo) -> bool:
-    """Whether it belongs to the routed experts."""
+    """Tells whether an array belongs to the routed experts."""
     return axes.EXPERTS in parameter.dims
 
 
 def total_parameters(model: PlannedModel) -> int:
-    """Elements of every array, those changed by rule among them."""
+    """Counts the elements of every array, including those changed by rule."""
     return sum(each.size * count for each, count in model.rows)
 
 
 def active_parameters(model: PlannedModel, *, with_embedding: bool = True) -> int:
-    """Elements that one token meets: all but the routed experts it is not sent to.
+    """Counts parameters that one token meets: all but the routed experts it is not sent to.
 
     Args:
         with_embedding: count the whole input table, as DeepSeek-V3's "37B activated" does, though
@@ -160,7 +160,7 @@ def active_parameters(model: PlannedModel, *, with_embedding: bool = True) -> in
 
 
 def parameters_by_role(model: PlannedModel) -> dict[str, int]:
-    """Elements of attention, mlp, experts, shared experts, router, norms and tables."""
+    """Counts parameters of attention, mlp, experts, shared experts, router, norms and tables."""
     roles: dict[str, int] = dict.fromkeys(_ROLES.split(), 0)
     for each, count in model.rows:
         roles[_role(each)] += each.size * count
@@ -182,7 +182,7 @@ def _role(parameter: ParameterInfo) -> str:
 
 @functools.cache
 def plan_model(config: ModelConfig, *, name: str = "model") -> PlannedModel:
-    """Traces the model abstractly; nothing is allocated."""
+    """Traces the model abstractly for planning; nothing is allocated."""
     layers: dict[BlockConfig, LayerKind] = {}
     table = define_model(config, execution_on()).table()
     for i, (block, repeats) in enumerate(zip(config.blocks, config.repeats, strict=True)):
@@ -211,7 +211,7 @@ def plan_model(config: ModelConfig, *, name: str = "model") -> PlannedModel:
 
 
 def find_model(name: str) -> PlannedModel:
-    """A preset, or what a ``config.json`` describes, or one in a directory."""
+    """Finds a model: a preset, or the model of a ``config.json`` or of a directory with one."""
     if name in MODELS:
         return plan_model(MODELS[name](), name=name)
     file = config_file(name)
@@ -221,7 +221,7 @@ def find_model(name: str) -> PlannedModel:
 
 
 def config_file(name: str) -> Path | None:
-    """The ``config.json`` that a model's name means; None: it is a preset's, or none."""
+    """Returns the ``config.json`` that a model's name means; None for other names."""
     path = Path(name)
     if name not in MODELS and path.is_dir():
         return path / "config.json"

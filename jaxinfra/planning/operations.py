@@ -38,7 +38,7 @@ class PlannedMatmul:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryPass:
-    """An elementwise pass over so many bytes, reads and writes together."""
+    """An elementwise pass over memory, with its bytes read and written together."""
 
     name: str
     size: float
@@ -46,7 +46,7 @@ class MemoryPass:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Core:
-    """Fused attention."""
+    """The operations of fused attention."""
 
     name: str
     flops: float
@@ -57,8 +57,10 @@ class Core:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedCollective:
-    """One collective over a mesh axis; ``size`` is the whole array's bytes on one device after an
-    all-gather, before a reduce-scatter, and either side of an all-reduce or exchange.
+    """One collective over a mesh axis.
+
+    Its ``size`` is the whole array's bytes on one device: after an all-gather, before a
+    reduce-scatter, and on either side of an all-reduce or exchange.
     """
 
     name: str
@@ -74,7 +76,7 @@ type Operation = PlannedMatmul | MemoryPass | Core | PlannedCollective
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerOperations:
-    """One layer and micro-batch on one device."""
+    """The operations of one layer and micro-batch on one device."""
 
     forward: tuple[Operation, ...]
     backward: tuple[Operation, ...]
@@ -82,7 +84,7 @@ class LayerOperations:
 
 
 def layer_operations(layer: LayerKind, layout: Layout) -> LayerOperations:
-    """What one layer of this kind costs in each pass."""
+    """Lists the operations of one layer of this kind in each pass."""
     weights = [each for each in layer.parameters if each.matmul]
     matmuls = [_matmul(each, layout) for each in weights]
     core_forward, core_backward = _core(layer, layout)
@@ -294,7 +296,7 @@ _CHOICES = "choices"  # whole numbers, which have no gradient
 def exchange_bytes(
     experts: ExpertsConfig, layout: Layout, model_dim: int
 ) -> dict[str, dict[str, int]]:
-    """``exchanged_bytes`` of a micro-batch on each level: between nodes, and among neighbours."""
+    """Returns ``exchanged_bytes`` of a micro-batch on each level: between and within nodes."""
     room = room_for(
         layout.micro_tokens,
         num_devices=layout.mesh.expert,
@@ -334,14 +336,14 @@ def _tensor(
 
 
 def saved_bytes(layer: LayerKind, layout: Layout, *, remat: Remat | None = None) -> float:
-    """Bytes that a layer keeps from forward to backward, one micro-batch on one device.
+    """Returns the bytes that a layer keeps from forward to backward, one micro-batch on one device.
 
     Unfused attention without recomputation: sbh (10 + 24/t + 5as/(ht)), sequence parallel
     sbh (34/t + 5as/(ht)) (arXiv 2205.05198, equations 2 and 4). Otherwise the tensors that the
     backward pass reads and does not recompute, 2 bytes per element.
 
     Args:
-        remat: instead of the layout's.
+        remat: used instead of the layout's.
     """
     remat = remat or layout.remat
     tokens, tensor, item = layout.micro_tokens, layout.mesh.tensor, layout.activation_bytes
@@ -383,7 +385,7 @@ def _megatron_saved(layer: LayerKind, layout: Layout) -> float:
 
 
 def embedding_operations(model: PlannedModel, layout: Layout) -> Iterator[Operation]:
-    """Rows looked up, and their gradient scattered, one micro-batch."""
+    """Lists the lookup of embedding rows and the scatter of their gradient, for one micro-batch."""
     tokens = float(layout.micro_tokens)
     yield MemoryPass("lookup", (4 + layout.activation_bytes) * tokens * model.config.model_dim)
     yield MemoryPass("scatter", 12.0 * tokens * model.config.model_dim)
@@ -394,7 +396,7 @@ def embedding_operations(model: PlannedModel, layout: Layout) -> Iterator[Operat
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LossForm:
-    """How a device gets through its tokens."""
+    """The form of the loss on one device: kernel or XLA, and the number of chunks."""
 
     kernel: bool  # bf16 exponentials; else fp32 logits and their 16-bit gradient
     chunks: int
@@ -402,7 +404,7 @@ class LossForm:
 
 
 def loss_form(model: PlannedModel, layout: Layout) -> LossForm:
-    """Which form the loss takes, and in how many chunks."""
+    """Returns the form of the loss, and its number of chunks."""
     tokens, vocab, ids = (
         layout.micro_tokens,
         model.config.vocab_size,
@@ -423,7 +425,7 @@ def loss_form(model: PlannedModel, layout: Layout) -> LossForm:
 
 
 def loss_operations(model: PlannedModel, layout: Layout) -> list[Operation]:
-    """Logits, their gradients and the cross entropy of one micro-batch, forward and backward."""
+    """Lists logits, their gradients and the cross entropy of one micro-batch, both passes."""
     form = loss_form(model, layout)
     tokens, tensor = float(layout.micro_tokens), layout.mesh.tensor
     width, vocab = model.config.model_dim, model.config.vocab_size / tensor

@@ -1,4 +1,4 @@
-"""Pictures of a plan: memory, time, rooflines, the search, number formats."""
+"""Pictures of a plan: memory, time, rooflines, the search and number formats."""
 
 from pathlib import Path
 
@@ -58,7 +58,7 @@ def _axes(width: float, height: float):
 
 
 def memory_figure(plans: list[Plan]) -> Figure:
-    """Bytes of the busiest device by role, a bar a plan, and the device's memory as a line."""
+    """Draws bytes of the busiest device by role, one bar per plan, and the device's memory."""
     figure, axes = _axes(8, 1.4 + 0.6 * len(plans))
     roles = ("weights", "gradients", "optimizer", "activations", "buffers", "reserved")
     names = [f"{plan.layout.describe()}\nremat {plan.layout.remat}" for plan in plans]
@@ -78,7 +78,7 @@ def memory_figure(plans: list[Plan]) -> Figure:
 
 
 def time_figure(plan: Plan) -> Figure:
-    """A waterfall: each part of the step after the one before it."""
+    """Draws a waterfall of the step: each part begins where the one before it ends."""
     parts = sorted(plan.time.parts.items(), key=lambda each: -each[1])
     figure, axes = _axes(8, 1.6 + 0.35 * len(parts))
     total, start = plan.time.total_s, 0.0
@@ -102,7 +102,7 @@ def time_figure(plan: Plan) -> Figure:
 
 
 def decode_figure(model: PlannedModel, device: Device, serving: Serving, *, context: int) -> Figure:
-    """Tokens a second by batch, a line a cached length, as far as the caches fit."""
+    """Draws tokens/s by batch, one line per cached length, up to the batch whose caches fit."""
     figure, axes = _axes(8, 4.5)
     for color, length in zip(COLORS, sorted({1024, 8192, context}), strict=False):
         steps = by_batch(model, device, serving, context=length)
@@ -145,7 +145,7 @@ def decode_figure(model: PlannedModel, device: Device, serving: Serving, *, cont
 def roofline_figure(
     model: PlannedModel, device: Device, serving: Serving | None = None, *, context: int = 4096
 ) -> Figure:
-    """Attainable FLOP/s by intensity, with prefill and decode at several batches on it."""
+    """Draws attainable FLOP/s by intensity, with prefill and decode at several batches on it."""
     figure, axes = _axes(8, 5)
     serving = serving or Serving()
     point = ridge(device, serving.compute)
@@ -179,7 +179,7 @@ def roofline_figure(
 
 
 def pareto_figure(found: Found) -> Figure:
-    """Step time against memory of the layouts that no other beats in both."""
+    """Draws step time against memory of the layouts that no other layout beats in both."""
     figure, axes = _axes(8, 4.5)
     sizes = [each.bytes_total / 1e9 for each in found.pareto]
     seconds = [each.seconds for each in found.pareto]
@@ -209,7 +209,7 @@ def pareto_figure(found: Found) -> Figure:
 
 
 def formats_figure() -> Figure:
-    """Range of each format on a logarithmic axis, subnormal part lighter, with its resolution."""
+    """Draws the range of each format on a logarithmic axis, and its resolution."""
     figure, axes = _axes(9, 4.2)
     for i, each in enumerate(FORMATS):
         for low, high, alpha in (
@@ -232,7 +232,7 @@ def formats_figure() -> Figure:
 
 
 def recipes_figure() -> Figure:
-    """Bytes a parameter of each recipe, by role."""
+    """Draws bytes per parameter of each recipe, by role."""
     figure, axes = _axes(8, 4.2)
     names = list(RECIPES)
     left = [0.0] * len(names)

@@ -1,4 +1,4 @@
-"""A pipeline schedule for people: its bubble, its memory, and the familiar picture."""
+"""A pipeline schedule for people: its bubble, its memory, and its picture."""
 
 import dataclasses
 from pathlib import Path
@@ -32,7 +32,7 @@ _CHUNK_LIGHTENING = 0.45  # of the second chunk of a stage towards white; later 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleReport:
-    """Figures of a schedule; times where a whole backward takes two forwards."""
+    """Figures of a schedule; a whole backward pass takes the time of two forward passes."""
 
     schedule: str
     stages: int
@@ -45,7 +45,7 @@ class ScheduleReport:
     picture: str | None
 
     def lines(self) -> list[str]:
-        """The report as text."""
+        """Returns the report as lines of text."""
         peaks = " ".join(f"{peak:g}" for peak in self.peak_activations)
         picture = [] if self.picture is None else [f"picture: {self.picture}"]
         return [
@@ -65,7 +65,7 @@ def report(
     """Makes the schedule, checks it, measures it and draws it into ``out``.
 
     Args:
-        chunks: a stage, in the interleaved schedule.
+        chunks: number per stage, in the interleaved schedule.
     """
     pipeline = PipelineConfig(schedule=name, chunks=chunks)
     chunks = pipeline.chunks_a_stage
@@ -90,7 +90,7 @@ def report(
 
 
 def draw(program: TickProgram, timeline: Timeline, file: Path) -> None:
-    """Stages from top to bottom, time to the right, a box for each action with its micro-batch."""
+    """Draws a row per stage, time to the right, and a box for each action and micro-batch."""
     schedule = program.schedule
     width = float(np.clip(timeline.total * 0.22 / schedule.num_chunks**0.5, 8, 40))
     figure = Figure(figsize=(width, 0.45 * schedule.num_stages + 1.4), layout="constrained")

@@ -1,4 +1,4 @@
-"""One plan: what a model and a layout cost on a device, as a value.
+"""The plan of a model and a layout on a device: predicted memory, communication and time.
 
 Whether fully sharded weights, once gathered, stay for the backward pass follows the rule of a job
 (``training.job``), with predicted bytes in the place of compiled ones: what a step needs is at most
@@ -38,7 +38,7 @@ from jaxinfra.training.recompute.budget import FREE_SHARE
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GatherForms:
-    """Predicted memory of a step in both forms, and which one is planned."""
+    """Predicted memory of a step with and without kept gathered weights, and the choice."""
 
     kept: Memory
     again: Memory  # where the backward pass gathers again
@@ -47,20 +47,23 @@ class GatherForms:
 
     @property
     def keeps(self) -> bool:
-        """Whether weights stay."""
+        """Tells whether gathered weights stay for the backward pass."""
         return self.kept.arrays <= self.budget_bytes if self.asked is None else self.asked
 
     def describe(self) -> str:
-        """One line: what is planned, and what both forms need."""
+        """Describes in one line the planned choice and the bytes of both."""
         form = "stay for the backward pass" if self.keeps else "are gathered again"
         kept, again, budget = (
             f"{size / 1e9:,.1f}"
             for size in (self.kept.arrays, self.again.arrays, self.budget_bytes)
         )
-        return f"{form}: a step needs {kept} GB where they stay, {again} where not, of {budget}"
+        return (
+            f"{form}: a step needs {kept} GB per device if they stay and {again} GB if they do "
+            f"not; {budget} GB are available"
+        )
 
     def as_dict(self) -> dict[str, float | bool]:
-        """For ``--json``."""
+        """Returns values for ``--json``."""
         return {
             "keeps": self.keeps,
             "by_default": self.asked is None,
@@ -72,7 +75,7 @@ class GatherForms:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sized:
-    """A layout that says whether gathered weights stay, and its memory."""
+    """A layout with its memory, and the choice whether gathered weights stay."""
 
     layout: Layout
     memory: Memory
@@ -80,7 +83,7 @@ class Sized:
 
 
 def sized(model: PlannedModel, layout: Layout, device: Device) -> Sized:
-    """A layout's memory; where ``keep_gathered`` is open, of the form that a job would choose."""
+    """Predicts a layout's memory; an open ``keep_gathered`` is chosen as a job would choose it."""
     if not layout.may_keep_gathered:
         layout = dataclasses.replace(layout, keep_gathered=False)
         return Sized(layout=layout, memory=memory(model, layout, device), gathers=None)
@@ -98,7 +101,7 @@ def sized(model: PlannedModel, layout: Layout, device: Device) -> Sized:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """What one device moves over one mesh axis in a step."""
+    """Bytes that one device moves over one mesh axis per step."""
 
     axis: str
     kind: str
@@ -122,12 +125,12 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the busiest device's peak is within its memory."""
+        """Tells whether the busiest device's peak is within its memory."""
         return self.memory.total <= self.device.hbm_bytes
 
     @property
     def tokens_per_s_per_device(self) -> float:
-        """Training tokens."""
+        """Training tokens/s per device."""
         return self.layout.batch * self.layout.length / self.time.total_s / self.layout.devices
 
     @property
@@ -137,27 +140,27 @@ class Plan:
         return self.time.model_flops / (self.time.total_s * self.layout.devices * peak)
 
     def days(self, tokens: float) -> float:
-        """Days that a run of so many tokens takes."""
+        """Returns the number of days that a run of so many tokens takes."""
         steps = math.ceil(tokens / (self.layout.batch * self.layout.length))
         return steps * self.time.total_s / 86_400
 
     def dollars(self, tokens: float) -> float:
-        """What they cost at the device's price an hour."""
+        """Returns the cost of so many tokens at the device's price per hour."""
         return self.days(tokens) * 24 * self.layout.devices * self.device.dollars_per_hour
 
     @property
     def dollars_per_billion_tokens(self) -> float:
-        """At the device's price an hour."""
+        """The cost of a billion tokens at the device's price per hour."""
         return 1e9 / self.tokens_per_s_per_device / 3600 * self.device.dollars_per_hour
 
     @property
     def asked(self) -> Layout:
-        """The layout as it was asked for: whether gathered weights stay is open again if it was."""
+        """The layout as it was requested, with ``keep_gathered`` open again if it was open."""
         asked = None if self.gathers is None else self.gathers.asked
         return dataclasses.replace(self.layout, keep_gathered=asked)
 
     def by_remat(self) -> dict[str, "Plan"]:
-        """The same layout with each form of recomputation, the weakest first."""
+        """Plans of the same layout with each form of recomputation, the weakest first."""
         return {
             form.value: make_plan(
                 self.model, dataclasses.replace(self.asked, remat=form), self.device
@@ -166,7 +169,7 @@ class Plan:
         }
 
     def as_dict(self, *, tokens: float | None = None) -> dict[str, Any]:
-        """Plain JSON values; bytes and seconds of one device and step."""
+        """Returns plain JSON values; bytes and seconds are per device and step."""
         model, layout = self.model, self.layout
         values: dict[str, Any] = {
             "model": model.name,
@@ -237,7 +240,7 @@ class Plan:
 
 
 def make_plan(model: PlannedModel, layout: Layout, device: Device) -> Plan:
-    """Predicts memory, communication and time; raises ConfigError where the layout cannot be."""
+    """Predicts memory, communication and time; raises ConfigError for an impossible layout."""
     check(model, layout)
     found = sized(model, layout, device)
     layout = found.layout
@@ -253,7 +256,7 @@ def make_plan(model: PlannedModel, layout: Layout, device: Device) -> Plan:
 
 
 def traffic(model: PlannedModel, layout: Layout, device: Device) -> tuple[Traffic, ...]:
-    """Every collective of a step, summed by axis and kind."""
+    """Sums the bytes of every collective of a step by axis and kind."""
     micro = layout.accumulation
     found: list[tuple[PlannedCollective, float]] = []
     for layer in model.layers:

@@ -1,14 +1,14 @@
 """Predictions beside the real training step, compiled for devices that are not present.
 
-Its arguments, communication and temporaries are read. Communication is compared by mesh axis and
-purpose, in bytes of whole arrays, so that a compiler may choose its form: a sum is one whether it
-is reduce-scattered, or all-reduced and cut. The form is shown beside it, with what a device sends,
-and where the bytes differ by more than ``TOLERANCE``, the program's largest calls by the name it
-gives them.
+The compiled step's arguments, communication and temporaries are read. Communication is compared by
+mesh axis and purpose, in bytes of whole arrays. So the compiler may choose its form: a sum is one
+sum whether it is reduce-scattered, or all-reduced and cut. The report shows the form beside it,
+with the bytes that a device sends. Where the bytes differ by more than ``TOLERANCE``, it lists the
+program's largest calls by name.
 
 The CUDA plugin compiles for a topology from a description of the chip. These entry points are
-private to JAX and to its plugin (seen to work in 0.11.2), so all of them are here, and each absence
-is an error that says what is missing.
+private to JAX and to its plugin (seen to work in 0.11.2), so all of them are here. Each one that is
+absent raises an error that names it.
 """
 
 import collections
@@ -54,7 +54,7 @@ _CHIPS = {"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}
 
 
 def compile_only_devices(device: Device, count: int) -> tuple[list[Any], Facts]:
-    """Devices to build a mesh of and compile for, and the facts that kernels are chosen by.
+    """Returns devices to build a mesh of and compile for, and the facts that kernels are chosen by.
 
     Raises:
         UnsupportedError: no CUDA plugin, one already in use, or a chip without a description here.
@@ -148,7 +148,7 @@ _PURPOSES = {
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Exchanged:
-    """What one device and step exchanges over an axis for a purpose."""
+    """Bytes that one device exchanges over an axis for a purpose, per step."""
 
     array_bytes: float = 0.0  # of whole arrays, in all executions
     sent_bytes: float = 0.0
@@ -156,7 +156,7 @@ class Exchanged:
     by_name: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def add(self, kind: str, array_bytes: float, sent: float, *, name: str = "") -> None:
-        """Counts one more."""
+        """Counts one more collective."""
         self.array_bytes += array_bytes
         self.sent_bytes += sent
         self.kinds.add(kind)
@@ -165,7 +165,7 @@ class Exchanged:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """One axis and purpose, predicted and compiled."""
+    """The bytes of one axis and purpose, predicted and compiled."""
 
     axis: str
     purpose: str  # gather, sum, exchange, send
@@ -174,22 +174,22 @@ class Line:
 
     @property
     def error(self) -> float:
-        """Of the compiled bytes against the predicted ones; infinite where none were."""
+        """Relative error of the predicted bytes; infinite where none were predicted."""
         predicted = self.predicted.array_bytes
         return self.compiled.array_bytes / predicted - 1 if predicted else math.inf
 
     @property
     def holds(self) -> bool:
-        """Whether the bytes are as predicted."""
+        """Tells whether the bytes are as predicted."""
         return abs(self.error) <= TOLERANCE
 
     @property
     def calls(self) -> dict[str, int]:
-        """The program's largest calls by name, with their bytes, where it does not hold."""
+        """The program's largest calls by name and bytes, if the prediction does not hold."""
         return {} if self.holds else dict(self.compiled.by_name.most_common(6))
 
     def as_dict(self) -> dict[str, object]:
-        """For ``--json``."""
+        """Returns values for ``--json``."""
         sides = {
             name: {
                 "kinds": sorted(each.kinds),
@@ -204,7 +204,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Receipt:
-    """What was predicted and what was compiled, bytes of one device."""
+    """Predicted and compiled bytes per device."""
 
     target: str
     predicted_arguments: dict[str, int]
@@ -215,12 +215,12 @@ class Receipt:
 
     @property
     def arguments_equal(self) -> bool:
-        """To the byte."""
+        """Tells whether the arguments are as predicted, to the byte."""
         return sum(self.predicted_arguments.values()) == self.argument_bytes
 
     @property
     def axes_equal(self) -> bool:
-        """Whether exactly the predicted axes are communicated over."""
+        """Tells whether exactly the predicted axes are communicated over."""
         predicted, compiled = (
             {line.axis for line in self.lines if getattr(line, side).array_bytes}
             for side in ("predicted", "compiled")
@@ -228,7 +228,7 @@ class Receipt:
         return predicted == compiled
 
     def as_dict(self) -> dict[str, object]:
-        """For ``--json``."""
+        """Returns values for ``--json``."""
         return {
             "target": self.target,
             "argument_bytes": {
@@ -252,7 +252,7 @@ class Receipt:
 def run_config(
     model: ModelConfig, layout: Layout, *, policy: PolicyName, attention: AttentionImplementation
 ) -> RunConfig:
-    """The run whose step a layout describes."""
+    """Returns the run whose step a layout describes."""
     if layout.zero == 0:
         raise UnsupportedError("zero=0: use the replica axis in place of fsdp")
     run = pretraining(model)
@@ -292,10 +292,10 @@ def _refuse_pipeline(layout: Layout) -> None:
 
 
 def compile_on_cpu(model: ModelConfig, layout: Layout) -> Receipt:
-    """The step on as many fake CPU devices (``jax_num_cpu_devices``).
+    """Compiles the step on as many fake CPU devices (``jax_num_cpu_devices``).
 
-    In fp32, predictions too: XLA's CPU backend widens 16-bit matmuls, and aborts on some 16-bit
-    all-reduces.
+    It is in fp32, as are its predictions: XLA's CPU backend widens 16-bit matmuls, and aborts on
+    some 16-bit all-reduces.
     """
     _refuse_pipeline(layout)
     here = jax.devices("cpu")
@@ -323,8 +323,9 @@ def compile_for_gpu(
     *,
     attention: AttentionImplementation = AttentionImplementation.HOPPER,
 ) -> Receipt:
-    """The step for GPUs that are not there, bf16, with XLA's own buffer assignment: arguments are
-    predicted to the byte, temporaries within 15%.
+    """Compiles the step in bf16 for GPUs that are not present, with XLA's own buffer assignment.
+
+    Predicted arguments must match to the byte, temporaries within 15%.
     """
     _refuse_pipeline(layout)
     devices, facts = compile_only_devices(device, layout.devices)
@@ -344,7 +345,7 @@ def compare(
     *,
     target: str,
 ) -> Receipt:
-    """Reads a compiled step and sets the predictions beside it."""
+    """Reads a compiled step and compares it with the predictions."""
     planned = plan_model(model)
     predicted: dict[tuple[str, str], Exchanged] = {}
     for each in traffic(planned, layout, device):
@@ -374,12 +375,11 @@ def compare(
 def exchanged(
     calls: Iterable[Collective], mesh: Mapping[str, int]
 ) -> dict[tuple[str, str], Exchanged]:
-    """What a program's collectives exchange, by axis and purpose; scalars (norms, counts) apart.
+    """Sums what a program's collectives exchange by axis and purpose, without scalars.
 
-    A call over several axes counts as one over the first of them, that which shards weights, and of
-    a share over the next: together they send as many bytes. Experts' tokens go over the expert
-    axis, whichever axes it was taken from, or between its nodes; what else goes over a part of an
-    axis, over that axis.
+    A call over several axes counts as one over the first of them, which shards weights, and of a
+    share over the next: together they send as many bytes. Experts' tokens count for the expert axis
+    or its nodes. Other traffic over a part of an axis counts for that axis.
 
     Args:
         mesh: sizes of the axes in their order, the expert axis behind them.
@@ -403,7 +403,7 @@ def exchanged(
 
 
 def argument_bytes(model: ModelConfig, layout: Layout) -> dict[str, int]:
-    """Bytes of the step's arguments on one device: fp32 weights, two moments, counters, a batch."""
+    """Returns argument bytes per device: fp32 weights, two moments, counters and a batch."""
     sizes = layout.mesh.device_axes
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes))
     placement = Placement(

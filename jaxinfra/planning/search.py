@@ -1,4 +1,4 @@
-"""The best layout of a model on a number of devices, and why the others lose."""
+"""Search of the best layout of a model on a number of devices, and why the others lose."""
 
 import dataclasses
 import heapq
@@ -27,7 +27,7 @@ _MICRO_ROWS = (1, 2, 4, 8, 16)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """What is given; what is None is searched, and of recipes those named."""
+    """The choices that a search is given; a choice that is None is searched."""
 
     devices: int
     length: int
@@ -43,7 +43,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A layout that was priced."""
+    """A layout with its price."""
 
     layout: Layout
     seconds: float  # infinite where it does not fit
@@ -52,7 +52,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Alternative:
-    """The best layout in which one choice is not the winner's."""
+    """The best layout in which one choice differs from the winner's."""
 
     choice: str  # tensor, remat, ...
     value: str
@@ -97,7 +97,7 @@ class _Ranking:
         self.smallest: Candidate | None = None
 
     def add(self, model: PlannedModel, layout: Layout, size: float) -> None:
-        """Prices it where it fits."""
+        """Prices a layout if it fits, and ranks it."""
         self.tried += 1
         fits = size <= self.device.hbm_bytes
         seconds = step_time(model, layout, self.device).total_s if fits else math.inf
@@ -121,7 +121,7 @@ class _Ranking:
             self.by_size[bucket] = candidate
 
     def other_than(self, best: Layout) -> Iterator[tuple[str, str, Candidate]]:
-        """Of each choice the best candidate with another value than this layout's."""
+        """Returns the best candidates that differ from this layout, by the choice that differs."""
         for name, value_of in CHOICES.items():
             others = {
                 key[1]: entry
@@ -136,10 +136,10 @@ class _Ranking:
 def search(
     model: PlannedModel, question: Question, device: Device, *, runners_up: int = 5
 ) -> Found:
-    """Prices every layout that can run and fits, and ranks by predicted time.
+    """Prices every layout that can run and fits, and ranks them by predicted time.
 
     Raises:
-        ConfigError: none can run, with the commonest reason, or none fits, with the smallest.
+        ConfigError: no layout can run, with the commonest reason; or none fits, with the smallest.
     """
     for recipe in question.recipes:
         if recipe not in RECIPES:
@@ -204,7 +204,7 @@ def _sized(
 def layouts(
     model: PlannedModel, question: Question, device: Device, reasons: dict[str, int]
 ) -> Iterator[Layout]:
-    """Layouts that the model's widths allow; refusals are counted in ``reasons``."""
+    """Generates layouts that the model's widths allow; refusals are counted in ``reasons``."""
     for mesh in _meshes(model, question, device):
         base = Layout(
             length=question.length,
@@ -288,7 +288,7 @@ def _variants(
 
 
 def why_slower(plan: Plan, best: Plan) -> str:
-    """The part of the step in which a plan loses most against the best one, or what it lacks."""
+    """Names the part of the step in which a plan loses most, or its shortage of memory."""
     if not plan.fits:
         short = (plan.memory.total - plan.device.hbm_bytes) / 1e9
         return f"does not fit: {short:,.0f} GB more than there are"

@@ -30,7 +30,7 @@ _TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.93), (64, 256, 0.9), (6
 
 
 def matmul_s(device: Device, each: PlannedMatmul) -> float:
-    """The slower of arithmetic and memory traffic, and a launch.
+    """Returns seconds of a matmul: the slower of arithmetic and memory traffic, and a launch.
 
     Arithmetic runs at the large-matmul rate, less what a partial last wave of output tiles idles
     and what filling the pipeline over a short contraction costs.
@@ -40,7 +40,7 @@ def matmul_s(device: Device, each: PlannedMatmul) -> float:
     filled = _filled(
         max(int(each.m), 1), max(int(each.n), 1), max(int(each.count), 1), device.num_sms
     )
-    # A deep contraction with few output tiles is split over the idle multiprocessors.
+    # A deep contraction with few output tiles is split over the idle SMs.
     if filled < 0.5 and each.k > 4096:
         filled = max(filled, 0.7)
     arithmetic = 2 * each.m * each.n * each.k * each.count / (peak * depth * max(filled, 1e-3))
@@ -63,8 +63,9 @@ def _filled(m: int, n: int, count: int, num_sms: int) -> float:
 
 
 def attention_s(device: Device, each: Core) -> float:
-    """Fused attention at the measured rate of the nearest width, less what partly masked tiles and
-    filling the pipeline cost a short sequence.
+    """Returns seconds of fused attention, at the measured rate of the nearest width.
+
+    Partly masked tiles and filling the pipeline slow a short sequence.
     """
     width = min(device.attention_flops, key=lambda known: abs(int(known) - each.width))
     share = each.length / (each.length + device.attention_half_length)
@@ -73,13 +74,13 @@ def attention_s(device: Device, each: Core) -> float:
 
 
 def memory_s(device: Device, each: MemoryPass) -> float:
-    """Bytes over the rate that elementwise kernels reach, and a launch."""
+    """Returns seconds of a memory pass: bytes at the rate of elementwise kernels, and a launch."""
     rate = device.hbm_bytes_per_s * device.memory_efficiency
     return each.size / rate + (device.kernel_s if each.size else 0.0)
 
 
 def members_in_node(device: Device, layout: Layout, axis: str) -> int:
-    """Neighbours along an axis that share a node: faster axes fill a node first."""
+    """Counts the neighbours along an axis that share a node: faster axes fill a node first."""
     inner, node = 1, device.node_devices
     for faster in _INNER[axis]:
         inner *= layout.members(faster)
@@ -99,7 +100,7 @@ _INNER = {
 
 
 def collective_s(device: Device, layout: Layout, each: PlannedCollective) -> float:
-    """What a device sends at bus bandwidth, a latency, and the turns of a ring."""
+    """Returns seconds of a collective: bytes by bus bandwidth, a latency, the ring's rounds."""
     members = layout.members(each.axis)
     if members == 1 or each.size == 0:
         return 0.0
@@ -119,7 +120,7 @@ def collective_s(device: Device, layout: Layout, each: PlannedCollective) -> flo
 
 
 def compute_s(device: Device, operations: Iterable[Operation]) -> dict[str, float]:
-    """Seconds by class: matmul, attention, memory."""
+    """Returns seconds by class: matmul, attention, memory."""
     total = {"matmul": 0.0, "attention": 0.0, "memory": 0.0}
     for each in operations:
         match each:
@@ -137,7 +138,7 @@ def compute_s(device: Device, operations: Iterable[Operation]) -> dict[str, floa
 def communication_s(
     device: Device, layout: Layout, operations: Iterable[Operation], *, hidden: bool
 ) -> dict[str, float]:
-    """Seconds of collectives by axis: those that may hide behind compute, or those that cannot."""
+    """Returns seconds of collectives by axis: those that compute may hide, or the exposed."""
     total: dict[str, float] = {}
     for each in operations:
         if isinstance(each, PlannedCollective) and each.hidden == hidden:
@@ -156,7 +157,7 @@ class StepTime:
 
     @property
     def total_s(self) -> float:
-        """Seconds a step."""
+        """Seconds per step."""
         return sum(self.parts.values())
 
 
@@ -282,8 +283,9 @@ def _transfers(model: PlannedModel, layout: Layout, device: Device) -> float:
 
 
 def stage_sends(model: PlannedModel, layout: Layout, turns: int) -> PlannedCollective:
-    """What a stage sends in so many turns; of a tensor shard its own part (scatter/gather
-    optimization, arXiv 2104.04473, section 4.1).
+    """Returns the sends of one stage in so many rounds.
+
+    A tensor shard sends its own part (scatter/gather optimization, arXiv 2104.04473, section 4.1).
     """
     size = (
         layout.activation_bytes * layout.micro_tokens * model.config.model_dim / layout.mesh.tensor
@@ -294,10 +296,11 @@ def stage_sends(model: PlannedModel, layout: Layout, turns: int) -> PlannedColle
 def device_parameters(
     model: PlannedModel, layout: Layout, *, experts: bool, used: bool = False
 ) -> float:
-    """Elements of one device's pipeline stage before any data-parallel sharding.
+    """Counts parameters of one device's pipeline stage before any data-parallel sharding.
 
-    Of those kept, or of those used: of key/value heads fewer than the tensor axis, one. Embedding
-    tables lie on the end stages; the larger of the ends is what counts.
+    They are those stored, or those used: one key/value head where there are fewer heads than
+    devices on the tensor axis. The end stages hold the embedding tables; the larger of the ends is
+    what counts.
     """
     return _stage_parameters(
         model, layout.mesh.pipe, layout.mesh.tensor, layout.mesh.expert, experts=experts, used=used
@@ -326,8 +329,9 @@ def _used_elements(parameter: ParameterInfo, tensor: int, expert: int) -> float:
 
 
 def gathered_elements(model: PlannedModel, layout: Layout) -> float:
-    """Elements of all layers' weights that ``keep_gathered`` lets stay: of all but experts, which
-    are gathered where their tokens arrive.
+    """Counts elements of all layers' weights that ``keep_gathered`` lets stay.
+
+    Experts are not among them: they are gathered where their tokens arrive.
     """
     return _gathered_elements(model, layout.mesh.tensor)
 
@@ -343,7 +347,7 @@ def _gathered_elements(model: PlannedModel, tensor: int) -> float:
 
 
 def weight_passes(model: PlannedModel, layout: Layout) -> list[MemoryPass]:
-    """What one micro-batch reads and writes of weights and gradients beside their matmuls."""
+    """Lists memory passes over weights and gradients of one micro-batch, beside their matmuls."""
     found: list[MemoryPass] = []
     for experts in (False, True):
         elements = device_parameters(model, layout, experts=experts)
@@ -370,7 +374,7 @@ def weight_passes(model: PlannedModel, layout: Layout) -> list[MemoryPass]:
 
 
 def data_collectives(model: PlannedModel, layout: Layout) -> list[PlannedCollective]:
-    """Weights gathered and gradients reduced over the data axes, of one step on one device."""
+    """Lists gathers of weights and reductions of gradients over the data axes, per step."""
     recipe = layout.bytes_a_parameter
     item = max(recipe.gradients, recipe.accumulated)
     found: list[PlannedCollective] = []

@@ -23,7 +23,7 @@ from jaxinfra.planning.search import Found
 
 
 def grid(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """A plain table; every column but the first is right-aligned."""
+    """Makes a plain table; every column but the first is right-aligned."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for i, name in enumerate(columns):
         table.add_column(name, justify="right" if i else "left")
@@ -39,12 +39,12 @@ def show(*parts: RenderableType) -> None:
 
 
 def gigabytes(size: float) -> str:
-    """Decimal, as devices are sold."""
+    """Formats bytes in decimal gigabytes, as devices are sold."""
     return f"{size / 1e9:,.2f} GB"
 
 
 def plan_tables(plan: Plan, *, tokens: float | None) -> list[RenderableType]:
-    """Everything about one plan."""
+    """Makes the tables of one plan."""
     model, layout, device = plan.model, plan.layout, plan.device
     values = plan.as_dict()
     facts = [
@@ -118,7 +118,7 @@ def plan_tables(plan: Plan, *, tokens: float | None) -> list[RenderableType]:
 
 
 def ranking(found: Found) -> list[RenderableType]:
-    """The winner, the best of other meshes, the best of other choices, and why they lose."""
+    """Makes tables of the winner, the best of other meshes and choices, and why they lose."""
     several = len(found.question.recipes) > 1
     rows = [_ranked(found.best, several)]
     rows += [(*_ranked(plan, several), why) for plan, why in found.runners_up]
@@ -159,7 +159,7 @@ def _ranked(plan: Plan, with_recipe: bool) -> tuple[object, ...]:
 
 
 def receipt_tables(receipt: Receipt) -> list[RenderableType]:
-    """Predicted and compiled, and the program's calls where they differ."""
+    """Makes tables of predicted and compiled bytes, and the program's calls where they differ."""
     arguments = [(name, f"{size:,}", "") for name, size in receipt.predicted_arguments.items()]
     predicted = sum(receipt.predicted_arguments.values())
     arguments.append(("all", f"{predicted:,}", f"{receipt.argument_bytes:,}"))
@@ -193,7 +193,7 @@ def receipt_tables(receipt: Receipt) -> list[RenderableType]:
 def serving_tables(
     model: PlannedModel, device: Device, serving: Serving, *, context: int, batch: int
 ) -> list[RenderableType]:
-    """Inference: what fits, how fast, and the cache in other forms."""
+    """Makes tables for serving: what fits, how fast, and the cache in other forms."""
     figures = summary(model, device, serving, context=context, batch=batch)
     rows = [
         (name.replace("_", " "), _figure(value))
@@ -258,14 +258,14 @@ def _figure(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     if value is None:
-        return "no batch: every sequence brings its own cache to read"
+        return "no batch size: each further sequence adds its own cache to the bytes read"
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def format_tables() -> list[RenderableType]:
-    """Number formats, bytes per parameter of the training recipes, and published ones as ours."""
+    """Makes tables of number formats and of bytes per parameter, ours and published ones."""
     formats = [
         (
             each.name,

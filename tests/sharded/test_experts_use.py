@@ -164,7 +164,7 @@ def test_adapters_of_experts_are_refused():
     [
         ({"routing": RoutingConfig(num_groups=3)}, "num_experts=8 is not a multiple of num_groups"),
         ({"top_k": 5, "routing": RoutingConfig(num_groups=4, top_groups=2)}, "top_k=5 exceeds"),
-        ({"top_k": 9}, "top_k=9 must lie between 1 and num_experts=8"),
+        ({"top_k": 9}, "top_k=9 must be between 1 and num_experts=8"),
     ],
 )
 def test_experts_that_cannot_be(changes, message):

@@ -169,7 +169,7 @@ def test_state_is_one_moment_of_a_matrix_and_two_of_the_rest():
     ("setting", "message"),
     [
         ("optimizer.muon.momentum=0.9", "no setting 'optimizer.muon.momentum'"),  # it is AdamW
-        ('optimizer.muon={"momentum": 1}', r"momentum=1.0 must lie in \[0, 1\)"),
+        ('optimizer.muon={"momentum": 1}', r"momentum=1.0 must be in \[0, 1\)"),
         ('optimizer.muon={"rate": 0}', "rate=0.0 be positive"),
         ('optimizer.muon={"beta": 0.9}', r"extra fields found \(beta\)"),
     ],

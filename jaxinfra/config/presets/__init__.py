@@ -69,7 +69,7 @@ _RUNS: dict[str, Callable[[], RunConfig]] = {
 
 
 def run_preset(name: str) -> RunConfig:
-    """The run of that name; a model's name alone gets the pretraining settings."""
+    """Returns the run preset of that name; a model's name gets the pretraining settings."""
     if name in _RUNS:
         return _RUNS[name]()
     if name in MODELS:

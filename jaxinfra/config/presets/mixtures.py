@@ -20,7 +20,7 @@ _NORM = NormConfig(epsilon=1e-6)
 
 
 def tiny_moe() -> ModelConfig:
-    """``tiny`` with 8 experts of which a token passes 2, together as wide as its mlp.
+    """``tiny`` with 8 experts, 2 of them active per token and together as wide as its mlp.
 
     1,194,912 parameters, 531,360 active (``tiny`` has 529,056).
     """
@@ -28,7 +28,7 @@ def tiny_moe() -> ModelConfig:
 
 
 def small_moe() -> ModelConfig:
-    """``small`` with 16 experts of which a token passes 4, together as wide as its mlp.
+    """``small`` with 16 experts, 4 of them active per token and together as wide as its mlp.
 
     251,824,896 parameters, 81,955,584 active (``small`` has 81,808,128).
     """
@@ -91,10 +91,10 @@ def gpt_oss_20b() -> ModelConfig:
 
 
 def moe_1t() -> ModelConfig:
-    """128 experts of which a token passes 8: 998,736,158,720 parameters.
+    """A model of 128 experts, 8 of them active per token: 998,736,158,720 parameters.
 
-    The worked case of the docs, no published model: 64 layers of width 8192, grouped heads,
-    experts of width 4864.
+    The docs' example, not a published model: 64 layers of width 8192, grouped heads, experts of
+    width 4864.
     """
     attention = GroupedAttentionConfig(
         num_q_heads=64, num_kv_heads=8, head_dim=128, rope=RopeConfig(), qk_norm=_NORM

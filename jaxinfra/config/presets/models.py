@@ -64,12 +64,12 @@ def dense(
 
 
 def tiny() -> ModelConfig:
-    """A Llama-like model that two CPU cores train in minutes."""
+    """A Llama-like model that trains in minutes on two CPU cores."""
     return dense(96, 3, (2, 2), 256, vocab=2048, positions=2048, tied=True)
 
 
 def small() -> ModelConfig:
-    """A Llama-like model for one GPU and a few minutes."""
+    """A Llama-like model that trains in minutes on one GPU."""
     return dense(768, 12, (12, 4), 2048, vocab=8192, positions=4096, tied=True)
 
 
@@ -263,7 +263,7 @@ def qwen3_32b() -> ModelConfig:
 def gpt(
     width: int, layers: int, heads: int, *, vocab: int, positions: int, dropout_rate: float = 0.0
 ) -> ModelConfig:
-    """Builds a GPT: learned positions, LayerNorm, biases, an ungated MLP, a tied table."""
+    """A GPT: learned positions, LayerNorm, biases, an ungated mlp of 4 widths, a tied table."""
     norm = NormConfig(kind=NormKind.LAYER, bias=True)
     block = BlockConfig(
         mixer=GroupedAttentionConfig(
@@ -321,15 +321,15 @@ def gpt3_175b() -> ModelConfig:
 
 
 def megatron_22b() -> ModelConfig:
-    """22B of arXiv 2205.05198, table 3: 22,074,273,792 parameters."""
+    """The 22B GPT of arXiv 2205.05198, table 3: 22,074,273,792 parameters."""
     return megatron_gpt(6144, 48, 64)
 
 
 def megatron_530b() -> ModelConfig:
-    """530B of arXiv 2205.05198, table 3: 529,600,819,200 parameters."""
+    """The 530B GPT of arXiv 2205.05198, table 3: 529,600,819,200 parameters."""
     return megatron_gpt(20_480, 105, 128)
 
 
 def megatron_1t() -> ModelConfig:
-    """1T of arXiv 2205.05198, table 3, as of 2104.04473: 1,008,038,758,400 parameters."""
+    """The 1T GPT of arXiv 2205.05198, table 3, as of 2104.04473: 1,008,038,758,400 parameters."""
     return megatron_gpt(25_600, 128, 160)

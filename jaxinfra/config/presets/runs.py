@@ -14,7 +14,7 @@ from jaxinfra.config.run import CheckpointConfig, Remat, RunConfig, TrainingConf
 
 
 def tiny() -> RunConfig:
-    """The default: a few minutes on two CPU cores."""
+    """The default run, which takes a few minutes on two CPU cores."""
     return RunConfig(
         model=models.tiny(),
         data=DataConfig(),
@@ -30,7 +30,7 @@ def tiny() -> RunConfig:
 
 
 def small() -> RunConfig:
-    """Five minutes on one H200."""
+    """A run of five minutes on one H200."""
     return RunConfig(
         # The text is read about ten times over, so the model is kept from learning it by heart.
         model=dataclasses.replace(models.small(), dropout_rate=0.1),
@@ -46,18 +46,18 @@ def small() -> RunConfig:
 
 
 def tiny_moe() -> RunConfig:
-    """``tiny`` with experts, of equal active parameters: all else is equal."""
+    """The run ``tiny`` with experts of equal active parameters; all other settings are equal."""
     return dataclasses.replace(tiny(), model=mixtures.tiny_moe())
 
 
 def small_moe() -> RunConfig:
-    """``small`` with experts, of equal active parameters: all else is equal."""
+    """The run ``small`` with experts of equal active parameters; all other settings are equal."""
     model = dataclasses.replace(mixtures.small_moe(), dropout_rate=0.1)
     return dataclasses.replace(small(), model=model)
 
 
 def pretraining(model: ModelConfig) -> RunConfig:
-    """The settings a published shape starts from: bf16, 4 sequences, matmul outputs kept."""
+    """Settings that a published shape is trained with: bf16, 4 sequences, matmul outputs kept."""
     return RunConfig(
         model=model,
         data=DataConfig(),
@@ -82,7 +82,7 @@ def finetuning(
     chat: bool = False,
     preferences: PreferenceConfig | None = None,
 ) -> RunConfig:
-    """The settings that a trained model is trained further with.
+    """Settings for the further training of a trained model.
 
     Learning rates are those usual for the purpose: 1e-5 for all parameters (Touvron et al. 2023,
     Llama 2, section 3.1, has 2e-5 for batches of 64), 2e-4 for adapters (Dettmers et al. 2023,
