@@ -112,3 +112,10 @@ def test_the_readme_runs_as_printed(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "bits per byte:" in done.stdout
     assert (tmp_path / "runs" / "focal" / "checkpoints").is_dir()
+
+
+def test_reports_from_elsewhere_name_tests_that_are_there():
+    rows = [line for line in (DOCS / "elsewhere.md").read_text().splitlines() if "https://" in line]
+    assert len(rows) >= 20
+    for row in rows:
+        assert (ROOT / "tests" / row.split("`")[-2]).is_file(), row

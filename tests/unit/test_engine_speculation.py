@@ -1,12 +1,14 @@
 """Drafts change when tokens come, not which: every draw is that of the request alone."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from engine_models import DEFINITION, OPTIONS, PROMPTS, alone, model, parameters
 
+from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
@@ -14,6 +16,9 @@ from jaxinfra.serving.engine.engine import Engine, NgramLookup
 from jaxinfra.serving.engine.options import Preemption
 from jaxinfra.serving.engine.requests import GenerationRequest, RequestStream
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig
+from tests.generation import recomputed
+
+GOLDEN = Path(__file__).parents[1] / "golden/hf"
 
 DRAFTING = dataclasses.replace(
     OPTIONS, num_drafts=3, max_step_tokens=40, num_pages=12, preemption=Preemption.HOST
@@ -73,3 +78,20 @@ def test_a_draft_of_another_vocabulary_is_refused():
     other = define_model(config, execution_on())
     with pytest.raises(ConfigError, match="vocabulary is 64, the model's 300"):
         Engine(model(), options=DRAFTING, draft=other.bind(other.initialize(jax.random.key(0))))
+
+
+@pytest.mark.parametrize("draft", ["model", pytest.param("lookup", marks=pytest.mark.slow)])
+def test_drafts_do_not_cross_where_positions_change(draft):
+    """LongRoPE rotates all keys of a sequence otherwise from 31 tokens on."""
+    pretrained = load_pretrained(GOLDEN / "phi3_longrope")
+    whole = pretrained.definition.bind(pretrained.parameters)
+    ids = np.random.default_rng(3).integers(0, whole.config.vocab_size, 6).tolist()
+    prompts = [tuple(ids * 4)[:length] for length in (18, 21, 22, 24)]
+    want = [[] for _ in prompts]
+    for each in recomputed(whole, prompts, max_new_tokens=14, sampling=GREEDY):
+        want[each.row].append(each.token)
+    options = dataclasses.replace(DRAFTING, max_context=48, num_pages=14)
+    engine = Engine(whole, options=options, draft=whole if draft == "model" else None)
+    requests = [GenerationRequest(prompt_ids=p, max_new_tokens=14) for p in prompts]
+    assert [[t for each in one for t in each.tokens] for one in engine.run(requests)] == want
+    assert engine.counts.accepted_tokens > 0

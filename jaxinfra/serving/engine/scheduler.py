@@ -119,7 +119,10 @@ class Scheduler:
         """One token of a request that is past its prompt, and drafts after it."""
         drafts, num_drafts = (), 0
         if self._speculates and may_draft and stream.can_be_drafted:
-            room = stream.limit - stream.total - 1
+            room, long = stream.limit - stream.total - 1, self.limits.long_context
+            if long is not None and stream.total <= long:
+                # Keys of a longer context are others: no draft makes this one longer than that.
+                room = min(room, long - stream.total)
             if self._propose is not None:
                 drafts = tuple(self._propose(stream))[:room]
             num_drafts = min(self.limits.num_drafts, room) or len(drafts)
