@@ -1,28 +1,20 @@
-"""Flash attention on a Hopper GPU: error against fp32, and time beside cuDNN in one process.
+"""Flash attention on a Hopper GPU beside cuDNN, forward and backward.
 
-python -m experiments.bench.kernels.attention --check --time \\
-    --out experiments/results/attention-h200.json
+python -m experiments.bench.kernels.attention --out experiments/results/attention-h200.json
 python -m experiments.bench.kernels.attention --tune --widths 128/128
 
-FLOPs of causal cases count half; a backward counts 2.5 forwards; kernel times, medians. Processes
-compile side by side and use the GPU in turn; a refusal or a hang ends one of them.
+FLOPs of causal cases count half; a backward counts 2.5 forwards. Times are kernel times, medians of
+rounds in which implementations alternate. Packed documents are compared with the portable form.
 """
 
 import argparse
 import concurrent.futures
-import contextlib
-import dataclasses
-import faulthandler
-import fcntl
 import functools
+import itertools
 import json
 import math
-import os
 import pathlib
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 
 import jax
@@ -38,6 +30,7 @@ from pallas_kernels.flash_attention.spec import AttentionMasks, BackwardOperands
 NO_MASKS = AttentionMasks()
 PROFILER_TRIES = 4
 ROUNDS = 3
+AT_ONCE = 8  # cases that compile side by side
 PORTABLE_LIMIT_S = 1.0  # slower calls of the portable implementation are not measured
 
 
@@ -85,47 +78,8 @@ def both_by_vjp(f, q, k, v, d_out):
     return out, pull(d_out.astype(out.dtype))
 
 
-def plain(q, k, v, *, spec):
-    """Attention from the definition in the dtype of its arguments, with fp32 softmax."""
-    (B, T, N, H), K = q.shape, k.shape[2]
-    q = q.reshape(B, T, K, N // K, H)
-    s = jnp.einsum("btkgh,bskh->bkgts", q, k, precision="highest").astype(jnp.float32)
-    distance = jnp.arange(T)[:, None] - jnp.arange(T)[None, :]
-    seen = distance >= 0 if spec.right == 0 else jnp.ones_like(distance, bool)
-    seen &= True if spec.left is None else distance <= spec.left
-    p = jax.nn.softmax(jnp.where(seen[None, None, None], s * spec.scale, -jnp.inf))
-    return jnp.einsum("bkgts,bskh->btkgh", p.astype(q.dtype), v, precision="highest").reshape(
-        B, T, N, -1
-    )
-
-
-def relative(got, want) -> float:
-    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
-    return float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
-
-
-def check(cases: list[Case]) -> list[dict]:
-    """Errors against fp32, beside those of the plain bf16 implementation."""
-    rows = []
-    for case in cases:
-        arrays = case.arrays()
-        arrays[0] = arrays[0].at[:, ::97].mul(8)  # outliers
-        exact = [x.astype(jnp.float32) for x in arrays]
-        f = functools.partial(plain, spec=case.spec)
-        want = jax.tree.leaves(jax.jit(functools.partial(both_by_vjp, f))(*exact))
-        rough = jax.tree.leaves(jax.jit(functools.partial(both_by_vjp, f))(*arrays))
-        both = jax.jit(functools.partial(ours_both, spec=case.spec))
-        got = jax.tree.leaves(both(*arrays))
-        errors = [relative(g, w) for g, w in zip(got, want, strict=True)]
-        limits = [2 * relative(r, w) for r, w in zip(rough, want, strict=True)]
-        ok = all(e <= limit for e, limit in zip(errors, limits, strict=True))
-        rows.append({"case": case.name, "errors": errors, "limits": limits, "ok": ok})
-        print(rows[-1], flush=True)
-    return rows
-
-
-def profiled(f, *args, iterations: int, aggregate: bool = True) -> list:
-    """``profiler.measure``'s times of each call, or of each kernel of each call.
+def profiled(f, *args, iterations: int) -> list[float]:
+    """``profiler.measure``'s times of each call.
 
     Raises:
         RuntimeError: the profiler lost kernel launches, as it does now and then, in every one of
@@ -135,7 +89,7 @@ def profiled(f, *args, iterations: int, aggregate: bool = True) -> list:
     lost: Exception | None = None
     for _ in range(PROFILER_TRIES):
         try:
-            times = profiler.measure(f, iterations=iterations, aggregate=aggregate)(*args)[1]
+            times = profiler.measure(f, iterations=iterations)(*args)[1]
         except RuntimeError as error:
             if not any(word in str(error) for word in ("kernel launches", "Kernel names")):
                 raise
@@ -144,33 +98,6 @@ def profiled(f, *args, iterations: int, aggregate: bool = True) -> list:
             if times is not None:
                 return list(times)
     raise RuntimeError(f"the profiler lost launches {PROFILER_TRIES} times over") from lost
-
-
-def milliseconds(f, *args, iterations: int) -> float:
-    """Median kernel time of a call."""
-    return statistics.median(profiled(f, *args, iterations=iterations))
-
-
-def times_of(f, *args, iterations: int = 8) -> dict[str, float]:
-    """Median time of each kernel of a call in ms, by its place and name."""
-    runs = profiled(f, *args, iterations=iterations, aggregate=False)
-    names = [name for name, _ in runs[0]]
-    return {
-        f"{i}:{name[:80]}": statistics.median(run[i][1] for run in runs)
-        for i, name in enumerate(names)
-    }
-
-
-@contextlib.contextmanager
-def alone(lock: pathlib.Path, limit_s: float):
-    """The GPU to itself, and an end to this process if that lasts too long."""
-    with lock.open("w") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
-        faulthandler.dump_traceback_later(limit_s, exit=True)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
 
 
 def compiled(f, *args):
@@ -197,21 +124,31 @@ def programs(case: Case) -> dict:
     }
 
 
-def measure(cases: list[Case], iterations: int, lock: pathlib.Path, emit) -> None:
-    """Compiles everything in the background; times each case when its programs are there."""
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        jobs = {
-            case: {
-                "arrays": pool.submit(compiled, case.arrays),
-                **{key: pool.submit(compiled, f, *args) for key, (f, args) in work.items()},
+def measure(cases: list[Case], iterations: int, limit_s: float) -> tuple[list[dict], list[str]]:
+    """Rows of all cases, and the cases for which no time was left."""
+    deadline, rows, failures = time.monotonic() + limit_s, [], []
+
+    def emit(row: dict) -> None:
+        rows.append(row)
+        print(row, flush=True)
+
+    for some in itertools.batched(cases, AT_ONCE):
+        if time.monotonic() > deadline:
+            failures += [f"{case.name}: not done after {limit_s} s" for case in some]
+            continue
+        with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+            # Nothing is timed while the compiler runs.
+            jobs = {
+                case: {
+                    "arrays": pool.submit(compiled, case.arrays),
+                    **{key: pool.submit(compiled, f, *args) for key, (f, args) in work.items()},
+                }
+                for case in some
+                if (work := programs(case))
             }
-            for case in cases
-            if (work := programs(case))
-        }
         for case, futures in jobs.items():
-            concurrent.futures.wait(futures.values())
-            with alone(lock, limit_s=60):
-                measure_case(case, futures, iterations, emit)
+            measure_case(case, futures, iterations, emit)
+    return rows, failures
 
 
 def measure_case(case: Case, futures: dict, iterations: int, emit) -> None:
@@ -258,65 +195,6 @@ def seconds_of(f, *args) -> float:
     return time.monotonic() - start
 
 
-def parts(dims: list[int]) -> list[list[Case]]:
-    """The cases of each process, slowest to compile first; a window beside the call without it."""
-    quarters = [
-        [c for c in grid([H]) if c.causal == causal and (c.K < c.N) == grouped]
-        for H in dims
-        for causal in (True, False)
-        for grouped in (True, False)
-    ]
-    alone = []
-    for case in (*EXTRA, *PACKED):
-        whole = dataclasses.replace(case, window=None)
-        homes = [cases for cases in quarters if whole in cases]
-        (homes[0] if homes and case.window else alone).append(case)
-    return [*quarters, *([case] for case in alone)]
-
-
-def measure_part(part: int, dims: list[int], iterations: int, out: pathlib.Path) -> None:
-    """One process's cases; every row is on disk before the next is measured."""
-    rows: list[dict] = []
-
-    def emit(row: dict) -> None:
-        rows.append(row)
-        out.write_text(json.dumps(rows))
-
-    lock = out.parent / f"lock-{os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
-    measure(parts(dims)[part], iterations, lock, emit)
-
-
-def measure_all(
-    dims: list[int], iterations: int, limit_s: float, gpus: list[str]
-) -> tuple[list[dict], list[str]]:
-    """Rows of all processes, and a line for each that did not end well.
-
-    Each process has one of ``gpus``; what is compared is measured by one process.
-    """
-    start = time.monotonic()
-    folder = pathlib.Path(tempfile.mkdtemp())
-    env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    base = [sys.executable, "-m", "experiments.bench.kernels.attention", "--dims", *map(str, dims)]
-    children = {}
-    for part in range(len(parts(dims))):
-        out = folder / f"{part}.json"
-        flags = ["--part", str(part), "--out", str(out), "--iterations", str(iterations)]
-        own = {"CUDA_VISIBLE_DEVICES": gpus[part % len(gpus)]} if gpus else {}
-        children[out] = subprocess.Popen([*base, *flags], env=env | own)
-    rows, failures = [], []
-    for part, (out, child) in enumerate(children.items()):
-        try:
-            code = child.wait(max(0.1, limit_s - (time.monotonic() - start)))
-        except subprocess.TimeoutExpired:
-            child.kill()
-            code = f"not done after {limit_s} s"
-        if code:
-            failures.append(f"{', '.join(c.name for c in parts(dims)[part])}: {code}")
-        rows += json.loads(out.read_text()) if out.exists() else []
-    print(f"measured in {time.monotonic() - start:.0f} s", *failures, sep="\n", flush=True)
-    return rows, failures
-
-
 def print_ratios(rows: list[dict]) -> None:
     """One line a case and direction: both rates, and ours over cuDNN's (XLA's where packed)."""
     rates = {(r["case"], r["direction"], r["implementation"]): r.get("tflops") for r in rows}
@@ -343,15 +221,11 @@ def print_means(rows: list[dict], dims: list[int]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--time", action="store_true")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--dims", type=int, nargs="*", default=list(HEADS))
     parser.add_argument("--iterations", type=int, default=6, help="of a round")
     parser.add_argument("--limit_s", type=float, default=280, help="of all timing")
-    parser.add_argument("--gpus", nargs="*", default=[], help="share the cases out: 0 1 2")
     parser.add_argument("--out", type=pathlib.Path)
-    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     parser.add_argument(
         "--tune",
         nargs=argparse.REMAINDER,
@@ -361,23 +235,11 @@ def main() -> None:
     if args.tune is not None:
         attention_tune.main(args.tune)
         return
-    if args.part is not None:
-        measure_part(args.part, args.dims, args.iterations, args.out)
-        return
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the processes share the GPU
     result: dict = {"environment": environment()}
-    if args.check:
-        small = [
-            Case(B=2, T=1000, N=4, K=2, H=H, Hv=H, causal=causal, window=window)
-            for H in args.dims
-            for causal, window in ((False, None), (True, None), (True, 300))
-        ]
-        result["errors"] = check(small)
-    if args.time:
-        rows, failures = measure_all(args.dims, args.iterations, args.limit_s, args.gpus)
-        result |= {"rows": rows, "failures": failures, "clocks_after": clocks()}
-        print_ratios(rows)
-        print_means(rows, args.dims)
+    rows, failures = measure([*grid(args.dims), *EXTRA, *PACKED], args.iterations, args.limit_s)
+    result |= {"rows": rows, "failures": failures, "clocks_after": clocks()}
+    print_ratios(rows)
+    print_means(rows, args.dims)
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -6,7 +6,7 @@ python -m experiments.bench.kernels.attention_table \\
     --left-out experiments/results/attention-h200.json \\
     experiments/results/attention-sweep-h200.json      # writes nothing
 
-Files are those of ``attention --time`` and of ``attention_sweep``; of a case that
+Files are those of ``attention`` and of ``attention_sweep``; of a case that
 several have the last counts. Device and versions must be the same. With ``--left-out`` each shape
 of the sweep is left out of the table, and what "auto" takes there is held beside the fastest.
 """
