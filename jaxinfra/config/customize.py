@@ -53,14 +53,7 @@ def customize(
     """
 
     def changed(block: BlockConfig) -> BlockConfig:
-        mixing = mixer or block.mixer
-        if attention is not None:
-            if not isinstance(mixing, GroupedAttentionConfig):
-                raise ConfigError(
-                    f"attention={attention.__name__} for {type(mixing).__name__}: it takes the "
-                    "place of grouped attention only"
-                )
-            mixing = dataclasses.replace(mixing, function=part_name(attention))
+        mixing = _with_attention(mixer or block.mixer, attention)
         normed = block.norm
         if norm is not None:
             normed = dataclasses.replace(normed, function=part_name(norm))
@@ -76,3 +69,14 @@ def customize(
         training = dataclasses.replace(training, loss=part_name(loss))
     model = dataclasses.replace(config.model, stacks=stacks)
     return dataclasses.replace(config, model=model, training=training)
+
+
+def _with_attention(mixer: MixerConfig, attention: Callable[..., Any] | None) -> MixerConfig:
+    if attention is None:
+        return mixer
+    if not isinstance(mixer, GroupedAttentionConfig):
+        raise ConfigError(
+            f"attention={attention.__name__} for {type(mixer).__name__}: it takes the place of "
+            "grouped attention only"
+        )
+    return dataclasses.replace(mixer, function=part_name(attention))

@@ -113,6 +113,16 @@ def _same(mine: float, recorded: float | None) -> bool:
     return mine == recorded if recorded is not None else not math.isfinite(mine)
 
 
+def _recorded(job: Job, run: RunDirectory, step: int) -> tuple[dict[str, Any] | None, list[str]]:
+    """A step's record, and how its environment differs from this one; "" where it is not known."""
+    lines, _ = read_log(run.metrics_file, holds=dict[str, Any])
+    recorded = next((r for r in lines if r.get("step") == step and "batch" in r), None)
+    environment = environment_of(run.environments_file, step=step)
+    if environment is None:
+        return recorded, [""]
+    return recorded, Environment.of(job).differences(environment)
+
+
 def replay_step(directory: Path, *, step: int, cache_dir: Path, on_mesh: bool = False) -> Replayed:
     """Restores the newest good checkpoint before a step, and does the steps up to it again.
 
@@ -146,12 +156,7 @@ def replay_step(directory: Path, *, step: int, cache_dir: Path, on_mesh: bool = 
     )  # fmt: skip
     if restored is not None and restored.data_state.keys() != {"step"}:  # kept by ``train``
         batches.restore(restored.data_state)
-    lines, _ = read_log(run.metrics_file, holds=dict[str, Any])
-    recorded = next((r for r in lines if r.get("step") == step and "batch" in r), None)
-    environment = environment_of(run.environments_file, step=step)
-    differences = [""]
-    if environment is not None:
-        differences = Environment.of(job).differences(environment)
+    recorded, differences = _recorded(job, run, step)
 
     def start() -> State:
         return first_state(job) if restored is None else jax.tree.map(jnp.copy, restored.state)

@@ -203,15 +203,7 @@ class Plan:
                 "total": round(self.memory.total),
             },
             "logits_bytes": round(loss_form(model, layout).chunk_bytes),
-            "memory_by_remat": {
-                form: {
-                    "activations": round(plan.memory.activations),
-                    "total": round(plan.memory.total),
-                    "fits": plan.fits,
-                    "step_s": plan.time.total_s,
-                }
-                for form, plan in self.by_remat().items()
-            },
+            "memory_by_remat": self._memory_by_remat(),
             "hbm_bytes": self.device.hbm_bytes,
             "collective_bytes": self._by_kind(),
             "communication": [dataclasses.asdict(each) for each in self.traffic],
@@ -231,6 +223,17 @@ class Plan:
                 "dollars": self.dollars(tokens),
             }
         return values
+
+    def _memory_by_remat(self) -> dict[str, dict[str, float | bool]]:
+        return {
+            form: {
+                "activations": round(plan.memory.activations),
+                "total": round(plan.memory.total),
+                "fits": plan.fits,
+                "step_s": plan.time.total_s,
+            }
+            for form, plan in self.by_remat().items()
+        }
 
     def _by_kind(self) -> dict[str, int]:
         kinds: dict[str, float] = {}

@@ -1,7 +1,8 @@
 """Plans as tables for people."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -47,6 +48,57 @@ def plan_tables(plan: Plan, *, tokens: float | None) -> list[RenderableType]:
     """Makes the tables of one plan."""
     model, layout, device = plan.model, plan.layout, plan.device
     values = plan.as_dict()
+    sizes = [(name, gigabytes(values["memory_bytes"][name])) for name in values["memory_bytes"]]
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    sizes.append((f"of {gigabytes(device.hbm_bytes)}", verdict))
+    logits = gigabytes(values["logits_bytes"])
+    sizes.append(("a chunk of logits, while the loss runs (in buffers)", logits))
+    forms = [
+        (
+            form if form != layout.remat.value else f"{form} (this plan)",
+            gigabytes(each.memory.activations),
+            gigabytes(each.memory.total),
+            f"{each.time.total_s:.4g} s",
+            "fits" if each.fits else "does not fit",
+        )
+        for form, each in plan.by_remat().items()
+    ]
+    parts = [
+        (name, f"{1e3 * seconds:,.1f} ms", f"{seconds / plan.time.total_s:.1%}")
+        for name, seconds in sorted(plan.time.parts.items(), key=lambda each: -each[1])
+    ]
+    traffic = [
+        (each.axis, each.kind, each.link, f"{each.count:,.0f}", gigabytes(each.wire_bytes))
+        for each in plan.traffic
+    ]
+    title = f"{model.name} on {layout.devices} {device.name}"
+    tables: list[RenderableType] = [
+        grid(title, ("", ""), _plan_facts(plan, values, tokens=tokens)),
+        grid("Memory of the busiest device", ("role", "bytes"), sizes),
+        grid("By recomputation", ("form", "activations", "all", "step", ""), forms),
+        grid("A step's time", ("part", "time", "share"), parts),
+    ]
+    if traffic:
+        columns = ("axis", "kind", "link", "calls", "sent")
+        tables.append(grid("Communication of one device and step", columns, traffic))
+    hidden = ", ".join(f"{axis} {1e3 * s:,.1f} ms" for axis, s in plan.time.hidden.items())
+    if hidden:
+        tables.append(f"Hidden behind compute: {hidden}")
+    roles = [(role, f"{count:,}") for role, count in parameters_by_role(model).items()]
+    tables.append(grid("Parameters", ("role", "elements"), roles))
+    title = f"Constants of {device.name}"
+    constants = Table("constant", "from", title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+    for row in device.sources.items():
+        constants.add_row(*row)
+    tables.append(constants)
+    return tables
+
+
+def _plan_facts(
+    plan: Plan, values: Mapping[str, Any], *, tokens: float | None
+) -> list[tuple[str, str]]:
+    """The plan's figures by name, in the order shown."""
+    model, layout = plan.model, plan.layout
     facts = [
         ("parameters", f"{total_parameters(model):,}"),
         ("active per token", f"{active_parameters(model):,}"),
@@ -72,49 +124,7 @@ def plan_tables(plan: Plan, *, tokens: float | None) -> list[RenderableType]:
     if tokens is not None:
         facts.append((f"days for {tokens:.3g} tokens", f"{plan.days(tokens):,.1f}"))
         facts.append(("dollars", f"{plan.dollars(tokens):,.0f}"))
-    sizes = [(name, gigabytes(values["memory_bytes"][name])) for name in values["memory_bytes"]]
-    verdict = "fits" if plan.fits else "DOES NOT FIT"
-    sizes.append((f"of {gigabytes(device.hbm_bytes)}", verdict))
-    logits = gigabytes(values["logits_bytes"])
-    sizes.append(("a chunk of logits, while the loss runs (in buffers)", logits))
-    forms = [
-        (
-            form if form != layout.remat.value else f"{form} (this plan)",
-            gigabytes(each.memory.activations),
-            gigabytes(each.memory.total),
-            f"{each.time.total_s:.4g} s",
-            "fits" if each.fits else "does not fit",
-        )
-        for form, each in plan.by_remat().items()
-    ]
-    parts = [
-        (name, f"{1e3 * seconds:,.1f} ms", f"{seconds / plan.time.total_s:.1%}")
-        for name, seconds in sorted(plan.time.parts.items(), key=lambda each: -each[1])
-    ]
-    traffic = [
-        (each.axis, each.kind, each.link, f"{each.count:,.0f}", gigabytes(each.wire_bytes))
-        for each in plan.traffic
-    ]
-    tables: list[RenderableType] = [
-        grid(f"{model.name} on {layout.devices} {device.name}", ("", ""), facts),
-        grid("Memory of the busiest device", ("role", "bytes"), sizes),
-        grid("By recomputation", ("form", "activations", "all", "step", ""), forms),
-        grid("A step's time", ("part", "time", "share"), parts),
-    ]
-    if traffic:
-        columns = ("axis", "kind", "link", "calls", "sent")
-        tables.append(grid("Communication of one device and step", columns, traffic))
-    hidden = ", ".join(f"{axis} {1e3 * s:,.1f} ms" for axis, s in plan.time.hidden.items())
-    if hidden:
-        tables.append(f"Hidden behind compute: {hidden}")
-    roles = [(role, f"{count:,}") for role, count in parameters_by_role(model).items()]
-    tables.append(grid("Parameters", ("role", "elements"), roles))
-    title = f"Constants of {device.name}"
-    constants = Table("constant", "from", title=title, box=box.SIMPLE_HEAD, pad_edge=False)
-    for row in device.sources.items():
-        constants.add_row(*row)
-    tables.append(constants)
-    return tables
+    return facts
 
 
 def ranking(found: Found) -> list[RenderableType]:
@@ -190,6 +200,19 @@ def receipt_tables(receipt: Receipt) -> list[RenderableType]:
     return tables
 
 
+def _weights_row(each: Mapping[str, Any]) -> tuple[str, ...]:
+    if "unsupported" in each:
+        return (each["weights"], each["unsupported"], *("",) * 4)
+    return (
+        each["weights"],
+        f"{each['weight_bytes'] / 1e9:,.2f} GB",
+        f"{each['bits_per_weight']:.2f}",
+        f"{each['max_batch']:,}",
+        f"{1e3 * each['decode_s']:,.2f} ms",
+        f"{each['over_bf16']:.2f}x",
+    )
+
+
 def serving_tables(
     model: PlannedModel, device: Device, serving: Serving, *, context: int, batch: int
 ) -> list[RenderableType]:
@@ -218,19 +241,7 @@ def serving_tables(
         )
         for each in figures["by_cache"]
     ]
-    weights = [
-        (each["weights"], each["unsupported"], *("",) * 4)
-        if "unsupported" in each
-        else (
-            each["weights"],
-            f"{each['weight_bytes'] / 1e9:,.2f} GB",
-            f"{each['bits_per_weight']:.2f}",
-            f"{each['max_batch']:,}",
-            f"{1e3 * each['decode_s']:,.2f} ms",
-            f"{each['over_bf16']:.2f}x",
-        )
-        for each in figures["by_weights"]
-    ]
+    weights = [_weights_row(each) for each in figures["by_weights"]]
     steps = [
         (
             f"{each['batch']:,}",

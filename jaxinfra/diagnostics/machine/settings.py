@@ -79,29 +79,30 @@ def software_findings(versions: Mapping[str, str], *, num_gpus: int) -> list[Fin
             otherwise=Grade.FAIL,
         )
     )
+    return [*found, *(_cuda_findings(versions) if num_gpus else ())]
+
+
+def _cuda_findings(versions: Mapping[str, str]) -> list[Finding]:
+    """Whether JAX's CUDA plugin is there, of one series."""
     has_plugin = any("pjrt" in name for name in versions)
-    if num_gpus:
-        found.append(
-            judged(
-                "software: CUDA plugin",
-                "installed" if has_plugin else "not installed",
-                ok=has_plugin,
-                rule="JAX reaches GPUs through its CUDA plugin",
-                remedy="install jaxinfra[cuda]",
-                otherwise=Grade.FAIL,
-            )
-        )
-        both = [series for series in ("12", "13") if f"jax-cuda{series}-pjrt" in versions]
-        found.append(
-            judged(
-                "software: one CUDA",
-                f"CUDA {' and '.join(both) or 'of neither series'}",
-                ok=len(both) < 2,
-                rule="one series of CUDA libraries: of two, the wrong one may be loaded",
-                remedy="remove jax-cuda12-plugin, jax-cuda12-pjrt and their nvidia-*-cu12",
-            )
-        )
-    return found
+    both = [series for series in ("12", "13") if f"jax-cuda{series}-pjrt" in versions]
+    return [
+        judged(
+            "software: CUDA plugin",
+            "installed" if has_plugin else "not installed",
+            ok=has_plugin,
+            rule="JAX reaches GPUs through its CUDA plugin",
+            remedy="install jaxinfra[cuda]",
+            otherwise=Grade.FAIL,
+        ),
+        judged(
+            "software: one CUDA",
+            f"CUDA {' and '.join(both) or 'of neither series'}",
+            ok=len(both) < 2,
+            rule="one series of CUDA libraries: of two, the wrong one may be loaded",
+            remedy="remove jax-cuda12-plugin, jax-cuda12-pjrt and their nvidia-*-cu12",
+        ),
+    ]
 
 
 def _parts(version: str) -> tuple[int, ...]:

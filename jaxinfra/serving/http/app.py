@@ -97,38 +97,42 @@ def _handle_errors(app: fastapi.FastAPI) -> None:
         app.add_exception_handler(status, unreadable)
 
 
+async def _answer(
+    service: Service,
+    http: fastapi.Request,
+    body: Any,
+    form: AnswerForm,
+    requests: list[GenerationRequest],
+) -> responses.Response:
+    """Generates, and answers at once or as a stream of events, as the body asks."""
+    given = service.stream(requests)
+    try:
+        async with _while_connected(http):
+            if not body.stream:
+                async with contextlib.aclosing(given):
+                    return responses.JSONResponse(await form.at_once(requests, given))
+            # Asked for before the status is sent: overload is told by it.
+            first = await anext(given)
+    except asyncio.CancelledError:
+        if await http.is_disconnected():
+            return responses.Response(status_code=_CLIENT_GONE)
+        raise
+
+    async def events() -> AsyncIterator[str]:
+        async def again():
+            yield first
+            async for each in given:
+                yield each
+
+        async with contextlib.aclosing(given):
+            async for each in form.events(again()):
+                yield each
+
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return responses.StreamingResponse(events(), media_type="text/event-stream", headers=headers)
+
+
 def _add_generation(app: fastapi.FastAPI, service: Service) -> None:
-    async def answer(
-        http: fastapi.Request, body: Any, form: AnswerForm, requests: list[GenerationRequest]
-    ) -> responses.Response:
-        given = service.stream(requests)
-        try:
-            async with _while_connected(http):
-                if not body.stream:
-                    async with contextlib.aclosing(given):
-                        return responses.JSONResponse(await form.at_once(requests, given))
-                # Asked for before the status is sent: overload is told by it.
-                first = await anext(given)
-        except asyncio.CancelledError:
-            if await http.is_disconnected():
-                return responses.Response(status_code=_CLIENT_GONE)
-            raise
-
-        async def events() -> AsyncIterator[str]:
-            async def again():
-                yield first
-                async for each in given:
-                    yield each
-
-            async with contextlib.aclosing(given):
-                async for each in form.events(again()):
-                    yield each
-
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        return responses.StreamingResponse(
-            events(), media_type="text/event-stream", headers=headers
-        )
-
     @app.post("/v1/completions")
     async def completions(http: fastapi.Request, body: CompletionBody) -> responses.Response:
         name = _served(service, body.model)
@@ -144,7 +148,7 @@ def _add_generation(app: fastapi.FastAPI, service: Service) -> None:
                 for text in body.prompts
             ]
         form = CompletionForm(name, prompts, body, tokenizer=service.tokenizer, echoes=echoes)
-        return await answer(http, body, form, requests)
+        return await _answer(service, http, body, form, requests)
 
     @app.post("/v1/chat/completions")
     async def chat(http: fastapi.Request, body: ChatBody) -> responses.Response:
@@ -153,7 +157,7 @@ def _add_generation(app: fastapi.FastAPI, service: Service) -> None:
         prompt = await asyncio.to_thread(service.render, body.messages, tools)
         requests = service.requests([prompt], body, model=name, default_tokens=service.context)
         form = ChatForm(name, [prompt], body, tokenizer=service.tokenizer)
-        return await answer(http, body, form, requests)
+        return await _answer(service, http, body, form, requests)
 
     @app.post("/v1/embeddings")
     async def embeddings() -> responses.Response:

@@ -34,6 +34,14 @@ class ServeOptions:
     max_open: int  # requests that may run or wait
 
 
+def _require_other_names(name: str, bank: AdapterBank | None) -> None:
+    if bank is not None and name in bank.names:
+        raise ConfigError(
+            f"adapter {name!r} has the model's name, and clients could not tell them "
+            "apart; name one of them otherwise (--name)"
+        )
+
+
 def serve(
     model: LoadedModel,
     options: ServeOptions,
@@ -57,11 +65,7 @@ def serve(
         cluster: the job whose processes have parts of the model; the others ``follow``.
         say: told what happens, in lines.
     """
-    if bank is not None and options.name in bank.names:
-        raise ConfigError(
-            f"adapter {options.name!r} has the model's name, and clients could not tell them "
-            "apart; name one of them otherwise (--name)"
-        )
+    _require_other_names(options.name, bank)
     engine = Engine.of(model, options=options.engine, draft=draft, bank=bank, consumes=True)
     running = EngineThread(engine, max_open=options.max_open)
     service = Service(model, running, path=options.path, name=options.name, limits=options.limits)
@@ -76,9 +80,8 @@ def serve(
         engine.runner.mirror(followers.tell)
     request.hold()
     running.start()
-    names = ", ".join(service.names)
     say(
-        f"{names} at {server.address}: {engine.limits.context} tokens of context, "
+        f"{', '.join(service.names)} at {server.address}: {engine.limits.context} tokens of context, "
         f"{options.engine.max_running} requests at a time"
     )
     try:
@@ -88,9 +91,7 @@ def serve(
         running.close()
     if running.failure is not None:
         loss = None if followers is None else followers.loss()
-        if loss is not None:
-            raise loss
-        raise EngineFailedError(
+        raise loss or EngineFailedError(
             f"the engine failed ({type(running.failure).__name__}: {running.failure}); requests "
             "that were open have been told so"
         )
