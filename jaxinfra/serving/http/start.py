@@ -81,8 +81,8 @@ def serve(
     request.hold()
     running.start()
     say(
-        f"{', '.join(service.names)} at {server.address}: {engine.limits.context} tokens of context, "
-        f"{options.engine.max_running} requests at a time"
+        f"{', '.join(service.names)} at {server.address}: {engine.limits.context} tokens of "
+        f"context, {options.engine.max_running} requests at a time"
     )
     try:
         # A server without an engine answers nobody: whoever watches it is to start another.
