@@ -13,6 +13,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 SYSTEM = sorted((ROOT / "jaxinfra").rglob("*.py"))
 PRODUCT = SYSTEM + sorted((ROOT / "pallas_kernels").rglob("*.py"))
 
+LONGEST, MOST_LONG = 103, 32
 FLOAT = re.compile(r"b?float(16|32|64|8_\w+|4_\w+)")
 
 
@@ -155,3 +156,16 @@ def test_numerics_multiplies_nothing():
             if isinstance(node, ast.Call)
         }
         assert not called & {"einsum", "dot", "dot_general", "matmul", "tensordot"}, name(path)
+
+
+def test_functions_are_short():
+    """One screen of 60 lines, but for these few; the longest are signatures and docstrings."""
+    lengths = {
+        f"{name(path)}:{node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
+        for path in PRODUCT
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    long = {each: lines for each, lines in lengths.items() if lines > 60}
+    assert max(long.values()) <= LONGEST, long
+    assert len(long) <= MOST_LONG, long
