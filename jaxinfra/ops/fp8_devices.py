@@ -57,7 +57,6 @@ class PlacedMatrix(NamedTuple):
 
 def of_matrix(form: Scaling, rows: Dims, columns: Dims, held: Hold = Hold.USED) -> PlacedMatrix:
     """Where values and scales of this form lie."""
-    assert form.by_blocks
     return PlacedMatrix(Placed((rows, columns), held), Placed((columns, rows), held))
 
 

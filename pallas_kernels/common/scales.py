@@ -1,14 +1,12 @@
 """Matrices in 8-bit floats with fp32 scales: forms of scales, their layout, their meaning.
 
-    x = values * scale,   the scale of an element being that of its tensor, row or block
+    x = values * scale,   the scale of an element being that of its block
 
-A matrix is [R, C]; C is the dim that a matmul contracts. Scales of blocks are stored with the
-blocks of C first: those of one step of a matmul, all in one column, are neighbours.
+A matrix is [R, C]; C is the dim that a matmul contracts. Scales are stored with the blocks of C
+first: those of one step of a matmul, all in one column, are neighbours.
 
 | form | scale | one number for |
 |---|---|---|
-| tensor | [] | all of it |
-| row | [R] | a row |
 | 1x128 | [J, R] | 128 columns of a row |
 | 128x128 | [J, I] | 128 rows of 128 columns |
 
@@ -32,20 +30,13 @@ FORMATS = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 class Scaling(enum.StrEnum):
     """The elements that share one scale."""
 
-    TENSOR = "tensor"
-    ROW = "row"
     BLOCK_OF_ROW = "1x128"
     BLOCK = "128x128"
-
-    @property
-    def by_blocks(self) -> bool:
-        """Whether the scale changes along the contracted dim."""
-        return self in (Scaling.BLOCK_OF_ROW, Scaling.BLOCK)
 
     def shape(self, rows: int, columns: int) -> tuple[int, ...]:
         """Shape of the scales of a [rows, columns] matrix."""
         J, I = -(-columns // BLOCK), -(-rows // BLOCK)  # noqa: E741
-        return {"tensor": (), "row": (rows,), "1x128": (J, rows), "128x128": (J, I)}[self]
+        return (J, rows) if self is Scaling.BLOCK_OF_ROW else (J, I)
 
 
 class Quantized(NamedTuple):
@@ -93,12 +84,8 @@ def dequantized(
 def spread(form: Scaling, scale: jax.Array, rows: int, columns: int) -> jax.Array:
     """The scale of each element: [R, C], or a shape that broadcasts to it.
 
-    Other scales than a tensor's may be those of several matrices, whose dims stay in front.
+    Scales may be those of several matrices, whose dims stay in front.
     """
-    if form is Scaling.TENSOR:
-        return scale.reshape(1, 1)
-    if form is Scaling.ROW:
-        return scale[..., None]
     each = jnp.repeat(jnp.swapaxes(scale, -1, -2), BLOCK, axis=-1)[..., :columns]
     if form is Scaling.BLOCK_OF_ROW:
         return each

@@ -38,17 +38,17 @@ def quantize(
     implementation: str = "auto",
     num_devices: int = 1,
 ) -> Quantized:
-    """Rounds a matrix to 8 bits, each tensor, row or block by its own largest element.
+    """Rounds a matrix to 8 bits, each block by its own largest element.
 
     The module ``formula`` says what becomes of large, small and non-finite elements. It has no
     gradient: a recipe passes the cotangent through.
 
     Args:
         x: [R, C], bfloat16, float16 or float32; computed in fp32.
-        scaling: what shares a scale: "tensor", "row", "1x128" or "128x128".
+        scaling: blocks that share a scale: "1x128" or "128x128".
         dtype: float8_e4m3fn or float8_e5m2.
         power_of_two: scales are powers of two: dividing by them is exact.
-        implementation: "hopper" (Mosaic GPU; bf16 by blocks, R a multiple of 64, or of 128 for
+        implementation: "hopper" (Mosaic GPU; bf16, R a multiple of 64, or of 128 for
             128x128, C of 128) or "xla"; "auto" takes hopper where it can.
         num_devices: that the compiler spreads the call over; "hopper" runs on one.
 
@@ -61,9 +61,9 @@ def quantize(
         UnsupportedError: the named implementation cannot compute this call, or a gradient is taken.
 
     Examples:
-        >>> values, scale = pallas_kernels.quantize(jnp.full((2, 128), 7.0), "row")
+        >>> values, scale = pallas_kernels.quantize(jnp.full((2, 128), 7.0), "1x128")
         >>> values[0, 0].item(), scale.tolist()
-        (448.0, [0.015625, 0.015625])
+        (448.0, [[0.015625, 0.015625]])
     """
     form, dtype = checked(x, scaling, jnp.dtype(dtype), implementation)
     (x,) = vary_alike(without_gradient((x,), WHY_NO_GRADIENT))
@@ -129,21 +129,19 @@ def scaled_matmul(
 ) -> jax.Array:
     """Computes ``sum_k (a scale_a)[m, k] (b scale_b)[n, k]`` of 8-bit operands, without a gradient.
 
-    Scales are those of ``quantize``: of tensors or rows on each side, or of blocks on both: 1x128
-    of a with 128x128 of b (activations and weights, DeepSeek-V3, arXiv 2412.19437, section 3.3),
-    1x128 on both (gradients of weights). Scales of blocks multiply fp32 sums of 128 products.
+    Scales are those of ``quantize``: 1x128 of a with 128x128 of b (activations and weights,
+    DeepSeek-V3, arXiv 2412.19437, section 3.3), or 1x128 on both (gradients of weights). They
+    multiply fp32 sums of 128 products.
 
     Args:
         a: [M, K], float8_e4m3fn or float8_e5m2.
         b: [N, K], either, in any pairing.
-        a_scale: float32: [] of the tensor, [M] of rows, [J, M] of 1x128 blocks, [J, ceil(M / 128)]
-            of 128x128 blocks.
+        a_scale: float32: [J, M] of 1x128 blocks, [J, ceil(M / 128)] of 128x128 blocks.
         b_scale: float32, of one of the same shapes for b.
         out_dtype: bfloat16, float16 or float32, rounded to once, from fp32.
-        implementation: "hopper" (Mosaic GPU, for scales of blocks; K a multiple of 128, N of 128
-            bytes of the result, M of 8), "xla" (cuBLASLt's FP8 matmul on a GPU for scales of
-            tensors; blocks are dequantized, on a GPU to bf16), or "reference" (dequantized, fp32).
-            "auto" takes hopper where it can, else xla.
+        implementation: "hopper" (Mosaic GPU; K a multiple of 128, N of 128 bytes of the result, M
+            of 8), "xla" (dequantized, on a GPU to bf16), or "reference" (dequantized, fp32). "auto"
+            takes hopper where it can, else xla.
         num_devices: that the compiler spreads the call over; "hopper" runs on one.
 
     Raises:
@@ -151,8 +149,8 @@ def scaled_matmul(
         UnsupportedError: the named implementation cannot compute this call, or a gradient is taken.
 
     Examples:
-        >>> a, a_scale = pallas_kernels.quantize(jnp.ones((2, 128)), "tensor")
-        >>> b, b_scale = pallas_kernels.quantize(jnp.ones((3, 128)), "tensor")
+        >>> a, a_scale = pallas_kernels.quantize(jnp.ones((2, 128)), "1x128")
+        >>> b, b_scale = pallas_kernels.quantize(jnp.ones((3, 128)), "128x128")
         >>> pallas_kernels.scaled_matmul(a, b, a_scale, b_scale)[0].tolist()
         [128.0, 128.0, 128.0]
     """

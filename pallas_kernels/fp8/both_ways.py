@@ -32,7 +32,6 @@ LEAST_GAIN = 1.03
 """How much faster the one kernel must have been measured for "auto" to take it."""
 _FARTHEST = {"rows": 2.0, "columns": 2.0}
 """Powers of two from the nearest measured shape within which its measurement is trusted."""
-FORMS = (Scaling.BLOCK_OF_ROW, Scaling.BLOCK)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,11 +226,6 @@ def _both_ways(
     num: int,
 ) -> tuple[WithTranspose, ...]:
     form, dtype = checked(inputs[0], scaling, jnp.dtype(dtype), implementation)
-    if form not in FORMS:
-        raise InputError(
-            f"scaling={form}; a matrix and its transpose are cast in one read by blocks, "
-            f"{' or '.join(FORMS)}: call quantize for each"
-        )
     for x in inputs[1:]:
         if (x.shape, x.dtype) != (inputs[0].shape, inputs[0].dtype):
             raise InputError(

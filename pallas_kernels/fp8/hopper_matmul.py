@@ -105,8 +105,6 @@ def unsupported(
         return f"{facts.kind} is not a Hopper GPU (compute capability 9.0)"
     if num_devices > 1:
         return f"the call is spread over {num_devices} devices and the kernel runs on one"
-    if not spec.by_blocks:
-        return f"scales are of {spec.a} and {spec.b}; the kernel multiplies by those of blocks"
     for dim, size, multiple in (
         ("M", a.shape[0], ROW_MULTIPLE),
         ("N", b.shape[0], STRIPE_BYTES // spec.out_dtype.itemsize),

@@ -44,8 +44,6 @@ def unsupported(
         return f"{facts.kind} is not a Hopper GPU (compute capability 9.0)"
     if num_devices > 1:
         return f"the call is spread over {num_devices} devices and the kernel runs on one"
-    if scaling not in ROWS:
-        return f"scaling={scaling} is not by blocks, 1x128 or 128x128"
     if scaling is Scaling.BLOCK and power_of_two:
         return "Mosaic GPU has no bits of a scalar: no powers of two for 128x128"
     if x.dtype != jnp.bfloat16:

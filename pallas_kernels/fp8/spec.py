@@ -22,11 +22,6 @@ class ScaledSpec:
     b: Scaling
     out_dtype: jnp.dtype
 
-    @property
-    def by_blocks(self) -> bool:
-        """Whether the scales change along the contracted dim."""
-        return self.a.by_blocks
-
 
 def make_scaled_spec(
     a: jax.Array,
@@ -50,11 +45,6 @@ def make_scaled_spec(
         )
     if min(M, N, K) == 0:
         raise InputError(f"a is {list(a.shape)} and b {list(b.shape)}; no dim may be empty")
-    if forms[0].by_blocks != forms[1].by_blocks:
-        raise InputError(
-            f"scales are {forms[0]} of a and {forms[1]} of b; they are by tensor or row on both "
-            "sides, or by blocks (1x128, 128x128) on both: quantize both sides alike"
-        )
     if out_dtype not in OUT_DTYPES:
         raise InputError(f"out_dtype={out_dtype.name} must be bfloat16, float16 or float32")
     return ScaledSpec(a=forms[0], b=forms[1], out_dtype=out_dtype)

@@ -1,8 +1,7 @@
 """Quantization and scaled matmuls by XLA.
 
-Quantization in plain jnp is the reference, too. A scaled matmul is cuBLASLt's FP8 matmul on a GPU
-where scales are of tensors or rows: they leave the product and multiply its rows and columns. Of
-blocks XLA knows nothing: operands are dequantized, to bf16 on a GPU, to fp32 elsewhere.
+Quantization in plain jnp is the reference, too. XLA has no matmul with scales of blocks: operands
+are dequantized, to bf16 on a GPU, to fp32 elsewhere.
 
 Dims: R row, C column of a matrix; M row of a, N row of b, K contracted.
 """
@@ -23,29 +22,16 @@ from .spec import ScaledSpec
 
 
 def quantize_xla(
-    x: jax.Array,
-    scaling: Scaling,
-    *,
-    dtype: jnp.dtype,
-    power_of_two: bool,
-    scale: jax.Array | None = None,
-    largest: jax.Array | None = None,
+    x: jax.Array, scaling: Scaling, *, dtype: jnp.dtype, power_of_two: bool
 ) -> Quantized:
-    """Quantizes in fp32; a given scale of the tensor replaces that of its own largest element.
+    """Quantizes in fp32.
 
     Args:
-        x: [R, C], or several matrices [..., R, C], whose scales have those dims in front too. Of
-            all of them there is one scale where it is the tensor's.
-        largest: finite float32, in the shape of scales, in place of x's own.
+        x: [R, C], or several matrices [..., R, C], whose scales have those dims in front too.
     """
     x = x.astype(jnp.float32)
-    if scale is None:
-        largest = _largest(x, scaling) if largest is None else largest
-        scale, inverse = scale_and_inverse(largest, dtype, power_of_two=power_of_two)
-    else:
-        inverse = 1.0 / scale
+    scale, inverse = scale_and_inverse(_largest(x, scaling), dtype, power_of_two=power_of_two)
     each = spread(scaling, inverse, *x.shape[-2:])
-    each = each.reshape((1,) * (x.ndim - each.ndim) + each.shape)
     return Quantized(keep_rounded(cast(x, each, dtype)), scale)
 
 
@@ -53,7 +39,6 @@ def quantize_across_xla(x: jax.Array, *, dtype: jnp.dtype, power_of_two: bool) -
     """Quantizes the transpose of x by 1x128 blocks, with the bits of ``quantize_xla``.
 
     The values are transposed as 8 bits.
-
 
     Args:
         x: [..., R, C].
@@ -75,13 +60,8 @@ def quantize_across_xla(x: jax.Array, *, dtype: jnp.dtype, power_of_two: bool) -
 
 
 def _largest(x: jax.Array, scaling: Scaling) -> jax.Array:
-    """The largest finite magnitude of each tensor, row or block, in the order of scales."""
+    """The largest finite magnitude of each block, in the order of scales."""
     size = magnitude(x)
-    match scaling:
-        case Scaling.TENSOR:
-            return jnp.max(size)
-        case Scaling.ROW:
-            return jnp.max(size, axis=-1)
     *lead, R, C = size.shape
     rows = BLOCK if scaling is Scaling.BLOCK else 1
     padding = [(0, 0)] * len(lead) + [(0, -R % rows), (0, -C % BLOCK)]
@@ -99,10 +79,7 @@ def scaled_matmul_xla(
     spec: ScaledSpec,
 ) -> jax.Array:
     """Multiplies by XLA: [M, N] in the spec's dtype."""
-    if spec.by_blocks:
-        cuda = functools.partial(_dequantized_product, spec=spec)
-    else:
-        cuda = functools.partial(_outer_product, spec=spec)
+    cuda = functools.partial(_dequantized_product, spec=spec)
 
     def default(a_MK, b_NK, a_scale, b_scale):
         return scaled_matmul_reference(a_MK, b_NK, a_scale, b_scale).astype(spec.out_dtype)
@@ -118,14 +95,3 @@ def _dequantized_product(a_MK, b_NK, a_scale, b_scale, *, spec: ScaledSpec) -> j
     )
     product = jnp.einsum("mk,nk->mn", a, b, preferred_element_type=jnp.float32)
     return product.astype(spec.out_dtype)
-
-
-def _outer_product(a_MK, b_NK, a_scale, b_scale, *, spec: ScaledSpec) -> jax.Array:
-    """The 8-bit product by cuBLASLt in fp32, its rows and columns then multiplied.
-
-    Of operands that were converted and scaled before, XLA makes a bf16 product more often than not.
-    """
-    product = jnp.einsum("mk,nk->mn", a_MK, b_NK, preferred_element_type=jnp.float32)
-    of_rows = spread(spec.a, a_scale, *a_MK.shape)
-    of_columns = spread(spec.b, b_scale, *b_NK.shape).T
-    return (product * of_rows * of_columns).astype(spec.out_dtype)

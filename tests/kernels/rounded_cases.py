@@ -43,9 +43,9 @@ ROUNDED = {
     **{f"weight {code}": weight(WeightCode(code)) for code in ("e4m3", "int8", "int4")},
     **{
         f"quantize {form}": lambda x, form=form: quantize(x, form, implementation="xla")
-        for form in ("tensor", "row", "1x128", "128x128")
+        for form in ("1x128", "128x128")
     },
-    "e5m2": lambda x: quantize(x, "row", dtype=jnp.float8_e5m2, implementation="xla"),
+    "e5m2": lambda x: quantize(x, "1x128", dtype=jnp.float8_e5m2, implementation="xla"),
     "across": lambda x: quantize_across_xla(
         x, dtype=jnp.dtype("float8_e4m3fn"), power_of_two=False
     ),

@@ -14,7 +14,6 @@ from pallas_kernels import InputError, UnsupportedError, quantize, quantize_both
 from pallas_kernels.common import device
 from pallas_kernels.common.scales import Scaling, dequantized, spread
 from pallas_kernels.fp8.formula import LEAST
-from pallas_kernels.fp8.xla import quantize_xla
 from tests.seeds import seeded
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -38,8 +37,6 @@ def exact_scale(x, form, dtype, power_of_two):
     R, C = x.shape
     J, I = -(-C // 128), -(-R // 128)  # noqa: E741
     cuts = {
-        "tensor": lambda: x.max(),
-        "row": lambda: x.max(axis=1),
         "1x128": lambda: np.stack([x[:, 128 * j : 128 * j + 128].max(axis=1) for j in range(J)]),
         "128x128": lambda: np.array([
             [x[128 * i : 128 * i + 128, 128 * j : 128 * j + 128].max() for i in range(I)]
@@ -91,16 +88,6 @@ def test_special_values(dtype, power_of_two):
     assert np.all(np.isfinite(scale))
 
 
-def test_a_given_scale_saturates():
-    x = np.float32([[1.0, -3.0, 1e30, -1e30] * 32])
-    given = functools.partial(
-        quantize_xla, scaling=Scaling.TENSOR, dtype=jnp.dtype(E4M3), power_of_two=False
-    )
-    got = jax.device_get(jax.jit(given)(x, scale=np.float32(0.5)))
-    assert got.values[0, :4].astype(np.float32).tolist() == [2.0, -6.0, 448.0, -448.0]
-    assert got.scale == 0.5
-
-
 def test_powers_of_two_are_the_least_that_fit():
     """At the edge: 448 fits exactly, the next bf16 above it does not."""
     edge = np.float32(1.75 * 2.0**10)
@@ -145,7 +132,6 @@ def test_the_kernel_says_what_it_cannot():
     for x, options, reason in [
         (matrix(72, 128), {"scaling": "1x128"}, "R=72 is not a multiple of 64"),
         (matrix(128, 200), {"scaling": "128x128"}, "C=200 is not a multiple of 128"),
-        (matrix(64, 128), {"scaling": "row"}, "scaling=row is not by blocks"),
         (matrix(64, 128, jnp.float32), {"scaling": "1x128"}, "the kernel reads bfloat16"),
         (matrix(128, 128), {"scaling": "128x128", "power_of_two": True}, "no powers of two"),
         (matrix(64, 128), {"scaling": "1x128", "num_devices": 2}, "spread over 2 devices"),
@@ -160,12 +146,12 @@ def test_the_kernel_says_what_it_cannot():
 def test_refusals():
     x = matrix(8, 128)
     for arguments, options, message in [
-        ((x[0], "row"), {}, "reshape it"),
-        ((x, "column"), {}, "must be one of tensor, row, 1x128, 128x128"),
-        ((x, "row"), {"dtype": jnp.float16}, "dtype=float16"),
-        ((x, "row"), {"implementation": "triton"}, "choose auto"),
+        ((x[0], "1x128"), {}, "reshape it"),
+        ((x, "column"), {}, "must be one of 1x128, 128x128"),
+        ((x, "1x128"), {"dtype": jnp.float16}, "dtype=float16"),
+        ((x, "1x128"), {"implementation": "triton"}, "choose auto"),
     ]:
         with pytest.raises(InputError, match=message):
             quantize(*arguments, **options)
     with pytest.raises(UnsupportedError, match="passes the cotangent through"):
-        jax.grad(lambda x: quantize(x, "row").scale.sum())(x.astype(np.float32))
+        jax.grad(lambda x: quantize(x, "1x128").scale.sum())(x.astype(np.float32))

@@ -12,8 +12,7 @@ from tests.seeds import seeded
 from tests.tolerance import assert_within_rounding
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-PAIRS = [("tensor", "tensor"), ("row", "row"), ("tensor", "row"), ("row", "tensor"),
-         ("1x128", "128x128"), ("128x128", "1x128"), ("1x128", "1x128")]  # fmt: skip
+PAIRS = [("1x128", "128x128"), ("128x128", "1x128"), ("1x128", "1x128"), ("128x128", "128x128")]
 quantized = jax.jit(quantize, static_argnames=("scaling", "dtype"))
 multiplied = jax.jit(scaled_matmul, static_argnames="out_dtype")
 DTYPES = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2), (E5M2, E5M2)]
@@ -74,12 +73,11 @@ def test_faults_are_caught(fault):
 
 def test_refusals_say_what_to_do():
     a, b, a_scale, b_scale = operands(8, 128, 256)
-    of_rows = quantized(b.astype(np.float32), "row").scale
     cases = [
         ((a.astype(np.float32), b, a_scale, b_scale), {}, "make it by quantize"),
         ((a, b, a_scale.T, b_scale), {}, r"a_scale is float32\[8, 2\].*\[2, 8\] \(1x128\)"),
         ((a, b[:, :128], a_scale, b_scale[:1]), {}, "Transpose b"),
-        ((a, b, a_scale, of_rows), {}, "quantize both sides alike"),
+        ((a, b, a_scale, b_scale[0]), {}, r"float32 of one of these shapes"),
         ((a, b, a_scale, b_scale), {"out_dtype": jnp.int32}, "out_dtype=int32"),
         ((a, b, a_scale, b_scale), {"implementation": "cutlass"}, "choose auto"),
     ]

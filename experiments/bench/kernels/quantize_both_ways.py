@@ -162,7 +162,7 @@ def main() -> None:
     with ThreadPoolExecutor(16) as pool:
         for source in SOURCES:
             num = NUM_INPUTS[source.name]
-            for scaling in both_ways.FORMS:
+            for scaling in Scaling:
                 for shape in SHAPES[source.name]:
                     timed[source, scaling, shape] = {
                         how: pool.submit(
