@@ -152,6 +152,13 @@ def run(args: argparse.Namespace) -> int:
     if args.draft is not None and not args.num_drafts:
         raise ConfigError("--draft needs --num-drafts: how many tokens it is to propose")
     mesh = parse_mesh(args.mesh)
+    if (shards := mesh.num_data_shards // mesh.expert) > 1:
+        raise ConfigError(
+            f"--mesh {args.mesh}: it splits a batch over {shards} replica or fsdp devices, and "
+            "each would hold the pages of all requests; give it tensor devices, or fsdp ones "
+            "that all share experts (fsdp=2,expert=2), and others a server of their own "
+            "(--replicas)"
+        )
     _check_job(args, detect_cluster(os.environ))
     path = args.model or _trained()
     if args.replicas is not None:

@@ -209,6 +209,12 @@ def test_what_several_processes_do_not_serve_is_refused(monkeypatch, capsys, opt
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("mesh", ["fsdp=2", "fsdp=4,expert=2", "replica=2"])
+def test_meshes_with_rows_of_their_own_are_refused(mesh, capsys):
+    assert main(["serve", "nowhere", "--mesh", mesh]) == 1
+    assert "over 2 replica or fsdp devices" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
