@@ -1,1 +1,1 @@
-"""Traces, explained."""
+"""Explanations of steps, runs, memory and machines, from traces and recordings."""

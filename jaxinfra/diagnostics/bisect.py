@@ -1,9 +1,9 @@
-"""Why a step is not finite: the first layer, pass and operation that make it so.
+"""Search of the layer, pass and operation that first make a step not finite.
 
 A traced program (a jaxpr) is run operation by operation. Where a result is not finite, its origin
-is noted and handed on to what is made of it. So the origin of a NaN in a result is the overflow
-that it came from, and not the last operation. An infinity that the program itself writes, such as
-an attention mask's, is no fault until a NaN comes of it.
+is noted and handed on to the results computed from it. So the origin of a NaN is the overflow that
+caused it, not the last operation. An infinity that the program itself writes, such as an attention
+mask's, is no fault until a NaN comes of it.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from jaxinfra.training.step import step_key
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """An operation that made the first value that is not finite."""
+    """The operation that made the first value that is not finite."""
 
     operation: str  # JAX's name, such as "dot_general"
     scope: str  # of named scopes, such as "attention/qk_norm"
@@ -43,7 +43,7 @@ class Origin:
     made: str  # what came out
 
     def describe(self) -> str:
-        """In a line."""
+        """Describes the operation in one line."""
         scope = f"{self.scope}: " if self.scope else ""
         reads = ", ".join(self.inputs)
         return f"{scope}{self.operation} of {reads} gives {self.made} ({self.source})"
@@ -73,8 +73,8 @@ _CALLS = {
 def first_nonfinite(function: Callable[..., Any], *args: Any) -> Origin | None:
     """Runs a function of finite arrays operation by operation; None where its results are finite.
 
-    Its programs within programs are run whole first, and looked into only where what they give is
-    not finite.
+    Programs within it, such as loop bodies, run whole first. They are searched only where their
+    results are not finite.
 
     >>> import jax.numpy as jnp
     >>> first_nonfinite(lambda x: jnp.sum(jnp.log(x - x)), jnp.ones(2)).operation
@@ -87,7 +87,7 @@ def first_nonfinite(function: Callable[..., Any], *args: Any) -> Origin | None:
 
 
 def is_finite(tree: Any) -> bool:
-    """Whether every float in a tree is."""
+    """Tells whether every float in a tree is finite."""
     floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return all(bool(jnp.isfinite(leaf).all()) for leaf in floats)
 
@@ -237,7 +237,7 @@ type _Function = Callable[..., tuple[jax.Array, jax.Array]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepPiece:
-    """One piece, with what it reads.
+    """One piece of a step, with the arrays that it reads.
 
     ``x`` is the residual stream [B, T, D]; the first piece takes and the last gives a zero instead.
     """
@@ -251,20 +251,20 @@ class StepPiece:
     compiled_backward: Callable[..., tuple[Parameters, jax.Array]]
 
     def forward(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """x behind it, and what it adds to the objective."""
+        """Returns x after the piece, and what the piece adds to the objective."""
         return self.compiled(self.arrays, x, *self.others)
 
     def backward(self, x: jax.Array, dx: jax.Array) -> tuple[Parameters, jax.Array]:
-        """Gradients by its arrays, and the cotangent before it.
+        """Returns the gradients of the piece's arrays, and the cotangent of its input.
 
         Args:
-            x: before it.
-            dx: the cotangent behind it.
+            x: the piece's input.
+            dx: the cotangent of its output.
         """
         return self.compiled_backward(self.arrays, x, dx, *self.others)
 
     def backward_function(self, *args: Any) -> tuple[Parameters, jax.Array]:
-        """``backward`` of all its arguments, to be traced."""
+        """Returns ``backward`` as a function of all its arguments, to be traced."""
         return _backward(self.function, *args)
 
 
@@ -280,7 +280,7 @@ class StepPieces:
     """The pieces of a model's step; each kind of layer is compiled once.
 
     Args:
-        model: with the values of what is not trained.
+        model: the model, with values of the parameters that are not trained.
     """
 
     def __init__(self, model: ModelDefinition, training: TrainingConfig):
@@ -308,12 +308,12 @@ class StepPieces:
         key: Key[Array, ""],
         scale: Float[Array, ""],
     ) -> list[StepPiece]:
-        """The pieces for one micro-batch, in the order that they run in.
+        """Returns the pieces for one micro-batch, in the order that they run in.
 
         Args:
             tree: parameters and state of the model.
-            key: of the micro-batch; used where the model drops out.
-            scale: of the objective, which is a sum over tokens.
+            key: random key of the micro-batch, for dropout.
+            scale: factor on the objective, which is a sum over tokens.
         """
         config = self._model.config
         positions = batch.positions
@@ -396,7 +396,7 @@ _TRANSFORMED = re.compile(r"\b(transpose|jvp|vmap|rematted_computation)\b|[()]")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NonFiniteCause:
-    """Where a step's values first cease to be finite.
+    """The place where a step's values first stop being finite.
 
     ``phase`` is "weights" (they were not finite before the step), "forward", "backward", or "sum"
     (each gradient is finite, and their sum or its norm is not).
@@ -409,7 +409,7 @@ class NonFiniteCause:
     origin: Origin | None = None  # None: only the compiled piece is not finite, no operation alone
 
     def describe(self) -> str:
-        """In a line."""
+        """Describes the place in one line."""
         if self.phase == "weights":
             return f"{self.where} is not finite before the step: the fault is an earlier one"
         if self.phase == "sum":
@@ -423,7 +423,7 @@ class NonFiniteCause:
         return f"first in {self.where}, {self.phase} pass: {operation}"
 
     def as_json(self) -> dict[str, Any]:
-        """For files and programs."""
+        """Returns JSON values."""
         return {**dataclasses.asdict(self), "text": self.describe()}
 
 
@@ -431,11 +431,11 @@ def find_nonfinite(job: Job, state: State, batch: Batch) -> NonFiniteCause | Non
     """Runs a step on one device piece by piece, and the first bad piece operation by operation.
 
     Args:
-        job: on one device, with the values of what is not trained.
-        state: before the step.
-        batch: of the step, on the device.
+        job: a job on one device, with values of the parameters that are not trained.
+        state: the state before the step.
+        batch: the step's batch, on the device.
 
-    Returns None where all is finite when it is computed in this way.
+    Returns None where this computation finds all values finite.
     """
     trained = {**by_path(state.parameters), **by_path(state.model_state)}
     for path, leaf in trained.items():

@@ -1,4 +1,4 @@
-"""What is odd about a run's documents: duplicates, cut ends, unreadable text, lengths."""
+"""Oddities of a run's documents: duplicates, cut ends, unreadable text, lengths."""
 
 import collections
 import dataclasses
@@ -36,7 +36,7 @@ class DataAudit:
     lengths: dict[int, int]  # power of two to documents with at most so many characters
 
     def findings(self) -> list[Finding]:
-        """Each oddity against its rule."""
+        """Returns a finding for each oddity."""
         documents = max(1, self.documents)
         again = self.duplicate_characters / max(1, self.characters)
         twice = [f"{name} is {first}" for name, first in self.duplicates]
@@ -81,7 +81,7 @@ class DataAudit:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Returns JSON values."""
         return dataclasses.asdict(self)
 
 

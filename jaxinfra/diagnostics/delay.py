@@ -1,4 +1,4 @@
-"""What delays a step: a cause, what is won without it, and how."""
+"""Records of a step's delays: each cause, the time won without it, and the remedy."""
 
 import dataclasses
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Delay:
-    """One cause, and what a step would gain without it."""
+    """One cause of delay, and the time that a step would gain without it."""
 
     cause: str
     ms: float  # per step
@@ -22,7 +22,7 @@ class Explanation:
     delays: tuple[Delay, ...]
 
     def paragraph(self) -> str:
-        """The first thing ``jaxinfra trace`` says."""
+        """Returns the explanation that ``jaxinfra trace`` prints first."""
         if not self.delays:
             return (
                 f"A step takes {self.step_ms:.1f} ms, and nothing that could be avoided delays it."
@@ -35,7 +35,7 @@ class Explanation:
         return f"A step takes {self.step_ms:.1f} ms. It loses " + " It loses ".join(won)
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Returns JSON values."""
         return {
             "step_ms": self.step_ms,
             "delays": [dataclasses.asdict(each) for each in self.delays],

@@ -1,4 +1,4 @@
-"""What delays a step: milliseconds won without each cause, and the remedy."""
+"""Causes of a step's delay: milliseconds won without each, and the remedy."""
 
 import collections
 import dataclasses
@@ -35,12 +35,12 @@ class DeviceTime:
 
     @property
     def own_ms(self) -> float:
-        """Until it can meet the others."""
+        """Milliseconds of the device's own work, before it waits for others."""
         return self.computing_ms + self.idle_ms
 
 
 def device_times(ranks: Mapping[str, Waterfall]) -> list[DeviceTime]:
-    """Where the step of each device went."""
+    """Splits the time of each device's step into own work, waiting and the rest."""
     found = []
     for name, waterfall in ranks.items():
         by_kind = waterfall.by_kind()
@@ -57,7 +57,7 @@ def device_times(ranks: Mapping[str, Waterfall]) -> list[DeviceTime]:
 
 
 def straggler_delays(ranks: Mapping[str, Waterfall]) -> list[Delay]:
-    """The device whose own work takes longer than the others', which wait for it in a collective.
+    """Finds the device whose own work takes longer, so that the others wait for it in a collective.
 
     Devices of different pipeline stages do different work; those are not to be compared.
     """
@@ -88,10 +88,10 @@ def straggler_delays(ranks: Mapping[str, Waterfall]) -> list[Delay]:
 def without_waiting(
     delays: Sequence[Delay], stragglers: Sequence[Delay], *, least_ms: float
 ) -> list[Delay]:
-    """A device's delays without what it waits for slow ones: communication takes that less.
+    """Returns a device's delays without the time in which it waits for slow devices.
 
     Args:
-        least_ms: under which what is left is not worth a line.
+        least_ms: delays below it are left out.
     """
     waits = sum(each.ms for each in stragglers)
     found = []
@@ -128,11 +128,13 @@ _RATES = {"f8": 2.0, "s8": 2.0}  # of the bf16 rate, by the beginning of a type'
 
 
 def device_delays(waterfall: Waterfall, traced: TracedStep | None = None) -> list[Delay]:
-    """Exposed communication by axis, time in which the device has nothing to do, copies, matmuls
-    that are slow or wider than they need be, and recomputation that frees memory which nobody uses.
+    """Finds delays in a device's trace.
+
+    They are exposed communication by axis, idle time, copies, slow or unnecessarily wide matmuls,
+    and recomputation that frees memory without need.
 
     Args:
-        traced: without it nothing is said of the last three.
+        traced: the compiled program; None: the last three are not looked for.
     """
     least = _DEVICE_SHARE * waterfall.span_ms
     found = list(_communication(waterfall, least))
@@ -181,7 +183,7 @@ def _communication(waterfall: Waterfall, least: float) -> Iterator[Delay]:
 
 
 def matmul_ms(shape: MatmulShape, peak: DevicePeak) -> float:
-    """Milliseconds that a matmul of a good shape takes once, with as many FLOPs and bytes."""
+    """Returns the milliseconds of one matmul of a good shape with as many FLOPs and bytes."""
     rate = next((rate for name, rate in _RATES.items() if shape["dtype"].startswith(name)), 1.0)
     computing = shape["flops"] / (_REACHED * rate * peak.bf16_flops)
     moving = shape["bytes"] / (_REACHED_BYTES * peak.hbm_bytes_per_s)
@@ -277,9 +279,9 @@ _STALL_S = 1.0
 
 
 def explain_step(directory: Path, traced: TracedRun | None = None) -> Explanation | None:
-    """What delays the step of a run: by its device traces, if there are any, and its own records.
+    """Explains the delays of a run's step from its device traces, if any, and its own records.
 
-    None where there is neither.
+    Returns None where there is neither.
     """
     run = RunDirectory(directory)
     lines, _ = read_log(run.metrics_file, holds=dict[str, Any])
@@ -306,7 +308,7 @@ def explain_step(directory: Path, traced: TracedRun | None = None) -> Explanatio
 
 
 def checkpoint_delays(lines: Sequence[Mapping[str, Any]], *, step_ms: float) -> list[Delay]:
-    """Saves for which steps stood still, spread over all steps."""
+    """Finds the time in which steps stood still for saves, spread over all steps."""
     stalls = [line["stall_s"] for line in lines if line.get("stall_s")]
     # A job of a few steps saves at its end alone.
     if len(stalls) < 2 or statistics.median(stalls) < _STALL_S:
@@ -330,7 +332,7 @@ def checkpoint_delays(lines: Sequence[Mapping[str, Any]], *, step_ms: float) -> 
 def incident_delays(
     incidents: Sequence[Mapping[str, Any]], *, steps_ms: Sequence[float]
 ) -> list[Delay]:
-    """Steps that compiled again because the shape of an argument changed."""
+    """Finds steps that compiled again because the shape of an argument changed."""
     found = [each for each in incidents if each["kind"] == RECOMPILED]
     if not found or not steps_ms:
         return []

@@ -1,4 +1,4 @@
-"""Why one step takes longer than another: two waterfalls side by side."""
+"""Comparison of two steps: why one takes longer, by the waterfalls of both."""
 
 import collections
 import dataclasses
@@ -16,7 +16,7 @@ _ALIKE = 0.03
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """What differs in one place, positive where the second step takes longer."""
+    """The difference in one place, positive where the second step takes longer."""
 
     scope: str
     kind: str
@@ -28,7 +28,7 @@ class Change:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """Two steps, and where the second one's time goes that the first one does not take."""
+    """The difference of two steps, and the places where the second one takes longer."""
 
     first_ms: float
     second_ms: float
@@ -37,7 +37,7 @@ class Difference:
     changes: tuple[Change, ...]  # largest first, by their size
 
     def paragraph(self) -> str:
-        """The first thing ``jaxinfra trace A B`` says."""
+        """Returns the explanation that ``jaxinfra trace A B`` prints first."""
         by = self.second_ms - self.first_ms
         share = by / self.first_ms
         begin = f"A step takes {self.first_ms:.1f} ms in the first and {self.second_ms:.1f} ms in "
@@ -53,7 +53,7 @@ class Difference:
         return " ".join([begin, *map(_sentence, self.changes[:4])])
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Returns JSON values."""
         return dataclasses.asdict(self)
 
 
@@ -73,7 +73,7 @@ def compare_steps(
     """Explains the difference of two steps of one model.
 
     Args:
-        first_step: what is known of the traced programs: with it, in which formats they multiply.
+        first_step: the traced program of the first step, for the formats of its matmuls.
     """
     before, after = _by_part(first), _by_part(second)
     steps = (first_step, second_step)

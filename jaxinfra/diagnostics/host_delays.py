@@ -1,8 +1,8 @@
-"""What a run's hosts lose, from the flight recorders of its ranks.
+"""Delays by a run's hosts, from the flight recorders of its ranks.
 
 A step takes as long as its devices or its host, whichever is longer: a host prepares the next step
-while its devices compute. So what is won without one of the host's phases is bounded by the time of
-the devices alone, which is read from steps that the loop waited for at once: before a probe, a
+while its devices compute. So the gain without one of the host's phases is bounded by the time of
+the devices alone. That is read from steps that the loop waited for at once: before a probe, a
 comparison of copies, a save or an evaluation.
 """
 
@@ -62,7 +62,7 @@ _COMPUTING = _HostCause(
 
 
 def phase_ms(record: RankRecord) -> dict[str, float]:
-    """Milliseconds of each phase per step, over the steps that a rank's ring buffer holds whole.
+    """Returns milliseconds of each phase per step, over the steps that a rank's ring buffer holds.
 
     The first of them may have compiled, so that it does not count.
     """
@@ -92,9 +92,9 @@ def _without_ready_input(record: RankRecord) -> dict[str, float]:
 
 
 def devices_ms(records: Sequence[RankRecord]) -> float | None:
-    """Milliseconds that the devices take for a step; None where no step was waited for at once.
+    """Returns milliseconds that the devices take per step; None if no step was waited for at once.
 
-    Of all ranks the least counts: who comes last to a step's collectives waits for nobody.
+    The least of all ranks counts, since the last rank to reach a step's collectives waits for none.
     """
     by_step: dict[int, list[float]] = collections.defaultdict(list)
     for record in records:
@@ -135,7 +135,7 @@ def _phases(record: RankRecord) -> list[Event]:
 def host_delays(
     records: Sequence[RankRecord], *, step_ms: float, steps: int, least_steps: int = 4
 ) -> list[Delay]:
-    """A rank that the others wait for, or the phase of all hosts that keeps the devices waiting."""
+    """Finds a rank that the others wait for, or the host phase that the devices wait for."""
     if steps < least_steps:
         return []
     phases = {record.rank: _without_ready_input(record) for record in records}
@@ -215,7 +215,7 @@ def _busy_readers(records: Sequence[RankRecord]) -> float | None:
 def evaluation_delays(
     records: Sequence[RankRecord], *, step_ms: float, least: int = 2
 ) -> list[Delay]:
-    """Evaluations that take a large part of a run's time; the first, which compiles, counts not."""
+    """Finds evaluations that take a large part of a run's time, leaving out the first one."""
     spent: dict[int, float] = collections.defaultdict(float)
     if not records:
         return []
@@ -242,7 +242,7 @@ def evaluation_delays(
 
 
 def rarely(ms: float, step_ms: float) -> int:
-    """The number of steps between two of what takes ``ms``, that it costs 2% of a step's time."""
+    """Returns the interval in steps at which work of ``ms`` costs 2% of a step's time."""
     exact = max(1.0, ms / (_RARE * step_ms))
     digits = 10 ** max(0, len(str(int(exact))) - 1)
     return int(-(-exact // digits) * digits)

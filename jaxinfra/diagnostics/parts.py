@@ -1,4 +1,4 @@
-"""A measured step in the parts in which a step is predicted (``jaxinfra plan``)."""
+"""Split of a measured step into the parts that ``jaxinfra plan`` predicts."""
 
 import collections
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ _PASSES = ("memory", "weights and gradients")  # the planner's, of one kind in a
 
 
 def measured_parts(waterfall: Waterfall) -> dict[str, float]:
-    """Milliseconds per step by part; they add up to the step."""
+    """Returns milliseconds per step by part; they add up to the step."""
     found: dict[str, float] = collections.defaultdict(float)
     for (scope, kind), ms in waterfall.exposed_ms.items():
         if kind != "collective" or not waterfall.by_axis:
@@ -38,10 +38,10 @@ def _part(scope: str, kind: str) -> str:
 def predicted_beside_measured(
     predicted_s: Mapping[str, float], waterfall: Waterfall
 ) -> dict[str, tuple[float, float]]:
-    """Predicted and measured milliseconds by part, the largest first; 0 where one has no such part.
+    """Returns predicted and measured milliseconds by part, the largest first; 0 for a missing part.
 
     Args:
-        predicted_s: seconds by part, as a plan's time has them.
+        predicted_s: seconds by part, from a plan's time.
     """
     planned: dict[str, float] = collections.defaultdict(float)
     for name, seconds in predicted_s.items():

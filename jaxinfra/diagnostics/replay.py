@@ -1,4 +1,4 @@
-"""A run's step, computed once more from the checkpoint before it."""
+"""Replay of one step of a run, from the checkpoint before it."""
 
 import dataclasses
 import functools
@@ -40,7 +40,7 @@ _MARGIN = 8.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Replayed:
-    """A step done again, beside what the run recorded of it."""
+    """A step computed again, beside what the run recorded of it."""
 
     job: Job
     corpora: Corpora
@@ -58,19 +58,19 @@ class Replayed:
 
     @property
     def reproduces(self) -> bool | None:
-        """Whether what was recorded came out again; None where nothing can be compared."""
+        """Tells whether the recorded values came out again; None where nothing can be compared."""
         if self.recorded is None or self.data_differ or self.is_excluded:
             return None
         return all(self._agrees(name) for name in COMPARED)
 
     @property
     def is_equal(self) -> bool:
-        """Whether it came out to the last bit."""
+        """Tells whether the recorded values came out again to the last bit."""
         recorded = self.recorded or {}
         return all(_same(self.record[name], recorded.get(name)) for name in COMPARED)
 
     def verdict(self) -> str:
-        """In a sentence."""
+        """Returns the verdict as a sentence."""
         done = self.step - self.first
         began = f"the checkpoint of step {self.first}" if self.first else "the run's start"
         how = f"replayed from {began}, {done} step{'s' * (done > 1)}"
@@ -95,7 +95,7 @@ class Replayed:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the step's loss and gradient are, as computed here."""
+        """Tells whether the step's loss and gradient are finite, as computed here."""
         return all(math.isfinite(self.record[name]) for name in COMPARED)
 
     def _agrees(self, name: str) -> bool:
@@ -124,20 +124,20 @@ def _recorded(job: Job, run: RunDirectory, step: int) -> tuple[dict[str, Any] | 
 
 
 def replay_step(directory: Path, *, step: int, cache_dir: Path, on_mesh: bool = False) -> Replayed:
-    """Restores the newest good checkpoint before a step, and does the steps up to it again.
+    """Restores the newest good checkpoint before a step, and computes the steps up to it again.
 
     Nothing in the run's directory is changed, and it may still be training. Where the replay runs
-    on other devices or in another order of sums than the run did, equal bits cannot be asked for:
-    then ``_TWINS`` further replays start from weights that are moved by half a unit in the last
-    place of the format that matmuls read, and what they differ by says how far rounding reaches.
+    on other devices or sums in another order than the run did, bits may differ. Then ``_TWINS``
+    further replays start from weights moved by half a unit in the last place of the format that
+    matmuls read. Their difference shows how far rounding reaches.
 
     Args:
         step: counted from 1, as in ``metrics.jsonl``.
         on_mesh: on the run's own mesh instead of one device.
 
     Raises:
-        ConfigError: there is no such step, or the run cannot be computed here.
-        CheckpointError: checkpoints there are of another model.
+        ConfigError: the run has no such step, or cannot be computed here.
+        CheckpointError: the checkpoints are of another model.
     """
     run = RunDirectory(directory)
     config = run.read_config()

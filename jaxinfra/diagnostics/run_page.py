@@ -1,4 +1,4 @@
-"""A run in one HTML file, with pictures of its loss and of its layers inside."""
+"""A report of a run in one HTML file, with pictures of its loss and of its layers."""
 
 import base64
 import html
@@ -19,11 +19,11 @@ type _Places = Sequence[tuple[int, int]]
 
 
 def draw_statistics(lines: Sequence[Mapping[str, Any]], places: _Places) -> Figure:
-    """Over steps and layers: the residual stream, gradients, and updates against weights.
+    """Draws residual stream, gradients, and updates against weights, over steps and layers.
 
     Args:
-        lines: of ``statistics.jsonl``, one for each step.
-        places: of ``ModelConfig.layer_places``.
+        lines: lines of ``statistics.jsonl``, one per step.
+        places: ``ModelConfig.layer_places``.
     """
     panels = {
         "residual stream, rms": [_of_stream(line, places) for line in lines],
@@ -60,7 +60,7 @@ def draw_statistics(lines: Sequence[Mapping[str, Any]], places: _Places) -> Figu
 
 
 def statistics_rows(line: Mapping[str, Any], places: _Places) -> list[list[str]]:
-    """A table of one step: each layer's activations by site."""
+    """Makes a table of one step: each layer's activations by site."""
     rows = []
     for layer, (block, repetition) in enumerate(places):
         for path, values in line["activations"].items():
@@ -98,7 +98,7 @@ def _number(value: float | None) -> float:
 
 
 def draw_balance(records: Sequence[Mapping[str, Any]]) -> Figure | None:
-    """The fullest expert over the mean one, by step; None where no layer has experts."""
+    """Draws the fullest expert's load over the mean, by step; None where no layer has experts."""
     names = [name for name in (records or [{}])[-1] if name.endswith("/imbalance")]
     if not names:
         return None
@@ -125,7 +125,9 @@ padding:.7rem 1rem;border-left:4px solid #4e79a7}details{margin-top:1rem}
 
 
 def run_page(view: RunView) -> str:
-    """The page: what delays the run, curves, memory, wall time, ranks, incidents, experts, layers,
+    """Makes the page of a run.
+
+    It shows what delays the run, curves, memory, wall time, ranks, incidents, experts, layers,
     environment and settings.
     """
     first = view.explanation.paragraph() if view.explanation else "No step is done yet."
@@ -250,7 +252,7 @@ def _peaks(known: Sequence[tuple[int, float]]) -> Figure:
 
 
 def draw_curves(views: Sequence[RunView]) -> Figure:
-    """Training loss of runs, faint and smoothed, and their held-out losses as points."""
+    """Draws training losses of runs, faint and smoothed, and their held-out losses as points."""
     figure, axes = new_picture(9, 3.6)
     for number, view in enumerate(views):
         color = f"C{number}"

@@ -1,4 +1,4 @@
-"""A run directory as people look at it: while it runs, afterwards, and beside others."""
+"""A view of a run directory: while the run trains, afterwards, and beside other runs."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ OUT_OF_MEMORY_PICTURE = "out-of-memory.png"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RunView:
-    """What a run's files say at one moment."""
+    """The contents of a run's files at one moment."""
 
     path: Path
     config: dict[str, Any]  # settings by their dotted path
@@ -48,12 +48,12 @@ class RunView:
 
     @property
     def step_s(self) -> float | None:
-        """The median of the newest 50 steps."""
+        """The median time of the newest 50 steps."""
         times = [each["step_s"] for each in self.records[-50:] if each.get("step_s")]
         return statistics.median(times) if times else None
 
     def headline(self) -> dict[str, str]:
-        """Names and values, as a first line shows them."""
+        """Returns names and values for the first line."""
         last = self.records[-1] if self.records else {}
         step_s = self.step_s
         summary = self.summary or {}
@@ -72,7 +72,7 @@ class RunView:
 
 
 def read_view(directory: Path) -> RunView:
-    """Reads a run; raises ConfigError where the directory is none."""
+    """Reads a run; raises ConfigError where the directory is no run."""
     run = RunDirectory(directory)
     config = run.read_config()
     lines, _ = read_log(run.metrics_file, holds=dict[str, Any])
@@ -110,7 +110,7 @@ def read_view(directory: Path) -> RunView:
 
 
 def differing_settings(views: Sequence[RunView]) -> dict[str, list[str]]:
-    """Settings that are not the same in all runs, with each run's value; "-" where it has none."""
+    """Returns settings that differ between runs, with each run's value, or "-" for none."""
     paths = dict.fromkeys(path for view in views for path in view.config)
     rows = {path: [str(view.config.get(path, "-")) for view in views] for path in paths}
     return {path: values for path, values in rows.items() if len(set(values)) > 1}

@@ -1,4 +1,4 @@
-"""A run's traces, all ranks and devices, each read beside its compiled program.
+"""Traces of a run's ranks and devices, each read beside its compiled program.
 
 A replayed CUDA graph's kernels carry the graph's name instead of their instruction's. They run in
 the program's order, so each is matched with the list of what the program launches: an XLA kernel is
@@ -26,15 +26,16 @@ _HELPERS = ("memset", "memcpy")
 
 
 def read_launches(trace: Path) -> list[Launch]:
-    """What the traced program launches, from the newest list under a trace's directory; nothing
-    where there is none.
+    """Reads the launches of the traced program from the newest list under a trace's directory.
+
+    The list is empty where there is no file.
     """
     files = sorted(trace.rglob(LAUNCHES_FILE), key=lambda file: file.stat().st_mtime)
     return read_json(files[-1], holds=list[Launch]) if files else []
 
 
 def with_names(events: Sequence[TraceEvent], launches: Sequence[Launch]) -> list[TraceEvent]:
-    """The events, by start, each with the instruction and the source operation it is of."""
+    """Returns the events by start, each with its HLO instruction and source operation."""
     if not launches:
         return list(events)
     walk = _Walk(launches)
@@ -88,7 +89,7 @@ class _Walk:
         return _MOSAIC if _MOSAIC in launch["target"] else _LIBRARY
 
     def find(self, event: TraceEvent) -> int | None:
-        """The launch that an event is of; None where it belongs to the next one, or is unknown."""
+        """Finds the launch of an event; None where it belongs to the next one, or is unknown."""
         if not _is_hidden(event):
             found = self._by_name.get(event.hlo_op)
             if found is not None:
@@ -149,14 +150,14 @@ class TracedRun:
 def read_traced_run(
     directory: Path, *, rank: int = 0, device: int = 0, steps: int | None = None
 ) -> TracedRun:
-    """Reads all traces of a run, or of any directory with one in it.
+    """Reads all traces of a run, or of any directory with a trace in it.
 
     Args:
-        rank: the process whose ``device`` is asked for.
-        steps: how many each trace holds; found from it by default.
+        rank: the rank that has ``device``.
+        steps: number of steps per trace; by default found from the trace.
 
     Raises:
-        DataError: no trace, or none of that device.
+        DataError: there is no trace, or none of that device.
     """
     launches, axes = read_launches(directory), mesh_axes(directory)
     ranks = list(traced_ranks(directory)) or [rank]

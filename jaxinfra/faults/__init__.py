@@ -1,1 +1,1 @@
-"""Faults, injected into small runs of the user's own config, and what was lost by each."""
+"""Faults that are injected into small runs of the user's own config, with what each one cost."""

@@ -59,17 +59,17 @@ WORDS = ("the", "model", "layer", "of", "token", "reads", "writes", "loss", "ste
 
 
 class NotProvenError(JaxinfraError):
-    """Something that a fault's verdict needs did not hold; the message says what was seen."""
+    """A condition of a fault's verdict did not hold; the message says what was seen."""
 
 
 def require(condition: object, text: str) -> None:
-    """Raises NotProvenError unless what a verdict rests on is so."""
+    """Raises NotProvenError unless a condition of the verdict holds."""
     if not condition:
         raise NotProvenError(text)
 
 
 def record_of(recorder: Path, rank: int) -> RankRecord:
-    """What a rank has recorded."""
+    """Reads the flight recorder of a rank."""
     record = read_record(record_file(recorder, rank))
     if record is None:
         raise NotProvenError(f"rank {rank} does not record")
@@ -78,7 +78,7 @@ def record_of(recorder: Path, rank: int) -> RankRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """How a job ended."""
+    """The end of a job: its exit code, output and time."""
 
     code: int
     said: str  # stdout and stderr
@@ -88,26 +88,26 @@ class Ended:
 
 @final
 class RunningJob:
-    """A job that runs."""
+    """A job that is running."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path, run: Path):
         self.process, self._log, self.run = process, log, run
         self._began = time.monotonic()
 
     def said(self) -> str:
-        """What it has printed so far."""
+        """Returns the job's output so far."""
         return self._log.read_text(errors="replace")
 
     def pid_of(self, rank: int) -> int:
-        """A rank's process."""
+        """Returns the process id of a rank."""
         return self.record_of(rank).pid
 
     def record_of(self, rank: int) -> RankRecord:
-        """What a rank has recorded."""
+        """Reads the flight recorder of a rank."""
         return record_of(self.run / "recorder", rank)
 
     def wait_for_step(self, step: int) -> None:
-        """Until all of a step is recorded in the metrics."""
+        """Waits until the metrics of a step are recorded completely."""
         self.wait_until(
             lambda: any(record["step"] >= step for record in metrics(self.run)),
             f"step {step}",
@@ -116,7 +116,7 @@ class RunningJob:
     def wait_until(
         self, condition: Callable[[], bool], what: str, *, within_s: float = _TIMEOUT_S
     ) -> None:
-        """Until something is so."""
+        """Waits until a condition holds."""
         deadline = time.monotonic() + within_s
         while not condition():
             require(self.process.poll() is None, f"it ended before {what}: {self.said()[-2000:]}")
@@ -124,7 +124,7 @@ class RunningJob:
             time.sleep(0.02)
 
     def end(self) -> Ended:
-        """Waits for it."""
+        """Waits for the end of the job."""
         try:
             code = self.process.wait(_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -141,9 +141,9 @@ class Arena:
     """A directory with the runs of one ``jaxinfra faults``; several threads may use it at once.
 
     Args:
-        options: of ``jaxinfra train``: the user's own config; empty for a tiny model and text. What
+        options: ``jaxinfra train`` options of the user's own config; empty: a tiny model. What
             is in ``SETTINGS`` and the mesh are chosen here; ``own_config`` refuses what cannot run.
-        processes: of an ordinary job, each with one CPU device.
+        processes: number of processes of an ordinary job, each with one CPU device.
     """
 
     def __init__(self, place: Path, *, options: Sequence[str], processes: int):
@@ -156,7 +156,7 @@ class Arena:
         self._references: dict[tuple[str, ...], tuple[Path, threading.Lock]] = {}
 
     def settings(self, *settings: str, processes: int | None = None) -> list[str]:
-        """The command that trains a run, but for its directory."""
+        """Returns the command that trains a run, without its directory."""
         mesh = f"replica={processes or self.processes}"
         sets = [f"--set={setting}" for setting in (*SETTINGS, *settings)]
         cache = ["--cache", str(self.place / "cache")]
@@ -174,7 +174,7 @@ class Arena:
         restarts: int = 2,
         options: Sequence[str] = (),
     ) -> Iterator[RunningJob]:
-        """Starts ``jaxinfra launch``; kills what is left of it at the end of the block.
+        """Starts ``jaxinfra launch``, and kills its processes at the end of the block.
 
         Args:
             command: from ``settings``, or ``["--resume", ...]`` to continue the run.
@@ -227,7 +227,7 @@ class Arena:
             return job.end()
 
     def reference(self, *settings: str, processes: int | None = None) -> Path:
-        """A run that nothing disturbed, made at the first call."""
+        """Returns the undisturbed run, made at the first call."""
         count = processes or self.processes
         key = (str(count), *settings)
         with self._lock:
@@ -241,7 +241,7 @@ class Arena:
         return run
 
     def longest_phase_s(self) -> float:
-        """Seconds of the undisturbed run's longest phase: bounds are multiples of it."""
+        """Seconds of the undisturbed run's longest phase; time limits are multiples of it."""
         phases = [
             [
                 ended.value
@@ -253,16 +253,15 @@ class Arena:
         return max(itertools.chain(*phases))
 
     def start_s(self) -> float:
-        """How long a process of this machine takes to begin: its imports."""
+        """Seconds that a process of this machine takes to start, mostly for imports."""
         with self.start(["train", "--help"], run="start", environment={}) as job:
             return job.end().seconds
 
     def require_same(self, run: str, *settings: str, processes: int | None = None) -> str:
-        """B and L: the run's last state and samples are the reference's; the evidence in words.
+        """Requires the run's last state and samples to equal the reference's; returns the evidence.
 
         Args:
-            settings: of the reference; where there are none, every value that was recorded on the
-                way is compared too.
+            settings: settings of the reference; without any, every recorded value is compared too.
         """
         want, got = self.reference(*settings, processes=processes), self.place / run
         sums, expected = state_sums(got, STEPS), state_sums(want, STEPS)
@@ -301,7 +300,7 @@ def _tiny(place: Path) -> list[str]:
 
 
 def state_sums(run: Path, step: int, mesh: MeshConfig | None = None) -> dict[str, str]:
-    """SHA-256 of every array of a checkpoint that decides what follows, and of the data state."""
+    """Returns SHA-256 sums of a checkpoint's arrays that affect later steps, and its data state."""
     directory = RunDirectory(run)
     config = dataclasses.replace(
         directory.read_config(), mesh=mesh or MeshConfig(), sharding=ShardingConfig()
@@ -320,17 +319,17 @@ def state_sums(run: Path, step: int, mesh: MeshConfig | None = None) -> dict[str
 
 
 def combined(sums: Mapping[str, str]) -> str:
-    """One sum of many."""
+    """Combines many sums into one."""
     return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """What a run has recorded."""
+    """Reads the metrics that a run recorded."""
     return read_json_lines(run / "metrics.jsonl")
 
 
 def values(run: Path) -> list[dict[str, Any]]:
-    """The same without what the clock put there."""
+    """Reads the metrics without those that depend on the clock."""
     return [
         {name: value for name, value in record.items() if name not in _TIMES}
         for record in metrics(run)
@@ -338,7 +337,7 @@ def values(run: Path) -> list[dict[str, Any]]:
 
 
 def ledger(run: Path) -> list[tuple[int, int, int, str, bool]]:
-    """Every step's first and last sample, their sum, and whether they were trained on."""
+    """Reads every step's first and last sample, their sum, and whether they were trained on."""
     entries, skipped = [], 0
     for record in metrics(run):
         if "batch" not in record:
@@ -349,12 +348,12 @@ def ledger(run: Path) -> list[tuple[int, int, int, str, bool]]:
 
 
 def incidents(run: Path, kind: str) -> list[dict[str, Any]]:
-    """What a run recorded of one kind."""
+    """Reads the incidents of one kind that a run recorded."""
     return [found for found in read_json_lines(run / "incidents.jsonl") if found["kind"] == kind]
 
 
 def the_incident(run: Path, kind: str) -> dict[str, Any]:
-    """The one that there must be of a kind."""
+    """Returns the incident of a kind, and requires that there is exactly one."""
     found = incidents(run, kind)
     if len(found) != 1:
         every = [(one["kind"], one["step"]) for one in read_json_lines(run / "incidents.jsonl")]
@@ -363,5 +362,5 @@ def the_incident(run: Path, kind: str) -> dict[str, Any]:
 
 
 def saved_steps(run: Path) -> list[int]:
-    """Committed checkpoints."""
+    """Lists the steps of committed checkpoints."""
     return directory_layout.steps(run / "checkpoints")

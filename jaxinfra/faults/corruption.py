@@ -1,7 +1,6 @@
-"""What a fault changes: functions for the hook (``jaxinfra.runtime.injected_faults``).
+"""Functions that change values in a fault's place, called by ``jaxinfra.runtime.injected_faults``.
 
-Each is given what the wrapped function returned, and the fault's plan, and returns what the caller
-gets instead.
+Each takes the result of the wrapped function and the fault's plan, and returns the changed result.
 """
 
 import dataclasses
@@ -18,7 +17,7 @@ from jaxinfra.training.job import Job, make_job
 
 
 def poison_targets(batch: Any, plan: Mapping[str, Any]) -> Any:
-    """Every target becomes one ``token``, which no text has: a loss that no healthy batch has."""
+    """Sets every target to one ``token``, which no text has: a loss that no healthy batch has."""
     token = plan["token"]
     return dataclasses.replace(
         batch, targets=_like(batch.targets, lambda x: np.full_like(x, token))
@@ -26,14 +25,14 @@ def poison_targets(batch: Any, plan: Mapping[str, Any]) -> Any:
 
 
 def poison_weights(batch: Any, plan: Mapping[str, Any]) -> Any:
-    """Weights that are not a number: so is the loss, and every gradient."""
+    """Sets weights to NaN, so that the loss and every gradient are NaN."""
     return dataclasses.replace(
         batch, weights=_like(batch.weights, lambda x: np.full_like(x, np.nan))
     )
 
 
 def flipping_step(step: Callable[..., Any], plan: Mapping[str, Any]) -> Callable[..., Any]:
-    """A training step after whose ``at``-th call a bit flips in this process's copy of a weight.
+    """Flips a bit in this process's copy of a weight after the ``at``-th call of a training step.
 
     ``devices`` of the plan names those of its devices whose copy it is, by position; all if absent.
     """
@@ -49,7 +48,7 @@ def flipping_step(step: Callable[..., Any], plan: Mapping[str, Any]) -> Callable
 
 
 def always_flipping_step(step: Callable[..., Any], plan: Mapping[str, Any]) -> Callable[..., Any]:
-    """A training step after each of whose calls a bit flips: a device that is broken."""
+    """Flips a bit after each call of a training step, as a broken device would."""
 
     def flipping(state: Any, batch: Any) -> Any:
         state, metrics = step(state, batch)
@@ -59,7 +58,7 @@ def always_flipping_step(step: Callable[..., Any], plan: Mapping[str, Any]) -> C
 
 
 def poisoning_step(step: Callable[..., Any], plan: Mapping[str, Any]) -> Callable[..., Any]:
-    """A training step whose ``at``-th call gets a spoilt batch: on its way, not on the disk."""
+    """Corrupts the batch of a training step's ``at``-th call, in memory and not on disk."""
     calls = 0
 
     def poisoning(state: Any, batch: Any) -> Any:
@@ -84,7 +83,7 @@ def _flip_weight(state: Any, plan: Mapping[str, Any]) -> Any:
 
 
 def other_program(job: Job, plan: Mapping[str, Any]) -> Job:
-    """The same config, and a step that computes something else."""
+    """Returns a step that computes something else for the same config."""
     training = dataclasses.replace(job.config.training, z_loss=1e-3)
     other = make_job(dataclasses.replace(job.config, training=training))
     return dataclasses.replace(job, train_step=other.train_step)
@@ -106,13 +105,13 @@ def _like(
 
 
 def shorten(batch: Any, plan: Mapping[str, Any]) -> Any:
-    """A batch of half the tokens, for ``jaxinfra.training.job:Job.put`` in a job of one process."""
+    """Cuts a batch to half its tokens, for ``jaxinfra.training.job:Job.put`` in one process."""
     del plan
     return jax.tree.map(lambda leaf: leaf[:, : leaf.shape[1] // 2], batch)
 
 
 def exceed_memory(step: Any, plan: Mapping[str, Any]) -> Callable[..., Any]:
-    """A step that ends as on a device with ``limit`` bytes where it needs more.
+    """Ends a step as on a device with ``limit`` bytes where it needs more.
 
     For ``jaxinfra.training.loop:same_program``, in a job of one process.
     """
@@ -130,13 +129,13 @@ def exceed_memory(step: Any, plan: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 def jump_clock(now: float, plan: Mapping[str, Any]) -> float:
-    """The wall clock of a machine whose time is set, a day forward and a week back in turn."""
+    """Moves the wall clock a day forward and a week back, alternately."""
     del plan
     return now + (86_400 if int(now * 10) % 2 else -7 * 86_400)
 
 
 def compute_long(batch: Any, plan: Mapping[str, Any]) -> Any:
-    """The batch, after ``seconds`` of computing, as of a tokenizer; other threads may run."""
+    """Computes for ``seconds`` before the batch, as a tokenizer would; other threads may run."""
     data, until = bytes(range(256)) * 1024, time.thread_time() + plan["seconds"]
     while time.thread_time() < until:
         zlib.compress(data)

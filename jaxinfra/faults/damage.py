@@ -51,7 +51,7 @@ def _flip(file: Path, at: int, bit: int) -> None:
 
 @fault(15, "a bit flips in a checkpoint")
 def flipped_file(arena: Arena) -> str:
-    """300 random flips are all seen; with one, loading fails and falls back."""
+    """Requires 300 random bit flips to be detected; with one of them, loading falls back."""
     run = _copy(arena, "f15")
     seed = random.SystemRandom().randrange(2**32)
     rng, checkpoint = random.Random(seed), run / "checkpoints" / _LAST
@@ -89,7 +89,7 @@ def _array_files(checkpoint: Path) -> list[Path]:
 
 @fault(16, "a truncated or missing shard, empty metadata")
 def damaged_files(arena: Arena) -> str:
-    """The error names the file; the checkpoint before is used."""
+    """Requires the error to name the file, and the run to use the checkpoint before."""
     evidence = []
     damages: dict[str, Callable[[Path], str]] = {
         "truncated": _cut,
@@ -105,7 +105,7 @@ def damaged_files(arena: Arena) -> str:
 
 @fault(17, "no space, or an error, in a save")
 def full_disk(arena: Arena) -> str:
-    """Training goes on with an alert, and the last good checkpoint is kept."""
+    """Requires training to go on with an alert, and to keep the last good checkpoint."""
     evidence = []
     for number, name in ((28, "ENOSPC"), (5, "EIO")):
         run = f"f17-{name}"
@@ -130,7 +130,7 @@ def full_disk(arena: Arena) -> str:
 
 @fault(18, "resumed by 4, then 2 processes, then on 8 devices of one", devices=8)
 def other_shape(arena: Arena) -> str:
-    """The state survives resharding to the last bit, and the data follow in order."""
+    """Requires the state to survive resharding to the last bit, and the data to follow in order."""
     reference = arena.reference()
     run = arena.place / "f18"
     _stop_at(arena, "f18", arena.settings(processes=4), call=4, processes=4)

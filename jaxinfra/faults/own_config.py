@@ -1,4 +1,4 @@
-"""Checks, before anything runs, which faults a user's own config can take."""
+"""Checks, before anything runs, of the faults that a user's own config can take."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -35,7 +35,7 @@ _OURS = {
 
 
 def require_options(options: Sequence[str]) -> None:
-    """Raises ConfigError for an option of train that is chosen by jaxinfra faults."""
+    """Raises ConfigError for an option of train that jaxinfra faults chooses itself."""
     ours = {setting.partition("=")[0] for setting in SETTINGS}
     for word, following in zip(options, [*options[1:], ""], strict=True):
         name, _, value = word.partition("=")
@@ -47,10 +47,10 @@ def require_options(options: Sequence[str]) -> None:
 
 
 def require_runnable(config: RunConfig, numbers: Collection[int], *, jobs: int) -> None:
-    """Raises ConfigError where these faults cannot run on this config, here.
+    """Raises ConfigError where these faults cannot run on this config or machine.
 
     Args:
-        jobs: faults at a time.
+        jobs: number of faults at a time.
     """
     config = codec.override(config, SETTINGS)
     for devices in sorted({2, *(FAULTS[number].devices for number in numbers)}):

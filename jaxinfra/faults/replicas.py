@@ -1,4 +1,4 @@
-"""Faults 31 and 32: one of two replicas behind one address is gone, or there and silent."""
+"""Faults 31 and 32: one of two replicas behind one address dies, or hangs."""
 
 import concurrent.futures
 import os
@@ -18,8 +18,10 @@ _PATIENCE_S = 60.0  # of clients; many times what all of this takes
 
 @fault(31, "a replica is killed", devices=1)
 def kill_replica(arena: Arena) -> str:
-    """Of two behind one address, in the midst of answers: nobody hangs, whole answers are asked of
-    the other, streams that have begun end with an error, and the replica comes back.
+    """Kills one of two replicas behind one address while it answers.
+
+    No client may hang. The other replica gives whole answers, streams that have begun end with an
+    error, and the replica is started again.
     """
     with serving(arena, "f31", "--replicas", "2") as server:
         texts = server.texts()
@@ -32,8 +34,9 @@ def kill_replica(arena: Arena) -> str:
 
 @fault(32, "a replica hangs", devices=1)
 def hang_replica(arena: Arena) -> str:
-    """Its engine comes to no end of a step, then another's whole process stands still while its
-    connections are taken: both are found, killed and started again, and no client waits for them.
+    """Hangs a replica's engine in a step, then stops another replica's whole process.
+
+    Both must be found, killed and started again, while no client waits for them.
     """
     stuck = {"rank": 1, "attempt": 0, "target": STEP, "call": 20, "action": "sleep", "value": 3600}
     options = ("--replicas", "2", "--hang-seconds", f"{_HANG_S:g}")

@@ -58,7 +58,7 @@ _LOUDER = 8.0  # what letters' logits are multiplied by: each token is then a ch
 
 
 def write_served_model(path: Path) -> Path:
-    """Writes the model as a directory, drawn from a fixed seed, with a tokenizer of bytes."""
+    """Writes a model directory with random weights of a fixed seed and a tokenizer of bytes."""
     definition = define_model(SERVED_CONFIG, execution_on())
     rng = np.random.default_rng(0)
     arrays = jax.tree.map(
@@ -94,7 +94,7 @@ PROMPTS = ("once upon a time", "once upon another", "the mesh reads the data", "
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
-    """What a client was answered."""
+    """The answer of a server to a client."""
 
     status: int  # 0: the connection ended without an answer
     came: list[Any]  # a body, or the bodies of events
@@ -103,20 +103,20 @@ class Reply:
 
     @property
     def text(self) -> str:
-        """Of the first choice."""
+        """The text of the first choice."""
         choices = [choice for each in self.came for choice in each.get("choices", ())]
         return "".join(choice["text"] for choice in choices if choice["index"] == 0)
 
     @property
     def error(self) -> str:
-        """What it says of an error; empty where it has none."""
+        """The error message; empty where there is none."""
         found = [each["error"]["message"] for each in self.came if "error" in each]
         return found[-1] if found else ""
 
 
 @final
 class GymServer:
-    """A server that runs."""
+    """A server that is running."""
 
     def __init__(self, job: RunningJob, url: str):
         self.job, self.url = job, url
@@ -130,10 +130,10 @@ class GymServer:
         path: str = PATH,
         timeout_s: float = _TIMEOUT_S,
     ) -> Reply:
-        """Sends a request and reads what comes.
+        """Sends a request and reads the answer.
 
         Args:
-            timeout_s: without a byte, after which nobody waits any more.
+            timeout_s: longest wait for the next byte, in seconds.
         """
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
@@ -146,22 +146,22 @@ class GymServer:
             connection.close()
 
     def ask_all(self, bodies: Sequence[Mapping[str, Any]]) -> list[Reply]:
-        """All at once."""
+        """Sends all requests at once."""
         with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
             return [*pool.map(self.ask, bodies)]
 
     def texts(self) -> list[str]:
-        """What it says to the prompts, one after the other."""
+        """Returns the answers to the prompts, one after the other."""
         replies = [self.ask(body(prompt)) for prompt in PROMPTS]
         bad = [reply for reply in replies if reply.status != 200 or len(reply.text) < 20]
         require(not bad, f"the undisturbed server answered {bad[:1]}")
         return [reply.text for reply in replies]
 
     def send(self, asked: Mapping[str, Any] | bytes, *, room: int | None = None) -> socket.socket:
-        """A connection over which a request was sent, and nothing read.
+        """Opens a connection and sends a request, without reading the answer.
 
         Args:
-            room: bytes that the connection holds unread.
+            room: bytes that the connection buffers unread.
         """
         made = socket.socket()
         if room is not None:
@@ -176,7 +176,7 @@ class GymServer:
         return made
 
     def series(self) -> dict[str, float]:
-        """What ``/metrics`` says: names, and names with their labels' values, summed."""
+        """Reads ``/metrics``: names, and names with their labels' values, summed."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=_TIMEOUT_S)
         try:
             connection.request("GET", "/metrics")
@@ -190,11 +190,14 @@ class GymServer:
         return found
 
     def said_addresses(self) -> int:
-        """How many lines of it and of its replicas say that they serve."""
+        """Counts lines of the server and of its replicas that announce an address."""
         return self.job.said().count(" at http://")
 
     def wait_until_idle(self) -> dict[str, float]:
-        """Until no request is open; raises where pages are held then. Gives the series."""
+        """Waits until no request is open, and returns the series.
+
+        Raises NotProvenError where pages are held then.
+        """
         deadline = time.monotonic() + _TIMEOUT_S
         while True:
             series = self.series()
@@ -214,7 +217,7 @@ class GymServer:
 def serving(
     arena: Arena, run: str, *options: str, faults: Sequence[Mapping[str, Any]] = ()
 ) -> Iterator[GymServer]:
-    """Starts ``jaxinfra serve`` of the model of faults; ends it with the block."""
+    """Starts ``jaxinfra serve`` of the faults' model, and ends it with the block."""
     model = arena.place / "served"
     with _WRITING:
         if not model.exists():
@@ -233,13 +236,13 @@ def serving(
 
 
 def body(prompt: str | Sequence[int], *, new: int = 40, **settings: Any) -> dict[str, Any]:
-    """A request whose answer is the same each time, as long as it may be."""
+    """Makes a request whose answer is the same each time, and as long as allowed."""
     asked = {"prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True}
     return asked | settings
 
 
 def head(length: int) -> bytes:
-    """A request's head, for so many bytes."""
+    """Makes the head of a request with a body of so many bytes."""
     return (
         f"POST {PATH} HTTP/1.1\r\nHost: faults\r\nContent-Type: application/json\r\n"
         f"Content-Length: {length}\r\nConnection: close\r\n\r\n"
@@ -247,14 +250,14 @@ def head(length: int) -> bytes:
 
 
 def drop(connection: socket.socket, *, reset: bool) -> None:
-    """Ends a connection, politely or as a machine that is gone does."""
+    """Ends a connection, with a goodbye or without, as a machine that fails."""
     if reset:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
 
 
 def read_rest(connection: socket.socket) -> Reply:
-    """What is left to be read of the answer to a request that ``send`` sent."""
+    """Reads the rest of the answer to a request that ``send`` sent."""
     with connection:
         response = http.client.HTTPResponse(connection)
         try:

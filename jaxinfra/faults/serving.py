@@ -1,4 +1,4 @@
-"""Faults 24-30: what clients, a full cache and broken machines do to a server."""
+"""Faults 24-30: effects of bad clients, a full cache and broken machines on a server."""
 
 import concurrent.futures
 import json
@@ -35,7 +35,7 @@ def _require_texts(server: GymServer, texts: list[str]) -> str:
 
 @fault(24, "clients of a server go away in mid-stream", devices=1)
 def clients_go(arena: Arena) -> str:
-    """Some close, some are gone without a word, some before they were answered at all."""
+    """Disconnects clients: some close, some vanish, some before they were answered at all."""
     with serving(arena, "f24") as server:
         texts = server.texts()
         before = server.wait_until_idle()
@@ -55,7 +55,7 @@ def clients_go(arena: Arena) -> str:
 
 @fault(25, "a server's engine fails", devices=1)
 def engine_fails(arena: Arena) -> str:
-    """Who waits is told so; the process ends, for whoever watches it to start another."""
+    """Fails the engine: clients are told, and the process ends to be restarted."""
     # After the undisturbed answers, in the midst of what is asked then.
     gate = arena.place / "f25.go"
     plan = {"target": STEP, "call": 400, "action": "raise", "value": 5, "once": str(gate)}
@@ -82,8 +82,10 @@ def engine_fails(arena: Arena) -> str:
 
 @fault(26, "more requests than pages, and than a server takes", devices=1)
 def full_cache(arena: Arena) -> str:
-    """Requests give up their pages and go on later, computed again or kept by the host; beyond
-    ``--max-open`` clients come again.
+    """Fills the cache: requests give up their pages and continue later.
+
+    They are computed again or kept by the host. Beyond ``--max-open`` clients are told to try
+    again.
     """
     return "; ".join(_overfill(arena, preemption) for preemption in Preemption)
 
@@ -121,9 +123,9 @@ def _overfill(arena: Arena, preemption: Preemption) -> str:
 
 @fault(27, "a client that does not read", devices=1)
 def slow_reader(arena: Arena) -> str:
-    """Others are answered meanwhile, pages are free once it is computed, and nothing of it is lost.
+    """Reads an answer slowly: others are answered meanwhile, and nothing is lost.
 
-    What waits to be sent is bounded by what one request may ask for.
+    Its pages are free once it is computed; the unsent text is bounded by one request's limit.
     """
     with serving(arena, "f27") as server:
         texts = server.texts()
@@ -147,7 +149,7 @@ def slow_reader(arena: Arena) -> str:
 
 @fault(28, "malformed requests and bodies", devices=1)
 def malformed(arena: Arena) -> str:
-    """What is no request is refused in OpenAI's form; half a request holds nothing up."""
+    """Sends malformed requests: refused in OpenAI's form, and half a request blocks nothing."""
     bad: list[bytes | dict] = [
         b'{"prompt": [97,',
         b"\xff\xfe\x00\x80",
@@ -197,7 +199,10 @@ def malformed(arena: Arena) -> str:
 
 @fault(29, "a request whose logits are not finite", devices=1)
 def poison_request(arena: Arena) -> str:
-    """It is told so; nobody else notices, neither who runs beside it nor who has its pages next."""
+    """Fails one request: its client is told, and other requests are unaffected.
+
+    That holds for requests beside it and for those that get its pages next.
+    """
     with serving(arena, "f29") as server:
         texts = server.texts()
         poisoned = [97, 98, POISON, 99]
@@ -219,7 +224,10 @@ def poison_request(arena: Arena) -> str:
 
 @fault(30, "the clock of a server's machine jumps", devices=1)
 def clock_jump(arena: Arena) -> str:
-    """Forward by a day and back by a week, again and again: waits are measured by another clock."""
+    """Moves the clock by a day forward and a week back, again and again.
+
+    Waits are measured by a monotonic clock.
+    """
     action = "jaxinfra.faults.corruption:jump_clock"
     plan = {"target": "time:time", "call": 1, "until": 10**9, "action": action}
     with serving(arena, "f30", faults=[plan]) as server:

@@ -1,4 +1,4 @@
-"""The faults by number, and what is said about each."""
+"""The faults by number, and the verdict on each."""
 
 import dataclasses
 import time
@@ -25,7 +25,7 @@ FAULTS: dict[int, Entry] = {}
 
 
 def fault(number: int, title: str, *, devices: int = 2) -> Callable[[Fault], Fault]:
-    """Enters a function under its number in the list of faults (docs/faults.md)."""
+    """Registers a function under its number in the list of faults (docs/faults.md)."""
 
     def enter(function: Fault) -> Fault:
         assert number not in FAULTS
@@ -37,7 +37,7 @@ def fault(number: int, title: str, *, devices: int = 2) -> Callable[[Fault], Fau
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What became of one fault."""
+    """The outcome of one fault."""
 
     number: int
     title: str
@@ -47,7 +47,7 @@ class Verdict:
 
 
 def judge(number: int, arena: Arena) -> Verdict:
-    """Runs one fault."""
+    """Runs one fault and returns its verdict."""
     entry = FAULTS[number]
     began = time.monotonic()
     try:

@@ -1,4 +1,4 @@
-"""Hugging Face architectures as data: their configs translated, their weights mapped onto ours."""
+"""Hugging Face architectures as data: translation of configs, mapping of weights to ours."""
 
 from jaxinfra.hf.config import computed as computed
 from jaxinfra.hf.config import from_hf_config as from_hf_config

@@ -1,4 +1,4 @@
-"""Hugging Face configs to ours and back, for every architecture there is a table entry for."""
+"""Translation of Hugging Face configs to ours and back, by a table of architectures."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ from jaxinfra.runtime.files import is_of_type
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """One architecture: its name, and its config both ways."""
+    """One architecture: its name, and the reader and writer of its configs."""
 
     architecture: str
     read: Callable[[Keys], ModelConfig]
@@ -77,7 +77,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def from_hf_config(values: Mapping[str, Any]) -> ModelConfig:
-    """The model that a Hugging Face ``config.json`` describes.
+    """Reads the model that a Hugging Face ``config.json`` describes.
 
     Raises:
         ConfigError: an architecture, a key or a value that would change what is computed and is
@@ -109,7 +109,7 @@ def from_hf_config(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def model_type_of(values: Mapping[str, Any]) -> str:
-    """The ``model_type``; raises ConfigError for one that is not supported."""
+    """Returns the ``model_type``; raises ConfigError for one that is not supported."""
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(
@@ -119,12 +119,12 @@ def model_type_of(values: Mapping[str, Any]) -> str:
 
 
 def quantization_of(values: Mapping[str, Any]) -> Quantization | None:
-    """How the weights beside a Hugging Face config are stored."""
+    """Returns the storage format of the weights beside a Hugging Face config."""
     return read_quantization(Keys(values, what="config"))
 
 
 def plain_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the same model, its weights not quantized, without layers that are left out."""
+    """Returns the config of the same model without quantization and without left-out layers."""
     plain = {name: value for name, value in values.items() if name != "quantization_config"}
     if plain.get("num_nextn_predict_layers"):
         plain["num_nextn_predict_layers"] = 0
@@ -132,7 +132,7 @@ def plain_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def computed(config: ModelConfig) -> ModelConfig:
-    """The model without what matters in training alone and no Hugging Face config says."""
+    """Returns the model without settings of training that no Hugging Face config holds."""
 
     def block(each: BlockConfig) -> BlockConfig:
         experts = each.feed_forward
@@ -151,13 +151,13 @@ def computed(config: ModelConfig) -> ModelConfig:
 
 
 def to_hf_config(config: ModelConfig, *, model_type: str | None = None) -> dict[str, Any]:
-    """A Hugging Face ``config.json`` that reads back as exactly this model.
+    """Writes a Hugging Face ``config.json`` that reads back as exactly this model.
 
     Args:
-        model_type: the architecture to write; None: the first that can say this model.
+        model_type: the architecture to write; None: the first that can describe this model.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no architecture can.
     """
     if model_type is not None:
         model_type_of({"model_type": model_type})

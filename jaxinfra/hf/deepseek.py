@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437): their configs both ways.
+"""Configs of DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437), both ways.
 
 Multi-token prediction is no part of these models; the layers that predict further tokens are left
 out. Keys of auxiliary losses do not change what a model computes.
@@ -30,7 +30,7 @@ _LATENT_NORM = NormConfig(epsilon=1e-6)  # whatever rms_norm_eps says
 
 
 def read_deepseek_v2(keys: Keys) -> ModelConfig:
-    """DeepSeek-V2 and V2-Lite: softmax scores, the best groups by their best expert."""
+    """Reads DeepSeek-V2 and V2-Lite: softmax scores, the best groups by their best expert."""
     keys.expect("rope_interleave", (True, None), "neighbours are rotated")
     keys.expect("scoring_func", ("softmax",), "scores of this architecture are softmax")
     keys.expect("mlp_bias", (False,), "feed-forward layers here have no biases")
@@ -50,7 +50,7 @@ def read_deepseek_v2(keys: Keys) -> ModelConfig:
 
 
 def read_deepseek_v3(keys: Keys) -> ModelConfig:
-    """DeepSeek-V3 and R1: sigmoid scores with a bias for the choice alone."""
+    """Reads DeepSeek-V3 and R1: sigmoid scores, with a bias for the choice alone."""
     keys.expect("scoring_func", ("sigmoid",), "scores of this architecture are sigmoid")
     keys.expect("topk_method", ("noaux_tc",), "its router always has a bias")
     interleaved = keys.flag("rope_interleave", True)
@@ -118,7 +118,7 @@ def _scale(rope: RopeConfig, head_dim: int, all_dim: float | None) -> float | No
 
 
 def write_deepseek_v2(config: ModelConfig) -> dict[str, Any]:
-    """Inverse of ``read_deepseek_v2``."""
+    """Writes DeepSeek-V2; inverse of ``read_deepseek_v2``."""
     routing = _experts(config).routing
     return _keys(config) | {
         "topk_method": "greedy" if routing.num_groups == 1 else "group_limited_greedy",
@@ -128,7 +128,7 @@ def write_deepseek_v2(config: ModelConfig) -> dict[str, Any]:
 
 
 def write_deepseek_v3(config: ModelConfig) -> dict[str, Any]:
-    """Inverse of ``read_deepseek_v3``."""
+    """Writes DeepSeek-V3; inverse of ``read_deepseek_v3``."""
     rope = config.blocks[0].mixer.rope
     return _keys(config) | {
         "topk_method": "noaux_tc",

@@ -1,7 +1,7 @@
-"""Configs of Llama, its descendants and GPT-2 into ours, and ours back.
+"""Configs of Llama, its descendants and GPT-2, both ways.
 
 A reader takes the strict ``Keys`` of a config and returns the model, a writer returns the keys.
-What all of them share is in ``shared.py``, the table of architectures in ``config.py``.
+Shared code is in ``shared.py``, the table of architectures in ``config.py``.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ _ACTIVATION_NAMES = {MlpKind.GELU_TANH: "gelu_new", MlpKind.GELU: "gelu"}
 
 
 def read_gpt2(keys: Keys) -> ModelConfig:
-    """GPT-2: learned positions, LayerNorm, biases everywhere."""
+    """Reads GPT-2: learned positions, LayerNorm, biases everywhere."""
     keys.expect("scale_attn_weights", (True,), "scores without 1/sqrt(head_dim)")
     keys.expect("scale_attn_by_inverse_layer_idx", (False,), "scores scaled by layer")
     width, heads = keys.integer("n_embd"), keys.integer("n_head")
@@ -76,7 +76,7 @@ def read_gpt2(keys: Keys) -> ModelConfig:
 
 
 def write_gpt2(config: ModelConfig) -> dict[str, Any]:
-    """Inverse of ``read_gpt2``."""
+    """Writes GPT-2; inverse of ``read_gpt2``."""
     attention, mlp = dense_block(config)
     return {
         "vocab_size": config.vocab_size,
@@ -96,37 +96,37 @@ def write_gpt2(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_llama(keys: Keys) -> ModelConfig:
-    """Llama 2, 3, 3.1, 3.2."""
+    """Reads Llama 2, 3, 3.1 and 3.2."""
     bias = keys.flag("attention_bias", False)
     return decoder_config(keys, qkv_bias=bias, out_bias=bias, mlp_bias=keys.flag("mlp_bias", False))
 
 
 def write_llama(config: ModelConfig) -> dict[str, Any]:
-    """Inverse of ``read_llama``."""
+    """Writes Llama; inverse of ``read_llama``."""
     attention, mlp = dense_block(config)
     return decoder_keys(config) | {"attention_bias": attention.out_bias, "mlp_bias": mlp.bias}
 
 
 def read_mistral(keys: Keys) -> ModelConfig:
-    """Mistral: one window for all layers."""
+    """Reads Mistral: one window for all layers."""
     keys.require("num_key_value_heads", "sliding_window")
     return decoder_config(keys, windows=(keys.integer("sliding_window", None),))
 
 
 def write_mistral(config: ModelConfig) -> dict[str, Any]:
-    """Inverse of ``read_mistral``."""
+    """Writes Mistral; inverse of ``read_mistral``."""
     return decoder_keys(config) | {"sliding_window": config.blocks[0].mixer.window}
 
 
 def read_qwen2(keys: Keys) -> ModelConfig:
-    """Qwen 2 and 2.5: biased query, key and value."""
+    """Reads Qwen 2 and 2.5: biased query, key and value."""
     keys.require("num_key_value_heads")
     keys.expect("qkv_bias", (True, None), "queries, keys and values have biases here")
     return decoder_config(keys, windows=layer_windows(keys), qkv_bias=True)
 
 
 def read_qwen3(keys: Keys) -> ModelConfig:
-    """Qwen 3: query and key normalized by head."""
+    """Reads Qwen 3: query and key normalized by head."""
     keys.require("num_key_value_heads", "head_dim")
     keys.expect("use_qk_norm", (True, None), "queries and keys are normalized here")
     bias = keys.flag("attention_bias", False)
@@ -137,7 +137,7 @@ def read_qwen3(keys: Keys) -> ModelConfig:
 
 
 def write_qwen2(config: ModelConfig) -> dict[str, Any]:
-    """Inverse of ``read_qwen2``."""
+    """Writes Qwen 2; inverse of ``read_qwen2``."""
     windows = [block.mixer.window for block in config.layers]
     widths = {window for window in windows if window is not None}
     return decoder_keys(config) | {
@@ -152,12 +152,12 @@ def write_qwen2(config: ModelConfig) -> dict[str, Any]:
 
 
 def write_qwen3(config: ModelConfig) -> dict[str, Any]:
-    """Inverse of ``read_qwen3``."""
+    """Writes Qwen 3; inverse of ``read_qwen3``."""
     return write_qwen2(config) | {"attention_bias": dense_block(config)[0].out_bias}
 
 
 def read_phi3(keys: Keys) -> ModelConfig:
-    """Phi-3, 3.5-mini, 4: fused projections, LongRoPE."""
+    """Reads Phi-3, 3.5-mini and 4: fused projections, LongRoPE."""
     # Of Phi-4-mini's own code, which can mix kinds of attention and stretch positions.
     keys.expect("full_attn_mod", (1, None), "all layers attend alike here")
     keys.expect("interpolate_factor", (1, None), "positions are scaled by rope_scaling alone")
@@ -171,7 +171,7 @@ def read_phi3(keys: Keys) -> ModelConfig:
 
 
 def write_phi3(config: ModelConfig) -> dict[str, Any]:
-    """Inverse of ``read_phi3``."""
+    """Writes Phi-3; inverse of ``read_phi3``."""
     rope = config.blocks[0].mixer.rope
     scaling = None if rope is None else rope.scaling
     original = scaling.original_max_positions if isinstance(scaling, LongRopeScaling) else 4096
@@ -184,7 +184,7 @@ def write_phi3(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_gemma2(keys: Keys) -> ModelConfig:
-    """Gemma 2: soft caps, alternating windows, norms before and after, scaled embeddings."""
+    """Reads Gemma 2: soft caps, alternating windows, norms before and after, scaled embeddings."""
     keys.require("num_key_value_heads", "head_dim", "sliding_window")
     keys.require("attn_logit_softcapping", "final_logit_softcapping")
     keys.expect("hidden_act", (keys.text("hidden_activation"),), "hidden_activation says otherwise")
@@ -214,7 +214,7 @@ def read_gemma2(keys: Keys) -> ModelConfig:
 
 
 def write_gemma2(config: ModelConfig) -> dict[str, Any]:
-    """Inverse of ``read_gemma2``."""
+    """Writes Gemma 2; inverse of ``read_gemma2``."""
     attention, mlp = dense_block(config)
     keys = write_qwen2(config)
     for name in ("use_sliding_window", "max_window_layers", "hidden_act"):

@@ -1,4 +1,4 @@
-"""Strict reading of a Hugging Face config: every key is used, checked, or known not to matter."""
+"""Strict reading of a Hugging Face config: every key is used, checked, or known to be unused."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -72,7 +72,7 @@ class Keys:
         self._read: set[str] = set()
 
     def integer(self, name: str, default: Any = _MISSING) -> Any:
-        """A whole number; the default may be None. Sizes that lists are made of are bounded."""
+        """Reads a whole number, bounded if it is a list's size; the default may be None."""
         value = self._typed(name, default, (int,))
         if value is not None and abs(value) > _LARGEST:
             raise ConfigError(f"{self._what}: {name} is beyond {_LARGEST:,}: no such size exists")
@@ -81,7 +81,7 @@ class Keys:
         return value
 
     def named(self, *names: str) -> int:
-        """A whole number that releases have called differently; all that are there must agree."""
+        """Reads a whole number under any of its names; all that are present must agree."""
         found = {name: value for name in names if (value := self.integer(name, None)) is not None}
         if not found:
             return self.integer(names[0])
@@ -91,20 +91,22 @@ class Keys:
         return next(iter(found.values()))
 
     def require(self, *names: str) -> None:
-        """Refuses a config that does not name these, if only as null: where releases of the
-        reference implementation differ in what they take for granted, nothing is.
+        """Refuses a config without these keys; null counts as present.
+
+        Releases of the reference implementation have different defaults for them, so none is
+        assumed.
         """
         for name in names:
             if name not in self._values:
                 raise ConfigError(f"{self._what}: required key {name!r} is missing{_ADD}")
 
     def number(self, name: str, default: Any = _MISSING) -> Any:
-        """A number, as float; the default may be None."""
+        """Reads a number as float; the default may be None."""
         value = self._typed(name, default, (int, float))
         return None if value is None else self._float(name, value)
 
     def flag(self, name: str, default: Any = _MISSING) -> bool:
-        """True or false. Null is taken for missing, unless that is true: programs differ there."""
+        """Reads true or false; null counts as missing unless the default is true."""
         if default is True and self._values.get(name, True) is None:
             raise ConfigError(
                 f"{self._what}: {name} is null, which some programs take for false and others for "
@@ -113,27 +115,27 @@ class Keys:
         return self._typed(name, default, (bool,))
 
     def text(self, name: str, default: Any = _MISSING) -> Any:
-        """A string."""
+        """Reads a string."""
         return self._typed(name, default, (str,))
 
     def sequence(self, name: str, default: Any = _MISSING) -> Any:
-        """A list, as a tuple; the default may be None."""
+        """Reads a list as a tuple; the default may be None."""
         value = self._typed(name, default, (list, tuple))
         return None if value is None else tuple(value)
 
     def numbers(self, name: str) -> tuple[float, ...]:
-        """A list of numbers."""
+        """Reads a list of numbers."""
         values = self.sequence(name)
         if any(type(value) not in (int, float) for value in values):
             raise ConfigError(f"{self._what}: {name} must be a list of numbers")
         return tuple(self._float(name, value) for value in values)
 
     def mapping(self, name: str) -> Mapping[str, Any] | None:
-        """A nested object, None where there is none."""
+        """Reads a nested object; None where there is none."""
         return self._typed(name, None, (dict,))
 
     def ignore(self, *names: str) -> None:
-        """Takes these as read, whatever their values."""
+        """Marks these keys as read, whatever their values."""
         self._read.update(names)
 
     def expect(self, name: str, allowed: Sequence[Any], reason: str) -> None:
@@ -144,7 +146,7 @@ class Keys:
             raise ConfigError(f"{self._what}: {name}={value!r}: {reason}")
 
     def choice(self, name: str, choices: Mapping[str, Any], default: Any = _MISSING) -> Any:
-        """What a name among a few stands for."""
+        """Maps a name to its value in a table of choices."""
         value = self.text(name, default)
         if value not in choices:
             raise ConfigError(
@@ -153,7 +155,7 @@ class Keys:
         return choices[value]
 
     def finish(self, neutral: Collection[str] = NEUTRAL) -> None:
-        """Refuses keys that were not read and are not known to be without effect."""
+        """Refuses keys that were not read, unless they are known to have no effect."""
         for name, allowed, reason in _PLAIN:
             if name not in self._read:
                 self.expect(name, allowed, reason)

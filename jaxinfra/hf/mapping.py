@@ -1,6 +1,4 @@
-"""A weight table resolved for one model: which tensors there are, and where each of our parameters
-lies in them.
-"""
+"""The weight table of one model: its tensors, and the places of our parameters in them."""
 
 import collections
 import dataclasses
@@ -19,7 +17,7 @@ from jaxinfra.model.definition import Parameters, by_path
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One layer, or one expert of it, of one of our parameters, within one of their tensors."""
+    """One layer (or expert) of one of our parameters, within a tensor of the files."""
 
     path: str
     index: tuple[int, ...]  # leading: the layer of a stacked parameter, an expert of theirs alone
@@ -29,9 +27,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Tensor:
-    """One of their tensors: parts of ours along a dim, one after the other or element by element
-    in turn.
-    """
+    """A tensor of the files: parts of our parameters along a dim, joined or interleaved."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,7 +36,7 @@ class Tensor:
     interleaved: bool = False
 
     def fused(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """The tensor, or some rows of it, of parts in their layout."""
+        """Returns the tensor, or some of its rows, from parts in their layout."""
         if len(parts) == 1:
             return parts[0]
         if not self.interleaved:
@@ -52,7 +48,7 @@ class Tensor:
     def read(
         self, part: Part, read_tensor: Callable[[Index], np.ndarray], index: Index
     ) -> np.ndarray:
-        """A slice of a part of ours, read from the tensor."""
+        """Reads a slice of one of our parts from the tensor."""
         count, dim = len(self.parts), self.fused_dim
 
         def read_part(theirs: Index) -> np.ndarray:
@@ -80,12 +76,13 @@ class WeightMap:
     tied: Mapping[str, str]  # a tensor that may be there, and the one it then equals
 
     def parts_of(self, path: str) -> list[tuple[Tensor, Part]]:
-        """Where the layers and experts of a parameter of ours lie."""
+        """Returns the parts that hold the layers and experts of our parameter."""
         return [place for (each, _), place in self.places.items() if each == path]
 
     def extra_layer(self, name: str) -> int | None:
-        """The layer that a tensor is of, where that comes after the model's last and may be there:
-        multi-token prediction, which is left out.
+        """Returns the layer of a tensor that belongs to a layer after the model's last, or None.
+
+        Such layers are multi-token prediction, which is left out.
         """
         if self.extra is None:
             return None

@@ -1,4 +1,4 @@
-"""How the weights of a Hugging Face checkpoint are quantized: what its config says."""
+"""Formats of quantized weights in Hugging Face checkpoints, as their configs describe them."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,27 +11,30 @@ from jaxinfra.ops.quantized import Activations, WeightCode
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BlockScaledFp8:
-    """e4m3 elements, a scale for each block: ``NAME`` times ``NAME_scale_inv`` (DeepSeek-V3)."""
+    """e4m3 elements with one scale per block: ``NAME`` times ``NAME_scale_inv`` (DeepSeek-V3)."""
 
     block: tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TensorScaledFp8:
-    """e4m3 elements, one scale: ``NAME`` times ``NAME_scale``."""
+    """e4m3 elements with one scale per tensor: ``NAME`` times ``NAME_scale``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Mxfp4:
-    """Experts as e2m1 elements, an exponent for every 32: ``NAME_blocks`` and ``NAME_scales``
-    (gpt-oss; OCP Microscaling Formats 1.0).
+    """Experts of e2m1 elements with an exponent for every 32 (gpt-oss).
+
+    Tensors are ``NAME_blocks`` and ``NAME_scales`` (OCP Microscaling Formats 1.0).
     """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Awq:
-    """4 bits, eight columns of a row in 32 bits, out of order, with zero points (Lin et al. 2023):
-    ``qweight``, ``qzeros`` and ``scales`` in the place of ``weight``.
+    """AWQ's weights of 4 bits with zero points (Lin et al. 2023).
+
+    Eight columns of a row share 32 bits, out of order: ``qweight``, ``qzeros`` and ``scales`` in
+    the place of ``weight``.
     """
 
     group: int  # inputs that share a scale; -1: all
@@ -39,8 +42,10 @@ class Awq:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Gptq:
-    """4 or 8 bits, as many rows of a column in 32 bits (Frantar et al. 2022): ``qweight``,
-    ``qzeros``, ``scales`` and ``g_idx``, the group of each row, in the place of ``weight``.
+    """GPTQ's weights of 4 or 8 bits (Frantar et al. 2022).
+
+    Several rows of a column share 32 bits: ``qweight``, ``qzeros``, ``scales`` and ``g_idx``, the
+    group of each row, in the place of ``weight``.
     """
 
     bits: int
@@ -87,7 +92,7 @@ _NEUTRAL_OF_WEIGHTS = frozenset(
 
 
 def read_quantization(keys: Keys) -> Quantization | None:
-    """``quantization_config``; None where weights are stored plainly.
+    """Reads ``quantization_config``; None where weights are stored plainly.
 
     Raises:
         ConfigError: a format that is not read.
@@ -217,8 +222,8 @@ def _compressed_tensors(keys: Keys) -> CompressedTensors:
     sparsity = keys.mapping("sparsity_config") or {}
     if sparsity.get("format", "dense") != "dense":
         raise ConfigError(
-            f"quantization_config: sparsity_config of format={sparsity['format']!r}: weights that "
-            "are sparse too are read where they lie as dense ones; save them so"
+            f"quantization_config: sparsity_config of format={sparsity['format']!r}: sparse "
+            "weights are read only if they are stored densely; save them so"
         )
     keys.expect("moe_sparsity_config", (None, {}), "experts that are sparse too are not read")
     keys.expect("transform_config", (None, {}), "weights that are rotated too are not read")
@@ -231,7 +236,7 @@ def _compressed_tensors(keys: Keys) -> CompressedTensors:
     group = _nested(next(iter(groups.values())), "config_groups")
     group.ignore("targets")  # of one format, the files say which layers have it
     group.expect("output_activations", (None,), "outputs are not quantized here")
-    group.expect("format", (None, layout), "all weights lie in one layout")
+    group.expect("format", (None, layout), "all weights have one layout")
     inputs = group.mapping("input_activations")
     weights = group.mapping("weights")
     if weights is None:

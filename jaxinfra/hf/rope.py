@@ -28,11 +28,11 @@ def read_rope(
     original_max_positions: int | None = None,
     default_theta: float = 10_000.0,
 ) -> RopeConfig:
-    """The rotary embedding of a config.
+    """Reads the rotary embedding of a config.
 
     Args:
-        default_theta: where the config names none.
-        original_max_positions: where the config names none; ``max_positions`` without it.
+        default_theta: used where the config names none.
+        original_max_positions: used where the config names none; default ``max_positions``.
     """
     theta = keys.number("rope_theta", default_theta)
     fraction = keys.number("partial_rotary_factor", 1.0)
@@ -119,7 +119,7 @@ def _read_yarn(rope: Keys, *, max_positions: int, original: int) -> YarnScaling:
 
 
 def yarn_temperature(factor: float, mscale: float) -> float:
-    """``0.1 mscale ln(factor) + 1`` (Peng et al. 2023, section 3.4)."""
+    """Returns ``0.1 mscale ln(factor) + 1`` (Peng et al. 2023, section 3.4)."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
@@ -135,7 +135,7 @@ def _read_longrope(rope: Keys, *, max_positions: int, original: int) -> LongRope
 
 
 def write_rope(rope: RopeConfig) -> dict[str, Any]:
-    """The keys that say the same, in the older form, which newer readers understand as well."""
+    """Writes the keys of a rotary embedding in the older form, which newer readers know too."""
     keys: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": _write_scaling(rope.scaling)}
     if rope.fraction != 1.0:
         keys["partial_rotary_factor"] = rope.fraction

@@ -1,4 +1,4 @@
-"""What the configs of all descendants of Llama have in common, both ways."""
+"""Shared reading and writing of the configs of Llama's descendants."""
 
 import dataclasses
 import itertools
@@ -62,13 +62,13 @@ def decoder_config(
     default_theta: float = 10_000.0,
     dropout_rate: float = 0.0,
 ) -> ModelConfig:
-    """The model of a config with Llama's keys and these peculiarities.
+    """Reads a config with Llama's keys and the given differences.
 
     Args:
-        windows: of all layers, or of the layers in turn.
-        mixer: in place of grouped attention, with this rotary embedding.
+        windows: one window for all layers, or a window per layer.
+        mixer: used in place of grouped attention, with this rotary embedding.
         partial_rotary: the architecture may rotate a fraction of each head.
-        original_max_positions: of a scaled rotary embedding that names none.
+        original_max_positions: used for a scaled rotary embedding that names none.
     """
     width, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     max_positions = keys.integer("max_position_embeddings")
@@ -128,7 +128,7 @@ def decoder_config(
 
 
 def decoder_keys(config: ModelConfig, *, mlp: MlpConfig | None = None) -> dict[str, Any]:
-    """The keys that ``decoder_config`` reads for every architecture.
+    """Writes the keys that ``decoder_config`` reads for every architecture.
 
     Args:
         mlp: its dense layer; None: the first block has one, and grouped attention.
@@ -154,7 +154,7 @@ def decoder_keys(config: ModelConfig, *, mlp: MlpConfig | None = None) -> dict[s
 
 
 def dense_block(config: ModelConfig) -> tuple[GroupedAttentionConfig, MlpConfig]:
-    """The layers of the first block; raises ConfigError where they are of other kinds."""
+    """Returns the layers of the first block; raises ConfigError where they are of other kinds."""
     block = config.blocks[0]
     if not isinstance(block.mixer, GroupedAttentionConfig):
         raise ConfigError(f"{type(block.mixer).__name__}: grouped attention is what these write")
@@ -164,7 +164,7 @@ def dense_block(config: ModelConfig) -> tuple[GroupedAttentionConfig, MlpConfig]
 
 
 def routed(dense: ModelConfig, experts: Sequence[ExpertsConfig | None]) -> ModelConfig:
-    """The dense model with experts in the layers that have some, in as few stacks as there are."""
+    """Returns the dense model with experts in some layers, in as few stacks as possible."""
     layers = [
         block if each is None else dataclasses.replace(block, feed_forward=each)
         for block, each in zip(dense.layers, experts, strict=True)
@@ -179,12 +179,12 @@ def routed(dense: ModelConfig, experts: Sequence[ExpertsConfig | None]) -> Model
 
 
 def routes(config: ModelConfig) -> list[bool]:
-    """Whether each layer has experts."""
+    """Tells for each layer whether it has experts."""
     return [isinstance(block.feed_forward, ExpertsConfig) for block in config.layers]
 
 
 def layer_windows(keys: Keys) -> tuple[int | None, ...]:
-    """Windows of Qwen's layers: by type where given, else from ``max_window_layers`` on."""
+    """Returns windows of Qwen's layers: by type if given, else from ``max_window_layers`` on."""
     use_windows = keys.flag("use_sliding_window", False)
     if use_windows:
         keys.require("sliding_window", "max_window_layers")
@@ -202,7 +202,7 @@ def layer_windows(keys: Keys) -> tuple[int | None, ...]:
 def typed_windows(
     types: Sequence[str], window: int | None, *, num_layers: int
 ) -> tuple[int | None, ...]:
-    """Windows of layers by their ``layer_types``."""
+    """Returns windows of layers by their ``layer_types``."""
     if len(types) != num_layers:
         raise ConfigError(f"layer_types has {len(types)} entries for {num_layers} layers")
     known = (FULL, SLIDING)
@@ -215,7 +215,7 @@ def typed_windows(
 
 
 def period[T](values: Sequence[T]) -> Sequence[T]:
-    """The shortest prefix that the values repeat."""
+    """Returns the shortest prefix that the values repeat."""
     for length in range(1, len(values)):
         if len(values) % length == 0 and all(
             value == values[i % length] for i, value in enumerate(values)

@@ -1,7 +1,7 @@
-"""Mixtures of experts over grouped attention: configs of Mixtral, Qwen-MoE and gpt-oss, both ways.
+"""Configs of mixtures of experts over grouped attention: Mixtral, Qwen-MoE and gpt-oss.
 
-Keys of auxiliary losses do not change what a model computes, and say nothing about a run of ours:
-``ExpertsConfig.balance`` does.
+Keys of auxiliary losses are ignored, since they do not change a model's outputs; a run uses
+``ExpertsConfig.balance``.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ _GATE = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
 
 def read_mixtral(keys: Keys) -> ModelConfig:
-    """Mixtral: experts in every layer (arXiv 2401.04088)."""
+    """Reads Mixtral: experts in every layer (arXiv 2401.04088)."""
     keys.require("num_key_value_heads", "sliding_window")
     keys.expect("router_jitter_noise", (0.0, None), "inputs of routers get no noise in training")
     keys.ignore(*_LOSSES)
@@ -50,7 +50,7 @@ def read_mixtral(keys: Keys) -> ModelConfig:
 
 
 def write_mixtral(config: ModelConfig) -> dict[str, Any]:
-    """Inverse of ``read_mixtral``."""
+    """Writes Mixtral; inverse of ``read_mixtral``."""
     attention, experts, _ = _layers(config)
     keys = decoder_keys(config, mlp=_as_wide(experts))
     return keys | {
@@ -61,7 +61,7 @@ def write_mixtral(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_qwen2_moe(keys: Keys) -> ModelConfig:
-    """Qwen 1.5 and 2 with experts, one of them shared and gated."""
+    """Reads Qwen 1.5 and 2 with experts, one of them shared and gated."""
     keys.require("num_key_value_heads")
     if keys.flag("use_sliding_window", False):
         # Releases differ in which layers have windows where none are named.
@@ -76,7 +76,7 @@ def read_qwen2_moe(keys: Keys) -> ModelConfig:
 
 
 def read_qwen3_moe(keys: Keys) -> ModelConfig:
-    """Qwen 3 with experts (arXiv 2505.09388); a window is of all layers."""
+    """Reads Qwen 3 with experts (arXiv 2505.09388); a window applies to all layers."""
     keys.require("num_key_value_heads")
     keys.expect("use_qk_norm", (True, None), "queries and keys are normalized here")
     window = keys.integer("sliding_window", None)
@@ -119,7 +119,7 @@ def _read_qwen(keys: Keys, dense: ModelConfig, **shared: Any) -> ModelConfig:
 
 
 def write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
-    """Inverse of ``read_qwen2_moe``."""
+    """Writes Qwen 2 with experts; inverse of ``read_qwen2_moe``."""
     attention, experts, _ = _layers(config)
     windows = [block.mixer.window for block in config.layers]
     widths = {window for window in windows if window is not None}
@@ -134,7 +134,7 @@ def write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
 
 
 def write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
-    """Inverse of ``read_qwen3_moe``."""
+    """Writes Qwen 3 with experts; inverse of ``read_qwen3_moe``."""
     attention, _, _ = _layers(config)
     return _qwen_keys(config) | {
         "attention_bias": attention.out_bias,
@@ -156,7 +156,7 @@ def _qwen_keys(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_gpt_oss(keys: Keys) -> ModelConfig:
-    """gpt-oss: sinks, windows in turn, biases, a clamped gate (arXiv 2508.10925)."""
+    """Reads gpt-oss: sinks, alternating windows, biases, a clamped gate (arXiv 2508.10925)."""
     keys.require("num_key_value_heads", "head_dim", "sliding_window")
     keys.expect("hidden_act", ("silu",), "its gate is one of its own")
     for name, value in _GATE.items():
@@ -192,7 +192,7 @@ def read_gpt_oss(keys: Keys) -> ModelConfig:
 
 
 def write_gpt_oss(config: ModelConfig) -> dict[str, Any]:
-    """Inverse of ``read_gpt_oss``."""
+    """Writes gpt-oss; inverse of ``read_gpt_oss``."""
     attention, experts, _ = _layers(config)
     windows = [block.mixer.window for block in config.layers]
     wide = dataclasses.replace(_as_wide(experts), kind=MlpKind.SWIGLU)

@@ -1,4 +1,4 @@
-"""How the elements of one of their tensors lie, against one of our parameters.
+"""Layouts of Hugging Face tensors, relative to our parameters.
 
 A layout is written like an einsum over named dims: ``"(N H) D -> D N H"`` says that their matrix
 has a row for every element of every head, and that ours has the input first and the heads apart.
@@ -30,24 +30,23 @@ class TensorLayout:
 
     @property
     def their_shape(self) -> tuple[int, ...]:
-        """Shape of their tensor, or of our part of a fused one."""
+        """Shape of the Hugging Face tensor, or of our part of a fused one."""
         return tuple(math.prod(self.sizes[letter] for letter in dim) for dim in self.theirs)
 
     @property
     def our_shape(self) -> tuple[int, ...]:
-        """Shape of our parameter, of one layer."""
+        """Shape of one layer of our parameter."""
         return tuple(self.sizes[letter] for letter in self.ours)
 
     def to_theirs(self, ours: np.ndarray) -> np.ndarray:
-        """Their tensor from all of ours."""
+        """Converts our whole array to the Hugging Face tensor."""
         order = [self.ours.index(letter) for dim in self.theirs for letter in dim]
         return ours.transpose(order).reshape(self.their_shape)
 
     def read(self, read_theirs: Callable[[Index], np.ndarray], index: Index) -> np.ndarray:
-        """A slice of ours; of theirs only what it needs is read.
+        """Reads a slice of our parameter, reading only the needed part of the Hugging Face tensor.
 
-        Where one of their dims is made of several, it is cut along the first of them and the rest
-        is cut after reading.
+        A merged dim is sliced along its first part before reading, and along the others after.
         """
         wanted = dict(zip(self.ours, index, strict=True))
         their_index, shape = [], []
@@ -66,7 +65,7 @@ class TensorLayout:
 
 @functools.cache  # the same for every layer and expert
 def parse_layout(text: str, our_shape: tuple[int, ...]) -> TensorLayout:
-    """Reads ``"(N H) D -> D N H"``; sizes are those of our parameter."""
+    """Parses ``"(N H) D -> D N H"``; sizes are those of our parameter."""
     theirs, ours = text.split("->")
     dims = tuple(tuple(dim.strip("()").split()) for dim in re.findall(r"\([^)]*\)|\S", theirs))
     letters = tuple(ours.split())

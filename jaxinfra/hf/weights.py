@@ -1,8 +1,8 @@
-"""Names and layouts of the weights of each architecture: data, read by ``mapping.py``.
+"""Names and layouts of each architecture's weights: data, read by ``mapping.py``.
 
-A rule names a tensor of theirs and the parameters of ours that lie in it, one or several fused
-along a dim. A rule applies where the model has these parameters, so biases and norms that only
-some models have need no conditions. Letters of layouts are explained in ``layout.py``.
+A rule names a Hugging Face tensor and the parameters of ours that it holds, one or several fused
+along a dim. A rule applies where the model has these parameters, so biases and norms that only some
+models have need no conditions. Letters of layouts are explained in ``tensor_layout.py``.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """One of their tensors, or one for each expert: "{}" stands for the expert's number."""
+    """One Hugging Face tensor, or one per expert: "{}" stands for the expert's number."""
 
     name: str
     parts: tuple[tuple[str, str], ...]  # our path and layout, in the order they are fused
@@ -32,7 +32,7 @@ class WeightTable:
 
 
 def rule(name: str, path: str, layout: str) -> Rule:
-    """A tensor that is one parameter of ours."""
+    """Makes the rule of a tensor that is one parameter of ours."""
     return Rule(name=name, parts=((path, layout),))
 
 

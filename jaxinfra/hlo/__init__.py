@@ -1,1 +1,1 @@
-"""Compiled programs, read: buffers, collectives, matmuls and launches."""
+"""Readers of compiled programs: buffers, collectives, matmuls and launches."""

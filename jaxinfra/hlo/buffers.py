@@ -44,7 +44,7 @@ class HloOperation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Computation:
-    """Instructions in the order they run."""
+    """A computation: instructions in the order they run."""
 
     operations: tuple[HloOperation, ...]
     root: int
@@ -88,8 +88,8 @@ class CompiledProgram:
 def read_program(lowered: jax.stages.Lowered) -> CompiledProgram:
     """Compiles a program and reads what it was compiled to.
 
-    The compiler writes its records to a directory that is removed afterwards: compiled programs
-    themselves hand out their buffers on the CPU, and not through CUDA's plugin.
+    The compiler writes its records to a temporary directory, since compiled programs give out their
+    buffers on the CPU only, not through CUDA's plugin.
 
     Raises UnsupportedError where the compiler writes none.
     """
@@ -213,7 +213,7 @@ def _assignment(data: bytes) -> tuple[dict[int, Allocation], tuple[LogicalBuffer
 
 
 def step_bytes(compiled: jax.stages.Compiled) -> int:
-    """A compiled step's bytes per device: arguments, results that reuse none, temporaries."""
+    """Returns a compiled step's bytes per device: arguments, temporaries, new results."""
     analysis = compiled.memory_analysis()
     assert analysis is not None, "CPU and CUDA compilers report their memory"
     return (
@@ -233,7 +233,7 @@ _PASSED_ON = ("bitcast", "optimization-barrier", "add-dependency", "domain")
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Life:
-    """A buffer's time, in instructions run."""
+    """The time in which a buffer is alive, counted in instructions."""
 
     buffer: LogicalBuffer
     operation: HloOperation
@@ -244,7 +244,7 @@ class Life:
 
     @property
     def shape(self) -> str:
-        """Element type and dims, such as "bf16[8,128]"."""
+        """The element type and dims, such as "bf16[8,128]"."""
         shapes, place = self.operation.shapes, self.buffer.shape_index
         return shapes[place[0]] if place and place[0] < len(shapes) else shapes[0]
 
@@ -265,7 +265,7 @@ class Lives:
 
 
 def follow(program: CompiledProgram) -> Lives:
-    """The lives of a program's buffers."""
+    """Computes the lives of a program's buffers."""
     walk = _Walk(program)
     walk.run()
     by_place: dict[tuple[int, int, int], list[Life]] = collections.defaultdict(list)

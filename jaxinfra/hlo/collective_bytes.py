@@ -1,4 +1,4 @@
-"""What a device sends in a collective: the one count that plans, receipts and traces go by."""
+"""Bytes that a device sends in a collective: one formula for plans, receipts and traces."""
 
 _ROUNDS = {
     "all-gather": 1,
@@ -9,13 +9,13 @@ _ROUNDS = {
 
 
 def sent_bytes(kind: str, array_bytes: float, num_devices: int) -> float:
-    """Bytes that one of N devices sends, of a ring or a direct exchange.
+    """Returns the bytes that one of N devices sends, in a ring or a direct exchange.
 
     ``rounds * array (N - 1) / N``; a permute or shift sends the array as it is.
 
     Args:
         kind: as HLO (``all-gather``) or as ``parallel.collectives`` (``all_gather``) writes it.
-        array_bytes: of the whole array, as one device has it after an all-gather, before a
+        array_bytes: bytes of the whole array, as a device has it after an all-gather, before a
             reduce-scatter, and on either side of the others.
         num_devices: N.
     """

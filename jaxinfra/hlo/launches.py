@@ -1,5 +1,6 @@
-"""What a compiled program launches, in order: the names by which a trace's kernels are found again
-where a CUDA graph replays them without saying whose they are.
+"""Launches of a compiled program, in order.
+
+Their names identify a trace's kernels where a CUDA graph replays them without instruction names.
 """
 
 import hashlib
@@ -39,8 +40,9 @@ class Launch(TypedDict):
 
 
 def launches(compiled: jax.stages.Compiled) -> list[Launch]:
-    """Instructions of a compiled program that launch something, in the order scheduled; a loop's
-    are listed once.
+    """Lists instructions of a compiled program that launch kernels, in the order scheduled.
+
+    Those of a loop are listed once.
     """
     instructions, entry = compiled_instructions(compiled)
     by_computation: dict[str, list[CompiledInstruction]] = {}

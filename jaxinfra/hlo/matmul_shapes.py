@@ -1,4 +1,4 @@
-"""Shapes of a compiled program's matmuls, by the instruction under which a trace knows them."""
+"""Shapes of a compiled program's matmuls, by the instruction names that traces use."""
 
 import math
 import re
@@ -29,7 +29,7 @@ class MatmulShape(TypedDict):
 
 
 def matmul_shapes(compiled: jax.stages.Compiled) -> list[MatmulShape]:
-    """Every matmul that is a dot, a fusion of one, or a call of cuBLAS; the largest of a fusion."""
+    """Lists every matmul: a dot, a fusion (by its largest dot), or a call of cuBLAS."""
     instructions, _ = compiled_instructions(compiled)
     arrays = {(each.computation, each.name): _ARRAY.findall(each.result) for each in instructions}
     callers = {

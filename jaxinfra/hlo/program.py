@@ -26,10 +26,9 @@ _AXIS = re.compile(r"'(\w+)'(?::\((\d+)\)(\d+))?")
 
 
 def first_group(rest: str) -> tuple[int, ...]:
-    """Device numbers of one group, as the text of a collective's instruction gives them; of a
-    permute, a sender and its receiver.
+    """Returns the device numbers of one group of a collective, from its instruction's text.
 
-    Raises ValueError for another way of writing.
+    A permute's group is a sender and its receiver. Raises ValueError for an unknown notation.
     """
     if match := _MESH.search(rest):
         return _of_mesh(*match.groups())
@@ -68,10 +67,10 @@ def _numbers(text: str) -> list[int]:
 
 
 def axes_between(group: tuple[int, ...], mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes over which these devices differ.
+    """Returns the mesh axes over which these devices differ.
 
     Args:
-        mesh: axes and sizes in the mesh's order, whose places the numbers are.
+        mesh: axes and sizes in the mesh's order, in which the devices are numbered.
     """
     places = np.array(np.unravel_index(group, tuple(mesh.values())))
     return tuple(axis for axis, each in zip(mesh, places, strict=True) if len(np.unique(each)) > 1)
@@ -79,7 +78,7 @@ def axes_between(group: tuple[int, ...], mesh: Mapping[str, int]) -> tuple[str, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Matmul:
-    """One dot_general."""
+    """One matmul (dot_general)."""
 
     lhs: str  # element types as MLIR and HLO write them: f32, bf16, f16
     rhs: str
@@ -90,7 +89,7 @@ class Matmul:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Reduction:
-    """One reduce, or the combining half of one scatter."""
+    """One reduction, or the combining half of one scatter."""
 
     operation: str  # add, maximum, ...
     dtype: str
@@ -99,7 +98,7 @@ class Reduction:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:
-    """One communication of a compiled program; a combined one is listed once an array."""
+    """One collective of a compiled program; a combined one is listed once per array."""
 
     kind: str  # all-reduce, all-gather, reduce-scatter, all-to-all, collective-permute
     dtype: str
@@ -116,12 +115,12 @@ class Collective:
         return len(self.group)
 
     def axes(self, mesh: Mapping[str, int]) -> tuple[str, ...]:
-        """The axes of this mesh that it goes over."""
+        """Returns the mesh axes that the collective goes over."""
         return axes_between(self.group, mesh)
 
     @property
     def array_bytes(self) -> float:
-        """Bytes of the whole array, as ``sent_bytes`` takes it, in all executions."""
+        """Bytes of the whole array in all executions, as ``sent_bytes`` takes it."""
         result = math.prod(self.shape) * element_bytes(self.dtype) * self.times
         return result * (self.num_devices if self.kind == "reduce-scatter" else 1)
 
@@ -143,7 +142,7 @@ _HIDDEN = re.compile(r"stablehlo\.(custom_call @\w+|convolution|dot )")
 
 
 def matmuls(lowered: jax.stages.Lowered) -> list[Matmul]:
-    """Every matmul of a lowered program, forward and backward."""
+    """Lists every matmul of a lowered program, forward and backward."""
     text, scopes = _lowered_text(lowered)
     found = []
     for line in text.splitlines():
@@ -164,7 +163,7 @@ def matmuls(lowered: jax.stages.Lowered) -> list[Matmul]:
 
 
 def reductions(lowered: jax.stages.Lowered) -> list[Reduction]:
-    """Every reduction and combining scatter of a lowered program; dtypes are those summed in."""
+    """Lists every reduction and combining scatter of a lowered program; dtypes are of the sums."""
     text, scopes = _lowered_text(lowered)
     found = []
     lines = iter(text.splitlines())
@@ -187,7 +186,7 @@ def reductions(lowered: jax.stages.Lowered) -> list[Reduction]:
 
 
 def opaque_operations(lowered: jax.stages.Lowered) -> list[str]:
-    """Operations that may hold matmuls which ``matmuls`` cannot see, such as library calls."""
+    """Lists operations that may hide matmuls from ``matmuls``, such as library calls."""
     return sorted(set(_HIDDEN.findall(lowered.as_text())))
 
 
@@ -219,7 +218,7 @@ _COLLECTIVES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledInstruction:
-    """One instruction of compiled HLO, as its text has it."""
+    """One instruction of compiled HLO, from its text."""
 
     computation: str
     name: str
@@ -229,7 +228,7 @@ class CompiledInstruction:
 
 
 def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
-    """Every collective of a compiled program, with how often a call executes it.
+    """Lists every collective of a compiled program, with its number of executions per call.
 
     Raises ValueError for a loop of unknown length around one.
     """
@@ -268,7 +267,7 @@ def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
 
 
 def compiled_matmuls(compiled: jax.stages.Compiled) -> list[Matmul]:
-    """The matmuls that are still HLO dots after compilation (on CPU, all of them)."""
+    """Lists the matmuls that are still HLO dots after compilation (on CPU, all of them)."""
     instructions, _ = compiled_instructions(compiled)
     dtypes = {each.name: each.result.partition("[")[0] for each in instructions}
     found = []
@@ -289,7 +288,7 @@ def compiled_matmuls(compiled: jax.stages.Compiled) -> list[Matmul]:
 
 
 def compiled_instructions(compiled: jax.stages.Compiled) -> tuple[list[CompiledInstruction], str]:
-    """All instructions, and the name of the computation where execution starts."""
+    """Returns all instructions, and the name of the computation where execution starts."""
     found, entry, computation = [], "", ""
     for line in (compiled.as_text() or "").splitlines():
         if header := _COMPUTATION.match(line):
@@ -359,7 +358,7 @@ def _covered_by(instructions: list[CompiledInstruction], start: int) -> int:
 
 
 def element_bytes(dtype: str) -> int:
-    """Bytes of an HLO element type, such as 2 for bf16 and 1 for pred and f8e4m3fn."""
+    """Returns the bytes of an HLO element type, such as 2 for bf16 and 1 for pred and f8e4m3fn."""
     bits = re.search(r"\d+", dtype)
     return max(int(bits[0]) // 8, 1) if bits else 1
 

@@ -1,4 +1,4 @@
-"""Fields of a serialized protocol buffer, without its classes.
+"""Reading of a serialized protocol buffer, without its classes.
 
 XLA's executables hand out their buffer assignment and their module as protocol buffers, and their
 classes come with no package that JAX needs. The wire format is protobuf.dev/programming-guides/
@@ -11,9 +11,9 @@ type Field = int | bytes
 
 
 def fields(data: bytes) -> Iterator[tuple[int, Field]]:
-    """Number and value of every field, in order; text and messages are bytes.
+    """Yields number and value of every field, in order; text and messages are bytes.
 
-    Raises ValueError for what is no protocol buffer.
+    Raises ValueError for data that is no protocol buffer.
     """
     place = 0
     while place < len(data):
@@ -35,7 +35,7 @@ def fields(data: bytes) -> Iterator[tuple[int, Field]]:
 
 
 def message(data: bytes) -> dict[int, list[Field]]:
-    """All values of every field."""
+    """Returns all values of every field."""
     found: dict[int, list[Field]] = {}
     for number, value in fields(data):
         found.setdefault(number, []).append(value)
@@ -43,31 +43,31 @@ def message(data: bytes) -> dict[int, list[Field]]:
 
 
 def number(message: dict[int, list[Field]], field: int) -> int:
-    """A number that is there at most once; 0 where it is left out."""
+    """Returns a number that occurs at most once; 0 where it is left out."""
     value = message.get(field, [0])[-1]
     assert isinstance(value, int)
     return value
 
 
 def text(message: dict[int, list[Field]], field: int) -> str:
-    """A text that is there at most once."""
+    """Returns a text that occurs at most once."""
     return blob(message, field).decode(errors="replace")
 
 
 def blob(message: dict[int, list[Field]], field: int) -> bytes:
-    """Bytes that are there at most once."""
+    """Returns bytes that occur at most once."""
     value = message.get(field, [b""])[-1]
     assert isinstance(value, bytes)
     return value
 
 
 def blobs(message: dict[int, list[Field]], field: int) -> list[bytes]:
-    """All messages or texts of a field."""
+    """Returns all messages or texts of a field."""
     return [value for value in message.get(field, []) if isinstance(value, bytes)]
 
 
 def numbers(message: dict[int, list[Field]], field: int) -> list[int]:
-    """All numbers of a field, written one by one or packed."""
+    """Returns all numbers of a field, written one by one or packed."""
     found = []
     for value in message.get(field, []):
         if isinstance(value, int):

@@ -12,14 +12,14 @@ from jaxinfra.config.precision import LossScaling, PrecisionConfig
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LossScale[Leaf]:
-    """The factor on the loss, and how long it has served without an overflow."""
+    """The factor on the loss, and the number of steps since its last overflow."""
 
     value: Leaf  # float32 []
     finite_steps: Leaf  # int32 [], since the last change
 
 
 def initial_loss_scale(config: PrecisionConfig) -> LossScale[jax.Array]:
-    """1 without scaling, else the configured start."""
+    """Returns 1 without scaling, else the configured start."""
     value = 1.0 if config.loss_scaling is LossScaling.NONE else config.initial_loss_scale
     return LossScale(value=jnp.float32(value), finite_steps=jnp.int32(0))
 
@@ -27,8 +27,10 @@ def initial_loss_scale(config: PrecisionConfig) -> LossScale[jax.Array]:
 def next_loss_scale(
     scale: LossScale[jax.Array], *, finite: Bool[Array, ""], config: PrecisionConfig
 ) -> LossScale[jax.Array]:
-    """Dynamic: halves after a non-finite step (not under 1), doubles after ``growth_interval``
-    finite ones. Static scales never change.
+    """Returns the scale after a step; static scales never change.
+
+    Dynamic scales halve after a non-finite step (not below 1), and double after ``growth_interval``
+    finite ones.
     """
     if config.loss_scaling is not LossScaling.DYNAMIC:
         return scale

@@ -26,13 +26,15 @@ class Policy:
     out_of_eight_bits: tuple[int, int] = (0, 0)  # layers at the beginning and the end
 
     def in_eight_bits(self, layer: int, num_layers: int) -> bool:
-        """Whether a layer's matmuls may be in 8 bits: each site's recipe says whether they are."""
+        """Tells whether a layer's matmuls may be in 8 bits, where its sites' recipes are."""
         first, last = self.out_of_eight_bits
         return first <= layer < num_layers - last
 
     def recipe(self, site: Site) -> Recipe:
-        """How the matmuls of a site compute. A router's scores stay in ``accum`` unless asked: a
-        rounded score sends a token elsewhere.
+        """Returns the recipe of a site's matmuls.
+
+        A router's scores stay in ``accum`` unless requested: a rounded score sends a token
+        elsewhere.
         """
         for named, recipe in self.sites:
             if named is site:
@@ -62,7 +64,7 @@ POLICIES: dict[PolicyName, Policy] = {
 
 
 def policy_of(config: PrecisionConfig) -> Policy:
-    """A run's policy."""
+    """Returns a run's policy."""
     policy = POLICIES[config.policy]
     if config.weight_gradients is WeightGradients.COMPUTE:
         policy = dataclasses.replace(policy, gradient=policy.compute)
@@ -79,18 +81,19 @@ def policy_of(config: PrecisionConfig) -> Policy:
 
 
 def unquantized(policy: Policy) -> Policy:
-    """The policy that evaluates and exports what a policy with 8-bit matmuls trains."""
+    """Returns the policy that evaluates and exports a model trained with 8-bit matmuls."""
     sites = tuple((site, recipe.unquantized) for site, recipe in policy.sites)
     return dataclasses.replace(policy, sites=sites, out_of_eight_bits=(0, 0))
 
 
 def held_as_computed(policy: Policy) -> Policy:
-    """The policy of weights without masters of more precision: those that nothing trains, or whose
-    updates are rounded stochastically.
+    """Returns the policy of weights without masters of higher precision.
+
+    Such weights are frozen, or their updates are rounded stochastically.
     """
     return dataclasses.replace(policy, param=policy.compute)
 
 
 def as_kept(policy: Policy, config: PrecisionConfig) -> Policy:
-    """The policy over weights as a run of this config keeps them."""
+    """Returns the policy over weights as a run of this config stores them."""
     return dataclasses.replace(policy, param=policy_of(config).param)

@@ -1,4 +1,4 @@
-"""How matmuls compute, by the place in the model where they stand."""
+"""Recipes of matmuls: operand and result formats, by site in the model."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ FP8_FORMATS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Recipe:
-    """Formats of one matmul's operands in 8 bits, and where their scales come from."""
+    """Formats of one matmul's 8-bit operands, and the source of their scales."""
 
     scaling: Fp8Scaling
     power_of_two: bool
@@ -24,7 +24,7 @@ class Fp8Recipe:
 
 
 def fp8_recipe(config: Fp8Matmuls) -> Fp8Recipe:
-    """The recipe that a config names."""
+    """Returns the recipe that a config names."""
     return Fp8Recipe(
         scaling=config.scaling,
         power_of_two=config.scales is Fp8Scales.POWER_OF_TWO,
@@ -39,7 +39,7 @@ class Recipe:
 
     Operands and the cotangent are cast to ``compute``, products are summed in ``accum``. A weight's
     gradient is rounded to ``gradient`` where that is given, before it is summed over devices. With
-    ``fp8`` what is multiplied is quantized from ``compute``.
+    ``fp8`` operands are quantized from ``compute``.
     """
 
     compute: jnp.dtype
@@ -49,5 +49,5 @@ class Recipe:
 
     @property
     def unquantized(self) -> "Recipe":
-        """The same without 8-bit operands."""
+        """Returns the recipe without 8-bit operands."""
         return dataclasses.replace(self, fp8=None)

@@ -1,4 +1,4 @@
-"""How weights and moments are kept between steps: formats, scales and unbiased rounding."""
+"""Storage of weights and moments between steps: formats, scales and unbiased rounding."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ _EXPONENT_BITS = 0x7F800000  # of float32
 
 
 def exact(tree):
-    """A tree of arrays in float32; what has more bits stays as it is."""
+    """Casts a tree of arrays to float32; wider arrays stay unchanged."""
 
     def widened(leaf: jax.Array) -> jax.Array:
         return leaf if leaf.dtype.itemsize > EXACT.itemsize else leaf.astype(EXACT)
@@ -28,9 +28,9 @@ def exact(tree):
 
 
 def stochastically_rounded(x: jax.Array, key: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """x, float32, as one of its two neighbours in ``dtype``: x itself on average.
+    """Rounds float32 x to one of its two neighbours in ``dtype``, so that the mean is x.
 
-    Rounded to the nearest, what changes by less than half a unit in the last place at each step
+    Rounded to the nearest, a value that changes by less than half a unit in the last place per step
     never changes: bf16 weights stop learning, moments of 8 bits stop decaying. Larger than the
     largest saturates.
     """
@@ -48,20 +48,21 @@ def stochastically_rounded(x: jax.Array, key: jax.Array, dtype: jnp.dtype) -> ja
 
 
 def after_update(weight: jax.Array, step: jax.Array, key: jax.Array) -> jax.Array:
-    """``weight + step``, computed in float32 and kept in the weight's dtype: rounded stochastically
-    where that has fewer bits, since no master copy has the rest.
+    """Returns ``weight + step``, computed in float32 and stored in the weight's dtype.
+
+    A dtype of fewer bits is rounded to stochastically, since no master copy has the rest.
     """
     after = weight.astype(EXACT) + step.astype(EXACT)
     return after if weight.dtype == EXACT else stochastically_rounded(after, key, weight.dtype)
 
 
 def empty_moment(weight: jax.Array, format_: MomentFormat) -> jax.Array:
-    """A moment of a weight before the first step, 0."""
+    """Returns a moment of a weight before the first step, 0."""
     return jnp.zeros_like(weight, _FORMATS[format_])
 
 
 def empty_scales(weights, format_: MomentFormat):
-    """Scales of such moments of a tree of weights, float32 []; None where the format has none."""
+    """Returns scales of the moments of a tree of weights, float32 [], or None."""
     if format_ not in _SCALED:
         return None
     return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, EXACT, shape=()), weights)
@@ -70,7 +71,7 @@ def empty_scales(weights, format_: MomentFormat):
 def stored_moment(
     moment: jax.Array, format_: MomentFormat, key: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
-    """A moment in its format, and what its values are multiplied with when they are read.
+    """Returns a moment in its format, and the factor on its values when they are read.
 
     The scale brings the largest element to the format's largest (FP8-LM, Peng et al. 2023). 16 bits
     with a scale are rounded to the nearest, fewer and bf16 stochastically.
@@ -88,6 +89,6 @@ def stored_moment(
 
 
 def read_moment(values: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """The moment in float32."""
+    """Reads a moment as float32."""
     moment = values.astype(EXACT)
     return moment if scale is None else moment * scale

@@ -1,6 +1,12 @@
-"""Products of tokens with their experts' weights, of operands in 8 bits, forward and backward.
+"""Feed-forward layers of several experts, each on the tokens that chose it.
 
-With x [N, D], rows of it for each expert, weights w [E, D, F] and cotangents g [M, F]:
+A product of groups takes plain weights. Quantized weights of all experts are dequantized where
+there are at least as many copies of tokens as experts. Where there are fewer, as in a decode step,
+only as many experts are dequantized as there are copies: those that tokens chose, gathered while
+quantized. Both numbers are static, so a program has one form or the other.
+
+Products of 8-bit operands, with x [N, D], rows of it for each expert, weights w [E, D, F] and
+cotangents g [M, F]:
 
     y = x w        x by 1x128 along D, w by 128x128
     dx = g w^T     g by 1x128 along F, the same w
@@ -9,18 +15,9 @@ With x [N, D], rows of it for each expert, weights w [E, D, F] and cotangents g 
 
 Tokens are quantized before they are copied for their experts, weights once for both directions.
 
-Dims: N token, K choice of a token, M copy of a token, E expert, D width in, F width out, J blocks
-of 128 columns, I blocks of 128 rows.
-
-The feed-forward layers of several experts, each on the tokens that chose it.
-
-A product of groups takes plain weights. Of weights in few bits all experts' are dequantized where
-there are at least as many copies of tokens as experts. Where there are fewer, as in a decode step,
-only as many experts as copies are: those that the tokens met, gathered while in few bits. Both
-numbers are static, so a program has one form or the other.
-
 Dims: N token, K choice of a token, M copy of a token for one of its choices, sorted by expert,
-E expert, S one of the experts that are dequantized, D model width, F hidden width.
+E expert, S one of the experts that are dequantized, D width in, F width out or hidden width,
+J blocks of 128 columns, I blocks of 128 rows.
 """
 
 import dataclasses
@@ -59,7 +56,7 @@ from pallas_kernels.grouped_matmul import GATE_NAME, UP_NAME
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Gathered:
-    """Which token each row is a copy of."""
+    """The token that each row is a copy of."""
 
     rows_M: jax.Array  # int32: the token
     choice_M: jax.Array  # int32: which choice, n K + k; N K for none
@@ -74,8 +71,9 @@ def multiply_groups_fp8(
     recipe: Recipe,
     gathered: Gathered | None = None,
 ) -> jax.Array:
-    """Rows of x, or copies of them, times their expert's weights: [M, F of all weights] in the
-    compute dtype.
+    """Multiplies rows of x, or copies of them, with their expert's weights.
+
+    Returns [M, F of all weights] in the compute dtype.
 
     Args:
         x: [M, D], or [N, D] where rows are gathered.
@@ -124,7 +122,7 @@ def _quantized_rows(x_MK: jax.Array, fp8: Fp8Recipe, dtype: jnp.dtype) -> Quanti
 
 
 def quantized_weights(weights: tuple[jax.Array, ...], recipe: Recipe) -> Quantized:
-    """Weights side by side by 128x128: values [E, D, F of all], scales [E, J, I]."""
+    """Quantizes weights side by side by 128x128: values [E, D, F of all], scales [E, J, I]."""
     fp8 = recipe.fp8
     assert fp8 is not None
     w_EDF = jnp.concatenate([w.astype(recipe.compute) for w in weights], axis=-1)
@@ -168,12 +166,12 @@ class ExpertWeights:
 
     @property
     def in_few_bits(self) -> bool:
-        """Whether some must be dequantized before they are multiplied with."""
+        """Tells whether some weights must be dequantized before they are multiplied with."""
         weights = (self.gate_EDF, self.up_EDF, self.down_EFD)
         return any(isinstance(weight, QuantizedWeight) for weight in weights)
 
     def changed(self, change: Callable[[QuantizedWeight], Any]) -> "ExpertWeights":
-        """With what ``change`` makes of each weight in few bits."""
+        """Returns the weights with ``change`` applied to each quantized one."""
         weights = {name: getattr(self, name) for name in ("gate_EDF", "up_EDF", "down_EFD")}
         few = {name: w for name, w in weights.items() if isinstance(w, QuantizedWeight)}
         return dataclasses.replace(self, **{name: change(w) for name, w in few.items()})
@@ -191,7 +189,7 @@ class Copies:
 
 
 def sorted_copies(expert_NK: Int[Array, "N K"], *, num_experts: int, room: int) -> Copies:
-    """Copies of tokens for their experts, at most ``room``, the last experts' left out.
+    """Makes copies of tokens for their experts, dropping the last experts' beyond ``room``.
 
     Args:
         expert_NK: an expert of num_experts and above means none.
@@ -220,7 +218,7 @@ def sorted_copies(expert_NK: Int[Array, "N K"], *, num_experts: int, room: int) 
 def spread(
     x_ND: Float[Array, "N D"], choice_S: Int[Array, "S"], place_NJ: Int[Array, "N J"]
 ) -> Float[Array, "S D"]:
-    """Rows of tokens in slots, 0 in empty ones; the gradient is a gather too, in a fixed order.
+    """Copies rows of tokens to slots, 0 to empty ones; the gradient is a gather in a fixed order.
 
     Args:
         choice_S: a token's number times J, plus which of its copies; N J for none.
@@ -252,11 +250,11 @@ def apply_experts(
     recipe: Recipe,
     room: int | None = None,
 ) -> tuple[Float[Array, "N D"], Int[Array, ""]]:
-    """Each token's weighted sum of its experts' outputs, in the recipe's compute dtype, and the
-    number of choices that found no room.
+    """Computes each token's weighted sum of its experts' outputs, in the recipe's compute dtype.
 
-    Nothing is padded: a matmul of groups takes as many rows for an expert as chose it. Sums over a
-    token's experts are in fp32 and in the order of its choices.
+    Returns it with the number of choices that found no room. Nothing is padded: a matmul of groups
+    takes as many rows for an expert as chose it. Sums over a token's experts are in fp32 and in the
+    order of its choices.
 
     Args:
         expert_NK: an expert beyond the last means none, and adds nothing.

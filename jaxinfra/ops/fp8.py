@@ -11,11 +11,11 @@ By blocks of 128 x 128 the directions share values; blocks of 1 x 128 are quanti
 is quantized where the layer makes it (``quantized_input``), under a name that recomputation may
 keep (``QUANTIZED``), as is w: nothing is quantized again for the backward pass.
 
-What is computed is in parts: an operand is quantized, tokens are multiplied with a weight (y, dx),
-tokens with tokens (dw). ``Devices.each`` runs a part where its arrays are; on a mesh that is each
-device's share of them. With M shared out, y and dx need nothing of other devices and dw is a sum
-over them; with K shared out y is one, with N dx. Kernels multiply what a device has, XLA what its
-partitioner spreads over a mesh.
+The computation has three kinds of parts: an operand is quantized, tokens are multiplied with a
+weight (y, dx), or tokens with tokens (dw). ``Devices.each`` runs a part where its arrays are; on a
+mesh that is each device's share of them. With M sharded, y and dx need no other device and dw is a
+sum over devices. With K sharded y is such a sum, with N sharded dx. Kernels multiply what a device
+has, XLA what its partitioner spreads over a mesh.
 """
 
 import dataclasses
@@ -59,14 +59,15 @@ def product(
     compute: jnp.dtype,
     num_devices: int,
 ) -> jax.Array:
-    """``sum_k (a scale)[..., m, k] (b scale)[n, k]``; where both have dims in front, summed over
-    those too.
+    """Computes ``sum_k (a scale)[..., m, k] (b scale)[n, k]``.
+
+    Where both operands have dims in front, the result is summed over those too.
 
     Args:
-        forms: of the scales of a and b.
-        out: dtype of the result, rounded to from fp32.
-        compute: what XLA dequantizes blocks to, where it spreads them over GPUs.
-        num_devices: over which it spreads them.
+        forms: forms of the scales of a and b.
+        out: dtype of the result, rounded from fp32.
+        compute: dtype that XLA dequantizes blocks to, where it partitions them over GPUs.
+        num_devices: number of devices that it partitions them over.
     """
     if a.values.ndim == 2:
         return scaled_matmul(
@@ -113,12 +114,12 @@ QUANTIZED = "quantized"
 
 
 def named[Tree](tree: Tree) -> Tree:
-    """The arrays under ``QUANTIZED``; 8-bit floats as the bytes that they are.
+    """Names the arrays ``QUANTIZED`` for recomputation, with 8-bit floats as bytes.
 
     ``jax.checkpoint`` rounds what it keeps by the bits of its exponent and mantissa. That takes
-    e4m3fn for a format with infinities, of which 240 is the largest number: what lies between 240
-    and 448 would come back as infinite. XLA drops that rounding where it allows excess precision,
-    which it does on GPUs unless told otherwise, and not on CPUs.
+    e4m3fn for a format with infinities, of which 240 is the largest number: values between 240 and
+    448 would become infinite. XLA drops that rounding where it allows excess precision, which it
+    does on GPUs unless told otherwise, and not on CPUs.
     """
 
     def leaf(x: jax.Array) -> jax.Array:
@@ -207,8 +208,8 @@ def quantized_input(
 
     Args:
         x: [B, T, ...], with the width at the end.
-        dims: logical dims of the width, as weights that multiply it have them.
-        tokens: those of its tokens.
+        dims: logical dims of the width, as in the weights that multiply it.
+        tokens: logical dims of its tokens.
     """
     fp8 = recipe.fp8
     assert fp8 is not None
@@ -243,7 +244,7 @@ def multiply_fp8(
     dims: Dims | None = None,
     devices: FindDevices = one_device,
 ) -> jax.Array:
-    """``einsum(spec, x, weight)`` of 8-bit operands, and its gradients, as the recipe says.
+    """Computes ``einsum(spec, x, weight)`` of 8-bit operands, and its gradients, by a recipe.
 
     Args:
         spec: a matmul: dims of x that are not contracted come first.
@@ -268,7 +269,7 @@ def planned(
     dims: Dims | None = None,
     devices: FindDevices = one_device,
 ) -> tuple["Call", Input]:
-    """The parts of ``multiply_fp8``, and x, quantized if it was not.
+    """Returns the parts of ``multiply_fp8``, and x, quantized if it was not.
 
     Args:
         spec, x, weight, recipe, out, dims, devices: as there.
@@ -302,7 +303,7 @@ def planned(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One matmul: what is known of it without its arrays."""
+    """One matmul without its arrays: shapes, dims, recipe and devices."""
 
     recipe: Recipe
     fp8: Fp8Recipe
@@ -314,7 +315,7 @@ class Call:
     devices: Devices
 
     def product(self, x, quantized, x_seen, weight, record) -> jax.Array:
-        """[B, T, N]; what a gradient needs of x is its dtype."""
+        """Computes the product, [B, T, N]; a gradient needs only the dtype of x."""
         x_dtype = x.dtype
 
         @jax.custom_vjp
@@ -332,13 +333,13 @@ class Call:
         return call(x, quantized, x_seen, weight, record)
 
     def forward(self, quantized, x_seen, weight, record):
-        """y, and what the backward pass reads."""
+        """Computes y, and the residuals of the backward pass."""
         w, seen = named(self._quantized_weight(weight))
         y = self._with_weight(quantized.rows, w, out=self.out, along_first=self.contracted_first)
         return y, (quantized.tokens, x_seen, w, seen, record is not None)
 
     def backward(self, kept, cotangent):
-        """dx, dweight, and the record's next values."""
+        """Computes dx, dweight, and the record's next values."""
         contracted, outer = self.sides
         both, seen = _quantized_tokens(
             cotangent,
@@ -351,7 +352,7 @@ class Call:
         return self.gradients(kept, both, seen)
 
     def gradients(self, kept, cotangent: BothWays, g_seen: jax.Array):
-        """``backward`` of a cotangent in 8 bits, and what was seen of it."""
+        """Computes ``backward`` from a cotangent in 8 bits and its statistics."""
         x_tokens, x_seen, w, w_seen, is_recorded = kept
         compute, first = self.recipe.compute, self.contracted_first
         dx = self._with_weight(cotangent.rows, w, out=compute, along_first=not first)

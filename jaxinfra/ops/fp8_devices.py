@@ -1,9 +1,9 @@
-"""Where the parts of a matmul in 8 bits run, and what devices tell each other there.
+"""Placement of the parts of a matmul in 8 bits, and their communication.
 
 A part is a function of arrays, such as "quantize these tokens". ``Devices.each`` runs it where the
 arrays are: on one device; of arrays that the compiler spreads over a mesh; or, where kernels take
 part, once on each device of a mesh, of that device's share of each array. In the last case a part
-asks for what its share does not say: a whole weight, sums, what others have lost.
+asks for data beyond its share: a whole weight, sums, other devices' rounding statistics.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ STREAM_TOKENS: Dims = (BATCH, STREAM_SEQUENCE)
 
 
 class Hold(enum.Enum):
-    """How a mesh holds an array."""
+    """Ways in which a mesh holds an array."""
 
     USED = enum.auto()  # activations, and weights as products read them
     STORED = enum.auto()  # a weight from step to step
@@ -33,7 +33,7 @@ class Hold(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placed:
-    """Where an array lies: for each of its dims, the logical dims that are merged in it."""
+    """The placement of an array: for each of its dims, the logical dims that are merged in it."""
 
     dims: tuple[Dims, ...]
     held: Hold = Hold.USED
@@ -44,19 +44,19 @@ WHOLE = Placed(())
 
 
 def unmerged(dims: Dims, held: Hold = Hold.USED) -> Placed:
-    """Of an array with these logical dims, one in each of its own."""
+    """Returns the placement of an array whose dims are these logical dims, none merged."""
     return Placed(tuple((dim,) for dim in dims), held)
 
 
 class PlacedMatrix(NamedTuple):
-    """Where a ``Quantized`` lies."""
+    """The placement of a ``Quantized`` matrix: of its values and its scales."""
 
     values: Placed
     scale: Placed
 
 
 def of_matrix(form: Scaling, rows: Dims, columns: Dims, held: Hold = Hold.USED) -> PlacedMatrix:
-    """Where values and scales of this form lie."""
+    """Returns the placement of values and scales of this form."""
     return PlacedMatrix(Placed((rows, columns), held), Placed((columns, rows), held))
 
 
@@ -77,49 +77,49 @@ class Devices(Protocol):
 
     @property
     def spread(self) -> int:
-        """Devices that the compiler spreads a part's arrays over: kernels take part on 1."""
+        """Number of devices that the compiler partitions arrays over; 1 where kernels run."""
         ...
 
     @property
     def together(self) -> "Together":
-        """The same devices, spread over by the compiler."""
+        """Returns these devices with arrays partitioned by the compiler."""
         ...
 
     def unfit(self, sides: tuple[Side, ...]) -> str | None:
-        """Why parts cannot run on shares of such sides; None if they can."""
+        """Returns why parts cannot run on shares of such sides; None if they can."""
         ...
 
     def each(self, part: Callable, *, takes: Any, gives: Any) -> Callable:
-        """``part``, of whole arrays.
+        """Returns a function of whole arrays that runs ``part`` where the arrays are.
 
         Args:
-            takes: a tree of ``Placed``, as its arguments.
-            gives: likewise, of its result.
+            takes: placements of its arguments, a tree of ``Placed``.
+            gives: placements of its result, a tree of ``Placed``.
         """
         ...
 
     def share(self, shape: tuple[int, ...], dims: Dims) -> tuple[int, ...]:
-        """Sizes within a part of an array of this shape."""
+        """Returns the sizes within a part of an array of this shape."""
         ...
 
     def of_all(self, x: jax.Array, dims: Dims, held: Hold) -> jax.Array:
-        """[n, ...]: the x of each that has another share of these dims."""
+        """Gathers x of all devices with another share of these dims: [n, ...]."""
         ...
 
     def whole(self, weight: Quantized, placed: PlacedMatrix, shape: tuple[int, ...]) -> Quantized:
-        """A stored weight, as a matrix, brought together in 8 bits for a product.
+        """Gathers a stored weight, in 8 bits, as a whole matrix for a product.
 
         Args:
-            placed: where it lies, ``of_matrix``.
-            shape: of the weight with all of its dims, wherever it is.
+            placed: its placement, from ``of_matrix``.
+            shape: shape of the whole weight, before dims are merged.
         """
         ...
 
     def joined(self, x: jax.Array, tokens: Dims, *, dim: int, sequences: int) -> jax.Array:
-        """x with all of ``TOKENS`` of which this device has those of ``tokens``.
+        """Gathers x with all of ``TOKENS``, of which this device has those of ``tokens``.
 
         Args:
-            dim: of x, with the tokens, or blocks of them, of this many sequences.
+            dim: dim of x with the tokens (or blocks of them) of this many sequences.
         """
         ...
 
@@ -128,52 +128,52 @@ class Devices(Protocol):
         ...
 
     def total(self, y: jax.Array, over: Dims) -> jax.Array:
-        """[B, T, ...]: the sum of the products of each share of the contracted dims ``over``."""
+        """Sums the products of each share of the contracted dims ``over``: [B, T, ...]."""
         ...
 
     def total_gradient(self, gradient: jax.Array, dims: Dims) -> jax.Array:
-        """A weight's gradient, summed over all tokens, in the share that is ``Hold.SUMMED``."""
+        """Sums a weight's gradient over all tokens, in the share that is ``Hold.SUMMED``."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Together:
-    """Arrays are whole: on one device, or on several that the compiler spreads them over."""
+    """Devices of whole arrays: one device, or several that the compiler partitions over."""
 
     num: int = 1
     gather: GatherQuantized | None = None  # as the compiler is told to
 
     @property
     def spread(self) -> int:
-        """All of them."""
+        """Number of devices: the compiler partitions over all."""
         return self.num
 
     @property
     def together(self) -> "Together":
-        """Itself."""
+        """Returns these devices, whose arrays the compiler partitions already."""
         return self
 
     def unfit(self, sides: tuple[Side, ...]) -> None:
-        """Whole arrays have no shares that a block could straddle."""
+        """Returns None, since whole arrays have no shares that a block could straddle."""
         del sides
 
     def each(self, part: Callable, *, takes: Any, gives: Any) -> Callable:
-        """The part itself."""
+        """Returns the part itself."""
         del takes, gives
         return part
 
     def share(self, shape: tuple[int, ...], dims: Dims) -> tuple[int, ...]:
-        """All of it."""
+        """Returns the shape itself."""
         del dims
         return shape
 
     def of_all(self, x: jax.Array, dims: Dims, held: Hold) -> jax.Array:
-        """x alone."""
+        """Returns x alone, [1, ...]."""
         del dims, held
         return x[None]
 
     def whole(self, weight: Quantized, placed: PlacedMatrix, shape: tuple[int, ...]) -> Quantized:
-        """The compiler is told where its values should be."""
+        """Returns the weight, with a constraint on the placement of its values."""
         if self.gather is None:
             return weight
         dims = tuple(dim for merged in placed.values.dims for dim in merged)
@@ -181,22 +181,22 @@ class Together:
         return Quantized(values.reshape(weight.values.shape), scale)
 
     def joined(self, x: jax.Array, tokens: Dims, *, dim: int, sequences: int) -> jax.Array:
-        """x itself."""
+        """Returns x itself."""
         del tokens, dim, sequences
         return x
 
     def tokens_of_sum(self, over: Dims) -> Dims:
-        """The compiler says where they are."""
+        """Logical dims of the tokens, which the compiler places."""
         del over
         return TOKENS
 
     def total(self, y: jax.Array, over: Dims) -> jax.Array:
-        """y itself."""
+        """Returns y itself."""
         del over
         return y
 
     def total_gradient(self, gradient: jax.Array, dims: Dims) -> jax.Array:
-        """The gradient itself."""
+        """Returns the gradient itself."""
         del dims
         return gradient
 
@@ -208,5 +208,5 @@ ONE_DEVICE = Together()
 
 
 def one_device() -> Devices:
-    """``FindDevices`` where arrays are on one device."""
+    """Returns the devices of arrays on one device, as a ``FindDevices``."""
     return ONE_DEVICE

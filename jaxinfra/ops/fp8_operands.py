@@ -1,9 +1,9 @@
-"""Operands of 8-bit matmuls: how they are quantized, along which dim, and what rounding lost.
+"""Quantized operands of 8-bit matmuls: dims, placement, and statistics of rounding.
 
 Where a device has its tokens, of all sequences or of its share, they are a matrix [M, K] and the
-kernels of ``pallas_kernels.fp8`` round it. Where the compiler spreads them over a mesh they
-keep the dims that devices share out, [B, T, K], and XLA rounds them by the same formula to the same
-bits. Blocks of tokens are 128 of one sequence.
+kernels of ``pallas_kernels.fp8`` round it. Where the compiler partitions them over a mesh, they
+keep the sharded dims, [B, T, K]. XLA then rounds them by the same formula to the same bits. Blocks
+of tokens are 128 of one sequence.
 
 Dims: B sequence, T token, M token of all sequences, K contracted, N column of the result, R row and
 C column of a weight.
@@ -37,8 +37,9 @@ finite."""
 
 
 class BothWays(NamedTuple):
-    """A matrix of tokens, quantized for both products that it enters, each contracting its last
-    dim.
+    """A matrix of tokens, quantized for both products that it enters.
+
+    Each of the two contracts its last dim.
     """
 
     rows: Quantized  # [M, K], or [B, T, K]
@@ -46,7 +47,7 @@ class BothWays(NamedTuple):
 
 
 class Input(NamedTuple):
-    """What several projections multiply with, quantized once."""
+    """An input of several projections, quantized once for all of them."""
 
     x: jax.Array  # as the layer made it; cotangents go back to it
     quantized: BothWays
@@ -54,22 +55,22 @@ class Input(NamedTuple):
 
     @property
     def is_matrix(self) -> bool:
-        """Whether tokens of all sequences are rows of one matrix, as where a device has them."""
+        """Tells whether tokens of all sequences are rows of one matrix, as on a single device."""
         return self.quantized.rows.values.ndim == 2
 
 
 def form_of(fp8: Fp8Recipe) -> Scaling:
-    """Returns what shares a scale among tokens; a weight's scales are of 128x128 blocks."""
+    """Returns the groups of a token's elements that share a scale (a weight's: 128x128)."""
     return Scaling.BLOCK_OF_ROW if fp8.scaling is Fp8Scaling.BLOCKS else Scaling.BLOCK
 
 
 def empty_record() -> jax.Array:
-    """The record of a matmul before the first step: fp32 [3, 3], ``seen`` of each operand."""
+    """Returns a matmul's record before the first step: fp32 [3, 3], ``seen`` of each operand."""
     return jnp.zeros((len(OPERANDS), 1 + NUM_LOST), ACCUMULATOR)
 
 
 class Caster(NamedTuple):
-    """What rounds one operand to 8 bits, and counts what that loses."""
+    """A quantizer of one operand to 8 bits, which counts elements lost by rounding."""
 
     operand: int  # X, WEIGHT or COTANGENT
     fp8: Fp8Recipe
@@ -77,39 +78,39 @@ class Caster(NamedTuple):
 
     @property
     def form(self) -> Scaling:
-        """How its scales lie."""
+        """The form of its scales."""
         return Scaling.BLOCK if self.operand == WEIGHT else form_of(self.fp8)
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Its format."""
+        """The dtype of its 8-bit values."""
         return self.fp8.gradient if self.operand == COTANGENT else self.fp8.forward
 
     @property
     def format(self) -> dict[str, Any]:
-        """As ``pallas_kernels.quantize`` takes it."""
+        """The format for ``pallas_kernels.quantize``."""
         return {"dtype": self.dtype, "power_of_two": self.fp8.power_of_two}
 
     @property
     def options(self) -> dict[str, Any]:
-        """The same, with what says where kernels run."""
+        """The format, and the options that say where kernels run."""
         return {**self.format, "num_devices": self.devices.spread}
 
     @property
     def held(self) -> Hold:
-        """How a mesh holds it."""
+        """The way in which a mesh holds the operand."""
         return Hold.STORED if self.operand == WEIGHT else Hold.USED
 
     def tokens(
         self, x: jax.Array, *, dims: Dims, lie: Dims = TOKENS, sequences: int = 1
     ) -> tuple[BothWays, jax.Array]:
-        """Tokens along their width, and along one another; and what was ``seen``.
+        """Quantizes tokens along their width and along one another; returns both and ``seen``.
 
         Args:
             x: [M, K] or [B, T, K].
             dims: logical dims that are merged in K.
-            lie: those of x's tokens; the result has ``TOKENS``, brought together in 8 bits.
-            sequences: that M has tokens of.
+            ``lie``: logical dims of x's tokens; the result has ``TOKENS``, gathered in 8 bits.
+            sequences: number of sequences that M has tokens of.
         """
         if x.ndim == 2:
             # One array for what rounds it, by rows and across: XLA would compute it again for each.
@@ -131,7 +132,7 @@ class Caster(NamedTuple):
         return BothWays(rows, across), seen
 
     def weight(self, weight_RC: jax.Array, dims: tuple[Dims, Dims]) -> tuple[Quantized, jax.Array]:
-        """A weight [R, C] as it is stored, by blocks that both directions share; and its ``seen``.
+        """Quantizes a stored weight [R, C] by 128x128 blocks; returns it and ``seen``.
 
         Args:
             dims: logical dims that are merged in R, and in C.
@@ -145,10 +146,10 @@ class Caster(NamedTuple):
         return quantize(x, self.form, **self.options)
 
     def seen(self, x: jax.Array, quantized: Quantized, dims: Dims) -> jax.Array:
-        """``seen`` of all shares of x.
+        """Computes ``seen`` over all shares of x.
 
         Args:
-            dims: logical dims of which this is a share.
+            dims: logical dims that x is a share of.
         """
         own = seen(x, quantized, whole=self.devices.spread == 1)
         each = self.devices.of_all(own, dims, self.held)
@@ -156,13 +157,15 @@ class Caster(NamedTuple):
 
 
 def transposed(weight: Quantized) -> Quantized:
-    """A weight [R, C] of 128x128 blocks as [C, R]."""
+    """Transposes a weight [R, C] of 128x128 blocks to [C, R]."""
     return Quantized(weight.values.T, weight.scale.T)
 
 
 def seen(x: jax.Array, quantized: Quantized, *, whole: bool) -> jax.Array:
-    """fp32 [3]: x's largest element, and the shares of its elements that became 0 without being it,
-    and that were not finite.
+    """Measures x before rounding, fp32 [3].
+
+    The numbers are its largest element, the share of elements that became 0 without being 0, and
+    the share of elements that were not finite.
 
     Args:
         whole: x is on one device, and a sample of its rows is counted.
@@ -177,15 +180,15 @@ def seen(x: jax.Array, quantized: Quantized, *, whole: bool) -> jax.Array:
 
 
 def in_blocks(x: jax.Array) -> bool:
-    """Whether 128 tokens of the memory's order are always of one sequence: x may be flattened."""
+    """Tells whether 128 consecutive tokens are always of one sequence, so x may be flattened."""
     return x.shape[-2] % BLOCK == 0
 
 
 def as_matrix(x: jax.Array, contracted: int, devices: Devices) -> jax.Array:
-    """x as [M, K] where a device has it, else [..., T, K].
+    """Reshapes x to [M, K] on one device, else to [..., T, K].
 
     Args:
-        contracted: number of its last dims, which become K.
+        contracted: number of last dims that become K.
     """
     *lead, _ = x.shape[: x.ndim - contracted + 1]
     x = x.reshape(*lead, math.prod(x.shape[len(lead) :]))

@@ -1,7 +1,7 @@
-"""SwiGLU between matmuls in 8 bits, where one kernel computes it and casts what comes of it.
+"""SwiGLU between matmuls in 8 bits, computed and quantized by one kernel.
 
     hidden = silu(x gate) (x up)          cast along F and along tokens, for down and its gradient
-    d_gate, d_up of d_hidden              likewise, for the gradients of x and of both weights
+    d_gate, d_up of d_hidden              cast so too, for the gradients of x and of both weights
 
 The kernel reads what products wrote in 16 bits and writes 8 bits: neither the hidden values nor
 these cotangents are arrays in between. Casts are those of ``fp8_operands`` and round what it would
@@ -31,7 +31,7 @@ SPEC = "BTD,DF->BTF"
 
 
 class Factor(NamedTuple):
-    """A weight that x is multiplied with, and how."""
+    """A weight that x is multiplied with, and its recipe."""
 
     weight: jax.Array  # [D, F]
     record: jax.Array | None
@@ -48,11 +48,12 @@ def swiglu_input(
     devices: FindDevices = one_device,
     implementation: str = "auto",
 ) -> Input | None:
-    """``silu(x gate) * (x up)`` for the product that multiplies with it, in 8 bits; None where
-    steps apart are as fast, or more than one device has a tile.
+    """Computes ``silu(x gate) * (x up)`` in 8 bits, as the input of the next product.
+
+    Returns None where separate steps are as fast, or more than one device has a tile.
 
     Args:
-        x: of both products.
+        x: input of both products.
         implementation: as in ``quantize_swiglu``; "auto" may give None.
     """
     assert recipe.fp8 is not None
@@ -77,7 +78,7 @@ class _Stage(NamedTuple):
     implementation: str
 
     def is_taken(self) -> bool:
-        """Whether each device has whole tiles of the hidden values, and one kernel is faster."""
+        """Tells whether devices have whole tiles of hidden values, and one kernel is faster."""
         call, (contracted, outer) = self.calls[0], self.calls[0].sides
         if call.devices.spread > 1 or call.devices.tokens_of_sum(contracted) != TOKENS:
             return False
@@ -96,8 +97,9 @@ class _Stage(NamedTuple):
         )
 
     def made(self, x: Input, weights: tuple, records: tuple):
-        """The hidden values in the compute dtype, to which their cotangent goes, in 8 bits, and
-        what was seen of them.
+        """Computes the hidden values in 8 bits and their statistics.
+
+        The cotangent goes to the hidden values in the compute dtype.
         """
         x_dtype, w_dtypes = x.x.dtype, [w.dtype for w in weights]
 

@@ -1,1 +1,1 @@
-"""Models made smaller: weights in 4 and 8 bits, by recipes, as other programs read them."""
+"""Quantization of models: weights in 4 and 8 bits, in formats that other programs read."""

@@ -1,8 +1,8 @@
-"""Which inputs of a block's projections can be scaled, and what then is divided.
+"""Scaling of inputs of a block's projections, and division of what makes these inputs.
 
-A group of projections reads one input, and what makes that input is linear in it: the scale of a
-norm, or the columns of another projection. All that reads it is scaled, what stays in 16 bits too:
-the router reads what experts read.
+A group of projections reads one input, and that input is linear in the scale of a norm or the
+columns of another projection. All readers of the input are scaled, those in 16 bits too: the router
+reads what experts read.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from jaxinfra.quantize.recipes import Method
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ScaledInput:
-    """Weights that read one input, and what makes it, as paths in a block."""
+    """The weights that read one input, and the parameter that makes it, as paths in a block."""
 
     readers: tuple[str, ...]
     kept: tuple[str, ...] = ()  # readers that stay in 16 bits
@@ -37,14 +37,14 @@ class ScaledInput:
 
     @property
     def input(self) -> str:
-        """A weight that reads the input of all tokens."""
+        """One of the weights that read the input of all tokens."""
         return (*self.kept, *self.readers)[0]
 
 
 def scaled_inputs(block: BlockConfig, method: Method) -> tuple[ScaledInput, ...]:
-    """The groups of a block, in the order in which they are scaled.
+    """Lists the groups of a block, in the order in which they are scaled.
 
-    SmoothQuant scales what norms make; AWQ also what one projection makes for the next.
+    SmoothQuant scales outputs of norms; AWQ also outputs that one projection makes for the next.
 
     Raises:
         UnsupportedError: a layer whose projections are not known to be linear in one another.
@@ -136,7 +136,7 @@ def _is_linear_in_up(kind: MlpKind) -> bool:
 def divided_norm(
     parameters: dict[str, jax.Array], group: ScaledInput, scales_K: jax.Array
 ) -> dict[str, jax.Array]:
-    """The norm's parameters, by path, so that what it makes is divided by the scales."""
+    """Returns the norm's parameters, by path, divided by the scales."""
     scale, offset = f"{group.norm}/scale", group.offset
     changed = {scale: (parameters[scale].astype(EXACT) + offset) / scales_K - offset}
     bias = f"{group.norm}/bias"
@@ -148,8 +148,9 @@ def divided_norm(
 def divided_columns(
     parameters: dict[str, jax.Array], group: ScaledInput, scales: jax.Array
 ) -> dict[str, jax.Array]:
-    """The parameters of ``group.columns``, by path, so that its outputs are divided by the scales,
-    [K], or [E, K] of experts.
+    """Returns the parameters of ``group.columns``, by path, with outputs divided by the scales.
+
+    The scales are [K], or [E, K] of experts.
     """
     assert group.columns is not None
     weight = parameters[group.columns]

@@ -1,4 +1,4 @@
-"""What loading a model holds that ``jaxinfra quantize`` has made, told by its config alone."""
+"""Shapes of the arrays that loading a quantized model keeps, from its config alone."""
 
 import dataclasses
 import functools
@@ -36,11 +36,11 @@ def held_shapes(
     *,
     policy: PolicyName = PolicyName.BF16,
 ) -> Parameters:
-    """Shapes and dtypes of parameters and state as ``load`` keeps them; nothing is read.
+    """Returns shapes and dtypes of parameters and state as ``load`` keeps them; no file is read.
 
     Args:
-        recipe: what the files were made by; None: their weights are plain.
-        policy: of the checkpoint that was quantized; what stays plain is in its compute dtype.
+        recipe: the recipe of the files; None: their weights are plain.
+        policy: policy of the original checkpoint; plain weights are in its compute dtype.
 
     Raises:
         ConfigError, UnsupportedError: a model that ``jaxinfra quantize`` does not make by this

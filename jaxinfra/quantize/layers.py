@@ -1,4 +1,4 @@
-"""A model's layers one after another: a layer's weights on the device at a time.
+"""A model run layer by layer, with one layer's weights on the device at a time.
 
 Dims: B sequence, T position, D model width.
 """
@@ -27,19 +27,19 @@ from jaxinfra.quantize.statistics import InputRecorder, InputStatistics, statist
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPlace:
-    """Where a layer is: ``blocks/BLOCK`` of our paths, repetition ``at``."""
+    """The place of a layer: ``blocks/BLOCK`` in our paths, repetition ``at``."""
 
     number: int
     block: int
     at: int
 
     def path(self, name: str) -> str:
-        """Of a parameter of this layer, among the model's."""
+        """Returns the path of this layer's parameter among the model's."""
         return f"blocks/{self.block}/{name}"
 
 
 def places_of(config: ModelConfig) -> Iterator[LayerPlace]:
-    """All layers, in order."""
+    """Lists the places of all layers, in order."""
     for number, (block, at) in enumerate(config.layer_places):
         yield LayerPlace(number=number, block=block, at=at)
 
@@ -47,7 +47,7 @@ def places_of(config: ModelConfig) -> Iterator[LayerPlace]:
 def read_layer(
     source: ParameterSource, definition: ModelDefinition, place: LayerPlace
 ) -> dict[str, np.ndarray]:
-    """A layer's arrays by their paths in the block, as the source holds them."""
+    """Reads a layer's arrays by their paths in the block, as the source stores them."""
     prefix = f"blocks/{place.block}/"
     found = {}
     for path, leaf in by_path(definition.arrays).items():
@@ -59,28 +59,28 @@ def read_layer(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MatrixDims:
-    """A weight of a layer as a matrix of inputs and outputs, or one for each expert."""
+    """Dims of a layer's weight as a matrix of inputs and outputs, or one matrix per expert."""
 
     num_inputs: int  # dims that are contracted
     has_experts: bool = False  # in front of those
 
     def matrix(self, weight: jax.Array) -> jax.Array:
-        """[K, N], or [E, K, N]."""
+        """Returns the weight as [K, N], or [E, K, N]."""
         lead = weight.shape[: int(self.has_experts)]
         return weight.reshape(*lead, self.width(weight), -1)
 
     def width(self, weight: jax.Array) -> int:
-        """K."""
+        """The number of inputs K."""
         first = int(self.has_experts)
         return math.prod(weight.shape[first : first + self.num_inputs])
 
 
 class CalibrationModel:
-    """Embedding and single layers of a model, run layer by layer over sequences.
+    """The embedding and single layers of a model, run layer by layer over sequences.
 
     Args:
-        source: what is not in layers stays on the device.
-        policy: of the products.
+        source: the weights; those outside layers stay on the device.
+        policy: dtypes of the products.
     """
 
     def __init__(self, config: ModelConfig, source: ParameterSource, policy: Policy):
@@ -89,7 +89,7 @@ class CalibrationModel:
         self._blocks: dict[int, _OneBlock] = {}
 
     def embedded(self, ids_BT: np.ndarray) -> np.ndarray:
-        """The first layer's input, [B, T, D] on the host."""
+        """Returns the first layer's input, [B, T, D] on the host."""
         decoder = self._block(0).bound(self._source)
         positions = jnp.broadcast_to(jnp.arange(ids_BT.shape[1])[None], ids_BT.shape)
         # Not jitted: the table would be a constant of the program, which XLA folds.
@@ -105,24 +105,22 @@ class CalibrationModel:
         rounded: tuple[str, ...] = (),
         statistics: int | None = None,
     ) -> tuple[jax.Array, dict[str, InputStatistics]]:
-        """A layer's output, and what its weights were given, by path in the block.
+        """Runs a layer; returns its output and the inputs of its weights, by path in the block.
 
         Args:
-            activations: what inputs of the weights ``rounded`` are rounded to.
-            statistics: inputs of experts of which products are summed; None: nothing is.
+            activations: format that inputs of the weights ``rounded`` are rounded to.
+            statistics: number of expert inputs whose products are summed; None: no statistics.
         """
         block = self._block(place.block)
         return block.run(dict(parameters), jnp.asarray(x_BTD), activations, rounded, statistics)
 
     def held(self, place: LayerPlace, values: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        """A layer's parameters and state on the device, in the dtypes that it computes with."""
+        """Puts a layer's parameters and state on the device, in its compute dtypes."""
         dtypes = self._block(place.block).dtypes
         return {path: jnp.asarray(value).astype(dtypes[path]) for path, value in values.items()}
 
     def matrices(self, place: LayerPlace) -> dict[str, MatrixDims]:
-        """How each weight that activations are multiplied with is a matrix, by path in the
-        block.
-        """
+        """Returns the matrix dims of each weight that activations are multiplied with, by path."""
         return self._block(place.block).matrices
 
     def _block(self, number: int) -> "_OneBlock":
@@ -163,7 +161,7 @@ class _OneBlock:
         self.run = jax.jit(self._run, static_argnums=(2, 3, 4))
 
     def bound(self, source: ParameterSource) -> Decoder:
-        """With the source's embedding; what it does not need are shapes."""
+        """Binds the source's embedding; other parameters outside the layer stay shapes."""
         state = jax.tree.map(lambda leaf: leaf, self.definition.template)
         outside = {
             tuple(path.split("/")): jnp.asarray(

@@ -1,4 +1,4 @@
-"""A layer's weights as the tensors that other programs keep, in few bits.
+"""A layer's weights as quantized tensors in the formats of other programs.
 
 Dims: K input, N output, G group of inputs.
 """
@@ -29,13 +29,13 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedTensor:
-    """One of their tensors in few bits, [K, N], and the parts of ours that it is made of."""
+    """One quantized tensor of the files, [K, N], and the parts of our parameters in it."""
 
     tensor: Tensor
     weight: QuantizedWeight
 
     def ours(self) -> dict[tuple[str, tuple[int, ...]], np.ndarray]:
-        """What each part of ours stands for, float32, by path and index."""
+        """Returns dequantized values of each of our parts, float32, by path and index."""
         theirs = np.asarray(_dequantized(self.weight)).T
         found = {}
         for part in self.tensor.parts:
@@ -48,7 +48,7 @@ class QuantizedTensor:
 
 
 def is_quantizable(tensor: Tensor, matmuls: Mapping[str, bool]) -> bool:
-    """Whether a tensor is a matrix of outputs and inputs that activations are multiplied with."""
+    """Tells whether a tensor is a matrix that activations are multiplied with."""
     return not tensor.interleaved and all(
         part.path.startswith("blocks/")
         and matmuls.get(part.path, False)
@@ -66,7 +66,7 @@ def _is_matrix(part: Part) -> bool:
 def tensors_by_layer(
     weights: WeightMap, matmuls: Mapping[str, bool]
 ) -> dict[tuple[int, int], list[Tensor]]:
-    """The tensors that are quantized of each layer, ``blocks/BLOCK`` and its repetition."""
+    """Lists the tensors to quantize in each layer, by ``blocks/BLOCK`` and its repetition."""
     found: dict[tuple[int, int], list[Tensor]] = collections.defaultdict(list)
     for tensor in weights.tensors.values():
         if is_quantizable(tensor, matmuls):
@@ -76,7 +76,7 @@ def tensors_by_layer(
 
 
 def require_matrices(model_type: str, weights: WeightMap, matmuls: Mapping[str, bool]) -> None:
-    """Raises ConfigError where nothing of a model can be quantized."""
+    """Raises ConfigError if no tensor of a model can be quantized."""
     if not any(is_quantizable(tensor, matmuls) for tensor in weights.tensors.values()):
         raise ConfigError(
             f"a {model_type} checkpoint keeps no weight of a layer as one matrix of outputs and "
@@ -85,7 +85,7 @@ def require_matrices(model_type: str, weights: WeightMap, matmuls: Mapping[str, 
 
 
 def require_sizes(tensor: Tensor, recipe: QuantizationRecipe) -> None:
-    """Raises ConfigError where the format of a recipe has no room for a tensor's sizes."""
+    """Raises ConfigError where a recipe's format cannot hold a tensor's sizes."""
     columns, rows = tensor.shape
     group = recipe.form.group_rows if recipe.form.code is WeightCode.INT4 else 1
     if rows % group:
@@ -110,15 +110,15 @@ def quantized_tensor(
     clip: Callable[[Part], jax.Array | None] | None,
     kept: jnp.dtype,
 ) -> QuantizedTensor:
-    """One tensor by a recipe.
+    """Quantizes one tensor by a recipe.
 
     Args:
         kept: dtype of the model's other weights.
-        read: a part of ours, of one layer and one expert.
-        clip: what the ranges of its groups are multiplied with, [G, N]; None: as they are.
+        read: reads a part of our parameters, of one layer and one expert.
+        clip: factors on the ranges of its groups, [G, N]; None: 1.
 
     Raises:
-        ConfigError: sizes that the format has no room for.
+        ConfigError: sizes that the format cannot hold.
     """
     matrices = [
         jnp.asarray(read(part)).reshape(part.layout.their_shape[::-1]) for part in tensor.parts
@@ -133,7 +133,7 @@ def quantized_tensor(
 
 
 def scale_dtype(recipe: QuantizationRecipe, kept: jnp.dtype) -> jnp.dtype:
-    """As other programs keep scales: AWQ's in float16, packed weights' as the model's others."""
+    """Returns the dtype of scales in other programs: AWQ's float16, else that of plain weights."""
     if recipe.form.activations is None and recipe.form.code is not WeightCode.E4M3:
         return jnp.dtype("float16") if recipe.has_zeros else kept
     return EXACT
@@ -156,7 +156,7 @@ _dequantized = jax.jit(lambda weight: weight.dequantize(EXACT))
 
 
 def encoded(quantized: QuantizedTensor, recipe: QuantizationRecipe) -> dict[str, np.ndarray]:
-    """The arrays that a format's files hold in the place of a tensor, by name."""
+    """Returns the arrays that a format's files hold for a tensor, by name."""
     weight, form = quantized.weight, recipe.form
     module = quantized.tensor.name.removesuffix("weight")
     codes = np.asarray(weight.data)

@@ -42,8 +42,9 @@ type _OfOne = Callable[[jax.Array, InputStatistics], jax.Array]
 def awq_scales(
     weights: list[jax.Array], seen: list[InputStatistics], mean_K: jax.Array, *, form: WeightFormat
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The scale of each input that all these weights share, [K]; the relative error of their
-    outputs with it; and without any.
+    """Searches the scale of each input that these weights share, [K].
+
+    Returns the scales, the relative error of the outputs with them, and the error without.
 
     Args:
         weights: [K, N], or [E, K, N] of experts.
@@ -78,7 +79,7 @@ def awq_scales(
 def awq_scales_by_expert(
     w_EKN: jax.Array, seen: InputStatistics, *, form: WeightFormat
 ) -> jax.Array:
-    """The scales of the inputs that each expert has for itself, [E, K]."""
+    """Searches the scales of the inputs that each expert has for itself, [E, K]."""
 
     def of_one(w_KN: jax.Array, seen: InputStatistics) -> jax.Array:
         return awq_scales([w_KN], [seen], seen.mean_K, form=form)[0]
@@ -94,7 +95,7 @@ def _by_expert(of_one: _OfOne, w: jax.Array, seen: InputStatistics) -> jax.Array
 
 
 def output_error(off_KN: jax.Array, seen: InputStatistics) -> jax.Array:
-    """Sum of squares of the outputs of a weight's error, over all tokens."""
+    """Returns the squared error of a weight's outputs, summed over all tokens."""
     grid = seen.products_GRR.shape[:2]
     off_GRN = off_KN.reshape(*grid, -1)
     return jnp.sum(off_GRN * _heard(seen.products_GRR, off_GRN))
@@ -106,8 +107,9 @@ def _heard(products_GRR: jax.Array, off_GRN: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("form",))
 def clipped_ranges(w: jax.Array, seen: InputStatistics, *, form: WeightFormat) -> jax.Array:
-    """What the range of each group is multiplied with, [G, N], or [E, G, N]: of some, that with
-    which the group's share of the outputs is off least.
+    """Searches the factor on each group's range with the least output error, [G, N] or [E, G, N].
+
+    The error is that of the group's share of the outputs.
     """
     return _by_expert(functools.partial(_clipped, form=form), w, seen)
 
@@ -138,7 +140,7 @@ def _of_groups(products_GRR: jax.Array, size: int) -> jax.Array:
 
 @jax.jit
 def smooth_scales(weights: list[jax.Array], largest_K: jax.Array) -> jax.Array:
-    """SmoothQuant's scale of each input that all these weights share, [K].
+    """Returns SmoothQuant's scale of each input that all these weights share, [K].
 
     Args:
         weights: [K, N], or [E, K, N] of experts.
@@ -164,8 +166,9 @@ def with_scaled_inputs(
     *,
     quantized: frozenset[str],
 ) -> tuple[dict[str, jax.Array], dict[str, InputStatistics]]:
-    """Parameters of a layer that compute the same with scaled inputs, fp32, and what their weights
-    are given then, by path in the block.
+    """Returns fp32 parameters of a layer that compute the same with scaled inputs.
+
+    Returns the scaled inputs of their weights too, by path in the block.
 
     Args:
         seen: what each weight was given; nothing for a recipe that needs no text.
@@ -197,8 +200,9 @@ def cut_ranges(
     *,
     quantized: frozenset[str],
 ) -> dict[str, jax.Array]:
-    """What the range of each group is multiplied with, [G, N] or [E, G, N], by path in the block;
-    empty for recipes that cut none.
+    """Searches the factors on each group's range, [G, N] or [E, G, N], by path in the block.
+
+    The result is empty for recipes that clip no ranges.
     """
     if recipe.method is not Method.AWQ:
         return {}

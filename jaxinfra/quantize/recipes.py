@@ -1,4 +1,4 @@
-"""What can be made of a model's weights, and how the files say so."""
+"""Recipes of quantization, and the configs of files that are written by them."""
 
 import dataclasses
 import enum
@@ -13,7 +13,7 @@ GROUPS = (32, 64, 128)
 
 
 class Method(enum.StrEnum):
-    """What is done to a layer's weights before they are rounded to the nearest."""
+    """Methods applied to a layer's weights before they are rounded to the nearest."""
 
     PLAIN = "plain"
     AWQ = "awq"
@@ -22,7 +22,7 @@ class Method(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizationRecipe:
-    """A format of weights, and how it is reached."""
+    """A format of weights, and the method that prepares them for it."""
 
     name: str
     form: WeightFormat
@@ -32,15 +32,15 @@ class QuantizationRecipe:
 
     @property
     def needs_text(self) -> bool:
-        """Whether it looks at activations."""
+        """Tells whether the recipe needs activations of a text."""
         return self.method is not Method.PLAIN
 
 
 def quantization_recipe(name: str, *, group: int = DEFAULT_GROUP) -> QuantizationRecipe:
-    """The recipe of this name.
+    """Returns the recipe of this name.
 
     Args:
-        group: inputs that share a scale, of 4 bits.
+        group: number of inputs that share a scale, for 4 bits.
 
     Raises:
         ConfigError: no such recipe, or a group that other programs do not read.
@@ -81,10 +81,10 @@ RECIPES = ("awq-int4", "rtn-int4", "int8", "w8a8", "fp8", "fp8-blocks", "w8a8-fp
 
 
 def config_of(recipe: QuantizationRecipe, *, kept: list[str]) -> dict[str, Any]:
-    """``quantization_config`` of a directory written by this recipe.
+    """Returns ``quantization_config`` of a directory written by this recipe.
 
     Args:
-        kept: modules whose weights are left as they are.
+        kept: modules whose weights stay unquantized.
     """
     form = recipe.form
     if recipe.method is Method.AWQ:
@@ -140,7 +140,7 @@ def config_of(recipe: QuantizationRecipe, *, kept: list[str]) -> dict[str, Any]:
 
 
 def layout_of(form: WeightFormat) -> str:
-    """How compressed-tensors calls the way in which elements lie."""
+    """Returns compressed-tensors' name for the order of elements in memory."""
     if form.code is WeightCode.E4M3:
         return "float-quantized"
     return "pack-quantized" if form.activations is None else "int-quantized"

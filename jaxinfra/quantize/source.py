@@ -1,4 +1,4 @@
-"""What is quantized: a Hugging Face directory, a converted one, or a run."""
+"""Sources of quantization: a Hugging Face directory, a converted one, or a run."""
 
 import contextlib
 import tempfile
@@ -23,7 +23,7 @@ from jaxinfra.serving.load import load_run
 
 @contextlib.contextmanager
 def source_model(path: Path) -> Iterator[SourceModel]:
-    """The model of a directory or a run.
+    """Opens the model of a directory or a run.
 
     Raises:
         ConfigError: its weights are quantized already, or it trained adapters.
@@ -71,7 +71,7 @@ def source_model(path: Path) -> Iterator[SourceModel]:
 def calibration_ids(
     file: Path, tokenizer_directory: Path, *, sequence_length: int, num_sequences: int
 ) -> np.ndarray:
-    """The first tokens of a text, int32 [sequences, length]; as many whole sequences as it has.
+    """Returns the first tokens of a text, int32 [sequences, length], in whole sequences.
 
     Raises:
         DataError: no such text, or one shorter than a sequence.

@@ -1,4 +1,4 @@
-"""What a text tells of the inputs of a layer's projections and experts.
+"""Statistics of a text's activations: the inputs of a layer's projections and experts.
 
 Dims: M token, K input, G block of inputs, R input of a block, E expert, D model width, F hidden
 width, C choice of a token.
@@ -22,7 +22,7 @@ from jaxinfra.ops.quantized import Activations, QuantizedWeight, rounded_input
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class InputStatistics:
-    """Sums over tokens of one projection's input, fp32; of experts each by itself, [E, ...]."""
+    """Sums over tokens of one projection's input, fp32; for experts one sum each, [E, ...]."""
 
     count: jax.Array  # []: tokens
     magnitude_K: jax.Array  # sum of |x|
@@ -34,11 +34,11 @@ class InputStatistics:
 
     @property
     def mean_K(self) -> jax.Array:
-        """Of |x|; 0 where no token came."""
+        """The mean of |x|; 0 where no token came."""
         return self.magnitude_K / jnp.maximum(self.count, 1.0)[..., None]
 
     def divided(self, scales_K: jax.Array) -> "InputStatistics":
-        """Of the inputs divided by these scales, [K], or [E, K]."""
+        """Returns statistics of the inputs divided by these scales, [K] or [E, K]."""
         scales_K = jnp.broadcast_to(scales_K, self.magnitude_K.shape)
         grid = self.products_GRR.shape[-3:-1]
         scales_GR = scales_K.reshape(*scales_K.shape[:-1], *grid)
@@ -50,7 +50,7 @@ class InputStatistics:
         )
 
     def with_more(self, other: "InputStatistics") -> "InputStatistics":
-        """Of both texts."""
+        """Adds the statistics of another text."""
         return InputStatistics(
             count=self.count + other.count,
             magnitude_K=self.magnitude_K + other.magnitude_K,
@@ -60,7 +60,7 @@ class InputStatistics:
 
 
 def statistics_of(x: jax.Array, num_inputs: int) -> InputStatistics:
-    """Of [..., *inputs], whose dims from the end make ``num_inputs``."""
+    """Computes statistics of [..., *inputs], whose last dims make ``num_inputs``."""
     x_MK = x.reshape(-1, num_inputs).astype(EXACT)
     return _statistics(x_MK, jnp.asarray(x_MK.shape[0], EXACT), block=num_inputs)
 
@@ -77,7 +77,7 @@ def _statistics(x_MK: jax.Array, count: jax.Array, *, block: int) -> InputStatis
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RoutedTokens:
-    """What experts were given."""
+    """The tokens that were routed to experts, and their choices."""
 
     x_MD: jax.Array
     expert_MC: jax.Array  # int32
@@ -85,10 +85,10 @@ class RoutedTokens:
     config: ExpertsConfig
 
     def statistics(self, *, block: int) -> tuple[InputStatistics, InputStatistics]:
-        """Of what each expert's inward projections read, and its outward one, over its tokens.
+        """Computes statistics of each expert's inputs, of inward and outward projections.
 
         Args:
-            block: inputs of which products are summed; a square of all of them for every expert
+            block: number of inputs whose products are summed; a square of all of them per expert
                 would be larger than the model.
         """
 
@@ -116,7 +116,7 @@ class RoutedTokens:
 
 
 class InputRecorder:
-    """Notes, while a layer is traced, the input of each product and the tokens that experts get.
+    """A recorder, while a layer is traced, of each product's input and of the experts' tokens.
 
     A projection hands its weight on as it was given it, so it is recognized by identity.
     """
@@ -129,7 +129,7 @@ class InputRecorder:
         self.activations: Activations | None = None
 
     def watch(self, spec: str, x: jax.Array, weight: Any) -> jax.Array:
-        """``Multiply.watch``: notes an input; rounded where the weight's inputs are."""
+        """Notes an input, rounded if the weight's inputs are; called by ``Multiply.watch``."""
         self.calls.append((weight, x))
         if self.activations is None or not any(weight is each for each in self.rounded):
             return x
@@ -147,7 +147,7 @@ class InputRecorder:
         config: ExpertsConfig,
         recipe: Recipe,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """``Kernels.exchange``, noting the tokens and their experts."""
+        """Exchanges tokens as ``Kernels.exchange``, and notes the tokens and their experts."""
         routed = RoutedTokens(
             x_MD=x_BTD.reshape(-1, x_BTD.shape[-1]),
             expert_MC=expert_BTK.reshape(-1, expert_BTK.shape[-1]),
@@ -158,9 +158,7 @@ class InputRecorder:
         return self._exchange(x_BTD, expert_BTK, weight_BTK, experts, config=config, recipe=recipe)
 
     def taken(self, weights: dict[str, Any]) -> tuple[dict[str, jax.Array], RoutedTokens | None]:
-        """What these weights were multiplied with since the last call of this, by path, and what
-        experts were given.
-        """
+        """Returns the inputs of these weights since the last call, and the experts' tokens."""
         calls, self.calls = self.calls, []
         routed, self.routed = self.routed, []
         found = {path: x for path, weight in weights.items() for seen, x in calls if seen is weight}

@@ -1,1 +1,1 @@
-"""What a machine says of itself, each statement with a rule and a remedy."""
+"""Examination of a machine: each reading with a rule and a remedy."""

@@ -1,4 +1,4 @@
-"""All of a machine, examined."""
+"""Examination of everything on a machine."""
 
 import os
 from pathlib import Path
@@ -30,12 +30,12 @@ from jaxinfra.diagnostics.machine.settings import (
 def machine_findings(
     *, directory: Path, answers: Answers | None = None, record: Path | None = None
 ) -> list[Finding]:
-    """Findings about GPUs, host, software and settings; links are measured apart.
+    """Examines GPUs, host, software and settings; links are measured apart.
 
     Args:
-        directory: where runs are written.
-        answers: of a recording, judged in place of this machine's GPUs.
-        record: where to write what this machine's driver answered.
+        directory: the directory that runs are written to.
+        answers: answers of a recording, examined in place of this machine's GPUs.
+        record: file for the answers of this machine's driver.
     """
     source, found = (answers, []) if answers is not None else _live()
     gpus = num_gpus(source)

@@ -47,7 +47,7 @@ _MEANING = {
 
 
 def kernel_log() -> list[str] | None:
-    """Lines of the kernel's ring buffer; None where this user may not read it."""
+    """Returns the lines of the kernel's ring buffer; None where this user may not read it."""
     try:
         descriptor = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -65,7 +65,7 @@ def kernel_log() -> list[str] | None:
 
 
 def xid_findings(lines: Iterable[str] | None) -> list[Finding]:
-    """One finding per kind of error and GPU."""
+    """Makes one finding per kind of Xid error and GPU."""
     if lines is None:
         return [not_known("Xid errors", "the kernel log cannot be read here", rule=_RULE)]
     counts = collections.Counter(
@@ -99,7 +99,7 @@ _LANE = {3: 0.985e9, 4: 1.97e9, 5: 3.94e9, 6: 7.56e9}
 
 
 class LinkRate(NamedTuple):
-    """One measured way."""
+    """The measured rate of one link in one direction."""
 
     sender: str
     receiver: str
@@ -108,7 +108,7 @@ class LinkRate(NamedTuple):
 
 
 def measure_links(answers: Answers, devices: Sequence[jax.Device]) -> list[LinkRate]:
-    """Host to every GPU, and every GPU to every other, by the median of copies of 256 MiB."""
+    """Measures copies of 256 MiB from host to GPUs and between GPUs, by their median."""
     host = np.zeros(_BYTES, np.uint8)
     found = []
     for device in devices:
@@ -137,7 +137,7 @@ def _rate(array: np.ndarray | jax.Array, device: jax.Device) -> float:
 
 
 def link_findings(rates: Iterable[LinkRate]) -> list[Finding]:
-    """Every way, against its link's rate and against the others of its kind."""
+    """Compares every link with its nominal rate and with the others of its kind."""
     rates = list(rates)
     found = []
     for rate in rates:
@@ -196,12 +196,12 @@ _HOT_C = 5
 
 
 def num_gpus(answers: Answers) -> int:
-    """Number of GPUs that the driver has; 0 where it does not say."""
+    """Returns the number of GPUs that the driver has; 0 where it does not answer."""
     return asked_or_none(answers, "nvmlDeviceGetCount") or 0
 
 
 def gpu_findings(answers: Answers) -> list[Finding]:
-    """Everything about every GPU."""
+    """Examines every GPU."""
     found = []
     for gpu in range(num_gpus(answers)):
         try:
@@ -455,7 +455,7 @@ def _held(used: int | None) -> str:
 
 
 def driver_findings(answers: Answers) -> list[Finding]:
-    """Driver and the CUDA that it brings, against what JAX's plugin needs."""
+    """Examines the driver and the CUDA that it brings, against what JAX's plugin needs."""
     version = asked_or_none(answers, "nvmlSystemGetDriverVersion")
     cuda = asked_or_none(answers, "nvmlSystemGetCudaDriverVersion_v2")
     rule = "CUDA 13 needs driver 580 or newer"

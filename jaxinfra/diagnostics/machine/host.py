@@ -1,4 +1,4 @@
-"""What the host gives a job: memory, shared memory, file handles, disk, clock."""
+"""Examination of the host: memory, shared memory, file handles, disk and clock."""
 
 import contextlib
 import ctypes
@@ -133,11 +133,11 @@ def _clock() -> tuple[bool | None, float | None]:
 
 
 def host_findings(state: HostState, *, gpu_bytes: int = 0, gpus: int = 0) -> list[Finding]:
-    """The host's readings against what a job needs.
+    """Compares the host's readings with what a job needs.
 
     Args:
         gpu_bytes: memory of all GPUs; what a checkpoint copies through the host.
-        gpus: number of them.
+        gpus: number of GPUs.
     """
     return [
         _memory(state, gpu_bytes),

@@ -1,8 +1,8 @@
-"""Answers of NVIDIA's management library, live or recorded.
+"""Answers of NVIDIA's management library (NVML), live or recorded.
 
 Every reading is one question: a function of ``pynvml``, the index of a GPU, further arguments. A
-recording is a JSON object from questions to answers, so that a sick machine can be judged, and a
-test written, elsewhere.
+recording is a JSON object from questions to answers. So another machine can examine a faulty one,
+and tests need no GPU.
 """
 
 import ctypes
@@ -28,10 +28,10 @@ class NoAnswerError(Exception):
 
 
 class Answers(Protocol):
-    """What GPU checks ask."""
+    """A source of answers for the GPU checks."""
 
     def ask(self, function: str, gpu: int | None = None, *args: Any) -> Any:
-        """The answer of ``pynvml.FUNCTION``, of one GPU or (None) of the driver.
+        """Returns the answer of ``pynvml.FUNCTION`` for one GPU, or for the driver (None).
 
         Raises NoAnswerError where there is none.
         """
@@ -39,7 +39,7 @@ class Answers(Protocol):
 
 
 def asked_or_none(answers: Answers, function: str, gpu: int | None = None, *args: Any) -> Any:
-    """The answer, or None where there is none."""
+    """Returns the answer, or None where there is none."""
     try:
         return answers.ask(function, gpu, *args)
     except NoAnswerError:
@@ -48,7 +48,7 @@ def asked_or_none(answers: Answers, function: str, gpu: int | None = None, *args
 
 @final
 class LiveAnswers:
-    """Asks this machine's driver, and keeps every answer for ``record``.
+    """Answers of this machine's driver; keeps every answer for ``record``.
 
     Raises NoAnswerError where there is no driver.
     """
@@ -63,7 +63,7 @@ class LiveAnswers:
         self._kept: dict[str, Any] = {_LIBRARY: f"nvidia-ml-py {version}"}
 
     def ask(self, function: str, gpu: int | None = None, *args: Any) -> Any:
-        """As ``Answers.ask``."""
+        """Asks the driver, as ``Answers.ask``."""
         name = _question(function, gpu, args)
         try:
             if gpu is not None and gpu not in self._handles:
@@ -90,14 +90,14 @@ class RecordedAnswers:
 
     @classmethod
     def read(cls, file: Path) -> "RecordedAnswers":
-        """A recording that ``LiveAnswers.record`` wrote; raises ConfigError for another file."""
+        """Reads a recording that ``LiveAnswers.record`` wrote, or raises ConfigError."""
         answers = read_json(file, holds=dict[str, Any])
         if _LIBRARY not in answers:
             raise ConfigError(f"{file} is no recording of jaxinfra doctor --record")
         return cls(answers)
 
     def ask(self, function: str, gpu: int | None = None, *args: Any) -> Any:
-        """As ``Answers.ask``."""
+        """Looks up the answer, as ``Answers.ask``."""
         answer = self._answers.get(_question(function, gpu, args), {_ERROR: "not recorded"})
         if isinstance(answer, dict) and _ERROR in answer:
             raise NoAnswerError(answer[_ERROR])

@@ -31,7 +31,7 @@ NAMES = (
 
 
 def installed() -> dict[str, str]:
-    """``{name: version}`` of those of ``NAMES`` that are installed here."""
+    """Returns ``{name: version}`` of the packages in ``NAMES`` that are installed here."""
     found = {}
     for name in NAMES:
         try:
@@ -42,11 +42,11 @@ def installed() -> dict[str, str]:
 
 
 def software_findings(versions: Mapping[str, str], *, num_gpus: int) -> list[Finding]:
-    """Whether versions go together and with the machine.
+    """Checks that versions fit one another and the machine.
 
     Args:
         versions: as ``installed`` gives them.
-        num_gpus: that the driver has.
+        num_gpus: number of GPUs that the driver has.
     """
     jax = versions.get("jax", "")
     found = [
@@ -250,7 +250,7 @@ def _number(text: str) -> float:
 
 
 def xla_flags(environment: Mapping[str, str]) -> dict[str, str]:
-    """``{name: value}`` of ``XLA_FLAGS``; a flag without a value is "true"."""
+    """Parses ``XLA_FLAGS`` into ``{name: value}``; a flag without a value is "true"."""
     flags = {}
     for word in shlex.split(environment.get("XLA_FLAGS", "")):
         name, separator, value = word.lstrip("-").partition("=")
@@ -259,11 +259,11 @@ def xla_flags(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def setting_findings(environment: Mapping[str, str], *, num_gpus: int) -> list[Finding]:
-    """What is set that should not be; one ``ok`` line where nothing is.
+    """Reports settings that are wrong or unhelpful; one ``ok`` line where there are none.
 
     Args:
-        environment: of the process; its ``XLA_FLAGS`` are judged by name and value.
-        num_gpus: of the node, which variables may hide.
+        environment: variables of the process; its ``XLA_FLAGS`` are checked by name and value.
+        num_gpus: number of GPUs of the node, some of which variables may hide.
     """
     found = [
         Finding(
@@ -323,7 +323,7 @@ def _hidden_gpus(environment: Mapping[str, str], num_gpus: int) -> list[Finding]
 def unknown_flag_findings(
     environment: Mapping[str, str], *, timeout_s: float = 60
 ) -> list[Finding]:
-    """Flags that this XLA does not know, which end a process when JAX starts its devices.
+    """Reports flags that this XLA does not know; they end a process when JAX starts its devices.
 
     A process of its own starts JAX on the CPU with them.
     """

@@ -1,1 +1,1 @@
-"""Where a compiled program's memory goes."""
+"""Analysis of a compiled program's memory: roles, pictures and remedies."""

@@ -1,4 +1,4 @@
-"""A program's memory over its instructions, drawn."""
+"""A picture of a program's memory over its instructions."""
 
 from pathlib import Path
 
@@ -27,10 +27,10 @@ _COLORS = dict(
 
 
 def draw_memory(report: MemoryReport, file: Path, *, limit_bytes: int | None = None) -> None:
-    """Stacked roles over the program's instructions, with the fullest moment explained.
+    """Draws the roles stacked over the program's instructions, and explains the peak.
 
     Args:
-        limit_bytes: of the device, drawn as a line.
+        limit_bytes: the device's limit, shown as a line.
     """
     figure, axes = new_picture(10, 4.8)
     largest = max(1, report.total_bytes)

@@ -1,4 +1,4 @@
-"""What makes a step fit: settings changed one at a time, each compiled to see that it does."""
+"""Remedies for a step that does not fit: settings changed one at a time, each one compiled."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from jaxinfra.training.recompute.budget import CHEAPEST_FIRST
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Remedy:
-    """A change of a run's settings, and what a device needs with it."""
+    """A change of a run's settings, and the bytes that a device needs with it."""
 
     options: tuple[str, ...]  # of jaxinfra train
     config: RunConfig
@@ -24,13 +24,13 @@ class Remedy:
     time_share: float | None  # of the present predicted time per token; None: not predicted
 
     def describe(self) -> str:
-        """One line."""
+        """Describes the change in one line."""
         cost = "" if self.time_share is None else f", {self.time_share - 1:+.0%} time per token"
         word = "fits" if self.fits else "does not fit"
         return f"{' '.join(self.options)}: {gib(self.bytes)} per device, {word}{cost}"
 
     def as_json(self) -> dict[str, object]:
-        """For programs."""
+        """Returns JSON values."""
         return {
             "options": list(self.options),
             "bytes": self.bytes,
@@ -46,12 +46,13 @@ type Price = Callable[[RunConfig], float | None]
 def find_remedies(
     config: RunConfig, *, limit_bytes: int, price: Price, count: int = 3, compiles: int = 9
 ) -> list[Remedy]:
-    """Changes whose compiled step fits, the cheapest in time first; where fewer than ``count`` do,
-    those that come nearest follow.
+    """Finds changes whose compiled step fits, the cheapest in time first.
+
+    Where fewer than ``count`` changes fit, those that come nearest follow.
 
     Args:
-        limit_bytes: of a device.
-        compiles: steps compiled at most.
+        limit_bytes: limit per device.
+        compiles: largest number of steps to compile.
     """
     now = price(config)
     found: list[Remedy] = []
@@ -79,7 +80,7 @@ def find_remedies(
 
 
 def compiled_bytes(config: RunConfig) -> int:
-    """Bytes per device of a config's step, compiled; raises JaxinfraError where it cannot run."""
+    """Compiles a config's step and returns its bytes per device, or raises JaxinfraError."""
     return step_bytes(lower_step(make_job(config)).compile())
 
 
@@ -146,7 +147,7 @@ def _option(path: str, value: object) -> tuple[str, ...]:
 
 
 def fixed_remat(config: RunConfig) -> RunConfig:
-    """The config with a policy of recomputation that is named, for ``auto`` the strongest."""
+    """Returns the config with a fixed recomputation policy, the strongest in place of ``auto``."""
     if not config.training.remat.is_open:
         return config
     named = dataclasses.replace(config.training, remat=Remat.FULL, memory_budget_gib=None)

@@ -1,4 +1,4 @@
-"""A compiled program's memory by role and parameter, at its fullest moment and over time."""
+"""Report of a compiled program's memory by role and parameter, at its peak and over time."""
 
 import collections
 import dataclasses
@@ -52,18 +52,18 @@ _COLLECTIVE = re.compile(
 
 
 def argument_role(path: str) -> str:
-    """The role of a program's argument by its path, such as ``state.optimizer[0].mu['w']``."""
+    """Returns the role of a program's argument by its path: ``state.optimizer[0].mu['w']``."""
     return next((role for pattern, role in _ARGUMENTS if re.search(pattern, path)), STATE)
 
 
 def argument_name(path: str) -> str:
-    """A path as people write it: ``state.parameters['mlp']['up']`` is ``mlp/up``."""
+    """Returns a path in readable form: ``state.parameters['mlp']['up']`` is ``mlp/up``."""
     keys = re.findall(r"\['?([^'\]]+)'?\]", path)
     return "/".join(keys) if "[" in path else path
 
 
 def buffer_role(life: Life, lives: Lives) -> str:
-    """The role of a buffer that the program makes for itself."""
+    """Returns the role of a buffer that the program allocates for itself."""
     life = _of_loop(life, lives)
     operation = life.operation
     if _COLLECTIVE.fullmatch(operation.opcode):
@@ -96,7 +96,7 @@ def _of_loop(life: Life, lives: Lives) -> Life:
 
 
 def buffer_name(life: Life, lives: Lives, *, depth: int = 3) -> str:
-    """The named scope that a buffer is of, such as ``mlp``; of a loop's result that of its use."""
+    """Returns the named scope of a buffer, such as ``mlp``, or of a loop result's use."""
     life = _of_loop(life, lives)
     name = _scope([life.operation.op_name])
     if name == "other":
@@ -124,8 +124,9 @@ def _scope(op_names: Iterable[str]) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BytesPerParameter:
-    """Of whole arrays, before a mesh shares them out. Copies that layers make while they run, one
-    layer at a time, are not among them.
+    """Bytes per parameter of whole arrays, before a mesh shards them.
+
+    Copies that layers make while they run, one layer at a time, are not among them.
     """
 
     weights: float  # as kept between steps
@@ -136,11 +137,11 @@ class BytesPerParameter:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """The sum over the roles."""
         return sum(dataclasses.astuple(self))
 
     def describe(self) -> str:
-        """One line."""
+        """Describes the bytes in one line."""
         parts = [
             f"{name} {size:.4g}" for name, size in dataclasses.asdict(self).items() if size > 0
         ]
@@ -148,13 +149,13 @@ class BytesPerParameter:
 
 
 def is_counted(job: Job) -> bool:
-    """Whether all parameters are trained, on tokens and without stages."""
+    """Tells whether all parameters are trained, on tokens and without stages."""
     config = job.config
     return not job.model.frozen and config.mesh.num_stages == 1 and config.preferences is None
 
 
 def bytes_per_parameter(job: Job) -> BytesPerParameter:
-    """What a job's state and gradients hold, from their traced shapes.
+    """Counts the bytes of a job's state and gradients per parameter, from their traced shapes.
 
     Raises:
         UnsupportedError: it is not ``is_counted``.
@@ -223,7 +224,7 @@ class HeldBuffer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryReport:
-    """Where the bytes of one device go."""
+    """Memory of one device, by role, by name and over time."""
 
     total_bytes: int  # as the compiler reports: arguments, results, temporaries
     parts: tuple[MemoryPart, ...]  # sum exactly to the total; largest first
@@ -235,14 +236,14 @@ class MemoryReport:
     peak_moment: int  # an index into ``moments``
 
     def by_role(self) -> dict[str, int]:
-        """Bytes of each role that there is, in the order of ``ROLES``."""
+        """Bytes of each role that occurs, in the order of ``ROLES``."""
         sums: dict[str, int] = collections.Counter()
         for part in self.parts:
             sums[part.role] += part.bytes
         return {role: sums[role] for role in ROLES if role in sums}
 
     def as_json(self) -> dict[str, Any]:
-        """Everything but the timeline, for programs."""
+        """Returns JSON values of everything but the timeline."""
         return {
             "total_bytes": self.total_bytes,
             "by_role": self.by_role(),
@@ -252,7 +253,7 @@ class MemoryReport:
         }
 
     def explained(self) -> str:
-        """Why memory is fullest when it is, in two sentences."""
+        """Explains in two sentences why memory peaks when it does."""
         roles = sorted(self.by_role().items(), key=lambda item: -item[1])[:3]
         shares = ", ".join(f"{role} {size / self.total_bytes:.0%}" for role, size in roles)
         held = self.largest[0]
@@ -264,7 +265,7 @@ class MemoryReport:
 
 
 def gib(size: float) -> str:
-    """Bytes as people read them."""
+    """Formats bytes as GiB."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size >= unit:
             return f"{size / unit:.2f} {name}"
@@ -272,16 +273,16 @@ def gib(size: float) -> str:
 
 
 def report_memory(lowered: jax.stages.Lowered) -> MemoryReport:
-    """The memory of a program, which is compiled to see.
+    """Compiles a program and reports its memory.
 
-    Raises UnsupportedError where the compiler does not tell.
+    Raises UnsupportedError where the compiler reports no memory.
     """
     program = read_program(lowered)
     return report_program(program, follow(program))
 
 
 def report_program(program: CompiledProgram, lives: Lives) -> MemoryReport:
-    """The same, of a program that is read already."""
+    """Reports the memory of a program that is already read."""
     arguments = _arguments(program)
     results = sum(
         each.size
@@ -414,7 +415,7 @@ class _Heap:
         return slice(self._places[begin], self._places[end])
 
     def at_peak(self) -> tuple[list[tuple[HeldBuffer, int]], int]:
-        """Arrays alive when memory is fullest, with the bytes that each alone has; the moment."""
+        """Returns the arrays alive at the peak, with their unshared bytes, and the moment."""
         totals = self._by_role.sum(axis=1) if len(self._by_role) else np.zeros(1)
         found = []
         for number in np.unique(self._owners[self._owners >= 0]):
@@ -430,7 +431,7 @@ class _Heap:
         return found, self.moments[int(totals.argmax())]
 
     def timeline(self) -> dict[str, np.ndarray]:
-        """Bytes by role at each of ``moments``."""
+        """Returns bytes by role at each of ``moments``."""
         return {
             role: self._by_role[:, place]
             for place, role in enumerate(ROLES)

@@ -1,4 +1,4 @@
-"""What an engine's memory goes to, before it is made: pages, weights and programs, and what fits.
+"""Prediction of an engine's memory: pages, weights and programs, and what fits.
 
 An engine's weights and pages are arguments of all its programs, so a device needs as much as the
 largest program's total. The programs that may be largest are compiled for shapes alone.
@@ -32,7 +32,7 @@ from jaxinfra.serving.load import serving_placement
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ServingCase:
-    """An engine that might be made."""
+    """An engine that might be built."""
 
     model: ModelConfig
     policy: Policy
@@ -47,7 +47,7 @@ class ServingCase:
 
     @property
     def limits(self) -> SchedulerLimits:
-        """Its pages and the shapes of its steps."""
+        """The engine's pages and the shapes of its steps."""
         return self.engine.limits(self.model)
 
     @property
@@ -64,7 +64,7 @@ class ServingCase:
         return serving_form(form, how)
 
     def runner(self) -> ModelRunner:
-        """Its programs, for arrays that are not there; raises ConfigError where it cannot be."""
+        """The engine's programs for abstract arrays; else raises ConfigError."""
         form, drafts = self.form, self.engine.num_drafts
         return ModelRunner(
             form.bind(self._abstract(form)),
@@ -82,7 +82,7 @@ class ServingCase:
             return jax.tree.map(_placed, merged(form.shapes, form.state_shapes), places)
         if self.mesh.num_devices > 1:
             raise UnsupportedError(
-                f"the memory of weights in few bits on {self.mesh.num_devices} devices is not "
+                f"the memory of quantized weights on {self.mesh.num_devices} devices is not "
                 "known before they are loaded; leave --mesh out for that of one device"
             )
         held = self.weights
@@ -112,11 +112,11 @@ class ServingMemory:
 
     @property
     def bytes(self) -> int:
-        """What the engine needs."""
+        """Bytes that the engine needs."""
         return self.report.total_bytes
 
     def as_json(self) -> dict[str, Any]:
-        """For files and programs."""
+        """Returns JSON values."""
         return {
             **self.report.as_json(),
             "program": str(self.program),
@@ -126,7 +126,7 @@ class ServingMemory:
 
 
 def serving_memory(case: ServingCase) -> ServingMemory:
-    """Compiles the programs that may need most, and reads the largest one's memory by role."""
+    """Compiles the programs that may need most memory; reports the largest one by role."""
     runner = case.runner()
     reports = {key: report_memory(runner.lowered(key)) for key in _largest(runner)}
     most = max(reports, key=lambda key: reports[key].total_bytes)
@@ -154,7 +154,7 @@ def _largest(runner: ModelRunner) -> list[ProgramKey]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ServingRemedy:
-    """A change of an engine's settings, and what a device needs with it."""
+    """A change of an engine's settings, and the bytes that a device needs with it."""
 
     options: tuple[str, ...]  # of jaxinfra serve
     case: ServingCase
@@ -163,7 +163,7 @@ class ServingRemedy:
     cached_tokens: int  # that its pages hold
 
     def describe(self) -> str:
-        """One line."""
+        """Describes the change in one line."""
         word = "fits" if self.fits else "does not fit"
         return (
             f"{' '.join(self.options)}: {gib(self.bytes)} per device, {word}; "
@@ -171,7 +171,7 @@ class ServingRemedy:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """For files and programs."""
+        """Returns JSON values."""
         return {
             "options": list(self.options),
             "bytes": self.bytes,
@@ -183,11 +183,11 @@ class ServingRemedy:
 def serving_remedies(
     case: ServingCase, now: ServingMemory, *, limit_bytes: int, count: int = 3
 ) -> list[ServingRemedy]:
-    """Changes of one setting, each compiled: those that fit first, with the most room for tokens.
+    """Finds changes of one setting, each compiled: first those that fit, with most tokens.
 
     Args:
-        now: of the case as it is.
-        limit_bytes: of a device.
+        now: memory of the case as it is.
+        limit_bytes: limit per device.
     """
     found = []
     for options, changed in _changes_of(case, now, limit_bytes):
