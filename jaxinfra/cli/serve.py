@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -74,41 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         said = f"{text} ({default})" if default is not None else text
         most.add_argument(f"--{option}", type=int, default=default, metavar="N", help=said)
-    said = parser.add_argument_group("where a request says nothing else")
-    said.add_argument(
-        "--sampling-defaults",
-        choices=("model", "none"),
-        default="model",
-        help="model: temperature, top-k, top-p as its generation_config.json has them",
-    )
-    said.add_argument(
-        "--special-tokens",
-        choices=("tokens", "text"),
-        default="tokens",
-        help="what special tokens are that the prompt of a completion spells out",
-    )
-    tuned = parser.add_argument_group("several fine-tunings of the model")
-    tuned.add_argument(
-        "--adapters",
-        nargs="+",
-        default=[],
-        metavar="NAME=DIR",
-        help="directories of PEFT, or runs with --lora; a request's model names one",
-    )
-    tuned.add_argument(
-        "--max-adapter-rank",
-        type=int,
-        default=MAX_RANK,
-        metavar="N",
-        help=f"largest rank that is taken ({MAX_RANK})",
-    )
-    ahead = parser.add_argument_group("speculation")
-    ahead.add_argument(
-        "--draft",
-        type=Path,
-        metavar="MODEL",
-        help="proposes --num-drafts; else the text's own past does",
-    )
+    _add_defaults(parser)
+    _add_companions(parser)
     parser.add_argument(
         "--policy",
         choices=[name.value for name in PolicyName],
@@ -137,18 +105,84 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_HELP)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Serves until a signal asks for the end, and until open requests have ended then."""
+def _add_defaults(parser: argparse.ArgumentParser) -> None:
+    said = parser.add_argument_group("where a request says nothing else")
+    said.add_argument(
+        "--sampling-defaults",
+        choices=("model", "none"),
+        default="model",
+        help="model: temperature, top-k, top-p as its generation_config.json has them",
+    )
+    said.add_argument(
+        "--special-tokens",
+        choices=("tokens", "text"),
+        default="tokens",
+        help="what special tokens are that the prompt of a completion spells out",
+    )
+
+
+def _add_companions(parser: argparse.ArgumentParser) -> None:
+    """Declares adapters and the draft model, which are served with the model."""
+    tuned = parser.add_argument_group("several fine-tunings of the model")
+    tuned.add_argument(
+        "--adapters",
+        nargs="+",
+        default=[],
+        metavar="NAME=DIR",
+        help="directories of PEFT, or runs with --lora; a request's model names one",
+    )
+    tuned.add_argument(
+        "--max-adapter-rank",
+        type=int,
+        default=MAX_RANK,
+        metavar="N",
+        help=f"largest rank that is taken ({MAX_RANK})",
+    )
+    ahead = parser.add_argument_group("speculation")
+    ahead.add_argument(
+        "--draft",
+        type=Path,
+        metavar="MODEL",
+        help="draft model that proposes --num-drafts tokens; without it, n-grams of the text do",
+    )
+
+
+def _require_extra() -> None:
     missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
             f"a server needs {', '.join(missing)}: install jaxinfra with its extra 'serve' "
             "(pip install 'jaxinfra[serve]'), or use make serve"
         )
-    # What only a server needs is imported here: other commands do without.
+
+
+def _options(args: argparse.Namespace, path: Path) -> Any:
+    """The ``ServeOptions`` of a command line."""
     start = importlib.import_module("jaxinfra.serving.http.start")
     server = importlib.import_module("jaxinfra.serving.http.server")
     service = importlib.import_module("jaxinfra.serving.http.service")
+    return start.ServeOptions(
+        path=path,
+        name=args.name or path.resolve().name,
+        engine=engine_options(args),
+        server=server.ServerOptions(
+            host=args.host, port=args.port, api_key=args.api_key, drain_s=args.drain_seconds
+        ),
+        limits=service.ServiceLimits(
+            max_new_tokens=args.max_new_tokens,
+            max_body_bytes=args.max_body_mb << 20,
+            special_tokens_in_prompts=args.special_tokens == "tokens",
+            uses_defaults=args.sampling_defaults == "model",
+        ),
+        max_open=args.max_open,
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serves until a signal asks for the end, and until open requests have ended then."""
+    _require_extra()
+    # What only a server needs is imported here: other commands do without.
+    start = importlib.import_module("jaxinfra.serving.http.start")
     if args.draft is not None and not args.num_drafts:
         raise ConfigError("--draft needs --num-drafts: how many tokens it is to propose")
     mesh = parse_mesh(args.mesh)
@@ -172,21 +206,7 @@ def run(args: argparse.Namespace) -> int:
             f"job have {jax.device_count()} devices, and one model is spread over all of them; "
             f"say --mesh tensor={jax.device_count()}"
         )
-    options = start.ServeOptions(
-        path=path,
-        name=args.name or path.resolve().name,
-        engine=engine_options(args),
-        server=server.ServerOptions(
-            host=args.host, port=args.port, api_key=args.api_key, drain_s=args.drain_seconds
-        ),
-        limits=service.ServiceLimits(
-            max_new_tokens=args.max_new_tokens,
-            max_body_bytes=args.max_body_mb << 20,
-            special_tokens_in_prompts=args.special_tokens == "tokens",
-            uses_defaults=args.sampling_defaults == "model",
-        ),
-        max_open=args.max_open,
-    )
+    options = _options(args, path)
     keep_compiled_programs(user_cache())
     number = os.environ.get(REPLICA)
     if number is not None:
