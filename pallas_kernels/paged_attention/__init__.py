@@ -4,12 +4,11 @@ A decode step reads every cached key and value once and multiplies it with a few
 rate of memory is all there is to reach: on an H200 large caches are read at 93 to 102% of a plain
 copy's rate, one row of 32,768 tokens at 77% (``experiments/results/paged-attention-h200.json``).
 
-- All key tiles of all rows are one line, cut into equal pieces whatever the lengths
-  (``hopper/plan.py``). Nothing is compiled when lengths change.
-- ``hopper/attend.py`` reads pages, ``hopper/attend_codes.py`` quantized ones. Each leaves a
-  normalized part and its logsumexp for each piece of a row; ``hopper/merge.py`` merges them.
-- Rows that one worker has read get their result at once: a written byte costs more than a byte
-  that is read.
+- All key tiles of all rows are one line, cut into equal pieces (``hopper/plan.py``). Nothing is
+  compiled when lengths change.
+- ``hopper/attend.py`` reads pages, ``hopper/attend_codes.py`` quantized ones; both leave a part and
+  its logsumexp for each piece of a row. ``hopper/merge.py`` merges them. Rows that one worker has
+  read get their result at once: a written byte costs more than a byte that is read.
 - Chunks of a prompt take the forward kernel of training, whose copies look up page tables
   (``hopper/chunk.py``): 624 TFLOP/s for 1,024 tokens behind 2,048, where tiles for decoding reach
   196.
