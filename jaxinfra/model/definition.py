@@ -43,7 +43,7 @@ class ParameterInfo:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -66,12 +66,12 @@ class ModelDefinition:
     frozen: Parameters = dataclasses.field(default_factory=dict)  # shapes, or arrays to bind
 
     def freeze(self, frozen: Parameters) -> "ModelDefinition":
-        """The same model with these parameters frozen; their values are needed to bind others."""
+        """Returns the model with these parameters frozen; ``bind`` of others needs their values."""
         return dataclasses.replace(self, frozen=frozen)
 
     @property
     def unquantized(self) -> "ModelDefinition":
-        """The same model with no matmul in 8 bits: what is evaluated, and has no state of them."""
+        """Returns the model without matmuls in 8 bits, nor their state: for evaluation."""
         policy = unquantized(self.execution.policy)
         if policy == self.execution.policy:
             return self
@@ -249,7 +249,7 @@ def by_path(tree: Parameters, *, is_leaf: Callable[[Any], bool] | None = None) -
     """Leaves of nested parameters by path, such as ``blocks/0/mlp/up/weight``.
 
     Args:
-        is_leaf: ``is_weight`` for weights in few bits as a whole, not their parts.
+        is_leaf: ``is_weight`` for quantized weights as a whole, not their parts.
     """
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
@@ -258,7 +258,7 @@ def by_path(tree: Parameters, *, is_leaf: Callable[[Any], bool] | None = None) -
 
 
 def is_weight(leaf: Any) -> bool:
-    """Whether this is a weight in few bits, in the place of an array."""
+    """Whether this is a quantized weight, in the place of an array."""
     return isinstance(leaf, QuantizedWeight)
 
 
@@ -288,7 +288,7 @@ def merged(first: Parameters, second: Parameters) -> Parameters:
 
 
 def only(tree: Parameters, others: Parameters) -> Parameters:
-    """What of a nested dict is among ``others`` too."""
+    """Returns the part of a nested dict that ``others`` has too."""
     result = {}
     for name, value in tree.items():
         if name in others and isinstance(value, dict):

@@ -106,7 +106,7 @@ def load_bank(
     """Reads adapters of one model: directories of PEFT, or runs that trained adapters.
 
     Args:
-        path: where the model lies.
+        path: directory of the model.
         adapters: directories by the names that requests will use.
         max_rank: largest rank that is taken.
 

@@ -1,4 +1,4 @@
-"""A model from one layout into the other, whatever it lies in."""
+"""Converts a model from one layout of files into the other."""
 
 import dataclasses
 import enum
@@ -44,7 +44,7 @@ class Target(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Conversion:
-    """What ``convert`` has written.
+    """Files that ``convert`` has written.
 
     Examples:
         >>> written = jaxinfra.convert("runs/mine", "other")

@@ -108,7 +108,7 @@ class EngineThread:
         return tickets
 
     def cancel(self, tickets: list[Ticket]) -> None:
-        """Ends requests that nobody waits for; those that have ended stay so."""
+        """Ends requests that no client waits for; those that have ended stay so."""
         with self._changed:
             self._cancelled += tickets
             self._changed.notify()

@@ -1,7 +1,7 @@
 """An engine over several processes: the first one schedules, and all of them run its programs.
 
 What a step runs is sent before the first process runs it: a program's name, and its arguments as
-numbers. Weights, pages and all else that is large lie on the mesh, each process's part with it.
+numbers. Weights, pages and all else that is large stay on the mesh, each process's part with it.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _NOTICE_S = 2.0  # within which the end of a process is seen
 
 @final
 class Followers:
-    """The other processes, as the first one sees them; all of them meet here.
+    """Connections of the first process to all others of its job.
 
     Args:
         lost: told, from a thread, when one of them is gone: what is computed then may never end.
@@ -56,7 +56,9 @@ class Followers:
                 connection.send((key, arguments))
 
     def loss(self) -> LostPeerError | None:
-        """Who is gone; None if nobody is, of whom a failed collective may have told first."""
+        """Returns the process that is gone, of which a failed collective may have told first; or
+        None.
+        """
         try:
             return self._loss.get(timeout=_NOTICE_S)
         except queue.Empty:

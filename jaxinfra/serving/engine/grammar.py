@@ -82,7 +82,7 @@ class GrammarConstraint:
         return np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
 
     def advance(self, token: int) -> None:
-        """Takes note of a drawn token."""
+        """Takes note of a sampled token."""
         self._matcher.consume_token(token)
 
     @property

@@ -130,11 +130,11 @@ class RowWriter:
         masks: Mapping[int, np.ndarray] | None = None,
         counted: Sequence[int] = (),
     ) -> RowInputs:
-        """The rows of a call, and padding.
+        """Returns the inputs of a call's rows, and padding.
 
         Args:
             masks: by slot, of the rows whose request has a structure.
-            counted: which rows' tokens were drawn, and are not in their slots' history yet.
+            counted: which rows' tokens were sampled, and are not in their slots' history yet.
         """
         numbers_BC = np.zeros((size, self._kept_SC.shape[1] + length), np.int32)
         written = RowInputs(numbers_BC=numbers_BC, sampling=sampling, length=length)

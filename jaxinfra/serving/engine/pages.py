@@ -43,7 +43,7 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds."""
+        """Number of free pages."""
         return len(self._free)
 
     @property
@@ -107,11 +107,11 @@ class PageAllocator:
         self.release(page)
 
     def longest_idle(self) -> int:
-        """The idle page that was used last by nobody for the longest time."""
+        """Returns the idle page that has been idle for the longest time."""
         return next(iter(self._idle))
 
     def suspect(self, pages: Iterable[int]) -> None:
-        """These may hold numbers that are not finite."""
+        """Marks pages that may hold numbers that are not finite."""
         self._suspect.update(page for page in pages if self._references[page])
 
     def trust(self, pages: Iterable[int]) -> None:
@@ -364,7 +364,7 @@ class HostPages:
         stream.saved = None
 
     def forget(self, page: int) -> None:
-        """The prefix tree no longer holds this page: something else may lie in it soon."""
+        """Forgets a page that the prefix tree has given up: its contents may change soon."""
         slot = self._slots.pop(page, None)
         if slot is not None:
             del self._pages[slot]

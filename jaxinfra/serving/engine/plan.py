@@ -128,12 +128,12 @@ class Drawn(NamedTuple):
 def drawn_of_rows(
     rows: Sequence[PlannedRow], drawn: np.ndarray, scores: Sequence[LogProbabilities]
 ) -> list[Drawn]:
-    """What a call gave for each of its rows that draws or is scored.
+    """Returns the tokens and scores of each of a call's rows that samples or is scored.
 
     Args:
-        drawn: int32, a token of each row [B], or how many drafts hold and a token after each of
-            the row's [B, 1 + T]; rows beyond these are padding.
-        scores: of the draws, and of the tokens that follow the rows'; none where nobody asked.
+        drawn: sampled tokens, int32: one of each row [B], or the number of accepted drafts and a
+            token after each of the row's [B, 1 + T]; rows beyond these are padding.
+        scores: of the samples, and of the tokens that follow the rows'; none where not asked for.
     """
     values = drawn.tolist()
     if drawn.ndim == 1 and not scores:

@@ -245,15 +245,15 @@ def _history(state: DeviceState, rows: RowInputs) -> tuple[TokenHistory, DeviceS
 def verify(
     weights: Weights, state: DeviceState, rows: RowInputs, *, config: ProgramConfig
 ) -> tuple[Int[Array, "B _"], DeviceState]:
-    """Rows take in a token and drafts after it, and draw after each of them.
+    """Rows take in a token and drafts after it, and sample after each of them.
 
-    A draw depends on the tokens before it, on its request and on its position: so the draws up to
-    and with the first that is not the draft at its place are those that would have come one at a
-    time, whatever the settings. Drafts of a model are drawn with the same noise, which makes them
-    agree as often as coupled draws can without knowing each other (Daliri et al. 2024, "Coupling
-    without communication and drafter-invariant speculative decoding").
+    A sample depends on the tokens before it, on its request and on its position. So the samples up
+    to the first that differs from its draft are those of one token at a time, in all settings.
+    A draft model samples with the same noise, so that both agree as often as coupled samples can
+    without knowing each other (Daliri et al. 2024, "Coupling without communication and
+    drafter-invariant speculative decoding").
 
-    Returns how many drafts hold, and what was drawn after each token, int32 [B, 1 + T]; a row
+    Returns the number of accepted drafts and the sample after each token, int32 [B, 1 + T]; a row
     whose logits are not finite has -1 in front.
     """
     model = _model(weights, rows, config)
@@ -291,7 +291,7 @@ def verify(
 def set_masks(
     state: DeviceState, slots_N: Int[Array, "N"], masks_NW: UInt32[Array, "N W"]
 ) -> DeviceState:
-    """The state with masks of these slots; one beyond the last is nobody's."""
+    """Returns the state with masks of these slots; one beyond the last slot is ignored."""
     return dataclasses.replace(
         state, masks_SW=state.masks_SW.at[slots_N].set(masks_NW, mode="drop")
     )
@@ -304,7 +304,7 @@ def begin_history(
     num_prompt: Int[Array, ""],
     num_tokens: Int[Array, ""],
 ) -> DeviceState:
-    """The state with a request's tokens in its slot's history, the prompt's and those drawn."""
+    """Returns the state with a request's tokens in its slot's history, prompt and samples."""
     history = state.history.begin(slot, ids_T, num_prompt=num_prompt, num_tokens=num_tokens)
     return dataclasses.replace(state, history=history)
 
@@ -420,12 +420,12 @@ type Moved[Leaf] = tuple[tuple[dict[str, Leaf], ...], tuple[dict[str, Leaf], ...
 
 
 def copy_pages(state: DeviceState, from_N: Int[Array, "N"], to_N: Int[Array, "N"]) -> DeviceState:
-    """The state with pages copied, all of them read first; one beyond the last is nobody's."""
+    """Returns the state with pages copied, all read first; one beyond the last is ignored."""
     return write_pages(state, to_N, read_pages(state, from_N))
 
 
 def read_pages(state: DeviceState, from_N: Int[Array, "N"]) -> MovedPages:
-    """These pages; the last one in the place of one beyond it."""
+    """Reads these pages; a number beyond the last page reads the last one."""
 
     def read(stored: jax.Array) -> jax.Array:
         return stored[:, jnp.minimum(from_N, stored.shape[1] - 1)]
@@ -434,7 +434,7 @@ def read_pages(state: DeviceState, from_N: Int[Array, "N"]) -> MovedPages:
 
 
 def write_pages(state: DeviceState, to_N: Int[Array, "N"], pages: MovedPages) -> DeviceState:
-    """The state with these pages in other ones' places; one beyond the last is nobody's."""
+    """Returns the state with these pages written; one beyond the last page is ignored."""
 
     def written(stored: jax.Array, new: jax.Array) -> jax.Array:
         return stored.at[:, to_N].set(new, mode="drop")
@@ -444,7 +444,7 @@ def write_pages(state: DeviceState, to_N: Int[Array, "N"], pages: MovedPages) ->
 
 
 def moved_shapes(state: DeviceState) -> Moved[jax.ShapeDtypeStruct]:
-    """What ``read_pages`` gives of as many pages as a call moves."""
+    """Returns the shapes of as many pages as a call moves."""
     pages = jax.ShapeDtypeStruct((PAGES_AT_ONCE,), np.int32)
     return jax.eval_shape(read_pages, state, pages)
 
@@ -473,7 +473,7 @@ class HostMemory:
         self._coming: list[tuple[list[int], list[jax.Array]]] = []
 
     def take(self, slots: list[int], pages: MovedPages) -> None:
-        """These slots get the first of these pages; they are on their way when this returns."""
+        """Starts the transfer of pages into the host's slots; returns before it is done."""
         leaves = jax.tree.leaves(pages)
         for leaf in leaves:
             leaf.copy_to_host_async()
@@ -487,7 +487,7 @@ class HostMemory:
                 stored[slots] = np.moveaxis(np.asarray(leaf), 1, 0)[: len(slots)]
 
     def pages(self, slots: list[int]) -> Moved[np.ndarray]:
-        """What lies in these slots; slots may be written again at once."""
+        """Returns the pages of these slots; slots may be written again at once."""
         self.collect()
         read = [np.ascontiguousarray(np.moveaxis(stored[slots], 0, 1)) for stored in self._stored]
         return jax.tree.unflatten(self._tree, read)

@@ -42,7 +42,7 @@ class Constraint(Protocol):
 class GenerationRequest:
     """A prompt to continue, and how.
 
-    What is drawn depends on the request alone: its tokens, its settings, ``seed`` and ``choice``.
+    Its samples depend on the request alone: its tokens, its settings, ``seed`` and ``choice``.
     Only rounding differs with what runs beside it, which matters where two tokens are as likely
     as each other to the last digits.
     """

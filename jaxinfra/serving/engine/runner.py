@@ -328,8 +328,8 @@ class ModelRunner:
             self.call(RESTORE, np.array(pages, np.int32), given)
 
     def mirror(self, tell: Callable[[ProgramKey, tuple[Any, ...]], None]) -> None:
-        """From now on this is told of each call before it is made: the other processes of the mesh
-        make it too.
+        """Tells ``tell`` of each call from now on, before it is made: the other processes of the
+        mesh make it too.
         """
         self._tell = tell
 

@@ -22,8 +22,8 @@ class Scheduler:
     """Waiting and running requests, and their pages.
 
     Args:
-        propose: tokens that may follow a request's own, to be judged in one step; None: nobody
-            proposes any.
+        propose: tokens that may follow a request's own, to be verified in one step; None: no
+            drafts.
     """
 
     def __init__(
@@ -338,7 +338,7 @@ class Scheduler:
         """Takes a request out, wherever it is.
 
         Args:
-            poisoned: what it computed is not finite; nobody may read its pages.
+            poisoned: what it computed is not finite; no request may read its pages.
         """
         stream.is_over = True
         if stream.slot is None:
