@@ -158,7 +158,7 @@ def pair_sums(
     """Computes the losses of a batch's pairs from the log probabilities of its targets.
 
     Args:
-        batch: rows as ``data/pair_rows.py`` makes them; a segment's tokens that count are its
+        batch: rows as ``data/whole_rows.py`` makes them; a segment's tokens that count are its
             answer.
     """
     counted_BTS = _in_segment(batch) * batch.weights[..., None]
