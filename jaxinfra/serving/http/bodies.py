@@ -18,7 +18,7 @@ type TokenIds = list[Annotated[int, pydantic.Field(strict=True)]]
 
 
 class Setting(pydantic.BaseModel):
-    """What requests are made of; keys that are not known are refused at every depth."""
+    """A part of a request, whose unknown keys are refused at every depth."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
