@@ -18,7 +18,7 @@ import numpy as np
 from jaxinfra.checkpoint.parameter_sources import ParameterSource
 from jaxinfra.checkpoint.tensor_files import new_directory, write_tensor_files
 from jaxinfra.checkpoint.trained_adapters import AdapterArrays, Adapters, column_norms
-from jaxinfra.config.finetune import AdapterKind, AdapterScaling
+from jaxinfra.config.finetune import AdapterKind, AdapterScaling, LoraConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf.mapping import Part, Tensor, WeightMap
 
@@ -59,26 +59,9 @@ def write_peft(
         ranks[".".join(module.split(".")[-2:])] = lora.rank * len(adapted)
         transposed |= input_dim(adapters, adapted[0]) == 0
     fused = {name: each for name, each in ranks.items() if each != lora.rank}
-    is_rslora = lora.scaling is AdapterScaling.RSLORA
-    values: dict[str, Any] = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": sorted(ranks),
-        "rank_pattern": fused,
-        "alpha_pattern": {
-            name: lora.scale * (math.sqrt(each) if is_rslora else each)
-            for name, each in fused.items()
-        },
-        "use_dora": lora.kind is AdapterKind.DORA,
-        "use_rslora": is_rslora,
-        "fan_in_fan_out": transposed,
-        "inference_mode": True,
-    }
+    values = _peft_config(
+        lora, base=base, modules=sorted(ranks), fused=fused, transposed=transposed
+    )
     with new_directory(path) as directory:
         (directory / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
         write_tensor_files(
@@ -90,6 +73,32 @@ def write_peft(
             max_shard_bytes=10**12,
         )
         (directory / "model.safetensors").rename(directory / TENSORS)
+
+
+def _peft_config(
+    lora: LoraConfig, *, base: str, modules: list[str], fused: dict[str, int], transposed: bool
+) -> dict[str, Any]:
+    """The adapter_config.json; ``fused`` has the ranks of modules that hold several of ours."""
+    is_rslora = lora.scaling is AdapterScaling.RSLORA
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": modules,
+        "rank_pattern": fused,
+        "alpha_pattern": {
+            name: lora.scale * (math.sqrt(each) if is_rslora else each)
+            for name, each in fused.items()
+        },
+        "use_dora": lora.kind is AdapterKind.DORA,
+        "use_rslora": is_rslora,
+        "fan_in_fan_out": transposed,
+        "inference_mode": True,
+    }
 
 
 def _peft_pair(
@@ -143,6 +152,6 @@ def _found(adapters: Adapters, part: Part) -> AdapterArrays:
 
 
 def input_dim(adapters: Adapters, part: Part) -> int:
-    """Which dim of their matrix the inputs lie along."""
+    """Returns which dim of their matrix the inputs are."""
     inner = part.layout.ours[: _found(adapters, part).num_inner]
     return next(i for i, dim in enumerate(part.layout.theirs) if set(dim) == set(inner))

@@ -39,7 +39,7 @@ _NO_EFFECT = frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PeftSettings:
-    """What ``adapter_config.json`` says of the numbers in the tensors."""
+    """The settings in ``adapter_config.json`` on which the numbers in the tensors depend."""
 
     rank: int
     alpha: float

@@ -5,13 +5,14 @@ The compiler cannot split a kernel. A device gathers the vocabulary's table alon
 compute dtype, takes the loss of its tokens, and sums over the devices follow: two scalars forward,
 and backward the table's gradient, reduce-scattered in its own dtype over the axes that split the
 table. Where the table's rows are split too, devices that share the vocabulary exchange five numbers
-a token on the way, and sum the parts of hidden's gradient, in its dtype.
+per token on the way. They also sum the parts of hidden's gradient, in its dtype.
 
 Dims: B batch, T position, D model width, V vocabulary; lower case of one device.
 """
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -102,6 +103,28 @@ def takes_own_tokens(placement: Placement, hidden_BTD: jax.Array, *, num_ids: in
     return placement.mesh.size > 1 and kernel_on_one_device(hidden_BTD, num_ids=rows)
 
 
+def _gather_table(by_width: tuple[str, ...], policy: Policy) -> Callable[[jax.Array], jax.Array]:
+    """Makes the gathering of a table [V, d] along its width, whose gradient is reduce-scattered."""
+
+    @jax.custom_vjp
+    def gathered(table_Vd: jax.Array) -> jax.Array:
+        rounded = table_Vd.astype(policy.compute)
+        whole = all_gather(rounded, by_width, dim=1) if by_width else rounded
+        return whole.astype(table_Vd.dtype)
+
+    def scattered(_: None, d_VD: jax.Array) -> tuple[jax.Array]:
+        handed_on = d_VD if policy.gradient is None else d_VD.astype(policy.gradient)
+        if not by_width:
+            return (handed_on.astype(d_VD.dtype),)
+        d_Vd = reduce_scatter(handed_on, by_width, dim=1)
+        # In the table's layout: else its width comes outermost, and the optimizer would transpose
+        # all to match.
+        return (with_layout_constraint(d_Vd, Layout((0, 1))).astype(d_VD.dtype),)
+
+    gathered.defvjp(lambda table_Vd: (gathered(table_Vd), None), scattered)
+    return gathered
+
+
 def cross_entropy_of_own_tokens(
     placement: Placement,
     hidden_BTD: jax.Array,
@@ -124,22 +147,7 @@ def cross_entropy_of_own_tokens(
     tokens, by_width = (BATCH, SEQUENCE), placement.gathered_axes(EMBED)
     by_vocabulary = placement.axes(VOCAB)
     over = placement.axes(BATCH) + placement.axes(SEQUENCE) + by_vocabulary
-
-    @jax.custom_vjp
-    def gathered(table_Vd: jax.Array) -> jax.Array:
-        rounded = table_Vd.astype(policy.compute)
-        whole = all_gather(rounded, by_width, dim=1) if by_width else rounded
-        return whole.astype(table_Vd.dtype)
-
-    def scattered(_: None, d_VD: jax.Array) -> tuple[jax.Array]:
-        handed_on = d_VD if policy.gradient is None else d_VD.astype(policy.gradient)
-        if not by_width:
-            return (handed_on.astype(d_VD.dtype),)
-        d_Vd = reduce_scatter(handed_on, by_width, dim=1)
-        # As the table lies: its width comes outermost, and the optimizer would turn all to match.
-        return (with_layout_constraint(d_Vd, Layout((0, 1))).astype(d_VD.dtype),)
-
-    gathered.defvjp(lambda table_Vd: (gathered(table_Vd), None), scattered)
+    gathered = _gather_table(by_width, policy)
 
     def local(hidden_btD, table_Vd, targets_bt, weights_bt) -> tuple[jax.Array, ...]:
         sums = linear_cross_entropy(

@@ -1,6 +1,6 @@
 """Muon: momentum, orthogonalized as the matrix that a parameter is (Jordan et al. 2024).
 
-A parameter is a stack of matrices: its layers and experts are apart, and a width that is split into
+A parameter is a stack of matrices: its layers and experts are apart. A width that is split into
 heads is one side, so a query weight [L, D, N, H] is L matrices of D x (N H).
 """
 
@@ -58,8 +58,8 @@ def orthogonalized(config: MuonConfig, dims: Any) -> optax.GradientTransformatio
         n = momentum m / (1 - momentum^(t+1)) + (1 - momentum) g / (1 - momentum^t)
 
     Where n = U S V^T the update is 0.2 sqrt(max(rows, columns)) U f(S) V^T: five Newton-Schulz
-    steps bring f(S) near 1. Their products are small beside a batch's, and of matrices that lie on
-    several devices the compiler's to place.
+    steps bring f(S) near 1. Their products are small beside a batch's. Where a matrix is on
+    several devices, the compiler places them.
 
     Args:
         dims: tree of ``DimsLeaf``.
