@@ -49,7 +49,7 @@ def sentences(text: str) -> list[str]:
     """Sentences of a docstring's prose: no indented lines, and each piece of code as one word."""
     prose = "\n".join(line for line in text.splitlines() if not line.startswith(" "))
     found = []
-    for paragraph in re.split(r"\n\s*\n", CODE.sub("CODE", prose)):
+    for paragraph in re.split(r"\n\s*\n|\n- ", CODE.sub("CODE", prose)):
         found += re.split(r"(?<=[.?!])\s+(?=[A-Z(\[\d])", " ".join(paragraph.split()))
     return [each for each in found if each]
 
@@ -84,10 +84,9 @@ def findings_in(path: pathlib.Path) -> Iterator[tuple[int, str]]:
         read: list[ast.expr] = []
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
             private = getattr(node, "name", "").startswith("_")
-            if not private and (docstring := ast.get_docstring(node)):
-                yield from (
-                    (node.body[0].lineno, each) for each in findings_in_docstring(docstring)
-                )
+            if not private and (docstring := ast.get_docstring(node, clean=False)):
+                text = docstring.replace("\n" + " " * node.body[0].col_offset, "\n")
+                yield from ((node.body[0].lineno, each) for each in findings_in_docstring(text))
         elif isinstance(node, ast.Call):
             read = [each.value for each in node.keywords if each.arg in ("help", "epilog")]
         elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):

@@ -1,1 +1,1 @@
-"""What scripts call as ``jaxinfra.NAME`` and no single floor below has."""
+"""Functions of ``jaxinfra.NAME`` that no single room below has."""

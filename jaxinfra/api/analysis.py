@@ -1,4 +1,4 @@
-"""What a run would cost, and where a step's time went."""
+"""Plans of a run, and explanations of a step's time."""
 
 import dataclasses
 from pathlib import Path

@@ -62,7 +62,8 @@ def generate(
         max_new_tokens: of each answer, which ends before at an end token.
         temperature: 0 takes the most likely token; None: the model's, else 0.8.
         top_k: draw from this many of the most likely tokens; None: the model's, else all.
-        top_p: draw from the fewest tokens whose probabilities add up to this; None: likewise.
+        top_p: draw from the fewest tokens whose probabilities add up to this; None: the
+            model's, else all.
         seed: the same seed draws the same texts.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What is wrong with this machine or with a run, and what to do.
+"""Find what is wrong with this machine or with a run, and what to do.
 
 jaxinfra doctor                     GPUs, links, host, software and settings of this machine
 jaxinfra doctor --record FILE       the same, and what the driver answered, for others to look at

@@ -45,7 +45,7 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def engine_options(args: argparse.Namespace) -> EngineOptions:
-    """What they say, and this device's defaults."""
+    """Engine options of the command line, with this device's defaults."""
     given: dict[str, Any] = {name: getattr(args, name) for name, _ in _OPTIONS}
     given = {name: value for name, value in given.items() if value is not None}
     if args.preemption is not None:

@@ -62,7 +62,7 @@ def explain_out_of_memory(config: RunConfig, directory: Path, error: JaxinfraErr
 
 
 def explain_serving_out_of_memory(case: ServingCase, directory: Path, error: Exception) -> str:
-    """The same of an engine that does not fit, by its largest program and by what it was to hold.
+    """Explains an engine that does not fit, by its largest program and its arrays.
 
     Returns the report in a few lines.
     """

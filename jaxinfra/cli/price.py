@@ -1,4 +1,4 @@
-"""What the planner says a run's step takes."""
+"""Price of a run's step by the planner."""
 
 import functools
 

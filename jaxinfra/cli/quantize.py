@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     inside = args.destination.resolve()
     if inside == args.source.resolve() or args.source.resolve() in inside.parents:
         raise ConfigError(
-            f"{args.destination} lies in {args.source}, which is only read: name another directory"
+            f"{args.destination} is in {args.source}, which is only read: name another directory"
         )
     with nonfinite_allowed(allowed=args.allow_nonfinite), source_model(args.source) as model:
         ids_BT = None

@@ -67,7 +67,7 @@ def _yarn(
     plain: np.ndarray, scaling: YarnScaling, *, theta: float, rotary_dim: int
 ) -> tuple[np.ndarray, float]:
     def pair_turning(times: float) -> float:
-        """The (real) pair index that turns so often over the original context."""
+        """The (real) pair index that rotates this many times over the original context."""
         positions = scaling.original_max_positions / (times * 2 * math.pi)
         return rotary_dim * math.log(positions) / (2 * math.log(theta))
 

@@ -27,7 +27,7 @@ from jaxinfra.ops.quantized import QuantizedWeight
 
 
 def unlike_whole(config: ModelConfig) -> str | None:
-    """What a model's layers have that the kernel cannot compute; None if it can compute them."""
+    """Feature of a model's layers that the kernel cannot compute; None if there is none."""
     first, *others = config.blocks
     if others:
         return "layers that differ"

@@ -47,7 +47,7 @@ def stored_tokens(
 ) -> tuple[Shaped[Array, "*rows _"], Float[Array, "*rows"]]:
     """Elements as a cache keeps them, and their scales: x is about their product.
 
-    Of 4 bits the first half of a head lies in the low bits, the second in the high ones.
+    Of 4 bits the first half of a head is in the low bits, the second in the high ones.
     """
     return codes_of(x, _CODES[form], scale_dtype)
 
@@ -155,7 +155,7 @@ def cached_attention(
     """Attention of new queries to all keys cached, their own among them.
 
     Query t of row b sees positions ``positions_BT[b, t] - window < s <= positions_BT[b, t]``; what
-    lies beyond may be anything finite. A query whose position is below 0 is padding: it sees
+    is beyond may be anything finite. A query whose position is below 0 is padding: it sees
     nothing, and its result is 0. A row's positions count on by 1, padding to their right. Scores
     and softmax are fp32. Memory is linear in the keys: queries are taken 128 at a time.
 

@@ -53,7 +53,7 @@ def multiply(
     """``einsum(spec, x, weight)`` as the recipe says: what ``Execution.multiply`` is by default.
 
     Gradients: the cotangent and both operands in ``recipe.compute``, sums in ``recipe.accum``; dx
-    is returned in x's dtype, dweight in the weight's (fp32 masters get fp32 gradients straight from
+    is returned in x's dtype, dweight in the weight's (fp32 masters get fp32 gradients right from
     the accumulator, unless ``recipe.gradient`` rounds them between the two).
 
     Args:

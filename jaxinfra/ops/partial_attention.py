@@ -1,4 +1,4 @@
-"""Attention over a part of the keys: what is merged when the keys lie on several devices.
+"""Attention over a part of the keys: merged when the keys are on several devices.
 
 Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width.
 """

@@ -7,8 +7,8 @@ from jax import lax
 def keep_rounded(values: jax.Array) -> jax.Array:
     """Values that were cast to a shorter float, for whatever reads them in the same program.
 
-    XLA for GPUs takes a cast to fewer bits of float and the cast back for nothing done, also with a
-    transpose or an update in place between the two (``xla_allow_excess_precision``). The reader
+    XLA for GPUs removes a cast to a shorter float and the cast back, also with a transpose or an
+    update in place between the two (``xla_allow_excess_precision``). The reader
     would get the digits that the cast was to drop, and only in programs that do both.
     """
     return lax.optimization_barrier(values)
