@@ -47,7 +47,7 @@ NUM_WORDS_FIRST, NUM_WORDS = 25, 30
 
 def sentences(text: str) -> list[str]:
     """Sentences of a docstring's prose: no indented lines, and each piece of code as one word."""
-    prose = "\n".join(line for line in text.splitlines() if not line.startswith(" "))
+    prose = "\n".join(line for line in text.splitlines() if not re.match(" |jaxinfra |#", line))
     found = []
     for paragraph in re.split(r"\n\s*\n|\n- ", CODE.sub("CODE", prose)):
         found += re.split(r"(?<=[.?!])\s+(?=[A-Z(\[\d])", " ".join(paragraph.split()))
