@@ -47,6 +47,23 @@ _LARGEST = {Activations.INT8: 127.0, Activations.E4M3: 448.0}
 _LEAST = 2.0**-60  # of a row's largest element: no scale is 0
 
 
+def _require_product(x: jax.Array, weight: QuantizedWeight, implementation: str) -> None:
+    """Raises InputError for shapes or dtypes that disagree, or an unknown implementation."""
+    rows, columns = weight.matrix_shape
+    if x.ndim != 2 or x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise InputError(
+            f"x is {x.dtype}{list(x.shape)}; it must be a matrix of bfloat16, float16 or float32"
+        )
+    if weight.leading or x.shape[1] != rows:
+        raise InputError(
+            f"x is {list(x.shape)} and the weight {list(weight.shape)}, {rows} x {columns} as a "
+            "matrix; x has as many columns as that has rows, and one layer is multiplied at a time"
+        )
+    if implementation not in ("auto", "hopper", "xla"):
+        raise InputError(f"implementation={implementation!r} must be auto, hopper or xla")
+    weight.check()
+
+
 def quantized_matmul(
     x: jax.Array,
     weight: QuantizedWeight,
@@ -86,19 +103,7 @@ def quantized_matmul(
         (1, 32)
     """
     x = jnp.asarray(x)
-    rows, columns = weight.matrix_shape
-    if x.ndim != 2 or x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        raise InputError(
-            f"x is {x.dtype}{list(x.shape)}; it must be a matrix of bfloat16, float16 or float32"
-        )
-    if weight.leading or x.shape[1] != rows:
-        raise InputError(
-            f"x is {list(x.shape)} and the weight {list(weight.shape)}, {rows} x {columns} as a "
-            "matrix; x has as many columns as that has rows, and one layer is multiplied at a time"
-        )
-    if implementation not in ("auto", "hopper", "xla"):
-        raise InputError(f"implementation={implementation!r} must be auto, hopper or xla")
-    weight.check()
+    _require_product(x, weight, implementation)
     out = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     reason = "not asked for"
     if implementation in ("auto", "hopper"):
@@ -116,7 +121,7 @@ def quantized_matmul(
         announce(
             "quantized_matmul",
             "xla" if config is None else "hopper",
-            f"{x.dtype}{list(x.shape)} times {weight.format.name}{[rows, columns]}",
+            f"{x.dtype}{list(x.shape)} times {weight.format.name}{list(weight.matrix_shape)}",
             because=None if reason is None else f"not hopper: {reason}",
         )
     dequantizes = reason is None and takes_kernel(weight)
