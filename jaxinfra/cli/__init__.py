@@ -1,1 +1,1 @@
-"""Parse, call one function, print."""
+"""Commands of the command line: each parses options, calls one function and prints."""

@@ -1,10 +1,9 @@
-"""Benchmarks: ours beside the alternatives, in one process.
+"""Run a benchmark: jaxinfra beside the alternatives, in one process.
 
     jaxinfra bench step --preset llama32_1b
     jaxinfra bench attention
 
-They live in the source tree's ``experiments/bench``, beside the baselines they compare with, and
-run from a clone.
+Benchmarks are in the source tree's experiments/bench, with their baselines, and run from a clone.
 """
 
 import argparse
@@ -47,11 +46,11 @@ PLANNED = ("constants", "collectives")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options; what follows the benchmark's name is its own."""
+    """Declares the options; those after the benchmark's name are its own."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     known = "; ".join(f"{name}: {text}" for name, text in BENCHMARKS.items())
     parser.add_argument("what", nargs="?", help=known)
-    parser.add_argument("options", nargs=argparse.REMAINDER, help="of the benchmark")
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="options of the benchmark")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,9 +1,9 @@
-"""Talk with a model, which stays loaded and keeps its cache.
+"""Talk with a model in the terminal. It stays loaded and keeps its KV cache.
 
 jaxinfra chat HF_DIR
 jaxinfra chat runs/tiny-1 --plain            a model without a chat template continues the text
 
-/forget begins anew, /quit or the end of input ends.
+/forget starts a new conversation; /quit or the end of input ends.
 """
 
 import argparse
@@ -23,14 +23,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run", metavar="RUN", type=Path, help="run, or a Hugging Face model")
-    parser.add_argument("--system", metavar="TEXT", help="what the conversation begins with")
-    parser.add_argument("--plain", action="store_true", help="without a chat template")
-    parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N")
-    parser.add_argument("--temperature", type=float, metavar="T", help="0: likeliest")
-    parser.add_argument("--top-p", type=float, metavar="P", help="of the fewest that make up P")
-    parser.add_argument("--seed", type=int, default=0, metavar="S")
-    parser.add_argument("--context", type=int, default=8192, metavar="N", help="most tokens (8192)")
-    parser.add_argument("--policy", choices=[name.value for name in PolicyName], help="dtype")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt")
+    parser.add_argument("--plain", action="store_true", help="continue text without a template")
+    parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="default: 512")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0: the likeliest token")
+    parser.add_argument(
+        "--top-p", type=float, metavar="P", help="sample from the top tokens of mass P"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="random seed (default: 0)")
+    parser.add_argument(
+        "--context", type=int, default=8192, metavar="N", help="most tokens (default: 8192)"
+    )
+    parser.add_argument(
+        "--policy", choices=[name.value for name in PolicyName], help="compute dtype"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

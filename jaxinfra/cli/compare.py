@@ -1,4 +1,4 @@
-"""Runs side by side: outcomes, and the settings in which they differ.
+"""Compare runs: their results, and the settings in which they differ.
 
 jaxinfra compare runs/small-1 runs/small-2 --picture curves.png
 """
@@ -17,8 +17,8 @@ from jaxinfra.diagnostics.run_view import differing_settings, read_view
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("runs", type=Path, metavar="RUN", nargs="+")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw their losses")
+    parser.add_argument("runs", type=Path, metavar="RUN", nargs="+", help="run directories")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the losses of the runs")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

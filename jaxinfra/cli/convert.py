@@ -1,4 +1,4 @@
-"""``jaxinfra convert SRC DST``: Hugging Face to ours, ours or a run to Hugging Face."""
+"""Convert a Hugging Face model to a checkpoint of jaxinfra, or a checkpoint or run back."""
 
 import argparse
 import math
@@ -18,33 +18,33 @@ _MAX_SHARD_GB = 1e6
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     parser.add_argument(
-        "source", metavar="SRC", type=Path, help="a Hugging Face model, a converted one, or a run"
+        "source", metavar="SRC", type=Path, help="a Hugging Face or converted model, or a run"
     )
     parser.add_argument("destination", metavar="DST", type=Path, help="a new directory")
     parser.add_argument(
         "--dtype",
         metavar="TYPE",
-        help=f"of all weights ({', '.join(DTYPES.values())}); by default as they are",
+        help=f"dtype of all weights: {', '.join(DTYPES.values())} (default: unchanged)",
     )
     parser.add_argument(
         "--adapters-only",
         action="store_true",
-        help="of a run that trained adapters: these alone, in the layout of PEFT, not merged",
+        help="write only the adapters that a run trained, in PEFT's layout, not merged",
     )
     parser.add_argument(
         "--merge",
         metavar="DIR",
         type=Path,
-        help="adapters as PEFT writes them, merged into the Hugging Face model that comes out",
+        help="merge PEFT's adapters of this directory into the Hugging Face model",
     )
     parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_HELP)
     parser.add_argument(
-        "--max-shard-gb", type=float, default=5.0, metavar="GB", help="of a file (10^9 bytes)"
+        "--max-shard-gb", type=float, default=5.0, metavar="GB", help="per file (default: 5)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Converts and says what was written."""
+    """Converts, and prints what was written."""
     if not 0 < args.max_shard_gb <= _MAX_SHARD_GB:
         raise ConfigError(
             f"--max-shard-gb={args.max_shard_gb} must be above 0 and at most {_MAX_SHARD_GB}"

@@ -1,11 +1,11 @@
-"""Find what is wrong with this machine or with a run, and what to do.
+"""Examine this machine or a run: problems, and their remedies.
 
 jaxinfra doctor                     GPUs, links, host, software and settings of this machine
-jaxinfra doctor --record FILE       the same, and what the driver answered, for others to look at
-jaxinfra doctor --answers FILE      what such a recording says
-jaxinfra doctor data SOURCE         odd documents of a run's data, or of a directory or file
-jaxinfra doctor checkpoint RUN      every file of every checkpoint against its SHA-256
-jaxinfra doctor recorder RUN        what every rank did last, and where it was when a run hung
+jaxinfra doctor --record FILE       the same, and save the driver's answers to a file
+jaxinfra doctor --answers FILE      examine such a recording
+jaxinfra doctor data SOURCE         unusual documents of a run's data, or of a directory or file
+jaxinfra doctor checkpoint RUN      compare every checkpoint file with its SHA-256
+jaxinfra doctor recorder RUN        the last events of every rank, and where it hung
 """
 
 import argparse
@@ -40,23 +40,37 @@ _OF_A_RUN = ("checkpoint", "data", "recorder")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("what", nargs="?", choices=["machine", *_OF_A_RUN], default="machine")
-    parser.add_argument("run", nargs="?", type=Path, metavar="RUN")
     parser.add_argument(
-        "--directory", type=Path, default=Path("runs"), help="machine: where runs are written"
+        "what",
+        nargs="?",
+        choices=["machine", *_OF_A_RUN],
+        default="machine",
+        help="what to examine",
     )
-    parser.add_argument("--record", type=Path, metavar="FILE", help="machine: keep its answers")
-    parser.add_argument("--answers", type=Path, metavar="FILE", help="machine: judge a recording")
-    parser.add_argument("--no-links", action="store_true", help="machine: measure no bandwidth")
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="run, or source of data")
     parser.add_argument(
-        "--session", type=int, default=0, help="recorder: of how many starts ago (default: 0)"
+        "--directory",
+        type=Path,
+        default=Path("runs"),
+        help="machine: directory of runs, whose disk is measured",
     )
-    parser.add_argument("--last", type=int, default=20, help="recorder: events a rank")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="machine: save answers")
+    parser.add_argument("--answers", type=Path, metavar="FILE", help="machine: examine a recording")
+    parser.add_argument("--no-links", action="store_true", help="machine: skip measuring the links")
+    parser.add_argument(
+        "--session",
+        type=int,
+        default=0,
+        help="recorder: session, counted back from the last start (default: 0)",
+    )
+    parser.add_argument(
+        "--last", type=int, default=20, help="recorder: events per rank (default: 20)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Looks at a machine or a run, and changes nothing; 1 where something is wrong."""
+    """Examines a machine or a run, and changes nothing; 1 where something is wrong."""
     if args.what == "machine":
         return _machine(args)
     if args.run is None:

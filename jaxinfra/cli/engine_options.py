@@ -1,4 +1,4 @@
-"""The options of commands that make an engine, or look at one."""
+"""Options of the commands that build an engine, or show its memory."""
 
 import argparse
 import dataclasses
@@ -12,40 +12,43 @@ from jaxinfra.serving.engine.options import EngineOptions, Preemption, options_o
 
 _CPU, _GPU = options_on("cpu"), options_on("gpu")
 _OPTIONS: tuple[tuple[str, str], ...] = (
-    ("max_running", "requests that have pages at a time"),
-    ("max_context", "tokens of a request; by default the model's positions"),
-    ("max_step_tokens", "tokens of a step, chunks of prompts too"),
-    ("page_size", "tokens of a page of the cache"),
-    ("num_pages", "pages; by default enough for --max-running of the longest"),
-    ("num_drafts", "tokens proposed ahead in each step"),
+    ("max_running", "most requests that are computed at the same time"),
+    ("max_context", "most tokens of a request; default: the model's positions"),
+    ("max_step_tokens", "most tokens per step, chunks of prompts included"),
+    ("page_size", "tokens per page of the KV cache"),
+    (
+        "num_pages",
+        "pages in the KV cache; default: enough for --max-running requests of the most tokens",
+    ),
+    ("num_drafts", "draft tokens per step of speculative decoding"),
 )
 
 
 def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
-    """Declares them."""
+    """Declares the options of an engine."""
     for name, text in _OPTIONS:
         default, on_gpu = getattr(_CPU, name), getattr(_GPU, name)
         said = text
         if default is not None:
-            said += f" ({default}{'' if on_gpu == default else f', on GPUs {on_gpu}'})"
+            said += f" (default: {default}{'' if on_gpu == default else f', on GPUs {on_gpu}'})"
         option = f"--{name.replace('_', '-')}"
         group.add_argument(option, type=int, metavar="N", help=said)
     group.add_argument(
         "--preemption",
         choices=[each.value for each in Preemption],
-        help="where answers need more pages than there are: the youngest request computes its "
-        f"tokens again later, or the host keeps its pages ({_CPU.preemption.value})",
+        help="what happens to the youngest request when the pages run out: its tokens are "
+        f"recomputed later, or the host keeps its pages (default: {_CPU.preemption.value})",
     )
     group.add_argument(
         "--host-gib",
         type=float,
         metavar="N",
-        help=f"memory of the host for --preemption host ({_CPU.host_bytes / 2**30:g})",
+        help=f"GiB of host memory for --preemption host (default: {_CPU.host_bytes / 2**30:g})",
     )
 
 
 def engine_options(args: argparse.Namespace) -> EngineOptions:
-    """Engine options of the command line, with this device's defaults."""
+    """Returns the engine's options as given, else this device's defaults."""
     given: dict[str, Any] = {name: getattr(args, name) for name, _ in _OPTIONS}
     given = {name: value for name, value in given.items() if value is not None}
     if args.preemption is not None:

@@ -1,4 +1,4 @@
-"""Where a process of the command line begins: signals first, then everything else."""
+"""Entry point of the command line, which installs signal handlers before everything else."""
 
 import gc
 import io

@@ -24,23 +24,30 @@ from jaxinfra.training.metrics import finite
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
-    parser.add_argument("run", type=Path, help="run directory, or one with a Hugging Face model")
+    parser.add_argument("run", type=Path, help="run directory, or a Hugging Face model")
     parser.add_argument("--data", help="text to use instead of the run's own held-out documents")
-    parser.add_argument("--step", type=int, help="checkpoint; the newest good one by default")
+    parser.add_argument("--step", type=int, help="checkpoint (default: the newest good one)")
     parser.add_argument("--mesh", default="", metavar="AXES", help="such as fsdp=4,tensor=2")
     parser.add_argument(
-        "--cache", type=Path, help="corpora and compiled programs (default: user cache)"
+        "--cache",
+        type=Path,
+        help="directory of tokenized texts and compiled programs (default: user cache)",
     )
     parser.add_argument(
         "--tasks", metavar="NAMES", help="tasks of lm-evaluation-harness, such as arc_easy,piqa"
     )
     parser.add_argument("--shots", type=int, metavar="N", help="examples before each question")
-    parser.add_argument("--limit", type=int, metavar="N", help="documents of each task")
+    parser.add_argument("--limit", type=int, metavar="N", help="most questions of each task")
     parser.add_argument(
-        "--task-directory", type=Path, metavar="DIR", help="YAML files of tasks of your own"
+        "--task-directory",
+        type=Path,
+        metavar="DIR",
+        help="directory with YAML files of your own tasks",
     )
     parser.add_argument(
-        "--chat", action="store_true", help="ask tasks' questions by the model's chat template"
+        "--chat",
+        action="store_true",
+        help="put the tasks' questions into the model's chat template",
     )
     parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_HELP)
     parser.add_argument("--json", action="store_true", help="print JSON")

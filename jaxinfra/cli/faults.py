@@ -1,4 +1,4 @@
-"""Inject faults into small runs on this machine, and judge what was lost.
+"""Inject faults into small runs on this machine, and check what was lost.
 
 jaxinfra faults --list
 jaxinfra faults 1 9 13
@@ -6,9 +6,9 @@ jaxinfra faults --all --jobs 4
 jaxinfra faults 1 2 -- small --data /texts --set model.stacks.0.repeats=2
 jaxinfra faults --all -- --config runs/mine/config.json --set model.stacks.0.repeats=2
 
-Options after -- are a config of your own, as jaxinfra train takes it; this command chooses the
-mesh and the number of steps, and its own options come before the faults then.
-Without it a model of a few thousand parameters is trained on generated text. Jobs have 2 to 8
+Options after -- describe a config of your own, as for jaxinfra train. This command chooses the
+mesh and the number of steps; its own options come first. Without a config it trains a model of a
+few thousand parameters on generated text. Jobs have 2 to 8
 processes with one CPU device each, connected through the loopback. The exit code is 0 where every
 fault passed. docs/faults.md explains each.
 """
@@ -38,16 +38,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--all", action="store_true", help="every fault")
     parser.add_argument("--list", action="store_true", help="list the faults, and stop")
-    parser.add_argument("--logs", type=Path, help="where runs and logs stay (default: faults/TIME)")
-    parser.add_argument("--jobs", type=int, default=1, help="faults at a time (default: 1)")
+    parser.add_argument("--logs", type=Path, help="runs and logs (default: faults/TIME)")
+    parser.add_argument("--jobs", type=int, default=1, help="faults at the same time (default: 1)")
     parser.add_argument("--json", action="store_true", help="verdicts as JSON lines")
     parser.add_argument(
-        "words", nargs="*", metavar="FAULT", help="numbers, then -- train's options"
+        "words", nargs="*", metavar="FAULT", help="numbers of faults, then -- and options of train"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the faults asked for; prints a verdict each."""
+    """Runs the requested faults and prints a verdict for each."""
     numbers = list(itertools.takewhile(str.isdecimal, args.words))
     options = args.words[len(numbers) :]
     if args.list:

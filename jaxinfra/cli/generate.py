@@ -25,52 +25,57 @@ _PROMPT_BYTES = 64 << 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
-    parser.add_argument(
-        "run", metavar="RUN", type=Path, help="run directory, or one with a Hugging Face model"
-    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="run, or a Hugging Face model")
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument(
-        "--prompt", metavar="TEXT", help="text to continue; - reads standard input"
+        "--prompt", metavar="TEXT", help="text to continue; -: from standard input"
     )
     prompts.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="a prompt per line; or JSON lines, .jsonl"
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="file with one prompt per line, or of JSON lines (.jsonl)",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="with --prompts: JSON lines there")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="with --prompts: file for the answers, as JSON lines",
+    )
     parser.add_argument(
         "--chat", action="store_true", help="the prompt is a message, in the model's chat template"
     )
-    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
+    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default: 256")
     parser.add_argument(
         "--temperature",
         type=float,
         metavar="T",
-        help="0: the most likely token (generation_config.json's, else 0.8)",
+        help="0: always the most likely token (default: generation_config.json's, else 0.8)",
     )
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the top K tokens")
     parser.add_argument(
-        "--top-k", type=int, metavar="K", help="draw from the K most likely tokens only"
+        "--top-p", type=float, metavar="P", help="sample from the top tokens of mass P"
     )
-    parser.add_argument(
-        "--top-p", type=float, metavar="P", help="draw from the fewest tokens that make up P only"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="S")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="random seed (default: 0)")
     parser.add_argument(
         "--policy",
         choices=[name.value for name in PolicyName],
-        help="compute dtype; by default the one the run was trained with",
+        help="compute dtype; default: that of the training run",
     )
     parser.add_argument(
-        "--mesh", default="", metavar="AXES", help="devices to spread the model over: tensor=2"
+        "--mesh",
+        default="",
+        metavar="AXES",
+        help="mesh of devices that share the model, such as tensor=2",
     )
     parser.add_argument(
         "--cache",
         choices=[form.value for form in CacheFormat],
         default=CacheFormat.PLAIN.value,
-        help="elements of past tokens' keys and values; plain: the compute dtype's",
+        help="format of the KV cache; plain: the compute dtype (default: plain)",
     )
     parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_HELP)
-    parser.add_argument(
-        "--step", type=int, metavar="N", help="a certain checkpoint; by default the newest"
-    )
+    parser.add_argument("--step", type=int, metavar="N", help="checkpoint (default: the newest)")
 
 
 def run(args: argparse.Namespace) -> int:

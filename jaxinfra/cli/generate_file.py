@@ -1,4 +1,4 @@
-"""``jaxinfra generate RUN --prompts FILE``: every prompt of a file, many at a time."""
+"""Generation for a file of prompts, many at a time: ``jaxinfra generate RUN --prompts FILE``."""
 
 import json
 from collections.abc import Iterator
@@ -14,10 +14,10 @@ from jaxinfra.serving.sampling import SamplingConfig
 
 
 def read_prompts(file: Path) -> list[Any]:
-    """The prompts of a file: the lines of a text, or of JSON lines ``prompt`` or ``messages``.
+    """Reads the prompts of a file: lines of text, or ``prompt`` or ``messages`` of JSON lines.
 
     Raises:
-        DataError: a line that has neither; it is named.
+        DataError: a line has neither; the error names it.
     """
     try:
         text = read_bytes(file, error=DataError).decode()
@@ -50,7 +50,7 @@ def generate_file(
     """Writes a JSON line for each prompt, in their order; returns the number of new tokens.
 
     Raises:
-        CheckpointError: after all of them, where some ended with an error.
+        CheckpointError: some prompts ended with an error; raised after all are done.
     """
     if not prompts:
         raise ConfigError("the file of prompts is empty; give a prompt on each line")

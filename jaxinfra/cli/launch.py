@@ -33,17 +33,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     defaults = Limits()
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("-n", "--processes", type=int, required=True, help="on this node")
-    parser.add_argument("--restarts", type=int, default=defaults.max_restarts, metavar="N")
-    parser.add_argument("--backoff", type=float, default=defaults.backoff_s, metavar="SECONDS")
-    parser.add_argument("--grace", type=float, default=defaults.grace_s, metavar="SECONDS")
-    parser.add_argument("--port", type=int, help="of process 0 (default: a free one)")
-    parser.add_argument("--logs", type=Path, help="what the processes print (default: in the run)")
+    parser.add_argument("-n", "--processes", type=int, required=True, help="processes on this node")
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=defaults.max_restarts,
+        metavar="N",
+        help=f"most restarts without progress (default: {defaults.max_restarts})",
+    )
+    parser.add_argument(
+        "--backoff",
+        type=float,
+        default=defaults.backoff_s,
+        metavar="SECONDS",
+        help=f"wait before the first restart (default: {defaults.backoff_s:g})",
+    )
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=defaults.grace_s,
+        metavar="SECONDS",
+        help=f"time to stop before processes are killed (default: {defaults.grace_s:g})",
+    )
+    parser.add_argument("--port", type=int, help="port of process 0 (default: a free one)")
+    parser.add_argument("--logs", type=Path, help="processes' output (default: in the run)")
     parser.add_argument(
         "--requeue", action="store_true", help="under Slurm: requeue the job when asked to stop"
     )
     parser.add_argument(
-        "--memory-group", type=Path, help="cgroup that counts kills for memory (default: own)"
+        "--memory-group",
+        type=Path,
+        help="cgroup whose out-of-memory kills are counted (default: its own)",
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- train ...")
 
@@ -102,7 +122,7 @@ def _require_memory(processes: int) -> None:
 
 
 def train_commands(command: list[str]) -> tuple[list[str], list[str], Path]:
-    """The command to start with, the one to go on with, and the run's directory."""
+    """Returns the command to start with, the one to continue with, and the run's directory."""
     resumed, given = _option(command, "--resume"), _option(command, "--run")
     if resumed is not None:
         return command, command, Path(resumed)
@@ -149,15 +169,15 @@ def _without_cluster() -> dict[str, str]:
 
 
 def require_slurm(environment: Mapping[str, str]) -> None:
-    """Raises ConfigError where ``requeue`` could not work: before the job runs, not after it."""
+    """Raises ConfigError where ``requeue`` could not work, before the job runs."""
     if environment.get("SLURM_JOB_ID") is None or shutil.which("scontrol") is None:
         raise ConfigError("--requeue works under Slurm only: no SLURM_JOB_ID, or no scontrol")
 
 
 def requeue(environment: Mapping[str, str]) -> None:
-    """Puts this Slurm job back into the queue; of several nodes the first one does so.
+    """Puts this Slurm job back into the queue; only the first of several nodes does so.
 
-    Where Slurm refuses, that is said, and the job's own exit code stays what it is.
+    Where Slurm refuses, a message says so, and the job's own exit code stays.
     """
     if environment.get("SLURM_NODEID", "0") != "0":
         return

@@ -21,24 +21,24 @@ from jaxinfra.runtime.signals import RESUMABLE_EXIT, process_request
 
 COMMANDS = {
     "train": "train a model, or continue a run",
-    "presets": "models and runs that have a name: sizes, and what for",
-    "generate": "sample from a run",
-    "chat": "talk with a model, which stays loaded",
-    "serve": "serve a model to clients of OpenAI's API",
-    "evaluate": "loss, perplexity and bits per byte on held-out text",
-    "convert": "a Hugging Face model to ours, ours or a run to Hugging Face",
-    "quantize": "weights in 4 or 8 bits, as other programs read them",
-    "plan": "what fits, which mesh, how fast, and how sure",
-    "launch": "start several processes of one job, and start them again when one fails",
-    "faults": "inject faults into small runs, and judge what was lost",
-    "doctor": "what is wrong with this machine or a run, and what to do",
-    "watch": "a run as it trains",
-    "report": "a run in one HTML file",
-    "compare": "runs side by side",
-    "replay": "a step done again: does it reproduce, and what made it not finite",
-    "memory": "where a step's memory goes, and what would fit",
-    "bench": "ours beside the alternatives, in one process",
-    "trace": "a profiler trace, explained: what delays a step",
+    "presets": "list the named models and runs: sizes, and their use",
+    "generate": "generate text with a run or a Hugging Face model",
+    "chat": "talk with a model in the terminal",
+    "serve": "serve a model through OpenAI's API",
+    "evaluate": "measure loss, perplexity and bits per byte on held-out text",
+    "convert": "convert between Hugging Face and jaxinfra, both ways",
+    "quantize": "quantize weights to 4 or 8 bits, for other programs too",
+    "plan": "predict what fits, which mesh is best, and how fast it is",
+    "launch": "start several processes of one job, and restart them when one fails",
+    "faults": "inject faults into small runs, and check what was lost",
+    "doctor": "find problems of this machine or a run, and their remedies",
+    "watch": "show a run while it trains",
+    "report": "write a run's report to one HTML file",
+    "compare": "compare runs and their settings",
+    "replay": "repeat a step: does it reproduce, and what made it not finite",
+    "memory": "show a step's memory, and changes that would fit",
+    "bench": "run a benchmark of jaxinfra beside the alternatives",
+    "trace": "explain a profiler trace: what delays a step",
 }
 """Name to help; the module of the same name in this package is imported when it is called."""
 
@@ -55,7 +55,7 @@ _REMEDIES = {
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with one-line errors that name the nearest option."""
+    """An argparse parser whose one-line errors name the nearest option."""
 
     @override
     def error(self, message: str) -> NoReturn:

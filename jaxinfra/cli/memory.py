@@ -1,4 +1,4 @@
-"""Where a step's memory goes: by role, by name, and when it is fullest.
+"""Show a step's memory by role, by name, and at its peak.
 
 jaxinfra memory tiny                                  a preset, compiled for the devices here
 jaxinfra memory runs/small-1 --picture memory.png     a run's config
@@ -48,40 +48,47 @@ from jaxinfra.training.recompute.optimal import draw_choice
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options: those of ``train`` that describe a config, and some more."""
+    """Declares the options: those of ``train`` that describe a config, and more."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     train.add_arguments(parser)
-    serving = parser.add_argument_group("of an engine that serves the model")
-    serving.add_argument("--serve", action="store_true", help="the engine, not the training step")
+    serving = parser.add_argument_group("engine that serves the model")
+    serving.add_argument(
+        "--serve", action="store_true", help="show the memory of the engine, not of a training step"
+    )
     add_engine_arguments(serving)
     serving.add_argument(
         "--cache-format",
         choices=[form.value for form in CacheFormat],
         default=CacheFormat.PLAIN.value,
-        help="what serve calls --cache",
+        help="format of the KV cache: serve's --cache (default: plain)",
     )
-    serving.add_argument("--weights", help=f"of a preset or a run: {', '.join(RECIPES)}")
+    serving.add_argument("--weights", help=f"format of quantized weights: {', '.join(RECIPES)}")
     serving.add_argument(
         "--group-size",
         type=int,
         default=DEFAULT_GROUP,
         metavar="N",
-        help=f"inputs that share a scale, of weights in 4 bits ({DEFAULT_GROUP})",
+        help=f"inputs that share a scale, for weights in 4 bits (default: {DEFAULT_GROUP})",
     )
-    parser.add_argument("--limit", type=float, metavar="GIB", help="memory of a device")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        metavar="GIB",
+        help="memory per device; above it, changes that fit are searched",
+    )
     parser.add_argument(
         "--picture",
         type=Path,
         metavar="FILE",
-        help="draw it over time; with --remat optimal beside it FILE.recomputation.png: what each "
-        "budget costs",
+        help="draw memory over time; with --remat optimal also FILE.recomputation.png, the cost of "
+        "each budget",
     )
-    parser.add_argument("--top", type=int, default=16, help="parts to list (16)")
+    parser.add_argument("--top", type=int, default=16, help="number of parts to list (default: 16)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compiles the step and prints where its memory goes; 1 where it exceeds the limit."""
+    """Compiles the step and prints its memory by role; 1 where it exceeds the limit."""
     if args.limit is not None and not args.limit > 0:
         raise ConfigError(f"--limit {args.limit} must be above 0 GiB")
     if args.serve:

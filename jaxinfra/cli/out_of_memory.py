@@ -1,5 +1,6 @@
-"""The report of a run whose first step, or a server whose engine, did not fit:
-``out-of-memory.json`` and its picture.
+"""Reports of a run's first step, or a server's engine, that did not fit.
+
+A report is ``out-of-memory.json`` and its picture.
 """
 
 import json
@@ -30,7 +31,7 @@ _UNITS = {"b": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
 def explain_out_of_memory(config: RunConfig, directory: Path, error: JaxinfraError) -> str:
-    """Compiles the step again, without running it, and writes what it needs and what would fit.
+    """Compiles the step without running it, and writes its memory and changes that would fit.
 
     Returns the report in a few lines.
     """
@@ -62,7 +63,7 @@ def explain_out_of_memory(config: RunConfig, directory: Path, error: JaxinfraErr
 
 
 def explain_serving_out_of_memory(case: ServingCase, directory: Path, error: Exception) -> str:
-    """Explains an engine that does not fit, by its largest program and its arrays.
+    """Writes the memory of an engine that does not fit, and changes that would fit.
 
     Returns the report in a few lines.
     """

@@ -1,7 +1,7 @@
 """Find what fits, which mesh, how fast it trains and what it costs.
 
-jaxinfra plan llama3_70b --devices 64 --device h100          searches the mesh
-jaxinfra plan llama3_8b --devices 8 --mesh fsdp=8            prices this one
+jaxinfra plan llama3_70b --devices 64 --device h100          search the best mesh
+jaxinfra plan llama3_8b --devices 8 --mesh fsdp=8            predict this mesh
 jaxinfra plan path/to/config.json --devices 16 --json
 jaxinfra plan llama32_1b --devices 8 --mesh fsdp=8 --compile cpu
 jaxinfra plan --schedule 1f1b -p 8 -m 16           a pipeline schedule; --pictures DIR draws it
@@ -49,10 +49,10 @@ _ROOM = 1.5  # what trained mixtures need, whose loads are balanced by a loss or
 
 
 def headline(plan: Plan, *, searched: bool) -> list[str]:
-    """Lines that come before the tables.
+    """Returns the lines that come before the tables.
 
     Args:
-        searched: the layout was found, not given.
+        searched: whether the layout was found by the search.
     """
     layout, seconds = plan.layout, plan.time.total_s
     best = "fastest that fits: " if searched and plan.fits else ""
@@ -70,10 +70,10 @@ def headline(plan: Plan, *, searched: bool) -> list[str]:
 
 
 def train_command(name: str, layout: Layout) -> str | None:
-    """The ``jaxinfra train`` command of a layout; None where none trains in its number formats.
+    """Returns the ``jaxinfra train`` command of a layout; None if none trains in its formats.
 
     Args:
-        name: of a preset, or the directory of a model.
+        name: a preset's name, or the directory of a model.
     """
     if layout.recipe != "bf16":
         return None
@@ -130,7 +130,7 @@ def _why_slower(plan: Plan) -> list[str]:
 
 
 def formats(args: argparse.Namespace) -> int:
-    """Number formats and recipes of training in them."""
+    """Prints number formats and the training recipes in them."""
     if args.pictures is not None:
         draw_formats(args.pictures)
     if args.json:
@@ -157,7 +157,7 @@ def formats(args: argparse.Namespace) -> int:
 
 
 def schedule(args: argparse.Namespace) -> int:
-    """A pipeline's schedule: its bubble, what it holds, its picture."""
+    """Prints a pipeline schedule: its bubble, its memory and its picture."""
     if args.schedule not in list(PipelineSchedule):
         known = nearest(args.schedule, map(str, PipelineSchedule))
         raise ConfigError(f"unknown --schedule {args.schedule!r}{known}")
@@ -188,54 +188,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("model", nargs="?", help="a preset, a config.json or its directory; or: formats")
-    add("--devices", type=_count, default=1, help="GPUs (1)")
-    add("--device", default="h200", help=f"GPU type: {', '.join(NAMES)} (h200)")
-    add("--nodes", type=_count, help="nodes that hold them; 8 GPUs a node by default")
+    add("--devices", type=_count, default=1, help="number of GPUs (default: 1)")
+    add("--device", default="h200", help=f"GPU type: {', '.join(NAMES)} (default: h200)")
+    add("--nodes", type=_count, help="number of nodes (default: 8 GPUs per node)")
     add("--node-bandwidth", type=_positive, metavar="GB/S", help="bus bandwidth within a node")
-    add("--network-bandwidth", type=_positive, metavar="GB/S", help="of a GPU's adapter")
-    add("--bench", type=Path, metavar="DIR", help="your own results (~/.cache/jaxinfra/bench)")
-    add("--constants", type=Path, metavar="FILE", help="single constants of your own, as JSON")
-    add("--memory", type=float, metavar="GB", help="of a GPU that plans may take (all of it)")
-    add("--mesh", help="such as fsdp=8,tensor=2,expert=4; searched where not given")
-    add("--fix", default="", metavar="AXES", help="axes that a search keeps, such as tensor=8")
-    add("--length", type=_count, help="tokens of a sequence (the model's, at most 8192)")
-    add("--batch", type=_count, help="sequences per step (about 4M tokens)")
-    add("--accumulation", type=_count, help="micro-batches per step, with --mesh (1)")
-    add("--chunks", type=_count, default=1, help="model chunks per stage: interleaved pipeline")
-    add("--zero", type=int, choices=range(4), help="what the fsdp axis shards (3)")
+    add("--network-bandwidth", type=_positive, metavar="GB/S", help="bandwidth per GPU")
+    add("--bench", type=Path, metavar="DIR", help="your bench results (~/.cache/jaxinfra/bench)")
+    add("--constants", type=Path, metavar="FILE", help="JSON file of your own constants")
+    add("--memory", type=float, metavar="GB", help="memory per GPU to use (default: all)")
+    add("--mesh", help="such as fsdp=8,tensor=2,expert=4 (default: search)")
+    add("--fix", default="", metavar="AXES", help="axes that the search keeps, such as tensor=8")
+    add("--length", type=_count, help="tokens per sequence (default: the model's, at most 8192)")
+    add("--batch", type=_count, help="sequences per step (default: about 4M tokens)")
+    add("--accumulation", type=_count, help="micro-batches per step, with --mesh (default: 1)")
+    add("--chunks", type=_count, default=1, help="chunks per stage, interleaved (default: 1)")
+    add("--zero", type=int, choices=range(4), help="ZeRO stage of the fsdp axis (default: 3)")
     add(
         "--keep-gathered",
         choices=("yes", "no"),
-        help="FSDP's gathered weights stay for the backward pass (where that fits)",
+        help="keep gathered weights for the backward pass (default: if they fit)",
     )
-    add("--sequence-parallel", action="store_true", help="norms sharded over tensor too")
+    add("--sequence-parallel", action="store_true", help="shard norms over the tensor axis too")
     add("--remat", help=f"recomputation: {', '.join(BY_STRENGTH)}")
-    add("--room", type=_positive, metavar="FACTOR", help="exchange.room_factor between experts")
-    add("--node-size", type=_count, metavar="N", help="exchange.node_size: in two levels")
-    add("--unroll", action="store_true", help="no loop over layers, as training.unroll has it")
+    add("--room", type=_positive, metavar="FACTOR", help="exchange.room_factor of experts")
+    add("--node-size", type=_count, metavar="N", help="exchange.node_size of experts")
+    add("--unroll", action="store_true", help="unroll the loop over layers")
     add(
         "--recipe",
         default="bf16",
-        help=f"precision and bytes per parameter: {', '.join(RECIPES)} (bf16, which is what trains "
-        "here); a search takes several, by commas, or all",
+        help=f"precision and bytes per parameter: {', '.join(RECIPES)} (default: bf16); a search "
+        "takes several, separated by commas, or all",
     )
-    add("--tokens", type=_positive, help="length of the run, for days and cost")
-    add("--dollars", type=_positive, help="price of a GPU and hour")
-    add("--inference", action="store_true", help="serving instead of training")
-    add("--weights", help=f"served: {', '.join(WEIGHTS)} (as files have them, or bf16)")
-    add("--group-size", type=_count, metavar="N", help=f"of weights in 4 bits ({DEFAULT_GROUP})")
-    add("--cache", default="bf16", help=f"KV cache: {', '.join(CACHE_BITS)} (bf16)")
-    add("--context", type=_count, default=8192, help="tokens cached, with --inference (8192)")
+    add("--tokens", type=_positive, help="tokens of the whole run, for days and cost")
+    add("--dollars", type=_positive, help="price of a GPU per hour")
+    add("--inference", action="store_true", help="plan serving instead of training")
+    add("--weights", help=f"with --inference: {', '.join(WEIGHTS)} (default: the files', or bf16)")
+    add("--group-size", type=_count, metavar="N", help=f"inputs per scale ({DEFAULT_GROUP})")
+    add("--cache", default="bf16", help=f"KV cache: {', '.join(CACHE_BITS)} (default: bf16)")
+    add("--context", type=_count, default=8192, help="cached tokens of --inference (default: 8192)")
     add("--compile", choices=("cpu", "gpu"), help="compile the real step and compare with it")
-    add("--pictures", type=Path, metavar="DIR", help="draw the plan there")
-    add("--schedule", help=f"a pipeline schedule alone: {', '.join(PipelineSchedule)}")
-    add("-p", type=_count, default=4, metavar="STAGES", help="of --schedule (4)")
-    add("-m", type=_count, default=8, metavar="MICRO", help="micro-batches of --schedule (8)")
+    add("--pictures", type=Path, metavar="DIR", help="directory for pictures of the plan")
+    add("--schedule", help=f"show a pipeline schedule: {', '.join(PipelineSchedule)}")
+    add("-p", type=_count, default=4, metavar="STAGES", help="stages of --schedule (default: 4)")
+    add("-m", type=_count, default=8, metavar="MICRO", help="micro-batches (default: 8)")
     add("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plans and prints."""
+    """Makes a plan and prints it."""
     try:
         return _run(args)
     except ArithmeticError as error:

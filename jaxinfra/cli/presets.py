@@ -1,7 +1,7 @@
-"""Presets: their sizes, and what each is for.
+"""List presets: their sizes, and the use of each.
 
 jaxinfra presets                 all of them
-jaxinfra presets qwen            those whose name has this in it
+jaxinfra presets qwen            those with this text in their name
 jaxinfra presets --json
 """
 
@@ -20,7 +20,7 @@ from jaxinfra.errors import ConfigError, nearest
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("name", nargs="?", default="", help="a part of the names to list")
+    parser.add_argument("name", nargs="?", default="", help="text that the listed names contain")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -1,4 +1,4 @@
-"""Price of a run's step by the planner."""
+"""Predicted times of a run's step, from the planner."""
 
 import functools
 
@@ -15,15 +15,16 @@ from jaxinfra.planning.plan import Plan, make_plan
 
 
 def step_price(config: RunConfig) -> float | None:
-    """Predicted seconds per step, on the GPUs here or, without any, on H200s; None where the
-    planner has no layout of it.
+    """Predicts seconds per step, on the GPUs here or, without any, on H200s.
+
+    Returns None where the planner has no layout of it.
     """
     plan = step_plan(config)
     return None if plan is None else plan.time.total_s
 
 
 def step_plan(config: RunConfig, device_kind: str | None = None) -> Plan | None:
-    """The plan of a run's step; None where the planner has none.
+    """Makes the plan of a run's step; None where the planner has none.
 
     Args:
         device_kind: such as "NVIDIA H200"; by default the GPUs here or, without any, H200s.

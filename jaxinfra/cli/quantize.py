@@ -1,4 +1,4 @@
-"""``jaxinfra quantize SRC DST``: a model's weights in 4 or 8 bits, as other programs read them."""
+"""Quantize a model's weights to 4 or 8 bits, in formats that other programs read."""
 
 import argparse
 from pathlib import Path
@@ -23,32 +23,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "source", metavar="SRC", type=Path, help="a Hugging Face model, a converted one, or a run"
     )
     parser.add_argument("destination", metavar="DST", type=Path, help="a new directory")
-    parser.add_argument("--recipe", required=True, help=", ".join(RECIPES))
+    parser.add_argument("--recipe", required=True, help=f"one of {', '.join(RECIPES)}")
     parser.add_argument(
         "--calibrate",
         metavar="TEXT",
         type=Path,
-        help="a text file: scales are chosen, and errors measured, by what activations it makes",
+        help="text file whose activations are used to choose scales and measure errors",
     )
     parser.add_argument(
         "--calibration-tokens",
         type=int,
         default=65536,
         metavar="N",
-        help="of that text, at most (default: 65536)",
+        help="most tokens of that text (default: 65536)",
     )
     parser.add_argument(
         "--group-size",
         type=int,
         default=DEFAULT_GROUP,
         metavar="N",
-        help=f"inputs that share a scale, of 4 bits: {', '.join(map(str, GROUPS))}",
+        help=f"inputs that share a scale, for 4 bits: {', '.join(map(str, GROUPS))} "
+        f"(default: {DEFAULT_GROUP})",
     )
     parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_HELP)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Quantizes, says how each layer fared, and what was written."""
+    """Quantizes, and prints each layer's errors and what was written."""
     recipe = quantization_recipe(args.recipe, group=args.group_size)
     if not 0 < args.calibration_tokens <= _MOST_TOKENS:
         raise ConfigError(

@@ -1,9 +1,9 @@
-"""One step of a run, done again on one device and compared with what the run recorded.
+"""Repeat one step of a run on one device, and compare it with what the run recorded.
 
-jaxinfra replay runs/small-1 --step 812             reproduces it, or suspect hardware
-jaxinfra replay runs/small-1 --step 812 --samples   and which samples and layers
+jaxinfra replay runs/small-1 --step 812             does the step reproduce?
+jaxinfra replay runs/small-1 --step 812 --samples   also by sample and by layer
 
-A step that is not finite is searched: the first layer, pass and operation that made it so.
+For a step that is not finite it finds the first layer, pass and operation that made it so.
 """
 
 import argparse
@@ -24,15 +24,19 @@ from jaxinfra.training.metrics import finite
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="counted from 1")
     parser.add_argument(
-        "--on-mesh", action="store_true", help="on the run's own mesh, for equal bits"
+        "--on-mesh", action="store_true", help="use the run's own mesh, so that bits can be equal"
     )
     parser.add_argument(
-        "--samples", action="store_true", help="the loss by sample, the gradient norm by layer"
+        "--samples",
+        action="store_true",
+        help="show the loss by sample and the gradient norm by layer",
     )
-    parser.add_argument("--cache", type=Path, help="corpora and programs (default: user cache)")
+    parser.add_argument(
+        "--cache", type=Path, help="directory of tokenized texts and programs (default: user cache)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

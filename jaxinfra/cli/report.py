@@ -1,4 +1,4 @@
-"""A run in one HTML file: what delays it, curves, wall time, ranks, incidents, settings.
+"""Write a run's report to one HTML file: delays, curves, time, ranks, incidents, settings.
 
 jaxinfra report runs/small-1                  writes runs/small-1/report.html
 """
@@ -14,8 +14,8 @@ from jaxinfra.diagnostics.run_view import read_view
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("run", type=Path, metavar="RUN")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="(RUN/report.html)")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: RUN/report.html")
 
 
 def run(args: argparse.Namespace) -> int:

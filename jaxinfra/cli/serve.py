@@ -1,4 +1,4 @@
-"""Serve a model to clients of OpenAI's API, and to people in a browser.
+"""Serve a model through OpenAI's API, with a chat page for browsers.
 
 jaxinfra serve runs/small-1
 jaxinfra serve /models/llama --port 8000 --max-running 64 --api-key "$KEY" --host 0.0.0.0
@@ -53,92 +53,106 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
-        "model", metavar="MODEL", type=Path, nargs="?", help="a run, or a Hugging Face directory"
+        "model",
+        metavar="MODEL",
+        type=Path,
+        nargs="?",
+        help="a run directory, or a Hugging Face model directory",
     )
-    parser.add_argument("--name", help="what clients call it; by default the directory's name")
-    where = parser.add_argument_group("who may ask")
-    where.add_argument("--host", default="127.0.0.1", help="0.0.0.0: from other machines too")
-    where.add_argument("--port", type=int, default=8000, help="0: one that is free")
+    parser.add_argument("--name", help="model name in the API; default: the directory's name")
+    where = parser.add_argument_group("network")
+    where.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; 0.0.0.0 also serves other machines (default: 127.0.0.1)",
+    )
+    where.add_argument("--port", type=int, default=8000, help="0 picks a free one (default: 8000)")
     where.add_argument(
         "--api-key",
         default=os.environ.get("JAXINFRA_API_KEY"),
         metavar="KEY",
-        help="asked of every client; JAXINFRA_API_KEY says it too",
+        help="key that every client must send (default: JAXINFRA_API_KEY)",
     )
-    most = parser.add_argument_group("how much")
+    most = parser.add_argument_group("limits")
     add_engine_arguments(most)
     for option, default, text in (
-        ("max-open", 256, "requests that run or wait; others are told to come again (429)"),
-        ("max-new-tokens", None, "tokens of an answer"),
-        ("max-body-mb", 8, "megabytes of a request's body"),
-        ("drain-seconds", 30, "that open requests have once a stop is asked for"),
+        (
+            "max-open",
+            256,
+            "most requests that run or wait; further ones are refused with status 429",
+        ),
+        ("max-new-tokens", None, "most tokens of an answer"),
+        ("max-body-mb", 8, "most megabytes of a request's body"),
+        ("drain-seconds", 30, "seconds that open requests may still take after a stop signal"),
     ):
-        said = f"{text} ({default})" if default is not None else text
+        said = f"{text} (default: {default})" if default is not None else text
         most.add_argument(f"--{option}", type=int, default=default, metavar="N", help=said)
     _add_defaults(parser)
     _add_companions(parser)
     parser.add_argument(
         "--policy",
         choices=[name.value for name in PolicyName],
-        help="compute dtype; by default the one the run was trained with",
+        help="compute dtype; default: that of the training run",
     )
     parser.add_argument("--mesh", default="", metavar="AXES", help="devices, such as tensor=2")
     parser.add_argument(
         "--cache",
         choices=[form.value for form in CacheFormat],
         default=CacheFormat.PLAIN.value,
-        help="elements of past tokens' keys and values; plain: the compute dtype's",
+        help="format of the KV cache; plain: the compute dtype (default: plain)",
     )
     parser.add_argument(
         "--replicas",
         type=int,
         metavar="N",
-        help="processes with a --mesh each, behind one address; one that ends is started again",
+        help="server processes behind one address, each with its own --mesh; one that ends is "
+        "restarted",
     )
     parser.add_argument(
         "--hang-seconds",
         type=float,
         metavar="S",
-        help="that a replica may give no sign of life before it is killed and started again "
-        f"({_HANG_S:g})",
+        help="seconds without a response after which a replica is killed and restarted "
+        f"(default: {_HANG_S:g})",
     )
     parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_HELP)
 
 
 def _add_defaults(parser: argparse.ArgumentParser) -> None:
-    said = parser.add_argument_group("where a request says nothing else")
+    said = parser.add_argument_group("defaults of requests")
     said.add_argument(
         "--sampling-defaults",
         choices=("model", "none"),
         default="model",
-        help="model: temperature, top-k, top-p as its generation_config.json has them",
+        help="source of temperature, top-k and top-p: model reads its generation_config.json "
+        "(default: model)",
     )
     said.add_argument(
         "--special-tokens",
         choices=("tokens", "text"),
         default="tokens",
-        help="what special tokens are that the prompt of a completion spells out",
+        help="how special tokens that a completion's prompt spells out are read (default: tokens)",
     )
 
 
 def _add_companions(parser: argparse.ArgumentParser) -> None:
     """Declares adapters and the draft model, which are served with the model."""
-    tuned = parser.add_argument_group("several fine-tunings of the model")
+    tuned = parser.add_argument_group("adapters")
     tuned.add_argument(
         "--adapters",
         nargs="+",
         default=[],
         metavar="NAME=DIR",
-        help="directories of PEFT, or runs with --lora; a request's model names one",
+        help="PEFT directories, or runs with --lora; a request selects one by its model name",
     )
     tuned.add_argument(
         "--max-adapter-rank",
         type=int,
         default=MAX_RANK,
         metavar="N",
-        help=f"largest rank that is taken ({MAX_RANK})",
+        help=f"largest rank of an adapter (default: {MAX_RANK})",
     )
-    ahead = parser.add_argument_group("speculation")
+    ahead = parser.add_argument_group("speculative decoding")
     ahead.add_argument(
         "--draft",
         type=Path,
@@ -179,7 +193,7 @@ def _options(args: argparse.Namespace, path: Path) -> Any:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves until a signal asks for the end, and until open requests have ended then."""
+    """Serves until a signal asks for the end, and until open requests have ended."""
     _require_extra()
     # What only a server needs is imported here: other commands do without.
     start = importlib.import_module("jaxinfra.serving.http.start")

@@ -1,10 +1,10 @@
-"""A profiler trace, explained: what delays a step, and which kernels take longest.
+"""Explain a profiler trace: what delays a step, and which kernels take longest.
 
 jaxinfra train ... --profile 20:23
-jaxinfra trace runs/small-1                what delays its step, and what to do
+jaxinfra trace runs/small-1                delays of its step, and remedies
 jaxinfra trace runs/small-1 runs/small-2   why the second takes longer or shorter than the first
-jaxinfra trace runs/small-1 --rank 3       tables of another rank; all that were traced compared
-jaxinfra trace --example                   one that ships
+jaxinfra trace runs/small-1 --rank 3       tables of another rank; all ranks are compared
+jaxinfra trace --example                   a trace that comes with jaxinfra
 """
 
 import argparse
@@ -30,18 +30,18 @@ from jaxinfra.runtime.files import read_json
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("directory", nargs="?", type=Path, help="run, or a directory with a trace")
+    parser.add_argument("second", nargs="?", type=Path, help="another run to compare with")
     parser.add_argument(
-        "directory", nargs="?", type=Path, help="a run, or any directory with a trace in it"
+        "--example",
+        action="store_true",
+        help="use the included trace of four H200s (fsdp=2,tensor=2)",
     )
-    parser.add_argument("second", nargs="?", type=Path, help="another, to compare with the first")
-    parser.add_argument(
-        "--example", action="store_true", help="one of four H200s (fsdp=2,tensor=2), shipped"
-    )
-    parser.add_argument("--rank", type=int, default=0, help="which process (default: 0)")
-    parser.add_argument("--device", type=int, default=0, help="which GPU of the traced process")
-    parser.add_argument("--steps", type=int, help="steps traced (found from the trace otherwise)")
-    parser.add_argument("--top", type=int, default=12, help="kernels to list")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="also draw it")
+    parser.add_argument("--rank", type=int, default=0, help="process to show (default: 0)")
+    parser.add_argument("--device", type=int, default=0, help="GPU of that process (default: 0)")
+    parser.add_argument("--steps", type=int, help="traced steps (default: found from the trace)")
+    parser.add_argument("--top", type=int, default=12, help="kernels to list (default: 12)")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the step's time")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -9,8 +9,8 @@ jaxinfra train --init DIR --data pairs.jsonl --chat --preferences dpo,beta=0.1
 jaxinfra train tiny --set optimizer.learning_rate=1e-3 --set training.steps=100
 jaxinfra train --config mine.toml --seed 2     preset = "tiny" and changes to it; or a whole config
 
-Several sources with weights, and further texts to evaluate on, are data.mixture and data.validation
-of such a file.
+Such a file may also set data.mixture (several sources with weights) and data.validation (further
+texts to evaluate on).
 """
 
 import argparse
@@ -24,9 +24,11 @@ from jaxinfra.config import codec
 from jaxinfra.config.files import read_run_config
 from jaxinfra.config.finetune import parse_lora
 from jaxinfra.config.mesh import parse_mesh
+from jaxinfra.config.pipeline import PipelineSchedule
+from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.preferences import parse_preferences
 from jaxinfra.config.presets import run_preset
-from jaxinfra.config.run import RunConfig
+from jaxinfra.config.run import AttentionImplementation, Remat, RunConfig
 from jaxinfra.config.validate import validate
 from jaxinfra.errors import ConfigError
 from jaxinfra.runtime.files import local_path
@@ -50,16 +52,51 @@ _SHORTHANDS = {
     "sequence_parallel": "sharding.sequence_parallel",
 }
 
+_HELP = {
+    "steps": "optimizer steps of the run",
+    "batch_size": "sequences per step, over all devices",
+    "sequence_length": "tokens per sequence",
+    "accumulation": "micro-batches per step",
+    "remat": "what the backward pass recomputes",
+    "attention": "attention kernel",
+    "seed": "random seed of weights and data order",
+    "evaluate_every": "steps between evaluations",
+    "learning_rate": "peak learning rate",
+    "policy": "compute dtype",
+    "schedule": "pipeline schedule, with a pipe axis",
+    "data": "directory, file or glob of texts",
+    "checkpoint_every": "steps between checkpoints",
+    "zero": "ZeRO stage: what the fsdp axis shards",
+    "sequence_parallel": "shard norms over the tensor axis too",
+}
+_CHOICES = {
+    option: "{" + ",".join(values) + "}"
+    for option, values in {
+        "remat": Remat,
+        "attention": AttentionImplementation,
+        "policy": PolicyName,
+        "schedule": PipelineSchedule,
+        "zero": ("1", "2", "3"),
+        "sequence_parallel": ("true", "false"),
+    }.items()
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("preset", nargs="?", help="a preset's name; tiny by default")
+    parser.add_argument("preset", nargs="?", help="name of a preset (default: tiny)")
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="instead of a preset: TOML, YAML or JSON"
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="config file instead of a preset: TOML, YAML or JSON",
     )
     parser.add_argument(
-        "--init", type=Path, metavar="DIR", help="start from this model: Hugging Face, ours, a run"
+        "--init",
+        type=Path,
+        metavar="DIR",
+        help="start from this model: a Hugging Face, converted or run directory",
     )
     parser.add_argument(
         "--lora",
@@ -67,49 +104,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="train adapters only: rank=8,alpha=16,targets=query+value,kind=lora|dora,...",
     )
     parser.add_argument(
-        "--chat", action="store_true", help="data are conversations, for the model's chat template"
+        "--chat",
+        action="store_true",
+        help="the data are conversations for the model's chat template",
     )
     parser.add_argument(
         "--preferences",
         metavar="SPEC",
-        help="data are pairs of answers: dpo, ipo, simpo, orpo or cpo, such as dpo,beta=0.1",
+        help="the data are pairs of answers; loss dpo, ipo, simpo, orpo or cpo: dpo,beta=0.1",
     )
+    parser.add_argument("--resume", type=local_path, metavar="RUN", help="continue this run")
     parser.add_argument(
-        "--resume", type=local_path, metavar="RUN", help="continue this run directory"
-    )
-    parser.add_argument(
-        "--run", type=local_path, metavar="DIR", help="new run directory (runs/PRESET-N)"
+        "--run", type=local_path, metavar="DIR", help="new run directory (default: runs/PRESET-N)"
     )
     parser.add_argument(
         "--continue",
         action="store_true",
         dest="continued",
-        help="with --run: continue the run there if there is one, for jobs that are restarted",
+        help="with --run: continue an existing run there, for jobs that are restarted",
     )
-    parser.add_argument("--mesh", metavar="AXES", help="such as fsdp=4,tensor=2")
+    settings = parser.add_argument_group("settings of the run (default: the preset's)")
+    settings.add_argument("--mesh", metavar="AXES", help="mesh of devices: fsdp=4,tensor=2")
     for option, path in _SHORTHANDS.items():
-        parser.add_argument(f"--{option.replace('_', '-')}", metavar="X", help=f"sets {path}")
-    parser.add_argument(
+        settings.add_argument(
+            f"--{option.replace('_', '-')}",
+            metavar=_CHOICES.get(option, "X"),
+            help=f"{_HELP[option]} ({path})",
+        )
+    settings.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="PATH=VALUE",
         help="any setting of config.json, such as optimizer.clip_norm=none",
     )
-    parser.add_argument("--profile", metavar="START:STOP", help="trace these steps")
+    parser.add_argument("--profile", metavar="START:STOP", help="steps to trace with the profiler")
     parser.add_argument(
-        "--cache", type=Path, help="corpora and compiled programs (default: user cache)"
+        "--cache",
+        type=Path,
+        help="directory of tokenized texts and compiled programs (default: user cache)",
     )
-    parser.add_argument("--no-sample", action="store_true", help="end without a sample of text")
+    parser.add_argument("--no-sample", action="store_true", help="print no text sample at the end")
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the config and what each device would hold of each tensor, and stop",
+        help="print the config and each tensor's bytes per device, and stop",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Checks the config, and trains: what loads JAX is imported once it is known to be right."""
+    """Checks the config, then imports JAX and trains."""
     if args.continued and args.run is None:
         raise ConfigError("--continue needs --run DIR: which run is to be continued or begun?")
     config = config_of(args)
@@ -123,7 +167,7 @@ def _job() -> Any:
 
 
 def config_of(args: argparse.Namespace) -> RunConfig:
-    """The config that the options describe."""
+    """Returns the config that the options describe."""
     begins = {
         "--init": args.init,
         "--lora": args.lora,

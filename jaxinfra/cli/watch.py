@@ -1,4 +1,4 @@
-"""A run as it trains, from its directory: this machine's, or one on a shared disk.
+"""Show a run while it trains, from its directory, which may be on a shared disk.
 
 jaxinfra watch runs/small-1
 """
@@ -17,9 +17,11 @@ from jaxinfra.diagnostics.run_view import RunView, read_view
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("run", type=Path, metavar="RUN")
-    parser.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds (2)")
-    parser.add_argument("--once", action="store_true", help="print it once, and stop")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument(
+        "--every", type=float, default=2.0, metavar="S", help="seconds between updates (default: 2)"
+    )
+    parser.add_argument("--once", action="store_true", help="print once, and stop")
 
 
 def run(args: argparse.Namespace) -> int:
