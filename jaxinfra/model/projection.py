@@ -14,7 +14,7 @@ from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.deferred import Deferred
 from jaxinfra.ops.fp8_operands import Input, empty_record
 from jaxinfra.ops.fp8_swiglu import Factor
-from jaxinfra.ops.multiply import Weight, as_array, copied, gathered, is_plain
+from jaxinfra.ops.multiply import AnyWeight, as_array, copied, gathered, is_plain
 from jaxinfra.ops.quantized import contracted_dims
 
 PROJECTION = "projection"
@@ -100,7 +100,7 @@ class Projection(nnx.Module):
         return weight if self.adapter is None else self.adapter.merged(weight)
 
     @property
-    def _used(self) -> Weight:
+    def _used(self) -> AnyWeight:
         weight = gathered(self.weight.get_value(), self.gather, self.dims)
         return weight if self.place is None else jax.tree.map(self._whole, weight)
 
@@ -143,7 +143,7 @@ class Projection(nnx.Module):
         return x if self.copies == 1 else jnp.repeat(x, self.copies, axis=self.copied_axis)
 
     @property
-    def _multiplied(self) -> Weight:
+    def _multiplied(self) -> AnyWeight:
         """The weight as devices multiply with it."""
         if self.copies == 1:
             return self._used

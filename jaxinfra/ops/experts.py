@@ -179,7 +179,7 @@ class ExpertWeights:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Copies:
+class TokenCopies:
     """Copies of tokens, one for each choice, in the order of their experts."""
 
     choice_M: jax.Array  # int32: which choice, n K + k, a copy is for; N K where there is none
@@ -188,7 +188,7 @@ class Copies:
     left_out: jax.Array  # int32 []: choices without a copy for want of room
 
 
-def sorted_copies(expert_NK: Int[Array, "N K"], *, num_experts: int, room: int) -> Copies:
+def sorted_copies(expert_NK: Int[Array, "N K"], *, num_experts: int, room: int) -> TokenCopies:
     """Makes copies of tokens for their experts, dropping the last experts' beyond ``room``.
 
     Args:
@@ -204,7 +204,7 @@ def sorted_copies(expert_NK: Int[Array, "N K"], *, num_experts: int, room: int) 
     edges = jnp.searchsorted(expert_I[order_I], jnp.arange(num_experts + 1, dtype=jnp.int32))
     fitting = jnp.minimum(edges.astype(jnp.int32), room)
     has_copy_I = (expert_I < num_experts) & (place_I < room)
-    return Copies(
+    return TokenCopies(
         choice_M=jnp.where(
             jnp.arange(room, dtype=jnp.int32) < fitting[-1], order_I[:room], order_I.size
         ),
@@ -284,7 +284,7 @@ def apply_experts(
     return y_ND, copies.left_out
 
 
-def _met(experts: ExpertWeights, copies: Copies) -> tuple[ExpertWeights, Copies]:
+def _met(experts: ExpertWeights, copies: TokenCopies) -> tuple[ExpertWeights, TokenCopies]:
     """As many experts as there are copies: those that have some, in their order, then others."""
     has_none_E = (copies.sizes_E == 0).astype(jnp.int32)
     expert_S = jnp.argsort(has_none_E, stable=True)[: copies.choice_M.size]
@@ -297,7 +297,7 @@ def _met(experts: ExpertWeights, copies: Copies) -> tuple[ExpertWeights, Copies]
 def _hidden(
     x_ND: jax.Array,
     rows_M: jax.Array,
-    copies: Copies,
+    copies: TokenCopies,
     experts: ExpertWeights,
     *,
     kind: MlpKind,
@@ -340,7 +340,7 @@ def _hidden(
 def _product(
     x: jax.Array,
     weight: jax.Array | QuantizedWeight,
-    copies: Copies,
+    copies: TokenCopies,
     recipe: Recipe,
     *,
     rows_M: jax.Array | None = None,
@@ -360,7 +360,7 @@ def _product(
 def _product_fp8(
     x: jax.Array,
     weights: tuple[jax.Array | QuantizedWeight, ...],
-    copies: Copies,
+    copies: TokenCopies,
     recipe: Recipe,
     *,
     rows_M: jax.Array | None,
@@ -380,7 +380,7 @@ def _stored(weight: jax.Array | QuantizedWeight, recipe: Recipe) -> jax.Array:
     return weight if recipe.gradient is None else weight.astype(recipe.gradient)
 
 
-def _bias(bias_E: jax.Array, copies: Copies, recipe: Recipe) -> jax.Array:
+def _bias(bias_E: jax.Array, copies: TokenCopies, recipe: Recipe) -> jax.Array:
     """Each copy's own expert's bias."""
     last = jnp.int32(bias_E.shape[0] - 1)
     m_M = jnp.arange(copies.choice_M.size, dtype=jnp.int32)

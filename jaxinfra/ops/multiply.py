@@ -222,9 +222,9 @@ def _takes(x: jax.Array, rank: int, recipe: Recipe) -> bool:
     return is_few and recipe.compute.itemsize == 2 and device.target().capability == (9, 0)
 
 
-type Weight = jax.Array | QuantizedWeight | GatheredWeight
+type AnyWeight = jax.Array | QuantizedWeight | GatheredWeight
 """What a product multiplies activations with."""
-type Watch = Callable[[str, jax.Array, Weight], jax.Array]
+type WatchInput = Callable[[str, jax.Array, AnyWeight], jax.Array]
 """(spec, input, weight) of a product that is traced -> the input that it multiplies instead."""
 
 
@@ -241,7 +241,7 @@ class Multiply:
 
     devices: FindDevices = one_device
     few_rows: bool = False
-    watch: Watch | None = None
+    watch: WatchInput | None = None
 
     def __call__(
         self,
@@ -287,7 +287,7 @@ class Multiply:
         self,
         spec: str,
         x: jax.Array | Input | Deferred,
-        weight: Weight,
+        weight: AnyWeight,
         *,
         recipe: Recipe,
         residual: jax.Array | None,
@@ -302,7 +302,7 @@ class Multiply:
         return multiply_few_rows(spec, x, weight, recipe=recipe, residual=residual)
 
     def swiglu(
-        self, x_BTD: Float[Array, "B T D"] | Deferred, weight_DF: Weight, *, recipe: Recipe
+        self, x_BTD: Float[Array, "B T D"] | Deferred, weight_DF: AnyWeight, *, recipe: Recipe
     ) -> Float[Array, "B T _"] | Deferred:
         """Returns ``silu(x gate) * (x up)`` in the compute dtype, for ``few_rows`` only; of a
         quantized weight a ``Deferred`` one that the next product gates.
@@ -343,7 +343,7 @@ class Multiply:
             )
 
 
-def as_array(weight: Weight, dtype: jnp.dtype) -> jax.Array:
+def as_array(weight: AnyWeight, dtype: jnp.dtype) -> jax.Array:
     """Returns a weight as an array: dequantized to ``dtype``, or the share of a gathered one."""
     if isinstance(weight, QuantizedWeight):
         return weight.dequantize(dtype)
@@ -351,7 +351,7 @@ def as_array(weight: Weight, dtype: jnp.dtype) -> jax.Array:
     return weight.share if isinstance(weight, GatheredWeight) else weight
 
 
-def gathered(weight: jax.Array | QuantizedWeight, gather: Gather | None, dims: Dims) -> Weight:
+def gathered(weight: jax.Array | QuantizedWeight, gather: Gather | None, dims: Dims) -> AnyWeight:
     """Returns a weight brought together by ``gather``, under the name that recomputation keeps;
     a quantized one as it is.
     """
@@ -362,8 +362,8 @@ def gathered(weight: jax.Array | QuantizedWeight, gather: Gather | None, dims: D
 
 
 def copied(
-    weight: Weight, copies: int, *, axis: int, of_array: Callable[[jax.Array], jax.Array]
-) -> Weight:
+    weight: AnyWeight, copies: int, *, axis: int, of_array: Callable[[jax.Array], jax.Array]
+) -> AnyWeight:
     """Returns a weight with ``copies`` of each element of a dim of its outputs.
 
     Args:
@@ -375,12 +375,12 @@ def copied(
     return jax.tree.map(of_array, weight)
 
 
-def is_plain(weight: Weight) -> TypeGuard[jax.Array]:
+def is_plain(weight: AnyWeight) -> TypeGuard[jax.Array]:
     """Whether a weight is one array."""
     return not isinstance(weight, QuantizedWeight | GatheredWeight)
 
 
-def _ungathered(what: str, weight: Weight) -> jax.Array | QuantizedWeight:
+def _ungathered(what: str, weight: AnyWeight) -> jax.Array | QuantizedWeight:
     if isinstance(weight, GatheredWeight):
         raise UnsupportedError(
             f"{what} with a gathered weight: kernels for a few rows run on one device, which has "
