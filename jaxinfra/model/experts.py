@@ -4,6 +4,7 @@ Dims: B batch, T position, D model width, E experts, F hidden width, K experts o
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -93,21 +94,32 @@ class Experts(nnx.Module):
         self.gate_bias = bias(config.hidden_dim, axes.MLP) if gated else None
         self.up_bias = bias(config.hidden_dim, axes.MLP)
         self.down_bias = bias(model_dim, axes.EMBED)
-        wide = (model_dim, config.shared_hidden_dim)
-        has_shared = config.shared_hidden_dim > 0
-        shared = functools.partial(
-            build, "BTD,DF->BTF", shape=wide, dims=inward, std=std, name=HIDDEN
+        self._add_shared(build, (model_dim, config.shared_hidden_dim), std=std, out_std=out_std)
+
+    def _add_shared(
+        self,
+        build: Callable[..., Projection],
+        shape: tuple[int, int],
+        *,
+        std: float,
+        out_std: float,
+    ) -> None:
+        """Adds the expert that all tokens pass, where the config has one."""
+        inward, outward = (axes.EMBED, axes.MLP), (axes.MLP, axes.EMBED)
+        has_shared = self.config.shared_hidden_dim > 0
+        wide = functools.partial(
+            build, "BTD,DF->BTF", shape=shape, dims=inward, std=std, name=HIDDEN
         )
-        self.shared_gate = shared() if has_shared and gated else None
-        self.shared_up = shared() if has_shared else None
+        self.shared_gate = wide() if has_shared and self.config.kind.gated else None
+        self.shared_up = wide() if has_shared else None
         self.shared_down = (
-            build("BTF,FD->BTD", shape=wide[::-1], dims=outward, std=out_std)
+            build("BTF,FD->BTD", shape=shape[::-1], dims=outward, std=out_std)
             if has_shared
             else None
         )
         self.shared_scale = (
-            build("BTD,DE->BTE", shape=(model_dim, 1), dims=(axes.EMBED, None), std=std, whole=True)
-            if config.shared_gate
+            build("BTD,DE->BTE", shape=(shape[0], 1), dims=(axes.EMBED, None), std=std, whole=True)
+            if self.config.shared_gate
             else None
         )
 

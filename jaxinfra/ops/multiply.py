@@ -74,8 +74,18 @@ def multiply(
         return multiply_fp8(
             spec, x, weight, recipe=recipe, out=out, record=record, dims=dims, devices=devices
         )
-    if isinstance(x, Input):
-        x = x.x
+    return _einsum(spec, x.x if isinstance(x, Input) else x, weight, recipe=recipe, out=out)
+
+
+def _einsum(
+    spec: str,
+    x: jax.Array,
+    weight: jax.Array | GatheredWeight,
+    *,
+    recipe: Recipe,
+    out: jnp.dtype | None,
+) -> jax.Array:
+    """``multiply`` of arrays in the compute dtype, with its gradients."""
     compute, gradient = recipe.compute, recipe.gradient
     assert recipe.accum == ACCUMULATOR, f"sums in {recipe.accum}; products are in {ACCUMULATOR}"
 

@@ -147,14 +147,19 @@ def chunk_loss(
     at_target_R = weights_R * slope_R * (g_R * probability_R - (1.0 - smoothing))
     coefficient_R = jnp.where(counts_R, at_target_R, 0.0)
     assert matrix is not None
-    matrix = matrix.at[
-        jnp.arange(matrix.shape[0]), jnp.where(counts_R, targets_R, matrix.shape[1])
-    ].set(0, mode="drop", unique_indices=True)
+    matrix = _without_targets(matrix, targets_R, counts_R)
 
     def unpad(y_R: jax.Array) -> jax.Array:
         return y_R[:num_rows].reshape(*shape, *y_R.shape[1:])
 
     return ChunkLoss(*losses, unpad(matrix), unpad(scale_R), unpad(coefficient_R), uniform_ZbC)
+
+
+def _without_targets(matrix: jax.Array, targets_R: jax.Array, counts_R: jax.Array) -> jax.Array:
+    """The matrix of exponentials with 0 at each counted row's target."""
+    columns_R = jnp.where(counts_R, targets_R, matrix.shape[1])
+    rows_R = jnp.arange(matrix.shape[0])
+    return matrix.at[rows_R, columns_R].set(0, mode="drop", unique_indices=True)
 
 
 def _target_logit(

@@ -318,11 +318,7 @@ def backward(operands: BackwardOperands, *, spec: AttentionSpec) -> AttentionGra
         dk_BKsH = einsum_f32("BKGts,BKGtH->BKsH", inner_BKGts, q_BKGtH)
         dv_BKsV = einsum_f32("BKGts,BKGtV->BKsV", p_BKGts, d_out_BKGtV)
         if d_bias is not None:
-            start, sizes = tiles.bias_slice(i, j)
-            summed = tuple(d for d, size in enumerate(sizes) if size < ds_BKGts.shape[d])
-            update = lax.dynamic_slice(d_bias, start, sizes)
-            update += jnp.sum(ds_BKGts, axis=summed, keepdims=True)
-            d_bias = lax.dynamic_update_slice(d_bias, update, start)
+            d_bias = _add_to_bias(d_bias, ds_BKGts, *tiles.bias_slice(i, j))
         return (
             _add_at(dq_IBKGtH, i, dq_BKGtH),
             _add_at(dk_JBKsH, j, dk_BKsH),
@@ -347,3 +343,13 @@ def backward(operands: BackwardOperands, *, spec: AttentionSpec) -> AttentionGra
         b, n, t, s = masks.bias.shape
         d_bias = d_bias[..., :t, :s].reshape(b, n, t, s).astype(masks.bias.dtype)
     return AttentionGradients(dq, dk, dv, d_sinks, d_bias)
+
+
+def _add_to_bias(
+    d_bias: jax.Array, ds_BKGts: jax.Array, start: tuple, sizes: tuple[int, ...]
+) -> jax.Array:
+    """Adds a tile's score gradients to the bias's, summed over dims that the bias broadcasts."""
+    summed = tuple(d for d, size in enumerate(sizes) if size < ds_BKGts.shape[d])
+    update = lax.dynamic_slice(d_bias, start, sizes)
+    update += jnp.sum(ds_BKGts, axis=summed, keepdims=True)
+    return lax.dynamic_update_slice(d_bias, update, start)

@@ -97,9 +97,16 @@ def _attend(call: PagedCall, positions_BT: jax.Array) -> jax.Array:
     )
     if call.sinks_N is not None:
         sinks_11KG = call.sinks_N.reshape(1, 1, K, N // K)
-        top_BTKG = jnp.maximum(peak_BTKG, sinks_11KG)
-        shrink_BTKG = jnp.exp(peak_BTKG - top_BTKG)
-        total_BTKG = total_BTKG * shrink_BTKG + jnp.exp(sinks_11KG - top_BTKG)
-        out_BTKGV = out_BTKGV * shrink_BTKG[..., None]
+        total_BTKG, out_BTKGV = _with_sinks(sinks_11KG, peak_BTKG, total_BTKG, out_BTKGV)
     out_BTKGV = out_BTKGV / jnp.where(total_BTKG == 0.0, 1.0, total_BTKG)[..., None]
     return out_BTKGV.reshape(B, T, N, -1).astype(call.q_BTNH.dtype)
+
+
+def _with_sinks(
+    sinks_11KG: jax.Array, peak_BTKG: jax.Array, total_BTKG: jax.Array, out_BTKGV: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Softmax's total and the unscaled output once each head's sink has joined the softmax."""
+    top_BTKG = jnp.maximum(peak_BTKG, sinks_11KG)
+    shrink_BTKG = jnp.exp(peak_BTKG - top_BTKG)
+    total_BTKG = total_BTKG * shrink_BTKG + jnp.exp(sinks_11KG - top_BTKG)
+    return total_BTKG, out_BTKGV * shrink_BTKG[..., None]

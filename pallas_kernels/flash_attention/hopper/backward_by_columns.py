@@ -10,6 +10,7 @@ warpgroup 1 computes dO V' and dS; each hands its result to the other through sh
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -249,15 +250,7 @@ class _ByColumns(BackwardKernel):
                 plgpu.barrier_arrive(smem.ds_ready)  # and P may be overwritten
             plgpu.wgmma(dk_acc, left, smem.q.at[slot, :, self.mine(wg)])
             n = kv_head * self.g.group + head
-            leave = _nothing
-            for start in range(wg * self.half, (wg + 1) * self.half, self.chunk):
-                # A part of dQ leaves while the next is computed, the last one with the next tile.
-                right = smem.k.at[only, :, pl.ds(start, self.chunk)]
-                shape = (QUERIES, self.chunk)
-                dq = _product(shape, smem.ds.transpose((1, 0)), right, leave)
-                leave = functools.partial(
-                    self.add_to_dq, gmem, smem, wg, dq, b, n, i, k_tile, start
-                )
+            leave = self.parts_of_dq(gmem, smem, wg, only, b, n, i, k_tile)
             plgpu.barrier_arrive(smem.empty.at[slot])
             return first_product(it + 1, leave)
 
@@ -270,6 +263,16 @@ class _ByColumns(BackwardKernel):
             plgpu.wgmma_accumulator_load(dk_acc, wait_n=0),
             plgpu.wgmma_accumulator_load(dv_acc, wait_n=0),
         )
+
+    def parts_of_dq(self, gmem, smem, wg: int, only, b, n, i, k_tile) -> Callable[[], None]:
+        """Computes this warpgroup's columns of dQ part by part, and returns what sends the last."""
+        leave = _nothing
+        for start in range(wg * self.half, (wg + 1) * self.half, self.chunk):
+            # A part of dQ leaves while the next is computed, the last one with the next tile.
+            right = smem.k.at[only, :, pl.ds(start, self.chunk)]
+            dq = _product((QUERIES, self.chunk), smem.ds.transpose((1, 0)), right, leave)
+            leave = functools.partial(self.add_to_dq, gmem, smem, wg, dq, b, n, i, k_tile, start)
+        return leave
 
     def write_p(self, smem, slot, s, lse, i, k_tile, queries: TileRange) -> jax.Array:
         """Writes P to shared memory, for both warpgroups, and returns it."""

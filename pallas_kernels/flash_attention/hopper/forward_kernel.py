@@ -401,7 +401,7 @@ class ForwardKernel(AttentionKernel):
 
         @pl.when(wg == c.num_warpgroups)
         def _():
-            # 2 * 240 + 24 and 3 * 160 + 32 registers a thread is what a multiprocessor has: asking
+            # 2 * 240 + 24 and 3 * 160 + 32 registers a thread is what an SM has: asking
             # for more does not fail, it waits for ever.
             plgpu.set_max_registers(24 if c.num_warpgroups == 2 else 32, action="decrease")
             self.make_arrivals(smem)
@@ -511,8 +511,7 @@ class ForwardKernel(AttentionKernel):
         Args:
             aligned: the key at the first query's position.
         """
-        c = self.c
-        wg = lax.axis_index("wg")
+        c, wg = self.c, lax.axis_index("wg")
         peak = plgpu.layout_cast(jnp.full((64,), NO_MAXIMUM, jnp.float32), row_layout())
         total = plgpu.layout_cast(jnp.full((64, 8), 0.0, jnp.float32), tile_layout())
         q_ids = plgpu.load(smem.q_ids.at[wg], layout=row_layout()) if self.segmented else None
