@@ -93,7 +93,7 @@ def test_named_arrays_are_the_state():
 
 def test_sizes_of_calls_are_few_and_reach_all_requests():
     def sizes(options):
-        limits = options.limits(MODELS["tiny"](), long_context=None, has_draft=False)
+        limits = options.limits(MODELS["tiny"]())
         return limits.row_sizes
 
     assert sizes(EngineOptions(max_running=1)) == (1,)
