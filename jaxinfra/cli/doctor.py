@@ -119,7 +119,7 @@ def _show(found: Sequence[Finding], *, as_json: bool) -> int:
 
 
 def _recorder(args: argparse.Namespace) -> int:
-    """What the ranks recorded; 1 where the watchdog ended that session."""
+    """Prints the events that the ranks recorded; 1 where the watchdog ended that session."""
     place = args.run / f"recorder.{args.session}" if args.session else args.run / "recorder"
     records = read_records(place)
     if not records:

@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
             finish = progress.end
             if num_tokens == 1:
                 first = time.perf_counter()
-            # Elsewhere than on a terminal, the text is what was drawn, to the last character.
+            # Elsewhere than on a terminal, the text is written exactly as sampled.
             text = printable(progress.text) if sys.stdout.isatty() else progress.text
             print(text, end="", flush=True)
     finally:

@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"jaxinfra {name}: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return _leave(error.exit_code)
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output went away; there is nobody to tell
+        sys.stderr.close()  # the reader of our output went away; there is no reader to tell
     except OSError as error:
         if error.errno is None:
             raise

@@ -101,7 +101,7 @@ def train_command(name: str, layout: Layout) -> str | None:
 
 
 def _spare_room(plan: Plan) -> list[str]:
-    """What buffers for any load cost, where tokens travel to experts on other devices."""
+    """Returns the cost of exchange buffers for any load, where experts are on other devices."""
     layout = plan.layout
     if layout.mesh.expert == 1 or layout.exchange.room_factor is not None:
         return []
@@ -109,8 +109,8 @@ def _spare_room(plan: Plan) -> list[str]:
     tight = dataclasses.replace(layout, exchange=exchange)
     saved = plan.time.total_s - step_time(plan.model, tight, plan.device).total_s
     return [
-        f"  the exchange between experts has room for any load; --room {_ROOM:g} (of the mean; "
-        f"what exceeds it is left out and counted) would take {1e3 * saved:,.0f} ms less"
+        f"  the exchange between experts has room for any load; --room {_ROOM:g} (times the mean; "
+        f"choices beyond it are dropped and counted) would take {1e3 * saved:,.0f} ms less"
     ]
 
 
@@ -432,7 +432,7 @@ def _print_json(values: dict[str, Any]) -> None:
 
 
 def _form(layout: Layout) -> dict[str, Any]:
-    """What tells layouts of one search apart."""
+    """Returns the text that tells layouts of one search apart."""
     return {
         "mesh": layout.axes,
         "micro_batch_rows": layout.micro_rows,

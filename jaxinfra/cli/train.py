@@ -162,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _job() -> Any:
-    """What loads JAX."""
+    """Imports the module that loads JAX."""
     return importlib.import_module("jaxinfra.cli.train_job")
 
 

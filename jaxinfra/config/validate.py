@@ -26,7 +26,7 @@ def check_divides(model: ModelConfig, mesh: MeshConfig) -> None:
     sharded = [("vocab_size", model.vocab_size, "tensor", mesh.tensor)]
     sharded.append(("model_dim", model.model_dim, "fsdp", mesh.fsdp))
     if any(stack.repeats % mesh.pipe for stack in model.stacks):
-        # Layers that do not divide over the stages lie there split by width.
+        # Layers that do not divide over the stages are stored there split by width.
         sharded.append(("model_dim", model.model_dim, "fsdp x pipe", mesh.fsdp * mesh.pipe))
     for block in model.blocks:
         sizes = block.mixer.tensor_sizes | block.feed_forward.tensor_sizes

@@ -88,7 +88,7 @@ class MixtureSchedule:
         return total / max(num_steps, 1)
 
     def _bounds(self, steps: Int64[np.ndarray, "N"]) -> Float64[np.ndarray, "N S"]:
-        """Where each source's part of the line from 0 to 1 ends."""
+        """Returns the end of each source's part of the line from 0 to 1."""
         time = steps.astype(np.float64) * self._per_step
         place = np.searchsorted(self._times, time, side="right") - 1
         weights = self._weights[place]

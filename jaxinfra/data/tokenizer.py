@@ -287,7 +287,7 @@ class StreamDecoder:
         self._before += text
 
     def _release(self, text: str) -> str:
-        """What tokens that make no character have come to, less the last of them."""
+        """Returns the text of tokens that complete no character, without the last of them."""
         last = self._held[-_MOST_PARTS:]
         self._held = self._held[:-_MOST_PARTS]
         pairs = zip(self._pending(), text, strict=False)

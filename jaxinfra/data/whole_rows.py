@@ -22,7 +22,7 @@ from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.errors import DataError
 
 _LOG = logging.getLogger(__name__)
-PACKING_VERSION = 1  # of the order of conversations, likewise
+PACKING_VERSION = 1  # of the order of conversations, too
 PAIRS_VERSION = 1  # of the order below: another must not resume this one
 MOST_PAIRS = 32
 """In a row: what a loss of pairs has room for."""

@@ -153,7 +153,7 @@ class _Walk:
     def _loop(
         self, eqn: Any, ins: Sequence[Any], marks: Sequence[_Mark], scope: str
     ) -> list[_Mark]:
-        """Turn by turn, up to the first in which something goes wrong."""
+        """Runs a loop, iteration by iteration, up to the first that makes a value not finite."""
         body, length = eqn.params["jaxpr"], eqn.params["length"]
         turn = jax.jit(jex.jaxpr_as_fun(body))
         # Constants, then what is carried, then columns: these alone have a dim more outside.
@@ -182,7 +182,7 @@ class _Walk:
     def _mark(
         self, eqn: Any, ins: Sequence[Any], marks: Sequence[_Mark], out: Any, scope: str
     ) -> _Mark:
-        """Of an operation that has nothing inside."""
+        """Marks the results of an operation that has no program inside."""
         if is_finite(out):
             return None
         if known := [mark for mark in marks if isinstance(mark, Origin)]:
@@ -488,7 +488,7 @@ def _cause(
 
 
 def _of_sum(job: Job, state: State, batch: Batch, key: jax.Array) -> NonFiniteCause | None:
-    """What is finite piece by piece and not in the sum."""
+    """Finds values that are finite in each piece and not in their sum."""
     learned = jax.jit(job.gradient)(
         state.parameters, state.model_state, batch, key=key, loss_scale=state.loss_scale.value
     )

@@ -68,7 +68,7 @@ def straggler_delays(ranks: Mapping[str, Waterfall]) -> list[Delay]:
     others = [each for each in times if each is not slowest]
     behind = slowest.own_ms - statistics.median(each.own_ms for each in others)
     step_ms = max(waterfall.span_ms for waterfall in ranks.values())
-    # Whoever is behind waits for nobody, and all others wait for it.
+    # The last device waits for no other, and all others wait for it.
     waited = min(each.waiting_ms for each in others) - slowest.waiting_ms
     won = min(behind, waited)
     if won < _SHARE * step_ms:

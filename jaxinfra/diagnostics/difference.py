@@ -181,7 +181,7 @@ def _text(
     second: Waterfall,
     steps: tuple[TracedStep | None, TracedStep | None],
 ) -> tuple[str, str]:
-    """What differs, and what makes the second step as fast as the first."""
+    """Describes what differs, and what makes the second step as fast as the first."""
     word = "longer" if ms > 0 else "shorter"
     if scope == IDLE:
         text = f"The device is idle {abs(ms):.1f} ms {word}: launches, input or the host"
@@ -210,7 +210,7 @@ def _text(
 
 
 def _formats(waterfall: Waterfall, step: TracedStep | None, scope: str) -> set[str]:
-    """In which formats most of a scope's matmul time is spent."""
+    """Returns the formats in which most of a scope's matmul time is spent."""
     dtypes = {each["instruction"]: each["dtype"] for each in step["matmuls"]} if step else {}
     ms: dict[str, float] = collections.defaultdict(float)
     for kernel in waterfall.kernels:
@@ -230,7 +230,7 @@ def _main_kernels(waterfall: Waterfall, scope: str) -> list[str]:
 
 
 def _family(kernel: KernelTime) -> str:
-    """Who wrote a kernel: tiles and numbers in its name differ from shape to shape."""
+    """Returns the library of a kernel; tiles and numbers in its name differ by shape."""
     name = kernel.kernel.lower()
     families = {
         "mosaic_gpu": _OWN,

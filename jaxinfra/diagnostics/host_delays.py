@@ -17,7 +17,7 @@ from jaxinfra.runtime.recorder import BUSY_READERS, READY_BATCHES, Event, RankRe
 
 _PHASES = ("input", "place", "step", "wait", "host", "compile", "evaluate", "save", "probe")
 _ALONE = ("input", "place", "step", "host")
-"""Phases of a rank in which its devices wait for nobody else."""
+"""Phases of a rank in which its devices wait for no other rank."""
 _SHARE = 0.1
 """Share of a step that a phase takes at least to count: less is the queue's own time."""
 _OVERHEAD = 0.25

@@ -186,7 +186,7 @@ def replay_step(directory: Path, *, step: int, cache_dir: Path, on_mesh: bool = 
 
 
 def _alone(config: RunConfig) -> RunConfig:
-    """The same computation on one device."""
+    """Returns the same computation on one device."""
     return dataclasses.replace(
         config,
         mesh=MeshConfig(),

@@ -215,7 +215,7 @@ def kind_of(event: TraceEvent) -> str:
 
 
 def _mosaic_kind(event: TraceEvent) -> str:
-    """By its name, and of one that says nothing by where it was called."""
+    """Returns the kind of a Mosaic kernel by its name, else by its call site."""
     name = event.kernel.lower().partition(_MOSAIC)[0]
     for kind, pattern in _MOSAIC_KINDS:
         if re.search(pattern, name):

@@ -110,7 +110,7 @@ class _Walk:
         return self._now
 
     def _continues(self) -> bool:
-        """Whether the next launch is another's, so that a library's kernel is of this one."""
+        """Tells whether a library's kernel belongs to this launch, since the next is another's."""
         if self._now < 0 or self._class_of(self._launches[self._now]) != _LIBRARY:
             return False
         ahead = self._places[_LIBRARY]
@@ -144,7 +144,7 @@ class TracedRun:
 
     waterfall: Waterfall  # of the device that was asked for
     by_device: dict[str, Waterfall]  # of all, by name: rank 1, GPU 3, rank 1 GPU 3
-    step: TracedStep | None  # None: nobody wrote it down
+    step: TracedStep | None  # None: no description was written
 
 
 def read_traced_run(

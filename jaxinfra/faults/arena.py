@@ -54,7 +54,7 @@ _TIMEOUT_S = 900.0
 _TIMES = ("step_s", "tokens_per_s", "mfu", "stall_s", "elapsed_s", "peak_bytes")
 # Phases of a step, which the watchdog bounds.
 _SHORT = ("input", "place", "step", "wait", "evaluate", "host")
-_LOADING = threading.Lock()  # one state in memory at a time, whoever judges meanwhile
+_LOADING = threading.Lock()  # one state in memory at a time, in any thread
 WORDS = ("the", "model", "layer", "of", "token", "reads", "writes", "loss", "step", "data", "mesh")
 
 

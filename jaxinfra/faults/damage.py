@@ -121,7 +121,7 @@ def full_disk(arena: Arena) -> str:
         found = incidents(arena.place / run, "not saved")
         require(len(found) == 1, f"incidents: {found}")
         require(os.strerror(number) in found[0]["text"], f"incident: {found[0]['text']}")
-        require("NOT SAVED" in ended.said, "nobody was told")
+        require("NOT SAVED" in ended.said, "the failed save was not reported")
         steps = saved_steps(arena.place / run)
         require(steps == [SAVE_EVERY, STEPS], f"saved steps are {steps}")
         evidence.append(f"{name}: {found[0]['text'][:150]}; {arena.require_same(run)}")
@@ -162,7 +162,7 @@ def other_shape(arena: Arena) -> str:
 
 
 def _sums_on_eight(arena: Arena, run: Path, step: int) -> dict[str, str]:
-    """What ``state_sums`` gives where the state lies on 8 devices."""
+    """Returns ``state_sums`` of the state on 8 devices."""
     program = (
         "import json, sys; from pathlib import Path; from jaxinfra.config.mesh import MeshConfig;"
         "from jaxinfra.faults.arena import state_sums;"

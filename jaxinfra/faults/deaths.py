@@ -41,7 +41,7 @@ def _kill_at(target: str, *, rank: int, call: int) -> dict[str, Any]:
 
 
 def _kill_in_step(arena: Arena, run: str, *, rank: int) -> dict[str, Any]:
-    """In step 7, or later where a slow disk has not yet got all of step 4's checkpoint."""
+    """Kills a rank in step 7, or later where a slow disk has not finished step 4's checkpoint."""
     saved = arena.place / run / "checkpoints" / directory_layout.step_name(SAVE_EVERY)
     return _kill_at(_SEND, rank=rank, call=7) | {"once": str(saved)}
 

@@ -71,7 +71,7 @@ def require_runnable(config: RunConfig, numbers: Collection[int], *, jobs: int) 
 def _require_memory(config: RunConfig, devices: int, *, jobs: int) -> None:
     alone = dataclasses.replace(config, mesh=MeshConfig())
     count = make_job(alone).model.num_parameters
-    # The largest job, while the others have two processes; and a state that is being judged.
+    # The largest job, while the others have two processes; and a state that is being compared.
     states = devices + 2 * (jobs - 1) + 1
     needed, free = states * _BYTES_A_PARAMETER * count, _free_bytes()
     if needed > free:

@@ -36,7 +36,7 @@ from jaxinfra.runtime.injected_faults import VARIABLE
 
 CONTEXT = 128
 POISON = 257
-"""A token beyond the tokenizer's, whose embedding is NaN: it is never drawn, but can be sent."""
+"""A token beyond the tokenizer's, whose embedding is NaN: it is never sampled, but can be sent."""
 
 SERVED_CONFIG = ModelConfig(
     vocab_size=258,
@@ -207,7 +207,7 @@ class GymServer:
             require(time.monotonic() < deadline, f"requests do not end: {is_open}")
             time.sleep(0.05)
         held = series["vllm:kv_cache_usage_perc"]
-        require(held == 0, f"{held:.1%} of the pages are held by nobody's requests")
+        require(held == 0, f"{held:.1%} of the pages are held, though no request is open")
         late = series["jaxinfra:late_compiles_total"]
         require(late == 0, f"{late:.0f} programs were compiled while requests waited")
         return series

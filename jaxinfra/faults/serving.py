@@ -99,7 +99,7 @@ def _overfill(arena: Arena, preemption: Preemption) -> str:
         refused = [reply for reply in replies if reply.status == 429]
         require(len(taken) >= 10, f"{len(taken)} of {len(replies)} were answered")
         require(len(taken) + len(refused) == len(replies), "other answers than 200 and 429")
-        require(refused, "nobody was told to come again")
+        require(refused, "no client was told to try again")
         require(all("retry-after" in reply.headers for reply in refused), "429 without Retry-After")
         wrong = [r for r in taken if not any(r.text.startswith(text) for text in texts)]
         require(not wrong, f"answered otherwise than alone: {wrong[:1]}")
@@ -113,7 +113,7 @@ def _overfill(arena: Arena, preemption: Preemption) -> str:
         require((saved > 0) == is_kept, f"{preemption.value}, and the host got {saved:.0f} pages")
         said = _require_texts(server, texts)
         kept = server.series()["jaxinfra:host_pages"]
-        require(kept == 0, f"the host keeps {kept:.0f} pages of nobody's requests")
+        require(kept == 0, f"the host keeps {kept:.0f} pages that no request uses")
         return (
             f"{preemption.value}: {len(taken)} answered as alone, {preempted:.0f} times after a "
             f"preemption, {saved:.0f} pages to the host and {restored:.0f} back; "
@@ -132,7 +132,7 @@ def slow_reader(arena: Arena) -> str:
         asked = body(PROMPTS[0], new=_LONG, stream=True, n=16, logprobs=20)
         connection = server.send(asked, room=4096)
         require(server.texts() == texts, "others were answered otherwise meanwhile")
-        server.wait_until_idle()  # it is computed, though nobody reads
+        server.wait_until_idle()  # it is computed, though no client reads
         kept = server.series()["process_resident_memory_bytes"]
         for _ in range(3):
             drop(server.send(asked, room=4096), reset=True)

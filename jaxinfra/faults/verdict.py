@@ -54,7 +54,7 @@ def judge(number: int, arena: Arena) -> Verdict:
         evidence, passed = entry.function(arena), True
     except JaxinfraError as error:
         evidence, passed = str(error), False
-    except Exception as error:  # whatever a fault did, the next ones are still to be judged
+    except Exception as error:  # whatever a fault did, the next ones still run
         where = traceback.extract_tb(error.__traceback__)[-1]
         evidence, passed = f"{error!r} at {where.filename}:{where.lineno}", False
     return Verdict(

@@ -163,7 +163,7 @@ def _slow_is_named(arena: Arena, run: str, plan: dict[str, Any], *, cause: str) 
     ended = arena.run(run, arena.settings(*settings), faults=[plan], restarts=0)
     _require_done(ended)
     found = [(one["rank"], one["cause"]) for one in incidents(arena.place / run, "slow rank")]
-    require((1, cause) in found, f"named: {found or 'nobody'}")
+    require((1, cause) in found, f"named: {found or 'no rank'}")
     # Another cause may be true too: on a machine that is busy elsewhere any rank may be slow.
     slow = [one for one in incidents(arena.place / run, "slow rank") if one["cause"] == cause]
     require(all(one["rank"] == 1 for one in slow), f"named: {found}")

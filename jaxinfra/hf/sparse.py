@@ -212,7 +212,7 @@ def write_gpt_oss(config: ModelConfig) -> dict[str, Any]:
 
 
 def _layers(config: ModelConfig) -> tuple[GroupedAttentionConfig, ExpertsConfig, MlpConfig | None]:
-    """Its attention, its experts, and its dense layers where it has some."""
+    """Reads attention, experts, and dense layers where the model has some."""
     attention = config.blocks[0].mixer
     feed_forwards = {type(block.feed_forward): block.feed_forward for block in config.blocks}
     experts, dense = feed_forwards.get(ExpertsConfig), feed_forwards.get(MlpConfig)

@@ -115,7 +115,7 @@ def read_program(lowered: jax.stages.Lowered) -> CompiledProgram:
 
 @contextlib.contextmanager
 def _no_cache() -> Iterator[None]:
-    """Within, programs are compiled: of what is read from the cache nothing is written."""
+    """Compiles without the cache in the block; cached programs write no records."""
     used = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # JAX asks once whether there is one
@@ -325,7 +325,7 @@ class _Walk:
         return {buffer.shape_index: frozenset({buffer.id}) for buffer in self._own[operation.id]}
 
     def _result(self, operation: HloOperation) -> _Value:
-        """What an instruction passes on of its operands; its own buffers are not among it."""
+        """Returns the operands' buffers that an instruction passes on, without its own."""
         given = [self._values[place] for place in operation.operands]
         if operation.opcode == "tuple":
             parts = enumerate(given)

@@ -80,7 +80,7 @@ def _shape(
 
 
 def _dims(rest: str, kind: str) -> list[int]:
-    """Of the first operand; a dot and a call of cuBLAS write them differently."""
+    """Returns the dims of the first operand, from the text of a dot or a call of cuBLAS."""
     match = re.search(rf"lhs_{kind}_dim\w*\W*[{{\[]([^}}\]]*)", rest)
     return [int(number) for number in re.findall(r"\d+", match[1])] if match else []
 

@@ -365,7 +365,7 @@ def _product_fp8(
     *,
     rows_M: jax.Array | None,
 ) -> jax.Array:
-    """The same of all weights, side by side."""
+    """Multiplies each copy with all weights side by side, in 8 bits."""
     gathered = None
     if rows_M is not None:
         gathered = Gathered(rows_M=rows_M, choice_M=copies.choice_M, place_NK=copies.place_NK)

@@ -155,7 +155,7 @@ def _form(spec: str) -> _Form:
 
 
 def _fitting(devices: Devices, sides: tuple[Side, ...], fp8: Fp8Recipe) -> Devices:
-    """These devices; spread over by the compiler where a share would not have whole blocks."""
+    """Returns devices whose shares have whole blocks, else those partitioned by the compiler."""
     why = devices.unfit(sides)
     if why is None:
         return devices
@@ -366,7 +366,7 @@ class Call:
         return self.matrix_dims if self.contracted_first else self.matrix_dims[::-1]
 
     def _quantized_weight(self, weight):
-        """In this device's share, and what was seen of it."""
+        """Quantizes the weight in this device's share; returns it and its statistics."""
         caster = Caster(WEIGHT, self.fp8, self.devices)
         rows, columns = self.matrix_dims
 

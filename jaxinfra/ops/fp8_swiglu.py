@@ -131,7 +131,7 @@ class _Stage(NamedTuple):
         return stage(x.x, x.quantized, x.seen, weights, records)
 
     def _hidden(self, gate: jax.Array, up: jax.Array) -> tuple[BothWays, jax.Array]:
-        """In 8 bits, and what was seen."""
+        """Computes the hidden values in 8 bits and their statistics."""
         call = self.calls[0]
         caster = Caster(X, self.fp8, call.devices)
         outer = call.sides[1]
@@ -172,7 +172,7 @@ class _Stage(NamedTuple):
         return {**caster.options, "implementation": self.implementation}
 
     def _placed(self, caster: Caster) -> Any:
-        """Where what is cast lies, and what was seen of it."""
+        """Placements of the quantized values and of their statistics."""
         outer = self.calls[0].sides[1]
         ways = of_matrix(caster.form, TOKENS, outer), of_matrix(caster.form, outer, TOKENS)
         return BothWays._make(ways), WHOLE
@@ -183,6 +183,6 @@ class _Stage(NamedTuple):
 
 
 def _plain_hidden(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """As the layer has it."""
+    """Computes the hidden values as the layer does."""
     wide = (each.astype(ACCUMULATOR) for each in (up, gate))
     return activated(MlpKind.SWIGLU, *wide).astype(gate.dtype)

@@ -159,7 +159,7 @@ def activation_bytes(model: PlannedModel, layout: Layout) -> float:
 
 
 def _buffers(model: PlannedModel, layout: Layout, gradients: float, *, sums: float) -> float:
-    """What the peak holds beyond the other roles: a layer's working set, or the loss's.
+    """Bytes of the peak beyond the other roles: the working set of a layer, or of the loss.
 
     The loss runs before the layers' gradients exist, so it only counts where it exceeds them:
     a chunk of logits and their gradient, the table's gradient and its 16-bit copy.

@@ -157,7 +157,7 @@ def _matmul(parameter: ParameterInfo, layout: Layout) -> PlannedMatmul:
 
 
 def _is_inward(parameter: ParameterInfo) -> bool:
-    """Whether it is multiplied along its first dim: from the residual stream, or a latent."""
+    """Tells whether a weight multiplies the residual stream, or a latent, along its first dim."""
     first = next(dim for dim in parameter.dims if dim != EXPERTS)
     return first in (EMBED, LATENT)
 
@@ -223,7 +223,7 @@ def _core(layer: LayerKind, layout: Layout) -> tuple[list[Operation], list[Opera
 
 
 def _context_exchange(layer: LayerKind, layout: Layout) -> tuple[PlannedCollective, ...]:
-    """Of a pass and of its gradients: keys and values in a ring, or latents, whole on each."""
+    """Lists exchanges of a pass and its gradients: keys and values in a ring, or whole latents."""
     mixer, num_shards = layer.mixer, layout.mesh.context
     latents = isinstance(mixer, LatentAttentionConfig)
     sent = context_bytes(

@@ -52,7 +52,7 @@ def matmul_s(device: Device, each: PlannedMatmul) -> float:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _filled(m: int, n: int, count: int, num_sms: int) -> float:
-    """Share of the multiprocessors' time that output tiles fill, by the best choice of tile."""
+    """Share of the SMs' time that output tiles fill, by the best choice of tile."""
     best = 0.0
     for tile_m, tile_n, rate in _TILES:
         tiles = math.ceil(m / tile_m) * math.ceil(n / tile_n)
@@ -210,7 +210,7 @@ def step_time(model: PlannedModel, layout: Layout, device: Device) -> StepTime:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Seconds:
-    """Of some operations: compute by class, and collectives by axis, exposed and hideable."""
+    """Seconds of some operations: compute by class, and collectives by axis."""
 
     compute: dict[str, float]
     exposed: dict[str, float]
@@ -240,7 +240,7 @@ def _price(operations: Sequence[Operation], layout: Layout, device: Device) -> _
 
 
 def _sum(*terms: tuple[dict[str, float], float]) -> dict[str, float]:
-    """Of dicts and how often each counts, by name."""
+    """Sums dicts by name, each times its count."""
     names = {name: None for term, _ in terms for name in term}
     return {name: sum(times * term.get(name, 0.0) for term, times in terms) for name in names}
 

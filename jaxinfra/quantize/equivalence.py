@@ -129,7 +129,7 @@ def _of_experts(feed: ExpertsConfig, offset: float) -> list[ScaledInput]:
 
 
 def _is_linear_in_up(kind: MlpKind) -> bool:
-    """Whether the hidden layer is a gate times what ``up`` makes; clamped ones are not."""
+    """Tells whether the hidden layer is linear in ``up``; clamped gates are not."""
     return kind.gated and kind is not MlpKind.SWIGLU_CLAMPED
 
 

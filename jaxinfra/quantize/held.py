@@ -62,7 +62,7 @@ def _definition(config: ModelConfig, policy: PolicyName) -> ModelDefinition:
 
 @functools.lru_cache(maxsize=8)
 def _one_of_each(config: ModelConfig) -> tuple[WeightMap, dict[str, bool]]:
-    """Tensors of a layer of each kind, for all of a kind lie alike in files; and which of our
+    """Tensors of a layer of each kind, since all of a kind are stored alike; and which of our
     parameters activations are multiplied with.
     """
     model_type = str(to_hf_config(config)["model_type"])
@@ -77,7 +77,7 @@ def _one_of_each(config: ModelConfig) -> tuple[WeightMap, dict[str, bool]]:
 def _in_few_bits(
     definition: ModelDefinition, recipe: QuantizationRecipe, *, kept: PolicyName
 ) -> Parameters:
-    """The weights that a recipe's files hold in few bits, of all layers."""
+    """The quantized weights of a recipe's files, of all layers."""
     weights, matmuls = _one_of_each(definition.config)
     shapes = by_path(definition.arrays)
     found: dict[tuple[str | int, ...], QuantizedWeight] = {}

@@ -88,7 +88,7 @@ def awq_scales_by_expert(
 
 
 def _by_expert(of_one: _OfOne, w: jax.Array, seen: InputStatistics) -> jax.Array:
-    """Of one weight, or of one expert after another."""
+    """Applies a function to one weight, or to one expert after another."""
     if w.ndim == 2:
         return of_one(w, seen)
     return jax.lax.map(lambda each: of_one(*each), (w, seen))

@@ -249,7 +249,7 @@ class _Quantization:
         x_BTD: np.ndarray,
         outputs: list[np.ndarray],
     ) -> float:
-        """Of a layer's output against the original's, given the same input."""
+        """Returns the error of a layer's output against the original's, given the same input."""
         used = running.held(place, values)
         again = functools.partial(
             running.run,
@@ -265,7 +265,7 @@ class _Quantization:
         return _relative_error(outputs, (again(part)[0] for part in _pieces(x_BTD)))
 
     def _quantized_paths(self, place: LayerPlace) -> frozenset[str]:
-        """Weights in few bits, by path in the block."""
+        """Paths of the quantized weights in the block."""
         prefix = f"blocks/{place.block}/"
         tensors = self.tensors[place.block, place.at]
         return frozenset(part.path.removeprefix(prefix) for t in tensors for part in t.parts)
@@ -325,7 +325,7 @@ class _Quantization:
 
 
 def _of_part(arrays: Mapping[str, jax.Array], prefix: str, part: Part) -> jax.Array | None:
-    """What a part of ours has of an array of its layer; None: there is none of this path."""
+    """Returns a part's share of a layer's array; None where there is none of this path."""
     array = arrays.get(part.path.removeprefix(prefix))
     return array if array is None or not part.index[1:] else array[part.index[1:]]
 
@@ -336,7 +336,7 @@ def _pieces(x_BTD: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _relative_error(want: list[np.ndarray], got: Iterator[jax.Array]) -> float:
-    """Of all outputs: the norm of the difference over the norm."""
+    """Returns the norm of the difference of all outputs over their norm."""
     off = whole = 0.0
     for a, b in zip(want, got, strict=True):
         wide = a.astype(np.float64)

@@ -106,7 +106,7 @@ class RoutedTokens:
 
     def _hidden(self, x_MD: jax.Array, weights: ExpertWeights) -> jax.Array:
         def inward(w_DF: jax.Array | QuantizedWeight, bias_F: jax.Array | None) -> jax.Array:
-            assert isinstance(w_DF, jax.Array), "what is calibrated is not in few bits yet"
+            assert isinstance(w_DF, jax.Array), "calibrated weights are not quantized yet"
             y_MF = jnp.dot(x_MD, w_DF.astype(EXACT))
             return y_MF if bias_F is None else y_MF + bias_F.astype(EXACT)[None]
 

@@ -48,7 +48,7 @@ def machine_findings(
     if record is not None and isinstance(source, LiveAnswers):
         source.record(record)
     if answers is not None:
-        return found  # of another machine, or another moment: only that is judged
+        return found  # of another machine, or another moment: only that is examined
     found += xid_findings(kernel_log()) if gpus else []
     found += host_findings(read_host(directory), gpu_bytes=gpu_bytes, gpus=gpus)
     found += software_findings(installed(), num_gpus=gpus)

@@ -284,7 +284,7 @@ def _clocks(answers: Answers, gpu: int) -> Iterator[Finding]:
 
 
 def _draws_its_power(answers: Answers, gpu: int) -> bool:
-    """Whether a GPU draws what its own board allows: then its clocks are as high as they can be."""
+    """Tells whether a GPU uses the power its board allows, so its clocks are at their highest."""
     names = ("EnforcedPowerLimit", "PowerManagementDefaultLimit", "PowerUsage")
     limit, own, drawn = (asked_or_none(answers, f"nvmlDeviceGet{name}", gpu) for name in names)
     if not limit or not own or not drawn:

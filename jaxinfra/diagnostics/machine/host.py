@@ -83,7 +83,7 @@ def _number(*names: str) -> int | None:
 
 
 def _cpu_limit() -> float | None:
-    """Of a control group, version 2 or 1."""
+    """Returns the CPU limit of a control group, version 2 or 1."""
     root = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):
         limit, period = (root / "cpu.max").read_text().split()
@@ -119,7 +119,7 @@ def _write_rate(directory: Path) -> float | None:
 
 
 def _clock() -> tuple[bool | None, float | None]:
-    """Whether something keeps the clock, and its largest error, by adjtimex(2)."""
+    """Tells whether a service keeps the clock, and its largest error, by adjtimex(2)."""
     answer = (ctypes.c_long * 64)()  # struct timex, modes 0: only read
     try:
         state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(answer))

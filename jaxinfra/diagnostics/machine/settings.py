@@ -83,7 +83,7 @@ def software_findings(versions: Mapping[str, str], *, num_gpus: int) -> list[Fin
 
 
 def _cuda_findings(versions: Mapping[str, str]) -> list[Finding]:
-    """Whether JAX's CUDA plugin is there, of one series."""
+    """Checks that JAX's CUDA plugin is installed, with packages of one series."""
     has_plugin = any("pjrt" in name for name in versions)
     both = [series for series in ("12", "13") if f"jax-cuda{series}-pjrt" in versions]
     return [

@@ -84,7 +84,7 @@ def _of_loop(life: Life, lives: Lives) -> Life:
     """The loop's result that a buffer becomes part of, in its place; else the buffer itself."""
     operation = life.operation
     loops = {use.id for use in life.uses if use.opcode == "while"}
-    # What a loop's body is given lies in the loop's place, and comes out of the next loop to end.
+    # A loop body's arguments are stored in the loop's place, and come out of the next loop to end.
     is_state = operation.opcode == "parameter"
     if loops or is_state:
         for other in lives.by_place[life.place]:
@@ -296,7 +296,7 @@ def report_program(program: CompiledProgram, lives: Lives) -> MemoryReport:
     for each, size in [*((a, a.bytes) for a in arguments), *held]:
         parts[each.role, each.name] += size
     parts[RESULTS, "loss and metrics"] += results
-    # What is left of the total is where no live array lies.
+    # The rest of the total holds no live array.
     parts[FRAGMENTATION, "between arrays"] += program.total_bytes - sum(parts.values())
     assert fixed <= program.total_bytes
     everything = [*arguments, *(each for each, _ in held)]
@@ -351,7 +351,7 @@ def _arguments(program: CompiledProgram) -> list[HeldBuffer]:
 
 @final
 class _Heap:
-    """Who owns each stretch of a program's temporary memory, moment by moment.
+    """The owners of each stretch of a program's temporary memory, moment by moment.
 
     Arrays that share a place, as a loop's state does with what its body makes of it, count once:
     for the one made last.

@@ -39,9 +39,9 @@ class ServingCase:
     engine: EngineOptions
     cache: CacheFormat = CacheFormat.PLAIN
     mesh: MeshConfig = MeshConfig()
-    num_ids: int | None = None  # ids that may be drawn; None: all
+    num_ids: int | None = None  # ids that may be sampled; None: all
     is_straight: bool = False  # in the form of GPUs: layer by layer, projections packed
-    # As they are loaded: shapes, or arrays, some of them in few bits. None: all in the policy's
+    # As they are loaded: shapes, or arrays, some of them quantized. None: all in the policy's
     # dtype.
     weights: Parameters | None = None
 
@@ -140,7 +140,7 @@ def serving_memory(case: ServingCase) -> ServingMemory:
 
 
 def _largest(runner: ModelRunner) -> list[ProgramKey]:
-    """Of each kind of program the one with most tokens."""
+    """Returns the program with most tokens of each kind."""
     kinds: dict[tuple[Any, ...], ProgramKey] = {}
     for key in runner.keys:
         if key.name in ("step", "score", "verify"):
