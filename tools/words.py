@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).parents[1]
 # Findings by package that wait to be mended. Lower them with the count; never raise them.
-ALLOWED = {"jaxinfra": 45, "pallas_kernels": 195}
+ALLOWED = {"jaxinfra": 0, "pallas_kernels": 195}
 
 # Words that only the builders of this code use, with the ones that their readers know.
 PRIVATE = {
@@ -22,7 +22,7 @@ PRIVATE = {
     r"multiprocessors?": "SM",
     r"(in|of|with) few bits|few-bit": "quantized",
     r"turned(?! (on|off|into|out))": "rotated (RoPE)",
-    r"drawn": "sampled (a picture: plotted)",
+    r"drawn(?!:)": "sampled (a picture: plotted)",
     r"straight": "unrolled",
     r"folded ahead": "fused ahead",
     r"(is|are|in) doubt|doubted|doubts": "suspect",

@@ -93,7 +93,7 @@ def convert(
     inside = destination.resolve()
     if inside == source.resolve() or source.resolve() in inside.parents:
         raise ConfigError(
-            f"{destination} lies in {source}, which is only read: name a directory elsewhere"
+            f"{destination} is in {source}, which is only read: name a directory elsewhere"
         )
     options = {
         "tokenizer_directory": source,

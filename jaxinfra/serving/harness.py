@@ -174,7 +174,7 @@ def evaluate_tasks(
     if unknown := [task for task in tasks if task not in known.all_tasks]:
         raise ConfigError(
             f"the harness knows no task {', '.join(map(repr, unknown))}: lm_eval ls tasks lists "
-            "them; tasks of your own lie in --task-directory"
+            "them; tasks of your own are in --task-directory"
         )
     found = evaluator.simple_evaluate(
         model=harness_model(loaded, template=template),

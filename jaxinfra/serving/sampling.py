@@ -43,7 +43,7 @@ def kept_tokens(
     k_B = jnp.where(top_k_B > 0, jnp.minimum(top_k_B, num_ids), num_ids)
 
     def counts(bounds: list[jax.Array]) -> list[jax.Array]:
-        """Of the tokens from each of these logits on."""
+        """Number of tokens from each of these logits on."""
         return _row_sums([(order_BV >= each[:, None]).astype(jnp.int32) for each in bounds])
 
     def reach_k(bounds: list[jax.Array]) -> list[jax.Array]:
@@ -56,7 +56,7 @@ def kept_tokens(
     tied_B = tied_B * ties_k_B.astype(tied_B.dtype)
 
     def masses(bounds: list[jax.Array]) -> list[jax.Array]:
-        """Of the tokens from each of these logits on that top-k left."""
+        """Probability of the tokens from each of these logits on that top-k left."""
         above = [jnp.maximum(each, least_k_B + 1)[:, None] for each in bounds]
         sums = _row_sums([jnp.where(order_BV >= each, weight_BV, 0) for each in above])
         with_ties = [jnp.where(each <= least_k_B, tied_B, 0) for each in bounds]
@@ -99,7 +99,7 @@ def _prefix(order_BV: jax.Array, least_B: jax.Array, ties_B: jax.Array) -> Bool[
     is_tied_BV = order_BV == least_B[:, None]
 
     def fit(ends: list[jax.Array]) -> list[jax.Array]:
-        """Whether no more than asked for lie before these ids."""
+        """Whether no more than asked for are before these ids."""
         before = [is_tied_BV & (ids_V < end_B[:, None]) for end_B in ends]
         return [n_B <= ties_B for n_B in _row_sums([each.astype(jnp.int32) for each in before])]
 
@@ -192,9 +192,9 @@ class SamplingConfig:
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"top_k={self.top_k} must be at least 1; leave it out to keep all")
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
-            raise ConfigError(f"top_p={self.top_p} must lie in (0, 1]; leave it out to keep all")
+            raise ConfigError(f"top_p={self.top_p} must be in (0, 1]; leave it out to keep all")
         if self.min_p is not None and not 0.0 <= self.min_p <= 1.0:
-            raise ConfigError(f"min_p={self.min_p} must lie in [0, 1]; leave it out to keep all")
+            raise ConfigError(f"min_p={self.min_p} must be in [0, 1]; leave it out to keep all")
         if not 0.0 < self.repetition_penalty < math.inf:
             raise ConfigError(
                 f"repetition_penalty={self.repetition_penalty} must be a positive number; 1 is none"
@@ -202,7 +202,7 @@ class SamplingConfig:
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             if not -2.0 <= value <= 2.0:
-                raise ConfigError(f"{name}={value} must lie in [-2, 2]; 0 is none")
+                raise ConfigError(f"{name}={value} must be in [-2, 2]; 0 is none")
         ids = [token for token, _ in self.logit_bias]
         if len(set(ids)) < len(ids) or min(ids, default=0) < 0:
             raise ConfigError(f"logit_bias of ids {ids}: each must be at least 0, and named once")
@@ -211,7 +211,7 @@ class SamplingConfig:
                 f"logit_bias={self.logit_bias} must be numbers; -inf excludes a token"
             )
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
-            raise ConfigError(f"logprobs={self.logprobs} must lie in 0..{MOST_LOGPROBS}")
+            raise ConfigError(f"logprobs={self.logprobs} must be in 0..{MOST_LOGPROBS}")
 
     @property
     def is_penalized(self) -> bool:
@@ -249,8 +249,8 @@ class TokenHistory:
         """The history with a new sequence in a row, whatever was there before.
 
         Args:
-            ids_T: the prompt, then tokens drawn already, where a sequence is begun again; padding.
-            num_prompt, num_tokens: without those drawn, and with them.
+            ids_T: the prompt, then tokens sampled before a sequence was begun again; padding.
+            num_prompt, num_tokens: without those samples, and with them.
         """
         place_T = jnp.arange(ids_T.size)
         num_ids = self.drawn_BV.shape[1]
@@ -360,7 +360,7 @@ class LogProbabilities:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sampled:
-    """One drawn token for each row."""
+    """One sampled token for each row."""
 
     ids_B: Int[Array, "B"]  # int32; ``NO_TOKEN`` where there is nothing to draw from
     logprobs: LogProbabilities | None  # where needed
@@ -376,14 +376,14 @@ def sample(
     history: TokenHistory | None = None,
     allowed_BW: UInt32[Array, "B W"] | None = None,
 ) -> Sampled:
-    """Draws one token id per row; it depends on the row's own logits, key, settings and history.
+    """Samples one token id per row; it depends on the row's own logits, key, settings and history.
 
     Args:
         logits_BV: fp32; -inf excludes a token.
         keys_B: typed PRNG keys, one per row; not used by a greedy row.
         needs: at least what the rows ask for; settings beyond it are not looked at.
         history: of the rows, where penalties are needed.
-        allowed_BW: bit ``i % 32`` of word ``i // 32`` says whether token i may be drawn.
+        allowed_BW: bit ``i % 32`` of word ``i // 32`` says whether token i may be sampled.
     """
     given_BV = logits_BV
     if allowed_BW is not None:

@@ -164,7 +164,7 @@ class Engine:
         self.vocab_size = model.config.vocab_size
         self.num_ids = self.vocab_size if num_ids is None else num_ids
         if not 1 <= self.num_ids <= self.vocab_size:
-            raise ConfigError(f"num_ids={num_ids} must lie in 1..{self.vocab_size}")
+            raise ConfigError(f"num_ids={num_ids} must be in 1..{self.vocab_size}")
         if draft is not None and draft.config.vocab_size != self.vocab_size:
             raise ConfigError(
                 f"the draft model's vocabulary is {draft.config.vocab_size}, the model's "

@@ -131,7 +131,7 @@ def drawn_of_rows(
     """Returns the tokens and scores of each of a call's rows that samples or is scored.
 
     Args:
-        drawn: sampled tokens, int32: one of each row [B], or the number of accepted drafts and a
+        drawn: int32 samples, int32: one of each row [B], or the number of accepted drafts and a
             token after each of the row's [B, 1 + T]; rows beyond these are padding.
         scores: of the samples, and of the tokens that follow the rows'; none where not asked for.
     """

@@ -355,11 +355,11 @@ class Scheduler:
         self._leave(stream)
 
     def take(self, row: PlannedRow, tokens: Sequence[int], num_held: int = 0) -> tuple[int, ...]:
-        """Notes what a step drew for a row, and returns what counts of it.
+        """Notes what a step sampled for a row, and returns what counts of it.
 
         Args:
-            tokens: drawn after the first token and after each draft.
-            num_held: drafts at the front that are what was drawn.
+            tokens: sampled after the first token and after each draft.
+            num_held: drafts at the front that equal the samples.
         """
         stream = row.stream
         stream.pending -= 1

@@ -48,7 +48,7 @@ class Usage:
         self.cached[place] = progress.num_cached
 
     def body(self) -> dict[str, Any]:
-        """As clients read it."""
+        """JSON object that clients read."""
         prompt = sum(map(len, self.prompts))
         return {
             "prompt_tokens": prompt,
@@ -61,7 +61,7 @@ class Usage:
 @final
 @dataclasses.dataclass(kw_only=True, slots=True)
 class ChoicePart:
-    """What one choice, or a part of it, has come to."""
+    """State of one choice, or of a part of it."""
 
     text: str = ""
     finish: str | None = None
@@ -70,7 +70,7 @@ class ChoicePart:
     scores: list[TokenScore] = dataclasses.field(default_factory=list)
 
     def add(self, progress: RequestProgress) -> None:
-        """What a step brought more."""
+        """Adds the progress of a step."""
         self.text += progress.text
         self.tokens += progress.tokens
         self.scores += (*progress.prompt_scores, *progress.scores)
@@ -109,7 +109,7 @@ class AnswerForm:
         raise NotImplementedError
 
     def before(self, index: int) -> ChoicePart:
-        """What a choice begins with, before what was drawn."""
+        """Part that a choice begins with, before its samples."""
         del index
         return ChoicePart()
 
@@ -169,7 +169,7 @@ class AnswerForm:
 
 @final
 class CompletionForm(AnswerForm):
-    """``/v1/completions``.
+    """Answers of ``/v1/completions``.
 
     Args:
         echoes: the prompts' texts, where they are to stand before their continuations.
@@ -245,7 +245,7 @@ class CompletionForm(AnswerForm):
 
 @final
 class ChatForm(AnswerForm):
-    """``/v1/chat/completions``."""
+    """Answers of ``/v1/chat/completions``."""
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -283,5 +283,5 @@ def event(body: dict[str, Any]) -> str:
 
 
 def error_body(message: str, *, kind: str, code: str | None = None) -> dict[str, Any]:
-    """What an error says, as OpenAI's clients read it."""
+    """Body of an error, as OpenAI's clients read it."""
     return {"message": message, "type": kind, "param": None, "code": code}

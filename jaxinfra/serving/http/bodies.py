@@ -1,4 +1,4 @@
-"""What clients send, as OpenAI's API has it, with the additions that vLLM made usual."""
+"""Bodies that clients send, as OpenAI's API has it, with the additions that vLLM made usual."""
 
 import json
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class JsonSchema(Setting):
 
 
 class ResponseFormat(Setting):
-    """What the text has to be."""
+    """Structure that the text must have."""
 
     type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
     json_schema: JsonSchema | None = None
@@ -62,7 +62,7 @@ class ResponseFormat(Setting):
 
 
 class StreamOptions(Setting):
-    """What a stream holds beside its text."""
+    """Contents of a stream beside its text."""
 
     include_usage: bool = False
 
@@ -156,7 +156,7 @@ class GenerationBody(ClientBody):
         raise NotImplementedError
 
     def sampling(self, defaults: Mapping[str, float]) -> SamplingConfig:
-        """How tokens are drawn; what the request does not say is as ``defaults`` have it."""
+        """Sampling settings of the request, completed by ``defaults``."""
         bias = tuple((self.logit_bias or {}).items())
         return SamplingConfig.of(
             defaults,

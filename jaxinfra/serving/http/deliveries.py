@@ -1,4 +1,4 @@
-"""What other threads tell the queues of an event loop."""
+"""Deliveries of other threads to the queues of an event loop."""
 
 import asyncio
 import collections
@@ -19,7 +19,7 @@ class Deliveries:
         self._is_called = False
 
     def put(self, queue: asyncio.Queue[Any], value: Any) -> None:
-        """From any thread: the queue, which has no bound, is given this, after all before it."""
+        """Appends to the queue, which has no bound, in order; callable from any thread."""
         self._waiting.append((queue, value))
         # Who finds the loop called has put a value there before the loop looks.
         if not self._is_called:

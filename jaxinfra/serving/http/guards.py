@@ -1,4 +1,4 @@
-"""What stands before every call: the key, and the most that a body may have."""
+"""Guards before every call: the key, and the limit of a body."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ class RequestGuards:
     """An ASGI application that asks for the key and bounds bodies before another one is called.
 
     Args:
-        api_key: None: nobody is asked.
+        api_key: None: no key is required.
         max_body_bytes: of a request.
     """
 

@@ -1,4 +1,4 @@
-"""What ``/metrics`` says, by the names that dashboards for vLLM use."""
+"""Series of ``/metrics``, by the names that dashboards for vLLM use."""
 
 from collections.abc import Iterator
 from typing import final

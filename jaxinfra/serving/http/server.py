@@ -75,12 +75,12 @@ class HttpServer:
         self.run()
 
     def stop(self) -> None:
-        """Asks for the end; from any thread."""
+        """Requests the server's end, from any thread."""
         self._server.should_exit = True
 
     @contextlib.contextmanager
     def running(self) -> Iterator[str]:
-        """Within, the server runs in a thread; gives its address."""
+        """Runs the server in a thread within a block; gives its address."""
         thread = threading.Thread(target=self.run, name="server")
         thread.start()
         try:

@@ -22,7 +22,7 @@ from jaxinfra.serving.load import LoadedModel
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceLimits:
-    """What clients may ask for."""
+    """Limits of what clients may ask for."""
 
     max_new_tokens: int | None = None  # of an answer; None: what the context holds
     max_continuations: int = 128  # of one call: prompts times n
@@ -36,7 +36,7 @@ class Service:
     """One model, its tokenizer and its engine.
 
     Args:
-        path: where the model lies, with its chat template if it has one.
+        path: the model's directory, with its chat template if it has one.
         name: what clients call it.
     """
 
@@ -66,7 +66,7 @@ class Service:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What clients may ask for: the model, and its adapters."""
+        """Names that clients may ask for: the model and its adapters."""
         return (self.name, *self.engine.engine.adapters)
 
     @property
@@ -114,7 +114,7 @@ class Service:
         default_tokens: int,
         scores_prompt: bool = False,
     ) -> list[GenerationRequest]:
-        """What the engine is asked for: ``n`` continuations of every prompt, in this order.
+        """Makes the engine's requests: ``n`` continuations of every prompt, in this order.
 
         Raises:
             DataError, ConfigError: what is wrong with one of them, with its numbers.

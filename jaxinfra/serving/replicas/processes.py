@@ -62,7 +62,7 @@ class ReplicaProcess:
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """Within, it has one more request."""
+        """Counts one more request within a block."""
         self.num_open += 1
         try:
             yield
@@ -96,7 +96,7 @@ class ReplicaProcess:
                 self._process.send_signal(signal.SIGTERM)
 
     def wait(self, seconds: float) -> None:
-        """Until it has ended; it is killed where that takes longer."""
+        """Waits until the process has ended; kills it where that takes longer."""
         self._thread.join(max(0.0, seconds))
         with self._lock:
             if self._process is not None and self._process.poll() is None:
@@ -176,7 +176,7 @@ class Replicas:
 
     @property
     def ready(self) -> list[ReplicaProcess]:
-        """Those that serve now."""
+        """Replicas that serve now."""
         return [each for each in self.all if each.address is not None]
 
     def start(self, is_asked: Callable[[], object]) -> None:
@@ -204,7 +204,7 @@ class Replicas:
 
 
 def environments(number: int, devices_each: int) -> list[dict[str, str]]:
-    """What each replica's process is told of devices: GPUs of its own; nothing on a CPU.
+    """Variables that give each replica's process GPUs of its own; none on a CPU.
 
     Raises:
         ConfigError: there are fewer GPUs than they need.

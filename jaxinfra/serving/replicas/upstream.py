@@ -17,7 +17,7 @@ class LostReplicaError(Exception):
 
 @dataclasses.dataclass(slots=True)
 class UpstreamAnswer:
-    """What a replica answers."""
+    """Answer of a replica."""
 
     status: int
     headers: Headers
