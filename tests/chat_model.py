@@ -10,38 +10,19 @@ from tokenizers import decoders, models, pre_tokenizers
 from jaxinfra.checkpoint.model_directory import write_hf
 from jaxinfra.checkpoint.parameter_sources import LiveParameters
 from jaxinfra.config.model import (
-    BlockConfig,
-    GroupedAttentionConfig,
-    MlpConfig,
     ModelConfig,
-    stacked,
 )
-from jaxinfra.config.rope import RopeConfig
 from jaxinfra.data.tokenizer import Tokenizer, bytes_tokenizer
 from jaxinfra.hf import by_path
 from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
+from tests.small_models import dense
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-MODEL = ModelConfig(
-    vocab_size=264,
-    model_dim=32,
-    max_positions=64,
-    stacks=stacked(
-        BlockConfig(
-            mixer=GroupedAttentionConfig(
-                num_q_heads=4, num_kv_heads=2, head_dim=8, rope=RopeConfig(), qkv_bias=True
-            ),
-            feed_forward=MlpConfig(hidden_dim=48),
-        ),
-        num_layers=2,
-    ),
-    tie_embeddings=True,
-    init_std=0.1,
-)
+MODEL = dense(vocab_size=264, attention={"qkv_bias": True}, init_std=0.1)
 
 
 def write_tokenizer(path: Path) -> Tokenizer:

@@ -6,19 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfra.config.model import (
-    BlockConfig,
-    GroupedAttentionConfig,
-    MlpConfig,
-    ModelConfig,
-    stacked,
-)
-from jaxinfra.config.rope import RopeConfig
 from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.sampling import GREEDY
 from tests.generation import recomputed
+from tests.small_models import dense
 
 OPTIONS = EngineOptions(
     max_running=3,
@@ -29,21 +22,7 @@ OPTIONS = EngineOptions(
     max_piece_rows=1,
 )
 
-CONFIG = ModelConfig(
-    vocab_size=300,
-    model_dim=32,
-    max_positions=64,
-    stacks=stacked(
-        BlockConfig(
-            mixer=GroupedAttentionConfig(
-                num_q_heads=4, num_kv_heads=2, head_dim=8, rope=RopeConfig()
-            ),
-            feed_forward=MlpConfig(hidden_dim=32),
-        ),
-        num_layers=2,
-    ),
-    tie_embeddings=False,
-)
+CONFIG = dense(vocab_size=300, hidden_dim=32, tie_embeddings=False)
 DEFINITION = define_model(CONFIG, execution_on())
 POISON = 299
 # Of two lengths: what they give alone is a program for each.

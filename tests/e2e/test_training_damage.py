@@ -60,25 +60,6 @@ def contents(directory: Path) -> dict[str, str]:
     }
 
 
-# Where it is flipped is drawn: `unit/test_checkpoint_corruption.py` has every file, and
-# `test_run_identity.py` the run that goes on after "newest flipped".
-@pytest.mark.slow
-def test_a_flipped_bit_is_named_and_set_aside_and_the_checkpoint_before_is_used(bench, run, whole):
-    seed = random.SystemRandom().randrange(2**32)
-    print(f"seed {seed}")
-    file = flip_a_bit(run / "checkpoints" / "step_00000012", random.Random(seed))
-    resumed = bench.run(bench.resume("run"))
-    assert resumed.code == 0, resumed
-    assert "resumed at step 8" in resumed.stdout
-    (said,) = resumed.lines()
-    assert "step 12" in said
-    assert file in said
-    (reasons,) = (run / "checkpoints" / "quarantine").glob("step_00000012-*.json")
-    assert file in reasons.read_text()
-    assert reasons.with_suffix("").is_dir()
-    assert_same_run(run, whole)
-
-
 def test_without_a_good_checkpoint_nothing_is_trained(bench, run):
     rng = random.Random(0)
     for step in checkpoints(run):
@@ -167,16 +148,6 @@ def test_on_two_devices_the_same_data_follow(bench, run, whole):
         for name in {"loss", "heldout_loss"} & want.keys():
             # fp32 sums in another order: a few ulp a step, which eight steps hardly spread.
             assert got[name] == pytest.approx(want[name], rel=1e-5)
-
-
-@pytest.mark.slow  # `test_run_identity.py` trains a step more in its own process
-def test_more_steps_are_trained_when_asked_for(bench, run, whole):
-    longer = bench.run(bench.resume("run", "--steps", STEPS + 2))
-    assert longer.code == 0, longer
-    assert max(checkpoints(run)) == STEPS + 2
-    again = bench.run(bench.resume("run"))
-    assert (again.code, again.stderr) == (0, ""), again
-    assert "is complete" in again.stdout
 
 
 @pytest.mark.slow

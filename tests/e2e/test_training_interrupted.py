@@ -88,27 +88,6 @@ def test_stopped_in_turn_at_every_kind_of_moment(bench, whole, tmp_path, moments
     assert_same_run(run, whole)
 
 
-@pytest.mark.slow  # as all those above, and in the middle of a step as the next test
-def test_stopped_at_a_random_step(bench, whole):
-    seed = random.SystemRandom().randrange(2**32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
-    at_step, which = rng.randrange(1, STEPS), rng.choice([TERM, INT])
-    run = bench / "run"
-    with start(*bench.new("run"), log=bench.log()) as running:
-        running.wait_until(lambda said: f"\nstep {at_step}/" in said)
-        running.signal(which)
-        ended = running.end()
-    if ended.code == 0:
-        pytest.fail(f"it ended before step {at_step} could be interrupted: {ended}")
-    assert (ended.code, ended.stderr) == (RESUMABLE_EXIT, ""), ended
-    assert f"stopped by {which.name} at step {max(checkpoints(run))}, saved" in ended.stdout
-    assert max(checkpoints(run)) >= at_step
-    resumed = bench.run(bench.resume("run"))
-    assert (resumed.code, resumed.stderr) == (0, ""), resumed
-    assert_same_run(run, whole)
-
-
 def test_stopped_while_the_program_never_comes_and_then_the_data(bench, whole):
     """XLA runs no handler of a signal: the process ends all the same, since it has done nothing.
     A disk that hangs: what is done is saved at once, and nobody waits for its readers.

@@ -56,13 +56,6 @@ def test_values_are_those_of_float64(name, form):
     check_beside_float64(name, form, cast(name, form, inputs, implementation="xla"), inputs)
 
 
-@pytest.mark.slow  # the interpreter's bits are those of steps apart, whose values this bounds
-def test_the_kernels_values_are_those_of_float64():
-    inputs = matrices(256, 256)
-    for name in ("swiglu", "gradient"):
-        check_beside_float64(name, "1x128", interpreted(name, "1x128", inputs), inputs)
-
-
 def test_a_wrong_slope_is_caught():
     """Of the gradient without the sigmoid's own derivative."""
     inputs = matrices(128, 128)

@@ -32,11 +32,10 @@ from jaxinfra.config.run import Remat, RunConfig, TrainingConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.training.job import make_job
 from tests import tally
-from tests.sharded.cases import OPTIMIZER, gradients_of, packed_batch
+from tests.sharded.cases import OPTIMIZER, packed_batch
+from tests.sharded.two_steps import STEPS, assert_near, first_state, two_steps
 
 GPIPE, ONE, INTERLEAVED, ZB_H1, ZB_V = PipelineSchedule
-STEPS = 2
-EPSILON = float(np.finfo(np.float32).eps)
 
 
 def model(*, num_layers: int = 5) -> ModelConfig:
@@ -86,60 +85,18 @@ class Case:
         )
 
 
-def steps_of(case: Case) -> dict[str, Any]:
-    """Two steps through the job of a run."""
-    config = case.config
-    job = make_job(config, devices=jax.devices()[: config.mesh.num_devices])
-    state = jax.device_put(first_state(), job.shardings)
-    metrics, states = [], []
-    for step in range(STEPS):
-        batch = job.put(jax.device_get(packed_batch(seed=step)))
-        state, values = job.train_step(state, batch)
-        states.append(jax.device_get(state))
-        metrics.append(jax.device_get(values))
-    return {
-        "loss": [values.loss for values in metrics],
-        "gradients": gradients_of(states[0]),
-        "losses": [values.sums[0].losses for values in metrics],
-        "added": [values.sums[0].added for values in metrics],
-        "largest": [values.sums[0].largest for values in metrics],
-        "state": [state.model_state for state in states],
-        "parameters": states[-1].parameters,
-    }
-
-
 @functools.cache
-def first_state() -> Any:
-    """Drawn on the host: a program that draws compiles longer than a step."""
-    abstract = make_job(Case().config, devices=jax.devices()[:1]).abstract_state()
-    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract)
-    rng = np.random.default_rng(0)
-    parameters = jax.tree.map(
-        lambda zero: rng.normal(0.0, 0.2, zero.shape).astype(zero.dtype), zeros.parameters
-    )
-    scale = dataclasses.replace(zeros.loss_scale, value=np.ones_like(zeros.loss_scale.value))
-    return dataclasses.replace(zeros, parameters=parameters, loss_scale=scale)
+def start() -> Any:
+    return first_state(Case().config)
 
 
 @functools.cache
 def alone() -> dict[str, Any]:
-    return steps_of(Case())
-
-
-def assert_near(got: Any, want: Any, *, units: float, what: str) -> None:
-    """Each leaf within so many units in the last place of its largest element."""
-    pairs = jax.tree.leaves(jax.tree.map(lambda *leaves: leaves, got, want), is_leaf=_is_pair)
-    for mine, theirs in pairs:
-        error = np.max(np.abs(mine - theirs))
-        assert error <= units * EPSILON * np.max(np.abs(theirs)), f"{what}: {error}, {theirs}"
-
-
-def _is_pair(node: Any) -> bool:
-    return isinstance(node, tuple)
+    return two_steps(Case().config, start())
 
 
 def check(case: Case) -> None:
-    got, want = steps_of(case), alone()
+    got, want = two_steps(case.config, start()), alone()
     jax.tree.map(np.testing.assert_array_equal, got["added"], want["added"])
     biases = [
         [state["blocks"][0]["mlp"]["bias"] for state in each["state"]] for each in (got, want)
@@ -182,14 +139,7 @@ CASES = {
     ),
 }
 MORE = {
-    "fsdp": Case(mesh=MeshConfig(fsdp=2), accumulation=2),
-    "tensor": Case(mesh=MeshConfig(tensor=2), remat=Remat.DOTS),
-    "context": Case(mesh=MeshConfig(context=2)),
-    "accumulated": Case(accumulation=2),
-    "1f1b": Case(mesh=MeshConfig(pipe=2), accumulation=4),
     "replicas": Case(mesh=MeshConfig(replica=2), accumulation=2),
-    "fsdp and tensor": Case(mesh=MeshConfig(fsdp=2, tensor=2), accumulation=2, remat=Remat.FULL),
-    "context and fsdp": Case(mesh=MeshConfig(fsdp=2, context=2), accumulation=2),
     **{
         f"{schedule.value} with {', '.join(others) or 'nothing'}": Case(
             mesh=MeshConfig(pipe=2, **others),

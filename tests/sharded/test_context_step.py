@@ -24,14 +24,13 @@ from tests.sharded.cases import build, llama_like, mla_like, packed_batch
 from tests.sharded.test_meshes import assert_as_one_device, run
 
 MESHES = {
-    "context2": MeshConfig(context=2),
     "context4": MeshConfig(context=4),
     "context2-fsdp2": MeshConfig(context=2, fsdp=2),
     "context2-tensor2": MeshConfig(context=2, tensor=2),
     "replica2-context2-tensor2": MeshConfig(replica=2, context=2, tensor=2),
 }
 RING, ULYSSES, ALL_GATHER = ContextMethod.RING, ContextMethod.ULYSSES, ContextMethod.ALL_GATHER
-# The ring on every mesh; every model and method on some.
+# ``test_matrix`` has the ring and gathered keys on every mesh.
 STEPS = [
     ("tied", "context4", RING, {"remat": Remat.NAMED}),
     ("latent", "replica2-context2-tensor2", ALL_GATHER, {"remat": Remat.NAMED}),
@@ -39,12 +38,6 @@ STEPS = [
 MORE = [
     ("tied", "context2-tensor2", ULYSSES, {}),
     ("capped", "context2-fsdp2", ULYSSES, {}),
-    ("untied", "replica2-context2-tensor2", RING, {}),
-    ("tied", "context2", RING, {}),
-    ("tied", "context2-fsdp2", RING, {}),
-    ("tied", "context2-tensor2", RING, {}),
-    ("capped", "context4", RING, {"remat": Remat.FULL}),
-    ("untied", "context2-fsdp2", ALL_GATHER, {}),
 ]
 
 

@@ -18,16 +18,8 @@ import pytest
 from jaxinfra.config.data import DataConfig
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.mesh import ShardingConfig, parse_mesh
-from jaxinfra.config.model import (
-    BlockConfig,
-    GroupedAttentionConfig,
-    MlpConfig,
-    ModelConfig,
-    stacked,
-)
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.precision import Fp8Matmuls, Fp8Scaling, PolicyName, PrecisionConfig
-from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.run import Remat, RunConfig, TrainingConfig
 from jaxinfra.config.validate import validate
 from jaxinfra.data.batch import Batch
@@ -37,19 +29,12 @@ from jaxinfra.numerics.policy import policy_of
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.training.gradients import AccumulatedGradient
 from jaxinfra.training.job import Job, lower_step, make_job
+from tests.small_models import dense
+from tests.unit.test_fp8_layers import num_casts
 
 BATCH, SEQUENCE, STEPS = 8, 512, 2
-BLOCK = BlockConfig(
-    mixer=GroupedAttentionConfig(num_q_heads=8, num_kv_heads=4, head_dim=32, rope=RopeConfig()),
-    feed_forward=MlpConfig(hidden_dim=512),
-)
-MODEL = ModelConfig(
-    vocab_size=64,
-    model_dim=256,
-    max_positions=SEQUENCE,
-    stacks=stacked(BLOCK, num_layers=2),
-    tie_embeddings=True,
-    init_std=0.05,
+MODEL = dense(
+    model_dim=256, heads=(8, 4), head_dim=32, hidden_dim=512, max_positions=SEQUENCE, init_std=0.05
 )
 
 
@@ -175,20 +160,7 @@ def casts(remat: Remat, scaling: Fp8Scaling) -> int:
             parameters, state, batch, key=jax.random.key(0), loss_scale=jnp.float32(1.0)
         )
     )(model.shapes, model.state_shapes)
-    # XLA's CPU and CUDA forms of a product stand beside each other, and neither casts to 8 bits.
-    return sum(_casts(jaxpr.jaxpr))
-
-
-def _casts(jaxpr):
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "convert_element_type":
-            yield "float8" in str(equation.params["new_dtype"])
-        for value in jax.tree.leaves(
-            equation.params, is_leaf=lambda node: hasattr(node, "eqns") or hasattr(node, "jaxpr")
-        ):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from _casts(inner)
+    return num_casts(jaxpr.jaxpr)
 
 
 def test_nothing_is_quantized_twice():

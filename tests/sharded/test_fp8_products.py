@@ -12,19 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
-from jaxinfra.axes import BATCH, EMBED, MLP, SEQUENCE, STREAM, STREAM_SEQUENCE, Dims, MeshAxis
+from jaxinfra.axes import BATCH, EMBED, MLP, SEQUENCE, STREAM, STREAM_SEQUENCE, Dims
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
-from jaxinfra.config.model import (
-    BlockConfig,
-    GroupedAttentionConfig,
-    MlpConfig,
-    ModelConfig,
-    stacked,
-)
 from jaxinfra.config.precision import Fp8Matmuls, Fp8Scales, PolicyName, PrecisionConfig, Site
-from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.run import AttentionImplementation
 from jaxinfra.model.definition import define_model, merged
 from jaxinfra.numerics.policy import policy_of
@@ -35,13 +26,13 @@ from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh, state_rules
 from jaxinfra.parallel.place import Placement
 from tests.seeds import seeded
+from tests.small_models import dense
 from tests.tolerance import assert_within_rounding
 from tests.unit.test_fp8 import CONFIGS, SIZES, rounded_to
 from tests.unit.test_fp8_layers import equations
 
 B, T, D, F = 2, 512, 256, 256
 MESH = MeshConfig(fsdp=2, context=2, tensor=2)
-PIPE = MeshAxis.PIPE.value
 SPLIT = ShardingConfig(sequence_parallel=True)
 INWARD = ("BTD,DF->BTF", (EMBED, MLP))
 OUTWARD = ("BTF,FD->BTD", (MLP, EMBED))
@@ -100,16 +91,6 @@ def computed(
     def run(*arrays):
         return [one(*direction, *arrays) for direction in directions]
 
-    if placement.mesh.shape[PIPE] > 1:  # as within a pipeline: each stage runs apart
-        whole = PartitionSpec()
-        run = jax.shard_map(
-            run,
-            mesh=placement.mesh,
-            in_specs=whole,
-            out_specs=whole,
-            axis_names={PIPE},
-            check_vma=False,
-        )
     return jax.tree.map(np.asarray, jax.jit(run)(*arrays()))
 
 
@@ -125,41 +106,6 @@ def assert_as_numpy(config: Fp8Matmuls, placement: Placement, *directions) -> No
 
 def test_shares_are_multiplied_as_the_whole():
     assert_as_numpy(CONFIGS["blocks"], placement_of(MESH), OUTWARD)
-
-
-@pytest.mark.slow  # six programs of two seconds; the default one fails with them
-@pytest.mark.parametrize("name", CONFIGS)
-def test_every_recipe_multiplies_shares_as_the_whole(name):
-    assert_as_numpy(CONFIGS[name], placement_of(MESH))
-
-
-@pytest.mark.slow  # 40 programs; all axes together are above
-@pytest.mark.parametrize("name", ["blocks", "squares"])
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        MeshConfig(fsdp=2),
-        MeshConfig(tensor=2),
-        MeshConfig(fsdp=2, tensor=2),
-        MeshConfig(context=2),
-        MeshConfig(replica=2, tensor=2),
-        MeshConfig(pipe=2),
-        MeshConfig(pipe=2, fsdp=2, tensor=2),
-        MeshConfig(fsdp=2, expert=2),
-    ],
-    ids=[
-        "fsdp",
-        "tensor",
-        "fsdp-tensor",
-        "context",
-        "replica-tensor",
-        "pipe",
-        "pipe-fsdp-tensor",
-        "expert",
-    ],
-)
-def test_each_mesh_multiplies_as_one_device(mesh, name):
-    assert_as_numpy(CONFIGS[name], placement_of(mesh, ShardingConfig()))
 
 
 @pytest.mark.slow  # four programs, each with a fault of its own
@@ -252,17 +198,8 @@ def test_on_h200s_kernels_multiply_what_was_gathered_in_8_bits(direction, gather
     assert not [each for each in found if each.primitive.name == "psum"]
 
 
-BLOCK = BlockConfig(
-    mixer=GroupedAttentionConfig(num_q_heads=4, num_kv_heads=4, head_dim=64, rope=RopeConfig()),
-    feed_forward=MlpConfig(hidden_dim=512),
-)
-MODEL = ModelConfig(
-    vocab_size=64,
-    model_dim=256,
-    max_positions=256,
-    stacks=stacked(BLOCK, num_layers=2),
-    tie_embeddings=True,
-    init_std=0.05,
+MODEL = dense(
+    model_dim=256, heads=(4, 4), head_dim=64, hidden_dim=512, max_positions=256, init_std=0.05
 )
 
 

@@ -33,11 +33,9 @@ from tests.sharded.cases import (
 from tests.tolerance import SPREADS, assert_within_rounding
 
 MESHES = {
-    "replica8": MeshConfig(replica=8),
     "fsdp8": MeshConfig(fsdp=8),
     "fsdp2-tensor4": MeshConfig(fsdp=2, tensor=4),
     "replica2-fsdp2-tensor2": MeshConfig(replica=2, fsdp=2, tensor=2),
-    "tensor2": MeshConfig(tensor=2),
 }
 CASES = {
     "tied": (llama_like, {"z_loss": 0.01, "label_smoothing": 0.1}),
@@ -47,14 +45,6 @@ CASES = {
     "capped": (lambda: gemma_like().with_layers(2), {}),
     "latent": (mla_like, {}),
 }
-# Every mesh with one model; every model with one mesh of three axes and one with more tensor
-# shards than the smaller dims would like.
-PAIRS = [
-    *(("tied", mesh) for mesh in MESHES),
-    *(("untied", mesh) for mesh in ("replica8", "fsdp2-tensor4", "replica2-fsdp2-tensor2")),
-    *(("capped", mesh) for mesh in ("fsdp2-tensor4", "replica2-fsdp2-tensor2")),
-    ("latent", "fsdp2-tensor4"),
-]
 
 
 def run(case: str, mesh: MeshConfig, **how):
@@ -131,15 +121,6 @@ def test_replicas_shards_and_stage_2_equal_one_device():
     start, result = on_three_axes()
     chex.assert_trees_all_equal(start, drawn(gpt_like()))
     assert_as_one_device(result, "untied", what="on three axes")
-
-
-# Each by itself, which says where a fault is.
-@pytest.mark.slow
-@pytest.mark.parametrize(("case", "mesh"), PAIRS)
-def test_mesh_equals_one_device(case, mesh):
-    start, result = run(case, MESHES[mesh])
-    chex.assert_trees_all_equal(start, drawn(CASES[case][0]()))
-    assert_as_one_device(result, case, what=f"{case} on {mesh}")
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,6 @@ from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.experts import ExpertWeights, apply_experts
 from jaxinfra.ops.quantized import WeightCode, WeightFormat, round_weight
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.serving.sampling import GREEDY
-from tests.generation import served
 from tests.largest_float import largest_float
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
@@ -136,27 +134,3 @@ def test_a_step_makes_no_array_of_all_experts():
     assert largest(fewer) < whole
     # With more choices all are dequantized together, which this sees.
     assert largest(fewer + 1) >= whole
-
-
-@pytest.mark.slow  # Whole models; what a layer computes is held above.
-@pytest.mark.parametrize("family", SIZES)
-def test_models_generate_what_plain_numbers_do(family):
-    definition = model(family)
-    rng = np.random.default_rng(0)
-    few = rounded(
-        jax.tree.map(
-            lambda leaf: jnp.asarray(rng.normal(0, 0.3, leaf.shape), leaf.dtype), definition.arrays
-        )
-    )
-    plain = dequantized(few, jnp.dtype(jnp.float32))
-    ids = jnp.arange(2, dtype=jnp.int32)[None]
-    np.testing.assert_array_equal(definition.bind(few)(ids), definition.bind(plain)(ids))
-    prompts = [[5, 7, 2], [1, 3]]
-    got, want = (
-        [
-            (new.row, new.token)
-            for new in served(definition.bind(tree), prompts, max_new_tokens=8, sampling=GREEDY)
-        ]
-        for tree in (few, plain)
-    )
-    assert got == want

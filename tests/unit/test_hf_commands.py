@@ -16,37 +16,15 @@ from jaxinfra.cli import generate as cli_generate
 from jaxinfra.cli.main import main
 from jaxinfra.config import codec
 from jaxinfra.config.data import DataConfig, TokenizerConfig, TokenizerKind
-from jaxinfra.config.model import (
-    BlockConfig,
-    GroupedAttentionConfig,
-    MlpConfig,
-    ModelConfig,
-    stacked,
-)
 from jaxinfra.config.optimizer import OptimizerConfig
-from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.run import CheckpointConfig, RunConfig, TrainingConfig
 from jaxinfra.data.tokenizer import Tokenizer, bytes_tokenizer
 from jaxinfra.serving.engine.requests import RequestProgress
 from jaxinfra.serving.load import load
 from jaxinfra.training.job import make_job
+from tests.small_models import dense
 
-MODEL = ModelConfig(
-    vocab_size=260,
-    model_dim=16,
-    max_positions=64,
-    stacks=stacked(
-        BlockConfig(
-            mixer=GroupedAttentionConfig(
-                num_q_heads=2, num_kv_heads=1, head_dim=8, rope=RopeConfig()
-            ),
-            feed_forward=MlpConfig(hidden_dim=24),
-        ),
-        num_layers=2,
-    ),
-    tie_embeddings=True,
-    init_std=0.5,
-)
+MODEL = dense(vocab_size=260, model_dim=16, heads=(2, 1), hidden_dim=24, init_std=0.5)
 
 
 @pytest.fixture(scope="module")

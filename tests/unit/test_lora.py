@@ -21,15 +21,7 @@ from jaxinfra.checkpoint.peft_files import write_peft
 from jaxinfra.checkpoint.trained_adapters import MergedParameters, host_adapters
 from jaxinfra.config.finetune import AdapterKind, AdapterScaling, LoraConfig, parse_lora
 from jaxinfra.config.mesh import MeshConfig, parse_mesh
-from jaxinfra.config.model import (
-    BlockConfig,
-    GroupedAttentionConfig,
-    MlpConfig,
-    ModelConfig,
-    stacked,
-)
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.run import Remat
 from jaxinfra.config.validate import validate
 from jaxinfra.errors import ConfigError
@@ -40,6 +32,7 @@ from jaxinfra.parallel.execution import execution_on
 from jaxinfra.training.describe import describe_job, placement_table
 from jaxinfra.training.job import make_job
 from jaxinfra.training.start import finetuning_config, first_state, with_frozen
+from tests.small_models import dense
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "hf"
 ALL = LoraConfig(rank=3, alpha=7.0, targets=("query", "key", "value", "out", "gate", "up", "down"))
@@ -126,22 +119,7 @@ def test_merged_weights_give_the_logits_of_the_adapters(name, tmp_path):
         assert_no_worse(mine, plain=value, oracle=np.asarray(value, np.float64), what=path)
 
 
-MODEL = ModelConfig(
-    vocab_size=64,
-    model_dim=32,
-    max_positions=64,
-    stacks=stacked(
-        BlockConfig(
-            mixer=GroupedAttentionConfig(
-                num_q_heads=4, num_kv_heads=2, head_dim=8, rope=RopeConfig()
-            ),
-            feed_forward=MlpConfig(hidden_dim=48),
-        ),
-        num_layers=2,
-    ),
-    tie_embeddings=True,
-    init_std=0.3,
-)
+MODEL = dense(init_std=0.3)
 
 
 @pytest.fixture(scope="module")

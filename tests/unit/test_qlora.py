@@ -15,15 +15,7 @@ from jaxinfra.checkpoint.model_directory import write_ours
 from jaxinfra.checkpoint.parameter_sources import LiveParameters, StoredParameters
 from jaxinfra.config.finetune import AdapterKind, BaseWeights, LoraConfig
 from jaxinfra.config.mesh import parse_mesh
-from jaxinfra.config.model import (
-    BlockConfig,
-    GroupedAttentionConfig,
-    MlpConfig,
-    ModelConfig,
-    stacked,
-)
 from jaxinfra.config.precision import Fp8Matmuls, PolicyName
-from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.validate import validate
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.definition import by_path, define_model, is_weight
@@ -33,23 +25,9 @@ from jaxinfra.training.describe import placement_table
 from jaxinfra.training.job import make_job
 from jaxinfra.training.start import finetuning_config, with_frozen
 from pallas_kernels.quantized_weight.weight import NF4_VALUES, unpacked_pairs
+from tests.small_models import dense
 
-MODEL = ModelConfig(
-    vocab_size=64,
-    model_dim=128,
-    max_positions=64,
-    stacks=stacked(
-        BlockConfig(
-            mixer=GroupedAttentionConfig(
-                num_q_heads=4, num_kv_heads=2, head_dim=32, rope=RopeConfig()
-            ),
-            feed_forward=MlpConfig(hidden_dim=256),
-        ),
-        num_layers=2,
-    ),
-    tie_embeddings=True,
-    init_std=0.2,
-)
+MODEL = dense(model_dim=128, head_dim=32, hidden_dim=256, init_std=0.2)
 LORA = LoraConfig(rank=2, alpha=4.0, targets=("query", "down"), base=BaseWeights.NF4_DOUBLE)
 
 # Where one value ends and the next begins, as bitsandbytes' kernel spells them.

@@ -14,14 +14,9 @@ from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.checkpoint.parameter_sources import LiveParameters
 from jaxinfra.cli.main import main
 from jaxinfra.config.model import (
-    BlockConfig,
-    GroupedAttentionConfig,
-    MlpConfig,
-    ModelConfig,
     stacked,
 )
 from jaxinfra.config.own import OwnFeedForward
-from jaxinfra.config.rope import RopeConfig
 from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.hf import quantization_of, to_hf_config
 from jaxinfra.model.definition import by_path, define_model
@@ -33,23 +28,10 @@ from jaxinfra.quantize.prepare import awq_scales, clipped_ranges, output_error, 
 from jaxinfra.quantize.quantize import SourceModel, quantize_model
 from jaxinfra.quantize.recipes import RECIPES, Method, config_of, quantization_recipe
 from jaxinfra.quantize.statistics import statistics_of
+from tests.small_models import dense
 
 RNG = np.random.default_rng(0)
-CONFIG = ModelConfig(
-    vocab_size=48,
-    model_dim=32,
-    max_positions=64,
-    stacks=stacked(
-        BlockConfig(
-            mixer=GroupedAttentionConfig(
-                num_q_heads=4, num_kv_heads=4, head_dim=8, rope=RopeConfig()
-            ),
-            feed_forward=MlpConfig(hidden_dim=64),
-        ),
-        num_layers=2,
-    ),
-    tie_embeddings=False,
-)
+CONFIG = dense(vocab_size=48, heads=(4, 4), hidden_dim=64, tie_embeddings=False)
 
 
 @pytest.fixture(scope="module")

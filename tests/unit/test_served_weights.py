@@ -24,11 +24,7 @@ from jaxinfra.config.rope import RopeConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf import from_hf_config, to_hf_config
 from jaxinfra.model.definition import by_path, define_model
-from jaxinfra.model.execution import DecodeForm
-from jaxinfra.model.serving_form import serving_form, serving_parameters
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
-from jaxinfra.ops.target import H200 as TARGET
-from jaxinfra.ops.target import compiling_for
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.inference import (
@@ -141,25 +137,6 @@ def test_bytes_are_those_of_the_arrays_that_are_loaded(tmp_path, model, name):
     serving = Serving(devices=2, weights=name)  # several devices keep the files' order of codes
     loaded = sum(array.nbytes for array in jax.tree.leaves(held))
     assert weight_bytes(planned, H200, serving) == loaded
-
-
-@pytest.mark.slow  # Traces of whole models; bytes of one are counted by hand below.
-@pytest.mark.parametrize("name", ["bf16", "rtn-int4", "fp8-blocks"])
-@pytest.mark.parametrize("model", MODELS)
-def test_an_engine_on_a_gpu_keeps_what_is_predicted(model, name):
-    """Packed, layer by layer, codes in the order of the kernel where it takes them."""
-    config = MODELS[model]
-    recipe = None if name == "bf16" else quantization_recipe(name)
-    loaded = held_shapes(config, recipe)
-    policy = held_as_computed(POLICIES[PolicyName.BF16])
-    with compiling_for(TARGET):
-        form = serving_form(
-            define_model(config, execution_on(policy=policy)),
-            execution_on(policy=policy, decode_form=DecodeForm(packed=True)),
-        )
-        held = jax.eval_shape(lambda tree: serving_parameters(form, tree), loaded)
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(held))
-    assert weight_bytes(plan_model(config), H200, Serving(weights=name)) == size
 
 
 def test_what_a_decode_step_reads():

@@ -9,15 +9,7 @@ import numpy as np
 import pytest
 
 from jaxinfra.config.data import DataConfig
-from jaxinfra.config.model import (
-    BlockConfig,
-    GroupedAttentionConfig,
-    MlpConfig,
-    ModelConfig,
-    stacked,
-)
 from jaxinfra.config.optimizer import OptimizerConfig
-from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.run import RunConfig, TrainingConfig
 from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.errors import CheckpointError, ConfigError, DataError
@@ -29,21 +21,15 @@ from jaxinfra.serving.generate import bucket, generate, generate_text, request_o
 from jaxinfra.serving.load import LoadedModel
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig
 from tests.generation import served
+from tests.small_models import dense
 
 VOCABULARY, POSITIONS = 300, 32
-CONFIG = ModelConfig(
+CONFIG = dense(
     vocab_size=VOCABULARY,
     model_dim=64,
+    hidden_dim=32,
     max_positions=POSITIONS,
-    stacks=stacked(
-        BlockConfig(
-            mixer=GroupedAttentionConfig(
-                num_q_heads=4, num_kv_heads=2, head_dim=8, rope=RopeConfig(), window=6
-            ),
-            feed_forward=MlpConfig(hidden_dim=32),
-        ),
-        num_layers=2,
-    ),
+    attention={"window": 6},
     tie_embeddings=False,
 )
 DEFINITION = define_model(CONFIG, execution_on())

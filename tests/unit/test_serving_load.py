@@ -20,37 +20,16 @@ from jaxinfra.checkpoint.checkpointer import Checkpointer
 from jaxinfra.cli import generate as command
 from jaxinfra.config import codec
 from jaxinfra.config.data import DataConfig, TokenizerConfig, TokenizerKind
-from jaxinfra.config.model import (
-    BlockConfig,
-    GroupedAttentionConfig,
-    MlpConfig,
-    ModelConfig,
-    stacked,
-)
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.run import CheckpointConfig, RunConfig, TrainingConfig
 from jaxinfra.data.tokenizer import bytes_tokenizer, train_bpe
 from jaxinfra.errors import CheckpointError, ConfigError, DataError
 from jaxinfra.serving.load import load_run
 from jaxinfra.training.job import make_job
+from tests.small_models import dense
 
-MODEL = ModelConfig(
-    vocab_size=260,
-    model_dim=16,
-    max_positions=64,
-    stacks=stacked(
-        BlockConfig(
-            mixer=GroupedAttentionConfig(
-                num_q_heads=2, num_kv_heads=1, head_dim=8, rope=RopeConfig()
-            ),
-            feed_forward=MlpConfig(hidden_dim=24),
-        ),
-        num_layers=2,
-    ),
-    tie_embeddings=True,
-)
+MODEL = dense(vocab_size=260, model_dim=16, heads=(2, 1), hidden_dim=24)
 RUN = RunConfig(
     model=MODEL,
     data=DataConfig(tokenizer=TokenizerConfig(kind=TokenizerKind.BYTES)),
