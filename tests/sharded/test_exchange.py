@@ -34,10 +34,7 @@ N, D, B, T, E, K = 4, 10, 8, 6, CONFIG.num_experts, CONFIG.top_k
 RECIPE = POLICIES[PolicyName.FP32].recipe(Site.EXPERTS)
 PER_EXPERT, PER_DEVICE = ExchangeForm
 FORMS = list(ExchangeForm)
-NODES = [(PER_EXPERT, 4), (PER_EXPERT, 2), (PER_DEVICE, 4)]  # their sizes
 EPSILON = float(np.finfo(np.float32).eps)
-# A second level is the first one's function again: the default case of two levels fails with these.
-NEAR_COPY = pytest.mark.slow
 
 
 def placement(num_devices: int) -> Placement:
@@ -222,11 +219,7 @@ def test_what_has_no_room_is_counted(form):
     assert near(np.asarray(y_BTD), np.asarray(want))
 
 
-@pytest.mark.parametrize(
-    ("form", "node_size"),
-    [(PER_DEVICE, 2), *(pytest.param(*case, marks=NEAR_COPY) for case in NODES)],
-)
-def test_two_levels_are_one_device_forward_and_back(form, node_size):
+def test_two_levels_are_one_device_forward_and_back():
     """Of 8 devices, with the choices that find room on both levels: y, what is left out, and
     gradients of x, of the choices' weights and of the experts' (sums over 48 tokens of sums of 10,
     6 and 3 products); and the bytes of each level.
@@ -241,8 +234,8 @@ def test_two_levels_are_one_device_forward_and_back(form, node_size):
         run = jax.jit(jax.value_and_grad(objective, argnums=(0, 1, 2), has_aux=True))
         return run.lower(x_BTD, weight_BTK, experts, expert_BTK).compile(COMPILER_OPTIONS)
 
-    exchange, room = bounded(form, num_devices=8, node_size=node_size)
-    assert [level.members for level in room.levels] == [8 // node_size, node_size]
+    exchange, room = bounded(PER_DEVICE, num_devices=8, node_size=2)
+    assert [level.members for level in room.levels] == [4, 2]
     two = program(exchanging(exchange, 8))
     one = program(functools.partial(within_device, config=CONFIG, recipe=RECIPE))
     check_bytes(two, room)
@@ -258,19 +251,11 @@ def test_two_levels_are_one_device_forward_and_back(form, node_size):
         assert error <= 128 * EPSILON * np.max(np.abs(theirs))
 
 
-@pytest.mark.parametrize(
-    ("form", "node_size"),
-    [
-        (PER_DEVICE, None),
-        pytest.param(PER_EXPERT, None, marks=NEAR_COPY),
-        pytest.param(PER_DEVICE, 2, marks=NEAR_COPY),
-    ],
-)
-def test_faults_are_caught(form, node_size, monkeypatch):
+def test_faults_are_caught(monkeypatch):
     """The comparison with one device sees a row to the wrong device, and one that came back to the
-    wrong token: of two levels, on the way across nodes.
+    wrong token.
     """
-    exchange = ExchangeConfig(form=form, node_size=node_size)
+    exchange = ExchangeConfig(form=PER_DEVICE)
     y_BTD, overflowed = compiled(exchange, N)(*drawn())
     assert overflowed is None
     assert near(np.asarray(y_BTD), alone())
@@ -278,8 +263,6 @@ def test_faults_are_caught(form, node_size, monkeypatch):
 
     def faulty(device_NJ, members, *args, fault: str, peers) -> Travel:
         right = real(device_NJ, members, *args, peers=peers)
-        if peers.groups is not None and peers.groups[0][:2] == (0, 1):
-            return right  # within a node
         if fault == "device":
             turned = jnp.where(device_NJ < members, (device_NJ + 1) % members, members)
             return real(turned, members, *args, peers=peers)
@@ -292,17 +275,12 @@ def test_faults_are_caught(form, node_size, monkeypatch):
         assert not near(np.asarray(got), alone()), fault
 
 
-@pytest.mark.parametrize(
-    ("form", "node_size"),
-    [*((form, None) for form in FORMS), pytest.param(PER_DEVICE, 2, marks=NEAR_COPY)],
-)
-def test_ragged_lowers_for_cuda(form, node_size):
-    exchange = ExchangeConfig(
-        form=form, implementation=ExchangeImplementation.RAGGED, node_size=node_size
-    )
+@pytest.mark.parametrize("form", FORMS)
+def test_ragged_lowers_for_cuda(form):
+    exchange = ExchangeConfig(form=form, implementation=ExchangeImplementation.RAGGED)
     run = exchanging(exchange, N)
     text = jax.jit(run).trace(*drawn()).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("ragged_all_to_all") >= (2 if node_size is None else 4)
+    assert text.count("ragged_all_to_all") >= 2
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from jaxinfra.parallel.place import Placement
 from tests.seeds import seeded
 from tests.small_models import dense
 from tests.tolerance import assert_within_rounding
-from tests.unit.test_fp8 import CONFIGS, SIZES, rounded_to
+from tests.unit.test_fp8 import CONFIGS, expected
 from tests.unit.test_fp8_layers import equations
 
 B, T, D, F = 2, 512, 256, 256
@@ -50,19 +50,6 @@ def arrays():
     weight = rng.normal(size=(D, F)) * 10.0 ** rng.uniform(-1, 0, (D, 1))
     cotangent = rng.normal(size=(B, T, F)) * 1e-4 * 10.0 ** rng.uniform(-1, 1, (B, T, 1))
     return tuple(each.astype(np.float32) for each in (x, weight, cotangent))
-
-
-def expected(config: Fp8Matmuls):
-    """y, dx and dweight in float64, of operands rounded along the dim that is contracted."""
-    tokens, of_weight = SIZES[config.scaling]
-    x, w, g = arrays()
-    x, g = x.reshape(-1, D), g.reshape(-1, F)
-    first, last = config.forward, config.gradient
-    to = functools.partial(rounded_to, config=config)
-    y = np.matmul(to(x, kind=first, size=tokens), to(w.T, kind=first, size=of_weight).T)
-    dx = np.matmul(to(g, kind=last, size=tokens), to(w, kind=first, size=of_weight).T)
-    dw = np.matmul(to(x.T, kind=first, size=tokens), to(g.T, kind=last, size=tokens).T)
-    return y.reshape(B, T, F), dx.reshape(B, T, D), dw
 
 
 def computed(
@@ -95,7 +82,7 @@ def computed(
 
 
 def assert_as_numpy(config: Fp8Matmuls, placement: Placement, *directions) -> None:
-    oracle, largest = expected(config), [np.abs(each).max() for each in arrays()]
+    oracle, largest = expected(config, *arrays()), [np.abs(each).max() for each in arrays()]
     for *found, emitted in computed(config, placement, *(directions or (INWARD, OUTWARD))):
         assert_within_rounding(tuple(found), oracle)
         above = 1.0 if config.scales is Fp8Scales.POWER_OF_TWO else 1e-6

@@ -89,14 +89,16 @@ SIZES = {  # of x or a cotangent, of a weight: rows and contracted dim
 def expected(config: Fp8Matmuls, x, weight, cotangent):
     """y, dx and dweight in float64, from operands rounded along the dim that is contracted."""
     tokens, of_weight = SIZES[config.scaling]
-    x, g = x.reshape(B * T, D), cotangent.reshape(B * T, N * H)
-    w = weight.reshape(D, N * H)
+    w = weight.reshape(len(weight), -1)
+    width, outputs = w.shape
+    shapes = cotangent.shape, x.shape, weight.shape
+    x, g = x.reshape(-1, width), cotangent.reshape(-1, outputs)
     first, last = config.forward, config.gradient
     to = functools.partial(rounded_to, config=config)
     y = np.matmul(to(x, kind=first, size=tokens), to(w.T, kind=first, size=of_weight).T)
     dx = np.matmul(to(g, kind=last, size=tokens), to(w, kind=first, size=of_weight).T)
     dw = np.matmul(to(x.T, kind=first, size=tokens), to(g.T, kind=last, size=tokens).T)
-    return y.reshape(B, T, N, H), dx.reshape(B, T, D), dw.reshape(D, N, H)
+    return tuple(each.reshape(shape) for each, shape in zip((y, dx, dw), shapes, strict=True))
 
 
 CONFIGS = {

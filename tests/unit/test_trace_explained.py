@@ -99,32 +99,14 @@ def test_what_delays_a_device_is_named_with_what_it_costs(what, cause):
     assert found.remedy
 
 
-SLOW = {
-    "attention-in-xla": (
-        {CORE: ("input_reduce_fusion", "fusion.7", CORE[2])},
-        {CORE: 60},
-        r"attention/core takes 40.0 ms longer: it runs XLA fusions in place of a Mosaic GPU kernel",
-    ),
-    "unfused-loss": (
-        {LOSS: ("nvjet_big", "gemm.9", LOSS[2])},
-        {LOSS: 28},
-        r"loss takes 13.0 ms longer: it runs cuBLAS in place of a Mosaic GPU kernel",
-    ),
-    "triton-matmuls": (
-        {MLP: ("gemm_fusion_dot_3", "gemm_fusion.3", MLP[2])},
-        {MLP: 38},
-        r"mlp takes 8.0 ms longer: it runs Triton matmuls, cuBLAS in place of cuBLAS",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", SLOW)
-def test_a_difference_of_two_steps_is_explained(what):
-    kernels, times, words = SLOW[what]
-    second = [(kernels.get(each, each), times.get(each, ms)) for each, ms in HEALTHY]
+def test_a_difference_of_two_steps_is_explained():
+    """Other kernels of our own and recomputation are in causes/caused_traces.py."""
+    triton = ("gemm_fusion_dot_3", "gemm_fusion.3", MLP[2])
+    second = [(triton, 38) if each == MLP else (each, ms) for each, ms in HEALTHY]
     found = compare_steps(waterfall(*HEALTHY), waterfall(*second))
     assert found.clock_ratio is None
-    assert words.replace("Triton matmuls, cuBLAS", "Triton matmuls, cuBLAS") in found.paragraph()
+    words = "mlp takes 8.0 ms longer: it runs Triton matmuls, cuBLAS in place of cuBLAS"
+    assert words in found.paragraph()
 
 
 def test_a_remedy_wins_no_more_than_the_step_lost():
@@ -189,12 +171,6 @@ def test_a_slower_clock_is_told_from_slower_kernels():
     same = compare_steps(waterfall(*HEALTHY), waterfall(*HEALTHY))
     assert "No part differs" in same.paragraph()
     assert json.loads(json.dumps(same.as_json()))["changes"] == []
-
-
-def test_recomputation_is_told_from_slower_kernels():
-    again = (MLP[0], "gemm.3", "jit(step)/transpose(jvp(layer))/rematted_computation/mlp/dot")
-    found = compare_steps(waterfall(*HEALTHY), waterfall(*HEALTHY, (again, 30)))
-    assert "mlp takes 30.0 ms longer, which is recomputation" in found.paragraph()
 
 
 @pytest.fixture(scope="module")
