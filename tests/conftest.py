@@ -85,17 +85,19 @@ hypothesis.settings.load_profile("suite")
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what a command's -m does not name
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks as slow what ``slow_cases`` names; a name that is no case of its test is an error."""
+    """Marks as slow what ``slow_cases`` names, and all but what ``quick_cases`` names; a name that
+    is no case of its test is an error.
+    """
     unknown: dict[str, set[str]] = {}
     for item in items:
-        for mark in item.iter_markers("slow_cases"):
+        for mark in (*item.iter_markers("slow_cases"), *item.iter_markers("quick_cases")):
             test, _, _ = item.nodeid.partition("[")
             unknown.setdefault(test, set(mark.args)).discard(item.callspec.id)
-            if item.callspec.id in mark.args:
+            if (item.callspec.id in mark.args) == (mark.name == "slow_cases"):
                 item.add_marker(pytest.mark.slow)
     unknown = {test: names for test, names in unknown.items() if names}
     if unknown and not any("::" in argument for argument in config.args):
-        raise pytest.UsageError(f"slow_cases names what is not there: {unknown}")
+        raise pytest.UsageError(f"marks name cases that are not there: {unknown}")
 
 
 def pytest_collection_finish() -> None:

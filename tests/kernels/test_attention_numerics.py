@@ -14,31 +14,19 @@ GRID = [
 ]
 
 
-@pytest.mark.slow_cases(
-    "bias-float32",
-    "causal-float32",
-    "causal-more-keys-float32",
-    "everything-float16",
-    "lengths-float32",
-    "mha-float32",
-    "mqa-float32",
-    "packed-bfloat16",
-    "packed-cross-float32",
-    "sinks-bfloat16",
-    "soft-cap-causal-bfloat16",
-    "window-float32",
-    "window-left-bfloat16",
-    "window-of-two-float32",
-    "causal-bfloat16",
-    "full-float16",
-    "gqa-8-float16",
-    "outliers-causal-bfloat16",
-    "width-72-bfloat16",
-    "width-80-bfloat16",
-    "width-96-float16",
-    "width-112-bfloat16",
-    "width-160-bfloat16",
-    "width-256-bfloat16",
+@pytest.mark.quick_cases(
+    "causal-more-queries-float32",
+    "decode-bfloat16",
+    "window-open-left-float32",
+    "sinks-empty-rows-float32",
+    "sinks-and-one-off-float32",
+    "scale-negative-float32",
+    "bias-broadcast-bfloat16",
+    "bias-of-queries-float32",
+    "outliers-float16",
+    "everything-float32",
+    "everything-bfloat16",
+    "mla-bfloat16",
 )
 @pytest.mark.parametrize(("case", "dtype"), GRID)
 def test_reference_and_xla(case, dtype, monkeypatch):

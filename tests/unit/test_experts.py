@@ -142,12 +142,8 @@ def oracle(config: ExpertsConfig, drawn: Drawn):
     )
 
 
-@pytest.mark.slow_cases(
-    "groups by their best",
-    "softmax over all",
-    "softmax over the chosen",
-    "sigmoid",
-    "without gates",
+@pytest.mark.quick_cases(
+    "groups by their two best", "shared and gated", "clamped with biases", "capacity"
 )
 @pytest.mark.parametrize("config", CASES.values(), ids=CASES)
 def test_equals_a_loop_over_tokens(config):
