@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxinfra.axes import Dims
+from jaxinfra.numerics.storage import EXACT
 from jaxinfra.training.optim.muon import sides
 
 _DECAY = 0.8  # of the second moments: 1 - t^-0.8 at step t
@@ -21,8 +22,8 @@ _MOST_RMS = 1.0  # of an update
 
 
 class FactoredState(NamedTuple):
-    """Means of squares by row and by column of factored matrices, of each element of others; what
-    a parameter has not is of one element.
+    """Second moments: means of squares by row and by column of factored matrices, of each element
+    of others. A kind that a parameter does not have is one zero.
     """
 
     count: jax.Array  # int32 []
@@ -50,7 +51,7 @@ def scale_by_adafactor(dims: Any) -> optax.GradientTransformation:
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, FactoredState]:
         del params
         leaves, structure = jax.tree.flatten(updates)
-        decay = 1.0 - (state.count + 1).astype(jnp.float32) ** -_DECAY
+        decay = 1.0 - (state.count + 1).astype(EXACT) ** -_DECAY
         moments = zip(*(structure.flatten_up_to(part) for part in state[1:]), strict=True)
         found = [
             _stepped(gradient, each, *moment, decay=decay)
