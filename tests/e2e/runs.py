@@ -131,7 +131,7 @@ def killed_and_resumed(bench: Bench, new: Callable[[str], list[object]], steps: 
     """
     ended = bench.run(new("whole"))
     assert (ended.code, ended.stderr) == (0, ""), ended
-    killed = bench.run(new("killed"), before=_killed_at_the_second_save)
+    killed = bench.run(new("killed"), before=killed_at_the_second_save)
     assert killed.code == -signal.SIGKILL, killed
     assert checkpoints(bench / "killed") == [2]
     resumed = bench.run(bench.resume("killed"))
@@ -141,7 +141,7 @@ def killed_and_resumed(bench: Bench, new: Callable[[str], list[object]], steps: 
     return bench / "killed"
 
 
-def _killed_at_the_second_save() -> None:
+def killed_at_the_second_save() -> None:
     signal_at("jaxinfra.checkpoint.directory_layout:commit", signal.SIGKILL, call=2)()
 
 

@@ -5,14 +5,15 @@ import random
 import signal
 
 import pytest
-from e2e.faults import signal_at
-from e2e.runs import assert_same_run, checkpoints, make_text, metrics
+from e2e.runs import (
+    assert_same_run,
+    checkpoints,
+    killed_at_the_second_save,
+    make_text,
+    metrics,
+)
 
 from jaxinfra.cli.main import main
-
-
-def killed_at_the_second_save() -> None:
-    signal_at("jaxinfra.checkpoint.directory_layout:commit", signal.SIGKILL, call=2)()
 
 
 @pytest.mark.slow

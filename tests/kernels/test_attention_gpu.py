@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import UnsupportedError
-from pallas_kernels.common import device
 from tests.kernels import attention_cases as cases
 from tests.tolerance import assert_within_rounding
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 
 FLOAT16 = {"causal", "everything", "gqa-8", "long-causal", "long-everything", "long-80", "long-96",
            "long-mla", "long-192", "long-256"}  # fmt: skip
@@ -37,12 +36,6 @@ BY_CUDNN = {"full", "causal", "window-left", "window-of-two", "scale", "outliers
 
 
 PORTABLE = ("causal", "everything", "bias", "sinks-empty-rows", "mla")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _hopper():
-    if device.target().capability != (9, 0):
-        pytest.skip("needs an NVIDIA Hopper GPU (compute capability 9.0)")
 
 
 @pytest.mark.parametrize(("case", "dtype"), GRID)

@@ -10,23 +10,16 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels import flash_attention
-from pallas_kernels.common import device
 from tests.kernels import attention_oracle
 from tests.tolerance import assert_within_rounding
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 
 P = PartitionSpec
 COLLECTIVE = re.compile(
     r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
 )
 B, T, N, H = 4, 300, 16, 64
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _hopper():
-    if device.target().capability != (9, 0):
-        pytest.skip("needs an NVIDIA Hopper GPU (compute capability 9.0)")
 
 
 def mesh_of(axis_type):

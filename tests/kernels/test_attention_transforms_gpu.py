@@ -8,21 +8,14 @@ import numpy as np
 import pytest
 
 from pallas_kernels import flash_attention
-from pallas_kernels.common import device
 from pallas_kernels.flash_attention import LSE_NAME, OUT_NAME, dispatch
 from tests.kernels import attention_oracle
 from tests.tolerance import assert_within_rounding
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 
 attend = functools.partial(flash_attention, implementation="hopper")
 POLICY = jax.checkpoint_policies.save_only_these_names(OUT_NAME, LSE_NAME)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _hopper():
-    if device.target().capability != (9, 0):
-        pytest.skip("needs an NVIDIA Hopper GPU (compute capability 9.0)")
 
 
 def normal(seed, *shape):

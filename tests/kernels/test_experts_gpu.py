@@ -14,21 +14,14 @@ from jaxinfra.model.experts import Experts
 from jaxinfra.model.passes import Pass
 from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.parallel.execution import execution_on
-from pallas_kernels.common import device
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 
 B, T, D = 2, 1536, 256
 CONFIG = ExpertsConfig(num_experts=16, top_k=4, hidden_dim=192, shared_hidden_dim=128)
 # From x to an output, or from a cotangent to a gradient, no more than so many tensors are rounded
 # to bf16 on the way, each with a relative error of at most 2**-9.
 BOUND = np.sqrt(10) * 2.0**-9
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _hopper():
-    if device.target().capability != (9, 0):
-        pytest.skip("needs an NVIDIA Hopper GPU (compute capability 9.0)")
 
 
 def run(policy: PolicyName):

@@ -8,24 +8,17 @@ import numpy as np
 import pytest
 
 from pallas_kernels import grouped_matmul, grouped_swiglu
-from pallas_kernels.common import device
 from tests.kernels import test_grouped_matmul as portable
 from tests.kernels.test_grouped_matmul import Case
 from tests.tolerance import assert_within_rounding
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 
 CASES = [
     Case(sizes=(300, 0, 7, 1, 640, 2, 1), num_rows=1003, K=192, N=320),
     Case(sizes=(40, 0, 1500, 9), num_rows=1600, gathered=True, K=256, N=192, dtype="float16"),
     Case(sizes=(130, 200, 54), num_rows=400, gathered=True, listed=True, K=192, N=128),
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _hopper():
-    if device.target().capability != (9, 0):
-        pytest.skip("needs an NVIDIA Hopper GPU (compute capability 9.0)")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.errors import UnsupportedError
 from pallas_kernels.flash_attention import hopper
@@ -100,12 +99,6 @@ def relative(got, want):
     got = np.asarray(got, np.float64)
     assert np.isfinite(got).all()
     return np.linalg.norm(got - want) / np.linalg.norm(want)
-
-
-@pytest.fixture
-def interpreter():
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        yield
 
 
 QUICK = [

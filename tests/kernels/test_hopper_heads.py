@@ -5,7 +5,6 @@ import pytest
 from pallas_kernels.flash_attention.hopper import backward_block
 from pallas_kernels.flash_attention.hopper.tiles import Geometry
 from tests.kernels import test_hopper as kernels
-from tests.kernels.test_hopper import interpreter  # noqa: F401  (a fixture)
 
 
 @pytest.mark.slow

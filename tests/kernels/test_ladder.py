@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from experiments.ladder import RUNGS, effects, elementwise, specialized, tensor_cores, threads
 from experiments.ladder.specialized import Tiles
@@ -22,12 +21,6 @@ from tests.seeds import seeded
 from tests.tolerance import assert_within_rounding
 
 ROOT = pathlib.Path(__file__).parents[2]
-
-
-@pytest.fixture
-def interpreter():
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        yield
 
 
 def operands(M, N, K):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from pallas_kernels import append_heads, paged_attention
-from pallas_kernels.common import device
 from pallas_kernels.paged_attention import numbers_of
 from pallas_kernels.paged_attention.hopper.chunk import is_chunk
 from pallas_kernels.quantized_weight import WeightCode
@@ -18,18 +17,12 @@ from tests.kernels.test_paged_attention import run
 from tests.kernels.test_paged_attention_hopper import call_of
 from tests.tolerance import assert_within_rounding
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 
 FP16 = ("pages-16", "everything", "latent")
 LONG = cases.PagedCase(
     name="long", lengths=(9000, 1, 64, 0, 5000), N=16, K=2, H=128, size=64, sinks=True
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _hopper():
-    if device.target().capability != (9, 0):
-        pytest.skip("needs an NVIDIA Hopper GPU (compute capability 9.0)")
 
 
 @pytest.mark.parametrize(

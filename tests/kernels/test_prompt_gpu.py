@@ -16,10 +16,9 @@ from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.serving_form import serving_form, serving_parameters
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.parallel.execution import execution_on
-from pallas_kernels.common import device
 from tests.decoder_oracle import model
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 ATTENTION = GroupedAttentionConfig(
     num_q_heads=16, num_kv_heads=4, head_dim=64, rope=RopeConfig(theta=100.0)
 )
@@ -28,8 +27,6 @@ LENGTHS = (300, 512, 17)
 
 @pytest.mark.parametrize("window", [None, 100])
 def test_logits_are_those_without_a_cache(window):
-    if device.target().capability != (9, 0):
-        pytest.skip("needs an NVIDIA Hopper GPU (compute capability 9.0)")
     attention = dataclasses.replace(ATTENTION, window=window)
     config = model(attention, attention, vocab_size=64, model_dim=256, max_positions=1024)
     ids = jax.random.randint(jax.random.key(1), (len(LENGTHS), 512), 0, 64)

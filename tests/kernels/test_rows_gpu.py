@@ -8,18 +8,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels import layer_norm, log_softmax, rms_norm, softmax
-from pallas_kernels.common import device
 from tests.kernels import test_norm as norms
 from tests.kernels import test_softmax as softmaxes
 from tests.tolerance import assert_within_rounding
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _hopper():
-    if device.target().capability != (9, 0):
-        pytest.skip("needs an NVIDIA Hopper GPU (compute capability 9.0)")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 
 
 def num_rows(columns: int) -> int:
