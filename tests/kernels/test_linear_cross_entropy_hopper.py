@@ -13,7 +13,7 @@ from pallas_kernels.common import device
 from pallas_kernels.common.errors import UnsupportedError
 from pallas_kernels.cross_entropy import hopper, linear_cross_entropy
 from pallas_kernels.cross_entropy.hopper import exponentials
-from tests.rounding import Rounded, stored
+from tests.kernels.loss_oracle import exact
 from tests.seeds import seeded
 from tests.tolerance import assert_within_rounding
 
@@ -56,28 +56,6 @@ def evaluate(arrays, *, dtype=jnp.bfloat16, **options):
     return jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))(
         hidden.astype(dtype), table
     )
-
-
-def exact(arrays, *, z_loss=0.0, logit_soft_cap=None, label_smoothing=0.0):
-    """In float64: d total / d logit = w (p (1 + 2 z lse) - q), q the
-    target distribution (1 - s) [v = target] + s / V."""
-    hidden, table, targets, weights = (np.asarray(x, float) for x in arrays)
-    hidden, table, kept = Rounded(hidden), Rounded(table), arrays[0].dtype
-    raw = hidden @ table.T
-    logits = raw if logit_soft_cap is None else logit_soft_cap * np.tanh(raw / logit_soft_cap)
-    largest = logits.max(axis=-1, keepdims=True)
-    lse = (largest + np.log(np.exp(logits - largest).sum(axis=-1, keepdims=True)))[..., 0]
-    is_target = np.arange(V) == targets[..., None]
-    nll = lse - np.sum(logits * is_target, axis=-1)
-    smoothed = (1 - label_smoothing) * nll + label_smoothing * (lse - logits.mean(axis=-1))
-    slope = stored(np.exp(logits - lse[..., None]), kept) * (1 + 2 * z_loss * lse)[..., None]
-    slope = slope - ((1 - label_smoothing) * is_target + label_smoothing / V)
-    slope = slope * weights[..., None]
-    if logit_soft_cap is not None:
-        slope = slope * (1 - np.tanh(raw / logit_soft_cap) ** 2)
-    slope = stored(slope, kept)
-    sums = (np.sum(weights * (smoothed + z_loss * lse**2)), np.sum(weights * nll))
-    return sums, (slope @ table, np.einsum("btv,btd->vd", slope, hidden))
 
 
 @pytest.mark.slow_cases("plain-1", "smoothed-2")

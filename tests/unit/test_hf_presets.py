@@ -4,6 +4,7 @@ import functools
 import re
 
 import pytest
+from published_figures import PARAMETERS
 
 from jaxinfra.config.presets import MODELS
 from jaxinfra.errors import ConfigError
@@ -15,12 +16,7 @@ COUNTED = sorted(name for name, preset in MODELS.items() if "parameters" in pres
 
 # As others publish them; what every preset says of its own is held below too.
 SIZES = {
-    "llama2_7b": 6_738_415_616,
-    "llama2_13b": 13_015_864_320,
-    "llama2_70b": 68_976_648_192,
-    "llama3_8b": 8_030_261_248,
-    "llama3_70b": 70_553_706_496,
-    "llama3_405b": 405_853_388_800,
+    **PARAMETERS,
     "llama32_1b": 1_235_814_400,
     "llama32_3b": 3_212_749_824,
     "gpt2": 124_439_808,

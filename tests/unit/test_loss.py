@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels.common.errors import InputError, UnsupportedError
 from pallas_kernels.cross_entropy import linear_cross_entropy
-from tests.rounding import Rounded, stored
+from tests.kernels.loss_oracle import exact
 from tests.seeds import seeded
 from tests.sharded.cases import COMPILER_OPTIONS
 from tests.tolerance import assert_within_rounding
@@ -53,36 +53,13 @@ def evaluate(dtype: str, **options):
     return run(hidden, table)
 
 
-def exact(dtype: str, *, z_loss=0.0, logit_soft_cap=None, label_smoothing=0.0):
-    """The same from the closed form: d total / d logit = w (p (1 + 2 z lse) - q), q the
-    target distribution (1 - s) [v = target] + s / V."""
-    hidden, table, _, weights = (np.asarray(x, float) for x in inputs(dtype))
-    hidden, table, kept = Rounded(hidden), Rounded(table), jnp.dtype(dtype)
-    targets = np.asarray(inputs(dtype)[2])
-    raw = hidden @ table.T
-    logits = raw if logit_soft_cap is None else logit_soft_cap * np.tanh(raw / logit_soft_cap)
-    largest = logits.max(axis=-1, keepdims=True)
-    lse = (largest + np.log(np.exp(logits - largest).sum(axis=-1, keepdims=True)))[..., 0]
-    is_target = np.arange(V) == targets[..., None]
-    nll = lse - logits[is_target].reshape(B, T)
-    smoothed = (1 - label_smoothing) * nll + label_smoothing * (lse - logits.mean(axis=-1))
-    slope = stored(np.exp(logits - lse[..., None]), kept) * (1 + 2 * z_loss * lse)[..., None]
-    slope = slope - ((1 - label_smoothing) * is_target + label_smoothing / V)
-    slope = slope * weights[..., None]
-    if logit_soft_cap is not None:
-        slope = slope * (1 - np.tanh(raw / logit_soft_cap) ** 2)
-    slope = stored(slope, kept)
-    sums = (np.sum(weights * (smoothed + z_loss * lse**2)), np.sum(weights * nll))
-    return sums, (slope @ table, np.einsum("btv,btd->vd", slope, hidden))
-
-
 @pytest.mark.slow_cases("both-float32", "smoothed-float32", "soft_cap-float32", "z_loss-float32")
 @pytest.mark.parametrize(
     ("options", "dtype"), [*((each, "float32") for each in OPTIONS), *(("all", d) for d in NARROW)]
 )
 def test_reference_is_the_formula(options, dtype):
     got = evaluate(dtype, implementation="reference", **OPTIONS[options])
-    assert_within_rounding(got, exact(dtype, **OPTIONS[options]), what=f"{options} {dtype}")
+    assert_within_rounding(got, exact(inputs(dtype), **OPTIONS[options]), what=f"{options} {dtype}")
 
 
 @pytest.mark.slow_cases(
@@ -105,7 +82,7 @@ def test_reference_is_the_formula(options, dtype):
 def test_chunked_is_no_worse_than_the_reference(options, num_chunks, dtype):
     chosen = OPTIONS[options]
     got = evaluate(dtype, implementation="xla", chunk_bytes=LOGITS_BYTES // num_chunks, **chosen)
-    assert_within_rounding(got, exact(dtype, **chosen), what=f"{options} {dtype}")
+    assert_within_rounding(got, exact(inputs(dtype), **chosen), what=f"{options} {dtype}")
 
 
 @pytest.mark.parametrize(("chunk_length", "sequence_shards"), [(5, 1), (7, 1), (4, 2)])
@@ -121,7 +98,7 @@ def test_chunks_need_not_divide_positions_and_shards_change_nothing(chunk_length
         sequence_shards=sequence_shards,
         **OPTIONS["both"],
     )
-    assert_within_rounding(got, exact("float32", **OPTIONS["both"]))
+    assert_within_rounding(got, exact(inputs("float32"), **OPTIONS["both"]))
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])

@@ -9,6 +9,7 @@ import pytest
 import jaxinfra
 from jaxinfra.config.parts import part
 from jaxinfra.errors import ConfigError
+from tests.small_run import config_of
 
 
 @part
@@ -30,25 +31,13 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def config(text):
-    changes = [
-        "model.vocab_size=300",
-        "model.model_dim=16",
+    run = config_of(
         "model.stacks.0.repeats=1",
-        "model.stacks.0.pattern.0.mixer.num_q_heads=4",
-        "model.stacks.0.pattern.0.mixer.num_kv_heads=2",
-        "model.stacks.0.pattern.0.mixer.head_dim=4",
-        "model.stacks.0.pattern.0.feed_forward.hidden_dim=32",
-        "optimizer.warmup_steps=0",
-        "optimizer.muon=none",
-        "training.steps=4",
         "training.batch_size=8",
         "training.sequence_length=16",
         "training.accumulation=2",
-        "data.heldout_fraction=0.3",
-        "data.tokenizer.kind=bytes",
         f"data.source={text}",
-    ]
-    run = jaxinfra.override(jaxinfra.preset("tiny"), changes)
+    )
     return dataclasses.replace(run, mesh=jaxinfra.MeshConfig(fsdp=4, tensor=2))
 
 
