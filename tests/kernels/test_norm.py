@@ -265,7 +265,7 @@ def test_wrong_arguments(x, scale, options, words):
     ("shape", "form", "num"),
     [((8192, 32768), FORMS[0], 2), ((4096, 131072), FORMS[3], 2), ((1048576, 128), FORMS[0], 1),
      ((80, 262144), FORMS[1], 1)],
-    ids=str,
+    ids=["rms 32768", "layer 131072 residual", "rms 128", "layer 262144"],
 )  # fmt: skip
 def test_auto_takes_the_kernel_where_it_is_faster(shape, form, num):
     """At 128 columns the gradient alone; at 262,144 LayerNorm's gradient fits no registers."""
