@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 SYSTEM = sorted((ROOT / "jaxinfra").rglob("*.py"))
 PRODUCT = SYSTEM + sorted((ROOT / "pallas_kernels").rglob("*.py"))
 
-LONGEST, MOST_LONG = 103, 32
+LONGEST, MOST_LONG = 100, 17
 FLOAT = re.compile(r"b?float(16|32|64|8_\w+|4_\w+)")
 
 
