@@ -47,11 +47,12 @@ class InitialModel:
 
 
 def read_initial(path: Path) -> InitialModel:
-    """Reads which model a directory or a run holds, and the checksum of its weights, all of them
-    read.
+    """Reads the model config of a directory or a run, and computes its weights' checksum.
+
+    A directory's weight files are read whole for that, of a run only the checkpoint's manifest.
 
     Raises:
-        ConfigError, CheckpointError: it cannot be started from; with the reason.
+        ConfigError, CheckpointError: a run cannot start from this model; the message says why.
     """
     path = path.expanduser().absolute()
     if is_model_directory(path):
@@ -98,7 +99,7 @@ def place_initial(
             are held whole on the first device meanwhile.
 
     Raises:
-        CheckpointError: they are not those that the run started from.
+        CheckpointError: the weights are not those that the run started from.
     """
     if kept is not BaseWeights.COMPUTE:
         source = initial_source(init, definition.config)

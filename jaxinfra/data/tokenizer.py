@@ -45,12 +45,13 @@ class Tokenizer:
     """A tokenizer: byte-level BPE, plain bytes, or any ``tokenizer.json``.
 
     ``bos_id`` precedes each document, so that its first token is predicted too; ``eos_id`` ends
-    it. Where the vocabulary has one separator only, as for those made here, both are that.
+    it. Both are the same token where the vocabulary has only one, as for tokenizers made here.
     ``prefix_ids`` are what the tokenizer itself puts before a text, ``end_ids`` what ends a text
     that a model writes.
 
     Args:
-        directory: whose files say which tokens these are; None: the tokenizer's names alone.
+        directory: has config files that name these special tokens; if None, tokens with usual
+            names are taken.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, *, directory: Path | None = None):

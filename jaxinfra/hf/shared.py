@@ -184,7 +184,9 @@ def routes(config: ModelConfig) -> list[bool]:
 
 
 def layer_windows(keys: Keys) -> tuple[int | None, ...]:
-    """Returns windows of Qwen's layers: by type if given, else from ``max_window_layers`` on."""
+    """Returns each Qwen layer's attention window: by its type if given, else from layer
+    ``max_window_layers`` on.
+    """
     use_windows = keys.flag("use_sliding_window", False)
     if use_windows:
         keys.require("sliding_window", "max_window_layers")
@@ -202,7 +204,7 @@ def layer_windows(keys: Keys) -> tuple[int | None, ...]:
 def typed_windows(
     types: Sequence[str], window: int | None, *, num_layers: int
 ) -> tuple[int | None, ...]:
-    """Returns windows of layers by their ``layer_types``."""
+    """Returns each layer's attention window: ``window`` where its type is sliding, else None."""
     if len(types) != num_layers:
         raise ConfigError(f"layer_types has {len(types)} entries for {num_layers} layers")
     known = (FULL, SLIDING)

@@ -25,14 +25,15 @@ from jaxinfra.ops.experts import CHOICE_NAME, ExpertWeights
 
 
 class Experts(nnx.Module):
-    """A router, experts of which each token passes ``top_k``, and those that every token passes.
+    """A mixture-of-experts layer: a router, routed experts (``top_k`` per token), shared experts.
 
-    It emits the losses that the config asks for, and three counts. ``expert_tokens`` is of each
-    expert, before any is dropped. ``dropped`` counts choices beyond an expert's capacity,
+    It emits the losses that the config asks for, and three counts. ``expert_tokens`` counts each
+    expert's tokens before any is dropped. ``dropped`` counts choices beyond an expert's capacity,
     ``overflowed`` those that a bounded exchange between devices had no room for.
 
     Args:
-        std, out_std: of initial weights, inward and back into the residual stream.
+        std: standard deviation of the initial weights, other than the down projections'.
+        out_std: that of the down projections, which write to the residual stream.
     """
 
     abilities = Abilities()
@@ -150,7 +151,7 @@ class Experts(nnx.Module):
 
     @property
     def weights(self) -> ExpertWeights:
-        """The routed experts', as they are kept."""
+        """The routed experts' weights and biases, as the parameters are stored."""
 
         def value(parameter: nnx.Param | None) -> Any:
             return None if parameter is None else parameter.get_value()

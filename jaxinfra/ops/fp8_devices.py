@@ -103,7 +103,7 @@ class Devices(Protocol):
         ...
 
     def of_all(self, x: jax.Array, dims: Dims, held: Hold) -> jax.Array:
-        """Gathers x of all devices with another share of these dims: [n, ...]."""
+        """Gathers x from the n devices that hold different shares of these dims: [n, ...]."""
         ...
 
     def whole(self, weight: Quantized, placed: PlacedMatrix, shape: tuple[int, ...]) -> Quantized:
@@ -168,7 +168,7 @@ class Together:
         return shape
 
     def of_all(self, x: jax.Array, dims: Dims, held: Hold) -> jax.Array:
-        """Returns x alone, [1, ...]."""
+        """Returns x with a leading dim of 1, since no device has another share."""
         del dims, held
         return x[None]
 

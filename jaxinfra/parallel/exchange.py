@@ -187,7 +187,7 @@ class Travel:
         return self.send_back(rows)
 
     def of_copies(self, values: jax.Array, nothing: int) -> jax.Array:
-        """Puts integers by copy into the rows that are sent; ``nothing`` in empty ones."""
+        """Orders values of the copies as the send buffer's rows; empty rows have ``nothing``."""
         count = values.shape[0]
         found = values[jnp.minimum(self.choice_S, count - 1)]
         return jnp.where(self.choice_S[:, None] < count, found, nothing)

@@ -95,8 +95,8 @@ def base_shardings(placement: Placement, model: ModelDefinition, shapes: Paramet
     """Returns shardings of frozen parameters, some of them quantized.
 
     Args:
-        model: the same parameters, none of them quantized.
-        shapes: ``jax.ShapeDtypeStruct``, and weights of those.
+        model: defines the same parameters before quantization.
+        shapes: a ``jax.ShapeDtypeStruct`` per parameter, or a ``QuantizedWeight`` of them.
     """
     dims, plain = by_path(model.dims), placement.parameters(model)
 

@@ -294,8 +294,10 @@ class MetricsLog:
         self._add_event(Event(step=after_step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, record: dict[str, Any]) -> None:
-        """Adds a record; it must have a ``step``. What it has of ``statistics`` goes to
-        ``statistics.jsonl`` beside, where of two lines of a step the later counts.
+        """Adds a record, which must have a ``step``, and tells the callbacks.
+
+        Its ``statistics``, if any, go to ``statistics.jsonl`` in the same directory. If that has
+        two lines for a step, the later one counts.
         """
         record = finite(record)
         statistics = record.pop("statistics", None)

@@ -21,7 +21,7 @@ def chunk_loss(
     *,
     with_gradient: bool,
 ) -> ChunkLoss:
-    """Computes a chunk from its fp32 logits, and the gradient only where it is asked for."""
+    """Computes a chunk's loss from fp32 logits, and, if asked for, the gradient of the logits."""
     logits_ZbCV = einsum_f32("ZbCD,VD->ZbCV", hidden_ZbCD, table)
     slope_ZbCV = None
     if static.logit_soft_cap is not None:

@@ -168,7 +168,7 @@ class LayersKernel:
         )  # fmt: skip
 
     def result(self, call: LayersCall, refs: dict[str, Any]) -> jax.Array:
-        """[1, D].
+        """Launches the kernel and returns y, [1, D].
 
         Args:
             refs: references to what is written in place: "counter", int32 [1], and pools "k", "v".
@@ -203,7 +203,7 @@ class LayersKernel:
         )["y"]
 
     def run(self, gmem, smem) -> None:
-        """One block: a role for each warpgroup."""
+        """Runs one block: two warpgroups compute, the last loads tiles."""
         wg = lax.axis_index("wg")
         plan = self.attention.plan(gmem)
         self.stream.begin(smem)
@@ -220,7 +220,7 @@ class LayersKernel:
             self.stream.load(gmem, smem, plan)
 
     def compute(self, gmem, smem, plan: KeyPlan) -> None:
-        """Layers, one after another; blocks meet where one reads what others wrote."""
+        """Computes all layers in turn; blocks meet before they read each other's results."""
         stream, (_, out, wide, down) = self.stream, self.products
         grid = GridBarrier(blocks=self.blocks, threads=THREADS)
         put_normed = functools.partial(self.put_normed, gmem, smem)
@@ -253,7 +253,7 @@ class LayersKernel:
         self.write(gmem, down)
 
     def put_hidden(self, gmem, smem, wide: Product, down: Product) -> None:
-        """Hidden values, of all blocks' gates and ups."""
+        """Puts the MLP's hidden values into shared memory, from all blocks' gates and ups."""
 
         def body(parts, x, block):
             inputs.put_hidden(parts, self.rows(x), block, down.share, wide.share)

@@ -139,7 +139,7 @@ class QuantizedTile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Product:
-    """One of a layer's products."""
+    """One matrix product of a layer, with its weight and results in global memory."""
 
     weight: str  # names in global memory, of all layers' weights [L, K, N]
     parts: str  # and of what blocks leave, fp32 [parts, N]
@@ -148,12 +148,12 @@ class Product:
     is_whole: bool  # all of x is in shared memory; else what the block's units are multiplied with
 
     def count(self) -> jax.Array:
-        """Tiles of the block."""
+        """Counts the tiles of the weight that this block multiplies."""
         s, block = self.share, lax.axis_index("block")
         return lax.div(s.units - block + (s.blocks - 1), jnp.int32(s.blocks)) * s.down
 
     def place(self, i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Part of K, row of tiles and column of tiles of the block's tile ``i``."""
+        """Locates the block's tile ``i`` in the weight: its part of K, row and column of tiles."""
         s = self.share
         unit = lax.axis_index("block") + lax.div(i, jnp.int32(s.down)) * s.blocks
         part, column = lax.div(unit, jnp.int32(s.across)), lax.rem(unit, jnp.int32(s.across))

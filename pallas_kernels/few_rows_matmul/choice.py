@@ -50,18 +50,18 @@ type Fields = dict[str, tables.Value]
 
 
 def fused_case(call: FewRowsCall) -> Fields:
-    """A call's case for a fused kernel."""
+    """Returns the tuning table's case for a fused kernel that computes this call."""
     return _case(call.shape, weight=weight_name(call), fused=call.fused)
 
 
 def weight_name(call: FewRowsCall) -> str:
-    """The weight's name in the cases of fused kernels."""
+    """Names the weight's format as the tuning table of fused kernels does."""
     weight = call.weight
     return weight.format.name if isinstance(weight, QuantizedWeight) else _bits(16)
 
 
 def product_case(s: ProductShape) -> Fields:
-    """A product's case, without what comes before and after it."""
+    """Returns the tuning table's case for the product alone, with nothing fused but SwiGLU."""
     return _case(s, weight=_bits(s.bits), fused="swiglu" if s.swiglu else "")
 
 

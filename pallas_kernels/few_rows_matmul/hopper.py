@@ -72,7 +72,7 @@ def default_product(s: ProductShape) -> SkinnyConfig | QuantizedConfig | None:
 
 
 def fused_hopper(call: FewRowsCall, config: FusedConfig | QuantizedConfig | None) -> jax.Array:
-    """The whole call by one kernel, of a call that ``unsupported_fused`` has no reason against.
+    """Computes the whole call by one kernel; ``unsupported_fused`` must have returned None.
 
     Args:
         config: tiles that fit; None: the default ones.
@@ -96,7 +96,7 @@ def product_hopper(
     out_dtype: jnp.dtype,
     swiglu: bool = False,
 ) -> jax.Array:
-    """The product alone by a kernel, of a call that ``unsupported_product`` has no reason against.
+    """Computes the product alone by a kernel; ``unsupported_product`` must have returned None.
 
     Args:
         config: tiles that fit; None: the default ones.

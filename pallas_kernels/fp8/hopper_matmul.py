@@ -184,18 +184,18 @@ class ScaledKernel:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Numbers of tiles of rows and columns, of whole clusters."""
+        """Numbers of tiles along the rows and columns, where a tile is one cluster's."""
         c = self.c
         return -(-self.M // (c.tile_m * c.cluster)), -(-self.N // c.tile_n)
 
     @property
     def num_tiles(self) -> int:
-        """Number of tiles of all clusters, each split counted."""
+        """Number of the clusters' tiles, where each split of K counts as a tile."""
         return self.grid[0] * self.grid[1] * self.c.splits
 
     @property
     def num_steps(self) -> int:
-        """Number of steps of one tile."""
+        """Number of steps along K in one tile."""
         return self.K // DEPTH // self.c.splits
 
     @property

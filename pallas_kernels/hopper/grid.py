@@ -29,13 +29,13 @@ class GridBarrier:
     threads: int
 
     def meet(self, counter: jax.Array, before: jax.Array | int) -> None:
-        """Waits for all blocks: what any of these threads wrote before, all may read after.
+        """Waits until all blocks arrive; what these threads wrote before is then visible to all.
 
-        Reads after it must be ``ld.relaxed.gpu`` or ``ld.global``, never ``ld.global.nc``, whose
+        Later reads must be ``ld.relaxed.gpu`` or ``ld.global``, never ``ld.global.nc``, whose
         cache knows of no writer.
 
         Args:
-            before: meetings of the launch before this one.
+            before: how many times the launch has called this barrier already.
         """
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))

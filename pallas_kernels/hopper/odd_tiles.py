@@ -52,12 +52,12 @@ def make_arrivals(ref: Any) -> None:
 
 
 def wait(ref: Any, which: Any, use: Any) -> None:
-    """Waits until a copy is there.
+    """Waits until a copy has arrived in shared memory.
 
     Args:
-        ref: the barriers; another has told this warpgroup that they are made.
-        which: int32, that of the copy.
-        use: int32; how many copies came through this barrier before.
+        ref: the barriers, which this warpgroup must know to be initialized.
+        which: int32, index of the copy's barrier.
+        use: int32, how many copies arrived at this barrier before.
     """
     splat = plgpu.Layout.WG_SPLAT(())
 
@@ -72,15 +72,16 @@ def wait(ref: Any, which: Any, use: Any) -> None:
 def load_tile(
     source: Any, place: TilePlace, tile: Any, transforms: Any, ref: Any, which: Any
 ) -> None:
-    """Starts the copy of a tile.
+    """Starts the copy of a tile from global to shared memory.
 
     Args:
         source: [B, T, N, H] in global memory.
-        place: of the tile in it.
+        place: where the tile begins in ``source``.
         tile: [rows, H] in shared memory, rows a multiple of 8.
-        transforms: the tile's, of ``tile.tiled``.
+        transforms: the tile's memory layout, from ``tile.tiled``.
         ref: the barriers of ``make_arrivals``.
-        which: int32, that of this copy; whoever needs it waits there before it is used again.
+        which: int32, index of the barrier where this copy arrives; all readers must have waited
+            there before another copy uses it.
     """
     splat, types = plgpu.Layout.WG_SPLAT(()), _types(transforms)
 
@@ -101,7 +102,10 @@ def load_tile(
 
 
 def store_tile(tile: Any, sink: Any, place: TilePlace, transforms: Any) -> None:
-    """Starts the copy of a tile to ``sink``, one to wait for; the rest as in ``load_tile``."""
+    """Starts the copy of a tile to ``sink`` in global memory; other arguments as in ``load_tile``.
+
+    The copy is committed as one group to wait for.
+    """
 
     @plgpu.inline_mgpu(arg_types=_types(transforms))
     def store(ctx, numbers, sink, tile):

@@ -34,23 +34,23 @@ class Dequantizer:
 
     @property
     def unit(self) -> int:
-        """128 or 1024 twice: the least number whose unit in the last place is 1."""
+        """The least number whose unit in the last place is 1 (128 or 1024), twice in a register."""
         return 0x43004300 if self.dtype == jnp.bfloat16 else 0x64006400
 
     def zero_pair(self, zero: Any | None) -> Any:
-        """The number that a zero point (i32; None: 8) is in place of, twice."""
+        """Returns a register that has a zero point (i32; None: 8) twice, offset by ``unit``."""
         if zero is None:
             return constant(self.unit | 0x00080008)
         return arith.ori(arith.muli(zero, constant(0x00010001)), constant(self.unit))
 
     def pair(self, operation: str, a: Any, b: Any) -> Any:
-        """``sub`` or ``mul`` of two numbers each."""
+        """Applies ``sub`` or ``mul`` to two registers of two numbers each."""
         return assembly(
             i32(), [a, b], f"{operation}.{self.name}x2 $0, $1, $2;", "=r,r,r", pure=True
         )
 
     def numbers(self, words: list[Any], zeros: tuple[Any, Any]) -> list[Any]:
-        """The left fragment of 16 rows: four registers.
+        """Converts codes into the product's left operand for 16 rows: four registers.
 
         Args:
             words: one of 4-bit codes, two of 8-bit ones.
@@ -61,10 +61,10 @@ class Dequantizer:
         return [self.two(words[r >> 1], r & 1) for r in range(4)]
 
     def two(self, word: Any, place: int, zero: Any | None = None) -> Any:
-        """A register of two of a word's numbers, the first in its low bits.
+        """Converts two codes of a word into one register of two numbers, the first in its low bits.
 
-        They are, of 4 bits, nibbles ``place`` and ``place + 4``, less ``zero``; of int8, bytes
-        ``2 place`` and the next; of e4m3, bytes ``1 - place`` and ``3 - place``.
+        The codes are nibbles ``place`` and ``place + 4`` of int4, less ``zero``; bytes ``2 place``
+        and ``2 place + 1`` of int8; bytes ``1 - place`` and ``3 - place`` of e4m3.
         """
         if self.code is WeightCode.INT4:
             return self._int4(word, place, self.zero_pair(None) if zero is None else zero)
@@ -101,7 +101,7 @@ class Dequantizer:
         return self.pair("mul", arith.ori(sign, size), constant(ratio))
 
     def product(self, a: list[Any], b: list[Any], sums: list[Any]) -> list[Any]:
-        """``a b + sums`` of 16 columns, 16 rows and 8 rows of x."""
+        """Computes ``a b + sums`` by one MMA: 16 columns and 16 rows of the weight, 8 rows of x."""
         f32 = ir.F32Type.get()
         found = assembly(
             llvm.StructType.get_literal([f32] * 4),

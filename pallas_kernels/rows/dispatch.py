@@ -84,12 +84,12 @@ def _is_faster(direction: str, call: RowCall) -> bool:
 
 
 def looped(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel whose ``vmap`` is a loop: what is folded into the rows beforehand is faster."""
+    """Returns the kernel with a ``vmap`` that loops; folding the batch into the rows is faster."""
     return jax.custom_batching.sequential_vmap(results_vary(kernel))
 
 
 def check_input(op: str, x: jax.Array, axis: int = -1) -> None:
-    """Refuses what is not rows of floats.
+    """Refuses an input that is not rows of floats.
 
     Raises:
         InputError: a scalar, an integer array, or another axis than the last.
@@ -103,5 +103,5 @@ def check_input(op: str, x: jax.Array, axis: int = -1) -> None:
 
 
 def as_rows(x: jax.Array) -> jax.Array:
-    """[..., C] to [R, C]."""
+    """Reshapes x from [..., C] to rows [R, C]."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

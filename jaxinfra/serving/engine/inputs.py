@@ -38,62 +38,62 @@ class RowInputs:
 
     @property
     def ids_BT(self) -> Int[Array, "B T"] | np.ndarray:
-        """int32; below 0: what the device drew last for the row's slot."""
+        """The token ids, int32; an id below 0 stands for the token last sampled in its slot."""
         return self.numbers_BC[:, -self.length :]
 
     @property
     def tables_BM(self) -> Int[Array, "B M"] | np.ndarray:
-        """int32, each row's pages; 0 where it has none."""
+        """The page table, int32: pages of each row; 0 where it has none."""
         return self.numbers_BC[:, len(_FIELDS) : -self.length]
 
     @property
     def slots_B(self) -> Int[Array, "B"]:
-        """Each row's slot; beyond the last: padding."""
+        """The slot of each row; a slot beyond the last marks padding."""
         return self._field("slot")
 
     @property
     def starts_B(self) -> Int[Array, "B"]:
-        """Positions of the first tokens."""
+        """The position of each row's first token."""
         return self._field("start")
 
     @property
     def counts_B(self) -> Int[Array, "B"]:
-        """Tokens of each row."""
+        """The number of new tokens in each row."""
         return self._field("count")
 
     @property
     def contexts_B(self) -> Int[Array, "B"]:
-        """Tokens that each row has come to."""
+        """The number of tokens that each row's request has reached."""
         return self._field("context")
 
     @property
     def seeds_B(self) -> UInt32[Array, "B"]:
-        """Lower bits of each request's."""
+        """The lower 32 bits of each request's seed."""
         return jax.lax.bitcast_convert_type(self._field("seed"), jnp.uint32)
 
     @property
     def choices_B(self) -> Int[Array, "B"]:
-        """Each request's."""
+        """The number that tells each request from others of the same prompt and seed."""
         return self._field("choice")
 
     @property
     def key_positions_B(self) -> Int[Array, "B"]:
-        """Tokens before each row's first draw."""
+        """The number of tokens before each row's first sampled token."""
         return self._field("key_position")
 
     @property
     def draws_B(self) -> Bool[Array, "B"]:
-        """Whether each draw counts."""
+        """Whether each row's sampled token is used."""
         return self._field("draws") != 0
 
     @property
     def is_masked_B(self) -> Bool[Array, "B"]:
-        """Whether each slot's mask holds."""
+        """Whether the mask in each row's slot limits what it may sample."""
         return self._field("is_masked") != 0
 
     @property
     def adapters_B(self) -> Int[Array, "B"]:
-        """Each row's; 0: none."""
+        """The LoRA adapter of each row, by its place in the bank; 0 for none."""
         return self._field("adapter")
 
     @property

@@ -57,24 +57,24 @@ class PageAllocator:
         return self.num_usable - self.num_free - self.num_idle
 
     def references(self, page: int) -> int:
-        """Holders of a page, the prefix tree among them."""
+        """Returns the number of a page's holders, the prefix tree among them."""
         return self._references[page]
 
     def allocate(self) -> int:
-        """A free page, held once."""
+        """Takes a free page, and returns it with one holder."""
         page = self._free.pop()
         assert not self._references[page]
         self._references[page] = 1
         return page
 
     def share(self, page: int) -> None:
-        """One more holder of a page that is held or cached."""
+        """Adds a holder to a page that is held or cached."""
         assert self._references[page] > 0, page
         self._references[page] += 1
         self._idle.pop(page, None)
 
     def release(self, page: int) -> None:
-        """One holder less. The last one's page is free, a cached one then idle."""
+        """Removes a holder of a page, which is free after the last, or idle if only cached."""
         assert self._references[page] > 0, page
         self._references[page] -= 1
         if self._references[page] == 0:
@@ -95,13 +95,13 @@ class PageAllocator:
             self.release(page)
 
     def cache(self, page: int) -> None:
-        """The prefix tree holds this page from now on."""
+        """Makes the prefix tree a holder of this page."""
         assert page not in self._cached, page
         self._references[page] += 1
         self._cached.add(page)
 
     def uncache(self, page: int) -> None:
-        """The prefix tree holds this page no longer."""
+        """Removes the prefix tree from this page's holders."""
         self._cached.remove(page)
         self._idle.pop(page, None)
         self.release(page)
@@ -115,7 +115,7 @@ class PageAllocator:
         self._suspect.update(page for page in pages if self._references[page])
 
     def trust(self, pages: Iterable[int]) -> None:
-        """All numbers of these are finite."""
+        """Marks pages as no longer suspect: all their numbers are finite."""
         self._suspect.difference_update(pages)
 
     def is_suspect(self, page: int) -> bool:
@@ -123,7 +123,7 @@ class PageAllocator:
         return page in self._suspect
 
     def unclean(self) -> list[int]:
-        """Pages to be filled with zeros before the next step; whoever holds them by now too."""
+        """Returns, once, the pages to fill with zeros before the next step, even if held again."""
         pages, self._unclean = self._unclean, []
         return pages
 
@@ -278,10 +278,10 @@ class PrefixTree:
 
 @final
 class HostPages:
-    """Slots of a page each, and who uses them.
+    """Host memory for saved KV-cache pages: slots of one page each, and how many requests use each.
 
-    A page that the prefix tree holds keeps its slot while anybody uses that: requests that share
-    the page do not have it copied twice.
+    A page in the prefix tree keeps its slot as long as any request uses the slot, so that requests
+    which share the page do not have it copied twice.
     """
 
     def __init__(self, num_slots: int, *, page_size: int):
@@ -295,16 +295,17 @@ class HostPages:
 
     @property
     def num_used(self) -> int:
-        """Slots that some request uses."""
+        """Number of slots that some request uses."""
         return self.num_slots - len(self._free)
 
     def users(self, slot: int) -> int:
-        """Requests that use a slot."""
+        """Returns the number of requests that use a slot."""
         return self._users[slot]
 
     def save(self, stream: RequestStream, *, tree: Container[int]) -> list[tuple[int, int]]:
-        """Gives a request's pages slots, from the first page on as many as there are, and returns
-        what is to be copied: from pages to slots.
+        """Assigns host slots to a request's pages, and returns the copies to make: (page, slot).
+
+        Pages get slots in order from the first, until no slot is free.
 
         Args:
             tree: the pages that the prefix tree holds.
@@ -329,19 +330,18 @@ class HostPages:
         return copies
 
     def num_tokens(self, stream: RequestStream) -> int:
-        """Tokens of a request that need not be computed again, as the host has them."""
+        """Returns how many tokens of a request the host can restore, rather than compute again."""
         saved = stream.saved
         if saved is None or saved.kind != stream.kind:
             return 0
         return min(saved.num_tokens, stream.total - 1)
 
     def restore(self, stream: RequestStream, first: int, num_tokens: int) -> list[tuple[int, int]]:
-        """Where a request's pages come from that it has again: from slots to pages. The host keeps
-        nothing of it any more.
+        """Returns the copies that restore a request's pages, (slot, page), and frees its slots.
 
         Args:
-            first: page that is not there already.
-            num_tokens: that are restored, with those before ``first``.
+            first: index of the first page to restore; those before it are on the device already.
+            num_tokens: tokens that the request then has, with those before ``first``.
         """
         if stream.saved is None:
             return []
@@ -352,7 +352,7 @@ class HostPages:
         return filled
 
     def drop(self, stream: RequestStream) -> None:
-        """The host keeps nothing of a request any more."""
+        """Frees the host slots of a request, where no other uses them."""
         if stream.saved is None:
             return
         for slot in stream.saved.slots:

@@ -22,10 +22,10 @@ class EndReason(enum.StrEnum):
 
 
 class Constraint(Protocol):
-    """Which tokens may come next, as a structure asks; one object for each request."""
+    """A grammar's limit on which tokens may come next; each request has its own object."""
 
     def mask(self) -> np.ndarray:
-        """Bits of the ids that may come next, uint32 [words], the lowest id lowest."""
+        """Returns a bit mask of the ids that may come next: uint32 [words], id 0 the lowest bit."""
         ...
 
     def advance(self, token: int) -> None:
@@ -34,7 +34,7 @@ class Constraint(Protocol):
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing can follow."""
+        """Whether the structure is complete, so that no token can follow."""
         ...
 
 

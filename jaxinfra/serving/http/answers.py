@@ -36,19 +36,19 @@ class GenerationFailedError(Exception):
 @final
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Usage:
-    """Tokens that a call took."""
+    """Counts of the prompt, cached and new tokens of an HTTP request."""
 
     prompts: Sequence[tuple[int, ...]]
     cached: dict[int, int] = dataclasses.field(default_factory=dict)
     new: int = 0
 
     def count(self, place: int, progress: RequestProgress) -> None:
-        """Takes note of what came."""
+        """Counts the tokens of one prompt's progress."""
         self.new += len(progress.tokens)
         self.cached[place] = progress.num_cached
 
     def body(self) -> dict[str, Any]:
-        """JSON object that clients read."""
+        """Returns the ``usage`` object of OpenAI's API."""
         prompt = sum(map(len, self.prompts))
         return {
             "prompt_tokens": prompt,
@@ -61,7 +61,7 @@ class Usage:
 @final
 @dataclasses.dataclass(kw_only=True, slots=True)
 class ChoicePart:
-    """State of one choice, or of a part of it."""
+    """Text, tokens and scores of one choice of an answer, or of the piece in one event."""
 
     text: str = ""
     finish: str | None = None
@@ -101,15 +101,15 @@ class AnswerForm:
         }
 
     def choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
-        """A whole choice."""
+        """Returns the JSON object of a whole choice."""
         raise NotImplementedError
 
     def piece(self, index: int, part: ChoicePart, *, is_first: bool) -> dict[str, Any]:
-        """A choice's part in one event."""
+        """Returns the JSON object of a choice's piece in one event."""
         raise NotImplementedError
 
     def before(self, index: int) -> ChoicePart:
-        """Part that a choice begins with, before its samples."""
+        """Returns what a choice begins with before its sampled tokens."""
         del index
         return ChoicePart()
 
@@ -199,13 +199,13 @@ class CompletionForm(AnswerForm):
         return ChoicePart(text=self._echoes[place], prompt=self._prompts[place])
 
     def choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
-        """A whole choice."""
+        """Returns the JSON object of a whole choice."""
         told = None if self._body.num_scores is None else self._logprobs(index, part)
         finish = part.finish
         return {"index": index, "text": part.text, "logprobs": told, "finish_reason": finish}
 
     def piece(self, index: int, part: ChoicePart, *, is_first: bool) -> dict[str, Any]:
-        """A choice's part in one event."""
+        """Returns the JSON object of a choice's piece in one event."""
         return self.choice(index, part)
 
     def _logprobs(self, index: int, part: ChoicePart) -> dict[str, Any]:
@@ -250,12 +250,12 @@ class ChatForm(AnswerForm):
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
-        """A whole choice."""
+        """Returns the JSON object of a whole choice."""
         message = {"role": "assistant", "content": part.text}
         return self._wrapped(index, part) | {"message": message}
 
     def piece(self, index: int, part: ChoicePart, *, is_first: bool) -> dict[str, Any]:
-        """A choice's part in one event."""
+        """Returns the JSON object of a choice's piece in one event."""
         delta = ({"role": "assistant"} if is_first else {}) | {"content": part.text}
         return self._wrapped(index, part) | {"delta": delta}
 

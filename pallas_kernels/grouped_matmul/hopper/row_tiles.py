@@ -23,7 +23,7 @@ from .ring import RingKernel
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RowTilesKernel(RingKernel):
-    """Rows times their group's weight; kernels say how a tile is multiplied."""
+    """A kernel that multiplies rows by their group's weight; subclasses define a tile's product."""
 
     num_columns: int
 

@@ -71,16 +71,16 @@ class CodeOrder:
                 return place // 2, place // 2 + 2
 
     def is_high(self, place: int) -> bool:
-        """Whether a register is of the second half of a head."""
+        """Tells whether a register holds columns of the second half of a head."""
         return self.code is WeightCode.INT4 and place % 2 == 1
 
     def selection(self, half: int) -> int:
-        """Selection of bytes ``2 half`` and the next of two keys' words, for one register."""
+        """Returns the ``prmt`` selector that joins bytes ``2 half`` and the next of two words."""
         in_turn = self.code is WeightCode.INT8
         return ((0x5140, 0x7362) if in_turn else (0x5410, 0x7632))[half]
 
     def byte_of(self, half: int, place: int) -> int:
-        """The byte of the two keys' words that a register of the selection is of."""
+        """Returns which byte of each word a register made after ``selection`` comes from."""
         first, _ = self.bytes_of(place)
         return 2 * half + (first // 2 if self.code is WeightCode.INT8 else first)
 
@@ -89,7 +89,7 @@ class CodeOrder:
         return min(4, row_bytes // 16)
 
     def key_byte(self, word: int, row_bytes: int) -> tuple[int, int]:
-        """Start of a lane's word: a number, and the factor of t."""
+        """Returns a and b, where lane t's word begins at byte ``a + b t`` of a key's row."""
         at_a_time = self.key_words(row_bytes)
         return word // at_a_time * 16 * at_a_time + 4 * (word % at_a_time), 4 * at_a_time
 
