@@ -3,24 +3,139 @@
 Its adapters belong to tensors of theirs, [outputs, inputs]: ``lora_A`` [R, I], ``lora_B`` [O, R]
 and with DoRA ``lora_magnitude_vector`` [O]. Where a tensor fuses several projections of ours, each
 keeps its own rank on the way out: A are stacked, B is block diagonal, and the scale stays the same.
-On the way in each projection gets all of A and its rows of B.
+On the way in each projection gets all of A and its rows of B. Our adapters of one name have one
+rank in all layers: those of lower rank are filled up with zeros, layers without one get zeros, and
+a factor of their own goes into B.
 
-Dims: I inputs of a tensor of theirs, O its outputs, R rank.
+Dims: L layers, I inputs of a tensor of theirs, O its outputs, R rank.
 """
 
+import dataclasses
 import json
 import math
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
-from jaxinfra.checkpoint.parameter_sources import ParameterSource
-from jaxinfra.checkpoint.tensor_files import new_directory, write_tensor_files
-from jaxinfra.checkpoint.trained_adapters import AdapterArrays, Adapters, column_norms
-from jaxinfra.config.finetune import AdapterKind, AdapterScaling, LoraConfig
-from jaxinfra.errors import ConfigError
+from jaxinfra.checkpoint.finite import require_finite_piece
+from jaxinfra.checkpoint.parameter_sources import LiveParameters, ParameterSource
+from jaxinfra.checkpoint.tensor_files import (
+    TensorFiles,
+    new_directory,
+    open_tensor_file,
+    write_tensor_files,
+)
+from jaxinfra.config.finetune import PROJECTIONS, AdapterKind, AdapterScaling, LoraConfig
+from jaxinfra.errors import CheckpointError, ConfigError
+from jaxinfra.hf import by_path
+from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.mapping import Part, Tensor, WeightMap
+from jaxinfra.hf.tensor_layout import Index
+from jaxinfra.model.definition import ModelDefinition, define_model
+from jaxinfra.runtime.files import read_json
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterArrays:
+    """One projection's adapter in all layers that have it, fp32."""
+
+    a: np.ndarray  # [L, ...I, R]
+    b: np.ndarray  # [L, R, ...O]
+    magnitude: np.ndarray | None  # [L, ...O], of DoRA
+
+    @property
+    def num_inner(self) -> int:
+        """Dims of the projection's inputs."""
+        return self.a.ndim - 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Adapters:
+    """A and B of every adapted projection, and DoRA's magnitudes, by path, on the host."""
+
+    lora: LoraConfig
+    arrays: Mapping[str, np.ndarray]
+
+    def of(self, weight_path: str) -> AdapterArrays | None:
+        """The adapter beside a weight [L, ...I, ...O], if there is one."""
+        prefix = weight_path.removesuffix("weight") + "adapter/"
+        if prefix + "a" not in self.arrays:
+            return None
+        return AdapterArrays(
+            a=self.arrays[prefix + "a"],
+            b=self.arrays[prefix + "b"],
+            magnitude=self.arrays.get(prefix + "magnitude"),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MergedParameters:
+    """The weights with what adapters do to them, a slice at a time: W + scale A B, with DoRA each
+    output scaled to its magnitude; summed in fp32, rounded once to the type of W.
+    """
+
+    base: ParameterSource
+    adapters: Adapters
+    # Of the model: training changed it, in place of the base's.
+    state: LiveParameters = LiveParameters(arrays={})
+    _gains: dict[tuple[str, int], np.ndarray] = dataclasses.field(default_factory=dict)
+
+    def dtype(self, path: str) -> np.dtype:
+        """Element type of the base's parameter."""
+        return (self.state if path in self.state.arrays else self.base).dtype(path)
+
+    def read(self, path: str, index: Index) -> np.ndarray:
+        """The slice of the base, with the adapter merged into it where there is one."""
+        if path in self.state.arrays:
+            return self.state.read(path, index)
+        found = self.adapters.of(path)
+        if found is None:
+            return self.base.read(path, index)
+        changed = self._changed(path, found, index)
+        if found.magnitude is not None:
+            layers = range(index[0].start, index[0].stop)
+            outer = index[1 + found.num_inner :]
+            gains = np.stack([self.gain(path, found, layer)[outer] for layer in layers])
+            changed *= np.expand_dims(gains, tuple(range(1, 1 + found.num_inner)))
+        return changed.astype(self.base.dtype(path))
+
+    def _changed(self, path: str, found: AdapterArrays, index: Index) -> np.ndarray:
+        """W + scale A B, fp32."""
+        weight = self.base.read(path, index)
+        inner, outer = index[1 : 1 + found.num_inner], index[1 + found.num_inner :]
+        a = found.a[(index[0], *inner, slice(None))]
+        b = found.b[(index[0], slice(None), *outer)]
+        layers, rank = len(a), self.adapters.lora.rank
+        product = a.reshape(layers, -1, rank) @ b.reshape(layers, rank, -1)
+        delta = np.float32(self.adapters.lora.scale) * product.reshape(weight.shape)
+        return weight.astype(np.float32) + delta
+
+    def gain(self, path: str, found: AdapterArrays, layer: int) -> np.ndarray:
+        """DoRA's factor on each output of a layer; its norm needs all inputs, so it is kept."""
+        if (path, layer) not in self._gains:
+            assert found.magnitude is not None
+            shape = (*found.a.shape[1:-1], *found.b.shape[2:])
+            index = (slice(layer, layer + 1), *(slice(0, size) for size in shape))
+            norms = column_norms(self._changed(path, found, index)[0], found.num_inner)
+            self._gains[path, layer] = found.magnitude[layer] / np.where(norms == 0, 1, norms)
+        return self._gains[path, layer]
+
+
+def column_norms(weight: np.ndarray, num_inner: int) -> np.ndarray:
+    """The length of each output's weights over all inputs, [...O] fp32 of [...I, ...O]."""
+    squares = np.square(weight.astype(np.float32))
+    return np.sqrt(squares.sum(axis=tuple(range(num_inner)), dtype=np.float32))
+
+
+def host_adapters(lora: LoraConfig, arrays: Mapping[str, jax.Array]) -> Adapters:
+    """Fetches adapters from the devices; other parameters among ``arrays`` stay there."""
+    chosen = {path: np.asarray(x) for path, x in arrays.items() if "/adapter/" in path}
+    return Adapters(lora=lora, arrays=chosen)
+
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -155,3 +270,268 @@ def input_dim(adapters: Adapters, part: Part) -> int:
     """Returns which dim of their matrix the inputs are."""
     inner = part.layout.ours[: _found(adapters, part).num_inner]
     return next(i for i, dim in enumerate(part.layout.theirs) if set(dim) == set(inner))
+
+
+_NO_EFFECT = frozenset(
+    (
+        *("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout"),
+        *("fan_in_fan_out", "target_modules", "exclude_modules", "layers_to_transform"),
+        *("layers_pattern", "megatron_config", "megatron_core", "peft_version", "loftq_config"),
+        *("eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "velora_config"),
+        *("ensure_weight_tying", "task_type"),
+    )
+)
+"""Keys on which nothing depends that is read here: how it was trained, and what the tensors say."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PeftSettings:
+    """The settings in ``adapter_config.json`` on which the numbers in the tensors depend."""
+
+    rank: int
+    alpha: float
+    alphas: Mapping[str, float]  # of modules, by expressions that their names' ends match
+    kind: AdapterKind
+    scaling: AdapterScaling
+
+    def scale(self, module: str, rank: int) -> float:
+        """The factor on a module's B A."""
+        matching = (a for e, a in self.alphas.items() if re.match(rf"(.*\.)?({e})$", module))
+        alpha = next(matching, self.alpha)  # as PEFT matches them, an anchored one as a whole
+        return LoraConfig(rank=rank, alpha=alpha, scaling=self.scaling).scale
+
+
+ENDS = dict.fromkeys(("lm_head", "embed_out"), "output head")
+ENDS |= dict.fromkeys(("embed_tokens", "wte", "wpe"), "embeddings")
+"""Modules of models beside their layers, by the last part of their names."""
+
+_MOST_REPEATS = 4
+
+
+def _is_quick(expression: str) -> bool:
+    """Whether matching ends soon whatever the name: files come from strangers."""
+    try:
+        re.compile(expression)
+    except re.error:
+        return False
+    repeats = len(re.findall(r"[*+{]", expression))
+    return repeats <= _MOST_REPEATS and not re.search(r"\)[*+{]", expression)
+
+
+def is_peft_directory(path: Path) -> bool:
+    """Whether ``path`` holds adapters of PEFT."""
+    return (path / CONFIG).is_file()
+
+
+def read_settings(path: Path) -> PeftSettings:
+    """Reads ``adapter_config.json``; raises ConfigError for what changes more than W + s B A."""
+    values = read_json(path / CONFIG)
+    keys = Keys(values, what=str(path / CONFIG))
+    keys.expect("peft_type", ("LORA",), "adapters of this kind are read")
+    keys.expect("bias", ("none",), "trained biases are not read; merge them into the model")
+    began = (True, False, "gaussian", "orthogonal", "eva")
+    keys.expect("init_lora_weights", began, "it changes the model's own weights; convert it first")
+    for name in ("modules_to_save", "target_parameters", "trainable_token_indices"):
+        keys.expect(name, (None, [], ()), "more than projections was trained; merge it instead")
+    for name in ("layer_replication", "alora_invocation_tokens", "arrow_config", "kasa_config"):
+        keys.expect(name, (None,), "this form of adapters is not read")
+    keys.expect("lora_bias", (False, None), "biases of adapters are not read; merge them")
+    for name in ("use_qalora", "use_bdlora", "monteclora_config"):
+        keys.expect(name, (False, None), "this form of adapters is not read")
+    keys.ignore("rank_pattern")  # the tensors have the ranks
+    alphas = keys.mapping("alpha_pattern") or {}
+    for name, alpha in alphas.items():
+        if not _is_quick(name) or type(alpha) not in (int, float):
+            raise ConfigError(
+                f"{path / CONFIG}: alpha_pattern {name!r}: {alpha!r}: expressions that repeat no "
+                f"group and have at most {_MOST_REPEATS} repetitions are read, with a number each; "
+                "write this one out"
+            )
+    settings = PeftSettings(
+        rank=keys.integer("r"),
+        alpha=keys.number("lora_alpha"),
+        alphas={name: float(alpha) for name, alpha in alphas.items()},
+        kind=AdapterKind.DORA if keys.flag("use_dora", False) else AdapterKind.LORA,
+        scaling=(
+            AdapterScaling.RSLORA if keys.flag("use_rslora", False) else AdapterScaling.STANDARD
+        ),
+    )
+    keys.finish(_NO_EFFECT)
+    return settings
+
+
+def read_peft(
+    path: Path, weights: WeightMap, definition: ModelDefinition, *, source: ParameterSource
+) -> Adapters:
+    """Reads a directory of PEFT's for a model.
+
+    Args:
+        weights: of the model's architecture.
+        definition: of the model, without adapters.
+        source: its weights: magnitudes of layers that have no adapter are their own.
+
+    Raises:
+        ConfigError: the settings are not supported.
+        CheckpointError: the tensors are of another model, or damaged.
+    """
+    settings = read_settings(path)
+    modules = _modules(path, weights, settings)
+    rank = max(module.a_RI.shape[0] for module in modules)
+    parts = [(module, part) for module in modules for part in module.tensor.parts]
+    targets = {_target(path, part) for _, part in parts}
+    # Standard scaling: alpha is what this rank needs for the factor that most modules have.
+    scale = settings.scale("", settings.rank)
+    lora = LoraConfig(
+        rank=rank,
+        alpha=scale * (math.sqrt(rank) if settings.scaling is AdapterScaling.RSLORA else rank),
+        targets=tuple(name for name in PROJECTIONS if name in targets),
+        kind=settings.kind,
+        scaling=settings.scaling,
+    )
+    whole = define_model(definition.config, definition.execution, lora=lora)
+    shapes = by_path(whole.freeze(definition.shapes).shapes)
+    arrays = {name: np.zeros(leaf.shape, np.float32) for name, leaf in shapes.items()}
+    adapted = set()
+    for module, part in parts:
+        _fill(arrays, module, part, ratio=module.scale / scale)
+        adapted.add((part.path, part.index))
+    for name in (name for name in arrays if name.endswith("/adapter/magnitude")):
+        weight = name.removesuffix("adapter/magnitude") + "weight"
+        for layer in range(len(arrays[name])):
+            if (weight, (layer,)) not in adapted:
+                arrays[name][layer] = _own_lengths(source, arrays, weight, layer)
+    return Adapters(lora=lora, arrays=arrays)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Module:
+    """The adapter of one tensor of theirs."""
+
+    tensor: Tensor
+    a_RI: np.ndarray
+    b_OR: np.ndarray
+    magnitude_O: np.ndarray | None
+    scale: float
+
+
+def _modules(path: Path, weights: WeightMap, settings: PeftSettings) -> list[_Module]:
+    files = open_tensor_file(path / TENSORS)
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for name in files.tensors:
+        module, kind = _parsed(path, name)
+        if module.split(".")[-1] in ENDS:
+            raise ConfigError(
+                f"{path}: {name} adapts the {ENDS[module.split('.')[-1]]}, and ours are of "
+                "projections of layers; merge it into the model (PEFT's merge_and_unload)"
+            )
+        if module + ".weight" not in weights.tensors:
+            raise CheckpointError(
+                f"{path}: {name} is of no weight of the model; the adapters are of another one"
+            )
+        found.setdefault(module, {})[kind] = _read(files, name)
+    if not found:
+        raise CheckpointError(f"{path / TENSORS} holds no adapter")
+    return [
+        _module(path, weights.tensors[module + ".weight"], module, tensors, settings)
+        for module, tensors in found.items()
+    ]
+
+
+def _parsed(path: Path, name: str) -> tuple[str, str]:
+    for kind, ending in (
+        ("A", ".lora_A.weight"),
+        ("B", ".lora_B.weight"),
+        ("magnitude", ".lora_magnitude_vector"),
+        ("magnitude", ".lora_magnitude_vector.weight"),
+        ("A", ".lora_embedding_A"),
+        ("B", ".lora_embedding_B"),
+    ):
+        if name.startswith(PREFIX) and name.endswith(ending):
+            return name.removeprefix(PREFIX).removesuffix(ending), kind
+    raise ConfigError(f"{path}: tensor {name} is no adapter of a projection, which is what is read")
+
+
+def _read(files: TensorFiles, name: str) -> np.ndarray:
+    shape = files.tensors[name].shape
+    value = files.read(name, tuple(slice(0, size) for size in shape))
+    require_finite_piece(value, name=name)
+    return value.astype(np.float32)
+
+
+def _module(
+    path: Path, tensor: Tensor, name: str, found: Mapping[str, np.ndarray], settings: PeftSettings
+) -> _Module:
+    is_dora = settings.kind is AdapterKind.DORA
+    wanted = {"A", "B", "magnitude"} if is_dora else {"A", "B"}
+    if found.keys() != wanted:
+        raise CheckpointError(
+            f"{path}: {name} has {', '.join(sorted(found))}, its config asks for "
+            f"{', '.join(sorted(wanted))}"
+        )
+    a_RI, b_OR = found["A"], found["B"]
+    rank = a_RI.shape[0]
+    sizes = {(b_OR.shape[0], a_RI.shape[-1]), (a_RI.shape[-1], b_OR.shape[0])}
+    if a_RI.ndim != 2 or b_OR.ndim != 2 or b_OR.shape[1] != rank or tensor.shape not in sizes:
+        raise CheckpointError(
+            f"{path}: {name} has A {list(a_RI.shape)} and B {list(b_OR.shape)}, the model's weight "
+            f"is {list(tensor.shape)}; the adapters are of another model"
+        )
+    magnitude_O = found.get("magnitude")
+    if magnitude_O is not None and magnitude_O.size != b_OR.shape[0]:
+        raise CheckpointError(
+            f"{path}: {name} has {magnitude_O.size} magnitudes for {b_OR.shape[0]} outputs"
+        )
+    return _Module(
+        tensor=tensor,
+        a_RI=a_RI,
+        b_OR=b_OR,
+        magnitude_O=None if magnitude_O is None else magnitude_O.reshape(-1),
+        scale=settings.scale(name, rank),
+    )
+
+
+def _target(path: Path, part: Part) -> str:
+    name = part.path.split("/")[-2]
+    if name not in PROJECTIONS or len(part.index) != 1:
+        raise ConfigError(
+            f"{path}: {part.path} has an adapter; ours are of {', '.join(PROJECTIONS)}"
+        )
+    return name
+
+
+def _fill(arrays: dict[str, np.ndarray], module: _Module, part: Part, *, ratio: float) -> None:
+    """Writes a projection's share of a module's adapter into the stacked arrays.
+
+    Args:
+        ratio: of the module's factor to that of all.
+    """
+    prefix = part.path.removesuffix("weight") + "adapter/"
+    a, b = arrays[prefix + "a"], arrays[prefix + "b"]
+    (layer,), rank, sizes = part.index, len(module.a_RI), part.layout.sizes
+    num_inner = a.ndim - 2
+    inner, outer = part.layout.ours[:num_inner], part.layout.ours[num_inner:]
+    in_dim = next(i for i, dim in enumerate(part.layout.theirs) if set(dim) == set(inner))
+    theirs_in, theirs_out = part.layout.theirs[in_dim], part.layout.theirs[1 - in_dim]
+    rows = slice(part.start, part.start + math.prod(sizes[letter] for letter in outer))
+    a_theirs = module.a_RI.reshape(rank, *(sizes[letter] for letter in theirs_in))
+    b_theirs = module.b_OR[rows].reshape(*(sizes[letter] for letter in theirs_out), rank)
+    a[layer][..., :rank] = a_theirs.transpose(*_order(theirs_in, inner, offset=1), 0)
+    order = _order(theirs_out, outer)
+    b[layer][:rank] = np.float32(ratio) * b_theirs.transpose(-1, *order)
+    if module.magnitude_O is not None:
+        lengths = module.magnitude_O[rows].reshape([sizes[letter] for letter in theirs_out])
+        arrays[prefix + "magnitude"][layer] = lengths.transpose(order)
+
+
+def _order(theirs: Sequence[str], ours: Sequence[str], *, offset: int = 0) -> list[int]:
+    return [theirs.index(letter) + offset for letter in ours]
+
+
+def _own_lengths(
+    source: ParameterSource, arrays: Mapping[str, np.ndarray], path: str, layer: int
+) -> np.ndarray:
+    """The magnitudes that leave a layer's projection as it is."""
+    prefix = path.removesuffix("weight") + "adapter/"
+    inner, outer = arrays[prefix + "a"].shape[1:-1], arrays[prefix + "b"].shape[2:]
+    index = (slice(layer, layer + 1), *(slice(0, size) for size in (*inner, *outer)))
+    return column_norms(source.read(path, index)[0], len(inner))

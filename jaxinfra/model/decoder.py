@@ -1,13 +1,13 @@
 """One decoder for every architecture: what differs between them is the config.
 
-Dims: B batch, T position, S cache slot, D model width, V vocabulary, L repetitions of the block
-pattern (the scanned dim).
+Dims: B batch, T position, S cache slot, D model width, V vocabulary, P table positions,
+L repetitions of the block pattern (the scanned dim).
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,13 +17,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxinfra import axes
+from jaxinfra.axes import LAYERS
 from jaxinfra.config.model import BlockConfig, ExpertsConfig, ModelConfig, Stack
 from jaxinfra.config.rope import RopeConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.block import Block
 from jaxinfra.model.cache import ContiguousCache, after_pass
 from jaxinfra.model.dropout import dropout
-from jaxinfra.model.embedding import Embedding
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.layer_loop import one_by_one, take_apart, take_in_place
 from jaxinfra.model.norm import Norm
@@ -38,10 +38,60 @@ from jaxinfra.model.repetition import (
     straight,
 )
 from jaxinfra.model.rope import RopeTable, rope_table
-from jaxinfra.model.stack import stack as stack_of
 from jaxinfra.model.whole_step import whole_step
 from jaxinfra.numerics.policy import unquantized
 from jaxinfra.numerics.recipe import Site
+
+
+def stack[M: nnx.Module](make: Callable[[nnx.Rngs], M], *, num_layers: int, rngs: nnx.Rngs) -> M:
+    """Builds ``num_layers`` modules from independent keys and stacks their parameters.
+
+    The result is not callable as one layer: split it and scan over the leading dim.
+    """
+
+    def split(key: jax.Array) -> tuple[nnx.GraphDef[M], nnx.State]:
+        return nnx.split(make(nnx.Rngs(params=key)))
+
+    graphdef, stacked = jax.vmap(split)(jax.random.split(rngs.params(), num_layers))
+    module = nnx.merge(graphdef, stacked)
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Variable) and "axes" in node.get_metadata():
+            node.set_metadata(axes=(LAYERS, *node.axes))
+    return module
+
+
+class Embedding(nnx.Module):
+    """A table of rows, read by index.
+
+    Args:
+        matmul: whether activations are multiplied with it too, as logits are with a tied one.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_rows: int,
+        rows_dim: str,
+        matmul: bool,
+        model_dim: int,
+        std: float,
+        execution: Execution,
+        rngs: nnx.Rngs,
+    ):
+        self.execution = execution
+        self.rows_dim = rows_dim
+        param = execution.policy.param
+        self.table = nnx.Param(
+            std * jax.random.normal(rngs.params(), (num_rows, model_dim), param),
+            axes=(rows_dim, axes.EMBED),
+            matmul=matmul,
+        )
+
+    def __call__(self, ids_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """The rows of these ids in the compute dtype; ids outside the table yield NaN."""
+        return self.execution.kernels.lookup(
+            self.table[...], ids_BT, rows_dim=self.rows_dim, policy=self.execution.policy
+        )
 
 
 class Decoder(nnx.Module):
@@ -93,7 +143,7 @@ class Decoder(nnx.Module):
             dropout_rate=config.dropout_rate,
             execution=execution,
         )
-        return stack_of(lambda rngs: build(rngs=rngs), num_layers=repeats, rngs=rngs)
+        return stack(lambda rngs: build(rngs=rngs), num_layers=repeats, rngs=rngs)
 
     def __call__(
         self,

@@ -23,12 +23,7 @@ from jaxinfra.model.definition import (
     nest,
 )
 from jaxinfra.model.execution import Execution
-from jaxinfra.ops.quantized import (
-    QuantizedWeight,
-    are_alike,
-    as_kernels_read,
-    concatenated_columns,
-)
+from jaxinfra.ops.quantized import QuantizedWeight, are_alike, as_kernels_read, concatenated_columns
 
 COMPILER_OPTIONS = {
     # A weight is cut out of its stack by the call that reads it. Triton's products would cut it

@@ -1,4 +1,4 @@
-"""Products with weights that are kept in 4 or 8 bits."""
+"""Products with weights that are kept in 4 or 8 bits, and lowering for a GPU without one."""
 
 import dataclasses
 import math
@@ -10,8 +10,10 @@ from jaxtyping import Array, Float
 import pallas_kernels
 from jaxinfra.errors import UnsupportedError
 from jaxinfra.numerics.recipe import Recipe
-from jaxinfra.ops.target import H200, compiling_for
 from pallas_kernels import UnsupportedError as KernelUnsupported
+from pallas_kernels.common.device import H200 as H200
+from pallas_kernels.common.device import Facts as Facts
+from pallas_kernels.common.device import compiling_for as compiling_for
 from pallas_kernels.few_rows_matmul.choice import MOST_ROWS_MEASURED as MOST_ROWS_MEASURED
 from pallas_kernels.few_rows_matmul.choice import takes_kernel
 from pallas_kernels.few_rows_matmul.quantized import MOST_BYTES, rounded_rows

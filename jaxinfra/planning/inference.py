@@ -15,12 +15,7 @@ import jax
 from jaxinfra.errors import ConfigError, UnsupportedError, nearest
 from jaxinfra.hf import quantization_of
 from jaxinfra.model.definition import ParameterInfo, by_path, define_model, is_weight
-from jaxinfra.ops.quantized import (
-    MOST_ROWS_MEASURED,
-    Activations,
-    QuantizedWeight,
-    kept_for_kernel,
-)
+from jaxinfra.ops.quantized import MOST_ROWS_MEASURED, Activations, QuantizedWeight, kept_for_kernel
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.memory import element_bits, kv_bytes, kv_bytes_per_token, kv_table

@@ -36,7 +36,7 @@ from jaxinfra.errors import UnsupportedError
 from jaxinfra.hlo.collective_bytes import sent_bytes
 from jaxinfra.hlo.program import Collective, collectives
 from jaxinfra.model.definition import define_model
-from jaxinfra.ops.target import Facts, compiling_for
+from jaxinfra.ops.quantized import Facts, compiling_for
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import state_rules
 from jaxinfra.parallel.place import Placement

@@ -12,14 +12,15 @@ import numpy as np
 from jaxinfra.checkpoint.initial import read_initial
 from jaxinfra.checkpoint.model_directory import describes, is_model_directory, read_model_directory
 from jaxinfra.checkpoint.parameter_sources import LiveParameters
-from jaxinfra.checkpoint.peft_files import CONFIG
-from jaxinfra.checkpoint.peft_import import is_peft_directory, read_peft
-from jaxinfra.checkpoint.run_directory import RunDirectory
-from jaxinfra.checkpoint.trained_adapters import (
+from jaxinfra.checkpoint.peft_files import (
+    CONFIG,
     Adapters,
     MergedParameters,
     host_adapters,
+    is_peft_directory,
+    read_peft,
 )
+from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config.finetune import BaseWeights
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf import to_hf_config, weight_map

@@ -20,10 +20,8 @@ from jaxinfra.checkpoint.model_directory import (
     write_ours,
 )
 from jaxinfra.checkpoint.parameter_sources import LiveParameters, ParameterSource
-from jaxinfra.checkpoint.peft_files import write_peft
-from jaxinfra.checkpoint.peft_import import read_peft
+from jaxinfra.checkpoint.peft_files import MergedParameters, host_adapters, read_peft, write_peft
 from jaxinfra.checkpoint.run_directory import RunDirectory
-from jaxinfra.checkpoint.trained_adapters import MergedParameters, host_adapters
 from jaxinfra.config.finetune import BaseWeights, InitConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.data.tokenizer import Tokenizer, num_ids, read_tokenizer

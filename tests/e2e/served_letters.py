@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfra.checkpoint.trained_adapters import Adapters, host_adapters
+from jaxinfra.checkpoint.peft_files import Adapters, host_adapters
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.faults.servers import SERVED_CONFIG

@@ -198,7 +198,7 @@ BREAKS = {
         "neither whole nor told",
     ),
     32: (
-        "serving/replicas/hangs.py",
+        "serving/replicas/front.py",
         "            if misses == _LOOKS:\n",
         "            if False:\n",
         "neither whole nor told",

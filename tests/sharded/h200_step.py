@@ -30,7 +30,7 @@ from jaxinfra.config.precision import (
 from jaxinfra.config.presets import MODELS, runs
 from jaxinfra.config.run import AttentionImplementation, Remat
 from jaxinfra.hlo.program import CompiledInstruction, collectives, compiled_instructions
-from jaxinfra.ops.target import compiling_for
+from jaxinfra.ops.quantized import compiling_for
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.receipt import compile_only_devices
 from jaxinfra.training.job import lower_step, make_job

@@ -20,7 +20,7 @@ from jaxinfra.config.run import AttentionImplementation
 from jaxinfra.model.definition import define_model, merged
 from jaxinfra.numerics.policy import policy_of
 from jaxinfra.ops.fp8_operands import empty_record
-from jaxinfra.ops.target import H200, compiling_for
+from jaxinfra.ops.quantized import H200, compiling_for
 from jaxinfra.parallel import fp8
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh, state_rules

@@ -11,7 +11,7 @@ from jaxinfra.config.precision import PolicyName
 from jaxinfra.hlo.program import collectives
 from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.ops.cross_entropy import HOPPER_LEAST_IDS, kernel_on_one_device
-from jaxinfra.ops.target import H200, compiling_for
+from jaxinfra.ops.quantized import H200, compiling_for
 from jaxinfra.parallel import loss as loss_on_meshes
 from jaxinfra.parallel.loss import cross_entropy_of_own_tokens, takes_own_tokens
 from jaxinfra.parallel.mesh import make_mesh, state_rules

@@ -11,7 +11,7 @@ from engine_models import CONFIG, DEFINITION, OPTIONS, PROMPTS, parameters
 from flax import nnx
 
 from jaxinfra.checkpoint.load_pretrained import load_pretrained
-from jaxinfra.checkpoint.trained_adapters import host_adapters
+from jaxinfra.checkpoint.peft_files import host_adapters
 from jaxinfra.config.finetune import AdapterKind, BaseWeights, LoraConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.data.tokenizer import bytes_tokenizer

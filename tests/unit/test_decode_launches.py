@@ -26,7 +26,7 @@ from jaxinfra.model.serving_form import serving_form, serving_parameters
 from jaxinfra.model.whole_step import unlike_whole
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.ops import decode_layers
-from jaxinfra.ops.target import H200, compiling_for
+from jaxinfra.ops.quantized import H200, compiling_for
 from jaxinfra.parallel.execution import execution_on
 from pallas_kernels.few_rows_matmul import api
 from pallas_kernels.few_rows_matmul.config import (

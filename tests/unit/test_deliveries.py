@@ -3,7 +3,7 @@
 import asyncio
 import threading
 
-from jaxinfra.serving.http.deliveries import Deliveries
+from jaxinfra.serving.http.service import Deliveries
 
 _EACH = 2000
 

@@ -13,13 +13,12 @@ from jaxinfra import axes
 from jaxinfra.config.kinds import MlpKind, NormKind
 from jaxinfra.config.model import GroupedAttentionConfig, MlpConfig, NormConfig
 from jaxinfra.config.precision import PolicyName
+from jaxinfra.model.decoder import Embedding, stack
 from jaxinfra.model.dropout import dropout
-from jaxinfra.model.embedding import Embedding
 from jaxinfra.model.grouped_attention import GroupedAttention
 from jaxinfra.model.mlp import Mlp
 from jaxinfra.model.norm import Norm
 from jaxinfra.model.passes import Pass
-from jaxinfra.model.stack import stack
 from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.parallel.execution import execution_on
 from pallas_kernels import flash_attention

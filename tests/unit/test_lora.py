@@ -17,8 +17,7 @@ from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.checkpoint.model_directory import read_model_directory, write_ours
 from jaxinfra.checkpoint.onto_mesh import place_parameters
 from jaxinfra.checkpoint.parameter_sources import LiveParameters
-from jaxinfra.checkpoint.peft_files import write_peft
-from jaxinfra.checkpoint.trained_adapters import MergedParameters, host_adapters
+from jaxinfra.checkpoint.peft_files import MergedParameters, host_adapters, write_peft
 from jaxinfra.config.finetune import AdapterKind, AdapterScaling, LoraConfig, parse_lora
 from jaxinfra.config.mesh import MeshConfig, parse_mesh
 from jaxinfra.config.precision import PolicyName

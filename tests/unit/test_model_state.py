@@ -13,7 +13,7 @@ from jaxinfra.checkpoint.initial import read_initial
 from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.checkpoint.model_directory import write_ours
 from jaxinfra.checkpoint.parameter_sources import LiveParameters
-from jaxinfra.checkpoint.trained_adapters import Adapters, MergedParameters
+from jaxinfra.checkpoint.peft_files import Adapters, MergedParameters
 from jaxinfra.config.data import DataConfig
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.mesh import MeshConfig

@@ -14,9 +14,7 @@ from jaxinfra import load_model
 from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.checkpoint.model_directory import read_model_directory
 from jaxinfra.checkpoint.onto_mesh import place_parameters
-from jaxinfra.checkpoint.peft_files import write_peft
-from jaxinfra.checkpoint.peft_import import read_peft, read_settings
-from jaxinfra.checkpoint.trained_adapters import MergedParameters
+from jaxinfra.checkpoint.peft_files import MergedParameters, read_peft, read_settings, write_peft
 from jaxinfra.cli.main import main
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.errors import CheckpointError, ConfigError

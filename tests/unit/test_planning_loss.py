@@ -8,7 +8,7 @@ import pytest
 
 from jaxinfra.config.presets import MODELS
 from jaxinfra.ops.cross_entropy import HOPPER_LEAST_IDS, linear_cross_entropy
-from jaxinfra.ops.target import H200, compiling_for
+from jaxinfra.ops.quantized import H200, compiling_for
 from jaxinfra.planning.layout import lay_out
 from jaxinfra.planning.model import plan_model
 from jaxinfra.planning.operations import PlannedCollective, loss_form, loss_operations

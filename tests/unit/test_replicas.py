@@ -19,9 +19,9 @@ from jaxinfra.serving.engine.background import EngineThread
 from jaxinfra.serving.engine.requests import EndReason, GenerationRequest, RequestProgress
 from jaxinfra.serving.http.guards import RequestGuards
 from jaxinfra.serving.http.server import HttpServer, ServerOptions
-from jaxinfra.serving.replicas import hangs, processes
-from jaxinfra.serving.replicas.choice import ReplicaChoice, blocks_of
-from jaxinfra.serving.replicas.front import ReplicaFront
+from jaxinfra.serving.replicas import front as hangs
+from jaxinfra.serving.replicas import processes
+from jaxinfra.serving.replicas.front import ReplicaChoice, ReplicaFront, blocks_of
 from jaxinfra.serving.replicas.processes import NoReplicaError, Replicas, environments
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\n"

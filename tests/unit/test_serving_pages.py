@@ -14,7 +14,7 @@ from jaxinfra.config.cache import CachedArray, CacheFormat, CacheSpec
 from jaxinfra.config.model import GroupedAttentionConfig
 from jaxinfra.model.cache import ContiguousCache, PagedCache, after_pass, in_layer
 from jaxinfra.ops.cached_attention import cached_attention, paged_attention
-from jaxinfra.ops.target import H200, compiling_for
+from jaxinfra.ops.quantized import H200, compiling_for
 from tests.tolerance import assert_no_worse
 
 BATCH, HEADS, KV_HEADS, WIDTH = 3, 4, 2, 8

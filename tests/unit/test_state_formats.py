@@ -22,7 +22,7 @@ from jaxinfra.numerics.storage import (
     stored_moment,
 )
 from jaxinfra.training.job import make_job
-from jaxinfra.training.optim.stored_adam import scale_by_stored_adam
+from jaxinfra.training.optim.optimizer import scale_by_stored_adam
 from tests.sharded.cases import llama_like
 
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp8": jnp.float8_e4m3fn}

@@ -1,15 +1,19 @@
 """The application in front of replicas: one address for all of them.
 
-It hands a request to one replica and its answer through as it comes. Where a replica ends or hangs
-in between, requests from which nothing was sent yet are given to another; a stream that has begun
-ends with an error event. Replicas do the rest: they check bodies, count, and refuse.
+It hands a request to one replica, the one that has seen its beginning unless that is far busier,
+and its answer through as it comes. Where a replica ends or hangs in between, requests from which
+nothing was sent yet are given to another; a stream that has begun ends with an error event. A
+replica that hangs, present and answering nothing, is found, taken out and killed. Replicas do the
+rest: they check bodies, count, and refuse.
 """
 
 import asyncio
+import collections
 import contextlib
+import itertools
 import json
 import time
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, final
 
 import prometheus_client
@@ -19,10 +23,180 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from jaxinfra.serving.http.answers import error_body, event
 from jaxinfra.serving.http.guards import Receive, Scope, Send
-from jaxinfra.serving.replicas.choice import PromptBlocks, ReplicaChoice, blocks_of
-from jaxinfra.serving.replicas.hangs import HangWatch, HungReplicaError
 from jaxinfra.serving.replicas.processes import ReplicaProcess, Replicas
 from jaxinfra.serving.replicas.upstream import Headers, LostReplicaError, UpstreamAnswer, asked
+
+_CHARACTERS = 64  # of a block of text; a page of tokens, roughly
+_IDS = 16  # of a block of token ids
+_MOST_BLOCKS = 1 << 16  # that are remembered of a replica: what its pages may hold
+_SLACK = 4  # requests that a replica may have more than the least busy one, or twice as many
+
+type PromptBlocks = tuple[int, ...]
+"""Hashes of a prompt's blocks, each with all before it."""
+
+
+@final
+class ReplicaChoice:
+    """Remembers beginnings of prompts by replica.
+
+    A replica whose pages hold a prompt's beginning need not compute that part again.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, collections.OrderedDict[int, None]] = {}
+
+    def choose(self, blocks: PromptBlocks, open_requests: Mapping[int, int]) -> int:
+        """The number of the replica to ask, among those that are ready.
+
+        Args:
+            open_requests: of each of them.
+        """
+        least = min(open_requests.values())
+        most = max(least + _SLACK, 2 * least)
+        return max(
+            (number for number, load in open_requests.items() if load <= most),
+            key=lambda number: (self.matched(number, blocks), -open_requests[number], -number),
+        )
+
+    def matched(self, number: int, blocks: PromptBlocks) -> int:
+        """Blocks at the front of a prompt that a replica has seen."""
+        seen = self._seen.get(number, {})
+        return sum(1 for _ in itertools.takewhile(seen.__contains__, blocks))
+
+    def note(self, number: int, blocks: PromptBlocks) -> None:
+        """A replica is given this prompt."""
+        seen = self._seen.setdefault(number, collections.OrderedDict())
+        for block in blocks:
+            seen[block] = None
+            seen.move_to_end(block)
+        while len(seen) > _MOST_BLOCKS:
+            seen.popitem(last=False)
+
+    def forget(self, number: int) -> None:
+        """A replica has begun anew, and holds nothing."""
+        self._seen.pop(number, None)
+
+
+def blocks_of(body: bytes) -> PromptBlocks:
+    """The blocks of a request's prompt, of the first if it has several; none of what is no request.
+
+    >>> a, b = (blocks_of(b'{"prompt": "%s"}' % (b"x" * 100 + end)) for end in (b"y" * 90, b"z"))
+    >>> len(a), len(b), a[0] == b[0]
+    (2, 1, True)
+    """
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError):
+        return ()
+    if not isinstance(asked, dict):
+        return ()
+    prompt: Any = asked.get("prompt", asked.get("messages"))
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
+        prompt = prompt[0]
+    if isinstance(prompt, list) and not all(type(each) is int for each in prompt):
+        prompt = json.dumps(prompt)
+    if isinstance(prompt, str):
+        return _hashed(prompt, _CHARACTERS)
+    return _hashed(prompt, _IDS) if isinstance(prompt, list) else ()
+
+
+def _hashed(prompt: str | Sequence[int], size: int) -> PromptBlocks:
+    result, before = [], 0
+    for start in range(0, len(prompt) - size + 1, size):
+        part = prompt[start : start + size]
+        before = hash((before, part if isinstance(part, str) else tuple(part)))
+        result.append(before)
+    return tuple(result)
+
+
+_LOOKS = 3
+"""Looks in a row without a sign of life after which a replica hangs. One alone may be missed by
+whoever looks, as on a machine that slept."""
+
+
+class HungReplicaError(LostReplicaError):
+    """The replica hangs, and has been taken out."""
+
+
+@final
+class HangWatch:
+    """Looks at each replica's ``/health``, and knows which requests a replica has.
+
+    A replica hangs if it does not answer, or if its engine does not come to the end of a step: it
+    is found between ``hang_s`` and twice as many seconds after its last sign of life.
+    """
+
+    def __init__(self, replicas: Replicas, *, hang_s: float):
+        self._replicas = replicas
+        self._look_s = hang_s / _LOOKS
+        self._lent: dict[int, set[asyncio.Timeout]] = {each.number: set() for each in replicas.all}
+
+    async def run(self) -> None:
+        """Looks until it is cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for each in self._replicas.all:
+                group.create_task(self._watch(each))
+
+    @contextlib.asynccontextmanager
+    async def lent(self, replica: ReplicaProcess) -> AsyncIterator[None]:
+        """Within, a replica has one more request.
+
+        Raises:
+            HungReplicaError: it was taken out meanwhile. Its end is not waited for, as a process
+                within a driver's call may outlive its kill.
+        """
+        limits = self._lent[replica.number]
+        with replica.taken():
+            try:
+                async with asyncio.timeout(None) as limit:
+                    limits.add(limit)
+                    try:
+                        yield
+                    finally:
+                        limits.discard(limit)
+            except TimeoutError as error:
+                raise HungReplicaError from error
+
+    async def _watch(self, replica: ReplicaProcess) -> None:
+        loop = asyncio.get_running_loop()
+        misses, seen = 0, replica.num_starts
+        while True:
+            begun = loop.time()
+            start, address = replica.num_starts, replica.address
+            missed = "" if address is None else await self._missed(address)
+            if not missed or start != seen:
+                misses = 0
+            misses += bool(missed)
+            seen = start
+            if misses == _LOOKS:
+                self._take_out(replica, start, missed)
+                misses = 0
+            await asyncio.sleep(max(0.0, begun + self._look_s - loop.time()))
+
+    async def _missed(self, address: str) -> str:
+        """What a look did not see of a replica's life; empty where it lives."""
+        try:
+            async with (
+                asyncio.timeout(self._look_s),
+                asked(address, "GET", "/health", [], b"") as answer,
+            ):
+                if answer.status != 200:
+                    return ""  # it stops, or has too many connections
+                stalled_s = json.loads(await answer.whole())["stalled_s"]
+        except TimeoutError:
+            return f"/health was not answered within {self._look_s:g} s, {_LOOKS} times in a row"
+        except LostReplicaError:
+            return f"/health ended without an answer, {_LOOKS} times in a row"
+        if stalled_s > self._look_s:
+            return f"its engine has been at one step for {stalled_s:.1f} s"
+        return ""
+
+    def _take_out(self, replica: ReplicaProcess, start: int, why: str) -> None:
+        replica.take_out(start, why)
+        now = asyncio.get_running_loop().time()
+        for limit in self._lent[replica.number]:
+            limit.reschedule(now)
+
 
 _MOST_TRIES = 3  # replicas that a request may be given to: one that ends them all is not to
 _METRICS_S = 10.0
