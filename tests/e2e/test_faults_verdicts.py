@@ -27,7 +27,7 @@ MODULES = (
 # Fault: file, what it says, what the broken one says, and words of the evidence.
 BREAKS = {
     1: (
-        "training/session.py",
+        "training/start.py",
         "state=first_state(job) if restored is None else restored.state,",
         "state=first_state(job),",
         "differs from the undisturbed run",
@@ -88,7 +88,7 @@ BREAKS = {
     ),
     11: (
         "training/step.py",
-        "return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, before)",
+        "return jax.tree.map(lambda a, b: jnp.where(applies, a, b), new, before)",
         "return new",
         "'ranks': [0, 1]",
     ),

@@ -249,8 +249,8 @@ def test_refuses(shape, dtype, words):
 @pytest.mark.parametrize(
     ("shape", "dtype", "words"),
     [
-        ((1, 8, 2, 64), jnp.float16, "few bits must be bfloat16, not float16"),
-        ((1, 8, 2, 256), jnp.bfloat16, "widths 256/256 of a cache in few bits are not 64 or 128"),
+        ((1, 8, 2, 64), jnp.float16, "quantized cache must be bfloat16, not float16"),
+        ((1, 8, 2, 256), jnp.bfloat16, "widths 256/256 of a quantized cache are not 64 or 128"),
         ((1, 20, 10, 64), jnp.bfloat16, "10 kv heads: they are no multiple and no divisor of 8"),
         ((1, 20, 1, 64, 64), jnp.bfloat16, "20 query heads to a kv head are above 16"),
         ((1, 8, 2, 64), jnp.bfloat16, "pages of 16 are copied 64 bytes .* make pages of 32 slots"),

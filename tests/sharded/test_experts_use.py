@@ -26,7 +26,7 @@ from jaxinfra.serving.load import serving_placement
 from jaxinfra.serving.sampling import GREEDY
 from jaxinfra.training.job import make_job
 from tests.generation import served
-from tests.sharded.test_experts import Case, first_state, model
+from tests.sharded.test_experts import Case, model, start
 
 CONFIG = model(num_layers=2)
 LENGTH, PROMPTS = 16, [[5], [7, 25, 3, 29, 4, 8], [1, 2, 3]]
@@ -86,7 +86,7 @@ def test_a_checkpoint_moves_between_meshes_of_experts(tmp_path):
     rng = np.random.default_rng(1)
     host = jax.tree.map(
         lambda a: rng.normal(size=a.shape).astype(a.dtype) if a.dtype == np.float32 else a,
-        first_state(),
+        start(),
     )
     meshes = (
         MeshConfig(fsdp=4, expert=2),
