@@ -1,4 +1,4 @@
-"""Logs of what ``implementation="auto"`` took, once for each distinct case."""
+"""Logs of the implementation that "auto" chose, once for each distinct case."""
 
 import functools
 import logging
@@ -9,11 +9,11 @@ _logger = logging.getLogger(__name__)
 
 
 def announce(op: str, implementation: str, case: str, *, because: str | None = None) -> None:
-    """Logs a choice at level INFO.
+    """Logs at level INFO which implementation "auto" chose for a case, once per case.
 
     Args:
-        case: shapes and settings that it was made for.
-        because: why faster ones could not be taken.
+        case: shapes and settings of the call.
+        because: why faster implementations could not be chosen.
     """
     _announce(op, device.target().slug, implementation, case, f" ({because})" if because else "")
 

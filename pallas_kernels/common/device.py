@@ -11,7 +11,7 @@ import jax
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """The facts of a device that decide which kernels it can run and which are fast."""
+    """Facts of a device that decide which kernels it can run and which are fast."""
 
     kind: str  # as JAX names it: "NVIDIA H200", "cpu"
     is_gpu: bool
@@ -20,7 +20,7 @@ class Facts:
 
     @property
     def slug(self) -> str:
-        """The kind as a file name: ``nvidia-h200``."""
+        """The device's kind as part of a file name, such as ``nvidia-h200``."""
         return re.sub(r"[^a-z0-9]+", "-", self.kind.lower()).strip("-")
 
 
@@ -33,7 +33,7 @@ _compiling_for: contextvars.ContextVar[Facts | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def compiling_for(facts: Facts) -> Iterator[None]:
-    """Context within which kernels are chosen for this device instead of the one that is there.
+    """Context manager in which kernels are chosen for the device of ``facts``, not the present one.
 
     For lowering to a GPU on a machine without one. JAX's caches do not know of it: lower a function
     that this process has not traced before.
@@ -46,7 +46,7 @@ def compiling_for(facts: Facts) -> Iterator[None]:
 
 
 def facts_of(device: jax.Device) -> Facts:
-    """The facts of a device that is there."""
+    """Returns the facts (kind, compute capability, CUDA version) of a JAX device."""
     version = device.client.platform_version
     cuda = re.search(r"cuda (\d+)", version)
     capability = None
@@ -62,7 +62,7 @@ def facts_of(device: jax.Device) -> Facts:
 
 
 def target() -> Facts:
-    """The device that a trace is for.
+    """Returns the facts of the device that the current trace compiles for.
 
     A trace does not know its device. It is taken to be that of ``compiling_for``, else JAX's
     default one, as set by ``jax.default_device`` or by ``JAX_PLATFORMS``.
@@ -76,7 +76,7 @@ def target() -> Facts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Miscompilation:
-    """CUDA versions whose ptxas makes wrong code of something."""
+    """A known bug: the CUDA versions whose ptxas compiles a kernel wrongly."""
 
     first: int  # inclusive, counted as in ``Facts.cuda``
     fixed: int  # the first version that is right again
@@ -88,7 +88,7 @@ CAUSAL_ATTENTION = Miscompilation(first=12080, fixed=12091, what="causal attenti
 
 
 def miscompiled(known: Miscompilation) -> str | None:
-    """Why the target's CUDA cannot be trusted with something; None if it can."""
+    """Returns why the target's CUDA compiles a kernel wrongly; None if it does not."""
     version = target().cuda
     if version is None or not known.first <= version < known.fixed:
         return None

@@ -21,7 +21,7 @@ ACCUMULATOR = jnp.dtype("float32")
 
 
 def pinned_einsum(spec: str, a: jax.Array, b: jax.Array, *, result: jnp.dtype) -> jax.Array:
-    """``einsum(spec, a, b)`` of two operands of one dtype, summed in float32 and then rounded.
+    """Computes ``einsum(spec, a, b)`` of operands of one dtype, summed in float32, then rounded.
 
     Its gradient is the caller's to define: what JAX would derive multiplies cotangents of another
     dtype.
@@ -30,7 +30,7 @@ def pinned_einsum(spec: str, a: jax.Array, b: jax.Array, *, result: jnp.dtype) -
         spec: two operands and an explicit output.
         a: bfloat16, float16 or float32.
         b: the dtype of ``a``.
-        result: dtype of what is returned.
+        result: dtype of the result.
     """
     assert a.dtype == b.dtype, f"{spec}: operands differ in dtype: {a.dtype} and {b.dtype}"
     product = functools.partial(jnp.einsum, spec, preferred_element_type=result)
@@ -52,7 +52,7 @@ def pinned_einsum(spec: str, a: jax.Array, b: jax.Array, *, result: jnp.dtype) -
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def einsum_f32(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """``einsum(spec, a, b)`` of two operands of one dtype, summed and returned in float32.
+    """Computes ``einsum(spec, a, b)`` of two operands of one dtype, summed and returned in float32.
 
     Its gradient multiplies the fp32 cotangent with operands widened to fp32: exact, and slow on a
     GPU. Kernels write their own backward pass.

@@ -2,7 +2,7 @@
 
 
 class InputError(ValueError):
-    """Arguments that no implementation could accept: shapes, dtypes or options that disagree.
+    """Error for arguments that no implementation could accept: wrong shapes, dtypes or options.
 
     Examples:
         >>> try:
@@ -14,7 +14,7 @@ class InputError(ValueError):
 
 
 class UnsupportedError(NotImplementedError):
-    """A valid call that the named implementation cannot serve; the message says which can.
+    """Error for a valid call that the named implementation cannot serve; it names one that can.
 
     Examples:
         >>> x, w = jnp.ones((3, 64)), jnp.ones((64, 32))

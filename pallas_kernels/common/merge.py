@@ -18,7 +18,7 @@ from .errors import InputError
 def merge_partials(
     out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention over the union of two disjoint sets of keys, from attention over each.
+    """Merges attention over two disjoint sets of keys into attention over their union.
 
     Differentiable in all four arguments; where a row of a part (or of both) saw no key, its
     logsumexp is -inf and gradients are zero instead of NaN. Merge in float32 and cast once at the

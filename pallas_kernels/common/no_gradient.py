@@ -1,4 +1,4 @@
-"""Ops without a gradient: they say so instead of returning a wrong one."""
+"""Guard for ops without a gradient: differentiating them raises an error."""
 
 import jax
 
@@ -6,10 +6,10 @@ from .errors import UnsupportedError
 
 
 def without_gradient[T](arrays: T, why: str) -> T:
-    """``arrays`` as they are; a derivative through them is refused.
+    """Returns ``arrays`` unchanged, and raises an error where they are differentiated.
 
     Args:
-        why: the message: what to do instead.
+        why: the error's message, which says what to do instead.
     """
 
     @jax.custom_jvp

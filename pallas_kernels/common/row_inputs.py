@@ -9,14 +9,14 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RmsNorm:
-    """Rows divided by the root of their mean square, times a vector (arXiv 1910.07467)."""
+    """RMSNorm of rows: each is divided by its root mean square, then scaled (arXiv 1910.07467)."""
 
     scale: jax.Array  # [K], bfloat16, float16 or float32
     epsilon: float = dataclasses.field(metadata=dict(static=True))
     offset: float = dataclasses.field(default=0.0, metadata=dict(static=True))  # of the scale
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """``x / sqrt(mean(x^2) + epsilon) * (scale + offset)`` in fp32, rounded to x's dtype."""
+        """Computes ``x / sqrt(mean(x^2) + epsilon) * (scale + offset)`` in fp32, then x's dtype."""
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.epsilon)
         scale = self.scale.astype(jnp.float32) + self.offset
@@ -24,6 +24,6 @@ class RmsNorm:
 
 
 def swiglu_of_halves(x: jax.Array) -> jax.Array:
-    """``silu(gate) * up`` of the last dim's halves, gates first, in fp32, rounded to x's dtype."""
+    """Computes ``silu(gate) * up`` of the last dim's halves (gates first) in fp32, in x's dtype."""
     gate, up = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return (jax.nn.silu(gate) * up).astype(x.dtype)

@@ -28,31 +28,31 @@ FORMATS = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
 class Scaling(enum.StrEnum):
-    """The elements that share one scale."""
+    """Shapes of the blocks of an 8-bit matrix that share one scale."""
 
     BLOCK_OF_ROW = "1x128"
     BLOCK = "128x128"
 
     def shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        """Shape of the scales of a [rows, columns] matrix."""
+        """Returns the shape of the fp32 scales of a [rows, columns] matrix."""
         J, I = -(-columns // BLOCK), -(-rows // BLOCK)  # noqa: E741
         return (J, rows) if self is Scaling.BLOCK_OF_ROW else (J, I)
 
 
 class Quantized(NamedTuple):
-    """A matrix in 8 bits; ``dequantized`` undoes it up to rounding."""
+    """A matrix in 8-bit floats with its fp32 scales; ``dequantized`` gives its numbers."""
 
     values: jax.Array  # e4m3 or e5m2 [R, C]
     scale: jax.Array  # float32, of a shape above
 
 
 def scaling_of(name: str, values: jax.Array, scale: jax.Array) -> Scaling:
-    """The form of a matrix's scales, by their shape.
+    """Returns which elements share a scale in an 8-bit matrix, from the shape of its scales.
 
     A matrix of one row has no forms to tell apart: blocks of rows and of the matrix are the same.
 
     Args:
-        name: of the matrix in messages.
+        name: the matrix's name in error messages.
 
     Raises:
         InputError: not an 8-bit matrix, or scales of no form.
@@ -76,13 +76,13 @@ def scaling_of(name: str, values: jax.Array, scale: jax.Array) -> Scaling:
 def dequantized(
     values: jax.Array, scale: jax.Array, *, dtype: DTypeLike = jnp.float32
 ) -> jax.Array:
-    """``values * scale`` in ``dtype``, exact in float64 and rounded once in float32."""
+    """Computes ``values * scale`` in ``dtype``: exact in float64, rounded once in float32."""
     form = scaling_of("values", values, scale)
     return values.astype(dtype) * spread(form, scale, *values.shape).astype(dtype)
 
 
 def spread(form: Scaling, scale: jax.Array, rows: int, columns: int) -> jax.Array:
-    """The scale of each element: [R, C], or a shape that broadcasts to it.
+    """Returns each element's scale, as [R, C] or a shape that broadcasts to it.
 
     Scales may be those of several matrices, whose dims stay in front.
     """

@@ -1,4 +1,4 @@
-"""Measured choices, as JSON files: one for each op, question and device kind.
+"""Tuning tables as JSON files: measured times of choices, per op, question and kind of device.
 
 A row says that in this case this choice took so many milliseconds. Files are strict: what is not
 understood is an error, because a table that is half read silently picks slow kernels.
@@ -25,12 +25,12 @@ type Value = str | int | float | bool | None
 
 
 class TableError(InputError):
-    """A table file that is not what ``save`` writes."""
+    """Error for a tuning table's file whose contents differ from what ``save`` writes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One measurement."""
+    """One measurement of a tuning table: the time in ms of a choice (tiles, form) in a case."""
 
     case: tuple[tuple[str, Value], ...]  # sorted by name
     choice: tuple[tuple[str, Value], ...]
@@ -38,7 +38,7 @@ class Row:
 
     @classmethod
     def of(cls, *, case: dict[str, Value], choice: dict[str, Value], ms: float) -> "Row":
-        """A row from plain dicts."""
+        """Makes a table's row from plain dicts of a case and a choice, and the time in ms."""
         return cls(case=tuple(sorted(case.items())), choice=tuple(sorted(choice.items())), ms=ms)
 
 
@@ -53,19 +53,19 @@ class Table:
     rows: tuple[Row, ...]
 
     def with_rows(self, rows: Iterable[Row]) -> "Table":
-        """A table in which new measurements replace old ones of the same case and choice."""
+        """Returns a copy with new rows, which replace rows of the same case and choice."""
         merged = {(row.case, row.choice): row for row in (*self.rows, *rows)}
         return dataclasses.replace(self, rows=tuple(merged.values()))
 
     def best(self, case: dict[str, Value]) -> Row | None:
-        """The fastest choice measured for exactly this case."""
+        """Returns the row of the fastest choice measured for exactly this case; None if none."""
         wanted = tuple(sorted(case.items()))
         rows = [row for row in self.rows if row.case == wanted]
         return min(rows, key=lambda row: row.ms, default=None)
 
 
 def save(table: Table, path: pathlib.Path) -> None:
-    """Writes a table so that equal tables are equal files, one row a line."""
+    """Writes a table as JSON with one row per line; equal tables give equal files."""
     head = {
         "schema": SCHEMA,
         "op": table.op,
@@ -84,7 +84,7 @@ def save(table: Table, path: pathlib.Path) -> None:
 
 
 def load(path: pathlib.Path) -> Table:
-    """Reads a table.
+    """Reads a tuning table from a JSON file.
 
     Raises:
         TableError: the file is not JSON, or has other fields or types than ``save`` writes, or the
@@ -123,7 +123,7 @@ def load(path: pathlib.Path) -> Table:
 
 
 def find(folder: pathlib.Path, op: str, question: str) -> Table | None:
-    """The table for the current device: the packaged one, overlaid by the user's own.
+    """Returns the current device's tuning table: the packaged one, overlaid by the user's own.
 
     Args:
         folder: the op's ``tuned`` folder.
@@ -134,20 +134,20 @@ def find(folder: pathlib.Path, op: str, question: str) -> Table | None:
 
 
 def octaves_apart(case: dict[str, Value], wanted: dict[str, int]) -> dict[str, float]:
-    """Number of powers of two between a measured case's sizes and those of a call, by name."""
+    """Returns by name the distance, in powers of two, of a measured case's sizes from a call's."""
     return {name: abs(math.log2(size / count(case[name]))) for name, size in wanted.items()}
 
 
 def by_nearness(
     table: Table, same: dict[str, Value], sizes: dict[str, int], farthest: dict[str, float]
 ) -> list[tuple[float, list[Row]]]:
-    """Rows of the measured cases near a call, by case, the nearest first.
+    """Returns the rows of measured cases near a call, grouped by case, the nearest case first.
 
-    With each case comes the number of powers of two that it is away.
+    Each case is given with its distance from the call in powers of two.
 
     Args:
-        same: fields that a case must have, with their values.
-        sizes: the call's, by name.
+        same: fields, with their values, in which a case must equal the call.
+        sizes: sizes of the call, by name.
         farthest: powers of two within which a measured size is trusted, by name.
     """
     found: dict[tuple, list[Row]] = {}
@@ -162,10 +162,10 @@ def by_nearness(
 
 
 def count(value: Value) -> int:
-    """A size or number of tiles in a table.
+    """Returns a table's value as an int, after a check that it is a positive integer.
 
     Raises:
-        TableError: it is not a positive integer.
+        TableError: the value is not a positive integer.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise TableError(f"a measured case or choice has {value!r} for a size; measure again")
@@ -173,11 +173,11 @@ def count(value: Value) -> int:
 
 
 def config_of[C](kind: type[C], choice: dict[str, Value], where: str) -> C:
-    """A kernel's configuration, from the fields of a row's choice.
+    """Returns a kernel's configuration made from the fields of a table row's choice.
 
     Args:
         kind: a dataclass of plain fields.
-        where: the row, in messages.
+        where: text that names the row in error messages.
 
     Raises:
         TableError: a field that the kernel does not have, or of another type.
@@ -197,12 +197,12 @@ def config_of[C](kind: type[C], choice: dict[str, Value], where: str) -> C:
 
 
 def user_file(op: str, question: str) -> pathlib.Path:
-    """Where the user's own table for the current device is kept."""
+    """Returns the path of the user's own tuning table for the current device."""
     return user_folder() / op / f"{question}-{device.target().slug}.json"
 
 
 def user_folder() -> pathlib.Path:
-    """Where this user's own measurements are kept."""
+    """Returns the folder in which the user's own tuning tables are kept."""
     named = os.environ.get(USER_FOLDER_VARIABLE)
     if named:
         return pathlib.Path(named)

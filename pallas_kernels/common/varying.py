@@ -13,7 +13,7 @@ import jax
 
 
 def vary_alike[T](arrays: T) -> T:
-    """Inside ``shard_map``, marks all arrays as varying over every axis that one of them varies on.
+    """Marks arrays inside ``shard_map`` as varying over every axis that one of them varies on.
 
     The transpose of that mark is a psum: so the gradient of a key that is the same on every device
     sums the devices' parts, wherever the kernel's own gradient rule does not know of the mesh.
@@ -29,7 +29,7 @@ def vary_alike[T](arrays: T) -> T:
 
 
 def results_vary[F: Callable[..., Any]](kernel: F) -> F:
-    """``kernel`` with results that vary over the mesh axes that any of its operands varies over."""
+    """Wraps ``kernel`` so that results vary over the mesh axes that any operand varies over."""
 
     @functools.wraps(kernel)
     def typed(*operands: Any) -> Any:

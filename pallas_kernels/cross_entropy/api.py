@@ -1,4 +1,4 @@
-"""The public function: it validates and chooses the chunking.
+"""Public function of the vocabulary loss: it validates a call and chooses its chunks.
 
 Dims: B batch, T position, D model width, V vocabulary.
 """
@@ -30,7 +30,7 @@ fast at 128,256 ids, width 2048 and 16,384 tokens
 
 
 class CrossEntropySums(NamedTuple):
-    """Sums of the loss, fp32 scalars: the differentiable total and the nll within it."""
+    """Weighted sums of the loss over tokens, fp32: the differentiable total, and the plain nll."""
 
     total: jax.Array  # sum of weight * (smoothed nll + z_loss * lse^2)
     nll: jax.Array  # sum of weight * nll, nats, not smoothed; carries no gradient
@@ -76,7 +76,7 @@ def linear_cross_entropy(
         batch_shards: devices that the batch dim is spread over. The table's gradient is summed
             apart for each, so that it is communicated once and not once a chunk.
         sequence_shards: devices that the positions are spread over; their sums are apart, too.
-        num_devices: that the compiler spreads the call over in any way; "hopper" runs on one.
+        num_devices: number of devices over which the compiler spreads the call; "hopper" needs 1.
         vocabulary_axes: mesh axes that the vocabulary is spread over, inside ``shard_map``: table
             is this device's [V/N, D] of N equal parts in the axes' order, hidden, targets (ids of
             the whole vocabulary) and weights are the same on all N. Each gets a part of the
@@ -174,7 +174,7 @@ def _choose(implementation: str, reason: str | None, *, num_ids: int) -> str:
 
 
 class Chunks(NamedTuple):
-    """Chunks of the positions of a row, or of all of a device's tokens as one row."""
+    """Length and number of chunks into which token positions are cut."""
 
     length: int  # positions of one; the last, or the first, may have fewer
     count: int
@@ -183,12 +183,12 @@ class Chunks(NamedTuple):
 def xla_chunks(
     *, rows: int, length: int, num_ids: int, platform: str, chunk_bytes: int | None = None
 ) -> Chunks:
-    """Returns the fewest chunks of ``rows`` rows' fp32 logits that fit the bound, of even length.
+    """Returns the fewest chunks of even length whose fp32 logits, of ``rows`` rows, fit the bound.
 
     Args:
-        num_ids: of the whole vocabulary, over however many devices it is spread.
-        platform: "cpu", or an accelerator's.
-        chunk_bytes: in place of the bound.
+        num_ids: size of the whole vocabulary, over however many devices it is spread.
+        platform: JAX platform, such as "cpu" or "gpu", that decides the default bound.
+        chunk_bytes: bound on the bytes of a chunk's logits; None takes the platform's.
     """
     chunk_bytes = chunk_bytes or _XLA_BYTES.get(platform, _XLA_ACCELERATOR_BYTES)
     wanted = min(max(-(-rows * length * num_ids * 4 // chunk_bytes), 1), length)
@@ -197,10 +197,10 @@ def xla_chunks(
 
 
 def hopper_chunks(*, tokens: int, num_ids: int, chunk_bytes: int | None = None) -> Chunks:
-    """Chunks of as many tokens' bf16 exponentials as fit the bound, in whole tiles where one fits.
+    """Returns chunks of tokens whose bf16 exponentials fit the bound, in whole tiles if one fits.
 
     Args:
-        num_ids: rows of the device's own table.
+        num_ids: number of rows of the device's own table.
     """
     most = max((chunk_bytes or _HOPPER_BYTES) // (2 * num_ids), 1)
     if most > hopper.ROW_TILE:

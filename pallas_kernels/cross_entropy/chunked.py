@@ -31,11 +31,11 @@ from pallas_kernels.common.dot import einsum_f32
 
 
 class ChunkLoss(NamedTuple):
-    """A chunk's two sums by shard; the gradient of the first by raw logits, where asked for.
+    """Loss sums of one chunk per shard of tokens; the total's gradient by raw logits if asked for.
 
-    It is ``scale * slope + coefficient * [v = target] + uniform``; None is 1, 0 and 0. Where there
-    is a ``uniform``, the total lacks ``uniform * sum of the logits``: both are products with the
-    sum of the table's rows, which a chunk need not know.
+    The gradient is ``scale * slope + coefficient * [v = target] + uniform``; None stands for 1, 0
+    and 0. With a ``uniform``, the total lacks ``uniform * sum of the logits``: the caller adds it
+    from the sum of the table's rows.
     """
 
     total_Z: jax.Array
@@ -47,7 +47,7 @@ class ChunkLoss(NamedTuple):
 
 
 class Static(NamedTuple):
-    """The static part of a call.
+    """The static part of a chunked loss call: sizes, shards, options and the chunk's function.
 
     ``chunk_loss`` is (static, table, hidden, targets, weights, *, with_gradient) -> ChunkLoss.
     """
@@ -68,22 +68,22 @@ class Static(NamedTuple):
 
     @property
     def num_shards(self) -> int:
-        """Number of parts of the tokens whose sums are kept apart."""
+        """Number of shards of the tokens, each with its own sums."""
         return self.batch_shards * self.sequence_shards
 
     @property
     def num_ids_of_all(self) -> int:
-        """Number of rows of the whole vocabulary's table."""
+        """Number of rows of the whole vocabulary's table, over all devices that share it."""
         return self.num_ids * self.num_vocabulary_shards
 
 
 def over_shards(static: Static, x: jax.Array, reduce: Callable) -> jax.Array:
-    """Reduces x over the devices that share the vocabulary; x itself where one has it all."""
+    """Reduces x over the devices that share the vocabulary; returns x if one device has it all."""
     return reduce(x, static.vocabulary_axes) if static.vocabulary_axes else x
 
 
 def logsumexp(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Computes the logsumexp over devices."""
+    """Computes the logsumexp of x over the devices along mesh axes."""
     largest = jax.lax.pmax(x, axes)
     return largest + jnp.log(jax.lax.psum(jnp.exp(x - largest), axes))
 
@@ -96,7 +96,7 @@ def chunked_loss(
     targets_BT: jax.Array,
     weights_BT: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the reference's sums, ``chunk_length`` positions of a shard at a time.
+    """Computes the loss sums (total, nll), ``chunk_length`` positions per shard at a time.
 
     The last chunk is padded. The second result carries no gradient. The table's gradient is summed
     in fp32. B must be a multiple of ``batch_shards``, T of ``sequence_shards``. Where devices share

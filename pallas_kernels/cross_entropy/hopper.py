@@ -65,7 +65,7 @@ def unsupported(
     label_smoothing: float = 0.0,
     logit_soft_cap: float | None = None,
 ) -> str | None:
-    """Reason why the kernel cannot compute this call; None if it can."""
+    """Returns why the Hopper kernel cannot compute this call; None if it can."""
     facts = device.target()
     if facts.capability != (9, 0):
         return f"{facts.kind} is not a Hopper GPU (compute capability 9.0)"
@@ -92,7 +92,7 @@ def chunk_loss(
     *,
     with_gradient: bool,
 ) -> ChunkLoss:
-    """Computes ``xla.chunk_loss`` by the kernel; the gradient is a matrix and a scale per row."""
+    """Computes a chunk's loss by the kernel; the logits' gradient is a matrix and row scales."""
     shape = targets_ZbC.shape
     num_rows = math.prod(shape)
     pad = -num_rows % ROW_MULTIPLE
@@ -241,7 +241,7 @@ def exponentials(
         x_RD: bf16; R a multiple of 8, D of 64.
         table_VD: bf16; V a multiple of 64.
         reference_R: fp32, nats; +inf makes a row of zeros.
-        num_ids: ids from here on are padding: zeros in the matrix, not in the sums.
+        num_ids: ids from ``num_ids`` on are padding: zeros in the matrix, left out of the sums.
         logit_soft_cap: cap; None leaves logits alone and the slope 1.
         with_matrix: False computes the sums alone.
 

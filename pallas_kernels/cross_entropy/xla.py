@@ -1,4 +1,4 @@
-"""A chunk of the loss in plain JAX: its logits in fp32, their gradient in hidden's dtype.
+"""The XLA implementation of one chunk of the loss: fp32 logits and their gradient.
 
 Dims: Z shard of the tokens, b row within a shard, C position within a chunk, D model width,
 V vocabulary.
@@ -21,7 +21,7 @@ def chunk_loss(
     *,
     with_gradient: bool,
 ) -> ChunkLoss:
-    """Computes a chunk's loss from fp32 logits, and, if asked for, the gradient of the logits."""
+    """Computes a chunk's loss from fp32 logits and, if ``with_gradient``, the logits' gradient."""
     logits_ZbCV = einsum_f32("ZbCD,VD->ZbCV", hidden_ZbCD, table)
     slope_ZbCV = None
     if static.logit_soft_cap is not None:

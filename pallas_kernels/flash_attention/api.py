@@ -1,4 +1,4 @@
-"""Public functions: they check a call, choose who computes it, and differentiate it.
+"""Public functions of flash attention: they check a call, choose an implementation and run it.
 
 Dims: B batch, T query, S key, N query heads, K kv heads, H query and key width, V value width.
 """
@@ -111,7 +111,7 @@ def flash_attention(
             n // (N / K).
         value: [B, S, K, V] of the query's dtype.
         bias: floats that broadcast to [B, N, T, S], added to the scores. Its gradient is computed.
-        scale: of the scores; default 1 / sqrt(H). A Python number.
+        scale: factor of the scores, a Python number; default 1 / sqrt(H).
         is_causal: a query sees no key after its own position.
         local_window_size: (left, right): a query sees ``left`` keys before its own position and
             ``right`` after it, None for all of them. An int is both; with ``is_causal`` the right
@@ -123,7 +123,7 @@ def flash_attention(
         key_value_seq_lengths: integers [B]; keys at and after the length are padding. Positions
             stay those of the whole arrays.
         logit_soft_cap: scores become ``cap * tanh(scale * q k^T / cap)``.
-        sinks: floats [N]: a logit a head that joins the softmax denominator and has no value.
+        sinks: floats [N]: one logit per head that joins the softmax denominator, without a value.
         implementation: "auto" takes the fastest for the case on this device and logs it once, for a
             call that is not differentiated the fastest forward;
             "hopper" (Mosaic GPU kernels), "cudnn", "xla" (portable, linear memory) and "reference"
@@ -192,7 +192,7 @@ def flash_attention_gradient(
     implementation: ImplementationName = "auto",
     mesh_axes: MeshAxes | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradient of attention over a part of the keys, from the results over all of them.
+    """Computes the gradient of attention over a part of the keys, from the results over all keys.
 
     Softmax over a union of key sets has probabilities ``exp(score - lse)`` with the union's
     logsumexp. So a part's share of every gradient needs (out, lse) of the union and nothing of the
@@ -203,11 +203,11 @@ def flash_attention_gradient(
     Args:
         query: [B, T, N, H].
         key: [B, S, K, H], one part of the keys.
-        value: [B, S, K, V], theirs.
+        value: [B, S, K, V], the values of these keys.
         out: [B, T, N, V] over all parts, in the query's dtype.
         lse: float32 [B, T, N] over all parts; -inf for a row that sees no key at all.
         d_out: the cotangent of ``out``, of its shape and dtype.
-        scale: of the scores; default 1 / sqrt(H).
+        scale: factor of the scores; default 1 / sqrt(H).
         is_causal: a query sees no key of this part after its own position, aligned bottom-right.
         local_window_size: keys seen before and after that position.
         q_segment_ids: integers [B, T].

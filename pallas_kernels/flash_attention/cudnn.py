@@ -1,4 +1,4 @@
-"""cuDNN's fused attention through JAX, for exactly the calls it computes as our contract says."""
+"""cuDNN's fused attention through JAX, for calls on which it agrees with ``reference.py``."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from .spec import AttentionCall, AttentionMasks, AttentionSpec
 
 
 def unsupported(call: AttentionCall) -> str | None:
-    """Reason why cuDNN, called through JAX, cannot serve a call; None if it can.
+    """Returns why cuDNN, called through JAX, cannot serve a call; None if it can.
 
     Some of this cuDNN can do but JAX does not expose: packed segments by offsets, another value
     width. Some it does differently: a causal mask with T != S is aligned top-left, the logsumexp
@@ -53,7 +53,7 @@ def forward(
     *,
     spec: AttentionSpec,
 ) -> tuple[jax.Array]:
-    """Computes (out [B, T, N, H],), differentiable; the call must have passed ``unsupported``."""
+    """Computes attention by cuDNN: (out [B, T, N, H],), differentiable; see ``unsupported``."""
     del masks
     out = jax.nn.dot_product_attention(
         q_BTNH,

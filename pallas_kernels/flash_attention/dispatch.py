@@ -1,4 +1,4 @@
-"""The choice of who computes a call: a named implementation, or for "auto" the first that can.
+"""Choice of an attention call's implementation: the named one, or the fastest that can serve it.
 
 An implementation answers with a reason why it cannot serve a call, or None. "auto" tries first the
 one measured to be fastest around the case, by ``tuned/dispatch-DEVICE.json``: a row's case is
@@ -38,10 +38,10 @@ those that foretell best what is left out of the table (``bench.attention_table 
 
 
 def choose(implementation: str, call: AttentionCall, *, gradient: bool = True) -> str:
-    """The implementation that will run: the named one, or what "auto" prefers on this device.
+    """Returns the implementation that will run: the named one, or what "auto" prefers here.
 
     Args:
-        gradient: the call is differentiated, so that what counts is the time of both passes.
+        gradient: whether the call is differentiated; then the time of both passes counts.
 
     Raises:
         InputError: no such implementation.
@@ -62,7 +62,7 @@ def choose(implementation: str, call: AttentionCall, *, gradient: bool = True) -
 
 
 def why_not(name: str, call: AttentionCall) -> str | None:
-    """Reason why one of ``NAMES`` cannot compute a call and its gradient; None if it can."""
+    """Returns why implementation ``name`` cannot serve a call or its gradient; None if it can."""
     match name:
         case "hopper":
             reasons = (
@@ -78,7 +78,7 @@ def why_not(name: str, call: AttentionCall) -> str | None:
 
 
 def why_not_this_device(*, causal: bool) -> str | None:
-    """Reason why the device cannot run or compile the kernels for Hopper; None if it can."""
+    """Returns why the device cannot run or compile the Hopper kernels; None if it can."""
     facts = device.target()
     if facts.capability != (9, 0):
         return f"it needs a GPU of compute capability 9.0 (Hopper), not {facts.kind}"
@@ -112,14 +112,14 @@ def _automatic(call: AttentionCall, *, gradient: bool) -> str:
 
 
 def preferences(call: AttentionCall, *, gradient: bool) -> list[str]:
-    """Implementations from fastest to slowest; all of ``UNMEASURED``, each once."""
+    """Returns all implementations for a call: first the measured ones, the fastest first."""
     table = tables.find(TUNED, "flash_attention", QUESTION)
     measured = [] if table is None else rank(table, case_of(call, gradient=gradient))
     return measured + [name for name in UNMEASURED if name not in measured]
 
 
 def case_of(call: AttentionCall, *, gradient: bool) -> dict[str, tables.Value]:
-    """The fields of a call on which the fastest implementation depends."""
+    """Returns the fields of a call on which the fastest implementation depends, such as dtype."""
     if call.spec.left is not None:
         mask = "window"
     else:
@@ -144,8 +144,8 @@ def case_of(call: AttentionCall, *, gradient: bool) -> dict[str, tables.Value]:
 def rank(table: tables.Table, case: dict[str, tables.Value]) -> list[str]:
     """Ranks the implementations that were measured, fastest first.
 
-    Times of different cases do not compare: counted is how much slower than a case's fastest each
-    one was, on average over the cases, each the more the nearer it is. Only dtype and gradient must
+    Times of different cases do not compare. So each implementation's slowdown against the case's
+    fastest is averaged over the cases, and nearer cases weigh more. Only dtype and gradient must
     be the same: a width or a mask that was hardly measured is ranked by others, too.
 
     Raises:

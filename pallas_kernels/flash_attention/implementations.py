@@ -36,9 +36,9 @@ _RESIDUALS = ("q", "k", "v", "out", "lse", "d_out", "d_lse")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Implementation:
-    """Two passes over one device's block that agree with ``reference.py``.
+    """An implementation's forward and backward pass on one device; they match ``reference.py``.
 
-    All combine, as they share only (out, lse).
+    Forward and backward of different implementations combine, as they share only (out, lse).
     """
 
     forward: Forward
@@ -57,7 +57,7 @@ IMPLEMENTATIONS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionPlan:
-    """The static part of a call and who computes it."""
+    """The static part of an attention call, with its implementation and its mesh axes."""
 
     implementation: Implementation
     spec: AttentionSpec
@@ -65,7 +65,7 @@ class AttentionPlan:
 
     @classmethod
     def of(cls, call: AttentionCall, chosen: str) -> "AttentionPlan":
-        """The plan of a validated call, computed by one of ``IMPLEMENTATIONS``."""
+        """Returns the plan of a validated call for the implementation named ``chosen``."""
         return cls(
             implementation=IMPLEMENTATIONS[chosen],
             spec=call.spec,
@@ -80,7 +80,7 @@ def attend(
     """Computes out [B, T, N, V] and logsumexp float32 [B, T, N], differentiable through both.
 
     Args:
-        plan: all that is no array.
+        plan: the static part of the call and its implementation.
         q: [B, T, N, H].
         k: [B, S, K, H].
         v: [B, S, K, V].
@@ -120,11 +120,11 @@ def by_use(
     v: jax.Array,
     masks: AttentionMasks,
 ) -> tuple[jax.Array, ...]:
-    """The results of ``alone``; where they are differentiated, those of ``with_gradient``.
+    """Runs ``alone`` where the call is not differentiated, and ``with_gradient`` where it is.
 
     Args:
-        alone: (q, k, v, masks) to as many results as the other's; it holds no traced array.
-        with_gradient: the same kind of function, with its own gradient.
+        alone: function of (q, k, v, masks) that holds no traced array.
+        with_gradient: function with the same arguments and results, and its own gradient.
     """
     del with_gradient
     return alone(q, k, v, masks)
@@ -142,7 +142,7 @@ by_use.defvjp(_by_use_fwd, _by_use_bwd)
 
 
 def attend_gradient(plan: AttentionPlan, operands: BackwardOperands) -> AttentionGradients:
-    """Gradients of q, k, v and of the masks' sinks and bias, on batches and meshes."""
+    """Computes the gradients of q, k, v, sinks and bias, under vmap and on meshes, too."""
     masks = operands.masks
     results = ("dq", "dk", "dv")
     results += ("d_sinks",) * (masks.sinks is not None) + ("d_bias",) * (masks.bias is not None)
@@ -166,7 +166,7 @@ def attend_traceable(
     *,
     results: tuple[str, ...],
 ) -> tuple[jax.Array, ...]:
-    """A forward that JAX differentiates by itself, on batches and meshes."""
+    """Runs a forward that JAX differentiates by itself, under vmap and on meshes, too."""
     operands = {"q": q, "k": k, "v": v, **masks.arrays()}
     return call_traceable(_by_name(forward), operands, results, MeshAxes())
 

@@ -13,7 +13,7 @@ from .spec import AttentionMasks, AttentionSpec, visible_BTS
 
 
 def grouped_bias(bias: jax.Array, num_kv_heads: int) -> jax.Array:
-    """Splits the head dim of a bias [b, n, t, s] as [b, K or 1, G or 1, t, s], in float32."""
+    """Splits dim n of a bias [b, n, t, s] by kv heads: float32 [b, K or 1, G or 1, t, s]."""
     b, n, t, s = bias.shape
     k = num_kv_heads if n > 1 else 1
     return bias.astype(jnp.float32).reshape(b, k, n // k, t, s)
@@ -27,7 +27,7 @@ def forward(
     *,
     spec: AttentionSpec,
 ) -> tuple[jax.Array, jax.Array]:
-    """out = softmax(scores) v with scores = soft_cap(scale q k^T) + bias, softmax in float32.
+    """Computes softmax(scores) v with scores = soft_cap(scale q k^T) + bias, softmax in float32.
 
     Differentiable by JAX itself; O(T S) memory.
 

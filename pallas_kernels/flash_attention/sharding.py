@@ -74,11 +74,11 @@ class HeadSplit:
     def nearest(
         cls, q_spec: PartitionSpec, mesh_shape: Mapping[str, int], operands: Operands
     ) -> "HeadSplit":
-        """The split nearest to the query's layout that a kernel can keep.
+        """Returns the split nearest to the query's layout under which a kernel can run per device.
 
         Axes of the batch and of the heads stay while they divide them; a query head's axes split
         first the kv heads, then, if each device is left with one kv head, the queries that share
-        it. What does not divide is gathered by the caller.
+        it. Axes that do not divide are gathered by the caller.
         """
         B, _, N, _ = operands["q"].shape
         kv_heads = operands["k"].shape[2]
@@ -91,12 +91,12 @@ class HeadSplit:
         return cls(batch=batch, kv=kv, group=group, bias_shape=bias_shape)
 
     def spec(self, name: str) -> PartitionSpec:
-        """Layout of an operand or result on the mesh."""
+        """Returns the PartitionSpec of an operand or result, by its name in ``DIMS``."""
         axes = {"B": self.batch, "K": self.kv, "N": self.kv + self.group}
         return PartitionSpec(*(axes.get(dim) or None for dim in self._dims(name)))
 
     def sum_axes(self, name: str) -> tuple[str, ...]:
-        """Mesh axes over which the blocks of a result are partial sums."""
+        """Returns the mesh axes over which devices' blocks of a result are partial sums."""
         match name:
             case "dk" | "dv":
                 return self.group
@@ -133,7 +133,7 @@ def _dividing(
 
 
 def axes_left_to_the_compiler() -> tuple[str, ...]:
-    """Mesh axes that a ``shard_map`` around this trace leaves out; () outside of any."""
+    """Returns mesh axes that a ``shard_map`` around this trace leaves to the compiler, else ()."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     left = (name for name, kind in kinds if kind == AxisType.Auto and mesh.shape[name] > 1)
@@ -161,8 +161,8 @@ def call_opaque(
     Args:
         compute: works on any batch and any heads; called on each device's block.
         operands: by their names in ``DIMS``, "q" and "k" among them.
-        results: names in ``DIMS`` of what ``compute`` returns.
-        axes: the layout, where neither the arrays' types nor the compiler can tell it.
+        results: names in ``DIMS`` of the results of ``compute``.
+        axes: mesh axes of batch and heads, where neither types nor the compiler can tell them.
     """
     names = tuple(operands)
 

@@ -18,7 +18,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
-    """The static part of a call: hashable, so it keys caches, tuned tables and ``custom_vjp``.
+    """The static part of an attention call; it is hashable, so it can key caches and tuned tables.
 
     Key s is visible to query t if ``t + S - T - left <= s <= t + S - T + right``; None is no bound.
     Causal attention is ``right = 0``. A model's "sliding window of w tokens" is ``left = w - 1``.
@@ -33,7 +33,7 @@ class AttentionSpec:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionMasks:
-    """The array part of a call besides q, k, v; None where the call has none.
+    """The arrays of an attention call besides q, k and v; None where the call has none.
 
     A query attends only to keys of its own segment, and segment ids below zero mark padding: such
     queries have no keys and no query sees such keys. A row with no visible key yields zeros
@@ -48,7 +48,7 @@ class AttentionMasks:
     bias: jax.Array | None = None  # [B|1, N|1, T|1, S|1], added to the capped scores
 
     def arrays(self) -> dict[str, jax.Array]:
-        """Arrays that are not None, by name."""
+        """Returns the mask arrays that are not None, by name."""
         fields = (field.name for field in dataclasses.fields(self))
         return {name: x for name in fields if (x := getattr(self, name)) is not None}
 
@@ -62,10 +62,10 @@ class MeshAxes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AttentionCall:
-    """One validated call of ``flash_attention``; who computes it depends on shapes and dtypes only.
+    """One validated call of ``flash_attention``, from which an implementation is chosen.
 
-    What cannot compute a call says why, so that a named implementation never silently becomes
-    another.
+    An implementation that cannot compute a call says why, so that a named one never silently
+    becomes another.
     """
 
     spec: AttentionSpec
@@ -77,7 +77,7 @@ class AttentionCall:
     mesh_axes: MeshAxes | None = None
 
     def describe(self) -> str:
-        """One line for logs and errors: equal lines are equal cases."""
+        """Returns a line of shapes and options for logs and errors; equal lines are equal cases."""
         B, T, N, H = self.q.shape
         S, K = self.k.shape[1:3]
         return (
@@ -90,7 +90,7 @@ class AttentionCall:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BackwardOperands:
-    """Operands of a backward pass: the forward's operands, results and their cotangents."""
+    """Operands of attention's backward pass: the forward's operands, results and cotangents."""
 
     q: jax.Array  # [B, T, N, H]
     k: jax.Array  # [B, S, K, H]
@@ -103,7 +103,7 @@ class BackwardOperands:
 
 
 class AttentionGradients(NamedTuple):
-    """Gradients in the dtypes of their arrays; those of absent masks are None."""
+    """Gradients of an attention call's arrays, in their dtypes; None for absent masks."""
 
     dq: jax.Array
     dk: jax.Array
@@ -120,7 +120,7 @@ def visible_BTS(
     q_positions_T: jax.Array,
     kv_positions_S: jax.Array,
 ) -> jax.Array | None:
-    """Mask that is True where query t sees key s; None where nothing is hidden.
+    """Returns the mask that is True where query t sees key s; None where nothing is hidden.
 
     Args:
         spec: the positional masks.
@@ -152,7 +152,7 @@ def visible_BTS(
 def visible_tiles(
     spec: AttentionSpec, *, q_length: int, kv_length: int, q_tile: int, kv_tile: int
 ) -> np.ndarray:
-    """Tiles of the score matrix in which the positional masks leave at least one entry.
+    """Returns the tiles of the score matrix in which the positional masks leave at least one entry.
 
     Returns:
         int32 [P, 2]: (query tile, key tile), ordered by query tile, then key tile.

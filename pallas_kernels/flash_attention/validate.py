@@ -66,7 +66,7 @@ def make_spec(
     local_window_size: int | tuple[int | None, int | None] | None,
     logit_soft_cap: float | None,
 ) -> AttentionSpec:
-    """The static part of a call, from the arguments of ``flash_attention``.
+    """Returns the static part of an attention call, from the arguments of ``flash_attention``.
 
     A bound that hides nothing at these lengths is left out: equal calls then are one case, to
     compilers and to tables of what was measured, and no bound is too large for an int32.
@@ -132,7 +132,7 @@ def make_call(
     return_residual: bool,
     mesh_axes: MeshAxes | None,
 ) -> AttentionCall:
-    """The call that the arguments of ``flash_attention`` ask for."""
+    """Validates the arguments of ``flash_attention`` and returns the call that they describe."""
     q, k, v = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     check_qkv(q, k, v)
     (B, T, N, H), S = q.shape, k.shape[1]

@@ -41,14 +41,14 @@ MAX_CHUNK = 1024
 
 
 def longest_chunk(rows: int) -> int:
-    """Positions a chunk has at most, where a tile spans ``rows`` = batch times query heads."""
+    """Returns the most positions per chunk, where a tile has ``rows`` = batch times query heads."""
     platform = "gpu" if device.target().is_gpu else "cpu"
     fitting = 2 ** int(math.log2(max(1.0, math.sqrt(_TILE_SCORES[platform] / rows))))
     return min(max(fitting, _SHORTEST_CHUNK[platform]), MAX_CHUNK)
 
 
 def chunk_length(length: int, longest: int) -> int:
-    """Positions a chunk: at most ``longest``, and so even that padding stays small."""
+    """Returns the positions per chunk: at most ``longest``, split evenly to keep padding small."""
     count = max(1, -(-length // longest))
     even = -(-length // count)
     return max(1, even if count == 1 else -(-even // 8) * 8)
@@ -237,7 +237,7 @@ def forward(
     *,
     spec: AttentionSpec,
 ) -> tuple[jax.Array, jax.Array]:
-    """The reference's function, a tile at a time: O(T + S) memory unless a bias is given.
+    """Computes attention a tile at a time, in O(T + S) memory unless a bias is given.
 
     Returns:
         out [B, T, N, V] in q's dtype, logsumexp float32 [B, T, N].
@@ -282,9 +282,9 @@ def forward(
 
 
 def backward(operands: BackwardOperands, *, spec: AttentionSpec) -> AttentionGradients:
-    """Gradients from (out, logsumexp): dS = P (dP - rowsum(dO O) + dlse).
+    """Computes attention's gradients from (out, logsumexp): dS = P (dP - rowsum(dO O) + dlse).
 
-    They repeat bit for bit in any case: the tiles are summed in one order.
+    The gradients repeat bit for bit, as tiles are always summed in one order.
     """
     q_BTNH, k_BSKH, v_BSKV, masks = operands.q, operands.k, operands.v, operands.masks
     out_BTNV, lse_BTN = operands.out, operands.lse

@@ -5,7 +5,7 @@ from .threads import assembly
 
 
 def meet(*, ordered: bool) -> None:
-    """Waits for every thread of the cluster; ordered: what they wrote before can be read after."""
+    """Waits for every thread of the cluster; if ordered, their earlier writes are then visible."""
     order = "release" if ordered else "relaxed"
 
     @plgpu.inline_mgpu()

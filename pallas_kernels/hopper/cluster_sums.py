@@ -40,7 +40,7 @@ WIDTH = 64  # columns of a tile: the warps of a warpgroup have a fragment each
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterSums:
-    """The sums of a warpgroup: four numbers per thread of each of its tiles and strips."""
+    """Partial sums of a product in registers, added over a cluster's blocks in a fixed order."""
 
     rows: int
     rows_at_a_time: int  # of a block
@@ -55,7 +55,7 @@ class ClusterSums:
 
     @property
     def strips(self) -> int:
-        """Number of strips of 8 rows in a block."""
+        """Number of strips of 8 rows of x that a block computes at a time."""
         return -(-self.rows_at_a_time // STRIP)
 
     @property
@@ -65,16 +65,16 @@ class ClusterSums:
 
     @property
     def count(self) -> int:
-        """Count of numbers of a thread."""
+        """Number of fp32 sums that each thread holds in registers."""
         return self.tiles * self.strips * 4
 
     @property
     def held(self) -> Held:
-        """The numbers as an array."""
+        """The form in which each thread's fp32 sums are carried as one array."""
         return Held(count=self.count, dtype=jnp.dtype(jnp.float32))
 
     def nothing(self) -> jax.Array:
-        """Returns sums of nothing."""
+        """Returns sums that are all zero, to which products are added."""
 
         @plgpu.inline_mgpu(return_type=self.held.array)
         def zeros(ctx):
@@ -84,7 +84,7 @@ class ClusterSums:
         return zeros()
 
     def finish(self, sums: jax.Array, gmem, smem, group: jax.Array) -> None:
-        """Adds all blocks' sums of this block's part of the columns and writes the result."""
+        """Adds the sums of all blocks and warpgroups and writes this block's result columns."""
 
         @plgpu.inline_mgpu(arg_types=(self.held.layout, plgpu.RefType()))
         def keep(ctx, sums, ref):
@@ -112,19 +112,19 @@ class ClusterSums:
         meet(ordered=False)
 
     def keep(self, numbers: list[Any], sums) -> None:
-        """Writes a thread's numbers to the sums of its warpgroup."""
+        """Stores a thread's fp32 sums in its warpgroup's buffer in shared memory."""
         place = total(address(sums), (thread(), 4))
         for i, number in enumerate(numbers):
             text = f"st.shared.f32 [$0+{4 * WARPGROUP * i}], $1;"
             assembly(None, [place, number], text, "r,f", pure=False)
 
     def meet_as_bystander(self) -> None:
-        """Meets the other warpgroups in a warpgroup without sums."""
+        """Joins both cluster barriers of ``finish`` in a warpgroup that has no sums."""
         meet(ordered=False)
         meet(ordered=False)
 
     def write(self, column, row, group, sums, out, scales, residual=None) -> None:
-        """Writes two neighboring columns of one row at a time."""
+        """Writes this block's columns of the result, two neighboring ones per thread at a time."""
         width = self.width // self.split
         pairs, threads = width // 2 * self.rows_at_a_time, self.groups * WARPGROUP
         rank = arith.index_cast(i32(), mgpu_utils.cluster_idx())
@@ -152,7 +152,7 @@ class ClusterSums:
                 self.store_pair(out, at, found)
 
     def pair_of(self, bases: list[Any], m, n) -> list[Any]:
-        """Columns n and n + 1 of row m, of a cluster's."""
+        """Returns the cluster's results (f32) of row m in columns n and n + 1."""
         if not self.gated:
             return [self.everyones(bases, self.offset(m, n), e) for e in range(2)]
         ups = total(n, constant(self.width))
@@ -162,7 +162,7 @@ class ClusterSums:
         return [swiglu(*each) for each in zip(gate, up, strict=True)]
 
     def everywhere(self, sums) -> list[Any]:
-        """Where each block of the cluster keeps its sums."""
+        """Returns the shared memory address of the sums of each block of the cluster."""
         text = "mapa.shared::cluster.u32 $0, $1, $2;"
         return [
             assembly(i32(), [address(sums), constant(block)], text, "=r,r,r", pure=True)
@@ -170,14 +170,14 @@ class ClusterSums:
         ]
 
     def offset(self, m, n) -> Any:
-        """Bytes to the sum of row m and column n, an even one, among a warpgroup's."""
+        """Returns the byte offset of the sum of row m and even column n in a warpgroup's buffer."""
         strip, t, e = _digits(m, STRIP // 2, 2)
         tile, warp, half, g = _digits(n, 4, 2, 8)
         register = total((total((tile, self.strips), strip), 4), (half, 2), e)
         return total((register, 4 * WARPGROUP), (warp, 128), (g, 16), (t, 4))
 
     def everyones(self, bases: list[Any], offset, e: int) -> Any:
-        """The sum over ranks and warpgroups, in this order; e: of the next column."""
+        """Adds an element over blocks and warpgroups, in order; e = 1 takes the next column's."""
         f32 = ir.F32Type.get()
         found = []
         for base in bases:
@@ -188,7 +188,7 @@ class ClusterSums:
         return functools.reduce(arith.addf, found)
 
     def store_pair(self, out, at, found: list[Any]) -> None:
-        """Two elements, from element ``at`` on."""
+        """Writes two neighboring results to global memory, from element ``at`` of ``out`` on."""
         place = global_place(out, at, self.out_dtype.itemsize)
         if self.out_dtype == jnp.float32:
             text = "st.global.v2.f32 [$0], {$1,$2};"

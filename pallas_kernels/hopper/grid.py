@@ -16,14 +16,14 @@ _SOME, _ALL = 8, 9
 
 
 def meet_in_block(threads: int, *, everyone: bool = False) -> None:
-    """Waits for these threads of the block; within ``plgpu.inline_mgpu``."""
+    """Waits for the first ``threads`` threads of the block; for use in ``plgpu.inline_mgpu``."""
     name = _ALL if everyone else _SOME
     assembly(None, [], f"bar.sync {name}, {threads};", "~{memory}", pure=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GridBarrier:
-    """Barrier of all blocks, and in each of the block's first ``threads`` threads."""
+    """Barrier of all blocks of a grid, at which each block's first ``threads`` threads wait."""
 
     blocks: int
     threads: int

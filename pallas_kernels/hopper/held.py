@@ -1,4 +1,4 @@
-"""Numbers that each thread of a warpgroup holds by itself, as an array that loops can carry."""
+"""Per-thread registers of a warpgroup, wrapped as one array that Pallas loops can carry."""
 
 import dataclasses
 from typing import Any
@@ -13,24 +13,24 @@ from .mosaic import mgpu, mgpu_utils, plgpu, vector
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """So many numbers a thread, fp32 or int32."""
+    """Form of an array that holds ``count`` private fp32 or int32 registers of each thread."""
 
     count: int
     dtype: jnp.dtype
 
     @property
     def layout(self) -> Any:
-        """A thread's numbers are those that no other has anything to do with."""
+        """The array's register layout, which gives each thread ``count`` elements of its own."""
         return plgpu.Layout.WG_STRIDED((self.count * LANES * WARPS,), 1)
 
     @property
     def array(self) -> Any:
-        """The array as Pallas sees it."""
+        """Shape, dtype and layout of the array in Pallas."""
         shape = (self.count * LANES * WARPS,)
         return plgpu.ShapeDtypeStruct(shape, self.dtype, layout=self.layout)
 
     def together(self, numbers: list[Any]) -> Any:
-        """A thread's numbers, as Mosaic's array."""
+        """Wraps a thread's list of registers as Mosaic's array."""
         is_signed = None if self.dtype == jnp.float32 else True
         kind = ir.VectorType.get((1,), mgpu_utils.dtype_to_ir_type(self.dtype))
         registers = np.array([vector.broadcast(kind, x) for x in numbers], dtype=object)
@@ -39,7 +39,7 @@ class Held:
         )
 
     def apart(self, array: Any) -> list[Any]:
-        """A thread's numbers of Mosaic's array, such as an accumulator of WGMMA, in their order."""
+        """Splits Mosaic's array, such as a WGMMA accumulator, into this thread's registers."""
         found = []
         for register in array.registers.flat:
             for i in range(ir.VectorType(register.type).shape[0]):

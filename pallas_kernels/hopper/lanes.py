@@ -24,12 +24,12 @@ _CHAINS = 8  # of additions that a thread makes at the same time, of all sums; m
 
 
 def sums_over_lanes(*xs: jax.Array, layout: Any, width: int, result: Any) -> tuple[jax.Array, ...]:
-    """Sums of fp32 arrays over all that the lanes of a warp have of each, one number per warp: [4].
+    """Sums several fp32 arrays over each warp's lanes at once: one number per warp and array, [4].
 
     Args:
-        layout: of the arrays.
-        width: lanes that have different elements.
-        result: layout of the sums.
+        layout: register layout of the arrays.
+        width: number of lanes that hold different elements.
+        result: register layout of the sums.
     """
     kind = plgpu.ShapeDtypeStruct((WARPS,), jnp.float32, layout=result)
 

@@ -1,4 +1,4 @@
-"""The call of a kernel that finds its arrays and buffers by name."""
+"""Launch of a Mosaic GPU kernel that reads its arrays and buffers by name."""
 
 import itertools
 import types
@@ -21,16 +21,16 @@ def launch(
     compiler_params: "plgpu.CompilerParams",
     **grid: Any,
 ) -> dict[str, Any]:
-    """Runs a kernel on arrays in global memory and buffers in shared memory; results by name.
+    """Runs a kernel on arrays in global memory and shared memory buffers; returns results by name.
 
     Args:
-        run: one warpgroup; its thread axis is "wg".
-        name: of the kernel in traces, where "_mosaic_gpu_kernel" follows it.
+        run: the kernel's body, run by each warpgroup; its thread axis is "wg".
+        name: the kernel's name in profiler traces, where "_mosaic_gpu_kernel" follows it.
         operands: arrays by name, or lists of arrays.
-        results: their shapes, by name or in lists.
+        results: shapes and dtypes of the results, by name, or lists of them.
         scratch: buffers and barriers, in the order in which they are allocated.
-        num_threads: warpgroups of a block.
-        grid: of blocks and clusters, as ``plgpu.kernel`` takes it.
+        num_threads: number of warpgroups per block.
+        grid: sizes and names of the block and cluster grid, as ``plgpu.kernel`` takes them.
     """
     arrays = {**operands, **results}
 

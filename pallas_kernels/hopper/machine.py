@@ -1,4 +1,4 @@
-"""Numbers of an H100 or H200 that kernels are written for."""
+"""Sizes of an H100 or H200 GPU (SMs, lanes, warps, shared memory) that kernels are written for."""
 
 NUM_PROCESSORS = 132
 """Multiprocessors with NVLink; the PCIe card has 114. Grids of one block on each are right on any

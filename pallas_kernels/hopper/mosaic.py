@@ -1,4 +1,4 @@
-"""Mosaic GPU and the MLIR dialects of kernels, imported when a kernel first reads a name of them.
+"""Lazy access to Mosaic GPU and the MLIR dialects: imported when a kernel first uses a name.
 
 They take two thirds as long to import as JAX. Every process imports the modules of kernels, which
 also say what a kernel cannot compute; few processes trace one.

@@ -1,4 +1,4 @@
-"""Copies of tiles of arrays [B, T, N, H] whose length T is no multiple of 8.
+"""TMA copies of tiles of arrays [B, T, N, H] whose length T is not a multiple of 8.
 
 The rows of a WGMMA operand are in groups of 8. Pallas describes the whole array to TMA in such
 groups, so that T must be a multiple of 8. Here the description of whole tiles ends with the last
@@ -27,17 +27,17 @@ type TilePlace = tuple[Any, Any, Any]
 
 
 def is_odd(x: Any) -> bool:
-    """Whether an array [B, T, N, H] has a length that 8 does not divide."""
+    """Tells whether the length T of an array [B, T, N, H] is not a multiple of 8."""
     return x.shape[1] % GROUP != 0
 
 
 def arrivals(count: int) -> Any:
-    """Shared memory for ``count`` barriers."""
+    """Returns the shared memory buffer (int32) that holds ``count`` barriers."""
     return plgpu.SMEM((2 * count,), jnp.int32)
 
 
 def make_arrivals(ref: Any) -> None:
-    """Initializes the barriers before the first copy, in the warpgroup that copies."""
+    """Initializes the barriers of ``arrivals``, in the copying warpgroup before its first copy."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def make(_, ref):
@@ -52,7 +52,7 @@ def make_arrivals(ref: Any) -> None:
 
 
 def wait(ref: Any, which: Any, use: Any) -> None:
-    """Waits until a copy has arrived in shared memory.
+    """Waits until a copy that ``load_tile`` started has arrived in shared memory.
 
     Args:
         ref: the barriers, which this warpgroup must know to be initialized.

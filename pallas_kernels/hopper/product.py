@@ -1,4 +1,4 @@
-"""Products of 8-bit tiles: of two warpgroups one after another, and one that begins from nothing.
+"""WGMMA products of 8-bit tiles that start without a zeroed accumulator.
 
 Pallas adds a product to an accumulator that begins as zeros. ptxas drops these zeros only where
 nothing separates them from the product; elsewhere they cost an instruction for two numbers, which
@@ -24,12 +24,12 @@ _NAMES = {jnp.dtype("float8_e4m3fn"): "e4m3", jnp.dtype("float8_e5m2"): "e5m2"}
 
 
 def product(a_ref: Any, b_ref: Any, *, wg: Any, turn: Any, interpretable: bool) -> jax.Array:
-    """Computes ``a b^T`` of tiles in shared memory, as ``start_product`` takes them: fp32 [64, N].
+    """Computes ``a b^T`` [64, N] in fp32 of 8-bit tiles in shared memory (see ``start_product``).
 
     Args:
         wg: this warpgroup, 0 or 1.
-        turn: two barriers, by which a product is issued after the other warpgroup's; or None.
-        interpretable: multiplies as Pallas does.
+        turn: two barriers by which warpgroups issue their products alternately; or None.
+        interpretable: multiplies by Pallas's own operations, which the interpreter can run.
     """
     if turn is not None:
         plgpu.barrier_wait(turn.at[wg])
@@ -49,7 +49,7 @@ def product(a_ref: Any, b_ref: Any, *, wg: Any, turn: Any, interpretable: bool) 
 
 
 def no_sum(columns: int) -> jax.Array:
-    """Returns fp32 zeros [64, columns], to which parts are added."""
+    """Returns fp32 zeros [64, columns], to which products of parts of K are added."""
     return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), tile_layout())
 
 
@@ -59,14 +59,14 @@ def _in_flight() -> Any:
 
 
 def start_product(a_ref: Any, b_ref: Any) -> jax.Array:
-    """Issues ``a b^T`` of tiles in shared memory; ``finished`` gives it.
+    """Issues the product ``a b^T`` of two 8-bit tiles in shared memory; ``finished`` awaits it.
 
     Args:
         a_ref: [64, 128], 8 bits, in ``tiled(128, itemsize=1)``.
         b_ref: [N, 128], N a multiple of 8 and at most 256.
 
     Returns:
-        fp32 [64, N] that nothing may read yet.
+        The product's registers, fp32 [64, N], which nothing may read before ``finished``.
     """
     columns = b_ref.shape[0]
     ref = plgpu.RefType(tiled(SWIZZLE, itemsize=1))
@@ -91,7 +91,7 @@ def start_product(a_ref: Any, b_ref: Any) -> jax.Array:
 
 
 def finished(product: jax.Array) -> jax.Array:
-    """Waits for all products that the warpgroup issued; returns the last one's result."""
+    """Waits for all products that the warpgroup issued; returns this one's result, fp32 [64, N]."""
 
     @plgpu.inline_mgpu(
         arg_types=(_in_flight(),),

@@ -1,4 +1,4 @@
-"""References to buffers that kernels write into."""
+"""Mutable references to arrays that kernels update in place."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from jax import lax
 
 
 def references(arrays: Sequence[jax.Array]) -> list[Any]:
-    """Makes a reference to each array, without a copy where its caller donates it.
+    """Makes a mutable reference to each array, without a copy where the caller donates the array.
 
     All references of a call are made at once, so that arrays of one value, such as pools of zeros,
     stay apart. Where another operand is a slice of a larger array, XLA makes a fusion of the

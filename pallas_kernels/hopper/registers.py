@@ -10,7 +10,7 @@ STORES_ARE_CHECKED = jax.__version_info__ >= (0, 12)
 
 
 def write_registers(array: jax.Array, ref) -> None:
-    """Stores each thread's numbers where they belong, however few or many are neighbours.
+    """Stores a register array to memory element by element, whatever its layout.
 
     JAX 0.12 lowers ``ref[...] = array`` only where each thread stores 4 to 16 bytes, a warp fills
     whole sectors of 32, and no banks of shared memory conflict. A number of each row fills no
@@ -24,13 +24,13 @@ def write_registers(array: jax.Array, ref) -> None:
 
 
 def write_rows(tile: jax.Array, ref, *, first: int = 0) -> None:
-    """Stores as many rows of a tile of 64 as a reference has.
+    """Writes the first rows of a 64-row register tile to an array, as many as the array has.
 
     Args:
         tile: [64, columns] as WGMMA leaves it: a thread has two numbers side by side, in one row of
             eight and in the row eight below.
         ref: [rows, columns] in global memory.
-        first: of the rows.
+        first: index of the array's row that the tile's first row is written to.
     """
     rows = ref.shape[0]
 

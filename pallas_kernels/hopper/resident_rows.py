@@ -1,7 +1,7 @@
-"""A few rows of x, put into shared memory by the warpgroup that multiplies them.
+"""A few rows of x, loaded into shared memory by the warpgroup that multiplies them.
 
-They arrive as they are, normalized, or as the hidden values of a gated layer: what would be a
-kernel of its own before the product costs a few hundred cycles, while the weight is on its way.
+The rows are loaded unchanged, normalized (RMSNorm), or as SwiGLU of a gated layer. This costs a
+few hundred cycles while the weight is being loaded, and replaces a kernel before the product.
 
 Dims: M row of x, K contracted.
 """
@@ -43,7 +43,7 @@ _EARLY = 4  # chunks of a thread that are read at once
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ResidentRows:
-    """The columns of x that one warpgroup of a block has: each ``groups``-th 128 of its part."""
+    """Loader of the columns of x that a warpgroup multiplies: each ``groups``-th chunk of 128."""
 
     M: int
     K: int
@@ -56,17 +56,17 @@ class ResidentRows:
 
     @property
     def turns(self) -> int:
-        """Number of times that a warpgroup has 128 columns, at most."""
+        """Largest number of chunks of 128 columns that one warpgroup loads."""
         return -(-self.steps // self.groups)
 
     def scratch(self) -> dict[str, Any]:
-        """Buffers beside x itself."""
+        """Returns the shared memory buffers by name that RMSNorm of x needs; {} without a norm."""
         if self.norm is None:
             return {}
         return {"squares": plgpu.SMEM((self.groups, MOST_ROWS, WARPS), jnp.float32)}
 
     def operands(self) -> dict[str, jax.Array]:
-        """Arrays beside x itself."""
+        """Returns the kernel's operands, by name, that RMSNorm of x needs; {} without a norm."""
         if self.norm is None:
             return {}
         # A vector of K numbers: as many bytes as a row of x, or twice as many.
@@ -75,16 +75,16 @@ class ResidentRows:
     def place(
         self, gmem, smem, x_smem: Any, first: jax.Array, group: jax.Array, *, transforms=()
     ) -> None:
-        """Puts the columns of this warpgroup into shared memory, and waits until all are there.
+        """Loads this warpgroup's columns of x into shared memory, and waits until all are stored.
 
-        A chunk of 8 numbers is at its number xor the row's, so that the rows of
-        ``ldmatrix`` are in different banks, as WGMMA's 128-byte swizzle has it. Rows that x does
-        not have stay as they are: no sum of another row reads them.
+        Chunk c (8 columns) of row m is stored at place c xor m, WGMMA's 128-byte swizzle, so that
+        ``ldmatrix`` reads different banks. Rows beyond those of x stay unwritten: no other row's
+        sum reads them.
 
         Args:
             x_smem: [``turns``, K of 128 in two halves, places, 64], whatever dims of 1 are between.
-            first: the block's first 128 columns, in units of as many.
-            transforms: of ``x_smem``.
+            first: index of the block's first chunk of 128 columns of x.
+            transforms: tiling and swizzle of ``x_smem``.
         """
         refs = [gmem.x, x_smem]
         if self.norm is not None:
@@ -101,7 +101,7 @@ class ResidentRows:
         put(*(jnp.broadcast_to(x, ()) for x in (first, group)), *refs)
 
     def put(self, first, group, x, target, scale=None, squares=None) -> None:
-        """``place`` as one thread does it."""
+        """Loads one thread's part of the columns of x, as ``place`` does for the warpgroup."""
         pieces = self.turns * self.M * CHUNKS
         # Threads beyond the last piece write that piece once more.
         places = [

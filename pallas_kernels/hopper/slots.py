@@ -1,4 +1,4 @@
-"""Slots of a ring that threads fill by asynchronous copies, and that warps leave.
+"""Ring of shared memory slots that threads fill by asynchronous copies and warps read.
 
 Barriers are this module's own. Pallas has every thread arrive, which takes a large part of shared
 memory's time where 256 threads leave a slot every thousand cycles. Its copies are TMA's, whose
@@ -19,9 +19,10 @@ COPIED = 16  # bytes of a copy
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Slots:
-    """Slots of a ring: a warpgroup fills one, some warps read it. Methods are of one thread.
+    """Ring of shared memory slots: one warpgroup fills a slot, warps read it. Methods run per
+    thread.
 
-    The ring's tile number ``turn`` has slot ``turn % count``. Arguments ``barriers`` are int32
+    Tile number ``turn`` is stored in slot ``turn % count``. Arguments ``barriers`` are int32
     [2 numbers] in shared memory: of slots that are full, then of free ones.
     """
 
@@ -31,7 +32,7 @@ class Slots:
 
     @property
     def numbers(self) -> int:
-        """Count of int32 of the barriers."""
+        """Number of int32 in shared memory that the ring's barriers take."""
         return 2 * self.count * _BYTES // 4
 
     def begin(self, barriers: Any) -> None:
@@ -43,15 +44,15 @@ class Slots:
                 assembly(None, [address(barriers)], text, "r", pure=False)
 
     def place(self, ring: Any, turn: Any) -> Any:
-        """Address of a tile in shared memory."""
+        """Returns the shared memory address of the slot of tile number ``turn``."""
         return total(address(ring), (arith.remui(turn, constant(self.count)), self.bytes))
 
     def wait_full(self, barriers: Any, turn: Any) -> None:
-        """Waits until a tile is there."""
+        """Waits until the copies of tile number ``turn`` have arrived in its slot."""
         self._wait(barriers, turn, which=0, parity=0)
 
     def wait_free(self, barriers: Any, turn: Any) -> None:
-        """Waits until a tile's slot may be written."""
+        """Waits until all warps have left the slot that tile number ``turn`` is to be copied to."""
         # Of a barrier that nobody has arrived at, the phase before is over.
         self._wait(barriers, turn, which=1, parity=1)
 
@@ -65,7 +66,7 @@ class Slots:
         return total(address(barriers), (slot, _BYTES), constant(which * self.count * _BYTES))
 
     def leave(self, barriers: Any, turn: Any) -> None:
-        """Says that this thread's warp has read a tile."""
+        """Signals that this thread's warp has read tile number ``turn``: its slot may be reused."""
         assembly(None, [], "bar.warp.sync 0xffffffff;", "~{memory}", pure=False)
         lane = arith.remui(mgpu_utils.thread_idx(), constant(LANES))
         with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.eq, lane, constant(0))):
@@ -74,12 +75,12 @@ class Slots:
             assembly(None, [place], text, "r,~{memory}", pure=False)
 
     def copy(self, source: Any, target: Any) -> None:
-        """Starts a copy of 16 bytes; it belongs to the tile that this thread fills next."""
+        """Starts a copy of 16 bytes, which counts for the tile that this thread fills next."""
         text = f"cp.async.cg.shared.global.L2::128B [$0], [$1], {COPIED};"
         assembly(None, [target, source], text, "r,l,~{memory}", pure=False)
 
     def fill(self, barriers: Any, turn: Any, copies: Sequence[tuple[Any, Any]]) -> None:
-        """Starts this thread's copies, from places in global to places in shared memory."""
+        """Starts this thread's copies of tile number ``turn`` from global to shared memory."""
         for source, target in copies:
             self.copy(source, target)
         text = "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];"

@@ -1,6 +1,6 @@
-"""Instructions of one thread that Pallas cannot say, for bodies of ``plgpu.inline_mgpu``.
+"""Instructions of a single thread that Pallas cannot express, for use in ``plgpu.inline_mgpu``.
 
-Values are MLIR's: i32 registers, which may have two 16-bit numbers, f32, addresses.
+Values are MLIR's: i32 registers, which may hold two 16-bit numbers, f32, and addresses.
 """
 
 import dataclasses
@@ -16,43 +16,43 @@ from .tile import LOG2E
 
 
 def i32() -> Any:
-    """The type of a register."""
+    """Returns MLIR's type of a 32-bit integer register."""
     return ir.IntegerType.get_signless(32)
 
 
 def constant(x: int) -> Any:
-    """Makes a register that has these bits."""
+    """Returns an i32 constant whose register has the bits of the Python integer x."""
     return mgpu.c(x - 2**32 if x >= 2**31 else x, i32())
 
 
 def assembly(result: Any, operands: list[Any], text: str, constraints: str, *, pure: bool) -> Any:
-    """Inlines PTX with its operands."""
+    """Inlines PTX text with its operands, and returns the result's register."""
     return llvm.inline_asm(
         result, operands, text, constraints, asm_dialect=0, has_side_effects=not pure
     )
 
 
 def address(ref: Any) -> Any:
-    """Address of a buffer in shared memory, in bytes, i32."""
+    """Returns the byte address (i32) of a buffer in shared memory."""
     return llvm.ptrtoint(i32(), mgpu_utils.memref_ptr(ref))
 
 
 def thread() -> Any:
-    """This thread's number in its warpgroup."""
+    """Returns this thread's number in its warpgroup, i32 from 0 to 127."""
     return arith.remui(mgpu_utils.thread_idx(), constant(WARPGROUP))
 
 
 def total(*terms: Any) -> Any:
-    """A sum of i32 values, or of such values times constants."""
+    """Returns the sum of i32 values; a pair (value, int) stands for their product."""
     values = [arith.muli(x[0], constant(x[1])) if isinstance(x, tuple) else x for x in terms]
     return functools.reduce(arith.addi, values)
 
 
 def wait_for(place: Any, odd: Any, *, order: str = "") -> None:
-    """Waits until the phase of a barrier in shared memory that has this parity is over.
+    """Waits at a barrier in shared memory until its phase of this parity is over.
 
     Args:
-        order: what may be read after, as PTX says it; by default what this block has written.
+        order: PTX's memory ordering of the wait; by default the block's writes are then visible.
     """
     text = f"""
 {{
@@ -66,7 +66,7 @@ mbarrier.try_wait.parity{order}.shared::cta.b64 over, [$0], $1;
 
 
 def loaded(instruction: str, place: Any, count: int, *, kind: str, offset: int = 0) -> list[Any]:
-    """Loads words by an instruction from a place; ``kind`` of its register is r or l."""
+    """Loads ``count`` words by a PTX load; ``kind`` of its address: r (32 bits) or l (64 bits)."""
     names = ",".join(f"${i}" for i in range(count))
     where = f"${count}+{offset}" if kind == "r" else f"${count}"
     found = assembly(
@@ -80,7 +80,7 @@ def loaded(instruction: str, place: Any, count: int, *, kind: str, offset: int =
 
 
 def widened(half: Any, dtype: jnp.dtype) -> Any:
-    """Widens bfloat16 or float16, i16, to f32."""
+    """Returns a bfloat16 or float16, given as i16 bits, as f32."""
     f32 = ir.F32Type.get()
     if dtype == jnp.bfloat16:
         return arith.bitcast(f32, arith.shli(arith.extui(i32(), half), constant(16)))
@@ -89,19 +89,19 @@ def widened(half: Any, dtype: jnp.dtype) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Address:
-    """Address of an array in global memory, i64."""
+    """An address in global memory (i64), used in place of a reference to the array."""
 
     value: Any
 
 
 def address_of(ref: Any) -> Address:
-    """Returns the address of an array."""
+    """Returns the address (i64) of an array in global memory, as an ``Address``."""
     i64 = ir.IntegerType.get_signless(64)
     return Address(llvm.ptrtoint(i64, mgpu_utils.memref_ptr(ref)))
 
 
 def global_place(ref: Any, at: Any, size: int) -> Any:
-    """Address of element ``at`` (i32) of ``size`` bytes in global memory, i64.
+    """Returns the address (i64) of element ``at`` (i32) of an array; elements have ``size`` bytes.
 
     Args:
         ref: the array, or its ``Address``.
@@ -113,7 +113,7 @@ def global_place(ref: Any, at: Any, size: int) -> Any:
 
 
 def global_number(ref: Any, at: Any, offset: int, dtype: jnp.dtype) -> Any:
-    """Element ``at + offset`` of scales in global memory, f32."""
+    """Loads element ``at + offset`` of an array in global memory as f32."""
     f32, size = ir.F32Type.get(), dtype.itemsize
     place = global_place(ref, at, size)
     where = f"[$1+{size * offset}]"
@@ -125,42 +125,42 @@ def global_number(ref: Any, at: Any, offset: int, dtype: jnp.dtype) -> Any:
 
 
 def global_words(ref: Any, at: Any, count: int) -> list[Any]:
-    """Two or four words of global memory, from word ``at`` on."""
+    """Loads two or four 32-bit words from global memory, from word ``at`` on."""
     return loaded(f"ld.global.nc.v{count}.b32", global_place(ref, at, 4), count, kind="l")
 
 
 def widened_pair(pair: Any, dtype: jnp.dtype) -> list[Any]:
-    """Two bfloat16 or float16 in a register as f32."""
+    """Splits a register of two bfloat16 or float16 into two f32."""
     i16 = ir.IntegerType.get_signless(16)
     high = arith.shrui(pair, constant(16))
     return [widened(arith.trunci(i16, x), dtype) for x in (pair, high)]
 
 
 def packed_pair(pair: list[Any], dtype: jnp.dtype) -> Any:
-    """Two f32, rounded, in a register as bfloat16 or float16."""
+    """Rounds two f32 to bfloat16 or float16 and packs them into one register."""
     name = "bf16" if dtype == jnp.bfloat16 else "f16"
     return assembly(i32(), pair, f"cvt.rn.{name}x2.f32 $0, $2, $1;", "=r,f,f", pure=True)
 
 
 def number(x: float) -> Any:
-    """Makes an f32."""
+    """Returns a Python float as an f32 constant."""
     return mgpu.c(x, ir.F32Type.get())
 
 
 def fused(a: Any, b: Any, c: Any) -> Any:
-    """``a b + c`` in fp32, rounded once."""
+    """Computes ``a b + c`` in fp32, rounded once (fused multiply-add)."""
     f32 = ir.F32Type.get()
     return assembly(f32, [a, b, c], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", pure=True)
 
 
 def from_lane_xor(x: Any, distance: int) -> Any:
-    """x of the lane whose number differs in this bit."""
+    """Returns x of the lane whose number is this lane's xor ``distance`` (a warp shuffle)."""
     text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
     return assembly(ir.F32Type.get(), [x], text, "=f,f", pure=False)
 
 
 def swiglu(gate: Any, up: Any) -> Any:
-    """``silu(gate) * up``, f32, by the hardware's exponential."""
+    """Computes ``silu(gate) * up`` in f32 with the hardware's exponential."""
     f32 = ir.F32Type.get()
     power = arith.mulf(gate, number(-LOG2E))
     shrunk = assembly(f32, [power], "ex2.approx.ftz.f32 $0, $1;", "=f,f", pure=True)

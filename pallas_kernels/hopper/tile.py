@@ -21,29 +21,29 @@ ALL_LANES = 0xFFFFFFFF
 
 
 def tile_layout() -> Any:
-    """Layout of a tile in registers."""
+    """Returns the layout of a 2D tile in a warpgroup's registers (WGMMA's)."""
     return plgpu.Layout.WGMMA
 
 
 def row_layout() -> Any:
-    """Layout of a number for each row of a tile."""
+    """Returns the register layout of an array with one number per row of a WGMMA tile."""
     return plgpu.Layout.WGMMA.reduce(1)
 
 
 def column_layout() -> Any:
-    """Layout of a number for each column of a tile."""
+    """Returns the register layout of an array with one number per column of a WGMMA tile."""
     return plgpu.Layout.WGMMA.reduce(0)
 
 
 def swizzle_bytes(*widths: int, itemsize: int = 2) -> int:
-    """The widest swizzle whose atom divides rows of these many elements."""
+    """Returns the widest shared memory swizzle (bytes) whose atom divides rows of these widths."""
     return next(size for size in (128, 64, 32) if all(w % (size // itemsize) == 0 for w in widths))
 
 
 def tiled(
     swizzle: int, itemsize: int = 2
 ) -> "tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]":
-    """Transforms of a shared memory tile that WGMMA and TMA both understand."""
+    """Returns the tiling and swizzle of a shared memory tile that both WGMMA and TMA accept."""
     return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
@@ -60,7 +60,7 @@ def mask_tile(
     num_cols: jax.Array | None = None,
     num_rows: jax.Array | None = None,
 ) -> jax.Array:
-    """Keeps ``diag_min <= column - row <= diag_max``, ``column < num_cols``, ``row < num_rows``.
+    """Keeps ``diag_min <= column - row <= diag_max`` within both counts; puts ``fill`` elsewhere.
 
     A bound is kept once, for the first strip, and strip i compares it with the constant 8 * i: a
     mask built from whole-tile iotas has the compiler keep a register per column across the loop.
@@ -83,13 +83,13 @@ def mask_tile(
 
 
 def strips(x: jax.Array) -> list[jax.Array]:
-    """Splits a tile into strips of 8 columns."""
+    """Splits a register tile into strips of 8 columns."""
     rows, cols = x.shape
     return [lax.slice(x, (0, i), (rows, i + STRIP)) for i in range(0, cols, STRIP)]
 
 
 def sum_strips(x: jax.Array) -> jax.Array:
-    """Adds the strips: a row sum up to the last 8 columns, with no exchange between threads."""
+    """Adds a tile's strips to row sums up to 8 columns, with no exchange between threads."""
     parts = strips(x)
     while len(parts) > 1:
         odd = parts[len(parts) & ~1 :]
@@ -98,12 +98,12 @@ def sum_strips(x: jax.Array) -> jax.Array:
 
 
 def soft_cap(s: jax.Array, scale: float, cap: float) -> jax.Array:
-    """Computes ``cap * tanh(scale * s / cap)`` by ex2: tanh of the hardware has only 11 bits."""
+    """Computes ``cap * tanh(scale * s / cap)`` by ex2, as the hardware's tanh has only 11 bits."""
     return cap - (2.0 * cap) / (jnp.exp2(s * (2.0 * LOG2E * scale / cap)) + 1.0)
 
 
 def scale_rows_if_needed(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """Computes ``x * factor[:, None]``, which a warp skips whose 16 rows all have factor 1."""
+    """Computes ``x * factor[:, None]``; a warp whose 16 rows all have factor 1 skips it."""
 
     @plgpu.inline_mgpu(
         arg_types=(tile_layout(), row_layout()),

@@ -1,4 +1,4 @@
-"""The public function: it checks the call and chooses who computes it. Dims: as in ``spec``."""
+"""Public function of paged attention: it checks a call and chooses its implementation."""
 
 from typing import Literal
 
@@ -41,11 +41,11 @@ def paged_attention(
     scale: float | None = None,
     implementation: PagedImplementation = "auto",
 ) -> jax.Array:
-    """Attention of the last tokens of each row to all that the row has in pages.
+    """Computes attention of each row's last tokens over all keys and values in the row's pages.
 
     Position p of row b is in slot ``p % S`` of page ``page_tables[b, p // S]``. The queries are
     those of a row's last positions, and see no later position than their own. Not differentiable:
-    it is for generating. The kernels are custom calls: on a mesh, call this inside ``shard_map``.
+    it is for generation. The kernels are custom calls: on a mesh, call this inside ``shard_map``.
 
     Args:
         q: bfloat16, float16 or float32 [B, N, H], or [B, T, N, H] for T queries a row.
@@ -58,13 +58,13 @@ def paged_attention(
         lengths: int32 [B]: positions in the row's pages, those of its queries among them.
         k_scale, v_scale: [P, S, K] of q's dtype: an element of ``k_pages`` or ``v_pages`` is a code
             times its slot's and head's scale.
-        query_lengths: int32 [B]: how many of its T queries a row has; default all T. The others
-            come last and are 0 in the result.
-        value_width: see ``v_pages``.
-        window: a query sees this many keys at most, its own position's among them.
+        query_lengths: int32 [B]: number of a row's queries, the first of its T; default T. Results
+            of the others are 0.
+        value_width: number of key columns that are values, where ``v_pages`` is None.
+        window: most keys that a query sees, with the key at its own position among them.
         soft_cap: scores become ``cap * tanh(scale * q k^T / cap)``.
-        sinks: floats [N]: a logit a head that joins the softmax's denominator and has no value.
-        scale: of the scores; default 1 / sqrt(H).
+        sinks: floats [N]: one logit per head that joins the softmax's denominator, without a value.
+        scale: factor of the scores; default 1 / sqrt(H).
         implementation: "hopper" (Mosaic GPU kernels), "xla" (a loop over pages, linear memory) and
             "reference" (the formula, all pages at once) compute the call themselves or raise.
             "auto" takes hopper where it can, else xla, and logs which once.
@@ -101,9 +101,9 @@ def paged_attention(
 def attends_chunk(
     q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, page_tables: jax.Array | np.ndarray
 ) -> bool:
-    """Whether these queries find keys in pages as fast as in an array: chunks on a Hopper GPU.
+    """Tells whether the Hopper kernel for chunks of a prompt takes a call with these queries.
 
-    Arguments are those of ``paged_attention``, of pages that are not quantized.
+    Arguments are those of ``paged_attention``; the pages are not quantized.
     """
     unset = ("query_lengths", "value_width", "window", "soft_cap", "sinks", "scale")
     lengths = jnp.zeros(len(q), jnp.int32)

@@ -31,15 +31,15 @@ def append_to_pages(
     *,
     rope: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Appends new tokens to pools, in the slots of their positions; donate the pools.
+    """Writes new tokens' keys and values into page pools at their positions; donate the pools.
 
     Args:
         k_new: [B, T, K, H], cast to the pool's dtype.
         v_new: [B, T, K, V]; None where values are part of the keys.
         k_pages: [P, S, K, H].
         v_pages: [P, S, K, V]; None with ``v_new``.
-        page_tables: int32 [B, M]; below 0 where a row has no page.
-        positions: int32 [B, T]. A token below 0, or where its row has no page, leaves nothing.
+        page_tables: int32 [B, M], page numbers; below 0 where a row has no page.
+        positions: int32 [B, T]. A token at a position below 0, or without a page, is not written.
         rope: cos and sin, float32 [B, T, R]: pairs (i, i + R) of the keys' first 2 R columns are
             rotated, in float32.
 
@@ -100,17 +100,17 @@ def append_heads(
     v_scale: jax.Array | None = None,
     implementation: AppendImplementation = "auto",
 ) -> tuple[jax.Array, ...]:
-    """Rotates a packed product's queries and keys, and appends its keys and values to pools.
+    """Rotates (RoPE) queries and keys of a packed QKV product; writes keys and values to pages.
 
-    ``append_to_pages`` of a layer's one product of queries, keys and values: on a Hopper GPU one
-    kernel, which writes into the pools where they are donated. It has no gradient.
+    Does as ``append_to_pages`` for a layer's one product of queries, keys and values: on a Hopper
+    GPU by one kernel, which writes in place into donated pools. It has no gradient.
 
     Args:
         heads: [B, T, N + 2 K, H]: heads of queries, then of keys, then of values.
         k_pages, v_pages: [P, S, K, H], or codes as ``paged_attention`` reads them.
-        page_tables: int32 [B, M]; below 0 where a row has no page.
-        positions: int32 [B, T]. A token below 0, or where its row has no page, leaves nothing; its
-            query means nothing.
+        page_tables: int32 [B, M], page numbers; below 0 where a row has no page.
+        positions: int32 [B, T]. A token at a position below 0, or without a page, is not written;
+            its query has no meaning.
         rope: cos and sin, float32 [B or 1, T, R]; pairs as in ``append_to_pages``.
         k_scale, v_scale: [P, S, K], of codes: a head's scale brings its largest element to the
             largest code.

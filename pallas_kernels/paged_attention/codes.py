@@ -1,4 +1,4 @@
-"""Quantized keys and values: codes, scales and numbers. Dims: as in ``spec``."""
+"""Quantization of keys and values to codes with scales, and back. Dims: as in ``spec``."""
 
 import dataclasses
 
@@ -16,9 +16,9 @@ LEAST_SCALE = 2.0**-20  # in float16 too it is not 0
 
 
 def codes_of(x: jax.Array, code: WeightCode, scale_dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """Quantizes [..., W] to codes and scales [...], whose product is about x.
+    """Quantizes x [..., W] to codes [..., W] and scales [...], whose product approximates x.
 
-    An element that is not finite makes its head's scale so.
+    An element that is not finite makes its head's scale not finite.
     """
     wide = x.astype(jnp.float32)
     top = LARGEST[code]
@@ -44,7 +44,7 @@ def numbers_of(codes: jax.Array, scale: jax.Array, code: WeightCode, dtype: jnp.
 
 
 def rows_as_pages(call: PagedCall) -> PagedCall:
-    """Dequantizes a call's pages, row after row: for many queries of a row."""
+    """Dequantizes each row's pages into pages of the row's own, for calls with many queries."""
     tables_BM = jnp.clip(call.tables_BM, 0, call.k_PSKH.shape[0] - 1)
 
     def widened(codes_PSKW: jax.Array | None, scale_PSK: jax.Array | None) -> jax.Array:

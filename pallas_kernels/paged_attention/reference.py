@@ -45,7 +45,7 @@ def paged_attention_reference(call: PagedCall) -> jax.Array:
 
 
 def rows(call: PagedCall) -> tuple[jax.Array, jax.Array]:
-    """Keys [B, L, K, H] and values [B, L, K, V] in the order of their positions, 0 beyond."""
+    """Gathers each row's keys [B, L, K, H] and values [B, L, K, V] by position, 0 past its end."""
     B, M = call.tables_BM.shape
     size = call.k_PSKH.shape[1]
     there_BL = jnp.arange(M * size)[None, :] < call.lengths_B[:, None]

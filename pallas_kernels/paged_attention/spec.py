@@ -25,7 +25,7 @@ CODES = {code.storage.name: code for code in (WeightCode.E4M3, WeightCode.INT8, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PagedSpec:
-    """The static part of a call."""
+    """The static part of a paged attention call: scale, soft cap, window and value width."""
 
     scale: float
     value_width: int
@@ -36,7 +36,7 @@ class PagedSpec:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PagedCall:
-    """A validated call."""
+    """A validated call of paged attention: its static part and its arrays."""
 
     q_BTNH: jax.Array
     k_PSKH: jax.Array
@@ -51,7 +51,7 @@ class PagedCall:
 
     @property
     def code(self) -> WeightCode | None:
-        """Code of the pages; None where they hold elements of the queries' dtype."""
+        """Format of quantized pages; None where pages hold elements of the queries' dtype."""
         return None if self.k_scale_PSK is None else CODES[self.k_PSKH.dtype.name]
 
     @property
@@ -61,11 +61,11 @@ class PagedCall:
 
     @property
     def capacity(self) -> int:
-        """Number of positions that a row's table has room for."""
+        """Number of positions that a row's page table has room for."""
         return self.tables_BM.shape[1] * self.k_PSKH.shape[1]
 
     def positions_BT(self) -> jax.Array:
-        """Positions of the queries; below 0 for one that sees nothing."""
+        """Returns the position of each query in its row; below 0 for a query that sees nothing."""
         num_queries = self.q_BTNH.shape[1]
         t_1T = jnp.arange(num_queries, dtype=jnp.int32)[None, :]
         lengths_B1 = jnp.clip(self.lengths_B, 0, self.capacity)[:, None]
@@ -75,14 +75,14 @@ class PagedCall:
         return jnp.where(t_1T < queries_B1, lengths_B1 - queries_B1 + t_1T, -1)
 
     def visible(self, positions: jax.Array, keys: jax.Array) -> jax.Array:
-        """Whether queries see keys, both by their positions, which broadcast."""
+        """Tells which queries see which keys, from positions that broadcast against each other."""
         visible = keys <= positions
         if self.spec.window is not None:
             visible &= keys > positions - self.spec.window
         return visible
 
     def describe(self) -> str:
-        """One line for logs and errors."""
+        """Returns one line of shapes and options for logs and errors."""
         B, T, N, H = self.q_BTNH.shape
         num_pages, size, K, _ = self.k_PSKH.shape
         s, form = self.spec, "latent" if self.v_PSKV is None else "keys and values"

@@ -30,7 +30,7 @@ def make_call(
     sinks: jax.Array | None,
     scale: float | None,
 ) -> PagedCall:
-    """The call, from the arguments of ``paged_attention`` with q [B, T, N, H]."""
+    """Validates the arguments of ``paged_attention`` and returns the call; q is [B, T, N, H]."""
     value_width = _check_shapes(q, k_pages, v_pages, k_scale, v_scale, value_width)
     B, _, N, H = q.shape
     if sinks is not None and (sinks.shape != (N,) or not jnp.issubdtype(sinks.dtype, jnp.floating)):

@@ -20,7 +20,7 @@ _QUERIES = 128  # of a row, whose scores of these keys exist at a time
 
 
 def paged_attention_xla(call: PagedCall) -> jax.Array:
-    """Attention as of the reference, which reads only pages that some query sees."""
+    """Computes paged attention by a loop over pages; reads only pages that some query sees."""
     B, T, N, _ = call.q_BTNH.shape
     if T <= _QUERIES:
         return _attend(call, call.positions_BT())

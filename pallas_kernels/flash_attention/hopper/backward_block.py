@@ -26,12 +26,12 @@ LEAST_BLOCKS = 3 * NUM_PROCESSORS
 def kernel_operands(
     o: BackwardOperands, *, q_tile: int, kv_tile: int, padded: bool
 ) -> dict[str, Any]:
-    """Arrays by the names under which a kernel finds them; ids and ranges where tokens have ids.
+    """Returns a backward kernel's operands by name, with ids and tile ranges if tokens have ids.
 
     A block owns a key tile and visits ``ranges`` of query tiles.
 
     Args:
-        o: as the backward gets them.
+        o: the backward pass's operands.
         q_tile, kv_tile: lengths of the kernel's tiles.
         padded: whether to pad lengths to multiples of 8.
     """
@@ -43,9 +43,9 @@ def kernel_operands(
 
 
 def row_statistics(o: BackwardOperands, padded: int) -> tuple[jax.Array, jax.Array]:
-    """Statistics per query [B, N, padded]: logsumexp in log2 units, and delta = dO . O - d_lse.
+    """Returns two statistics per query [B, N, padded]: logsumexp in log2 units, and delta.
 
-    With P = exp(S - lse) and dP = dO V', dS = P * (dP - delta).
+    delta = dO . O - d_lse; with P = exp(S - lse) and dP = dO V', dS = P * (dP - delta).
     """
     delta = jnp.einsum("btnh,btnh->bnt", o.out.astype(jnp.float32), o.d_out.astype(jnp.float32))
     if o.d_lse is not None:
@@ -61,7 +61,7 @@ def row_statistics(o: BackwardOperands, padded: int) -> tuple[jax.Array, jax.Arr
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BackwardKernel(AttentionKernel):
-    """A kernel whose blocks own key tiles and add to dQ in global memory.
+    """Backward kernel whose blocks own key tiles and add to dQ in global memory.
 
     ``g.K`` counts a key/value head once for each part of its query heads that has own blocks.
     """
@@ -69,11 +69,11 @@ class BackwardKernel(AttentionKernel):
     parts: int = 1
 
     def shared(self, kv_head: jax.Array) -> jax.Array:
-        """Key/value head that a part of its query heads reads."""
+        """Returns the key/value head of a part of its query heads, where these are split."""
         return lax.div(kv_head, self.parts) if self.parts > 1 else kv_head
 
     def place(self, gmem) -> tuple[jax.Array, jax.Array, jax.Array, TileRange]:
-        """Batch entry, key/value head and key tile of this block, and the query tiles it visits."""
+        """Returns this block's batch entry, key/value head, key tile and range of query tiles."""
         b, kv_head, k_tile = key_tile_of(lax.axis_index("tile"), self.g, self.num_k_tiles)
         queries = query_tiles(self.spec, self.g, k_tile * self.kv_tile, self.kv_tile, self.q_tile)
         if self.segmented:
@@ -81,19 +81,19 @@ class BackwardKernel(AttentionKernel):
         return b, kv_head, k_tile, queries.ordered(at_least_one=False)
 
     def load_keys(self, gmem, smem, b, kv_head, key0, which: int) -> None:
-        """Starts the copies of the block's keys and values; ``which`` is the first's barrier."""
+        """Starts the copies of the block's keys and values; ``which`` is the keys' barrier."""
         place = (b, key0, self.shared(kv_head))
         self.load_tile(smem, self.odd_keys, gmem.k, place, smem.k.at[0], smem.kv_full, which)
         self.load_tile(smem, self.odd_keys, gmem.v, place, smem.v.at[0], smem.kv_full, which + 1)
 
     def wait_keys(self, smem, which: int) -> None:
-        """Waits until the block's keys and values are there."""
+        """Waits until the block's keys and values are in shared memory."""
         plgpu.barrier_wait(smem.kv_full)
         for i in range(2):
             self.wait_tile(smem, self.odd_keys, which + i, 0)
 
     def send_dq(self, buffer, gmem, k_tile, index: tuple) -> None:
-        """Adds a buffer to the float32 sum in global memory; the interpreter, to the tile's own."""
+        """Adds a buffer to float32 dQ in global memory; the interpreter has a dQ per key tile."""
         if self.interpretable:
             plgpu.copy_smem_to_gmem(buffer, gmem.dq.at[k_tile, *index])
         else:
@@ -127,12 +127,12 @@ class BackwardKernel(AttentionKernel):
         )
 
     def of_parts(self, x: jax.Array) -> jax.core.ShapedArray:
-        """A gradient of keys or values for each part, varying inside shard_map as x does."""
+        """Returns shape and dtype of a gradient of keys or values that is apart for each part."""
         like = jax.typeof(x)
         return like.update(shape=(*x.shape[:2], self.g.K, x.shape[3]))
 
     def summed(self, gradient: jax.Array) -> jax.Array:
-        """Sums the parts of a gradient: [B, S, K parts, H] to [B, S, K, H]."""
+        """Sums a gradient over the parts of heads: [B, S, K parts, H] to [B, S, K, H]."""
         if self.parts == 1:
             return gradient
         B, S, _, width = gradient.shape
@@ -141,10 +141,9 @@ class BackwardKernel(AttentionKernel):
 
 
 def split_heads(g: Geometry, kv_tile: int) -> tuple[Geometry, int]:
-    """Parts of the query heads that share keys, and the geometry in which each has own blocks.
+    """Splits a kv head's query heads in parts with own blocks: (geometry, number of parts).
 
-    With few key tiles, SMs would be left without a block, or a block without others that even out
-    how long its keys are seen under a causal mask.
+    With few key tiles, some SMs would have no block, or under a causal mask only a long one.
     """
     blocks = g.B * g.K * -(-g.S // kv_tile)
     divisors = [n for n in range(1, g.group + 1) if g.group % n == 0]

@@ -43,7 +43,7 @@ LEAST_DQ_COLUMNS = 32  # of dQ that leave at a time, where more do not fit in sh
 def backward(
     operands: BackwardOperands, *, spec: AttentionSpec, interpretable: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients as of ``backward_by_keys.backward``, of heads wider than 128 or values narrower.
+    """Computes the gradients of q, k and v for heads wider than 128 or values narrower than keys.
 
     Half of each width must be a multiple of 32.
     """

@@ -48,7 +48,7 @@ def backward(
     """Computes the gradients of q, k and v, summed over the query heads that share k and v.
 
     Args:
-        operands: of one width up to 128.
+        operands: forward's operands, results and cotangents; all heads of one width up to 128.
         spec: as in the forward.
         config: tiles.
         interpretable: avoids what the interpreter lacks: matmul operands in registers and copies

@@ -58,7 +58,7 @@ class ForwardConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BackwardConfig:
-    """Form of the fused backward of heads up to 128 wide: 128 keys per block, 64 queries at a time.
+    """Form of the fused backward of heads up to 128 wide: 128 keys per block, 64 queries each step.
 
     Raises:
         UnsupportedError: from ``check``, for a form that the head width leaves no registers for.
@@ -127,7 +127,7 @@ UNGROUPED = " ungrouped"
 def unsupported(
     spec: AttentionSpec, masks: AttentionMasks, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> str | None:
-    """Reason why these kernels, forward or backward, cannot compute this call; None if they can."""
+    """Returns why the forward or backward kernels cannot compute this call; None if they can."""
     H, Hv = q.shape[3], v.shape[3]
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         return f"dtypes q={q.dtype} k={k.dtype} v={v.dtype} are not all bfloat16 or all float16"
@@ -143,13 +143,13 @@ def unsupported(
 
 
 def refuse(reason: str | None) -> None:
-    """Raises UnsupportedError for a reason, if there is one."""
+    """Raises UnsupportedError with ``reason`` as its message, unless it is None."""
     if reason is not None:
         raise UnsupportedError(f"Hopper attention: {reason}")
 
 
 def exceeds_shared_memory(config: TileConfig, head_dim: int, value_dim: int) -> str | None:
-    """Reason why tiles do not fit in a block; None if they do."""
+    """Returns why a configuration's tiles do not fit in shared memory; None if they do."""
     used = config.smem_bytes(head_dim, value_dim)
     if used <= SMEM_BYTES:
         return None
@@ -157,12 +157,11 @@ def exceeds_shared_memory(config: TileConfig, head_dim: int, value_dim: int) -> 
 
 
 def fastest(direction: str, key: str) -> TileConfig | None:
-    """The user's own tiles for this device if it was tuned (``bench.attention_tune``), else the
-    shipped ones.
+    """Returns the fastest tiles by key: the user's own (``bench.attention_tune``) or the shipped.
 
     Args:
-        direction: of ``KINDS``.
-        key: as in ``SHIPPED``.
+        direction: a name in ``KINDS``, such as "forward".
+        key: the case, as a key of ``SHIPPED``.
 
     Raises:
         TableError: the user's table has a case or a choice that no kernel understands.
@@ -202,11 +201,11 @@ def _announce(direction: str, key: str, config: str, path: str) -> None:
 
 
 def forward_config(head_dim: int, value_dim: int, endings: Sequence[str] = ()) -> ForwardConfig:
-    """The fastest tiles measured for this pair of widths.
+    """Returns the fastest forward tiles measured for this pair of head widths.
 
     Args:
         head_dim, value_dim: widths.
-        endings: of ``short_endings``; the first that the table has counts.
+        endings: result of ``short_endings``; the first one in the table is used.
     """
     widths = f"{head_dim}/{value_dim}"
     found = (fastest("forward", widths + ending) for ending in (*endings, ""))
@@ -216,11 +215,11 @@ def forward_config(head_dim: int, value_dim: int, endings: Sequence[str] = ()) -
 
 
 def short_endings(spec: AttentionSpec, masks: AttentionMasks, T: int, S: int) -> list[str]:
-    """Endings of keys for T queries of S keys, if a query tile sees few of them.
+    """Returns endings of table keys for calls whose query tiles see few keys; [] for others.
 
-    It is done so soon that what comes before and after its loop counts, which a persistent block
-    does beside the next. Only plain calls were measured so, of as many queries as keys in whole
-    tiles: no windows, which are short in long sequences, no documents, sinks or soft cap.
+    A short loop makes the work before and after it count, which a persistent block overlaps with
+    its next tile. Only plain calls were measured: as many queries as keys, in whole tiles, without
+    windows, documents, sinks or soft cap.
     """
     plain = spec.left is None and spec.logit_soft_cap is None and not masks.arrays()
     if not plain or T != S or S % 128:
@@ -232,7 +231,7 @@ def short_endings(spec: AttentionSpec, masks: AttentionMasks, T: int, S: int) ->
 
 
 def backward_config(head_dim: int, value_dim: int, group: int) -> BackwardConfig:
-    """The fastest form measured; the plain one otherwise.
+    """Returns the fastest backward form measured for these widths; the default without one.
 
     Args:
         head_dim, value_dim: widths.

@@ -69,7 +69,7 @@ def forward(
     config: ForwardConfig | None = None,
     interpretable: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of q [B, T, N, H] over k [B, S, K, H] and v [B, S, K, Hv].
+    """Computes attention of q [B, T, N, H] over k [B, S, K, H] and v [B, S, K, Hv].
 
     Args:
         q, k, v: fp16 or bf16.
@@ -112,7 +112,7 @@ def forward(
 
 
 class ValueSum:
-    """The running sum P V in an accumulator that lives as long as the query tile.
+    """Running sum P V of a query tile, kept in a WGMMA accumulator over all key tiles.
 
     ``issue`` starts the product with one value tile, ``rescale`` waits for it and multiplies the
     sum by what a grown row maximum asks for, ``last`` gives the whole sum; each ends a use of the
@@ -125,60 +125,60 @@ class ValueSum:
         self.smem, self.acc = smem, acc
 
     def start(self):
-        """Returns the value that the loop carries before the first product."""
+        """Returns the loop's initial carry, before the first product of P and V."""
         return ()
 
     def prepare(self, slot):
-        """Prepares a product before the scores that it runs beside are issued."""
+        """Prepares a product P V, before the scores that run at the same time are issued."""
 
     def issue(self, p, slot, clean=None):
-        """Starts ``p @ v`` with the values of a slot, once they are clean."""
+        """Starts ``p @ v`` with a ring slot's values, once ``clean`` has zeroed hidden ones."""
         plgpu.barrier_wait(self.smem.v_full.at[slot])
         if clean is not None:
             clean()
         plgpu.wgmma(self.acc, p, self.smem.v.at[slot])
 
     def collect(self):
-        """Returns the part of a product that is outside of the accumulator."""
+        """Returns the part of a product P V that is outside of the accumulator."""
         return ()
 
     def rescale(self, carried, part, slot, alpha):
-        """Waits for the product, frees its slot, and multiplies the rows of the sum by alpha."""
+        """Waits for the product, frees its ring slot, and multiplies the sum's rows by alpha."""
         del part
         o, alpha = lax.optimization_barrier((self.finish(slot), alpha))
         self.acc[...] = scale_rows_if_needed(o, alpha)
         return carried
 
     def last(self, carried, p, slot, clean=None):
-        """Adds the last product and returns the whole sum."""
+        """Adds the last product P V and returns the whole sum."""
         del carried
         self.issue(p, slot, clean)
         return self.finish(slot)
 
     def finish(self, slot):
-        """Waits for the product, frees its slot, and returns the accumulator."""
+        """Waits for the product P V, frees its ring slot, and returns the accumulator."""
         o = plgpu.wgmma_accumulator_load(self.acc, wait_n=0)
         plgpu.barrier_arrive(self.smem.v_empty.at[slot])
         return o
 
 
 class StagedValueSum:
-    """The running sum for the interpreter: it is in registers, and P in shared memory."""
+    """Running sum P V for the interpreter: the sum is in registers, P in shared memory."""
 
     def __init__(self, smem, value_dim: int):
         self.smem, self.value_dim = smem, value_dim
         self.accumulators = (plgpu.ACC((64, value_dim), jnp.float32),)
 
     def start(self):
-        """Returns the empty sum."""
+        """Returns the empty sum P V as the loop's initial carry."""
         return _zeros((64, self.value_dim))
 
     def prepare(self, slot):
-        """Waits for the values."""
+        """Waits until the slot's values are in shared memory."""
         plgpu.barrier_wait(self.smem.v_full.at[slot])
 
     def issue(self, p, slot, clean, acc):
-        """Starts the product with the values of a slot, once they are clean."""
+        """Starts ``p @ v`` with a ring slot's values, once ``clean`` has zeroed hidden ones."""
         if clean is not None:
             clean()
         p_smem = self.smem.p.at[lax.axis_index("wg")]
@@ -187,16 +187,16 @@ class StagedValueSum:
         plgpu.wgmma(acc, p_smem, self.smem.v.at[slot])
 
     def collect(self, acc):
-        """Waits for the product."""
+        """Waits for the product P V and returns it."""
         return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
     def rescale(self, o, part, slot, alpha):
-        """Adds the product, frees its slot, and multiplies the rows of the sum by alpha."""
+        """Adds the product, frees its ring slot, and multiplies the sum's rows by alpha."""
         plgpu.barrier_arrive(self.smem.v_empty.at[slot])
         return (o + part) * lax.broadcast_in_dim(alpha, o.shape, [0])
 
     def last(self, o, p, slot, clean=None):
-        """Adds the last product and returns the whole sum."""
+        """Adds the last product P V and returns the whole sum."""
 
         def product(acc):
             self.issue(p, slot, clean, acc)
@@ -209,7 +209,7 @@ class StagedValueSum:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardKernel(AttentionKernel):
-    """The kernel of one call: a compute warpgroup has 64 queries and visits the keys they see."""
+    """Forward kernel of one call; a compute warpgroup has 64 queries and visits their keys."""
 
     name: ClassVar[str] = "attention_forward"
 
@@ -218,11 +218,11 @@ class ForwardKernel(AttentionKernel):
 
     @property
     def tiling(self) -> Any:
-        """Transforms of a tile of an operand in shared memory."""
+        """Tiling and swizzle of an operand's tile in shared memory."""
         return tiled(swizzle_bytes(self.g.H, self.g.Hv, self.c.block_kv))
 
     def scratch(self) -> dict:
-        """Shared memory and barriers of a block, by name."""
+        """Returns a block's shared memory buffers and barriers, by name."""
         g, c, tile = self.g, self.c, self.tiling
         buffers = {
             # The output takes the queries' space at the end, each warpgroup its own: rows are added
@@ -251,11 +251,11 @@ class ForwardKernel(AttentionKernel):
 
     @property
     def pieces(self) -> int:
-        """Number of copies that bring a tile of keys, or of values."""
+        """Number of TMA copies that bring one tile of keys, or one of values."""
         return 1
 
     def aligned(self, gmem, b, row0):
-        """Position of the key that query ``row0`` is aligned with."""
+        """Returns the position of the key that query ``row0`` is aligned with."""
         del gmem, b
         return row0 + self.g.diagonal
 
@@ -284,18 +284,18 @@ class ForwardKernel(AttentionKernel):
         self.load_tile(smem, self.odd_keys, gmem.v, place, smem.v.at[slot], full, which)
 
     def wait_queries(self, smem, wg) -> None:
-        """Waits until a warpgroup's queries are there."""
+        """Waits until the queries of compute warpgroup ``wg`` are in shared memory."""
         plgpu.barrier_wait(smem.q_full.at[wg])
         self.wait_tile(smem, self.odd_queries, 2 * self.c.num_stages + wg, 0)
 
     def wait_keys(self, smem, i) -> None:
-        """Waits until the i-th visited tile's keys are there."""
+        """Waits until the keys of the i-th visited tile are in shared memory."""
         stages = self.c.num_stages
         plgpu.barrier_wait(smem.k_full.at[lax.rem(i, stages)])
         self.wait_tile(smem, self.odd_keys, lax.rem(i, stages), lax.div(i, stages))
 
     def cleaner(self, smem, slot, keys: TileRange, i, *, masked: bool) -> Callable[[], None] | None:
-        """Action on the i-th visited tile's values before they are multiplied: waits for odd ones.
+        """Returns what makes the i-th visited tile's values ready to multiply; None without.
 
         Args:
             masked: whether scores of the tile visited next are masked, or there is none.
@@ -309,7 +309,7 @@ class ForwardKernel(AttentionKernel):
         return wait if self.odd_keys else None
 
     def softmax(self, s, peak, total):
-        """Probabilities relative to the running maximum, and the factors of older sums."""
+        """Computes probabilities by the running row maximum, and the factors of older sums."""
         capped = self.spec.logit_soft_cap is not None
         unit = LOG2E if capped else self.spec.scale * LOG2E
         top = jnp.maximum(peak, s.max(axis=1) * unit)
@@ -320,7 +320,7 @@ class ForwardKernel(AttentionKernel):
         return p, top, total, alpha
 
     def normalized(self, gmem, b, n, row0, peak, total):
-        """The factor of the output's rows, and their maxima and sums, a sink's with them."""
+        """Returns the factor of each output row, and row maxima and sums that include the sink."""
         del b, row0
         factor = jnp.where(total == 0.0, 0.0, 1.0 / total)
         if not self.sinks:
@@ -332,7 +332,7 @@ class ForwardKernel(AttentionKernel):
         return jnp.where(total == 0.0, 0.0, shrink / total), top, total
 
     def rows_and_barriers(self, *, copies: int) -> dict[str, Any]:
-        """Buffers of each row, and barriers.
+        """Returns buffers with one number per row, and barriers, by name.
 
         Args:
             copies: that bring a warpgroup's queries: they, and what else belongs to them. As much
@@ -415,7 +415,7 @@ class ForwardKernel(AttentionKernel):
                 plgpu.barrier_wait(smem.q_empty.at[w])
 
     def place(self, gmem, block) -> tuple[jax.Array, jax.Array, jax.Array, TileRange]:
-        """Batch entry, head and first query of a tile, and the key tiles that it visits."""
+        """Returns a tile's batch entry, head, first query, and the key tiles that it visits."""
         g, c = self.g, self.c
         head, q_tile = self.tile_of(block)
         b, n = lax.div(head, g.N), lax.rem(head, g.N)
@@ -426,7 +426,7 @@ class ForwardKernel(AttentionKernel):
         return b, n, q0, keys.ordered(at_least_one=True)
 
     def tile_of(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Head (counted over the batch) and query tile of a block.
+        """Returns the head (counted over the batch) and query tile that a block computes.
 
         Longest first (the last queries, under a causal mask), inside a wave of heads.
         """
@@ -506,7 +506,7 @@ class ForwardKernel(AttentionKernel):
         plgpu.barrier_arrive(smem.q_empty.at[wg])
 
     def attend(self, smem, aligned, keys: TileRange, product: ValueSum | StagedValueSum):
-        """Loops over key tiles: unnormalized output, row maxima and row sums (of 8 columns).
+        """Loops over key tiles to unnormalized output, row maxima and row sums (of 8 columns).
 
         Args:
             aligned: the key at the first query's position.

@@ -33,7 +33,7 @@ def backward(
     """Computes the gradients of q, k, v, and of the sinks where the call has them.
 
     Args:
-        operands: of the forward, its results and their cotangents.
+        operands: the forward's operands, its results and their cotangents.
         spec: as in the forward.
         config: form for heads up to 128 wide; the table's where None.
 
@@ -60,7 +60,7 @@ def backward(
 
 
 def sink_gradient(o: BackwardOperands) -> jax.Array:
-    """Gradient of the sinks: a sink is a key with no value, so it is -P delta, summed over queries.
+    """Computes the sinks' gradient: a sink is a key with no value, so -P delta over all queries.
 
     A row without keys whose sink is -inf has no gradient, whatever its logsumexp's cotangent.
     """

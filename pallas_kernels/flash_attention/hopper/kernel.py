@@ -24,7 +24,7 @@ from .tiles import Geometry
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionKernel:
-    """One call's kernel; methods of its subclasses are its phases, written once per trace."""
+    """Base class of the Hopper attention kernels of one call; subclasses add the phases."""
 
     name: ClassVar[str]  # in traces
     g: Geometry
@@ -39,12 +39,12 @@ class AttentionKernel:
 
     @property
     def odd_queries(self) -> bool:
-        """Whether tiles of queries, and of other arrays with T rows, are those of ``odd_tiles``."""
+        """Whether tiles of arrays with T rows are copied by ``odd_tiles`` instead of Pallas."""
         return not self.padded and (self.own_copies or self.g.T % odd_tiles.GROUP != 0)
 
     @property
     def odd_keys(self) -> bool:
-        """Whether tiles of keys and values are those of ``odd_tiles``."""
+        """Whether tiles of keys and values are copied by ``odd_tiles`` instead of Pallas."""
         return not self.padded and self.g.S % odd_tiles.GROUP != 0
 
     @property
@@ -64,7 +64,7 @@ class AttentionKernel:
 
     @property
     def ragged(self) -> bool:
-        """Whether the last key tile is partly empty; padded ids mask it where there are ids."""
+        """Whether the last key tile is only partly filled and no ids mask its padding."""
         return self.g.S % self.kv_tile != 0 and not self.segmented
 
     @property
@@ -75,29 +75,29 @@ class AttentionKernel:
 
     @property
     def tiling(self) -> Any:
-        """Transforms of a tile of an operand in shared memory."""
+        """Tiling and swizzle of an operand's tile in shared memory."""
         raise NotImplementedError
 
     def scratch(self) -> dict[str, Any]:
-        """Shared memory and barriers of a block, by name."""
+        """Returns a block's shared memory buffers and barriers, by name."""
         raise NotImplementedError
 
     def arrivals(self, count: int) -> dict[str, Any]:
-        """Barriers of ``count`` copies of odd tiles; {} where there are none."""
+        """Returns buffers of ``count`` barriers for copies of odd tiles; {} without any."""
         return {"arrivals": odd_tiles.arrivals(count)} if self.odd_queries or self.odd_keys else {}
 
     def load_tile(
         self, smem, odd: bool, source, place: odd_tiles.TilePlace, tile, full, which
     ) -> None:
-        """Starts the copy of a tile of an array [B, rows, heads, width].
+        """Starts the copy to shared memory of a tile of an array [B, rows, heads, width].
 
         Args:
             odd: ``odd_queries`` or ``odd_keys``.
-            source: the array.
-            place: where the tile begins.
-            tile: the buffer.
-            full: the barrier that says that it is there, or of an odd tile that it was asked for.
-            which: of ``arrivals``, the barrier that says that an odd tile is there.
+            source: the array in global memory.
+            place: batch entry, first row and head of the tile.
+            tile: the buffer in shared memory.
+            full: the barrier of the tile's arrival; for an odd tile, of the copy's start.
+            which: index in ``arrivals`` of the barrier of an odd tile's arrival.
         """
         if odd:
             odd_tiles.load_tile(source, place, tile, self.tiling, smem.arrivals, which)
@@ -112,7 +112,7 @@ class AttentionKernel:
             odd_tiles.make_arrivals(smem.arrivals)
 
     def wait_tile(self, smem, odd: bool, which, use) -> None:
-        """Waits until an odd tile is there, after a wait for ``full`` of ``load_tile``.
+        """Waits until an odd tile is in shared memory, after a wait for ``full`` of ``load_tile``.
 
         Args:
             odd: as in ``load_tile``.
@@ -123,14 +123,14 @@ class AttentionKernel:
             odd_tiles.wait(smem.arrivals, which, use)
 
     def only(self, it):
-        """Index of the only tile in a buffer [1, ...], for products of a loop's step ``it``.
+        """Returns the index 0 of a buffer [1, ...], computed anew in step ``it`` of a loop.
 
-        So no register keeps over the loop what describes it to the tensor cores.
+        Thus no registers hold the buffer's WGMMA descriptors over the whole loop.
         """
         return 0 if self.interpretable else fresh_zero(it)
 
     def store_tile(self, tile, sink, place: odd_tiles.TilePlace) -> None:
-        """Starts the copy of a tile to an array, as a group to wait for."""
+        """Starts the copy of a tile from shared memory to an array, as one group to wait for."""
         if odd_tiles.is_odd(sink):
             odd_tiles.store_tile(tile, sink, place, self.tiling)
             return
@@ -138,13 +138,13 @@ class AttentionKernel:
         plgpu.copy_smem_to_gmem(tile, sink.at[b, pl.ds(row, tile.shape[0]), head])
 
     def run(self, gmem, smem) -> None:
-        """Runs one block."""
+        """Runs one block of the kernel."""
         raise NotImplementedError
 
     def launch(
         self, operands: dict[str, Any], results: dict[str, Any], *, num_tiles: int, num_threads: int
     ) -> dict[str, jax.Array]:
-        """Runs a block for each tile."""
+        """Launches the kernel with one block per tile."""
         return launch(
             self.run,
             name=self.name,
@@ -158,7 +158,7 @@ class AttentionKernel:
         )
 
     def probabilities(self, s, lse, *, lse_dim: int):
-        """Computes P from unscaled scores, and the soft cap's derivative, None without one."""
+        """Computes P from unscaled scores, and the soft cap's derivative (None without a cap)."""
         unit, slope, cap = self.spec.scale * LOG2E, None, self.spec.logit_soft_cap
         if cap is not None:
             # tanh(x) by ex2, as in the forward.
@@ -172,7 +172,7 @@ class AttentionKernel:
         Args:
             x: a tile, queries by keys; keys by queries if ``by_keys``.
             q_ids, kv_ids: one of each in the layout of rows, the other in that of columns.
-            fill: what hides a score or a probability.
+            fill: the value of a hidden score or probability.
             by_keys: see x.
         """
         q_dim, kv_dim = (1, 0) if by_keys else (0, 1)
@@ -205,7 +205,7 @@ class AttentionKernel:
 
 
 def fresh_zero(it: Any) -> jax.Array:
-    """Returns int32 0 that a compiler takes for an unknown number, another in every step.
+    """Returns an int32 0 that compilers cannot know is constant, so each step computes with it.
 
     Where a buffer begins, and so each descriptor of it that a WGMMA takes, is constant in a loop.
     The compiler computes all of them before it, has no registers for them, and loads them from

@@ -1,4 +1,4 @@
-"""Order of tiles in the grid, and the inner tiles that masks by position and by id leave to visit.
+"""Order in which blocks compute tiles, and the inner tiles that masks leave each block to visit.
 
 Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width of
 query and key, Hv head width of value; I tiles of the outer side.
@@ -21,7 +21,7 @@ PADDED_QUERY, PADDED_KEY = -1, -2  # ids; different, so that padding never match
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Geometry:
-    """Sizes of one call."""
+    """Sizes of one attention call: batch, lengths, heads and widths."""
 
     B: int
     T: int
@@ -43,20 +43,20 @@ class Geometry:
 
 
 def geometry_of(q: jax.Array, v: jax.Array) -> Geometry:
-    """Reads the sizes off the operands."""
+    """Returns the sizes of an attention call, read off q and v."""
     (B, T, N, H), (_, S, K, Hv) = q.shape, v.shape
     return Geometry(B=B, T=T, S=S, N=N, K=K, H=H, Hv=Hv)
 
 
 def pad_rows(x: jax.Array) -> jax.Array:
-    """Pads x [B, T, N, H] to T a multiple of 8: TMA moves tiles of 8 rows."""
+    """Pads x [B, T, N, H] with rows until T is a multiple of 8, as TMA moves tiles of 8 rows."""
     return x if x.shape[1] % 8 == 0 else jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0), (0, 0)))
 
 
 def pad_width(x: jax.Array, multiple: int) -> jax.Array:
-    """Pads x [B, T, N, H] with zeros to H a multiple of a number.
+    """Pads x [B, T, N, H] with zero columns until H is a multiple of ``multiple``.
 
-    They change no score, and what they come to in results is cut off.
+    Zero columns change no score; the result's padded columns are cut off.
     """
     missing = -x.shape[3] % multiple
     return jnp.pad(x, ((0, 0),) * 3 + ((0, missing),)) if missing else x
@@ -64,7 +64,7 @@ def pad_width(x: jax.Array, multiple: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TileRange:
-    """Inner tiles lo..hi to visit, of which full_lo..full_hi need no mask."""
+    """Range lo..hi of inner tiles to visit, of which full_lo..full_hi need no mask."""
 
     lo: jax.Array
     full_lo: jax.Array
@@ -72,7 +72,7 @@ class TileRange:
     hi: jax.Array
 
     def meet(self, ids_gmem, b: jax.Array, tile: jax.Array) -> "TileRange":
-        """Intersection with the ranges that ``tile_ranges`` found."""
+        """Returns this range's intersection with the one that ``tile_ranges`` found for a tile."""
         lo, full_lo, full_hi, hi = (ids_gmem[b, tile, i] for i in range(4))
         return TileRange(
             jnp.maximum(self.lo, lo),
@@ -82,16 +82,16 @@ class TileRange:
         )
 
     def after(self, i: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The tile and head after tile i of a head, each head having these tiles."""
+        """Returns the tile visited after tile i, and its head: after the last, the next head."""
         last = i + 1 == self.hi
         return jnp.where(last, self.lo, i + 1), head + last.astype(jnp.int32)
 
     def is_whole(self, i: jax.Array) -> jax.Array:
-        """Whether tile i needs no mask."""
+        """Tells whether tile i needs no mask."""
         return (i >= self.full_lo) & (i < self.full_hi)
 
     def ordered(self, at_least_one: bool) -> "TileRange":
-        """Orders the bounds: lo <= full_lo <= full_hi <= hi; an empty range can become one tile."""
+        """Clips bounds to lo <= full_lo <= full_hi <= hi; an empty range may become one tile."""
         hi = jnp.maximum(self.hi, 1 if at_least_one else 0)
         lo = jnp.clip(self.lo, 0, hi - 1 if at_least_one else hi)
         full_lo = jnp.clip(self.full_lo, lo, hi)
@@ -101,7 +101,7 @@ class TileRange:
 def key_tiles(
     spec: AttentionSpec, g: Geometry, q0: jax.Array, q_tile: int, kv_tile: int
 ) -> TileRange:
-    """Key tiles that queries q0 .. q0 + q_tile see."""
+    """Returns the range of key tiles that queries q0 .. q0 + q_tile see."""
     lo = full_lo = jnp.int32(0)
     hi, full_hi = jnp.int32(-(-g.S // kv_tile)), jnp.int32(g.S // kv_tile)
     first, last = q0 + g.diagonal, jnp.minimum(q0 + q_tile, g.T) - 1 + g.diagonal
@@ -117,7 +117,7 @@ def key_tiles(
 def query_tiles(
     spec: AttentionSpec, g: Geometry, k0: jax.Array, kv_tile: int, q_tile: int
 ) -> TileRange:
-    """Query tiles that see any of keys k0 .. k0 + kv_tile."""
+    """Returns the range of query tiles that see any of keys k0 .. k0 + kv_tile."""
     lo = full_lo = jnp.int32(0)
     hi = full_hi = jnp.int32(-(-g.T // q_tile))
     first, last = k0 - g.diagonal, k0 + kv_tile - 1 - g.diagonal
@@ -143,7 +143,7 @@ def _ceil(x: jax.Array, tile: int) -> jax.Array:
 def key_tile_of(
     tile: jax.Array, g: Geometry, num_k_tiles: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Batch entry, key/value head and key tile of block ``tile`` of a backward.
+    """Returns batch entry, key/value head and key tile of block ``tile`` of a backward kernel.
 
     Blocks of the same head in flight read the same queries and add to the same dQ at about the
     same time, which L2 then serves: so heads go in waves, not all of them side by side. Within a
@@ -158,13 +158,13 @@ def key_tile_of(
 
 
 def heads_per_wave(heads: int, group: int, kv_head_bytes: int) -> int:
-    """Number of query heads that run side by side: whole groups whose keys and values fit in L2."""
+    """Returns how many query heads run at a time: whole groups whose keys and values fit in L2."""
     wanted = group * max(1, L2_BYTES // kv_head_bytes)
     return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(wanted, group))
 
 
 def have_ids(masks: AttentionMasks) -> bool:
-    """Whether the call has segments or lengths."""
+    """Tells whether the call has segment ids or sequence lengths."""
     ids = {"q_segment_ids", "kv_segment_ids", "q_lengths", "kv_lengths"}
     return not ids.isdisjoint(masks.arrays().keys())
 
@@ -172,7 +172,7 @@ def have_ids(masks: AttentionMasks) -> bool:
 def token_ids(
     masks: AttentionMasks, g: Geometry, *, q_tile: int, kv_tile: int, by_keys: bool = False
 ) -> dict[str, jax.Array]:
-    """Ids of tokens as operands by name; {} where the call has neither segments nor lengths.
+    """Returns ids of tokens as operands by name; {} where the call has no segments or lengths.
 
     "q_ids" [B, T'] and "kv_ids" [B, S'] are padded to whole tiles, and equal ids see each other;
     "ranges" are those of each query tile, or of each key tile if ``by_keys``.
@@ -199,10 +199,10 @@ def _ids(
 
 
 def tile_ranges(outer_ids: jax.Array, inner_ids: jax.Array, outer: int, inner: int) -> jax.Array:
-    """Inner tiles to visit for each outer tile: int32 [B, I, 4] of (lo, full_lo, full_hi, hi).
+    """Returns the inner tiles to visit per outer tile: int32 [B, I, 4] (lo, full_lo, full_hi, hi).
 
-    Tiles outside lo..hi share no id with it, as far as the least and greatest ids tell; tiles of
-    full_lo..full_hi need no mask. Exact for documents packed one after another.
+    Tiles outside lo..hi share no id with the outer tile, as far as the least and greatest ids
+    tell; tiles of full_lo..full_hi need no mask. Exact for documents packed one after another.
     """
     o_lo, o_hi, o_whole = _extent(outer_ids, outer)
     i_lo, i_hi, i_whole = _extent(inner_ids, inner)

@@ -30,7 +30,7 @@ from .config import DTYPES
 def unsupported_append(
     heads: jax.Array, k_pages: jax.Array, rope: tuple[jax.Array, ...], code: WeightCode | None
 ) -> str:
-    """Reason why the kernel cannot take this call; empty if it can."""
+    """Returns why the kernel cannot take this call of ``append_heads``; empty if it can."""
     facts = device.target()
     if facts.capability != (9, 0):
         return f"it needs a GPU of compute capability 9.0 (Hopper), not {facts.kind}"
@@ -57,10 +57,10 @@ def append_heads_hopper(
     *,
     code: WeightCode | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Rotates and appends by the kernel; ``unsupported_append`` gives no reason against the call.
+    """Computes ``append_heads`` by the kernel, for a call that ``unsupported_append`` accepts.
 
     Args:
-        pools: "k" and "v"; "k_scale" and "v_scale" of codes.
+        pools: page pools by name: "k", "v", and for codes "k_scale" and "v_scale".
     """
     batch, length, num_heads, width = heads_BTNH.shape
     num_kv_heads = pools["k"].shape[2]

@@ -50,15 +50,15 @@ def attend_pages(
     config: PagedConfig,
     interpretable: bool = False,
 ) -> "Partials":
-    """Partial results of attention, normalized, with their logsumexps.
+    """Computes normalized partial attention results, with logsumexps, for each worker's segments.
 
-    That of a team's worker ``member`` for a segment, which is an entry of the plan for a block of
-    kv heads, is at ``(team + segment) * members + member``.
+    A team's worker ``member`` writes the result of a segment (an entry of the plan for a block of
+    kv heads) at ``(team + segment) * members + member``.
 
     Args:
-        call: heads are a multiple of 8.
-        plan: of this call, layout and config.
-        layout, config: sizes and tiles.
+        call: a call whose number of heads is a multiple of 8.
+        plan: the plan of this call, layout and config.
+        layout, config: the call's sizes, and the tile sizes.
         interpretable: avoids what the interpreter lacks: accumulators that outlive a tile, matmul
             operands in registers.
     """
@@ -101,7 +101,7 @@ def attend_pages(
 
 
 class Partials(NamedTuple):
-    """Results of the kernel: partial ones, and whole rows."""
+    """Results of the page-reading kernel: partial ones by segment, and finished rows."""
 
     out: jax.Array  # float32 [partials, rows, V]
     lse: jax.Array  # float32 [partials, 64], in units of log2
@@ -111,9 +111,9 @@ class Partials(NamedTuple):
 
 
 def finishes(call: PagedCall, layout: QueryLayout) -> bool:
-    """Whether rows that one worker has read get their result at once: a fourth of the bytes.
+    """Tells whether the kernel writes final results of rows that one worker has read alone.
 
-    A written byte costs more than a byte that is read.
+    This writes a fourth of the bytes, and a written byte costs more than one that is read.
     """
     whole_heads = layout.tiles_per_token == 1 and layout.group == layout.merged_group
     return layout.T == 1 and whole_heads and call.sinks_N is None
@@ -345,7 +345,7 @@ class _AttendPages:
 
 
 def positions_less_columns(seg: Segment, layout: QueryLayout):
-    """Position of each row's token less the column: int32 [64, 8]."""
+    """Returns int32 [64, 8]: the position of each row's token minus the column number."""
     shape = (ROWS, STRIP)
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=tile_layout())
     position = seg.extent.position
@@ -358,12 +358,12 @@ def positions_less_columns(seg: Segment, layout: QueryLayout):
 
 
 def softmax_step(spec: PagedSpec, s, peak, total, ahead):
-    """Probabilities relative to the running maximum, and the factors of older sums.
+    """Computes probabilities by the running row maximum, and the factors of older sums.
 
     Args:
-        spec: scale, cap and window.
+        spec: the call's scale, soft cap and window.
         s: products of queries and keys.
-        peak, total: so far; maxima are in units of log2.
+        peak, total: row maxima (in units of log2) and sums so far.
         ahead: how far the position of a row's token is ahead of the key of a column, of the first
             8 columns.
     """
@@ -386,7 +386,7 @@ def softmax_step(spec: PagedSpec, s, peak, total, ahead):
 
 
 def clean(v_smem, first, stop) -> None:
-    """Zeroes values outside of the row's keys: 0 times NaN is NaN."""
+    """Zeroes values in shared memory outside of the row's keys, as 0 times NaN is NaN."""
     rows, width = v_smem.shape
     for column in range(0, width, COLUMNS):
         part = v_smem.at[:, pl.ds(column, COLUMNS)]

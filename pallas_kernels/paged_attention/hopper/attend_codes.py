@@ -1,8 +1,8 @@
-"""The kernel that reads quantized pages: codes become numbers in registers.
+"""The kernel that reads quantized pages and dequantizes codes in registers.
 
-As ``attend``, a block's workers stream tiles; but of each tile a warp has some keys for itself, and
-what is multiplied is never written to shared memory again, which could not carry it: codes cross
-it twice, and their numbers would cross it twice more at twice or four times the size.
+As in ``attend``, a block's workers stream tiles. But each warp has some keys of a tile for itself,
+and dequantized numbers are never written back to shared memory, whose bandwidth would not suffice:
+codes cross it twice, and numbers would cross it twice more at two or four times the size.
 
 Dims: as in ``pallas_kernels.paged_attention.spec``.
 """
@@ -43,7 +43,7 @@ def attend_codes(
     layout: QueryLayout,
     config: PagedConfig,
 ) -> tuple[jax.Array, jax.Array]:
-    """Partial results as of ``attend_pages``, for a call whose pages have scales."""
+    """Computes partial results as ``attend_pages`` does, for a call whose pages are quantized."""
     assert call.code is not None
     tile = CodeTile(
         H=layout.H, V=layout.V, keys=config.block_kv, rows=layout.tile, tokens=layout.tokens,

@@ -38,7 +38,7 @@ LEAST_TOKENS, LEAST_TILES = 128, 32
 
 
 def is_chunk(call: PagedCall) -> bool:
-    """Whether this kernel takes a call that ``forward.unsupported`` gives no reason against."""
+    """Tells whether this kernel takes a call that ``forward.unsupported`` accepts."""
     B, T, N, H = call.q_BTNH.shape
     V, size = call.spec.value_width, call.k_PSKH.shape[1]
     if call.v_PSKV is None or call.code is not None or f"{H}/{V}" not in WIDTHS:
@@ -53,10 +53,10 @@ def is_chunk(call: PagedCall) -> bool:
 def attend_chunk(
     call: PagedCall, *, config: ForwardConfig | None = None, interpretable: bool = False
 ) -> jax.Array:
-    """Attention of a call that ``is_chunk``: [B, T, N, V] in the queries' dtype.
+    """Computes attention of a call that ``is_chunk`` accepts: [B, T, N, V] in the queries' dtype.
 
     Args:
-        config: tiles; those of attention in training where None.
+        config: tile sizes; None takes those of attention in training.
         interpretable: see ``flash_attention.hopper.forward_kernel.forward``.
     """
     B, T, N, H = call.q_BTNH.shape

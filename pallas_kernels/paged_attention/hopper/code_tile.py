@@ -51,17 +51,17 @@ SWIZZLE_SHIFT = {128: 0, 64: 1, 32: 2}  # the bits of a row's number that move i
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CodeOrder:
-    """Order of codes within words, as ``Dequantizer.two`` takes them."""
+    """Order of quantized codes within 32-bit words, as ``Dequantizer.two`` unpacks them."""
 
     code: WeightCode
 
     @property
     def steps(self) -> int:
-        """Number of products that a word of each of two rows is part of, of two registers each."""
+        """Number of products (of two registers per lane) that two rows' words of codes take."""
         return 8 // self.code.bits
 
     def bytes_of(self, place: int) -> tuple[int, int]:
-        """The two bytes of a word that a register is made of."""
+        """Returns the two bytes of a word whose codes register number ``place`` is made of."""
         match self.code:
             case WeightCode.E4M3:
                 return 1 - place, 3 - place
@@ -71,7 +71,7 @@ class CodeOrder:
                 return place // 2, place // 2 + 2
 
     def is_high(self, place: int) -> bool:
-        """Tells whether a register holds columns of the second half of a head."""
+        """Tells whether register number ``place`` holds columns of the second half of a head."""
         return self.code is WeightCode.INT4 and place % 2 == 1
 
     def selection(self, half: int) -> int:
@@ -80,12 +80,12 @@ class CodeOrder:
         return ((0x5140, 0x7362) if in_turn else (0x5410, 0x7632))[half]
 
     def byte_of(self, half: int, place: int) -> int:
-        """Returns which byte of each word a register made after ``selection`` comes from."""
+        """Returns the byte of each source word from which register ``place`` is dequantized."""
         first, _ = self.bytes_of(place)
         return 2 * half + (first // 2 if self.code is WeightCode.INT8 else first)
 
     def key_words(self, row_bytes: int) -> int:
-        """Number of words of a key's row that a lane loads at a time."""
+        """Returns the number of 32-bit words of a key's row that a lane loads at a time."""
         return min(4, row_bytes // 16)
 
     def key_byte(self, word: int, row_bytes: int) -> tuple[int, int]:
@@ -94,7 +94,7 @@ class CodeOrder:
         return word // at_a_time * 16 * at_a_time + 4 * (word % at_a_time), 4 * at_a_time
 
     def value_column(self, register: int, width: int) -> int:
-        """Position of a row of values' products in its eighth of a value: those of 4 bits have two.
+        """Returns the column, within an eighth of a value, of a lane's row of the values' product.
 
         Args:
             register: 2 for each product, of rows g and g + 8, in the order of ``value_places``.
@@ -104,7 +104,7 @@ class CodeOrder:
         return column + (width // 16 if self.is_high(place) else 0)
 
     def value_places(self, width: int) -> list[tuple[int, int, int]]:
-        """Word of a lane, half of it and place, of every register of two keys' values."""
+        """Returns (word of the lane, its half, place) for each register of two keys' values."""
         words = width * self.code.bits // 256
         return [
             (word, half, place)
@@ -116,7 +116,7 @@ class CodeOrder:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CodeTile:
-    """A tile's sizes and its instructions; values are i32 and f32 of one thread."""
+    """Sizes and per-thread instructions (i32, f32) of a tile of quantized keys and values."""
 
     H: int
     V: int
@@ -130,51 +130,51 @@ class CodeTile:
 
     @property
     def order(self) -> CodeOrder:
-        """Order of codes in words."""
+        """Order of quantized codes within 32-bit words."""
         return CodeOrder(code=self.dequantizer.code)
 
     @property
     def key_bytes(self) -> int:
-        """Number of bytes of a row of keys."""
+        """Number of bytes of one key's codes."""
         return self.H * self.dequantizer.code.bits // 8
 
     @property
     def value_bytes(self) -> int:
-        """Number of bytes of a row of values."""
+        """Number of bytes of one value's codes."""
         return self.V * self.dequantizer.code.bits // 8
 
     @property
     def strips(self) -> int:
-        """Number of strips of queries."""
+        """Number of strips of 8 query rows."""
         return self.rows // STRIP
 
     @property
     def blocks(self) -> int:
-        """Number of products of a warp along the keys."""
+        """Number of products of 16 keys into which a warp's keys of the tile are cut."""
         return self.keys // (KEYS * WARPS)
 
     @property
     def num_queries(self) -> int:
-        """Number of registers of the queries."""
+        """Number of i32 registers per thread that hold queries."""
         return self.H // 8 * self.strips
 
     @property
     def num_softmax(self) -> int:
-        """Count of maxima, of sums, or of the factors that shrink older sums."""
+        """Number of f32 registers per thread for row maxima; as many for sums and for factors."""
         return 2 * self.strips
 
     @property
     def num_weights(self) -> int:
-        """Number of registers of probabilities."""
+        """Number of i32 registers per thread that hold softmax probabilities."""
         return 2 * self.blocks * self.strips
 
     @property
     def num_sums(self) -> int:
-        """Count of numbers of the result."""
+        """Number of f32 registers per thread that hold sums of values times probabilities."""
         return self.V // 4 * self.strips
 
     def queries(self, thread: Any, q: Any) -> list[Any]:
-        """The right operands of the keys' product.
+        """Loads this thread's queries as right operands of the product with keys.
 
         Args:
             q: address of the tile of queries, rows of 64 columns in eights, their chunks swizzled.
@@ -224,14 +224,14 @@ class CodeTile:
         queries: list[Any],
         softmax: list[Any],
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """Maxima and sums with these keys, factors that shrink older sums, and right operands.
+        """Computes the softmax of a tile's keys: maxima and sums, older sums' factors, weights.
 
         Args:
             refs: addresses of keys, their scales and the values' scales.
             numbers: position of the tile's first key, kv head among those of the scales, position
                 of the query tile's first token, its tokens.
-            queries: of ``queries``.
-            softmax: maxima, then sums of this lane's keys.
+            queries: registers that ``queries`` loaded.
+            softmax: maxima so far, then sums so far over this lane's keys.
         """
         k, k_scale, v_scale = refs
         key0, head, position, tokens = numbers
@@ -322,7 +322,7 @@ class CodeTile:
     def add_values(
         self, thread: Any, v: Any, right: list[Any], alphas: list[Any], sums: list[Any]
     ) -> list[Any]:
-        """Shrinks older sums and adds values times probabilities."""
+        """Multiplies older sums by ``alphas`` and adds values times probabilities."""
         g, t = lane_of(thread)
         first = self._first_key(t)
         warp_key = total((warp_of(thread), self.keys // WARPS))
@@ -410,7 +410,7 @@ class CodeTile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CodeResult:
-    """The merge of four warps' results in shared memory."""
+    """Merge of four warps' attention results through shared memory."""
 
     tile: CodeTile
 
@@ -423,15 +423,15 @@ class CodeResult:
         sums: list[Any],
         meet: Callable[[], None],
     ) -> None:
-        """Merges, normalizes and writes to global memory.
+        """Merges and normalizes four warps' results, and writes them to global memory.
 
         Args:
             places: of maxima and sums [2, 4, rows] and of results [4, rows, V + 4] in shared
                 memory, fp32.
             results: where global memory has results and logsumexps, i64, and which partial result
                 this is.
-            softmax, sums: as the tile leaves them.
-            meet: waits for the warpgroup.
+            softmax, sums: registers of the last ``CodeTile.probabilities`` and ``add_values``.
+            meet: function that waits for all threads of the warpgroup.
         """
         tile, (numbers, parts) = self.tile, places
         g, t = lane_of(thread)
@@ -507,18 +507,18 @@ class CodeResult:
 
 
 def lane_of(thread: Any) -> tuple[Any, Any]:
-    """Splits a thread's lane 4 g + t into g and t."""
+    """Splits a thread's lane number 4 g + t into (g, t)."""
     lane = arith.andi(thread, constant(31))
     return arith.shrui(lane, constant(2)), arith.andi(lane, constant(3))
 
 
 def warp_of(thread: Any) -> Any:
-    """The warp among a warpgroup's."""
+    """Returns the number of a thread's warp in its warpgroup."""
     return arith.shrui(thread, constant(5))
 
 
 def f32(x: float) -> Any:
-    """Makes an f32 constant."""
+    """Returns a Python float as an f32 constant."""
     return mgpu.c(x, ir.F32Type.get())
 
 
@@ -532,12 +532,12 @@ def _permuted(low: Any, high: Any, selection: int) -> Any:
 
 
 def maximum(a: Any, b: Any) -> Any:
-    """Returns the larger of two."""
+    """Returns the larger of two f32 values."""
     return assembly(ir.F32Type.get(), [a, b], MAX, "=f,f,f", pure=True)
 
 
 def exp2(x: Any) -> Any:
-    """Computes 2 to the power of x."""
+    """Computes 2 to the power of an f32."""
     return assembly(ir.F32Type.get(), [x], "ex2.approx.ftz.f32 $0, $1;", "=f,f", pure=True)
 
 
@@ -547,7 +547,7 @@ def _both(low: Any, high: Any) -> Any:
 
 
 def over_lanes(x: Any, text: str) -> Any:
-    """Maximum or sum over the lanes that have the same queries."""
+    """Returns the maximum or sum of x over the lanes that hold the same queries."""
     for distance in (4, 8, 16):
         shuffle = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
         other = assembly(ir.F32Type.get(), [x], shuffle, "=f,f", pure=False)

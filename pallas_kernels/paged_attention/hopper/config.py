@@ -1,4 +1,4 @@
-"""Tiles of the kernel that reads pages, and the places of a call's query heads in them.
+"""Tile sizes of the kernels that read pages, and the layout of query heads in tiles.
 
 Dims: as in ``pallas_kernels.paged_attention.spec``.
 """
@@ -25,7 +25,7 @@ SCALE_HEADS = 8  # whose scales are copied together: copies are of at least 16 b
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PagedConfig:
-    """A block of one SM: workers, each with a ring of tiles of keys and values."""
+    """Tile sizes of a block that stays on one SM: workers, each with a ring of keys and values."""
 
     block_kv: int = 64  # keys of a tile
     num_stages: int = 3  # tiles of keys, and of values, in flight for each worker
@@ -34,15 +34,15 @@ class PagedConfig:
     num_blocks: int = NUM_PROCESSORS
 
     def team(self, layout: "QueryLayout") -> int:
-        """Number of workers of a team, which read the same pages, each for another kv head."""
+        """Returns the number of workers per team; they read the same pages for various kv heads."""
         return math.gcd(layout.K, self.num_blocks * self.num_workers)
 
     def num_teams(self, layout: "QueryLayout") -> int:
-        """Number of teams of all blocks."""
+        """Returns the number of teams of workers over all blocks."""
         return self.num_blocks * self.num_workers // self.team(layout)
 
     def smem_bytes(self, layout: "QueryLayout") -> int:
-        """Bytes of shared memory of a block."""
+        """Returns the bytes of shared memory per block."""
         ring = self.num_stages * self.block_kv * layout.slot_bytes
         queries = 2 * layout.tile * layout.H
         results = 0
@@ -53,7 +53,7 @@ class PagedConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class QueryLayout:
-    """Sizes of a call, and its query heads as rows of tiles.
+    """Sizes of a paged attention call, and how its query heads are laid out as rows of tiles.
 
     A tile has tokens one after another, ``span`` rows each: a kv head's query heads and, because
     copies begin at multiples of 8 heads, some of their neighbours', whose results are not read.
@@ -72,7 +72,7 @@ class QueryLayout:
 
     @classmethod
     def of(cls, call: PagedCall) -> "QueryLayout":
-        """The layout of a call whose heads are a multiple of 8."""
+        """Returns the layout of a call whose number of heads is a multiple of 8."""
         B, T, N, H = call.q_BTNH.shape
         _, size, K, _ = call.k_PSKH.shape
         V, latent = call.spec.value_width, call.v_PSKV is None
@@ -85,23 +85,23 @@ class QueryLayout:
 
     @property
     def scale_heads(self) -> int:
-        """Number of heads whose scales are side by side in a tile."""
+        """Number of kv heads whose scales are copied side by side into a tile."""
         return min(self.K, SCALE_HEADS)
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot in a tile: its key, its value, and scales where there are any."""
+        """Number of bytes per slot in a tile: key, value, and scales where pages have them."""
         elements = (self.H + (0 if self.latent else self.V)) * self.bits // 8
         return elements + (4 * self.scale_heads if self.bits < 16 else 0)
 
     @property
     def group(self) -> int:
-        """Number of query heads of a kv head."""
+        """Number of query heads per kv head."""
         return self.N // self.K
 
     @property
     def span(self) -> int:
-        """Number of rows of a token."""
+        """Number of tile rows per token."""
         if self.group % GROUP_ROWS == 0:
             rows = self.group
         else:  # a group may begin anywhere in its first eight rows, in steps of its factors of 2
@@ -111,7 +111,7 @@ class QueryLayout:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of a tile; not more than a row has."""
+        """Number of tokens per query tile; not more than a batch row has."""
         return max(1, min(self.T, self.tile // self.span))
 
     @property
@@ -121,27 +121,27 @@ class QueryLayout:
 
     @property
     def rows(self) -> int:
-        """Number of rows of a tile that hold queries."""
+        """Number of rows of a query tile that hold queries."""
         return min(self.tile, self.tokens * self.span)
 
     @property
     def num_q_tiles(self) -> int:
-        """Number of query tiles of a row of the batch, for each kv head."""
+        """Number of query tiles per batch row and kv head."""
         return -(-self.T // self.tokens) * self.tiles_per_token
 
     @property
     def num_entries(self) -> int:
-        """Number of query tiles of all rows; each is an entry of the plan for all kv heads."""
+        """Number of query tiles of all batch rows; each is a plan's entry for all kv heads."""
         return self.B * self.num_q_tiles
 
     @property
     def merged_group(self) -> int:
-        """Size of the group, padded for the second kernel."""
+        """Number of query heads per kv head, padded as the merging kernel needs."""
         return -(-self.group // MERGED_ROWS) * MERGED_ROWS
 
 
 def config_for(layout: QueryLayout) -> PagedConfig:
-    """Tiles of a call: two workers where they fit, and rings of 128 KiB in a block.
+    """Returns a call's tile sizes: two workers if they fit, and rings of 128 KiB per block.
 
     Longer rings were measured to be 1% slower.
     """

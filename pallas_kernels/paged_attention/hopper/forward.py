@@ -1,4 +1,4 @@
-"""Paged attention on a Hopper GPU: refusals, the plan and the two kernels of a call.
+"""Paged attention on a Hopper GPU: checks, the plan and the two kernels of a call.
 
 Dims: as in ``pallas_kernels.paged_attention.spec``.
 """
@@ -38,7 +38,7 @@ MOST_CODE_TILES = 8  # query tiles of a row, each of which makes numbers of all 
 
 
 def unsupported(call: PagedCall) -> str | None:
-    """Reason why the kernels cannot compute this call; None if they can."""
+    """Returns why the Hopper kernels cannot compute this call; None if they can."""
     facts = device.target()
     if facts.capability != (9, 0):
         return f"it needs a GPU of compute capability 9.0 (Hopper), not {facts.kind}"
@@ -71,12 +71,12 @@ def unsupported(call: PagedCall) -> str | None:
 
 
 def reads_codes(call: PagedCall) -> bool:
-    """Whether a call reads codes in place; one with more queries dequantizes its rows first."""
+    """Tells whether the kernel reads quantized pages itself, as it does for few queries."""
     return call.code is not None and QueryLayout.of(call).num_q_tiles <= MOST_CODE_TILES
 
 
 def numbers_first(call: PagedCall) -> str | None:
-    """Reason why rows are dequantized in memory; None where codes are read, or there are none."""
+    """Returns why quantized rows are dequantized in memory first; None if they need not be."""
     if call.code is None or reads_codes(call):
         return None
     tiles = QueryLayout.of(call).num_q_tiles
@@ -112,12 +112,12 @@ def paged_attention_hopper(
     config: PagedConfig | None = None,
     interpretable: bool = False,
 ) -> jax.Array:
-    """Computes a call by the kernels: [B, T, N, V] in the queries' dtype.
+    """Computes paged attention by the kernels: [B, T, N, V] in the queries' dtype.
 
     Args:
-        call: of which ``unsupported`` says nothing.
-        plan: of ``plan_pages``, where it was made before.
-        config: tiles; the default where None.
+        call: a call for which ``unsupported`` returns None.
+        plan: result of ``plan_pages``, if it was made before.
+        config: tile sizes; None takes the default.
         interpretable: see ``attend_pages``.
 
     Raises:

@@ -34,7 +34,7 @@ def merge_pages(
     layout: QueryLayout,
     config: PagedConfig,
 ) -> jax.Array:
-    """Merges partial results: [B, T, N, V] in the queries' dtype."""
+    """Merges segments' partial results into attention [B, T, N, V] in the queries' dtype."""
     g = layout
     kernel = _MergePages(
         g=g, c=config, dtype=call.q_BTNH.dtype, sinks=call.sinks_N is not None,

@@ -1,4 +1,4 @@
-"""The plan of reading: all key tiles of all rows and kv heads in one line, cut into equal pieces.
+"""Plan of which worker reads which key tiles: all rows' tiles in one line, cut in equal pieces.
 
 A piece may end in the middle of a row, so that every worker has as many tiles as any other,
 whatever the lengths. A piece belongs to a team of workers, one for each of a few kv heads, which
@@ -23,14 +23,14 @@ from .config import PagedConfig, QueryLayout
 
 
 class PagePlan(NamedTuple):
-    """The plan of a call; an entry is in the line once for each block of kv heads."""
+    """Plan of a call: the line's tiles before each entry (query tile and kv heads); team starts."""
 
     before_E1: jax.Array  # int32: tiles of the line before each entry; last, all of them
     entry_W: jax.Array  # int32: the entry that each team begins in; E where it has no tile
 
 
 class Extent(NamedTuple):
-    """Tokens of a query tile, and the keys that they see."""
+    """Tokens of one query tile, and the range of keys that they see."""
 
     position: Any  # of the first token
     tokens: Any
@@ -46,11 +46,11 @@ def extent_of(
     queries: Any,
     tile: Any,
 ) -> Extent:
-    """The extent of a query tile, of arrays or, in a kernel, of numbers.
+    """Returns the tokens of a query tile and the keys they see, from arrays or a kernel's scalars.
 
     Args:
-        length, queries: of the row; without the second, it has as many as the call.
-        tile: among the row's query tiles.
+        length, queries: the row's numbers of positions and of queries; None: T queries.
+        tile: index among the row's query tiles.
     """
 
     def divided(x: Any, by: int) -> Any:
@@ -70,7 +70,7 @@ def extent_of(
 
 
 def plan_pages(call: PagedCall, layout: QueryLayout, config: PagedConfig) -> PagePlan:
-    """The plan for these lengths."""
+    """Computes the plan of reading pages for a call's current row lengths."""
     tile_E = jnp.tile(jnp.arange(layout.num_q_tiles, dtype=jnp.int32), layout.B)
     length_E, queries_E = (
         None if x is None else jnp.repeat(x, layout.num_q_tiles)
@@ -93,13 +93,13 @@ def plan_pages(call: PagedCall, layout: QueryLayout, config: PagedConfig) -> Pag
 
 
 def piece_start(team: Any, total: Any, num_teams: int) -> Any:
-    """Start of a team in the line: the first ones have a tile more than the others."""
+    """Returns the line's first tile of a team; the first teams have one tile more than others."""
     each, more = lax.div(total, jnp.int32(num_teams)), lax.rem(total, jnp.int32(num_teams))
     return team * each + jnp.minimum(team, more)
 
 
 def team_of(tile: Any, total: Any, num_teams: int) -> Any:
-    """Team that has a tile of the line: the inverse of ``piece_start``."""
+    """Returns the team that reads a tile of the line: the inverse of ``piece_start``."""
     each, more = lax.div(total, jnp.int32(num_teams)), lax.rem(total, jnp.int32(num_teams))
     longer = more * (each + 1)
     late = more + lax.div(tile - longer, jnp.maximum(each, 1))

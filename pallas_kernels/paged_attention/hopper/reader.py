@@ -1,4 +1,4 @@
-"""The part of a call that a worker reads: its segments, their queries, and the pages of a tile.
+"""Reading side of the paged kernels: a worker's segments, their queries, and a tile's pages.
 
 Dims: as in ``pallas_kernels.paged_attention.spec``.
 """
@@ -19,23 +19,23 @@ from .plan import Extent, extent_of, piece_start
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PagePieces:
-    """A tile of ``block`` keys in pages of ``size`` slots, of which one divides the other."""
+    """A tile of ``block`` keys as pieces of pages of ``size`` slots; one size divides the other."""
 
     size: int
     block: int
 
     @property
     def count(self) -> int:
-        """Number of pieces of a tile."""
+        """Number of pieces (parts of pages) that a key tile consists of."""
         return max(1, self.block // self.size)
 
     @property
     def slots(self) -> int:
-        """Number of slots of a piece."""
+        """Number of slots of a page that one piece of a tile covers."""
         return min(self.size, self.block)
 
     def places(self, gmem, row, tile) -> list[tuple[Any, Any]]:
-        """Page and first slot of each of a tile's pieces."""
+        """Returns the page and first slot of each piece of a key tile."""
         last, num_pages = gmem.tables.shape[1] - 1, gmem.k.shape[0]
 
         def page(place):
@@ -49,7 +49,7 @@ class PagePieces:
         return [(page(tile * self.count + j), 0) for j in range(self.count)]
 
     def copy(self, pages_gmem, tile_smem, full, places: list[tuple[Any, Any]], head) -> None:
-        """Starts the copies of a tile's pieces."""
+        """Starts the TMA copies of a tile's pieces from pages to shared memory."""
         for j, (page, slot) in enumerate(places):
             plgpu.copy_gmem_to_smem(
                 pages_gmem.at[page, pl.ds(slot, self.slots), head],
@@ -60,7 +60,7 @@ class PagePieces:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Key tiles side by side that a worker reads for one query tile; numbers in a kernel."""
+    """Consecutive key tiles that a worker reads for one query tile, as a kernel's scalars."""
 
     partial: Any  # where its result goes
     row: Any  # of the batch
@@ -74,7 +74,7 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PageReader:
-    """The reading side of a call: segments and copies of the kernels that read pages."""
+    """Finds a worker's segments and copies their queries, for the kernels that read pages."""
 
     g: QueryLayout
     c: PagedConfig
@@ -84,11 +84,11 @@ class PageReader:
 
     @property
     def pieces(self) -> PagePieces:
-        """Pieces of a tile."""
+        """The pieces of pages that a key tile consists of."""
         return PagePieces(size=self.g.size, block=self.c.block_kv)
 
     def each_segment(self, gmem, worker, body: Callable[[Segment, Any], None]) -> None:
-        """Calls ``body(segment, tiles done before)`` for a worker's part of the plan's line."""
+        """Calls ``body(segment, tiles done before)`` for each segment of a worker's piece."""
         g, c = self.g, self.c
         members = c.team(g)
         head_blocks = g.K // members
@@ -136,7 +136,7 @@ class PageReader:
         lax.while_loop(lambda carry: carry[1] < stop, step, carry)
 
     def copy_queries(self, gmem, tile_smem, full, seg: Segment) -> None:
-        """Starts the copies of a segment's queries."""
+        """Starts the TMA copies of a segment's queries to shared memory."""
         g = self.g
         head0 = lax.div(seg.head * g.group, 8) * 8
         token0 = lax.div(seg.tile, g.tiles_per_token) * g.tokens
