@@ -1,4 +1,7 @@
-"""The public function: validates, chooses who computes. Dims: as in ``reference``."""
+"""The public ``decode_layers``, which validates a call and chooses an implementation.
+
+Dims: as in ``reference``.
+"""
 
 from typing import Literal
 
@@ -27,7 +30,7 @@ def decode_layers(
     implementation: LayerImplementation,
     scale: float | None = None,
 ) -> tuple[jax.Array, KeyAndValuePools]:
-    """Computes decoder layers of a step of one token per row, and writes the tokens into pages.
+    """Computes decoder layers for one new token per row, and writes its keys and values to pages.
 
     Both branches of each layer are computed: attention to pages and SwiGLU. There is no gradient.
 
@@ -97,7 +100,7 @@ def refused_layers(
     positions: jax.Array,
     rope: tuple[jax.Array, jax.Array],
 ) -> str | None:
-    """The reason why ``decode_layers`` by "hopper" refuses these arguments; None if it takes them.
+    """Returns why ``decode_layers`` by "hopper" refuses these arguments; None if it takes them.
 
     Raises:
         InputError: as ``decode_layers``.

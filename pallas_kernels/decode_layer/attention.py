@@ -28,7 +28,7 @@ from .per_thread import COPIED_ROWS, copied_place, each_thread, row_place, splat
 
 
 class KeyPlan(NamedTuple):
-    """Numbers that all of a block's roles read once; int32."""
+    """Division of a step's key tiles among blocks, int32; each role of a block reads it once."""
 
     length: jax.Array  # keys, the new one among them
     tiles: jax.Array  # of a head
@@ -39,13 +39,13 @@ class KeyPlan(NamedTuple):
     place: jax.Array  # slot of a layer's pool that the new token goes into; below 0: none
 
     def first_block(self, head: jax.Array) -> jax.Array:
-        """Number of the block that has a head's first tile."""
+        """Returns the number of the block that has the first key tile of a head."""
         return lax.div((head * self.tiles + 1) * self.blocks - 1, jnp.maximum(self.line, 1))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Attention:
-    """The phase of one call."""
+    """The attention phase of one ``decode_layers`` call."""
 
     sizes: HeadSizes
     num_pages: int
@@ -55,18 +55,18 @@ class Attention:
 
     @property
     def held(self) -> Held:
-        """A thread's sums, maxima and sums of probabilities."""
+        """Layout of a thread's sums, maxima and sums of probabilities in registers."""
         return Held(count=self.sizes.num_held, dtype=jnp.dtype(jnp.float32))
 
     def unsupported(self) -> str | None:
-        """Why it cannot be computed; None if it can."""
+        """Returns why this attention cannot be computed; None if it can."""
         s = self.sizes
         if s.H not in (64, 128) or s.N % s.K:
             return f"{s.N} query heads, {s.K} kv heads of {s.H} columns: those are 64 or 128"
         return None
 
     def plan(self, gmem) -> KeyPlan:
-        """The numbers of this step."""
+        """Returns this step's division of key tiles among blocks."""
         s, block = self.sizes, lax.axis_index("block")
         length = jnp.clip(gmem.positions[0] + 1, 0, self.table * self.page)
         tiles = lax.div(length + (s.keys - 1), jnp.int32(s.keys))
@@ -83,7 +83,7 @@ class Attention:
         return KeyPlan(length, tiles, line, blocks, start, stop, place)
 
     def load(self, gmem, smem, plan: KeyPlan, layer, before, slots) -> None:
-        """Keys and values of the block's tiles into the ring, from turn ``before`` on."""
+        """Loads the block's tiles of keys and values into the ring, from turn ``before`` on."""
 
         def body(tables, barriers, ring, k, v, turn, head, tile):
             self.fetch(tables, [k, v], barriers, ring, slots, turn, head, tile)
@@ -97,7 +97,7 @@ class Attention:
         lax.fori_loop(plan.start, plan.stop, step, None)
 
     def fetch(self, tables, pools, barriers, ring, slots: Slots, turn, head, tile) -> None:
-        """One thread's copies of a tile of keys, and of one of values."""
+        """Starts one thread's copies of a tile of keys and of a tile of values."""
         s, (down, across) = self.sizes, copied_place()
         rows = []
         for first in range(0, s.keys, COPIED_ROWS):
@@ -123,7 +123,7 @@ class Attention:
             slots.fill(barriers, mine, copies)
 
     def attend(self, gmem, smem, plan: KeyPlan, layer, before, slots) -> None:
-        """The block's tiles, to its parts."""
+        """Computes attention to the block's key tiles, and writes its partial results."""
 
         def head(h, _):
             end = (h + 1) * plan.tiles
@@ -171,8 +171,9 @@ class Attention:
         return [slots.place(ring, each) for each in both]
 
     def add_tile(self, held, smem, slots: Slots, turn, left) -> jax.Array:
-        """The sums with the ring's next two tiles; left: keys that the row has from their first
-        one on.
+        """Adds the ring's next tiles of keys and values to the sums.
+
+        ``left`` is the number of the row's keys from the tile's first one on.
         """
         kinds = (self.held.layout, *[plgpu.RefType()] * 3, *[plgpu.Layout.WG_SPLAT(())] * 2)
 
@@ -189,7 +190,7 @@ class Attention:
         return add(held, smem.x, smem.w, smem.barriers, splat(turn), splat(left))
 
     def leave(self, held, x_smem, attended, stats, h, part) -> None:
-        """Writes the sums of all warps to the block's part."""
+        """Writes the attention sums of all warps as the block's partial result."""
         kinds = (self.held.layout, *[plgpu.RefType()] * 3, *[plgpu.Layout.WG_SPLAT(())] * 2)
 
         @plgpu.inline_mgpu(arg_types=kinds)
@@ -201,7 +202,7 @@ class Attention:
         put(held, x_smem, attended, stats, splat(h), splat(part))
 
     def nothing(self) -> jax.Array:
-        """Sums of nothing."""
+        """Returns the initial attention state, of no keys."""
 
         @plgpu.inline_mgpu(return_type=self.held.array)
         def start(ctx):

@@ -1,8 +1,8 @@
 """The code of one thread in a layer's attention.
 
-Of a tile, 8 lanes have a key's columns side by side, 8 each, and the lanes below have other keys:
-so reads of shared memory meet in no bank. Probabilities of a key are in the lanes that
-have its value.
+In a tile, 8 lanes hold one key, 8 columns each, and the lanes below hold other keys, so that reads
+of shared memory have no bank conflicts. Probabilities of a key are in the lanes that have its
+value.
 
 Dims: as in ``attention``.
 """
@@ -47,7 +47,7 @@ _PADDING = 4  # numbers of a warp's result beside its columns: its maximum and s
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HeadSizes:
-    """Sizes, and what threads do with them; values are i32 and f32 of one thread."""
+    """Sizes of attention heads, and a thread's computations with its i32 and f32 values."""
 
     N: int
     K: int
@@ -58,44 +58,44 @@ class HeadSizes:
 
     @property
     def group(self) -> int:
-        """Query heads of a kv head."""
+        """Number of query heads per kv head."""
         return self.N // self.K
 
     @property
     def halves(self) -> int:
-        """Number of halves of 64 columns in a head."""
+        """Number of 64-column halves in a head."""
         return self.H // WIDTH
 
     @property
     def keys(self) -> int:
-        """Number of keys of a tile, which has the size of a weight's."""
+        """Number of keys in a tile, which is as large as a weight's tile."""
         return DEPTH // self.halves
 
     @property
     def rows(self) -> int:
-        """Keys of a thread in a tile."""
+        """Number of keys of a tile that one thread has."""
         return self.keys // (SLICES * _DOWN)
 
     @property
     def num_held(self) -> int:
-        """Numbers of a thread: of each query head its columns, a maximum and a sum."""
+        """Count of a thread's numbers: each query head's columns, maximum and sum."""
         return self.group * (_COLUMNS * self.halves + 2)
 
     @property
     def x_numbers(self) -> int:
-        """Shared memory: queries, the new key and value, results of warps."""
+        """Count of shared-memory numbers: queries, the new key and value, warps' results."""
         return (self.group + 2) * self.H + SLICES * self.group * (self.H + _PADDING)
 
     def nothing(self) -> list[Any]:
-        """Sums, maxima and sums of probabilities of no keys."""
+        """Returns a thread's sums, maxima and sums of probabilities before any key."""
         sums = self.group * _COLUMNS * self.halves
         none = [number(0.0)] * sums
         return none + [number(_NO_MAXIMUM)] * self.group + [number(0.0)] * self.group
 
     def put_heads(self, heads, cos, sin, x, pages: Sequence[Any], h, place) -> None:
-        """Puts a kv head's queries, key and value, rotated, in fp32 into ``x``.
+        """Stores a kv head's rotated queries and key, and its value, in fp32 into ``x``.
 
-        The last two are rounded to their place in pages, where that is not below 0.
+        The new key and value are rounded to slot ``place`` of the pages, unless that is below 0.
         """
         per_head, columns = self.H // (2 * QUAD), Columns(share=self.share)
         for unit in quads((self.group + 2) * per_head):
@@ -143,7 +143,7 @@ class HeadSizes:
         meet_in_block(THREADS)
 
     def put_token(self, x, k, v, row) -> None:
-        """Puts the new key and value, rounded, into a row of their tiles, at addresses k and v."""
+        """Stores the new key and value, rounded, into ``row`` of their tiles, at k and v."""
         across = self.H // _COLUMNS
         mine = mgpu_utils.thread_idx()
         with mgpu_utils.when(below(mine, constant(across))):
@@ -160,7 +160,7 @@ class HeadSizes:
         meet_in_block(THREADS)
 
     def tile(self, held: list[Any], x, k, v, left) -> list[Any]:
-        """Adds a tile's keys and values to what a thread holds."""
+        """Adds attention to a tile's keys and values to a thread's sums."""
         warp, lane = warp_and_lane()
         across = arith.remui(lane, constant(_ACROSS))
         first = total((warp, self.rows * _DOWN), (arith.divui(lane, constant(_ACROSS)), self.rows))
@@ -209,7 +209,7 @@ class HeadSizes:
         return [*(x for each in sums for x in each), *peaks, *totals]
 
     def leave(self, held: list[Any], x, attended, stats, h, part) -> None:
-        """Sums of all warps: unnormalized columns, and a maximum and a sum of each head."""
+        """Writes sums of all warps: unnormalized columns, and each head's maximum and sum."""
         warp, lane = warp_and_lane()
         per_head, width = _COLUMNS * self.halves, self.H + _PADDING
         results = total(address(x), constant(4 * (self.group + 2) * self.H))
@@ -278,7 +278,7 @@ class HeadSizes:
 def put_attended(
     attended, stats, x: Rows, block, plan: Sequence[Any], sizes: HeadSizes, share: Share
 ) -> None:
-    """Puts attention's result into shared memory, for the block's units of a product.
+    """Stores attention's result into shared memory, as the input of a block's units of a product.
 
     A thread of each head says what its parts are multiplied with, while all wait for the columns.
 
@@ -354,7 +354,7 @@ def _put_factors(stats, factors, parts: int, block, plan, sizes: HeadSizes, shar
 
 
 def most_parts(heads: int, blocks: int) -> int:
-    """Blocks that have tiles of one head at most."""
+    """Returns how many blocks can have tiles of one head, at most."""
     return math.ceil(blocks / heads) + 1
 
 

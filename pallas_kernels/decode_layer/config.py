@@ -1,4 +1,4 @@
-"""How a layer's products are divided among blocks, and what fits in shared memory.
+"""The division of a layer's products among blocks, and the tiles that fit in shared memory.
 
 Dims: K contracted, N column of the weight.
 """
@@ -23,7 +23,7 @@ _PART_COST = 0.01  # of the time of a product, for each part that readers add
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TileForm:
-    """Layout of weights: a tile is lines of 64 columns, of a row or of 32 rows of codes."""
+    """Layout of a weight tile: lines of 64 columns, each of one row or of 32 rows of codes."""
 
     code: WeightCode | None = None  # of quantized weights
     group_rows: int = 0  # that share a scale; 0: all
@@ -31,7 +31,7 @@ class TileForm:
 
     @classmethod
     def of(cls, weight: jax.Array | QuantizedWeight) -> "TileForm":
-        """The layout of a weight; a quantized one is in the order of fragments."""
+        """Returns the tile layout of a weight; a quantized one is in the order of fragments."""
         if not isinstance(weight, QuantizedWeight):
             return cls()
         form, scale_bytes = weight.format, weight.scales.dtype.itemsize
@@ -39,40 +39,40 @@ class TileForm:
 
     @property
     def line_rows(self) -> int:
-        """Rows of a line."""
+        """Number of the weight's rows in a line."""
         return 1 if self.code is None else BLOCK_ROWS
 
     @property
     def row_bits(self) -> int:
-        """Bits of a column of a line."""
+        """Number of bits per column of a line."""
         return self.line_rows * (16 if self.code is None else self.code.bits)
 
     @property
     def line_bytes(self) -> int:
-        """Bytes of a line of a tile."""
+        """Number of bytes in a line of a tile."""
         return WIDTH * self.row_bits // 8
 
     @property
     def depth(self) -> int:
-        """Rows of a tile."""
+        """Number of the weight's rows in a tile."""
         return TILE_BYTES // self.line_bytes * self.line_rows
 
     @property
     def groups(self) -> int:
-        """Number of groups of rows that share a scale, in a tile."""
+        """Number of groups in a tile, whose rows share a scale."""
         if self.code is None:
             return 0
         return max(1, self.depth // self.group_rows) if self.group_rows else 1
 
     @property
     def stage_bytes(self) -> int:
-        """A tile and its scales."""
+        """Number of bytes of a tile and its scales."""
         return TILE_BYTES + self.groups * WIDTH * self.scale_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """A product's units, dealt out to blocks one by one: a column of tiles, or a part of its K.
+    """The division of a product among blocks by units: a column of tiles, or a part of its K.
 
     Blocks work on neighboring columns at the same time, so that neighbors in memory are read
     together. Units of several parts of K leave as many parts of each column.
@@ -85,12 +85,12 @@ class Share:
 
     @property
     def across(self) -> int:
-        """Columns of tiles."""
+        """Number of tile columns of the weight."""
         return self.N // WIDTH
 
     @property
     def parts(self) -> int:
-        """Number of parts of K: as few as give every block nearly the same."""
+        """Number of parts that K is split into: as few as balance the blocks."""
         tiles = self.K // self.depth
 
         def cost(parts: int) -> float:
@@ -101,37 +101,37 @@ class Share:
 
     @property
     def down(self) -> int:
-        """Tiles of a unit."""
+        """Number of tiles in a unit."""
         return self.K // self.depth // self.parts
 
     @property
     def units(self) -> int:
-        """Number of units of all blocks."""
+        """Number of units that all blocks have in total."""
         return self.across * self.parts
 
     @property
     def most(self) -> int:
-        """Units of a block at most."""
+        """Largest number of units that a block has."""
         return -(-self.units // self.blocks)
 
     @property
     def rows(self) -> int:
-        """Rows of a unit."""
+        """Number of the weight's rows in a unit."""
         return self.down * self.depth
 
     @property
     def most_rows(self) -> int:
-        """Rows of the weight in a block's units, at most."""
+        """Largest number of the weight's rows in one block's units."""
         return self.most * self.rows
 
     def unsupported(self) -> str | None:
-        """Why it cannot be divided; None if it can."""
+        """Returns why the product cannot be divided into tiles; None if it can."""
         if self.K % self.depth or self.N % WIDTH:
             return f"{self.K} x {self.N} is no multiple of {self.depth} x {WIDTH}"
         return None
 
 
 def num_stages(x_bytes: int, stage_bytes: int = TILE_BYTES) -> int:
-    """Stages of the ring, beside so many bytes of what weights are multiplied with."""
+    """Returns the number of tiles in the ring, beside ``x_bytes`` for the products' input."""
     left = SMEM_BYTES - _RESERVE - x_bytes - 4 * 2 * SLICES * WIDTH
     return min(left // stage_bytes, _MOST_STAGES)

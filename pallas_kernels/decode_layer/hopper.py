@@ -43,7 +43,7 @@ _ATTENTION, _MLP = 0, 1  # rows of the stream: what either's norm is of
 
 
 def unsupported(call: LayersCall) -> str | None:
-    """The reason why the kernel cannot compute this call; None if it can."""
+    """Returns why the decode-layer kernel cannot compute this call; None if it can."""
     facts = device.target()
     if facts.capability != (9, 0):
         return f"it needs a GPU of compute capability 9.0 (Hopper), not {facts.kind}"
@@ -89,7 +89,7 @@ def _unlike(layers: LayerWeights) -> str | None:
 
 
 def decode_layers_hopper(call: LayersCall) -> tuple[jax.Array, KeyAndValuePools]:
-    """Computes the layers by the kernel, of a call that ``unsupported`` has no reason against."""
+    """Computes all layers of a supported call by one launch of the Hopper kernel."""
     counter, k, v = references((jnp.zeros(1, jnp.int32), *call.pages))
     y = LayersKernel.of(call).result(call, {"k": k, "v": v, "counter": counter})
     return y, (jax.freeze(k), jax.freeze(v))
@@ -97,7 +97,7 @@ def decode_layers_hopper(call: LayersCall) -> tuple[jax.Array, KeyAndValuePools]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayersKernel:
-    """The kernel of one launch; methods are its phases, written once per trace."""
+    """The decode-layer kernel of one launch; methods are phases, written once per trace."""
 
     products: tuple[Product, ...]
     attention: Attention
@@ -108,7 +108,7 @@ class LayersKernel:
 
     @classmethod
     def of(cls, call: LayersCall) -> "LayersKernel":
-        """The phases of a call."""
+        """Returns the kernel for a call, with its products and attention."""
         layers = call.layers
         shapes = {name: layers.shape(name) for name in WEIGHTS}
         form, (A, _) = TileForm.of(layers.qkv), shapes["out"]
@@ -137,7 +137,7 @@ class LayersKernel:
 
     @property
     def x_bytes(self) -> int:
-        """Shared memory beside tiles, at most: what weights are multiplied with, of one phase."""
+        """Most bytes of shared memory that a phase's input to products takes, beside tiles."""
         counts = [p.share.K if p.is_whole else p.share.most_rows for p in self.products]
         rows, sizes = self.products[1].share.most_rows, self.attention.sizes
         factors = rows // sizes.H * most_parts(sizes.K, self.blocks)
@@ -146,21 +146,21 @@ class LayersKernel:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks of the grid."""
+        """Number of blocks in the grid."""
         return self.attention.blocks
 
     @property
     def form(self) -> TileForm:
-        """Layout of the weights."""
+        """Layout of the weights' tiles."""
         return TileForm() if self.codes is None else self.codes.form
 
     def rows(self, x_smem: Any) -> inputs.Rows:
-        """The rows that weights are multiplied with."""
+        """Returns the products' input rows as they are stored in shared memory."""
         return inputs.Rows(smem=x_smem, packed=None if self.codes is None else self.dtype)
 
     @property
     def stream(self) -> TileStream:
-        """All weights, keys and values, in the order in which they are needed."""
+        """The ring that brings all weights, keys and values in the order of their use."""
         return TileStream(
             products=self.products, attention=self.attention, num_layers=self.num_layers,
             num_stages=num_stages(self.x_bytes, self.form.stage_bytes), dtype=self.dtype,
@@ -253,7 +253,7 @@ class LayersKernel:
         self.write(gmem, down)
 
     def put_hidden(self, gmem, smem, wide: Product, down: Product) -> None:
-        """Puts the MLP's hidden values into shared memory, from all blocks' gates and ups."""
+        """Stores the MLP's hidden values into shared memory, from all blocks' gates and ups."""
 
         def body(parts, x, block):
             inputs.put_hidden(parts, self.rows(x), block, down.share, wide.share)
@@ -263,7 +263,7 @@ class LayersKernel:
         each_thread(body, refs, [lax.axis_index("block")])
 
     def put_attended(self, gmem, smem, plan: KeyPlan) -> None:
-        """Puts attention's result, of all blocks, into shared memory."""
+        """Stores attention's result, merged from all blocks, into shared memory."""
         share = self.products[1].share
 
         def body(attended, stats, x, block, *plan):
@@ -275,9 +275,7 @@ class LayersKernel:
         each_thread(body, [gmem.attended, gmem.stats, smem.x], numbers)
 
     def ask_for_scale(self, gmem, layer: jax.Array, row: int) -> None:
-        """Has a norm's scale in L2 by when it is needed: a read of memory takes long while the ring
-        is filled.
-        """
+        """Prefetches a norm's scale to L2, as reads are slow while the ring is filled."""
         scales = getattr(gmem, _SCALES[row])
         lines = -(-scales.shape[1] * scales.dtype.itemsize // _LINE)
 
@@ -289,7 +287,7 @@ class LayersKernel:
         each_thread(body, [], [], layer=layer, stacks=[scales])
 
     def put_normed(self, gmem, smem, layer: jax.Array, row: int, product: Product | None) -> None:
-        """The normalized stream, with a product added, into shared memory."""
+        """Adds a product to the residual stream, and stores its norm into shared memory."""
         share, parts = None, []
         if product is not None:
             share, parts = product.share, [getattr(gmem, product.parts)]
@@ -307,7 +305,7 @@ class LayersKernel:
         each_thread(body, refs, numbers, layer=layer, stacks=stacks)
 
     def write(self, gmem, down: Product) -> None:
-        """The block's part of the result."""
+        """Writes the block's part of the result to global memory."""
 
         def body(*given):
             inputs.write_result(*given, row=_MLP, share=down.share, dtype=self.dtype)

@@ -1,8 +1,8 @@
-"""Rows that the threads of a block put into shared memory before a product, in fp32.
+"""Inputs of a block's products, which its threads compute into shared memory in fp32.
 
-Products leave parts of their columns, and whoever reads a column adds them in one order: so no
-phase is there for sums alone. A thread takes four neighboring numbers at a time, and asks for all
-that it reads before it adds.
+Products leave parts of their columns, and each reader of a column adds them in one order, so no
+phase is only for sums. A thread takes four neighboring numbers (a quad) at a time, and issues all
+its reads before it adds.
 
 Dims: D width of the stream, F hidden width.
 """
@@ -41,12 +41,12 @@ QUAD = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Columns:
-    """Columns of an earlier product of this launch."""
+    """The columns of an earlier product's result in this launch."""
 
     share: Share
 
     def asked(self, parts, column) -> list[list[Any]]:
-        """Every part of columns ``column`` to ``column + 3``, of a multiple of four."""
+        """Loads every part of columns ``column`` (a multiple of 4) to ``column + 3``."""
         return [
             asked_quad(parts, total(column, constant(part * self.share.N)))
             for part in range(self.share.parts)
@@ -54,20 +54,20 @@ class Columns:
 
 
 def added(quads: list[list[Any]]) -> list[Any]:
-    """Sums of quads, in their order."""
+    """Adds quads (four numbers each) elementwise, in their order."""
     return functools.reduce(
         lambda xs, ys: [arith.addf(x, y) for x, y in zip(xs, ys, strict=True)], quads
     )
 
 
 def asked_quad(ref, at) -> list[Any]:
-    """Four fp32 numbers, from number ``at`` on, of an array that blocks write."""
+    """Loads four fp32 numbers, from index ``at`` on, from an array that other blocks write."""
     words = loaded("ld.relaxed.gpu.global.v4.b32", global_place(ref, at, 4), QUAD, kind="l")
     return [arith.bitcast(ir.F32Type.get(), word) for word in words]
 
 
 def quads(count: int) -> list[Any]:
-    """Numbers of this thread's quads; threads beyond the last quad have it once more."""
+    """Returns the indices of this thread's quads; excess threads repeat the last quad."""
     mine = thread_anew()
     return [
         arith.minui(total(mine, constant(first)), constant(count - 1))
@@ -76,7 +76,7 @@ def quads(count: int) -> list[Any]:
 
 
 def put_hidden(parts, x: "Rows", block, share: Share, gates_and_ups: Share) -> None:
-    """Puts hidden values that the block's units are multiplied with into shared memory."""
+    """Stores the MLP's hidden values that the block's units multiply into shared memory."""
     columns = Columns(share=gates_and_ups)
     for quad in quads(share.most_rows // QUAD):
         at, gate = place_of(quad, block, share)
@@ -89,7 +89,7 @@ def put_normed(
     own, parts, stream, scale, squares_smem, x: "Rows", block, *, row: int, share: Share | None,
     norm: RmsNorm, blocks: int, dtype: jnp.dtype,
 ) -> None:  # fmt: skip
-    """Puts ``norm(x)`` into shared memory, and the block's quads of x into a row of the stream.
+    """Stores ``norm(x)`` into shared memory, and the block's quads of x into the stream.
 
     Args:
         own: x, in 16 bits, where there is no product.
@@ -131,7 +131,7 @@ def put_normed(
 
 
 def write_result(parts, stream, y, block, *, row: int, share: Share, dtype: jnp.dtype) -> None:
-    """Writes the block's quads of the result: a row of the stream and a product, rounded once."""
+    """Writes the block's quads of the result: a stream row plus a product, rounded once."""
     count = share.N // QUAD
     each = -(-count // share.blocks)
     assert each <= THREADS, "a thread has a quad"
@@ -147,7 +147,7 @@ def write_result(parts, stream, y, block, *, row: int, share: Share, dtype: jnp.
 
 
 def place_of(quad, block, share: Share) -> tuple[Any, Any]:
-    """Place of a quad that a block's units are multiplied with, and its row of K."""
+    """Returns a quad's offset in the input of a block's units, and its row of K."""
     per_unit = constant(share.rows // QUAD)
     unit = total(block, (arith.divui(quad, per_unit), share.blocks))
     unit = arith.minui(unit, constant(share.units - 1))
@@ -157,18 +157,18 @@ def place_of(quad, block, share: Share) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """Rows in shared memory that weights multiply: fp32, or 16 bits beside quantized ones."""
+    """The input rows of products in shared memory: fp32, or 16 bits if weights are quantized."""
 
     smem: Any
     packed: jnp.dtype | None
 
     @property
     def size(self) -> int:
-        """Bytes of a number."""
+        """Number of bytes per number."""
         return 4 if self.packed is None else 2
 
     def store(self, at, numbers: list[Any]) -> None:
-        """Four fp32 numbers, from number ``at`` on."""
+        """Stores four fp32 numbers from index ``at`` on."""
         if self.packed is None:
             store_quad(self.smem, at, numbers)
             return
@@ -178,19 +178,19 @@ class Rows:
 
 
 def store_quad(x_smem, at, numbers: list[Any]) -> None:
-    """Four fp32 numbers to ``x_smem``, from number ``at`` on."""
+    """Stores four fp32 numbers to ``x_smem`` from index ``at`` on."""
     place = total(address(x_smem), (at, 4))
     text = "st.shared.v4.f32 [$0], {$1,$2,$3,$4};"
     assembly(None, [place, *numbers], text, "r,f,f,f,f", pure=False)
 
 
 def halves(ref, at) -> list[Any]:
-    """Four 16-bit numbers of an array that no block writes."""
+    """Loads four 16-bit numbers, from index ``at`` on, from an array that no block writes."""
     return loaded("ld.global.nc.v2.b32", global_place(ref, at, 2), 2, kind="l")
 
 
 def widened(words: list[Any], dtype: jnp.dtype) -> list[Any]:
-    """16-bit numbers as fp32."""
+    """Converts packed 16-bit numbers to fp32."""
     return [x for word in words for x in widened_pair(word, dtype)]
 
 

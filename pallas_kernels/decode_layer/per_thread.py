@@ -1,4 +1,4 @@
-"""Calls of bodies that are written for one thread, which Pallas cannot say."""
+"""Calls of code that is written for one thread, which Pallas cannot express."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ COPIED_ROWS = WARPGROUP // _ACROSS
 
 
 def splat(x: Any) -> jax.Array:
-    """A number as an argument of ``plgpu.inline_mgpu``."""
+    """Converts a number to an int32 argument of ``plgpu.inline_mgpu``."""
     return jnp.broadcast_to(x, ())
 
 
@@ -33,7 +33,7 @@ def each_thread(
     layer: Any = 0,
     stacks: Sequence[Any] = (),
 ) -> None:
-    """Every thread's ``body(*refs, *arrays, *numbers)``, numbers as int32 registers.
+    """Runs ``body(*refs, *arrays, *numbers)`` in every thread, numbers as int32 registers.
 
     Args:
         layer, stacks: ``arrays`` are where this layer's begin, in a stack of all layers' each.
@@ -54,33 +54,33 @@ def each_thread(
 
 
 def layer_array(stack: Any, layer: Any, size: int) -> Address:
-    """Where a layer's array of so many bytes begins in a stack, which may have more than 2**32."""
+    """Returns the address of a layer's ``size`` bytes in a stack, which may exceed 2**32 bytes."""
     return Address(global_place(stack, layer, size))
 
 
 def thread_anew() -> Any:
-    """This thread's number in its block, of which nothing is computed ahead of where it stands.
+    """Reads this thread's number in its block anew, so that nothing derived from it is hoisted.
 
-    What phases derive from it is the same in all layers, and would be kept for all of them: in
-    memory, as there are more such numbers than registers.
+    All layers derive the same from it, and the compiler would keep that for all of them: in memory,
+    as registers are too few.
     """
     return assembly(i32(), [], "mov.u32 $0, %tid.x;", "=r", pure=False)
 
 
 def warp_and_lane() -> tuple[Any, Any]:
-    """Number of this thread's warp in its block, and of its lane."""
+    """Returns the number of this thread's warp in its block, and of its lane in the warp."""
     thread = mgpu_utils.thread_idx()
     return arith.divui(thread, constant(LANES)), arith.remui(thread, constant(LANES))
 
 
 def copied_place() -> tuple[Any, Any]:
-    """Row, and number of 16 bytes in it, that this thread copies of the first rows of a tile."""
+    """Returns the row, and the 16-byte chunk in it, that this thread copies of a tile first."""
     mine = arith.remui(mgpu_utils.thread_idx(), constant(WARPGROUP))
     return arith.divui(mine, constant(_ACROSS)), arith.remui(mine, constant(_ACROSS))
 
 
 def row_place(pool: Any, row: Any, column: Any, width: int) -> Any:
-    """Address of a column of a head in a pool, which may have more than 2**31 elements.
+    """Returns the address of a head's column in a pool, which may exceed 2**31 elements.
 
     Args:
         row: slot of the pool and head, as one number.
@@ -92,10 +92,10 @@ def row_place(pool: Any, row: Any, column: Any, width: int) -> Any:
 
 
 def beyond(place: Any, offset: int) -> Any:
-    """A place in global memory, so many bytes on."""
+    """Returns the global-memory address ``offset`` bytes after ``place``."""
     return arith.addi(place, mgpu.c(offset, ir.IntegerType.get_signless(64)))
 
 
 def below(a: Any, b: Any) -> Any:
-    """``a < b``, as numbers without a sign."""
+    """Compares ``a < b`` as unsigned integers."""
     return arith.cmpi(arith.CmpIPredicate.ult, a, b)

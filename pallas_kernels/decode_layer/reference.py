@@ -1,4 +1,4 @@
-"""A call of the op, and its formula.
+"""A validated call of ``decode_layers``, and its formula.
 
 Dims: L layer, M row, D width of the stream, A width of all query heads, F hidden width; N query
 heads, K kv heads, H width of a head; P page of a layer's pool, S slot of a page, R rotated pair.
@@ -24,7 +24,7 @@ type KeyAndValuePools = tuple[jax.Array, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
-    """Stacks of all layers' weights, in x's dtype or all in one quantized format."""
+    """The weights of all layers, stacked, in x's dtype or all in one quantized format."""
 
     attention_norm: RmsNorm  # scales [L, D], as the other norm's
     # [L, D, (N + 2 K) H]: heads of queries, then of keys, then of values
@@ -35,24 +35,24 @@ class LayerWeights:
     down: jax.Array | QuantizedWeight  # [L, F, D]
 
     def layer(self, i: int) -> "LayerWeights":
-        """One layer's: as here, without L."""
+        """Returns the weights of layer ``i``, without the dim L."""
         return jax.tree.map(lambda leaf: leaf[i], self)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of one layer's weight as a matrix."""
+        """Returns the shape of one layer's named weight as a matrix."""
         weight = getattr(self, name)
         is_quantized = isinstance(weight, QuantizedWeight)
         return weight.matrix_shape if is_quantized else weight.shape[-2:]
 
     @property
     def norms(self) -> tuple[RmsNorm, RmsNorm]:
-        """The norms of attention and of the MLP."""
+        """The norms before attention and before the MLP."""
         return self.attention_norm, self.mlp_norm
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayersCall:
-    """A validated call: a step of one token per row, through layers that are alike."""
+    """A validated ``decode_layers`` call: one new token per row, through layers alike."""
 
     x: jax.Array  # [M, D]: the stream
     layers: LayerWeights
@@ -63,7 +63,7 @@ class LayersCall:
     scale: float  # of scores
 
     def arrays(self) -> dict[str, Any]:
-        """The arrays that a kernel reads, by name."""
+        """Returns the arrays that the kernel reads, by name."""
         cos, sin = self.rope
         weights = {name: getattr(self.layers, name) for name in WEIGHTS}
         if isinstance(self.layers.qkv, QuantizedWeight):
@@ -77,19 +77,19 @@ class LayersCall:
         }  # fmt: skip
 
     def tables_of(self, i: int) -> jax.Array:
-        """Layer ``i``'s, of pages in pools [L P, S, K, H] of all layers' pages."""
+        """Returns layer ``i``'s page table, for pools [L P, S, K, H] of all layers' pages."""
         P = self.pages[0].shape[1]
         # What is no page of this layer must not be one of its neighbor's.
         is_page = (self.tables >= 0) & (self.tables < P)
         return jnp.where(is_page, self.tables + i * P, -1)
 
     def per_token(self) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Positions [M, 1], and rope [M, 1, R], as calls of several tokens per row take them."""
+        """Returns positions [M, 1] and RoPE [M, 1, R], with a dim for the tokens of a row."""
         cos, sin = self.rope
         return self.positions[:, None], (cos[:, None], sin[:, None])
 
     def describe(self) -> str:
-        """One line for logs and errors."""
+        """Describes the call in one line for logs and errors."""
         (M, D), (L, P, S, K, H) = self.x.shape, self.pages[0].shape
         A, F = (self.layers.shape(name)[0] for name in ("out", "down"))
         return (
@@ -99,7 +99,7 @@ class LayersCall:
 
 
 def decode_layers_reference(call: LayersCall) -> tuple[jax.Array, KeyAndValuePools]:
-    """The stream after all layers, in fp32 and rounded once, and the pages with the new token."""
+    """Computes the stream after all layers, in fp32 and rounded once, and the updated pages."""
     x, M, shape = call.x.astype(jnp.float32), len(call.x), call.pages[0].shape
     k, v = (pool.reshape(-1, *shape[2:]).astype(jnp.float32) for pool in call.pages)
     for i in range(shape[0]):

@@ -69,7 +69,7 @@ _LANES = 4  # that have the same columns
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedTile:
-    """How a tile of codes is multiplied: by fragments of the tensor cores, as few_rows_matmul does.
+    """The multiplication of a tile of codes by MMA fragments, as in few_rows_matmul.
 
     A warp has one or two blocks of 32 rows of every tile, and all 64 columns. The right operand has
     the one row of x in all its eight places: every lane ``4 g + t`` has the sums of columns g and
@@ -82,17 +82,17 @@ class QuantizedTile:
 
     @property
     def dequantizer(self) -> Dequantizer:
-        """Conversion of codes to numbers."""
+        """Converter of the weight's codes to numbers."""
         assert self.form.code is not None, "16 bits"
         return Dequantizer(code=self.form.code, dtype=self.dtype)
 
     @property
     def blocks(self) -> int:
-        """Number of blocks of 32 rows of a warp."""
+        """Number of 32-row blocks that a warp has in a tile."""
         return self.form.depth // BLOCK_ROWS // SLICES
 
     def tile(self, sums: list[Any], place, x, row) -> list[Any]:
-        """Sums with the products of a tile at ``place`` and x from ``row`` on."""
+        """Adds the products of the tile at ``place`` and of x from ``row`` on to sums."""
         warp, lane = warp_and_lane()
         g, t = (f(lane, constant(_LANES)) for f in (arith.divui, arith.remui))
         first = total((warp, self.blocks * BLOCK_ROWS))
@@ -127,7 +127,7 @@ class QuantizedTile:
         return found
 
     def keep(self, sums: list[Any], place) -> None:
-        """A warp's sums to shared memory, in the order of columns; of one lane of four."""
+        """Stores a warp's sums to shared memory in column order, by one lane in four."""
         _, lane = warp_and_lane()
         g, t = (f(lane, constant(_LANES)) for f in (arith.divui, arith.remui))
         with mgpu_utils.when(below(t, constant(1))):
@@ -162,7 +162,7 @@ class Product:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TileStream:
-    """The ring of a launch."""
+    """The ring of tiles that a launch's blocks fill and multiply by."""
 
     products: tuple[Product, ...]  # of heads, then others
     attention: Attention  # whose keys and values come after those of heads
@@ -173,16 +173,16 @@ class TileStream:
 
     @property
     def form(self) -> TileForm:
-        """Layout of the weights."""
+        """Layout of the weights' tiles."""
         return TileForm() if self.codes is None else self.codes.form
 
     @property
     def slots(self) -> Slots:
-        """The ring."""
+        """Slots of the ring, and their barriers."""
         return Slots(count=self.num_stages, warps=SLICES, bytes=self.form.stage_bytes)
 
     def scratch(self) -> dict[str, Any]:
-        """The ring, sums, barriers."""
+        """Returns shared-memory buffers: the ring, sums and barriers."""
         return {
             "w": plgpu.SMEM((self.num_stages * self.form.stage_bytes // 4,), jnp.int32),
             "sums": plgpu.SMEM((2, SLICES, WIDTH), jnp.float32),
@@ -190,7 +190,7 @@ class TileStream:
         }
 
     def begin(self, smem) -> None:
-        """Prepares the ring; all threads of a block do it before they part."""
+        """Initializes the ring, by all threads of a block, before they take their roles."""
         threads = (GROUPS + 1) * WARPGROUP
 
         def body(barriers):
@@ -202,14 +202,14 @@ class TileStream:
         each_thread(body, [smem.barriers], [])
 
     def before(self, layer: jax.Array, which: int, plan: KeyPlan) -> jax.Array:
-        """Tiles of the block that pass the ring before those of a product."""
+        """Returns how many of the block's tiles pass the ring before those of a product."""
         counts = [self.products[0].count(), 2 * (plan.stop - plan.start)]
         counts += [product.count() for product in self.products[1:]]
         before = functools.reduce(jnp.add, counts[: which and which + 1], jnp.int32(0))
         return layer * functools.reduce(jnp.add, counts) + before
 
     def load(self, gmem, smem, plan: KeyPlan) -> None:
-        """Fills the ring with all that the block needs."""
+        """Loads all weight, key and value tiles that the block needs into the ring."""
 
         def copy_product(layer, which: int, product: Product) -> None:
             before, share = self.before(layer, which, plan), product.share
@@ -238,7 +238,7 @@ class TileStream:
         lax.fori_loop(0, self.num_layers, each_layer, None)
 
     def fetch(self, barriers, ring, arrays: list[Any], turn, row, column, share: Share) -> None:
-        """One thread's copies of a weight's tile, and of its scales."""
+        """Starts one thread's copies of a weight tile and of its scales."""
         form, line = self.form, self.form.line_bytes
         across, mine = line // COPIED, arith.remui(mgpu_utils.thread_idx(), constant(WARPGROUP))
         down, at = (f(mine, constant(across)) for f in (arith.divui, arith.remui))
@@ -261,7 +261,7 @@ class TileStream:
         self.slots.fill(barriers, turn, copies)
 
     def fetch_scales(self, place, scales, row, column, share: Share) -> None:
-        """One thread's copy of a tile's scales."""
+        """Starts one thread's copy of the scales of a tile."""
         form, mine = self.form, arith.remui(mgpu_utils.thread_idx(), constant(WARPGROUP))
         across = WIDTH * form.scale_bytes // COPIED
         assert form.groups * across <= WARPGROUP, "a thread has a copy"
@@ -276,12 +276,12 @@ class TileStream:
             self.slots.copy(source, target)
 
     def attend(self, gmem, smem, plan: KeyPlan, layer: jax.Array) -> None:
-        """The block's part of attention."""
+        """Computes the block's part of attention."""
         before = self.before(layer, 0, plan) + self.products[0].count()
         self.attention.attend(gmem, smem, plan, layer, before, self.slots)
 
     def multiply(self, gmem, smem, layer: jax.Array, which: int, plan: KeyPlan) -> None:
-        """Products of the numbers in ``smem.x`` with the block's tiles, to its parts."""
+        """Multiplies the input in ``smem.x`` by the block's tiles, and writes partial sums."""
         product = self.products[which]
         down, before = product.share.down, self.before(layer, which, plan)
 
@@ -301,7 +301,7 @@ class TileStream:
         lax.fori_loop(0, lax.div(product.count(), jnp.int32(down)), unit, None)
 
     def add_tile(self, sums: jax.Array, smem, turn: jax.Array, row: jax.Array) -> jax.Array:
-        """Sums with the products of the ring's next tile and x from ``row`` on."""
+        """Adds the products of the ring's next tile and of x from ``row`` on to sums."""
         kinds = (_HELD.layout, *[plgpu.RefType()] * 3, *[plgpu.Layout.WG_SPLAT(())] * 2)
 
         @plgpu.inline_mgpu(arg_types=kinds, return_type=_HELD.array)
@@ -317,7 +317,7 @@ class TileStream:
         return add(sums, smem.w, smem.x, smem.barriers, splat(turn), splat(row))
 
     def tile(self, sums: list[Any], place, x, row) -> list[Any]:
-        """``add_tile`` as one thread does it; place: of the tile, in shared memory."""
+        """Does ``add_tile`` in one thread; ``place`` is the tile's in shared memory."""
         warp, lane = warp_and_lane()
         mine = total((warp, DEPTH // SLICES), (arith.divui(lane, constant(_ACROSS)), _ROWS))
         x_place = total(address(x), (total(mine, row), 4))
@@ -334,7 +334,7 @@ class TileStream:
         return sums
 
     def leave(self, sums, sums_smem: Any, parts: Any, j, part, column, share: Share) -> None:
-        """A unit's sums, over all warps, to its part of its columns."""
+        """Writes a unit's sums, over all warps, to its part of its columns."""
         numbers = (j, part, column)
         kinds = (_HELD.layout, *[plgpu.RefType()] * 2, *[plgpu.Layout.WG_SPLAT(())] * 3)
 
@@ -347,7 +347,7 @@ class TileStream:
         put(sums, sums_smem, parts, *map(splat, numbers))
 
     def put(self, sums: list[Any], sums_smem, parts, j, part, column, share: Share) -> None:
-        """``leave`` as one thread does it.
+        """Writes a unit's sums by one thread, as ``leave`` does in all.
 
         Units alternate between two buffers: who writes one again has met its readers in between.
         """

@@ -1,4 +1,4 @@
-"""The public function: it validates a call and chooses who computes it.
+"""The public ``few_rows_matmul``, which validates a call and chooses an implementation.
 
 Dims: as in ``reference``.
 """
@@ -32,7 +32,7 @@ def few_rows_matmul(
     residual: jax.Array | None = None,
     implementation: FewRowsImplementation = "auto",
 ) -> jax.Array:
-    """Computes ``residual + act(input(x) w)`` of few rows, where reading the weight takes the time.
+    """Computes ``residual + act(input(x) w)`` for few rows, where reading the weight dominates.
 
     Of one row, what comes before and after a product takes as long to launch as the product. The op
     has no gradient.

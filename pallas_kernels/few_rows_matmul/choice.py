@@ -1,4 +1,4 @@
-"""The chooser: which kernel computes a call, with which tiles, as measured.
+"""The choice of the kernel and tiles for a product of few rows, by measured tables.
 
 One table, ``tuned/dispatch-DEVICE.json``. A case has
 
@@ -66,9 +66,7 @@ def product_case(s: ProductShape) -> Fields:
 
 
 def fused_config(call: FewRowsCall) -> FusedConfig | QuantizedConfig | None:
-    """The tiles of the fused kernel, where they were faster than operations apart at the nearest
-    size.
-    """
+    """Returns the fused kernel's tiles if they were faster at the nearest size, else None."""
     if call.is_plain:
         return None
     faster = _fused(call.shape, weight_name(call), call.fused, *_table())
@@ -76,8 +74,9 @@ def fused_config(call: FewRowsCall) -> FusedConfig | QuantizedConfig | None:
 
 
 def fuses(call: FewRowsCall, config: KernelConfig | None) -> str | None:
-    """The reason why these tiles cannot compute what comes before and after a product, too; None
-    if they can: of rows that stay in shared memory as they are.
+    """Returns why these tiles cannot fuse the norm, SwiGLU or residual; None if they can.
+
+    Rows of x must stay whole in shared memory.
     """
     s, weight = call.shape, call.weight
     if isinstance(weight, QuantizedWeight):
@@ -88,8 +87,7 @@ def fuses(call: FewRowsCall, config: KernelConfig | None) -> str | None:
 
 
 def product_config(s: ProductShape) -> SkinnyConfig | QuantizedConfig | None:
-    """The tiles of a kernel of the product alone; None where XLA was as fast or nothing was
-    measured.
+    """Returns tiles for the product alone; None where XLA was as fast or nothing was measured.
 
     Of a quantized weight a table speaks for the device: sizes and formats far from its rows have
     the default tiles.
@@ -98,9 +96,7 @@ def product_config(s: ProductShape) -> SkinnyConfig | QuantizedConfig | None:
 
 
 def takes_kernel(weight: QuantizedWeight) -> bool:
-    """Whether a weight is better arranged on this device: one where any quantized product was
-    measured.
-    """
+    """Returns whether to arrange a weight here: where any quantized product was measured."""
     return product_config(ProductShape.of(1, weight)) is not None
 
 

@@ -1,4 +1,4 @@
-"""Tiles of the kernels: which fit a product, and which are taken where nothing was measured.
+"""Tile sizes of the few-row kernels: which fit a product, and the defaults where none is tuned.
 
 Dims: M row of x, K contracted, N column of the weight.
 """
@@ -24,7 +24,7 @@ _RESERVE = 2 * 1024  # bytes of barriers, sums of squares, and gaps between buff
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ProductShape:
-    """The facts of a product that its tiles depend on."""
+    """The sizes and formats of a product on which the choice of tiles depends."""
 
     M: int
     K: int
@@ -39,7 +39,7 @@ class ProductShape:
     def of(
         cls, rows: int, weight: jax.Array | QuantizedWeight, *, swiglu: bool = False
     ) -> "ProductShape":
-        """The shape of a product of so many rows with a weight."""
+        """Returns the shape of the product of ``rows`` rows and a weight."""
         if not isinstance(weight, QuantizedWeight):
             return cls(M=rows, K=weight.shape[0], N=weight.shape[1], swiglu=swiglu)
         depth, columns = weight.matrix_shape
@@ -56,42 +56,42 @@ class ProductShape:
 
     @property
     def padded_rows(self) -> int:
-        """Rows of tiles that TMA copies, a multiple of 8."""
+        """Number of rows of x padded to a multiple of 8, as TMA copies them."""
         return -(-self.M // ROW_MULTIPLE) * ROW_MULTIPLE
 
     @property
     def num_groups(self) -> int:
-        """Number of warpgroups that multiply 64 rows each."""
+        """Number of warpgroups needed when each multiplies 64 rows of x."""
         return -(-self.M // GROUP_ROWS)
 
     @property
     def rows_at_a_time(self) -> int:
-        """Rows of x that a block multiplies with a quantized weight."""
+        """Number of rows of x that a block multiplies by a quantized weight at once."""
         return min(self.M, MOST_ROWS_AT_A_TIME)
 
     @property
     def strips(self) -> int:
-        """Number of strips of 8 rows in a block."""
+        """Number of strips of 8 rows of x in a block."""
         return -(-self.rows_at_a_time // STRIP)
 
     @property
     def places(self) -> int:
-        """Rows of a strip in shared memory where x is resident: all lanes read a lone row."""
+        """Number of rows stored per strip where x is resident: 1 if x is one row, else 8."""
         return 1 if self.M == 1 else STRIP
 
     @property
     def words_per_lane(self) -> int:
-        """Number of words of a lane in a block of 32 rows and 16 columns of codes."""
+        """Number of 32-bit words per lane in a block of codes, 32 rows by 16 columns."""
         return self.bits // 2
 
     @property
     def scale_arrays(self) -> tuple[str, ...]:
-        """Names of what a stage has besides words of codes, and x where that is staged too."""
+        """Names of a stage's arrays of scales and zero points."""
         return ("scales", "zeros")[: bool(self.scaled_parts) + self.has_zeros]
 
     @property
     def scaled_parts(self) -> int:
-        """Number of groups of a stage with scales of their own; 0 where all rows share one."""
+        """Number of groups in a stage with scales of their own; 0 where all rows share one."""
         return DEPTH // self.group_rows if self.group_rows else 0
 
 
@@ -103,7 +103,7 @@ _PART_BYTES = 8 * 1024  # read in the time that another block's sums take
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FusedConfig:
-    """Tiles of the fused kernel: a block has ``64 tiles`` columns and, with its cluster, all of K.
+    """Tile sizes of the fused kernel: a block has ``64 tiles`` columns; its cluster has all of K.
 
     It multiplies 1 to 8 rows with a 16-bit weight.
     """
@@ -113,20 +113,20 @@ class FusedConfig:
 
     @property
     def depth(self) -> int:
-        """Rows of a tile of the weight."""
+        """Number of the weight's rows in a tile."""
         return DEPTH if self.tiles == 1 else DEPTH // 2
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of a tile of the weight."""
+        """Bytes of shared memory that one tile of the weight takes."""
         return 2 * self.depth * WIDTH * self.tiles
 
     def steps(self, s: ProductShape) -> int:
-        """Number of tiles of the weight that a block multiplies with."""
+        """Returns the number of weight tiles that a block multiplies by."""
         return s.K // self.depth // self.split
 
     def block_bytes(self, s: ProductShape) -> int:
-        """Shared memory of a block.
+        """Returns the bytes of shared memory that a block may use.
 
         Two of them share an SM: one multiplies while the other begins or ends, and clusters find
         room. Unsplit blocks that are fewer than SMs have it all.
@@ -136,18 +136,18 @@ class FusedConfig:
         return (SMEM_BYTES + _SYSTEM_BYTES) // 2 - _SYSTEM_BYTES
 
     def num_stages(self, s: ProductShape) -> int:
-        """Number of tiles in the ring: what is left beside the block's part of x, and sums."""
+        """Returns the number of weight tiles in the ring, after x and sums have their space."""
         x = 2 * MOST_RESIDENT * (s.K // self.split)
         sums = 4 * 4 * self.tiles * WARPGROUP
         left = self.block_bytes(s) - _RESERVE - x - sums
         return min(left // self.stage_bytes, FUSED_STAGES, self.steps(s))
 
     def num_blocks(self, s: ProductShape) -> int:
-        """Number of blocks of all clusters."""
+        """Returns the number of blocks in all clusters."""
         return s.N // (WIDTH * self.tiles) * self.split
 
     def unsupported(self, s: ProductShape) -> str | None:
-        """The reason why these tiles cannot compute a product; None if they can."""
+        """Returns why these tiles cannot compute a product; None if they can."""
         if self.tiles not in FUSED_TILES or s.N % (WIDTH * self.tiles):
             return f"N={s.N} is no multiple of {self.tiles} times {WIDTH}, one of {FUSED_TILES}"
         if s.swiglu and self.tiles == 1:
@@ -160,13 +160,13 @@ class FusedConfig:
 
 
 def fused_configs(s: ProductShape) -> list[FusedConfig]:
-    """All tiles of the fused kernel that can compute a product."""
+    """Returns all tile sizes of the fused kernel that can compute a product."""
     every = (FusedConfig(tiles=tiles, split=split) for tiles in FUSED_TILES for split in SPLITS)
     return [each for each in every if each.unsupported(s) is None]
 
 
 def default_fused(s: ProductShape) -> FusedConfig | None:
-    """Tiles by which every SM has one or two blocks of equal work; None where no tile fits."""
+    """Returns tiles that give every SM one or two blocks of equal work; None where none fits."""
 
     def cost(config: FusedConfig) -> float:
         """Bytes of the weight that the busiest SM reads, and as if for each part."""
@@ -187,7 +187,7 @@ SKINNY_SUMS = 128  # of a thread of these two, beside what else it needs
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SkinnyConfig:
-    """Tiles of the skinny kernel: a block has ``tile_n`` columns, all of K or a part, all rows.
+    """Tile sizes of the skinny kernel: a block has ``tile_n`` columns, all or part of K, all rows.
 
     It multiplies 1 to 256 rows with a 16-bit weight.
     """
@@ -199,30 +199,30 @@ class SkinnyConfig:
 
     @property
     def out_bytes(self) -> int:
-        """Bytes of a sum on its way out."""
+        """Bytes per number in the staged results: fp32 where K is split, else 16-bit."""
         return 4 if self.splits > 1 else 2
 
     def num_warpgroups(self, s: ProductShape) -> int:
-        """Number of warpgroups that multiply."""
+        """Returns the number of warpgroups that multiply."""
         return TRANSPOSED_WARPGROUPS if self.transposed else s.num_groups
 
     def staged_rows(self, s: ProductShape) -> int:
-        """Rows of x that a tile in shared memory has."""
+        """Returns the number of rows of x in a shared-memory tile."""
         return s.padded_rows if self.transposed else s.num_groups * GROUP_ROWS
 
     def stage_bytes(self, s: ProductShape) -> int:
-        """Shared memory of a tile of x and one of the weight."""
+        """Returns the bytes of shared memory of a tile of x and one of the weight."""
         return 2 * self.depth * (self.tile_n + self.staged_rows(s))
 
     def num_stages(self, s: ProductShape) -> int:
-        """Number of tiles in the ring: what fits beside results on their way out."""
+        """Returns the number of tiles in the ring that fit beside results to store."""
         out = self.out_bytes * self.staged_rows(s) * self.tile_n // (2 if s.swiglu else 1)
         if self.transposed and self.splits > 1:
             out = 0  # sums leave from registers
         return min((SMEM_BYTES - _RESERVE - out) // self.stage_bytes(s), SKINNY_STAGES)
 
     def unsupported(self, s: ProductShape) -> str | None:
-        """The reason why these tiles cannot compute a product; None if they can."""
+        """Returns why these tiles cannot compute a product; None if they can."""
         part, least = self.tile_n // 2 if s.swiglu else self.tile_n, SKINNY_WIDTHS[0]
         if self.tile_n not in SKINNY_WIDTHS or part < least or s.N % self.tile_n:
             return f"N={s.N} is no multiple of tiles of {self.tile_n}, or halves are under {least}"
@@ -245,7 +245,7 @@ class SkinnyConfig:
 
 
 def default_skinny(s: ProductShape) -> SkinnyConfig | None:
-    """Tiles by which blocks are about as many as SMs; None where no tile fits.
+    """Returns tiles that make about as many blocks as SMs; None where none fits.
 
     Tiles have 64 columns at least, where they divide N: a step of the ring takes as long with less.
     """
@@ -269,9 +269,7 @@ QUANTIZED_SUMS = 64  # of a thread's products; with scales of groups as many aga
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedConfig:
-    """Tiles of the quantized kernel: a block has ``64 tiles`` columns and, with its cluster, all
-    of K.
-    """
+    """Tile sizes of the quantized kernel, whose blocks have ``64 tiles`` columns."""
 
     tiles: int = 2  # fragments of 16 columns that a warp has
     split: int = 4  # blocks of a cluster: each has a part of K
@@ -279,23 +277,23 @@ class QuantizedConfig:
     stages: int = 4  # tiles of the weight in the ring
 
     def steps(self, s: ProductShape) -> int:
-        """Number of stages that a block goes through."""
+        """Returns the number of stages that a block multiplies."""
         return s.K // DEPTH // self.split
 
     def turns(self, s: ProductShape) -> int:
-        """Number of stages of a warpgroup, at most."""
+        """Returns the largest number of stages that one warpgroup multiplies."""
         return -(-self.steps(s) // self.groups)
 
     def is_resident(self, s: ProductShape) -> bool:
-        """Whether a block copies its part of x at once; else in stages, with the weight."""
+        """Returns whether a block copies its part of x at once, not in stages."""
         return s.M <= MOST_RESIDENT and self.x_bytes(s) <= SMEM_BYTES // 2
 
     def x_bytes(self, s: ProductShape) -> int:
-        """Shared memory of a block's part of x."""
+        """Returns the bytes of shared memory of a block's part of x."""
         return 2 * s.strips * s.places * DEPTH * self.turns(s) * self.groups
 
     def shared_bytes(self, s: ProductShape) -> int:
-        """Shared memory of all buffers."""
+        """Returns the bytes of shared memory of all buffers."""
         columns = WIDTH * self.tiles
         stage = columns * DEPTH * s.bits // 8
         stage += s.scaled_parts * columns * (s.scale_bytes + 2 * s.has_zeros)
@@ -306,7 +304,7 @@ class QuantizedConfig:
         return self.stages * stage + sums + fixed + _RESERVE
 
     def unsupported(self, s: ProductShape) -> str | None:
-        """The reason why these tiles cannot compute a product; None if they can."""
+        """Returns why these tiles cannot compute a product; None if they can."""
         if s.N % (WIDTH * self.tiles):
             return f"N={s.N} is no multiple of {WIDTH * self.tiles} columns"
         if s.K % (DEPTH * self.split):
@@ -324,7 +322,7 @@ class QuantizedConfig:
 
 
 def quantized_configs(s: ProductShape) -> list[QuantizedConfig]:
-    """All tiles of the quantized kernel that can compute a product, with as many stages as fit."""
+    """Returns all tile sizes of the quantized kernel for a product, with as many stages as fit."""
     found = []
     for tiles in range(1, 9):
         for split in SPLITS:
@@ -339,7 +337,7 @@ def quantized_configs(s: ProductShape) -> list[QuantizedConfig]:
 
 
 def default_quantized(s: ProductShape) -> QuantizedConfig | None:
-    """Tiles by which blocks are about as many as SMs; None where no tile fits."""
+    """Returns tiles that make about as many blocks as SMs; None where none fits."""
 
     def waves(config: QuantizedConfig) -> float:
         blocks = s.N // (WIDTH * config.tiles) * config.split

@@ -1,4 +1,4 @@
-"""The Hopper kernels: what each can compute, and their calls.
+"""Calls of the Hopper kernels for few rows, and the reasons why they refuse a call.
 
 Dims: as in ``config``.
 """
@@ -31,9 +31,9 @@ SCALES = (*DTYPES, "float32")
 
 
 def unsupported_product(call: FewRowsCall, out_dtype: jnp.dtype) -> str | None:
-    """The reason why no kernel can compute the product alone; None if one can.
+    """Returns why no kernel can compute the product alone; None if one can.
 
-    Of more than 256 rows and a quantized weight it is the kernel that dequantizes.
+    Beyond 256 rows of a quantized weight, this is about the kernel that dequantizes.
     """
     reason = _unsupported_operands(call, out_dtype)
     if reason is not None:
@@ -48,7 +48,7 @@ def unsupported_product(call: FewRowsCall, out_dtype: jnp.dtype) -> str | None:
 
 
 def unsupported_fused(call: FewRowsCall) -> str | None:
-    """The reason why no kernel can compute the call as one; None if one can."""
+    """Returns why no kernel can compute the whole call at once; None if one can."""
     reason = _unsupported_operands(call, call.x.dtype)
     if reason is not None:
         return reason
@@ -67,7 +67,7 @@ def unsupported_fused(call: FewRowsCall) -> str | None:
 
 
 def default_product(s: ProductShape) -> SkinnyConfig | QuantizedConfig | None:
-    """Tiles of a product alone where nothing was measured; None where no tile fits."""
+    """Returns the default tiles of a product alone; None where none fits."""
     return default_skinny(s) if s.bits == 16 else default_quantized(s)
 
 

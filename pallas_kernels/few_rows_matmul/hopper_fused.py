@@ -32,7 +32,7 @@ from .reference import FewRowsCall
 
 
 def fused_matmul(call: FewRowsCall, *, config: FusedConfig) -> jax.Array:
-    """The call's result, [M, F], by the kernel, with tiles that fit the product."""
+    """Computes the whole call, [M, F], by the fused kernel with tiles that fit the product."""
     s, w_KN = call.shape, call.weight
     assert isinstance(w_KN, jax.Array), "quantized weights have a kernel of their own"
     rows = ResidentRows(
@@ -62,7 +62,7 @@ def fused_matmul(call: FewRowsCall, *, config: FusedConfig) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FusedMatmulKernel:
-    """The kernel of one call; its methods are phases, written once per trace."""
+    """The fused kernel of one call; its methods are phases, written once per trace."""
 
     c: FusedConfig
     s: ProductShape
@@ -71,21 +71,21 @@ class FusedMatmulKernel:
 
     @property
     def parts(self) -> int:
-        """Number of pieces of a tile of the weight: gate and up of a gated product."""
+        """Number of pieces of a weight tile: 2, gate and up, for a gated product, else 1."""
         return 2 if self.sums.gated else 1
 
     @property
     def part_n(self) -> int:
-        """Number of columns of a piece."""
+        """Number of columns in one piece of a weight tile."""
         return WIDTH * self.c.tiles // self.parts
 
     @property
     def num_stages(self) -> int:
-        """Number of tiles in the ring."""
+        """Number of weight tiles that the ring holds."""
         return self.c.num_stages(self.s)
 
     def result(self, operands: dict[str, jax.Array]) -> jax.Array:
-        """Launches the kernel; the result is [M, F]."""
+        """Launches the kernel and returns the result, [M, F]."""
         shape = (self.sums.rows, self.sums.columns)
         return launch(
             self.run,
@@ -104,7 +104,7 @@ class FusedMatmulKernel:
         )["out"]
 
     def scratch(self) -> dict[str, Any]:
-        """The ring, x, sums and barriers."""
+        """Returns shared-memory buffers: the ring, x, sums and barriers."""
         stages, depth, dtype = self.num_stages, self.c.depth, self.rows.dtype
         x, w = (self.c.steps(self.s), MOST_ROWS, depth), (stages, self.parts, depth, self.part_n)
         return {
@@ -117,14 +117,14 @@ class FusedMatmulKernel:
         }
 
     def run(self, gmem, smem) -> None:
-        """Runs one block: each warpgroup has a role."""
+        """Runs one block: one warpgroup loads weight tiles, one multiplies."""
         wg = lax.axis_index("wg")
         first = lax.axis_index("cluster") * self.rows.steps
         pl.when(wg == 0)(functools.partial(self.compute, gmem, smem, first))
         pl.when(wg == 1)(functools.partial(self.load, gmem, smem))
 
     def load(self, gmem, smem) -> None:
-        """Fills the ring."""
+        """Loads the block's tiles of the weight into the ring."""
         block, depth, steps = lax.axis_index("columns"), self.c.depth, self.c.steps(self.s)
         first = lax.axis_index("cluster") * steps
 
@@ -142,7 +142,7 @@ class FusedMatmulKernel:
         self.sums.meet_as_bystander()
 
     def compute(self, gmem, smem, first) -> None:
-        """Puts rows into shared memory, multiplies by the ring's tiles, adds the cluster's sums."""
+        """Stores x in shared memory, multiplies by the ring's tiles, adds the cluster's sums."""
         offer(smem.empty, self.num_stages)
         self.rows.place(gmem, smem, smem.x, first, jnp.int32(0), transforms=tiled(128))
         plgpu.commit_smem()
@@ -167,7 +167,7 @@ class FusedMatmulKernel:
         self.sums.finish(sums, gmem, smem, jnp.int32(0))
 
     def together(self, sums: list[jax.Array]) -> jax.Array:
-        """The sums of all tiles as ``ClusterSums`` has them."""
+        """Joins the sums of all tiles in the order of ``ClusterSums``."""
         held = self.sums.held
 
         @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,) * len(sums), return_type=held.array)

@@ -50,10 +50,9 @@ SWIZZLED = 64  # columns of x whose 16-byte chunks are permuted together
 def quantized_product(
     call: FewRowsCall, *, out_dtype: jnp.dtype, config: QuantizedConfig
 ) -> jax.Array:
-    """The call's result, [M, N], by the kernel, with tiles that fit the product.
+    """Computes the call, [M, N], by the quantized kernel with tiles that fit.
 
-    A norm, SwiGLU of the input and a residual are computed by it, too; ``fuses`` says of which
-    calls it can.
+    It fuses a norm, SwiGLU of the input and a residual where ``fuses`` has no objection.
     """
     x_MK, weight = call.x, call.weight
     assert isinstance(weight, QuantizedWeight), "16-bit weights have kernels of their own"
@@ -79,7 +78,7 @@ def quantized_product(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedKernel:
-    """The kernel of one call; its methods are phases, written once per trace."""
+    """The quantized kernel of one call; its methods are phases, written once per trace."""
 
     c: QuantizedConfig
     s: ProductShape
@@ -92,12 +91,12 @@ class QuantizedKernel:
 
     @property
     def is_resident(self) -> bool:
-        """Whether warpgroups copy their part of x before they begin."""
+        """Whether x is copied to shared memory at the start, not stage by stage."""
         return self.c.is_resident(self.s)
 
     @property
     def sums(self) -> ClusterSums:
-        """The sums in registers, and how they are added and written."""
+        """Layout of the sums in registers, and how they are added and written."""
         return ClusterSums(
             rows=self.s.M,
             rows_at_a_time=self.s.rows_at_a_time,
@@ -112,7 +111,7 @@ class QuantizedKernel:
 
     @property
     def rows(self) -> ResidentRows:
-        """The rows of x, where they are resident."""
+        """The rows of x in shared memory, where x is resident."""
         return ResidentRows(
             M=self.s.M,
             K=self.s.K,
@@ -126,15 +125,16 @@ class QuantizedKernel:
 
     @property
     def chains(self) -> int:
-        """Sums of an element: a product waits for the one that it adds to, and a warp that has a
-        lone fragment has nothing else to multiply meanwhile.
+        """Number of independent sums per element, 2 where a warp has a single fragment.
+
+        Each MMA waits for the one before it in its chain.
         """
         return 2 if self.sums.count == 4 else 1
 
     def result(
         self, x_MK: jax.Array, weight: QuantizedWeight, residual_MN: jax.Array | None
     ) -> jax.Array:
-        """Launches the kernel; the result is [M, N]."""
+        """Launches the kernel and returns the result, [M, N]."""
         c, s = self.c, self.s
         operands = {
             "x": x_MK,
@@ -165,7 +165,7 @@ class QuantizedKernel:
         )["out"]
 
     def scratch(self) -> dict[str, Any]:
-        """The ring, x, everyone's sums and barriers."""
+        """Returns shared-memory buffers: the ring, x, all warpgroups' sums and barriers."""
         c, s = self.c, self.s
         block = (DEPTH // ROWS, WIDTH * c.tiles // COLUMNS, 32 * self.s.words_per_lane)
         scratch: dict[str, Any] = {
@@ -190,14 +190,14 @@ class QuantizedKernel:
         return scratch
 
     def run(self, gmem, smem) -> None:
-        """Runs one block: each warpgroup has a role."""
+        """Runs one block: each warpgroup loads or multiplies."""
         c, wg = self.c, lax.axis_index("wg")
         first = lax.axis_index("cluster") * c.steps(self.s)
         pl.when(wg < c.groups)(functools.partial(self.compute, gmem, smem, first, wg))
         pl.when(wg == c.groups)(functools.partial(self.load, gmem, smem, first))
 
     def load(self, gmem, smem, first) -> None:
-        """Fills the ring."""
+        """Loads the block's stages of codes and scales into the ring."""
         c, s = self.c, self.s
         if self.has_many_sums:
             plgpu.set_max_registers(40, action="decrease")
@@ -226,11 +226,11 @@ class QuantizedKernel:
 
     @property
     def has_many_sums(self) -> bool:
-        """Whether registers are taken from the warpgroup that copies."""
+        """Whether sums need registers taken from the loading warpgroup."""
         return self.sums.count > 32 and self.c.groups == 2
 
     def compute(self, gmem, smem, first, group: jax.Array) -> None:
-        """Multiplies a warpgroup's stages, and adds a part of everyone's sums."""
+        """Multiplies a warpgroup's stages, then adds its share of all warpgroups' sums."""
         c, s = self.c, self.s
         if self.has_many_sums:
             plgpu.set_max_registers(232, action="increase")
@@ -254,7 +254,7 @@ class QuantizedKernel:
         self.sums.finish(sums, gmem, smem, group)
 
     def add_stage(self, sums: jax.Array, refs: list[Any]) -> jax.Array:
-        """Adds a stage's products to sums."""
+        """Adds the products of one stage to a warpgroup's sums."""
         x_kind = plgpu.RefType(() if self.is_resident else tiled(128))
         kinds = [plgpu.RefType(), x_kind] + [plgpu.RefType()] * (len(refs) - 2)
 
@@ -268,7 +268,7 @@ class QuantizedKernel:
         return add(sums, *refs)
 
     def stage(self, totals: list[Any], words, x, scales=None, zeros=None) -> list[Any]:
-        """Adds a stage's products to one thread's totals."""
+        """Adds the products of one stage to one thread's totals."""
         s, per_lane = self.s, self.s.words_per_lane
         warp, lane = arith.shrui(thread(), constant(5)), arith.andi(thread(), constant(31))
         row = arith.andi(lane, constant(s.places - 1))
@@ -304,7 +304,7 @@ class QuantizedKernel:
     def add_block(
         self, apart: list[list[Any]], rows: list[Any], place, block: int, taken: list[Any]
     ) -> list[list[Any]]:
-        """Adds the products of 32 rows of the weight to sums, in their chains."""
+        """Adds the products of 32 rows of the weight to a thread's chains of sums."""
         apart = [[*sums] for sums in apart]
         per_lane, strips = self.s.words_per_lane, self.s.strips
         across = WIDTH * self.c.tiles // COLUMNS
@@ -321,7 +321,7 @@ class QuantizedKernel:
         return apart
 
     def zero_points(self, place: Any | None, part: int) -> list[tuple[Any, Any]]:
-        """Zero points to subtract from the codes of columns g and g + 8 of each tile."""
+        """Returns the zero points of columns g and g + 8 of each tile."""
         if place is None:
             middle = self.dequantizer.zero_pair(None)
             return [(middle, middle)] * self.c.tiles
@@ -333,7 +333,7 @@ class QuantizedKernel:
         return [(pair(tile, 0), pair(tile, 1)) for tile in range(self.c.tiles)]
 
     def scaled(self, totals: list[Any], sums: list[Any], place: Any, part: int) -> list[Any]:
-        """Adds the scaled sums of a group to totals."""
+        """Adds the sums of one group, times its scales, to totals."""
         totals, size = [*totals], self.scale_dtype.itemsize
         for tile in range(self.c.tiles):
             at = WIDTH * (part * self.c.tiles + tile)

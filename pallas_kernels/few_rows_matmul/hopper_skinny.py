@@ -36,7 +36,7 @@ from .config import GROUP_ROWS, ROW_MULTIPLE, TRANSPOSED_WARPGROUPS, ProductShap
 def skinny_matmul(
     x_MK: jax.Array, w_KN: jax.Array, *, swiglu: bool, config: SkinnyConfig
 ) -> jax.Array:
-    """``product_reference`` by the kernel, with tiles that fit the product."""
+    """Computes ``product_reference`` by the skinny kernel with tiles that fit the product."""
     rows, s = x_MK.shape[0], ProductShape.of(x_MK.shape[0], w_KN, swiglu=swiglu)
     if s.M > ROW_MULTIPLE:  # copies may go beyond the last row of a single tile of rows only
         x_MK = jnp.pad(x_MK, ((0, s.padded_rows - rows), (0, 0)))
@@ -49,7 +49,7 @@ def skinny_matmul(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SkinnyKernel:
-    """The kernel of one call; its methods are phases, written once per trace."""
+    """The skinny kernel of one call; its methods are phases, written once per trace."""
 
     c: SkinnyConfig
     s: ProductShape
@@ -58,26 +58,26 @@ class SkinnyKernel:
 
     @property
     def parts(self) -> int:
-        """Number of pieces of a tile of the weight: gate and up of a gated product."""
+        """Number of pieces of a weight tile: 2, gate and up, for a gated product, else 1."""
         return 2 if self.s.swiglu else 1
 
     @property
     def part_n(self) -> int:
-        """Number of columns of a piece, and of a block's result."""
+        """Number of columns in one piece of a weight tile, and in a block's result."""
         return self.c.tile_n // self.parts
 
     @property
     def num_stages(self) -> int:
-        """Number of tiles in the ring."""
+        """Number of tiles that the ring holds."""
         return self.c.num_stages(self.s)
 
     @property
     def num_steps(self) -> int:
-        """Number of tiles of a part of K."""
+        """Number of tiles along one split of K."""
         return self.s.K // self.c.depth // self.c.splits
 
     def result(self, x_MK: jax.Array, w_KN: jax.Array) -> jax.Array:
-        """[M, N], or [M, F]; fp32 [P, M, N] where K is split."""
+        """Launches the kernel: [M, N] or [M, F], or fp32 [P, M, N] where K is split."""
         c = self.c
         shape, dtype = (self.rows, self.s.N // self.parts), self.dtype
         if c.splits > 1:
@@ -97,7 +97,7 @@ class SkinnyKernel:
         )["out"]
 
     def scratch(self) -> dict[str, Any]:
-        """The ring of tiles, results on their way out, and barriers."""
+        """Returns shared-memory buffers: the ring of tiles, results to store, barriers."""
         c, staged = self.c, self.c.staged_rows(self.s)
         wide = tiled(swizzle_bytes(self.part_n))
         return {
@@ -112,7 +112,7 @@ class SkinnyKernel:
         } | self.staged_results(staged)
 
     def staged_results(self, rows: int) -> dict[str, Any]:
-        """Shared memory of results on their way out."""
+        """Returns the shared-memory buffers of results to store."""
         c = self.c
         swizzle = swizzle_bytes(self.part_n, itemsize=c.out_bytes)
         return {
@@ -124,7 +124,7 @@ class SkinnyKernel:
         }
 
     def run(self, gmem, smem) -> None:
-        """Runs one block: each warpgroup has a role."""
+        """Runs one block: one warpgroup loads tiles, the others multiply."""
         wg = lax.axis_index("wg")
         groups = self.c.num_warpgroups(self.s)
         block = lax.axis_index("block")
@@ -133,11 +133,11 @@ class SkinnyKernel:
         pl.when(wg == groups)(functools.partial(self.load, gmem, smem, block))
 
     def all_rows(self, first: int, count: int) -> Any:
-        """A slice that may go beyond the last row, where TMA reads zeros and writes nothing."""
+        """Returns a row slice that may pass the last row: TMA reads zeros there, writes nothing."""
         return pl.ds(first + 0 * lax.axis_index("block"), count)
 
     def load(self, gmem, smem, block) -> None:
-        """Fills the ring."""
+        """Loads the block's tiles of x and of the weight into the ring."""
         c = self.c
 
         def step(i, _):
@@ -186,18 +186,18 @@ class SkinnyKernel:
         self.leave(gmem, smem, block, group, sums)
 
     def accumulators(self) -> list[Any]:
-        """A warpgroup's accumulators: those of gates before those of ups."""
+        """Returns a warpgroup's accumulators: those of gates before those of ups."""
         return [plgpu.ACC((GROUP_ROWS, self.part_n), jnp.float32)] * self.parts
 
     def issue(self, smem, slot, group: int, accs: Sequence[Any]) -> None:
-        """Issues the products of a tile, each in a group of its own."""
+        """Issues the MMAs of a tile, each piece in a WGMMA group of its own."""
         for part, acc in enumerate(accs):
             plgpu.wgmma(
                 acc, smem.x.at[slot, pl.ds(group * GROUP_ROWS, GROUP_ROWS)], smem.w.at[slot, part]
             )
 
     def leave(self, gmem, smem, block, group: int, results: Sequence[jax.Array]) -> None:
-        """Writes 64 rows of the block's columns."""
+        """Stores a warpgroup's 64 rows of the block's columns."""
         (result,), first = results, group * GROUP_ROWS
         smem.out[pl.ds(first, GROUP_ROWS)] = result.astype(smem.out.dtype)
         plgpu.commit_smem()
@@ -209,31 +209,31 @@ class SkinnyKernel:
         plgpu.wait_smem_to_gmem(0)
 
     def part_of(self, out: Any) -> Any:
-        """The part of the result that has sums of the block's part of K."""
+        """Returns the part of the result that holds the sums of the block's split of K."""
         return out if self.c.splits == 1 else out.at[lax.axis_index("part")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransposedKernel(SkinnyKernel):
-    """The transposed form: a warpgroup has half of the rows, and 64 columns in each accumulator."""
+    """The transposed skinny kernel: a warpgroup has half the rows, 64 columns per accumulator."""
 
     @property
     def rows_each(self) -> int:
-        """Number of rows of a warpgroup."""
+        """Number of rows that one warpgroup multiplies."""
         return self.s.padded_rows // TRANSPOSED_WARPGROUPS
 
     @property
     def strips(self) -> range:
-        """First columns of a piece's accumulators."""
+        """First columns of the accumulators of a piece."""
         return range(0, self.part_n, GROUP_ROWS)
 
     def accumulators(self) -> list[Any]:
-        """A warpgroup's accumulators, [N, M] each."""
+        """Returns a warpgroup's accumulators, [N, M] each."""
         acc = plgpu.ACC((GROUP_ROWS, self.rows_each), jnp.float32)
         return [acc] * (self.parts * len(self.strips))
 
     def issue(self, smem, slot, group: int, accs: Sequence[Any]) -> None:
-        """Issues the products of a tile, each in a group of its own."""
+        """Issues the MMAs of a tile, each accumulator in a WGMMA group of its own."""
         x_KM = smem.x.at[slot, pl.ds(group * self.rows_each, self.rows_each)].transpose((1, 0))
         places = [(part, first) for part in range(self.parts) for first in self.strips]
         for acc, (part, first) in zip(accs, places, strict=True):
@@ -241,11 +241,11 @@ class TransposedKernel(SkinnyKernel):
             plgpu.wgmma(acc, w_KN.transpose((1, 0)), x_KM)
 
     def staged_results(self, rows: int) -> dict[str, Any]:
-        """Parts of K stage nothing: a thread has two columns of 32 bits, and four fill a sector."""
+        """Returns the buffers of results to store; splits of K are stored from registers."""
         return {} if self.c.splits > 1 else super().staged_results(rows)
 
     def leave(self, gmem, smem, block, group: int, results: Sequence[jax.Array]) -> None:
-        """Writes half of the rows of the block's columns."""
+        """Stores a warpgroup's half of the rows of the block's columns."""
         rows = pl.ds(group * self.rows_each, self.rows_each)
         for first, result_NM in zip(self.strips, results, strict=True):
             if self.c.splits > 1:
@@ -263,5 +263,5 @@ class TransposedKernel(SkinnyKernel):
 
 
 def transposed(tile: jax.Array) -> jax.Array:
-    """Gives a tile the layout in which threads have neighbors of one column."""
+    """Converts a tile to the layout in which a thread holds neighboring elements of a column."""
     return plgpu.layout_cast(tile, plgpu.Layout.WGMMA_TRANSPOSED)

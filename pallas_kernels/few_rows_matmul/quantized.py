@@ -72,7 +72,7 @@ def quantized_matmul(
     implementation: QuantizedImplementation = "auto",
     most_bytes: int | None = MOST_BYTES,
 ) -> jax.Array:
-    """Computes ``x w`` with a weight in 4 or 8 bits.
+    """Computes the matrix product ``x w`` with a weight quantized to 4 or 8 bits.
 
     The weight is dequantized to x's dtype; products are summed in fp32 and rounded once. Where the
     format rounds activations, each row of x is brought to 8 bits by its own largest element. 8-bit
@@ -158,7 +158,7 @@ def quantized_matmul(
 
 
 def rounded_rows(x_MK: jax.Array, activations: Activations) -> tuple[jax.Array, jax.Array]:
-    """Rounds x to 8 bits; the result has each row's scale, float32 [M, 1], too."""
+    """Rounds each row of x to 8 bits; returns codes and scales, float32 [M, 1]."""
     x = x_MK.astype(jnp.float32)
     largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
     scale = jnp.maximum(largest, _LEAST) / _LARGEST[activations]
@@ -171,7 +171,7 @@ def rounded_rows(x_MK: jax.Array, activations: Activations) -> tuple[jax.Array, 
 def product_of_rounded(
     x_MK: jax.Array, weight: QuantizedWeight, product: CodeProduct, *, out_dtype: jnp.dtype
 ) -> jax.Array:
-    """Computes [M, N], the sums of products of codes, multiplied with both sides' scales.
+    """Multiplies the codes of x and of the weight, and scales the sums: [M, N].
 
     Sums are the int32 of XLA for int8 codes in rows, else fp32. Scales that change along the
     contracted dim cannot leave the sum: there both sides are dequantized, to fp32.

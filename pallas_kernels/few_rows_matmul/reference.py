@@ -1,4 +1,4 @@
-"""A call of the op, and its formula.
+"""A validated call of ``few_rows_matmul``, and its formula.
 
 Dims: M row, K contracted, N column of the weight, F column of the result.
 """
@@ -17,7 +17,7 @@ from .config import ProductShape
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FewRowsCall:
-    """The validated arguments of a call."""
+    """The validated arguments of a ``few_rows_matmul`` call."""
 
     x: jax.Array  # [M, K], or [M, 2 K] with ``swiglu_input``
     weight: jax.Array | QuantizedWeight  # [K, N]
@@ -28,17 +28,17 @@ class FewRowsCall:
 
     @property
     def shape(self) -> ProductShape:
-        """The shape of the product."""
+        """The sizes and formats of the call's product."""
         return ProductShape.of(self.x.shape[0], self.weight, swiglu=self.swiglu)
 
     @property
     def num_outputs(self) -> int:
-        """Number of columns of the result."""
+        """Number of columns of the call's result."""
         return self.shape.N // 2 if self.swiglu else self.shape.N
 
     @property
     def fused(self) -> str:
-        """The operations beside the product, as tables name them: ``norm+swiglu``."""
+        """Names of the operations beside the product, as in tuning tables: ``norm+swiglu``."""
         parts = {
             "norm": self.norm is not None,
             "swiglu_input": self.swiglu_input,
@@ -49,11 +49,11 @@ class FewRowsCall:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the call is the product of x, with or without SwiGLU of the result."""
+        """Whether the call is only the product of x, with or without SwiGLU of the result."""
         return self.fused in ("", "swiglu")
 
     def describe(self) -> str:
-        """One line for logs and errors."""
+        """Describes the call in one line for logs and errors."""
         kind = self.weight.format.name if isinstance(self.weight, QuantizedWeight) else ""
         s = self.shape
         beside = f" with {self.fused}" if self.fused else ""
@@ -61,16 +61,14 @@ class FewRowsCall:
 
 
 def multiplied(call: FewRowsCall) -> jax.Array:
-    """The rows that the weight is multiplied with, [M, K] in x's dtype."""
+    """Computes the input of the product, ``input(x)``: [M, K] in x's dtype."""
     if call.swiglu_input:
         return swiglu_of_halves(call.x)
     return call.x if call.norm is None else call.norm(call.x)
 
 
 def product_reference(x_MK: jax.Array, w_KN: jax.Array, *, swiglu: bool) -> jax.Array:
-    """``x w`` summed in fp32 and rounded once; with ``swiglu``, silu of its first half times its
-    second.
-    """
+    """Computes ``x w``, summed in fp32 and rounded once; silu(gate) * up with ``swiglu``."""
     product_MN = einsum_f32("mk,kn->mn", x_MK, w_KN)
     if swiglu:
         gate_MF, up_MF = jnp.split(product_MN, 2, axis=1)

@@ -1,4 +1,4 @@
-"""Products by XLA with a quantized weight, dequantized some columns at a time where it is large.
+"""Products with a quantized weight by XLA, dequantized some columns at a time where it is large.
 
 Dims: M row of x, K contracted, N column.
 """
@@ -27,7 +27,7 @@ def quantized_matmul_xla(
     most_bytes: int | None,
     transposed: Transposed | None = None,
 ) -> jax.Array:
-    """Computes [M, N], with ``most_bytes`` of the dequantized weight at a time, at most.
+    """Multiplies x by a quantized weight, dequantizing at most ``most_bytes`` at a time.
 
     Args:
         transposed: dequantizes to the transposed matrix; None: XLA dequantizes, too.
@@ -54,7 +54,7 @@ def quantized_matmul_xla(
 
 
 def input_gradient(d_MN: jax.Array, weight: QuantizedWeight, *, out_dtype: jnp.dtype) -> jax.Array:
-    """The gradient of x, [M, K]: the cotangent times the transposed weight."""
+    """Computes the gradient of x, [M, K]: the cotangent times the transposed weight."""
     w_KN = dequantized_rows(weight, d_MN.dtype)
     return pinned_einsum("mn,kn->mk", d_MN, w_KN, result=out_dtype)
 

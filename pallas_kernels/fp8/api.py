@@ -1,4 +1,4 @@
-"""The public functions ``quantize`` and ``scaled_matmul``: they validate and choose who computes.
+"""The public ``quantize`` and ``scaled_matmul``, which validate and choose an implementation.
 
 Dims: R row, C column of a matrix, the dim that a matmul contracts; M row of a and of the result, N
 row of b and column of the result, K contracted; J and I blocks of 128.
@@ -38,7 +38,7 @@ def quantize(
     implementation: str = "auto",
     num_devices: int = 1,
 ) -> Quantized:
-    """Rounds a matrix to 8 bits, each block by its own largest element.
+    """Rounds a matrix to 8 bits; each block's scale comes from its own largest element.
 
     The module ``formula`` says what becomes of large, small and non-finite elements. It has no
     gradient: a recipe passes the cotangent through.
@@ -96,10 +96,10 @@ def _takes_hopper(
 def checked(
     x: jax.Array, scaling: Scaling | str, dtype: jnp.dtype, implementation: str
 ) -> tuple[Scaling, jnp.dtype]:
-    """Checks a call and returns its form and format.
+    """Validates the arguments of ``quantize``, and returns the scaling and the 8-bit dtype.
 
     Raises:
-        InputError: they are not.
+        InputError: an argument is invalid.
     """
     if x.ndim != 2 or x.dtype not in INPUTS or 0 in x.shape:
         raise InputError(
@@ -127,7 +127,9 @@ def scaled_matmul(
     implementation: str = "auto",
     num_devices: int = 1,
 ) -> jax.Array:
-    """Computes ``sum_k (a scale_a)[m, k] (b scale_b)[n, k]`` of 8-bit operands, without a gradient.
+    """Multiplies 8-bit matrices with block scales: ``sum_k (a scale_a)[m, k] (b scale_b)[n, k]``.
+
+    There is no gradient.
 
     Scales are those of ``quantize``: 1x128 of a with 128x128 of b (activations and weights,
     DeepSeek-V3, arXiv 2412.19437, section 3.3), or 1x128 on both (gradients of weights). They

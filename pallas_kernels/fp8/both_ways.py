@@ -1,4 +1,4 @@
-"""The public functions that cast a matrix and its transpose to 8 bits, of one read.
+"""The public functions that cast a matrix and its transpose to 8 bits while reading it once.
 
 Dims: R row, C column, the dim that a layer contracts.
 """
@@ -36,7 +36,7 @@ _FARTHEST = {"rows": 2.0, "columns": 2.0}
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CastSource:
-    """The function of the inputs that is cast, number by number in fp32."""
+    """An element-wise fp32 function whose results are cast to 8 bits, such as SwiGLU."""
 
     name: str
     num_results: int
@@ -68,7 +68,7 @@ def quantize_both_ways(
     implementation: str = "auto",
     num_devices: int = 1,
 ) -> WithTranspose:
-    """Quantizes ``x`` by blocks, and its transpose by blocks.
+    """Quantizes ``x`` by blocks to 8 bits, and also its transpose by blocks.
 
     A layer contracts its input over columns, the gradient of its weight over rows.
 
@@ -109,7 +109,7 @@ def quantize_swiglu(
     implementation: str = "auto",
     num_devices: int = 1,
 ) -> WithTranspose:
-    """Quantizes ``silu(gate) * up`` by blocks, and its transpose.
+    """Quantizes ``silu(gate) * up`` by blocks to 8 bits, and also its transpose.
 
     A product contracts the one and the gradient of its weight the other.
 
@@ -152,7 +152,7 @@ def quantize_swiglu_gradient(
     implementation: str = "auto",
     num_devices: int = 1,
 ) -> tuple[WithTranspose, WithTranspose]:
-    """Quantizes the gradients of ``silu(gate) * up`` by blocks, each with its transpose.
+    """Quantizes the gradients of ``silu(gate) * up``, and also their transposes, by blocks.
 
     Args:
         gate, up, d_hidden: [R, C], alike; the last is the cotangent of the hidden values.
@@ -181,7 +181,7 @@ def quantize_swiglu_gradient(
 def case_of(
     source: CastSource, scaling: Scaling, shape: tuple[int, ...]
 ) -> dict[str, tables.Value]:
-    """The fields of a call on which the fastest implementation depends."""
+    """Returns the tuning table's case for a cast both ways: its function, scaling and shape."""
     rows, columns = shape
     return {"form": source.name, "scaling": str(scaling), "rows": rows, "columns": columns}
 
@@ -194,7 +194,7 @@ def takes_one_kernel(
     power_of_two: bool,
     num_devices: int = 1,
 ) -> bool:
-    """Whether "auto" takes the one kernel: it can compute this and was measured to be faster."""
+    """Returns whether "auto" takes the one kernel: it supports the call and was measured faster."""
     reason = unsupported(inputs, scaling, power_of_two=power_of_two, num_devices=num_devices)
     case = case_of(source, scaling, inputs[0].shape)
     faster = reason is None and _was_faster(case)
@@ -274,7 +274,7 @@ def apart(
     num: int,
     **options: Any,
 ) -> tuple[WithTranspose, ...]:
-    """Casts in steps: the results in 16 bits, then each of their casts."""
+    """Casts both ways in separate steps: the 16-bit results first, then each of their casts."""
 
     def cast(x: jax.Array) -> WithTranspose:
         rows = quantize(x, form, implementation=implementation, num_devices=num, **options)

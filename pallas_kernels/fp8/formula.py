@@ -38,12 +38,12 @@ _LOG2E = math.log2(math.e)
 
 
 def largest_of(dtype: jnp.dtype) -> float:
-    """The largest finite number of an 8-bit format."""
+    """Returns the largest finite number of an 8-bit format."""
     return 1.75 * 2.0 ** _LARGEST_EXPONENT[dtype.name]
 
 
 def magnitude(x: jax.Array) -> jax.Array:
-    """Computes ``|x|`` of float32, 0 where it is not finite."""
+    """Computes ``|x|`` of float32 elements, with 0 for infinities and NaN."""
     size = jnp.abs(x)
     return jnp.where(size < jnp.inf, size, 0.0)
 
@@ -51,7 +51,7 @@ def magnitude(x: jax.Array) -> jax.Array:
 def scale_and_inverse(
     largest: jax.Array, dtype: jnp.dtype, *, power_of_two: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Scale that brings ``largest``, finite float32, to the format's largest, and its inverse."""
+    """Returns the scale that maps ``largest`` to the format's largest number, and its inverse."""
     bounded = jnp.maximum(largest, LEAST)
     if not power_of_two:
         top = largest_of(dtype)
@@ -67,40 +67,40 @@ def scale_and_inverse(
 
 
 def cast(x: jax.Array, inverse: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Casts ``x * inverse`` of float32 to an 8-bit format."""
+    """Casts ``x * inverse``, float32, to an 8-bit format."""
     top = largest_of(dtype)
     scaled = jnp.clip(x * inverse, -top, top)
     return jnp.where(jnp.abs(x) < jnp.inf, scaled, jnp.nan).astype(dtype)
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> tuple[jax.Array]:
-    """Computes the hidden value by JAX's own functions."""
+    """Computes ``silu(gate) * up`` by JAX's own functions."""
     return (jax.nn.silu(gate) * up,)
 
 
 def swiglu_gradient(
     gate: jax.Array, up: jax.Array, d_hidden: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the gradients of gate and of up by JAX's own rules."""
+    """Computes the gradients of gate and up of SwiGLU by JAX's own rules."""
     return jax.vjp(swiglu, gate, up)[1]((d_hidden,))
 
 
 def swiglu_in_kernel(gate: jax.Array, up: jax.Array) -> tuple[jax.Array]:
-    """Computes ``swiglu`` in a kernel."""
+    """Computes ``silu(gate) * up`` with the instructions that kernels use."""
     return (gate * _sigmoid(gate) * up,)
 
 
 def gradient_in_kernel(
     gate: jax.Array, up: jax.Array, d_hidden: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes ``swiglu_gradient`` in a kernel."""
+    """Computes the gradients of gate and up of SwiGLU with kernels' instructions."""
     sigmoid = _sigmoid(gate)
     slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
     return d_hidden * up * slope, d_hidden * (gate * sigmoid)
 
 
 def same(x: jax.Array) -> tuple[jax.Array]:
-    """Returns x: a matrix that is cast as it is."""
+    """Returns x unchanged, as the function of a matrix that is cast as it is."""
     return (x,)
 
 

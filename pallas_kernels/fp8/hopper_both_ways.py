@@ -1,4 +1,4 @@
-"""Casts of matrices and their transposes by blocks on a Hopper GPU, of one read.
+"""Casts of matrices and their transposes by blocks on a Hopper GPU, from one read.
 
 A matrix is cast as it is, or after SwiGLU or its gradient. A block of the grid has a tile of
 128 x 128 and two warpgroups. Each brings in 64 rows of the inputs, computes, and writes the results
@@ -47,7 +47,7 @@ type WithTranspose = tuple[Quantized, Quantized]
 def unsupported(
     inputs_RC: tuple[jax.Array, ...], scaling: Scaling, *, power_of_two: bool, num_devices: int
 ) -> str | None:
-    """Reason why the kernel cannot compute this call; None if it can."""
+    """Returns why the kernel that casts both ways cannot compute this call; None if it can."""
     facts = device.target()
     if facts.capability != (9, 0):
         return f"{facts.kind} is not a Hopper GPU (compute capability 9.0)"
@@ -72,7 +72,7 @@ def both_ways_hopper(
     dtype: jnp.dtype,
     power_of_two: bool,
 ) -> tuple[WithTranspose, ...]:
-    """Casts each result [R, C] and its transpose [C, R], by 1x128 or 128x128 blocks.
+    """Casts each result [R, C] and its transpose [C, R] to 8 bits, by 1x128 or 128x128 blocks.
 
     Args:
         results_of: inputs, number by number in fp32; no more results than inputs.
@@ -147,7 +147,7 @@ class _BothWaysKernel:
     power_of_two: bool
 
     def run(self, gmem: Any, smem: Any) -> None:
-        """Casts one tile."""
+        """Casts one tile of the results and of their transposes."""
         place = _Place(*(lax.axis_index(name) for name in ("rows", "columns", "wg")))
         rows = pl.ds(place.i * BLOCK + place.wg * PART, PART)
         columns = pl.ds(place.j * BLOCK, BLOCK)
@@ -167,18 +167,18 @@ class _BothWaysKernel:
         plgpu.wait_smem_to_gmem(0)
 
     def input(self, smem: Any, k: int) -> Any:
-        """Buffer of an input in shared memory."""
+        """Returns the shared-memory buffer of input k."""
         return smem.x.at[k] if k < self.num_results else smem.read[0].at[k - self.num_results]
 
     def each_step(self, body: Callable[[Any, None], None]) -> None:
-        """Calls ``body`` for the rows of a part, some at a time."""
+        """Calls ``body`` for a few rows of this warpgroup's 64 at a time."""
         lax.fori_loop(0, PART // STEP, body, None)
 
     def scales(self, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
         return scale_and_inverse(largest, self.dtype, power_of_two=self.power_of_two)
 
     def make(self, gmem: Any, smem: Any, place: _Place, step: jax.Array) -> None:
-        """Makes some rows of the results, and casts them where each row has scales of its own."""
+        """Computes some rows of the results, and casts them if each row has its own scales."""
         rows = place.rows(step, of_matrix=False)
         inputs = [_loaded(self.input(smem, k).at[rows]) for k in range(len(gmem.x))]
         for k, result in enumerate(self.results_of(*inputs)):
@@ -194,7 +194,7 @@ class _BothWaysKernel:
             self.write(gmem, x, lax.broadcast_in_dim(inverse, x.shape, [0]), place, step, k)
 
     def cast_block(self, gmem: Any, smem: Any, place: _Place, k: int) -> jax.Array:
-        """Casts the rows of a result whose tile has one scale, and returns that scale's inverse."""
+        """Casts a result's rows of a tile with one scale, and returns that scale's inverse."""
         largest = plgpu.load(smem.largest.at[k], layout=_in_every_warp(), optimized=False)
         scale, inverse = self.scales(jnp.max(largest))
 
@@ -213,14 +213,14 @@ class _BothWaysKernel:
     def write(
         self, gmem: Any, x: jax.Array, inverse: jax.Array, place: _Place, step: Any, k: int
     ) -> None:
-        """Writes the values of some rows."""
+        """Writes the 8-bit values of some rows to global memory."""
         to = place.rows(step, of_matrix=True), pl.ds(place.j * BLOCK, BLOCK)
         write_registers(_cast(x, inverse, self.dtype), gmem.values[k].at[to])
 
     def cast_across(
         self, gmem: Any, smem: Any, place: _Place, k: int, inverse: jax.Array | None
     ) -> None:
-        """Casts this warpgroup's columns of a result, as rows of the transpose.
+        """Casts this warpgroup's columns of a result, which become rows of the transpose.
 
         Args:
             inverse: of the tile's scale; None: each column has its own.

@@ -47,7 +47,7 @@ ROW_MULTIPLE = 8  # of a tile that the TMA copies
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ScaledConfig:
-    """Tiles of one block and how its warpgroups share them."""
+    """Tile sizes of a block of the scaled matmul, and how its warpgroups share a tile."""
 
     tile_m: int = 128  # 64 a warpgroup, or 64 for both
     tile_n: int = 256
@@ -65,17 +65,17 @@ class ScaledConfig:
 
     @property
     def group_n(self) -> int:
-        """Number of columns of one warpgroup."""
+        """Number of columns that one warpgroup multiplies."""
         return self.tile_n // NUM_COMPUTE if self.by_columns else self.tile_n
 
     @property
     def num_parts(self) -> int:
-        """Number of products of one warpgroup and step."""
+        """Number of products that one warpgroup issues per step."""
         return self.group_n // self.part_n
 
 
 def shared_memory_bytes(config: ScaledConfig, *, columns_scaled: bool) -> int:
-    """Bytes of shared memory of one block: the ring, results on their way out, barriers."""
+    """Returns a block's shared memory in bytes: ring, results to store, barriers."""
     c = config
     stage = (c.tile_m + c.tile_n) * DEPTH + 4 * c.tile_n * columns_scaled
     out = NUM_COMPUTE * c.num_out_slots * WARPGROUP_ROWS * STRIPE_BYTES
@@ -83,7 +83,7 @@ def shared_memory_bytes(config: ScaledConfig, *, columns_scaled: bool) -> int:
 
 
 def scaled_config(M: int, N: int, K: int, *, columns_scaled: bool) -> ScaledConfig:
-    """The tiles that a product gets."""
+    """Returns the tiles that the scaled matmul takes for an [M, K] by [K, N] product."""
     config = ScaledConfig(num_out_slots=1 if columns_scaled else 2)
     if M <= WARPGROUP_ROWS:
         config = dataclasses.replace(config, tile_m=64, tile_n=128, part_n=64, num_stages=8)
@@ -99,7 +99,7 @@ def scaled_config(M: int, N: int, K: int, *, columns_scaled: bool) -> ScaledConf
 def unsupported(
     a: jax.Array, b: jax.Array, *, spec: ScaledSpec, num_devices: int = 1
 ) -> str | None:
-    """Reason why the kernel cannot compute this call; None if it can."""
+    """Returns why the scaled-matmul kernel cannot compute this call; None if it can."""
     facts = device.target()
     if facts.capability != (9, 0):
         return f"{facts.kind} is not a Hopper GPU (compute capability 9.0)"
@@ -125,7 +125,7 @@ def scaled_matmul_hopper(
     config: ScaledConfig | None = None,
     interpretable: bool = False,
 ) -> jax.Array:
-    """Multiplies by the kernel: [M, N] in the spec's dtype.
+    """Multiplies 8-bit matrices by the Hopper kernel: [M, N] in the spec's dtype.
 
     An interpretable kernel multiplies as Pallas does.
     """
@@ -153,7 +153,7 @@ def scaled_matmul_hopper(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ScaledKernel:
-    """The kernel of one call; methods are its phases, written once per trace."""
+    """The scaled-matmul kernel of one call; methods are its phases, written once per trace."""
 
     c: ScaledConfig
     spec: ScaledSpec
@@ -164,7 +164,7 @@ class ScaledKernel:
     interpretable: bool
 
     def result(self, operands: dict[str, Any], out: jax.ShapeDtypeStruct) -> jax.Array:
-        """Launches the kernel: the product, or one of each split."""
+        """Launches the kernel; returns the product, or one product per split of K."""
         found = launch(
             self.run,
             name="scaled_matmul",
@@ -184,7 +184,7 @@ class ScaledKernel:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Numbers of tiles along the rows and columns, where a tile is one cluster's."""
+        """Numbers of tiles along rows and columns, where a tile belongs to one cluster."""
         c = self.c
         return -(-self.M // (c.tile_m * c.cluster)), -(-self.N // c.tile_n)
 
@@ -200,12 +200,12 @@ class ScaledKernel:
 
     @property
     def num_workers(self) -> int:
-        """Number of clusters."""
+        """Number of clusters that are launched."""
         return min(NUM_PROCESSORS // self.c.cluster, self.num_tiles)
 
     @property
     def columns_scaled(self) -> bool:
-        """Whether every column of a step has its own scale: those travel with the tiles of b."""
+        """Whether every column of a step has its own scale, copied with the tiles of b."""
         return self.spec.b is Scaling.BLOCK_OF_ROW
 
     @property
@@ -218,7 +218,7 @@ class ScaledKernel:
         return self.c.num_parts
 
     def scratch(self) -> dict[str, Any]:
-        """The ring of tiles, results on their way out, barriers."""
+        """Returns shared-memory buffers: the ring of tiles, results to store, barriers."""
         out_dtype = self.spec.out_dtype if self.c.splits == 1 else jnp.dtype("float32")
         c, tile = self.c, tiled(128, itemsize=1)
         stripe = STRIPE_BYTES // out_dtype.itemsize
@@ -245,7 +245,7 @@ class ScaledKernel:
         }
 
     def run(self, gmem, smem) -> None:
-        """Runs one block: a role for each warpgroup."""
+        """Runs one block: each warpgroup loads or multiplies."""
         wg = lax.axis_index("wg")
         smem.filled = [smem.full, *(getattr(smem, f"full_{i}") for i in range(1, self.num_pieces))]
 
@@ -285,7 +285,7 @@ class ScaledKernel:
         lax.fori_loop(0, count, step, None)
 
     def load(self, gmem, smem, row0, column0, split, done) -> None:
-        """Fills the ring with the steps of one tile."""
+        """Loads the steps of one tile into the ring."""
         c = self.c
         width = c.tile_n // self.num_pieces
         sharing = "cluster" if c.cluster > 1 else None
@@ -310,7 +310,7 @@ class ScaledKernel:
         lax.fori_loop(0, self.num_steps, step, None)
 
     def compute(self, gmem, smem, wg, row0, column0, split, done) -> None:
-        """Computes one warpgroup's half of a tile, then its epilogue."""
+        """Computes and stores one warpgroup's half of a tile."""
         c, first = self.c, split * self.num_steps
         first_row, first_column = (0, wg * c.group_n) if c.by_columns else (wg * WARPGROUP_ROWS, 0)
         row, column = row0 + first_row, column0 + first_column
@@ -342,7 +342,7 @@ class ScaledKernel:
             self.store(gmem, smem, wg, total, row, column0, first_column, split, p)
 
     def step_scales(self, gmem, row, column, j) -> tuple[Any, list]:
-        """Scales of step j: of 64 rows of a, and of each part's columns where these share one."""
+        """Returns step j's scales: of 64 rows of a, and of parts' columns that share one."""
         c, spec = self.c, self.spec
         if spec.a is Scaling.BLOCK:
             i = jnp.minimum(lax.div(row, BLOCK), gmem.a_scale.shape[1] - 1)
@@ -358,7 +358,7 @@ class ScaledKernel:
         return of_rows, of_columns
 
     def promoted(self, smem, total, part, scales, slot, columns, p: int) -> jax.Array:
-        """Computes ``total + part * scale``."""
+        """Adds a part, multiplied by its scales, to its fp32 total: ``total + part * scale``."""
         factor, of_columns = scales
         if of_columns:
             factor = factor * of_columns[p]
@@ -376,7 +376,7 @@ class ScaledKernel:
         return jnp.concatenate(sums, axis=1)
 
     def store(self, gmem, smem, wg, total, row, column0, first_column, split, p: int) -> None:
-        """Stores a part."""
+        """Stores part p of a warpgroup's results."""
         c = self.c
         out = gmem.out.at[split] if c.splits > 1 else gmem.out
         width = smem.out.shape[-1]

@@ -1,4 +1,4 @@
-"""Quantization by blocks on a Hopper GPU: one read of the matrix, one write.
+"""Quantization by blocks on a Hopper GPU, which reads the matrix once and writes it once.
 
 A block of the grid is one warpgroup. TMA brings its tiles of 128 columns, all at once;
 each goes through registers, half a warp to a row, 16 bytes a thread and load. (Loads from global
@@ -38,7 +38,7 @@ def unsupported(
     power_of_two: bool,
     num_devices: int = 1,
 ) -> str | None:
-    """Reason why the kernel cannot compute this call; None if it can."""
+    """Returns why the quantization kernel cannot compute this call; None if it can."""
     facts = device.target()
     if facts.capability != (9, 0):
         return f"{facts.kind} is not a Hopper GPU (compute capability 9.0)"
@@ -61,7 +61,7 @@ def quantize_hopper(
     dtype: jnp.dtype,
     power_of_two: bool,
 ) -> Quantized:
-    """Casts by the kernel: values [R, C] and scales [J, R] or [J, I]."""
+    """Quantizes a matrix by the kernel: values [R, C] and scales [J, R] or [J, I]."""
     R, C = x_RC.shape
     tiles = math.gcd(C // BLOCK, MOST_TILES)
     kernel = _QuantizeKernel(
@@ -101,11 +101,11 @@ class _QuantizeKernel:
 
     @property
     def rows(self) -> int:
-        """Number of rows of one tile."""
+        """Number of rows in one tile."""
         return ROWS[self.scaling]
 
     def layout(self):
-        """Layout of a tile in registers: a row in half a warp."""
+        """Layout of a tile in registers: each row in half a warp."""
         by_warp, by_lane = self.rows // WARPS, 2
         return plgpu.Layout.TILED(
             plgpu.Tiling(((self.rows, BLOCK), (by_warp, BLOCK), (by_lane, BLOCK), (VECTOR,))),
@@ -130,7 +130,7 @@ class _QuantizeKernel:
         lax.fori_loop(0, self.tiles, tile, None)
 
     def write(self, gmem, x, i, j) -> None:
-        """Writes scales and values of a tile in registers."""
+        """Writes the scales and 8-bit values of a tile from registers."""
         rows, columns = pl.ds(i * self.rows, self.rows), pl.ds(j * BLOCK, BLOCK)
         largest = jnp.max(magnitude(x), axis=1)
         if self.scaling is Scaling.BLOCK:

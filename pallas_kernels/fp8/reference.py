@@ -18,6 +18,6 @@ def scaled_matmul_reference(
     *,
     dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
-    """Multiplies dequantized operands in ``dtype``: [M, N]; in float64 only the sum rounds."""
+    """Dequantizes both operands and multiplies in ``dtype``: [M, N]. In float64 only sums round."""
     a, b = (dequantized(x, scale, dtype=dtype) for x, scale in ((a_MK, a_scale), (b_NK, b_scale)))
     return jnp.einsum("mk,nk->mn", a, b, precision="highest")

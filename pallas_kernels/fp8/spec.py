@@ -1,4 +1,4 @@
-"""The static part of a scaled matmul.
+"""The static part of a scaled matmul: how operands are scaled, and the result's dtype.
 
 Dims: M row of a and of the result, N row of b and column of the result, K contracted.
 """
@@ -16,7 +16,7 @@ OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ScaledSpec:
-    """Forms of the scales, and the dtype of the result."""
+    """Scalings of both operands of a scaled matmul, and the dtype of its result."""
 
     a: Scaling
     b: Scaling
@@ -31,10 +31,10 @@ def make_scaled_spec(
     *,
     out_dtype: jnp.dtype,
 ) -> ScaledSpec:
-    """The spec of a call whose arrays agree.
+    """Returns the spec of a scaled matmul from its arrays.
 
     Raises:
-        InputError: they do not.
+        InputError: shapes or dtypes disagree.
     """
     forms = scaling_of("a", a, a_scale), scaling_of("b", b, b_scale)
     (M, K), N = a.shape, b.shape[0]

@@ -24,7 +24,7 @@ from .spec import ScaledSpec
 def quantize_xla(
     x: jax.Array, scaling: Scaling, *, dtype: jnp.dtype, power_of_two: bool
 ) -> Quantized:
-    """Quantizes in fp32.
+    """Quantizes a matrix by blocks in plain jnp, computed in fp32.
 
     Args:
         x: [R, C], or several matrices [..., R, C], whose scales have those dims in front too.
@@ -36,7 +36,7 @@ def quantize_xla(
 
 
 def quantize_across_xla(x: jax.Array, *, dtype: jnp.dtype, power_of_two: bool) -> Quantized:
-    """Quantizes the transpose of x by 1x128 blocks, with the bits of ``quantize_xla``.
+    """Quantizes the transpose of x by 1x128 blocks, bit for bit as ``quantize_xla`` does.
 
     The values are transposed as 8 bits.
 
@@ -78,7 +78,7 @@ def scaled_matmul_xla(
     *,
     spec: ScaledSpec,
 ) -> jax.Array:
-    """Multiplies by XLA: [M, N] in the spec's dtype."""
+    """Multiplies dequantized operands by XLA: [M, N] in the spec's dtype."""
     cuda = functools.partial(_dequantized_product, spec=spec)
 
     def default(a_MK, b_NK, a_scale, b_scale):

@@ -1,4 +1,4 @@
-"""The public grouped products: they validate, choose who computes, and differentiate.
+"""The public grouped products, which validate, choose an implementation and differentiate.
 
 Dims: M row, T token, J visit of a token, G group, K width in, N width out; of 8-bit operands K is
 contracted and N a column of the result, J and I blocks of 128 of K and N.
@@ -50,7 +50,7 @@ def grouped_matmul(
     out_dtype: jnp.dtype | None = None,
     implementation: GroupedImplementation = "auto",
 ) -> jax.Array:
-    """Multiplies rows with their group's weight: ``out[m] = x[m] @ w[group(m)]``.
+    """Multiplies each row by the weight of its group: ``out[m] = x[m] @ w[group(m)]``.
 
     Groups are consecutive: g has ``group_sizes[g]`` rows, behind those of the groups before it.
     Rows beyond the last group are 0 whatever x is there, and add nothing to gradients. Sums are
@@ -102,7 +102,7 @@ def grouped_swiglu(
     positions: jax.Array | None = None,
     implementation: GroupedImplementation = "auto",
 ) -> jax.Array:
-    """Computes ``silu(x @ gate) * (x @ up)`` by groups, both products of a row at once.
+    """Computes ``silu(x @ gate) * (x @ up)``, each row with its group's gate and up.
 
     The gradient keeps both products in x's dtype, named ``GATE_NAME`` and ``UP_NAME``.
 
@@ -185,7 +185,7 @@ def scaled_grouped_matmul(
     out_dtype: Any = jnp.bfloat16,
     implementation: str = "auto",
 ) -> jax.Array:
-    """Multiplies rows in consecutive groups with their group's weight, of 8-bit operands.
+    """Multiplies 8-bit rows by the 8-bit weight of their group, with scales of blocks.
 
     ``out[m, n] = sum_k (a a_scale)[m, k] (b b_scale)[group(m), n, k]``, as ``scaled_matmul`` has it
     for one group: scales are of 1x128 blocks of a and 128x128 blocks of b, and multiply fp32 sums

@@ -1,4 +1,4 @@
-"""Weighted sums of tokens' rows: a gather in a fixed order, forward and backward.
+"""Weighted sums of each token's expert outputs: a gather in a fixed order, forward and backward.
 
 The sum is not the product's epilogue: rows of one token are in tiles of different blocks. A fused
 sum would be atomic, in an order that changes from run to run, or would wait for others.
@@ -113,26 +113,26 @@ _combine.defvjp(_combine_forward, _combine_backward)
 
 
 def take_rows(values_MN: jax.Array, rows_T: jax.Array) -> jax.Array:
-    """Takes the rows named, fp32 [T, N]; 0 for one outside 0..M-1."""
+    """Gathers the rows of given indices, fp32 [T, N]; an index outside 0..M-1 gives zeros."""
     is_row_T = (rows_T >= 0) & (rows_T < values_MN.shape[0])
     rows_TN = values_MN[jnp.where(is_row_T, rows_T, 0)].astype(jnp.float32)
     return jnp.where(is_row_T[:, None], rows_TN, 0.0)
 
 
 class Entries(NamedTuple):
-    """The entries of an index, by what they name."""
+    """An inverted index: for each result, the positions in the index that name it."""
 
     order_I: jax.Array  # sorted by what they name, then by place
     starts_T: jax.Array
     counts_T: jax.Array
 
     def nth(self, j: jax.Array | int) -> jax.Array:
-        """Entry number j of each result, int32 [T]; -1 where it has fewer."""
+        """Returns the j-th entry of each result, int32 [T]; -1 where a result has fewer."""
         at_T = jnp.clip(self.starts_T + j, 0, self.order_I.shape[0] - 1)
         return jnp.where(j < self.counts_T, self.order_I[at_T], -1)
 
     def sum(self, values_of: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Sums the values of each result's entries in their order: fp32 [T, N].
+        """Sums the values of each result's entries in ascending order: fp32 [T, N].
 
         As many rounds as the commonest result has entries. Those that an even spread needs are
         unrolled; a loop has the rest, none where the spread is even.
@@ -150,7 +150,7 @@ class Entries(NamedTuple):
 
 
 def entries_by_result(index_I: jax.Array, *, num_results: int) -> Entries:
-    """Inverts an index; entries outside 0..num_results-1 are left out."""
+    """Groups the entries of an index by the result they name; skips invalid numbers."""
     known_I = jnp.where((index_I >= 0) & (index_I < num_results), index_I, num_results)
     counts_T = jnp.zeros(num_results, jnp.int32).at[known_I].add(1, mode="drop")
     return Entries(

@@ -1,4 +1,4 @@
-"""The formulas in plain jnp, every row with every group's weight; the contract.
+"""Grouped products in plain jnp, every row with every group's weight; others must match them.
 
 Dims: M row, G group, K width in, N width out.
 """
@@ -17,7 +17,7 @@ def grouped_matmul_reference(
     group_sizes_G: jax.Array,
     rows_M: jax.Array | None = None,
 ) -> jax.Array:
-    """Multiplies row m with the weight of its group: fp32 [M, N], 0 where it has no group.
+    """Multiplies row m by the weight of its group: fp32 [M, N], 0 where m has no group.
 
     Differentiable by JAX; memory M * G * N.
     """
@@ -42,7 +42,7 @@ def grouped_swiglu_reference(
     group_sizes_G: jax.Array,
     rows_M: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes silu(x gate) * (x up): fp32 [M, N]."""
+    """Computes silu(x gate) * (x up), each row with its group's weights: fp32 [M, N]."""
     gate_MN = grouped_matmul_reference(x, gate_GKN, group_sizes_G, rows_M)
     return jax.nn.silu(gate_MN) * grouped_matmul_reference(x, up_GKN, group_sizes_G, rows_M)
 
@@ -54,6 +54,6 @@ def scaled_grouped_matmul_reference(
     b_scale_GJI: jax.Array,
     group_sizes_G: jax.Array,
 ) -> jax.Array:
-    """Multiplies 8-bit operands, dequantized before: fp32 [M, N]."""
+    """Dequantizes 8-bit operands, then multiplies rows by their group's weight: fp32 [M, N]."""
     a_MK, b_GNK = dequantized_operands(a_MK, b_GNK, a_scale_JM, b_scale_GJI)
     return grouped_matmul_reference(a_MK, jnp.swapaxes(b_GNK, 1, 2), group_sizes_G)

@@ -16,7 +16,7 @@ def check_operands(
     rows: jax.Array | None,
     positions: jax.Array | None,
 ) -> None:
-    """Raises InputError unless x can be multiplied with each of the weights, all alike."""
+    """Raises InputError unless x, weights, group sizes and row indices agree in shape and dtype."""
     if x.ndim != 2 or x.dtype.name not in ("bfloat16", "float16", "float32"):
         raise InputError(
             f"x is {x.dtype}{list(x.shape)}; it must be bfloat16, float16 or float32 [M, K]"
@@ -58,7 +58,7 @@ def check_operands(
 
 
 def check_inverse(inverse: jax.Array | None, *, num_rows: int) -> None:
-    """Raises InputError unless there is an entry per row."""
+    """Raises InputError unless the inverse index is int32 with one entry per row."""
     if inverse is not None and (inverse.shape != (num_rows,) or inverse.dtype != jnp.int32):
         raise InputError(
             f"inverse is {inverse.dtype}{list(inverse.shape)}; it must be int32 [{num_rows}], an "
@@ -67,6 +67,6 @@ def check_inverse(inverse: jax.Array | None, *, num_rows: int) -> None:
 
 
 def counts_within(group_sizes_G: jax.Array, num_rows: int) -> jax.Array:
-    """Cuts sizes where they go below 0 or beyond the last row."""
+    """Clips group sizes to at least 0 and, in sum, at most ``num_rows``."""
     ends_G = jnp.minimum(jnp.cumsum(jnp.maximum(group_sizes_G, 0)), num_rows)
     return jnp.diff(ends_G, prepend=0).astype(jnp.int32)

@@ -31,7 +31,7 @@ class _Blocks(NamedTuple):
     block_ends_G: jax.Array
 
     def find(self, i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Group, first row, and rows from there to the group's end, of block i."""
+        """Returns the group of block i, its first row, and the rows up to the group's end."""
         group = jnp.searchsorted(self.block_ends_G, i, side="right").astype(jnp.int32)
         previous = jnp.maximum(group - 1, 0)
         first_row = jnp.where(group == 0, 0, self.row_ends_G[previous])
@@ -102,7 +102,7 @@ def product(
     *,
     out_dtype: jnp.dtype,
 ) -> jax.Array:
-    """Multiplies each row with its group's weight: [M, N], 0 beyond the groups.
+    """Multiplies each row by its group's weight: [M, N], 0 beyond the groups.
 
     Args:
         x: [M, K], or [T, K] with ``rows_M``.
@@ -131,7 +131,7 @@ def swiglu(
     *,
     keep: bool,
 ) -> SwigluResults:
-    """Computes silu(x gate) * (x up), and both products if kept; operands as in ``product``."""
+    """Computes silu(x gate) * (x up) by groups, and returns both products too if ``keep``."""
     num_rows = x.shape[0] if rows_M is None else rows_M.shape[0]
     blocks = _blocks(num_rows, group_sizes_G)
     x_of = _rows_of(x, rows_M, blocks.size)
@@ -158,7 +158,7 @@ def scaled_product(
     *,
     out_dtype: jnp.dtype,
 ) -> jax.Array:
-    """Multiplies 8-bit rows with their group's weight: dequantized, on a GPU to bf16."""
+    """Dequantizes 8-bit operands (on a GPU to bf16) and multiplies rows by their group's weight."""
     operands = a_MK, b_GNK, a_scale_JM, b_scale_GJI
 
     def product(*operands: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -178,12 +178,12 @@ def input_gradient(
     *,
     out_dtype: jnp.dtype | None = None,
 ) -> jax.Array:
-    """Sums over pairs each row of d times the transpose of its group's w: [M, K].
+    """Computes ``d @ w.T`` with each row's group weight w, summed over the pairs: [M, K].
 
     Args:
         pairs: (d [M, N], w [G, K, N]) of one dtype.
         group_sizes_G: int32.
-        out_dtype: of the result; that of the pairs by default.
+        out_dtype: dtype of the result; by default that of the pairs.
     """
     (num_rows, _), (_, width, _) = pairs[0][0].shape, pairs[0][1].shape
     dtype = out_dtype or pairs[0][0].dtype
@@ -209,14 +209,14 @@ def weight_gradient(
     *,
     out_dtype: jnp.dtype,
 ) -> jax.Array:
-    """Sums x^T d over each group's rows in fp32: [G, K, N], rounded once; 0 of an empty group.
+    """Computes x^T d over each group's rows, [G, K, N]: fp32 sums, rounded once; 0 if empty.
 
     Args:
         x: [M, K], or [T, K] with ``rows_M``.
         d_MN: of x's dtype.
         group_sizes_G: int32.
         rows_M: int32, rows of x.
-        out_dtype: of the result.
+        out_dtype: dtype of the result.
     """
     blocks = _blocks(d_MN.shape[0], group_sizes_G)
     x_of = _rows_of(x, rows_M, blocks.size)

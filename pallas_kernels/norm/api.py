@@ -1,4 +1,4 @@
-"""The public norms: they validate and choose who computes each direction.
+"""The public norms, which validate their input and choose who computes each direction.
 
 The model keeps XLA's norms, which XLA fuses with the residual before and the rounding after them.
 
@@ -30,7 +30,7 @@ def rms_norm(
     implementation: str = "auto",
     num_devices: int = 1,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """``x / sqrt(mean(x**2) + epsilon) * scale`` over the last dim (arXiv 1910.07467).
+    """Computes RMSNorm, ``x / sqrt(mean(x**2) + epsilon) * scale``, over the last dim (1910.07467).
 
     Computed in fp32, in the dtype of ``x``. The gradient reads ``x`` and computes the root again.
 
@@ -38,11 +38,11 @@ def rms_norm(
         x: [..., C], floats.
         scale: [C], floats; its gradient is summed in fp32.
         epsilon: added to the mean of squares, at least 0; static.
-        residual: as x; added to it before, rounded to its dtype. The sum is returned too.
+        residual: shaped as x; added to x first, rounded to x's dtype. The sum is returned too.
         implementation: "hopper" (Mosaic GPU; bf16, fp16, fp32; one pass over memory), "xla", or
             "reference", whose gradient is JAX's own; "auto" takes hopper where the kernel was
             measured to be faster than XLA (``rows.dispatch``), else xla.
-        num_devices: that the compiler spreads the call over; "hopper" runs on one.
+        num_devices: number that the compiler spreads the call over; "hopper" runs on one.
 
     Returns:
         The norm, or with a residual (norm of the sum, sum).
@@ -69,7 +69,7 @@ def layer_norm(
     implementation: str = "auto",
     num_devices: int = 1,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """``(x - mean) / sqrt(variance + epsilon) * scale + bias`` over the last dim (1607.06450).
+    """Computes LayerNorm, ``(x - mean) / sqrt(variance + epsilon) * scale + bias`` (1607.06450).
 
     Args:
         bias: [C], floats, or none.

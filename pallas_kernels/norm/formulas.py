@@ -1,4 +1,4 @@
-"""Norms as formulas over rows, forward and backward.
+"""RMSNorm and LayerNorm as formulas of the row kernel, forward and backward.
 
 Dims: R row, C column, A row or part of a row in a warpgroup, M column of a part, P part.
 """
@@ -18,7 +18,7 @@ type RowArrays = tuple[jax.Array, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NormForm:
-    """A norm: ``(x - mean) / sqrt(mean((x - mean)**2) + epsilon) * scale + bias``."""
+    """The form of a norm: ``(x - mean) / sqrt(mean((x - mean)**2) + epsilon) * scale + bias``."""
 
     columns: int
     epsilon: float
@@ -29,27 +29,27 @@ class NormForm:
 
     @property
     def name(self) -> str:
-        """Name of the kernels in traces."""
+        """Name of the norm's kernels in profiler traces."""
         return "layer_norm" if self.centered else "rms_norm"
 
 
 def hopper(
     norm: NormForm, inputs_RC: RowArrays, vectors_C: RowArrays, *, config: RowConfig | None = None
 ) -> RowArrays:
-    """``forward`` by the kernel: y, and x if a sum, in the inputs' dtype; vectors are fp32."""
+    """Computes the norm by the Hopper kernel: y in x's dtype, then x + residual if there is one."""
     return apply_rows(forward(norm), inputs_RC, vectors_C=vectors_C, config=config)[0]
 
 
 def hopper_gradient(
     norm: NormForm, inputs_RC: RowArrays, scale_C: jax.Array, *, config: RowConfig | None = None
 ) -> RowArrays:
-    """``backward`` by the kernel: d_x in the inputs' dtype, d_scale and d_bias in fp32."""
+    """Computes the norm's gradients by the Hopper kernel: d_x in x's dtype, the rest in fp32."""
     results, sums = apply_rows(backward(norm), inputs_RC, vectors_C=[scale_C], config=config)
     return *results, *(jnp.sum(partials_NC, axis=0) for partials_NC in sums)
 
 
 def forward(norm: NormForm) -> Formula:
-    """A norm of inputs x, or both addends of x, by vectors scale and bias: y, and x if a sum.
+    """Returns a norm's formula: from x, or two addends of x, to y, and x if it is a sum.
 
     LayerNorm's sums are of ``d = x - pivot``, since sums of squares about 0 would cancel:
     ``mean = pivot + sum(d) / C``, ``variance = sum(d**2) / C - (sum(d) / C)**2``.

@@ -1,4 +1,4 @@
-"""The formulas in plain jnp; the contract of every implementation.
+"""RMSNorm and LayerNorm in plain jnp, which every implementation must match.
 
 Dims: C column, the last.
 """
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 def rms_norm_reference(x: jax.Array, scale_C: jax.Array, *, epsilon: float) -> jax.Array:
-    """``x / sqrt(mean(x**2) + epsilon) * scale`` over the last dim (arXiv 1910.07467).
+    """Computes ``x / sqrt(mean(x**2) + epsilon) * scale`` over the last dim (arXiv 1910.07467).
 
     In fp32, rounded to the dtype of ``x`` at the end.
     """
@@ -20,7 +20,7 @@ def rms_norm_reference(x: jax.Array, scale_C: jax.Array, *, epsilon: float) -> j
 def layer_norm_reference(
     x: jax.Array, scale_C: jax.Array, bias_C: jax.Array | None = None, *, epsilon: float
 ) -> jax.Array:
-    """``(x - mean) / sqrt(variance + epsilon) * scale + bias`` over the last dim (1607.06450).
+    """Computes ``(x - mean) / sqrt(variance + epsilon) * scale + bias`` (arXiv 1607.06450).
 
     In fp32, rounded to the dtype of ``x`` at the end.
     """

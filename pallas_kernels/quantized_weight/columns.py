@@ -1,5 +1,4 @@
-"""Quantized weights rearranged without dequantizing: columns repeated or joined, codes arranged in
-the order in which Hopper kernels read them.
+"""Quantized weights rearranged without dequantizing: columns joined, codes reordered for Hopper.
 
 Dims: K row, N column, G group of rows, C block of columns.
 """
@@ -28,12 +27,12 @@ GROUPS = (64, 128)
 
 
 def by_column_format(form: WeightFormat) -> WeightFormat:
-    """The format with a scale for each column."""
+    """Returns the format in which each column has a scale of its own."""
     return dataclasses.replace(form, group_columns=1)
 
 
 def by_column(weight: QuantizedWeight) -> QuantizedWeight:
-    """Gives each column a scale of its own, where blocks of columns share one."""
+    """Gives each column of a weight its own scale, where blocks of columns share one."""
     weight = in_rows(weight.plain)
     form, columns = weight.format, weight.matrix_shape[1]
     if form.group_columns == 1:
@@ -47,7 +46,7 @@ def of_columns(
     change: Callable[[jax.Array], jax.Array],
     outputs: tuple[int, ...],
 ) -> QuantizedWeight:
-    """The weight with other outputs, which ``change`` gives its parts [*, rows, *outputs]."""
+    """Applies ``change`` to all parts, [*, rows, *outputs], to give a weight other outputs."""
     weight = by_column(weight)
     columns = weight.matrix_shape[1]
 
@@ -69,7 +68,7 @@ def repeated_outputs(weight: QuantizedWeight, copies: int, *, axis: int) -> Quan
     """Repeats each element of a dim of the outputs, one after another.
 
     Args:
-        axis: from the end.
+        axis: dim of the outputs, negative, counted from the end.
     """
     outputs = list(weight.outputs)
     outputs[axis] *= copies
@@ -79,7 +78,7 @@ def repeated_outputs(weight: QuantizedWeight, copies: int, *, axis: int) -> Quan
 
 
 def are_alike(weights: Sequence[Any]) -> bool:
-    """Whether weights of one input can be side by side in one quantized matrix."""
+    """Returns whether weights of one input can be joined into one quantized matrix."""
     kinds = {
         (by_column_format(each.format), each.inputs, each.scales.dtype, each.zeros is None)
         for each in weights
@@ -94,10 +93,10 @@ def concatenated_columns(weights: Sequence[QuantizedWeight], *, axis: int) -> Qu
     """Joins weights of one input side by side.
 
     Args:
-        axis: of the outputs in which one follows another, from the end.
+        axis: dim of the outputs along which they are joined, counted from the end.
 
     Raises:
-        InputError: they differ in format, or the rows of one are in an order of its own.
+        InputError: weights differ in format, or one has its rows in an order of its own.
     """
     if not are_alike(weights):
         raise InputError(
@@ -126,7 +125,7 @@ def concatenated_columns(weights: Sequence[QuantizedWeight], *, axis: int) -> Qu
 
 
 def why_not_arranged(weight: QuantizedWeight) -> str | None:
-    """The reason why the kernels have no order for a weight's codes; None if they have."""
+    """Returns why the kernels have no order for a weight's codes; None if they have one."""
     form, (rows, columns) = weight.format, weight.matrix_shape
     if form.code is WeightCode.NF4:
         return "codes of nf4 are no integers: they are looked up"
@@ -145,10 +144,10 @@ def why_not_arranged(weight: QuantizedWeight) -> str | None:
 
 
 def arranged(weight: QuantizedWeight) -> QuantizedWeight:
-    """Arranges a weight as the kernel reads it; scales of blocks are repeated for each column.
+    """Reorders a weight's codes for the Hopper kernel, and repeats block scales for each column.
 
     Raises:
-        UnsupportedError: a format or a size that the kernel does not take.
+        UnsupportedError: the kernel does not take the weight's format or size.
     """
     reason = why_not_arranged(weight)
     if reason is not None:

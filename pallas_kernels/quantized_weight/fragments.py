@@ -1,4 +1,4 @@
-"""Instructions of one thread that Pallas cannot say: codes to numbers, products of fragments.
+"""Per-thread instructions that Pallas lacks: converting codes to numbers, multiplying fragments.
 
 Values are MLIR's: i32 registers with two 16-bit numbers or codes, f32 sums.
 """
@@ -17,7 +17,7 @@ from .weight import WeightCode
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Dequantizer:
-    """How codes become numbers of x's dtype.
+    """A converter of weight codes to numbers of x's dtype, in one thread's registers.
 
     A code is put in the low bits of a number whose unit in the last place is 1, from which that
     number is taken: exact, as codes and zero points are integers. FP8 is put in the places of a
@@ -29,28 +29,28 @@ class Dequantizer:
 
     @property
     def name(self) -> str:
-        """Name of the dtype in instructions."""
+        """Name of the dtype in PTX instructions."""
         return "bf16" if self.dtype == jnp.bfloat16 else "f16"
 
     @property
     def unit(self) -> int:
-        """The least number whose unit in the last place is 1 (128 or 1024), twice in a register."""
+        """The least number whose last place is worth 1 (128 or 1024), twice in a register."""
         return 0x43004300 if self.dtype == jnp.bfloat16 else 0x64006400
 
     def zero_pair(self, zero: Any | None) -> Any:
-        """Returns a register that has a zero point (i32; None: 8) twice, offset by ``unit``."""
+        """Returns a register with a zero point (i32; None: 8) twice, offset by ``unit``."""
         if zero is None:
             return constant(self.unit | 0x00080008)
         return arith.ori(arith.muli(zero, constant(0x00010001)), constant(self.unit))
 
     def pair(self, operation: str, a: Any, b: Any) -> Any:
-        """Applies ``sub`` or ``mul`` to two registers of two numbers each."""
+        """Applies ``sub`` or ``mul`` to two registers of two 16-bit numbers each."""
         return assembly(
             i32(), [a, b], f"{operation}.{self.name}x2 $0, $1, $2;", "=r,r,r", pure=True
         )
 
     def numbers(self, words: list[Any], zeros: tuple[Any, Any]) -> list[Any]:
-        """Converts codes into the product's left operand for 16 rows: four registers.
+        """Converts codes to the MMA's left operand for 16 rows: four registers.
 
         Args:
             words: one of 4-bit codes, two of 8-bit ones.
@@ -115,19 +115,19 @@ class Dequantizer:
 
 
 def load_matrices(place: Any, offset: int) -> list[Any]:
-    """Four right fragments of 8 rows of x and 8 of K, the bytes of each lane's row given."""
+    """Loads four right MMA fragments, each 8 rows of x by 8 of K, from shared memory."""
     return loaded("ldmatrix.sync.aligned.m8n8.x4.shared.b16", place, 4, kind="r", offset=offset)
 
 
 def load_words(place: Any, offset: int, count: int) -> list[Any]:
-    """One, two or four words of shared memory."""
+    """Loads one, two or four 32-bit words from shared memory."""
     if count == 1:
         return [assembly(i32(), [place], f"ld.shared.b32 $0, [$1+{offset}];", "=r,r", pure=False)]
     return loaded(f"ld.shared.v{count}.b32", place, count, kind="r", offset=offset)
 
 
 def load_number(place: Any, offset: int, dtype: jnp.dtype) -> Any:
-    """A scale of shared memory, f32, or a zero point, i32."""
+    """Loads a scale (as f32) or a zero point (as i32) from shared memory."""
     f32 = ir.F32Type.get()
     if dtype == jnp.float32:
         return assembly(f32, [place], f"ld.shared.f32 $0, [$1+{offset}];", "=f,r", pure=False)

@@ -1,7 +1,7 @@
-"""An arranged weight as numbers in memory, for products of many rows, which a library computes.
+"""A Hopper kernel that dequantizes an arranged weight to memory, for a library to multiply.
 
-What XLA makes of fragments gathers bytes; here threads hold what they write. The result is the
-weight transposed, of which a thread has neighbors in K.
+XLA gathers bytes to undo fragments; here threads convert the codes that they hold. The result is
+the weight transposed, as a thread has neighbors in K.
 
 Dims: K row, N column of the weight, G group of rows.
 """
@@ -40,7 +40,7 @@ SLOTS = 2
 
 
 def dequantized_hopper(weight: QuantizedWeight, dtype: jnp.dtype) -> jax.Array:
-    """The arranged weight [N, K], transposed: computed in fp32, rounded once; on a Hopper GPU."""
+    """Dequantizes an arranged weight to [N, K], transposed: in fp32, rounded once."""
     depth, columns = weight.matrix_shape
     stages = next(n for n in range(MOST_STAGES, 0, -1) if depth // DEPTH % n == 0)
     kernel = _DequantizingKernel(
@@ -70,7 +70,7 @@ class _DequantizingKernel:
     dequantizer: Dequantizer
 
     def result(self, weight: QuantizedWeight) -> jax.Array:
-        """[N, K]."""
+        """Launches the kernel and returns the weight, [N, K]."""
         operands = {"words": weight.data, "scales": weight.scales}
         if weight.zeros is not None:
             operands["zeros"] = weight.zeros
@@ -90,7 +90,7 @@ class _DequantizingKernel:
         )["out"]
 
     def run(self, gmem, smem) -> None:
-        """Stage by stage: one is written to memory while the next is dequantized."""
+        """Dequantizes stage by stage; each is stored while the next is converted."""
         column = lax.axis_index("columns") * WIDTH
         first = lax.axis_index("depth") * self.stages
         refs = [gmem.words, gmem.scales] + ([gmem.zeros] if self.has_zeros else [])
@@ -115,7 +115,7 @@ class _DequantizingKernel:
         plgpu.wait_smem_to_gmem(0)
 
     def stage(self, column, at, out, words, scales, zeros=None) -> None:
-        """128 rows of 64 columns, of which a warp has 16."""
+        """Dequantizes 128 rows of 64 columns, of which a warp has 16."""
         per_lane = self.bits // 2
         warp, lane = arith.shrui(thread(), constant(5)), arith.andi(thread(), constant(31))
         g, t = arith.shrui(lane, constant(2)), arith.andi(lane, constant(3))
@@ -147,7 +147,7 @@ class _DequantizingKernel:
                     assembly(None, [place, scaled], text, "r,r", pure=False)
 
     def zero_points(self, zeros: Any | None, row: Any) -> tuple[Any, Any]:
-        """Zero points to subtract from the codes of columns g and g + 8."""
+        """Returns the zero points of columns g and g + 8."""
         if zeros is None:
             return (self.dequantizer.zero_pair(None),) * 2
         i64, i16 = ir.IntegerType.get_signless(64), ir.IntegerType.get_signless(16)
@@ -165,7 +165,7 @@ class _DequantizingKernel:
         return low, high
 
     def scaled(self, pair: Any, factor: Any) -> Any:
-        """Two numbers times a scale in fp32, rounded once."""
+        """Multiplies two numbers by a scale in fp32, rounded once."""
         low, high = (arith.mulf(x, factor) for x in widened_pair(pair, self.dequantizer.dtype))
         text = f"cvt.rn.{self.dequantizer.name}x2.f32 $0, $2, $1;"
         return assembly(i32(), [low, high], text, "=r,f,f", pure=True)

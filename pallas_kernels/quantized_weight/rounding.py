@@ -1,4 +1,4 @@
-"""Weights rounded to the nearest that a format can say.
+"""Quantization of weights, each element rounded to the nearest number of a format.
 
 Dims: K row, the contracted dim, N column, G group of rows, C block of columns.
 """
@@ -35,7 +35,7 @@ def round_weight(
     scale_dtype: jnp.dtype | None = None,
     clip: jax.Array | None = None,
 ) -> QuantizedWeight:
-    """A weight rounded to the nearest, each group by its own largest element.
+    """Quantizes a weight to the nearest codes; each group's scale is from its largest element.
 
     Args:
         weight: [*leading, *inputs, *outputs], floating.

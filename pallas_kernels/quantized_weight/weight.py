@@ -59,7 +59,7 @@ NF4_VALUES = (
 
 
 class WeightCode(enum.StrEnum):
-    """Meaning of an element's bits."""
+    """Meaning of the bits of a quantized weight's element, such as int4 or e4m3."""
 
     INT4 = "int4"  # 0 to 15, less a zero point, which is 8 where there are none
     INT8 = "int8"  # -128 to 127
@@ -68,24 +68,24 @@ class WeightCode(enum.StrEnum):
 
     @property
     def bits(self) -> int:
-        """Number of bits of an element."""
+        """Number of bits in one element."""
         return 4 if self in (WeightCode.INT4, WeightCode.NF4) else 8
 
     @property
     def storage(self) -> jnp.dtype:
-        """Dtype of the packed elements."""
+        """Dtype in which the packed elements are stored."""
         return jnp.dtype({"int8": jnp.int8, "e4m3": jnp.float8_e4m3fn}.get(self.value, jnp.uint8))
 
 
 class Activations(enum.StrEnum):
-    """The format that a product rounds its input to, each row by its own largest element."""
+    """The format that a product rounds its input to; each row has its own scale."""
 
     INT8 = "int8"
     E4M3 = "e4m3"
 
 
 class Arrangement(enum.StrEnum):
-    """Order of a matrix's codes; what is stored, converted and sharded is in rows."""
+    """Order of a weight's codes; stored, converted and sharded weights are in rows."""
 
     ROWS = "rows"  # [*, K, N] of 8 bits; two halves of a group share bytes of 4
     FRAGMENTS = "fragments"  # int32 [*, K / 32, N / 16, W], as the Hopper kernel's threads do
@@ -93,7 +93,7 @@ class Arrangement(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WeightFormat:
-    """Meaning of a quantized weight's elements, and which of them share a scale."""
+    """The code of a quantized weight's elements, and the groups that share a scale."""
 
     code: WeightCode
     group_rows: int = 0  # rows that share a scale; 0: all
@@ -118,14 +118,14 @@ class WeightFormat:
             )
 
     def scales_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """Shape of the scales of a [rows, columns] matrix."""
+        """Returns the shape of the scales of a [rows, columns] matrix."""
         return (
             -(-rows // (self.group_rows or rows)),
             -(-columns // (self.group_columns or columns)),
         )
 
     def check_rows(self, rows: int) -> None:
-        """Raises InputError where 4-bit groups do not divide so many rows."""
+        """Raises InputError where ``rows`` do not divide into 4-bit groups."""
         if self.code.bits == 4 and rows % self.group_rows:
             raise InputError(
                 f"{rows} rows do not divide into groups of {self.group_rows}; take a group that "
@@ -134,7 +134,7 @@ class WeightFormat:
 
     @property
     def name(self) -> str:
-        """Name in messages and tables: ``int4 in groups of 128``."""
+        """Name of the format in messages and tables: ``int4 in groups of 128``."""
         match self.group_rows, self.group_columns:
             case 0, 0:
                 by = "per tensor"
@@ -151,7 +151,7 @@ class WeightFormat:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DoubleQuantizedScales:
-    """Scales less their mean, in 8-bit floats; blocks of 256, row by row, share a constant.
+    """Scales, less their mean, quantized to 8-bit floats; blocks of 256 share a constant.
 
     An element costs 8 / 64 + 32 / (64 * 256) = 0.127 bits where groups have 64 rows, in place of
     0.5 with scales in fp32.
@@ -163,16 +163,16 @@ class DoubleQuantizedScales:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the scales that these stand for."""
+        """Shape of the dequantized scales."""
         return tuple(self.codes.shape)
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Dtype of the scales that these stand for."""
+        """Dtype of the dequantized scales."""
         return jnp.dtype(jnp.float32)
 
     def values(self) -> jax.Array:
-        """The scales, fp32 [*, G, C]."""
+        """The dequantized scales, fp32 [*, G, C]."""
         *lead, groups, columns = self.codes.shape
         each = jnp.repeat(self.constants, _SCALES_PER_CONSTANT, axis=-1)[..., : groups * columns]
         scaled = self.codes.astype(jnp.float32) * each.reshape(*lead, groups, columns)
@@ -180,7 +180,7 @@ class DoubleQuantizedScales:
 
 
 def double_quantized(scales: jax.Array) -> DoubleQuantizedScales:
-    """Rounds scales [*, G, C], each block of 256 by its own largest deviation from the mean."""
+    """Quantizes scales [*, G, C]: blocks of 256, by the largest deviation from the mean."""
     *lead, groups, columns = scales.shape
     flat = scales.astype(jnp.float32).reshape(*lead, groups * columns)
     mean = jnp.mean(flat, axis=-1)
@@ -199,7 +199,7 @@ def double_quantized(scales: jax.Array) -> DoubleQuantizedScales:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedWeight:
-    """A quantized weight, in the place of an array in a tree of parameters.
+    """A quantized weight, which takes the place of an array in a tree of parameters.
 
     Dims in front of the matrix (layers, experts) lead every part, so that a tree of weights may be
     scanned over, sliced and stacked by its arrays. What the weight's own dims are is static: the
@@ -229,50 +229,50 @@ class QuantizedWeight:
 
     @property
     def leading(self) -> tuple[int, ...]:
-        """The dims in front of the matrix."""
+        """Dims in front of the matrix, such as layers or experts."""
         return tuple(self.data.shape[: -3 if self.arrangement is Arrangement.FRAGMENTS else -2])
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """Number of rows and of columns."""
+        """Numbers of rows and of columns of the weight as a matrix."""
         return math.prod(self.inputs), math.prod(self.outputs)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the weight that this stands for."""
+        """Shape of the dequantized weight."""
         return (*self.leading, *self.inputs, *self.outputs)
 
     @property
     def ndim(self) -> int:
-        """Number of dims of the weight that this stands for."""
+        """Number of dims of the dequantized weight."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """Number of elements of the weight that this stands for."""
+        """Number of elements of the dequantized weight."""
         return math.prod(self.shape)
 
     @property
     def parts(self) -> dict[str, Any]:
-        """The arrays, by name; absent ones left out."""
+        """The weight's arrays (codes, scales and others that it has), by name."""
         named = {name: getattr(self, name) for name in ("data", "scales", "zeros", "order")}
         return {name: array for name, array in named.items() if array is not None}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
+        """Number of bytes of all the weight's arrays."""
         leaves = jax.tree.leaves(self.parts)
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
 
     @property
     def plain(self) -> "QuantizedWeight":
-        """This weight with scales that are numbers."""
+        """This weight with its scales dequantized, if those are quantized too."""
         if not isinstance(self.scales, DoubleQuantizedScales):
             return self
         return dataclasses.replace(self, scales=self.scales.values())
 
     def check(self) -> "QuantizedWeight":
-        """This weight; raises InputError where its parts disagree."""
+        """Returns this weight; raises InputError where its parts disagree."""
         rows, columns = self.matrix_shape
         leading = self.leading
         bits, codes = self.format.code.bits, self.format.code.storage
@@ -300,12 +300,14 @@ class QuantizedWeight:
         return self
 
     def dequantize(self, dtype: jnp.dtype) -> jax.Array:
-        """The weight that this stands for: computed in fp32, rounded once."""
+        """Returns the dequantized weight: computed in fp32, rounded once to ``dtype``."""
         return dequantized_rows(self, dtype).reshape(self.shape)
 
 
 def weight_values(weight: QuantizedWeight) -> jax.Array:
-    """``code - zero``, float32 [*, K, N]: the weight but for its scales, in the data's order."""
+    """Returns the weight without its scales, ``code - zero``: float32 [*, K, N], in the data's
+    order.
+    """
     form, (rows, _) = weight.format, weight.matrix_shape
     codes = weight_codes(weight)
     if form.code is WeightCode.NF4:
@@ -317,14 +319,14 @@ def weight_values(weight: QuantizedWeight) -> jax.Array:
 
 
 def spread_rows(of_groups: jax.Array, group: int, num_rows: int) -> jax.Array:
-    """Repeats what each group of rows has for each of ``num_rows``; not where all share one."""
+    """Repeats each group's entry for all rows of the group, unless one group has all rows."""
     if of_groups.shape[-2] == 1:
         return of_groups
     return jnp.repeat(of_groups, group, axis=-2)[..., :num_rows, :]
 
 
 def weight_scales(weight: QuantizedWeight) -> jax.Array:
-    """The scales, float32, such that they broadcast over the weight's rows and columns."""
+    """Returns the scales, float32, in a shape that broadcasts over the weight's matrix."""
     form, (rows, columns) = weight.format, weight.matrix_shape
     scales = spread_rows(weight.scales.astype(jnp.float32), form.group_rows, rows)
     if scales.shape[-1] == 1 or form.group_columns == 1:
@@ -333,7 +335,7 @@ def weight_scales(weight: QuantizedWeight) -> jax.Array:
 
 
 def dequantized_rows(weight: QuantizedWeight, dtype: jnp.dtype) -> jax.Array:
-    """The weight as a matrix [*, K, N]: in fp32, rounded once to ``dtype``."""
+    """Dequantizes the weight to a matrix [*, K, N]: in fp32, rounded once to ``dtype``."""
     weight = weight.plain
     rows = (weight_values(weight) * weight_scales(weight)).astype(dtype)
     if weight.order is None:
@@ -343,7 +345,7 @@ def dequantized_rows(weight: QuantizedWeight, dtype: jnp.dtype) -> jax.Array:
 
 
 def packed_pairs(codes: jax.Array, group: int) -> jax.Array:
-    """Codes of 4 bits [*, K, N] two in a byte, uint8 [*, K / 2, N]: halves of groups together."""
+    """Packs 4-bit codes [*, K, N] two in a byte: uint8 [*, K / 2, N], halves of groups together."""
     *lead, rows, columns = codes.shape
     grouped = codes.astype(jnp.uint8).reshape(*lead, rows // group, 2, group // 2, columns)
     low, high = grouped[..., 0, :, :], grouped[..., 1, :, :]
@@ -351,7 +353,7 @@ def packed_pairs(codes: jax.Array, group: int) -> jax.Array:
 
 
 def unpacked_pairs(packed: jax.Array, group: int) -> jax.Array:
-    """Codes that ``packed_pairs`` packed, uint8 [*, K, N]."""
+    """Unpacks the codes that ``packed_pairs`` packed: uint8 [*, K, N]."""
     *lead, pairs, columns = packed.shape
     grouped = packed.reshape(*lead, 2 * pairs // group, group // 2, columns)
     halves = jnp.stack([grouped & 15, grouped >> 4], axis=-3)
@@ -359,7 +361,7 @@ def unpacked_pairs(packed: jax.Array, group: int) -> jax.Array:
 
 
 def weight_codes(weight: QuantizedWeight) -> jax.Array:
-    """Codes [*, K, N]: uint8 of 4 bits, or 8 bits as they are stored."""
+    """Returns the unpacked codes [*, K, N]: uint8 for 4 bits, 8-bit codes as they are stored."""
     form = weight.format
     if weight.arrangement is Arrangement.FRAGMENTS:
         codes = functools.partial(fragment_codes, form=form)
@@ -370,7 +372,7 @@ def weight_codes(weight: QuantizedWeight) -> jax.Array:
 
 
 def in_rows(weight: QuantizedWeight) -> QuantizedWeight:
-    """A weight with its codes in rows."""
+    """Returns the weight with its codes in the order of rows."""
     if weight.arrangement is Arrangement.ROWS:
         return weight
     data = weight_codes(weight)
@@ -380,7 +382,7 @@ def in_rows(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def fragment_words(data: jax.Array, *, form: WeightFormat) -> jax.Array:
-    """Codes in rows as words [B, C, W]."""
+    """Arranges codes in rows as the words of MMA fragments [B, C, W]."""
     is_4_bit = form.code.bits == 4
     codes = unpacked_pairs(data, form.group_rows) if is_4_bit else data
     codes = jax.lax.bitcast_convert_type(codes, jnp.uint8)
@@ -400,7 +402,7 @@ def fragment_words(data: jax.Array, *, form: WeightFormat) -> jax.Array:
 
 
 def fragment_codes(words: jax.Array, *, form: WeightFormat) -> jax.Array:
-    """Codes of words, the inverse of ``fragment_words``."""
+    """Returns the codes in rows of fragment words, the inverse of ``fragment_words``."""
     blocks, across, _ = words.shape
     bits = form.code.bits
     places = jnp.arange(32 // bits, dtype=jnp.uint32) * bits

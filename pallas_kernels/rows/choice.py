@@ -1,4 +1,4 @@
-"""Which tiles of the kernel suit rows of a length, on a Hopper GPU.
+"""The choice of the row kernel's tiles, by the length of a row, on a Hopper GPU.
 
 Figures are percent of a copy's rate on an H200.
 """
@@ -49,10 +49,10 @@ MOST_CHUNKS, MOST_WRITTEN_OUT = 16, 10
 
 
 def config_for(rows: int, call: RowCall) -> RowConfig:
-    """Tiles for rows of a dtype of 16 or 32 bits.
+    """Returns the row kernel's tiles for this many rows of a 16-bit or 32-bit dtype.
 
     Raises:
-        UnsupportedError: there are none.
+        UnsupportedError: no tiles fit such rows.
     """
     columns = call.columns
     if rows == 0 or not 0 < columns <= LONGEST:

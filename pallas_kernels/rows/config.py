@@ -1,4 +1,4 @@
-"""How rows are divided among the warps of a Hopper GPU, and the shared memory that they need.
+"""The tile sizes of the row kernel: how rows are divided among warps, and the shared memory used.
 
 Dims: A row or part of a row in a warpgroup, M column of a chunk, P part of a row.
 """
@@ -30,7 +30,9 @@ REDUCTION_BYTES = 256  # scratch that the compiler gets for reductions
 
 
 def tile_layout(vector: int):
-    """Layout of [A, M]: row or part a belongs to warp ``a % 4``, a lane has ``vector`` columns."""
+    """Returns the layout of [A, M] in registers: row a in warp ``a % 4``, ``vector`` columns a
+    lane.
+    """
     return plgpu.Layout.TILED(
         plgpu.Tiling(((WARPS, LANES * vector), (vector,))),
         warp_dims=(-3,),
@@ -40,7 +42,7 @@ def tile_layout(vector: int):
 
 
 def lane_layout(num_parts: int):
-    """Layout of [P]: every warp has all parts, spread over its lanes."""
+    """Returns the register layout of [P]: every warp holds all P numbers, spread over its lanes."""
     width = min(num_parts, LANES)
     spread = (-2,) if width == LANES else (plgpu.Replicated(LANES // width), -2)
     return plgpu.Layout.TILED(
@@ -53,7 +55,7 @@ def lane_layout(num_parts: int):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RowConfig:
-    """Tiles of the kernel over rows.
+    """Tile sizes of the kernel over rows, and how warps share a row.
 
     A row is split over all warps of a cluster; or, if ``rows_per_warp``, a block is one warpgroup
     and each of its warps takes whole rows.
@@ -74,27 +76,27 @@ class RowConfig:
 
     @property
     def num_parts(self) -> int:
-        """Parts of a row, one per warp."""
+        """Number of parts that a row is split into, one per warp."""
         return 1 if self.rows_per_warp else self.cluster * self.group * WARPS
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[A, M] of a chunk: rows or parts, and columns of each."""
+        """Shape [A, M] of a chunk: its number of rows or parts, and the columns of each."""
         return WARPS * max(self.rows_per_warp, 1), self.tile
 
     @property
     def piece(self) -> int:
-        """Elements of a chunk."""
+        """Number of elements of a chunk."""
         return self.shape[0] * self.tile
 
     @property
     def columns(self) -> int:
-        """Elements that the chunks of a row, or of a batch of whole rows, cover."""
+        """Number of elements that the chunks of a row, or of a batch of whole rows, cover."""
         return self.cluster * self.group * self.chunks * self.piece
 
 
 def buffers(c: RowConfig, call: RowCall) -> dict[str, Any]:
-    """Buffers and barriers of a block by name."""
+    """Returns the shared-memory buffers and barriers of a block, by name."""
     found: dict[str, Any] = {
         f"input{j}": plgpu.SMEM((c.group, c.slots, c.piece), dtype)
         for j, dtype in enumerate(call.dtypes)
@@ -117,7 +119,7 @@ def buffers(c: RowConfig, call: RowCall) -> dict[str, Any]:
 
 
 def blocks_fit(blocks: int, c: RowConfig, call: RowCall) -> bool:
-    """Whether an SM has shared memory for so many blocks."""
+    """Returns whether an SM's shared memory holds ``blocks`` blocks of these tiles at once."""
     total = ALIGNMENT + RESERVED_BYTES  # scratch of reductions takes one alignment
     for buffer in buffers(c, call).values():
         if isinstance(buffer, plgpu.Barrier):

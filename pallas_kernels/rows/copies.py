@@ -29,7 +29,7 @@ from .config import BARRIER_BYTES
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Copies:
-    """Copies of chunks of rows that follow each other in arrays of one shape."""
+    """TMA copies of the chunks of rows, from arrays that all have one shape."""
 
     num_rows: int
     columns: int  # of a row
@@ -39,11 +39,11 @@ class Copies:
     width: int  # elements that a row of results takes: ``columns``, or those of all chunks
 
     def whole(self, array: jax.Array) -> jax.Array:
-        """Rows [R, C] of results."""
+        """Returns the results as rows [R, C]: here the array itself."""
         return array.reshape(-1, self.width)
 
     def begin(self, barriers: Any, count: int) -> None:
-        """Initializes barriers, int32 [2 count] in shared memory of one warpgroup."""
+        """Initializes the barriers, int32 [2 count] in the shared memory of one warpgroup."""
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
         def begin(_, ref):
@@ -57,7 +57,7 @@ class Copies:
         plgpu.commit_smem()
 
     def wait(self, barrier: Any, turn: Any) -> None:
-        """Waits for the copies of a barrier's turn, 0 or 1 alternately."""
+        """Waits until a barrier's copies have arrived; ``turn`` is 0 or 1, alternately."""
 
         @plgpu.inline_mgpu(arg_types=kinds(1, 1))
         def wait(_, turn, ref):
@@ -70,13 +70,13 @@ class Copies:
         self, arrays: Sequence[Any], slots: Sequence[Any], barrier: Any, *, row: Any, column: Any,
         wanted: Any,
     ) -> None:  # fmt: skip
-        """Starts the copy of a chunk of each array; the barrier counts the bytes.
+        """Starts the copy of one chunk from each array to its slot; the barrier counts the bytes.
 
         Args:
-            arrays: in global memory.
-            slots: of each array, [elements] in shared memory.
-            row: int32.
-            column: int32, where the chunk begins.
+            arrays: the arrays to copy from, in global memory.
+            slots: for each array, a buffer [elements] in shared memory.
+            row: index of the row, int32.
+            column: the chunk's first column, int32.
             wanted: whether to copy at all; if not, no thread may wait.
         """
         count = len(arrays)
@@ -105,7 +105,7 @@ class Copies:
         load(row, column, wanted, barrier, *arrays, *slots)
 
     def bounds(self, row: Any, column: Any) -> tuple[Any, Any, Any]:
-        """The row's shift; where, in a chunk, what is the row's begins and ends."""
+        """Returns the row's shift, and where the row's own elements begin and end in a chunk."""
         if self.columns % self.word:
             # The low bits are right however large the product.
             shift = arith.andi(arith.muli(row, constant(self.columns)), constant(self.word - 1))
@@ -117,7 +117,7 @@ class Copies:
         return shift, first, end
 
     def place(self, ref: Any, row: Any, offset: Any, itemsize: int) -> Any:
-        """Address, i64, of the element that is ``offset`` behind a row's first, or before it."""
+        """Returns the i64 address of the element ``offset`` elements from the start of a row."""
         i64 = ir.IntegerType.get_signless(64)
         begin = arith.muli(arith.extui(i64, row), mgpu.c(self.columns, i64))
         at = arith.addi(begin, arith.extsi(i64, offset))
@@ -126,17 +126,17 @@ class Copies:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class InterpretedCopies(Copies):
-    """``Copies`` for the interpreter, which knows Pallas's own copies and barriers alone.
+    """A version of ``Copies`` for the interpreter, which has only Pallas's own copies.
 
-    Arrays are flat and padded by ``width``; what a chunk has of neighbors is written too, of each
-    row into a place of its own.
+    Arrays are flat and padded by ``width``. Each row's chunks are written to a place of its own,
+    neighbors' elements included.
     """
 
     def begin(self, barriers: Any, count: int) -> None:
         """Does nothing: Pallas makes its barriers."""
 
     def wait(self, barrier: Any, turn: Any) -> None:
-        """Waits for a slot's copies."""
+        """Waits until the copies into one slot have arrived."""
         del turn
         plgpu.barrier_wait(barrier)
 
@@ -144,7 +144,7 @@ class InterpretedCopies(Copies):
         self, arrays: Sequence[Any], slots: Sequence[Any], barrier: Any, *, row: Any, column: Any,
         wanted: Any,
     ) -> None:  # fmt: skip
-        """Starts copies of whole pieces, from a word on, with what is a neighbor's."""
+        """Starts copies of whole pieces from a 16-byte boundary on, with neighbors' elements."""
 
         @pl.when(wanted)
         def _():
@@ -153,34 +153,34 @@ class InterpretedCopies(Copies):
                 plgpu.copy_gmem_to_smem(x.at[pl.ds(start, self.piece)], slot, barrier)
 
     def write(self, value: Any, array: Any, *, row: Any, column: Any) -> None:
-        """Stores a chunk [A, M] to rows of ``width``."""
+        """Stores a chunk [A, M] to an array whose rows have ``width`` elements."""
         array[pl.ds(row * self.width + column, self.piece)] = value.reshape(-1)
 
     def whole(self, array: jax.Array) -> jax.Array:
-        """Rows [R, C] of results."""
+        """Returns the results as rows [R, C], without the padding."""
         rows = array.reshape(-1, self.width)
         begin = jnp.arange(len(rows)) * self.columns % self.word
         return jax.vmap(lambda x, i: lax.dynamic_slice_in_dim(x, i, self.columns))(rows, begin)
 
 
 def kinds(num_numbers: int, num_refs: int) -> tuple[Any, ...]:
-    """Argument types: int32 numbers, then references."""
+    """Returns the argument types of inline code: int32 numbers, then memory references."""
     splat = plgpu.Layout.WG_SPLAT(())
     return (splat,) * num_numbers + (plgpu.RefType(),) * num_refs
 
 
 def value(number: Any) -> Any:
-    """The register of a number."""
+    """Returns the MLIR register that holds a number."""
     return number.registers.flat[0]
 
 
 def less(a: Any, b: Any) -> Any:
-    """Whether a < b, signed."""
+    """Returns whether a < b as signed integers, as an MLIR value."""
     return arith.cmpi(arith.CmpIPredicate.slt, a, b)
 
 
 def both(*conditions: Any) -> Any:
-    """Whether all conditions hold."""
+    """Returns whether all conditions hold, as an MLIR value."""
     return functools.reduce(arith.andi, conditions)
 
 

@@ -1,4 +1,4 @@
-"""The choice of an implementation for a call of the ops over rows."""
+"""The choice between the Hopper kernel, XLA and the reference for norms and softmaxes."""
 
 import math
 from collections.abc import Callable
@@ -26,15 +26,15 @@ SHORTEST_FORWARD, SHORTEST_MASKED = 1024, 32_768
 def choose(
     implementation: str, form: str, direction: str, rows: int, call: RowCall, *, num_devices: int
 ) -> str:
-    """Chooses an implementation of one direction of a call: "hopper", "xla" or "reference".
+    """Chooses who computes the forward or gradient of a call: "hopper", "xla" or "reference".
 
     Args:
-        form: such as "rms_norm" or "layer_norm+residual".
+        form: name of the op, such as "rms_norm" or "layer_norm+residual".
         direction: "forward" or "gradient".
 
     Raises:
-        InputError: no such implementation.
-        UnsupportedError: "hopper" is named and cannot.
+        InputError: the implementation is unknown.
+        UnsupportedError: "hopper" is named but cannot compute the call.
     """
     if implementation not in ("auto", *NAMES):
         raise InputError(
@@ -57,7 +57,7 @@ def choose(
 
 
 def why_not_hopper(rows: int, call: RowCall, *, num_devices: int = 1) -> str | None:
-    """Why the kernel cannot compute a call; None if it can."""
+    """Returns why the row kernel cannot compute a call; None if it can."""
     facts = device.target()
     if facts.capability != (9, 0):
         return f"{facts.kind} is not a Hopper GPU (compute capability 9.0)"
@@ -84,12 +84,12 @@ def _is_faster(direction: str, call: RowCall) -> bool:
 
 
 def looped(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the kernel with a ``vmap`` that loops; folding the batch into the rows is faster."""
+    """Returns the kernel with a ``vmap`` that loops over the batch, one launch per element."""
     return jax.custom_batching.sequential_vmap(results_vary(kernel))
 
 
 def check_input(op: str, x: jax.Array, axis: int = -1) -> None:
-    """Refuses an input that is not rows of floats.
+    """Raises InputError unless x has rows of floats and ``axis`` is the last.
 
     Raises:
         InputError: a scalar, an integer array, or another axis than the last.

@@ -23,7 +23,7 @@ _NUMBER = 4  # bytes
 
 
 def begin(c: RowConfig, smem) -> None:
-    """Initializes the barriers of blocks that share a row, before their first exchange."""
+    """Initializes the barriers of the blocks that share a row, before their first exchange."""
     if c.cluster == 1:
         return
 
@@ -40,10 +40,10 @@ def begin(c: RowConfig, smem) -> None:
 
 
 def send(c: RowConfig, smem, me, i, numbers: tuple[jax.Array, ...]) -> None:
-    """Sends this warpgroup's numbers of its i-th exchange, [A] each, to all blocks of the row.
+    """Sends this warpgroup's numbers of exchange i, [A] each, to all blocks that share the row.
 
     Args:
-        me: ``rank`` of the block in its cluster, ``wg`` of the warpgroup in its block.
+        me: this warpgroup's place: ``rank`` of its block in the cluster, ``wg`` in the block.
     """
     first = (me.rank * c.group + me.wg) * WARPS
     turn = lax.rem(i, TURNS)
@@ -58,7 +58,7 @@ def send(c: RowConfig, smem, me, i, numbers: tuple[jax.Array, ...]) -> None:
 
 
 def receive(c: RowConfig, smem, i, num_numbers: int) -> list[jax.Array]:
-    """Waits for the numbers of all parts in the i-th exchange, [P] each."""
+    """Waits for exchange i, and returns each number of all parts of the row, [P] each."""
     turn = lax.rem(i, TURNS)
     if c.cluster > 1:
         _wait(smem.exchanged, turn, lax.rem(lax.div(i, TURNS), 2))

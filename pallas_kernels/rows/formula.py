@@ -1,4 +1,4 @@
-"""Formulas that the kernel over rows computes.
+"""The formulas, such as a softmax's or a norm's, that the kernel over rows computes.
 
 A row is in parts, each in the registers of one warp. A formula folds a part into a few numbers,
 joins the numbers of all parts into totals of the row, and finishes each part with these.
@@ -21,7 +21,7 @@ type Load = Callable[[int], jax.Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """A tile, as a fold sees it beside its inputs and vectors."""
+    """The helpers and the pivot that a fold gets beside the inputs and vectors of a tile."""
 
     own: Callable[[jax.Array, float], jax.Array]
     """(x [A, M], fill) to x in the row's own columns, fill in a neighbor's."""
@@ -32,25 +32,25 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """Reductions over the parts of a row, [..., P] to [...]; of a row in one part, nothing."""
+    """Reductions over the parts of a row, [..., P] to [...]; no-ops for a row in one part."""
 
     whole: bool
     sums: Callable[..., tuple[jax.Array, ...]]
     """Some [..., P] to the sum of each."""
 
     def max(self, x: jax.Array) -> jax.Array:
-        """Largest of all parts."""
+        """Returns the largest of all parts' values."""
         return x if self.whole else jnp.max(x, axis=-1)
 
 
 def add(numbers_A: tuple[jax.Array, ...], more_A: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Merges numbers that are sums."""
+    """Merges two partial results of a fold by adding them number by number."""
     return tuple(map(jnp.add, numbers_A, more_A))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Formula:
-    """A computation of each row and, over all rows, of sums per column."""
+    """A computation on each row, with optional sums over all rows per column."""
 
     name: str
     """Name of the kernel in traces."""
@@ -72,7 +72,7 @@ class Formula:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RowCall:
-    """Numbers of arrays that the kernel over rows reads, exchanges and sums."""
+    """Counts and dtypes of the arrays that the kernel over rows reads, exchanges and sums."""
 
     columns: int
     dtype: jnp.dtype
@@ -86,7 +86,7 @@ class RowCall:
     def of(
         cls, formula: Formula, inputs_RC: Sequence[jax.Array], vectors_C: Sequence[jax.Array] = ()
     ) -> "RowCall":
-        """A formula's call on arrays or their shapes."""
+        """Counts what a formula reads and writes, given the arrays or their shapes."""
         dtypes = [jnp.dtype(x.dtype) for x in inputs_RC]
         num_masks = dtypes.count(MASK)
         call = cls(
@@ -99,15 +99,15 @@ class RowCall:
 
     @property
     def word(self) -> int:
-        """Elements of an input in 16 bytes, the unit of bulk copies."""
+        """Number of input elements in 16 bytes, the unit of bulk copies."""
         return 16 // self.dtype.itemsize
 
     @property
     def dtypes(self) -> tuple[jnp.dtype, ...]:
-        """Dtypes of inputs and masks."""
+        """Dtypes of all inputs, and then of the masks."""
         return (self.dtype,) * self.num_inputs + (MASK,) * self.num_masks
 
 
 def to_columns(total: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A number of each row, [A] or a scalar, as [A, M]."""
+    """Broadcasts a number of each row, [A] or a scalar, to [A, M]."""
     return jax.lax.broadcast_in_dim(total, shape, range(total.ndim))

@@ -56,15 +56,15 @@ def apply_rows(
     vectors_C: Sequence[jax.Array] = (),
     config: RowConfig | None = None,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Applies a formula to every row.
+    """Applies a formula, such as a softmax, to every row by the kernel.
 
     Args:
-        inputs_RC: of one shape and one of ``dispatch.DTYPES``, and after these masks, of int8.
-        vectors_C: fp32, the same for all rows.
-        config: instead of ``choice.config_for``'s.
+        inputs_RC: arrays of one shape and one of ``dispatch.DTYPES``, then masks in int8.
+        vectors_C: fp32 vectors that all rows share, such as a scale.
+        config: tiles; by default those of ``choice.config_for``.
 
     Returns:
-        Results, of the inputs' shape and dtype, and sums over rows in parts, fp32 [N, C].
+        Results, of the inputs' shape and dtype, and partial sums over rows, fp32 [N, C].
 
     Raises:
         UnsupportedError: the kernel does not take such rows.
@@ -128,28 +128,28 @@ class _Plan:
 
     @property
     def batch(self) -> int:
-        """Rows of a unit."""
+        """Number of rows in a unit, which a cluster computes at a time."""
         return self.c.shape[0] if self.c.rows_per_warp else 1
 
     @property
     def unit(self) -> int:
-        """Elements of a unit."""
+        """Number of elements in a unit."""
         return self.batch * self.call.columns
 
     @property
     def num_units(self) -> int:
-        """Units of all rows."""
+        """Number of units that all rows make."""
         return self.num_rows // self.batch
 
     @property
     def period(self) -> int:
-        """Units after which shifts repeat; 1 where they do not matter."""
+        """Number of units after which rows' shifts repeat; 1 where shifts do not matter."""
         matters = self.call.num_vectors + self.call.num_sums > 0
         return self.call.word // math.gcd(self.unit, self.call.word) if matters else 1
 
     @property
     def num_workers(self) -> int:
-        """Clusters in the grid; a multiple of the period, unless each has one unit at most."""
+        """Number of clusters; a multiple of the period unless each has at most one unit."""
         units, period, turns = self.num_units, self.period, self.c.turns
         most = -(-units // turns) if turns else min(units, self.c.workers)
         if most == units:
@@ -159,7 +159,7 @@ class _Plan:
 
     @property
     def copies(self) -> Copies:
-        """Copies of inputs, which know where results belong."""
+        """The copies that load inputs, and that locate results in memory."""
         kind = InterpretedCopies if self.c.interpretable else Copies
         return kind(
             num_rows=self.num_units, columns=self.unit, piece=self.c.piece, word=self.call.word,
@@ -169,7 +169,7 @@ class _Plan:
 
     @property
     def sum_copies(self) -> Copies:
-        """Where sums belong: a row of each cluster, in four parts if its warps have whole rows."""
+        """Copies that locate sums: one row per cluster, or four if warps have whole rows."""
         found = dataclasses.replace(self.copies, num_rows=self.num_workers)
         if not self.c.rows_per_warp:
             return found
@@ -177,7 +177,7 @@ class _Plan:
         return dataclasses.replace(found, columns=size, piece=size, width=size)
 
     def shifted(self, x_C: jax.Array) -> jax.Array:
-        """A vector as it is behind the shift of each unit of a period, in chunks."""
+        """Lays out a vector in chunks, shifted as each unit of a period is."""
         c = self.c
         if c.rows_per_warp:
             return x_C.reshape(1, 1, 1, 1, c.tile)
@@ -187,7 +187,7 @@ class _Plan:
         return jnp.stack([jnp.pad(x_C, (s, behind - s)).reshape(shape) for s in shifts])
 
     def cut(self, chunk: int) -> Cut | None:
-        """Elements of a row that a chunk may lack, of any warpgroup; None if it lacks none."""
+        """Number of elements that a chunk may lack in any warpgroup; None if it lacks none."""
         c, members = self.c, self.c.cluster * self.c.group
         last = (chunk + 1) * members - 1  # the piece that is cut off first
         sure = max(0, min(c.piece, self.unit - last * c.piece))
@@ -226,7 +226,7 @@ class _Rows:
         self.static = self.f.num_sums > 0 or held or self.c.chunks <= 2
 
     def run(self) -> None:
-        """All rows of the cluster."""
+        """Computes all rows of the cluster."""
         c, f = self.c, self.f
         self.copies.begin(self.smem.full.at[self.me.wg], c.slots)
         for k in range(c.chunks if self.single else c.slots):
@@ -246,7 +246,7 @@ class _Rows:
             self.write(self.plan.sum_copies, value, self.gmem.sums[j], self.worker, chunk, cut)
 
     def in_turn(self, sums):
-        """Row after row. Samples are asked for a row early, or their latency would show."""
+        """Computes row after row. Samples are loaded one row early, to hide their latency."""
 
         def step(i, carry):
             sums, samples = carry
@@ -257,9 +257,7 @@ class _Rows:
         return lax.fori_loop(0, self.count, step, (sums, self.samples(0)))[0]
 
     def ahead(self, sums):
-        """Row after row, each folded before the one before it is finished: its numbers travel
-        meanwhile.
-        """
+        """Folds each row before the one before it is finished: its numbers travel meanwhile."""
 
         def step(i, carry):
             sums, folded, samples = carry
@@ -272,11 +270,11 @@ class _Rows:
         return self.finish(self.count - 1, sums, folded)
 
     def row(self, i):
-        """Number of the cluster's i-th unit in the arrays."""
+        """Returns the index of the first row of the cluster's i-th unit."""
         return self.worker + i * self.stride
 
     def samples(self, i):
-        """Loads the i-th row's first columns, one of each lane, if a pivot is made of them."""
+        """Loads the first columns of the i-th row, one per lane, if a pivot is made of them."""
         if self.f.pivot is None or self.parts.whole:
             return ()
         columns, row = self.plan.call.columns, jnp.minimum(self.row(i), self.plan.num_units - 1)
@@ -290,14 +288,14 @@ class _Rows:
         return tuple(map(load, self.gmem.inputs[: self.f.num_pivoted]))
 
     def pivot(self, samples):
-        """The samples' mean, near which a row's values are; None without samples."""
+        """Returns the mean of the samples, which is near the row's values; None without samples."""
         if self.f.pivot is None or not samples:
             return None
         x = self.f.pivot(lambda j: samples[j].astype(jnp.float32))
         return jnp.sum(x) * (1.0 / LANES)
 
     def fetch(self, i, k) -> None:
-        """Starts the copy of a chunk, the k-th from the i-th row on."""
+        """Starts the copy of a chunk, the k-th counted from the start of the i-th row."""
         c = self.c
         later = k // c.chunks if isinstance(k, int) else lax.div(k, c.chunks)
         self.copies.load(
@@ -310,11 +308,11 @@ class _Rows:
         )
 
     def slot(self, i, chunk):
-        """Number of the slot of a chunk of the i-th row."""
+        """Returns the index of the shared-memory slot that holds a chunk of the i-th row."""
         return lax.rem(i * self.c.chunks + chunk, self.c.slots)
 
     def column(self, chunk):
-        """Where a chunk begins in a row: warpgroups take pieces in turn, so few lack elements."""
+        """Returns a chunk's first column; warpgroups alternate, so that few lack elements."""
         return (chunk * self.c.cluster * self.c.group + self.member) * self.c.piece
 
     def barrier(self, slot):
@@ -323,7 +321,7 @@ class _Rows:
         return self.smem.full.at[self.me.wg, pl.ds(BARRIER_WORDS * slot, BARRIER_WORDS)]
 
     def input_of(self, i, chunk) -> Load:
-        """Loads inputs of a chunk of the i-th row."""
+        """Returns a function that loads inputs of a chunk of the i-th row."""
 
         def load(j):
             slot = self.slots[j].at[self.slot(i, chunk)]
@@ -337,7 +335,7 @@ class _Rows:
         return load
 
     def own(self, i, chunk, cut: Cut | None) -> Callable[..., jax.Array]:
-        """Replaces what is a neighbor's in a chunk of the i-th row."""
+        """Replaces the neighbor rows' elements in a chunk of the i-th row."""
         row, column = self.row(i), self.column(chunk)
 
         def own(x, fill):
@@ -356,7 +354,7 @@ class _Rows:
         return own
 
     def over_chunks(self, step, carry):
-        """Chunks one after another; those that lack nothing in a loop, unless registers forbid."""
+        """Applies ``step`` to each chunk in turn; to full ones in a loop, if registers allow."""
         chunks = range(self.c.chunks)
         whole = [k for k in chunks if self.plan.cut(k) is None]
         if self.static or len(whole) <= 2:
@@ -371,7 +369,7 @@ class _Rows:
         return carry
 
     def fold(self, i, samples):
-        """Computes the numbers of the i-th row and sends them to those who share it.
+        """Folds the i-th row to its numbers and sends them to the warpgroups that share the row.
 
         Returns:
             The pivot, and the numbers if the row is whole.
@@ -399,7 +397,7 @@ class _Rows:
         return pivot, ()
 
     def finish(self, i, sums, folded):
-        """Writes the results of the i-th row, which is folded; the sums with its own added."""
+        """Writes the results of the i-th row, already folded; returns sums with its own added."""
         f, c = self.f, self.c
         pivot, numbers = folded
         if not self.parts.whole:
@@ -424,7 +422,7 @@ class _Rows:
         return self.over_chunks(step, sums)
 
     def add(self, total, addend):
-        """A sum over rows with one more addend, of each warp's rows."""
+        """Adds one more addend to a sum over rows, separately for each warp's rows."""
         parts = range(0, addend.shape[0], WARPS)
         each = [lax.slice(addend, (k, 0), (k + WARPS, addend.shape[1])) for k in parts]
         addend = functools.reduce(jnp.add, each)
@@ -433,7 +431,7 @@ class _Rows:
         )
 
     def write(self, copies, x, out, row, chunk, cut: Cut | None) -> None:
-        """Stores a row's chunk from registers."""
+        """Stores one chunk of a row from registers to global memory."""
         column = self.column(chunk)
         if isinstance(copies, InterpretedCopies):
             copies.write(x, out, row=row, column=column)
@@ -458,7 +456,7 @@ class _Vectors:
                 write_registers(found, place)
 
     def of(self, chunk: int | jax.Array) -> Load:
-        """Loads vectors of a chunk, [A, M]."""
+        """Loads the vectors' columns of a chunk, [A, M] each."""
         if isinstance(chunk, int) and chunk < self.num_held:
             return lambda j: self.held[j, chunk]
 

@@ -22,14 +22,14 @@ from .copies import Copies, both, kinds, less, value
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """A chunk of which some elements may be a neighbor's."""
+    """A chunk in which some elements may belong to a neighboring row."""
 
     sure: int  # elements that are not behind the row's end, of any row and warpgroup
     begins: bool  # whether a row may begin behind the chunk's first element
 
 
 def widened(x: jax.Array, *, vector: int) -> jax.Array:
-    """bf16 [A, M] as fp32, one instruction per element: the compiler takes two for each second."""
+    """Converts bf16 [A, M] to fp32 in one instruction per element; the compiler takes up to two."""
     layout = tile_layout(vector)
     kind = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout)
 
@@ -53,7 +53,7 @@ def widened(x: jax.Array, *, vector: int) -> jax.Array:
 def masked(
     copies: Copies, c: RowConfig, x: Any, fill: float, *, row: Any, column: Any, cut: Cut
 ) -> jax.Array:
-    """A chunk fp32 [A, M] in which a neighbor's elements are replaced by ``fill``."""
+    """Loads a chunk as fp32 [A, M] and replaces elements of neighboring rows by ``fill``."""
     layout = tile_layout(c.vector)
     kind = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
 
@@ -108,8 +108,9 @@ def write(
 
 
 def added(x: jax.Array, y: jax.Array, *, vector: int) -> jax.Array:
-    """x + y, fp32 [A, M], computed here: LLVM would put additions off until a row's last branch, a
-    part of ``write``, and keep all addends till there.
+    """Returns x + y, fp32 [A, M], added at this point of the program.
+
+    LLVM would delay the sums to ``write``, a row's last branch, and keep all addends till there.
     """
     layout = tile_layout(vector)
     kind = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
@@ -130,13 +131,13 @@ def added(x: jax.Array, y: jax.Array, *, vector: int) -> jax.Array:
 
 
 def doubtful(copies: Copies, c: RowConfig, bounds: Any, cut: Cut) -> dict[int, list[Any]]:
-    """Registers of a thread that may have a neighbor's elements, and whether they are the row's.
+    """Returns a thread's registers that may hold neighbors' elements, and tests of each.
 
     One condition holds for a whole register, or each element has its own where a row may begin or
     end within it.
 
     Args:
-        bounds: of what is the row's, in the chunk.
+        bounds: (begin, end) of the row's own elements in the chunk.
     """
     first, end = bounds
     at_once = LANES * c.vector  # elements of a warp's part that are in one register of its lanes

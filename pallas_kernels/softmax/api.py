@@ -1,4 +1,4 @@
-"""The public softmaxes: they validate and choose who computes each direction.
+"""The public softmaxes, which validate their input and choose who computes each direction.
 
 The model keeps XLA's softmaxes: sampling, routing and the loss fuse them with what is around them.
 
@@ -28,7 +28,7 @@ def softmax(
     implementation: str = "auto",
     num_devices: int = 1,
 ) -> jax.Array:
-    """``exp(x - max) / sum`` over the last dim, computed in fp32, in the dtype of ``x``.
+    """Computes ``exp(x - max) / sum`` over the last dim in fp32; the result has the dtype of ``x``.
 
     The gradient is computed from the result, so that ``x`` need not be kept.
 
@@ -39,7 +39,7 @@ def softmax(
         implementation: "hopper" (Mosaic GPU; bf16, fp16, fp32; one pass over memory), "xla", or
             "reference", whose gradient is JAX's own; "auto" takes hopper where the kernel was
             measured to be faster than XLA (``rows.dispatch``), else xla.
-        num_devices: that the compiler spreads the call over; "hopper" runs on one.
+        num_devices: number that the compiler spreads the call over; "hopper" runs on one.
 
     Raises:
         InputError: not floats, another axis than the last, a mask that is not bool or does not
@@ -68,7 +68,7 @@ def softmax(
 def log_softmax(
     x: jax.Array, *, axis: int = -1, implementation: str = "auto", num_devices: int = 1
 ) -> jax.Array:
-    """``x - max - log(sum(exp(x - max)))`` over the last dim; all else as in ``softmax``.
+    """Computes ``x - max - log(sum(exp(x - max)))`` over the last dim.
 
     Its gradient is computed from ``x``: the result in 16 bits is too coarse to be exponentiated.
 
@@ -76,7 +76,7 @@ def log_softmax(
         x: [..., C], floats.
         axis: the last one.
         implementation: as in ``softmax``.
-        num_devices: that the compiler spreads the call over.
+        num_devices: number that the compiler spreads the call over.
 
     Raises:
         InputError, UnsupportedError: as ``softmax``.

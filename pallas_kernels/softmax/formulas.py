@@ -1,4 +1,4 @@
-"""Softmaxes and their gradients as formulas over rows. Dims: A row or part of a row, P part."""
+"""Softmaxes and their gradients as formulas of the row kernel. Dims: A row or part, P part."""
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +9,10 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 def forward(*, log: bool, masked: bool) -> Formula:
-    """``exp(x - max) / sum`` or its logarithm. Inputs x and, if masked, where, which is 1 or 0;
-    there is no masked logarithm.
+    """Returns the formula of a softmax or, if ``log``, of its logarithm.
 
-    In one pass (Milakov and Gimelshein 2018): each part against its own maximum.
+    Inputs are x and, if masked, where, which is 1 or 0; there is no masked logarithm. One pass
+    (Milakov and Gimelshein 2018): each part subtracts its own maximum.
     """
     assert not (log and masked)
 
@@ -55,7 +55,7 @@ def forward(*, log: bool, masked: bool) -> Formula:
 
 
 def gradient() -> Formula:
-    """The gradient of a softmax y, by y and d_y: ``y * (d_y - sum(y * d_y))``."""
+    """Returns the formula of a softmax's gradient: ``y * (d_y - sum(y * d_y))``."""
 
     def fold(load: Load, vector: Load, tile: Tile):
         del vector
@@ -76,7 +76,7 @@ def gradient() -> Formula:
 
 
 def log_gradient() -> Formula:
-    """The gradient of a log-softmax, by x, since y is coarse: ``d_y - softmax(x) * sum(d_y)``."""
+    """Returns the formula of a log-softmax's gradient: ``d_y - softmax(x) * sum(d_y)``."""
     softmaxed = forward(log=False, masked=False)
 
     def fold(load: Load, vector: Load, tile: Tile):

@@ -1,4 +1,4 @@
-"""The formula in plain jnp; the contract of every implementation.
+"""Softmax and log-softmax in plain jnp, which every implementation must match.
 
 Dims: C column, the last.
 """
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 def softmax_reference(x: jax.Array, where: jax.Array | None = None) -> jax.Array:
-    """``exp(x - max) / sum`` over the last dim in fp32, rounded to the dtype of ``x`` at the end.
+    """Computes ``exp(x - max) / sum`` over the last dim in fp32, rounded to the dtype of ``x``.
 
     Columns that are not ``where`` do not count and give 0. A row of nothing else but -inf, or with
     inf or NaN in it, is NaN in the columns that count.
@@ -21,7 +21,7 @@ def softmax_reference(x: jax.Array, where: jax.Array | None = None) -> jax.Array
 
 
 def softmax_gradient_reference(y: jax.Array, d_y: jax.Array) -> jax.Array:
-    """``y * (d_y - sum(y * d_y))`` in fp32, rounded to the dtype of ``y``, the softmax.
+    """Computes the gradient ``y * (d_y - sum(y * d_y))`` in fp32, rounded to ``y``'s dtype.
 
     Masked columns have a y of 0 and so a gradient of 0.
     """
@@ -31,5 +31,5 @@ def softmax_gradient_reference(y: jax.Array, d_y: jax.Array) -> jax.Array:
 
 
 def log_softmax_reference(x: jax.Array) -> jax.Array:
-    """``x - max - log(sum(exp(x - max)))`` over the last dim in fp32, rounded at the end."""
+    """Computes ``x - max - log(sum(exp(x - max)))`` over the last dim in fp32, rounded once."""
     return jax.nn.log_softmax(x.astype(jnp.float32), axis=-1).astype(x.dtype)

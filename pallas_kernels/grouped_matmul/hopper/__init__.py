@@ -1,4 +1,4 @@
-"""Grouped products by Mosaic GPU kernels for Hopper; the same functions as ``xla``."""
+"""Grouped products by Mosaic GPU kernels for Hopper, with the functions that ``xla`` has."""
 
 from .calls import input_gradient as input_gradient
 from .calls import product as product

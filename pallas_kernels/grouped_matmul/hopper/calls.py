@@ -1,4 +1,4 @@
-"""Calls of the kernels: their operands are padded to whole copies, gathered, marked for a mesh.
+"""Calls of the Hopper kernels, whose operands are padded, gathered or marked for a mesh first.
 
 Dims: M row, G group, K width in, N width out.
 """
@@ -39,7 +39,7 @@ def _not_hopper() -> str | None:
 
 
 def unsupported(x: jax.Array, w_GKN: jax.Array) -> str | None:
-    """Reason why the kernels cannot compute this call; None if they can."""
+    """Returns why the 16-bit kernels cannot compute this call; None if they can."""
     reason = _not_hopper()
     if reason is not None:
         return reason
@@ -54,7 +54,7 @@ def unsupported(x: jax.Array, w_GKN: jax.Array) -> str | None:
 
 
 def scaled_unsupported(b_GNK: jax.Array) -> str | None:
-    """Reason why the kernel of 8-bit operands cannot compute this call; None if it can."""
+    """Returns why the kernel of 8-bit operands cannot compute this call; None if it can."""
     reason = _not_hopper()
     if reason is not None:
         return reason
@@ -66,7 +66,7 @@ def scaled_unsupported(b_GNK: jax.Array) -> str | None:
 
 
 def scaled_config(num_rows: int, num_groups: int) -> ScaledGroupedConfig:
-    """Tiles of a product of 8-bit operands; results are the same to the last bit with any."""
+    """Returns the tiles of an 8-bit product; any tiles give the same bits."""
     return ScaledGroupedConfig(in_turns=num_rows < LEAST_FREE_ROWS * num_groups)
 
 
@@ -79,7 +79,7 @@ def product(
     out_dtype: jnp.dtype,
     config: GroupedConfig | None = None,
 ) -> jax.Array:
-    """Computes ``xla.product`` by the kernel."""
+    """Multiplies each row by its group's weight, as ``xla.product``, by a Hopper kernel."""
     config = config or DEFAULT
 
     def kernel(x, w_GKN, group_sizes_G, rows_M):
@@ -102,7 +102,7 @@ def swiglu(
     *,
     keep: bool,
 ) -> SwigluResults:
-    """Computes ``xla.swiglu`` by the kernel."""
+    """Computes silu(x gate) * (x up) by groups, as ``xla.swiglu``, by a Hopper kernel."""
     config = DEFAULT
 
     def kernel(x, gate_GKN, up_GKN, group_sizes_G, rows_M):
@@ -122,7 +122,7 @@ def input_gradient(
     group_sizes_G: jax.Array,
     config: GroupedConfig | None = None,
 ) -> jax.Array:
-    """Computes ``xla.input_gradient`` by the kernel."""
+    """Computes the gradient of the rows x, as ``xla.input_gradient``, by a Hopper kernel."""
     config = config or DEFAULT
 
     def kernel(group_sizes_G, *operands):
@@ -145,7 +145,10 @@ def weight_gradient(
     out_dtype: jnp.dtype,
     config: GroupedConfig | None = None,
 ) -> jax.Array:
-    """Computes ``xla.weight_gradient`` by the kernel; other dtypes are rounded to from fp32."""
+    """Computes x^T d of each group, as ``xla.weight_gradient``, by a Hopper kernel.
+
+    The kernel writes 16 bits or fp32; other dtypes are rounded to from fp32.
+    """
     config = config or DEFAULT
     is_direct = out_dtype in (jnp.float32, x.dtype)
 
@@ -170,7 +173,7 @@ def scaled_product(
     config: ScaledGroupedConfig | None = None,
     interpretable: bool = False,
 ) -> jax.Array:
-    """Multiplies 8-bit rows with their group's weight, by scales of blocks."""
+    """Multiplies 8-bit rows by their group's weight, with scales of blocks, by a Hopper kernel."""
     kernel = functools.partial(
         scaled_grouped_product,
         out_dtype=out_dtype,

@@ -1,4 +1,4 @@
-"""Tiles of the kernels, and the multiples that they ask of operands."""
+"""Tile sizes of the grouped kernels, and the multiples that operands' sizes must have."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ LINE_BYTES = 128
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GroupedConfig:
-    """Tiles of a result, and their order."""
+    """Tile sizes of the 16-bit grouped kernels, and the order of tiles."""
 
     columns: int = 256  # of a tile, all weights' together
     num_stages: int = 4
@@ -37,6 +37,6 @@ FP8_DEPTH = 128
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ScaledGroupedConfig(GroupedConfig):
-    """Tiles of 8-bit operands, whose products are promoted to fp32 after every step."""
+    """Tile sizes of the 8-bit grouped kernel, which promotes its products to fp32 at every step."""
 
     in_turns: bool = True  # a warpgroup's product is issued after the other's last one

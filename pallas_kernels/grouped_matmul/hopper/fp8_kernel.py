@@ -47,7 +47,7 @@ def scaled_grouped_product(
     config: ScaledGroupedConfig,
     interpretable: bool = False,
 ) -> jax.Array:
-    """Multiplies rows with their group's weight: [M, N], 0 beyond the groups.
+    """Multiplies 8-bit rows by their group's weight: [M, N], 0 beyond the groups.
 
     Args:
         a_MK: M is a multiple of 8 and at least 128, K of 128.
@@ -102,12 +102,12 @@ class _ScaledProduct(RowTilesKernel):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers per thread: 128 of them are totals and 64 a part."""
+        """Registers per thread of the warpgroups that multiply and of the one that loads."""
         return 240, 24
 
     @property
     def num_parts(self) -> int:
-        """Number of products of a warpgroup in a step, each of a piece of b that arrives by itself.
+        """Number of products per warpgroup and step, each with a piece of b that arrives by itself.
 
         A part then begins with a wait, which ptxas moves no product across: two accumulators at a
         time would not fit in the registers.
@@ -127,28 +127,28 @@ class _ScaledProduct(RowTilesKernel):
         }
 
     def filled(self, smem: Any) -> list[Any]:
-        """Barriers of the pieces of b; with the first one comes a."""
+        """Returns the barriers of the pieces of b; the tile of a arrives with the first."""
         return [smem.full, *(getattr(smem, f"full_{i}") for i in range(1, self.num_parts))]
 
     def begin(self, gmem: Any, smem: Any, wg: Any) -> None:
-        """Gives the first turn to the first warpgroup."""
+        """Gives the tensor cores to the first warpgroup."""
         del gmem
         if self.c.in_turns:
             pl.when(wg == 1)(lambda: plgpu.barrier_arrive(smem.turn.at[0]))
 
     def finish(self, smem: Any, wg: Any) -> None:
-        """Waits for the turn that no warpgroup took."""
+        """Waits for the last handover of the tensor cores, which no warpgroup has consumed."""
         if self.c.in_turns:
             pl.when(wg == 0)(lambda: plgpu.barrier_wait(smem.turn.at[0]))
 
     def find(self, gmem: Any, index: jax.Array, place: Any) -> Any:
-        """Finds a tile; none reads beyond the last row, where scales end."""
+        """Finds the next tile; no tile reads beyond the last row, where scales end."""
         facts, place = RowTilesKernel.find(self, gmem, index, place)
         steps, group, row, *rest = facts
         return (steps, group, jnp.minimum(row, self.num_rows - BLOCK_ROWS), *rest), place
 
     def load(self, gmem: Any, smem: Any, facts: Any, done: Any) -> None:
-        """Fills the ring with the operands of one tile."""
+        """Loads the operands of one tile into the ring."""
         steps, group, row, _, _, column = facts
         rows = pl.ds(pl.multiple_of(row, ROW_MULTIPLE), BLOCK_ROWS)
 
@@ -195,7 +195,7 @@ class _ScaledProduct(RowTilesKernel):
     def sums(
         self, gmem: Any, smem: Any, wg: Any, facts: Any, done: Any, *, row: Any, columns: list[Any]
     ) -> list[jax.Array]:
-        """Sums of each part, fp32 [64, 128], from a row and some columns of the tile on."""
+        """Computes sums of each part, fp32 [64, 128], at the given row and columns of a tile."""
         _, group, tile_row, _, _, column, *_ = facts
         scaled = pl.ds(pl.multiple_of(tile_row + row, ROW_MULTIPLE), WARPGROUP_ROWS)
         rows, parts = pl.ds(row, WARPGROUP_ROWS), [pl.ds(first, PART) for first in columns]

@@ -41,7 +41,7 @@ def grouped_product(
     out_dtype: jnp.dtype,
     config: GroupedConfig,
 ) -> list[jax.Array]:
-    """Sums over factors rows times their group's weight: [M, N] of each weight of a factor.
+    """Multiplies rows by their group's weights, summed over factors: [M, N] per weight.
 
     Args:
         factors: (a [M, K], weights [G, K, N]); all have as many weights. M is a multiple of 8 and
@@ -98,7 +98,7 @@ class _Product(RowTilesKernel):
 
     @property
     def block_columns(self) -> int:
-        """Number of columns of a tile of one weight."""
+        """Number of columns that a tile takes of one weight."""
         return self.c.columns // self.num_weights
 
     @property
@@ -109,7 +109,7 @@ class _Product(RowTilesKernel):
 
     @property
     def num_steps(self) -> int:
-        """Number of steps of a tile."""
+        """Number of steps along K, over all factors, in a tile."""
         return sum(-(-depth // BLOCK_DEPTH) for depth in self.depths)
 
     def scratch(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class _Product(RowTilesKernel):
         )
 
     def load(self, gmem: Any, smem: Any, facts: Any, done: Any) -> None:
-        """Fills the ring with the operands of one tile."""
+        """Loads the operands of one tile into the ring."""
         steps, group, row, _, _, column = facts
         tile_rows = pl.ds(pl.multiple_of(row, ROW_MULTIPLE), BLOCK_ROWS)
         columns = pl.ds(pl.multiple_of(column, WIDTH_MULTIPLE), self.block_columns)
@@ -152,11 +152,11 @@ class _Product(RowTilesKernel):
                 before = before + num_steps
 
     def b_smem(self, smem: Any, i: int) -> Any:
-        """Ring of weight i."""
+        """Returns the ring of weight i in shared memory."""
         return getattr(smem, f"b{i}")
 
     def multiplied(self, gmem: Any, smem: Any, wg: Any, facts: Any, done: Any) -> list[jax.Array]:
-        """Multiplies: fp32 [64, columns] of each result."""
+        """Multiplies this warpgroup's rows of one tile: fp32 [64, columns] of each result."""
         del gmem, facts
         mine = pl.ds(pl.multiple_of(wg * WARPGROUP_ROWS, WARPGROUP_ROWS), WARPGROUP_ROWS)
 
@@ -181,7 +181,7 @@ class _Product(RowTilesKernel):
         return self.results(pl.run_scoped(product, *[acc] * self.num_weights))
 
     def results(self, products: Any) -> list[jax.Array]:
-        """Results that are stored, in fp32."""
+        """Returns the fp32 results to store: the products, or their gated product."""
         if not self.gated:
             return list(products)
         gate, up = products

@@ -1,4 +1,4 @@
-"""The base class of the kernels: a block's roles, its ring of operand tiles, its stores.
+"""The base class of the grouped kernels: a block's warpgroup roles, ring of tiles, and stores.
 
 A block stays on its SM. It takes the next tile when it is done, of a counter in memory: tiles at
 a group's end have half the work. One warpgroup finds the tiles, tells the others by way of shared
@@ -34,7 +34,7 @@ IN_FLIGHT = 2
 
 
 def copy_rows(source: Any, rows: Any, target: Any, *, row_bytes: int) -> None:
-    """Starts the copies of a tile of 16 KiB.
+    """Starts the copies of the indexed rows of a 16 KiB tile into shared memory.
 
     Args:
         source: [T, columns] in global memory, from the tile's first column on.
@@ -86,7 +86,7 @@ def copy_rows(source: Any, rows: Any, target: Any, *, row_bytes: int) -> None:
 
 
 def wait_for_rows() -> None:
-    """Closes a step's copies, and waits for all but the last ``IN_FLIGHT`` steps."""
+    """Commits this step's row copies; waits for all but the last ``IN_FLIGHT`` steps' copies."""
 
     @plgpu.inline_mgpu()
     def wait(_):
@@ -98,7 +98,7 @@ def wait_for_rows() -> None:
 
 
 def take_number(counter: Any, taken: Any) -> None:
-    """Moves the counter's value to shared memory and counts one on, in one thread."""
+    """Takes the next number from a counter in global memory into shared memory, by one thread."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def take(_, counter, taken):
@@ -123,7 +123,7 @@ NUM_FACTS = 8  # numbers that tell of one
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RingKernel(abc.ABC):
-    """The roles of a block; kernels say which tiles there are, and what is loaded and multiplied.
+    """The base of the grouped kernels; subclasses find, load and multiply tiles.
 
     A tile is told by its facts: first its steps, then its group, which is above the number of
     groups for what comes behind the last tile; the rest is the kernel's.
@@ -137,7 +137,7 @@ class RingKernel(abc.ABC):
     num_groups: int
 
     def launch(self, operands: Named, results: Named) -> dict[str, Any]:
-        """Launches one block on each SM; results by name."""
+        """Launches one block per SM and returns the results by name."""
         return launch(
             self.run,
             name=self.name,
@@ -154,31 +154,31 @@ class RingKernel(abc.ABC):
 
     @abc.abstractmethod
     def scratch(self) -> dict[str, Any]:
-        """Buffers and barriers: ``shared`` and the kernel's own."""
+        """Returns the shared-memory buffers and barriers: ``shared`` and the subclass's own."""
 
     @abc.abstractmethod
     def start(self, gmem: Any) -> Any:
-        """Place where the search for tiles begins."""
+        """Returns the state from which the search for a block's first tile begins."""
 
     @abc.abstractmethod
     def find(self, gmem: Any, index: jax.Array, place: Any) -> tuple[tuple[jax.Array, ...], Any]:
-        """Facts of a tile, and the place where the search for the block's next begins."""
+        """Returns the facts of tile ``index``, and the state to search for the next one from."""
 
     @abc.abstractmethod
     def load(self, gmem: Any, smem: Any, facts: tuple[jax.Array, ...], done: jax.Array) -> None:
-        """Fills the ring with the operands of one tile; ``done`` steps were of tiles before."""
+        """Loads the operands of one tile into the ring, after ``done`` steps of earlier tiles."""
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers of a thread that multiplies and of one that loads; 504 are for two and one."""
+        """Registers per thread that multiplies and that loads; 504 suffice for two and one."""
         return 232, 40
 
     def begin(self, gmem: Any, smem: Any, wg: jax.Array) -> Any:
-        """First action of a warpgroup that multiplies; returns what it needs of all sizes."""
+        """Prepares a multiplying warpgroup; returns constants found from all group sizes."""
         del gmem, smem, wg
 
     def finish(self, smem: Any, wg: jax.Array) -> None:
-        """Last action of a warpgroup that multiplies."""
+        """Ends a multiplying warpgroup, after its last tile."""
         del smem, wg
 
     @abc.abstractmethod
@@ -189,11 +189,11 @@ class RingKernel(abc.ABC):
 
     @property
     def line(self) -> int:
-        """Number of columns of a result that are stored at a time."""
+        """Number of columns of a result that are stored at once."""
         return LINE_BYTES // self.out_dtype.itemsize
 
     def shared(self, **operands: tuple[int, int]) -> dict[str, Any]:
-        """Buffers and barriers: a ring of tiles of each operand's shape, and of what is told."""
+        """Returns buffers and barriers for a ring of such tiles, for results and tile facts."""
         ring = {
             name: plgpu.SMEM((self.c.num_stages, *shape), self.dtype, transforms=tiled(128))
             for name, shape in operands.items()
@@ -201,7 +201,7 @@ class RingKernel(abc.ABC):
         return ring | self.barriers(num_copies=len(operands))
 
     def barriers(self, *, num_copies: int) -> dict[str, Any]:
-        """Barriers of the ring, whose slots are filled by so many copies, and of the facts."""
+        """Returns barriers of the ring's slots, each filled by ``num_copies``, and of the facts."""
         c = self.c
         return {
             "facts": plgpu.SMEM((NUM_TOLD, NUM_FACTS), jnp.int32),
@@ -212,7 +212,7 @@ class RingKernel(abc.ABC):
         }
 
     def run(self, gmem: Any, smem: Any) -> None:
-        """Runs one block, with buffers for results: whole tiles swizzled, parts plain."""
+        """Runs one block with store buffers: whole tiles are swizzled, partial ones plain."""
         shape = (NUM_COMPUTE, 2, WARPGROUP_ROWS, self.line)
         transforms = tiled(128, self.out_dtype.itemsize)
         swizzled = plgpu.SMEM(shape, self.out_dtype, transforms=transforms)
@@ -225,7 +225,7 @@ class RingKernel(abc.ABC):
         pl.run_scoped(roles, out, collective_axes="wg")
 
     def roles(self, gmem: Any, smem: Any) -> None:
-        """Runs each warpgroup's role."""
+        """Runs the loading or multiplying role of each warpgroup."""
         wg = lax.axis_index("wg")
         counter = pl.get_global(plgpu.SemaphoreType.REGULAR) if self.c.in_any_order else None
 
@@ -283,7 +283,7 @@ class RingKernel(abc.ABC):
                 plgpu.barrier_wait(smem.heard.at[slot])
 
     def fill(self, smem: Any, num_steps: Any, done: Any, copy: Any, *, gathered: bool) -> None:
-        """Calls ``copy(step, slot, barrier)`` as places of the ring become free.
+        """Calls ``copy(step, slot, barrier)`` as slots of the ring become free.
 
         Args:
             gathered: the left operand is copied by threads, which say themselves when it is there.
@@ -307,16 +307,16 @@ class RingKernel(abc.ABC):
         lax.fori_loop(0, num_steps + behind, step, None)
 
     def size(self, gmem: Any, group: jax.Array, first: jax.Array) -> jax.Array:
-        """Number of rows of a group that begins at a row, cut at the last row."""
+        """Returns the number of rows of a group that begins at ``first``, cut at the last row."""
         size = gmem.sizes[jnp.minimum(group, self.num_groups - 1)]
         return jnp.clip(size, 0, self.num_rows - first)
 
     def slot(self, step: jax.Array) -> jax.Array:
-        """Slot of a step in the ring, counted over all tiles of the block."""
+        """Returns the ring slot of a step, where steps count over all tiles of the block."""
         return lax.rem(step, self.c.num_stages)
 
     def store(self, smem: Any, wg: jax.Array, parts: list, rows: Any) -> None:
-        """Stores a warpgroup's 64 rows of results, without waiting.
+        """Starts the store of a warpgroup's 64 rows of results, without waiting.
 
         Args:
             parts: (fp32 [64, line], a function to its place, whether it exists) of each line.
@@ -347,7 +347,7 @@ class RingKernel(abc.ABC):
                 plgpu.commit_smem_to_gmem_group()
 
     def store_whole(self, smem: Any, wg: jax.Array, parts: list) -> None:
-        """Stores all 64 rows, without waiting."""
+        """Starts the store of all 64 rows, without waiting."""
         swizzled = smem.out[0]
         for i, (part, gmem, _) in enumerate(parts):
             self._stage(part, swizzled.at[wg, i % 2])

@@ -1,4 +1,4 @@
-"""Tiles of rows that have one group each: found by walking the sizes, multiplied, sent away.
+"""Tiles of rows that have one group each: found from the group sizes, multiplied and stored.
 
 Rows of no group are tiles without steps, which are written as zeros.
 
@@ -30,45 +30,45 @@ class RowTilesKernel(RingKernel):
     @property
     @abc.abstractmethod
     def block_columns(self) -> int:
-        """Number of columns of a tile of one result."""
+        """Number of columns that a tile has of one result."""
 
     @property
     @abc.abstractmethod
     def num_results(self) -> int:
-        """Number of arrays that are written, all alike."""
+        """Number of result arrays, all of one shape."""
 
     @property
     @abc.abstractmethod
     def num_steps(self) -> int:
-        """Number of steps of a tile."""
+        """Number of steps along K in a tile."""
 
     @abc.abstractmethod
     def multiplied(self, gmem: Any, smem: Any, wg: Any, facts: Any, done: Any) -> list[jax.Array]:
         """Multiplies this warpgroup's rows of one tile: fp32 [64, block columns] of each result."""
 
     def pass_by(self, smem: Any, wg: Any, slot: jax.Array) -> None:
-        """Passes a step of a tile in which this warpgroup has no rows."""
+        """Skips a step of a tile in which this warpgroup has no rows."""
         del wg
         plgpu.barrier_wait(smem.full.at[slot])
         plgpu.barrier_arrive(smem.empty.at[slot])
 
     @property
     def num_n_tiles(self) -> int:
-        """Number of tiles of columns."""
+        """Number of tiles along the columns."""
         return -(-self.num_columns // self.block_columns)
 
     def start(self, gmem: Any) -> Any:
-        """Place of the first group: (group, its first row, its rows, tiles before it)."""
+        """Returns the first search state: (group, its first row, its rows, tiles before it)."""
         zero = jnp.int32(0)
         return zero, zero, self.size(gmem, zero, zero), zero
 
     def row_tiles(self, first: jax.Array, size: jax.Array) -> jax.Array:
-        """Number of tiles of rows of a group."""
+        """Returns the number of row tiles of a group of ``size`` rows that begins at ``first``."""
         count = lax.div(lax.rem(first, ROW_MULTIPLE) + size + BLOCK_ROWS - 1, BLOCK_ROWS)
         return jnp.where(size > 0, count, 0)
 
     def find(self, gmem: Any, index: jax.Array, place: Any) -> Any:
-        """Facts of a tile and the place of its group, which is not before the last one's.
+        """Finds tile ``index`` by walking the groups onward from the last tile's.
 
         Facts: steps, group, first row read, first row written, end of rows written, column. Rows of
         no group are those of a group number G, without steps; beyond them there are no rows.
@@ -133,7 +133,7 @@ class RowTilesKernel(RingKernel):
             )
 
     def send(self, gmem: Any, smem: Any, wg: Any, results: Any, place: Any, rows: Any) -> None:
-        """Stores 64 rows of each result, of which ``rows`` (first, end) are written.
+        """Stores 64 rows of each result, of which those in ``rows`` (first, end) are written.
 
         Args:
             place: the first row and column.

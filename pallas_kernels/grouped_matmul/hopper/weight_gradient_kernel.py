@@ -44,7 +44,7 @@ def grouped_weight_gradient(
     out_dtype: jnp.dtype,
     config: GroupedConfig,
 ) -> jax.Array:
-    """Computes x^T d of each group: [G, K, N], 0 for a group without rows.
+    """Computes x^T d over each group's rows: [G, K, N], 0 for a group without rows.
 
     Args:
         x_MK: M is a multiple of 8 and at least 64, K of 64 and at least 128.
@@ -90,11 +90,11 @@ class _WeightGradient(RingKernel):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Tiles of one group."""
+        """Numbers of tiles of one group's gradient, along rows and columns."""
         return -(-self.width // BLOCK_ROWS), -(-self.num_columns // self.c.columns)
 
     def begin(self, gmem: Any, smem: Any, wg: Any) -> jax.Array:
-        """Finds the end of the last group."""
+        """Finds the row at which the last group ends."""
         del smem, wg
 
         def step(i, end):
@@ -107,11 +107,11 @@ class _WeightGradient(RingKernel):
 
     @property
     def long(self) -> int:
-        """Number of rows beyond which a group is a long one."""
+        """Number of rows beyond which a group counts as long."""
         return LONG * -(-self.num_rows // self.num_groups)
 
     def start(self, gmem: Any) -> Any:
-        """Place of the first group: (long or other, group, first row, rows, groups before)."""
+        """Returns the first state: (long or other, group, first row, rows, groups before)."""
 
         def step(i, longest):
             for j in range(READ_AT_ONCE):
@@ -125,7 +125,7 @@ class _WeightGradient(RingKernel):
         return turn, zero, zero, self.size(gmem, zero, zero), zero
 
     def find(self, gmem: Any, index: jax.Array, place: Any) -> Any:
-        """Facts of a tile and the place of its group.
+        """Finds tile ``index``, and returns its facts and its group's search state.
 
         Groups much longer than the mean come first: their tiles take longest, and one that is begun
         last would keep all others waiting.
@@ -166,11 +166,11 @@ class _WeightGradient(RingKernel):
         return facts, place
 
     def first_read(self, first: jax.Array) -> jax.Array:
-        """The row that the group's first step begins with."""
+        """Returns the row at which the group's first step begins to read."""
         return first - lax.rem(first, ROW_MULTIPLE)
 
     def load(self, gmem: Any, smem: Any, facts: Any, done: Any) -> None:
-        """Fills the ring with the operands of one tile."""
+        """Loads the operands of one tile into the ring."""
         steps, _, first, _, row, column = facts
         first = self.first_read(first)
         x_columns = pl.ds(pl.multiple_of(row, BLOCK_ROWS), BLOCK_ROWS)
@@ -211,7 +211,7 @@ class _WeightGradient(RingKernel):
             self.store_whole(smem, wg, parts)
 
     def multiply(self, smem: Any, wg: Any, facts: Any, done: Any, last_end: jax.Array) -> jax.Array:
-        """Multiplies: fp32 [64, columns]."""
+        """Multiplies this warpgroup's rows of a tile over the group's rows: fp32 [64, columns]."""
         mine = pl.ds(pl.multiple_of(wg * WARPGROUP_ROWS, WARPGROUP_ROWS), WARPGROUP_ROWS)
         num_steps, _, first, end, *_ = facts
         first_read = self.first_read(first)
