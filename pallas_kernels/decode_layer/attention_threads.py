@@ -280,11 +280,11 @@ def put_attended(
 ) -> None:
     """Stores attention's result into shared memory, as the input of a block's units of a product.
 
-    A thread of each head says what its parts are multiplied with, while all wait for the columns.
+    One thread per head computes the factors of the head's parts while all wait for columns.
 
     Args:
-        plan: tiles of a head, tiles, blocks that have tiles.
-        share: of the product.
+        plan: number of tiles per head, of all tiles, and of blocks that have tiles.
+        share: division of the product among blocks.
     """
     parts = most_parts(sizes.K, share.blocks)
     factors = total(address(x.smem), constant(4 * share.most_rows))

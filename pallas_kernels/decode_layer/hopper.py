@@ -34,7 +34,7 @@ from .stream import Product, QuantizedTile, TileStream
 
 DTYPES = ("bfloat16", "float16")
 _LARGE = "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200"
-"""Names, or their beginnings, of what has as many multiprocessors as a launch has blocks."""
+"""Names, or their beginnings, of GPUs that have as many SMs as a launch has blocks."""
 _LEAST_STAGES = 4
 _MEETINGS = 5  # of a layer
 _SCALES = "attention_scale", "mlp_scale"

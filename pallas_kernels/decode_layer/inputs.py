@@ -92,12 +92,12 @@ def put_normed(
     """Stores ``norm(x)`` into shared memory, and the block's quads of x into the stream.
 
     Args:
-        own: x, in 16 bits, where there is no product.
-        parts, share: of a product; x is the stream's other row and this.
-        stream: fp32 [2, D].
-        squares_smem: fp32 [warps].
-        scale: the layer's; ``norm``'s may be those of all layers.
-        row: of the stream, that is written.
+        own: x in 16 bits, read where no product precedes.
+        parts, share: a product's results, which are added to the stream's other row to give x.
+        stream: two rows of the residual stream, fp32 [2, D], used alternately.
+        squares_smem: fp32 [warps], for warps' sums of squares.
+        scale: the layer's norm scale; ``norm`` may hold all layers' scales.
+        row: index of the stream row that is written.
     """
     width = norm.scale.shape[-1]
     mine = quads(width // QUAD)

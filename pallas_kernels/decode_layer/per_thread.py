@@ -36,7 +36,7 @@ def each_thread(
     """Runs ``body(*refs, *arrays, *numbers)`` in every thread, numbers as int32 registers.
 
     Args:
-        layer, stacks: ``arrays`` are where this layer's begin, in a stack of all layers' each.
+        layer, stacks: ``arrays`` are the addresses of this layer's arrays in the stacks.
     """
     first = len(refs) + len(stacks)
     kinds = [plgpu.RefType()] * first + [plgpu.Layout.WG_SPLAT(())] * (1 + len(numbers))
@@ -83,8 +83,8 @@ def row_place(pool: Any, row: Any, column: Any, width: int) -> Any:
     """Returns the address of a head's column in a pool, which may exceed 2**31 elements.
 
     Args:
-        row: slot of the pool and head, as one number.
-        width: of a head, of 16-bit numbers.
+        row: slot * K + head: the index of a head of a slot in the pool.
+        width: number of columns of a head, 16 bits each.
     """
     i64 = ir.IntegerType.get_signless(64)
     byte = arith.muli(arith.extui(i64, row), mgpu.c(2 * width, i64))

@@ -15,7 +15,7 @@ from pallas_kernels.paged_attention import append_heads, paged_attention
 from pallas_kernels.quantized_weight import QuantizedWeight
 
 WEIGHTS = "qkv", "out", "gate_up", "down"
-"""Those of ``LayerWeights`` that are multiplied with."""
+"""Names of the matrices in ``LayerWeights``."""
 
 type KeyAndValuePools = tuple[jax.Array, jax.Array]
 """Keys and values of all layers, [L, P, S, K, H] each."""

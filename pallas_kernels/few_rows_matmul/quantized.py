@@ -83,7 +83,7 @@ def quantized_matmul(
     Args:
         x: [M, K], bfloat16, float16 or float32.
         weight: a matrix [K, N], without dims in front.
-        out_dtype: of the result; x's by default.
+        out_dtype: dtype of the result; x's by default.
         implementation: "hopper" (Mosaic GPU; rows of bfloat16 or float16 and a weight that
             ``arranged`` gave; of more than 256 rows the kernel only dequantizes) or "xla"; "auto"
             takes hopper for an arranged weight on a device where the kernel was measured

@@ -137,10 +137,10 @@ def scaled_matmul(
 
     Args:
         a: [M, K], float8_e4m3fn or float8_e5m2.
-        b: [N, K], either, in any pairing.
+        b: [N, K], either 8-bit dtype, in any pairing with that of a.
         a_scale: float32: [J, M] of 1x128 blocks, [J, ceil(M / 128)] of 128x128 blocks.
-        b_scale: float32, of one of the same shapes for b.
-        out_dtype: bfloat16, float16 or float32, rounded to once, from fp32.
+        b_scale: float32: [J, N] of 1x128 blocks, [J, ceil(N / 128)] of 128x128 blocks.
+        out_dtype: bfloat16, float16 or float32; fp32 sums are rounded to it once.
         implementation: "hopper" (Mosaic GPU; K a multiple of 128, N of 128 bytes of the result, M
             of 8), "xla" (dequantized, on a GPU to bf16), or "reference" (dequantized, fp32). "auto"
             takes hopper where it can, else xla.

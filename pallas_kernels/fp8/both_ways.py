@@ -80,7 +80,7 @@ def quantize_both_ways(
             of 128), "xla", or "auto": that kernel where it was measured to be 1.03 times as fast
             (``tuned``), else ``quantize``'s for the rows and XLA for the transpose. Results are the
             same to the last bit.
-        num_devices: that the compiler spreads the call over; kernels run on one.
+        num_devices: number that the compiler spreads the call over; kernels run on one.
 
     Returns:
         x [R, C] and its transpose [C, R].
@@ -111,14 +111,14 @@ def quantize_swiglu(
 ) -> WithTranspose:
     """Quantizes ``silu(gate) * up`` by blocks to 8 bits, and also its transpose.
 
-    A product contracts the one and the gradient of its weight the other.
+    The layer's product contracts the result; its weight's gradient contracts the transpose.
 
     Computed in fp32 and rounded to the dtype of ``gate``, then to 8 bits as ``quantize`` has it: of
     the same rounded values the results are the same to the last bit. The kernel computes silu with
     other instructions than XLA, so that one value in some thousands is rounded to its neighbour.
 
     Args:
-        gate, up: [R, C], alike.
+        gate, up: [R, C], of one dtype.
         scaling, dtype, power_of_two, implementation, num_devices: as in ``quantize_both_ways``;
             without the one kernel the rounded values are an array in between.
 

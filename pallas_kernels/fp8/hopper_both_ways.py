@@ -33,7 +33,7 @@ from .formula import magnitude, scale_and_inverse
 
 WARPGROUPS = 2
 PART = BLOCK // WARPGROUPS
-"""Rows of a tile, then columns, that a warpgroup has."""
+"""Rows, and later columns, of a tile that one warpgroup casts."""
 STEP = 8
 """Rows of a part in registers at a time. With 16 the gradient takes 133 registers a thread, and one
 block less runs on a multiprocessor."""
@@ -41,7 +41,7 @@ PIECE = 32  # rows of a part's columns in registers at a time
 VECTOR = 8  # elements of a load, 16 bytes of bf16
 
 type WithTranspose = tuple[Quantized, Quantized]
-"""A matrix, and its transpose."""
+"""A quantized matrix and its quantized transpose."""
 
 
 def unsupported(
@@ -75,7 +75,7 @@ def both_ways_hopper(
     """Casts each result [R, C] and its transpose [C, R] to 8 bits, by 1x128 or 128x128 blocks.
 
     Args:
-        results_of: inputs, number by number in fp32; no more results than inputs.
+        results_of: element-wise fp32 function of the inputs; at most as many results as inputs.
     """
     R, C = inputs_RC[0].shape
     kernel = _BothWaysKernel(
@@ -223,7 +223,7 @@ class _BothWaysKernel:
         """Casts this warpgroup's columns of a result, which become rows of the transpose.
 
         Args:
-            inverse: of the tile's scale; None: each column has its own.
+            inverse: inverse of the tile's scale; None if each column has a scale of its own.
         """
         columns = pl.ds(place.j * BLOCK + place.wg * PART, PART)
         across = smem.read[1].at[place.part]

@@ -127,7 +127,7 @@ def scaled_matmul_hopper(
 ) -> jax.Array:
     """Multiplies 8-bit matrices by the Hopper kernel: [M, N] in the spec's dtype.
 
-    An interpretable kernel multiplies as Pallas does.
+    An interpretable kernel uses Pallas's own products, which the interpreter has.
     """
     (M, K), N = a_MK.shape, b_NK.shape[0]
     columns_scaled = spec.b is Scaling.BLOCK_OF_ROW

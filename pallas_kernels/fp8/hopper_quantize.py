@@ -27,7 +27,7 @@ from .formula import magnitude, scale_and_inverse
 
 ROWS = {Scaling.BLOCK_OF_ROW: 64, Scaling.BLOCK: 128}
 MOST_TILES = 2
-"""Of a block of the grid. Four of 64 rows are 5% slower, four of 32 rows 3%, eight of them 8%."""
+"""Most tiles per block. Four of 64 rows are 5% slower, four of 32 rows 3%, eight of them 8%."""
 VECTOR = 8  # elements of a load, 16 bytes of bf16
 
 

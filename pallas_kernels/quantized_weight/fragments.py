@@ -53,8 +53,8 @@ class Dequantizer:
         """Converts codes to the MMA's left operand for 16 rows: four registers.
 
         Args:
-            words: one of 4-bit codes, two of 8-bit ones.
-            zeros: of columns g and g + 8, as ``zero_pair`` gives them.
+            words: one word of 4-bit codes, or two words of 8-bit codes.
+            zeros: zero points of columns g and g + 8, from ``zero_pair``.
         """
         if self.code is WeightCode.INT4:
             return [self.two(words[0], r, zeros[r & 1]) for r in range(4)]

@@ -39,16 +39,16 @@ def round_weight(
 
     Args:
         weight: [*leading, *inputs, *outputs], floating.
-        form: elements and groups.
-        num_inputs: dims that a product contracts.
-        num_leading: dims in front of those, such as layers or experts.
+        form: code of the elements, and groups that share a scale.
+        num_inputs: number of dims that a product contracts.
+        num_leading: number of dims in front of those, such as layers or experts.
         has_zeros: int4 whose range is that of the group, from its least to its largest element, and
             0; else symmetric.
-        scale_dtype: that scales are rounded to before elements are; float32 by default.
-        clip: what each group's range is multiplied with first, broadcast to the scales [*, G, C].
+        scale_dtype: dtype that scales are rounded to before elements are; default float32.
+        clip: factors that shrink each group's range first, broadcast to the scales [*, G, C].
 
     Raises:
-        InputError: 4 bits and rows that do not divide into groups.
+        InputError: the format has 4 bits and rows do not divide into groups.
     """
     lead, inner = weight.shape[:num_leading], weight.shape[num_leading:]
     inputs, outputs = inner[:num_inputs], inner[num_inputs:]

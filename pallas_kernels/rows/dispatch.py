@@ -17,10 +17,10 @@ from .formula import RowCall
 
 NAMES = ("hopper", "xla", "reference")
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-"""Of the kernels' inputs and results."""
+"""Dtypes of the kernels' inputs and results."""
 
 SHORTEST_FORWARD, SHORTEST_MASKED = 1024, 32_768
-"""Columns from which "auto" takes the kernel of a forward pass, and if it reads a mask."""
+"""Least columns for which "auto" takes the forward kernel, without and with a mask."""
 
 
 def choose(

@@ -24,9 +24,9 @@ class Tile:
     """The helpers and the pivot that a fold gets beside the inputs and vectors of a tile."""
 
     own: Callable[[jax.Array, float], jax.Array]
-    """(x [A, M], fill) to x in the row's own columns, fill in a neighbor's."""
+    """Maps (x [A, M], fill) to x in the row's own columns, and fill in a neighbor's."""
     sums: Callable[..., tuple[jax.Array, ...]]
-    """Some [A, M] to the sum of each over its columns, [A]."""
+    """Sums several [A, M] over their columns, to [A] each."""
     pivot: jax.Array | None = None  # [A, M], if the formula asks for one
 
 
@@ -36,7 +36,7 @@ class Parts:
 
     whole: bool
     sums: Callable[..., tuple[jax.Array, ...]]
-    """Some [..., P] to the sum of each."""
+    """Sums several [..., P] over all parts, to [...] each."""
 
     def max(self, x: jax.Array) -> jax.Array:
         """Returns the largest of all parts' values."""
@@ -53,20 +53,20 @@ class Formula:
     """A computation on each row, with optional sums over all rows per column."""
 
     name: str
-    """Name of the kernel in traces."""
+    """Name of the kernel in profiler traces."""
     fold: Callable[[Load, Load, Tile], tuple[jax.Array, ...]]
-    """(inputs, vectors, tile) to numbers of each part, [A] each."""
+    """Maps (inputs, vectors, tile) to a few numbers per part, [A] each."""
     join: Callable[..., tuple[jax.Array, ...]]
-    """(parts, pivot [...], *numbers of all parts [..., P]) to totals [...]."""
+    """Maps (parts, pivot [...], *numbers of all parts [..., P]) to totals [...]."""
     finish: Callable[..., tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]]
-    """(inputs, vectors, totals [A, M]) to (results, what is summed over rows), [A, M] each."""
+    """Maps (inputs, vectors, totals [A, M]) to (results, addends of row sums), [A, M] each."""
     num_numbers: int
     merge: Callable[..., tuple[jax.Array, ...]] = add
-    """(numbers of some of a part's columns, numbers of others) to numbers of all, [A] each."""
+    """Merges numbers of two sets of a part's columns into numbers of both, [A] each."""
     num_results: int = 1
     num_sums: int = 0
     pivot: Callable[[Load], jax.Array] | None = None
-    """Inputs to values of the row, one near which sums are taken, so that they cancel little."""
+    """Maps inputs to row values; sums are taken of differences from one, to cancel little."""
     num_pivoted: int = 1  # inputs that it needs
 
 

@@ -14,7 +14,7 @@ ROW_MULTIPLE = 8
 before its first row, and leaves the rows before it alone."""
 BAND = 8  # tiles of rows that are walked before the next: what L2 keeps
 LINE_BYTES = 128
-"""Bytes of a row of results that leave at a time."""
+"""Bytes of a row of results that are stored at a time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +24,7 @@ class GroupedConfig:
     columns: int = 256  # of a tile, all weights' together
     num_stages: int = 4
     in_any_order: bool = True
-    """A block takes the next tile when it is done, of a counter in memory; else every 132nd. The
+    """Each block takes its next tile from a counter in memory; else every 132nd tile. The
     interpreter knows no counter. Results are the same to the last bit."""
     gather: bool = True
     """Rows that an index names are read where they lie; else copied in memory first, for the
@@ -32,7 +32,7 @@ class GroupedConfig:
 
 
 FP8_DEPTH = 128
-"""Of a step of 8-bit operands: one block of scales, and 128 bytes."""
+"""Depth in K of a step of 8-bit operands: one block of scales, 128 bytes per row."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -50,13 +50,13 @@ def scaled_grouped_product(
     """Multiplies 8-bit rows by their group's weight: [M, N], 0 beyond the groups.
 
     Args:
-        a_MK: M is a multiple of 8 and at least 128, K of 128.
-        b_GNK: N is a multiple of 64.
-        a_scale_JM: float32, as b_scale_GJI.
-        group_sizes_G: int32, in sum at most M.
-        out_dtype: sums are fp32 and rounded to it once.
-        config: tiles.
-        interpretable: the kernel multiplies as Pallas does.
+        a_MK: 8-bit rows; M is a multiple of 8 and at least 128, K a multiple of 128.
+        b_GNK: the groups' 8-bit weights; N is a multiple of 64.
+        a_scale_JM: float32 scales of blocks, as b_scale_GJI.
+        group_sizes_G: int32, rows of each group, in sum at most M.
+        out_dtype: dtype of the result; fp32 sums are rounded to it once.
+        config: tile sizes.
+        interpretable: uses Pallas's own products, which the interpreter has.
     """
     (M, K), (num_groups, N, _) = a_MK.shape, b_GNK.shape
     kernel = _ScaledProduct(

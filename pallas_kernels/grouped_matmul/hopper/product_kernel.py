@@ -46,13 +46,13 @@ def grouped_product(
     Args:
         factors: (a [M, K], weights [G, K, N]); all have as many weights. M is a multiple of 8 and
             at least 128, K and N are multiples of 64.
-        group_sizes_G: int32, in sum at most M; rows beyond are 0.
+        group_sizes_G: int32, in sum at most M; result rows beyond the groups are 0.
         transposed: weights are [G, N, K].
-        gated: of two weights, silu(first) * second takes the place of the products.
-        keep: and the products follow it.
+        gated: returns silu(first) * second of two weights' products instead of them.
+        keep: also returns both products, after the gated one.
         rows_M: int32; row m is row ``rows_M[m]`` of the only a, which then has any number of rows.
-        out_dtype: of all results.
-        config: tiles.
+        out_dtype: dtype of all results.
+        config: tile sizes.
     """
     a_MK, weights = factors[0]
     num_groups, num_columns = weights[0].shape[0], weights[0].shape[1 if transposed else 2]

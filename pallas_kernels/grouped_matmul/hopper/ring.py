@@ -30,7 +30,7 @@ THREADS = 128
 PIECE = 16  # bytes
 LINE = 128  # bytes within which pieces are permuted
 IN_FLIGHT = 2
-"""Steps whose copies are not waited for."""
+"""Number of the last steps whose row copies may still be in flight."""
 
 
 def copy_rows(source: Any, rows: Any, target: Any, *, row_bytes: int) -> None:
@@ -38,9 +38,9 @@ def copy_rows(source: Any, rows: Any, target: Any, *, row_bytes: int) -> None:
 
     Args:
         source: [T, columns] in global memory, from the tile's first column on.
-        rows: int32 [rows] in global memory: of the source, for each row of the tile.
+        rows: int32 [rows] in global memory: the source row of each row of the tile.
         target: the tile in shared memory, [rows, columns] of 2-byte numbers.
-        row_bytes: from a row of the source to the next.
+        row_bytes: distance in bytes from one source row to the next.
     """
     num_rows, columns = target.shape
     pieces = columns * 2 // PIECE  # of a row
@@ -125,8 +125,8 @@ NUM_FACTS = 8  # numbers that tell of one
 class RingKernel(abc.ABC):
     """The base of the grouped kernels; subclasses find, load and multiply tiles.
 
-    A tile is told by its facts: first its steps, then its group, which is above the number of
-    groups for what comes behind the last tile; the rest is the kernel's.
+    A tile's facts are its steps, its group (above the number of groups behind the last tile), and
+    whatever the subclass adds.
     """
 
     name: ClassVar[str]  # in traces
@@ -286,7 +286,7 @@ class RingKernel(abc.ABC):
         """Calls ``copy(step, slot, barrier)`` as slots of the ring become free.
 
         Args:
-            gathered: the left operand is copied by threads, which say themselves when it is there.
+            gathered: threads copy the left operand, and signal its arrival themselves.
         """
 
         def step(k, _):
@@ -320,7 +320,7 @@ class RingKernel(abc.ABC):
 
         Args:
             parts: (fp32 [64, line], a function to its place, whether it exists) of each line.
-            rows: (first, end) of those that are written.
+            rows: (first, end) of the rows that are written.
         """
         plain = smem.out[1]
         first, end = rows

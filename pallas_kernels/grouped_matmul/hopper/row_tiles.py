@@ -136,7 +136,7 @@ class RowTilesKernel(RingKernel):
         """Stores 64 rows of each result, of which those in ``rows`` (first, end) are written.
 
         Args:
-            place: the first row and column.
+            place: first row and column of the rows in the result.
         """
         row, column = place
         parts = []

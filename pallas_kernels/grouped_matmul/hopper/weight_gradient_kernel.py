@@ -47,12 +47,12 @@ def grouped_weight_gradient(
     """Computes x^T d over each group's rows: [G, K, N], 0 for a group without rows.
 
     Args:
-        x_MK: M is a multiple of 8 and at least 64, K of 64 and at least 128.
-        d_MN: N is a multiple of 64.
+        x_MK: M is a multiple of 8 and at least 64; K a multiple of 64 and at least 128.
+        d_MN: the cotangent; N is a multiple of 64.
         group_sizes_G: int32, in sum at most M; rows beyond may be NaN.
         rows_M: int32; row m is ``x_MK[rows_M[m]]``, of any number; K is then a multiple of 128.
-        out_dtype: sums are fp32 and rounded to it once.
-        config: tiles.
+        out_dtype: dtype of the result; fp32 sums are rounded to it once.
+        config: tile sizes.
     """
     num_groups = group_sizes_G.shape[0]
     kernel = _WeightGradient(
@@ -130,8 +130,8 @@ class _WeightGradient(RingKernel):
         Groups much longer than the mean come first: their tiles take longest, and one that is begun
         last would keep all others waiting.
 
-        Facts: steps, group, first row of x, its end, row and column of the result. Beyond the last
-        tile the group is one that there is not.
+        Facts: steps, group, first row of x, its end, row and column of the result. Behind the last
+        tile, the group's number is above the last group's.
         """
         per_group = self.grid[0] * self.grid[1]
         wanted = lax.div(index, jnp.int32(per_group))
