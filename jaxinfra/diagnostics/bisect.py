@@ -34,7 +34,7 @@ from jaxinfra.training.step import step_key
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """The operation that made the first value that is not finite."""
+    """The operation that produced the first value that is NaN or infinite."""
 
     operation: str  # JAX's name, such as "dot_general"
     scope: str  # of named scopes, such as "attention/qk_norm"
@@ -43,7 +43,7 @@ class Origin:
     made: str  # what came out
 
     def describe(self) -> str:
-        """Describes the operation in one line."""
+        """Describes the operation, its source line and its values in one line."""
         scope = f"{self.scope}: " if self.scope else ""
         reads = ", ".join(self.inputs)
         return f"{scope}{self.operation} of {reads} gives {self.made} ({self.source})"
@@ -71,7 +71,7 @@ _CALLS = {
 
 
 def first_nonfinite(function: Callable[..., Any], *args: Any) -> Origin | None:
-    """Runs a function of finite arrays operation by operation; None where its results are finite.
+    """Returns the operation that first makes a NaN or infinity; None if all results are finite.
 
     Programs within it, such as loop bodies, run whole first. They are searched only where their
     results are not finite.
@@ -87,7 +87,7 @@ def first_nonfinite(function: Callable[..., Any], *args: Any) -> Origin | None:
 
 
 def is_finite(tree: Any) -> bool:
-    """Tells whether every float in a tree is finite."""
+    """Tells whether every float of all arrays in a tree is finite."""
     floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return all(bool(jnp.isfinite(leaf).all()) for leaf in floats)
 
@@ -237,7 +237,7 @@ type _Function = Callable[..., tuple[jax.Array, jax.Array]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepPiece:
-    """One piece of a step, with the arrays that it reads.
+    """One piece of a training step (embedding, layer or loss), with the arrays that it reads.
 
     ``x`` is the residual stream [B, T, D]; the first piece takes and the last gives a zero instead.
     """
@@ -251,7 +251,7 @@ class StepPiece:
     compiled_backward: Callable[..., tuple[Parameters, jax.Array]]
 
     def forward(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns x after the piece, and what the piece adds to the objective."""
+        """Returns the residual stream after the piece, and the piece's share of the objective."""
         return self.compiled(self.arrays, x, *self.others)
 
     def backward(self, x: jax.Array, dx: jax.Array) -> tuple[Parameters, jax.Array]:
@@ -277,10 +277,10 @@ def _backward(
 
 @final
 class StepPieces:
-    """The pieces of a model's step; each kind of layer is compiled once.
+    """The pieces of a model's training step; each kind of layer is compiled once.
 
     Args:
-        model: the model, with values of the parameters that are not trained.
+        model: the model, with the values of its frozen parameters.
     """
 
     def __init__(self, model: ModelDefinition, training: TrainingConfig):
@@ -308,7 +308,7 @@ class StepPieces:
         key: Key[Array, ""],
         scale: Float[Array, ""],
     ) -> list[StepPiece]:
-        """Returns the pieces for one micro-batch, in the order that they run in.
+        """Returns the step's pieces for one micro-batch, in the order in which they run.
 
         Args:
             tree: parameters and state of the model.
@@ -409,7 +409,7 @@ class NonFiniteCause:
     origin: Origin | None = None  # None: only the compiled piece is not finite, no operation alone
 
     def describe(self) -> str:
-        """Describes the place in one line."""
+        """Describes in one line the phase, layer and operation that are not finite."""
         if self.phase == "weights":
             return f"{self.where} is not finite before the step: the fault is an earlier one"
         if self.phase == "sum":
@@ -423,12 +423,12 @@ class NonFiniteCause:
         return f"first in {self.where}, {self.phase} pass: {operation}"
 
     def as_json(self) -> dict[str, Any]:
-        """Returns JSON values."""
+        """Returns the phase, layer and operation as JSON values."""
         return {**dataclasses.asdict(self), "text": self.describe()}
 
 
 def find_nonfinite(job: Job, state: State, batch: Batch) -> NonFiniteCause | None:
-    """Runs a step on one device piece by piece, and the first bad piece operation by operation.
+    """Finds the first piece of a step that is not finite, then its first such operation.
 
     Args:
         job: a job on one device, with values of the parameters that are not trained.

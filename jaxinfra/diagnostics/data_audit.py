@@ -1,4 +1,4 @@
-"""Oddities of a run's documents: duplicates, cut ends, unreadable text, lengths."""
+"""Audit of a run's documents: duplicates, truncated ends, unreadable text, lengths."""
 
 import collections
 import dataclasses
@@ -23,7 +23,7 @@ _NAMES = 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DataAudit:
-    """Counts over all documents of a source, and the names of some."""
+    """Counts of unusual documents in a data source, with the names of some."""
 
     documents: int
     characters: int
@@ -36,7 +36,7 @@ class DataAudit:
     lengths: dict[int, int]  # power of two to documents with at most so many characters
 
     def findings(self) -> list[Finding]:
-        """Returns a finding for each oddity."""
+        """Returns one finding per kind of unusual document, for ``jaxinfra doctor data``."""
         documents = max(1, self.documents)
         again = self.duplicate_characters / max(1, self.characters)
         twice = [f"{name} is {first}" for name, first in self.duplicates]
@@ -81,12 +81,12 @@ class DataAudit:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """Returns JSON values."""
+        """Returns the audit's counts and names as JSON values."""
         return dataclasses.asdict(self)
 
 
 def audit(documents: Iterable[Document]) -> DataAudit:
-    """Reads every document once; keeps a hash, a length and a name of each."""
+    """Counts duplicates and other oddities of documents; keeps a hash, length and name of each."""
     first: dict[bytes, str] = {}
     duplicates, empty, unreadable = [], [], []
     ends: dict[int, list[str]] = collections.defaultdict(list)

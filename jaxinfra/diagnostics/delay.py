@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Delay:
-    """One cause of delay, and the time that a step would gain without it."""
+    """One cause of delay in a training step, and the time per step that its removal saves."""
 
     cause: str
     ms: float  # per step
@@ -16,7 +16,7 @@ class Delay:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """A step's time and its delays, the largest first."""
+    """A training step's time and its delays, the largest first."""
 
     step_ms: float
     delays: tuple[Delay, ...]
@@ -35,7 +35,7 @@ class Explanation:
         return f"A step takes {self.step_ms:.1f} ms. It loses " + " It loses ".join(won)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns JSON values."""
+        """Returns the step's time and its delays as JSON values."""
         return {
             "step_ms": self.step_ms,
             "delays": [dataclasses.asdict(each) for each in self.delays],

@@ -1,4 +1,4 @@
-"""Causes of a step's delay: milliseconds won without each, and the remedy."""
+"""Causes of a training step's delay: milliseconds saved without each, and the remedy."""
 
 import collections
 import dataclasses
@@ -26,7 +26,7 @@ _ALIKE = 0.5
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceTime:
-    """Milliseconds per step of one device."""
+    """Milliseconds per step of one device, split into own work, waiting and the rest."""
 
     name: str
     computing_ms: float  # copies too
@@ -35,12 +35,12 @@ class DeviceTime:
 
     @property
     def own_ms(self) -> float:
-        """Milliseconds of the device's own work, before it waits for others."""
+        """Milliseconds per step of the device's own work, without waiting for other devices."""
         return self.computing_ms + self.idle_ms
 
 
 def device_times(ranks: Mapping[str, Waterfall]) -> list[DeviceTime]:
-    """Splits the time of each device's step into own work, waiting and the rest."""
+    """Splits each device's step time into own work, waiting and the rest."""
     found = []
     for name, waterfall in ranks.items():
         by_kind = waterfall.by_kind()
@@ -57,7 +57,7 @@ def device_times(ranks: Mapping[str, Waterfall]) -> list[DeviceTime]:
 
 
 def straggler_delays(ranks: Mapping[str, Waterfall]) -> list[Delay]:
-    """Finds the device whose own work takes longer, so that the others wait for it in a collective.
+    """Finds a slow device whose longer work makes the others wait for it in a collective.
 
     Devices of different pipeline stages do different work; those are not to be compared.
     """
@@ -88,10 +88,10 @@ def straggler_delays(ranks: Mapping[str, Waterfall]) -> list[Delay]:
 def without_waiting(
     delays: Sequence[Delay], stragglers: Sequence[Delay], *, least_ms: float
 ) -> list[Delay]:
-    """Returns a device's delays without the time in which it waits for slow devices.
+    """Returns a device's delays, less the time in which it waits for slow devices.
 
     Args:
-        least_ms: delays below it are left out.
+        least_ms: smallest delay to return, in milliseconds.
     """
     waits = sum(each.ms for each in stragglers)
     found = []
@@ -128,13 +128,13 @@ _RATES = {"f8": 2.0, "s8": 2.0}  # of the bf16 rate, by the beginning of a type'
 
 
 def device_delays(waterfall: Waterfall, traced: TracedStep | None = None) -> list[Delay]:
-    """Finds delays in a device's trace.
+    """Finds the delays in one device's trace, with the milliseconds that each costs per step.
 
-    They are exposed communication by axis, idle time, copies, slow or unnecessarily wide matmuls,
+    Causes: exposed communication by axis, idle time, copies, slow or unnecessarily wide matmuls,
     and recomputation that frees memory without need.
 
     Args:
-        traced: the compiled program; None: the last three are not looked for.
+        traced: the compiled program; without it the last three causes are not searched.
     """
     least = _DEVICE_SHARE * waterfall.span_ms
     found = list(_communication(waterfall, least))
@@ -183,7 +183,7 @@ def _communication(waterfall: Waterfall, least: float) -> Iterator[Delay]:
 
 
 def matmul_ms(shape: MatmulShape, peak: DevicePeak) -> float:
-    """Returns the milliseconds of one matmul of a good shape with as many FLOPs and bytes."""
+    """Returns milliseconds of a well-shaped matmul with this one's number of FLOPs and bytes."""
     rate = next((rate for name, rate in _RATES.items() if shape["dtype"].startswith(name)), 1.0)
     computing = shape["flops"] / (_REACHED * rate * peak.bf16_flops)
     moving = shape["bytes"] / (_REACHED_BYTES * peak.hbm_bytes_per_s)
@@ -279,9 +279,9 @@ _STALL_S = 1.0
 
 
 def explain_step(directory: Path, traced: TracedRun | None = None) -> Explanation | None:
-    """Explains the delays of a run's step from its device traces, if any, and its own records.
+    """Explains what delays a run's step, from its device traces, if any, and its records.
 
-    Returns None where there is neither.
+    Returns None if the run has neither traces nor records.
     """
     run = RunDirectory(directory)
     lines, _ = read_log(run.metrics_file, holds=dict[str, Any])
@@ -308,7 +308,7 @@ def explain_step(directory: Path, traced: TracedRun | None = None) -> Explanatio
 
 
 def checkpoint_delays(lines: Sequence[Mapping[str, Any]], *, step_ms: float) -> list[Delay]:
-    """Finds the time in which steps stood still for saves, spread over all steps."""
+    """Returns the delay by checkpoint saves that steps waited for, averaged over all steps."""
     stalls = [line["stall_s"] for line in lines if line.get("stall_s")]
     # A job of a few steps saves at its end alone.
     if len(stalls) < 2 or statistics.median(stalls) < _STALL_S:
@@ -332,7 +332,7 @@ def checkpoint_delays(lines: Sequence[Mapping[str, Any]], *, step_ms: float) -> 
 def incident_delays(
     incidents: Sequence[Mapping[str, Any]], *, steps_ms: Sequence[float]
 ) -> list[Delay]:
-    """Finds steps that compiled again because the shape of an argument changed."""
+    """Returns the delay by steps that were recompiled because an argument's shape changed."""
     found = [each for each in incidents if each["kind"] == RECOMPILED]
     if not found or not steps_ms:
         return []

@@ -1,4 +1,4 @@
-"""Comparison of two steps: why one takes longer, by the waterfalls of both."""
+"""Comparison of two traced training steps: where one takes longer than the other."""
 
 import collections
 import dataclasses
@@ -16,7 +16,7 @@ _ALIKE = 0.03
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """The difference in one place, positive where the second step takes longer."""
+    """One scope's difference in time between two steps; positive if the second step is slower."""
 
     scope: str
     kind: str
@@ -28,7 +28,7 @@ class Change:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """The difference of two steps, and the places where the second one takes longer."""
+    """The difference in time between two steps, and where the second one takes longer."""
 
     first_ms: float
     second_ms: float
@@ -53,7 +53,7 @@ class Difference:
         return " ".join([begin, *map(_sentence, self.changes[:4])])
 
     def as_json(self) -> dict[str, Any]:
-        """Returns JSON values."""
+        """Returns both step times and their differences as JSON values."""
         return dataclasses.asdict(self)
 
 
@@ -70,7 +70,7 @@ def compare_steps(
     first_step: TracedStep | None = None,
     second_step: TracedStep | None = None,
 ) -> Difference:
-    """Explains the difference of two steps of one model.
+    """Explains why two training steps of one model differ in time.
 
     Args:
         first_step: the traced program of the first step, for the formats of its matmuls.

@@ -62,9 +62,9 @@ _COMPUTING = _HostCause(
 
 
 def phase_ms(record: RankRecord) -> dict[str, float]:
-    """Returns milliseconds of each phase per step, over the steps that a rank's ring buffer holds.
+    """Returns a rank's milliseconds per step in each host phase, from its ring buffer.
 
-    The first of them may have compiled, so that it does not count.
+    The first step is left out, since it may have compiled.
     """
     phases = _phases(record)
     steps = sorted({event.step for event in phases})[1:-1]
@@ -92,7 +92,7 @@ def _without_ready_input(record: RankRecord) -> dict[str, float]:
 
 
 def devices_ms(records: Sequence[RankRecord]) -> float | None:
-    """Returns milliseconds that the devices take per step; None if no step was waited for at once.
+    """Returns device milliseconds per step; None if the host waited for no step right away.
 
     The least of all ranks counts, since the last rank to reach a step's collectives waits for none.
     """
@@ -135,7 +135,7 @@ def _phases(record: RankRecord) -> list[Event]:
 def host_delays(
     records: Sequence[RankRecord], *, step_ms: float, steps: int, least_steps: int = 4
 ) -> list[Delay]:
-    """Finds a rank that the others wait for, or the host phase that the devices wait for."""
+    """Finds a rank that other ranks wait for, or a host phase that the devices wait for."""
     if steps < least_steps:
         return []
     phases = {record.rank: _without_ready_input(record) for record in records}
@@ -215,7 +215,7 @@ def _busy_readers(records: Sequence[RankRecord]) -> float | None:
 def evaluation_delays(
     records: Sequence[RankRecord], *, step_ms: float, least: int = 2
 ) -> list[Delay]:
-    """Finds evaluations that take a large part of a run's time, leaving out the first one."""
+    """Finds evaluations that take a large part of a run's time; the first one is left out."""
     spent: dict[int, float] = collections.defaultdict(float)
     if not records:
         return []
@@ -242,7 +242,7 @@ def evaluation_delays(
 
 
 def rarely(ms: float, step_ms: float) -> int:
-    """Returns the interval in steps at which work of ``ms`` costs 2% of a step's time."""
+    """Returns how many steps apart work of ``ms`` must be to cost 2% of the step time."""
     exact = max(1.0, ms / (_RARE * step_ms))
     digits = 10 ** max(0, len(str(int(exact))) - 1)
     return int(-(-exact // digits) * digits)

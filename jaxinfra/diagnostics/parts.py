@@ -1,4 +1,4 @@
-"""Split of a measured step into the parts that ``jaxinfra plan`` predicts."""
+"""Division of a measured step's time into the parts that ``jaxinfra plan`` predicts."""
 
 import collections
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ _PASSES = ("memory", "weights and gradients")  # the planner's, of one kind in a
 
 
 def measured_parts(waterfall: Waterfall) -> dict[str, float]:
-    """Returns milliseconds per step by part; they add up to the step."""
+    """Returns a traced step's milliseconds by part of a plan; they add up to the step time."""
     found: dict[str, float] = collections.defaultdict(float)
     for (scope, kind), ms in waterfall.exposed_ms.items():
         if kind != "collective" or not waterfall.by_axis:
@@ -38,7 +38,7 @@ def _part(scope: str, kind: str) -> str:
 def predicted_beside_measured(
     predicted_s: Mapping[str, float], waterfall: Waterfall
 ) -> dict[str, tuple[float, float]]:
-    """Returns predicted and measured milliseconds by part, the largest first; 0 for a missing part.
+    """Returns a step's predicted and measured milliseconds by part, the largest first.
 
     Args:
         predicted_s: seconds by part, from a plan's time.

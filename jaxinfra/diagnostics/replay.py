@@ -1,4 +1,4 @@
-"""Replay of one step of a run, from the checkpoint before it."""
+"""Replay of one training step of a run, from the last checkpoint before it."""
 
 import dataclasses
 import functools
@@ -40,7 +40,7 @@ _MARGIN = 8.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Replayed:
-    """A step computed again, beside what the run recorded of it."""
+    """One training step computed again, beside the values that the run recorded for it."""
 
     job: Job
     corpora: Corpora
@@ -58,19 +58,19 @@ class Replayed:
 
     @property
     def reproduces(self) -> bool | None:
-        """Tells whether the recorded values came out again; None where nothing can be compared."""
+        """Tells whether the replay matches the recorded values; None if nothing can be compared."""
         if self.recorded is None or self.data_differ or self.is_excluded:
             return None
         return all(self._agrees(name) for name in COMPARED)
 
     @property
     def is_equal(self) -> bool:
-        """Tells whether the recorded values came out again to the last bit."""
+        """Tells whether the replay equals the recorded values to the last bit."""
         recorded = self.recorded or {}
         return all(_same(self.record[name], recorded.get(name)) for name in COMPARED)
 
     def verdict(self) -> str:
-        """Returns the verdict as a sentence."""
+        """Returns one sentence on whether the replay reproduces the recorded step."""
         done = self.step - self.first
         began = f"the checkpoint of step {self.first}" if self.first else "the run's start"
         how = f"replayed from {began}, {done} step{'s' * (done > 1)}"
@@ -95,7 +95,7 @@ class Replayed:
 
     @property
     def is_finite(self) -> bool:
-        """Tells whether the step's loss and gradient are finite, as computed here."""
+        """Tells whether the replayed step's loss and gradient are finite."""
         return all(math.isfinite(self.record[name]) for name in COMPARED)
 
     def _agrees(self, name: str) -> bool:
@@ -124,7 +124,7 @@ def _recorded(job: Job, run: RunDirectory, step: int) -> tuple[dict[str, Any] | 
 
 
 def replay_step(directory: Path, *, step: int, cache_dir: Path, on_mesh: bool = False) -> Replayed:
-    """Restores the newest good checkpoint before a step, and computes the steps up to it again.
+    """Computes a run's step again, from the newest good checkpoint before it.
 
     Nothing in the run's directory is changed, and it may still be training. Where the replay runs
     on other devices or sums in another order than the run did, bits may differ. Then ``_TWINS``
@@ -132,8 +132,8 @@ def replay_step(directory: Path, *, step: int, cache_dir: Path, on_mesh: bool = 
     matmuls read. Their difference shows how far rounding reaches.
 
     Args:
-        step: counted from 1, as in ``metrics.jsonl``.
-        on_mesh: on the run's own mesh instead of one device.
+        step: number of the step, counted from 1 as in ``metrics.jsonl``.
+        on_mesh: whether to run on the run's own mesh instead of one device.
 
     Raises:
         ConfigError: the run has no such step, or cannot be computed here.

@@ -19,7 +19,7 @@ type _Places = Sequence[tuple[int, int]]
 
 
 def draw_statistics(lines: Sequence[Mapping[str, Any]], places: _Places) -> Figure:
-    """Draws residual stream, gradients, and updates against weights, over steps and layers.
+    """Plots residual stream, gradients and update-to-weight ratios over steps and layers.
 
     Args:
         lines: lines of ``statistics.jsonl``, one per step.
@@ -60,7 +60,7 @@ def draw_statistics(lines: Sequence[Mapping[str, Any]], places: _Places) -> Figu
 
 
 def statistics_rows(line: Mapping[str, Any], places: _Places) -> list[list[str]]:
-    """Makes a table of one step: each layer's activations by site."""
+    """Returns one step's activation statistics as table rows: a layer per row, by site."""
     rows = []
     for layer, (block, repetition) in enumerate(places):
         for path, values in line["activations"].items():
@@ -98,7 +98,7 @@ def _number(value: float | None) -> float:
 
 
 def draw_balance(records: Sequence[Mapping[str, Any]]) -> Figure | None:
-    """Draws the fullest expert's load over the mean, by step; None where no layer has experts."""
+    """Plots the fullest expert's load over the mean, by step; None for a dense model."""
     names = [name for name in (records or [{}])[-1] if name.endswith("/imbalance")]
     if not names:
         return None
@@ -125,9 +125,9 @@ padding:.7rem 1rem;border-left:4px solid #4e79a7}details{margin-top:1rem}
 
 
 def run_page(view: RunView) -> str:
-    """Makes the page of a run.
+    """Returns the HTML report of a run.
 
-    It shows what delays the run, curves, memory, wall time, ranks, incidents, experts, layers,
+    The page shows delays, loss curves, memory, wall time, ranks, incidents, experts, layers,
     environment and settings.
     """
     first = view.explanation.paragraph() if view.explanation else "No step is done yet."
@@ -252,7 +252,7 @@ def _peaks(known: Sequence[tuple[int, float]]) -> Figure:
 
 
 def draw_curves(views: Sequence[RunView]) -> Figure:
-    """Draws training losses of runs, faint and smoothed, and their held-out losses as points."""
+    """Plots runs' training losses, raw and smoothed, with held-out losses as points."""
     figure, axes = new_picture(9, 3.6)
     for number, view in enumerate(views):
         color = f"C{number}"

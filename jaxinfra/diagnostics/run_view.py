@@ -24,7 +24,7 @@ OUT_OF_MEMORY_PICTURE = "out-of-memory.png"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RunView:
-    """The contents of a run's files at one moment."""
+    """The contents of a run directory's files at one moment."""
 
     path: Path
     config: dict[str, Any]  # settings by their dotted path
@@ -48,12 +48,12 @@ class RunView:
 
     @property
     def step_s(self) -> float | None:
-        """The median time of the newest 50 steps."""
+        """The median time in seconds of the newest 50 steps."""
         times = [each["step_s"] for each in self.records[-50:] if each.get("step_s")]
         return statistics.median(times) if times else None
 
     def headline(self) -> dict[str, str]:
-        """Returns names and values for the first line."""
+        """Returns names and values for the first line that ``jaxinfra watch`` shows."""
         last = self.records[-1] if self.records else {}
         step_s = self.step_s
         summary = self.summary or {}
@@ -72,7 +72,7 @@ class RunView:
 
 
 def read_view(directory: Path) -> RunView:
-    """Reads a run; raises ConfigError where the directory is no run."""
+    """Reads the files of a run; raises ConfigError if the directory is not a run's."""
     run = RunDirectory(directory)
     config = run.read_config()
     lines, _ = read_log(run.metrics_file, holds=dict[str, Any])
@@ -110,7 +110,7 @@ def read_view(directory: Path) -> RunView:
 
 
 def differing_settings(views: Sequence[RunView]) -> dict[str, list[str]]:
-    """Returns settings that differ between runs, with each run's value, or "-" for none."""
+    """Returns the settings that differ between runs, one value per run ("-" if unset)."""
     paths = dict.fromkeys(path for view in views for path in view.config)
     rows = {path: [str(view.config.get(path, "-")) for view in views] for path in paths}
     return {path: values for path, values in rows.items() if len(set(values)) > 1}

@@ -1,4 +1,4 @@
-"""Events of a device from a profiler trace: one per kernel or copy, with scope and mesh axes.
+"""A GPU's events in a profiler trace: one per kernel or copy, with scope and mesh axes.
 
 A trace names kernels and the operations that launched them, but no mesh axes. Those are in the
 compiled program, which ``training.profile`` writes beside the trace.
@@ -42,7 +42,7 @@ experts ``mlp`` has the rest: the sort of tokens by expert, and norms.
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TraceEvent:
-    """One launch on one device."""
+    """One kernel or copy that ran on one GPU, from a profiler trace."""
 
     kernel: str
     hlo_op: str  # the HLO instruction that launched it
@@ -54,7 +54,7 @@ class TraceEvent:
 
     @property
     def end_ns(self) -> float:
-        """The end of the launch in nanoseconds."""
+        """The time at which the kernel or copy ended, in nanoseconds."""
         return self.start_ns + self.duration_ns
 
 
@@ -63,7 +63,7 @@ _GPU = re.compile(r"/device:GPU:(\d+)")
 
 
 def traced_ranks(trace: Path) -> dict[int, Path]:
-    """Finds the newest trace of each rank under a directory, by rank; may be empty."""
+    """Returns each rank's newest trace under a directory, by rank; may be empty."""
     found: dict[int, Path] = {}
     for file in sorted(trace.rglob("*.xplane.pb"), key=lambda file: file.lstat().st_mtime):
         names = [
@@ -74,7 +74,7 @@ def traced_ranks(trace: Path) -> dict[int, Path]:
 
 
 def device_events(trace: Path, *, device: int = 0, rank: int = 0) -> list[TraceEvent]:
-    """Reads launches on one GPU in a rank's newest trace under a directory, by start.
+    """Reads the kernels and copies of one GPU from a rank's newest trace, by start time.
 
     Raises DataError where there is no trace, or no such GPU in it.
     """
@@ -85,7 +85,7 @@ def device_events(trace: Path, *, device: int = 0, rank: int = 0) -> list[TraceE
 def events_by_device(
     trace: Path, *, rank: int = 0, only: int | None = None
 ) -> dict[int, list[TraceEvent]]:
-    """Reads launches on every GPU (or ``only`` one) in a rank's newest trace, by start.
+    """Reads the kernels and copies of each GPU from a rank's newest trace, by start time.
 
     Raises DataError where there is no trace, or no such GPU in it.
     """
@@ -177,7 +177,7 @@ def _starts(profile: jax.profiler.ProfileData) -> dict[str, str]:
 
 
 def scope_of(op_name: str) -> str:
-    """Returns the scope of an ``op_name``: ``mlp``, ``mlp backward`` or ``mlp recomputed``."""
+    """Returns the scope in an HLO ``op_name``: ``mlp``, ``mlp backward`` or ``mlp recomputed``."""
     # Autodiff and remat wrap scopes: transpose(jvp(mlp)), rematted_computation/mlp.
     plain = re.sub(r"[\w.]+\(|\)", "", op_name)
     scope = next((scope for scope in SCOPES if f"/{scope}/" in f"/{plain}/"), "other")
@@ -207,7 +207,7 @@ KINDS = ("matmul", "attention", "reduction", "elementwise", "copy", "collective"
 
 
 def kind_of(event: TraceEvent) -> str:
-    """Returns one of ``KINDS`` by the kernel's name, which tells its library."""
+    """Returns an event's kind, one of ``KINDS``, from its kernel's name."""
     text = f"{event.kernel} {event.hlo_op}".lower()
     if _MOSAIC in text:
         return _mosaic_kind(event)
@@ -240,7 +240,7 @@ class _Collective(TypedDict):
 
 @final
 class CollectiveAxes:
-    """Mesh axes and bytes of a program's collectives."""
+    """Mesh axes and bytes of a compiled program's collectives, by instruction."""
 
     def __init__(self, collectives: list[dict[str, Any]]):
         self._by_name: dict[str, str] = {}
@@ -257,7 +257,7 @@ class CollectiveAxes:
         self._by_kind = {kind: min(axes) for kind, axes in by_kind.items() if len(axes) == 1}
 
     def of(self, event: TraceEvent) -> str:
-        """Returns the axes of a collective: ``fsdp``, ``fsdp x tensor``, ``unknown``."""
+        """Returns a collective event's mesh axes: ``fsdp``, ``fsdp x tensor``, or ``unknown``."""
         # Asynchronous ones are launched under the name of what they wrap, which the program's text
         # leaves out. Where the host's side of the trace does not say what started them, both still
         # say where in the source they come from.
@@ -271,9 +271,9 @@ class CollectiveAxes:
 
 
 def mesh_axes(trace: Path) -> CollectiveAxes | None:
-    """Reads the axes from the newest program description under a trace's directory.
+    """Reads the collectives' mesh axes from the newest program description beside a trace.
 
-    Returns None where there is none: the run had one device, or the trace is another program's.
+    Returns None if no description exists: for a run on one device, or another program's trace.
     """
     files = sorted(trace.rglob(COLLECTIVES_FILE), key=lambda file: file.stat().st_mtime)
     return CollectiveAxes(read_json(files[-1], holds=list[_Collective])) if files else None

@@ -26,16 +26,16 @@ _HELPERS = ("memset", "memcpy")
 
 
 def read_launches(trace: Path) -> list[Launch]:
-    """Reads the launches of the traced program from the newest list under a trace's directory.
+    """Reads the list of a traced program's kernel launches, written beside the trace.
 
-    The list is empty where there is no file.
+    Returns an empty list if there is no file.
     """
     files = sorted(trace.rglob(LAUNCHES_FILE), key=lambda file: file.stat().st_mtime)
     return read_json(files[-1], holds=list[Launch]) if files else []
 
 
 def with_names(events: Sequence[TraceEvent], launches: Sequence[Launch]) -> list[TraceEvent]:
-    """Returns the events by start, each with its HLO instruction and source operation."""
+    """Returns events by start time, each with its HLO instruction and source operation."""
     if not launches:
         return list(events)
     walk = _Walk(launches)
@@ -89,7 +89,7 @@ class _Walk:
         return _MOSAIC if _MOSAIC in launch["target"] else _LIBRARY
 
     def find(self, event: TraceEvent) -> int | None:
-        """Finds the launch of an event; None where it belongs to the next one, or is unknown."""
+        """Returns the launch that an event belongs to; None if unknown or still to come."""
         if not _is_hidden(event):
             found = self._by_name.get(event.hlo_op)
             if found is not None:
@@ -140,7 +140,7 @@ class _Walk:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TracedRun:
-    """A step of a run, as its devices traced it."""
+    """One training step of a run, traced on its ranks' devices."""
 
     waterfall: Waterfall  # of the device that was asked for
     by_device: dict[str, Waterfall]  # of all, by name: rank 1, GPU 3, rank 1 GPU 3
@@ -150,7 +150,7 @@ class TracedRun:
 def read_traced_run(
     directory: Path, *, rank: int = 0, device: int = 0, steps: int | None = None
 ) -> TracedRun:
-    """Reads all traces of a run, or of any directory with a trace in it.
+    """Reads all traces of a run, or of any directory that has a trace.
 
     Args:
         rank: the rank that has ``device``.

@@ -1,4 +1,4 @@
-"""The time of a step by cause: every moment of a trace is counted once."""
+"""A training step's time by cause: every moment of a trace is counted once."""
 
 import collections
 import dataclasses
@@ -19,7 +19,7 @@ EXAMPLE = Path(__file__).with_name("example.json")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class KernelTime:
-    """The launches of one HLO instruction, summed."""
+    """Time and number of launches of one HLO instruction, summed over a trace."""
 
     kernel: str
     hlo_op: str
@@ -31,7 +31,7 @@ class KernelTime:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AxisTime:
-    """Communication over some mesh axes, per step."""
+    """Communication time and bytes per step over one or more mesh axes."""
 
     exposed_ms: float  # that nothing hides
     hidden_ms: float
@@ -40,14 +40,14 @@ class AxisTime:
 
     @property
     def sent_gb_per_s(self) -> float | None:
-        """Sending rate in GB/s while communication runs."""
+        """Rate in GB/s at which the device sends while communication runs."""
         ms = self.exposed_ms + self.hidden_ms
         return None if self.sent_bytes is None or not ms else self.sent_bytes / ms / 1e6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Waterfall:
-    """Milliseconds per step on one device, by cause."""
+    """Milliseconds of a training step on one device, by cause."""
 
     steps: int
     span_ms: float  # from the first launch to the last end
@@ -57,11 +57,11 @@ class Waterfall:
     by_axis: dict[str, AxisTime]  # mesh axes to communication; empty where axes are not known
 
     def by_kind(self) -> dict[str, float]:
-        """Exposed time by kind, and ``idle``: what each kind adds to the step."""
+        """Exposed milliseconds per step by kind of event; ``idle`` is the rest."""
         return self._summed(1)
 
     def by_scope(self) -> dict[str, float]:
-        """Exposed time by the program's named scopes, without idle time."""
+        """Exposed milliseconds per step by the program's named scopes, without idle time."""
         found = self._summed(0)
         found.pop(IDLE, None)
         return dict(sorted(found.items(), key=lambda item: -item[1]))
@@ -74,7 +74,7 @@ class Waterfall:
 
     @classmethod
     def of_json(cls, values: dict[str, Any]) -> Self:
-        """Reads a waterfall from what ``as_json`` wrote."""
+        """Reads a waterfall from the JSON values that ``as_json`` returns."""
         exposed = {(scope, kind): ms for scope, kind, ms in values["exposed_ms"]}
         shown: dict[str, float] = collections.defaultdict(float)
         for (_, kind), ms in exposed.items():
@@ -93,7 +93,7 @@ class Waterfall:
         )
 
     def as_json(self, *, top: int) -> dict[str, Any]:
-        """Returns JSON values."""
+        """Returns the waterfall as JSON values, with the ``top`` longest kernels."""
         return {
             "steps": self.steps,
             "span_ms": self.span_ms,
@@ -114,19 +114,19 @@ class Waterfall:
 def explain(
     events: Sequence[TraceEvent], *, steps: int | None = None, axes: CollectiveAxes | None = None
 ) -> Waterfall:
-    """Counts every moment once, for compute before copies, and for copies before communication.
+    """Splits a trace's time by cause: compute counts before copies, copies before communication.
 
     So a collective or a copy counts only where it delays the step ("exposed"); the rest of its time
     is hidden under computation.
 
     Args:
         events: events of one device, as ``trace.device_events`` returns them.
-        steps: how many the trace holds; by default as often as the operations outside loops of the
+        steps: number of steps in the trace; by default as often as operations outside loops of the
             program that took longest ran.
         axes: axes of the traced program's collectives, where it ran on a mesh.
 
     Raises:
-        DataError: no events.
+        DataError: there are no events.
     """
     if not events:
         raise DataError("the trace holds no GPU operation; profile steps after the first")
@@ -229,7 +229,7 @@ _COLORS = {
 
 
 def draw(waterfall: Waterfall, file: Path) -> None:
-    """Draws a bar per scope, as long as it delays the step, in the colours of the kinds."""
+    """Plots a bar per scope: the milliseconds that it adds to the step, coloured by kind."""
     rows = [*waterfall.by_scope(), IDLE]
     figure, axes = new_picture(9, 1.2 + 0.32 * len(rows))
     left = 0.0

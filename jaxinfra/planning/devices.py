@@ -52,14 +52,14 @@ class Device:
 
     @property
     def beside(self) -> float:
-        """Share of a collective's time that independent computation hides.
+        """Share of its speed that computation keeps while a collective runs beside it.
 
-        It is below 1 by the SMs that the collective takes from the computation beside it.
+        The collective takes ``collective_sms`` SMs from the computation.
         """
         return 1 - self.collective_sms / self.num_sms
 
     def link(self, members_in_node: int, members: int) -> tuple[float, float]:
-        """Returns bus bandwidth and latency of a group with so many members in each node.
+        """Returns the bus bandwidth and latency of a group of GPUs with so many members per node.
 
         A ring through several nodes uses as many network adapters of each node as it has members
         there. So it runs at the slower of the node's links and those adapters together.
@@ -75,7 +75,7 @@ NAMES = ("a100", "h100", "h200", "b200")
 
 @functools.cache
 def find_device(name: str) -> Device:
-    """Returns a GPU type by name; raises ConfigError naming the known ones."""
+    """Returns the GPU type of this name; raises ConfigError with the known names otherwise."""
     if name not in NAMES:
         raise ConfigError(f"unknown device {name!r}{nearest(name, NAMES)}")
     text = (resources.files("jaxinfra.planning") / "constants" / f"{name}.json").read_text()
@@ -94,7 +94,7 @@ def find_device(name: str) -> Device:
 
 
 def with_measurements(device: Device, measured: Mapping[str, Any], *, source: str) -> Device:
-    """Returns the device with constants of the user's own benchmark in place of ours."""
+    """Returns the device with the user's benchmarked constants in place of the built-in ones."""
     known = {field.name for field in dataclasses.fields(Device)} - {"sources", "name"}
     unknown = sorted(set(measured) - known)
     if unknown:
@@ -122,13 +122,13 @@ _LARGEST_BYTES = 2**28  # of a training step's collectives; larger ones run some
 
 
 def with_bench_results(device: Device, directory: Path) -> Device:
-    """Returns the device with constants measured in a directory, newer files over older ones.
+    """Returns the device with the constants that benchmark files in a directory measured.
 
-    Files of ``bench constants`` and ``bench collectives`` are read whose device is of this kind;
-    each constant's source then names the file. Without any, the device stays as it was.
+    Only files of ``bench constants`` and ``bench collectives`` for this kind of device are read. A
+    newer file overrides an older one, and each constant's source names its file.
 
     Raises:
-        ConfigError: a file is no JSON, or holds a constant of another name.
+        ConfigError: a file is not JSON, or has a constant of an unknown name.
     """
     for file in sorted(directory.glob("*.json"), key=lambda file: file.stat().st_mtime):
         values = read_json(file, holds=Any, remedy="remove it, or choose others with --bench DIR")
@@ -162,7 +162,7 @@ class _Collectives(TypedDict):
 
 
 def constants_of(values: Any, device: Device) -> dict[str, Any]:
-    """Reads the constants of this device's cost model from a benchmark's result; may be empty."""
+    """Reads the device's cost-model constants from a benchmark's result; may return none."""
     if not is_of_type(values, _Result) or values["environment"]["device"] != device.kind:
         return {}
     if "constants" in values:

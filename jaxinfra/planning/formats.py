@@ -21,12 +21,12 @@ class NumberFormat:
 
     @property
     def bias(self) -> int:
-        """The exponent's bias."""
+        """The bias that is subtracted from a stored exponent."""
         return 2 ** (self.exponent_bits - 1) - 1
 
     @property
     def largest(self) -> float:
-        """The greatest finite value."""
+        """The largest finite value of the format."""
         if self.specials == "integer":
             return 2 ** (self.bits - 1) - 1
         top = 2**self.exponent_bits - 1 - self.bias
@@ -39,24 +39,24 @@ class NumberFormat:
 
     @property
     def smallest_normal(self) -> float:
-        """The least positive value with full precision."""
+        """The smallest positive normal value: the least with full precision."""
         return 1.0 if self.specials == "integer" else 2.0 ** (1 - self.bias)
 
     @property
     def smallest(self) -> float:
-        """The least positive value, subnormal where there are any."""
+        """The smallest positive value, which is subnormal in formats with subnormals."""
         if self.specials == "integer":
             return 1.0
         return self.smallest_normal * 2.0**-self.fraction_bits
 
     @property
     def epsilon(self) -> float:
-        """The distance from 1 to the next value."""
+        """The distance from 1 to the next larger value of the format."""
         return 1.0 if self.specials == "integer" else 2.0**-self.fraction_bits
 
     @property
     def decimal_digits(self) -> float:
-        """Significant decimal digits: log10(2^(fraction bits + 1))."""
+        """The number of significant decimal digits: log10(2^(fraction bits + 1))."""
         if self.specials == "integer":
             return math.log10(self.largest)
         return (self.fraction_bits + 1) * math.log10(2)
@@ -77,7 +77,7 @@ FORMATS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainingRecipe:
-    """Bytes per parameter that a training recipe keeps, by role, and the format of its matmuls."""
+    """Bytes per parameter in training, by role (weights, gradients...), and the matmuls' format."""
 
     name: str
     compute: str  # format of matmul operands: bf16, fp8, ...
@@ -89,12 +89,12 @@ class TrainingRecipe:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes per parameter of gradients and of the copy they are summed in."""
+        """Bytes per parameter of gradients, with the copy that micro-batches are summed in."""
         return self.gradients + self.accumulated
 
     @property
     def summed_bytes(self) -> int:
-        """Bytes per parameter of the sum over micro-batches, which the optimizer reads."""
+        """Bytes per parameter of the gradients' sum over micro-batches, read by the optimizer."""
         return self.accumulated or self.gradients
 
     @property
@@ -109,7 +109,7 @@ class TrainingRecipe:
 
     @property
     def total(self) -> int:
-        """Bytes per parameter in total."""
+        """Bytes per parameter of weights, gradients and optimizer state together."""
         return self.weights + self.gradient_bytes + self.optimizer_bytes
 
 
@@ -141,7 +141,7 @@ RECIPES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Correspondence:
-    """A published recipe, and the settings of jaxinfra that match it."""
+    """A published training recipe, and the jaxinfra settings that match it."""
 
     published: str  # in ``RECIPES``
     ours: str  # in ``RECIPES``
@@ -219,7 +219,7 @@ OURS = frozenset({"bf16", "fp32", *(each.ours for each in CORRESPONDENCES)})
 
 @functools.cache
 def recipe_of(name: str, *, sums: bool) -> TrainingRecipe:
-    """Returns a recipe by name; ``sums`` adds or removes the sums of gradients in our own recipes.
+    """Returns a recipe by name; ``sums`` says if gradients are summed over micro-batches.
 
     Examples:
         >>> recipe_of("bf16", sums=True) == dataclasses.replace(RECIPES["bf16-summed"], name="bf16")

@@ -41,7 +41,7 @@ _PLAIN_BYTES = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ServedArray:
-    """An array of the model, over all layers that have it."""
+    """One of a served model's arrays, counted over all layers that have it."""
 
     held: jax.ShapeDtypeStruct | QuantizedWeight  # shapes, as an engine keeps them
     active: float = 1.0  # share of it that a token meets
@@ -51,14 +51,14 @@ class ServedArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are stored."""
+        """Bytes of the array in its stored format, over all layers."""
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self.held))
 
     def traffic(self, tokens: int) -> float:
-        """Returns the bytes that a pass over so many tokens moves for this array.
+        """Returns the bytes of memory traffic for this array in a pass over so many tokens.
 
-        The pass reads it; where the weight is dequantized first, it also writes and reads that
-        copy.
+        The pass reads the array. Where a weight is dequantized first, the pass also writes and
+        reads the 16-bit copy.
         """
         if self.num_rows is not None:
             return self.nbytes * min(tokens, self.num_rows) / self.num_rows
@@ -79,7 +79,7 @@ class ServedArray:
 
 
 def stored_format(name: str) -> tuple[str, int]:
-    """Returns the format and the group size of the weights in a model's files, from its config.
+    """Returns the weight format and group size that a model directory's config names.
 
     Raises:
         ConfigError: a format that ``jaxinfra quantize`` does not write.
@@ -99,7 +99,7 @@ def stored_format(name: str) -> tuple[str, int]:
 
 
 def require_format(weights: str, group: int) -> None:
-    """Raises ConfigError for an unknown format of weights, or a group that it does not have."""
+    """Raises ConfigError for an unknown weight format, or a group size it does not support."""
     if weights not in WEIGHTS:
         raise ConfigError(
             f"unknown weight format {weights!r}{nearest(weights, WEIGHTS)}; known: "
@@ -112,11 +112,11 @@ def require_format(weights: str, group: int) -> None:
 def served_arrays(
     model: PlannedModel, weights: str, group: int, kind: str | None
 ) -> tuple[ServedArray, ...]:
-    """Returns all arrays of a model as it is served.
+    """Returns all arrays of a served model, each in its stored format.
 
     Args:
         group: number of inputs that share a scale, for weights in 4 bits.
-        kind: JAX's name of the one device that serves; None: several do, which have no kernel for
+        kind: JAX's name of the serving device; None for several devices, which have no kernel for
             quantized weights.
 
     Raises:
@@ -151,7 +151,7 @@ def _served(info: ParameterInfo, leaf: Any, kind: str | None, *, is_tied: bool) 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Serving:
-    """A model to serve: one copy over ``devices`` GPUs, weights and cache split evenly.
+    """Settings of serving one model copy on ``devices`` GPUs, weights and KV cache split evenly.
 
     Times are rooflines of one device's share; communication between devices is not in them. Where a
     quantized weight has no kernel, they include writing and reading it in 16 bits.
@@ -168,18 +168,18 @@ class Serving:
 
     @property
     def compute(self) -> str:
-        """Format of the matmuls: 8 bits where inputs are rounded too, int8 at FP8's rate."""
+        """Format of the matmuls: 8-bit where activations are quantized too (int8 at FP8's rate)."""
         return "fp8" if self.weights.startswith("w8a8") else "bf16"
 
     def arrays(self, model: PlannedModel, device: Device) -> tuple[ServedArray, ...]:
-        """Arrays of the model, as they are served."""
+        """Returns the model's arrays in the formats that they are served in."""
         kind = device.kind if self.devices == 1 else None
         return served_arrays(model, self.weights, self.group, kind)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """One pass: its FLOPs and bytes on one device, and its time by the roofline."""
+    """One pass of prefill or decode: FLOPs and bytes per device, and its time by the roofline."""
 
     flops: float
     memory_bytes: float
@@ -188,39 +188,39 @@ class Phase:
 
     @property
     def intensity(self) -> float:
-        """Arithmetic intensity in FLOPs per byte."""
+        """The pass's arithmetic intensity in FLOPs per byte."""
         return self.flops / self.memory_bytes
 
 
 def ridge(device: Device, compute: str = "bf16") -> float:
-    """FLOPs per byte at which memory and arithmetic take equally long (Williams et al. 2009)."""
+    """Returns the roofline's ridge point in FLOPs per byte (Williams et al. 2009)."""
     return device.flops[compute] / device.hbm_bytes_per_s
 
 
 def attainable(device: Device, intensity: float, compute: str = "bf16") -> float:
-    """Returns the attainable FLOP/s at an intensity: the lower of compute and bandwidth."""
+    """Returns the FLOP/s that a device's roofline allows at an arithmetic intensity."""
     return min(device.flops[compute], intensity * device.hbm_bytes_per_s)
 
 
 def weight_bytes(model: PlannedModel, device: Device, serving: Serving) -> int:
-    """Returns the bytes of one copy's weights: codes, scales, zero points and 16-bit weights."""
+    """Returns the bytes of one model copy: codes, scales, zero points and 16-bit weights."""
     return sum(each.nbytes for each in serving.arrays(model, device))
 
 
 def cache_room(model: PlannedModel, device: Device, serving: Serving) -> float:
-    """Returns the bytes left for caches on all devices; negative where the weights do not fit."""
+    """Returns the bytes left for KV caches on all devices; negative if the weights do not fit."""
     whole = serving.devices * (device.hbm_bytes - device.reserved_bytes)
     return whole - weight_bytes(model, device, serving)
 
 
 def max_batch(model: PlannedModel, device: Device, serving: Serving, *, context: int) -> int:
-    """Returns the number of sequences of ``context`` tokens whose caches fit beside the weights."""
+    """Returns how many sequences of ``context`` tokens have caches that fit beside the weights."""
     one = kv_bytes(model, batch=1, context=context, cache_format=serving.cache)
     return max(int(cache_room(model, device, serving) // one), 0)
 
 
 def max_context(model: PlannedModel, device: Device, serving: Serving, *, batch: int = 1) -> int:
-    """Returns the number of tokens that each of ``batch`` sequences may have.
+    """Returns the most tokens per sequence at which the KV caches of ``batch`` sequences fit.
 
     Layers with windows need no memory beyond their window.
     """
@@ -235,7 +235,7 @@ def max_context(model: PlannedModel, device: Device, serving: Serving, *, batch:
 def prefill(
     model: PlannedModel, device: Device, serving: Serving, *, batch: int, length: int
 ) -> Phase:
-    """Predicts one pass over prompts: weights are read once for all of their tokens."""
+    """Predicts a prefill pass over ``batch`` prompts; weights are read once for all tokens."""
     flops = model.forward_flops(length, batch=batch)
     read = _read_weights(model, device, serving, tokens=batch * length)
     written = kv_bytes(model, batch=batch, context=length, cache_format=serving.cache)
@@ -246,7 +246,7 @@ def prefill(
 def decode(
     model: PlannedModel, device: Device, serving: Serving, *, batch: int, context: int
 ) -> Phase:
-    """Predicts one new token for each sequence: every weight and every cached token is read."""
+    """Predicts a decode step of one token per sequence; it reads all weights and KV caches."""
     flops = model.decode_flops(context, batch=batch)
     read = _read_weights(model, device, serving, tokens=batch)
     cached = kv_bytes(model, batch=batch, context=context, cache_format=serving.cache)
@@ -274,7 +274,7 @@ def _phase(device: Device, serving: Serving, flops: float, size: float) -> Phase
 def crossover_batch(
     model: PlannedModel, device: Device, serving: Serving, *, context: int
 ) -> int | None:
-    """Returns the least batch whose decode step is compute-bound, or None if no batch is.
+    """Returns the smallest batch whose decode step is compute-bound, or None if no batch is.
 
     Every sequence adds its own cache to the bytes read, so with long contexts no batch is large
     enough. Without caches the batch is the ridge point times the bytes per weight over two: H100
@@ -301,7 +301,7 @@ def crossover_batch(
 def summary(
     model: PlannedModel, device: Device, serving: Serving, *, context: int, batch: int
 ) -> dict[str, Any]:
-    """Returns the figures of the tables and of ``--json``."""
+    """Returns a served model's predicted sizes and speeds, for the tables and ``--json``."""
     pre = prefill(model, device, serving, batch=batch, length=context)
     step = decode(model, device, serving, batch=batch, context=context)
     return {
@@ -336,7 +336,7 @@ def summary(
 def by_weights(
     model: PlannedModel, device: Device, serving: Serving, *, context: int, batch: int
 ) -> list[dict[str, Any]]:
-    """Compares formats of the weights: their bytes, the cache that fits, a decode step.
+    """Compares weight formats by their bytes, the KV cache that fits, and a decode step's time.
 
     ``unsupported`` says why a format does not exist for this model.
     """
@@ -367,7 +367,7 @@ def by_weights(
 def by_cache(
     model: PlannedModel, device: Device, serving: Serving, *, context: int
 ) -> list[dict[str, Any]]:
-    """Compares formats of the cache: what fits, and when decode becomes compute-bound."""
+    """Compares KV cache formats: how many tokens fit, and the batch that is compute-bound."""
     forms = [dataclasses.replace(serving, cache=name) for name in ("bf16", "fp8", "int8", "int4")]
     return [
         {
@@ -383,7 +383,7 @@ def by_cache(
 def by_batch(
     model: PlannedModel, device: Device, serving: Serving, *, context: int
 ) -> list[dict[str, Any]]:
-    """Predicts decode steps of growing batches, as many as fit and the first that does not."""
+    """Predicts decode steps at growing batch sizes, up to the first that does not fit."""
     most = max_batch(model, device, serving, context=context)
     sizes = [1 << exponent for exponent in range(17)]
     beyond = [size for size in sizes if size > most][:1]

@@ -23,7 +23,7 @@ BY_STRENGTH = (Remat.NONE, Remat.DOTS, Remat.MLP, Remat.NAMED, Remat.FULL)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Traits:
-    """Properties in which software stacks differ; the defaults are this code base's."""
+    """Properties in which training software stacks differ; the defaults are jaxinfra's."""
 
     fused_attention: bool = True  # no scores in memory (Dao et al. 2022)
     dropout: bool = False  # on scores and residual branches
@@ -100,25 +100,25 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """Number of shards of the batch."""
+        """Number of shards that the batch is split into."""
         return self.mesh.num_data_shards
 
     def data_shards(self, *, experts: bool) -> int:
-        """Number of shards of a weight's width; experts have fewer copies to shard."""
+        """Returns into how many shards the data axes cut a weight; experts are cut into fewer."""
         return self.mesh.fsdp_beside_experts if experts else self.mesh.fsdp
 
     @property
     def may_keep_gathered(self) -> bool:
-        """Tells whether there are gathered weights that a step could keep."""
+        """Tells whether all-gathered weights exist that a step could keep for its backward pass."""
         is_gathered = self.mesh.fsdp > 1 and self.zero == 3
         return is_gathered and self.mesh.pipe == 1 and self.bytes_a_parameter.compute != "fp8"
 
     @property
     def keeps_gathered_experts(self) -> bool:
-        """Tells whether gathered weights of experts stay for the backward pass.
+        """Tells whether all-gathered expert weights are kept for the backward pass.
 
-        They are gathered beside the exchange, and stay where nothing is recomputed, like any other
-        result.
+        The expert exchange gathers them. They are kept where nothing is recomputed, like other
+        results of the forward pass.
         """
         if self.mesh.expert == 1 or self.zero < 3 or self.remat is not Remat.NONE:
             return False
@@ -126,38 +126,38 @@ class Layout:
 
     @property
     def micro_rows(self) -> int:
-        """Sequences per micro-batch and device."""
+        """Number of sequences per micro-batch and device."""
         return self.batch // (self.accumulation * self.data)
 
     @property
     def micro_tokens(self) -> int:
-        """Tokens per micro-batch and device, its share of the context."""
+        """Number of tokens per micro-batch and device, after the context axis splits sequences."""
         return self.micro_rows * self.length // self.mesh.context
 
     @property
     def bytes_a_parameter(self) -> TrainingRecipe:
-        """The precision recipe, with sums of gradients where micro-batches are summed."""
+        """The recipe of bytes per parameter, with gradient sums if there are micro-batches."""
         return recipe_of(self.recipe, sums=self.accumulation > 1)
 
     @property
     def activation_bytes(self) -> float:
-        """Bytes per element of an activation."""
+        """Bytes per element of an activation in this layout's recipe."""
         return self.bytes_a_parameter.activation_bytes
 
     @property
     def axes(self) -> dict[str, int]:
-        """Axis sizes by name, slowest link first, then the data axes' part for experts."""
+        """Mesh axis sizes by name, slowest link first; the experts' share comes last."""
         return {**self.mesh.sizes(), EXPERT: self.mesh.expert}
 
     def members(self, axis: str) -> int:
-        """Returns the number of devices in a collective, on each level of an exchange."""
+        """Returns the number of devices in a collective over an axis, per level of an exchange."""
         num_nodes = self.exchange.num_nodes(self.mesh.expert)
         levels = {EXPERT: self.mesh.expert // num_nodes, NODES: num_nodes}
         return levels[axis] if axis in levels else self.axes[axis]
 
     @property
     def of_one_layer(self) -> "Layout":
-        """Returns a simpler layout with the same costs per layer and micro-batch, for caching."""
+        """Returns a simpler layout with equal costs per layer and micro-batch, as a cache key."""
         expert, accumulation = self.mesh.expert, 2 if self.accumulation > 1 else 1
         return dataclasses.replace(
             self,
@@ -170,7 +170,7 @@ class Layout:
         )
 
     def describe(self) -> str:
-        """Names the axes of more than one device, such as ``pipe=2 x fsdp=4``."""
+        """Describes the mesh by its axes of more than one device, such as ``pipe=2 x fsdp=4``."""
         return " x ".join(f"{axis}={size}" for axis, size in self.axes.items() if size > 1) or "1"
 
 
@@ -181,14 +181,14 @@ def lay_out(**choices: Any) -> Layout:
 
 
 def check(model: PlannedModel, layout: Layout) -> None:
-    """Raises ConfigError with the rule that a layout breaks, the values and the remedy."""
+    """Raises ConfigError if the layout breaks a rule, with the rule, the values and the remedy."""
     reason = refusal(model, layout)
     if reason is not None:
         raise ConfigError(f"{layout.describe()}: {reason}")
 
 
 def refusal(model: PlannedModel, layout: Layout) -> str | None:
-    """Returns why this model cannot have this layout, or None."""
+    """Returns the reason why the model cannot be trained in this layout, or None if it can."""
     mesh = layout.mesh
     if layout.accumulation < 1:
         return f"accumulation={layout.accumulation} must be at least 1"
@@ -234,7 +234,7 @@ def refusal(model: PlannedModel, layout: Layout) -> str | None:
 
 
 def untrainable(model: PlannedModel, layout: Layout) -> str | None:
-    """Why ``jaxinfra train`` would not take this layout, or None."""
+    """Returns the reason why ``jaxinfra train`` would refuse this layout, or None."""
     mesh, zero = layout.mesh, layout.zero if layout.mesh.fsdp > 1 and layout.zero else 3
     try:
         pipeline = PipelineConfig()

@@ -22,7 +22,7 @@ _SCALE_BITS = 16  # of a token and a head, in the formats that CacheFormat names
 
 
 def element_bits(cache_format: str, *, width: float) -> float:
-    """Returns the bits of an element, its share of a scale included.
+    """Returns the bits per cached element, including its share of a scale.
 
     Args:
         width: number of elements that share a scale: those of a head.
@@ -37,12 +37,12 @@ def element_bits(cache_format: str, *, width: float) -> float:
 
 
 def kv_bytes_per_token(model: PlannedModel, cache_format: str = "bf16") -> float:
-    """Returns the cache bytes of one more token of context, over all layers."""
+    """Returns the KV cache bytes of one token of context, over all layers."""
     return _bytes(*cached_numbers(model.config, 1, evicted=False), cache_format)
 
 
 def kv_bytes(model: PlannedModel, *, batch: int, context: int, cache_format: str = "bf16") -> float:
-    """Returns the bytes of ``batch`` caches of ``context`` tokens, or of a layer's window."""
+    """Returns the bytes of ``batch`` KV caches of ``context`` tokens; windowed layers hold less."""
     return batch * _bytes(*cached_numbers(model.config, context, evicted=True), cache_format)
 
 
@@ -52,7 +52,7 @@ def _bytes(elements: int, scales: int, cache_format: str) -> float:
 
 
 def kv_table(model: PlannedModel) -> list[dict[str, Any]]:
-    """Compares this model's cache with those of other numbers of heads and other formats."""
+    """Compares the model's KV cache size with other numbers of KV heads and other formats."""
     layers, mixer = model.config.num_layers, model.layers[0].mixer
     heads, kv_heads = mixer.num_q_heads, mixer.num_kv_heads
     one = layers * 2.0 * mixer.value_width / heads
@@ -79,7 +79,7 @@ def kv_table(model: PlannedModel) -> list[dict[str, Any]]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Peak bytes per device during a step."""
+    """Peak bytes per device in a training step, by role (weights, gradients, activations...)."""
 
     weights: float
     gradients: float
@@ -90,13 +90,13 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Sum over the roles."""
+        """Peak bytes per device, summed over all roles."""
         state = self.weights + self.gradients + self.optimizer
         return state + self.activations + self.buffers + self.reserved
 
     @property
     def arrays(self) -> float:
-        """Bytes that JAX allocates: all but the reserve."""
+        """Bytes per device that JAX allocates: all roles but the reserve."""
         return self.total - self.reserved
 
     @property
@@ -106,7 +106,7 @@ class Memory:
 
 
 def memory(model: PlannedModel, layout: Layout, device: Device) -> Memory:
-    """Predicts the peak of the busiest device, which has the pipeline's first stage."""
+    """Predicts the peak memory of the busiest device, which has the pipeline's first stage."""
     weights, gradients, optimizer = state_bytes(model, layout)
     recipe = layout.bytes_a_parameter
     sums = gradients * recipe.summed_bytes / recipe.gradient_bytes
@@ -123,7 +123,7 @@ def memory(model: PlannedModel, layout: Layout, device: Device) -> Memory:
 
 
 def state_bytes(model: PlannedModel, layout: Layout) -> tuple[float, float, float]:
-    """Returns the bytes of weights, gradients and optimizer state by ZeRO stage and recipe."""
+    """Returns bytes of weights, gradients and optimizer state, by ZeRO stage and recipe."""
     recipe = layout.bytes_a_parameter
     weights = gradients = optimizer = 0.0
     for experts in (False, True):
@@ -136,10 +136,10 @@ def state_bytes(model: PlannedModel, layout: Layout) -> tuple[float, float, floa
 
 
 def micro_batches_in_flight(layout: Layout) -> float:
-    """Counts micro-batches whose activations the first stage holds, in units of its own layers.
+    """Counts micro-batches whose activations the pipeline's first stage holds at once.
 
-    There are p of them in 1F1B (flat in the number of micro-batches), 1 + (p-1)/(p v) times as many
-    interleaved.
+    With p stages of v chunks there are p in 1F1B (flat in the number of micro-batches), and 1 +
+    (p-1)/(p v) times as many interleaved.
     """
     pipe, chunks = layout.mesh.pipe, layout.chunks
     held = min(pipe, layout.accumulation) if pipe > 1 else 1
@@ -148,7 +148,7 @@ def micro_batches_in_flight(layout: Layout) -> float:
 
 
 def activation_bytes(model: PlannedModel, layout: Layout) -> float:
-    """Returns the bytes that the pipeline's first stage keeps from forward to backward."""
+    """Returns activation bytes that the first pipeline stage keeps from forward to backward."""
     saved = sum(layer.count * saved_bytes(layer, layout) for layer in model.layers)
     if layout.keeps_gathered_experts:
         kept = device_parameters(model, layout, experts=True) * layout.mesh.pipe

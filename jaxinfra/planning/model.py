@@ -25,7 +25,7 @@ from jaxinfra.runtime.files import read_json
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class LayerKind:
-    """Layers of the same structure; equality is identity, so that results can be cached by it."""
+    """A model's layers of equal structure; compared by identity, so it can be a cache key."""
 
     block: BlockConfig
     model_dim: int
@@ -34,34 +34,34 @@ class LayerKind:
 
     @property
     def mixer(self) -> MixerConfig:
-        """The attention of these layers."""
+        """The attention config of these layers."""
         return self.block.mixer
 
     @property
     def feed_forward(self) -> FeedForwardConfig:
-        """The dense feed-forward layer or the experts of these layers."""
+        """The config of these layers' dense feed-forward network or experts."""
         return self.block.feed_forward
 
     @functools.cached_property
     def num_norms(self) -> int:
-        """Number of norms over the residual stream."""
+        """Number of norms per layer whose input has the residual stream's width."""
         return 4 if self.block.norm_placement is NormPlacement.SANDWICH else 2
 
     @functools.cached_property
     def kv_width(self) -> int:
-        """Width of the keys and values that attention reads, over all heads."""
+        """Width of the keys and values that attention reads per token, over all KV heads."""
         mixer = self.mixer
         if mixer.num_kv_heads == mixer.num_q_heads:
             return mixer.score_width + mixer.value_width
         return mixer.cache.elements
 
     def kv_width_on(self, tensor: int) -> float:
-        """Returns the ``kv_width`` of one tensor-axis device: at least one key/value head."""
+        """Returns the KV width on one of ``tensor`` devices, which holds at least one KV head."""
         return self.kv_width / min(tensor, self.mixer.num_kv_heads)
 
     @functools.cached_property
     def hidden_width(self) -> int:
-        """Hidden elements per token in the feed-forward layer, over its active experts."""
+        """Hidden elements per token in the feed-forward network, over its active experts."""
         feed_forward = self.feed_forward
         if isinstance(feed_forward, ExpertsConfig):
             return feed_forward.top_k * feed_forward.hidden_dim + feed_forward.shared_hidden_dim
@@ -70,7 +70,7 @@ class LayerKind:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedModel:
-    """A model by name; equality is identity, so that results can be cached by it."""
+    """A named model's layers and parameters for planning, compared by identity as a cache key."""
 
     name: str
     config: ModelConfig
@@ -79,7 +79,7 @@ class PlannedModel:
 
     @functools.cached_property
     def num_experts(self) -> int:
-        """Number of routed experts in the layers with the fewest; 0 without experts."""
+        """Number of routed experts in the MoE layer that has fewest; 0 in a dense model."""
         counts = [
             layer.feed_forward.num_experts
             for layer in self.layers
@@ -89,7 +89,7 @@ class PlannedModel:
 
     @functools.cached_property
     def tensor_sizes(self) -> tuple[tuple[str, int], ...]:
-        """Names and sizes that tensor parallelism divides."""
+        """Names and sizes of the dims that tensor parallelism divides."""
         sizes = {("vocab_size", self.config.vocab_size): None}
         for layer in self.layers:
             for part in (layer.mixer, layer.feed_forward):
@@ -98,13 +98,13 @@ class PlannedModel:
 
     @functools.cached_property
     def rows(self) -> tuple[tuple[ParameterInfo, int], ...]:
-        """Every array of one layer or of the ends, and the number of layers that have it."""
+        """All arrays of a layer, embedding or head, each with the number of layers that have it."""
         in_layers = [(each, layer.count) for layer in self.layers for each in layer.parameters]
         return (*in_layers, *((each, 1) for each in self.ends))
 
     @functools.cached_property
     def matmul_parameters(self) -> int:
-        """Number of parameters that each token is multiplied with."""
+        """Number of parameters that each token is multiplied with in matmuls."""
         return sum(count * flops.matmul_parameters((each,)) for each, count in self.rows)
 
     def forward_flops(self, length: int, *, batch: int = 1) -> float:
@@ -121,7 +121,7 @@ class PlannedModel:
 
 
 def shards(parameter: ParameterInfo, *, tensor: int, expert: int) -> int:
-    """Counts devices that share one copy by tensor and expert parallelism."""
+    """Returns into how many shards tensor and expert parallelism cut an array."""
     by_tensor = used_shards(parameter, tensor=tensor)
     # Heads fewer than the axis are kept whole, and repeated where they are used.
     by_tensor = by_tensor if by_tensor == tensor else 1
@@ -129,7 +129,7 @@ def shards(parameter: ParameterInfo, *, tensor: int, expert: int) -> int:
 
 
 def used_shards(parameter: ParameterInfo, *, tensor: int) -> int:
-    """Counts parts that tensor parallelism cuts a matmul into: at most one per key/value head."""
+    """Returns into how many parts tensor parallelism cuts a matmul: at most one per KV head."""
     for dim, size in zip(parameter.dims, parameter.shape, strict=True):
         if dim in TENSOR_DIMS:
             return min(tensor, size) if dim == axes.KV_HEADS else tensor
@@ -142,12 +142,12 @@ def is_expert(parameter: ParameterInfo) -> bool:
 
 
 def total_parameters(model: PlannedModel) -> int:
-    """Counts the elements of every array, including those changed by rule."""
+    """Counts elements of all arrays, including those that are updated without gradients."""
     return sum(each.size * count for each, count in model.rows)
 
 
 def active_parameters(model: PlannedModel, *, with_embedding: bool = True) -> int:
-    """Counts parameters that one token meets: all but the routed experts it is not sent to.
+    """Counts the parameters used per token: all but the routed experts it is not sent to.
 
     Args:
         with_embedding: count the whole input table, as DeepSeek-V3's "37B activated" does, though
@@ -160,7 +160,7 @@ def active_parameters(model: PlannedModel, *, with_embedding: bool = True) -> in
 
 
 def parameters_by_role(model: PlannedModel) -> dict[str, int]:
-    """Counts parameters of attention, mlp, experts, shared experts, router, norms and tables."""
+    """Counts a model's parameters by role: attention, mlp, experts, router, norms, tables..."""
     roles: dict[str, int] = dict.fromkeys(_ROLES.split(), 0)
     for each, count in model.rows:
         roles[_role(each)] += each.size * count
@@ -182,7 +182,7 @@ def _role(parameter: ParameterInfo) -> str:
 
 @functools.cache
 def plan_model(config: ModelConfig, *, name: str = "model") -> PlannedModel:
-    """Traces the model abstractly for planning; nothing is allocated."""
+    """Returns a model's parameter table for planning, traced abstractly without allocation."""
     layers: dict[BlockConfig, LayerKind] = {}
     table = define_model(config, execution_on()).table()
     for i, (block, repeats) in enumerate(zip(config.blocks, config.repeats, strict=True)):
@@ -211,7 +211,7 @@ def plan_model(config: ModelConfig, *, name: str = "model") -> PlannedModel:
 
 
 def find_model(name: str) -> PlannedModel:
-    """Finds a model: a preset, or the model of a ``config.json`` or of a directory with one."""
+    """Returns the model of a preset's name, of a ``config.json``, or of a directory with one."""
     if name in MODELS:
         return plan_model(MODELS[name](), name=name)
     file = config_file(name)
@@ -221,7 +221,7 @@ def find_model(name: str) -> PlannedModel:
 
 
 def config_file(name: str) -> Path | None:
-    """Returns the ``config.json`` that a model's name means; None for other names."""
+    """Returns the ``config.json`` path that a model's name stands for; None for preset names."""
     path = Path(name)
     if name not in MODELS and path.is_dir():
         return path / "config.json"

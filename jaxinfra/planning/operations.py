@@ -25,7 +25,7 @@ from jaxinfra.planning.model import LayerKind, PlannedModel, is_expert, shards, 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedMatmul:
-    """``count`` products of [m, k] and [k, n]; ``out`` bytes per element of the result."""
+    """A number of equal matmuls [m, k] x [k, n]; ``out`` is bytes per element of the result."""
 
     name: str
     m: float
@@ -38,7 +38,7 @@ class PlannedMatmul:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryPass:
-    """An elementwise pass over memory, with its bytes read and written together."""
+    """An elementwise pass over memory, with the sum of bytes that it reads and writes."""
 
     name: str
     size: float
@@ -46,7 +46,7 @@ class MemoryPass:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Core:
-    """The operations of fused attention."""
+    """The FLOPs and shape of fused attention in one pass of a layer."""
 
     name: str
     flops: float
@@ -57,7 +57,7 @@ class Core:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedCollective:
-    """One collective over a mesh axis.
+    """One kind of collective over a mesh axis, with its bytes and number of calls.
 
     Its ``size`` is the whole array's bytes on one device: after an all-gather, before a
     reduce-scatter, and on either side of an all-reduce or exchange.
@@ -76,7 +76,7 @@ type Operation = PlannedMatmul | MemoryPass | Core | PlannedCollective
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerOperations:
-    """The operations of one layer and micro-batch on one device."""
+    """All matmuls, memory passes and collectives of one layer, micro-batch and device, by pass."""
 
     forward: tuple[Operation, ...]
     backward: tuple[Operation, ...]
@@ -84,7 +84,7 @@ class LayerOperations:
 
 
 def layer_operations(layer: LayerKind, layout: Layout) -> LayerOperations:
-    """Lists the operations of one layer of this kind in each pass."""
+    """Lists one layer's operations in the forward, backward and recomputed pass."""
     weights = [each for each in layer.parameters if each.matmul]
     matmuls = [_matmul(each, layout) for each in weights]
     core_forward, core_backward = _core(layer, layout)
@@ -296,7 +296,7 @@ _CHOICES = "choices"  # whole numbers, which have no gradient
 def exchange_bytes(
     experts: ExpertsConfig, layout: Layout, model_dim: int
 ) -> dict[str, dict[str, int]]:
-    """Returns ``exchanged_bytes`` of a micro-batch on each level: between and within nodes."""
+    """Returns bytes that an exchange of expert tokens sends between and within nodes."""
     room = room_for(
         layout.micro_tokens,
         num_devices=layout.mesh.expert,
@@ -336,7 +336,7 @@ def _tensor(
 
 
 def saved_bytes(layer: LayerKind, layout: Layout, *, remat: Remat | None = None) -> float:
-    """Returns the bytes that a layer keeps from forward to backward, one micro-batch on one device.
+    """Returns bytes that one layer and micro-batch keep on a device from forward to backward.
 
     Unfused attention without recomputation: sbh (10 + 24/t + 5as/(ht)), sequence parallel
     sbh (34/t + 5as/(ht)) (arXiv 2205.05198, equations 2 and 4). Otherwise the tensors that the
@@ -385,7 +385,7 @@ def _megatron_saved(layer: LayerKind, layout: Layout) -> float:
 
 
 def embedding_operations(model: PlannedModel, layout: Layout) -> Iterator[Operation]:
-    """Lists the lookup of embedding rows and the scatter of their gradient, for one micro-batch."""
+    """Lists a micro-batch's embedding lookup and the scatter of its gradient."""
     tokens = float(layout.micro_tokens)
     yield MemoryPass("lookup", (4 + layout.activation_bytes) * tokens * model.config.model_dim)
     yield MemoryPass("scatter", 12.0 * tokens * model.config.model_dim)
@@ -396,7 +396,7 @@ def embedding_operations(model: PlannedModel, layout: Layout) -> Iterator[Operat
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LossForm:
-    """The form of the loss on one device: kernel or XLA, and the number of chunks."""
+    """The loss's implementation on one device, kernel or XLA, and its number of chunks."""
 
     kernel: bool  # bf16 exponentials; else fp32 logits and their 16-bit gradient
     chunks: int
@@ -404,7 +404,7 @@ class LossForm:
 
 
 def loss_form(model: PlannedModel, layout: Layout) -> LossForm:
-    """Returns the form of the loss, and its number of chunks."""
+    """Returns whether the loss runs as a kernel or by XLA on a device, and in how many chunks."""
     tokens, vocab, ids = (
         layout.micro_tokens,
         model.config.vocab_size,
@@ -425,7 +425,7 @@ def loss_form(model: PlannedModel, layout: Layout) -> LossForm:
 
 
 def loss_operations(model: PlannedModel, layout: Layout) -> list[Operation]:
-    """Lists logits, their gradients and the cross entropy of one micro-batch, both passes."""
+    """Lists one micro-batch's operations for logits and cross entropy, forward and backward."""
     form = loss_form(model, layout)
     tokens, tensor = float(layout.micro_tokens), layout.mesh.tensor
     width, vocab = model.config.model_dim, model.config.vocab_size / tensor

@@ -14,7 +14,7 @@ from jaxinfra.runtime.picture_style import COLORS, new_picture
 
 
 def draw_plan(plan: Plan, directory: Path, *, found: Found | None = None) -> list[Path]:
-    """Writes memory.png, time.png and roofline.png, and pareto.png of a search; returns them."""
+    """Writes memory.png, time.png, roofline.png and, if searched, pareto.png; returns the paths."""
     figures = {
         "memory": memory_figure(
             [plan, *(other for other, _ in found.runners_up)] if found else [plan]
@@ -30,7 +30,7 @@ def draw_plan(plan: Plan, directory: Path, *, found: Found | None = None) -> lis
 def draw_serving(
     model: PlannedModel, device: Device, serving: Serving, directory: Path, *, context: int
 ) -> list[Path]:
-    """Writes roofline.png and decode.png; returns them."""
+    """Writes roofline.png and decode.png of a served model; returns their paths."""
     figures = {
         "roofline": roofline_figure(model, device, serving, context=context),
         "decode": decode_figure(model, device, serving, context=context),
@@ -39,7 +39,7 @@ def draw_serving(
 
 
 def draw_formats(directory: Path) -> list[Path]:
-    """Writes formats.png and recipes.png; returns them."""
+    """Writes formats.png and recipes.png into a directory; returns their paths."""
     return _write({"formats": formats_figure(), "recipes": recipes_figure()}, directory)
 
 
@@ -58,7 +58,7 @@ def _axes(width: float, height: float):
 
 
 def memory_figure(plans: list[Plan]) -> Figure:
-    """Draws bytes of the busiest device by role, one bar per plan, and the device's memory."""
+    """Plots bytes of the busiest device by role, one bar per plan, beside the device's memory."""
     figure, axes = _axes(8, 1.4 + 0.6 * len(plans))
     roles = ("weights", "gradients", "optimizer", "activations", "buffers", "reserved")
     names = [f"{plan.layout.describe()}\nremat {plan.layout.remat}" for plan in plans]
@@ -78,7 +78,7 @@ def memory_figure(plans: list[Plan]) -> Figure:
 
 
 def time_figure(plan: Plan) -> Figure:
-    """Draws a waterfall of the step: each part begins where the one before it ends."""
+    """Plots a step's time as a waterfall: each part begins where the one before it ends."""
     parts = sorted(plan.time.parts.items(), key=lambda each: -each[1])
     figure, axes = _axes(8, 1.6 + 0.35 * len(parts))
     total, start = plan.time.total_s, 0.0
@@ -102,7 +102,7 @@ def time_figure(plan: Plan) -> Figure:
 
 
 def decode_figure(model: PlannedModel, device: Device, serving: Serving, *, context: int) -> Figure:
-    """Draws tokens/s by batch, one line per cached length, up to the batch whose caches fit."""
+    """Plots decode tokens/s by batch size, one line per context length, as far as caches fit."""
     figure, axes = _axes(8, 4.5)
     for color, length in zip(COLORS, sorted({1024, 8192, context}), strict=False):
         steps = by_batch(model, device, serving, context=length)
@@ -145,7 +145,7 @@ def decode_figure(model: PlannedModel, device: Device, serving: Serving, *, cont
 def roofline_figure(
     model: PlannedModel, device: Device, serving: Serving | None = None, *, context: int = 4096
 ) -> Figure:
-    """Draws attainable FLOP/s by intensity, with prefill and decode at several batches on it."""
+    """Plots attainable FLOP/s by intensity, with prefill and decode at several batch sizes."""
     figure, axes = _axes(8, 5)
     serving = serving or Serving()
     point = ridge(device, serving.compute)
@@ -179,7 +179,7 @@ def roofline_figure(
 
 
 def pareto_figure(found: Found) -> Figure:
-    """Draws step time against memory of the layouts that no other layout beats in both."""
+    """Plots step time against memory of the layouts that no other layout beats in both."""
     figure, axes = _axes(8, 4.5)
     sizes = [each.bytes_total / 1e9 for each in found.pareto]
     seconds = [each.seconds for each in found.pareto]
@@ -209,7 +209,7 @@ def pareto_figure(found: Found) -> Figure:
 
 
 def formats_figure() -> Figure:
-    """Draws the range of each format on a logarithmic axis, and its resolution."""
+    """Plots each number format's range on a logarithmic axis, and its resolution."""
     figure, axes = _axes(9, 4.2)
     for i, each in enumerate(FORMATS):
         for low, high, alpha in (
@@ -232,7 +232,7 @@ def formats_figure() -> Figure:
 
 
 def recipes_figure() -> Figure:
-    """Draws bytes per parameter of each recipe, by role."""
+    """Plots bytes per parameter of each training recipe, by role."""
     figure, axes = _axes(8, 4.2)
     names = list(RECIPES)
     left = [0.0] * len(names)

@@ -1,4 +1,4 @@
-"""A pipeline schedule for people: its bubble, its memory, and its picture."""
+"""Report on a pipeline schedule: its bubble, its memory, and its picture."""
 
 import dataclasses
 from pathlib import Path
@@ -32,7 +32,7 @@ _CHUNK_LIGHTENING = 0.45  # of the second chunk of a stage towards white; later 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleReport:
-    """Figures of a schedule; a whole backward pass takes the time of two forward passes."""
+    """Figures of a pipeline schedule, where a backward pass takes as long as two forward passes."""
 
     schedule: str
     stages: int
@@ -45,7 +45,7 @@ class ScheduleReport:
     picture: str | None
 
     def lines(self) -> list[str]:
-        """Returns the report as lines of text."""
+        """Returns the schedule's report as lines of text."""
         peaks = " ".join(f"{peak:g}" for peak in self.peak_activations)
         picture = [] if self.picture is None else [f"picture: {self.picture}"]
         return [
@@ -62,10 +62,10 @@ class ScheduleReport:
 def report(
     name: PipelineSchedule, *, stages: int, micro_batches: int, chunks: int, out: Path | None
 ) -> ScheduleReport:
-    """Makes the schedule, checks it, measures it and draws it into ``out``.
+    """Builds a pipeline schedule, checks and measures it, and draws it into ``out`` if given.
 
     Args:
-        chunks: number per stage, in the interleaved schedule.
+        chunks: number of layer chunks per stage, in the interleaved schedule.
     """
     pipeline = PipelineConfig(schedule=name, chunks=chunks)
     chunks = pipeline.chunks_a_stage
@@ -90,7 +90,7 @@ def report(
 
 
 def draw(program: TickProgram, timeline: Timeline, file: Path) -> None:
-    """Draws a row per stage, time to the right, and a box for each action and micro-batch."""
+    """Draws a pipeline schedule: a row per stage over time, a box per action and micro-batch."""
     schedule = program.schedule
     width = float(np.clip(timeline.total * 0.22 / schedule.num_chunks**0.5, 8, 40))
     figure = Figure(figsize=(width, 0.45 * schedule.num_stages + 1.4), layout="constrained")

@@ -38,7 +38,7 @@ from jaxinfra.training.recompute.budget import FREE_SHARE
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GatherForms:
-    """Predicted memory of a step with and without kept gathered weights, and the choice."""
+    """Predicted memory of a step with and without kept all-gathered weights, and the choice."""
 
     kept: Memory
     again: Memory  # where the backward pass gathers again
@@ -47,11 +47,11 @@ class GatherForms:
 
     @property
     def keeps(self) -> bool:
-        """Tells whether gathered weights stay for the backward pass."""
+        """Tells whether all-gathered weights are kept for the backward pass."""
         return self.kept.arrays <= self.budget_bytes if self.asked is None else self.asked
 
     def describe(self) -> str:
-        """Describes in one line the planned choice and the bytes of both."""
+        """Describes in one line whether gathered weights are kept, and the bytes of both forms."""
         form = "stay for the backward pass" if self.keeps else "are gathered again"
         kept, again, budget = (
             f"{size / 1e9:,.1f}"
@@ -63,7 +63,7 @@ class GatherForms:
         )
 
     def as_dict(self) -> dict[str, float | bool]:
-        """Returns values for ``--json``."""
+        """Returns the choice and the bytes of both forms, for ``--json``."""
         return {
             "keeps": self.keeps,
             "by_default": self.asked is None,
@@ -75,7 +75,7 @@ class GatherForms:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sized:
-    """A layout with its memory, and the choice whether gathered weights stay."""
+    """A layout with its predicted memory, and whether all-gathered weights are kept."""
 
     layout: Layout
     memory: Memory
@@ -83,7 +83,7 @@ class Sized:
 
 
 def sized(model: PlannedModel, layout: Layout, device: Device) -> Sized:
-    """Predicts a layout's memory; an open ``keep_gathered`` is chosen as a job would choose it."""
+    """Predicts a layout's memory; decides ``keep_gathered`` as a job would where it is None."""
     if not layout.may_keep_gathered:
         layout = dataclasses.replace(layout, keep_gathered=False)
         return Sized(layout=layout, memory=memory(model, layout, device), gathers=None)
@@ -113,7 +113,7 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A prediction; ``as_dict`` is what ``jaxinfra plan --json`` prints."""
+    """Predicted memory, communication and time of a layout: the result of ``jaxinfra plan``."""
 
     model: PlannedModel
     layout: Layout
@@ -135,32 +135,32 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs over the peak of the recipe's matmul format (PaLM, appendix B)."""
+        """Model FLOPs utilization at the recipe's peak matmul rate (PaLM, appendix B)."""
         peak = self.device.flops[self.layout.bytes_a_parameter.compute]
         return self.time.model_flops / (self.time.total_s * self.layout.devices * peak)
 
     def days(self, tokens: float) -> float:
-        """Returns the number of days that a run of so many tokens takes."""
+        """Returns how many days a training run of so many tokens takes."""
         steps = math.ceil(tokens / (self.layout.batch * self.layout.length))
         return steps * self.time.total_s / 86_400
 
     def dollars(self, tokens: float) -> float:
-        """Returns the cost of so many tokens at the device's price per hour."""
+        """Returns the dollars that training on so many tokens costs at the device's price."""
         return self.days(tokens) * 24 * self.layout.devices * self.device.dollars_per_hour
 
     @property
     def dollars_per_billion_tokens(self) -> float:
-        """The cost of a billion tokens at the device's price per hour."""
+        """Cost in dollars of training on a billion tokens, at the device's hourly price."""
         return 1e9 / self.tokens_per_s_per_device / 3600 * self.device.dollars_per_hour
 
     @property
     def asked(self) -> Layout:
-        """The layout as it was requested, with ``keep_gathered`` open again if it was open."""
+        """The layout as the user requested it; ``keep_gathered`` is None if it was left open."""
         asked = None if self.gathers is None else self.gathers.asked
         return dataclasses.replace(self.layout, keep_gathered=asked)
 
     def by_remat(self) -> dict[str, "Plan"]:
-        """Plans of the same layout with each form of recomputation, the weakest first."""
+        """Plans of this layout with each recomputation policy, the weakest first."""
         return {
             form.value: make_plan(
                 self.model, dataclasses.replace(self.asked, remat=form), self.device
@@ -169,7 +169,7 @@ class Plan:
         }
 
     def as_dict(self, *, tokens: float | None = None) -> dict[str, Any]:
-        """Returns plain JSON values; bytes and seconds are per device and step."""
+        """Returns the plan as JSON values; bytes and seconds are per device and step."""
         model, layout = self.model, self.layout
         values: dict[str, Any] = {
             "model": model.name,
@@ -243,7 +243,7 @@ class Plan:
 
 
 def make_plan(model: PlannedModel, layout: Layout, device: Device) -> Plan:
-    """Predicts memory, communication and time; raises ConfigError for an impossible layout."""
+    """Predicts a layout's memory, communication and time; raises ConfigError if impossible."""
     check(model, layout)
     found = sized(model, layout, device)
     layout = found.layout
@@ -259,7 +259,7 @@ def make_plan(model: PlannedModel, layout: Layout, device: Device) -> Plan:
 
 
 def traffic(model: PlannedModel, layout: Layout, device: Device) -> tuple[Traffic, ...]:
-    """Sums the bytes of every collective of a step by axis and kind."""
+    """Sums the bytes of a step's collectives by mesh axis and kind."""
     micro = layout.accumulation
     found: list[tuple[PlannedCollective, float]] = []
     for layer in model.layers:

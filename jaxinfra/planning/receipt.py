@@ -148,7 +148,7 @@ _PURPOSES = {
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Exchanged:
-    """Bytes that one device exchanges over an axis for a purpose, per step."""
+    """Bytes that one device exchanges per step over a mesh axis for a purpose."""
 
     array_bytes: float = 0.0  # of whole arrays, in all executions
     sent_bytes: float = 0.0
@@ -156,7 +156,7 @@ class Exchanged:
     by_name: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def add(self, kind: str, array_bytes: float, sent: float, *, name: str = "") -> None:
-        """Counts one more collective."""
+        """Adds the bytes of one more collective."""
         self.array_bytes += array_bytes
         self.sent_bytes += sent
         self.kinds.add(kind)
@@ -165,7 +165,7 @@ class Exchanged:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """The bytes of one axis and purpose, predicted and compiled."""
+    """Predicted and compiled communication bytes of one mesh axis and purpose."""
 
     axis: str
     purpose: str  # gather, sum, exchange, send
@@ -174,22 +174,22 @@ class Line:
 
     @property
     def error(self) -> float:
-        """Relative error of the predicted bytes; infinite where none were predicted."""
+        """Relative error of the predicted bytes; infinite if zero bytes were predicted."""
         predicted = self.predicted.array_bytes
         return self.compiled.array_bytes / predicted - 1 if predicted else math.inf
 
     @property
     def holds(self) -> bool:
-        """Tells whether the bytes are as predicted."""
+        """Tells whether the compiled bytes are within ``TOLERANCE`` of the predicted ones."""
         return abs(self.error) <= TOLERANCE
 
     @property
     def calls(self) -> dict[str, int]:
-        """The program's largest calls by name and bytes, if the prediction does not hold."""
+        """Names and bytes of the program's largest collectives, if the prediction does not hold."""
         return {} if self.holds else dict(self.compiled.by_name.most_common(6))
 
     def as_dict(self) -> dict[str, object]:
-        """Returns values for ``--json``."""
+        """Returns the axis, the purpose and both numbers of bytes, for ``--json``."""
         sides = {
             name: {
                 "kinds": sorted(each.kinds),
@@ -204,7 +204,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Receipt:
-    """Predicted and compiled bytes per device."""
+    """Predicted and compiled bytes per device: arguments, temporaries and communication."""
 
     target: str
     predicted_arguments: dict[str, int]
@@ -215,12 +215,12 @@ class Receipt:
 
     @property
     def arguments_equal(self) -> bool:
-        """Tells whether the arguments are as predicted, to the byte."""
+        """Tells whether the compiled step's arguments have exactly the predicted bytes."""
         return sum(self.predicted_arguments.values()) == self.argument_bytes
 
     @property
     def axes_equal(self) -> bool:
-        """Tells whether exactly the predicted axes are communicated over."""
+        """Tells whether the compiled step communicates over exactly the predicted mesh axes."""
         predicted, compiled = (
             {line.axis for line in self.lines if getattr(line, side).array_bytes}
             for side in ("predicted", "compiled")
@@ -228,7 +228,7 @@ class Receipt:
         return predicted == compiled
 
     def as_dict(self) -> dict[str, object]:
-        """Returns values for ``--json``."""
+        """Returns all predicted and compiled bytes, for ``--json``."""
         return {
             "target": self.target,
             "argument_bytes": {
@@ -252,7 +252,7 @@ class Receipt:
 def run_config(
     model: ModelConfig, layout: Layout, *, policy: PolicyName, attention: AttentionImplementation
 ) -> RunConfig:
-    """Returns the run whose step a layout describes."""
+    """Returns the run config whose training step a layout describes."""
     if layout.zero == 0:
         raise UnsupportedError("zero=0: use the replica axis in place of fsdp")
     run = pretraining(model)
@@ -292,9 +292,9 @@ def _refuse_pipeline(layout: Layout) -> None:
 
 
 def compile_on_cpu(model: ModelConfig, layout: Layout) -> Receipt:
-    """Compiles the step on as many fake CPU devices (``jax_num_cpu_devices``).
+    """Compiles a layout's training step for as many fake CPU devices as it has devices.
 
-    It is in fp32, as are its predictions: XLA's CPU backend widens 16-bit matmuls, and aborts on
+    The step and its predictions are in fp32: XLA's CPU backend widens 16-bit matmuls, and aborts on
     some 16-bit all-reduces.
     """
     _refuse_pipeline(layout)
@@ -323,7 +323,7 @@ def compile_for_gpu(
     *,
     attention: AttentionImplementation = AttentionImplementation.HOPPER,
 ) -> Receipt:
-    """Compiles the step in bf16 for GPUs that are not present, with XLA's own buffer assignment.
+    """Compiles a bf16 training step for absent GPUs, with XLA's own buffer assignment.
 
     Predicted arguments must match to the byte, temporaries within 15%.
     """
@@ -345,7 +345,7 @@ def compare(
     *,
     target: str,
 ) -> Receipt:
-    """Reads a compiled step and compares it with the predictions."""
+    """Compares a compiled step's arguments, temporaries and communication with predictions."""
     planned = plan_model(model)
     predicted: dict[tuple[str, str], Exchanged] = {}
     for each in traffic(planned, layout, device):
@@ -375,7 +375,7 @@ def compare(
 def exchanged(
     calls: Iterable[Collective], mesh: Mapping[str, int]
 ) -> dict[tuple[str, str], Exchanged]:
-    """Sums what a program's collectives exchange by axis and purpose, without scalars.
+    """Sums the bytes of a program's collectives by axis and purpose, leaving out scalars.
 
     A call over several axes counts as one over the first of them, which shards weights, and of a
     share over the next: together they send as many bytes. Experts' tokens count for the expert axis
@@ -403,7 +403,7 @@ def exchanged(
 
 
 def argument_bytes(model: ModelConfig, layout: Layout) -> dict[str, int]:
-    """Returns argument bytes per device: fp32 weights, two moments, counters and a batch."""
+    """Returns a step's argument bytes per device: fp32 weights, two moments, counters, batch."""
     sizes = layout.mesh.device_axes
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes))
     placement = Placement(

@@ -27,7 +27,7 @@ _MICRO_ROWS = (1, 2, 4, 8, 16)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """The choices that a search is given; a choice that is None is searched."""
+    """The layout choices that a search is given; it tries all values of a choice that is None."""
 
     devices: int
     length: int
@@ -43,7 +43,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A layout with its price."""
+    """A layout with its predicted memory and step time."""
 
     layout: Layout
     seconds: float  # infinite where it does not fit
@@ -52,7 +52,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Alternative:
-    """The best layout in which one choice differs from the winner's."""
+    """The best layout that differs from the winner in one given choice."""
 
     choice: str  # tensor, remat, ...
     value: str
@@ -62,7 +62,7 @@ class Alternative:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """The ranking: fastest first, each with the reason why it is not the best."""
+    """Ranking of a search's layouts, fastest first, each with why it is slower than the best."""
 
     best: Plan
     runners_up: tuple[tuple[Plan, str], ...]
@@ -97,7 +97,7 @@ class _Ranking:
         self.smallest: Candidate | None = None
 
     def add(self, model: PlannedModel, layout: Layout, size: float) -> None:
-        """Prices a layout if it fits, and ranks it."""
+        """Predicts a layout's time if it fits, and adds it to the ranking."""
         self.tried += 1
         fits = size <= self.device.hbm_bytes
         seconds = step_time(model, layout, self.device).total_s if fits else math.inf
@@ -136,7 +136,7 @@ class _Ranking:
 def search(
     model: PlannedModel, question: Question, device: Device, *, runners_up: int = 5
 ) -> Found:
-    """Prices every layout that can run and fits, and ranks them by predicted time.
+    """Predicts every layout that can run and fits, and ranks the layouts by step time.
 
     Raises:
         ConfigError: no layout can run, with the commonest reason; or none fits, with the smallest.
@@ -204,7 +204,7 @@ def _sized(
 def layouts(
     model: PlannedModel, question: Question, device: Device, reasons: dict[str, int]
 ) -> Iterator[Layout]:
-    """Generates layouts that the model's widths allow; refusals are counted in ``reasons``."""
+    """Yields layouts that the model's widths allow; counts each refusal in ``reasons``."""
     for mesh in _meshes(model, question, device):
         base = Layout(
             length=question.length,

@@ -30,7 +30,7 @@ _TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.93), (64, 256, 0.9), (6
 
 
 def matmul_s(device: Device, each: PlannedMatmul) -> float:
-    """Returns seconds of a matmul: the slower of arithmetic and memory traffic, and a launch.
+    """Returns seconds of a matmul: the larger of arithmetic and memory time, plus a launch.
 
     Arithmetic runs at the large-matmul rate, less what a partial last wave of output tiles idles
     and what filling the pipeline over a short contraction costs.
@@ -63,7 +63,7 @@ def _filled(m: int, n: int, count: int, num_sms: int) -> float:
 
 
 def attention_s(device: Device, each: Core) -> float:
-    """Returns seconds of fused attention, at the measured rate of the nearest width.
+    """Returns seconds of fused attention, at the measured rate of the nearest head width.
 
     Partly masked tiles and filling the pipeline slow a short sequence.
     """
@@ -80,7 +80,7 @@ def memory_s(device: Device, each: MemoryPass) -> float:
 
 
 def members_in_node(device: Device, layout: Layout, axis: str) -> int:
-    """Counts the neighbours along an axis that share a node: faster axes fill a node first."""
+    """Returns how many devices along a mesh axis share a node; faster axes fill a node first."""
     inner, node = 1, device.node_devices
     for faster in _INNER[axis]:
         inner *= layout.members(faster)
@@ -100,7 +100,7 @@ _INNER = {
 
 
 def collective_s(device: Device, layout: Layout, each: PlannedCollective) -> float:
-    """Returns seconds of a collective: bytes by bus bandwidth, a latency, the ring's rounds."""
+    """Returns seconds of a collective: bytes over bus bandwidth, plus latency of the ring."""
     members = layout.members(each.axis)
     if members == 1 or each.size == 0:
         return 0.0
@@ -120,7 +120,7 @@ def collective_s(device: Device, layout: Layout, each: PlannedCollective) -> flo
 
 
 def compute_s(device: Device, operations: Iterable[Operation]) -> dict[str, float]:
-    """Returns seconds by class: matmul, attention, memory."""
+    """Returns seconds of operations by class: matmul, attention and memory."""
     total = {"matmul": 0.0, "attention": 0.0, "memory": 0.0}
     for each in operations:
         match each:
@@ -138,7 +138,7 @@ def compute_s(device: Device, operations: Iterable[Operation]) -> dict[str, floa
 def communication_s(
     device: Device, layout: Layout, operations: Iterable[Operation], *, hidden: bool
 ) -> dict[str, float]:
-    """Returns seconds of collectives by axis: those that compute may hide, or the exposed."""
+    """Returns seconds of collectives by axis: the hideable ones, or else the exposed ones."""
     total: dict[str, float] = {}
     for each in operations:
         if isinstance(each, PlannedCollective) and each.hidden == hidden:
@@ -148,7 +148,7 @@ def communication_s(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """A step's seconds by cause; they add up to ``total_s``."""
+    """A training step's seconds by cause, which add up to ``total_s``."""
 
     parts: dict[str, float]
     hidden: dict[str, float]  # communication behind compute, by axis; not part of the total
@@ -157,12 +157,12 @@ class StepTime:
 
     @property
     def total_s(self) -> float:
-        """Seconds per step."""
+        """Predicted seconds per step."""
         return sum(self.parts.values())
 
 
 def step_time(model: PlannedModel, layout: Layout, device: Device) -> StepTime:
-    """Predicts one step; the layout must have passed ``layout.check``."""
+    """Predicts the time of a training step; the layout must have passed ``layout.check``."""
     stages, micro, chunks = layout.mesh.pipe, layout.accumulation, layout.chunks
     body = _stage_seconds(model, layout, device)
     ends = _end_seconds(model, layout.of_one_layer, device)
@@ -283,7 +283,7 @@ def _transfers(model: PlannedModel, layout: Layout, device: Device) -> float:
 
 
 def stage_sends(model: PlannedModel, layout: Layout, turns: int) -> PlannedCollective:
-    """Returns the sends of one stage in so many rounds.
+    """Returns the sends of activations by one pipeline stage in so many rounds.
 
     A tensor shard sends its own part (scatter/gather optimization, arXiv 2104.04473, section 4.1).
     """
@@ -298,9 +298,9 @@ def device_parameters(
 ) -> float:
     """Counts parameters of one device's pipeline stage before any data-parallel sharding.
 
-    They are those stored, or those used: one key/value head where there are fewer heads than
-    devices on the tensor axis. The end stages hold the embedding tables; the larger of the ends is
-    what counts.
+    The count is of stored parameters, or of used ones (``used``): a device uses one key/value head
+    even where the tensor axis has more devices than heads. The first and last stage hold the
+    embedding tables; the larger of both counts.
     """
     return _stage_parameters(
         model, layout.mesh.pipe, layout.mesh.tensor, layout.mesh.expert, experts=experts, used=used
@@ -329,7 +329,7 @@ def _used_elements(parameter: ParameterInfo, tensor: int, expert: int) -> float:
 
 
 def gathered_elements(model: PlannedModel, layout: Layout) -> float:
-    """Counts elements of all layers' weights that ``keep_gathered`` lets stay.
+    """Counts the all-gathered elements of all layers' weights that ``keep_gathered`` keeps.
 
     Experts are not among them: they are gathered where their tokens arrive.
     """
@@ -347,7 +347,7 @@ def _gathered_elements(model: PlannedModel, tensor: int) -> float:
 
 
 def weight_passes(model: PlannedModel, layout: Layout) -> list[MemoryPass]:
-    """Lists memory passes over weights and gradients of one micro-batch, beside their matmuls."""
+    """Lists memory passes over weights and gradients, outside matmuls, of one micro-batch."""
     found: list[MemoryPass] = []
     for experts in (False, True):
         elements = device_parameters(model, layout, experts=experts)
@@ -374,7 +374,7 @@ def weight_passes(model: PlannedModel, layout: Layout) -> list[MemoryPass]:
 
 
 def data_collectives(model: PlannedModel, layout: Layout) -> list[PlannedCollective]:
-    """Lists gathers of weights and reductions of gradients over the data axes, per step."""
+    """Lists a step's all-gathers of weights and gradient reductions over the data axes."""
     recipe = layout.bytes_a_parameter
     item = max(recipe.gradients, recipe.accumulated)
     found: list[PlannedCollective] = []

@@ -1,4 +1,4 @@
-"""Plans as tables for people."""
+"""Tables that ``jaxinfra plan`` prints in the terminal."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ from jaxinfra.planning.search import Found
 
 
 def grid(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """Makes a plain table; every column but the first is right-aligned."""
+    """Builds a plain text table; every column but the first is right-aligned."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for i, name in enumerate(columns):
         table.add_column(name, justify="right" if i else "left")
@@ -34,18 +34,18 @@ def grid(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -
 
 
 def show(*parts: RenderableType) -> None:
-    """Prints to the terminal, 110 columns wide where there is none."""
+    """Prints tables to the terminal, or 110 columns wide if output is not a terminal."""
     console = Console(width=None if Console().is_terminal else 110, highlight=False)
     console.print(Group(*parts))
 
 
 def gigabytes(size: float) -> str:
-    """Formats bytes in decimal gigabytes, as devices are sold."""
+    """Formats a number of bytes in decimal gigabytes (GB)."""
     return f"{size / 1e9:,.2f} GB"
 
 
 def plan_tables(plan: Plan, *, tokens: float | None) -> list[RenderableType]:
-    """Makes the tables of one plan."""
+    """Builds the tables of one plan: memory, time and communication."""
     model, layout, device = plan.model, plan.layout, plan.device
     values = plan.as_dict()
     sizes = [(name, gigabytes(values["memory_bytes"][name])) for name in values["memory_bytes"]]
@@ -128,7 +128,7 @@ def _plan_facts(
 
 
 def ranking(found: Found) -> list[RenderableType]:
-    """Makes tables of the winner, the best of other meshes and choices, and why they lose."""
+    """Builds tables of the best layout, its best alternatives, and why they are slower."""
     several = len(found.question.recipes) > 1
     rows = [_ranked(found.best, several)]
     rows += [(*_ranked(plan, several), why) for plan, why in found.runners_up]
@@ -169,7 +169,7 @@ def _ranked(plan: Plan, with_recipe: bool) -> tuple[object, ...]:
 
 
 def receipt_tables(receipt: Receipt) -> list[RenderableType]:
-    """Makes tables of predicted and compiled bytes, and the program's calls where they differ."""
+    """Builds tables of predicted and compiled bytes, with the program's calls if they differ."""
     arguments = [(name, f"{size:,}", "") for name, size in receipt.predicted_arguments.items()]
     predicted = sum(receipt.predicted_arguments.values())
     arguments.append(("all", f"{predicted:,}", f"{receipt.argument_bytes:,}"))
@@ -216,7 +216,7 @@ def _weights_row(each: Mapping[str, Any]) -> tuple[str, ...]:
 def serving_tables(
     model: PlannedModel, device: Device, serving: Serving, *, context: int, batch: int
 ) -> list[RenderableType]:
-    """Makes tables for serving: what fits, how fast, and the cache in other forms."""
+    """Builds tables for serving: what fits, how fast it is, and other weight and cache formats."""
     figures = summary(model, device, serving, context=context, batch=batch)
     rows = [
         (name.replace("_", " "), _figure(value))
@@ -276,7 +276,7 @@ def _figure(value: object) -> str:
 
 
 def format_tables() -> list[RenderableType]:
-    """Makes tables of number formats and of bytes per parameter, ours and published ones."""
+    """Builds tables of number formats, and of bytes per parameter in each training recipe."""
     formats = [
         (
             each.name,

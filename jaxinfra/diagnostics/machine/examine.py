@@ -1,4 +1,4 @@
-"""Examination of everything on a machine."""
+"""Examination of a machine's GPUs, host, software and settings."""
 
 import os
 from pathlib import Path
@@ -30,12 +30,12 @@ from jaxinfra.diagnostics.machine.settings import (
 def machine_findings(
     *, directory: Path, answers: Answers | None = None, record: Path | None = None
 ) -> list[Finding]:
-    """Examines GPUs, host, software and settings; links are measured apart.
+    """Examines GPUs, host, software and settings; link speeds are measured elsewhere.
 
     Args:
         directory: the directory that runs are written to.
-        answers: answers of a recording, examined in place of this machine's GPUs.
-        record: file for the answers of this machine's driver.
+        answers: a recording of GPU readings, examined in place of this machine's GPUs.
+        record: file to save this machine's GPU readings to.
     """
     source, found = (answers, []) if answers is not None else _live()
     gpus = num_gpus(source)

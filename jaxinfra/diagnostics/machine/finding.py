@@ -1,4 +1,4 @@
-"""One line of ``jaxinfra doctor``."""
+"""Findings: the lines that ``jaxinfra doctor`` prints."""
 
 import dataclasses
 import enum
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class Grade(enum.StrEnum):
-    """Grades of a finding against its rule."""
+    """Grades of a finding: ok, unknown, warn or fail."""
 
     OK = "ok"
     UNKNOWN = "unknown"  # nothing here says
@@ -16,7 +16,7 @@ class Grade(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """A reading, its rule, and the remedy where it breaks the rule."""
+    """One reading of ``jaxinfra doctor``, with its rule and the remedy if it breaks the rule."""
 
     subject: str  # such as "gpu 0: power"
     grade: Grade
@@ -31,19 +31,19 @@ class Finding:
 def judged(
     subject: str, value: str, *, ok: bool, rule: str, remedy: str, otherwise: Grade = Grade.WARN
 ) -> Finding:
-    """Makes a finding that is ``ok``, or of the grade ``otherwise`` with its remedy."""
+    """Returns a finding graded ``OK``, or else graded ``otherwise`` and with its remedy."""
     grade = Grade.OK if ok else otherwise
     text = "" if ok else remedy
     return Finding(subject=subject, grade=grade, value=value, rule=rule, remedy=text)
 
 
 def not_known(subject: str, why: str, *, rule: str) -> Finding:
-    """Makes a finding of something that this machine does not tell."""
+    """Returns a finding for a reading that this machine does not provide."""
     return Finding(subject=subject, grade=Grade.UNKNOWN, value=why, rule=rule)
 
 
 def headline(findings: Iterable[Finding]) -> str:
-    """Returns the first line that ``jaxinfra doctor`` prints: what to do first."""
+    """Returns the first line that ``jaxinfra doctor`` prints: the most urgent remedy."""
     order = (Grade.FAIL, Grade.WARN)
     alarms = sorted(
         (each for each in findings if each.grade in order), key=lambda each: order.index(each.grade)
@@ -55,6 +55,6 @@ def headline(findings: Iterable[Finding]) -> str:
 
 
 def worst(findings: Iterable[Finding]) -> Grade:
-    """Returns the most serious grade of the findings; ``OK`` if all are ok or not known."""
+    """Returns the most serious grade of the findings; ``OK`` if all are ok or unknown."""
     grades = {finding.grade for finding in findings}
     return next((grade for grade in (Grade.FAIL, Grade.WARN) if grade in grades), Grade.OK)

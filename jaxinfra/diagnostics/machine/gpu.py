@@ -1,4 +1,4 @@
-"""Health of every GPU from the driver's answers, its kernel log (Xid) and measured copies.
+"""Health of every GPU: driver readings (NVML), kernel log (Xid errors) and measured copies.
 
 Meanings of Xid errors: NVIDIA, "XID Errors", GPU deployment and management documentation.
 """
@@ -47,7 +47,7 @@ _MEANING = {
 
 
 def kernel_log() -> list[str] | None:
-    """Returns the lines of the kernel's ring buffer; None where this user may not read it."""
+    """Returns the lines of the Linux kernel log; None if this user may not read it."""
     try:
         descriptor = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -65,7 +65,7 @@ def kernel_log() -> list[str] | None:
 
 
 def xid_findings(lines: Iterable[str] | None) -> list[Finding]:
-    """Makes one finding per kind of Xid error and GPU."""
+    """Returns one finding per kind of Xid error and GPU in the kernel log."""
     if lines is None:
         return [not_known("Xid errors", "the kernel log cannot be read here", rule=_RULE)]
     counts = collections.Counter(
@@ -99,7 +99,7 @@ _LANE = {3: 0.985e9, 4: 1.97e9, 5: 3.94e9, 6: 7.56e9}
 
 
 class LinkRate(NamedTuple):
-    """The measured rate of one link in one direction."""
+    """The measured copy rate of one link (host to GPU, or GPU to GPU) in one direction."""
 
     sender: str
     receiver: str
@@ -108,7 +108,7 @@ class LinkRate(NamedTuple):
 
 
 def measure_links(answers: Answers, devices: Sequence[jax.Device]) -> list[LinkRate]:
-    """Measures copies of 256 MiB from host to GPUs and between GPUs, by their median."""
+    """Measures rates of 256 MiB copies, host to GPU and GPU to GPU, as medians."""
     host = np.zeros(_BYTES, np.uint8)
     found = []
     for device in devices:
@@ -137,7 +137,7 @@ def _rate(array: np.ndarray | jax.Array, device: jax.Device) -> float:
 
 
 def link_findings(rates: Iterable[LinkRate]) -> list[Finding]:
-    """Compares every link with its nominal rate and with the others of its kind."""
+    """Compares each link's measured rate with its nominal rate and with its peers' rates."""
     rates = list(rates)
     found = []
     for rate in rates:
@@ -196,12 +196,12 @@ _HOT_C = 5
 
 
 def num_gpus(answers: Answers) -> int:
-    """Returns the number of GPUs that the driver has; 0 where it does not answer."""
+    """Returns the number of GPUs that the driver reports; 0 if it does not answer."""
     return asked_or_none(answers, "nvmlDeviceGetCount") or 0
 
 
 def gpu_findings(answers: Answers) -> list[Finding]:
-    """Examines every GPU."""
+    """Examines every GPU's readings, such as temperature, clocks and memory errors."""
     found = []
     for gpu in range(num_gpus(answers)):
         try:
@@ -455,7 +455,7 @@ def _held(used: int | None) -> str:
 
 
 def driver_findings(answers: Answers) -> list[Finding]:
-    """Examines the driver and the CUDA that it brings, against what JAX's plugin needs."""
+    """Compares the driver and its CUDA version with what JAX's CUDA plugin needs."""
     version = asked_or_none(answers, "nvmlSystemGetDriverVersion")
     cuda = asked_or_none(answers, "nvmlSystemGetCudaDriverVersion_v2")
     rule = "CUDA 13 needs driver 580 or newer"

@@ -24,7 +24,7 @@ _UNSYNCHRONIZED = 0x40  # STA_UNSYNC of adjtimex(2)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HostState:
-    """Readings of one host; None where it does not tell."""
+    """Readings of one host; a reading that the host does not provide is None."""
 
     memory_bytes: int | None  # that can be had
     total_bytes: int | None
@@ -42,7 +42,7 @@ class HostState:
 
 
 def read_host(directory: Path) -> HostState:
-    """Reads this host; writes and removes 64 MiB in ``directory`` (or where it would be made)."""
+    """Reads the host's state; measures the disk by a 64 MiB file in ``directory``."""
     memory = _memory_info()
     there = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(there).free
@@ -133,10 +133,10 @@ def _clock() -> tuple[bool | None, float | None]:
 
 
 def host_findings(state: HostState, *, gpu_bytes: int = 0, gpus: int = 0) -> list[Finding]:
-    """Compares the host's readings with what a job needs.
+    """Compares a host's memory, file handles, disk and clock with what a training job needs.
 
     Args:
-        gpu_bytes: memory of all GPUs; what a checkpoint copies through the host.
+        gpu_bytes: total memory of the GPUs, which a checkpoint copies through the host.
         gpus: number of GPUs.
     """
     return [

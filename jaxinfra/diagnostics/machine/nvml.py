@@ -1,4 +1,4 @@
-"""Answers of NVIDIA's management library (NVML), live or recorded.
+"""GPU readings from NVIDIA's management library (NVML), live or recorded.
 
 Every reading is one question: a function of ``pynvml``, the index of a GPU, further arguments. A
 recording is a JSON object from questions to answers. So another machine can examine a faulty one,
@@ -24,22 +24,22 @@ _MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
 
 class NoAnswerError(Exception):
-    """A question that this driver or device does not answer; the message is its reason."""
+    """Raised for a reading that the driver or GPU does not provide; the message says why."""
 
 
 class Answers(Protocol):
-    """A source of answers for the GPU checks."""
+    """Interface of NVML readings, from this machine's driver or from a recording."""
 
     def ask(self, function: str, gpu: int | None = None, *args: Any) -> Any:
-        """Returns the answer of ``pynvml.FUNCTION`` for one GPU, or for the driver (None).
+        """Returns the result of ``pynvml.FUNCTION`` for one GPU, or for the driver (None).
 
-        Raises NoAnswerError where there is none.
+        Raises NoAnswerError if the driver or GPU does not provide it.
         """
         ...
 
 
 def asked_or_none(answers: Answers, function: str, gpu: int | None = None, *args: Any) -> Any:
-    """Returns the answer, or None where there is none."""
+    """Returns an NVML reading, or None if the driver or GPU does not provide it."""
     try:
         return answers.ask(function, gpu, *args)
     except NoAnswerError:
@@ -48,7 +48,7 @@ def asked_or_none(answers: Answers, function: str, gpu: int | None = None, *args
 
 @final
 class LiveAnswers:
-    """Answers of this machine's driver; keeps every answer for ``record``.
+    """NVML readings of this machine's driver, kept so that ``record`` can save them.
 
     Raises NoAnswerError where there is no driver.
     """
@@ -63,7 +63,7 @@ class LiveAnswers:
         self._kept: dict[str, Any] = {_LIBRARY: f"nvidia-ml-py {version}"}
 
     def ask(self, function: str, gpu: int | None = None, *args: Any) -> Any:
-        """Asks the driver, as ``Answers.ask``."""
+        """Calls ``pynvml.FUNCTION`` for one GPU or the driver, and keeps its result."""
         name = _question(function, gpu, args)
         try:
             if gpu is not None and gpu not in self._handles:
@@ -77,13 +77,13 @@ class LiveAnswers:
         return answer
 
     def record(self, file: Path) -> None:
-        """Writes all questions so far with their answers."""
+        """Writes all NVML calls so far and their results to a JSON file."""
         file.write_text(json.dumps(self._kept, indent=1) + "\n")
 
 
 @final
 class RecordedAnswers:
-    """Answers from a recording."""
+    """NVML readings from a recording, possibly of another machine."""
 
     def __init__(self, answers: Mapping[str, Any]):
         self._answers = answers
@@ -97,7 +97,7 @@ class RecordedAnswers:
         return cls(answers)
 
     def ask(self, function: str, gpu: int | None = None, *args: Any) -> Any:
-        """Looks up the answer, as ``Answers.ask``."""
+        """Returns the recorded result of ``pynvml.FUNCTION`` for one GPU or the driver."""
         answer = self._answers.get(_question(function, gpu, args), {_ERROR: "not recorded"})
         if isinstance(answer, dict) and _ERROR in answer:
             raise NoAnswerError(answer[_ERROR])

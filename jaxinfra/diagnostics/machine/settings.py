@@ -31,7 +31,7 @@ NAMES = (
 
 
 def installed() -> dict[str, str]:
-    """Returns ``{name: version}`` of the packages in ``NAMES`` that are installed here."""
+    """Returns ``{name: version}`` of the packages in ``NAMES`` that are installed."""
     found = {}
     for name in NAMES:
         try:
@@ -42,10 +42,10 @@ def installed() -> dict[str, str]:
 
 
 def software_findings(versions: Mapping[str, str], *, num_gpus: int) -> list[Finding]:
-    """Checks that versions fit one another and the machine.
+    """Checks that versions of JAX and its CUDA packages fit one another and the machine.
 
     Args:
-        versions: as ``installed`` gives them.
+        versions: package versions by name, from ``installed``.
         num_gpus: number of GPUs that the driver has.
     """
     jax = versions.get("jax", "")
@@ -259,11 +259,11 @@ def xla_flags(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def setting_findings(environment: Mapping[str, str], *, num_gpus: int) -> list[Finding]:
-    """Reports settings that are wrong or unhelpful; one ``ok`` line where there are none.
+    """Reports wrong or unhelpful settings; returns one ``ok`` finding if there are none.
 
     Args:
         environment: variables of the process; its ``XLA_FLAGS`` are checked by name and value.
-        num_gpus: number of GPUs of the node, some of which variables may hide.
+        num_gpus: number of GPUs in the node, including any that variables hide.
     """
     found = [
         Finding(
@@ -323,9 +323,9 @@ def _hidden_gpus(environment: Mapping[str, str], num_gpus: int) -> list[Finding]
 def unknown_flag_findings(
     environment: Mapping[str, str], *, timeout_s: float = 60
 ) -> list[Finding]:
-    """Reports flags that this XLA does not know; they end a process when JAX starts its devices.
+    """Reports XLA flags that this XLA does not know, which would abort JAX at startup.
 
-    A process of its own starts JAX on the CPU with them.
+    A separate process tests the flags by starting JAX on the CPU.
     """
     flags = xla_flags(environment)
     rule = "this XLA knows every flag; an unknown one ends the process"

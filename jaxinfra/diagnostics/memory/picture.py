@@ -1,4 +1,4 @@
-"""A picture of a program's memory over its instructions."""
+"""A picture of a compiled program's memory over its instructions."""
 
 from pathlib import Path
 
@@ -27,10 +27,10 @@ _COLORS = dict(
 
 
 def draw_memory(report: MemoryReport, file: Path, *, limit_bytes: int | None = None) -> None:
-    """Draws the roles stacked over the program's instructions, and explains the peak.
+    """Plots a program's memory by role over its instructions, and explains its peak.
 
     Args:
-        limit_bytes: the device's limit, shown as a line.
+        limit_bytes: the device's memory, shown as a line.
     """
     figure, axes = new_picture(10, 4.8)
     largest = max(1, report.total_bytes)

@@ -15,7 +15,7 @@ from jaxinfra.training.recompute.budget import CHEAPEST_FIRST
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Remedy:
-    """A change of a run's settings, and the bytes that a device needs with it."""
+    """A change of a run's settings, and the bytes per device that the run needs with it."""
 
     options: tuple[str, ...]  # of jaxinfra train
     config: RunConfig
@@ -24,13 +24,13 @@ class Remedy:
     time_share: float | None  # of the present predicted time per token; None: not predicted
 
     def describe(self) -> str:
-        """Describes the change in one line."""
+        """Describes in one line the changed setting and the bytes per device."""
         cost = "" if self.time_share is None else f", {self.time_share - 1:+.0%} time per token"
         word = "fits" if self.fits else "does not fit"
         return f"{' '.join(self.options)}: {gib(self.bytes)} per device, {word}{cost}"
 
     def as_json(self) -> dict[str, object]:
-        """Returns JSON values."""
+        """Returns the changed setting and the bytes per device as JSON values."""
         return {
             "options": list(self.options),
             "bytes": self.bytes,
@@ -46,7 +46,7 @@ type Price = Callable[[RunConfig], float | None]
 def find_remedies(
     config: RunConfig, *, limit_bytes: int, price: Price, count: int = 3, compiles: int = 9
 ) -> list[Remedy]:
-    """Finds changes whose compiled step fits, the cheapest in time first.
+    """Finds settings whose compiled step fits in memory, those that cost least time first.
 
     Where fewer than ``count`` changes fit, those that come nearest follow.
 
@@ -80,7 +80,7 @@ def find_remedies(
 
 
 def compiled_bytes(config: RunConfig) -> int:
-    """Compiles a config's step and returns its bytes per device, or raises JaxinfraError."""
+    """Returns the bytes per device of a config's compiled step, or raises JaxinfraError."""
     return step_bytes(lower_step(make_job(config)).compile())
 
 
@@ -147,7 +147,7 @@ def _option(path: str, value: object) -> tuple[str, ...]:
 
 
 def fixed_remat(config: RunConfig) -> RunConfig:
-    """Returns the config with a fixed recomputation policy, the strongest in place of ``auto``."""
+    """Returns the config with a fixed recomputation policy: the strongest in place of ``auto``."""
     if not config.training.remat.is_open:
         return config
     named = dataclasses.replace(config.training, remat=Remat.FULL, memory_budget_gib=None)

@@ -52,18 +52,18 @@ _COLLECTIVE = re.compile(
 
 
 def argument_role(path: str) -> str:
-    """Returns the role of a program's argument by its path: ``state.optimizer[0].mu['w']``."""
+    """Returns a program argument's role from its path, such as ``state.optimizer[0].mu['w']``."""
     return next((role for pattern, role in _ARGUMENTS if re.search(pattern, path)), STATE)
 
 
 def argument_name(path: str) -> str:
-    """Returns a path in readable form: ``state.parameters['mlp']['up']`` is ``mlp/up``."""
+    """Returns an argument's readable name: ``mlp/up`` for ``state.parameters['mlp']['up']``."""
     keys = re.findall(r"\['?([^'\]]+)'?\]", path)
     return "/".join(keys) if "[" in path else path
 
 
 def buffer_role(life: Life, lives: Lives) -> str:
-    """Returns the role of a buffer that the program allocates for itself."""
+    """Returns the role of a temporary buffer that a compiled program allocates."""
     life = _of_loop(life, lives)
     operation = life.operation
     if _COLLECTIVE.fullmatch(operation.opcode):
@@ -96,7 +96,7 @@ def _of_loop(life: Life, lives: Lives) -> Life:
 
 
 def buffer_name(life: Life, lives: Lives, *, depth: int = 3) -> str:
-    """Returns the named scope of a buffer, such as ``mlp``, or of a loop result's use."""
+    """Returns a buffer's named scope, such as ``mlp``; a loop's result has its user's scope."""
     life = _of_loop(life, lives)
     name = _scope([life.operation.op_name])
     if name == "other":
@@ -124,9 +124,9 @@ def _scope(op_names: Iterable[str]) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BytesPerParameter:
-    """Bytes per parameter of whole arrays, before a mesh shards them.
+    """Bytes per parameter of a job's weights, gradients and optimizer state, before sharding.
 
-    Copies that layers make while they run, one layer at a time, are not among them.
+    Temporary copies that each layer makes while it runs are not counted.
     """
 
     weights: float  # as kept between steps
@@ -137,11 +137,11 @@ class BytesPerParameter:
 
     @property
     def total(self) -> float:
-        """The sum over the roles."""
+        """Bytes per parameter, summed over all roles."""
         return sum(dataclasses.astuple(self))
 
     def describe(self) -> str:
-        """Describes the bytes in one line."""
+        """Describes the bytes per parameter of each role in one line."""
         parts = [
             f"{name} {size:.4g}" for name, size in dataclasses.asdict(self).items() if size > 0
         ]
@@ -149,7 +149,7 @@ class BytesPerParameter:
 
 
 def is_counted(job: Job) -> bool:
-    """Tells whether all parameters are trained, on tokens and without stages."""
+    """Tells whether a job trains all parameters on tokens without pipeline stages."""
     config = job.config
     return not job.model.frozen and config.mesh.num_stages == 1 and config.preferences is None
 
@@ -158,7 +158,7 @@ def bytes_per_parameter(job: Job) -> BytesPerParameter:
     """Counts the bytes of a job's state and gradients per parameter, from their traced shapes.
 
     Raises:
-        UnsupportedError: it is not ``is_counted``.
+        UnsupportedError: the job is not ``is_counted``.
     """
     if not is_counted(job):
         raise UnsupportedError(
@@ -204,7 +204,7 @@ def _batch(shape: tuple[int, int]) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPart:
-    """Bytes of one role and name."""
+    """Bytes of the buffers of one role and name."""
 
     role: str
     name: str
@@ -213,7 +213,7 @@ class MemoryPart:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HeldBuffer:
-    """One array that is alive when memory is fullest, or an argument."""
+    """One array that is alive when a program's memory is fullest, or one of its arguments."""
 
     role: str
     name: str
@@ -224,7 +224,7 @@ class HeldBuffer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryReport:
-    """Memory of one device, by role, by name and over time."""
+    """A compiled program's memory on one device, by role, by name and over time."""
 
     total_bytes: int  # as the compiler reports: arguments, results, temporaries
     parts: tuple[MemoryPart, ...]  # sum exactly to the total; largest first
@@ -236,14 +236,14 @@ class MemoryReport:
     peak_moment: int  # an index into ``moments``
 
     def by_role(self) -> dict[str, int]:
-        """Bytes of each role that occurs, in the order of ``ROLES``."""
+        """Bytes per device of each role in the program, in the order of ``ROLES``."""
         sums: dict[str, int] = collections.Counter()
         for part in self.parts:
             sums[part.role] += part.bytes
         return {role: sums[role] for role in ROLES if role in sums}
 
     def as_json(self) -> dict[str, Any]:
-        """Returns JSON values of everything but the timeline."""
+        """Returns the report as JSON values, without the timeline."""
         return {
             "total_bytes": self.total_bytes,
             "by_role": self.by_role(),
@@ -265,7 +265,7 @@ class MemoryReport:
 
 
 def gib(size: float) -> str:
-    """Formats bytes as GiB."""
+    """Formats a number of bytes as GiB."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size >= unit:
             return f"{size / unit:.2f} {name}"
@@ -273,7 +273,7 @@ def gib(size: float) -> str:
 
 
 def report_memory(lowered: jax.stages.Lowered) -> MemoryReport:
-    """Compiles a program and reports its memory.
+    """Compiles a lowered program and reports its memory by role.
 
     Raises UnsupportedError where the compiler reports no memory.
     """
@@ -282,7 +282,7 @@ def report_memory(lowered: jax.stages.Lowered) -> MemoryReport:
 
 
 def report_program(program: CompiledProgram, lives: Lives) -> MemoryReport:
-    """Reports the memory of a program that is already read."""
+    """Reports an already compiled program's memory by role."""
     arguments = _arguments(program)
     results = sum(
         each.size
@@ -415,7 +415,7 @@ class _Heap:
         return slice(self._places[begin], self._places[end])
 
     def at_peak(self) -> tuple[list[tuple[HeldBuffer, int]], int]:
-        """Returns the arrays alive at the peak, with their unshared bytes, and the moment."""
+        """Returns the arrays alive at peak memory, their unshared bytes, and the peak's moment."""
         totals = self._by_role.sum(axis=1) if len(self._by_role) else np.zeros(1)
         found = []
         for number in np.unique(self._owners[self._owners >= 0]):
@@ -431,7 +431,7 @@ class _Heap:
         return found, self.moments[int(totals.argmax())]
 
     def timeline(self) -> dict[str, np.ndarray]:
-        """Returns bytes by role at each of ``moments``."""
+        """Returns the heap's bytes by role at each of ``moments``."""
         return {
             role: self._by_role[:, place]
             for place, role in enumerate(ROLES)

@@ -1,4 +1,4 @@
-"""Prediction of an engine's memory: pages, weights and programs, and what fits.
+"""Prediction of a serving engine's memory: pages, weights and programs, and what fits.
 
 An engine's weights and pages are arguments of all its programs, so a device needs as much as the
 largest program's total. The programs that may be largest are compiled for shapes alone.
@@ -32,7 +32,7 @@ from jaxinfra.serving.load import serving_placement
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ServingCase:
-    """An engine that might be built."""
+    """A serving engine that might be built: its model, options, mesh and weight formats."""
 
     model: ModelConfig
     policy: Policy
@@ -47,12 +47,12 @@ class ServingCase:
 
     @property
     def limits(self) -> SchedulerLimits:
-        """The engine's pages and the shapes of its steps."""
+        """Number and size of the engine's KV cache pages, and the shapes of its steps."""
         return self.engine.limits(self.model)
 
     @property
     def form(self) -> ModelDefinition:
-        """The model as the engine runs it."""
+        """The model definition as the engine runs it on its mesh, with packed weights on GPUs."""
         placement = serving_placement(self.model, self.mesh)
         kept: dict[str, Any] = {"policy": self.policy, "cache_format": self.cache}
         execution = execution_on(placement, **kept)
@@ -64,7 +64,7 @@ class ServingCase:
         return serving_form(form, how)
 
     def runner(self) -> ModelRunner:
-        """The engine's programs for abstract arrays; else raises ConfigError."""
+        """The engine's programs for abstract arrays; raises ConfigError if none can be built."""
         form, drafts = self.form, self.engine.num_drafts
         return ModelRunner(
             form.bind(self._abstract(form)),
@@ -103,7 +103,7 @@ def _placed(leaf: Any, place: Any) -> jax.ShapeDtypeStruct:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ServingMemory:
-    """Bytes of one device."""
+    """Bytes of one device that a serving engine needs, by role."""
 
     report: MemoryReport  # of the largest program
     program: ProgramKey
@@ -112,11 +112,11 @@ class ServingMemory:
 
     @property
     def bytes(self) -> int:
-        """Bytes that the engine needs."""
+        """Bytes per device that the engine needs."""
         return self.report.total_bytes
 
     def as_json(self) -> dict[str, Any]:
-        """Returns JSON values."""
+        """Returns the engine's bytes per device as JSON values."""
         return {
             **self.report.as_json(),
             "program": str(self.program),
@@ -126,7 +126,7 @@ class ServingMemory:
 
 
 def serving_memory(case: ServingCase) -> ServingMemory:
-    """Compiles the programs that may need most memory; reports the largest one by role."""
+    """Compiles an engine's largest programs; returns the memory of the largest one by role."""
     runner = case.runner()
     reports = {key: report_memory(runner.lowered(key)) for key in _largest(runner)}
     most = max(reports, key=lambda key: reports[key].total_bytes)
@@ -154,7 +154,7 @@ def _largest(runner: ModelRunner) -> list[ProgramKey]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ServingRemedy:
-    """A change of an engine's settings, and the bytes that a device needs with it."""
+    """A change of an engine's settings, and the bytes per device that it then needs."""
 
     options: tuple[str, ...]  # of jaxinfra serve
     case: ServingCase
@@ -163,7 +163,7 @@ class ServingRemedy:
     cached_tokens: int  # that its pages hold
 
     def describe(self) -> str:
-        """Describes the change in one line."""
+        """Describes in one line the changed setting and the bytes per device."""
         word = "fits" if self.fits else "does not fit"
         return (
             f"{' '.join(self.options)}: {gib(self.bytes)} per device, {word}; "
@@ -171,7 +171,7 @@ class ServingRemedy:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Returns JSON values."""
+        """Returns the changed setting and the bytes per device as JSON values."""
         return {
             "options": list(self.options),
             "bytes": self.bytes,
@@ -183,10 +183,10 @@ class ServingRemedy:
 def serving_remedies(
     case: ServingCase, now: ServingMemory, *, limit_bytes: int, count: int = 3
 ) -> list[ServingRemedy]:
-    """Finds changes of one setting, each compiled: first those that fit, with most tokens.
+    """Finds single changes of settings; first those that fit, by tokens in the KV cache.
 
     Args:
-        now: memory of the case as it is.
+        now: memory of the unchanged engine.
         limit_bytes: limit per device.
     """
     found = []
