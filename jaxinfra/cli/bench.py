@@ -46,7 +46,7 @@ PLANNED = ("constants", "collectives")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options; those after the benchmark's name are its own."""
+    """Declares the command-line options of ``jaxinfra bench``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     known = "; ".join(f"{name}: {text}" for name, text in BENCHMARKS.items())
     parser.add_argument("what", nargs="?", help=known)
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the benchmark's module as a program."""
+    """Runs the named benchmark's module as a program."""
     if args.what is None:
         for name, text in BENCHMARKS.items():
             print(f"{name:20s} {text}")

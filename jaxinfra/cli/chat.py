@@ -20,7 +20,7 @@ from jaxinfra.serving.load import load
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
+    """Declares the command-line options of ``jaxinfra chat``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run", metavar="RUN", type=Path, help="run, or a Hugging Face model")
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads messages and writes answers until the input ends."""
+    """Chats in the terminal: reads messages and writes answers until the input ends."""
     template = None if args.plain else load_chat_template(args.run)
     policy = None if args.policy is None else PolicyName(args.policy)
     model = load(args.run, policy=policy)

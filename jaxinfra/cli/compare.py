@@ -15,7 +15,7 @@ from jaxinfra.diagnostics.run_view import differing_settings, read_view
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
+    """Declares the command-line options of ``jaxinfra compare``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("runs", type=Path, metavar="RUN", nargs="+", help="run directories")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the losses of the runs")
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads the runs and prints a table, or JSON."""
+    """Reads the runs and prints their comparison as a table or JSON."""
     views = [read_view(each) for each in args.runs]
     settings = differing_settings(views)
     headlines = [view.headline() for view in views]

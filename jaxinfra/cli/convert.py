@@ -16,7 +16,7 @@ _MAX_SHARD_GB = 1e6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
+    """Declares the command-line options of ``jaxinfra convert``."""
     parser.add_argument(
         "source", metavar="SRC", type=Path, help="a Hugging Face or converted model, or a run"
     )
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Converts, and prints what was written."""
+    """Converts a model or checkpoint, and prints what was written."""
     if not 0 < args.max_shard_gb <= _MAX_SHARD_GB:
         raise ConfigError(
             f"--max-shard-gb={args.max_shard_gb} must be above 0 and at most {_MAX_SHARD_GB}"

@@ -38,7 +38,7 @@ _OF_A_RUN = ("checkpoint", "data", "recorder")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
+    """Declares the command-line options of ``jaxinfra doctor``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "what",
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examines a machine or a run, and changes nothing; 1 where something is wrong."""
+    """Examines a machine or a run without changing it; returns 1 if something is wrong."""
     if args.what == "machine":
         return _machine(args)
     if args.run is None:

@@ -1,4 +1,4 @@
-"""Options of the commands that build an engine, or show its memory."""
+"""Options of the commands that build a serving engine or show its memory."""
 
 import argparse
 import dataclasses
@@ -25,7 +25,7 @@ _OPTIONS: tuple[tuple[str, str], ...] = (
 
 
 def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
-    """Declares the options of an engine."""
+    """Declares the command-line options of a serving engine."""
     for name, text in _OPTIONS:
         default, on_gpu = getattr(_CPU, name), getattr(_GPU, name)
         said = text
@@ -48,7 +48,7 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def engine_options(args: argparse.Namespace) -> EngineOptions:
-    """Returns the engine's options as given, else this device's defaults."""
+    """Returns the serving engine's options as given; others have the device's defaults."""
     given: dict[str, Any] = {name: getattr(args, name) for name, _ in _OPTIONS}
     given = {name: value for name, value in given.items() if value is not None}
     if args.preemption is not None:

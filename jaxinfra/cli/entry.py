@@ -12,7 +12,7 @@ thresholds, a collection every 700 objects, it takes a sixth of the time of both
 
 
 def main() -> int:
-    """Runs the command that the arguments name; returns its exit code."""
+    """Runs the command that the process's arguments name; returns its exit code."""
     # Python's own handler would show where a SIGINT came, which helps no user yet.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.set_threshold(*GARBAGE_THRESHOLDS)

@@ -23,7 +23,7 @@ from jaxinfra.training.metrics import finite
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
+    """Declares the command-line options of ``jaxinfra evaluate``."""
     parser.add_argument("run", type=Path, help="run directory, or a Hugging Face model")
     parser.add_argument("--data", help="text to use instead of the run's own held-out documents")
     parser.add_argument("--step", type=int, help="checkpoint (default: the newest good one)")
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluates and prints a table, or JSON."""
+    """Evaluates a model on held-out text and prints a table or JSON."""
     if args.tasks is not None:
         return _run_tasks(args)
     of_tasks = ("shots", "limit", "task_directory", "chat")

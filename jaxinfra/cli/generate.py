@@ -100,7 +100,7 @@ _PROMPT_BYTES = 64 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
+    """Declares the command-line options of ``jaxinfra generate``."""
     parser.add_argument("run", metavar="RUN", type=Path, help="run, or a Hugging Face model")
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument(
@@ -155,7 +155,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Streams the continuation to standard output, its speed to standard error."""
+    """Streams generated text to standard output and its speed to standard error."""
     started = time.perf_counter()
     policy = None if args.policy is None else PolicyName(args.policy)
     if args.out is not None and args.prompts is None:

@@ -30,7 +30,7 @@ _PROCESS_BYTES = 250_000_000  # of one that has loaded JAX
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
+    """Declares the command-line options of ``jaxinfra launch``."""
     defaults = Limits()
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("-n", "--processes", type=int, required=True, help="processes on this node")
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the job to its end."""
+    """Starts the job's processes, restarts them on failure, and returns the exit code."""
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise ConfigError("what to launch? Put it after --, as in launch -n 4 -- train tiny")
@@ -120,7 +120,7 @@ def _require_memory(processes: int) -> None:
 
 
 def train_commands(command: list[str]) -> tuple[list[str], list[str], Path]:
-    """Returns the command to start with, the one to continue with, and the run's directory."""
+    """Returns the first command of a job, the command that resumes it, and the run directory."""
     resumed, given = _option(command, "--resume"), _option(command, "--run")
     if resumed is not None:
         return command, command, Path(resumed)
@@ -167,15 +167,15 @@ def _without_cluster() -> dict[str, str]:
 
 
 def require_slurm(environment: Mapping[str, str]) -> None:
-    """Raises ConfigError where ``requeue`` could not work, before the job runs."""
+    """Raises ConfigError if ``requeue`` could not work, before the job starts."""
     if environment.get("SLURM_JOB_ID") is None or shutil.which("scontrol") is None:
         raise ConfigError("--requeue works under Slurm only: no SLURM_JOB_ID, or no scontrol")
 
 
 def requeue(environment: Mapping[str, str]) -> None:
-    """Puts this Slurm job back into the queue; only the first of several nodes does so.
+    """Requeues this Slurm job; only the first of several nodes does so.
 
-    Where Slurm refuses, a message says so, and the job's own exit code stays.
+    If Slurm refuses, prints a message; the job's exit code is unchanged.
     """
     if environment.get("SLURM_NODEID", "0") != "0":
         return

@@ -48,7 +48,7 @@ from jaxinfra.training.recompute.optimal import draw_choice
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options: those of ``train`` that describe a config, and more."""
+    """Declares the command-line options of ``jaxinfra memory``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     train.add_arguments(parser)
     serving = parser.add_argument_group("engine that serves the model")
@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compiles the step and prints its memory by role; 1 where it exceeds the limit."""
+    """Compiles a step and prints its memory by role; returns 1 if it exceeds the limit."""
     if args.limit is not None and not args.limit > 0:
         raise ConfigError(f"--limit {args.limit} must be above 0 GiB")
     if args.serve:

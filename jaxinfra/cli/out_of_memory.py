@@ -1,4 +1,4 @@
-"""Reports of a run's first step, or a server's engine, that did not fit.
+"""Reports on a training step or serving engine that did not fit in memory.
 
 A report is ``out-of-memory.json`` and its picture.
 """
@@ -31,7 +31,7 @@ _UNITS = {"b": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
 def explain_out_of_memory(config: RunConfig, directory: Path, error: JaxinfraError) -> str:
-    """Compiles the step without running it, and writes its memory and changes that would fit.
+    """Compiles a step that did not fit; writes its memory and changes that would fit.
 
     Returns the report in a few lines.
     """
@@ -63,7 +63,7 @@ def explain_out_of_memory(config: RunConfig, directory: Path, error: JaxinfraErr
 
 
 def explain_serving_out_of_memory(case: ServingCase, directory: Path, error: Exception) -> str:
-    """Writes the memory of an engine that does not fit, and changes that would fit.
+    """Writes the memory of an engine that did not fit, and changes that would.
 
     Returns the report in a few lines.
     """

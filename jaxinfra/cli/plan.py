@@ -49,7 +49,7 @@ _ROOM = 1.5  # what trained mixtures need, whose loads are balanced by a loss or
 
 
 def headline(plan: Plan, *, searched: bool) -> list[str]:
-    """Returns the lines that come before the tables.
+    """Returns the lines that ``jaxinfra plan`` prints before its tables.
 
     Args:
         searched: whether the layout was found by the search.
@@ -70,7 +70,7 @@ def headline(plan: Plan, *, searched: bool) -> list[str]:
 
 
 def train_command(name: str, layout: Layout) -> str | None:
-    """Returns the ``jaxinfra train`` command of a layout; None if none trains in its formats.
+    """Returns a layout's ``jaxinfra train`` command; None if its number formats cannot be trained.
 
     Args:
         name: a preset's name, or the directory of a model.
@@ -130,7 +130,7 @@ def _why_slower(plan: Plan) -> list[str]:
 
 
 def formats(args: argparse.Namespace) -> int:
-    """Prints number formats and the training recipes in them."""
+    """Prints number formats and the training recipes that use them."""
     if args.pictures is not None:
         draw_formats(args.pictures)
     if args.json:
@@ -157,7 +157,7 @@ def formats(args: argparse.Namespace) -> int:
 
 
 def schedule(args: argparse.Namespace) -> int:
-    """Prints a pipeline schedule: its bubble, its memory and its picture."""
+    """Prints a pipeline schedule's bubble and memory, and draws it."""
     if args.schedule not in list(PipelineSchedule):
         known = nearest(args.schedule, map(str, PipelineSchedule))
         raise ConfigError(f"unknown --schedule {args.schedule!r}{known}")
@@ -184,7 +184,7 @@ _SMALLEST, _LARGEST = 1e-9, 1e18
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
+    """Declares the command-line options of ``jaxinfra plan``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("model", nargs="?", help="a preset, a config.json or its directory; or: formats")
@@ -235,7 +235,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Makes a plan and prints it."""
+    """Predicts a model's memory and speed, or searches a mesh, and prints the plan."""
     try:
         return _run(args)
     except ArithmeticError as error:

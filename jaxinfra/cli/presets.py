@@ -18,14 +18,14 @@ from jaxinfra.errors import ConfigError, nearest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
+    """Declares the command-line options of ``jaxinfra presets``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("name", nargs="?", default="", help="text that the listed names contain")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a table, or JSON."""
+    """Prints the presets as a table or JSON."""
     found = presets(args.name)
     if not found:
         raise ConfigError(f"no preset is named {args.name!r}{nearest(args.name, MODELS)}")

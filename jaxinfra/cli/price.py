@@ -1,4 +1,4 @@
-"""Predicted times of a run's step, from the planner."""
+"""Predicted step time of a run, from the planner."""
 
 import functools
 
@@ -15,16 +15,16 @@ from jaxinfra.planning.plan import Plan, make_plan
 
 
 def step_price(config: RunConfig) -> float | None:
-    """Predicts seconds per step, on the GPUs here or, without any, on H200s.
+    """Predicts seconds per step of a config, on the GPUs here or, without any, on H200s.
 
-    Returns None where the planner has no layout of it.
+    Returns None if the planner cannot describe the config's layout.
     """
     plan = step_plan(config)
     return None if plan is None else plan.time.total_s
 
 
 def step_plan(config: RunConfig, device_kind: str | None = None) -> Plan | None:
-    """Makes the plan of a run's step; None where the planner has none.
+    """Returns the plan of a config's step; None if the planner cannot describe its layout.
 
     Args:
         device_kind: such as "NVIDIA H200"; by default the GPUs here or, without any, H200s.

@@ -18,7 +18,7 @@ _MOST_TOKENS = 1 << 24
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
+    """Declares the command-line options of ``jaxinfra quantize``."""
     parser.add_argument(
         "source", metavar="SRC", type=Path, help="a Hugging Face model, a converted one, or a run"
     )
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Quantizes, and prints each layer's errors and what was written."""
+    """Quantizes a model, and prints each layer's error and what was written."""
     recipe = quantization_recipe(args.recipe, group=args.group_size)
     if not 0 < args.calibration_tokens <= _MOST_TOKENS:
         raise ConfigError(

@@ -22,7 +22,7 @@ from jaxinfra.training.metrics import finite
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
+    """Declares the command-line options of ``jaxinfra replay``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="counted from 1")
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replays the step; 1 where it does not reproduce."""
+    """Replays a step of a run; returns 1 if it does not reproduce the recorded values."""
     replayed = replay_step(
         args.run, step=args.step, cache_dir=args.cache or user_cache(), on_mesh=args.on_mesh
     )

@@ -12,14 +12,14 @@ from jaxinfra.diagnostics.run_view import read_view
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
+    """Declares the command-line options of ``jaxinfra report``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: RUN/report.html")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads the run and writes the page."""
+    """Reads a run and writes its HTML report."""
     page = run_page(read_view(args.run))
     file = args.out or args.run / "report.html"
     write_atomically(file, page)

@@ -50,7 +50,7 @@ _RUNS, _PRESET = Path("runs"), "tiny"  # where ``jaxinfra train`` leaves what it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
+    """Declares the command-line options of ``jaxinfra serve``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "model",
@@ -193,7 +193,7 @@ def _options(args: argparse.Namespace, path: Path) -> Any:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves until a signal asks for the end, and until open requests have ended."""
+    """Serves a model until a signal stops it and all open requests have ended."""
     _require_extra()
     # What only a server needs is imported here: other commands do without.
     start = importlib.import_module("jaxinfra.serving.http.start")

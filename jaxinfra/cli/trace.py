@@ -28,7 +28,7 @@ from jaxinfra.runtime.files import read_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
+    """Declares the command-line options of ``jaxinfra trace``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("directory", nargs="?", type=Path, help="run, or a directory with a trace")
     parser.add_argument("second", nargs="?", type=Path, help="another run to compare with")
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads the newest trace and prints what delays the step, then tables; or JSON."""
+    """Reads the newest trace and prints a step's delays and tables, or JSON."""
     if args.example == (args.directory is not None):
         raise ConfigError("name a run, or give --example: one of them")
     if args.example:

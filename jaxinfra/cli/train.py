@@ -83,7 +83,7 @@ _CHOICES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
+    """Declares the command-line options of ``jaxinfra train``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("preset", nargs="?", help="name of a preset (default: tiny)")
     parser.add_argument(
@@ -153,7 +153,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Checks the config, then imports JAX and trains."""
+    """Checks the config before it imports JAX, then trains."""
     if args.continued and args.run is None:
         raise ConfigError("--continue needs --run DIR: which run is to be continued or begun?")
     config = config_of(args)
@@ -167,7 +167,7 @@ def _job() -> Any:
 
 
 def config_of(args: argparse.Namespace) -> RunConfig:
-    """Returns the config that the options describe."""
+    """Returns the run config that the command-line options describe."""
     begins = {
         "--init": args.init,
         "--lora": args.lora,

@@ -1,4 +1,4 @@
-"""The work of ``jaxinfra train`` after its options are checked; this module imports JAX."""
+"""The part of ``jaxinfra train`` that imports JAX, run after the options are checked."""
 
 import argparse
 import os
@@ -32,7 +32,7 @@ from jaxinfra.training.summary import SourceRead, describe_mixture
 
 
 def resumed_config(directory: Path) -> RunConfig:
-    """Returns the config of a run that is continued."""
+    """Returns the config of a run that ``--resume`` continues."""
     return RunDirectory(directory).read_config()
 
 
@@ -43,7 +43,7 @@ def initial_config(
     preferences: PreferenceConfig | None,
     change: Callable[[RunConfig], RunConfig],
 ) -> RunConfig:
-    """Returns the config of a run that starts with a model's weights, changed by options."""
+    """Returns the config of a run that ``--init`` starts from a model, changed by options."""
     start = finetuning_config(
         read_initial(directory), lora=lora, chat=chat, preferences=preferences
     )
@@ -53,7 +53,7 @@ def initial_config(
 
 
 def run(args: argparse.Namespace, config: RunConfig) -> int:
-    """Trains; prints the results, the compression baseline and a sample."""
+    """Trains; prints the results, a compression baseline and a sample of generated text."""
     resume = args.resume is not None or (
         args.continued and RunDirectory(args.run).config_file.is_file()
     )

@@ -15,7 +15,7 @@ from jaxinfra.diagnostics.run_view import RunView, read_view
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
+    """Declares the command-line options of ``jaxinfra watch``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument(
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shows the run until it is complete, or until interrupted."""
+    """Shows a run in the terminal until it is complete or the user interrupts."""
     if args.once:
         Console().print(_shown(read_view(args.run)))
         return 0

@@ -1,4 +1,4 @@
-"""Small jobs of a few processes that faults are injected into, and the comparison of two runs."""
+"""Small multi-process jobs to inject faults into, and the comparison of their runs."""
 
 import contextlib
 import dataclasses
@@ -59,17 +59,17 @@ WORDS = ("the", "model", "layer", "of", "token", "reads", "writes", "loss", "ste
 
 
 class NotProvenError(JaxinfraError):
-    """A condition of a fault's verdict did not hold; the message says what was seen."""
+    """Raised if a condition of a fault's verdict does not hold; the message says what was seen."""
 
 
 def require(condition: object, text: str) -> None:
-    """Raises NotProvenError unless a condition of the verdict holds."""
+    """Raises NotProvenError with ``text`` unless the condition holds."""
     if not condition:
         raise NotProvenError(text)
 
 
 def record_of(recorder: Path, rank: int) -> RankRecord:
-    """Reads the flight recorder of a rank."""
+    """Reads one rank's flight recorder from a run's recorder directory."""
     record = read_record(record_file(recorder, rank))
     if record is None:
         raise NotProvenError(f"rank {rank} does not record")
@@ -78,7 +78,7 @@ def record_of(recorder: Path, rank: int) -> RankRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """The end of a job: its exit code, output and time."""
+    """A finished job's exit code, output and duration."""
 
     code: int
     said: str  # stdout and stderr
@@ -88,7 +88,7 @@ class Ended:
 
 @final
 class RunningJob:
-    """A job that is running."""
+    """A ``jaxinfra launch`` job that is running, with its log and run directory."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path, run: Path):
         self.process, self._log, self.run = process, log, run
@@ -99,15 +99,15 @@ class RunningJob:
         return self._log.read_text(errors="replace")
 
     def pid_of(self, rank: int) -> int:
-        """Returns the process id of a rank."""
+        """Returns the process id of a rank of the job."""
         return self.record_of(rank).pid
 
     def record_of(self, rank: int) -> RankRecord:
-        """Reads the flight recorder of a rank."""
+        """Reads the flight recorder of one of the job's ranks."""
         return record_of(self.run / "recorder", rank)
 
     def wait_for_step(self, step: int) -> None:
-        """Waits until the metrics of a step are recorded completely."""
+        """Waits until the run's metrics file has the complete line of a step."""
         self.wait_until(
             lambda: any(record["step"] >= step for record in metrics(self.run)),
             f"step {step}",
@@ -116,7 +116,7 @@ class RunningJob:
     def wait_until(
         self, condition: Callable[[], bool], what: str, *, within_s: float = _TIMEOUT_S
     ) -> None:
-        """Waits until a condition holds."""
+        """Waits until a condition holds; ``what`` names it in the error after ``within_s``."""
         deadline = time.monotonic() + within_s
         while not condition():
             require(self.process.poll() is None, f"it ended before {what}: {self.said()[-2000:]}")
@@ -124,7 +124,7 @@ class RunningJob:
             time.sleep(0.02)
 
     def end(self) -> Ended:
-        """Waits for the end of the job."""
+        """Waits for the job to end; returns its exit code, output and duration."""
         try:
             code = self.process.wait(_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -156,7 +156,7 @@ class Arena:
         self._references: dict[tuple[str, ...], tuple[Path, threading.Lock]] = {}
 
     def settings(self, *settings: str, processes: int | None = None) -> list[str]:
-        """Returns the command that trains a run, without its directory."""
+        """Returns the ``jaxinfra train`` arguments of a run, without its run directory."""
         mesh = f"replica={processes or self.processes}"
         sets = [f"--set={setting}" for setting in (*SETTINGS, *settings)]
         cache = ["--cache", str(self.place / "cache")]
@@ -174,7 +174,7 @@ class Arena:
         restarts: int = 2,
         options: Sequence[str] = (),
     ) -> Iterator[RunningJob]:
-        """Starts ``jaxinfra launch``, and kills its processes at the end of the block.
+        """Starts a job with ``jaxinfra launch``; the ``with`` block's end kills its processes.
 
         Args:
             command: from ``settings``, or ``["--resume", ...]`` to continue the run.
@@ -194,7 +194,7 @@ class Arena:
     def start(
         self, words: Sequence[str], *, run: str, environment: Mapping[str, str]
     ) -> Iterator[RunningJob]:
-        """Starts ``jaxinfra WORDS``."""
+        """Starts ``jaxinfra`` with the arguments ``words`` and a changed environment."""
         log = self.place / f"{run}.{next(self._log_numbers)}.log"
         # Jobs here are many, alike and short: even small programs are worth keeping.
         keep = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
@@ -222,12 +222,12 @@ class Arena:
                     process.wait()
 
     def run(self, run: str, command: Sequence[str], **options: Any) -> Ended:
-        """Launches a job and waits for its end."""
+        """Launches a job, waits for its end, and returns its exit code and output."""
         with self.launch(run, command, **options) as job:
             return job.end()
 
     def reference(self, *settings: str, processes: int | None = None) -> Path:
-        """Returns the undisturbed run, made at the first call."""
+        """Returns a run without faults for comparison; trains it at the first call."""
         count = processes or self.processes
         key = (str(count), *settings)
         with self._lock:
@@ -241,7 +241,7 @@ class Arena:
         return run
 
     def longest_phase_s(self) -> float:
-        """Seconds of the undisturbed run's longest phase; time limits are multiples of it."""
+        """Seconds of the longest phase in the run without faults; time limits are multiples."""
         phases = [
             [
                 ended.value
@@ -253,12 +253,12 @@ class Arena:
         return max(itertools.chain(*phases))
 
     def start_s(self) -> float:
-        """Seconds that a process of this machine takes to start, mostly for imports."""
+        """Seconds that one process takes to start on this machine, mostly for imports."""
         with self.start(["train", "--help"], run="start", environment={}) as job:
             return job.end().seconds
 
     def require_same(self, run: str, *settings: str, processes: int | None = None) -> str:
-        """Requires the run's last state and samples to equal the reference's; returns the evidence.
+        """Requires a run's last state and samples to equal the run's without faults.
 
         Args:
             settings: settings of the reference; without any, every recorded value is compared too.
@@ -300,7 +300,7 @@ def _tiny(place: Path) -> list[str]:
 
 
 def state_sums(run: Path, step: int, mesh: MeshConfig | None = None) -> dict[str, str]:
-    """Returns SHA-256 sums of a checkpoint's arrays that affect later steps, and its data state."""
+    """Returns SHA-256 sums of the arrays and data position that a checkpoint resumes from."""
     directory = RunDirectory(run)
     config = dataclasses.replace(
         directory.read_config(), mesh=mesh or MeshConfig(), sharding=ShardingConfig()
@@ -319,17 +319,17 @@ def state_sums(run: Path, step: int, mesh: MeshConfig | None = None) -> dict[str
 
 
 def combined(sums: Mapping[str, str]) -> str:
-    """Combines many sums into one."""
+    """Returns one SHA-256 sum over many."""
     return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """Reads the metrics that a run recorded."""
+    """Reads all lines of a run's ``metrics.jsonl``."""
     return read_json_lines(run / "metrics.jsonl")
 
 
 def values(run: Path) -> list[dict[str, Any]]:
-    """Reads the metrics without those that depend on the clock."""
+    """Reads a run's metrics without the fields that depend on the clock."""
     return [
         {name: value for name, value in record.items() if name not in _TIMES}
         for record in metrics(run)
@@ -337,7 +337,7 @@ def values(run: Path) -> list[dict[str, Any]]:
 
 
 def ledger(run: Path) -> list[tuple[int, int, int, str, bool]]:
-    """Reads every step's first and last sample, their sum, and whether they were trained on."""
+    """Returns each step's number, first and last sample, batch sum, and if it was trained on."""
     entries, skipped = [], 0
     for record in metrics(run):
         if "batch" not in record:
@@ -348,12 +348,12 @@ def ledger(run: Path) -> list[tuple[int, int, int, str, bool]]:
 
 
 def incidents(run: Path, kind: str) -> list[dict[str, Any]]:
-    """Reads the incidents of one kind that a run recorded."""
+    """Reads a run's incidents of one kind from its ``incidents.jsonl``."""
     return [found for found in read_json_lines(run / "incidents.jsonl") if found["kind"] == kind]
 
 
 def the_incident(run: Path, kind: str) -> dict[str, Any]:
-    """Returns the incident of a kind, and requires that there is exactly one."""
+    """Returns a run's only incident of a kind; raises NotProvenError if there are more or none."""
     found = incidents(run, kind)
     if len(found) != 1:
         every = [(one["kind"], one["step"]) for one in read_json_lines(run / "incidents.jsonl")]
@@ -362,5 +362,5 @@ def the_incident(run: Path, kind: str) -> dict[str, Any]:
 
 
 def saved_steps(run: Path) -> list[int]:
-    """Lists the steps of committed checkpoints."""
+    """Returns the steps at which a run committed checkpoints."""
     return directory_layout.steps(run / "checkpoints")

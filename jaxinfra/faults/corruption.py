@@ -1,4 +1,4 @@
-"""Functions that change values in a fault's place, called by ``jaxinfra.runtime.injected_faults``.
+"""Functions that inject a fault's wrong values, called by ``jaxinfra.runtime.injected_faults``.
 
 Each takes the result of the wrapped function and the fault's plan, and returns the changed result.
 """
@@ -17,7 +17,7 @@ from jaxinfra.training.job import Job, make_job
 
 
 def poison_targets(batch: Any, plan: Mapping[str, Any]) -> Any:
-    """Sets every target to one ``token``, which no text has: a loss that no healthy batch has."""
+    """Sets all of a batch's targets to one rare token, so that its loss is unusually high."""
     token = plan["token"]
     return dataclasses.replace(
         batch, targets=_like(batch.targets, lambda x: np.full_like(x, token))
@@ -25,16 +25,17 @@ def poison_targets(batch: Any, plan: Mapping[str, Any]) -> Any:
 
 
 def poison_weights(batch: Any, plan: Mapping[str, Any]) -> Any:
-    """Sets weights to NaN, so that the loss and every gradient are NaN."""
+    """Sets a batch's loss weights to NaN, so that the loss and all gradients become NaN."""
     return dataclasses.replace(
         batch, weights=_like(batch.weights, lambda x: np.full_like(x, np.nan))
     )
 
 
 def flipping_step(step: Callable[..., Any], plan: Mapping[str, Any]) -> Callable[..., Any]:
-    """Flips a bit in this process's copy of a weight after the ``at``-th call of a training step.
+    """Returns a training step that flips one weight bit on this process after its ``at``-th call.
 
-    ``devices`` of the plan names those of its devices whose copy it is, by position; all if absent.
+    The plan's ``devices`` lists which of the process's devices to change, by position (all if
+    absent).
     """
     calls = 0
 
@@ -48,7 +49,7 @@ def flipping_step(step: Callable[..., Any], plan: Mapping[str, Any]) -> Callable
 
 
 def always_flipping_step(step: Callable[..., Any], plan: Mapping[str, Any]) -> Callable[..., Any]:
-    """Flips a bit after each call of a training step, as a broken device would."""
+    """Returns a training step that flips a weight bit after each call, as a broken device would."""
 
     def flipping(state: Any, batch: Any) -> Any:
         state, metrics = step(state, batch)
@@ -58,7 +59,7 @@ def always_flipping_step(step: Callable[..., Any], plan: Mapping[str, Any]) -> C
 
 
 def poisoning_step(step: Callable[..., Any], plan: Mapping[str, Any]) -> Callable[..., Any]:
-    """Corrupts the batch of a training step's ``at``-th call, in memory and not on disk."""
+    """Returns a training step that corrupts the batch of its ``at``-th call in memory only."""
     calls = 0
 
     def poisoning(state: Any, batch: Any) -> Any:
@@ -83,7 +84,7 @@ def _flip_weight(state: Any, plan: Mapping[str, Any]) -> Any:
 
 
 def other_program(job: Job, plan: Mapping[str, Any]) -> Job:
-    """Returns a step that computes something else for the same config."""
+    """Returns the job with a training step of another program, though the config is equal."""
     training = dataclasses.replace(job.config.training, z_loss=1e-3)
     other = make_job(dataclasses.replace(job.config, training=training))
     return dataclasses.replace(job, train_step=other.train_step)
@@ -105,15 +106,15 @@ def _like(
 
 
 def shorten(batch: Any, plan: Mapping[str, Any]) -> Any:
-    """Cuts a batch to half its tokens, for ``jaxinfra.training.job:Job.put`` in one process."""
+    """Cuts a batch to half its tokens (applied to ``jaxinfra.training.job:Job.put``)."""
     del plan
     return jax.tree.map(lambda leaf: leaf[:, : leaf.shape[1] // 2], batch)
 
 
 def exceed_memory(step: Any, plan: Mapping[str, Any]) -> Callable[..., Any]:
-    """Ends a step as on a device with ``limit`` bytes where it needs more.
+    """Raises an out-of-memory error if a step needs more than ``limit`` bytes per device.
 
-    For ``jaxinfra.training.loop:same_program``, in a job of one process.
+    The fault applies to ``jaxinfra.training.loop:same_program``, in a job of one process.
     """
 
     def limited(*args: Any) -> Any:
@@ -129,13 +130,13 @@ def exceed_memory(step: Any, plan: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 def jump_clock(now: float, plan: Mapping[str, Any]) -> float:
-    """Moves the wall clock a day forward and a week back, alternately."""
+    """Returns the wall time moved alternately a day forward and a week back."""
     del plan
     return now + (86_400 if int(now * 10) % 2 else -7 * 86_400)
 
 
 def compute_long(batch: Any, plan: Mapping[str, Any]) -> Any:
-    """Computes for ``seconds`` before the batch, as a tokenizer would; other threads may run."""
+    """Delays a batch by ``seconds`` of computation, as a slow tokenizer would."""
     data, until = bytes(range(256)) * 1024, time.thread_time() + plan["seconds"]
     while time.thread_time() < until:
         zlib.compress(data)

@@ -1,4 +1,4 @@
-"""Faults 15-18: checkpoints that are damaged, cannot be written, or move to another job's shape."""
+"""Faults 15-18: checkpoints that are damaged, cannot be written, or move to another mesh."""
 
 import json
 import os
@@ -33,7 +33,7 @@ _LAST = f"step_{STEPS:08d}"
 
 
 def flip_a_bit(directory: Path, rng: random.Random) -> tuple[str, int, int]:
-    """Flips one bit of one file; returns file, byte and bit."""
+    """Flips one random bit of one file in a directory; returns the file, byte and bit."""
     files = sorted(path for path in directory.rglob("*") if path.is_file() and path.stat().st_size)
     file = rng.choices(files, weights=[path.stat().st_size for path in files])[0]
     at, bit = rng.randrange(file.stat().st_size), rng.randrange(8)
@@ -51,7 +51,7 @@ def _flip(file: Path, at: int, bit: int) -> None:
 
 @fault(15, "a bit flips in a checkpoint")
 def flipped_file(arena: Arena) -> str:
-    """Requires 300 random bit flips to be detected; with one of them, loading falls back."""
+    """Requires 300 random bit flips in a checkpoint to be detected, and loading to fall back."""
     run = _copy(arena, "f15")
     seed = random.SystemRandom().randrange(2**32)
     rng, checkpoint = random.Random(seed), run / "checkpoints" / _LAST
@@ -89,7 +89,7 @@ def _array_files(checkpoint: Path) -> list[Path]:
 
 @fault(16, "a truncated or missing shard, empty metadata")
 def damaged_files(arena: Arena) -> str:
-    """Requires the error to name the file, and the run to use the checkpoint before."""
+    """Damages checkpoint files; requires the error to name them and the run to use an older one."""
     evidence = []
     damages: dict[str, Callable[[Path], str]] = {
         "truncated": _cut,
@@ -105,7 +105,7 @@ def damaged_files(arena: Arena) -> str:
 
 @fault(17, "no space, or an error, in a save")
 def full_disk(arena: Arena) -> str:
-    """Requires training to go on with an alert, and to keep the last good checkpoint."""
+    """Fails a save by a full disk; requires an alert, and training to continue."""
     evidence = []
     for number, name in ((28, "ENOSPC"), (5, "EIO")):
         run = f"f17-{name}"
@@ -130,7 +130,7 @@ def full_disk(arena: Arena) -> str:
 
 @fault(18, "resumed by 4, then 2 processes, then on 8 devices of one", devices=8)
 def other_shape(arena: Arena) -> str:
-    """Requires the state to survive resharding to the last bit, and the data to follow in order."""
+    """Resumes on other meshes; requires bitwise equal state after resharding, and data in order."""
     reference = arena.reference()
     run = arena.place / "f18"
     _stop_at(arena, "f18", arena.settings(processes=4), call=4, processes=4)

@@ -1,4 +1,4 @@
-"""Faults 1-9 and 21-23: processes that die, are asked to stop, hang, or never come."""
+"""Faults 1-9 and 21-23: processes that die, are told to stop, hang, or never start."""
 
 import json
 import os
@@ -94,19 +94,19 @@ def _survives_kill(arena: Arena, run: str, plan: dict[str, Any], *, resumed_at: 
 
 @fault(1, "SIGKILL of a worker in mid-step")
 def kill_worker(arena: Arena) -> str:
-    """Kills a worker at step 7 and requires a resume from step 4: at most the interval is lost."""
+    """Kills a worker at step 7; requires a resume from the checkpoint of step 4."""
     return _survives_kill(arena, "f1", _kill_in_step(arena, "f1", rank=1), resumed_at=SAVE_EVERY)
 
 
 @fault(2, "SIGKILL of process 0")
 def kill_first(arena: Arena) -> str:
-    """Kills the process that the others connect to, with the requirements of ``kill_worker``."""
+    """Kills rank 0, the job's coordinator, and requires what ``kill_worker`` requires."""
     return _survives_kill(arena, "f2", _kill_in_step(arena, "f2", rank=0), resumed_at=SAVE_EVERY)
 
 
 @fault(3, "SIGKILL during an asynchronous save")
 def kill_in_save(arena: Arena) -> str:
-    """Kills a rank in the second save, and requires later saves to work."""
+    """Kills a rank during the second checkpoint save, and requires later saves to work."""
     plan = _kill_at("jaxinfra.checkpoint.arrays:Write.finish", rank=1, call=2)
     evidence = _survives_kill(arena, "f3", plan, resumed_at=SAVE_EVERY)
     return _require_all_saved(arena, "f3") + evidence
@@ -114,7 +114,7 @@ def kill_in_save(arena: Arena) -> str:
 
 @fault(4, "SIGKILL between data and commit marker")
 def kill_before_commit(arena: Arena) -> str:
-    """Kills a rank before the second save is committed."""
+    """Kills a rank after it wrote the second checkpoint and before the commit."""
     plan = _kill_at("jaxinfra.checkpoint.directory_layout:commit", rank=0, call=2)
     evidence = _survives_kill(arena, "f4", plan, resumed_at=SAVE_EVERY)
     return _require_all_saved(arena, "f4") + evidence
@@ -128,7 +128,7 @@ def _require_all_saved(arena: Arena, run: str) -> str:
 
 @fault(5, "SIGTERM to one rank")
 def stop_one(arena: Arena) -> str:
-    """Asks one rank to stop; all save the same step and exit with 75."""
+    """Sends one rank a stop signal; requires all ranks to save one step and exit with 75."""
     held = _hold(arena, "f5", rank=1, step=6)
     with arena.launch("f5", arena.settings(), faults=[held]) as job:
         _wait_until_in(job, rank=1, phase="step", step=6)
@@ -149,7 +149,7 @@ def stop_one(arena: Arena) -> str:
 
 @fault(6, "SIGTERM during warm-up, compilation, a data stall and evaluation")
 def stop_at_any_time(arena: Arena) -> str:
-    """Asks one rank to stop at each moment in turn; the same run goes on from each."""
+    """Stops one rank at several moments; requires the run to resume equally from each."""
     # The phase of each moment, and the call that the signal comes in, or that does not return.
     moments = {
         "warm-up": ("setup", "jaxinfra.training.run_data:open_corpora", 1),
@@ -185,7 +185,7 @@ def stop_at_any_time(arena: Arena) -> str:
 
 @fault(7, "the grace expires in mid-save")
 def grace_expires(arena: Arena) -> str:
-    """Saves to an endless disk until the grace period ends; the checkpoint before stays whole."""
+    """Blocks a save beyond the grace period; requires the previous checkpoint to stay intact."""
     slow = {
         "rank": 0,
         "target": "jaxinfra.checkpoint.directory_layout:write_manifest",
@@ -216,7 +216,7 @@ def grace_expires(arena: Arena) -> str:
 
 @fault(8, "SIGSTOP of a rank")
 def halt_one(arena: Arena) -> str:
-    """Halts one rank, which must be named within the heartbeat and 5 s."""
+    """Suspends one rank; requires the job to name it within the heartbeat's limit plus 5 s."""
     heartbeat_s = 5.0
     command = arena.settings(f"reliability.heartbeat_s={heartbeat_s}")
     with arena.launch("f8", command, faults=[_hold(arena, "f8", rank=1, step=6)]) as job:
@@ -244,7 +244,7 @@ def _noticed_at(recorder: Path) -> float:
 
 @fault(9, "a live rank stuck before a collective")
 def stuck_rank(arena: Arena) -> str:
-    """Holds one rank in a step; requires stacks of all ranks, its name, and an abort."""
+    """Blocks one rank in a step; requires all ranks' stacks, the rank's name, and an abort."""
     hang_s = max(20.0, 5 * arena.longest_phase_s())
     plan = {"rank": 1, "attempt": 0, "target": _SEND, "call": 7, "action": "sleep", "value": 3600}
     ended = arena.run("f9", arena.settings(f"reliability.hang_s={hang_s}"), faults=[plan])
@@ -266,7 +266,7 @@ def stuck_rank(arena: Arena) -> str:
 
 @fault(21, "a missing rank, or a taken port, at the start")
 def missing_rank(arena: Arena) -> str:
-    """Starts without one rank; requires an error within 60 s that lists the absent rank."""
+    """Starts a job without one rank; requires an error within 60 s that names that rank."""
     evidence = []
     port = _free_port()
     plain = {"JAXINFRA_COORDINATOR": f"127.0.0.1:{port}", "JAXINFRA_NUM_PROCESSES": "3"}
@@ -300,9 +300,9 @@ def missing_rank(arena: Arena) -> str:
 
 @fault(22, "killed for memory")
 def killed_for_memory(arena: Arena) -> str:
-    """Kills a rank as the kernel would for lack of memory.
+    """Kills a rank as the Linux out-of-memory killer would.
 
-    A stand-in for the kernel's count of kills in the cgroup goes up with the kill.
+    A fake file for the cgroup's count of out-of-memory kills is incremented with the kill.
     """
     group = arena.place / "memory-group"
     group.mkdir(exist_ok=True)
@@ -324,7 +324,7 @@ def killed_for_memory(arena: Arena) -> str:
 
 @fault(23, "a normal end of 8 ranks", devices=8)
 def normal_end(arena: Arena) -> str:
-    """Ends a run normally, and requires that no process aborts."""
+    """Lets a run end normally, and requires that no process aborts."""
     ended = arena.run(
         "f23", arena.settings("training.steps=4", processes=8), processes=8, restarts=0
     )

@@ -1,4 +1,4 @@
-"""Checks, before anything runs, of the faults that a user's own config can take."""
+"""Checks of a user's own config for fault injection, made before anything runs."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -35,7 +35,7 @@ _OURS = {
 
 
 def require_options(options: Sequence[str]) -> None:
-    """Raises ConfigError for an option of train that jaxinfra faults chooses itself."""
+    """Raises ConfigError for a ``jaxinfra train`` option that ``jaxinfra faults`` sets itself."""
     ours = {setting.partition("=")[0] for setting in SETTINGS}
     for word, following in zip(options, [*options[1:], ""], strict=True):
         name, _, value = word.partition("=")
@@ -47,10 +47,10 @@ def require_options(options: Sequence[str]) -> None:
 
 
 def require_runnable(config: RunConfig, numbers: Collection[int], *, jobs: int) -> None:
-    """Raises ConfigError where these faults cannot run on this config or machine.
+    """Raises ConfigError if the numbered faults cannot run on this config or machine.
 
     Args:
-        jobs: number of faults at a time.
+        jobs: number of faults that run at a time.
     """
     config = codec.override(config, SETTINGS)
     for devices in sorted({2, *(FAULTS[number].devices for number in numbers)}):

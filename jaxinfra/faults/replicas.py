@@ -1,4 +1,4 @@
-"""Faults 31 and 32: one of two replicas behind one address dies, or hangs."""
+"""Faults 31 and 32: one of two server replicas behind one address dies or hangs."""
 
 import concurrent.futures
 import os
@@ -18,10 +18,10 @@ _PATIENCE_S = 60.0  # of clients; many times what all of this takes
 
 @fault(31, "a replica is killed", devices=1)
 def kill_replica(arena: Arena) -> str:
-    """Kills one of two replicas behind one address while it answers.
+    """Kills one of two server replicas behind one address while it answers requests.
 
-    No client may hang. The other replica gives whole answers, streams that have begun end with an
-    error, and the replica is started again.
+    No client may hang. The other replica answers completely, streams already begun end with an
+    error, and the dead replica is restarted.
     """
     with serving(arena, "f31", "--replicas", "2") as server:
         texts = server.texts()

@@ -1,4 +1,4 @@
-"""Server processes of a tiny model that faults are injected into, and badly behaved clients."""
+"""Servers of a tiny model to inject faults into, and a client that can misbehave."""
 
 import concurrent.futures
 import contextlib
@@ -94,7 +94,7 @@ PROMPTS = ("once upon a time", "once upon another", "the mesh reads the data", "
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
-    """The answer of a server to a client."""
+    """A server's HTTP answer to a client."""
 
     status: int  # 0: the connection ended without an answer
     came: list[Any]  # a body, or the bodies of events
@@ -103,20 +103,20 @@ class Reply:
 
     @property
     def text(self) -> str:
-        """The text of the first choice."""
+        """The text of the answer's first choice."""
         choices = [choice for each in self.came for choice in each.get("choices", ())]
         return "".join(choice["text"] for choice in choices if choice["index"] == 0)
 
     @property
     def error(self) -> str:
-        """The error message; empty where there is none."""
+        """The answer's error message; empty if it has none."""
         found = [each["error"]["message"] for each in self.came if "error" in each]
         return found[-1] if found else ""
 
 
 @final
 class GymServer:
-    """A server that is running."""
+    """A running ``jaxinfra serve`` process, with a client for its requests."""
 
     def __init__(self, job: RunningJob, url: str):
         self.job, self.url = job, url
@@ -130,7 +130,7 @@ class GymServer:
         path: str = PATH,
         timeout_s: float = _TIMEOUT_S,
     ) -> Reply:
-        """Sends a request and reads the answer.
+        """Sends one request and returns the whole answer.
 
         Args:
             timeout_s: longest wait for the next byte, in seconds.
@@ -146,12 +146,12 @@ class GymServer:
             connection.close()
 
     def ask_all(self, bodies: Sequence[Mapping[str, Any]]) -> list[Reply]:
-        """Sends all requests at once."""
+        """Sends all requests at once and returns their answers."""
         with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
             return [*pool.map(self.ask, bodies)]
 
     def texts(self) -> list[str]:
-        """Returns the answers to the prompts, one after the other."""
+        """Returns the server's answers to fixed prompts, sent one after another."""
         replies = [self.ask(body(prompt)) for prompt in PROMPTS]
         bad = [reply for reply in replies if reply.status != 200 or len(reply.text) < 20]
         require(not bad, f"the undisturbed server answered {bad[:1]}")
@@ -176,7 +176,7 @@ class GymServer:
         return made
 
     def series(self) -> dict[str, float]:
-        """Reads ``/metrics``: names, and names with their labels' values, summed."""
+        """Reads the server's ``/metrics``: values by name, and by name and label, summed."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=_TIMEOUT_S)
         try:
             connection.request("GET", "/metrics")
@@ -190,13 +190,13 @@ class GymServer:
         return found
 
     def said_addresses(self) -> int:
-        """Counts lines of the server and of its replicas that announce an address."""
+        """Counts log lines in which the server or a replica announces its address."""
         return self.job.said().count(" at http://")
 
     def wait_until_idle(self) -> dict[str, float]:
-        """Waits until no request is open, and returns the series.
+        """Waits until the server has no open request, and returns its metrics.
 
-        Raises NotProvenError where pages are held then.
+        Raises NotProvenError if KV cache pages are still in use then.
         """
         deadline = time.monotonic() + _TIMEOUT_S
         while True:
@@ -217,7 +217,7 @@ class GymServer:
 def serving(
     arena: Arena, run: str, *options: str, faults: Sequence[Mapping[str, Any]] = ()
 ) -> Iterator[GymServer]:
-    """Starts ``jaxinfra serve`` of the faults' model, and ends it with the block."""
+    """Starts ``jaxinfra serve`` of the tiny model, and ends it when the ``with`` block ends."""
     model = arena.place / "served"
     with _WRITING:
         if not model.exists():
@@ -236,13 +236,13 @@ def serving(
 
 
 def body(prompt: str | Sequence[int], *, new: int = 40, **settings: Any) -> dict[str, Any]:
-    """Makes a request whose answer is the same each time, and as long as allowed."""
+    """Returns the body of a greedy request that always generates ``new`` tokens."""
     asked = {"prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True}
     return asked | settings
 
 
 def head(length: int) -> bytes:
-    """Makes the head of a request with a body of so many bytes."""
+    """Returns the HTTP head of a request whose body has ``length`` bytes."""
     return (
         f"POST {PATH} HTTP/1.1\r\nHost: faults\r\nContent-Type: application/json\r\n"
         f"Content-Length: {length}\r\nConnection: close\r\n\r\n"
@@ -250,14 +250,14 @@ def head(length: int) -> bytes:
 
 
 def drop(connection: socket.socket, *, reset: bool) -> None:
-    """Ends a connection, with a goodbye or without, as a machine that fails."""
+    """Closes a client's connection normally, or with a reset as a failing machine would."""
     if reset:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
 
 
 def read_rest(connection: socket.socket) -> Reply:
-    """Reads the rest of the answer to a request that ``send`` sent."""
+    """Reads the rest of the server's answer from a connection that ``GymServer.send`` opened."""
     with connection:
         response = http.client.HTTPResponse(connection)
         try:

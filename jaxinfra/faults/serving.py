@@ -1,4 +1,4 @@
-"""Faults 24-30: effects of bad clients, a full cache and broken machines on a server."""
+"""Faults 24-30: a server with misbehaving clients, a full KV cache or a failing machine."""
 
 import concurrent.futures
 import json
@@ -35,7 +35,7 @@ def _require_texts(server: GymServer, texts: list[str]) -> str:
 
 @fault(24, "clients of a server go away in mid-stream", devices=1)
 def clients_go(arena: Arena) -> str:
-    """Disconnects clients: some close, some vanish, some before they were answered at all."""
+    """Disconnects clients before and during their answers; requires their pages to be freed."""
     with serving(arena, "f24") as server:
         texts = server.texts()
         before = server.wait_until_idle()
@@ -55,7 +55,7 @@ def clients_go(arena: Arena) -> str:
 
 @fault(25, "a server's engine fails", devices=1)
 def engine_fails(arena: Arena) -> str:
-    """Fails the engine: clients are told, and the process ends to be restarted."""
+    """Fails the engine; requires errors to clients, and the process to exit for a restart."""
     # After the undisturbed answers, in the midst of what is asked then.
     gate = arena.place / "f25.go"
     plan = {"target": STEP, "call": 400, "action": "raise", "value": 5, "once": str(gate)}
@@ -82,9 +82,9 @@ def engine_fails(arena: Arena) -> str:
 
 @fault(26, "more requests than pages, and than a server takes", devices=1)
 def full_cache(arena: Arena) -> str:
-    """Fills the cache: requests give up their pages and continue later.
+    """Fills the KV cache; requires preempted requests to free their pages and continue later.
 
-    They are computed again or kept by the host. Beyond ``--max-open`` clients are told to try
+    Their pages are recomputed or saved to the host. Beyond ``--max-open`` clients are told to try
     again.
     """
     return "; ".join(_overfill(arena, preemption) for preemption in Preemption)
@@ -123,9 +123,10 @@ def _overfill(arena: Arena, preemption: Preemption) -> str:
 
 @fault(27, "a client that does not read", devices=1)
 def slow_reader(arena: Arena) -> str:
-    """Reads an answer slowly: others are answered meanwhile, and nothing is lost.
+    """Reads one answer slowly; requires other answers not to wait, and no text to be lost.
 
-    Its pages are free once it is computed; the unsent text is bounded by one request's limit.
+    The slow request's pages are freed once its answer is computed. The unsent text is bounded by
+    one request's limit.
     """
     with serving(arena, "f27") as server:
         texts = server.texts()
@@ -149,7 +150,7 @@ def slow_reader(arena: Arena) -> str:
 
 @fault(28, "malformed requests and bodies", devices=1)
 def malformed(arena: Arena) -> str:
-    """Sends malformed requests: refused in OpenAI's form, and half a request blocks nothing."""
+    """Sends malformed requests; requires errors in OpenAI's form, and no blocked connection."""
     bad: list[bytes | dict] = [
         b'{"prompt": [97,',
         b"\xff\xfe\x00\x80",
@@ -199,9 +200,9 @@ def malformed(arena: Arena) -> str:
 
 @fault(29, "a request whose logits are not finite", devices=1)
 def poison_request(arena: Arena) -> str:
-    """Fails one request: its client is told, and other requests are unaffected.
+    """Makes one request fail in the engine; requires an error for its client alone.
 
-    That holds for requests beside it and for those that get its pages next.
+    Requests in its batch, and requests that get its pages next, must be unaffected.
     """
     with serving(arena, "f29") as server:
         texts = server.texts()
@@ -224,9 +225,9 @@ def poison_request(arena: Arena) -> str:
 
 @fault(30, "the clock of a server's machine jumps", devices=1)
 def clock_jump(arena: Arena) -> str:
-    """Moves the clock by a day forward and a week back, again and again.
+    """Moves the wall clock forward and back repeatedly; requires unaffected answers.
 
-    Waits are measured by a monotonic clock.
+    The server's waits must be measured by a monotonic clock.
     """
     action = "jaxinfra.faults.corruption:jump_clock"
     plan = {"target": "time:time", "call": 1, "until": 10**9, "action": action}

@@ -1,4 +1,4 @@
-"""The faults by number, and the verdict on each."""
+"""The numbered list of faults, and the verdict on each."""
 
 import dataclasses
 import time
@@ -14,7 +14,7 @@ type Fault = Callable[[Arena], str]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A fault in the list."""
+    """One numbered fault of the list, with its title and function."""
 
     title: str
     function: Fault
@@ -25,7 +25,7 @@ FAULTS: dict[int, Entry] = {}
 
 
 def fault(number: int, title: str, *, devices: int = 2) -> Callable[[Fault], Fault]:
-    """Registers a function under its number in the list of faults (docs/faults.md)."""
+    """Returns a decorator that registers a function as a numbered fault (docs/faults.md)."""
 
     def enter(function: Fault) -> Fault:
         assert number not in FAULTS
@@ -37,7 +37,7 @@ def fault(number: int, title: str, *, devices: int = 2) -> Callable[[Fault], Fau
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """The outcome of one fault."""
+    """The outcome of one injected fault: whether it passed, and the evidence."""
 
     number: int
     title: str
@@ -47,7 +47,7 @@ class Verdict:
 
 
 def judge(number: int, arena: Arena) -> Verdict:
-    """Runs one fault and returns its verdict."""
+    """Runs one numbered fault and returns its verdict."""
     entry = FAULTS[number]
     began = time.monotonic()
     try:

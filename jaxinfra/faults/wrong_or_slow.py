@@ -14,7 +14,7 @@ _WINDOW = 4  # losses before a spike can be told
 
 @fault(10, "one rank compiles a different program")
 def other_program(arena: Arena) -> str:
-    """Gives one rank another program; the run must be refused before step 1."""
+    """Gives one rank another program; requires the run to be refused before step 1."""
     plan = {
         "rank": 1,
         "target": "jaxinfra.training.session:make_job",
@@ -31,7 +31,7 @@ def other_program(arena: Arena) -> str:
 
 @fault(11, "NaN in one rank's gradient")
 def not_a_number(arena: Arena) -> str:
-    """Makes values NaN; the step must be skipped, and the rank and layer named."""
+    """Makes values NaN; requires the step to be skipped, and the rank and layer to be named."""
     step = 10
     plan = _poison(arena, step, rank=1, action="jaxinfra.faults.corruption:poison_weights")
     ended = arena.run("f11", arena.settings(), faults=[plan], restarts=0)
@@ -45,7 +45,7 @@ def not_a_number(arena: Arena) -> str:
 
 @fault(12, "a poison batch")
 def poison_batch(arena: Arena) -> str:
-    """Corrupts a batch; the run must roll back and leave out exactly that batch."""
+    """Corrupts a batch; requires the run to roll back and to leave out exactly that batch."""
     step = 10
     action = "jaxinfra.faults.corruption:poison_targets"
     plans = [_poison(arena, step, rank=rank, action=action) for rank in range(arena.processes)]
@@ -62,7 +62,7 @@ def poison_batch(arena: Arena) -> str:
 
 @fault(13, "a bit flips in one replica's weights", devices=4)
 def flipped_weight(arena: Arena) -> str:
-    """Flips a bit of a weight; a vote of four copies must name it within the interval."""
+    """Flips a weight's bit in one of four replicas; requires their comparison to name it."""
     plan = {
         "rank": 1,
         "target": "jaxinfra.training.loop:same_program",
@@ -81,7 +81,7 @@ def flipped_weight(arena: Arena) -> str:
 
 @fault(14, "a fault that passes spoils one step")
 def transient(arena: Arena) -> str:
-    """Corrupts one step's computation once; the step is repeated and the repetition kept."""
+    """Corrupts one step's computation once; requires a repetition whose result is kept."""
     step = 10
     plan = {
         "rank": 1,
@@ -101,14 +101,14 @@ def transient(arena: Arena) -> str:
 
 @fault(19, "200 ms more of work on one rank")
 def slow_rank(arena: Arena) -> str:
-    """Slows one rank, which must be named within 50 steps."""
+    """Slows one rank; requires the run to name it within 50 steps."""
     plan = _slow(arena, "jaxinfra.training.job:Job.put")
     return _slow_is_named(arena, "f19", plan, cause="host")
 
 
 @fault(20, "a starved loader on one rank; a loader's worker dies")
 def starved(arena: Arena) -> str:
-    """Starves the run of input: the verdict is "input", and the dead worker's error ends it."""
+    """Starves the run of input; requires the verdict "input" and an end by the worker's error."""
     plan = _slow(arena, "jaxinfra.data.train_iterator:TrainIterator.__next__")
     named = _slow_is_named(arena, "f20", plan, cause="input")
     dead = {"rank": 1, "target": _BATCH, "call": 7, "action": "raise", "value": 5}

@@ -1,1 +1,1 @@
-"""Quantization of models: weights in 4 and 8 bits, in formats that other programs read."""
+"""Quantization of model weights to 4 and 8 bits, in formats that other programs read."""

@@ -1,4 +1,4 @@
-"""Scaling of inputs of a block's projections, and division of what makes these inputs.
+"""Scaling of a block's weights by input channel, and of the layers before them by the inverse.
 
 A group of projections reads one input, and that input is linear in the scale of a norm or the
 columns of another projection. All readers of the input are scaled, those in 16 bits too: the router
@@ -25,7 +25,7 @@ from jaxinfra.quantize.recipes import Method
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ScaledInput:
-    """The weights that read one input, and the parameter that makes it, as paths in a block."""
+    """A group of weights with one common input, and the norm or projection that produces it."""
 
     readers: tuple[str, ...]
     kept: tuple[str, ...] = ()  # readers that stay in 16 bits
@@ -37,14 +37,14 @@ class ScaledInput:
 
     @property
     def input(self) -> str:
-        """One of the weights that read the input of all tokens."""
+        """Path of one weight in the group that reads the common input of all tokens."""
         return (*self.kept, *self.readers)[0]
 
 
 def scaled_inputs(block: BlockConfig, method: Method) -> tuple[ScaledInput, ...]:
-    """Lists the groups of a block, in the order in which they are scaled.
+    """Lists a block's groups of weights with a common input, in the order of their scaling.
 
-    SmoothQuant scales outputs of norms; AWQ also outputs that one projection makes for the next.
+    SmoothQuant scales outputs of norms; AWQ also scales outputs of a projection before another.
 
     Raises:
         UnsupportedError: a layer whose projections are not known to be linear in one another.
@@ -136,7 +136,7 @@ def _is_linear_in_up(kind: MlpKind) -> bool:
 def divided_norm(
     parameters: dict[str, jax.Array], group: ScaledInput, scales_K: jax.Array
 ) -> dict[str, jax.Array]:
-    """Returns the norm's parameters, by path, divided by the scales."""
+    """Returns parameters of the norm before a group, by path, divided by the group's scales."""
     scale, offset = f"{group.norm}/scale", group.offset
     changed = {scale: (parameters[scale].astype(EXACT) + offset) / scales_K - offset}
     bias = f"{group.norm}/bias"
@@ -148,9 +148,9 @@ def divided_norm(
 def divided_columns(
     parameters: dict[str, jax.Array], group: ScaledInput, scales: jax.Array
 ) -> dict[str, jax.Array]:
-    """Returns the parameters of ``group.columns``, by path, with outputs divided by the scales.
+    """Returns the parameters of ``group.columns``, by path, with output channels divided by scales.
 
-    The scales are [K], or [E, K] of experts.
+    The scales are [K], or [E, K] for experts.
     """
     assert group.columns is not None
     weight = parameters[group.columns]

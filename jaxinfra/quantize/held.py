@@ -1,4 +1,4 @@
-"""Shapes of the arrays that loading a quantized model keeps, from its config alone."""
+"""Shapes of a loaded quantized model's arrays, from its config alone."""
 
 import dataclasses
 import functools
@@ -36,11 +36,11 @@ def held_shapes(
     *,
     policy: PolicyName = PolicyName.BF16,
 ) -> Parameters:
-    """Returns shapes and dtypes of parameters and state as ``load`` keeps them; no file is read.
+    """Returns shapes and dtypes of a quantized model's arrays after ``load``; reads no file.
 
     Args:
-        recipe: the recipe of the files; None: their weights are plain.
-        policy: policy of the original checkpoint; plain weights are in its compute dtype.
+        recipe: the recipe that the files are quantized by; None for unquantized weights.
+        policy: policy of the original checkpoint; unquantized weights have its compute dtype.
 
     Raises:
         ConfigError, UnsupportedError: a model that ``jaxinfra quantize`` does not make by this

@@ -1,4 +1,4 @@
-"""A model run layer by layer, with one layer's weights on the device at a time.
+"""A model that is run layer by layer, with one layer's weights on the device at a time.
 
 Dims: B sequence, T position, D model width.
 """
@@ -27,19 +27,19 @@ from jaxinfra.quantize.statistics import InputRecorder, InputStatistics, statist
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPlace:
-    """The place of a layer: ``blocks/BLOCK`` in our paths, repetition ``at``."""
+    """A layer's place in the model: ``blocks/BLOCK`` in paths, and its repetition ``at``."""
 
     number: int
     block: int
     at: int
 
     def path(self, name: str) -> str:
-        """Returns the path of this layer's parameter among the model's."""
+        """Returns the model-wide path of a parameter that this layer names ``name``."""
         return f"blocks/{self.block}/{name}"
 
 
 def places_of(config: ModelConfig) -> Iterator[LayerPlace]:
-    """Lists the places of all layers, in order."""
+    """Returns the places of all of a model's layers, first to last."""
     for number, (block, at) in enumerate(config.layer_places):
         yield LayerPlace(number=number, block=block, at=at)
 
@@ -47,7 +47,7 @@ def places_of(config: ModelConfig) -> Iterator[LayerPlace]:
 def read_layer(
     source: ParameterSource, definition: ModelDefinition, place: LayerPlace
 ) -> dict[str, np.ndarray]:
-    """Reads a layer's arrays by their paths in the block, as the source stores them."""
+    """Reads one layer's arrays from the source, by their paths in the block."""
     prefix = f"blocks/{place.block}/"
     found = {}
     for path, leaf in by_path(definition.arrays).items():
@@ -59,24 +59,24 @@ def read_layer(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MatrixDims:
-    """Dims of a layer's weight as a matrix of inputs and outputs, or one matrix per expert."""
+    """Numbers of a weight's dims that are inputs, outputs and experts, to view it as a matrix."""
 
     num_inputs: int  # dims that are contracted
     has_experts: bool = False  # in front of those
 
     def matrix(self, weight: jax.Array) -> jax.Array:
-        """Returns the weight as [K, N], or [E, K, N]."""
+        """Returns the weight reshaped to [K, N], or [E, K, N] for experts."""
         lead = weight.shape[: int(self.has_experts)]
         return weight.reshape(*lead, self.width(weight), -1)
 
     def width(self, weight: jax.Array) -> int:
-        """The number of inputs K."""
+        """Returns the number of input channels K of the weight."""
         first = int(self.has_experts)
         return math.prod(weight.shape[first : first + self.num_inputs])
 
 
 class CalibrationModel:
-    """The embedding and single layers of a model, run layer by layer over sequences.
+    """A model run one layer at a time over calibration sequences.
 
     Args:
         source: the weights; those outside layers stay on the device.
@@ -89,7 +89,7 @@ class CalibrationModel:
         self._blocks: dict[int, _OneBlock] = {}
 
     def embedded(self, ids_BT: np.ndarray) -> np.ndarray:
-        """Returns the first layer's input, [B, T, D] on the host."""
+        """Embeds token ids; returns the first layer's input [B, T, D] on the host."""
         decoder = self._block(0).bound(self._source)
         positions = jnp.broadcast_to(jnp.arange(ids_BT.shape[1])[None], ids_BT.shape)
         # Not jitted: the table would be a constant of the program, which XLA folds.
@@ -105,22 +105,22 @@ class CalibrationModel:
         rounded: tuple[str, ...] = (),
         statistics: int | None = None,
     ) -> tuple[jax.Array, dict[str, InputStatistics]]:
-        """Runs a layer; returns its output and the inputs of its weights, by path in the block.
+        """Runs one layer; returns its output and its weights' input statistics by path.
 
         Args:
-            activations: format that inputs of the weights ``rounded`` are rounded to.
+            activations: format that inputs of the weights named in ``rounded`` are quantized to.
             statistics: number of expert inputs whose products are summed; None: no statistics.
         """
         block = self._block(place.block)
         return block.run(dict(parameters), jnp.asarray(x_BTD), activations, rounded, statistics)
 
     def held(self, place: LayerPlace, values: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Puts a layer's parameters and state on the device, in its compute dtypes."""
+        """Puts one layer's parameters and state on the device, in their compute dtypes."""
         dtypes = self._block(place.block).dtypes
         return {path: jnp.asarray(value).astype(dtypes[path]) for path, value in values.items()}
 
     def matrices(self, place: LayerPlace) -> dict[str, MatrixDims]:
-        """Returns the matrix dims of each weight that activations are multiplied with, by path."""
+        """Returns the matrix dims of each of a layer's matmul weights, by path."""
         return self._block(place.block).matrices
 
     def _block(self, number: int) -> "_OneBlock":

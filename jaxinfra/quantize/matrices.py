@@ -1,4 +1,4 @@
-"""A layer's weights as quantized tensors in the formats of other programs.
+"""Quantization of a layer's weights into tensors of other programs' file formats.
 
 Dims: K input, N output, G group of inputs.
 """
@@ -29,13 +29,13 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedTensor:
-    """One quantized tensor of the files, [K, N], and the parts of our parameters in it."""
+    """One quantized tensor [K, N] of the written files, and jaxinfra's parameters in it."""
 
     tensor: Tensor
     weight: QuantizedWeight
 
     def ours(self) -> dict[tuple[str, tuple[int, ...]], np.ndarray]:
-        """Returns dequantized values of each of our parts, float32, by path and index."""
+        """Returns dequantized float32 values by the path and index of jaxinfra's parameters."""
         theirs = np.asarray(_dequantized(self.weight)).T
         found = {}
         for part in self.tensor.parts:
@@ -48,7 +48,7 @@ class QuantizedTensor:
 
 
 def is_quantizable(tensor: Tensor, matmuls: Mapping[str, bool]) -> bool:
-    """Tells whether a tensor is a matrix that activations are multiplied with."""
+    """Tells whether a tensor in the files is a matmul weight of a layer, so can be quantized."""
     return not tensor.interleaved and all(
         part.path.startswith("blocks/")
         and matmuls.get(part.path, False)
@@ -66,7 +66,7 @@ def _is_matrix(part: Part) -> bool:
 def tensors_by_layer(
     weights: WeightMap, matmuls: Mapping[str, bool]
 ) -> dict[tuple[int, int], list[Tensor]]:
-    """Lists the tensors to quantize in each layer, by ``blocks/BLOCK`` and its repetition."""
+    """Lists the tensors to quantize per layer, by the layer's path and repetition."""
     found: dict[tuple[int, int], list[Tensor]] = collections.defaultdict(list)
     for tensor in weights.tensors.values():
         if is_quantizable(tensor, matmuls):
@@ -85,7 +85,7 @@ def require_matrices(model_type: str, weights: WeightMap, matmuls: Mapping[str, 
 
 
 def require_sizes(tensor: Tensor, recipe: QuantizationRecipe) -> None:
-    """Raises ConfigError where a recipe's format cannot hold a tensor's sizes."""
+    """Raises ConfigError if the recipe's format cannot store a tensor of these sizes."""
     columns, rows = tensor.shape
     group = recipe.form.group_rows if recipe.form.code is WeightCode.INT4 else 1
     if rows % group:
@@ -110,12 +110,12 @@ def quantized_tensor(
     clip: Callable[[Part], jax.Array | None] | None,
     kept: jnp.dtype,
 ) -> QuantizedTensor:
-    """Quantizes one tensor by a recipe.
+    """Returns one tensor of the files, quantized by a recipe.
 
     Args:
-        kept: dtype of the model's other weights.
+        kept: dtype of the model's unquantized weights.
         read: reads a part of our parameters, of one layer and one expert.
-        clip: factors on the ranges of its groups, [G, N]; None: 1.
+        clip: returns factors on the ranges of a part's groups, [G, N]; None for 1.
 
     Raises:
         ConfigError: sizes that the format cannot hold.
@@ -133,7 +133,7 @@ def quantized_tensor(
 
 
 def scale_dtype(recipe: QuantizationRecipe, kept: jnp.dtype) -> jnp.dtype:
-    """Returns the dtype of scales in other programs: AWQ's float16, else that of plain weights."""
+    """Returns the dtype of scales in the files: float16 for AWQ, else the unquantized weights'."""
     if recipe.form.activations is None and recipe.form.code is not WeightCode.E4M3:
         return jnp.dtype("float16") if recipe.has_zeros else kept
     return EXACT
@@ -156,7 +156,7 @@ _dequantized = jax.jit(lambda weight: weight.dequantize(EXACT))
 
 
 def encoded(quantized: QuantizedTensor, recipe: QuantizationRecipe) -> dict[str, np.ndarray]:
-    """Returns the arrays that a format's files hold for a tensor, by name."""
+    """Returns the arrays that the recipe's file format stores for a quantized tensor, by name."""
     weight, form = quantized.weight, recipe.form
     module = quantized.tensor.name.removesuffix("weight")
     codes = np.asarray(weight.data)

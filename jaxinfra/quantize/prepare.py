@@ -1,4 +1,4 @@
-"""A layer's weights prepared for rounding: inputs scaled, ranges of groups clipped.
+"""Preparation of a layer's weights for rounding: input scaling and clipped group ranges.
 
 Multiplying an input's weights with s, and what makes that input by 1 / s, changes nothing but how
 they round. AWQ (Lin et al. 2023, arXiv 2306.00978) takes s = mean |x| ** alpha for the alpha at
@@ -42,14 +42,14 @@ type _OfOne = Callable[[jax.Array, InputStatistics], jax.Array]
 def awq_scales(
     weights: list[jax.Array], seen: list[InputStatistics], mean_K: jax.Array, *, form: WeightFormat
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Searches the scale of each input that these weights share, [K].
+    """Searches AWQ's scale of each input channel [K] that a group of weights shares.
 
-    Returns the scales, the relative error of the outputs with them, and the error without.
+    Returns the scales, and the relative error of the outputs with and without them.
 
     Args:
-        weights: [K, N], or [E, K, N] of experts.
-        seen: what each of them read.
-        mean_K: of the magnitude of the input, over all tokens.
+        weights: the weights that read the input, [K, N], or [E, K, N] for experts.
+        seen: statistics of each weight's input.
+        mean_K: mean magnitude of each input channel over all tokens.
     """
 
     def scales(alpha: jax.Array) -> jax.Array:
@@ -79,7 +79,7 @@ def awq_scales(
 def awq_scales_by_expert(
     w_EKN: jax.Array, seen: InputStatistics, *, form: WeightFormat
 ) -> jax.Array:
-    """Searches the scales of the inputs that each expert has for itself, [E, K]."""
+    """Searches AWQ's scales of each expert's own input channels, [E, K]."""
 
     def of_one(w_KN: jax.Array, seen: InputStatistics) -> jax.Array:
         return awq_scales([w_KN], [seen], seen.mean_K, form=form)[0]
@@ -95,7 +95,7 @@ def _by_expert(of_one: _OfOne, w: jax.Array, seen: InputStatistics) -> jax.Array
 
 
 def output_error(off_KN: jax.Array, seen: InputStatistics) -> jax.Array:
-    """Returns the squared error of a weight's outputs, summed over all tokens."""
+    """Returns the squared error of a weight's outputs over all tokens, given the weight's error."""
     grid = seen.products_GRR.shape[:2]
     off_GRN = off_KN.reshape(*grid, -1)
     return jnp.sum(off_GRN * _heard(seen.products_GRR, off_GRN))
@@ -107,9 +107,9 @@ def _heard(products_GRR: jax.Array, off_GRN: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("form",))
 def clipped_ranges(w: jax.Array, seen: InputStatistics, *, form: WeightFormat) -> jax.Array:
-    """Searches the factor on each group's range with the least output error, [G, N] or [E, G, N].
+    """Searches the factor [G, N] or [E, G, N] on each group's range with the least error.
 
-    The error is that of the group's share of the outputs.
+    The error minimized is that of the group's contribution to the outputs.
     """
     return _by_expert(functools.partial(_clipped, form=form), w, seen)
 
@@ -140,11 +140,11 @@ def _of_groups(products_GRR: jax.Array, size: int) -> jax.Array:
 
 @jax.jit
 def smooth_scales(weights: list[jax.Array], largest_K: jax.Array) -> jax.Array:
-    """Returns SmoothQuant's scale of each input that all these weights share, [K].
+    """Returns SmoothQuant's scale of each input channel [K] that the weights share.
 
     Args:
-        weights: [K, N], or [E, K, N] of experts.
-        largest_K: of the magnitude of the input, over all tokens.
+        weights: the weights that read the input, [K, N], or [E, K, N] for experts.
+        largest_K: largest magnitude of each input channel over all tokens.
     """
     by_input = [jnp.max(jnp.abs(w), axis=(*range(w.ndim - 2), w.ndim - 1)) for w in weights]
     largest = jnp.max(jnp.stack(by_input), axis=0)
@@ -166,13 +166,13 @@ def with_scaled_inputs(
     *,
     quantized: frozenset[str],
 ) -> tuple[dict[str, jax.Array], dict[str, InputStatistics]]:
-    """Returns fp32 parameters of a layer that compute the same with scaled inputs.
+    """Returns a layer's fp32 parameters with scaled input channels and unchanged outputs.
 
-    Returns the scaled inputs of their weights too, by path in the block.
+    Also returns statistics of the scaled inputs, by the weight's path in the block.
 
     Args:
-        seen: what each weight was given; nothing for a recipe that needs no text.
-        dims: how weights are matrices.
+        seen: statistics of each weight's input; empty for a recipe that needs no text.
+        dims: dims of each weight as a matrix.
         quantized: the weights that will be rounded.
     """
     changed, seen = dict(parameters), dict(seen)
@@ -200,7 +200,7 @@ def cut_ranges(
     *,
     quantized: frozenset[str],
 ) -> dict[str, jax.Array]:
-    """Searches the factors on each group's range, [G, N] or [E, G, N], by path in the block.
+    """Searches clipping factors on group ranges, [G, N] or [E, G, N], by the weight's path.
 
     The result is empty for recipes that clip no ranges.
     """

@@ -1,4 +1,4 @@
-"""Quantization of a model into a directory, layer by layer.
+"""Quantization of a model into a Hugging Face directory, layer by layer.
 
 One layer's weights are on the device and on the host at a time, beside the hidden states of the
 text; quantized weights are on disk until all are written.
@@ -39,7 +39,7 @@ _ALIGNMENT = 64
 
 
 def shelved[Key: Hashable](file: Path, arrays: Mapping[Key, np.ndarray]) -> dict[Key, np.ndarray]:
-    """Writes arrays to a new file, and reads each back when it is used."""
+    """Writes arrays to a new file, and returns a mapping that reads each array on access."""
     starts: dict[Key, int] = {}
     with file.open("xb") as out:
         for key, array in arrays.items():
@@ -62,7 +62,7 @@ _ROWS = 4  # sequences that a layer is run on at a time
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayerReport:
-    """Errors and sizes of one quantized layer."""
+    """Output error and duration of one quantized layer."""
 
     number: int
     error: float | None  # of its output against the original's, relative; None: no text was given
@@ -71,7 +71,7 @@ class LayerReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizationReport:
-    """Sizes and errors of a quantized model."""
+    """Sizes in bytes and per-layer errors of a quantized model."""
 
     recipe: QuantizationRecipe
     layers: tuple[LayerReport, ...]
@@ -84,7 +84,7 @@ class QuantizationReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceModel:
-    """A model to quantize: its weights, config and tokenizer, from any format."""
+    """A model to be quantized: its weights, config and tokenizer, from any supported format."""
 
     definition: ModelDefinition
     source: ParameterSource
@@ -101,13 +101,13 @@ def quantize_model(
     max_shard_bytes: int = 5 * 10**9,
     report: Callable[[LayerReport], None] = lambda layer: None,
 ) -> QuantizationReport:
-    """Writes a Hugging Face directory of the model with its layers' weights quantized.
+    """Quantizes a model's layer weights and writes them as a Hugging Face directory.
 
     Embeddings, norms, routers and the projection onto the vocabulary stay as they are.
 
     Args:
-        ids_BT: tokens of the text by which scales are chosen and errors measured.
-        report: called for each layer as it is done.
+        ids_BT: token ids of the calibration text, which sets scales and measures errors.
+        report: called with each layer's report when the layer is quantized.
 
     Raises:
         ConfigError: no text for a recipe that needs one, or sizes that a format cannot hold.
@@ -165,7 +165,7 @@ class _Quantization:
         self.changed: dict[tuple[str, int], np.ndarray] = {}  # what is kept, by path and layer
 
     def run(self, ids_BT: np.ndarray | None) -> Iterator[LayerReport]:
-        """Quantizes layer after layer."""
+        """Quantizes all layers in order."""
         config = self.model.definition.config
         names = {policy.compute.name: name for name, policy in POLICIES.items()}
         policy = held_as_computed(POLICIES[names.get(self.kept_dtype.name, PolicyName.FP32)])
@@ -272,11 +272,11 @@ class _Quantization:
 
     # The source as it is written: layers' norms and biases from what scaling made of them.
     def dtype(self, path: str) -> np.dtype:
-        """Returns a parameter's dtype; state, such as a router's bias, keeps its own."""
+        """Returns a parameter's dtype in the files; state, as router biases, keeps its own."""
         return self.model.source.dtype(path) if path in self.states else self.kept_dtype
 
     def read(self, path: str, index: tuple[slice, ...]) -> np.ndarray:
-        """Reads a parameter, as a ``ParameterSource`` does."""
+        """Reads part of a parameter, as ``ParameterSource`` does."""
         first = index[0]
         if path.startswith("blocks/"):
             layers = [self.changed[path, at][index[1:]] for at in range(first.start, first.stop)]
@@ -284,7 +284,7 @@ class _Quantization:
         return cast(self.model.source.read(path, index), self.dtype(path), path)
 
     def arrays(self) -> dict[str, tuple[tuple[int, ...], np.dtype, Callable[[], Any]]]:
-        """Yields all tensors of the files, in the order of the architecture."""
+        """Yields all tensors of the files by name, in the architecture's order."""
         found: dict[str, tuple[tuple[int, ...], np.dtype, Callable[[], Any]]] = {}
         for name, tensor in self.weights.tensors.items():
             if name in self.quantized:
@@ -299,7 +299,7 @@ class _Quantization:
         return [assemble(self, tensor)]
 
     def kept_modules(self) -> list[str]:
-        """Names the matrices that stay unquantized, for the config."""
+        """Returns names of the matrices that stay unquantized, for the config."""
         names = [
             name.removesuffix(".weight")
             for name, tensor in self.weights.tensors.items()
@@ -308,7 +308,7 @@ class _Quantization:
         return sorted({name for name in names if "embed" not in name} | {"lm_head"})
 
     def summary(self, layers: tuple[LayerReport, ...]) -> QuantizationReport:
-        """Returns sizes of what was written."""
+        """Returns the sizes of all written weights and the layers' reports."""
         sizes = {name: math.prod(t.shape) for name, t in self.weights.tensors.items()}
         quantized = sum(sizes[name] for name in self.quantized)
         kept = sum(size for name, size in sizes.items() if name not in self.quantized)

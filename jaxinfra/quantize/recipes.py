@@ -1,4 +1,4 @@
-"""Recipes of quantization, and the configs of files that are written by them."""
+"""Recipes of weight quantization, and the ``quantization_config`` that each writes."""
 
 import dataclasses
 import enum
@@ -13,7 +13,7 @@ GROUPS = (32, 64, 128)
 
 
 class Method(enum.StrEnum):
-    """Methods applied to a layer's weights before they are rounded to the nearest."""
+    """Methods that prepare weights before rounding: none (plain), AWQ or SmoothQuant."""
 
     PLAIN = "plain"
     AWQ = "awq"
@@ -22,7 +22,7 @@ class Method(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizationRecipe:
-    """A format of weights, and the method that prepares them for it."""
+    """A named weight format, and the method that prepares weights before rounding."""
 
     name: str
     form: WeightFormat
@@ -32,12 +32,12 @@ class QuantizationRecipe:
 
     @property
     def needs_text(self) -> bool:
-        """Tells whether the recipe needs activations of a text."""
+        """Tells whether the recipe needs a calibration text."""
         return self.method is not Method.PLAIN
 
 
 def quantization_recipe(name: str, *, group: int = DEFAULT_GROUP) -> QuantizationRecipe:
-    """Returns the recipe of this name.
+    """Returns the quantization recipe of this name.
 
     Args:
         group: number of inputs that share a scale, for 4 bits.
@@ -81,7 +81,7 @@ RECIPES = ("awq-int4", "rtn-int4", "int8", "w8a8", "fp8", "fp8-blocks", "w8a8-fp
 
 
 def config_of(recipe: QuantizationRecipe, *, kept: list[str]) -> dict[str, Any]:
-    """Returns ``quantization_config`` of a directory written by this recipe.
+    """Returns the ``quantization_config`` that a recipe's model directory has in its config.
 
     Args:
         kept: modules whose weights stay unquantized.
@@ -140,7 +140,7 @@ def config_of(recipe: QuantizationRecipe, *, kept: list[str]) -> dict[str, Any]:
 
 
 def layout_of(form: WeightFormat) -> str:
-    """Returns compressed-tensors' name for the order of elements in memory."""
+    """Returns compressed-tensors' name for a weight format's storage."""
     if form.code is WeightCode.E4M3:
         return "float-quantized"
     return "pack-quantized" if form.activations is None else "int-quantized"

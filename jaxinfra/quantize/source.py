@@ -1,4 +1,4 @@
-"""Sources of quantization: a Hugging Face directory, a converted one, or a run."""
+"""Models to quantize: a Hugging Face directory, a converted one, or a run."""
 
 import contextlib
 import tempfile
@@ -23,10 +23,10 @@ from jaxinfra.serving.load import load_run
 
 @contextlib.contextmanager
 def source_model(path: Path) -> Iterator[SourceModel]:
-    """Opens the model of a directory or a run.
+    """Opens the model of a directory or a run to quantize it.
 
     Raises:
-        ConfigError: its weights are quantized already, or it trained adapters.
+        ConfigError: the weights are quantized already, or the run trained adapters.
     """
     if is_model_directory(path):
         directory = read_model_directory(path)
@@ -71,7 +71,7 @@ def source_model(path: Path) -> Iterator[SourceModel]:
 def calibration_ids(
     file: Path, tokenizer_directory: Path, *, sequence_length: int, num_sequences: int
 ) -> np.ndarray:
-    """Returns the first tokens of a text, int32 [sequences, length], in whole sequences.
+    """Returns token ids of a text's beginning, int32 [sequences, length].
 
     Raises:
         DataError: no such text, or one shorter than a sequence.

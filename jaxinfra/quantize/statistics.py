@@ -1,4 +1,4 @@
-"""Statistics of a text's activations: the inputs of a layer's projections and experts.
+"""Statistics over a text's tokens of the inputs to a layer's projections and experts.
 
 Dims: M token, K input, G block of inputs, R input of a block, E expert, D model width, F hidden
 width, C choice of a token.
@@ -22,7 +22,7 @@ from jaxinfra.ops.quantized import Activations, QuantizedWeight, rounded_input
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class InputStatistics:
-    """Sums over tokens of one projection's input, fp32; for experts one sum each, [E, ...]."""
+    """Sums over tokens of one projection's inputs, in fp32; one sum per expert, [E, ...]."""
 
     count: jax.Array  # []: tokens
     magnitude_K: jax.Array  # sum of |x|
@@ -34,11 +34,11 @@ class InputStatistics:
 
     @property
     def mean_K(self) -> jax.Array:
-        """The mean of |x|; 0 where no token came."""
+        """The mean of |x| per input channel; 0 if there were no tokens."""
         return self.magnitude_K / jnp.maximum(self.count, 1.0)[..., None]
 
     def divided(self, scales_K: jax.Array) -> "InputStatistics":
-        """Returns statistics of the inputs divided by these scales, [K] or [E, K]."""
+        """Returns the statistics of the inputs divided by scales, [K] or [E, K]."""
         scales_K = jnp.broadcast_to(scales_K, self.magnitude_K.shape)
         grid = self.products_GRR.shape[-3:-1]
         scales_GR = scales_K.reshape(*scales_K.shape[:-1], *grid)
@@ -50,7 +50,7 @@ class InputStatistics:
         )
 
     def with_more(self, other: "InputStatistics") -> "InputStatistics":
-        """Adds the statistics of another text."""
+        """Returns the sum of these statistics and those of another text."""
         return InputStatistics(
             count=self.count + other.count,
             magnitude_K=self.magnitude_K + other.magnitude_K,
@@ -60,7 +60,7 @@ class InputStatistics:
 
 
 def statistics_of(x: jax.Array, num_inputs: int) -> InputStatistics:
-    """Computes statistics of [..., *inputs], whose last dims make ``num_inputs``."""
+    """Computes statistics of x [..., *inputs], whose last dims make ``num_inputs`` channels."""
     x_MK = x.reshape(-1, num_inputs).astype(EXACT)
     return _statistics(x_MK, jnp.asarray(x_MK.shape[0], EXACT), block=num_inputs)
 
@@ -77,7 +77,7 @@ def _statistics(x_MK: jax.Array, count: jax.Array, *, block: int) -> InputStatis
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RoutedTokens:
-    """The tokens that were routed to experts, and their choices."""
+    """Tokens sent to experts, with each token's chosen experts and weights."""
 
     x_MD: jax.Array
     expert_MC: jax.Array  # int32
@@ -85,7 +85,7 @@ class RoutedTokens:
     config: ExpertsConfig
 
     def statistics(self, *, block: int) -> tuple[InputStatistics, InputStatistics]:
-        """Computes statistics of each expert's inputs, of inward and outward projections.
+        """Computes each expert's input statistics, of its inward and outward projections.
 
         Args:
             block: number of inputs whose products are summed; a square of all of them per expert
@@ -116,9 +116,9 @@ class RoutedTokens:
 
 
 class InputRecorder:
-    """A recorder, while a layer is traced, of each product's input and of the experts' tokens.
+    """Records the inputs of a layer's matmuls, and its experts' tokens, while it is traced.
 
-    A projection hands its weight on as it was given it, so it is recognized by identity.
+    A projection passes on the very weight object it was given, so weights are told by identity.
     """
 
     def __init__(self, exchange: ExpertExchange) -> None:
@@ -129,7 +129,7 @@ class InputRecorder:
         self.activations: Activations | None = None
 
     def watch(self, spec: str, x: jax.Array, weight: Any) -> jax.Array:
-        """Notes an input, rounded if the weight's inputs are; called by ``Multiply.watch``."""
+        """Records a matmul's input, quantized if the weight's inputs are (``Multiply.watch``)."""
         self.calls.append((weight, x))
         if self.activations is None or not any(weight is each for each in self.rounded):
             return x
@@ -147,7 +147,7 @@ class InputRecorder:
         config: ExpertsConfig,
         recipe: Recipe,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Exchanges tokens as ``Kernels.exchange``, and notes the tokens and their experts."""
+        """Exchanges expert tokens as ``Kernels.exchange`` does; records tokens and experts."""
         routed = RoutedTokens(
             x_MD=x_BTD.reshape(-1, x_BTD.shape[-1]),
             expert_MC=expert_BTK.reshape(-1, expert_BTK.shape[-1]),
@@ -158,7 +158,7 @@ class InputRecorder:
         return self._exchange(x_BTD, expert_BTK, weight_BTK, experts, config=config, recipe=recipe)
 
     def taken(self, weights: dict[str, Any]) -> tuple[dict[str, jax.Array], RoutedTokens | None]:
-        """Returns the inputs of these weights since the last call, and the experts' tokens."""
+        """Returns inputs of these weights recorded since the last call, and experts' tokens."""
         calls, self.calls = self.calls, []
         routed, self.routed = self.routed, []
         found = {path: x for path, weight in weights.items() for seen, x in calls if seen is weight}
