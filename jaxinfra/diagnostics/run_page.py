@@ -60,7 +60,7 @@ def draw_statistics(lines: Sequence[Mapping[str, Any]], places: _Places) -> Figu
 
 
 def statistics_rows(line: Mapping[str, Any], places: _Places) -> list[list[str]]:
-    """Returns one step's activation statistics as table rows: a layer per row, by site."""
+    """Returns one step's activation statistics as table rows, one per layer and site."""
     rows = []
     for layer, (block, repetition) in enumerate(places):
         for path, values in line["activations"].items():
