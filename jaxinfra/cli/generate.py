@@ -24,10 +24,10 @@ from jaxinfra.serving.sampling import SamplingConfig
 
 
 def read_prompts(file: Path) -> list[Any]:
-    """Reads the prompts of a file: lines of text, or ``prompt`` or ``messages`` of JSON lines.
+    """Reads prompts from a file: plain lines, or JSON lines with ``prompt`` or ``messages``.
 
     Raises:
-        DataError: a line has neither; the error names it.
+        DataError: a JSON line has neither field; the error names the line.
     """
     try:
         text = read_bytes(file, error=DataError).decode()
@@ -57,7 +57,7 @@ def generate_file(
     seed: int,
     chat: bool,
 ) -> int:
-    """Writes a JSON line for each prompt, in their order; returns the number of new tokens.
+    """Writes one JSON line per prompt, in order; returns the number of generated tokens.
 
     Raises:
         CheckpointError: some prompts ended with an error; raised after all are done.
