@@ -264,7 +264,7 @@ class StepPiece:
         return self.compiled_backward(self.arrays, x, dx, *self.others)
 
     def backward_function(self, *args: Any) -> tuple[Parameters, jax.Array]:
-        """Returns ``backward`` as a function of all its arguments, to be traced."""
+        """Computes ``backward`` from explicit arguments, so that it can be traced."""
         return _backward(self.function, *args)
 
 
@@ -396,7 +396,7 @@ _TRANSFORMED = re.compile(r"\b(transpose|jvp|vmap|rematted_computation)\b|[()]")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NonFiniteCause:
-    """The place where a step's values first stop being finite.
+    """The place where a training step's values first become NaN or infinite.
 
     ``phase`` is "weights" (they were not finite before the step), "forward", "backward", or "sum"
     (each gradient is finite, and their sum or its norm is not).

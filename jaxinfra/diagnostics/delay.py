@@ -22,7 +22,7 @@ class Explanation:
     delays: tuple[Delay, ...]
 
     def paragraph(self) -> str:
-        """Returns the explanation that ``jaxinfra trace`` prints first."""
+        """Returns the summary of a step's delays that ``jaxinfra trace`` prints first."""
         if not self.delays:
             return (
                 f"A step takes {self.step_ms:.1f} ms, and nothing that could be avoided delays it."

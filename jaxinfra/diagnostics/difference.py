@@ -37,7 +37,7 @@ class Difference:
     changes: tuple[Change, ...]  # largest first, by their size
 
     def paragraph(self) -> str:
-        """Returns the explanation that ``jaxinfra trace A B`` prints first."""
+        """Returns the summary of two steps' difference that ``jaxinfra trace A B`` prints first."""
         by = self.second_ms - self.first_ms
         share = by / self.first_ms
         begin = f"A step takes {self.first_ms:.1f} ms in the first and {self.second_ms:.1f} ms in "

@@ -95,7 +95,7 @@ class RunningJob:
         self._began = time.monotonic()
 
     def said(self) -> str:
-        """Returns the job's output so far."""
+        """Returns the text that the job has printed so far."""
         return self._log.read_text(errors="replace")
 
     def pid_of(self, rank: int) -> int:
@@ -138,7 +138,7 @@ class RunningJob:
 
 @final
 class Arena:
-    """A directory with the runs of one ``jaxinfra faults``; several threads may use it at once.
+    """Directory of the runs of one ``jaxinfra faults`` command; several threads may share it.
 
     Args:
         options: ``jaxinfra train`` options of the user's own config; empty: a tiny model. What

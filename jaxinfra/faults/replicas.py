@@ -34,9 +34,9 @@ def kill_replica(arena: Arena) -> str:
 
 @fault(32, "a replica hangs", devices=1)
 def hang_replica(arena: Arena) -> str:
-    """Hangs a replica's engine in a step, then stops another replica's whole process.
+    """Blocks one replica's engine in a step, then suspends another replica's process.
 
-    Both must be found, killed and started again, while no client waits for them.
+    Both must be detected, killed and restarted, while no client waits for them.
     """
     stuck = {"rank": 1, "attempt": 0, "target": STEP, "call": 20, "action": "sleep", "value": 3600}
     options = ("--replicas", "2", "--hang-seconds", f"{_HANG_S:g}")

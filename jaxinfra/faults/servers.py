@@ -58,7 +58,7 @@ _LOUDER = 8.0  # what letters' logits are multiplied by: each token is then a ch
 
 
 def write_served_model(path: Path) -> Path:
-    """Writes a model directory with random weights of a fixed seed and a tokenizer of bytes."""
+    """Writes a tiny random model (fixed seed) with a byte tokenizer, for the faults' servers."""
     definition = define_model(SERVED_CONFIG, execution_on())
     rng = np.random.default_rng(0)
     arrays = jax.tree.map(

@@ -7,7 +7,7 @@ import math
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NumberFormat:
-    """A number format: bits of sign, exponent and fraction, and the use of the top exponent.
+    """A number format, given by its sign, exponent and fraction bits and its special values.
 
     ``specials``: "ieee" keeps the top exponent for infinities and NaN, "nan" gives up only the
     all-ones fraction of it (e4m3fn), "none" gives up nothing (e2m1), "integer" has no exponent.

@@ -72,9 +72,9 @@ MEGATRON_2025 = Traits(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Mesh, batch and recomputation of one training step.
+    """Mesh, batch size and recomputation policy of one training step.
 
-    The ``fsdp`` axis shards what the ``zero`` stage says (1: optimizer, 2: and gradients, 3: and
+    The ``zero`` stage says what the ``fsdp`` axis shards (1: optimizer, 2: and gradients, 3: and
     weights; Rajbhandari et al. 2020), at stage 0 nothing; ``replica`` copies everything.
     """
 
@@ -175,7 +175,7 @@ class Layout:
 
 
 def lay_out(**choices: Any) -> Layout:
-    """Makes a layout from mesh axes and other choices: ``lay_out(fsdp=8, length=4096, ...)``."""
+    """Returns a layout from mesh axes and other choices: ``lay_out(fsdp=8, length=4096, ...)``."""
     sizes = {axis: choices.pop(axis) for axis in (*MESH_AXES, EXPERT) if axis in choices}
     return Layout(mesh=MeshConfig(**sizes), **choices)
 

@@ -101,7 +101,7 @@ class Memory:
 
     @property
     def temporaries(self) -> float:
-        """Bytes that XLA allocates within a step: all but the arguments and the reserve."""
+        """Bytes per device that XLA allocates within a step: no arguments, no reserve."""
         return self.gradients + self.activations + self.buffers
 
 

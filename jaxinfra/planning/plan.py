@@ -125,7 +125,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Tells whether the busiest device's peak is within its memory."""
+        """Tells whether the busiest device's predicted peak fits in its memory."""
         return self.memory.total <= self.device.hbm_bytes
 
     @property

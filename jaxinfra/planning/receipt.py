@@ -54,10 +54,10 @@ _CHIPS = {"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}
 
 
 def compile_only_devices(device: Device, count: int) -> tuple[list[Any], Facts]:
-    """Returns devices to build a mesh of and compile for, and the facts that kernels are chosen by.
+    """Returns descriptions of absent GPUs to compile for, and the facts that select kernels.
 
     Raises:
-        UnsupportedError: no CUDA plugin, one already in use, or a chip without a description here.
+        UnsupportedError: no CUDA plugin, one already in use, or a GPU without a description.
     """
     if device.name not in _CHIPS:
         raise UnsupportedError(

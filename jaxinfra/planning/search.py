@@ -121,7 +121,7 @@ class _Ranking:
             self.by_size[bucket] = candidate
 
     def other_than(self, best: Layout) -> Iterator[tuple[str, str, Candidate]]:
-        """Returns the best candidates that differ from this layout, by the choice that differs."""
+        """Returns, for each choice, the best candidate that differs from ``best`` in it."""
         for name, value_of in CHOICES.items():
             others = {
                 key[1]: entry
@@ -288,7 +288,7 @@ def _variants(
 
 
 def why_slower(plan: Plan, best: Plan) -> str:
-    """Names the part of the step in which a plan loses most, or its shortage of memory."""
+    """Explains where a plan loses most time against the best, or how much memory it lacks."""
     if not plan.fits:
         short = (plan.memory.total - plan.device.hbm_bytes) / 1e9
         return f"does not fit: {short:,.0f} GB more than there are"

@@ -161,7 +161,7 @@ class _OneBlock:
         self.run = jax.jit(self._run, static_argnums=(2, 3, 4))
 
     def bound(self, source: ParameterSource) -> Decoder:
-        """Binds the source's embedding; other parameters outside the layer stay shapes."""
+        """Binds the source's embedding; other parameters outside the layer stay abstract shapes."""
         state = jax.tree.map(lambda leaf: leaf, self.definition.template)
         outside = {
             tuple(path.split("/")): jnp.asarray(

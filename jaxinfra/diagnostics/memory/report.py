@@ -253,7 +253,7 @@ class MemoryReport:
         }
 
     def explained(self) -> str:
-        """Explains in two sentences why memory peaks when it does."""
+        """Explains in two sentences when memory peaks and which arrays fill it."""
         roles = sorted(self.by_role().items(), key=lambda item: -item[1])[:3]
         shares = ", ".join(f"{role} {size / self.total_bytes:.0%}" for role, size in roles)
         held = self.largest[0]
