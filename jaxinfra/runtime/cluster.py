@@ -1,6 +1,7 @@
-"""The place of a process in its job, by pure functions of the environment.
+"""The place of a process in its job (rank, number of processes, coordinator), from environment
+variables.
 
-Tried in this order; the first whose variables are there decides:
+Launchers are tried in this order; the first whose variables are set is used:
 
 plain       JAXINFRA_COORDINATOR=host:port, JAXINFRA_NUM_PROCESSES, JAXINFRA_PROCESS_ID
             (``jaxinfra launch`` sets them)
@@ -9,8 +10,8 @@ OpenMPI     OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_RANK; one node, or MASTER_ADDR
 JobSet      JOBSET_NAME, REPLICATED_JOB_NAME, JOB_INDEX, JOB_COMPLETION_INDEX and NUM_PROCESSES
             (the last by hand, the others through Kubernetes' downward API)
 
-Beside any of them: JAXINFRA_TOKEN or JAXINFRA_TOKEN_FILE, a secret that all processes of the job
-share with no other program, and JAXINFRA_BIND, the address that process 0 is to listen on.
+In addition to any of them: JAXINFRA_TOKEN or JAXINFRA_TOKEN_FILE, a secret shared by all processes
+of the job and no other program, and JAXINFRA_BIND, the address that process 0 listens on.
 """
 
 import dataclasses
@@ -42,7 +43,7 @@ _FIRST_PORT, _NUM_PORTS = 20000, 10000
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """One process's place in its job."""
+    """A process's place in its job: its rank, the number of processes and their coordinator."""
 
     host: str  # of process 0
     port: int
@@ -70,9 +71,9 @@ class Cluster:
 
 
 def detect_cluster(environment: Mapping[str, str]) -> Cluster | None:
-    """Returns the place of this process; None where it is a job of its own.
+    """Returns this process's place in its job; None if it is the job's only process.
 
-    Raises ConfigError where variables are half there, or cannot be read.
+    Raises ConfigError if some variables of a launcher are missing or malformed.
     """
     for found in (_plain, _slurm, _open_mpi, _job_set):
         cluster = found(environment)
@@ -86,9 +87,7 @@ def detect_cluster(environment: Mapping[str, str]) -> Cluster | None:
 
 
 def read_token(environment: Mapping[str, str]) -> str:
-    """Reads the secret by which a process of this job proves that it belongs to it; empty where
-    there is none.
-    """
+    """Reads the secret that proves that a process belongs to this job; empty if there is none."""
     name = environment.get(TOKEN_FILE)
     if name is None:
         return environment.get(TOKEN, "")
@@ -221,9 +220,7 @@ def _number(environment: Mapping[str, str], name: str, *, default: int | None = 
 
 
 def expand_nodes(text: str) -> list[str]:
-    """Expands node names of a Slurm list: ``gpu[01-03,7],head`` is gpu01, gpu02, gpu03,
-    gpu7, head.
-    """
+    """Expands a Slurm node list: ``gpu[01-03,7],head`` becomes gpu01, gpu02, gpu03, gpu7, head."""
     nodes: list[str] = []
     for part in re.findall(r"[^,\[]*(?:\[[^\]]*\][^,\[]*)*(?:,|$)", text):
         nodes += _expand(part.rstrip(","))

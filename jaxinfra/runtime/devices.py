@@ -1,11 +1,13 @@
-"""Published peaks of the devices that figures are given against (vendor datasheets, dense)."""
+"""Published peak FLOP/s and bandwidths of devices (vendor datasheets, dense), to compare
+measurements with.
+"""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DevicePeak:
-    """Ceilings of one device."""
+    """Peak FLOP/s and bandwidths of one kind of device."""
 
     bf16_flops: float  # dense tensor-core FLOP/s
     hbm_bytes_per_s: float

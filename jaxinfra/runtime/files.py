@@ -22,7 +22,9 @@ def whole_number(text: str) -> int | None:
 
 
 def is_text(word: str) -> bool:
-    """Whether a text has characters only: bytes of a command line that are no UTF-8 have none."""
+    """Whether a command-line word is valid Unicode: bytes that are not UTF-8 become lone
+    surrogates.
+    """
     try:
         word.encode()
     except UnicodeEncodeError:
@@ -81,7 +83,7 @@ def read_json(
     error: type[JaxinfraError] = ConfigError,
     remedy: str = "write or copy it anew",
 ) -> Any:
-    """Reads a JSON file; see ``parse_json``."""
+    """Reads a JSON file and checks its type, as ``parse_json`` does."""
     data = read_bytes(path, error=error)
     return parse_json(data, where=str(path), holds=holds, error=error, remedy=remedy)
 
@@ -94,11 +96,11 @@ def parse_json(
     error: type[JaxinfraError] = ConfigError,
     remedy: str = "write or copy it anew",
 ) -> Any:
-    """Parses a JSON text in UTF-8.
+    """Parses a JSON text in UTF-8 and checks its type.
 
     Args:
-        where: names the text in messages.
-        holds: the type it must have: of JSON's types, ``list[T]``, ``dict[str, T]``, unions, Any.
+        where: name of the text in error messages.
+        holds: the required type: JSON's types, ``list[T]``, ``dict[str, T]``, unions or Any.
 
     Raises:
         error: the text is not JSON (RFC 8259: no NaN, no Infinity, no name twice in one object),
@@ -119,7 +121,9 @@ def parse_json(
 def require_type(
     value: Any, holds: Any, *, where: str, error: type[JaxinfraError], remedy: str = "correct it"
 ) -> None:
-    """Raises ``error`` naming the first part of a JSON value that is not of its type."""
+    """Raises ``error`` naming the first part of a JSON value that does not match the type
+    ``holds``.
+    """
     found = _mismatch(value, holds, "")
     if found is not None:
         path, part, wanted = found
@@ -128,7 +132,7 @@ def require_type(
 
 
 def is_of_type(value: Any, holds: Any) -> bool:
-    """Whether a JSON value is of a type, as ``parse_json`` takes them."""
+    """Whether a JSON value matches a type such as ``list[int]`` or ``dict[str, Any]``."""
     return _mismatch(value, holds, "") is None
 
 
@@ -230,11 +234,10 @@ LINES_BYTES = 4 << 30
 
 
 def read_json_lines(file: Path) -> list[dict[str, Any]]:
-    """Reads all lines of a file; empty where there is no file. A last line that was cut short is
+    """Reads all JSON lines of a file; empty if there is no file. A last line that was cut short is
     left out.
 
-    Raises CheckpointError where another line is no JSON object: something else than a kill has
-    spoilt it.
+    Raises CheckpointError if any other line is not a JSON object: a kill cannot have caused that.
     """
     lines = _lines(file)
     found = []
@@ -249,10 +252,9 @@ def read_json_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def read_log(file: Path, *, holds: Any) -> tuple[list[dict[str, Any]], list[int]]:
-    """Reads the lines of a log that are objects of type ``holds``, and the numbers of
-    damaged ones.
+    """Reads a log's lines that are objects of type ``holds``, and the line numbers of damaged ones.
 
-    For what only tells what happened: a damaged line of it is no reason to stop anything.
+    For logs that only inform: a damaged line stops nothing.
     """
     found, damaged = [], []
     for number, line in enumerate(_lines(file), start=1):
@@ -271,7 +273,9 @@ def _lines(file: Path) -> list[bytes]:
 
 
 def drop_cut_line(file: Path) -> None:
-    """Cuts off what follows the last line break, so that the next line begins on its own."""
+    """Truncates a file after its last line break, so that the next line appended begins on its
+    own.
+    """
     if not file.exists():
         return
     data = file.read_bytes()
@@ -282,9 +286,9 @@ def drop_cut_line(file: Path) -> None:
 
 
 def local_path(place: str | Path) -> Path:
-    """Returns the path of a run; raises ConfigError for a URL such as gs://bucket/run.
+    """Returns a run's path; raises ConfigError for a URL such as gs://bucket/run.
 
-    Checkpoints are committed by renaming, which an object store does not do at once.
+    Checkpoints are committed by an atomic rename, which object stores do not have.
     """
     if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+:/", str(place)):
         raise ConfigError(
@@ -295,8 +299,8 @@ def local_path(place: str | Path) -> Path:
 
 
 def user_cache() -> Path:
-    """Returns the directory of tokenized corpora, compiled programs and measurements that are kept
-    between runs.
+    """Returns the user's cache directory for tokenized corpora, compiled programs and
+    measurements.
     """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxinfra"
 

@@ -1,11 +1,11 @@
-"""The ledger of a run's wall time, by cause, over all its sessions.
+"""The ledger of a run's wall time: seconds by cause, over all its sessions.
 
-``goodput.jsonl`` holds snapshots of the sessions: the last line of each counts. ``metrics.prom``
-is the sum as a Prometheus text file, for a node exporter's textfile collector.
+``goodput.jsonl`` holds snapshots of the sessions; only the last line of each session counts.
+``metrics.prom`` holds the sums as a Prometheus text file, for a node exporter's textfile collector.
 
-The causes are setup, compile, compute, input, evaluate, checkpoint, rollback and other. Restart
-is the time from the last sign of one session to the start of the next. Lost compute is that of
-steps undone by a kill or a roll-back.
+The causes are setup, compile, compute, input, evaluate, checkpoint, rollback and other. Restart is
+the time from one session's last snapshot to the next session's start. Lost compute is the time of
+steps that a kill or a roll-back undid.
 """
 
 import json
@@ -36,11 +36,11 @@ _EVERY_S = 2.0
 
 @final
 class Goodput:
-    """The ledger of one session; process 0 keeps it.
+    """The ledger of one session's wall time by cause; process 0 keeps it.
 
     Args:
         began: wall time of the session's start.
-        lost_s: compute of steps that the session before did and this one does again.
+        lost_s: compute seconds of the last session's steps that this session repeats.
     """
 
     def __init__(self, file: Path, prometheus: Path, *, began: float, lost_s: float):
@@ -56,9 +56,9 @@ class Goodput:
     def snapshot(
         self, spent: Mapping[str, float], *, step: int, gauges: Mapping[str, float], now: bool
     ) -> None:
-        """Writes a snapshot, at most every two seconds unless ``now``.
+        """Writes a snapshot of the ledger, at most every two seconds unless ``now``.
 
-        A full disk loses snapshots, not the run.
+        If the disk is full, snapshots are dropped and the run continues.
         """
         if not now and time.monotonic() - self._written < _EVERY_S:
             return
@@ -100,7 +100,7 @@ def read_sessions(file: Path) -> list[dict[str, Any]]:
 
 
 def sum_causes(sessions: list[dict[str, Any]]) -> dict[str, float]:
-    """Sums seconds by cause over all sessions; lost work is no compute."""
+    """Sums seconds by cause over all sessions; lost compute is subtracted from compute."""
     total = dict.fromkeys(CAUSES, 0.0)
     for session in sessions:
         for cause, seconds in session["seconds"].items():
@@ -110,13 +110,13 @@ def sum_causes(sessions: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def goodput(total: Mapping[str, float]) -> float | None:
-    """Returns the share of wall time that computed what was kept."""
+    """Returns the share of wall time that was compute of steps that were kept."""
     whole = sum(total.values())
     return total["compute"] / whole if whole else None
 
 
 def prometheus_text(total: Mapping[str, float], *, step: int, gauges: Mapping[str, float]) -> str:
-    """Formats the ledger in Prometheus' exposition format, version 0.0.4."""
+    """Formats the ledger in Prometheus' text exposition format, version 0.0.4."""
     lines = [
         "# HELP jaxinfra_run_seconds_total Wall time of the run by cause.",
         "# TYPE jaxinfra_run_seconds_total counter",

@@ -1,8 +1,8 @@
-"""Checks that ranks run the same program and hold the same state.
+"""Checks that all ranks run the same program and hold the same state.
 
 Ranks that compile different programs hang in the first collective that they do not share, or,
-what is worse, add up different things. So fingerprints are compared before the first step, when it
-can still be refused.
+worse, sum different things. So fingerprints are compared before the first step, when the run can
+still be refused.
 
 A replicated tensor has a copy on several devices, and the same program over the same numbers
 keeps the copies equal to the last bit. Where one differs, a bit has flipped in a device's memory or
@@ -31,18 +31,19 @@ _BYTES = 32
 
 
 def fingerprint(text: str) -> bytes:
-    """Computes the SHA-256 of a text."""
+    """Computes the SHA-256 of a text in hexadecimal."""
     return hashlib.sha256(text.encode()).digest()
 
 
 def require_same(parts: Mapping[str, str]) -> dict[str, str]:
-    """Compares texts between all processes; returns their fingerprints, shortened. A collective.
+    """Checks that all processes have the same texts; returns the texts' shortened fingerprints. A
+    collective.
 
     Args:
-        parts: name to text, such as the config and the program; the same names everywhere.
+        parts: texts by name, such as the config and the program; all processes pass the same names.
 
     Raises:
-        ConfigError: names the part, and the ranks whose text is not that of most.
+        ConfigError: names the differing text, and the ranks that differ from the majority.
     """
     mine = np.frombuffer(b"".join(map(fingerprint, parts.values())), np.uint8)
     table = np.asarray(multihost_utils.process_allgather(mine))
@@ -55,8 +56,8 @@ def require_same(parts: Mapping[str, str]) -> dict[str, str]:
 
 
 def deviating(prints: Sequence[str]) -> list[int]:
-    """Returns the ranks that differ from the commonest value (of equally common ones, the lowest
-    rank's).
+    """Returns the ranks whose value differs from the commonest one; on a tie, from the lowest
+    rank's.
     """
     counts = Counter(prints)
     common = max(counts.values())
@@ -65,7 +66,7 @@ def deviating(prints: Sequence[str]) -> list[int]:
 
 
 def describe(name: str, prints: Sequence[str], odd: Sequence[int]) -> str:
-    """Makes the refusal's text."""
+    """Formats the error message that names the ranks whose text ``name`` differs."""
     rest = next(rank for rank in range(len(prints)) if rank not in odd)
     ranks = ", ".join(f"rank {rank} ({prints[rank][:16]})" for rank in odd)
     return (
@@ -76,7 +77,7 @@ def describe(name: str, prints: Sequence[str], odd: Sequence[int]) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Mismatch:
-    """A mismatch: copies of one shard that are not equal."""
+    """A shard whose copies on different devices are not equal."""
 
     tensor: str
     odd: tuple[int, ...]  # rows of the table that differ from most; all where nobody is in majority
@@ -85,7 +86,7 @@ class Mismatch:
 
 @final
 class StateHash:
-    """Hashes of a state of these shapes and shardings, and how to compare them.
+    """Computes and compares hashes of a training state's copies on different devices.
 
     Args:
         abstract: pytree of ShapeDtypeStructs with NamedShardings on one mesh.
@@ -102,7 +103,7 @@ class StateHash:
 
     @property
     def compares(self) -> bool:
-        """Whether any shard has copies on different devices."""
+        """Whether any shard of the state has copies on different devices."""
         return any(len(group) > 1 for groups in self._copies for group in groups)
 
     def __call__(self, state: Any) -> UInt32[Array, "devices tensors"]:
@@ -110,7 +111,7 @@ class StateHash:
         return self._hash(jax.tree.leaves(state))
 
     def compare(self, table: UInt32[np.ndarray, "devices tensors"]) -> list[Mismatch]:
-        """Returns the tensors whose copies differ."""
+        """Returns the tensors whose copies differ, from the table of their hashes."""
         found = []
         for number, groups in enumerate(self._copies):
             for group in groups:
@@ -121,13 +122,13 @@ class StateHash:
         return found
 
     def processes(self, rows: Sequence[int]) -> list[int]:
-        """Returns the processes whose devices these rows are."""
+        """Returns the processes that own the devices of these rows of the hash table."""
         return sorted({self.devices[row].process_index for row in rows})
 
 
 def odd_ones(sums: Sequence[int]) -> tuple[list[int], bool]:
-    """Returns positions that differ from the majority; all of them, and True, where there
-    is none.
+    """Returns the positions of sums that differ from the majority, and False; without a majority,
+    all positions and True.
     """
     counts = Counter(sums)
     if len(counts) <= 1:

@@ -1,7 +1,8 @@
-"""This module describes a run: its set-up in words, what each device will hold of its state, and
-what its steps were computed on.
+"""Descriptions of a run: its set-up in words, the bytes of state per device, and the environment
+that its steps were computed in.
 
-The last is one line per session, by which a replay knows whether equal bits may be asked for.
+The environment is one line per session. A replay reads it to know whether its results must equal
+the first ones bit for bit.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ from jaxinfra.training.xla_options import describe_options
 
 
 def describe_job(job: Job) -> str:
-    """Describes size, precision, devices and length of a run."""
+    """Describes a run's size, precision, devices and length in one text."""
     config = job.config
     mesh = ", ".join(f"{a}={n}" for a, n in job.placement.mesh.shape.items() if n > 1)
     trained = ""
@@ -63,7 +64,7 @@ def _in_eight_bits(fp8: Fp8Matmuls | None) -> str:
 
 
 def describe_corpora(corpora: Corpora, config: RunConfig) -> str:
-    """Tells how much text there is to train and to evaluate on."""
+    """Describes how much text a run trains on and evaluates on."""
 
     def side(arrays: TokenArrays) -> str:
         counted = ""
@@ -103,8 +104,8 @@ def _short(number: int) -> str:
 
 
 def describe_ranking(training: TrainingConfig, checkpoint: CheckpointConfig) -> str | None:
-    """Warns where checkpoints are to be ranked by a loss that is not measured when they
-    are made.
+    """Warns if checkpoints are to be ranked by held-out loss, but no evaluation coincides with
+    their saves.
     """
     save, evaluate = checkpoint.every, training.evaluate_every
     if not checkpoint.keep_best or save is None or evaluate is None:
@@ -119,8 +120,8 @@ def describe_ranking(training: TrainingConfig, checkpoint: CheckpointConfig) -> 
 
 
 def placement_table(job: Job) -> str:
-    """The table has a row per parameter, with the bytes per device of it, of its summed gradient
-    and of its moments. Nothing is allocated.
+    """Formats one row per parameter: bytes per device of the parameter, its summed gradient and its
+    optimizer moments. Nothing is allocated.
     """
     state = job.abstract_state()
     gradients = jax.tree.leaves(job.placement.gradients(job.model))
@@ -225,8 +226,8 @@ _LOG = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """The environment of a session is what decides how sums are ordered and rounded, beside the
-    config.
+    """Hardware, software and settings besides the config that decide how a session's sums are
+    ordered and rounded.
     """
 
     jax_version: str
@@ -237,7 +238,7 @@ class Environment:
 
     @classmethod
     def of(cls, job: Job) -> "Environment":
-        """Returns the environment in which a job's steps run here."""
+        """Returns the environment in which this process computes a job's steps."""
         device = job.placement.mesh.devices.flat[0]
         return cls(
             jax_version=jax.__version__,
@@ -248,8 +249,8 @@ class Environment:
         )
 
     def differences(self, other: "Environment") -> list[str]:
-        """Lists what two environments do not share, with both values; the number of devices does
-        not count.
+        """Lists the fields in which two environments differ, with both values; the number of
+        devices is not compared.
         """
         found = []
         for field in dataclasses.fields(self):
@@ -270,7 +271,7 @@ def _alike(value: Any) -> Any:
 
 
 def record_environment(file: Path, job: Job, *, step: int) -> None:
-    """Appends the environment of the steps after this one; the first process does."""
+    """Appends the environment of the steps after ``step`` to the file; only process 0 writes."""
     if jax.process_index() > 0:
         return
     line = {"step": step, **dataclasses.asdict(Environment.of(job))}
@@ -283,8 +284,8 @@ def record_environment(file: Path, job: Job, *, step: int) -> None:
 
 
 def environment_of(file: Path, *, step: int) -> Environment | None:
-    """Returns the environment of the session that did this step last; None where it is
-    not known.
+    """Returns the environment of the last session that computed ``step``; None if it was not
+    recorded.
     """
     lines, _ = read_log(file, holds=dict[str, Any])
     names = {field.name for field in dataclasses.fields(Environment)}

@@ -1,6 +1,4 @@
-"""Held-out losses: of a run while it trains, of a saved run, and of a model trained elsewhere.
-Every token of a text is counted once.
-"""
+"""Held-out losses of a run while it trains, of a saved run, and of a model trained elsewhere."""
 
 import dataclasses
 import math
@@ -37,7 +35,7 @@ from jaxinfra.training.step import pair_record
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """An evaluation is the loss of one text."""
+    """The loss of a model on one text, with the counts for its mean and for bits per byte."""
 
     loss: float  # nats per token, or of pairs their loss, per pair
     num_tokens: int  # of pairs those of the chosen answers, as bytes are
@@ -47,13 +45,13 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """Perplexity is exp(nats per token)."""
+        """Perplexity of the text: exp(nats per token)."""
         return math.exp(min(self._nats, 700.0))
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits per byte are the text's total bits over its bytes: comparable across tokenizers and
-        with compressors.
+        """Total loss in bits over the text's UTF-8 bytes: comparable across tokenizers and with
+        compressors.
         """
         return self._nats * self.num_tokens / math.log(2) / self.num_bytes
 
@@ -64,14 +62,14 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SetEvaluations:
-    """Losses of all texts that a run is evaluated on."""
+    """Losses of all the texts that a run is evaluated on."""
 
     sets: dict[str, Evaluation]  # by name
     judged: Evaluation  # of the set, or of all sets together, that the run is judged by
 
     def record(self) -> dict[str, float]:
-        """Returns the values for ``metrics.jsonl``; with several sets, each set's own too, as
-        ``heldout/NAME/...``.
+        """Returns the losses for ``metrics.jsonl``; with several sets, each set also has its own
+        values as ``heldout/NAME/...``.
         """
         record = {
             "heldout_loss": self.judged.loss,
@@ -86,7 +84,7 @@ class SetEvaluations:
         return record
 
     def describe(self) -> str:
-        """Describes the losses in one line."""
+        """Formats the losses of all sets in one line."""
         judged = self.judged
         text = (
             f"held-out loss {judged.loss:.4f}, perplexity {judged.perplexity:.2f}, "
@@ -110,13 +108,15 @@ _ACCURACY = "preferences/accuracy"
 
 
 class Interrupted(Exception):
-    """The evaluation was asked to stop before its end."""
+    """Exception that ends an evaluation which was asked to stop before its end."""
 
 
 def evaluate_sets(
     job: Job, tree: Parameters, corpora: Corpora, *, stop: Callable[[], bool] | None = None
 ) -> SetEvaluations:
-    """``evaluate_heldout`` of every set; raises Interrupted before any is told, or tells all."""
+    """Computes the held-out loss of every set; raises Interrupted, and returns no loss, if asked to
+    stop before the last.
+    """
     sets = {
         name: evaluate_heldout(job, tree, arrays, stop=stop)
         for name, arrays in corpora.heldout.items()
@@ -139,8 +139,8 @@ def pooled(parts: Sequence[Evaluation]) -> Evaluation:
 def evaluate_heldout(
     job: Job, tree: Parameters, arrays: TokenArrays, *, stop: Callable[[], bool] | None = None
 ) -> Evaluation:
-    """Evaluates by the job's own step, on this process's part of its micro-batches; a run of pairs,
-    by the loss of pairs.
+    """Computes the loss of a text by the job's evaluation step, or, in a run on pairs of answers,
+    the loss of its pairs.
     """
     if job.config.preferences is not None:
         return _evaluate_pairs(job, tree, arrays, stop=stop)
@@ -183,13 +183,13 @@ def evaluate(
     put: Callable[[Batch], Batch],
     stop: Callable[[], bool] | None = None,
 ) -> Evaluation:
-    """Sums nll over batches that together count each token of ``arrays`` once.
+    """Sums the nll in nats over batches that together count each token of ``arrays`` once.
 
     Args:
         step: a jitted ``make_evaluation_step``.
         tree: parameters and state of the model.
         put: moves a batch to the devices.
-        stop: asked between batches; raises Interrupted where it says so.
+        stop: called between batches; if it returns True, the evaluation raises Interrupted.
     """
     total, count = 0.0, 0.0
     pending: list[tuple[Float[Array, ""], Float[Array, ""]]] = []
@@ -213,7 +213,7 @@ def evaluate(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RunEvaluation:
-    """A model's loss on a text, and what compressors make of the same text."""
+    """A model's loss on a text, with the bits per byte that gzip and xz reach on it."""
 
     step: int | None  # None: the model is of no run
     evaluation: Evaluation  # of what the run is judged by

@@ -1,5 +1,5 @@
-"""Explanations of bad steps: where a step was not finite, what a spike of the loss consisted of,
-and which layers' gradients grew.
+"""Explanations of bad steps: where a number was not finite, which samples made the loss jump, and
+which layers' gradients grew.
 
 Dims: B sequence of the batch, T position, D model width, K micro-batch, R row of a micro-batch.
 """
@@ -35,17 +35,18 @@ from jaxinfra.training.watch import Watch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NonFinite:
-    """A finding says, in words and as data, what in a step was not finite."""
+    """A finding that says, in words and as data, which number of a step was not finite."""
 
     text: str
     details: dict[str, Any]
 
 
 def locate_nonfinite(job: Job, state: State, batches: TrainIterator, *, step: int) -> NonFinite:
-    """Computes the gradient of each rank's rows of a step's batch alone. A collective.
+    """Finds where a step was not finite: computes the gradient from each rank's rows alone. A
+    collective.
 
-    The other ranks' rows are replaced by rows that count nothing, so what is not finite then comes
-    from the rows left. It costs a compilation, once, and a gradient a part of the batch.
+    The other ranks' rows are replaced by rows that count no token, so a number that is not finite
+    comes from the remaining rows. It costs one compilation, and one gradient per rank's part.
 
     Args:
         state: before the step, or after it: a step that is not finite changes no parameter.
@@ -143,7 +144,7 @@ class SampleLoss:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayerGrowth:
-    """The gradient norm of one layer's parameters, beside an ordinary step's."""
+    """The gradient norm of one layer's parameters, beside that of an ordinary step."""
 
     name: str  # "layer 3", or a top-level name such as "embedding"
     norm: float
@@ -151,14 +152,14 @@ class LayerGrowth:
 
     @property
     def growth(self) -> float:
-        """The ratio of the norm to an ordinary step's."""
+        """Ratio of the layer's gradient norm to that of an ordinary step."""
         return self.norm / max(self.usual, float(np.finfo(np.float32).tiny))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Examination:
-    """An examination holds a step's samples, highest loss first, and its layers in the model's
-    order.
+    """The findings about one step: its samples from highest to lowest loss, and its layers in the
+    model's order.
     """
 
     step: int
@@ -168,14 +169,14 @@ class Examination:
 
     @property
     def first(self) -> LayerGrowth:
-        """Returns the layer that the backward pass meets first, among those whose gradients grew
-        most.
+        """Returns, of the layers whose gradients grew most, the one that the backward pass reaches
+        first.
         """
         most = max(layer.growth for layer in self.layers)
         return next(each for each in reversed(self.layers) if each.growth >= GREW * most)
 
     def describe(self) -> str:
-        """Describes the step in two sentences."""
+        """Describes in two sentences which samples and layers stand out in the step."""
         losses = [each.loss for each in self.samples]
         worst = self.samples[:3]
         named = ", ".join(f"{each.sample} ({each.loss:.2f})" for each in worst)
@@ -187,7 +188,7 @@ class Examination:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the examination for a file; a number that is not finite becomes None."""
+        """Returns the examination as JSON values; a number that is not finite becomes None."""
         layers = [{**dataclasses.asdict(e), "growth": e.growth} for e in self.layers]
         samples = [dataclasses.asdict(each) for each in self.samples]
         return {
@@ -209,14 +210,14 @@ def examine_step(
     step: int,
     usual_step: int,
 ) -> Examination:
-    """Computes a step's loss by sample and its gradient by layer; a collective.
+    """Computes a step's loss per sample and its gradient norm per layer; a collective.
 
     It costs two compilations, two gradients, and for each sample the loss of its micro-batch.
 
     Args:
         state: before the step.
-        batches: of the run; what comes next stays as it is.
-        usual_step: the one whose gradient, of the same parameters, is the ordinary one.
+        batches: iterator of the run's batches; its position does not change.
+        usual_step: step whose gradient, for the current parameters, stands for an ordinary one.
     """
     batch, usual = (job.put(batches.batch(number - 1)) for number in (step, usual_step))
     whole = job.placement.replicated
@@ -252,11 +253,10 @@ def examine_step(
 def sample_losses(
     job: Job, tree: Parameters, batch: Batch
 ) -> tuple[Float[Array, "B"], Float[Array, "B"], jax.Array, jax.Array]:
-    """Computes per row the summed nll, the number of its counted targets, its tokens and its
-    documents.
+    """Computes for each row of a batch its summed nll, counted targets, tokens and documents.
 
-    No matmul is in 8 bits there, and nothing is dropped out. A row's loss is that of its
-    micro-batch with all other rows' targets left out, so that it is computed as the step's is.
+    8-bit matmuls and dropout are off. A row's loss is that of its micro-batch with the targets of
+    all other rows left out, so it is computed as in the training step.
     """
     model, training = job.model.unquantized, job.config.training
     tree, count = only(tree, model.arrays), training.accumulation
@@ -329,10 +329,10 @@ SPIKE = "loss spike"
 
 @final
 class SpikeReports:
-    """Explains each batch that was left out because of its loss, once.
+    """Writer of one report for each batch that was skipped because of its loss.
 
-    It is explained as the run, gone back, comes to the batch again and passes over it: the state
-    from before the step is at hand then, so nothing is kept for this, and nothing is replayed.
+    After the roll-back the run reaches the skipped batch again, and the state from before that step
+    is at hand. So the report needs no saved state and no replay.
     """
 
     def __init__(
@@ -348,11 +348,11 @@ class SpikeReports:
         self._batches, self._tokenizer = batches, corpora.tokenizer
 
     def explain(self, state: State, *, step: int) -> None:
-        """Writes the report where there is none yet; a collective.
+        """Writes the report of a skipped step if there is none yet; a collective.
 
         Args:
             state: before the step.
-            step: the one that is passed over.
+            step: number of the skipped step.
         """
         found = processes.on_first(lambda: self._judged(step))
         if found is None:

@@ -28,10 +28,9 @@ from jaxinfra.training.preferences import count_pairs, log_probabilities, pair_s
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GradientFunction(abc.ABC):
-    """A gradient function computes loss and gradients of a batch; each way to do so is a
-    subclass.
+    """Base class of functions that compute the loss and the gradients of a batch.
 
-    All take arguments in one order: parameters, the model's state, the batch, then the rest.
+    All take their arguments in one order: parameters, the model's state, the batch, then keywords.
     """
 
     model: ModelDefinition
@@ -59,14 +58,18 @@ class GradientFunction(abc.ABC):
         """
 
     def of(self, model: ModelDefinition) -> Self:
-        """Replaces the model, such as by one whose frozen parameters are known."""
+        """Returns this gradient function for another model, such as one whose frozen parameters are
+        given.
+        """
         return dataclasses.replace(self, model=model)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSums:
-    """Sums over a batch's counted targets, or its pairs; divide by their number for means."""
+    """Loss sums over a batch's counted targets, or over its pairs of answers; divided by their
+    number, they are means.
+    """
 
     objective: Float[Array, ""]  # what is differentiated
     nll: Float[Array, ""]  # of pairs their loss
@@ -77,7 +80,7 @@ class BatchSums:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BatchCounts:
-    """The counts by which sums over a batch are divided."""
+    """Numbers of a batch's counted targets and pairs, by which its loss sums are divided."""
 
     terms: Float[Array, ""]  # of the loss: counted targets, or pairs
     # Terms per counted target, by which layers count; None: each is one.
@@ -94,7 +97,7 @@ def batch_loss(
     loss: str | None = None,
     dropout_key: Key[Array, ""] | None = None,
 ) -> BatchSums:
-    """Computes the objective of a batch; ``tree`` has parameters and state.
+    """Computes the training objective of a batch; ``tree`` has the model's parameters and state.
 
     Args:
         loss: the part that computes it in place of the cross entropy, whose sum is then the nll's.
@@ -128,11 +131,13 @@ def batch_of_pairs_loss(
     per_target: Float[Array, ""] | None = None,
     dropout_key: Key[Array, ""] | None = None,
 ) -> BatchSums:
-    """Computes the objective of a batch of pairs; ``tree`` has parameters and state.
+    """Computes the objective of a batch of answer pairs; ``tree`` has the model's parameters and
+    state.
 
     Args:
-        sequence_shards: devices that a sequence is spread over.
-        per_target: pairs per counted target of the whole batch: the weight of what layers add.
+        sequence_shards: number of devices that a sequence is split over.
+        per_target: pairs per counted target of the whole batch: the weight of losses that layers
+            add.
     """
     if preferences.has_reference != (batch.reference is not None):
         raise ConfigError(
@@ -165,10 +170,10 @@ def hidden_loss(
     label_smoothing: float,
     table: Float[Array, "V D"] | None = None,
 ) -> CrossEntropySums:
-    """Computes the cross entropy from the normalized output of the last layer.
+    """Computes the cross entropy of a batch from the normalized output of the last layer.
 
     Args:
-        table: the vocabulary's as ``Decoder.run`` hands it on; by default that of ``parameters``.
+        table: vocabulary matrix as ``Decoder.run`` returns it; by default that of ``parameters``.
     """
     if table is None:
         table = model.bind(parameters).vocabulary_table
@@ -193,8 +198,8 @@ def own_loss(
     *,
     loss: str,
 ) -> CrossEntropySums:
-    """Sums a user's loss over tokens; it sees all logits of a micro-batch: ``(logits [B, T, V],
-    targets [B, T], *, weights) -> [B, T]`` in fp32.
+    """Sums a user-defined loss over a batch's tokens. The function gets all logits of a
+    micro-batch: ``(logits [B, T, V], targets [B, T], *, weights) -> [B, T]`` in fp32.
     """
     with jax.named_scope("loss"):
         logits_BTV = model.bind(tree).logits(hidden_BTD)
@@ -211,15 +216,16 @@ def own_loss(
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
 class AccumulatedGradient(GradientFunction):
-    """Gradients of the whole batch are summed over ``training.accumulation`` micro-batches.
+    """A gradient function that sums a batch's gradients over ``training.accumulation``
+    micro-batches.
 
     The sum equals the big batch's gradient: every micro-batch is divided by the number of counted
     targets of the whole batch, and gradients are summed in place, so peak memory does not grow
     with K.
 
-    On a mesh, devices communicate gradients once, after the last micro-batch, over all axes where
-    gradients are whole; where they are sharded (fsdp from ZeRO 2 on), each micro-batch's are
-    reduce-scattered, as no device has room for all of them.
+    On a mesh, replicated gradients are all-reduced once, after the last micro-batch. Gradients that
+    are sharded (fsdp from ZeRO 2 on) are reduce-scattered after each micro-batch, as no device has
+    room for all of them.
     """
 
     placement: Placement | None = None  # of the state, on a mesh
@@ -338,13 +344,15 @@ class AccumulatedGradient(GradientFunction):
 
 
 def count_targets(batch: Batch) -> Float[Array, ""]:
-    """Counts the weighted targets of a batch, at least 1: the divisor of its sums."""
+    """Counts the targets of a batch that have a weight, at least 1: the divisor of its loss
+    sums.
+    """
     return jnp.maximum(jnp.sum(batch.weights), 1.0)
 
 
 def split_batch(batch: Batch, num_parts: int) -> Batch:
-    """Splits [B, ...] into [K, B/K, ...]: part k takes rows k, k+K, ... so that no row moves
-    between devices.
+    """Splits a batch [B, ...] into micro-batches [K, B/K, ...]. Micro-batch k takes rows k, k+K,
+    ... so that no row moves between devices.
     """
 
     def split(x: jax.Array) -> jax.Array:
@@ -356,10 +364,10 @@ def split_batch(batch: Batch, num_parts: int) -> Batch:
 def make_evaluation_step(
     model: ModelDefinition,
 ) -> Callable[[Parameters, Batch], tuple[Float[Array, ""], Float[Array, ""]]]:
-    """Makes the step (parameters and state, batch) -> (sum of nll in nats, number of counted
-    targets).
+    """Builds the evaluation step: (parameters and state, batch) -> (sum of nll in nats, number of
+    counted targets).
 
-    No matmul is in 8 bits there, whatever the model trains in.
+    Its matmuls are never in 8 bits, even where the model trains in 8 bits.
     """
     evaluated = model.unquantized
 
@@ -375,7 +383,7 @@ def make_evaluation_step(
 def make_log_probability_step(
     model: ModelDefinition, *, sequence_shards: int = 1
 ) -> Callable[[Parameters, Batch], Float[Array, "B T"]]:
-    """Makes the step (parameters and state, batch) -> log probability of each target in nats."""
+    """Builds the step (parameters and state, batch) -> log probability of each target in nats."""
     evaluated = model.unquantized
 
     def log_probability_step(tree: Parameters, batch: Batch) -> Float[Array, "B T"]:

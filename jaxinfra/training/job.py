@@ -1,4 +1,4 @@
-"""A job is a run's functions on its mesh, made from its config: placed, jitted, abstract. No
+"""A job: the jitted functions and shardings of a run on its mesh, made from the run's config. No
 parameter is initialized here.
 """
 
@@ -63,10 +63,10 @@ from jaxinfra.training.xla_options import Options, compiler_options
 
 
 def in_zigzag(batch: Batch[np.ndarray], num_shards: int) -> Batch[np.ndarray]:
-    """Puts every row's tokens, and their positions with them, in zig-zag order.
+    """Reorders the tokens and positions of every row into the zig-zag order of sequence shards.
 
-    Sums over tokens do not change; attention knows the order, and all else goes by position. A
-    batch for one shard is returned as it is.
+    Sums over tokens do not change: attention knows the order, and other layers read positions. A
+    batch for one shard is returned unchanged.
     """
     if num_shards == 1:
         return batch
@@ -81,10 +81,10 @@ def in_zigzag(batch: Batch[np.ndarray], num_shards: int) -> Batch[np.ndarray]:
 def of_frozen[**P, R](
     make: Callable[[ModelDefinition], Callable[P, R]], model: ModelDefinition
 ) -> Callable[..., R]:
-    """Makes ``make(model)`` a function whose first argument is the frozen parameters, where there
-    are any.
+    """Returns ``make(model)`` as a function that takes the frozen parameters, if the model has any,
+    as its first argument.
 
-    Closed over, they would be constants of the compiled program.
+    As a closure's values they would become constants in the compiled program.
     """
     if not model.frozen:
         return make(model)
@@ -98,8 +98,8 @@ def of_frozen[**P, R](
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bound:
-    """A jitted function, or a stage of it, whose first argument, the frozen parameters,
-    is given.
+    """A jitted, lowered or compiled function whose first argument, the frozen parameters, is
+    already given.
     """
 
     stage: Any  # jax.stages.Wrapped, Lowered or Compiled
@@ -110,21 +110,21 @@ class Bound:
         return self.stage(self.frozen, *args)
 
     def lower(self, *args: Any) -> "Bound":
-        """Traces the step for these arguments, as the jitted function does."""
+        """Lowers the jitted function for the frozen parameters and these arguments."""
         return Bound(self.stage.lower(self.frozen, *args), self.frozen)
 
     def compile(self) -> "Bound":
-        """Compiles the step, as a lowered one does."""
+        """Compiles the lowered function."""
         return Bound(self.stage.compile(), self.frozen)
 
     def as_text(self) -> str:
-        """Returns the program's text, lowered or compiled."""
+        """Returns the text of the lowered or compiled program."""
         return self.stage.as_text()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """A run's functions on its mesh."""
+    """The jitted functions of a run, with their mesh and shardings."""
 
     config: RunConfig
     options: Options | None  # XLA's, of the training step
@@ -144,17 +144,18 @@ class Job:
     gathers: GatherChoice | None = None  # whether gathered weights stay, likewise
 
     def initialize(self) -> TrainState[jax.Array]:
-        """Initializes the state directly onto the mesh.
+        """Initializes the training state of step 0 directly onto the mesh.
 
-        DoRA's magnitudes are those of the frozen weights, which ``with_frozen`` has given then.
+        DoRA's magnitudes are computed from the frozen weights, so ``with_frozen`` has to come
+        first.
         """
         lora = self.config.lora
         measured = self.model.frozen if lora and lora.kind is AdapterKind.DORA else {}
         return jax.jit(self._initial, out_shardings=self.shardings)(measured)
 
     def start_from(self, tree: Parameters) -> TrainState[jax.Array]:
-        """Returns the initial state with these parameters and this model state, whose buffers it
-        takes over.
+        """Returns the training state of step 0 with the parameters and model state in ``tree``,
+        whose buffers it takes over.
         """
 
         def around(tree: Parameters) -> TrainState[jax.Array]:
@@ -163,7 +164,7 @@ class Job:
         return jax.jit(around, out_shardings=self.shardings, donate_argnums=0)(tree)
 
     def with_frozen(self, frozen: Parameters) -> "Job":
-        """Gives the job's steps the values of the parameters that are not trained."""
+        """Returns the job with these values for the parameters that are not trained."""
         model = self.model.freeze(frozen)
         return dataclasses.replace(
             self,
@@ -176,7 +177,7 @@ class Job:
         )
 
     def abstract_state(self) -> TrainState[jax.ShapeDtypeStruct]:
-        """Returns shapes, dtypes and shardings of the state, into which a checkpoint is
+        """Returns the training state as shapes, dtypes and shardings, into which a checkpoint is
         restored.
         """
         return jax.tree.map(
@@ -206,7 +207,7 @@ class Job:
         )
 
     def put(self, batch: Batch) -> Batch:
-        """Makes a global batch on the mesh from this process's rows; in zig-zag order where
+        """Builds the global batch on the mesh from this process's rows; in zig-zag order if
         sequences are sharded.
         """
         batch = in_zigzag(batch, self.config.mesh.sequence_shards)
@@ -227,14 +228,17 @@ class Job:
 
     @property
     def scales_dynamically(self) -> bool:
-        """Whether the loss scale is found by trying, so that steps may fail to be finite."""
+        """Whether the loss scale is adjusted at run time, so that some steps overflow and are
+        skipped.
+        """
         return self.config.precision.loss_scaling is LossScaling.DYNAMIC
 
     def process_share(self) -> tuple[int, int]:
-        """Returns which of how many equal, contiguous parts of a batch's rows this process's
-        devices hold.
+        """Returns the part of a batch's rows that this process's devices hold, as (index, number of
+        equal parts).
 
-        Processes whose devices differ in other mesh axes only hold the same part.
+        Processes whose devices differ only in mesh axes that do not split the batch hold the same
+        part.
         """
         shards = self.placement.batch_shards
         held = self.placement.sharding((BATCH,)).addressable_devices_indices_map((shards,))
@@ -250,7 +254,9 @@ class Job:
 
 
 def keep_compiled_programs(cache_dir: Path) -> None:
-    """Keeps compiled programs on disk: a second start on the same devices reads them."""
+    """Caches compiled programs on disk, so that a second start on the same devices skips
+    compilation.
+    """
     directory = cache_dir / "xla"
     directory.mkdir(parents=True, exist_ok=True)  # JAX itself would only warn where it cannot be
     jax.config.update("jax_compilation_cache_dir", str(directory))
@@ -261,15 +267,16 @@ def make_job(
 ) -> Job:
     """Validates the config and builds its job; raises ConfigError where it cannot run here.
 
-    What the config leaves open is chosen first. With remat=auto and optimal, steps are compiled
-    until one fits, and the job's config names its recomputation. Whether gathered weights stay
-    remains open in the job's config, so that the run may go on with other devices.
+    Settings left at "auto" are chosen first. With remat=auto and remat=optimal, steps are compiled
+    until one fits in memory, and the job's config holds the choice. The choice to keep gathered
+    weights stays "auto" in the config, so that the run may continue on other devices.
 
     Args:
-        config: of the run.
+        config: config of the run.
         traceable: compile the step so that a profiler's trace names every operation, at some cost
             in launches.
-        devices: to build for, all by default; a planner's are not there to run on.
+        devices: devices to build for, all by default; a planner passes devices that do not exist
+            here.
     """
     validate(config)
     build = functools.partial(_build_job, traceable=traceable, devices=devices)
@@ -441,15 +448,17 @@ def _train_step(
 
 
 def step_programs(job: Job) -> StepPrograms:
-    """Returns a job's compiled steps, with the choice of which one a step runs."""
+    """Returns a job's compiled steps, with and without statistics, and the rule which one a step
+    runs.
+    """
     return StepPrograms(job.train_step, job.statistics_step, every=job.config.statistics.every)
 
 
 def lower_step(job: Job, *, platforms: tuple[str, ...] | None = None) -> jax.stages.Lowered:
-    """Lowers the job's step on packed rows, traced on shapes.
+    """Lowers the job's training step for packed rows, from shapes alone.
 
     Args:
-        platforms: to lower for; those that are here by default.
+        platforms: platforms to lower for; by default those of this machine's devices.
     """
     training = job.config.training
     shape = (training.batch_size, training.sequence_length)

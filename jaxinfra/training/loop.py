@@ -1,6 +1,4 @@
-"""The training loop with its side effects: what happens between the pure steps of a run that is set
-up.
-"""
+"""The training loop and its side effects: logging, evaluation and saves between the pure steps."""
 
 import collections
 import dataclasses
@@ -52,7 +50,7 @@ class _Pending:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Outputs:
-    """The outputs of a run: its log, its clock, its display and its profiler."""
+    """Where a run reports: its metrics log, clock, display and profiler."""
 
     log: MetricsLog
     clock: Clock
@@ -62,9 +60,7 @@ class Outputs:
 
 @final
 class Trainer:
-    """The trainer runs the steps that remain; it evaluates, saves and records what is due after
-    each.
-    """
+    """The loop over a run's remaining steps; it evaluates, saves and records when due."""
 
     def __init__(
         self, *, job: Job, run: RunDirectory, start: Start, outputs: Outputs, watch: Watch
@@ -91,8 +87,8 @@ class Trainer:
         self._pending: collections.deque[_Pending] = collections.deque()
 
     def run(self) -> Outcome:
-        """Trains to the end, or until asked to stop; raises where the last state cannot
-        be saved.
+        """Trains to the last step, or until asked to stop; raises if the last state cannot be
+        saved.
         """
         try:
             self._steps()

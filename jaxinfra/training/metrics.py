@@ -45,31 +45,33 @@ class Callback:
     """
 
     def on_begin(self, run: Path, config: RunConfig) -> None:
-        """The hook after set-up, before the next step.
+        """Called after set-up, before the session's first step.
 
         Args:
-            run: its directory.
+            run: the run's directory.
         """
 
     def on_step(self, record: Record) -> None:
-        """The hook after a step; ``record`` has its loss, learning rate, times and what layers
-        emit.
+        """Called after a step; ``record`` has its loss, learning rate, times and the statistics
+        that layers emit.
         """
 
     def on_evaluation(self, record: Record) -> None:
-        """The hook after an evaluation, with ``heldout_loss`` and ``heldout_bits_per_byte``."""
+        """Called after an evaluation; ``record`` has ``heldout_loss`` and
+        ``heldout_bits_per_byte``.
+        """
 
     def on_save(self, step: int) -> None:
-        """The hook at a save: a checkpoint of this step is being written."""
+        """Called when a checkpoint of this step begins to be written."""
 
     def on_end(self, summary: Record | None) -> None:
-        """The hook at the end; ``summary`` is that of ``summary.json``, None where the run was
-        stopped.
+        """Called at the run's end; ``summary`` is the content of ``summary.json``, None if the run
+        was stopped.
         """
 
 
 class MetricsLogger(Callback):
-    """A callback that writes every record, of steps and of evaluations, in one way.
+    """A callback that passes the numbers of every step and evaluation to one ``write`` method.
 
     Examples:
         >>> class Printer(jaxinfra.MetricsLogger):
@@ -80,11 +82,11 @@ class MetricsLogger(Callback):
     """
 
     def write(self, values: Mapping[str, float], *, step: int) -> None:
-        """Writes the numbers of a record, which are all floats or ints."""
+        """Writes the numbers of one record; all values are floats or ints."""
         raise NotImplementedError
 
     def on_step(self, record: Record) -> None:
-        """Writes a step's numbers."""
+        """Writes the numbers of a training step's record."""
         numbers = {
             name: value
             for name, value in record.items()
@@ -93,7 +95,7 @@ class MetricsLogger(Callback):
         self.write(numbers, step=record["step"])
 
     def on_evaluation(self, record: Record) -> None:
-        """Writes the numbers of an evaluation."""
+        """Writes the numbers of an evaluation's record."""
         MetricsLogger.on_step(self, record)
 
 
@@ -112,7 +114,7 @@ class JsonLinesLogger(MetricsLogger):
         self._file = Path(file)
 
     def write(self, values: Mapping[str, float], *, step: int) -> None:
-        """Appends a line."""
+        """Appends the values as one line of JSON."""
         with self._file.open("a") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
 
@@ -131,12 +133,12 @@ class TensorBoardLogger(MetricsLogger):
         self._writer = SummaryWriter(str(directory))
 
     def write(self, values: Mapping[str, float], *, step: int) -> None:
-        """Adds a scalar for each value."""
+        """Adds one TensorBoard scalar for each value."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def on_end(self, summary: Record | None) -> None:
-        """Closes the files."""
+        """Closes the TensorBoard event files."""
         self._writer.close()
 
 
@@ -159,16 +161,16 @@ class WandbLogger(MetricsLogger):
         self._run: Any = None
 
     def on_begin(self, run: Path, config: RunConfig) -> None:
-        """Begins a run there, with this config."""
+        """Begins a Weights & Biases run that holds this config."""
         named = {"name": run.name, **self._options}
         self._run = self._wandb.init(config=codec.to_dict(config), **named)
 
     def write(self, values: Mapping[str, float], *, step: int) -> None:
-        """Logs the values of a step."""
+        """Logs the values of a step to Weights & Biases."""
         self._run.log(dict(values), step=step)
 
     def on_end(self, summary: Record | None) -> None:
-        """Ends the run there, with the summary."""
+        """Ends the Weights & Biases run, with the run's summary."""
         self._run.summary.update(dict(summary or {}))
         self._run.finish(exit_code=0)
 
@@ -191,16 +193,16 @@ class MlflowLogger(MetricsLogger):
         self._mlflow, self._options = _optional("mlflow"), options
 
     def on_begin(self, run: Path, config: RunConfig) -> None:
-        """Begins a run there, with this config."""
+        """Begins an MLflow run that holds this config."""
         self._mlflow.start_run(**{"run_name": run.name, **self._options})
         self._mlflow.log_dict(codec.to_dict(config), "config.json")
 
     def write(self, values: Mapping[str, float], *, step: int) -> None:
-        """Logs the values of a step."""
+        """Logs the values of a step to MLflow."""
         self._mlflow.log_metrics(dict(values), step=step)
 
     def on_end(self, summary: Record | None) -> None:
-        """Ends the run there."""
+        """Ends the MLflow run."""
         self._mlflow.end_run("KILLED" if summary is None else "FINISHED")
 
 
@@ -227,17 +229,16 @@ def _is_flat(record: dict[str, Any]) -> bool:
 
 @final
 class MetricsLog:
-    """The log appends one JSON line per record, handed to the system at once, and the values as
-    events.
+    """Log of a run's records: one JSON line each in ``metrics.jsonl``, and the values as
+    TensorBoard events.
 
-    What is not a finite number is written as null: JSON has no NaN. What cannot be written, as on a
-    full disk, is kept in memory and tried again with the next record; ``close`` raises if lines
-    remain.
+    A number that is not finite is written as null: JSON has no NaN. Lines that cannot be written,
+    as on a full disk, stay in memory until the next record; ``close`` raises if lines remain.
 
     Args:
-        after_step: a resumed run repeats what came after this step, so later lines are dropped.
-        writes: False on all processes of a run but the first: they have the records, in memory.
-        callbacks: are told of each record, and of each save.
+        after_step: a resumed run repeats the steps after this one, so their lines are dropped.
+        writes: False on all processes but the first, which keep the records in memory only.
+        callbacks: called with each record, and at each save.
     """
 
     def __init__(
@@ -265,7 +266,9 @@ class MetricsLog:
         return undone
 
     def rewind(self, after_step: int) -> list[dict[str, Any]]:
-        """Drops and returns the records after a step to which the run goes back."""
+        """Drops and returns the records of the steps after ``after_step``, to which the run rolls
+        back.
+        """
         self.close()
         undone = self._keep(after_step)
         if self._writes:
@@ -294,7 +297,7 @@ class MetricsLog:
         self._add_event(Event(step=after_step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, record: dict[str, Any]) -> None:
-        """Adds a record, which must have a ``step``, and tells the callbacks.
+        """Writes a record, which must have a ``step``, and calls the callbacks with it.
 
         Its ``statistics``, if any, go to ``statistics.jsonl`` in the same directory. If that has
         two lines for a step, the later one counts.
@@ -319,7 +322,7 @@ class MetricsLog:
                 callback.on_step(record)
 
     def tell_of_save(self, step: int) -> None:
-        """Tells callbacks that a checkpoint of this step is being written."""
+        """Tells callbacks that a checkpoint of this step begins to be written."""
         for callback in self._callbacks:
             callback.on_save(step)
 
@@ -331,12 +334,16 @@ class MetricsLog:
         self._events.append(size + sums[0] + data + sums[1])
 
     def sync(self) -> None:
-        """Forces the lines to disk before a checkpoint, so that it never has fewer of them."""
+        """Forces the log's lines to disk; done before a checkpoint, so that no logged step before
+        it can be lost.
+        """
         if self._writes:
             self._lines.sync()
 
     def find(self, name: str, *, step: int | None = None) -> dict[str, Any] | None:
-        """Returns the newest record with a value of that name (of that step)."""
+        """Returns the newest record that has a value named ``name``; with ``step``, only of that
+        step.
+        """
         for record in reversed(self.records):
             if step is not None and record["step"] < step:
                 break
@@ -345,7 +352,9 @@ class MetricsLog:
         return None
 
     def close(self) -> None:
-        """Closes both logs; raises OSError if lines could not be written."""
+        """Closes ``metrics.jsonl`` and ``statistics.jsonl``; raises OSError if lines could not be
+        written.
+        """
         if not self._writes:
             return
         lost_events = self._events.close()
@@ -410,7 +419,7 @@ class _Appender:
 
 
 def finite(record: dict[str, Any]) -> dict[str, Any]:
-    """Replaces each float that JSON cannot hold by None."""
+    """Replaces by None each float of a record that is NaN or infinite, which JSON cannot hold."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in record.items()

@@ -71,7 +71,7 @@ def make_pipeline_gradient(
     pipeline: PipelineConfig,
     placement: Placement,
 ) -> "PipelineGradient":
-    """Makes the schedule of the stages and the gradient function that runs it."""
+    """Makes the pipeline's schedule of stages and the gradient function that runs it."""
     schedule = make_schedule(
         pipeline.schedule,
         stages=placement.mesh.shape[STAGES],
@@ -93,7 +93,8 @@ def make_pipeline_gradient(
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
 class PipelineGradient(GradientFunction):
-    """Gradients of the whole batch are summed by a schedule of stages, a micro-batch at a time.
+    """A gradient function that runs micro-batches through a schedule of pipeline stages and sums
+    their gradients.
 
     Every micro-batch is divided by the number of counted targets of the whole batch, and gradients
     are summed in place, as without a pipeline.
@@ -180,20 +181,24 @@ def _split(tree: Parameters) -> tuple[Parameters, Parameters]:
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DecoderStages:
-    """A decoder in the pieces that stages run; a layer is one repetition of its block pattern."""
+    """A decoder split into the functions that pipeline stages run; a layer is one repetition of its
+    block pattern.
+    """
 
     model: ModelDefinition
     training: TrainingConfig
     places: np.ndarray  # of ``layer_places``
 
     def embed(self, shared: Arrays, micro: _Micro) -> jax.Array:
-        """Embeds a micro-batch's tokens: x [B, T, D]."""
+        """Embeds a micro-batch's tokens as x [B, T, D]."""
         positions = _positions(micro.batch)
         key = self._keys(micro)[0]
         return self.model.bind(merged(*shared)).embed(micro.batch.tokens, positions, key)
 
     def context(self, micro: _Micro) -> _Context:
-        """Computes what all layers read of a micro-batch."""
+        """Computes the inputs that all layers share for a micro-batch: RoPE tables, positions,
+        segment ids and dropout keys.
+        """
         positions = _positions(micro.batch)
         return _Context(
             ropes=self.model.bind({}).rope_tables(positions),
@@ -204,7 +209,7 @@ class DecoderStages:
         )
 
     def layer_context(self, context: _Context, index: jax.Array) -> _Context:
-        """Selects what the layer of that index reads."""
+        """Selects from a micro-batch's context the dropout key and scale of layer ``index``."""
         places = self.places
         if len(places) > self.model.config.repeats[0]:
             # What a layer of zeros says is of no layer.
@@ -217,7 +222,9 @@ class DecoderStages:
         return dataclasses.replace(context, keys=context.keys[jnp.asarray(places)[index]])
 
     def layer(self, arrays: Arrays, context: _Context, x_BTD: jax.Array) -> LayerResult:
-        """Runs one repetition of the block pattern, recomputed as the execution says."""
+        """Runs one repetition of the block pattern, with the recomputation that the config asks
+        for.
+        """
         model = self.model
 
         def repetition(x_BTD: jax.Array, arrays: Arrays) -> tuple[jax.Array, tuple[Sums, ...]]:
@@ -243,7 +250,7 @@ class DecoderStages:
         return LayerResult(x=x_BTD, objective=objective, sums=sums)
 
     def head(self, shared: Arrays, x_BTD: jax.Array, micro: _Micro) -> HeadSums:
-        """Takes the loss of a micro-batch from the last layer's output on."""
+        """Computes a micro-batch's loss from the last layer's output."""
         tree = merged(*shared)
         sums = hidden_loss(
             self.model,

@@ -1,4 +1,4 @@
-"""Losses of pairs of answers, with a reference model and without it.
+"""Losses of pairs of answers, a chosen and a rejected one, with or without a reference model.
 
 Dims: B row of the batch, T position, P pair of a row, S segment of a row (two of each pair).
 """
@@ -52,8 +52,8 @@ def preference_loss(
     chosen_reference: Float[Array, "*pairs"] | None = None,
     rejected_reference: Float[Array, "*pairs"] | None = None,
 ) -> PairLoss:
-    """Computes the loss of pairs from log probabilities of their answers, c (chosen) and r
-    (rejected).
+    """Computes the loss of each pair of answers from their log probabilities: c of the chosen, r of
+    the rejected one.
 
     With sigma the logistic function, b = beta, |c| a number of tokens, c' and r' the reference's:
 
@@ -70,11 +70,11 @@ def preference_loss(
     Rewards are the terms that are compared, b (c - c') for dpo and ipo.
 
     Args:
-        chosen, rejected: sums over the answers' tokens, in nats.
-        config: which loss, and how strongly.
-        chosen_tokens, rejected_tokens: how many they are, at least 1.
-        chosen_reference, rejected_reference: the same sums of the model that the run started from;
-            dpo and ipo need them.
+        chosen, rejected: log probabilities of the answers, summed over their tokens, in nats.
+        config: the kind of loss and its coefficients.
+        chosen_tokens, rejected_tokens: number of tokens in each answer, at least 1.
+        chosen_reference, rejected_reference: the summed log probabilities under the model that the
+            run started from; dpo and ipo need them.
 
     Raises:
         ConfigError: dpo or ipo without the sums of a reference.
@@ -146,7 +146,7 @@ def _log_odds(mean: Float[Array, "*pairs"]) -> Float[Array, "*pairs"]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PairSums:
-    """Sums over the pairs of a batch."""
+    """The loss and the logged figures of preference training, summed over the pairs of a batch."""
 
     loss: Float[Array, ""]
     figures: dict[str, Float[Array, ""]]  # what is shown, over the pairs
@@ -201,7 +201,7 @@ def pair_sums(
 
 
 def count_pairs(batch: Batch[jax.Array]) -> Float[Array, ""]:
-    """Counts the pairs of a batch, at least 1."""
+    """Counts the pairs of answers in a batch, at least 1."""
     counted_BTS = _in_segment(batch) * batch.weights[..., None]
     there_BP = jnp.max(counted_BTS, axis=1)[:, 0::2] > 0.0
     return jnp.maximum(jnp.sum(there_BP.astype(batch.weights.dtype)), 1.0)

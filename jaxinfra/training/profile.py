@@ -32,7 +32,7 @@ STEP_FILE = "step.json"
 
 
 class TracedStep(TypedDict):
-    """A traced step's facts that its trace does not contain."""
+    """Facts about a traced step that its trace does not contain, such as the kind of device."""
 
     device_kind: str
     limit_bytes: int | None  # that JAX may take of a device; None where the device does not say
@@ -44,8 +44,8 @@ class TracedStep(TypedDict):
 
 
 def rank_directory(directory: Path, rank: int) -> Path:
-    """Returns where a rank's trace is stored below a run's ``trace``; ranks of one host share its
-    name.
+    """Returns the directory of a rank's trace below a run's ``trace``; ranks of one host have one
+    directory name.
     """
     return directory / f"rank-{rank:05d}" if rank else directory
 
@@ -56,7 +56,9 @@ def _xla_options(job: Job) -> list[str]:
 
 
 def describe_collectives(compiled: Any, mesh: Mapping[str, int]) -> list[dict[str, Any]]:
-    """A compiled program's collectives, for ``COLLECTIVES_FILE``; bytes per device and call."""
+    """Lists a compiled program's collectives for ``COLLECTIVES_FILE``, with the bytes per device
+    and call.
+    """
     return [
         {
             "instruction": each.instruction,
@@ -71,15 +73,13 @@ def describe_collectives(compiled: Any, mesh: Mapping[str, int]) -> list[dict[st
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileRange:
-    """A range of steps [start, stop) to trace, numbered from 0: the first is the one that
-    compiles.
-    """
+    """Range of training steps [start, stop) to trace; step 0 is the one that compiles."""
 
     start: int
     stop: int
 
     def require_within(self, *, first: int, steps: int) -> None:
-        """Raises ConfigError unless every step of the range is still to come."""
+        """Raises ConfigError unless the range is within the remaining steps [first, steps)."""
         if self.start < first or self.stop > steps:
             raise ConfigError(
                 f"--profile {self.start}:{self.stop}: the steps to come are {first}:{steps}; "
@@ -88,7 +88,7 @@ class ProfileRange:
 
 
 def parse_profile_range(text: str) -> ProfileRange:
-    """Parses a range such as "10:13"."""
+    """Parses a range of steps such as "10:13"."""
     start, _, stop = text.partition(":")
     first, last = whole_number(start), whole_number(stop)
     if first is None or last is None or first >= last:
@@ -98,7 +98,7 @@ def parse_profile_range(text: str) -> ProfileRange:
 
 @final
 class Profiler:
-    """The profiler starts and stops XLA's traces as steps go by; they open in XProf or Perfetto.
+    """Starts and stops XLA's traces around a range of steps; XProf or Perfetto open them.
 
     Each rank traces its own devices; the first one describes the program.
     """
@@ -109,10 +109,9 @@ class Profiler:
         self._running = False
 
     def describe(self, job: Job, state: State, batch: Batch) -> None:
-        """Writes down what the step launches and, on several devices, communicates, if it is to be
-        traced.
+        """Writes which kernels and collectives a training step launches, if steps are to be traced.
 
-        Compiles the step, as its first call would; that then finds it compiled.
+        This compiles the step; its first call then reuses the compiled program.
         """
         mesh = job.placement.mesh
         if self._steps is None or jax.process_index() > 0:
@@ -135,20 +134,24 @@ class Profiler:
             (self._directory / COLLECTIVES_FILE).write_text(json.dumps(found))
 
     def before_step(self, step: int) -> None:
-        """Call before step number ``step`` (from 0) is dispatched."""
+        """Starts the trace if it begins with ``step`` (from 0); called before that step is
+        dispatched.
+        """
         if self._steps is not None and step == self._steps.start:
             place = rank_directory(self._directory, jax.process_index())
             jax.profiler.start_trace(str(place), create_perfetto_trace=True)
             self._running = True
 
     def after_step(self, step: int, result: Float[Array, ""]) -> None:
-        """Call after step number ``step`` was dispatched; waits for it where the range ends."""
+        """Stops the trace if it ends with ``step``, after waiting for the step; called after its
+        dispatch.
+        """
         if self._running and self._steps is not None and step + 1 >= self._steps.stop:
             jax.block_until_ready(result)
             self.close()
 
     def close(self) -> None:
-        """Ends a trace that is running."""
+        """Ends the trace if one is running."""
         if self._running:
             self._running = False
             jax.profiler.stop_trace()

@@ -1,6 +1,4 @@
-"""Progress of a run: its time, throughput and memory, and what a person sees of them while it
-trains.
-"""
+"""Progress of a run: its time, throughput and memory, and their display while it trains."""
 
 import contextlib
 import dataclasses
@@ -23,11 +21,12 @@ from jaxinfra.training.job import Job
 
 @final
 class Clock:
-    """The clock of a run over all its sessions; compilation, evaluation and saves belong to no
-    step.
+    """Measures a run's wall time over all its sessions; compilation, evaluation and saves count for
+    no step.
 
     Args:
-        records: of the run so far. Steps that a kill undid are not among them, nor is their time.
+        records: records of the run so far. Steps that a kill undid are not among them, nor is their
+            time.
         began: ``time.perf_counter()`` at the start of this session.
     """
 
@@ -44,7 +43,9 @@ class Clock:
         self.step_s: float | None = None  # moving average
 
     def lap(self) -> float | None:
-        """Returns seconds of the step now recorded; None for a session's first, which compiled."""
+        """Returns the seconds since the step before was recorded; None for a session's first step,
+        which compiled.
+        """
         now = time.perf_counter()
         last, self._last = self._last, now
         if last is None:
@@ -55,7 +56,7 @@ class Clock:
 
     @contextlib.contextmanager
     def paused(self, *, when: bool = True) -> Iterator[None]:
-        """Excludes the time within from all steps, where ``when`` is true."""
+        """Excludes the time of a ``with`` block from the steps' times, unless ``when`` is false."""
         began = time.perf_counter()
         try:
             yield
@@ -65,34 +66,32 @@ class Clock:
 
     @property
     def elapsed_s(self) -> float:
-        """Wall time of the run so far, its set-up included."""
+        """Wall time of the run so far in seconds, its set-up included."""
         return self._before_s + time.perf_counter() - self._began
 
     def tokens_per_s(self, step_s: float | None) -> float | None:
-        """Returns tokens/s over all devices, at that time per step."""
+        """Returns the tokens/s over all devices, for steps of ``step_s`` seconds."""
         return None if step_s is None else self._tokens / step_s
 
     def rates(self, step_s: float | None) -> dict[str, float | None]:
-        """Returns a step's time, what follows from it, and the most memory so far, for
-        its record.
-        """
+        """Returns the step time, tokens/s, MFU and peak memory for a step's record."""
         rates = {"tokens_per_s": self.tokens_per_s(step_s), "mfu": self.mfu(step_s)}
         return {"step_s": step_s, **rates, "peak_bytes": peak_bytes()}
 
     def mfu(self, step_s: float | None) -> float | None:
-        """Returns model FLOPs over the devices' dense bf16 peak; None where either is not known."""
+        """Returns model FLOP/s over the devices' dense bf16 peak; None if either is unknown."""
         return None if self._ideal_s is None or step_s is None else self._ideal_s / step_s
 
 
 def median_step_s(records: Sequence[dict[str, Any]]) -> float | None:
-    """Returns the median seconds per step over all sessions, without the first step of each."""
+    """Returns the median seconds per step over all sessions, without each session's first step."""
     laps = [record["step_s"] for record in records if record.get("step_s") is not None]
     return statistics.median(laps) if laps else None
 
 
 def peak_bytes() -> int:
-    """Returns the most memory ever held: by the first device where it counts, else by
-    this process.
+    """Returns the most memory ever held in bytes: of the first device, or of this process if the
+    device does not count it.
     """
     counters = jax.local_devices()[0].memory_stats() or {}
     resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -101,7 +100,7 @@ def peak_bytes() -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """A status is what is shown of one moment of a run."""
+    """The figures of one moment of a run that its display shows."""
 
     step: int
     steps: int
@@ -126,7 +125,7 @@ class Status:
         steps: int,
         heldout: Mapping[str, Any] | None,
     ) -> Self:
-        """Makes the status after a step's record, by the clock's average of the steps before it."""
+        """Makes the status after a step's record, with the clock's moving average of step times."""
         step_s = clock.step_s
         return cls(
             step=record["step"],
@@ -145,7 +144,7 @@ class Status:
         )
 
     def cells(self) -> list[tuple[str, str]]:
-        """Returns names and formatted values, in the order shown."""
+        """Returns the figures' names and formatted values, in the order shown."""
         cells = [
             ("step", f"{self.step}/{self.steps}"),
             ("loss", f"{self.loss:.4f}"),
@@ -175,7 +174,7 @@ def _or_unknown(value: float | None, show: Callable[[float], str]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Formats seconds as 1:02:03."""
+    """Formats seconds as hours, minutes and seconds, such as 1:02:03."""
     minutes, second = divmod(round(seconds), 60)
     hour, minute = divmod(minutes, 60)
     return f"{hour}:{minute:02d}:{second:02d}" if hour else f"{minute}:{second:02d}"
@@ -209,13 +208,13 @@ class Progress:
             self._live.stop()
 
     def message(self, text: str) -> None:
-        """Prints a line, above the panel where there is one."""
+        """Prints a line of text, above the panel if there is one."""
         if not self._quiet:
             self._console.print(text, markup=False, soft_wrap=True)
             sys.stdout.flush()
 
     def show(self, status: Status) -> None:
-        """Shows a moment of the run."""
+        """Shows a status of the run."""
         if self._live is not None:
             table = Table.grid(padding=(0, 2))
             cells = status.cells()

@@ -1,4 +1,4 @@
-"""A run's texts and batches, and the reference's log probabilities of pairs of answers."""
+"""A run's texts and batches, and the reference model's log probabilities of answers."""
 
 import dataclasses
 import functools
@@ -32,15 +32,15 @@ def with_reference(
     initial: Callable[[], Parameters],
     kept: Path | None = None,
 ) -> Corpora:
-    """Adds log probabilities of all tokens under the model that the run starts from, where the loss
-    compares with it; a collective.
+    """Adds each token's log probability under the run's start model, if the loss of pairs needs it;
+    a collective.
 
     They are computed once, before the first step: one forward pass over all pairs.
 
     Args:
-        initial: parameters and state of that model, as a state of step 0 has them; called where
-            something is to be computed.
-        kept: a directory in which they are looked for, and written to.
+        initial: returns parameters and state of the start model, as a state of step 0 has them;
+            called only if something is to be computed.
+        kept: directory of log probabilities that are computed already, and of new ones.
     """
     preferences = job.config.preferences
     if preferences is None or not preferences.has_reference:
@@ -112,7 +112,7 @@ def _write(file: Path, found: np.ndarray) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PairTotals:
-    """Sums over all pairs of a text."""
+    """The loss and the logged figures of preference training, summed over all pairs of a text."""
 
     loss: float
     figures: dict[str, float]  # as ``PairSums.figures``
@@ -121,10 +121,10 @@ class PairTotals:
 def sum_pairs(
     job: Job, tree: Parameters, arrays: TokenArrays, *, before: Callable[[], None]
 ) -> PairTotals:
-    """Sums the loss of all pairs of a text, each once; a collective.
+    """Sums the loss over all pairs of a text, each counted once; a collective.
 
     Args:
-        before: called before each batch; what it raises ends this.
+        before: called before each batch; an exception from it ends the sum.
     """
     preferences = job.config.preferences
     assert preferences is not None, "a run of pairs"
@@ -151,9 +151,9 @@ def open_data(
     """Opens the corpora that a job's config names; a collective.
 
     Args:
-        initial: the state of step 0, for what a loss of pairs compares with.
-        run: where what came with the model is kept, and what is computed of it.
-        tokenizer: a checkpoint's.
+        initial: returns the state of step 0, whose model is the reference of a loss of pairs.
+        run: run directory that holds files of the start model and the computed log probabilities.
+        tokenizer: tokenizer of a checkpoint, if the run continues from one.
     """
     config = job.config
     open_it = functools.partial(
@@ -175,9 +175,7 @@ def open_data(
 
 
 def batches_of(job: Job, corpora: Corpora) -> TrainIterator:
-    """Iterates over this process's rows of the batches of a job's steps, from the first, without
-    end.
-    """
+    """Iterates without end over this process's rows of each step's batch, from step 0."""
     config, (part, parts) = job.config, job.process_share()
     return train_batches(
         corpora.train_source(config.training),

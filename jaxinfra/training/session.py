@@ -1,4 +1,4 @@
-"""A session sets up a run from its config; the steps themselves are in ``loop``."""
+"""Set-up of a training session from its config; the steps themselves are in ``loop``."""
 
 import contextlib
 import dataclasses
@@ -57,22 +57,22 @@ def train(
     """Trains until ``config.training.steps``, or until SIGINT or SIGTERM asks to stop.
 
     A new run makes ``directory``; a resumed one continues from its newest good checkpoint with the
-    state and data order of a run that never stopped, bit for bit. One that is complete is left as
-    it is. Where the environment says that this process is one of several, it joins them: all call
-    this alike, and all stop alike.
+    state and data order of a run that never stopped, bit for bit. A complete run is left unchanged.
+    If the environment makes this process one of several, it joins them: all must call ``train``
+    with equal arguments, and all stop at one step.
 
     Args:
-        config: what to train, on what, and how long.
-        directory: of the run; a new one, unless it is resumed.
-        resume: continue the run there, which may have another ``config`` than before.
+        config: model, data, optimizer and length of the run.
+        directory: the run's directory; it must be new unless ``resume`` is true.
+        resume: continue the run in ``directory``; ``config`` may differ from the one before.
         cache_dir: where tokenized corpora and compiled programs are kept between runs; the user's
             cache by default.
-        profile: steps to trace.
+        profile: range of steps to trace.
         callbacks: hooks around steps, such as loggers; called on the first process.
 
     Raises:
-        LostPeerError: another process is gone; to be started again, all of them.
-        JaxinfraError: what is wrong with config, data or checkpoints, in one line.
+        LostPeerError: another process is gone; all processes have to be started again.
+        JaxinfraError: config, data or a checkpoint is wrong; the message says what in one line.
 
     Examples:
         >>> outcome = jaxinfra.train(jaxinfra.read_run_config("mine.toml"), "runs/new")

@@ -33,7 +33,7 @@ from jaxinfra.training.state import State
 
 
 def with_frozen(job: Job) -> Job:
-    """Adds the parameters that the job does not train, if there are such; a collective."""
+    """Returns the job with the values of its frozen parameters, if it has any; a collective."""
     if job.config.lora is None:
         return job
     assert job.config.init is not None, "validate"
@@ -43,10 +43,10 @@ def with_frozen(job: Job) -> Job:
 
 
 def first_state(job: Job) -> State:
-    """Makes the state of step 0; a collective.
+    """Makes the training state of step 0; a collective.
 
-    Parameters that a run starts from are read, and none of them is initialized. Adapters are
-    initialized; the state of the model that they adapt is read.
+    If the run starts from another model, its parameters are read and none is initialized. LoRA
+    adapters are initialized, and the model state of the adapted model is read.
     """
     init, model = job.config.init, job.model
     if init is None:
@@ -61,9 +61,7 @@ def first_state(job: Job) -> State:
 
 
 def kept_from_start(config: RunConfig) -> dict[str, bytes]:
-    """Returns the files that a new run keeps of the model it starts from, and of its chat
-    template.
-    """
+    """Returns the files that a new run copies from its start model and its chat template."""
     files: dict[str, bytes] = {}
     if config.data.chat_template is not None:
         files |= kept_files(Path(config.data.chat_template).expanduser())
@@ -79,7 +77,7 @@ def finetuning_config(
     chat: bool,
     preferences: PreferenceConfig | None = None,
 ) -> RunConfig:
-    """Makes the config of a run that trains this model further, to be changed by options."""
+    """Makes a default config for fine-tuning this model; options may change it afterwards."""
     return runs.finetuning(
         start.config,
         init=start.init,
@@ -91,10 +89,10 @@ def finetuning_config(
 
 
 def require_same_start(config: RunConfig, start: RunConfig) -> None:
-    """Raises ConfigError naming a setting on which weights or tokens depend and that has changed
-    since.
+    """Raises ConfigError if a setting that weights or tokens depend on has changed since the run's
+    start, and names it.
 
-    Rotary embedding, context length and dropout are not part of the weights.
+    Rotary embedding, context length and dropout may differ.
     """
     before, now = (_flat(json.loads(codec.to_json(each))) for each in (start, config))
     free = ("model.dropout_rate", "model.init_std")
@@ -125,7 +123,7 @@ def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def restore_newest(job: Job, run: RunDirectory, saver: Checkpointer) -> Restored | None:
-    """Restores the newest good checkpoint; None where a run was stopped before it made one."""
+    """Restores the newest good checkpoint; returns None if the run stopped before its first."""
     if saver.latest() is None:
         quarantine = run.checkpoints / directory_layout.QUARANTINE
         if quarantine.exists() and any(quarantine.iterdir()):
@@ -150,14 +148,16 @@ def restore_newest(job: Job, run: RunDirectory, saver: Checkpointer) -> Restored
 
 
 def changed_settings(restored: Restored | None, config: RunConfig) -> tuple[str, ...]:
-    """Lists the settings that have changed since a checkpoint was saved, with both values."""
+    """Lists the settings that have changed since a checkpoint was saved, with old and new
+    values.
+    """
     if restored is None or not restored.settings:
         return ()
     return tuple(metadata.setting_changes(restored.settings, codec.to_dict(config)))
 
 
 def excluded_batches(restored: Restored | None) -> frozenset[int]:
-    """Returns the steps whose batches were excluded when a checkpoint was saved."""
+    """Returns the steps whose batches were already excluded when the checkpoint was saved."""
     steps: Any = restored.data_state.get("excluded", []) if restored else []
     require_type(steps, list[int], where="the saved data order, excluded", error=CheckpointError)
     return frozenset(steps)
@@ -165,7 +165,7 @@ def excluded_batches(restored: Restored | None) -> frozenset[int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Start:
-    """The start of a run's steps: its data, its saver and its state."""
+    """Everything a run's first step needs: its data, its checkpointer and its state."""
 
     corpora: Corpora
     batches: TrainIterator  # the next one is of the state's step
@@ -184,7 +184,7 @@ def new_start(
     cache_dir: Path,
     profile: ProfileRange | None,
 ) -> Start:
-    """Starts a run at step 0; its directory goes where data or weights are refused."""
+    """Prepares a run at step 0; removes its new directory again if data or weights are refused."""
     del profile  # checked before the directory was made
     try:
         initial = functools.cache(lambda: first_state(job))
@@ -209,7 +209,7 @@ def resumed_start(
     cache_dir: Path,
     profile: ProfileRange | None,
 ) -> Start:
-    """Starts from the run's newest good checkpoint, or at step 0 where it has none yet."""
+    """Prepares a run at its newest good checkpoint, or at step 0 if it has none yet."""
     saver = _open_checkpoints(job, run, resources)
     if saver.latest() is not None and not run.tokenizer_file.exists():
         raise ConfigError(

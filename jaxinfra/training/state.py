@@ -1,4 +1,4 @@
-"""The training state: everything that a step changes, as one pytree, which a checkpoint holds."""
+"""The training state: everything that a step changes, as one pytree; checkpoints hold it."""
 
 import dataclasses
 
@@ -16,8 +16,8 @@ from jaxinfra.parallel.place import Placement
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TrainState[Leaf]:
-    """The state after ``step`` batches: parameters, optimizer and counters, or something for each
-    of them.
+    """The training state after ``step`` batches: parameters, optimizer state and counters. Its
+    leaves may also be their shapes or shardings.
     """
 
     step: Leaf  # int32 [], batches consumed
@@ -33,12 +33,14 @@ class TrainState[Leaf]:
 
     @property
     def tree(self) -> Parameters:
-        """Parameters and state of the model, as ``ModelDefinition.bind`` takes them."""
+        """Parameters and state of the model in one tree, as ``ModelDefinition.bind`` takes them."""
         return merged(self.parameters, self.model_state)
 
     @property
     def evaluated(self) -> Parameters:
-        """The model's ``tree``, with the mean of the parameters where there is one."""
+        """The model's tree to evaluate: with the running mean of the parameters if the optimizer
+        keeps one.
+        """
         return merged(self.average or self.parameters, self.model_state)
 
 
@@ -54,11 +56,11 @@ def initial_state(
     averages: bool = False,
     beside: Parameters | None = None,
 ) -> State:
-    """Initializes parameters and zeroes the rest; jit it with ``state_shardings`` as
+    """Initializes the parameters and zeroes the optimizer state; jit it with ``state_shardings`` as
     out_shardings.
 
     Args:
-        beside: as ``ModelDefinition.initialize`` takes it.
+        beside: frozen parameters, as ``ModelDefinition.initialize`` takes them.
     """
     init_key, _ = jax.random.split(jax.random.key(seed))
     return state_around(
@@ -80,11 +82,10 @@ def state_around(
     seed: int,
     averages: bool = False,
 ) -> State:
-    """Makes the ``initial_state`` with these parameters and this model state instead of
-    new ones.
+    """Makes the training state of step 0 from given parameters and model state.
 
     Args:
-        averages: keep a mean of the parameters, which begins with these.
+        averages: keep a running mean of the parameters, which begins at ``parameters``.
     """
     _, rng = jax.random.split(jax.random.key(seed))
     zero = jnp.int32(0)
@@ -108,7 +109,7 @@ def state_shardings(
     *,
     averages: bool = False,
 ) -> TrainState[NamedSharding]:
-    """Returns a TrainState of shardings: moments and means are sharded as their parameters, scalars
+    """Returns the shardings of a TrainState: moments and means as their parameters, scalars
     replicated.
     """
     whole = placement.replicated

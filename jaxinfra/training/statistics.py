@@ -1,10 +1,9 @@
-"""Statistics of a step: of parameters and activations by layer, and of what 8-bit operands lose by
-matmul.
+"""Statistics of a step: of parameters and activations per layer, and of the values that each 8-bit
+matmul's operands lose.
 
-A run that asks for statistics has a second compiled step, which computes the same and the
-statistics too. It runs at the steps that are asked for alone, so the others run the program of a
-run that asks for none. (A branch in one program would keep what both branches need alive in every
-step.)
+A run with statistics has a second compiled step, which also returns them. Only the steps that need
+statistics run it, so all other steps run the program of a run without statistics. (A branch in one
+program would keep the buffers of both branches alive in every step.)
 
 Dims: L layer of a stack, O operand (x, weight, cotangent), C column of a record.
 """
@@ -34,12 +33,12 @@ type StatisticsTable = dict[str, dict[str, Any]]
 def parameter_statistics(
     dims: Parameters, *, gradients: Parameters, before: Parameters, after: Parameters
 ) -> StatisticsTable:
-    """Computes statistics of each parameter, by layer where it is stacked: root mean squares and
-    largest values of gradient and weight, the update's relative size, and elements of the gradient
-    that are not finite.
+    """Computes statistics of each parameter, per layer where layers are stacked. They are RMS and
+    largest value of gradient and weight, the update's relative size, and the count of gradient
+    elements that are not finite.
 
     Args:
-        dims: of the parameters, which say what is stacked.
+        dims: names of each parameter's dims, which show whether layers are stacked.
     """
     logical = by_path(dims)
     new, old, found = by_path(exact(after)), by_path(exact(before)), {}
@@ -65,11 +64,13 @@ def parameter_statistics(
 
 
 def statistics_record(sums: tuple[Sums, ...], parameters: StatisticsTable) -> dict[str, Any]:
-    """Formats both tables for ``statistics.jsonl``; None where a number is not finite.
+    """Formats layers' and parameters' statistics for ``statistics.jsonl``; None where a number is
+    not finite.
 
     Args:
-        sums: what layers emit, one entry for each distinct block, repetitions in front.
-        parameters: of ``parameter_statistics``, fetched.
+        sums: statistics that layers emit, one entry for each distinct block, with a leading dim of
+            repetitions.
+        parameters: result of ``parameter_statistics``, fetched to the host.
     """
     activations: StatisticsTable = {}
     for number, block in enumerate(sums):
@@ -103,7 +104,9 @@ def _plain(value: Any) -> Any:
 
 
 def flat_statistics(record: dict[str, Any]) -> dict[str, float]:
-    """Names each number for TensorBoard: statistics/blocks/0/stream/rms/3 is repetition 3's."""
+    """Names each statistic for TensorBoard, such as statistics/blocks/0/stream/rms/3 for repetition
+    3.
+    """
     found: dict[str, float] = {}
     for table in (record["activations"], record["parameters"]):
         for path, values in table.items():
@@ -118,14 +121,15 @@ def flat_statistics(record: dict[str, Any]) -> dict[str, float]:
 
 @final
 class StepPrograms:
-    """The compiled steps of a run, and the choice which one a step runs.
+    """The two compiled steps of a run, with and without statistics, and the rule which one a step
+    runs.
 
-    ``plain`` may be replaced, before it has run.
+    ``plain`` may be replaced before its first call.
 
     Args:
-        plain: the training step.
-        statistics: the step that says more; None: there is none.
-        every: steps between two of those.
+        plain: training step without statistics.
+        statistics: training step that also returns statistics; None: the run has no such step.
+        every: number of steps between two steps with statistics.
     """
 
     def __init__(self, plain: Any, statistics: Any, *, every: int | None):
@@ -135,11 +139,11 @@ class StepPrograms:
         self._has_run: set[bool] = set()
 
     def asks(self, step: int) -> bool:
-        """Whether statistics are asked for at a step."""
+        """Whether this step is one that computes statistics."""
         return self._every is not None and step % self._every == 0
 
     def phase(self, step: int) -> str:
-        """Returns what a call for this step does first: "compile" or, once it has run, "step"."""
+        """Returns "compile" if this step's program has not run yet, else "step"."""
         return "step" if self.asks(step) in self._has_run else "compile"
 
     def __call__(self, step: int, state: Any, batch: Batch) -> Any:
@@ -161,8 +165,8 @@ MOST_VANISHED = 0.25
 
 
 def emitted_by_site(state: Parameters) -> dict[str, jax.Array]:
-    """Collects what the backward pass emitted for each 8-bit matmul, by its path: fp32 [L, O, 3],
-    the columns as ``fp8_operands.seen``.
+    """Collects the statistics that the backward pass of each 8-bit matmul emitted, by its path:
+    fp32 [L, O, 3] with the columns of ``fp8_operands.seen``.
     """
     suffix = f"/{QUANTIZATION}"
     return {
@@ -175,8 +179,8 @@ def emitted_by_site(state: Parameters) -> dict[str, jax.Array]:
 
 
 def fp8_record(emitted: Mapping[str, Any]) -> dict[str, float]:
-    """Formats for ``metrics.jsonl``: ``fp8/SITE/OPERAND/{largest, vanished, lost}``, of the layer
-    with the most.
+    """Formats the statistics of 8-bit matmuls for ``metrics.jsonl`` as ``fp8/SITE/OPERAND/{largest,
+    vanished, lost}``, each the maximum over layers.
     """
     return {
         f"fp8/{site}/{operand}/{what}": float(values.max())
@@ -195,18 +199,16 @@ def _each(emitted: Mapping[str, Any]) -> Iterator[tuple[str, str, str, np.ndarra
 
 @final
 class Fp8Watch:
-    """The watch compares each 8-bit matmul's loss of values with the steps before, and says where
-    it grows.
-    """
+    """Finds 8-bit matmuls whose operands begin to lose more values than in the steps before."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[str, str, str], collections.deque[np.ndarray]] = {}
         self._warned: set[tuple[str, str, str]] = set()
 
     def add(self, emitted: Mapping[str, Any]) -> list[str]:
-        """Takes a step's values; returns a sentence for each operand that has begun to diverge.
+        """Adds a step's statistics; returns a sentence for each operand that has begun to diverge.
 
-        Each is named once, until it is as it was again.
+        A diverging operand is reported once, until its values are back to normal.
         """
         found = []
         for site, operand, what, values_L in _each(emitted):

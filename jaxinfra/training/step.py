@@ -33,7 +33,9 @@ from jaxinfra.training.statistics import (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepMetrics:
-    """The metrics of a step: fp32 and int32 scalars, and what layers emit."""
+    """The metrics of a training step: fp32 and int32 scalars, and the statistics that layers
+    emit.
+    """
 
     loss: Float[Array, ""]  # nats a counted token, without z-loss
     gradient_norm: Float[Array, ""]  # before clipping
@@ -67,17 +69,18 @@ def make_train_step(
     average: float | None = None,
     dims: Parameters | None = None,
 ) -> TrainStep:
-    """Builds the step; jit it with the state donated.
+    """Builds the training step (state, batch) -> (state, metrics); jit it with the state donated.
 
-    A step whose loss or gradient is not finite, or in whose batch no token counts, changes nothing
-    but the counters and the loss scale.
+    A step changes only the counters and the loss scale if its loss or gradient is not finite, or if
+    no token of its batch counts.
 
     Args:
-        next_model_state: ``ModelDefinition.next_state``.
-        updates: shardings of what the optimizer works on, a tree as the parameters'; where those
-            are sharded otherwise, each device updates its share and the shares are gathered.
-        average: decay of the mean of the parameters; None: there is none.
-        dims: of the parameters, where statistics of them are asked for.
+        next_model_state: the function ``ModelDefinition.next_state``.
+        updates: shardings in which the optimizer works, a tree like the parameters'; if the
+            parameters are sharded otherwise, each device updates its shard and the shards are
+            gathered.
+        average: decay of the parameters' running mean; None: no mean is kept.
+        dims: names of the parameters' dims, if the step computes parameter statistics.
     """
     update = _Update(
         optimizer=optimizer,
@@ -177,7 +180,7 @@ class _Update:
 
 
 def step_key(state: State) -> Key[Array, ""]:
-    """Derives the key of the step that follows a state, for its dropout and the rounding of
+    """Derives the random key of a state's next step, for dropout and stochastic rounding of
     weights.
     """
     return jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
@@ -194,14 +197,15 @@ def _after_updates(parameters: Parameters, steps: Any, key: jax.Array) -> Parame
 
 
 def pass_over(state: State) -> State:
-    """Passes over a step whose batch was excluded: it counts as skipped, and changes nothing."""
+    """Advances the state past a step whose batch is excluded: only the counters change."""
     return dataclasses.replace(state, step=state.step + 1, skipped=state.skipped + 1)
 
 
 def step_record(metrics: StepMetrics | None) -> dict[str, Any]:
-    """Formats fetched metrics for ``metrics.jsonl``; None: the batch is not trained on.
+    """Formats a step's fetched metrics for ``metrics.jsonl``; None stands for a batch that is not
+    trained on.
 
-    ``statistics``, where there are some, are for a file of their own.
+    ``statistics`` are left out: they have a file of their own.
     """
     if metrics is None:
         return {"excluded": 1}
@@ -222,8 +226,8 @@ def step_record(metrics: StepMetrics | None) -> dict[str, Any]:
 
 
 def pair_record(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Formats the figures of a loss of pairs, as means over the pairs; ``chosen_nll``
-    over tokens.
+    """Formats the figures of preference training as means over pairs; ``chosen_nll`` is a mean over
+    tokens.
     """
     if not figures:
         return {}

@@ -1,4 +1,4 @@
-"""Training steps for a loop of one's own: (state, batch) -> (state, metrics)."""
+"""The training step for a loop of your own: (state, batch) -> (state, metrics)."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,10 +24,10 @@ from jaxinfra.training.step import StepMetrics
 
 @final
 class Steps:
-    """A run's compiled step on its mesh, for a loop of your own.
+    """A run's compiled training step on its mesh, for a loop of your own.
 
     Args:
-        config: what to train; ``data`` is used by ``batches`` alone.
+        config: config of the run; only ``batches`` reads its ``data``.
 
     Raises:
         ConfigError: the config cannot run on the devices that are here.
@@ -48,7 +48,7 @@ class Steps:
 
     @property
     def config(self) -> RunConfig:
-        """The run's config, with what "auto" settings became."""
+        """The run's config, with the values chosen for its "auto" settings."""
         return self._job.config
 
     def initial_state(self) -> State:
@@ -72,23 +72,23 @@ class Steps:
         return self._job.train_step(state, self._job.put(batch))
 
     def loss(self, state: State, batch: Batch) -> float:
-        """Computes the mean cross entropy of a batch in nats per counted target; nothing is
-        trained.
+        """Computes the mean cross entropy of a batch in nats per counted target, without
+        training.
         """
         self._check(batch, parts=1)
         nll, count = self._job.evaluation_step(state.evaluated, self._job.put(batch))
         return float(nll) / float(count)
 
     def model(self, state: State) -> Decoder:
-        """Returns the model with a state's parameters: ``model(token_ids)`` gives logits."""
+        """Returns the model with the parameters of a state: ``model(token_ids)`` gives logits."""
         return self._job.model.bind(state.evaluated)
 
     def batches(self, *, first: int = 0, cache_dir: Path | None = None) -> Iterator[Batch]:
-        """Iterates over batches of the config's data in the order in which ``train`` reads them,
-        without end.
+        """Iterates without end over batches of the config's data, in the order in which ``train``
+        reads them.
 
         Args:
-            first: steps that are done already.
+            first: step whose batch comes first.
             cache_dir: where tokenized text is kept; the user's cache by default.
         """
         batches = batches_of(self._job, self._open(cache_dir))
@@ -97,10 +97,11 @@ class Steps:
         return batches
 
     def save(self, state: State, directory: str | Path) -> None:
-        """Writes a checkpoint of the state into a run directory, made where there is none.
+        """Writes a checkpoint of the state into a run directory, which is made if it does not
+        exist.
 
-        ``jaxinfra.load``, ``generate`` and ``evaluate`` read it, where ``batches`` was used or the
-        directory has a tokenizer.json.
+        ``jaxinfra.load``, ``generate`` and ``evaluate`` can read it if ``batches`` was called or
+        the directory has a tokenizer.json.
         """
         run = RunDirectory(Path(directory))
         if not run.config_file.exists():
@@ -120,10 +121,10 @@ class Steps:
         """Restores the state of a checkpoint onto this mesh, whatever mesh it was saved from.
 
         Args:
-            step: a certain checkpoint; the newest good one by default.
+            step: step of the checkpoint; the newest good one by default.
 
         Raises:
-            CheckpointError: there is none, or it is of another model.
+            CheckpointError: there is no checkpoint, or it is of another model.
         """
         run = RunDirectory(Path(directory))
         return load_state(
@@ -164,14 +165,14 @@ class Steps:
 
 
 def batch_of(tokens: Any, *, weights: Any = None) -> Batch[np.ndarray]:
-    """Makes a batch of rows that hold one document each; targets are the tokens that follow.
+    """Makes a batch of rows that hold one document each; each target is the next token.
 
     Args:
         tokens: int [B, T + 1]: T inputs and, shifted by one, T targets.
         weights: float [B, T]: 0 where a target does not count; all count by default.
 
     Raises:
-        ConfigError: other shapes, or tokens that are no whole numbers.
+        ConfigError: shapes do not fit, or tokens are not integers.
 
     Examples:
         >>> jaxinfra.batch_of([[1, 2, 3, 4]]).targets.tolist()

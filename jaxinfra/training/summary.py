@@ -1,5 +1,5 @@
-"""The outcome of a run, from what it recorded: its summary, its pictures, and what it has read of
-each source.
+"""The outcome of a run, computed from its records: summary, pictures, and the tokens read of each
+source.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ _COUNTS = {"layers/dropped": "dropped by capacity", "layers/overflowed": "withou
 
 
 def draw_loads(records: Sequence[dict[str, Any]], file: Path) -> None:
-    """Plots an expert's most and fewest tokens by step, over the layer's mean, and dropped choices;
-    nothing without experts.
+    """Plots each step's most and fewest tokens per expert, relative to the layer's mean, and the
+    dropped choices; nothing without experts.
     """
     rows = [record for record in records if f"{LOADS}/imbalance" in record]
     if not rows:
@@ -66,13 +66,13 @@ def draw_loads(records: Sequence[dict[str, Any]], file: Path) -> None:
 
 
 def draw_run(records: Sequence[dict[str, Any]], run: RunDirectory) -> None:
-    """Plots the pictures of a run directory: losses, and how evenly tokens went to experts."""
+    """Plots the pictures of a run directory: its losses and its experts' loads."""
     draw_loss(records, run.picture_file)
     draw_loads(records, run.loads_picture_file)
 
 
 def draw_loss(records: Sequence[dict[str, Any]], file: Path) -> None:
-    """Plots the training loss by step, its mean over steps around, and held-out losses.
+    """Plots the training loss by step, its moving average, and the held-out losses.
 
     A step whose loss was not finite (None) is a gap.
     """
@@ -93,9 +93,7 @@ def draw_loss(records: Sequence[dict[str, Any]], file: Path) -> None:
 
 
 def loss_unit(records: Sequence[dict[str, Any]]) -> str:
-    """Names the unit of a run's loss: nats per token, or for pairs of answers their own loss per
-    pair.
-    """
+    """Names the unit of a run's loss: nats per token, or loss per pair of answers."""
     of_pairs = any(name.startswith("preferences/") for record in records for name in record)
     return "per pair" if of_pairs else "nats per token"
 
@@ -107,10 +105,10 @@ def _curve(records: Sequence[dict[str, Any]], name: str) -> tuple[list[int], lis
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Averages over a window centred on each step, so that the curve does not lag behind
-    the loss.
+    """Returns a centred moving average, so that the curve does not lag behind the loss.
 
-    The window is a fiftieth of the run, shorter at the ends; what is not finite is passed over.
+    The window is a fiftieth of the run, shorter at the ends; values that are not finite are left
+    out.
     """
     half = len(values) // 100
     result = []
@@ -123,7 +121,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SourceRead:
-    """The tokens read of one source of a mixture, as ``read_mixture`` returns them.
+    """How much a run has read of one source of its mixture, as ``read_mixture`` returns it.
 
     Examples:
         >>> for each in jaxinfra.read_mixture("runs/mixed"):
@@ -141,14 +139,14 @@ class SourceRead:
 
 
 def read_mixture(run: str | Path) -> tuple[SourceRead, ...]:
-    """Tells what a run has read of each source so far, or until its end; empty for a
-    single source.
+    """Returns what a run has read of each source of its mixture so far; empty for a run on a single
+    source.
 
     Args:
-        run: its directory.
+        run: the run's directory.
 
     Raises:
-        ConfigError: the directory is no run.
+        ConfigError: the directory does not hold a run.
 
     Examples:
         >>> [each.name for each in jaxinfra.read_mixture("runs/mixed")]
@@ -183,7 +181,7 @@ def mixture_read(config: RunConfig, records: Iterable[Mapping[str, Any]]) -> tup
 
 
 def describe_mixture(rows: Sequence[SourceRead]) -> str:
-    """Formats the table in plain text."""
+    """Formats the table of a mixture's sources in plain text."""
     cells = mixture_cells(rows)
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
@@ -194,7 +192,7 @@ def describe_mixture(rows: Sequence[SourceRead]) -> str:
 
 
 def mixture_cells(rows: Sequence[SourceRead]) -> list[list[str]]:
-    """Returns the table's cells, its head first."""
+    """Returns the cells of the table of a mixture's sources, header row first."""
     return [
         ["source", "wanted", "read", "sequences", "tokens", "epochs"],
         *(
@@ -213,7 +211,7 @@ def mixture_cells(rows: Sequence[SourceRead]) -> list[list[str]]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """The outcome of a call of ``train``.
+    """The outcome of a call of ``train``: the run's summary, or the step where it stopped.
 
     Examples:
         >>> config = jaxinfra.read_run_config("mine.toml")
@@ -230,16 +228,18 @@ class Outcome:
 
     @property
     def result(self) -> dict[str, Any]:
-        """The figures of summary.json; raises JaxinfraError where the run was asked to stop."""
+        """The figures of the run's summary.json; raises JaxinfraError if the run was stopped before
+        its end.
+        """
         if self.summary is None:
             raise JaxinfraError(f"the run was asked to stop at step {self.step}: resume it first")
         return self.summary
 
 
 def final_summary(config: RunConfig, run: RunDirectory) -> dict[str, Any] | None:
-    """Returns the summary of a run that has no step left to do; None while there is one.
+    """Returns the summary of a complete run; None if the run has steps left to do.
 
-    Raises CheckpointError where its last checkpoint is of another model than its config.
+    Raises CheckpointError if the run's last checkpoint holds another model than its config.
     """
     summary, steps = run.read_summary(), config.training.steps
     if summary is None or max(directory_layout.steps(run.checkpoints), default=0) != steps:
@@ -264,15 +264,14 @@ def summarize(
     causes: dict[str, float],
     stall_s: float,
 ) -> dict[str, Any]:
-    """Computes the values of ``summary.json``; a figure that is not known, or not finite,
-    is None.
+    """Computes the values of ``summary.json``; a figure that is unknown or not finite is None.
 
-    Of several sets to evaluate on it has ``heldout_sets``, of a mixture ``mixture``, of pairs of
-    answers ``heldout_preferences/...``.
+    It has ``heldout_sets`` if there are several sets to evaluate on, ``mixture`` for a mixture of
+    sources, and ``heldout_preferences/...`` for pairs of answers.
 
     Args:
         causes: seconds of wall time by cause (``jaxinfra.runtime.goodput``).
-        stall_s: seconds of saves after the last step recorded, in which nothing was trained.
+        stall_s: seconds that training waited for saves after the last recorded step.
     """
     steps = job.config.training.steps
     last, heldout = log.find("loss"), log.find("heldout_loss", step=steps)

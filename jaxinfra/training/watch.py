@@ -1,5 +1,5 @@
-"""Supervision of a run's steps: when it obeys a signal, which steps are suspect, and what it tells
-and learns from the other processes.
+"""Supervision of a run's steps: stops on signals, detection of suspect steps, and exchange with the
+other processes.
 """
 
 import concurrent.futures
@@ -48,20 +48,21 @@ _LOOK_EVERY_S = 0.1
 class Stopped(BaseException):
     """An exception that ends a wait when a signal has come.
 
-    Like KeyboardInterrupt no Exception, so that no handler of failures takes it for one.
+    It derives from BaseException, as KeyboardInterrupt does, so that no ``except Exception``
+    catches it.
     """
 
 
 @final
 class Agreement:
-    """The agreement when to stop: alone as soon as asked, with others at a step that all of them
-    know.
+    """Agreement of all processes on the step after which they stop.
 
-    A signal may reach one process only, and each at another moment. So a process tells the others
-    in the table of its next step, and all stop after the step whose table they then read.
+    A signal may reach one process only, or each at another moment. So each process sends its wish
+    in the table of its next step, and all stop after the step whose table they then read. A process
+    that is alone stops as soon as asked.
 
     Args:
-        exchange: None where this process is alone.
+        exchange: exchange with the other processes; None if this process is alone.
     """
 
     def __init__(self, request: StopRequest, exchange: Exchange | None):
@@ -73,16 +74,16 @@ class Agreement:
         return self.signal is not None
 
     def hold(self) -> None:
-        """Holds signals from now on: there are steps to save, and a signal no longer ends this
-        process by itself.
+        """Defers signals from now on: they are noted and obeyed between steps, and do not end this
+        process.
         """
         self._request.hold()
 
     def wait_for[T](self, make: Callable[[], T]) -> T:
-        """Returns what ``make`` returns; a signal ends the wait, which may never end by itself.
+        """Returns the result of ``make``, such as the next batch; a signal ends the wait.
 
-        Raises Stopped where a signal comes first and this process is alone. With others it waits
-        on: they may have begun a step that needs this process.
+        Raises Stopped if a signal comes first and this process is alone. If there are other
+        processes, it waits on, as they may have begun a step that needs this process.
         """
         if self._exchange is not None:
             return make()
@@ -95,18 +96,20 @@ class Agreement:
 
     @property
     def signal(self) -> signal.Signals | None:
-        """The signal for which all stop; None while they do not."""
+        """The signal for which all processes stop; None while none is agreed on."""
         return self._request.asked if self._exchange is None else self._agreed
 
     def start(self, row: ProcessRow) -> ProcessTable | None:
-        """Sends this process's wish and times; a collective."""
+        """Sends this process's wish to stop, and its times, to all processes; a collective."""
         if self._exchange is None:
             return None
         asked = self._request.asked
         return self._exchange.start(dataclasses.replace(row, stop=float(asked or 0)))
 
     def read(self, table: ProcessTable | None) -> list[ProcessRow]:
-        """Returns what all processes sent, by process; the agreement may be true from now on."""
+        """Returns one row per process from the table; if any row asks to stop, the agreement is
+        true from now on.
+        """
         if table is None:
             return []
         rows = table.rows()
@@ -116,7 +119,7 @@ class Agreement:
         return rows
 
     def now(self) -> bool:
-        """Whether to stop now; a collective."""
+        """Whether all processes agree to stop now; a collective."""
         self.read(self.start(ProcessRow()))
         return bool(self)
 
@@ -129,22 +132,25 @@ def _fulfil[T](made: concurrent.futures.Future[T], make: Callable[[], T]) -> Non
 
 
 class PersistentFaultError(JaxinfraError):
-    """An error of a device that computes wrongly again and again; no restart on it would help."""
+    """Error for a device that repeatedly computes wrong results; a restart on the device would not
+    help.
+    """
 
 
 class DivergedError(JaxinfraError):
-    """An error of a run whose steps were not finite too many times in a row."""
+    """Error for a run in which too many steps in a row were not finite."""
 
 
 class Doubt(Exception):
-    """A suspect step, whose result must not be kept; the trainer goes back to before it.
+    """Exception for a suspect step, whose result must not be kept; the trainer rolls back to before
+    the step.
 
     Args:
-        step: the first that is suspect.
-        text: what was seen.
-        loss: of that step, where the loss is suspect.
-        hashes: of the state after it, where copies differ.
-        ranks: whose copies are not what most are.
+        step: first step that is suspect.
+        text: description of what was seen.
+        loss: loss of the step, if the loss is suspect.
+        hashes: hashes of the state after the step, if its copies differ.
+        ranks: ranks whose copies differ from the majority's.
     """
 
     def __init__(
@@ -165,7 +171,7 @@ class Doubt(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Judged:
-    """The verdict of a replay on a suspect step."""
+    """Verdict on a suspect step, after its replay."""
 
     kind: str
     text: str
@@ -174,12 +180,12 @@ class Judged:
 
 @final
 class Guards:
-    """Guards check every step's loss, and now and then the copies of the state.
+    """Checks of every step's loss and, at intervals, of the state's copies on different devices.
 
-    All processes see the same numbers, so all doubt alike.
+    All processes see the same numbers, so all raise Doubt at the same step.
 
     Args:
-        abstract: the state's shapes and shardings.
+        abstract: the state's shapes, dtypes and shardings.
     """
 
     def __init__(self, config: ReliabilityConfig, abstract: Any):
@@ -188,7 +194,7 @@ class Guards:
         self._agreed_at = 0  # the newest step after which all copies were equal
 
     def check_loss(self, records: Sequence[dict[str, Any]], *, step: int, loss: float) -> None:
-        """Raises Doubt where a loss is far above those of the steps before it."""
+        """Raises Doubt if a loss is far above the losses of the steps before it."""
         factor, window = self._config.spike_factor, self._config.spike_window
         if factor is None or not math.isfinite(loss):
             return
@@ -210,16 +216,16 @@ class Guards:
             )
 
     def hash_is_due(self, step: int) -> bool:
-        """Whether to compare copies after a step, where there are any."""
+        """Whether copies of the state are to be compared after this step."""
         return self._hash.compares and is_due(step, self._config.hash_every)
 
     @property
     def hashes_before_saves(self) -> bool:
-        """Whether a state is compared before it is saved."""
+        """Whether copies of the state are compared before each save."""
         return self._hash.compares and self._config.hash_every is not None
 
     def check_state(self, state: State, *, step: int) -> None:
-        """Raises Doubt where copies of the state after a step differ; waits for the devices."""
+        """Raises Doubt if copies of the state after a step differ; waits for the devices."""
         table = np.asarray(self._hash(state).addressable_data(0))
         if found := self._hash.compare(table):
             raise Doubt(
@@ -233,13 +239,13 @@ class Guards:
         self._agreed_at = step
 
     def went_back_to(self, step: int) -> None:
-        """Takes note that the state is that of a step again, from a file."""
+        """Notes that the state was restored from the checkpoint of this step."""
         self._agreed_at = step
 
     def judge_state(self, state: State, doubt: Doubt) -> Judged:
-        """Returns the verdict of a replay up to the step where copies differed.
+        """Returns the verdict of a replay up to the step where copies of the state differed.
 
-        Raises PersistentFaultError where they differ again.
+        Raises PersistentFaultError if the copies differ again.
         """
         assert doubt.hashes is not None
         table = np.asarray(self._hash(state).addressable_data(0))
@@ -277,12 +283,12 @@ class Guards:
 
 
 def is_due(step: int, every: int | None) -> bool:
-    """Whether an action that comes every so many steps is due after this one."""
+    """Whether an action that runs every ``every`` steps is due after this step."""
     return every is not None and step > 0 and step % every == 0
 
 
 def judge_loss(doubt: Doubt, loss: float) -> Judged:
-    """Returns the verdict of a replay of a step whose loss was suspect."""
+    """Returns the verdict on a step with a suspect loss, from the loss of its replay."""
     if loss != doubt.loss:
         return Judged(
             kind="transient fault",
@@ -296,7 +302,7 @@ def judge_loss(doubt: Doubt, loss: float) -> Judged:
 
 
 def require_progress(config: RunConfig, values: StepMetrics, *, step: int, path: Path) -> None:
-    """Raises DivergedError where too many steps in a row could not be applied."""
+    """Raises DivergedError if too many steps in a row were skipped as not finite."""
     limit = config.training.max_bad_steps
     if int(values.skipped_in_a_row) >= limit:
         raise DivergedError(
@@ -307,7 +313,7 @@ def require_progress(config: RunConfig, values: StepMetrics, *, step: int, path:
 
 
 def require_applied(last: dict[str, Any] | None, *, steps: int) -> None:
-    """Raises DivergedError where no step of a run, whose last record this is, changed anything."""
+    """Raises DivergedError if every step of a run, whose last record is given, was skipped."""
     if last is not None and last["skipped"] >= steps:
         raise DivergedError(
             f"none of {steps} steps was applied: each had a loss or a gradient that is not finite, "
@@ -318,11 +324,11 @@ def require_applied(last: dict[str, Any] | None, *, steps: int) -> None:
 def same_program(
     job: Job, state: State, batch: Batch, *, record: Callable[[str], None]
 ) -> Callable[..., Any]:
-    """Returns the compiled step. Processes that would run different programs are refused before
-    they do.
+    """Returns the compiled training step, after checking that all processes compiled the same
+    program.
 
     Args:
-        record: is told the program's fingerprint, where there is anybody to compare it with.
+        record: called with the program's fingerprint, if there are several processes.
 
     Raises ConfigError naming the ranks that differ.
     """
@@ -343,13 +349,13 @@ def same_program(
 
 @final
 class Watch:
-    """The watch has a rank's recorder, its exchange with the others, and the run's ledgers, which
-    process 0 writes.
+    """A rank's flight recorder, its exchange with other ranks, and the run's ledgers, which process
+    0 writes.
 
     Args:
         began: wall time of the session's start.
-        lost_s: compute that the session before did and this one does again.
-        excluded: steps whose batches a checkpoint says are left out.
+        lost_s: compute seconds of the last session's steps that this session repeats.
+        excluded: steps whose batches the checkpoint lists as excluded.
     """
 
     def __init__(
@@ -381,14 +387,14 @@ class Watch:
         self.excluded = {*config.exclude_steps, *excluded, *excluded_steps(run.incidents_file)}
 
     def phase(self, name: str, step: int) -> float:
-        """Begins a phase; returns the seconds of the one before."""
+        """Records the begin of a phase of a step; returns the seconds of the phase before it."""
         return self._recorder.phase(name, step=step)
 
     def begin_input(self, step: int, *, num_ready: int, busy_readers: float) -> None:
-        """Begins the wait for a batch, of which so many are ready.
+        """Records the begin of the wait for a batch, with the number of batches that are ready.
 
         Args:
-            busy_readers: share of their time in which those who make batches computed.
+            busy_readers: share of their time for which the reader threads computed.
         """
         self.phase("input", step)
         self._recorder.event(READY_BATCHES, step=step, value=num_ready)
@@ -396,7 +402,7 @@ class Watch:
             self._recorder.event(BUSY_READERS, step=step, value=busy_readers)
 
     def note_shapes(self, batch: Any, step: int) -> None:
-        """Records which arrays of a batch have another shape than before: the step recompiles."""
+        """Records the arrays of a batch whose shapes have changed: the step recompiles for them."""
         shapes = {
             jax.tree_util.keystr(path, simple=True): f"{leaf.dtype}{list(leaf.shape)}"
             for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
@@ -411,55 +417,59 @@ class Watch:
             self.incident(RECOMPILED, step=step, text="; ".join(changed))
 
     def program(self, fingerprint: str) -> None:
-        """Records which program of the training step this is."""
+        """Records the fingerprint of the compiled training step."""
         self._recorder.event(f"program {fingerprint}", step=self._recorder.step)
 
     def send(self, *, input_s: float, host_s: float, rows_sum: int) -> ProcessTable | None:
-        """Tells the others what this process spent alone, and what it read; a collective."""
+        """Sends this process's own seconds and the checksum of its rows to all processes; a
+        collective.
+        """
         row = ProcessRow(input_s=input_s, host_s=host_s, probe_s=self._probe_s, rows_sum=rows_sum)
         self._probe_s = 0.0
         return self.stop.start(row)
 
     def read(self, table: ProcessTable | None) -> list[ProcessRow]:
-        """Returns what all sent with a step, by process; whether to stop is known from now on."""
+        """Returns the rows that all processes sent with a step, and learns from them whether to
+        stop.
+        """
         return self.stop.read(table)
 
     def look_for_slow(self, rows: Sequence[ProcessRow], *, step: int, step_s: float | None) -> None:
-        """Names the ranks that the others wait for."""
+        """Reports slow ranks, for which the others wait."""
         for rank, cause, text in self._stragglers.add(rows, step_s=step_s):
             self.incident("slow rank", step=step, text=text, rank=rank, cause=cause)
 
     def probe_is_due(self, step: int) -> bool:
-        """Whether to time this process's own devices before a step."""
+        """Whether this process's own devices are to be timed before a step."""
         return self._probe is not None and is_due(step, self._config.probe_every)
 
     def probe(self, step: int) -> None:
-        """Times this process's devices, which must be idle."""
+        """Times a small matmul on this process's devices, which must be idle."""
         assert self._probe is not None
         self.phase("probe", step)
         self._probe_s = self._probe.seconds()
         self._recorder.event("probe_s", step=step, value=self._probe_s)
 
     def incident(self, kind: str, *, step: int, text: str, **details: Any) -> None:
-        """Says and records something that went wrong, the same on all processes."""
+        """Prints and logs an incident, on all processes alike."""
         self._recorder.event(kind, step=step)
         self._progress.message(f"{kind.upper()}: step {step}: {text}")
         if self._is_first:
             record_incident(self._run.incidents_file, kind, step=step, text=text, **details)
 
     def look_for_divergence(self, emitted: dict[str, Any], *, step: int) -> None:
-        """Names 8-bit matmuls whose operands outgrow their format."""
+        """Reports 8-bit matmuls whose operands outgrow the range of their format."""
         for text in self._fp8.add(emitted):
             self.incident("fp8 diverges", step=step, text=text)
 
     def undone(self, records: Sequence[dict[str, Any]]) -> None:
-        """Counts the compute of steps that are done again as lost."""
+        """Counts the compute seconds of steps that a roll-back undid as lost."""
         self._goodput.lost_s += compute_s(records)
 
     def snapshot(
         self, *, step: int, record: dict[str, Any] | None = None, now: bool = False
     ) -> None:
-        """Writes the goodput ledger, every two seconds or ``now``."""
+        """Writes a snapshot of the goodput ledger, at most every two seconds unless ``now``."""
         if self._is_first:
             gauges = {
                 name: float(record[name])
@@ -469,21 +479,19 @@ class Watch:
             self._goodput.snapshot(self._recorder.seconds(), step=step, gauges=gauges, now=now)
 
     def totals(self, *, step: int) -> dict[str, float]:
-        """Sums seconds by cause over all sessions, up to now."""
+        """Sums the seconds of each cause over all sessions, up to now."""
         self.snapshot(step=step, now=True)
         return sum_causes(read_sessions(self._run.goodput_file))
 
 
 def compute_s(records: Sequence[dict[str, Any]]) -> float:
-    """Sums the seconds of the steps of these records."""
+    """Sums the step times of these records in seconds."""
     return sum(record.get("step_s") or 0.0 for record in records)
 
 
 @final
 class DeviceProbe:
-    """A probe times a matmul of a few milliseconds on each local device: what a device alone can
-    do.
-    """
+    """Times a matmul of a few milliseconds on each local device, to find a slow device."""
 
     def __init__(self) -> None:
         size = 256 if jax.default_backend() == "cpu" else 4096
@@ -495,7 +503,9 @@ class DeviceProbe:
         self.seconds()  # compiles
 
     def seconds(self) -> float:
-        """Times all local devices together; they must be idle."""
+        """Returns the seconds that all local devices together take for the matmul; they must be
+        idle.
+        """
         jax.block_until_ready(self._inputs)
         began = time.perf_counter()
         jax.block_until_ready([self._work(x) for x in self._inputs])
@@ -503,5 +513,5 @@ class DeviceProbe:
 
 
 def attempt(environment: Any = os.environ) -> int:
-    """Returns which start of its job this is, from 0, as its launcher says."""
+    """Returns how often the launcher has restarted this job: 0 at the first start."""
     return whole_number(environment.get("JAXINFRA_ATTEMPT", "0")) or 0

@@ -1,7 +1,7 @@
-"""XLA's options of a run's programs: sets known to be good here, and the user's own.
+"""XLA compiler options of a run's programs: defaults that measurements favour, and the user's own.
 
-They are options of one program's compilation, not ``XLA_FLAGS``, which ends the process at a name
-that it does not know.
+They apply to one program's compilation, unlike ``XLA_FLAGS``, which ends the process at an unknown
+name.
 """
 
 import dataclasses
@@ -19,7 +19,9 @@ type Options = dict[str, str | int | bool]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class KnownGood:
-    """Options of XLA that a measurement found to help, with where it found it."""
+    """XLA options that made a program faster in a measurement, and the devices where it was
+    measured.
+    """
 
     options: Options
     device: str  # part of JAX's device_kind; "" for any GPU
@@ -57,12 +59,12 @@ _TRACEABLE_ON_GPU: Options = {"xla_gpu_enable_command_buffer": ""}
 def compiler_options(
     config: RunConfig, *, device_kind: str, on_gpu: bool, traceable: bool
 ) -> Options | None:
-    """Returns a step's options: those known to be good here, overridden by the config's; None for
-    none.
+    """Returns a training step's XLA options: measured defaults for these devices, overridden by the
+    config's; None for none.
 
     Args:
-        device_kind: JAX's name of the devices.
-        traceable: a profiler's trace is to name every operation, at some cost in launches.
+        device_kind: the devices' kind, as JAX names it.
+        traceable: whether a profiler's trace must name every operation, at some cost in launches.
     """
     options: Options = {}
     if on_gpu:
@@ -96,7 +98,7 @@ def parse_options(settings: Iterable[str]) -> Options:
 
 
 def require_known(options: Mapping[str, str | int | bool]) -> None:
-    """Raises ConfigError for an option that this version of XLA does not know, or its value."""
+    """Raises ConfigError for an option name or value that this version of XLA does not accept."""
     for name, value in options.items():
         try:
             jax.jit(lambda: 0, compiler_options={name: value}).lower().compile()
@@ -108,7 +110,7 @@ def require_known(options: Mapping[str, str | int | bool]) -> None:
 
 
 def describe_options(options: Mapping[str, str | int | bool] | None) -> str:
-    """Formats options as a config writes them; "none" where there are none."""
+    """Formats XLA options as a config file writes them; "none" if there are none."""
 
     def text(value: str | int | bool) -> str:
         return str(value).lower() if isinstance(value, bool) else str(value)
