@@ -1,13 +1,13 @@
-"""A small table that all processes of a job see alike: one row each, once per step; and the slow
-ranks that it shows.
+"""A small table that all processes of a job share, with one row per process and step, and the slow
+ranks it reveals.
 
-An all-gather of a few floats per process is dispatched beside the step and read with its
-metrics, so no host waits for it. Whatever is decided from a table is decided by all alike: when to
-stop, who is slow.
+An all-gather of a few floats per process is dispatched beside the step and read with its metrics,
+so no host waits for it. All processes decide from the same table: when to stop, and which ranks are
+slow.
 
-After a collective all ranks look equally slow. So each sends what it spent alone: waiting for
-its batch, handing the step to its devices, and now and then a small program that only its own
-devices run.
+After a collective all ranks look equally slow. So each sends the time it spent alone: waiting for
+its batch, handing the step to its devices, and at times running a small program on its own devices
+only.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessRow:
-    """A row of the table: what a process tells the others."""
+    """One process's row of the table: its wish to stop, its own seconds, and its rows' checksum."""
 
     stop: float = 0.0  # number of the signal that asks it to stop; 0: none
     input_s: float = 0.0  # waited for the batch of the step before
@@ -37,14 +37,14 @@ _NAMES = tuple(field.name for field in dataclasses.fields(ProcessRow))
 
 @final
 class ProcessTable:
-    """A dispatched exchange; ``rows`` waits for it."""
+    """An all-gather of one row per process that has been dispatched; ``rows`` waits for it."""
 
     def __init__(self, gathered: jax.Array, num_processes: int):
         self._gathered = gathered
         self._num_processes = num_processes
 
     def rows(self) -> list[ProcessRow]:
-        """Waits for one row per process, in their order."""
+        """Waits for the all-gather and returns one row per process, in process order."""
         values = np.asarray(self._gathered.addressable_data(0))
         values = values.reshape(self._num_processes, -1, len(_NAMES))[:, 0]
         return [ProcessRow(**dict(zip(_NAMES, map(float, row), strict=True))) for row in values]
@@ -52,8 +52,8 @@ class ProcessTable:
 
 @final
 class Exchange:
-    """The exchange is a collective: every process calls ``start`` at the same points, in the same
-    order.
+    """All-gather of one row per process: every process calls ``start`` at the same points, in the
+    same order.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Exchange:
         self._gather = jax.jit(lambda x: x, out_shardings=whole)
 
     def start(self, row: ProcessRow) -> ProcessTable:
-        """Sends this process's row; returns at once."""
+        """Dispatches the all-gather with this process's row; returns at once."""
         local = np.array([[getattr(row, name) for name in _NAMES]], np.float32)
         local = np.repeat(local, jax.local_device_count(), axis=0)
         sent = jax.make_array_from_process_local_data(self._sharding, local)
@@ -84,15 +84,15 @@ _PROBES = 4  # of a rank, before they tell anything
 
 @final
 class Stragglers:
-    """The search for slow ranks names a rank once, when its median over the window exceeds the
-    others' by a margin.
+    """Finds slow ranks: a rank whose median over the window exceeds the other ranks' by a margin is
+    reported once.
 
     Args:
-        window: steps.
-        margin_s: the least excess worth naming.
-        share: the least excess as a share of the others' median step.
-        probe_margin_s: the least excess of a probe, which takes a device milliseconds.
-        probe_share: the least excess of a probe as a share of the others'.
+        window: number of steps that the medians are taken over.
+        margin_s: least excess in seconds that is reported.
+        share: least excess that is reported, as a share of the other ranks' median step.
+        probe_margin_s: least excess in seconds of a probe, which takes a device milliseconds.
+        probe_share: least excess of a probe, as a share of the other ranks' probe.
     """
 
     def __init__(
@@ -114,7 +114,9 @@ class Stragglers:
     def add(
         self, rows: Sequence[ProcessRow], *, step_s: float | None
     ) -> list[tuple[int, str, str]]:
-        """Adds a step's table and time; returns newly found (rank, cause, sentence)."""
+        """Adds a step's table and time; returns newly found slow ranks as (rank, cause,
+        sentence).
+        """
         self._rows.append(list(rows))
         if rows and all(row.probe_s > 0 for row in rows):
             self._probes.append(list(rows))

@@ -34,7 +34,7 @@ VARIABLE = "JAXINFRA_FAULTS"
 
 
 def arm(environment: Mapping[str, str], *, rank: int, attempt: int) -> int:
-    """Arms what is meant for this rank and attempt; returns how many faults that are."""
+    """Installs the faults that are meant for this rank and attempt; returns their number."""
     text = environment.get(VARIABLE)
     if not text:
         return 0

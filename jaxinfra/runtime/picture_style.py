@@ -1,4 +1,6 @@
-"""One look for all pictures: colors that every eye tells apart, and no more lines than needed."""
+"""The common style of all pictures: colors that color-blind readers can tell apart, and few
+lines.
+"""
 
 from typing import Any
 
@@ -22,7 +24,9 @@ LOOK = {
 
 
 def new_picture(width: float, height: float, *, rows: int = 1) -> tuple[Any, Any]:
-    """Makes a figure of so many inches in this look, and its axes: of several rows an array."""
+    """Makes a figure of this size in inches, in the common style, and its axes; with several rows,
+    an array of axes.
+    """
     # Here and not above: it takes a second, of every start of every process, for one's end.
     from matplotlib import rc_context
     from matplotlib.figure import Figure

@@ -1,13 +1,13 @@
-"""The flight recorder of a rank, in a memory-mapped file that outlives its process; and the run's
+"""The flight recorder of a rank, in a memory-mapped file that outlives its process, and the run's
 log of incidents.
 
-A ring buffer holds 2,048 events, and a header the present step and phase. An event costs about a
-microsecond and no system call; the kernel keeps the pages of a process that was killed. Every
-rank's file may be read at any time.
+A ring buffer holds the last 2,048 events; a header holds the present step and phase. An event costs
+about a microsecond and no system call, and the kernel keeps the written pages of a killed process.
+Every rank's file may be read at any time.
 
-Incidents (``incidents.jsonl``, one line each) are kept over resumptions and roll-backs. Batches
-excluded since the newest checkpoint are read from here, so that a resumed run leaves them out
-again; a checkpoint has those of before.
+Incidents (``incidents.jsonl``, one line each) are kept over resumptions and roll-backs. A resumed
+run reads from them which batches were excluded since its checkpoint, and excludes them again; the
+checkpoint itself lists earlier ones.
 
 Layout, little endian: header ``_HEADER`` padded to 128 bytes, then events ``_EVENT``.
 """
@@ -51,16 +51,15 @@ _log = logging.getLogger(__name__)
 
 
 def record_file(directory: Path, rank: int) -> Path:
-    """Returns the file in which a rank records."""
+    """Returns the path of a rank's flight-recorder file."""
     return directory / f"rank-{rank:05d}.ring"
 
 
 @final
 class Recorder:
-    """The recorder writes one rank's ring buffer; ``spent`` holds the seconds of each
-    phase so far.
+    """Writer of one rank's ring buffer of events; ``spent`` holds the seconds of each phase so far.
 
-    Its directory's disk may be full: then it records in memory, with a warning.
+    If the disk of its directory is full, it records in memory and warns.
     """
 
     def __init__(self, directory: Path, rank: int):
@@ -97,14 +96,16 @@ class Recorder:
         self.event("setup", step=0)
 
     def event(self, name: str, *, step: int, value: float = 0.0) -> None:
-        """Records something that happened."""
+        """Records an event of a step, with its name and a value."""
         at = _HEADER_BYTES + self._events % CAPACITY * _EVENT.size
         _EVENT.pack_into(self._ring, at, time.time(), value, step, name.encode()[:24])
         self._events += 1
         struct.pack_into("<Q", self._ring, _EVENTS_AT, self._events)
 
     def phase(self, name: str, *, step: int) -> float:
-        """Begins a phase; returns the seconds of the one that ends, which its event holds."""
+        """Begins a phase of a step; returns the seconds of the phase before it, which the event
+        also holds.
+        """
         now = time.perf_counter()
         seconds, self._began = now - self._began, now
         self.spent[self.phase_name] += seconds
@@ -114,19 +115,21 @@ class Recorder:
         return seconds
 
     def beat(self) -> None:
-        """Records that this process runs; the watchdog's thread does so."""
+        """Updates the heartbeat that shows that this process runs; the watchdog's thread calls
+        it.
+        """
         self._beats += 1
         struct.pack_into("<Qd", self._ring, _BEATS_AT, self._beats, time.time())
 
     def seconds(self) -> dict[str, float]:
-        """Returns seconds of each phase so far, the present one included."""
+        """Returns the seconds spent in each phase so far, the present one included."""
         now = time.perf_counter() - self._began
         return {**self.spent, self.phase_name: self.spent[self.phase_name] + now}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """An event; a phase's ``value`` is the seconds of the phase before it."""
+    """An event of a flight recorder; a phase's ``value`` is the seconds of the phase before it."""
 
     time: float
     name: str
@@ -136,7 +139,7 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RankRecord:
-    """The contents of a rank's file."""
+    """The contents of a rank's flight-recorder file."""
 
     rank: int
     pid: int
@@ -150,7 +153,7 @@ class RankRecord:
 
 
 def read_record(file: Path) -> RankRecord | None:
-    """Reads a rank's file; None where it is no record, or not yet one."""
+    """Reads a rank's flight-recorder file; None if it is not one, or not yet complete."""
     try:
         data = read_bytes(file, limit=_FILE_BYTES)
     except ConfigError:
@@ -179,10 +182,9 @@ def read_record(file: Path) -> RankRecord | None:
 
 
 def describe_events(record: RankRecord, *, last: int) -> list[str]:
-    """Formats a rank's newest events, oldest first, a line each: when, step, what, and
-    its value.
+    """Formats a rank's newest events, oldest first, one per line: time, step, name and value.
 
-    The value at a phase's begin is the seconds of the phase before it.
+    The value of a phase's event is the seconds of the phase before it.
     """
     lines = []
     for event in record.events[-last:]:
@@ -195,7 +197,7 @@ def describe_events(record: RankRecord, *, last: int) -> list[str]:
 
 
 def read_records(directory: Path) -> list[RankRecord]:
-    """Reads all ranks' records, by rank."""
+    """Reads the flight-recorder files of all ranks, by rank."""
     records = (read_record(file) for file in sorted(directory.glob("rank-*.ring")))
     return [record for record in records if record is not None]
 
@@ -214,7 +216,7 @@ RECOMPILED = "recompiled"  # a batch came in another shape
 
 
 def record_incident(file: Path, kind: str, *, step: int, text: str, **details: Any) -> None:
-    """Appends a line and forces it to the disk: what it says must survive what follows."""
+    """Appends an incident's line and forces it to disk, so that it survives whatever follows."""
     line = {"kind": kind, "step": step, "text": text, "time": time.time(), **details}
     drop_cut_line(file)  # of a session that was killed
     with file.open("a") as lines:
@@ -230,7 +232,7 @@ def read_incidents(file: Path) -> list[dict[str, Any]]:
 
 
 def excluded_steps(file: Path) -> set[int]:
-    """Returns the steps whose batches were excluded."""
+    """Returns the steps whose batches were excluded, from the log of incidents."""
     return {line["step"] for line in read_incidents(file) if line["kind"] == EXCLUDED}
 
 

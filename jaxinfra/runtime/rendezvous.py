@@ -1,9 +1,9 @@
-"""The rendezvous: all processes meet before any of them starts JAX, then join their job, and leave
-it.
+"""The rendezvous: all processes of a job meet before any of them starts JAX, then join it, and
+leave it at the end.
 
-JAX's own start waits without naming whom for. A process that is missing, or a port that is
-taken, shows here in bounded time and by name. Each process sends one line of JSON to process 0,
-which answers all of them alike once everyone has come or time is up.
+JAX's own start does not name the process that it waits for. Here a missing process or a taken port
+is reported by name within bounded time. Each process sends one line of JSON to process 0, which
+sends one answer to all when everyone has come or time is up.
 """
 
 import contextlib
@@ -36,15 +36,16 @@ _STRANGERS = 64  # that are heard at a time
 
 
 class PortTakenError(JaxinfraError):
-    """An error of process 0, which cannot listen where the others look for it."""
+    """Error of process 0: it cannot listen on the coordinator's port."""
 
 
 def meet(cluster: Cluster, *, timeout_s: float = TIMEOUT_S) -> int:
-    """Waits until every process has come; returns the port on which JAX's service is to listen.
+    """Waits until every process of the job has come; returns the port for JAX's coordination
+    service.
 
     Raises:
-        PortTakenError: the port is in use on process 0's host, or not by us.
-        LostPeerError: names those that did not come within ``timeout_s``.
+        PortTakenError: another program uses the port on process 0's host.
+        LostPeerError: some processes did not come within ``timeout_s``; the message names them.
     """
     deadline = time.monotonic() + timeout_s
     if cluster.process_id == 0:
@@ -203,10 +204,10 @@ def _line(connection: socket.socket, *, within_s: float) -> bytes:
 
 
 def bind_address(cluster: Cluster) -> str:
-    """Returns the address that process 0 listens on: the one it is to be found at, and no other.
+    """Returns the address that process 0 listens on: only the one at which others find it.
 
-    Empty, for all of them, where the name of this machine stands for its loopback only, as some
-    systems have it: others could not come in by that.
+    It is empty, for all addresses, if this machine's name resolves to its loopback only, as on some
+    systems: other machines could not connect to that.
     """
     if cluster.bind is not None:
         return "" if cluster.bind == "0.0.0.0" else cluster.bind
@@ -253,13 +254,13 @@ _SHUTDOWN_S = 60
 
 
 def connect(environment: Mapping[str, str] | None = None) -> Cluster | None:
-    """Joins the job that the environment describes; None where this process is all of it.
+    """Joins the job that the environment describes; returns None if this process is the whole job.
 
-    To be called before anything asks JAX for devices.
+    Call it before anything asks JAX for devices.
 
     Raises:
         ConfigError: the environment is incomplete.
-        PortTakenError, LostPeerError: who did not come, or why they could not.
+        PortTakenError, LostPeerError: the rendezvous failed; see ``meet``.
     """
     cluster = detect_cluster(os.environ if environment is None else environment)
     if cluster is None or jax.distributed.is_initialized():
@@ -298,12 +299,12 @@ def _own_devices(cluster: Cluster) -> list[int] | None:
 
 
 def leave(code: int, *, together: bool, wait: bool = True) -> int:
-    """Ends this process's part in the job; returns ``code``, or does not return.
+    """Ends this process's part in the job; returns ``code``, or exits the process with it.
 
     Args:
-        together: all processes end here now. If not, waiting for the others at the exit would hang
-            on those that are stuck or gone, so the process ends at once.
-        wait: for this process's own threads, as Python does at its exit.
+        together: all processes end here now. If not, the process ends at once, as waiting for
+            others that are stuck or gone would hang.
+        wait: wait for this process's own threads, as Python does at its exit.
     """
     connected = jax.distributed.is_initialized()
     if connected and together:

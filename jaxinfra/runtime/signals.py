@@ -1,9 +1,9 @@
-"""SIGINT and SIGTERM: handlers that raise nothing, and a thread that obeys.
+"""Handling of SIGINT and SIGTERM: handlers that only note the signal, and a thread that obeys it.
 
-An exception from a handler comes up wherever the main thread is, in a callback of the garbage
-collector too, where Python ignores it; and none comes up while a compiler runs. So handlers only
-note. A process that has nothing to save is ended by a thread of its own, within a second in every
-phase; one that has says so with ``hold``, and looks at ``asked`` where it can save.
+An exception from a handler is raised wherever the main thread is: in a garbage collector's callback
+Python ignores it, and while a compiler runs it does not come. So handlers only note the signal. If
+a process has nothing to save, a thread ends it within a second in every phase. A process with
+something to save calls ``hold``, and checks ``asked`` where it can save.
 """
 
 import contextlib
@@ -28,11 +28,12 @@ _BACK = b"\0"
 
 @final
 class StopRequest:
-    """A stop request says which signal asked this process to stop, if one did.
+    """Request to stop this process: the signal that asked for it, if one did.
 
     Args:
-        code: of the exit where nothing is held; 128 + the signal's number where it is None.
-        words: said before that exit, after "stopped by SIGINT"; with a space or a comma in front.
+        code: exit code if no signal is held; None: 128 + the signal's number.
+        words: text that is printed at that exit, after "stopped by SIGINT"; it begins with a space
+            or a comma.
     """
 
     def __init__(self, *, code: int | None = None, words: Callable[[], str] = str):
@@ -49,18 +50,20 @@ class StopRequest:
 
     @property
     def is_held(self) -> bool:
-        """Whether a signal leaves the process to whoever called ``hold``."""
+        """Whether signals are only noted, because ``hold`` was called, and the caller obeys
+        them.
+        """
         return self._held
 
     def hold(self) -> None:
         """Makes signals be noted from now on, for the caller to obey. A second SIGINT still ends
-        the process at once: somebody does not want to wait for the save.
+        the process at once: a user does not want to wait for the save.
         """
         self._held = True
 
     @contextlib.contextmanager
     def elsewhere(self, notice: int) -> Iterator[None]:
-        """Leaves signals to handlers of the caller's own, within.
+        """Leaves signals to the caller's own handlers within a ``with`` block.
 
         Args:
             notice: the pipe whose reader calls ``obey`` and ``come_back``, in order.
@@ -77,13 +80,15 @@ class StopRequest:
             self._elsewhere = False
 
     def come_back(self) -> None:
-        """Marks that all signals of ``elsewhere`` are read; called in the thread that obeys."""
+        """Marks that all signals from an ``elsewhere`` block are read; the thread that obeys calls
+        it.
+        """
         self._elsewhere = False
         self._back.set()
 
     @contextlib.contextmanager
     def unfinished(self, path: Path) -> Iterator[None]:
-        """Makes a stop remove this file or directory, within."""
+        """Makes a stop within a ``with`` block remove this file or directory."""
         self._unfinished.add(path)
         try:
             yield
@@ -91,12 +96,16 @@ class StopRequest:
             self._unfinished.discard(path)
 
     def note(self, number: int) -> None:
-        """Notes a signal, from a handler: if held, it can be obeyed at the next step."""
+        """Notes a signal; handlers call it. If signals are held, the caller obeys it at its next
+        step.
+        """
         if not self._elsewhere:
             self.asked = self.asked or signal.Signals(number)
 
     def obey(self, number: int) -> None:
-        """Obeys a signal; called in a thread of its own for each that comes."""
+        """Obeys a signal: ends the process unless signals are held. Called in the thread that reads
+        signals.
+        """
         if self._elsewhere:
             return
         self.note(number)
@@ -132,9 +141,10 @@ _notice = -1  # where signals' numbers are written
 
 
 def guard_process() -> StopRequest:
-    """Obeys signals from now until the process ends; to be called first of all.
+    """Starts to obey signals, until the process ends; call it before anything else.
 
-    Raises nothing, and returns the request that ``process_request`` will return too.
+    It raises nothing and returns the process's stop request, which ``process_request`` returns
+    later.
     """
     global _of_process, _notice
     if _of_process is not None:
@@ -153,26 +163,26 @@ def guard_process() -> StopRequest:
 
 
 def leave_ended() -> None:
-    """Ignores signals from now on: the command has ended, and its exit code is settled.
+    """Ignores signals from now on, because the command has ended and its exit code is settled.
 
-    Python gives signals back to the system as it leaves, which takes a second with JAX: one that
-    came then would make a failure of what is done.
+    Python restores the default handlers as it exits, which takes a second with JAX: a signal in
+    that time would turn a success into a failure.
     """
     for number in _ASKING:
         signal.signal(number, signal.SIG_IGN)
 
 
 def process_request() -> StopRequest | None:
-    """Returns the request of ``guard_process``; None in a process that is not guarded."""
+    """Returns the stop request that ``guard_process`` made; None if the process is not guarded."""
     return _of_process
 
 
 @contextlib.contextmanager
 def noted_signals() -> Iterator[StopRequest]:
-    """Notes and holds SIGINT and SIGTERM, within, in a process that is not guarded.
+    """Notes and holds SIGINT and SIGTERM within a ``with`` block, in a process that is not guarded.
 
-    For a caller's own program: a second SIGINT raises KeyboardInterrupt as Python does. Where the
-    process is guarded, this is its request, as it is.
+    It serves a caller's own program: a second SIGINT raises KeyboardInterrupt as usual. In a
+    guarded process it returns the process's own request unchanged.
     """
     if _of_process is not None:
         yield _of_process
@@ -199,15 +209,15 @@ def noted_signals() -> Iterator[StopRequest]:
 
 @contextlib.contextmanager
 def handled_elsewhere() -> Iterator[None]:
-    """Leaves signals to handlers that the caller has set, within."""
+    """Leaves signals to handlers that the caller has set, within a ``with`` block."""
     with _of_process.elsewhere(_notice) if _of_process is not None else contextlib.nullcontext():
         yield
 
 
 @contextlib.contextmanager
 def raised_signals() -> Iterator[None]:
-    """Makes SIGINT and SIGTERM raise KeyboardInterrupt, within: for a command that has
-    jobs to end.
+    """Makes SIGINT and SIGTERM raise KeyboardInterrupt within a ``with`` block, for a command that
+    has jobs to end.
     """
     with handled_elsewhere():
         before = {number: signal.signal(number, signal.default_int_handler) for number in _ASKING}
@@ -220,7 +230,7 @@ def raised_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unfinished(path: Path) -> Iterator[None]:
-    """Makes a signal that ends this process remove ``path`` first, within."""
+    """Makes a signal that ends this process within a ``with`` block remove ``path`` first."""
     with _of_process.unfinished(path) if _of_process is not None else contextlib.nullcontext():
         yield
 

@@ -1,9 +1,9 @@
-"""The supervisor starts the processes of a job on this node, watches them, and starts
-them again.
+"""The supervisor of a job's processes on this node: it starts them, watches them, and restarts
+them.
 
-Every rank writes to files of its own, so that the job outlives its supervisor's terminal; rank
-0's output and all errors are shown as they come. A job whose rank fails is ended as a whole and
-started anew, from its newest checkpoint, as often and as fast as the limits say.
+Every rank writes to files of its own, so that the job outlives its supervisor's terminal; rank 0's
+output and all errors are also shown. If a rank fails, the whole job is ended and restarted from its
+newest checkpoint, as often and as fast as the limits allow.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ _CONSEQUENCES = (74, -signal.SIGABRT)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """An ending says how a rank ended."""
+    """How the process of a rank ended: its exit code or signal."""
 
     rank: int
     code: int  # minus the signal's number where one ended it
@@ -44,16 +44,16 @@ class Ending:
 
     @property
     def exit_code(self) -> int:
-        """The exit code as a shell gives it."""
+        """Exit code of the process as a shell reports it."""
         return self.code if self.code >= 0 else 128 - self.code
 
     @property
     def is_fatal(self) -> bool:
-        """Whether the same would happen again."""
+        """Whether a restart would end in the same failure."""
         return self.code in _FATAL
 
     def describe(self) -> str:
-        """Describes in words how the process ended."""
+        """Describes how the process ended in words."""
         if self.stopped:
             return f"rank {self.rank} was halted (SIGSTOP, or a debugger)"
         if self.code < 0:
@@ -70,7 +70,7 @@ class Ending:
 
 
 def first_failure(endings: list[Ending]) -> Ending | None:
-    """Returns the rank whose failure caused the others'."""
+    """Returns the ending of the rank whose failure made the others fail."""
     failed = [end for end in endings if end.code != 0 and not end.killed_by_us]
     halted = [end for end in endings if end.stopped]
     return min(
@@ -81,7 +81,7 @@ def first_failure(endings: list[Ending]) -> Ending | None:
 
 
 def is_halted(pid: int) -> bool:
-    """Whether a process does not run because a signal has stopped it."""
+    """Whether a signal such as SIGSTOP has stopped this process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -90,7 +90,7 @@ def is_halted(pid: int) -> bool:
 
 
 def own_memory_group(root: Path = Path("/sys/fs/cgroup")) -> Path | None:
-    """Returns the directory of this process's memory cgroup, of version 2 or 1; None where it has
+    """Returns the directory of this process's memory cgroup, of version 2 or 1; None if it has
     none.
     """
     try:
@@ -112,9 +112,7 @@ def own_memory_group(root: Path = Path("/sys/fs/cgroup")) -> Path | None:
 
 
 def count_memory_kills(group: Path | None) -> int | None:
-    """Counts the processes of a cgroup that the kernel has killed for memory; None where
-    not known.
-    """
+    """Returns how many processes of a cgroup the kernel's OOM killer has ended; None if unknown."""
     if group is None:
         return None
     for name in ("memory.events", "memory.oom_control"):
@@ -129,14 +127,14 @@ def count_memory_kills(group: Path | None) -> int | None:
 
 @final
 class Tail:
-    """A tail copies whole lines of a growing file to a stream."""
+    """Copies whole lines of a growing file to a stream."""
 
     def __init__(self, file: Path, stream: TextIO, *, prefix: str):
         self._file, self._stream, self._prefix = file, stream, prefix
         self._at = 0
 
     def show(self) -> None:
-        """Copies the lines written since the last call."""
+        """Copies the lines that were written since the last call."""
         with self._file.open("rb") as file:
             file.seek(self._at)
             data = file.read()
@@ -150,7 +148,7 @@ class Tail:
 
 
 def last_line(file: Path) -> str:
-    """Returns the last line that is not blank; empty where there is none."""
+    """Returns a file's last line that is not blank; empty if there is none."""
     lines = file.read_text(errors="replace").splitlines() if file.exists() else []
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
@@ -164,7 +162,7 @@ _REPORT_S = 15.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """The limits on how often and how fast a job is started again, and how long it has to stop."""
+    """Limits on how often and how fast a job is restarted, and how long it may take to stop."""
 
     max_restarts: int = 3
     backoff_s: float = 1.0  # doubled with every restart
@@ -174,7 +172,9 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NodePlace:
-    """The place of these processes in a job of several nodes; by default they are all of it."""
+    """The place of this node's processes in a job of several nodes; by default they are the whole
+    job.
+    """
 
     host: str = "127.0.0.1"
     port: int | None = None  # None: a free one
@@ -184,15 +184,17 @@ class NodePlace:
 
 @final
 class Supervisor:
-    """The supervisor runs ``command`` in ``num_processes`` processes.
+    """Runs ``command`` in ``num_processes`` processes on this node, and restarts them after
+    failures.
 
     Args:
-        command: of the first start.
-        again: of the later ones, which continue a run.
-        logs: directory for what the processes print and for ``report.json``.
-        recorder: where the ranks record, if they do.
-        environment: for the processes; what they need to find each other is added.
-        memory_group: the cgroup whose count of kills tells a kill for memory.
+        command: command line of the first start.
+        again: command line of restarts, which continues the run.
+        logs: directory for the processes' output and for ``report.json``.
+        recorder: directory of the ranks' flight recorders, if they have some.
+        environment: environment variables of the processes; those by which they find each other are
+            added.
+        memory_group: cgroup whose count of OOM kills shows that a process was killed for memory.
     """
 
     def __init__(
@@ -226,11 +228,11 @@ class Supervisor:
 
     @property
     def was_asked(self) -> bool:
-        """Whether a signal asked the job to stop."""
+        """Whether a signal has asked the job to stop."""
         return self._asked is not None
 
     def run(self) -> int:
-        """Runs until the job ends, stops or fails for good; returns its exit code."""
+        """Runs the job until it ends, stops or fails for good; returns its exit code."""
         handlers = {
             number: signal.signal(number, self._forward)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -442,7 +444,7 @@ class Supervisor:
 
 
 def free_port() -> int:
-    """Returns a free port of the loopback."""
+    """Returns a TCP port that is free on the loopback address."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

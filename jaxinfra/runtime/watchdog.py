@@ -1,13 +1,12 @@
-"""The watchdog of a rank ends a job that stands still, and its report names the rank that the
-others wait for.
+"""The watchdog of a rank: it ends a job that hangs, and reports the rank that the others wait for.
 
-Twice a second a thread beats in its rank's recorder, looks at the phase its own process is in,
-and at the heartbeat of the next rank. Where a bound is passed the first to notice leaves
-``trip.json``; every watchdog that sees it dumps its process's stacks. The first then writes
+Twice a second its thread updates the heartbeat in its rank's recorder, and checks the phase of its
+own process and the heartbeat of the next rank. The first watchdog to find a bound exceeded writes
+``trip.json``; every watchdog that sees the file dumps its process's stacks. The first then writes
 ``report.txt``, which names the absent rank and its phase, and all exit with ``HUNG_EXIT``.
 
-A rank that waits for the others is in ``wait``: it has handed its work to the devices. The one
-they wait for is in another phase, or at an earlier step, or does not run at all.
+A rank that waits for other ranks is in the phase ``wait``: it has handed its work to the devices.
+The absent rank is in another phase, or at an earlier step, or does not run at all.
 """
 
 import contextlib
@@ -42,7 +41,7 @@ ENDED = ("done",)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Absence:
-    """The verdict on a job that stands still."""
+    """The verdict on a job that hangs: the ranks that the others wait for, and why."""
 
     ranks: tuple[int, ...]  # empty: all wait in one collective
     text: str
@@ -51,11 +50,11 @@ class Absence:
 def find_absent(
     records: Sequence[RankRecord], *, num_ranks: int, not_running: Collection[int] = (), now: float
 ) -> Absence:
-    """Names the ranks that the others wait for, and what those do instead.
+    """Names the ranks that the other ranks wait for, and what they do instead.
 
     Args:
-        not_running: ranks whose heartbeat stands still: stopped, dead, or their host is.
-        now: wall time.
+        not_running: ranks whose heartbeat has stopped: the process or its host is stopped or dead.
+        now: wall time in seconds.
     """
     there = {record.rank: record for record in records}
     unseen = [rank for rank in range(num_ranks) if rank not in there]
@@ -112,13 +111,13 @@ _LONG_HEARTBEAT_S = 120.0  # there a library may keep Python's threads waiting
 
 @final
 class Watchdog:
-    """The watchdog runs from ``with`` to its end.
+    """Context manager that watches this rank's process, and ends it if the job hangs.
 
     Args:
-        directory: where all ranks record.
-        hang_s: the longest that a phase of a step may last.
-        heartbeat_s: the longest that a process may not run.
-        launcher: the process that started this one; when it is gone, the run is asked to stop.
+        directory: directory of all ranks' flight recorders.
+        hang_s: longest time in seconds that a phase of a step may last.
+        heartbeat_s: longest time in seconds that a process may miss its heartbeat.
+        launcher: process that started this one; when it is gone, the run is asked to stop.
     """
 
     def __init__(
@@ -261,7 +260,7 @@ class Watchdog:
 
 
 def read_report(directory: Path) -> str | None:
-    """Reads the first line of a watchdog's report; None where there is none."""
+    """Returns the first line of the watchdog's report; None if there is none."""
     file = directory / REPORT
     if not file.exists():
         return None
@@ -273,7 +272,7 @@ def read_report(directory: Path) -> str | None:
 
 
 def stacks_file(directory: Path, rank: int) -> Path:
-    """Returns the file into which a rank's stacks are dumped."""
+    """Returns the file into which a rank's stack traces are dumped."""
     return directory / f"rank-{rank:05d}.stacks"
 
 
@@ -282,8 +281,6 @@ def _size(path: Path) -> int:
 
 
 def launcher_of(environment: Mapping[str, str], name: str) -> int | None:
-    """Returns the process that started this one, where it is our launcher and this one
-    its child.
-    """
+    """Returns the parent process if it is jaxinfra's launcher, else None."""
     number = whole_number(environment.get(name, ""))
     return number if number == os.getppid() else None
