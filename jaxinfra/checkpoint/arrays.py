@@ -1,4 +1,4 @@
-"""Sharded arrays are written to and read from files by Orbax; no other module knows Orbax."""
+"""Reading and writing of sharded arrays in files by Orbax; no other module uses Orbax."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ _DATA_FILE_BYTES = 256 << 20
 
 
 def require_savable(flat: Mapping[str, Any]) -> None:
-    """Raises CheckpointError naming the leaves that are no plain, live, non-empty jax.Array."""
+    """Raises CheckpointError naming the leaves that are not plain, live, non-empty jax.Arrays."""
     wrong = [f"{path} {reason}" for path, leaf in flat.items() if (reason := _unsavable(leaf))]
     if wrong or not flat:
         found = "; ".join(wrong) or "no leaves"
@@ -41,7 +41,9 @@ def _unsavable(leaf: Any) -> str:
 
 
 class Write:
-    """A write of arrays to files. Once constructed, the caller may donate or delete the arrays."""
+    """An asynchronous write of arrays to files. Once constructed, the caller may donate or delete
+    the arrays.
+    """
 
     def __init__(self, directory: Path, flat: Mapping[str, jax.Array]) -> None:
         silence_orbax()
@@ -62,17 +64,23 @@ class Write:
         self._futures = futures or []
 
     def finish(self) -> None:
-        """Blocks until this process has written its part; raises what went wrong."""
+        """Blocks until this process has written its part of the arrays; raises the error if that
+        failed.
+        """
         for future in self._futures:
             future.result()
 
     def merge(self) -> None:
-        """Joins the parts of all processes; process 0 calls it when all have finished."""
+        """Joins the parts that all processes have written; process 0 calls it after all have
+        finished.
+        """
         self._handler.finalize(self._directory)
 
 
 def read(directory: Path, flat: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Reads the named arrays into the shardings asked for; other arrays stay unread."""
+    """Reads the named arrays from a checkpoint into the given shardings; its other arrays are not
+    read.
+    """
     silence_orbax()
     arguments = {
         path: ocp.ArrayRestoreArgs(
@@ -143,7 +151,9 @@ class _LateCallbacks:
 
 
 def silence_orbax() -> None:
-    """Keeps Orbax's log to warnings; the absl logger is shared, so only its records go."""
+    """Limits Orbax's log to warnings; only its records are filtered, as others share the absl
+    logger.
+    """
     logging.getLogger("absl").addFilter(_FILTER)  # adding it twice does nothing
     logging.getLogger("asyncio").addFilter(_UNRETRIEVED)
     if not isinstance(sys.unraisablehook, _LateCallbacks):

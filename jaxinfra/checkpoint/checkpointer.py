@@ -1,9 +1,8 @@
-"""Checkpoints of a run's state: saved asynchronously and atomically, verified before they
-are read.
+"""Checkpoints of a run's state: saved asynchronously and atomically, verified before they are read.
 
-A save copies the arrays to the host, writes them to a partial directory, takes sums, commits by
-a rename and deletes old steps, in a background thread. Reading takes the newest checkpoint whose
-files are all as they were written.
+A background thread saves: it copies the arrays to the host, writes them to a partial directory,
+computes checksums, commits by a rename and deletes old steps. A read takes the newest checkpoint
+whose files all match their checksums.
 """
 
 import dataclasses
@@ -37,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Restored:
-    """A restored state, with the checkpoints that were tried before it and found damaged."""
+    """A restored state, with a list of newer checkpoints that were found damaged."""
 
     step: int
     state: PyTree[jax.Array]
@@ -55,14 +54,14 @@ def load_state(
     identity: dict[str, JSON] | None = None,
     settings: dict[str, JSON] | None = None,
 ) -> Restored:
-    """Reads from a run that may still be training: takes no lock, moves and deletes nothing.
+    """Reads a state from a run that may still be training: takes no lock, and changes no file.
 
     ``abstract_state`` may leave out parts of what was saved, such as the optimizer's. Damaged
     checkpoints are skipped with a warning. For the rest see ``Checkpointer.restore``.
 
     Args:
-        settings: of the run as they are now; those that are others than when it was saved may
-            change what is done with it, and are said in a warning.
+        settings: the run's settings now; those that differ from the checkpoint's are named in a
+            warning.
     """
     restored = read_newest(
         directory, abstract_state, step=step, identity=identity, reject=_skip, subset=True
@@ -93,7 +92,9 @@ def read_newest(
     reject: Reject,
     subset: bool,
 ) -> Restored:
-    """Verifies, checks that state and identity match, then reads; a collective of all processes."""
+    """Reads the newest verified checkpoint, after checking that its tree and identity match; a
+    collective.
+    """
     wanted, treedef = metadata.flatten(abstract_state)
     unplaced = [path for path, leaf in wanted.items() if leaf.sharding is None]
     if unplaced:
@@ -134,10 +135,10 @@ def read_newest(
 
 
 def require_finite_parameters(checkpoint: Path) -> None:
-    """Raises CheckpointError where a verified checkpoint's parameters hold a NaN or an infinity.
+    """Raises CheckpointError if a verified checkpoint's parameters hold a NaN or an infinity.
 
-    For whoever wants to know that a model can be used, and does not use it: one array at a time
-    is brought onto this process's first device.
+    For callers that only need to know that a model is usable: it brings one array at a time onto
+    this process's first device.
     """
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     for path, leaf in metadata.read(checkpoint).tree.items():
@@ -181,7 +182,7 @@ def _others(directory: Path) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SaveTarget:
-    """The target of a save: its directory, and what becomes of older ones."""
+    """The directories of a save, and the rule for deleting older checkpoints."""
 
     directory: Path
     step: int
@@ -190,22 +191,22 @@ class SaveTarget:
 
     @property
     def partial(self) -> Path:
-        """The directory being written."""
+        """Directory that the checkpoint is written to before the commit."""
         return self.directory / f"{directory_layout.step_name(self.step)}.partial-{self.unique}"
 
     @property
     def final(self) -> Path:
-        """The directory once committed."""
+        """Directory of the checkpoint after the commit."""
         return self.directory / directory_layout.step_name(self.step)
 
     def written_marker(self, process: int) -> Path:
-        """The marker file of a process that has written its part; gone before the sums
-        are taken.
+        """Path of the file that marks a process's part as written; removed before checksums are
+        computed.
         """
         return self.partial / f"written.{process}"
 
     def prepare(self) -> None:
-        """Makes the empty partial directory; process 0 does it before anyone writes."""
+        """Makes the empty partial directory; process 0 calls it before any process writes."""
         if self.final.exists():
             raise CheckpointError(
                 f"step {self.step} is already saved in {self.final}; a saved step is never "
@@ -221,7 +222,7 @@ class SaveTarget:
 
 
 class Save:
-    """A save in flight from the moment it is constructed."""
+    """A save in flight: it starts when it is constructed, and a background thread finishes it."""
 
     def __init__(self, target: SaveTarget, flat: Mapping[str, jax.Array], record: bytes) -> None:
         self._target, self._record = target, record
@@ -233,11 +234,13 @@ class Save:
         self._thread.start()
 
     def wait_until_copied(self) -> None:
-        """Returns when the arrays are on the host: from then on their buffers may be donated."""
+        """Blocks until the arrays are copied to the host; from then on their buffers may be
+        donated.
+        """
         self._copied.wait()
 
     def join(self) -> CheckpointError | None:
-        """Blocks until committed; returns the failure if it was not."""
+        """Blocks until the save is committed; returns the error if it failed, else None."""
         self._thread.join()
         return self.failure
 
@@ -291,7 +294,9 @@ class Save:
 
 
 def failed(target: SaveTarget, error: Exception) -> CheckpointError:
-    """Makes the error of a failed save: step, path, cause, and that nothing older is lost."""
+    """Makes the error of a failed save: its step, path and cause, and that no older checkpoint is
+    lost.
+    """
     # TensorStore puts the number among a page of its own state; the exception's cause has it all.
     in_text = re.search(r"os_error_code='(\d+)'", str(error))
     code = error.errno if isinstance(error, OSError) else int(in_text[1]) if in_text else None
@@ -308,17 +313,18 @@ def failed(target: SaveTarget, error: Exception) -> CheckpointError:
 class Checkpointer:
     """The one writer of a run's ``checkpoints/`` directory: asynchronous, atomic, verified.
 
-    With several processes every method but ``steps`` and ``latest`` is a collective: all call it,
-    in the same order, with one directory that all see. Readers use ``load``.
+    With several processes every method but ``steps`` and ``latest`` is a collective: all processes
+    call it, in one order, with one directory that all see. Programs that only read use ``load``.
 
-    Close it, best with ``with``: a program that ends without may lose the save in flight, as if
-    killed. ``last_stall_s`` is how long the last ``save`` kept its caller waiting.
+    Close it, best by ``with``: a program that ends without closing it may lose the save in flight.
+    ``last_stall_s`` is how many seconds the last ``save`` blocked its caller.
 
     Args:
-        directory: made if absent. What killed saves left there is removed, with a warning.
+        directory: directory of checkpoints, made if absent. Remains of killed saves are removed,
+            with a warning.
         config: how many checkpoints to keep.
         identity: plain JSON that must match on restore, such as the model's config.
-        settings: plain JSON that may change, kept with each checkpoint to say what has.
+        settings: plain JSON that may change between sessions, stored to report later changes.
     """
 
     def __init__(
@@ -358,7 +364,8 @@ class Checkpointer:
         data_state: dict[str, JSON],
         heldout_loss: float | None = None,
     ) -> None:
-        """Copies ``state`` to the host and returns; writing, hashing, commit follow meanwhile.
+        """Copies ``state`` to the host and returns; writing, hashing and commit follow in the
+        background.
 
         The caller may donate the state's buffers as soon as this returns. If the save before is
         still in flight, this waits for it first: two copies on the host are one too many.
@@ -370,10 +377,11 @@ class Checkpointer:
         background, its error is raised after this one has started: catch it and nothing is lost.
 
         Args:
-            step: optimizer steps done.
-            state: arrays, in any pytree.
-            data_state: position in the data, the same on all processes, as plain JSON.
-            heldout_loss: ranks the checkpoint for ``keep_best``; None: never among the best.
+            step: number of optimizer steps done.
+            state: pytree of arrays.
+            data_state: position in the data as plain JSON, equal on all processes.
+            heldout_loss: loss by which ``keep_best`` ranks the checkpoint; None: it is never among
+                the best.
         """
         started = time.perf_counter()
         try:
@@ -415,7 +423,7 @@ class Checkpointer:
         self._in_flight.wait_until_copied()
 
     def wait(self) -> None:
-        """Blocks until the save in flight is committed; raises CheckpointError if one failed."""
+        """Blocks until the save in flight is committed; raises CheckpointError if a save failed."""
         self._join()
         self._raise_failure()
 
@@ -435,17 +443,19 @@ class Checkpointer:
             raise failure
 
     def steps(self) -> list[int]:
-        """Returns committed steps, ascending. Whether their files are intact, ``verify`` says."""
+        """Returns the committed steps, ascending; ``verify`` checks whether their files are
+        intact.
+        """
         return directory_layout.steps(self._directory)
 
     def latest(self) -> int | None:
-        """Returns the newest committed step."""
+        """Returns the newest committed step; None if there is none."""
         return max(self.steps(), default=None)
 
     def restore(
         self, abstract_state: PyTree[jax.ShapeDtypeStruct], *, step: int | None = None
     ) -> Restored:
-        """Reads the newest checkpoint whose every file is as it was written, or the step asked for.
+        """Reads the newest checkpoint whose files all match their checksums, or that of ``step``.
 
         Each array goes directly to its leaf's sharding, whatever mesh it was saved from. Damaged
         checkpoints are moved to ``quarantine/`` with a reason file, logged, and returned in
@@ -466,7 +476,9 @@ class Checkpointer:
         )
 
     def set_aside(self, step: int, reason: str) -> None:
-        """Moves a committed step into ``quarantine/``: a rollback does so with what it undoes."""
+        """Moves a committed step into ``quarantine/``, as a roll-back does with the steps it
+        undoes.
+        """
         self._join()
         processes.on_first(lambda: self._set_aside(step, reason))
 
@@ -478,7 +490,7 @@ class Checkpointer:
         directory_layout.set_aside(self._directory, step, [reason])
 
     def close(self) -> None:
-        """Waits for the save in flight, frees the directory; raises if a save failed."""
+        """Waits for the save in flight and unlocks the directory; raises if a save failed."""
         self._release()
         self._raise_failure()
 

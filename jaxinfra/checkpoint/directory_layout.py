@@ -63,7 +63,9 @@ def step_name(step: int) -> str:
 
 
 def steps(directory: Path) -> list[int]:
-    """Returns committed steps, ascending; whether their files are intact is another question."""
+    """Returns a directory's committed steps, ascending, without checking that their files are
+    intact.
+    """
     if not directory.is_dir():
         return []
     matches = (_COMMITTED.fullmatch(path.name) for path in directory.iterdir() if path.is_dir())
@@ -72,7 +74,7 @@ def steps(directory: Path) -> list[int]:
 
 
 def sync(path: Path) -> None:
-    """Forces a file's bytes, or a directory's entries, to the disk."""
+    """Forces a file's bytes, or a directory's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -81,10 +83,11 @@ def sync(path: Path) -> None:
 
 
 def lock(directory: Path) -> IO[str]:
-    """Claims the directory for this process until it ends or closes what is returned.
+    """Locks the directory for this process until it ends or closes the returned file.
 
-    Two writers would delete each other's files: an old trainer that hangs, and its replacement.
-    A record lock and not flock(): it dies with this process, even if forked data workers survive.
+    Without the lock two writers, such as a hung trainer and its replacement, would delete each
+    other's files. It is a record lock and not flock(): it ends with this process, even if forked
+    data workers survive.
     """
     path = directory / _LOCK
     if path.is_symlink() or (path.exists() and not path.is_file()):
@@ -110,7 +113,7 @@ def lock(directory: Path) -> IO[str]:
 
 
 def sweep(directory: Path) -> list[str]:
-    """Deletes what killed saves and deletions left; returns the names. Needs the lock."""
+    """Deletes the remains of killed saves and deletions and returns their names. Needs the lock."""
     names = sorted(path.name for path in directory.iterdir() if _LEFTOVER.fullmatch(path.name))
     for name in names:
         _log.warning("%s: removing %s, left by a save or deletion that died", directory, name)
@@ -119,14 +122,14 @@ def sweep(directory: Path) -> list[str]:
 
 
 def commit(partial: Path, final: Path) -> None:
-    """Makes a partial checkpoint a committed one, in one step that survives a power cut."""
+    """Renames a partial checkpoint to its committed name, in one step that survives a power cut."""
     partial.rename(final)  # refuses if `final` exists: it is never empty
     sync(final.parent)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rejected:
-    """A checkpoint that was not used, and why."""
+    """A checkpoint that was not read, with the reasons."""
 
     step: int
     path: Path  # in quarantine, or where it was if it could not or should not be moved
@@ -139,7 +142,9 @@ class Rejected:
 
 
 def set_aside(directory: Path, step: int, reasons: Sequence[str]) -> Rejected:
-    """Moves a step into quarantine, a JSON file with the reasons beside it. Deletes nothing."""
+    """Moves a step's checkpoint into quarantine, with the reasons in a JSON file beside it. Deletes
+    nothing.
+    """
     name = f"{step_name(step)}-{secrets.token_hex(4)}"
     source, target = directory / step_name(step), directory / QUARANTINE / name
     rejected = Rejected(step=step, path=target, reasons=tuple(reasons))
@@ -160,8 +165,8 @@ def set_aside(directory: Path, step: int, reasons: Sequence[str]) -> Rejected:
 
 
 def retained(losses: Mapping[int, float | None], config: CheckpointConfig) -> set[int]:
-    """Returns the steps to keep: the newest, and those of lowest held-out loss (the newer of
-    equals).
+    """Returns the steps to keep: the newest, and those with the lowest held-out losses (on a tie
+    the newer).
     """
     newest = sorted(losses)[-config.keep_last :]
     ranked = sorted(
@@ -171,7 +176,7 @@ def retained(losses: Mapping[int, float | None], config: CheckpointConfig) -> se
 
 
 def delete(directory: Path, step: int) -> None:
-    """Deletes a committed step; killed half-way, it is no longer taken for a checkpoint."""
+    """Deletes a committed step; if killed half-way, the remains no longer count as a checkpoint."""
     doomed = directory / f"{step_name(step)}.deleted-{secrets.token_hex(4)}"
     try:
         (directory / step_name(step)).rename(doomed)
@@ -182,7 +187,7 @@ def delete(directory: Path, step: int) -> None:
 
 
 def discard(partial: Path) -> None:
-    """Removes a save that failed, so that a full disk gets its space back."""
+    """Removes the partial directory of a failed save, so that a full disk regains its space."""
     # The first failed write ends a save; other writes go on for a moment, and make directories.
     for _ in range(_DISCARD_ATTEMPTS):
         shutil.rmtree(partial, ignore_errors=True)
@@ -208,7 +213,7 @@ MAX_THREADS = 16
 
 
 class FileFault(enum.StrEnum):
-    """The faults that one file of a checkpoint can have."""
+    """Kinds of damage that a checkpoint's file can have."""
 
     MISSING = "missing"
     EXTRA = "extra"
@@ -231,7 +236,9 @@ class Problem:
 
 
 def write_manifest(checkpoint: Path, *, step: int) -> None:
-    """Forces every file to the disk, then writes the manifest of the files as they are there."""
+    """Forces every file of a checkpoint to disk, then writes their sizes and SHA-256 sums to its
+    manifest.
+    """
     names = sorted(_files(checkpoint))
     with concurrent.futures.ThreadPoolExecutor(MAX_THREADS) as pool:
         sums = pool.map(lambda name: _sha256(checkpoint / name, sync=True), names)
@@ -247,10 +254,10 @@ def write_manifest(checkpoint: Path, *, step: int) -> None:
 
 
 def verify(directory: Path, step: int) -> list[Problem]:
-    """Compares every file of a checkpoint with its manifest; empty when all is as written.
+    """Compares every file of a checkpoint with its manifest; returns no problem if all match.
 
-    Reads, and changes nothing. Sizes are compared first, so a truncated checkpoint is found without
-    reading the rest of it.
+    It changes nothing. Sizes are compared first, so a truncated file is found without reading the
+    other files.
     """
     checkpoint = directory / step_name(step)
     try:

@@ -1,4 +1,4 @@
-"""Checks that weights are finite: a model with a NaN in it computes nothing, and raises nowhere."""
+"""Checks that weights are finite: a model with a NaN computes only NaN, and raises no error."""
 
 import contextlib
 import contextvars
@@ -21,7 +21,7 @@ _allowed: contextvars.ContextVar[bool] = contextvars.ContextVar("nonfinite_allow
 
 @contextlib.contextmanager
 def nonfinite_allowed(*, allowed: bool = True) -> Iterator[None]:
-    """Allows weights that are not finite, within."""
+    """Allows weights that are not finite within a ``with`` block."""
     token = _allowed.set(allowed)
     try:
         yield
@@ -31,7 +31,7 @@ def nonfinite_allowed(*, allowed: bool = True) -> Iterator[None]:
 
 def require_finite(arrays: Mapping[str, jax.Array], *, where: object) -> None:
     """Raises CheckpointError naming the first floating-point array that holds a NaN or an infinity.
-    Each is read once, on its devices.
+    Each array is read once, on its devices.
     """
     floating = {
         name: leaf for name, leaf in arrays.items() if jnp.issubdtype(leaf.dtype, jnp.floating)
@@ -53,7 +53,9 @@ def _all_finite(leaves: tuple[jax.Array, ...]) -> jax.Array:
 
 
 def require_finite_piece(piece: np.ndarray, *, name: str) -> None:
-    """Raises as ``require_finite``, for elements on the host of a tensor of that name."""
+    """Raises CheckpointError if elements of the tensor ``name``, which are on the host, are not
+    finite.
+    """
     kind: Any = piece.dtype
     if not jnp.issubdtype(kind, jnp.floating) or _allowed.get():
         return

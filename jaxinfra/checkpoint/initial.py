@@ -39,7 +39,7 @@ from jaxinfra.runtime.files import read_bytes
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class InitialModel:
-    """A model to start from, before its weights are read."""
+    """A model to start training from: its config and checksum, before its weights are read."""
 
     init: InitConfig
     config: ModelConfig
@@ -47,9 +47,10 @@ class InitialModel:
 
 
 def read_initial(path: Path) -> InitialModel:
-    """Reads the model config of a directory or a run, and computes its weights' checksum.
+    """Reads the model config of a directory or a run, and computes the checksum of its weights.
 
-    A directory's weight files are read whole for that, of a run only the checkpoint's manifest.
+    For a model directory that reads its weight files whole; for a run only the checkpoint's
+    manifest.
 
     Raises:
         ConfigError, CheckpointError: a run cannot start from this model; the message says why.
@@ -90,16 +91,17 @@ def place_initial(
     *,
     kept: BaseWeights = BaseWeights.COMPUTE,
 ) -> Parameters:
-    """Reads the weights in the definition's dtypes, each device its shard only; a collective.
+    """Reads a run's initial weights in the definition's dtypes, each device its shard only; a
+    collective.
 
     Args:
-        shardings: of what to read: parameters, state or both.
-        kept: how projections are kept: quantized, they are rounded layer by layer, from the
-            numbers that are stored, so that devices never hold more than a layer of those. A run's
+        shardings: shardings of the arrays to read: parameters, model state or both.
+        kept: how projections are stored: if quantized, they are rounded layer by layer from the
+            stored numbers, so that devices hold one layer of those at most. The weights of a run
             are held whole on the first device meanwhile.
 
     Raises:
-        CheckpointError: the weights are not those that the run started from.
+        CheckpointError: the weights differ from those that the run started from.
     """
     if kept is not BaseWeights.COMPUTE:
         source = initial_source(init, definition.config)
@@ -112,7 +114,7 @@ def place_initial(
 
 
 def initial_source(init: InitConfig, config: ModelConfig) -> ParameterSource:
-    """Opens the weights as they are stored; a run's are brought onto the first device."""
+    """Opens the initial weights for reading; those of a run are brought onto the first device."""
     if init.step is None:
         return _model_files(init, config)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -158,8 +160,8 @@ def _require_same(init: InitConfig, found: str) -> None:
 
 
 def kept_files(path: Path) -> dict[str, bytes]:
-    """Returns the files that a run keeps of its start directory: template, separators and Hugging
-    Face config. The tokenizer is written by the run itself.
+    """Returns the files that a run copies from its start model: template, separators and Hugging
+    Face config. The run writes the tokenizer itself.
     """
     names = (name for name in TOKENIZER_FILES if name != "tokenizer.json")
     files = {name: read_bytes(path / name) for name in names if (path / name).is_file()}

@@ -1,7 +1,8 @@
-"""A model from a directory of safetensors, as Hugging Face or ``jaxinfra convert`` writes them.
+"""Loads a model from a directory of safetensors, as Hugging Face or ``jaxinfra convert`` writes
+them.
 
-A quantized checkpoint's projections stay packed where all layers have them in one format, as a
-matrix of outputs and inputs. Anything else is dequantized, and a line says so.
+Quantized projections stay packed if all layers store them in one format, as a matrix [outputs,
+inputs]. All other quantized weights are dequantized, and a log line says so.
 """
 
 import dataclasses
@@ -47,7 +48,7 @@ type _Read = Callable[[StoredWeight, Index], np.ndarray]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedParameter:
-    """One of our parameters, quantized, of all layers, as the files hold it."""
+    """One of our parameters in all layers, as the quantized tensors in the files hold it."""
 
     source: MappedParameters
     weights: Mapping[str, StoredWeight]  # by the files' names
@@ -62,7 +63,7 @@ class PackedParameter:
 
     @property
     def shapes(self) -> QuantizedWeight:
-        """Shapes and dtypes of its parts."""
+        """Shapes and dtypes of the packed parameter's parts, such as elements and scales."""
         return shapes_in_few_bits(
             self.shape,
             self.form,
@@ -74,7 +75,7 @@ class PackedParameter:
         )
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """Reads a slice of the part of this name."""
+        """Reads a slice of the packed parameter's part ``name``."""
         num_leading = len(self.shape) - len(self.inputs) - len(self.outputs)
         leading, inner = index[:num_leading], index[num_leading:]
         ranges = [range(part.start, part.stop) for part in leading]
@@ -148,8 +149,8 @@ def shapes_in_few_bits(
     has_zeros: bool,
     has_order: bool = False,
 ) -> QuantizedWeight:
-    """Returns shapes and dtypes of the parts of a quantized weight of this shape, as loading keeps
-    them.
+    """Returns shapes and dtypes of the parts of a quantized weight, such as elements and scales, as
+    loading stores them.
     """
     leading = shape[: len(shape) - len(inputs) - len(outputs)]
     rows, columns = math.prod(inputs), math.prod(outputs)
@@ -174,12 +175,12 @@ def shapes_in_few_bits(
 def place_packed(
     source: ParameterSource, definition: ModelDefinition, placement: Placement
 ) -> Parameters:
-    """Reads the quantized parameters of the files, each device its shard; empty where there are
+    """Reads the quantized parameters of the files, each device its shard only; empty if there are
     none.
 
     Raises:
-        ConfigError: devices would have parts of a group of elements that share a scale.
-        CheckpointError: scales that are not finite.
+        ConfigError: a group of elements that share a scale would be split over devices.
+        CheckpointError: scales are not finite.
     """
 
     def place(packed: PackedParameter, shapes: QuantizedWeight) -> QuantizedWeight:
@@ -195,7 +196,9 @@ def place_packed(
 def packed_shapes(
     source: ParameterSource, definition: ModelDefinition, placement: Placement
 ) -> Parameters:
-    """Returns shapes, dtypes and shardings of what ``place_packed`` reads; reads nothing."""
+    """Returns shapes, dtypes and shardings of the arrays that ``place_packed`` would read; reads
+    nothing.
+    """
     return _each_packed(source, definition, placement, lambda _, shapes: shapes)
 
 
@@ -275,8 +278,8 @@ def _packed(source: ParameterSource, path: str, shape: tuple[int, ...]) -> Packe
 
 
 def form_of_part(form: WeightFormat, tensor: Tensor, part: Part) -> WeightFormat:
-    """Returns the format of our part of a tensor in ``form``; blocks of outputs that it cuts are
-    taken apart.
+    """Returns the weight format of our part of a tensor stored in ``form``; blocks of outputs that
+    the part cuts are split.
     """
     if form.group_columns > 1 and (tensor.interleaved or part.start % form.group_columns):
         return dataclasses.replace(form, group_columns=1)
@@ -315,7 +318,7 @@ def _packed_pairs(codes: np.ndarray, group: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PretrainedModel:
-    """A model, its parameters and its state on a mesh."""
+    """A loaded model with its parameters and its state on a mesh."""
 
     definition: ModelDefinition
     parameters: Parameters  # with the state, as ``ModelDefinition.bind`` takes them
@@ -331,14 +334,14 @@ def load_pretrained(
 ) -> PretrainedModel:
     """Reads a model directory, tensor by tensor, each device its shard only.
 
-    Parameters are held in the compute dtype, as nothing trains them: half the memory of fp32
-    masters, and exact where the checkpoint has no more precision.
+    Parameters are stored in the compute dtype, as nothing trains them: half the memory of fp32
+    masters, and exact if the checkpoint has no more precision.
 
     Args:
-        policy: None: that of the dtype in which the embedding is stored.
-        placement: on the first device by default.
-        keep_packed: weights that the files hold in 4 or 8 bits stay in them, as
-            ``QuantizedWeight``; else they become plain arrays.
+        policy: precision policy; None: that of the dtype in which the embedding is stored.
+        placement: mesh and shardings; the first device by default.
+        keep_packed: keep 4-bit and 8-bit weights of the files as ``QuantizedWeight``; else they
+            become plain arrays.
     """
     source, definition, placement = _opened(path, policy, placement)
     shardings = merged(placement.parameters(definition), placement.model_state(definition))
@@ -352,8 +355,7 @@ def load_pretrained(
 def pretrained_shapes(
     path: Path, *, policy: PolicyName | None = None, placement: Placement | None = None
 ) -> PretrainedModel:
-    """Returns the model with shapes in the place of arrays, packed ones kept: what there is to be
-    held.
+    """Returns the model with shapes instead of arrays, packed weights included, to plan its memory.
 
     Only the files' headers are read.
     """

@@ -1,5 +1,5 @@
-"""Metadata of a checkpoint (``metadata.json``): what it belongs to, and the tree of arrays that it
-holds.
+"""Metadata of a checkpoint (``metadata.json``): its step, identity and settings, and the tree of
+its arrays.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ _SHOWN = 5  # differences listed in one error
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Leaf:
-    """The shape and dtype of one array."""
+    """The shape and dtype of one array of a checkpoint."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -52,7 +52,7 @@ class _Written(TypedDict):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Metadata:
-    """The metadata is everything in a checkpoint but the arrays."""
+    """Everything in a checkpoint but its arrays."""
 
     step: int
     data_state: dict[str, JSON]
@@ -62,8 +62,8 @@ class Metadata:
     tree: dict[str, Leaf]
 
     def encode(self) -> bytes:
-        """Encodes as JSON text, one leaf per line; raises CheckpointError if a value would come
-        back changed.
+        """Encodes the metadata as JSON text, one leaf per line; raises CheckpointError if a value
+        would not survive decoding.
         """
         _require_json("data_state", self.data_state)
         _require_json("identity", self.identity)
@@ -110,7 +110,7 @@ def read(checkpoint: Path) -> Metadata:
 
 
 def heldout_losses(directory: Path) -> dict[int, float | None]:
-    """Returns the held-out loss of every committed step; None where unknown or unreadable."""
+    """Returns the held-out loss of every committed step; None where it is unknown or unreadable."""
     losses = {}
     for step in directory_layout.steps(directory):
         try:
@@ -133,7 +133,9 @@ def _require_json(name: str, value: JSON) -> None:
 
 
 def flatten(state: Any) -> tuple[dict[str, Any], Any]:
-    """Returns leaves by path, such as ``params/blocks/kernel``, and the tree's structure."""
+    """Returns a state's leaves by path, such as ``params/blocks/kernel``, and the tree's
+    structure.
+    """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
     flat = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
     if len(flat) != len(leaves):
@@ -142,7 +144,7 @@ def flatten(state: Any) -> tuple[dict[str, Any], Any]:
 
 
 def describe(flat: Mapping[str, Any]) -> dict[str, Leaf]:
-    """Returns shape and dtype of each leaf of a flat tree, abstract or not."""
+    """Returns the shape and dtype of each leaf of a flat tree, abstract or not."""
     return {
         path: Leaf(shape=tuple(leaf.shape), dtype=np.dtype(leaf.dtype).name)
         for path, leaf in flat.items()
@@ -152,7 +154,9 @@ def describe(flat: Mapping[str, Any]) -> dict[str, Leaf]:
 def require_same_tree(
     saved: Mapping[str, Leaf], wanted: Mapping[str, Leaf], *, subset: bool, where: Path
 ) -> None:
-    """Raises CheckpointError naming the first leaves that differ; ``subset`` allows fewer."""
+    """Raises CheckpointError naming the first leaves that differ; ``subset`` allows leaves to be
+    left out.
+    """
     wrong = [
         f"{path}: saved {saved.get(path, 'nothing')}, wanted {wanted.get(path, 'nothing')}"
         for path in {**wanted, **saved}
@@ -166,7 +170,7 @@ def require_same_tree(
 
 
 def require_same_identity(saved: dict[str, JSON], wanted: dict[str, JSON], *, where: Path) -> None:
-    """Raises CheckpointError naming the keys that differ, with both values."""
+    """Raises CheckpointError naming the keys in which two identities differ, with both values."""
     wanted = {key: value for key, value in wanted.items() if key in saved or key not in _LATER}
     _refuse(
         differences(saved, wanted),
@@ -186,9 +190,9 @@ def differences(saved: dict[str, JSON], wanted: dict[str, JSON]) -> list[str]:
 
 
 def setting_changes(saved: dict[str, JSON], now: dict[str, JSON]) -> list[str]:
-    """Lists a run's settings that have changed since a checkpoint was saved, with both values.
+    """Lists the settings of a run that changed since a checkpoint was saved, with both values.
 
-    One that did not exist then had the default that it has now.
+    A setting that did not exist at the save counts as having had its default.
     """
     try:
         saved = codec.to_dict(codec.from_dict(RunConfig, saved))

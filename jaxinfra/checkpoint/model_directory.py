@@ -1,10 +1,9 @@
-"""A directory that holds one model: config.json, safetensors, tokenizer files; and its
-conversion.
+"""A directory that holds one model: config.json, safetensors, tokenizer files; and its conversion.
 
-There are two layouts. That of Hugging Face is told by ``model_type`` in its config.json. Ours
-has ``{"format": "jaxinfra", "model": ..., "hf": ...}``: the model's config, and the Hugging Face
-config it came from, if it did. Its tensors have the paths of our parameters, stacked over layers.
-Conversion is a stream: a piece of a tensor at a time.
+There are two layouts. Hugging Face's config.json has a ``model_type``. Ours has ``{"format":
+"jaxinfra", "model": ..., "hf": ...}``: the model's config, and the Hugging Face config that it was
+converted from, if any. Our tensors are named by parameter paths and stacked over layers. Conversion
+streams: it holds one piece of a tensor at a time.
 """
 
 import contextlib
@@ -69,7 +68,7 @@ class ModelDirectory:
     hf: Mapping[str, Any] | None  # its config as found there, or where it came from
 
     def open(self, definition: ModelDefinition) -> ParameterSource:
-        """Checks every tensor's name and shape; reads none of them yet."""
+        """Opens the weights and checks every tensor's name and shape, without reading elements."""
         files = open_tensor_files(self.path)
         if self.is_hf:
             assert self.hf is not None
@@ -81,13 +80,13 @@ class ModelDirectory:
 
 
 def is_model_directory(path: Path) -> bool:
-    """Whether ``path`` has a config.json of either layout, and is no run."""
+    """Whether ``path`` has a config.json of either layout, and is not a run directory."""
     values = _values(path)
     return isinstance(values, dict) and ("model_type" in values or values.get("format") == FORMAT)
 
 
 def read_model_directory(path: Path) -> ModelDirectory:
-    """Reads config.json; raises ConfigError where it cannot be used."""
+    """Reads a model directory's config.json; raises ConfigError if it cannot be used."""
     values = _values(path)
     if not is_model_directory(path):
         raise ConfigError(
@@ -105,7 +104,7 @@ def read_model_directory(path: Path) -> ModelDirectory:
 
 
 def config_json(config: ModelConfig, hf: Mapping[str, Any] | None) -> str:
-    """Returns the config.json of our layout."""
+    """Returns the text of a config.json in our layout."""
     values = {"format": FORMAT, "model": codec.to_dict(config), "hf": hf}
     return json.dumps(values, indent=2) + "\n"
 
@@ -136,7 +135,9 @@ TOKENIZER_FILES = (
 
 
 def parse_dtype(name: str) -> np.dtype:
-    """Parses an element type that files can have; raises ConfigError for others."""
+    """Parses the name of an element type that weight files may have; raises ConfigError for
+    others.
+    """
     if name not in DTYPES.values():
         raise ConfigError(f"unknown dtype {name!r}{nearest(name, DTYPES.values())}")
     return jnp.dtype(name)
@@ -156,8 +157,8 @@ def write_ours(
     """Writes a model directory in our layout.
 
     Args:
-        hf: the Hugging Face config it came from, kept for the way back.
-        dtype: of all elements; None: as they are.
+        hf: Hugging Face config that the model was converted from, stored for converting back.
+        dtype: dtype of all elements; None: as they are stored.
     """
     shapes = {name: leaf.shape for name, leaf in by_path(definition.arrays).items()}
 
@@ -197,8 +198,8 @@ def write_hf(
     """Writes a model directory in the layout of Hugging Face.
 
     Args:
-        hf: a Hugging Face config that describes this model; None: one is made.
-        dtype: of all elements; None: as they are.
+        hf: Hugging Face config that describes this model; None: one is made.
+        dtype: dtype of all elements; None: as they are stored.
     """
     values = plain_hf_config(hf) if hf is not None else to_hf_config(definition.config)
     weights = weight_map(values["model_type"], definition.config, definition.arrays)
@@ -227,13 +228,13 @@ def write_hf(
 
 
 def describes(hf: Mapping[str, Any], config: ModelConfig) -> bool:
-    """Whether a Hugging Face config still describes this model."""
+    """Whether a Hugging Face config describes this model config."""
     return from_hf_config(hf) == computed(config)
 
 
 def cast(x: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
-    """Rounds to nearest; raises CheckpointError where a finite number would become infinite, or a
-    number is NaN.
+    """Casts to ``dtype``, rounding to nearest; raises CheckpointError for a NaN, or if a finite
+    number overflows.
     """
     require_finite_piece(x, name=name)
     if x.dtype == dtype:
@@ -262,7 +263,9 @@ def _common_dtype(source: ParameterSource, tensor: Tensor) -> np.dtype:
 
 @contextlib.contextmanager
 def filled_directory(path: Path, tokenizer_directory: Path) -> Iterator[Path]:
-    """Makes a model directory with the tokenizer's files; it appears when it is complete."""
+    """Makes a model directory with the tokenizer's files; it appears under its name when
+    complete.
+    """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(
             f"{path} exists and is not an empty directory; a conversion overwrites nothing: "

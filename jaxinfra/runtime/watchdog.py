@@ -281,6 +281,6 @@ def _size(path: Path) -> int:
 
 
 def launcher_of(environment: Mapping[str, str], name: str) -> int | None:
-    """Returns the parent process if it is jaxinfra's launcher, else None."""
+    """Returns the parent process's id if it is jaxinfra's launcher, else None."""
     number = whole_number(environment.get(name, ""))
     return number if number == os.getppid() else None
