@@ -1,5 +1,5 @@
-"""Parameters are read from a source directly onto a mesh: each device its shard, and no more.
-Projections may be quantized on the way.
+"""Reading of parameters directly onto a mesh: each device reads its shard only. Projections may be
+quantized meanwhile.
 """
 
 import dataclasses
@@ -44,8 +44,10 @@ def place_parameters(
     """Reads parameters and state in the definition's dtypes, each device its shard only.
 
     Args:
-        shardings: of what to read, a part of the structure of ``definition.arrays``.
-        piece_bytes: most of a stacked parameter on the host at a time, one layer at least.
+        shardings: shardings of the arrays to read, a part of the structure of
+            ``definition.arrays``.
+        piece_bytes: most bytes of a stacked parameter on the host at a time, but at least one
+            layer.
 
     Raises:
         CheckpointError: a parameter is not finite.
@@ -118,13 +120,13 @@ def place_quantized(
     *,
     kept: BaseWeights,
 ) -> Parameters:
-    """Reads parameters, each device its shard only; projections are quantized layer by layer.
+    """Reads parameters, each device its shard only, and quantizes projections layer by layer.
 
-    What is rounded are the stored numbers in fp32, whatever the compute dtype, and no group of them
-    is on two devices: so the result is the same on any mesh, and whenever it is read again.
+    The stored numbers are rounded in fp32, whatever the compute dtype, and no group that shares a
+    scale is split over devices. So the result is equal on any mesh and at every reading.
 
     Args:
-        shardings: of ``base_shapes``, as ``base_shardings`` gives them.
+        shardings: shardings of ``base_shapes``, as ``base_shardings`` returns them.
     """
     infos = {row.path: row for row in definition.table()}
     plain: dict[tuple[Any, ...], Any] = {}

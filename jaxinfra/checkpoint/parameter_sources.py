@@ -25,42 +25,44 @@ _COMPARED_ROWS = 4096  # of two tied tables at a time
 
 
 class ParameterSource(Protocol):
-    """A source of parameters: their dtypes, and slices of them."""
+    """A source of a model's parameters: it gives their dtypes, and reads slices of them."""
 
     def dtype(self, path: str) -> np.dtype:
         """Returns the element type in which a parameter is stored."""
         ...
 
     def read(self, path: str, index: Index) -> np.ndarray:
-        """Reads a slice of a parameter, stacked over layers where it is."""
+        """Reads a slice of a parameter; the first dim of a stacked one is the layer."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StoredParameters:
-    """Parameters in our layout: tensors have our paths for names."""
+    """Parameters from files in our layout, where tensors are named by our parameters' paths."""
 
     files: TensorReader
 
     def dtype(self, path: str) -> np.dtype:
-        """Returns the element type in the file."""
+        """Returns the element type of a parameter in the file."""
         return self.files.tensors[path].dtype
 
     def read(self, path: str, index: Index) -> np.ndarray:
-        """Reads the slice as the file holds it."""
+        """Reads a slice of a parameter as the file stores it."""
         return self.files.read(path, index)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MappedParameters:
-    """Parameters in the layout of Hugging Face."""
+    """Parameters from files in the layout of Hugging Face, mapped to ours."""
 
     files: TensorReader
     weights: WeightMap
     names: Mapping[str, str]  # of the map's tensors, as these files spell them
 
     def dtype(self, path: str) -> np.dtype:
-        """Returns the element type in the files; raises CheckpointError where layers differ."""
+        """Returns the element type of a parameter in the files; raises CheckpointError if layers
+        differ.
+        """
         found = {
             self.files.tensors[self.names[tensor.name]].dtype
             for tensor, part in self.weights.parts_of(path)
@@ -73,15 +75,17 @@ class MappedParameters:
         return found.pop()
 
     def read(self, path: str, index: Index) -> np.ndarray:
-        """Gathers the slice layer by layer, and expert by expert where each has tensors
-        of its own.
+        """Reads a parameter's slice layer by layer, and expert by expert if experts have separate
+        tensors.
         """
         return self.gather(path, index, self.files.read)
 
     def gather(
         self, path: str, index: Index, read: Callable[[str, Index], np.ndarray]
     ) -> np.ndarray:
-        """Assembles a slice of a parameter from slices of tensors, which ``read`` gives by name."""
+        """Assembles a slice of a parameter from slices of tensors, which ``read`` returns by
+        name.
+        """
         return self._gathered(path, (), index, read)
 
     def _gathered(
@@ -109,14 +113,14 @@ class LiveParameters:
     arrays: Mapping[str, jax.Array | QuantizedWeight]  # by path
 
     def dtype(self, path: str) -> np.dtype:
-        """Returns the element type in memory; fp32 for quantized weights, which are dequantized to
-        it.
+        """Returns the element type of a parameter in memory; fp32 for quantized weights, which are
+        read dequantized.
         """
         leaf = self.arrays[path]
         return _DEQUANTIZED if isinstance(leaf, QuantizedWeight) else np.dtype(leaf.dtype)
 
     def read(self, path: str, index: Index) -> np.ndarray:
-        """Fetches the slice from the devices."""
+        """Copies a slice of a parameter from the devices to the host."""
         leaf = self.arrays[path]
         if not isinstance(leaf, QuantizedWeight):
             return np.asarray(leaf[index])
@@ -125,10 +129,12 @@ class LiveParameters:
 
 
 def mapped_parameters(files: TensorReader, weights: WeightMap) -> MappedParameters:
-    """Checks names and shapes of all tensors; raises CheckpointError naming those that are wrong.
+    """Maps Hugging Face tensors to our parameters; raises CheckpointError naming tensors of wrong
+    name or shape.
 
-    Files of the bare model lack the root of all names. A tensor tied to another may be there if it
-    equals it. So may a bias that the model has not, as AutoGPTQ wrote for every layer, if it is 0.
+    Files of the bare model lack the prefix of all names. A tied tensor may be present if it equals
+    the one it is tied to. A bias that the model does not have may be present if it is 0, as
+    AutoGPTQ wrote for every layer.
     """
     bare = not any(name.startswith(weights.root) for name in files.tensors)
     names = {
@@ -184,7 +190,9 @@ def mapped_parameters(files: TensorReader, weights: WeightMap) -> MappedParamete
 def stored_parameters(
     files: TensorReader, shapes: Mapping[str, tuple[int, ...]]
 ) -> StoredParameters:
-    """Checks names and shapes; raises CheckpointError naming the tensors that are wrong."""
+    """Opens parameters in our layout; raises CheckpointError naming tensors of wrong name or
+    shape.
+    """
     found = {name: tensor.shape for name, tensor in files.tensors.items()}
     wrong = sorted(
         name for name in found.keys() | shapes.keys() if found.get(name) != shapes.get(name)
@@ -223,7 +231,7 @@ def _equal(files: TensorReader, first: str, second: str) -> bool:
 
 
 def assemble(source: ParameterSource, tensor: Tensor) -> np.ndarray:
-    """Assembles one of their tensors from ours."""
+    """Assembles one Hugging Face tensor from our parameters."""
     return tensor.fused([_read_part(source, part) for part in tensor.parts])
 
 
@@ -246,7 +254,7 @@ def _read_part(
 def assemble_rows(
     source: ParameterSource, tensor: Tensor, *, piece_bytes: int
 ) -> Iterator[np.ndarray]:
-    """Assembles one of their tensors in pieces of whole rows, of about ``piece_bytes`` each."""
+    """Assembles one Hugging Face tensor in pieces of whole rows, of about ``piece_bytes`` each."""
     # Fused along another dim, every row has elements of all parts.
     groups = [tensor.parts] if tensor.fused_dim > 0 else [(part,) for part in tensor.parts]
     for parts in groups:

@@ -1,13 +1,13 @@
 """Adapters in the layout of PEFT: adapter_config.json and adapter_model.safetensors.
 
-Its adapters belong to tensors of theirs, [outputs, inputs]: ``lora_A`` [R, I], ``lora_B`` [O, R]
-and with DoRA ``lora_magnitude_vector`` [O]. Where a tensor fuses several projections of ours, each
-keeps its own rank on the way out: A are stacked, B is block diagonal, and the scale stays the same.
-On the way in each projection gets all of A and its rows of B. Our adapters of one name have one
-rank in all layers: those of lower rank are filled up with zeros, layers without one get zeros, and
-a factor of their own goes into B.
+PEFT's adapters belong to Hugging Face tensors [outputs, inputs]: ``lora_A`` [R, I], ``lora_B`` [O,
+R] and with DoRA ``lora_magnitude_vector`` [O]. A Hugging Face tensor may fuse several of our
+projections. On export their A are stacked, B is block diagonal, and the scale stays unchanged, so
+each projection keeps its rank. On import each projection gets all of A and its rows of B. Our
+adapters of one name have one rank in all layers: those of lower rank are padded with zeros, layers
+without an adapter get zeros, and a layer's own scale is multiplied into B.
 
-Dims: L layers, I inputs of a tensor of theirs, O its outputs, R rank.
+Dims: L layers, I inputs of a Hugging Face tensor, O its outputs, R rank.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ from jaxinfra.runtime.files import read_json
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterArrays:
-    """One projection's adapter in all layers that have it, fp32."""
+    """The fp32 adapter arrays of one projection, stacked over all layers that have it."""
 
     a: np.ndarray  # [L, ...I, R]
     b: np.ndarray  # [L, R, ...O]
@@ -49,19 +49,19 @@ class AdapterArrays:
 
     @property
     def num_inner(self) -> int:
-        """Dims of the projection's inputs."""
+        """Number of dims of the projection's inputs."""
         return self.a.ndim - 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Adapters:
-    """A and B of every adapted projection, and DoRA's magnitudes, by path, on the host."""
+    """A and B of every adapted projection, by path, with DoRA's magnitudes; on the host."""
 
     lora: LoraConfig
     arrays: Mapping[str, np.ndarray]
 
     def of(self, weight_path: str) -> AdapterArrays | None:
-        """The adapter beside a weight [L, ...I, ...O], if there is one."""
+        """Returns the adapter of a weight [L, ...I, ...O], None if it has none."""
         prefix = weight_path.removesuffix("weight") + "adapter/"
         if prefix + "a" not in self.arrays:
             return None
@@ -74,8 +74,8 @@ class Adapters:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MergedParameters:
-    """The weights with what adapters do to them, a slice at a time: W + scale A B, with DoRA each
-    output scaled to its magnitude; summed in fp32, rounded once to the type of W.
+    """A source of weights with their adapters merged in: W + scale A B, with DoRA each output
+    scaled to its magnitude; summed in fp32, rounded once to the dtype of W.
     """
 
     base: ParameterSource
@@ -85,11 +85,11 @@ class MergedParameters:
     _gains: dict[tuple[str, int], np.ndarray] = dataclasses.field(default_factory=dict)
 
     def dtype(self, path: str) -> np.dtype:
-        """Element type of the base's parameter."""
+        """Returns the element type of the base model's parameter."""
         return (self.state if path in self.state.arrays else self.base).dtype(path)
 
     def read(self, path: str, index: Index) -> np.ndarray:
-        """The slice of the base, with the adapter merged into it where there is one."""
+        """Reads a slice of a base parameter, with its adapter merged in if it has one."""
         if path in self.state.arrays:
             return self.state.read(path, index)
         found = self.adapters.of(path)
@@ -115,7 +115,9 @@ class MergedParameters:
         return weight.astype(np.float32) + delta
 
     def gain(self, path: str, found: AdapterArrays, layer: int) -> np.ndarray:
-        """DoRA's factor on each output of a layer; its norm needs all inputs, so it is kept."""
+        """Returns DoRA's factor on each output of a layer; it is cached, as its norm needs all
+        inputs.
+        """
         if (path, layer) not in self._gains:
             assert found.magnitude is not None
             shape = (*found.a.shape[1:-1], *found.b.shape[2:])
@@ -126,13 +128,17 @@ class MergedParameters:
 
 
 def column_norms(weight: np.ndarray, num_inner: int) -> np.ndarray:
-    """The length of each output's weights over all inputs, [...O] fp32 of [...I, ...O]."""
+    """Returns the L2 norm of each output's weights over all inputs: fp32 [...O] from a weight
+    [...I, ...O].
+    """
     squares = np.square(weight.astype(np.float32))
     return np.sqrt(squares.sum(axis=tuple(range(num_inner)), dtype=np.float32))
 
 
 def host_adapters(lora: LoraConfig, arrays: Mapping[str, jax.Array]) -> Adapters:
-    """Fetches adapters from the devices; other parameters among ``arrays`` stay there."""
+    """Copies adapters from the devices to the host; other parameters among ``arrays`` are not
+    copied.
+    """
     chosen = {path: np.asarray(x) for path, x in arrays.items() if "/adapter/" in path}
     return Adapters(lora=lora, arrays=chosen)
 
@@ -144,12 +150,12 @@ PREFIX = "base_model.model."
 def write_peft(
     adapters: Adapters, weights: WeightMap, path: Path, *, base: str, source: ParameterSource
 ) -> None:
-    """Writes adapters as PEFT reads them.
+    """Writes LoRA or DoRA adapters in the layout that PEFT reads.
 
     Args:
-        base: what the config names as the model that these adapters are for.
-        source: its weights: with DoRA, projections without an adapter keep their length in a
-            tensor that has one.
+        base: name of the base model in adapter_config.json.
+        source: the base model's weights: with DoRA, a fused tensor's projections without adapter
+            get the norm of their own weights as magnitude.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(
@@ -267,7 +273,7 @@ def _found(adapters: Adapters, part: Part) -> AdapterArrays:
 
 
 def input_dim(adapters: Adapters, part: Part) -> int:
-    """Returns which dim of their matrix the inputs are."""
+    """Returns which dim of a part's Hugging Face matrix is the inputs."""
     inner = part.layout.ours[: _found(adapters, part).num_inner]
     return next(i for i, dim in enumerate(part.layout.theirs) if set(dim) == set(inner))
 
@@ -286,7 +292,7 @@ _NO_EFFECT = frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PeftSettings:
-    """The settings in ``adapter_config.json`` on which the numbers in the tensors depend."""
+    """The fields of ``adapter_config.json`` that decide how its tensors are applied."""
 
     rank: int
     alpha: float
@@ -295,7 +301,7 @@ class PeftSettings:
     scaling: AdapterScaling
 
     def scale(self, module: str, rank: int) -> float:
-        """The factor on a module's B A."""
+        """Returns the factor s of a module's update s B A."""
         matching = (a for e, a in self.alphas.items() if re.match(rf"(.*\.)?({e})$", module))
         alpha = next(matching, self.alpha)  # as PEFT matches them, an anchored one as a whole
         return LoraConfig(rank=rank, alpha=alpha, scaling=self.scaling).scale
@@ -319,12 +325,14 @@ def _is_quick(expression: str) -> bool:
 
 
 def is_peft_directory(path: Path) -> bool:
-    """Whether ``path`` holds adapters of PEFT."""
+    """Whether ``path`` holds adapters that PEFT wrote."""
     return (path / CONFIG).is_file()
 
 
 def read_settings(path: Path) -> PeftSettings:
-    """Reads ``adapter_config.json``; raises ConfigError for what changes more than W + s B A."""
+    """Reads ``adapter_config.json``; raises ConfigError for a setting that changes more than W + s
+    B A.
+    """
     values = read_json(path / CONFIG)
     keys = Keys(values, what=str(path / CONFIG))
     keys.expect("peft_type", ("LORA",), "adapters of this kind are read")
@@ -363,16 +371,17 @@ def read_settings(path: Path) -> PeftSettings:
 def read_peft(
     path: Path, weights: WeightMap, definition: ModelDefinition, *, source: ParameterSource
 ) -> Adapters:
-    """Reads a directory of PEFT's for a model.
+    """Reads a PEFT directory's adapters for a model.
 
     Args:
-        weights: of the model's architecture.
-        definition: of the model, without adapters.
-        source: its weights: magnitudes of layers that have no adapter are their own.
+        weights: weight map of the model's architecture.
+        definition: the model without adapters.
+        source: the model's weights, from which magnitudes of layers without an adapter are
+            computed.
 
     Raises:
-        ConfigError: the settings are not supported.
-        CheckpointError: the tensors are of another model, or damaged.
+        ConfigError: settings are not supported.
+        CheckpointError: tensors are damaged or of another model.
     """
     settings = read_settings(path)
     modules = _modules(path, weights, settings)

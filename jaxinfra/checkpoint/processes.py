@@ -1,4 +1,4 @@
-"""Agreement between the processes of a run. With one process every function here is trivial."""
+"""Synchronization of a run's processes. With one process its functions are trivial."""
 
 import json
 from collections.abc import Callable
@@ -44,5 +44,7 @@ def _broadcast(value: Any) -> Any:
 
 
 def barrier(name: str) -> None:
-    """Waits for all processes, from any thread and without the devices; a name serves once."""
+    """Waits for all processes, from any thread and without using devices; a name may be used
+    once.
+    """
     ocp.multihost.get_barrier_sync_fn()(key=name, timeout_ms=_BARRIER_TIMEOUT_S * 1000)

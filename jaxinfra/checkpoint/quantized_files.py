@@ -1,9 +1,8 @@
-"""Formats of quantized checkpoints: which tensors make up a weight, and how they read as plain
-numbers.
+"""Formats of quantized checkpoints: which tensors make up a weight, and how they are dequantized.
 
-The files hold quantized elements, with scales beside them. A reader shows what the model asks
-for: tensors of the weights' names and shapes in a plain dtype, scales hidden. It reads the elements
-and scales that a slice needs, and no others.
+The files hold quantized elements, with scales in separate tensors. A reader shows tensors of the
+names and shapes that the model expects, in a plain dtype, and hides the scales. It reads only the
+elements and scales that a slice needs.
 """
 
 import dataclasses
@@ -46,8 +45,8 @@ _Found = tuple[str, StoredWeight] | None
 def find_scaled_fp8(
     files: TensorFiles, name: str, *, config: BlockScaledFp8 | TensorScaledFp8
 ) -> _Found:
-    """Finds ``NAME`` in e4m3 with ``NAME_scale_inv`` of blocks, or one scale of the tensor, which
-    others call ``NAME_scale``.
+    """Finds an e4m3 weight ``NAME`` with block scales ``NAME_scale_inv``, or one tensor scale,
+    which may be called ``NAME_scale``.
     """
     tensor = files.tensors[name]
     if tensor.dtype.name != "float8_e4m3fn":
@@ -73,7 +72,7 @@ def find_scaled_fp8(
 
 
 def find_awq(files: TensorFiles, name: str, *, config: Awq) -> _Found:
-    """Finds ``qweight``, ``qzeros`` and ``scales`` of AWQ."""
+    """Finds the tensors of an AWQ weight: ``qweight``, ``qzeros`` and ``scales``."""
     if not name.endswith(".qweight"):
         return None
     module, tensor = name.removesuffix("qweight"), files.tensors[name]
@@ -96,8 +95,8 @@ def find_awq(files: TensorFiles, name: str, *, config: Awq) -> _Found:
 
 
 def find_gptq(files: TensorFiles, name: str, *, config: Gptq) -> _Found:
-    """Finds ``qweight``, ``qzeros``, ``scales`` and ``g_idx`` of GPTQ, with or without
-    act-order.
+    """Finds the tensors of a GPTQ weight: ``qweight``, ``qzeros``, ``scales`` and ``g_idx``, with
+    or without act-order.
     """
     if not name.endswith(".qweight"):
         return None
@@ -160,8 +159,8 @@ def _gptq_zeros(files: TensorFiles, name: str, outputs: int, config: Gptq) -> np
 
 
 def find_compressed(files: TensorFiles, name: str, *, config: CompressedTensors) -> _Found:
-    """Finds ``weight_packed`` or ``weight`` of compressed-tensors, with ``weight_scale`` and what
-    else belongs to them.
+    """Finds the tensors of a compressed-tensors weight: ``weight_packed`` or ``weight``,
+    ``weight_scale`` and optional others such as zero points.
     """
     tensor = files.tensors[name]
     if config.packed:
@@ -314,29 +313,29 @@ _NUMBERS = np.concatenate([_E2M1, -_E2M1])  # the highest of four bits is the si
 
 
 class TensorReader(Protocol):
-    """A reader gives tensors by name, a slice at a time."""
+    """A reader of a directory's tensors by name, one slice at a time."""
 
     @property
     def directory(self) -> Path:
-        """The directory of the files."""
+        """Directory of the weight files."""
         ...
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """Shapes and dtypes of all tensors, as ``read`` gives them."""
+        """Shapes and dtypes of all tensors by name, as ``read`` returns them."""
         ...
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """Reads a slice of a tensor."""
+        """Reads a slice of the tensor ``name``."""
         ...
 
 
 def plain_tensors(files: TensorFiles, quantization: Quantization | None) -> TensorReader:
-    """Shows the files' weights as plain numbers.
+    """Returns a reader that shows the files' quantized weights dequantized.
 
     Raises:
-        CheckpointError: elements without their scales, or of other shapes.
-        ConfigError: elements that are not what the config says.
+        CheckpointError: scales are missing, or shapes are wrong.
+        ConfigError: elements are not in the format that the config states.
     """
     reader: TensorReader = _reader(files, quantization)
     for name, tensor in reader.tensors.items():

@@ -1,4 +1,4 @@
-"""A run is a directory; this is its layout.
+"""The layout of a run directory: its files and folders.
 
     config.json        what the run computes; with it alone the run can be repeated
     tokenizer.json     the tokenizer of its tokens; beside it, files of the model it started from:
@@ -44,92 +44,94 @@ _LATER_OF_LORA = ("kind", "scaling", "base")  # settings that first checkpoints 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """A run directory's paths, and its small JSON files."""
+    """Paths in a run directory, with functions to read and write its small JSON files."""
 
     path: Path
 
     @property
     def config_file(self) -> Path:
-        """The run's config."""
+        """Path of the run's config.json."""
         return self.path / "config.json"
 
     @property
     def tokenizer_file(self) -> Path:
-        """The run's tokenizer."""
+        """Path of the run's tokenizer.json."""
         return self.path / "tokenizer.json"
 
     @property
     def hf_config_file(self) -> Path:
-        """The Hugging Face config of the model it started from, where that had one."""
+        """Path of the Hugging Face config of the model that the run started from, if that had
+        one.
+        """
         return self.path / "hf_config.json"
 
     @property
     def metrics_file(self) -> Path:
-        """The metrics, one JSON line per step."""
+        """Path of the metrics, one JSON line per step."""
         return self.path / "metrics.jsonl"
 
     @property
     def summary_file(self) -> Path:
-        """The outcome of the run."""
+        """Path of summary.json, the outcome of the run."""
         return self.path / "summary.json"
 
     @property
     def picture_file(self) -> Path:
-        """The picture of the losses."""
+        """Path of the plot of training and held-out losses."""
         return self.path / "loss.png"
 
     @property
     def loads_picture_file(self) -> Path:
-        """The picture of how evenly tokens went to experts, where there are any."""
+        """Path of the plot of how evenly tokens are routed to experts, if the model has any."""
         return self.path / "loads.png"
 
     @property
     def recomputation_picture_file(self) -> Path:
-        """The picture of recomputation's cost by budget, where a budget decided it."""
+        """Path of the plot of recomputation's cost by memory budget, if remat=optimal chose one."""
         return self.path / "recomputation.png"
 
     @property
     def checkpoints(self) -> Path:
-        """The directory of checkpoints."""
+        """Path of the directory of checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def trace(self) -> Path:
-        """The directory of profiler traces."""
+        """Path of the directory of profiler traces."""
         return self.path / "trace"
 
     @property
     def incidents_file(self) -> Path:
-        """The log of what went wrong and what was done."""
+        """Path of the log of incidents: what went wrong and what was done."""
         return self.path / "incidents.jsonl"
 
     def spike_file(self, step: int) -> Path:
-        """The report why this step's loss was far above those before it."""
+        """Returns the path of the report on the loss spike at this step."""
         return self.path / "spikes" / f"step-{step:08d}.json"
 
     @property
     def environments_file(self) -> Path:
-        """The log of the environments in which each session's steps were computed."""
+        """Path of the log of the environments that each session's steps were computed in."""
         return self.path / "environments.jsonl"
 
     @property
     def goodput_file(self) -> Path:
-        """The ledger of where the wall time went."""
+        """Path of the ledger of wall time by cause."""
         return self.path / "goodput.jsonl"
 
     @property
     def prometheus_file(self) -> Path:
-        """The ledger as a Prometheus text file, to be scraped."""
+        """Path of the ledger of wall time as a Prometheus text file."""
         return self.path / "metrics.prom"
 
     @property
     def recorder(self) -> Path:
-        """The directory in which every rank records what it does."""
+        """Path of the directory of all ranks' flight recorders."""
         return self.path / "recorder"
 
     def set_aside_odd_logs(self) -> None:
-        """Renames whatever is no plain file where a log is written: a pipe could block for ever,
-        and a link may lead to any file. A log that is gone stops nothing.
+        """Renames log files that are not plain files: a pipe could block for ever, and a link may
+        lead to any file.
         """
         files = (
             *(self.metrics_file, self.incidents_file, self.goodput_file, self.prometheus_file),
@@ -148,7 +150,9 @@ class RunDirectory:
             _log.warning("%s is no log of ours, and is now %s", path, aside.name)
 
     def new_recorder(self) -> None:
-        """Makes an empty recorder directory; the last sessions' are kept as recorder.1, .2, ..."""
+        """Makes an empty recorder directory; earlier sessions' are renamed to recorder.1, .2,
+        ...
+        """
         for number in range(_RECORDERS, 0, -1):
             older = self.path / f"recorder.{number}"
             newer = self.path / f"recorder.{number - 1}" if number > 1 else self.recorder
@@ -159,19 +163,19 @@ class RunDirectory:
 
     @property
     def tensorboard(self) -> Path:
-        """The directory of TensorBoard events."""
+        """Path of the directory of TensorBoard events."""
         return self.path / "tensorboard"
 
     @property
     def reference(self) -> Path:
-        """The directory of log probabilities of pairs under the model at the start."""
+        """Path of the directory of the reference model's log probabilities of answers."""
         return self.path / "reference"
 
     def create(self, config: RunConfig, files: Mapping[str, bytes] | None = None) -> None:
-        """Makes the directory and writes the config; refuses one that has anything in it.
+        """Makes the run directory and writes the config; raises if the directory is not empty.
 
         Args:
-            files: of the model it starts from, to be kept beside the config.
+            files: files copied from the start model, by name.
         """
         # A start that was killed may have left the beginnings of a config: not worth keeping.
         ours = {_partial(self.config_file)}
@@ -187,7 +191,9 @@ class RunDirectory:
         write_atomically(self.config_file, codec.to_json(config))
 
     def discard(self) -> None:
-        """Undoes ``create`` where a new run cannot begin, so that a corrected one may be there."""
+        """Removes the files of a new run that could not begin, so that the directory can be used
+        again.
+        """
         for name in TOKENIZER_FILES:
             (self.path / name).unlink(missing_ok=True)
         for file in (self.config_file, self.hf_config_file):
@@ -199,7 +205,7 @@ class RunDirectory:
             self.path.rmdir()
 
     def read_config(self) -> RunConfig:
-        """Reads the run's config; raises ConfigError where there is none or it cannot be read."""
+        """Reads the run's config; raises ConfigError if it is missing or invalid."""
         if not self.config_file.is_file():
             raise ConfigError(
                 f"{self.path} is no run directory: it has no config.json; name one that "
@@ -208,12 +214,16 @@ class RunDirectory:
         return read_config(self.config_file)
 
     def read_hf_config(self) -> dict[str, Any] | None:
-        """Reads the Hugging Face config of the model it started from; None where there is none."""
+        """Reads the Hugging Face config of the model that the run started from; None if there is
+        none.
+        """
         file = self.hf_config_file
         return read_json(file) if file.exists() else None
 
     def update_config(self, config: RunConfig) -> None:
-        """Replaces the config of a run that continues under other settings; the old one stays."""
+        """Replaces the config of a run that continues with other settings, and keeps the old
+        one.
+        """
         if self.read_config() == config:
             return
         number = 1 + len(list(self.path.glob("config.before-*.json")))
@@ -221,7 +231,7 @@ class RunDirectory:
         write_atomically(self.config_file, codec.to_json(config))
 
     def read_summary(self) -> dict[str, Any] | None:
-        """Reads the outcome; None before there is one, or where it is damaged, as it can be made
+        """Reads the run's summary.json; None if it is missing or damaged, as it can be computed
         again.
         """
         try:
@@ -230,7 +240,7 @@ class RunDirectory:
             return None
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Writes the outcome."""
+        """Writes the run's summary.json."""
         write_atomically(self.summary_file, json.dumps(summary, indent=2, allow_nan=False) + "\n")
 
 
@@ -249,9 +259,7 @@ def read_config(file: Path) -> RunConfig:
 
 
 def identity(run: RunDirectory, config: RunConfig) -> dict[str, Any]:
-    """Returns what a run's checkpoints belong to: those of another model, other adapters or other
-    tokens do not fit.
-    """
+    """Returns the settings that a run's checkpoints must match: model, adapters and tokenizer."""
     values: dict[str, Any] = {"model": codec.to_dict(config.model)}
     if run.tokenizer_file.exists():
         data = read_bytes(run.tokenizer_file)
@@ -274,7 +282,7 @@ def identity(run: RunDirectory, config: RunConfig) -> dict[str, Any]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes beside and renames, so that a reader never sees half a file."""
+    """Writes a text to a temporary file and renames it, so that a reader never sees half a file."""
     partial = _partial(path)
     partial.unlink(missing_ok=True)  # written through, a link would lead elsewhere
     with partial.open("w") as file:

@@ -1,7 +1,7 @@
-"""Quantized weights as checkpoints store them; each format answers the same questions.
+"""Quantized weights as checkpoints store them, behind one interface for all formats.
 
-A weight is a matrix [outputs, inputs]. Formats differ in how the elements are stored in the
-files; scales and zero points are small, and are read whole.
+A weight is a matrix [outputs, inputs]. Formats differ in how files store the elements; scales and
+zero points are small, and are read whole.
 """
 
 import dataclasses
@@ -22,9 +22,11 @@ _WORD = 32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredWeight:
-    """A stored weight: what it is as a matrix, and its pieces.
+    """A quantized weight in files: its shape as a matrix, and functions that read its elements and
+    scales.
 
-    Codes are 0 to 15 of 4 bits (less a zero point, 8 by default), -128 to 127 of 8, or e4m3.
+    Codes are 0 to 15 for 4 bits (minus a zero point, 8 by default), -128 to 127 for 8 bits, or
+    e4m3.
     """
 
     shape: tuple[int, int]  # outputs, inputs
@@ -37,7 +39,7 @@ class StoredWeight:
     groups: Callable[[], np.ndarray | None] = lambda: None  # of each input; None: one after another
 
     def spread(self, of_groups: np.ndarray, index: Index) -> np.ndarray:
-        """Repeats each group's value for each element of a slice."""
+        """Repeats each group's value for all elements of the group in a slice."""
         rows, columns = (np.arange(part.start, part.stop) for part in index)
         block = self.form.group_columns or self.shape[0]
         group = self.form.group_rows or self.shape[1]
@@ -47,7 +49,7 @@ class StoredWeight:
         return of_groups[of_rows[:, None], of_columns[None]]
 
     def values(self, index: Index) -> np.ndarray:
-        """Dequantizes a slice to float32: ``(code - zero) * scale``."""
+        """Dequantizes a slice of the weight to float32: ``(code - zero) * scale``."""
         values = self.codes(index).astype(np.float32)
         if self.zeros is not None:
             values = values - self.spread(self.zeros(), index).astype(np.float32)
@@ -57,7 +59,7 @@ class StoredWeight:
 
 
 class FindWeight(Protocol):
-    """A finder of one format: which tensors make up a weight."""
+    """Function that finds the tensors that make up a quantized weight in one format."""
 
     def __call__(self, files: TensorFiles, name: str) -> tuple[str, StoredWeight] | None:
         """Returns the weight's name and form if this tensor is its first one; else None."""
@@ -67,8 +69,8 @@ class FindWeight(Protocol):
 def found_tensor(
     files: TensorFiles, name: str, shape: tuple[int, ...], *, of: str, kinds: tuple[str, ...]
 ) -> StoredTensor:
-    """Returns a tensor that another asks for; raises CheckpointError where it is missing or
-    differs.
+    """Returns a tensor that a quantized weight needs; raises CheckpointError if it is missing or of
+    another shape or dtype.
     """
     found = files.tensors.get(name)
     if found is None:
@@ -90,15 +92,15 @@ def found_tensor(
 
 
 def read_whole(files: TensorFiles, name: str) -> np.ndarray:
-    """Reads a small tensor, all of it."""
+    """Reads all of a small tensor."""
     return files.read(name, tuple(slice(0, size) for size in files.tensors[name].shape))
 
 
 def unpacked(words: np.ndarray, *, bits: int, dim: int, order: tuple[int, ...] = ()) -> np.ndarray:
-    """Unpacks unsigned elements, several in each 32 bits, along a dim; uint8.
+    """Unpacks unsigned elements from 32-bit words along a dim, as uint8.
 
     Args:
-        order: the place of each element of a word, the lowest bits' first; by default as stored.
+        order: position of each element of a word, from the lowest bits; by default in sequence.
     """
     count = _WORD // bits
     words = words.view(np.uint32) if words.dtype == np.int32 else words.astype(np.uint32)
@@ -135,12 +137,12 @@ def _read_words(
 
 
 def transposed(index: Index) -> Index:
-    """Reads a matrix that is stored as [inputs, outputs]."""
+    """Reads a slice of a matrix [outputs, inputs] that is stored as [inputs, outputs]."""
     return index[::-1]
 
 
 def awq_codes(files: TensorFiles, name: str, index: Index) -> np.ndarray:
-    """Reads the codes of AWQ's ``qweight`` as [outputs, inputs]."""
+    """Reads a slice of the codes of AWQ's ``qweight`` as [outputs, inputs]."""
     return _read_words(files, name, transposed(index), bits=4, dim=1, order=_AWQ_ORDER).T
 
 
@@ -150,22 +152,24 @@ def awq_zeros(files: TensorFiles, name: str) -> np.ndarray:
 
 
 def row_codes(files: TensorFiles, name: str, index: Index, *, bits: int) -> np.ndarray:
-    """Reads the codes of GPTQ's ``qweight`` as [outputs, inputs]: words hold inputs."""
+    """Reads a slice of the codes of GPTQ's ``qweight`` as [outputs, inputs]; a word packs
+    consecutive inputs.
+    """
     return _read_words(files, name, transposed(index), bits=bits, dim=0).T
 
 
 def column_codes(files: TensorFiles, name: str, index: Index, *, bits: int) -> np.ndarray:
-    """Reads the codes of compressed-tensors' ``weight_packed`` as [outputs, inputs]: words hold
-    inputs.
+    """Reads a slice of the codes of compressed-tensors' ``weight_packed`` as [outputs, inputs]; a
+    word packs consecutive inputs.
     """
     return _read_words(files, name, index, bits=bits, dim=1)
 
 
 def group_numbers(files: TensorFiles, name: str, *, group: int) -> np.ndarray | None:
-    """Returns the group of each input; None where groups follow one another.
+    """Returns the number of each input's group; None if groups are consecutive inputs.
 
     Raises:
-        CheckpointError: groups of unequal size, or numbers of no group.
+        CheckpointError: groups are of unequal size, or a number is out of range.
     """
     numbers = read_whole(files, name).astype(np.int64)
     if np.array_equal(numbers, np.arange(len(numbers)) // group):
@@ -186,25 +190,25 @@ def group_numbers(files: TensorFiles, name: str, *, group: int) -> np.ndarray | 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DequantizedFiles:
-    """A directory's weights, the quantized ones shown as float32 matrices."""
+    """A reader of a directory's tensors that shows quantized weights as float32 matrices."""
 
     files: TensorFiles
     find: FindWeight
 
     @property
     def directory(self):
-        """The directory of the files."""
+        """Directory of the weight files."""
         return self.files.directory
 
     @functools.cached_property
     def weights(self) -> Mapping[str, StoredWeight]:
-        """The quantized weights, by name."""
+        """The directory's quantized weights, by name."""
         found = (self.find(self.files, name) for name in self.files.tensors)
         return dict(each for each in found if each is not None)
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """All tensors, as ``read`` gives them."""
+        """Shapes and dtypes of all tensors by name, as ``read`` returns them."""
         hidden = {part for weight in self.weights.values() for part in weight.parts}
         plain = {n: tensor for n, tensor in self.files.tensors.items() if n not in hidden}
         single = np.dtype(np.float32)
@@ -214,6 +218,6 @@ class DequantizedFiles:
         }
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """Reads a slice of a tensor, or of a dequantized weight."""
+        """Reads a slice of a tensor, dequantized if it is a quantized weight."""
         weight = self.weights.get(name)
         return self.files.read(name, index) if weight is None else weight.values(index)

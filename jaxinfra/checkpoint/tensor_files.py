@@ -1,9 +1,9 @@
 """Directories of safetensors files, read one slice of one tensor at a time, and written as a
 stream.
 
-The format is eight bytes with the header's length, a JSON header with every tensor's type, shape
-and place, and the elements (https://github.com/huggingface/safetensors#format). Shapes are known
-before the first element is, so the header is written first.
+A file is eight bytes with the header's length, a JSON header with every tensor's dtype, shape and
+offsets, and the elements (https://github.com/huggingface/safetensors#format). Shapes are known
+before any element, so the header is written first.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ STORED = DTYPES | {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """A stored tensor: its place in a file, its dtype and its shape."""
+    """A tensor in a safetensors file: the file, and the tensor's shape and dtype."""
 
     file: Path
     shape: tuple[int, ...]
@@ -51,19 +51,19 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """The size of its elements."""
+        """Size of the tensor's elements in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TensorFiles:
-    """The tensors of ``model.safetensors``, or of the shards that an index names."""
+    """The tensors of ``model.safetensors``, or of the files that an index names."""
 
     directory: Path
     tensors: Mapping[str, StoredTensor]
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """Reads a slice of a tensor; nothing else of the file stays in memory."""
+        """Reads a slice of a tensor; no other part of the file stays in memory."""
         tensor = self.tensors[name]
         if tensor.dtype.name not in DTYPES.values():
             return _read_bytes(tensor.file, name)[index].copy()
@@ -75,10 +75,10 @@ class TensorFiles:
 
 
 def open_tensor_files(directory: Path) -> TensorFiles:
-    """Reads the headers of all files and checks them against the index.
+    """Reads the headers of a directory's safetensors files and checks them against the index.
 
     Raises:
-        ConfigError: there are no such files here.
+        ConfigError: the directory has no safetensors files.
         CheckpointError: a file is missing, truncated or damaged, or disagrees with the index.
     """
     index = directory / INDEX_FILE
@@ -109,7 +109,7 @@ def open_tensor_files(directory: Path) -> TensorFiles:
 
 
 def open_tensor_file(file: Path) -> TensorFiles:
-    """Reads the header of one file; raises as ``open_tensor_files``."""
+    """Reads the header of one safetensors file; raises as ``open_tensor_files`` does."""
     return TensorFiles(directory=file.parent, tensors=_read_header(file))
 
 
@@ -208,11 +208,11 @@ def write_tensor_files(
     *,
     max_shard_bytes: int,
 ) -> None:
-    """Writes tensors in order, as one file, or as shards and an index.
+    """Writes tensors in order into one safetensors file, or into several and an index.
 
     Args:
         tensors: shape, dtype and elements by name.
-        max_shard_bytes: of elements in a file; a tensor larger than that has a file of its own.
+        max_shard_bytes: most bytes of elements per file; a larger tensor has a file of its own.
     """
     shards = _shards(
         {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype, _) in tensors.items()},
@@ -278,9 +278,7 @@ def _write_elements(file: BinaryIO, piece: np.ndarray) -> int:
 
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """Makes a directory to fill, which gets its name when it is complete, and is removed on an
-    error.
-    """
+    """Makes a directory to fill: it gets its name when complete, and is removed on an error."""
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

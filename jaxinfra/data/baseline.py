@@ -12,7 +12,7 @@ _XZ_9_DICTIONARY_BYTES = 64 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CompressionBaseline:
-    """Compressed bits per byte of the same documents."""
+    """Bits per byte of the held-out documents when compressed by gzip and by xz."""
 
     gzip_each: float  # gzip -9 of each document alone, as a model that sees one at a time
     gzip_all: float  # gzip -9 of all of them one after another
@@ -21,7 +21,7 @@ class CompressionBaseline:
 
 
 def compressed_bits_per_byte(documents: Sequence[bytes]) -> CompressionBaseline:
-    """Compresses documents with ``gzip -9`` and ``xz -9``."""
+    """Compresses documents with ``gzip -9`` and ``xz -9``, and returns bits per byte of text."""
     whole = b"".join(documents)
     if not whole:
         raise DataError(f"{len(documents)} held-out documents without a byte; nothing to compress")

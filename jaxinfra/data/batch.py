@@ -1,4 +1,4 @@
-"""The arrays that a training or evaluation step reads."""
+"""The batch of arrays that a training or evaluation step reads."""
 
 import dataclasses
 
@@ -9,11 +9,11 @@ import numpy as np
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch[Array: (jax.Array, np.ndarray)]:
-    """Rows of packed documents, all ``[B, T]``: NumPy's when loaded, JAX's when placed.
+    """Rows of packed documents, all ``[B, T]``: NumPy arrays when loaded, JAX arrays when placed.
 
-    Attention stays within equal ``segment_ids``; a mean loss is
-    ``sum(weights * loss) / sum(weights)``. Rows that hold one document each may leave
-    ``segment_ids`` and ``positions`` out; the loaders here always give them.
+    Attention stays within equal ``segment_ids``; a mean loss is ``sum(weights * loss) /
+    sum(weights)``. Rows that hold one document each need no ``segment_ids`` and ``positions``; the
+    loaders here always give them.
     """
 
     tokens: Array  # int32

@@ -1,10 +1,11 @@
-"""Conversations to tokens, with a mark on those of the model's own messages, which count.
+"""Conversations to tokens, with a mark on the tokens of the model's own messages, which the loss
+counts.
 
-The template tells which tokens count. Where it encloses the model's messages in
-``{% generation %}``, their tokens count. Else a message is rendered twice: the conversation up to
-it, and the conversation before it with the generation prompt; the difference is what the model
-would have been asked to write. That holds for templates that never change what they wrote before,
-and is checked, in text and in tokens.
+If the template encloses the model's messages in ``{% generation %}``, the enclosed tokens count.
+Otherwise a message is rendered twice: the conversation up to it, and the conversation before it
+with the generation prompt. The difference is the text that the model would have to write, and
+counts. That requires a template that never changes earlier text, which is checked, in text and in
+tokens.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ type Span = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedChat:
-    """A conversation's tokens after its first token, which is the same for all conversations."""
+    """A conversation's tokens without its first token, which all conversations have in common."""
 
     tokens: np.ndarray  # int32
     counted: np.ndarray  # bool, of each token
@@ -36,7 +37,7 @@ class EncodedChat:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ChatRow:
-    """A conversation to encode, with its tools."""
+    """A conversation to encode, with the tools it may call."""
 
     name: str  # in errors
     messages: Sequence[Message]
@@ -46,7 +47,8 @@ class ChatRow:
 
 @final
 class ChatEncoder:
-    """The encoder that renders conversations, tokenizes them and marks the tokens that count.
+    """Renders conversations by a chat template, tokenizes them and marks the tokens that the loss
+    counts.
 
     ``bos_id`` is the token that every conversation begins with.
     """
@@ -62,10 +64,10 @@ class ChatEncoder:
         self.bos_id = int(probe[0][0])
 
     def encode_batch(self, documents: Sequence[Document]) -> list[EncodedChat]:
-        """Returns the tokens of JSON lines.
+        """Returns the tokens of conversations in JSON lines.
 
         Raises:
-            DataError: what is wrong with one of them, which is named.
+            DataError: a conversation is invalid; the message names it and says why.
         """
         return self.encode([parse_conversation(document) for document in documents])
 
@@ -73,7 +75,7 @@ class ChatEncoder:
         """Returns the tokens of conversations.
 
         Raises:
-            DataError: what is wrong with one of them, which is named.
+            DataError: a conversation is invalid; the message names it and says why.
         """
         rendered = [self._render(each) for each in conversations]
         # Where a span begins or ends, the text is cut: the tokens up to there are counted.
@@ -143,12 +145,12 @@ def rendered_spans(
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[str, list[Span]]:
-    """Renders a conversation and finds the model's messages in the text.
+    """Renders a conversation and finds where the model's messages are in the text.
 
-    Returns the text, and the start and end of each message.
+    Returns the text, and each message's start and end as character offsets.
 
     Raises:
-        DataError: the template refuses the messages, or does not tell where they are.
+        DataError: the template refuses the messages, or their place in the text is ambiguous.
     """
     text, spans = template.render_marked(messages, tools=tools)
     if spans is not None:
@@ -176,11 +178,11 @@ _SHAREGPT_ROLES |= {"chatgpt": ASSISTANT, "bing": ASSISTANT, "bard": ASSISTANT, 
 
 
 def as_messages(row: Mapping[str, Any], *, where: str) -> Any:
-    """Returns the messages of a row in any of three forms, in their order; None where it has none.
+    """Returns a row's messages in order, from any of three formats; None if it has none.
 
-    ``messages`` of role and content; ``conversations`` of from and value (ShareGPT);
-    ``instruction`` with an ``input`` that may be empty, ``output`` and a ``history`` of pairs
-    (Alpaca). A ``system`` text begins any of them.
+    The formats are ``messages`` with role and content; ``conversations`` with from and value
+    (ShareGPT); and ``instruction`` with an ``input`` that may be empty, ``output`` and a
+    ``history`` of pairs (Alpaca). A ``system`` text may precede any of them.
     """
     messages = from_json(row.get("messages"), where=where)
     turns = from_json(row.get("conversations"), where=where)
@@ -201,7 +203,7 @@ def as_messages(row: Mapping[str, Any], *, where: str) -> Any:
 
 
 def with_system(messages: list[Any], row: Mapping[str, Any], *, where: str) -> list[Any]:
-    """Puts a row's own ``system`` text before its messages, where it has one."""
+    """Puts a row's ``system`` text, if any, before its messages."""
     system = row.get("system") or ""
     require_type(system, str, where=f"{where}: system", error=DataError)
     first = messages[0] if messages and isinstance(messages[0], dict) else {}
@@ -215,9 +217,9 @@ def with_system(messages: list[Any], row: Mapping[str, Any], *, where: str) -> l
 
 
 def from_json(value: Any, *, where: str) -> Any:
-    """Returns a column's value; a list that is spelled as JSON text, as some tables do, is parsed.
+    """Returns a column's value, parsed if it is a list written as JSON text, as in some tables.
 
-    Lists of ``datasets``' JSON columns spell each element.
+    In JSON columns of ``datasets``, each element of a list is JSON text.
     """
     if isinstance(value, str) and value.lstrip().startswith("["):
         return parse_json(value, where=where, holds=list[Any], error=DataError)
@@ -233,7 +235,9 @@ def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_conversation(document: Document) -> ChatRow:
-    """Returns the messages of a JSON line and the tools they may call, or raises DataError."""
+    """Returns the messages and tools of a conversation in a JSON line; raises DataError if it is
+    invalid.
+    """
     where = document.name
     row = parse_json(document.text, where=where, error=DataError, remedy=EACH_LINE)
     messages = as_messages(row, where=where)
@@ -248,14 +252,14 @@ def parse_conversation(document: Document) -> ChatRow:
 
 
 def tools_of(row: Mapping[str, Any], *, where: str) -> list[dict[str, Any]] | None:
-    """Returns the tools that a row's messages may call; None where it has none."""
+    """Returns the tools that a row's messages may call; None if it lists none."""
     tools = from_json(row.get("tools"), where=where)
     require_type(tools, list[dict[str, Any]] | None, where=f"{where}: tools", error=DataError)
     return tools or None
 
 
 def check_messages(messages: Sequence[Any], *, where: str) -> None:
-    """Raises DataError unless these are messages, at least one of them by the model."""
+    """Raises DataError unless ``messages`` are valid and at least one is by the model."""
     for number, message in enumerate(messages, start=1):
         place = f"{where}: message {number}"
         check_message(message, where=place)
@@ -272,7 +276,7 @@ def check_messages(messages: Sequence[Any], *, where: str) -> None:
 
 
 def check_message(message: Any, *, where: str) -> None:
-    """Raises DataError unless this is a message whose content is text, parts of text, or null."""
+    """Raises DataError unless ``message`` has content that is text, text parts, or null."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise DataError(f"{where} has no role; it must be an object with one")
     content = message.get("content")

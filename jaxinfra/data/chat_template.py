@@ -1,4 +1,4 @@
-"""Conversations as text, by the template that a model ships.
+"""Rendering of conversations as text by the chat template that comes with a model.
 
 A template is a Jinja program in ``chat_template.jinja`` or ``tokenizer_config.json``. It comes with
 the weights, so it runs in Jinja's sandbox, in a process of its own with bounded time and memory.
@@ -87,12 +87,12 @@ atexit.register(_PROCESS.close)
 
 @final
 class ChatTemplate:
-    """A compiled template.
+    """A compiled chat template.
 
     Args:
         source: the Jinja program.
-        variables: what it may read besides messages, such as ``bos_token``.
-        with_tools: the program that is used instead where there are tools; None: the same.
+        variables: variables it may read besides messages, such as ``bos_token``.
+        with_tools: Jinja program for conversations with tools; None: ``source``.
     """
 
     def __init__(self, source: str, *, variables: Mapping[str, str], with_tools: str | None = None):
@@ -116,7 +116,7 @@ class ChatTemplate:
         """Renders the conversation as text, in the form that the model was trained on.
 
         Args:
-            add_generation_prompt: ends with what precedes the model's next message.
+            add_generation_prompt: append the text that precedes the model's next message.
 
         Raises:
             DataError: the template refuses these messages.
@@ -131,10 +131,10 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """Returns the tokens of the conversation up to the model's next message.
+        """Returns the tokens of a conversation, up to where the model's next message begins.
 
-        Special tokens that the template writes become tokens. Those that a user's message spells
-        out stay text, unless the template does something else with them than to write them.
+        Special tokens that the template writes become tokens. Special tokens spelled out in a
+        user's message stay text, unless the template changes the message.
 
         Raises:
             DataError: the template refuses these messages.
@@ -149,7 +149,8 @@ class ChatTemplate:
     def render_marked(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[str, list[tuple[int, int]] | None]:
-        """Renders a whole conversation, and finds what ``{% generation %}`` encloses, or None.
+        """Renders a whole conversation, and finds the parts in ``{% generation %}``; None if the
+        template has no such tag.
 
         Raises:
             DataError: the template refuses these messages.
@@ -198,12 +199,12 @@ class ChatTemplate:
 
 
 def load_chat_template(path: Path) -> ChatTemplate:
-    """Loads the template of a model directory, and the one named ``tool_use`` for tools.
+    """Loads a model directory's chat template, and the template named ``tool_use``, for tools.
 
     Separate template files take precedence over ``tokenizer_config.json``.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the directory has no chat template.
     """
     files = {"default": path / "chat_template.jinja", "tool_use": path / TOOL_USE_TEMPLATE}
     found = {name: _text(file) for name, file in files.items() if file.exists()}
@@ -239,7 +240,7 @@ def _guarded(tokenizer: Tokenizer, message: Message) -> Message:
 
 
 def is_text_part(part: Any) -> bool:
-    """Whether a part of a message's content is text, as OpenAI's API has it."""
+    """Whether ``part`` is a text part of a message's content in the format of OpenAI's API."""
     return (
         isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
     )

@@ -1,4 +1,4 @@
-"""All texts of a run by name: one source or a mixture to train on, and sets to evaluate on."""
+"""All texts of a run by name: a source or mixture to train on, and sets to evaluate on."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from jaxinfra.data.whole_rows import WholeRows, conversation_rows, pair_rows
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Corpora:
-    """The corpora of a run, all with one tokenizer."""
+    """The corpora that a run trains and is evaluated on, all with one tokenizer."""
 
     config: DataConfig
     sources: dict[str, Corpus]  # trained on; of a run without a mixture one, named "own"
@@ -32,21 +32,21 @@ class Corpora:
 
     @property
     def heldout(self) -> dict[str, TokenArrays]:
-        """The held-out arrays to evaluate on, by name."""
+        """Token arrays of the held-out sets, by name."""
         return {name: each.heldout for name, each in self._all().items()}
 
     @property
     def judged(self) -> tuple[str, ...]:
-        """The sets whose tokens together give the run's held-out loss."""
+        """Names of the held-out sets whose tokens together give the run's held-out loss."""
         chosen = self.config.best_by
         return tuple(self.sources) if chosen in (None, OWN) else (chosen,)
 
     def judged_documents(self) -> list[bytes]:
-        """The texts of those sets."""
+        """Texts of the held-out sets that give the run's held-out loss."""
         return [text for name in self.judged for text in self._all()[name].heldout_documents()]
 
     def changed(self, change: Callable[[TokenArrays], TokenArrays]) -> "Corpora":
-        """Returns the corpora with other token arrays in the place of each that is used."""
+        """Returns the corpora with ``change`` applied to each of their token arrays."""
         sources = {
             name: dataclasses.replace(each, train=change(each.train), heldout=change(each.heldout))
             for name, each in self.sources.items()
@@ -84,7 +84,7 @@ class Corpora:
 
 
 def schedule_of(config: DataConfig, training: TrainingConfig) -> MixtureSchedule:
-    """Returns the schedule of the rows that each step reads of each source."""
+    """Returns the schedule of how many rows of each source a step reads."""
     return MixtureSchedule(
         config.mixture,
         between=config.mixture_between,
@@ -105,11 +105,11 @@ def open_corpora(
 ) -> Corpora:
     """Opens all texts that ``config`` names, each as ``open_corpus`` does.
 
-    Without a ``tokenizer`` given, a mixture's is the configured one, that of the first source of
-    token arrays, or one trained on equal parts of all sources.
+    Without ``tokenizer``, a mixture uses the configured one, that of the first source of token
+    arrays, or one trained on equal parts of all sources.
 
     Raises:
-        DataError: a text cannot be read; it has no token to train on, or none to evaluate on.
+        DataError: a text cannot be read, or has no token to train on or to evaluate on.
     """
     parts = {each.name: _alone(config, each.source, each.heldout_source) for each in config.mixture}
     if tokenizer is None and parts:

@@ -113,7 +113,7 @@ _ENCODE_CHARS = 1 << 22  # text encoded at a time
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Corpus:
-    """Tokenized documents, each on exactly one side of the split."""
+    """Tokenized documents of a corpus, divided into a training and a held-out side."""
 
     tokenizer: Tokenizer
     train: TokenArrays
@@ -122,7 +122,7 @@ class Corpus:
     heldout_text: Path | None  # the held-out documents' bytes, one after another, where kept
 
     def heldout_documents(self) -> list[bytes]:
-        """The held-out texts in UTF-8; for pre-tokenized arrays, the text of their tokens."""
+        """Texts of the held-out documents in UTF-8; pre-tokenized arrays are decoded."""
         if self.heldout_text is None:
             documents = (self.heldout.document(i) for i in range(self.heldout.num_documents))
             return [self.tokenizer.decode(tokens).encode() for tokens in documents]
@@ -139,12 +139,12 @@ def open_corpus(
     tokenizer: Tokenizer | None = None,
     template_directory: Path | None = None,
 ) -> Corpus:
-    """Opens the corpus that ``config`` describes, from the cache where it has been seen.
+    """Opens the corpus that ``config`` describes, from the cache if it has been tokenized before.
 
-    ``vocab_size`` is the model's; byte-level BPE is trained to that size, on every k-th stretch of
-    65,536 characters of the training documents, k such that about 10 MB are used. A ``tokenizer``
-    given (a checkpoint's) is used instead of making one, a ``template_directory`` instead of that
-    of the config. What is cached is keyed by names, sizes and modification times of the files, the
+    ``vocab_size`` is the model's. Byte-level BPE is trained to that size, on every k-th stretch of
+    65,536 characters of the training documents, with k such that about 10 MB are used. A given
+    ``tokenizer`` (a checkpoint's) is used instead of a new one, and a given ``template_directory``
+    instead of the config's. The cache's key is the files' names, sizes and modification times, the
     split, the tokenizer and the template.
     """
     if is_token_arrays(Path(config.source).expanduser()):
@@ -177,8 +177,8 @@ def open_corpus(
 def shared_tokenizer(
     configs: Sequence[DataConfig], *, vocab_size: int, cache_dir: Path
 ) -> Tokenizer:
-    """A tokenizer for several corpora: the configured one, that of the first token arrays, or
-    byte-level BPE trained on equal parts of all.
+    """Returns a tokenizer for several corpora: the configured one, that of the first token arrays,
+    or byte-level BPE trained on equal parts of all.
     """
     for config in configs:
         directory = Path(config.source).expanduser()

@@ -1,4 +1,4 @@
-"""Held-out windows in which every token of every document counts exactly once."""
+"""Windows of held-out documents, in which every token counts exactly once."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -22,13 +22,13 @@ def heldout_batches(
     process_index: int = 0,
     process_count: int = 1,
 ) -> "HeldoutBatches":
-    """Batches for a held-out loss over exactly the tokens of ``arrays``.
+    """Returns the batches for a held-out loss over exactly the tokens of ``arrays``.
 
     A document longer than ``sequence_length`` is read in windows that advance by ``stride``
-    (default: half a window), each after the first with ``sequence_length - stride`` tokens of
-    context that do not count. Documents and ends of documents share rows as segments. The
-    separator before a document is given, the one after it is not predicted: the sum of weights is
-    ``arrays.num_counted``, and bits per byte divide by ``arrays.num_bytes``.
+    (default: half a window). All windows but the first begin with ``sequence_length - stride``
+    tokens of context that do not count. Documents, and last pieces of documents, share rows as
+    segments. The separator before a document is given, the one after it is not predicted: the sum
+    of weights is ``arrays.num_counted``, and bits per byte divide by ``arrays.num_bytes``.
     """
     stride = max(1, sequence_length // 2) if stride is None else stride
     if not 1 <= stride <= sequence_length:
@@ -49,7 +49,7 @@ def heldout_batches(
 
 @final
 class HeldoutBatches:
-    """A sequence of batches of equal shape; the last is filled up with rows of weight 0."""
+    """Sequence of held-out batches of equal shape; the last is padded with rows of weight 0."""
 
     def __init__(
         self,
