@@ -1,4 +1,4 @@
-"""Puts adapters beside a decoder's projections: trained ones, or a bank that rows choose from.
+"""Adds low-rank adapters to a decoder's projections: one to train, or a bank, one per batch row.
 
 Dims: L layers, S adapters, B row.
 
@@ -21,7 +21,7 @@ from jaxinfra.model.projection import Projection
 
 
 def add_adapters(decoder: Decoder, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
-    """Gives each projection that ``config.targets`` names an adapter, in every layer.
+    """Adds an adapter to each projection that ``config.targets`` names, in every layer.
 
     A target is the name that the projection has in its layer: the last but one of its parameters'
     paths, ``query`` of ``blocks/0/attention/query/weight``.
@@ -53,7 +53,7 @@ def add_adapters(decoder: Decoder, config: LoraConfig, *, rngs: nnx.Rngs) -> Non
 
 
 def projections_of(block: Block) -> dict[str, Projection]:
-    """A block's projections by their paths in it, such as ``attention/query``."""
+    """Maps paths within a block, such as ``attention/query``, to its projections."""
     return {
         f"{part}/{name}": node
         for part in ("attention", "mlp")
@@ -63,10 +63,10 @@ def projections_of(block: Block) -> dict[str, Projection]:
 
 
 def add_bank(decoder: Decoder, factors: Mapping[str, AdapterFactors]) -> None:
-    """Puts adapters beside projections, of which each row of a batch is to choose one.
+    """Adds a bank of adapters to projections; each batch row uses one of them or none.
 
     Args:
-        factors: by the path of a projection's weight, ``blocks/0/attention/query/weight``.
+        factors: adapters by the weight's path, such as ``blocks/0/attention/query/weight``.
 
     Raises:
         ConfigError: the decoder has no such projection by itself.
@@ -86,10 +86,10 @@ def add_bank(decoder: Decoder, factors: Mapping[str, AdapterFactors]) -> None:
 
 
 def with_chosen(state: nnx.State, chosen_B: Int[Array, "B"]) -> nnx.State:
-    """A decoder's state with the adapter that each row has; as it is where there is no bank.
+    """Sets the adapter of each batch row in a decoder's state; no change if it has no bank.
 
     Args:
-        chosen_B: 0: none; 1: the first of the bank.
+        chosen_B: each row's adapter, int32; 0 means none, 1 the first of the bank.
     """
 
     def choose(variable: nnx.Variable) -> nnx.Variable:

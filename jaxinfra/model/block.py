@@ -51,15 +51,15 @@ _NORMED = (axes.BATCH, axes.SEQUENCE, axes.STREAM)
 
 
 class Block(nnx.Module):
-    """x + mixer(norm(x)), then x + feed_forward(norm(x)); sandwich placement norms branches too.
+    """Transformer block: x + mixer(norm(x)), then x + feed_forward(norm(x)).
 
-    In parameter paths the two are ``attention`` and ``mlp`` whatever their kind, as in Hugging
-    Face's. The results of projections, norms and activations have their paths for names, which
-    ``remat=chosen`` may keep.
+    Sandwich placement also normalizes the branches' outputs. Parameter paths call the two layers
+    ``attention`` and ``mlp``, whatever their kind. Results of projections, norms and activations
+    are named by their paths, so ``remat=chosen`` may keep them.
 
     Args:
-        std, out_std: of initial weights, inward and back into the residual stream.
-        dropout_rate: on both residual branches, where a key is given.
+        std, out_std: standard deviation of initial weights, out_std for output projections.
+        dropout_rate: dropout on both residual branches, where a key is given.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Block(nnx.Module):
         self.labels = tuple(labels)
 
     def __call__(self, x_BTD: Float[Array, "B T D"], given: Pass) -> LayerOutput:
-        """Runs both layers; dropout only where ``given`` has a key."""
+        """Computes the mixer and the feed-forward layer; drops out only if ``given`` has a key."""
         key = given.dropout_key
         keys = (None, None) if key is None else jax.random.split(key)
         with jax.named_scope("attention"):

@@ -1,11 +1,11 @@
-"""Caches of past tokens by each mixer's ``CacheSpec``, contiguous or in pages, and their size.
+"""KV caches of past tokens, contiguous or in pages, and the number of elements they hold.
 
-A cache holds the arrays of all layers of one kind, stacked; ``in_layer`` is it as one of these
-layers sees it. What a layer appends goes into the one buffer, and what it reads is a view of it.
+A cache stacks the arrays of all layers of one kind; ``in_layer`` selects one layer. Every layer
+appends to this one buffer, and reads a view of it. A mixer's ``CacheSpec`` names the arrays.
 
 Dims: B batch, T new token, S slot, P page, M page of a row, L layers.
 
-How much a model caches of each sequence, counted from its mixers' ``CacheSpec``.
+The number of cached elements per sequence follows from the mixers' ``CacheSpec``.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from jaxinfra.ops.cached_attention import Pages, storage, stored_tokens
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ContiguousCache:
-    """A cache whose slots are positions: row b's token at position p is in slot p of row b."""
+    """KV cache without pages: the token at position p of row b is in slot p of row b."""
 
     arrays: dict[str, Shaped[Array, "L B S ..."]]  # by the CacheSpec's names
     layer: Int[Array | np.ndarray, ""] | None = None  # of the stack, in a layer
@@ -43,22 +43,22 @@ class ContiguousCache:
         dtype: jnp.dtype,
         form: CacheFormat = CacheFormat.PLAIN,
     ) -> "ContiguousCache":
-        """An empty cache of ``num_slots`` positions per row, of tokens in ``dtype``."""
+        """Makes an empty cache with ``num_slots`` positions per row and elements in ``dtype``."""
         arrays = _zeros(spec, (num_layers, batch, num_slots), dtype, form)
         return cls(arrays=arrays, is_empty=True, format=form)
 
     @property
     def num_slots(self) -> int:
-        """Positions that each row has room for."""
+        """Number of positions that each row has room for."""
         return next(iter(self.arrays.values())).shape[2]
 
     def append(
         self, new: Mapping[str, Shaped[Array, "B T ..."]], positions_BT: Int[Array, "B T"]
     ) -> "ContiguousCache":
-        """The cache with new tokens, [B, T, ...] each, at their positions in this layer.
+        """Returns the cache with new tokens' arrays [B, T, ...] written at their positions.
 
-        A position below 0 is padding and leaves nothing; nor does one beyond the last slot: who
-        calls bounds lengths.
+        A token whose position is below 0 (padding) or beyond the last slot is not written, so
+        the caller must bound lengths.
         """
         rows_B1 = jnp.arange(len(positions_BT))[:, None]
         # Negative numbers would count from the end.
@@ -66,11 +66,11 @@ class ContiguousCache:
         return _appended(self, new, (rows_B1, slots_BT))
 
     def view(self) -> Pages:
-        """Returns pages for attention in this layer: all layers' rows, without a copy."""
+        """Returns this layer's cache for attention: a view of all layers' rows, without a copy."""
         return Pages(arrays=self.arrays, layer=self.layer, format=self.format)
 
     def places(self) -> Pages:
-        """The pages that this layer's tokens go into, or rows where they do not divide into any."""
+        """Returns the pages that this layer appends to, or rows if pages do not divide them."""
         pages = self.view()
         return pages.paged() if pages.can_be_paged else pages
 
@@ -78,7 +78,7 @@ class ContiguousCache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PagedCache:
-    """Pages of a pool, handed out to rows by tables: row b's token at position p is in slot
+    """KV cache in pages of a pool: row b's token at position p is in slot
     ``p % size`` of page ``tables_BM[b, p // size]``. Rows may share pages that they only read.
     """
 
@@ -100,24 +100,24 @@ class PagedCache:
         dtype: jnp.dtype,
         form: CacheFormat = CacheFormat.PLAIN,
     ) -> "PagedCache":
-        """An empty pool, and who has which of its pages."""
+        """Makes an empty pool; ``tables_BM`` says which pages each row has."""
         arrays = _zeros(spec, (num_layers, num_pages, page_size), dtype, form)
         return cls(arrays=arrays, tables_BM=tables_BM, is_empty=True, format=form)
 
     @property
     def page_size(self) -> int:
-        """Positions of a page."""
+        """Number of positions per page."""
         return next(iter(self.arrays.values())).shape[2]
 
     @property
     def num_slots(self) -> int:
-        """Positions that each row's table has room for."""
+        """Number of positions that each row's page table has room for."""
         return self.tables_BM.shape[1] * self.page_size
 
     def append(
         self, new: Mapping[str, Shaped[Array, "B T ..."]], positions_BT: Int[Array, "B T"]
     ) -> "PagedCache":
-        """The cache with the new tokens; those before 0 or without a page leave nothing."""
+        """Returns the cache with new tokens; positions below 0 or without a page are skipped."""
         num_pages, size = next(iter(self.arrays.values())).shape[1:3]
         places_BT, slots_BT = jnp.divmod(positions_BT, size)
         pages_BT = jnp.take_along_axis(
@@ -127,12 +127,12 @@ class PagedCache:
         return _appended(self, new, (pages_BT, slots_BT))
 
     def view(self) -> Pages:
-        """Returns pages for attention in this layer: all layers' pools, without a copy."""
+        """Returns this layer's pages for attention: a view of all layers' pools, without a copy."""
         num_pages = next(iter(self.arrays.values())).shape[1]
         return self._pages(jnp.clip(self.tables_BM, 0, num_pages - 1))
 
     def places(self) -> Pages:
-        """The pages that this layer's tokens go into: below 0 where a row has none."""
+        """Returns the pages that this layer appends to; a page number below 0 means none."""
         pages = self._pages(self.tables_BM)
         assert pages.tables_BM is not None
         tables_BM = jnp.where(self.tables_BM < 0, -1, pages.tables_BM)
@@ -160,22 +160,22 @@ def in_layer(
     arrays: dict[str, Shaped[Array, "..."]],
     layer: Int[Array | np.ndarray, ""],
 ) -> Cache:
-    """The cache as one layer of the stack sees it.
+    """Returns the cache of one layer: the stacked arrays and the layer's index in them.
 
     Args:
-        arrays: of the cache, as the layers before this one have left them.
+        arrays: the cache's arrays after the earlier layers have appended to them.
     """
     return dataclasses.replace(cache, arrays=arrays, layer=layer)
 
 
 def with_pages(cache: Cache, arrays: Mapping[str, Shaped[Array, "..."]]) -> Cache:
-    """The cache, whose ``places`` hold these."""
+    """Returns the cache with these arrays as the contents of its ``places``."""
     stored = {name: arrays[name].reshape(x.shape) for name, x in cache.arrays.items()}
     return dataclasses.replace(cache, arrays=stored)
 
 
 def after_pass(cache: Cache, arrays: dict[str, Shaped[Array, "..."]]) -> Cache:
-    """The cache once all layers have appended to its arrays."""
+    """Returns the cache with the arrays to which all layers have appended."""
     return dataclasses.replace(cache, arrays=arrays, layer=None, is_empty=False)
 
 
@@ -206,16 +206,16 @@ def _zeros(
 
 
 def cached_elements(config: ModelConfig, num_tokens: int, *, evicted: bool) -> int:
-    """Numbers that all layers cache of one sequence, scales not among them.
+    """Counts the elements that all layers cache per sequence, without scales.
 
     Args:
-        evicted: whether a layer with a window keeps what is in its window only.
+        evicted: whether layers with a window drop the tokens that left it.
     """
     return cached_numbers(config, num_tokens, evicted=evicted)[0]
 
 
 def cached_numbers(config: ModelConfig, num_tokens: int, *, evicted: bool) -> tuple[int, int]:
-    """Returns the numbers and the scales that all layers cache of one sequence."""
+    """Counts the elements, and the scales, that all layers cache per sequence."""
     elements = scales = 0
     for block, repeats in zip(config.blocks, config.repeats, strict=True):
         cache = block.mixer.cache

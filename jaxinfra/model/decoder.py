@@ -1,4 +1,4 @@
-"""One decoder for every architecture: what differs between them is the config.
+"""The decoder of every architecture; the config alone says how architectures differ.
 
 Dims: B batch, T position, S cache slot, D model width, V vocabulary, P table positions,
 L repetitions of the block pattern (the scanned dim).
@@ -152,7 +152,7 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array | np.ndarray, "B T"] | None = None,
         positions: Int[Array | np.ndarray, "B T"] | None = None,
     ) -> Float[Array, "B T V"]:
-        """Logits of the next token, in the accum dtype (fp32). Compiled once per shape.
+        """Computes the logits of each next token in the accum dtype (fp32); compiled per shape.
 
         Raises ConfigError where the rows do not divide over the devices of a mesh, or are longer
         than a learned table of positions.
@@ -180,19 +180,19 @@ class Decoder(nnx.Module):
         positions: Int[Array, "B T"] | None = None,
         dropout_key: jax.Array | None = None,
     ) -> Float[Array, "B T D"]:
-        """The final norm's output, in the compute dtype: what the loss projects.
+        """Computes the final norm's output in the compute dtype, from which the loss is taken.
 
         Args:
-            segment_ids: documents of packed rows, -1 for padding; attention never crosses them.
-            positions: within the document; 0..T-1 by default.
-            dropout_key: drops out where given.
+            segment_ids: each token's document, -1 for padding; attention never crosses documents.
+            positions: each token's position in its document; 0..T-1 by default.
+            dropout_key: PRNG key of dropout; without one nothing is dropped.
         """
         return self.run(
             token_ids, positions=positions, segment_ids=segment_ids, dropout_key=dropout_key
         ).x
 
     def empty_cache(self, *, batch: int, num_slots: int) -> KVCache:
-        """A contiguous cache of ``num_slots`` positions per row, in the execution's format."""
+        """Makes a contiguous cache of ``num_slots`` positions per row in the execution's format."""
 
         def empty(block: BlockConfig, repeats: int) -> ContiguousCache:
             spec = block.mixer.cache.repeated(self.execution.place.copies)
@@ -217,11 +217,11 @@ class Decoder(nnx.Module):
 
     @property
     def vocabulary_table(self) -> Float[Array, "V D"]:
-        """Rows that the final hidden state is projected onto: the embedding's own when tied."""
+        """Weight of the vocabulary projection; the embedding table if the two are tied."""
         return (self.unembedding or self.embedding).table[...]
 
     def logits(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Projects onto the vocabulary, soft-capped where the config says so, accum dtype."""
+        """Projects hidden states to logits in the accum dtype, soft-capped if configured."""
         with jax.named_scope("logits"):
             recipe = self.execution.policy.recipe(Site.LOGITS)
             logits_BTV = self.execution.multiply(
@@ -243,17 +243,19 @@ class Decoder(nnx.Module):
         dropout_key: jax.Array | None = None,
         behind: Any = None,
     ) -> LayerOutput:
-        """All layers and the final norm: ``hidden`` as x, the cache with the new tokens, and what
-        layers emit, a ``Sums`` for each distinct block with its repetitions in front.
+        """Computes all layers and the final norm.
+
+        Returns ``hidden`` as x, the cache with the new tokens, and one ``Sums`` per distinct block,
+        whose arrays have its repetitions as first dim.
 
         Args:
             positions, segment_ids: as in ``hidden``; with a cache each row counts on from what it
                 has cached, from 0 on in an empty one, and a position below 0 is padding, to the
                 right of the row's tokens.
-            contexts: tokens that each row is known to come to, by which LongRoPE chooses its
-                angles; by default as many as there are with these.
-            behind: arrays of what follows the layers, handed on: where gradients of layers are
-                waited for in order, those of these are, too.
+            contexts: each row's known final length in tokens, by which LongRoPE chooses its
+                factors; by default its length after these tokens.
+            behind: parameters used after the layers, returned unchanged; where gradients of
+                layers are ordered, the gradients of these are ordered with them.
         """
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1])[None], token_ids.shape)
@@ -376,8 +378,8 @@ class Decoder(nnx.Module):
         """Returns one repetition of a stack's pattern as a function, and all parameters.
 
         Args:
-            places, ropes: as in ``_run_stack``.
-            number: which repetition it is; they differ where ``in_eight_bits`` does.
+            places, ropes: the pattern's indices among the blocks, and a RoPE table per block.
+            number: index of the repetition; repetitions differ only in 8-bit matmuls.
 
         Returns:
             ``repetition_of`` the blocks; parameters of each block [repeats, ...].
@@ -390,13 +392,13 @@ class Decoder(nnx.Module):
         return list(self.blocks)[places]
 
     def normalized(self, x_BTD: jax.Array) -> jax.Array:
-        """The last block's output as the vocabulary projection reads it."""
+        """Applies the final norm to the last block's output."""
         with jax.named_scope("final_norm"):
             hidden_BTD = self.final_norm(x_BTD)
             return self.execution.place(hidden_BTD, (axes.BATCH, axes.SEQUENCE, axes.STREAM))
 
     def embed(self, ids_BT: jax.Array, positions_BT: jax.Array, key: jax.Array | None) -> jax.Array:
-        """The first block's input, [B, T, D] in the compute dtype; a key drops out."""
+        """Embeds tokens as the first block's input [B, T, D]; drops out where a key is given."""
         with jax.named_scope("embedding"):
             x_BTD = self.embedding(ids_BT)
             if self.config.embedding_scale != 1.0:
@@ -415,7 +417,7 @@ class Decoder(nnx.Module):
     def rope_tables(
         self, positions_BT: jax.Array, contexts_B: jax.Array | None = None
     ) -> list[RopeTable | None]:
-        """One entry for each distinct block, None without rotary; arguments as in ``run``."""
+        """Computes the RoPE table of each distinct block; None for blocks without RoPE."""
         tables: dict[tuple[RopeConfig, int], RopeTable] = {}
         result: list[RopeTable | None] = []
         for block in self.config.blocks:

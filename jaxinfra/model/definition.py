@@ -1,4 +1,4 @@
-"""The decoder as a pure function of its parameters: what training, checkpoints and meshes handle.
+"""The decoder as a pure function of its parameters, for training, checkpoints and meshes.
 
 Parameters are a nested dict of arrays; paths such as ``blocks/0/mlp/up/weight`` name them
 everywhere (checkpoints, tables, weight maps).
@@ -29,7 +29,7 @@ type Parameters = dict[Any, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterInfo:
-    """One array of a model, in all layers that have it."""
+    """Description of one parameter array, which stacks the values of all layers that have it."""
 
     path: str
     shape: tuple[int, ...]
@@ -43,13 +43,13 @@ class ParameterInfo:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements of the array."""
         return math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelDefinition:
-    """Structure without values: initializes parameters, or binds them into a Decoder.
+    """A model's structure without values: initializes parameters, or binds them into a Decoder.
 
     Some parameters may be frozen: ``bind`` supplies them, and everything else here is about the
     others. So what trains, places or saves a model's parameters sees the trained ones only.
@@ -66,12 +66,12 @@ class ModelDefinition:
     frozen: Parameters = dataclasses.field(default_factory=dict)  # shapes, or arrays to bind
 
     def freeze(self, frozen: Parameters) -> "ModelDefinition":
-        """Returns the model with these parameters frozen; ``bind`` of others needs their values."""
+        """Returns the model with these parameters frozen, so that ``bind`` takes the others."""
         return dataclasses.replace(self, frozen=frozen)
 
     @property
     def unquantized(self) -> "ModelDefinition":
-        """Returns the model without matmuls in 8 bits, nor their state: for evaluation."""
+        """Returns the model without 8-bit matmuls and without their state, for evaluation."""
         policy = unquantized(self.execution.policy)
         if policy == self.execution.policy:
             return self
@@ -79,10 +79,10 @@ class ModelDefinition:
         return define_model(self.config, execution, lora=self.lora).freeze(self.frozen)
 
     def initialize(self, key: jax.Array, *, beside: Parameters | None = None) -> Parameters:
-        """Draws parameters from a typed PRNG key.
+        """Samples initial parameters from a typed PRNG key.
 
         Args:
-            beside: the frozen ones' values, by which the magnitudes of DoRA begin.
+            beside: values of the frozen parameters, which DoRA's first magnitudes need.
         """
         is_measured = self.lora is not None and self.lora.kind is AdapterKind.DORA
         assert beside or not (is_measured and self.frozen), "DoRA begins at the base's own norms"
@@ -90,7 +90,7 @@ class ModelDefinition:
         return without(drawn, self.frozen)
 
     def initial_state(self) -> Parameters:
-        """The state before the first step: what layers give it, which no key decides."""
+        """Returns the model's state before the first step; it does not depend on a PRNG key."""
         return self._drawn(jax.random.key(0), ModelState) if self.state_shapes else {}
 
     def _drawn(
@@ -101,17 +101,17 @@ class ModelDefinition:
         return nnx.to_pure_dict(nnx.filter_state(nnx.split(model)[1], kind))
 
     def bind(self, tree: Parameters) -> Decoder:
-        """A Decoder that holds these parameters and this state, and the frozen ones."""
+        """Makes a Decoder from a tree of parameters and state; frozen parameters are added."""
         state = jax.tree.map(lambda leaf: leaf, self.template)
         nnx.replace_by_pure_dict(state, merged(self.frozen, tree))
         return nnx.merge(self.graphdef, state)
 
     def next_state(self, state: Parameters, sums: Any, emitted: Parameters) -> Parameters:
-        """The state after a step, each array by its own rule.
+        """Returns the model's state after a step; each array is updated by its own rule.
 
         Args:
-            sums: of ``Decoder.run``, complete over the batch.
-            emitted: cotangents by the state, as ``Gradients.state``.
+            sums: ``sums`` of ``Decoder.run``, combined over the whole batch.
+            emitted: cotangents of the state, from ``Gradients.state``.
         """
         template = nnx.to_flat_state(nnx.filter_state(self.template, ModelState))
         after = {}
@@ -126,20 +126,20 @@ class ModelDefinition:
 
     @property
     def shapes(self) -> Parameters:
-        """``jax.ShapeDtypeStruct`` of every parameter."""
+        """``jax.ShapeDtypeStruct`` of every trained parameter."""
         return without(self._of(nnx.Param, lambda variable: variable.get_value()), self.frozen)
 
     @property
     def dims(self) -> Parameters:
-        """Logical dims of every parameter, in the structure of ``shapes``."""
+        """Logical dims of every trained parameter, in the structure of ``shapes``."""
         return without(
             self._of(nnx.Param, lambda variable: DimsLeaf(variable.get_metadata()["axes"])),
             self.frozen,
         )
 
     def as_read(self, parameters: Parameters) -> Parameters:
-        """Parameters in the dtypes that layers round them to before anything else, and hand their
-        gradients on in; as they are where a layer reads more of them.
+        """Casts parameters to the dtype in which layers read them, where they read no other bits;
+        the gradients then have this dtype too.
         """
 
         def dtype(variable: nnx.Variable) -> jnp.dtype:
@@ -150,17 +150,17 @@ class ModelDefinition:
 
     @property
     def state_shapes(self) -> Parameters:
-        """``jax.ShapeDtypeStruct`` of every array of the state."""
+        """``jax.ShapeDtypeStruct`` of every array of the model's state."""
         return self._of(ModelState, lambda variable: variable.get_value())
 
     @property
     def state_dims(self) -> Parameters:
-        """Logical dims of the state, in the structure of ``state_shapes``."""
+        """Logical dims of the model's state, in the structure of ``state_shapes``."""
         return self._of(ModelState, lambda variable: DimsLeaf(variable.get_metadata()["axes"]))
 
     @property
     def arrays(self) -> Parameters:
-        """``jax.ShapeDtypeStruct`` of what the model's files hold: parameters and state."""
+        """``jax.ShapeDtypeStruct`` of parameters and state: all that the model's files hold."""
         return merged(self.shapes, self.state_shapes)
 
     def _of(self, kind: type[nnx.Variable], read: Callable[[nnx.Variable], Any]) -> Parameters:
@@ -168,7 +168,7 @@ class ModelDefinition:
         return nest({path: read(variable) for path, variable in variables})
 
     def table(self) -> tuple[ParameterInfo, ...]:
-        """Every array of the model: parameters, frozen ones too, and state."""
+        """Describes every array of the model: trained parameters, frozen parameters and state."""
         rows = []
         frozen = set(by_path(self.frozen, is_leaf=is_weight))
         for parts, variable in nnx.to_flat_state(self.template):
@@ -194,19 +194,19 @@ class ModelDefinition:
 
     @property
     def num_parameters(self) -> int:
-        """Elements over all parameters, the frozen ones too."""
+        """Number of elements of all parameters, frozen ones included."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.template))
 
     @property
     def num_frozen(self) -> int:
-        """Elements over those that are frozen."""
+        """Number of elements of the frozen parameters."""
         leaves = jax.tree.leaves(self.frozen, is_leaf=is_weight)
         return sum(math.prod(leaf.shape) for leaf in leaves)
 
 
 @dataclasses.dataclass(frozen=True)
 class DimsLeaf:
-    """Logical dims of one parameter, wrapped so that a tree of them has no tuples to descend."""
+    """Logical dims of one parameter as a leaf, since JAX would descend into a plain tuple."""
 
     dims: Dims
 
@@ -214,7 +214,7 @@ class DimsLeaf:
 def define_model(
     config: ModelConfig, execution: Execution, *, lora: LoraConfig | None = None
 ) -> ModelDefinition:
-    """Traces the constructor abstractly: no parameter is allocated.
+    """Defines the model of a config by tracing its constructor; no parameter is allocated.
 
     Args:
         lora: adapters to put beside projections; nothing is frozen yet.
@@ -246,7 +246,7 @@ def _build(
 
 
 def by_path(tree: Parameters, *, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
-    """Leaves of nested parameters by path, such as ``blocks/0/mlp/up/weight``.
+    """Flattens nested parameters to a dict by path, such as ``blocks/0/mlp/up/weight``.
 
     Args:
         is_leaf: ``is_weight`` for quantized weights as a whole, not their parts.
@@ -258,12 +258,12 @@ def by_path(tree: Parameters, *, is_leaf: Callable[[Any], bool] | None = None) -
 
 
 def is_weight(leaf: Any) -> bool:
-    """Whether this is a quantized weight, in the place of an array."""
+    """Tells whether a leaf is a quantized weight, which is several arrays."""
     return isinstance(leaf, QuantizedWeight)
 
 
 def nest(leaves: Mapping[tuple[Any, ...], Any]) -> Parameters:
-    """A nested dict from leaves by their keys."""
+    """Builds a nested dict from a flat dict whose keys are paths."""
     result: Parameters = {}
     for (*parents, last), leaf in leaves.items():
         node = result
@@ -280,7 +280,7 @@ def _at(tree: Parameters, path: tuple[Any, ...]) -> Any:
 
 
 def merged(first: Parameters, second: Parameters) -> Parameters:
-    """All parameters of two nested dicts that share none."""
+    """Merges two nested dicts of parameters that have no parameter in common."""
     result = dict(first)
     for name, value in second.items():
         result[name] = merged(result[name], value) if name in result else value
@@ -288,7 +288,7 @@ def merged(first: Parameters, second: Parameters) -> Parameters:
 
 
 def only(tree: Parameters, others: Parameters) -> Parameters:
-    """Returns the part of a nested dict that ``others`` has too."""
+    """Returns the parameters of ``tree`` whose paths ``others`` has too."""
     result = {}
     for name, value in tree.items():
         if name in others and isinstance(value, dict):
@@ -300,7 +300,7 @@ def only(tree: Parameters, others: Parameters) -> Parameters:
 
 
 def without(parameters: Parameters, others: Parameters) -> Parameters:
-    """The parameters that are not among ``others``."""
+    """Returns the parameters whose paths are not in ``others``."""
     result = {}
     for name, value in parameters.items():
         if name not in others:

@@ -17,7 +17,7 @@ def dropout(
     part of a batch, or a sequence in another order, is treated as within the whole.
 
     Args:
-        place: knows which rows these are, and which places their tokens have.
+        place: gives the rows' indices in the batch, and their tokens' positions.
     """
     if key is None or rate == 0.0:
         return x_BT

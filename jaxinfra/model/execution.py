@@ -1,4 +1,4 @@
-"""``Execution``: how a decoder runs, as opposed to what it is, as one value for all layers.
+"""``Execution`` says how a decoder runs (formats, kernels, placement), as one value for all layers.
 
 ``jaxinfra.parallel.execution.execution_on`` builds it, for one device and for meshes.
 """
@@ -23,7 +23,7 @@ from jaxinfra.ops.multiply import Multiply
 
 
 class Attend(Protocol):
-    """Self-attention over packed documents; ``jaxinfra.ops.attention.attention`` is one form."""
+    """A function that computes self-attention, such as ``jaxinfra.ops.attention.attention``."""
 
     def __call__(
         self,
@@ -38,15 +38,13 @@ class Attend(Protocol):
         """Returns [B, T, N, H] in q's dtype.
 
         Args:
-            sinks_N: a score of each head that joins its softmax and has no value.
+            sinks_N: one score per head (attention sink) that joins its softmax without a value.
         """
         ...
 
 
 class AttendLatents(Protocol):
-    """Self-attention to keys and values that are rebuilt from latents, where a device has a part of
-    the sequence only.
-    """
+    """A function that computes latent (MLA) self-attention where several devices share a sequence."""
 
     def __call__(
         self,
@@ -70,7 +68,7 @@ class AttendLatents(Protocol):
 
 
 class Decode(Protocol):
-    """Attention over a cache; ``jaxinfra.ops.cached_attention.cached_attention`` is one."""
+    """A function that attends to a KV cache, such as ``jaxinfra.ops.cached_attention``'s."""
 
     def __call__(
         self,
@@ -88,7 +86,7 @@ class Decode(Protocol):
 
 
 class Lookup(Protocol):
-    """Reading rows of an embedding table; ``take_rows`` is one."""
+    """A function that reads rows of an embedding table, such as ``take_rows``."""
 
     def __call__(
         self, table_VD: jax.Array, ids_BT: jax.Array, *, rows_dim: str, policy: Policy
@@ -100,7 +98,7 @@ class Lookup(Protocol):
 def take_rows(
     table_VD: jax.Array, ids_BT: jax.Array, *, policy: Policy, rows_dim: str = VOCAB
 ) -> jax.Array:
-    """Rows by index, [B, T, D] in the compute dtype; ids outside the table yield NaN.
+    """Reads a table's rows by index, [B, T, D] in the compute dtype; NaN for ids outside it.
 
     Gathered in the param dtype, then cast, so that the gradient of repeated tokens is summed in the
     param dtype too.
@@ -110,7 +108,7 @@ def take_rows(
 
 
 class CrossEntropy(Protocol):
-    """The training loss from the last layer's normalized output."""
+    """A function that computes the training loss from the final norm's output."""
 
     def __call__(
         self,
@@ -124,7 +122,7 @@ class CrossEntropy(Protocol):
         label_smoothing: float,
         logit_soft_cap: float | None,
     ) -> CrossEntropySums:
-        """Sums over all tokens.
+        """Returns the loss and its statistics as sums over all tokens.
 
         Args:
             table_VD: rows of the vocabulary, as stored.
@@ -133,7 +131,7 @@ class CrossEntropy(Protocol):
 
 
 class ExpertExchange(Protocol):
-    """Tokens to their experts and back; ``within_device`` is one."""
+    """A function that sends tokens to routed experts and back, such as ``within_device``."""
 
     def __call__(
         self,
@@ -164,7 +162,7 @@ def within_device(
     config: ExpertsConfig,
     recipe: Recipe,
 ) -> tuple[jax.Array, None]:
-    """``ExpertExchange`` where all tokens and experts are on one device: nothing is sent."""
+    """Computes routed experts (``ExpertExchange``) on one device, where nothing is sent."""
     batch, length, width = x_BTD.shape
     y_ND, _ = apply_experts(
         x_BTD.reshape(-1, width),
@@ -182,29 +180,29 @@ class Place(Protocol):
 
     @property
     def batch_shards(self) -> int:
-        """Devices that rows of a batch are spread over; as many divide it."""
+        """Number of devices that the rows of a batch are sharded over; it divides their number."""
         ...
 
     def first_row(self, num_rows: int) -> jax.Array | int:
-        """Index of the first of these rows in the whole batch; above 0 where devices run apart."""
+        """Returns the index in the whole batch of this device's first row; 0 outside shard_map."""
         ...
 
     def places(self, num_tokens: int) -> jax.Array:
-        """int32 [T]: the position in the sequence of each token, in their order in memory."""
+        """Returns each token's position in the sequence, int32 [T], in the tokens' memory order."""
         ...
 
     def over_batch(self, x: jax.Array) -> jax.Array:
-        """x, summed over devices that run apart, each on its own rows of the batch."""
+        """Sums x over the devices that hold different rows of the batch inside shard_map."""
         ...
 
     def copies(self, dim: str | None, size: int) -> int:
-        """How many copies of each element a dim of this size has, one for each device that shards
-        it: above 1 where key/value heads are fewer than these devices.
+        """Counts the copies of each element of a dim, so that every device that shards it has one;
+        above 1 where there are fewer key/value heads than devices.
         """
         ...
 
     def __call__(self, x: jax.Array, dims: Dims) -> jax.Array:
-        """x, placed as a tensor of these dims."""
+        """Returns x, sharded as its logical dims require."""
         ...
 
 
@@ -240,7 +238,7 @@ class Anywhere:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Recomputation:
-    """Values that layers keep for their backward pass, and layers in one body of their loop."""
+    """Settings of recomputation: values kept for the backward pass, and layers per loop body."""
 
     remat: Remat = Remat.NONE
     kept: tuple[KeptValues, ...] = ()  # of remat=chosen
@@ -249,7 +247,7 @@ class Recomputation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
-    """Operations beside products, each in its form for one device or for a mesh."""
+    """Implementations of attention, lookup, loss and expert exchange, for a device or a mesh."""
 
     attend: Attend
     attend_latents: AttendLatents | None  # None: devices hold whole sequences, ``attend`` does
@@ -261,14 +259,14 @@ class Kernels:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeForm:
-    """How a decoder serves: with a cache, its layers follow one another without a loop."""
+    """Settings of a decoder that serves: with a cache, its layers are unrolled."""
 
     packed: bool  # projections of one input are one weight; without tensor parallelism
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Execution:
-    """How layers compute: number formats, recomputation, products, kernels and placement.
+    """Settings by which layers compute: dtypes, recomputation, products, kernels, placement.
 
     Layers call ``place(x, dims)`` on activations whose placement matters; on one device it is the
     identity, on a mesh ``jaxinfra.parallel`` supplies it.

@@ -32,8 +32,8 @@ class Experts(nnx.Module):
     ``overflowed`` those that a bounded exchange between devices had no room for.
 
     Args:
-        std: standard deviation of the initial weights, other than the down projections'.
-        out_std: that of the down projections, which write to the residual stream.
+        std: standard deviation of the initial weights, except of the down projections.
+        out_std: standard deviation of the down projections, which write the residual stream.
     """
 
     abilities = Abilities()
@@ -125,7 +125,7 @@ class Experts(nnx.Module):
         )
 
     def __call__(self, x_BTD: Float[Array, "B T D"], given: Pass) -> LayerOutput:
-        """[B, T, D] to [B, T, D] in the compute dtype. Tokens of padding choose no expert."""
+        """Computes the experts' output [B, T, D], compute dtype; padding chooses no expert."""
         policy, place = self.execution.policy, self.execution.place
         counts_BT = _counted(x_BTD, given)
         with jax.named_scope("routing"):

@@ -1,4 +1,4 @@
-"""Floating-point operations of a decoder, a multiply and an add counted as two.
+"""FLOPs of a decoder's passes, where a multiply and an add count as two.
 
 2 FLOPs for each token and parameter that it is multiplied with (Kaplan et al. 2020, table 1), and
 attention by the query-key pairs that are seen: T (T + 1) / 2 of a causal sequence. Recomputation
@@ -12,18 +12,18 @@ from jaxinfra.model.definition import ModelDefinition, ParameterInfo
 
 
 def matmul_parameters(table: Iterable[ParameterInfo], *, frozen: bool = False) -> int:
-    """Elements that a token is multiplied with: no lookups, norms, biases or experts it passes by.
+    """Counts the weight elements that each token is multiplied with: active experts, no lookups.
 
     Args:
-        table: of ``ModelDefinition``.
-        frozen: count those only that are not trained.
+        table: ``ModelDefinition.table``.
+        frozen: whether to count only the weights that are not trained.
     """
     counted = (each for each in table if each.matmul and not (frozen and each.trained))
     return round(sum(each.size * each.active for each in counted))
 
 
 def visible_pairs(length: int, *, window: int | None = None, start: int = 0) -> int:
-    """Query-key pairs of ``length`` queries at positions start.., each seeing itself and before.
+    """Counts the query-key pairs of ``length`` causal queries from position ``start`` on.
 
     Args:
         window: most keys a query sees, itself among them.
@@ -37,7 +37,7 @@ def visible_pairs(length: int, *, window: int | None = None, start: int = 0) -> 
 
 
 def attention_flops(mixer: MixerConfig, length: int, *, start: int = 0) -> float:
-    """Forward FLOPs of q k^T and p v of one sequence and layer: 2 pairs (score + value width)."""
+    """Counts attention's forward FLOPs per sequence and layer: 2 pairs (score + value width)."""
     pairs = visible_pairs(length, window=mixer.window, start=start)
     return 2.0 * pairs * (mixer.score_width + mixer.value_width)
 
@@ -45,7 +45,7 @@ def attention_flops(mixer: MixerConfig, length: int, *, start: int = 0) -> float
 def forward_flops(
     config: ModelConfig, parameters: int, length: int, *, batch: int = 1, start: int = 0
 ) -> float:
-    """One forward pass over ``batch`` sequences of ``length`` new tokens after ``start`` cached.
+    """Counts FLOPs of a forward pass: ``length`` new tokens after ``start`` cached, per sequence.
 
     Args:
         parameters: ``matmul_parameters`` of the model's table.
@@ -60,24 +60,24 @@ def forward_flops(
 def training_flops(
     config: ModelConfig, parameters: int, length: int, *, batch: int = 1, frozen: int = 0
 ) -> float:
-    """Forward and backward: three times the forward, less the weight gradients of what is frozen.
+    """Counts FLOPs of forward and backward: 3 times the forward, less frozen weights' gradients.
 
     Args:
-        parameters, frozen: ``matmul_parameters`` of the model's table, and those not trained.
+        parameters, frozen: ``matmul_parameters`` of all weights, and of the frozen ones.
     """
     whole = 3.0 * forward_flops(config, parameters, length, batch=batch)
     return whole - 2.0 * frozen * batch * length
 
 
 def training_flops_per_token(model: ModelDefinition, length: int) -> float:
-    """``training_flops`` of an average token of such a sequence: what MFU is measured by."""
+    """Returns the training FLOPs per token of a sequence of this length, the basis of MFU."""
     table = model.table()
     parameters, frozen = matmul_parameters(table), matmul_parameters(table, frozen=True)
     return training_flops(model.config, parameters, length, frozen=frozen) / length
 
 
 def decode_flops(config: ModelConfig, parameters: int, context: int, *, batch: int = 1) -> float:
-    """One new token a sequence after ``context`` cached ones.
+    """Counts FLOPs of a decode step: one new token per sequence after ``context`` cached ones.
 
     Latent attention scores the cached latents themselves, its projections absorbed into queries and
     outputs (arXiv 2405.04434, section 2.1.2): fewer bytes for more FLOPs.
@@ -96,7 +96,7 @@ def decode_flops(config: ModelConfig, parameters: int, context: int, *, batch: i
 def palm_flops_per_token(
     config: ModelConfig, *, num_parameters: int, sequence_length: int
 ) -> float:
-    """``6 N + 12 L H Q T``, PaLM's own accounting (arXiv 2204.02311, appendix B), to compare with.
+    """Returns PaLM's FLOPs per token, ``6 N + 12 L H Q T`` (arXiv 2204.02311, appendix B).
 
     All parameters count, and every query is taken to see every key: at most twice the attention of
     ``training_flops_per_token``.

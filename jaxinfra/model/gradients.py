@@ -1,4 +1,4 @@
-"""Gradients of a batch, and how those of its parts are combined."""
+"""Gradients of a batch, and their accumulation over micro-batches."""
 
 import dataclasses
 from typing import Any
@@ -13,7 +13,7 @@ from jaxinfra.model.passes import Sums, combined
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Gradients:
-    """Loss, gradients and sums of a batch, or of a part of it: the part's share."""
+    """Loss, gradients and sums of a batch, or the contribution of one micro-batch to them."""
 
     loss: jax.Array  # fp32 []: mean nll in nats per counted token, or mean loss of pairs
     gradients: Parameters  # of the objective times the loss scale, in the parameters' dtypes
@@ -24,7 +24,7 @@ class Gradients:
 
 
 def added(first: Gradients, second: Gradients) -> Gradients:
-    """Gradients of two parts of a batch together."""
+    """Adds the gradients, losses and sums of two parts of a batch."""
     return Gradients(
         loss=first.loss + second.loss,
         gradients=jax.tree.map(jnp.add, first.gradients, second.gradients),
@@ -35,10 +35,10 @@ def added(first: Gradients, second: Gradients) -> Gradients:
 
 
 def nothing_added(shapes: Gradients) -> Gradients:
-    """Gradients of no tokens, to which the first part of a batch is added.
+    """Returns zero gradients, to which those of the first micro-batch are added.
 
     Args:
-        shapes: of a part.
+        shapes: shapes of one micro-batch's gradients.
     """
     return Gradients(
         loss=_zeros(shapes.loss),
@@ -50,7 +50,7 @@ def nothing_added(shapes: Gradients) -> Gradients:
 
 
 def nothing_summed(shapes: Any) -> Any:
-    """Sums of no tokens, with which the first part's tree of ``Sums`` is combined."""
+    """Returns empty ``Sums``, with which those of the first micro-batch are combined."""
 
     def empty(sums: Sums) -> Sums:
         return Sums(
@@ -61,7 +61,7 @@ def nothing_summed(shapes: Any) -> Any:
 
 
 def nothing_emitted(shapes: Parameters) -> Parameters:
-    """Least values, with which the first part's cotangents by state are combined."""
+    """Returns the least values, with which a maximum of the state's cotangents begins."""
     return _least(shapes)
 
 

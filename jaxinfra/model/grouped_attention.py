@@ -22,7 +22,7 @@ from jaxinfra.ops.deferred import Deferred
 
 
 class GroupedAttention(nnx.Module):
-    """softmax(q k^T / sqrt(H)) v (Vaswani et al. 2017), N/K query heads to a key/value head.
+    """Attention softmax(q k^T / sqrt(H)) v, with N/K query heads per key/value head.
 
     Args:
         out_std: standard deviation of the output projection's initial weights.
@@ -86,7 +86,7 @@ class GroupedAttention(nnx.Module):
 
     @property
     def abilities(self) -> Abilities:
-        """A packed layer fuses norm and sum with its products, where kernels multiply."""
+        """Steps of a block that this layer does itself; if packed, it fuses norm and sum."""
         fuses = self.packed is not None and self.execution.multiply.few_rows
         return Abilities(fuses=fuses, quantizes=True)
 
@@ -95,7 +95,7 @@ class GroupedAttention(nnx.Module):
         x_BTD: Float[Array, "B T D"] | Deferred,
         given: Pass,
     ) -> LayerOutput:
-        """Attends within x, or with a cache that holds tokens to these and x.
+        """Attends within x or, where ``given`` has a cache, to the cached tokens and x.
 
         Returns [B, T, D] in the compute dtype, and the cache with x's keys and values.
         """

@@ -29,7 +29,7 @@ _HEADS = (axes.BATCH, axes.SEQUENCE, axes.Q_HEADS, axes.HEAD)
 
 
 class LatentAttention(nnx.Module):
-    """softmax((q_nope k_nope^T + q_rot k_rot^T) scale) v, with k_nope and v rebuilt from latents.
+    """Attention softmax((q_nope k_nope^T + q_rot k_rot^T) scale) v; latents give k_nope and v.
 
     Args:
         out_std: standard deviation of the output projection's initial weights.
@@ -91,7 +91,7 @@ class LatentAttention(nnx.Module):
         )
 
     def __call__(self, x_BTD: Float[Array, "B T D"], given: Pass) -> LayerOutput:
-        """Attends within x, or with a cache that holds tokens to these and x.
+        """Attends within x or, where ``given`` has a cache, to the cached tokens and x.
 
         Returns [B, T, D] in the compute dtype, and the cache with x's latents and rotated keys.
         """

@@ -1,4 +1,4 @@
-"""Layers one after another, without a loop; their parameters are stacked along a first dim."""
+"""Unrolled layers, computed one after another; parameters are stacked along a first dim."""
 
 import dataclasses
 import functools
@@ -22,10 +22,10 @@ type Take = Callable[[jax.Array, int], Iterator[jax.Array]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayerOf:
-    """A layer that is cut out of its stack where it is read.
+    """One layer's array, which is sliced from the stack of all layers only where it is read.
 
-    Recomputation holds its inputs from the forward pass to the backward one: cut out before, a
-    layer's weights are held as a copy, of all layers one more fp32 model.
+    Recomputation keeps its inputs from the forward to the backward pass. Weights that were sliced
+    earlier would be kept as copies: for all layers, one more fp32 model.
     """
 
     index: jax.Array
@@ -33,12 +33,12 @@ class LayerOf:
     layer: jax.Array  # the layer as ``Take`` has it; takes the gradient and is not read
 
     def read(self) -> jax.Array:
-        """The layer."""
+        """Slices the layer's array from the stack."""
         return _read(self.index, self.stack, self.layer)
 
 
 def opened(step: Step) -> Step:
-    """The step of a layer whose arrays may be ``LayerOf`` a stack."""
+    """Wraps a layer's step so that it slices arrays given as ``LayerOf`` from their stacks."""
 
     def read(x: Any) -> Any:
         return x.read() if isinstance(x, LayerOf) else x
@@ -52,18 +52,14 @@ def opened(step: Step) -> Step:
 
 
 def take_in_place(stack: jax.Array, count: int) -> Iterator[jax.Array]:
-    """Layers whose gradients are written one by one into one array, which exists from the first
-    on.
-    """
+    """Yields a stack's layers; their gradients are written one by one into one stacked array."""
     for i in range(count):
         layer, stack = _take(i, stack)
         yield layer
 
 
 def take_apart(stack: jax.Array, count: int) -> Iterator[jax.Array]:
-    """Layers whose gradients are put together at the end, in every operation that reads them, as of
-    a scan that is unrolled: until then memory holds those of the layers that are done.
-    """
+    """Yields a stack's layers; their gradients stay separate arrays and are stacked at the end."""
     yield from _apart(count, stack)
 
 
@@ -76,17 +72,16 @@ def one_by_one[Carry](
     in_order: bool = False,
     behind: Any = None,
 ) -> tuple[Carry, Any, Any]:
-    """``jax.lax.scan(step, carry, layers)`` without a loop, where each layer has its step; and
-    ``behind``.
+    """Computes ``jax.lax.scan`` unrolled, with a step per layer; also returns ``behind``.
 
     Args:
-        steps: of each layer, ``opened``; equal ones are traced once.
-        layers: arrays [count, ...].
+        steps: each layer's step, from ``opened``; equal steps are traced once.
+        layers: tree of the layers' stacked arrays [count, ...].
         in_order: a layer's backward pass waits for the gradients of the layer that is ``_LAG`` + 1
             before it in that pass, and for their sums over devices. Without it the scheduler puts
             products for gradients off until the end, to have something to compute beside every sum;
             what they read is held until then.
-        behind: arrays of what follows the layers, whose gradients come in this order, too.
+        behind: parameters used after the layers; ``in_order`` orders their gradients too.
     """
     count = len(steps)
     traced = {step: jax.jit(step) for step in set(steps)}

@@ -1,6 +1,6 @@
-"""Low-rank adapters beside a projection: one that is trained (LoRA, DoRA), or one per row.
+"""Low-rank adapters of a projection: one that is trained (LoRA, DoRA), or one per batch row.
 
-Dims: R rank, L layers, S adapters, B row, and those of the projection.
+Dims: R rank, L layers, S adapters, B batch row, and the projection's dims.
 
 """
 
@@ -26,7 +26,7 @@ _RANK = "r"  # no letter of a projection
 
 
 class Adapter(nnx.Module):
-    """scale * (x A) B, the contribution of one projection's adapter; with DoRA also a magnitude.
+    """A projection's LoRA adapter, which adds scale * (x A) B; with DoRA also a magnitude.
 
     A's elements are uniform in +-1/sqrt(inputs), as the reference implementation draws them, B's
     are zero: before the first step nothing is added. Both are stored in the accum dtype, as what is
@@ -37,8 +37,8 @@ class Adapter(nnx.Module):
 
     Args:
         spec: of the projection, such as ``"BTD,DNH->BTNH"``.
-        weight: of the projection, with the layers in front where it is stacked.
-        dims: of its weight.
+        weight: the projection's weight, with a leading dim of layers where it is stacked.
+        dims: logical dims of the weight.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Adapter(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "B T *_"]) -> Float[Array, "B T *_"]:
-        """What the adapter adds to the projection of x, in the accum dtype."""
+        """Computes ``scale (x A) B``, which is added to the projection of x, in the accum dtype."""
         low = self.multiply(self.in_spec, x, self.a[...], recipe=self.recipe)
         return self.scale * self.multiply(
             self.out_spec, low, self.b[...], recipe=self.recipe, out=self.recipe.accum
@@ -107,10 +107,10 @@ class Adapter(nnx.Module):
         *,
         repeated: Callable[[jax.Array], jax.Array],
     ) -> Float[Array, "B T *_"]:
-        """The projection's output y of x, before its bias, with what the adapter does to it.
+        """Applies the adapter to y, the projection's output of x before the bias.
 
         Args:
-            weight: of the projection, a layer's.
+            weight: the projection's weight in this layer.
             repeated: gives outputs the copies of heads that y has.
         """
         y_accum = self.policy.to_accum(y) + repeated(self(x))
@@ -121,13 +121,13 @@ class Adapter(nnx.Module):
         return self.policy.to_compute(y_accum)
 
     def merged(self, weight: Float[Array, "..."]) -> Float[Array, "..."]:
-        """The weight with all that the adapter does to it, in the accum dtype."""
+        """Returns the weight with the adapter merged into it, in the accum dtype."""
         changed = self._changed(weight)
         gain = self._gain(changed)
         return changed if gain is None else changed * jnp.expand_dims(gain, self.inner_axes)
 
     def gain(self, weight: Float[Array, "..."] | QuantizedWeight) -> Float[Array, "..."] | None:
-        """DoRA's factor on each output, in the accum dtype; None: there is none.
+        """Returns DoRA's factor on each output, in the accum dtype; None without DoRA.
 
         The norm is a constant to autodiff, as the paper's section 4.3 suggests: it follows A and B
         and hands no gradient on to them. Where devices share a weight's inputs, each sums its own
@@ -136,7 +136,7 @@ class Adapter(nnx.Module):
         return None if self.magnitude is None else self._gain(self._changed(weight))
 
     def column_norms(self, weight: Float[Array, "..."] | QuantizedWeight) -> Float[Array, "..."]:
-        """The length of each output's weights over all inputs, in the accum dtype."""
+        """Computes the norm of each output's weights over all inputs, in the accum dtype."""
         squares = jnp.square(self._accurate(weight))
         return jnp.sqrt(jnp.sum(squares, axis=self.inner_axes))
 
@@ -158,7 +158,7 @@ class Adapter(nnx.Module):
 
 
 class ChosenAdapters(nnx.Variable):
-    """Which adapter each row of a batch has, int32 [L, B]; 0: none. A call sets it."""
+    """Number of the adapter of each batch row, int32 [L, B]; 0 means none. Set before each call."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,9 +172,10 @@ class AdapterFactors:
 
 
 class RowAdapters(nnx.Module):
-    """Row b's output gets ``scale (x A) B`` of its adapter, and DoRA's factor; others none.
+    """A bank of adapters on one projection, of which each batch row uses one or none.
 
-    A row without an adapter has the projection's own output, to the last bit.
+    A row's output gets its adapter's ``scale (x A) B`` and DoRA factor. The output of a row without
+    an adapter is unchanged to the last bit.
 
     Args:
         spec: of the projection, such as ``"BTD,DNH->BTNH"``.
@@ -203,10 +204,10 @@ class RowAdapters(nnx.Module):
         *,
         repeated: Callable[[jax.Array], jax.Array],
     ) -> Float[Array, "B T *_"]:
-        """The projection's output y of x, before its bias, with what each row's adapter does to it.
+        """Applies each row's adapter to y, the projection's output of x before the bias.
 
         Args:
-            weight: of the projection; its norms are in the factors of DoRA already.
+            weight: the projection's weight; DoRA's stored factors already contain its norms.
             repeated: gives outputs the copies of heads that y has.
         """
         del weight

@@ -23,7 +23,7 @@ from jaxinfra.ops.fp8_operands import Input
 
 
 class Mlp(nnx.Module):
-    """down(activation(up(x))), or gated: down(activation(gate(x)) * up(x)) (Shazeer 2020)."""
+    """Feed-forward layer: down(activation(up(x))), or gated: down(activation(gate(x)) * up(x))."""
 
     def __init__(
         self,
@@ -66,12 +66,12 @@ class Mlp(nnx.Module):
 
     @property
     def abilities(self) -> Abilities:
-        """A packed layer fuses norm and sum with its products, where kernels multiply."""
+        """Steps of a block that this layer does itself; if packed, it fuses norm and sum."""
         fuses = self.packed is not None and self.execution.multiply.few_rows
         return Abilities(fuses=fuses, quantizes=True)
 
     def __call__(self, x_BTD: Float[Array, "B T D"] | Deferred, given: Pass) -> LayerOutput:
-        """[B, T, D] to [B, T, D] in the compute dtype."""
+        """Computes the layer's output [B, T, D] in the compute dtype."""
         hidden_BTF = self._hidden(x_BTD)
         if not isinstance(hidden_BTF, Deferred | Input):
             hidden_BTF = self.execution.place(hidden_BTF, (axes.BATCH, axes.SEQUENCE, axes.MLP))

@@ -17,9 +17,9 @@ from jaxinfra.ops.gathered import GATHERED
 
 
 class Norm(nnx.Module):
-    """(x - mean) / sqrt(variance + epsilon) * (scale + offset) + bias, in the accum dtype.
+    """Normalization (x - mean) / sqrt(variance + epsilon) * (scale + offset) + bias over a width.
 
-    RMSNorm keeps the mean (mean = 0) and divides by the root of the mean square.
+    RMSNorm has mean = 0 and divides by the root of the mean square. Computed in the accum dtype.
     """
 
     def __init__(self, config: NormConfig, *, width: int, dims: Dims, execution: Execution):
@@ -33,7 +33,7 @@ class Norm(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(width, param), axes=dims) if config.bias else None
 
     def deferred(self, x: Float[Array, "*rows width"]) -> Deferred | None:
-        """Returns rows for a product that normalizes them itself; None where no product can."""
+        """Returns rows that the next product normalizes itself; None where no kernel can."""
         config = self.config
         if config.function is not None or config.kind is not NormKind.RMS or config.bias:
             return None
@@ -41,7 +41,7 @@ class Norm(nnx.Module):
         return Deferred(x=x, norm=norm)
 
     def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
-        """The rows normalized, in the compute dtype."""
+        """Normalizes each row of x; the result is in the compute dtype."""
         y = self.policy.to_accum(x)
         if self.config.function is not None:
             y = find_part(self.config.function)(y, self.config.epsilon)

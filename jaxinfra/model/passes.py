@@ -1,4 +1,4 @@
-"""``Pass`` goes through every layer beside x; ``LayerOutput`` comes out of it.
+"""``Pass``, the inputs of every layer besides x, and ``LayerOutput``, a layer's results.
 
 Dims: B batch, T position.
 """
@@ -17,7 +17,7 @@ from jaxinfra.model.rope import RopeTable
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Abilities:
-    """Work of a block that its layer can do itself."""
+    """Steps of a block (norm, residual sum, quantization) that its layer can do itself."""
 
     fuses: bool = False  # its first product normalizes x, its last one adds the residual
     quantizes: bool = False  # its projections quantize x where they multiply in 8 bits
@@ -29,7 +29,7 @@ class Pass:
     """Inputs of a layer besides its parameters and x.
 
     Examples:
-        Where each token stands in its document, of 2 rows of 3 tokens:
+        The positions of 2 rows of 3 tokens in their documents:
 
         >>> positions = jnp.broadcast_to(jnp.arange(3, dtype=jnp.int32), (2, 3))
         >>> given = jaxinfra.Pass(positions_BT=positions)
@@ -47,11 +47,10 @@ class Pass:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sums:
-    """Values that layers hand out beside x, by name; complete once combined over a whole batch.
+    """Named losses and statistics that layers return beside x, to be combined over the batch.
 
-    Over micro-batches and over devices that run apart, ``losses`` and ``added`` add up and of
-    ``largest`` the maximum is kept. Layers that emit nothing leave all three empty, and nothing is
-    computed for them.
+    ``losses`` and ``added`` are summed over micro-batches and devices, ``largest`` takes the
+    maximum. Layers that emit nothing leave all three empty, and nothing is computed for them.
     """
 
     losses: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
@@ -61,7 +60,7 @@ class Sums:
 
 
 def joined(first: Sums, second: Sums) -> Sums:
-    """Sums of two layers of a block together; a name that both use is an error of the layers."""
+    """Merges the ``Sums`` of two layers of a block, which must not use a name twice."""
 
     def union(name: str) -> dict[str, jax.Array]:
         a, b = getattr(first, name), getattr(second, name)
@@ -72,7 +71,7 @@ def joined(first: Sums, second: Sums) -> Sums:
 
 
 def combined(first: Any, second: Any) -> Any:
-    """Trees of ``Sums`` of two parts of a batch as those of both."""
+    """Combines the trees of ``Sums`` of two parts of a batch."""
 
     def both(a: Sums, b: Sums) -> Sums:
         return Sums(
@@ -85,7 +84,7 @@ def combined(first: Any, second: Any) -> Any:
 
 
 def over_devices(sums: Any, axes: tuple[str, ...]) -> Any:
-    """A tree of ``Sums`` of devices that run apart over these mesh axes as that of all of them."""
+    """Combines a tree of ``Sums`` over the devices of these mesh axes, inside ``shard_map``."""
 
     def total(one: Sums) -> Sums:
         return Sums(
@@ -102,8 +101,8 @@ def over_devices(sums: Any, axes: tuple[str, ...]) -> Any:
 class LayerOutput:
     """Output of a layer, of a block, or of all layers of a model.
 
-    ``sums`` of all layers is a tuple with an entry for each distinct block, whose arrays have its
-    repetitions in front.
+    For all layers of a model, ``sums`` is a tuple with one entry per distinct block, whose arrays
+    have the block's repetitions as first dim.
 
     Examples:
         >>> jaxinfra.LayerOutput(x=jnp.zeros((2, 3, 8))).x.shape
@@ -117,7 +116,7 @@ class LayerOutput:
 
 
 def labelled(x: jax.Array, label: str) -> jax.Array:
-    """x under a name of its own, which ``remat=chosen`` may keep; "" is none."""
+    """Names x for recomputation, so that ``remat=chosen`` may keep it; "" leaves x unnamed."""
     return checkpoint_name(x, label) if label else x
 
 

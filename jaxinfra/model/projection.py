@@ -25,23 +25,23 @@ QUANTIZATION = "quantization"
 
 
 class Projection(nnx.Module):
-    """y = einsum(spec, x, weight) + bias, and what an adapter adds, where it has been given one.
+    """Linear map y = einsum(spec, x, weight) + bias, plus the output of an adapter if it has one.
 
-    In the place of the weight's array there may be a ``QuantizedWeight``.
+    The weight is an array or a ``QuantizedWeight``.
 
     Args:
         spec: einsum of x and weight, such as ``"BTD,DNH->BTNH"``.
-        shape: of the weight.
+        shape: shape of the weight.
         dims: logical dims of the weight.
         bias_rank: trailing dims of the weight that the bias spans; 0 for none.
         std: standard deviation of the normal distribution that the weight is sampled from.
-        name: of the output, for recomputation policies.
-        site: whose recipe it multiplies by.
-        whole: of a weight that no device of the tensor axis has a part of. Left to the compiler,
-            such a weight may be permuted among the devices of a pipeline's stage, which then waits
-            for all other stages; so it is brought together before its product.
-        repeated: a dim of weight and result whose elements are too few for the devices that shard
-            it: each then computes with its own copy of one, and their gradients are summed.
+        name: name of the output, for recomputation policies.
+        site: kind of matmul, which has its recipe in the policy.
+        whole: whether no tensor axis shards the weight. Left to the compiler, such a weight may be
+            permuted among the devices of a pipeline's stage, which then waits
+            for all other stages; so the weight is gathered before its product.
+        repeated: a dim of weight and result with fewer elements than devices that shard it; each
+            device then computes with a copy of one, and the copies' gradients are summed.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Projection(nnx.Module):
 
     @property
     def merged_weight(self) -> Float[Array, "..."]:
-        """The weight with what an adapter adds to it, for layers that multiply with parts of it."""
+        """Returns the weight with its adapter merged, for layers that multiply with parts of it."""
         weight = as_array(self._used, self.policy.compute)
         return weight if self.adapter is None else self.adapter.merged(weight)
 
@@ -109,7 +109,7 @@ class Projection(nnx.Module):
         return self.place(weight, (None,) * weight.ndim)
 
     def prepared(self, x: Float[Array, "B T *_"]) -> Float[Array, "B T *_"] | Input:
-        """x for this projection and others that multiply with it alike: quantized once."""
+        """Quantizes x once for all projections that read it; returns it unchanged without fp8."""
         _, weight_dims, out_dims = self.spec.replace("->", ",").split(",")
         each = zip(weight_dims, self._multiplied_dims, strict=True)
         contracted = tuple(dim for letter, dim in each if letter not in out_dims)
@@ -117,7 +117,7 @@ class Projection(nnx.Module):
 
     @property
     def factor(self) -> Factor | None:
-        """Weight of a product in 8 bits; None if an adapter or a bias follows, or elsewhere."""
+        """Returns weight and recipe of an 8-bit product; None with an adapter, a bias or no fp8."""
         weight = self._multiplied
         is_alone = self.recipe.fp8 is not None and self.adapter is None and self.bias is None
         if not is_alone or not is_plain(weight):
@@ -161,10 +161,10 @@ class Projection(nnx.Module):
         *,
         residual: Float[Array, "B T *_"] | None = None,
     ) -> Float[Array, "B T *_"]:
-        """Applies the map; result in the compute dtype.
+        """Applies the linear map to x; the result is in the compute dtype.
 
         Args:
-            residual: what the result is added to.
+            residual: array that the result is added to.
         """
         is_fused = isinstance(x, Deferred) or residual is not None
         if is_fused and (self.adapter is not None or self.bias is not None):

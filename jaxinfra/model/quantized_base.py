@@ -1,4 +1,4 @@
-"""Frozen projections quantized, with adapters beside them (Dettmers et al. 2023, QLoRA)."""
+"""Quantized frozen projections, with trained adapters (Dettmers et al. 2023, QLoRA)."""
 
 import dataclasses
 import math
@@ -27,7 +27,7 @@ _FORMATS = {
 
 
 def quantized_weight(weight: jax.Array, base: BaseWeights, *, num_inputs: int) -> QuantizedWeight:
-    """A projection's stacked weight [layers, *inputs, *outputs] as ``base`` keeps it."""
+    """Quantizes a projection's weight [layers, *inputs, *outputs] to the format ``base``."""
     rounded = rounded_weight(weight, base, num_inputs=num_inputs)
     if not rounds_scales(base):
         return rounded
@@ -35,17 +35,17 @@ def quantized_weight(weight: jax.Array, base: BaseWeights, *, num_inputs: int) -
 
 
 def rounded_weight(weight: jax.Array, base: BaseWeights, *, num_inputs: int) -> QuantizedWeight:
-    """``quantized_weight`` with scales in fp32."""
+    """Quantizes a projection's weight to the format ``base``, but leaves scales in fp32."""
     return round_weight(weight, _FORMATS[base], num_inputs=num_inputs, num_leading=1)
 
 
 def rounds_scales(base: BaseWeights) -> bool:
-    """Whether ``base`` keeps scales in 8 bits."""
+    """Tells whether the format ``base`` stores scales in 8 bits."""
     return base is BaseWeights.NF4_DOUBLE
 
 
 def base_shapes(definition: ModelDefinition, base: BaseWeights) -> Parameters:
-    """Shapes of a model's parameters with projections as ``base`` keeps them.
+    """Returns shapes of a model's parameters, with projections in the format ``base``.
 
     Embeddings, norms, biases, routers and routed experts stay as they are.
 

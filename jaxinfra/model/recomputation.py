@@ -1,4 +1,4 @@
-"""Recomputation: a layer keeps values by their names, and computes all else again."""
+"""Recomputation: a layer keeps named values for its backward pass and recomputes all others."""
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -34,19 +34,19 @@ _SAVED_NAMES = {
 
 
 def kept_by(remat: Remat) -> tuple[str, ...] | None:
-    """The names of a policy that is not chosen by a budget; None: all values are kept."""
+    """Returns the names of the values that a fixed remat policy keeps; None: all values."""
     return None if remat is Remat.NONE else _SAVED_NAMES[remat]
 
 
 def rematerialized(
     repetition: Callable[..., Any], names: Sequence[str] | None, *, in_loop: bool
 ) -> Callable[..., Any]:
-    """A repetition of a block pattern that keeps its inputs and values of these names.
+    """Wraps a repetition of a block pattern to keep only its inputs and values of these names.
 
     Args:
-        names: None: it keeps everything.
-        in_loop: it is the body of a loop. CSE cannot undo recomputation there; forbidding it
-            would only cost fusions.
+        names: names of values to keep; None keeps everything.
+        in_loop: whether it is the body of a loop. CSE cannot undo recomputation there;
+            forbidding CSE would only cost fusions.
     """
     if names is None:
         return repetition
@@ -61,10 +61,10 @@ def rematerialized(
 
 
 def check_kept(config: ModelConfig, execution: Execution, labels: Iterable[str]) -> None:
-    """Raises ConfigError where the values that are kept do not fit the model's layers.
+    """Raises ConfigError where ``kept`` names values or layers that the model does not have.
 
     Args:
-        labels: of values that have a name of their own in a block.
+        labels: names of values in the model's blocks.
     """
     how = execution.recomputation
     if how.remat is not Remat.CHOSEN:
@@ -94,7 +94,7 @@ def check_kept(config: ModelConfig, execution: Execution, labels: Iterable[str])
 
 
 def repeats_in_body(stack: Stack, unroll: int) -> int:
-    """Repetitions of a stack's pattern in one body of its loop; all of them: no loop."""
+    """Returns how many repetitions of a stack's pattern one loop body has; all means no loop."""
     return min(max(1, unroll // len(stack.pattern)), stack.repeats)
 
 
@@ -106,11 +106,11 @@ def steps_of_stack(
     *,
     in_loop: bool,
 ) -> list[Callable[..., Any]]:
-    """Returns the step of each layer of a stack: the same object for those that are alike.
+    """Returns the step function of each repetition of a stack; equal repetitions share one.
 
     Args:
-        repetitions: what each computes, the same object for those that compute the same.
-        first_block: of the stack, among the blocks of all patterns.
+        repetitions: function of each repetition; equal repetitions share one object.
+        first_block: index of the stack's first block among the blocks of all patterns.
     """
     kept: Sequence[tuple[str, ...] | None]
     how = execution.recomputation
@@ -129,11 +129,11 @@ def steps_of_stack(
 def kept_in_stack(
     kept: Sequence[KeptValues], config: ModelConfig, *, first_block: int
 ) -> list[tuple[str, ...]]:
-    """Names of each repetition of a stack.
+    """Returns the names of the values that each repetition of a stack keeps.
 
     Args:
-        kept: of all stacks, one after another.
-        first_block: of the stack, among the blocks of all patterns.
+        kept: names for the repetitions of all stacks, one stack after another.
+        first_block: index of the stack's first block among the blocks of all patterns.
     """
     each = [run.names for run in kept for _ in range(run.layers)]
     first = block = 0
@@ -145,7 +145,7 @@ def kept_in_stack(
 
 
 def as_kept(each: Sequence[tuple[str, ...]]) -> tuple[KeptValues, ...]:
-    """Names of repetitions as runs of equal ones."""
+    """Groups the names that each repetition keeps into runs of equal names."""
     runs: list[KeptValues] = []
     for names in each:
         if runs and runs[-1].names == names:

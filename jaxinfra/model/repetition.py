@@ -34,7 +34,7 @@ def in_eight_bits(config: ModelConfig, policy: Policy, places: slice) -> list[In
     """Returns, for each repetition of a stack, which of its blocks multiply in 8 bits.
 
     Args:
-        places: of the stack's pattern among the blocks.
+        places: indices of the pattern's blocks among the model's blocks.
     """
     count = config.num_layers
     found = {at: policy.in_eight_bits(i, count) for i, at in enumerate(config.layer_places)}
@@ -72,8 +72,8 @@ def check_recipes(config: ModelConfig, execution: Execution) -> None:
 def out_of_eight_bits(block: Block) -> Block:
     """Returns a copy of a block whose projections and experts multiply in the policy's format.
 
-    The histories of what 8 bits hold stay among its arrays, unread: layers of a stack have the
-    same arrays.
+    The records of 8-bit operands stay among its arrays, unread, since all layers of a stack must
+    have equal arrays.
     """
     copy = nnx.merge(*nnx.split(block))
     for _, module in nnx.iter_modules(copy):
@@ -85,7 +85,7 @@ def out_of_eight_bits(block: Block) -> Block:
 def graphdefs_of(
     blocks: Sequence[Block], kind: InEightBits
 ) -> tuple[tuple[nnx.GraphDef[Block], ...], tuple[nnx.State, ...]]:
-    """The structure of each block of a repetition, and the parameters of all repetitions."""
+    """Splits blocks into their graph definitions and the parameters of all repetitions."""
     each = (
         block if is_quantized else out_of_eight_bits(block)
         for block, is_quantized in zip(blocks, kind, strict=True)
@@ -101,8 +101,9 @@ def repetition_of(
     ropes: Sequence[RopeTable | None],
     cache: KVCache | None,
 ) -> Callable[..., Any]:
-    """((x, cached arrays), (index, parameters, dropout keys)) -> ((x, cached arrays), sums),
-    without recomputation.
+    """Returns the scan step of one repetition of a block pattern, without recomputation.
+
+    It maps ((x, cached arrays), (index, parameters, dropout keys)) to ((x, cached arrays), sums).
 
     The cache is carried, not scanned over: the loop then works in the one buffer, where a scan
     would read the whole cache from one and write it to another.
@@ -139,11 +140,11 @@ def straight(
     ropes: tuple[RopeTable | None, ...],
     cache: KVCache,
 ) -> LayerOutput:
-    """A stack's repetitions one after another, each with its part of the parameters.
+    """Computes a stack's repetitions unrolled, each with its slice of the parameters.
 
     Args:
-        blocks, ropes, cache: of the pattern.
-        kinds: of each repetition.
+        blocks, ropes, cache: the pattern's blocks, their RoPE tables and their cache.
+        kinds: which blocks of each repetition multiply in 8 bits.
     """
     of_kind = {kind: graphdefs_of(blocks, kind) for kind in dict.fromkeys(kinds)}
     sums = []
@@ -173,11 +174,11 @@ def one_repetition(
     *,
     graphdefs: tuple[nnx.GraphDef[Block], ...],
 ) -> LayerOutput:
-    """One repetition by itself: traced and lowered once for all that are alike.
+    """Computes one repetition of a block pattern; equal repetitions are traced only once.
 
     Args:
-        parameters: of each block, without the dim of repetitions.
-        index: which repetition it is, int32.
+        parameters: each block's parameters, without the dim of repetitions.
+        index: number of the repetition in its stack, int32.
     """
     written, sums = [], []
     for graphdef, mine, rope, cached in zip(graphdefs, parameters, ropes, cache, strict=True):

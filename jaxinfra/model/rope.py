@@ -28,12 +28,12 @@ type RopeTable = tuple[Float[Array, "_ T R"], Float[Array, "_ T R"]]
 def rope_frequencies(
     config: RopeConfig, *, head_dim: int, long: bool = False
 ) -> tuple[np.ndarray, float]:
-    """Angle a position adds to each pair, float64 [R], and the factor on cos and sin.
+    """Computes RoPE's angle per position for each pair, float64 [R], and a factor on cos and sin.
 
     theta_i = theta^(-2i/d) (Su et al. 2021, equation 15), then the config's scaling.
 
     Args:
-        long: of a sequence beyond the original context; matters to LongRoPE only.
+        long: whether the sequence exceeds the original context (LongRoPE only).
     """
     rotary_dim = config.rotary_dim(head_dim)
     exponents = np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim
@@ -92,7 +92,7 @@ def rope_table(
     positions_BT: jax.Array,
     contexts_B: jax.Array | None = None,
 ) -> RopeTable:
-    """cos and sin for these positions, computed once and shared by all layers of that config.
+    """Computes RoPE's cos and sin at these positions, for all layers with this config.
 
     Args:
         contexts_B: tokens of each row, by which LongRoPE decides for the whole row; by default as

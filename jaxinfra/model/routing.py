@@ -1,7 +1,7 @@
-"""Which experts a token goes to, with what weights, and what training says about their loads.
+"""Routing: the choice of each token's experts and their weights, and losses that balance loads.
 
-All of it in fp32, and by elementwise operations over experts: on a mesh each device chooses for its
-own tokens.
+All is computed in fp32 by elementwise operations over experts, so on a mesh each device chooses
+for its own tokens.
 
 Dims: B batch, T position, E expert, G group of experts, S expert of a group, K choice.
 """
@@ -21,7 +21,7 @@ _LEAST_SUM = 1e-20  # scores of 0 are renormalized to 0
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertChoice:
-    """Experts of every token."""
+    """The chosen experts of every token and their weights."""
 
     expert_BTK: jax.Array  # int32, the best first; num_experts for none
     weight_BTK: jax.Array
@@ -36,11 +36,11 @@ def choose(
     correction_E: jax.Array | None,
     counts_BT: jax.Array,
 ) -> ExpertChoice:
-    """The ``top_k`` experts of each token that counts, the lower index where scores are equal.
+    """Chooses the ``top_k`` experts of each token that counts; on ties, the lower index.
 
     Args:
         correction_E: added to scores for the choice, and not for the weights.
-        counts_BT: bool; the others choose none.
+        counts_BT: bool, tokens that count; the others (padding) choose no expert.
     """
     routing = config.routing
     scores_BTE = _scores(logits_BTE, routing)
@@ -76,9 +76,7 @@ def choose(
 def within_capacity(
     choice: ExpertChoice, *, config: ExpertsConfig
 ) -> tuple[ExpertChoice, jax.Array]:
-    """The choices that an expert has room for, the first of each sequence, and the number of the
-    others.
-    """
+    """Drops choices beyond each expert's capacity, keeping a sequence's first; counts the dropped."""
     factor = config.balance.capacity_factor
     assert factor is not None
     length, num_experts = choice.is_chosen_BTE.shape[1:]
@@ -107,10 +105,10 @@ def balance_sums(
     counts_BT: jax.Array,
     over_batch,
 ) -> Sums:
-    """Losses that are asked for, as sums over tokens, and the tokens of each expert.
+    """Computes the configured balance losses as sums over tokens, and the tokens per expert.
 
     Args:
-        over_batch: sums an array over the devices whose rows of the batch are apart.
+        over_batch: sums an array over the devices that hold different rows of the batch.
     """
     balance, dtype = config.balance, logits_BTE.dtype
     counts_BT = counts_BT.astype(dtype)
@@ -136,14 +134,14 @@ def balance_sums(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EvenLoads:
-    """The rule of a correction bias: up by ``rate`` for an expert with fewer tokens than the mean
-    of its layer, down for one with more (arXiv 2408.15664, algorithm 1).
+    """Update rule of a router's correction bias: up by ``rate`` for experts with fewer tokens than
+    their layer's mean, down for experts with more (arXiv 2408.15664, algorithm 1).
     """
 
     rate: float
 
     def __call__(self, bias_E: jax.Array, sums: Sums, emitted: jax.Array) -> jax.Array:
-        """The bias after a step."""
+        """Returns the correction bias after a step."""
         del emitted
         tokens_E = sums.added["expert_tokens"]
         return bias_E + self.rate * jnp.sign(jnp.mean(tokens_E, keepdims=True) - tokens_E)

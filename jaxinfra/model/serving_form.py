@@ -1,4 +1,4 @@
-"""A decoder as serving runs it: layer after layer without a loop, projections of one input packed.
+"""The decoder's form for serving: unrolled layers, and projections of one input packed as one.
 
 Training scans over layers whose parameters are stacked, so that one layer is compiled. In a decode
 step, which should only read memory, a loop costs as much again: the host launches each iteration,
@@ -65,7 +65,7 @@ def serving_form(definition: ModelDefinition, execution: Execution) -> ModelDefi
 def serving_parameters(
     form: ModelDefinition, parameters: Parameters, *, consumes: bool = False
 ) -> Parameters:
-    """Parameters and state for ``form.bind``: the same arrays, but for what is packed.
+    """Converts a model's parameters and state for the serving form's ``bind``: packs projections.
 
     Where one device serves, quantized weights are in the order in which its kernel reads them.
 
@@ -95,7 +95,7 @@ def serving_parameters(
 
 
 def can_pack(parameters: Parameters) -> bool:
-    """Whether projections of one input may be one weight: quantized ones where they are alike."""
+    """Tells whether projections of one input can be packed; quantized ones must agree."""
     weights = _weights_by_path(parameters)
     for path, weight in weights.items():
         *parents, layer, name, last = ("", "", *path.split("/"))

@@ -1,4 +1,4 @@
-"""Statistics of activations, which layers add to their ``Sums`` where they are asked for."""
+"""Statistics of activations, which layers add to their ``Sums`` on request."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""A decode step's layers as one call of ``Execution.decode_layers``, instead of one after another.
+"""A decode step that computes all layers in one kernel call, ``Execution.decode_layers``.
 
 Dims: B batch, T position, D model width.
 """
@@ -27,7 +27,7 @@ from jaxinfra.ops.quantized import QuantizedWeight
 
 
 def unlike_whole(config: ModelConfig) -> str | None:
-    """Feature of a model's layers that the kernel cannot compute; None if there is none."""
+    """Names a feature of the model that the all-layers kernel cannot compute, or None."""
     first, *others = config.blocks
     if others:
         return "layers that differ"
@@ -62,7 +62,7 @@ def whole_step(
     ropes: Sequence[RopeTable | None],
     cache: KVCache | None,
 ) -> LayerOutput | None:
-    """Computes all layers of a step of one token; None where layers follow one another."""
+    """Computes all layers of a one-token step in one launch; None where the kernel cannot."""
     is_served = execution.decode_form is not None and execution.multiply.few_rows
     if not is_served or execution.statistics or cache is None:
         return None

@@ -23,7 +23,7 @@ from jaxinfra.parallel.place import Placement
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedAttention:
-    """Each device attends with its own rows and heads; nothing is communicated.
+    """Attention on a mesh: each device computes its own rows and heads without communication.
 
     Kernels are custom calls, which the compiler cannot split. The placement of rows and heads is
     known here, so nothing is left to ``custom_partitioning``.
@@ -42,7 +42,7 @@ class ShardedAttention:
         segment_ids_BT: Int[Array, "B T"] | None,
         sinks_N: Float[Array, "N"] | None = None,
     ) -> Float[Array, "B T N Hv"]:
-        """The result of ``attend``, placed as q."""
+        """Computes self-attention; the result is sharded as q."""
         place = self.placement
         q_spec = place.spec((axes.BATCH, None, axes.Q_HEADS, None))
         kv_spec = place.spec((axes.BATCH, None, axes.KV_HEADS, None))
@@ -68,10 +68,10 @@ def attention_on(
     implementation: AttentionImplementation = AttentionImplementation.AUTO,
     method: ContextMethod = ContextMethod.AUTO,
 ) -> Attend:
-    """Attention by this implementation; on a mesh of several devices its sharded form.
+    """Returns the attention function of an implementation, sharded on a mesh of several devices.
 
     Args:
-        method: where the mesh's context axis shards sequences; their tokens are in zig-zag order.
+        method: how devices that share a sequence (context axis, zig-zag order) exchange keys.
     """
     attend = named_attention(implementation)
     if placement is None or placement.mesh.size == 1:
@@ -87,7 +87,7 @@ def latents_on(
     implementation: AttentionImplementation,
     method: ContextMethod,
 ) -> AttendLatents | None:
-    """Attention to exchanged latents, where the mesh's context axis shards sequences."""
+    """Returns attention that exchanges latents over the context axis; None without this axis."""
     if placement is None or placement.mesh.shape[MeshAxis.CONTEXT] == 1:
         return None
     return ContextLatentAttention(placement=placement, method=method, implementation=implementation)
@@ -95,7 +95,7 @@ def latents_on(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedDecode:
-    """Each device attends to what it caches of its own heads; nothing is communicated.
+    """Attention to a KV cache on a mesh: each device reads its own heads, without communication.
 
     Rows of a contiguous cache are on the devices of the batch's rows. Pages of a pool are whole on
     every device of the data axes, as any row may read any of them.
@@ -113,7 +113,7 @@ class ShardedDecode:
         positions_BT: jax.Array,
         sinks_N: jax.Array | None = None,
     ) -> jax.Array:
-        """The result of ``decode``, placed as q."""
+        """Computes attention to the cache; the result is sharded as q."""
         place, tables_BM = self.placement, pages.tables_BM
         q_spec = place.spec((axes.BATCH, None, axes.Q_HEADS, None))
         rows_spec = place.spec((axes.BATCH, None))
@@ -152,7 +152,7 @@ class ShardedDecode:
 
 
 def decode_on(placement: Placement | None) -> Decode:
-    """Attention over a cache; on a mesh of several devices its sharded form."""
+    """Returns attention over a KV cache, in its sharded form on a mesh of several devices."""
     if placement is None or placement.mesh.size == 1:
         return cached_attention
     return ShardedDecode(placement=placement, decode=cached_attention)

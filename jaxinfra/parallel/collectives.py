@@ -1,8 +1,8 @@
-"""Collectives by name, for use inside ``shard_map``: what arrives where, and what each sends.
+"""Collectives for use inside ``shard_map``, and the bytes that each device sends in them.
 
 ``axis`` is one mesh axis or several, outermost first; N their devices. Every function takes and
-returns this device's block, of whatever shape and dtype, and has a gradient. What a device sends of
-its D bytes ``collective_bytes`` counts.
+returns this device's block, of whatever shape and dtype, and has a gradient. D is the bytes
+of a device's block; ``collective_bytes`` counts what a device sends.
 """
 
 import itertools
@@ -52,8 +52,8 @@ def all_to_all(
     concat_dim: int = 0,
     groups: Groups | None = None,
 ) -> jax.Array:
-    """Sends part j along ``split_dim`` to device j; what arrives is joined along ``concat_dim`` in
-    the senders' order. Sends D (N-1)/N, N the devices of a group where there are groups.
+    """Sends part j along ``split_dim`` to device j; joins received parts along ``concat_dim`` in
+    the senders' order. Sends D (N-1)/N, where N is the devices of a group if there are groups.
     """
     return jax.lax.all_to_all(
         x,
@@ -66,7 +66,7 @@ def all_to_all(
 
 
 def shift[T](tree: T, axis: Axis, *, by: int = 1) -> T:
-    """Receives the arrays of the device ``by`` before this one, round the ring. Sends D."""
+    """Receives the arrays of the device ``by`` places before this one in the ring. Sends D."""
     size = num_devices(axis)
     permutation = [(source, (source + by) % size) for source in range(size)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, _names(axis), permutation), tree)

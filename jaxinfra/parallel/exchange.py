@@ -1,4 +1,4 @@
-"""``Execution.exchange`` on a mesh: tokens travel to the devices that have their experts, and back.
+"""Expert parallelism: tokens are sent to the devices that have their experts, and results back.
 
 Each device has its own tokens, and of each layer some of the experts. Rows of x travel out and
 back, in one of two forms (``ExchangeForm``), in buffers of as many rows for each device, or as many
@@ -51,7 +51,7 @@ from jaxinfra.parallel.place_quantized import quantized_shardings
 
 
 class Level(NamedTuple):
-    """Rows that a device of ``members`` sends to each of them, and what a row is."""
+    """One level of the exchange: rows that a device sends to each of ``members`` devices."""
 
     members: int
     slots: int
@@ -59,7 +59,7 @@ class Level(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Rows of one device's buffers."""
+    """Numbers of rows in one device's buffers."""
 
     levels: tuple[Level, ...]  # the one across nodes first
     choices: int  # that a device's experts compute
@@ -68,7 +68,7 @@ class Room(NamedTuple):
 def room_for(
     num_tokens: int, *, num_devices: int, experts: ExpertsConfig, exchange: ExchangeConfig
 ) -> Room:
-    """Room for the tokens of one device, if all choices are equally likely.
+    """Computes buffer sizes for one device's tokens, if all choices are equally likely.
 
     Raises:
         ConfigError: the devices are not whole nodes.
@@ -123,9 +123,10 @@ def visits(experts: ExpertsConfig, shares: int) -> float:
 
 
 def exchanged_bytes(level: Level, *, model_dim: int, itemsize: int, top_k: int) -> dict[str, int]:
-    """Counts the bytes of the buffers that one device gives to a level's all-to-alls in a layer's
-    forward pass: rows out and back, the experts they are for, and in the form per device these
-    experts' weights. Of them it sends (members - 1) / members.
+    """Counts the bytes of one device's all-to-all buffers in a layer's forward pass, for a level.
+
+    They hold rows out and back, the rows' experts, and in the form per device the experts'
+    weights. The device sends (members - 1) / members of them.
     """
     rows = level.slots * level.members
     per_expert = level.form is ExchangeForm.PER_EXPERT
@@ -138,14 +139,14 @@ def exchanged_bytes(level: Level, *, model_dim: int, itemsize: int, top_k: int) 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Peers:
-    """The devices that rows travel between: all along some mesh axes, or those of a group."""
+    """Devices that exchange rows with each other: all along some mesh axes, or a group of them."""
 
     axis: tuple[str, ...]
     groups: Groups | None = None
 
     @property
     def rank(self) -> jax.Array:
-        """Returns this device's number among them."""
+        """Returns this device's number among its peers."""
         me = rank(self.axis)
         if self.groups is None:
             return me
@@ -154,7 +155,7 @@ class Peers:
 
 
 def peers_of(axis: tuple[str, ...], *, num_devices: int, num_nodes: int) -> tuple[Peers, ...]:
-    """The peers of each level: across nodes, then within them; of one node, all in one level.
+    """Returns the peers of each level: across nodes, then within a node; one level for one node.
 
     A node is a run of neighbours along these axes.
     """
@@ -169,7 +170,7 @@ def peers_of(axis: tuple[str, ...], *, num_devices: int, num_nodes: int) -> tupl
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Travel:
-    """A travel says which copy is in which row of a device's buffer, and the way there and back."""
+    """Exchange of token copies between devices: each copy's row in the send buffer, and its way."""
 
     choice_S: jax.Array  # int32: the copy n J + j in a row; N J in an empty one
     place_NJ: jax.Array  # int32: the row of a copy; S for one that does not travel
@@ -178,12 +179,12 @@ class Travel:
     received: int  # R
 
     def there(self, rows: jax.Array, *, nothing: int = 0) -> jax.Array:
-        """Returns the rows that arrive; ``nothing`` where none does."""
+        """Sends rows to their devices; returns the received rows, ``nothing`` in empty ones."""
         shape = (self.received, *rows.shape[1:])
         return self.send(rows, jnp.full(shape, nothing, rows.dtype))
 
     def back(self, rows: jax.Array) -> jax.Array:
-        """Returns the results of this device's rows, computed elsewhere, in their own order."""
+        """Sends computed rows back to their senders, and returns this device's in its own order."""
         return self.send_back(rows)
 
     def of_copies(self, values: jax.Array, nothing: int) -> jax.Array:
@@ -194,11 +195,10 @@ class Travel:
 
 
 def equal(device_NJ: Int[Array, "N J"], num_devices: int, room: int, *, peers: Peers) -> Travel:
-    """Exchanges buffers of ``room`` rows for each device by an all-to-all, filled up with
-    nothing.
+    """Plans an all-to-all with padded buffers of ``room`` rows for each device.
 
     Args:
-        device_NJ: where a copy goes; num_devices for nowhere.
+        device_NJ: the device that each copy goes to; num_devices for none.
     """
     copies = sorted_copies(device_NJ, num_experts=num_devices, room=device_NJ.size)
     starts_D = jnp.cumsum(copies.sizes_E) - copies.sizes_E
@@ -217,11 +217,12 @@ def equal(device_NJ: Int[Array, "N J"], num_devices: int, room: int, *, peers: P
 
 
 def ragged(device_NJ: Int[Array, "N J"], num_devices: int, room: int, *, peers: Peers) -> Travel:
-    """Exchanges the rows there are by a ragged all-to-all, into one buffer of num_devices x
-    ``room`` rows. Where it is full, the last senders' rows stay at home.
+    """Plans a ragged all-to-all without padding into one buffer of num_devices x ``room`` rows.
+
+    Where the buffer is full, rows of the last senders are not sent.
 
     Args:
-        device_NJ: where a copy goes; num_devices for nowhere.
+        device_NJ: the device that each copy goes to; num_devices for none.
     """
     copies = sorted_copies(device_NJ, num_experts=num_devices, room=device_NJ.size)
     # Of every sender and receiver.
@@ -282,12 +283,12 @@ _DIMS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedExchange:
-    """``shard_map`` over the mesh: two all-to-alls of rows over the axes that divide experts, in
-    each of one or two levels, or a sum over them.
+    """The experts' exchange on a mesh, inside ``shard_map``: two all-to-alls of rows over the
+    axes that shard experts, in one or two levels, or a sum over these axes.
 
     Weights are gathered over the axes that split their width, where they are used. Over ``tensor``
-    each device has a part of every expert's hidden layer, and their results are summed. Weights in
-    few bits come to a device as they are kept; where their width is split, which gathers plain
+    each device has a part of every expert's hidden layer, and their results are summed. Quantized
+    weights reach a device in their stored form; where their width is split, which gathers plain
     weights, all are dequantized first.
     """
 
@@ -304,7 +305,7 @@ class ShardedExchange:
         config: ExpertsConfig,
         recipe: Recipe,
     ) -> tuple[Float[Array, "B T D"], Float[Array, ""] | None]:
-        """Returns x placed as given, and the choices that had no room; None where all have."""
+        """Returns the experts' output, sharded as x, and the number of dropped choices or None."""
         place = self.placement
         tokens = place.spec(_TOKENS)
         holders = place.axes(axes.EXPERTS)
@@ -500,7 +501,7 @@ def _exchanged(
 
 
 def exchange_on(placement: Placement | None, config: ExchangeConfig) -> ExpertExchange:
-    """``within_device``; on a mesh of several devices its sharded form."""
+    """Returns the experts' exchange: ``within_device``, or its sharded form on several devices."""
     if placement is None or placement.mesh.size == 1:
         return within_device
     return ShardedExchange(placement=placement, config=config)

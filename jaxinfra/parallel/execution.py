@@ -31,17 +31,17 @@ def execution_on(
     cache_format: CacheFormat = CacheFormat.PLAIN,
     decode_form: DecodeForm | None = None,
 ) -> Execution:
-    """How a decoder runs on this mesh.
+    """Builds a decoder's ``Execution`` for one device or a mesh.
 
     Args:
-        placement: None: wherever the arrays are, which is for one device and for shapes alone.
+        placement: the mesh and its rules; None for one device, or for shapes without devices.
         policy: numeric formats.
-        attention, context_method: implementation, and form over the context axis.
+        attention, context_method: attention's implementation, and its method over a context axis.
         keep_gathered: gather weights once for both passes.
         exchange: form and room of the experts' exchange; room for all by default.
-        remat, kept: what is kept for the backward pass.
-        unroll: layers in one body of their loop.
-        cache_format: of keys and values, or latents, in a cache.
+        remat, kept: values that are kept for the backward pass.
+        unroll: number of layers per loop body.
+        cache_format: storage format of cached keys and values, or latents.
         decode_form: the serving form, which takes no gradient; None: the form of training.
 
     Raises:

@@ -47,7 +47,7 @@ type _Axes = Mapping[str, tuple[str, ...]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class OnEachDevice:
-    """``ops.fp8_devices.Devices`` of a mesh whose axes, as a trace found them, are ``axes``."""
+    """Devices of a mesh that each compute their share of an 8-bit matmul by kernels."""
 
     placement: Placement
     axes: Mapping[Hold, _Axes]  # of dims that are sharded
@@ -56,11 +56,11 @@ class OnEachDevice:
 
     @property
     def num(self) -> int:
-        """The number of all devices of the mesh."""
+        """Number of all devices of the mesh."""
         return self.placement.mesh.size
 
     def unfit(self, sides: tuple[Side, ...]) -> str | None:
-        """Why some device would not have whole blocks, or not what is contiguous."""
+        """Returns why a device's share would cut a block or not be contiguous; None if it fits."""
         for dims, sizes in sides:
             if dims in (TOKENS, STREAM_TOKENS):
                 if len(sizes) != len(TOKENS):
@@ -82,7 +82,7 @@ class OnEachDevice:
         return None
 
     def each(self, part: Callable, *, takes: Any, gives: Any) -> Callable:
-        """Runs the part on each device."""
+        """Returns ``part`` wrapped to run on each device with its shares of the arrays."""
         specs = [jax.tree.map(self._specs, tree, is_leaf=_is_placed) for tree in (takes, gives)]
         # A kernel does not say over which axes its results vary; parts sum what there is to sum.
         return self.placement.on_each_device(
@@ -90,17 +90,17 @@ class OnEachDevice:
         )
 
     def share(self, shape: tuple[int, ...], dims: Dims) -> tuple[int, ...]:
-        """Returns a device's part of each dim."""
+        """Returns the shape of one device's share of an array of this shape."""
         each = zip(shape, dims, strict=True)
         return tuple(size // self._shards((dim,), Hold.USED) for size, dim in each)
 
     def of_all(self, x: jax.Array, dims: Dims, held: Hold) -> jax.Array:
-        """Gathers each share of x, along a new first dim."""
+        """Gathers the devices' shares of x along a new first dim."""
         over = self._over(dims, held)
         return all_gather(x[None], over) if over else x[None]
 
     def whole(self, weight: Quantized, placed: PlacedMatrix, shape: tuple[int, ...]) -> Quantized:
-        """Gathers over the axes that share out what is stored and not what is used."""
+        """Gathers a weight over the axes that shard its storage but not its use (``fsdp``)."""
         del shape
         # As integers: XLA's CPU backend would send 8-bit floats as 16-bit ones.
         values = jax.lax.bitcast_convert_type(weight.values, jnp.uint8)
@@ -111,8 +111,8 @@ class OnEachDevice:
         return Quantized(jax.lax.bitcast_convert_type(values, weight.values.dtype), scale)
 
     def joined(self, x: jax.Array, tokens: Dims, *, dim: int, sequences: int) -> jax.Array:
-        """Gathers over the devices that split a sequence further: D (N-1) bytes per device of parts
-        of D bytes.
+        """Gathers x's tokens over the devices that share a sequence: D (N-1) bytes per device for
+        shares of D bytes.
         """
         used = self.axes[Hold.USED]
         by_all = used.get(SEQUENCE, ())
@@ -126,19 +126,19 @@ class OnEachDevice:
         return jax.lax.bitcast_convert_type(whole, x.dtype)
 
     def tokens_of_sum(self, over: Dims) -> Dims:
-        """Returns the tokens of a residual stream that the devices of the sum split by sequence."""
+        """Returns the token dims of ``total``'s result, sharded if it is reduce-scattered."""
         return STREAM_TOKENS if self._scatters(over) else TOKENS
 
     def total(self, y: jax.Array, over: Dims) -> jax.Array:
-        """Sums in y's dtype: all-reduced, 2 D (N-1)/N bytes per device, or reduce-scattered."""
+        """Sums y over devices in its dtype: all-reduce, 2 D (N-1)/N bytes, or reduce-scatter."""
         axes = self._over(over, Hold.USED)
         if not axes:
             return y
         return reduce_scatter(y, axes, dim=1) if self._scatters(over) else all_reduce(y, axes)
 
     def total_gradient(self, gradient: jax.Array, dims: Dims) -> jax.Array:
-        """Sums in the gradient's dtype: D (N-1)/N bytes per device over axes that split it, 2 D
-        (N-1)/N over others.
+        """Sums a weight's gradient over devices in its dtype. Each sends D (N-1)/N bytes over axes
+        that shard it (reduce-scatter), 2 D (N-1)/N over others (all-reduce).
         """
         rest = list(self._over(TOKENS, Hold.USED))
         for at, dim in enumerate(dims):
@@ -186,7 +186,7 @@ def _is_placed(node: Any) -> bool:
 
 
 def fp8_devices_on(placement: Placement | None) -> FindDevices:
-    """Over what 8-bit matmuls are spread."""
+    """Returns a function that finds the devices which share an 8-bit matmul on this mesh."""
     if placement is None or placement.mesh.size == 1:
         return one_device
     together = Together(num=placement.mesh.size, gather=QuantizedWeights(placement=placement))

@@ -1,4 +1,4 @@
-"""Weights gathered over the ``fsdp`` axis once for both passes.
+"""Gathers weights over the ``fsdp`` axis once, for both the forward and the backward pass.
 
 Left to the compiler, a projection's weight is gathered where it is multiplied with, and what the
 backward pass needs of it is the share that a device holds: it gathers again. Here the gathered
@@ -19,13 +19,13 @@ from jaxinfra.parallel.place import Placement
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class KeptWeights:
-    """Gathers in the compute dtype; gradients are reduce-scattered in the weight's."""
+    """Gather of weights in the compute dtype, with gradients reduce-scattered in their own."""
 
     placement: Placement
     compute: jnp.dtype
 
     def __call__(self, weight: jax.Array, dims: Dims) -> GatheredWeight:
-        """Returns the weight as layers use it: whole where only its place in memory is split."""
+        """Gathers a weight over the axes that shard its storage but not its use in the layer."""
         share = self.placement.sharding(dims)
         whole = self.placement.sharding(dims, self.placement.rules.used)
         held = jax.lax.stop_gradient(weight).astype(self.compute)
@@ -36,7 +36,7 @@ class KeptWeights:
         )
 
     def whole(self, vector: jax.Array, dims: Dims) -> jax.Array:
-        """Returns the vector as layers use it; its gradient is summed before it is shared out.
+        """Gathers a norm's scale or bias; its gradient is all-reduced, then cut into shares.
 
         Gathered again for the backward pass, these few bytes would wait for the gradients that are
         on their way, and the layer for them.
@@ -65,20 +65,20 @@ def _gradient_as_stored(weight: jax.Array, share: NamedSharding) -> jax.Array:
 
 
 def gather_on(placement: Placement | None, *, keep: bool, compute: jnp.dtype) -> Gather | None:
-    """``KeptWeights``, where the config asks for them."""
+    """Returns ``KeptWeights`` if ``keep`` is set and there is a mesh; else None."""
     return KeptWeights(placement=placement, compute=compute) if keep and placement else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class QuantizedWeights:
-    """Brings together what devices have quantized of their shares: a byte for each element."""
+    """Gather of weights that each device has quantized to 8 bits: one byte per element."""
 
     placement: Placement
 
     def __call__(
         self, values: jax.Array, scale: jax.Array, dims: Dims
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns 8-bit values of a weight as projections multiply with them, and scales whole.
+        """Gathers a weight's 8-bit values as projections use them, and all of its scales.
 
         Were scales left in shares, the compiler would share out their product with the values, and
         bring that together again in fp32.

@@ -1,4 +1,4 @@
-"""Reading rows of a table that is sharded over a mesh: ``Execution.lookup``.
+"""Lookup of rows in an embedding table that is sharded over a mesh.
 
 Dims: B batch, T position, D model width, V rows; lower case of one device.
 """
@@ -19,7 +19,7 @@ from jaxinfra.parallel.place import Placement
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedLookup:
-    """Vocabulary-parallel rows (Shoeybi et al. 2019, section 3), on tables split by width too.
+    """Vocabulary-parallel lookup (Shoeybi et al. 2019, section 3), also of tables split by width.
 
     A device that holds v rows reads those of its ids and zeros for the others; the sum over the
     devices is exact, as one of them is not zero. With the residual stream split by sequence it is a
@@ -38,7 +38,7 @@ class ShardedLookup:
         rows_dim: str,
         policy: Policy,
     ) -> Float[Array, "B T D"]:
-        """Returns [B, T, D] in the compute dtype, placed as the residual stream."""
+        """Reads rows by index, [B, T, D] in the compute dtype, sharded as the residual stream."""
         place = self.placement
         by_row = place.axes(rows_dim)
         out_spec = place.spec((axes.BATCH, axes.STREAM_SEQUENCE, axes.STREAM))
@@ -97,7 +97,7 @@ def _local(
 
 
 def lookup_on(placement: Placement | None) -> Lookup:
-    """``take_rows``, or on a mesh of several devices its sharded form."""
+    """Returns the lookup function: ``take_rows``, or its sharded form on several devices."""
     if placement is None or placement.mesh.size == 1:
         return take_rows
     return ShardedLookup(placement=placement)

@@ -33,7 +33,7 @@ from jaxinfra.parallel.place import Placement
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TokenLoss:
-    """Cross entropy of all tokens of a batch; on a mesh by each device's own or by the compiler."""
+    """Cross entropy of a batch, by a kernel for each device's tokens or by the compiler."""
 
     placement: Placement | None
 
@@ -49,7 +49,7 @@ class TokenLoss:
         label_smoothing: float,
         logit_soft_cap: float | None,
     ) -> CrossEntropySums:
-        """The sums that ``layers.execution.CrossEntropy`` promises."""
+        """Returns the loss and its statistics as sums over all tokens of the batch."""
         placement = self.placement
         operands = hidden_BTD, table_VD, targets_BT, weights_BT
         if placement and takes_own_tokens(placement, hidden_BTD, num_ids=table_VD.shape[0]):
@@ -93,12 +93,12 @@ def _gathered(table_VD: jax.Array, *, policy: Policy, place: Place) -> jax.Array
 
 
 def cross_entropy_on(placement: Placement | None) -> CrossEntropy:
-    """The training loss on a mesh, or wherever the arrays are."""
+    """Returns the training loss function for a mesh, or for one device without a placement."""
     return TokenLoss(placement=placement)
 
 
 def takes_own_tokens(placement: Placement, hidden_BTD: jax.Array, *, num_ids: int) -> bool:
-    """Whether "auto" takes the kernel for a device's tokens and its rows of the table."""
+    """Tells whether "auto" runs the loss kernel on each device's tokens and vocabulary rows."""
     rows = num_ids // math.prod(placement.mesh.shape[axis] for axis in placement.axes(VOCAB))
     return placement.mesh.size > 1 and kernel_on_one_device(hidden_BTD, num_ids=rows)
 
@@ -137,10 +137,10 @@ def cross_entropy_of_own_tokens(
     logit_soft_cap: float | None,
     label_smoothing: float = 0.0,
 ) -> CrossEntropySums:
-    """``linear_cross_entropy`` over the whole batch, its rows and positions as placed.
+    """Computes ``linear_cross_entropy`` of the whole batch, each device by its own tokens.
 
     Args:
-        table_VD: as stored, split by width or not, by rows or not.
+        table_VD: vocabulary projection as stored, sharded by width, by rows, or not at all.
         policy: the table is gathered in ``compute``, which rounds its values and not its gradients;
             those are rounded to ``gradient`` before they are summed over devices, if anything.
     """

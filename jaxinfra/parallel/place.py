@@ -40,15 +40,15 @@ class Placement:
     rules: StateRules = dataclasses.field(default_factory=lambda: state_rules(ShardingConfig()))
 
     def spec(self, dims: Dims, rules: Rules | None = None) -> PartitionSpec:
-        """The partition of a tensor with these dims; axes of size 1 are left out.
+        """Returns the PartitionSpec of a tensor with these logical dims, without axes of size 1.
 
         Args:
-            rules: those of parameters and activations by default.
+            rules: mesh axes of each logical dim; by default those of parameters and activations.
         """
         return _partition(dims, self.sharded_axes(dims, rules))
 
     def sharded_axes(self, dims: Dims, rules: Rules | None) -> list[tuple[str, ...]]:
-        """The mesh axes of each dim; experts' come first, other dims have what they leave."""
+        """Returns the mesh axes that shard each dim; the experts' dim takes its axes first."""
         found = [self.axes(dim, rules) for dim in dims]
         if EXPERTS not in dims:
             return found
@@ -59,9 +59,9 @@ class Placement:
         ]
 
     def axes(self, dim: str | None, rules: Rules | None = None) -> tuple[str, ...]:
-        """The mesh axes of more than one device that shard this dim.
+        """Returns the mesh axes of more than one device that shard this dim.
 
-        Not those that a ``shard_map`` around this trace has taken: there, they shard nothing more.
+        Axes of a ``shard_map`` around this trace are left out, since they shard nothing further.
         """
         rules = self.rules.parameters if rules is None else rules
         taken = jax.sharding.get_abstract_mesh().manual_axes
@@ -79,43 +79,43 @@ class Placement:
         return shards // size if dim == KV_HEADS and size < shards and not shards % size else 1
 
     def gathered_axes(self, dim: str) -> tuple[str, ...]:
-        """Mesh axes that shard this dim of a parameter where it is kept, not where it is used."""
+        """Returns mesh axes that shard this dim of a stored parameter, but not where it is used."""
         used = self.axes(dim, self.rules.used)
         return tuple(axis for axis in self.axes(dim) if axis not in used)
 
     @property
     def batch_shards(self) -> int:
-        """Devices that the compiler spreads the batch dim over."""
+        """Number of devices that the compiler shards the batch dim over."""
         return self._count(self.axes(BATCH))
 
     @property
     def head_shards(self) -> int:
-        """Devices that attention's heads are spread over, as the matmuls of every layer are."""
+        """Number of devices that attention's heads and every layer's matmuls are sharded over."""
         return self._count(self.axes(Q_HEADS))
 
     @property
     def sequence_shards(self) -> int:
-        """Devices that the compiler spreads a sequence over, where layers mix its positions."""
+        """Number of devices that the compiler shards a sequence over where layers mix positions."""
         return self._count(self.axes(SEQUENCE))
 
     def sharding(self, dims: Dims, rules: Rules | None = None) -> NamedSharding:
-        """``spec`` on this mesh, or on what a ``shard_map`` around this trace has left of it."""
+        """Returns the NamedSharding of these dims, without axes of an enclosing ``shard_map``."""
         return NamedSharding(self.current_mesh, self.spec(dims, rules))
 
     @property
     def current_mesh(self) -> Mesh | AbstractMesh:
-        """This mesh; within a ``shard_map`` over some of its axes, as that sees it."""
+        """Returns this mesh, or the mesh that an enclosing ``shard_map`` sees."""
         around = jax.sharding.get_abstract_mesh()
         return around if around.manual_axes else self.mesh
 
     def on_each_device(
         self, function: Callable, *, in_specs: Any, out_specs: Any, check_vma: bool = True
     ) -> Callable:
-        """``function`` of a device's blocks: ``shard_map`` over all axes but those that one around
-        this trace has taken.
+        """Wraps a function of one device's blocks in ``shard_map`` over all axes that are not
+        already taken by an enclosing ``shard_map``.
 
-        Axes of one device too: with one left out, XLA's CPU compiler aborts on sums of bf16, and a
-        custom call is the partitioner's affair.
+        Axes of one device are included: without them, XLA's CPU compiler aborts on sums of bf16,
+        and the partitioner would have to handle custom calls.
         """
         taken = jax.sharding.get_abstract_mesh().manual_axes
         free = {axis for axis in self.mesh.axis_names if axis not in taken}
@@ -132,29 +132,29 @@ class Placement:
 
     @property
     def replicated(self) -> NamedSharding:
-        """Whole on every device."""
+        """Sharding of an array that is whole on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
     def batch(self) -> NamedSharding:
-        """Sharding of arrays by token: rows over the data axes, positions over the context axis."""
+        """Sharding of arrays [B, T, ...]: rows over data axes, positions over the context axis."""
         return self.sharding((BATCH, SEQUENCE))
 
     def parameters(self, model: ModelDefinition) -> Parameters:
-        """Shardings of all parameters; raises ConfigError where a dim does not divide."""
+        """Returns shardings of all parameters; raises ConfigError where a dim does not divide."""
         return self._place(model, self.rules.parameters)
 
     def gradients(self, model: ModelDefinition) -> Parameters:
-        """Shardings of the gradients while they are summed."""
+        """Returns the shardings of the gradients while they are summed."""
         return self._place(model, self.rules.gradients)
 
     def updates(self, model: ModelDefinition) -> Parameters:
-        """Shardings of what the optimizer works on: a share of moments, gradients, parameters."""
+        """Returns the shardings of moments, gradients and parameters in the optimizer's update."""
         return self._place(model, self.rules.optimizer)
 
     def summed_last(self, model: ModelDefinition, *, accumulation: int) -> tuple[str, ...]:
-        """Mesh axes over which gradients are summed once, after the last micro-batch: those of the
-        batch that shard no parameter's gradient.
+        """Returns the mesh axes over which gradients are summed once, after the last micro-batch:
+        the batch's axes that shard no parameter's gradient.
 
         With one micro-batch the compiler sums each layer's gradient while the backward pass goes
         on, unless a share of the sum is all that is wanted (ZeRO 1): it would sum the whole.
@@ -176,11 +176,11 @@ class Placement:
         return self.of_dims(model.shapes, model.dims, rules)
 
     def model_state(self, model: ModelDefinition) -> Parameters:
-        """Shardings of what rules change: as parameters of such dims."""
+        """Returns the shardings of the model's state, as of parameters with its logical dims."""
         return self.of_dims(model.state_shapes, model.state_dims, self.rules.parameters)
 
     def of_dims(self, shapes: Parameters, dims: Parameters, rules: Rules) -> Parameters:
-        """Shardings of a tree of arrays with logical dims."""
+        """Returns the shardings of a tree of arrays from their logical dims."""
 
         def place(path: Any, shape: jax.ShapeDtypeStruct, leaf: Any) -> NamedSharding:
             sharded = [
@@ -231,28 +231,28 @@ class Placement:
         )
 
     def constraint(self) -> "ActivationPlacement":
-        """Returns ``Execution.place`` of this mesh."""
+        """Returns the object that shards activations on this mesh, for ``Execution.place``."""
         return ActivationPlacement(self)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ActivationPlacement:
-    """Places activations inside a traced function; equal to itself only, as layers hash it."""
+    """Sharding of activations inside a traced function; hashed by identity, as layers hold it."""
 
     placement: Placement
 
     @property
     def batch_shards(self) -> int:
-        """Devices that rows of a batch are spread over."""
+        """Number of devices that the rows of a batch are sharded over."""
         return self.placement.batch_shards
 
     def first_row(self, num_rows: int) -> jax.Array | int:
-        """Where these rows begin in the whole batch: not at 0 where devices run apart."""
+        """Returns the index in the whole batch of this device's first row inside shard_map."""
         apart = self._apart
         return num_rows * jax.lax.axis_index(apart) if apart else 0
 
     def over_batch(self, x: jax.Array) -> jax.Array:
-        """x, summed over devices that run apart, each on its own rows of the batch."""
+        """Sums x over the devices that hold different rows of the batch inside shard_map."""
         return jax.lax.psum(x, self._apart) if self._apart else x
 
     @property
@@ -262,23 +262,22 @@ class ActivationPlacement:
         return tuple(axis for axis in self.placement.rules.parameters[BATCH] if axis in taken)
 
     def copies(self, dim: str | None, size: int) -> int:
-        """Counts copies as ``Placement.copies`` does."""
+        """Counts the copies of each element of a dim, so that every device has one."""
         return self.placement.copies(dim, size)
 
     def places(self, num_tokens: int) -> jax.Array:
-        """Places of tokens, in zig-zag order where the context axis shards sequences."""
+        """Returns the tokens' positions in memory order, which a context axis makes zig-zag."""
         shards = self.placement.sequence_shards
         if shards == 1:
             return jnp.arange(num_tokens)
         return jnp.asarray(zigzag_indices(num_tokens, shards), jnp.int32)
 
     def __call__(self, x: jax.Array, dims: Dims) -> jax.Array:
-        """x, constrained to the sharding that the rules give these dims, and where weights are
-        gathered along the width to a layout that has it contiguous.
+        """Constrains x to the sharding of its dims, and, where weights are gathered along the
+        width, to a layout with a contiguous width.
 
-        A weight arrives from an all-gather with the gathered dim outermost. Left to the compiler,
-        the residual stream takes that over from the weights into it, and norms then reduce over
-        elements a whole batch apart.
+        An all-gather returns a weight with the gathered dim outermost. Left to the compiler, the
+        residual stream takes over this layout, and norms reduce over elements far apart.
         """
         if dims == (BATCH, SEQUENCE, STREAM) and self._scatters_stream:
             # Named as it is first: the gather would move into the norm before it, to fp32.

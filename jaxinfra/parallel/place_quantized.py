@@ -1,4 +1,4 @@
-"""Shardings of a quantized weight's parts: as the weight would be sharded, if no group is cut."""
+"""Shardings of a quantized weight's arrays, which follow the weight and may cut no group."""
 
 import dataclasses
 import math
@@ -24,8 +24,8 @@ def quantized_shardings(
 
     Args:
         weight: arrays or shapes.
-        dims: logical dims of the weight, those in front of the matrix too.
-        path: of the parameter, for messages.
+        dims: logical dims of the weight, including those in front of the matrix.
+        path: path of the parameter, for messages.
 
     Raises:
         ConfigError: devices would have parts of a group, or of a dim other than the first.

@@ -1,5 +1,4 @@
-"""Gradients of the data shards: each shard's is computed alone, and all are summed in one
-communication.
+"""Gradients of data shards, which are summed in one communication after the last micro-batch.
 
 Left to the compiler, a sum over the batch is communicated where it is taken: in every
 micro-batch. Here the devices of some mesh axes run apart (``shard_map``, the other axes are still
@@ -25,8 +24,8 @@ def summed_once(
     model: ModelDefinition,
     axes: tuple[str, ...],
 ) -> Callable[..., Gradients]:
-    """Sums ``function(parameters, state, batch, *rest)`` over devices, whose rows of the batch (a
-    tree of [B, ...]) run apart over ``axes``. Gradients come back as ``Placement.updates``.
+    """Wraps a gradient function so that devices along ``axes`` compute it apart, each for its own
+    rows of the batch, and sum once. Gradients are sharded as ``Placement.updates``.
 
     A gradient of D bytes is reduce-scattered over those axes that its update is sharded over:
     D (N-1)/N bytes per device for their N devices. It is all-reduced over the others: 2 D (N-1)/N.

@@ -1,4 +1,4 @@
-"""Zig-zag order: which tokens of a sequence are on which device.
+"""Zig-zag order: the assignment of a sequence's tokens to the devices that share it.
 
 A sequence is cut into 2P chunks for P devices; device i holds chunks i and 2P-1-i (Llama 3, section
 3.3.2; "zigzag" ring attention). In causal attention chunk j sees j + 1 chunks. So every device
@@ -19,7 +19,7 @@ from jaxinfra.errors import ConfigError
 
 
 def chunk_length(length: int, num_shards: int) -> int:
-    """Returns tokens per chunk; raises ConfigError where 2P chunks are not equal."""
+    """Returns tokens per chunk; raises ConfigError where 2P chunks do not divide the length."""
     if length % (2 * num_shards):
         raise ConfigError(
             f"a sequence of {length} tokens does not divide into 2 x context={num_shards} equal "
@@ -58,7 +58,7 @@ def from_zigzag(
 def chunks_in_sequence(
     x_BT: Shaped[Array, "B T *rest"], num_shards: int
 ) -> Shaped[Array, "B T *rest"]:
-    """Puts a device's whole sequence from zig-zag order into its own: a local copy."""
+    """Reorders whole sequences from zig-zag to natural order, by a copy on the device."""
     slots = jnp.split(x_BT, 2 * num_shards, axis=1)
     return jnp.concatenate([slots[i] for i in np.argsort(chunk_order(num_shards))], axis=1)
 

@@ -33,13 +33,13 @@ def windowed_attention(
     left: int,
     permutes: bool,
 ) -> Float[Array, "B t N H"]:
-    """Computes this device's rows of causal attention over ``left`` keys before each
-    query's own.
+    """Computes causal attention of this device's queries to the ``left`` keys before each and
+    its own.
 
     Args:
-        axis: the mesh axis of the sequence, manual here.
-        ids_Bt: int32 documents, below 0 for padding; None where a row is one document.
-        permutes: send keys from device to device; else gather them.
+        axis: the mesh axis that shards the sequence, inside ``shard_map``.
+        ids_Bt: each token's document, int32, below 0 for padding; None: one document per row.
+        permutes: whether keys are sent from device to device; else all are gathered.
 
     Returns:
         [B, t, N, H] in q's dtype.

@@ -1,5 +1,5 @@
-"""Latent attention over a context axis: devices exchange latents, and each rebuilds its heads' keys
-and values of the whole sequence from them.
+"""Latent attention over a context axis: devices exchange latents, and each rebuilds from them the
+keys and values of its heads for the whole sequence.
 
 A token's latent and rotated key are 576 numbers in DeepSeek-V3, its keys and values 40,960: what is
 sent is a seventieth, and what is computed for it is each key's projection once per device instead
@@ -37,12 +37,12 @@ _ROWS = (axes.BATCH, axes.SEQUENCE)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ContextLatentAttention:
-    """``Execution.attend_latents`` where the context axis shards sequences, in zig-zag order.
+    """Latent attention where the context axis shards sequences, whose order is zig-zag.
 
     Args:
         placement: the mesh, and which of its axes shard batch, sequence and heads.
         method: one of ``LATENT_METHODS``.
-        implementation: of the attention on one device.
+        implementation: kernel for the attention on one device.
     """
 
     placement: Placement

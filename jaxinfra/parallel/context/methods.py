@@ -60,7 +60,7 @@ def tokens_to_heads(x_BtNH: Float[Array, "B t N H"], axis: str) -> Float[Array, 
 
 
 def all_documents(ids_Bt: Int32[Array, "B t"] | None, axis: str) -> Int32[Array, "B T"] | None:
-    """Gathers the documents of all tokens, in the sequence's order."""
+    """Gathers the document ids of all tokens of the sequences, in the sequences' order."""
     if ids_Bt is None:
         return None
     return chunks_in_sequence(all_gather(ids_Bt, axis, dim=1), num_devices(axis))
@@ -76,14 +76,15 @@ def gathered_attention(
     *,
     is_causal: bool,
 ) -> Float[Array, "B t N Hv"]:
-    """Computes this device's rows of attention over the whole sequence, [B, t, N, H] in
-    q's dtype.
+    """Computes attention of this device's queries to the whole sequence, by gathered keys.
+
+    Returns [B, t, N, H] in q's dtype.
 
     Args:
         axis: the mesh axis of the sequence, manual here.
         q_BtNH, k_BtKH, v_BtKH: in zig-zag order if causal, else in any.
         ids_Bt: int32 documents, below 0 for padding; None where a row is one document.
-        is_causal: by place in the sequence.
+        is_causal: whether queries see no keys at later positions of the sequence.
     """
     size = num_devices(axis)
 
@@ -112,11 +113,11 @@ def causal_attention_to_all(
     ids_Bt: jax.Array | None,
     ids_BT: jax.Array | None,
 ) -> jax.Array:
-    """Computes this device's rows of causal attention, [B, t, N, Hv] in q's dtype.
+    """Computes causal attention of this device's queries to all keys, [B, t, N, Hv] in q's dtype.
 
     Args:
-        q_BtNH, own, ids_Bt: of this device's tokens, in zig-zag order; keys and values.
-        every, ids_BT: of all tokens, in the sequence's order.
+        q_BtNH, own, ids_Bt: queries, (keys, values), documents of this device, in zig-zag order.
+        every, ids_BT: (keys, values) and documents of all tokens, in the sequence's order.
     """
     size, me = num_devices(axis), rank(axis)
     chunk = q_BtNH.shape[1] // 2
@@ -154,10 +155,10 @@ class ContextAttention:
 
     Args:
         placement: the mesh, and which of its axes shard batch, sequence and heads.
-        method: how keys meet queries; "auto" is the ring, and in a pipeline all_gather. Windowed
-            layers fetch what their window reaches under ring and all_gather alike (``halo``);
-            in a pipeline all_gather gathers for them too.
-        implementation: of the attention on one device.
+        method: how keys reach queries; "auto" is the ring, or all_gather in a pipeline. Windowed
+            layers fetch only the keys in their window (``halo``) under ring and all_gather;
+            in a pipeline all_gather gathers all keys for them too.
+        implementation: kernel for the attention on one device.
         is_causal: by place in the sequence.
     """
 

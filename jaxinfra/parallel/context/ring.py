@@ -40,7 +40,7 @@ type KeyBlock = tuple[jax.Array, jax.Array, jax.Array | None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Ring:
-    """The static part of a call inside ``shard_map``."""
+    """Static arguments of ring attention: the mesh axis and the masks."""
 
     part: PartialAttention
     axis: str
@@ -56,12 +56,12 @@ def ring_attention(
     v_BtKH: Float[Array, "B t K Hv"],
     ids_Bt: Int32[Array, "B t"] | None,
 ) -> Float[Array, "B t N Hv"]:
-    """Computes this device's rows of attention over the whole sequence, inside ``shard_map``.
+    """Computes attention of this device's queries to the whole sequence, inside ``shard_map``.
 
     Args:
         ring: axis and masks.
         q_BtNH, k_BtKH, v_BtKH: this device's tokens; in zig-zag order if causal, else in any.
-        ids_Bt: int32, their documents, below 0 for padding; None where a row is one document.
+        ids_Bt: each token's document, int32, below 0 for padding; None: one document per row.
 
     Returns:
         [B, t, N, H] in q's dtype.

@@ -1,4 +1,4 @@
-"""Runs any schedule: one loop over ticks, what a stage does in each, one branch for who sends.
+"""Runs any pipeline schedule: a loop over ticks, with branches for a stage's action and sends.
 
 Runs inside a ``shard_map`` over the pipe axis, without ``check_vma``; other axes may be left to the
 compiler. Gradients are computed and summed here, so nothing differentiates the loop. A stage that
@@ -34,14 +34,14 @@ class HeadSums(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """The arrays that are differentiated by, or their cotangents."""
+    """Arrays with respect to which the loss is differentiated, or their cotangents."""
 
     weights: Tree  # gradients add up
     state: Tree  # cotangents are messages of the backward pass, of which the largest counts
 
 
 class StageFunctions(Protocol):
-    """A model in the pieces that stages run. All are pure.
+    """A model as the pure functions that pipeline stages run.
 
     ``shared`` are the arrays outside the stack of layers, ``micro`` is one micro-batch.
     """
@@ -51,11 +51,11 @@ class StageFunctions(Protocol):
         ...
 
     def context(self, micro: Tree, /) -> Tree:
-        """Computes what all layers read of a micro-batch."""
+        """Computes the inputs that all layers share in a micro-batch, such as positions."""
         ...
 
     def layer_context(self, context: Tree, index: jax.Array, /) -> Tree:
-        """Selects what the layer of that index reads."""
+        """Selects the part of the context that the layer of this index reads."""
         ...
 
     def layer(self, arrays: Arrays, context: Tree, x: jax.Array, /) -> LayerResult:
@@ -63,15 +63,15 @@ class StageFunctions(Protocol):
         ...
 
     def head(self, shared: Arrays, x: jax.Array, micro: Tree, /) -> HeadSums:
-        """Takes the loss of the last layer's output."""
+        """Computes the loss of a micro-batch from the last layer's output."""
         ...
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineResult:
-    """The result over all micro-batches. Values of layers are sharded as the layers are; the rest
-    is the same on every stage.
+    """Losses and gradients over all micro-batches of a step. Values of layers are sharded over
+    stages as the layers are; all others are equal on every stage.
     """
 
     loss: jax.Array  # the sum
@@ -117,10 +117,10 @@ def run_pipeline(
     """Computes the losses and gradients of all micro-batches.
 
     Args:
-        layers: this stage's, [chunks * layers of a chunk, ...], chunk by chunk.
-        shared: the same on every stage.
-        micro_batches: [micro-batches, ...], the same on every stage.
-        axis: the mesh axis of the stages, manual here.
+        layers: this stage's layers, [chunks * layers of a chunk, ...], chunk by chunk.
+        shared: parameters outside the layers, equal on every stage.
+        micro_batches: [micro-batches, ...], equal on every stage.
+        axis: the mesh axis of the stages, inside ``shard_map``.
     """
     stage = jax.lax.axis_index(axis)
     run = _Run(program, functions, layers, shared, micro_batches)

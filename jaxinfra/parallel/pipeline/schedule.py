@@ -47,7 +47,7 @@ class Kind(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Action:
-    """One entry of the table that is not idle."""
+    """One entry of a schedule's table: a kind of work on one micro-batch and chunk."""
 
     kind: Kind
     micro_batch: int
@@ -56,7 +56,7 @@ class Action:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """The table of a schedule, and where each run of layers is.
+    """A pipeline schedule: the table of actions, and the stage and chunk of each run of layers.
 
     A model is cut into ``num_positions`` equal runs of layers; ``stage_of[j], chunk_of[j]`` is
     where run j lives.
@@ -77,33 +77,33 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Devices along the pipe axis."""
+        """Number of stages: devices along the pipe axis."""
         return self.kind.shape[1]
 
     @property
     def num_positions(self) -> int:
-        """Runs of layers of the whole model: stages times chunks."""
+        """Number of runs of layers in the whole model: stages times chunks."""
         return len(self.stage_of)
 
     @property
     def num_chunks(self) -> int:
-        """Runs of layers that one stage holds."""
+        """Number of runs of layers that one stage holds."""
         return self.num_positions // self.num_stages
 
     @property
     def splits_gradients(self) -> bool:
-        """Whether some weight gradients are actions of their own."""
+        """Whether some weight gradients are separate actions in the schedule."""
         return bool(np.any(self.kind == Kind.WEIGHT))
 
     @property
     def position(self) -> np.ndarray:
-        """Int [stages, chunks]: which run of layers a stage's chunk is."""
+        """Index of the run of layers in each stage's chunks, int [stages, chunks]."""
         table = np.empty((self.num_stages, self.num_chunks), np.int32)
         table[self.stage_of, self.chunk_of] = np.arange(self.num_positions)
         return table
 
     def action(self, tick: int, stage: int) -> Action | None:
-        """The entry, None where idle."""
+        """Returns a stage's action in a tick; None where it is idle."""
         kind = Kind(int(self.kind[tick, stage]))
         if kind is Kind.IDLE:
             return None
@@ -114,7 +114,7 @@ class Schedule:
         )
 
     def ticks(self) -> dict[Action, int]:
-        """When each action runs; of an action entered twice, the later tick."""
+        """Maps each action to its tick, the later one for an action with two entries."""
         return {
             action: tick
             for tick in range(self.num_ticks)
@@ -124,9 +124,9 @@ class Schedule:
 
 
 def violations(schedule: Schedule) -> list[str]:
-    """Lists every broken rule in words; empty for a correct schedule.
+    """Lists in words the rules that a schedule breaks; empty for a correct schedule.
 
-    Of every run of layers and micro-batch there is one forward, and one backward or its two halves.
+    Every run of layers has one forward per micro-batch, and one backward or its two halves.
     A forward follows the forward of the run before it. A backward follows its own forward and the
     backward of the run after it; a weight gradient follows the gradient of its input.
     """
@@ -211,9 +211,9 @@ def make_schedule(
     not have.
 
     Args:
-        backward_ticks: how many forwards a backward takes as long as. An order made for 1 loses
-            time where that is not so, once stages form a ring: interleaved, each waits for the
-            slower of its neighbours in every tick. An action stands in its last tick.
+        backward_ticks: duration of a backward pass in forward passes. A wrong ratio costs time
+            only in the interleaved schedule, where each stage waits in every tick for the slower
+            neighbour. An action of several ticks is entered in its last tick.
     """
     _check(name, stages=stages, micro_batches=micro_batches, chunks=chunks)
     is_gpipe, is_v = name is PipelineSchedule.GPIPE, name is PipelineSchedule.ZB_V

@@ -36,7 +36,7 @@ type Tree = Any
 
 
 class LayerResult(NamedTuple):
-    """The result of a layer: what it hands on, its objective and its sums."""
+    """Result of a layer: its output, its share of the objective, and its sums."""
 
     x: jax.Array  # of the shape and dtype of its input
     objective: jax.Array | None  # fp32 scalar: what the layer itself adds to what is differentiated
@@ -85,13 +85,13 @@ def _is_program(node: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Equations:
-    """Equations in order, run from values by number."""
+    """Equations of a jaxpr in order, run on values that are identified by number."""
 
     equations: tuple[_Equation, ...]
     constants: Mapping[int, Any]
 
     def run(self, values: Mapping[int, jax.Array]) -> dict[int, Any]:
-        """Returns all values: those given and those computed."""
+        """Runs the equations; returns the given and the computed values by number."""
         env: dict[int, Any] = {**self.constants, **values}
         for equation in self.equations:
             source = equation.source
@@ -113,8 +113,10 @@ def _scope(name: str) -> contextlib.AbstractContextManager[Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class LayerParts:
-    """One layer as programs; ``saved`` and ``pending`` are lists of arrays in a fixed order, and
-    gradients of weights are by number of their leaf.
+    """One layer as separate programs: forward, input gradient and weight gradient.
+
+    ``saved`` and ``pending`` are lists of arrays in a fixed order; gradients of weights are keyed
+    by their leaf's number.
     """
 
     sums: Tree  # ShapeDtypeStructs
@@ -154,7 +156,7 @@ class LayerParts:
     def input_gradient(
         self, weights: Tree, context: Tree, saved: Sequence[jax.Array], dy: jax.Array
     ):
-        """Computes (dx, some of dweights, pending)."""
+        """Computes (dx, the weight gradients that take no product, pending)."""
         given = self._given(weights, context) | dict(zip(self._saved, saved, strict=True))
         env = self._input.run({**given, self._dy: dy})
         d_some = self._weight_gradients(env, self._with_input)
@@ -167,7 +169,7 @@ class LayerParts:
         saved: Sequence[jax.Array],
         pending: Sequence[jax.Array],
     ) -> dict[int, jax.Array]:
-        """Computes the other gradients of weights."""
+        """Computes the weight gradients that ``input_gradient`` left pending."""
         given = self._given(weights, context) | dict(zip(self._saved, saved, strict=True))
         env = self._weight.run(given | dict(zip(self._pending, pending, strict=True)))
         return self._weight_gradients(env, self._dw.keys() - self._with_input)
@@ -188,7 +190,7 @@ def _read(env: Mapping[int, Any], value: Any) -> Any:
 
 
 def cut_layer(layer: Layer, weights: Tree, context: Tree, x: jax.Array) -> LayerParts:
-    """Traces a layer and its gradient once; only types of the arguments matter."""
+    """Traces a layer and its gradient once, and cuts them into the programs of ``LayerParts``."""
     closed, types = _traced(layer, weights, context, x)
     flat = _Flattener()
     inputs = [flat.name(var) for var in closed.jaxpr.invars]
@@ -409,7 +411,7 @@ def _is_cheap(made: Mapping[int, _Equation], from_dy: set[int], value: int) -> b
 
 
 def layer_places(num_layers: int, runs: int) -> np.ndarray:
-    """Returns int [runs * layers of the longest]: which layer stands there, -1 for one of zeros."""
+    """Returns the layer at each place of the runs, int [runs * longest run], -1 for padding."""
     longest, first_short = -(-num_layers // runs), num_layers % runs or runs
     places = np.full((runs, longest), -1)
     start = 0
@@ -421,7 +423,7 @@ def layer_places(num_layers: int, runs: int) -> np.ndarray:
 
 
 def pad_layers(tree: Tree, places: np.ndarray) -> Tree:
-    """Pads [layers, ...] to [places, ...], with zeros where no layer stands."""
+    """Pads stacked layers [layers, ...] to [places, ...], with zeros where no layer is."""
     if np.all(places >= 0):
         return tree
 
@@ -442,9 +444,7 @@ def unpad_layers(tree: Tree, places: np.ndarray) -> Tree:
 
 
 def to_stage_order(tree: Tree, schedule: Schedule, *, axis: str) -> Tree:
-    """Orders [layers of a stage, ...] from natural order into the stage's chunks, one after the
-    other.
-    """
+    """Exchanges layers [layers of a stage, ...] from natural order into each stage's chunks."""
     return _move(tree, schedule, axis=axis, back=False)
 
 
@@ -484,8 +484,8 @@ type _Place = tuple[int, int]
 
 
 def exchange_rounds(schedule: Schedule) -> list[list[tuple[_Place, _Place]]]:
-    """(from, to) places of every run of layers, in rounds in which each stage sends one run and
-    receives one.
+    """Plans the exchange of layers: (from, to) of each run, in rounds of one send and one receive
+    per stage.
 
     A stage sends as many runs as it receives, so the moves are a regular bipartite graph, which
     splits into perfect matchings (Koenig 1916); each round is one, found by augmenting paths.

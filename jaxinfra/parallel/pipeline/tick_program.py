@@ -1,4 +1,4 @@
-"""A schedule made executable: which buffer slot each action reads and writes, who sends to whom.
+"""Executable schedule: the buffer slots that each action reads and writes, and the sends.
 
 Three buffers on each stage. *Inbox*: activations and cotangents on their way in. *Saved*: what a
 forward leaves for its backward. *Pending*: what a backward leaves for its weight gradient. Slots
@@ -27,8 +27,8 @@ type Pairs = tuple[tuple[int, int], ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TickProgram:
-    """Tables by tick and stage. Where there is nothing to read or write, the slot is the last one
-    of its buffer, which holds nothing.
+    """Tables by tick and stage that the executor follows: actions, buffer slots and sends. The last
+    slot of each buffer means that there is nothing to read or write.
     """
 
     schedule: Schedule
@@ -59,7 +59,7 @@ class _Message:
 
 
 def make_tick_program(schedule: Schedule) -> TickProgram:
-    """Shares out slots and finds what is exchanged after each tick."""
+    """Compiles a schedule: assigns buffer slots and finds the sends after each tick."""
     when = schedule.ticks()
     stages, shape = schedule.num_stages, (schedule.num_ticks, schedule.num_stages)
 
@@ -178,8 +178,8 @@ class _Slots:
 
 
 def lifetime_violations(program: TickProgram) -> list[str]:
-    """Runs the tables with names instead of tensors; every action that would read another value
-    than its own input is named. Independent of how slots were shared out.
+    """Lists actions that would read a wrong value from a buffer slot, found by running the tables
+    with names instead of tensors. This does not depend on how slots were assigned.
     """
     schedule = program.schedule
     stages, last = schedule.num_stages, schedule.num_positions - 1
@@ -236,7 +236,7 @@ UNIT_TIMES: dict[Kind, float] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """When everything happens, in the unit of the durations given."""
+    """Start and end times of a schedule's actions, in the unit of the given durations."""
 
     start: np.ndarray  # [ticks, stages]
     end: np.ndarray  # [ticks, stages]
@@ -251,12 +251,12 @@ def run(
     embed: float = 0.0,
     head: float = 0.0,
 ) -> Timeline:
-    """Times a program whose stages wait only for those they exchange with.
+    """Computes a program's timeline, where stages wait only for those they exchange with.
 
     Args:
-        durations: of one chunk by kind.
-        embed: added to the forward and again to the backward of the first run of layers.
-        head: added to the forward of the last run of layers, which holds the loss and its gradient.
+        durations: duration of one chunk's action, by its kind.
+        embed: time added to the forward and to the backward of the first run of layers.
+        head: time of loss and its gradient, added to the forward of the last run of layers.
     """
     schedule = program.schedule
     shape = schedule.kind.shape
@@ -284,7 +284,7 @@ def run(
 def bubble_formula(
     name: PipelineSchedule, *, stages: int, micro_batches: int, chunks: int
 ) -> float:
-    """Idle over working time where forward, input gradient and weight gradient take equally long.
+    """Computes idle over working time if forward, input and weight gradient take equally long.
 
     (p-1)/m for GPipe and 1F1B; of three equal parts (p-1)/3m in ZB-H1 (Qi et al. 2024, table 2),
     half of that in ZB-V, where it is the time until the last stage begins. (p-1)/(m v) interleaved
@@ -302,12 +302,12 @@ def bubble_formula(
 
 
 def held_chunks(schedule: Schedule) -> np.ndarray:
-    """Int [ticks, stages]: chunks whose activations a stage holds after each tick."""
+    """Counts the chunks whose activations a stage holds after each tick, int [ticks, stages]."""
     frees = (schedule.kind == Kind.BACKWARD) | (schedule.kind == Kind.WEIGHT)
     return np.cumsum((schedule.kind == Kind.FORWARD).astype(int) - frees, axis=0)
 
 
 def peak_activations(schedule: Schedule) -> np.ndarray:
-    """[stages]: the most activations a stage holds, in those of one stage for one micro-batch."""
+    """Computes each stage's peak activations, in whole stages of one micro-batch: [stages]."""
     # A chunk holds its activations in the tick that frees them, too.
     return held_chunks(schedule).max(axis=0) / schedule.num_chunks
