@@ -44,7 +44,7 @@ class Attend(Protocol):
 
 
 class AttendLatents(Protocol):
-    """A function that computes latent (MLA) self-attention where several devices share a sequence."""
+    """A function that computes latent self-attention (MLA) of sequences shared by devices."""
 
     def __call__(
         self,

@@ -76,7 +76,7 @@ def choose(
 def within_capacity(
     choice: ExpertChoice, *, config: ExpertsConfig
 ) -> tuple[ExpertChoice, jax.Array]:
-    """Drops choices beyond each expert's capacity, keeping a sequence's first; counts the dropped."""
+    """Drops choices beyond each expert's capacity, the last of a sequence first; counts them."""
     factor = config.balance.capacity_factor
     assert factor is not None
     length, num_experts = choice.is_chosen_BTE.shape[1:]

@@ -20,10 +20,10 @@ _SLOPE, _LIMIT = 1.702, 7.0  # of SWIGLU_CLAMPED, as gpt-oss has them
 
 
 def activated(kind: MlpKind, up: jax.Array, gate: jax.Array | None) -> jax.Array:
-    """The hidden layer: activation(up), or gated: activation(gate) * up.
+    """Computes the hidden values activation(up), or gated: activation(gate) * up.
 
     Args:
-        up, gate: in the accum dtype; a gate where the kind has one.
+        up, gate: products in the accum dtype; gate only for gated kinds.
     """
     if gate is None:
         return _ACTIVATIONS[kind](up)

@@ -30,7 +30,7 @@ def attention(
     implementation: AttentionImplementation = AttentionImplementation.AUTO,
     is_causal: bool = True,
 ) -> Float[Array, "B T N Hv"]:
-    """Self-attention within documents, window and soft cap as the config says.
+    """Computes self-attention within documents, with the config's window and soft cap.
 
     Returns [B, T, N, H] in q's dtype. Raises UnsupportedError where the named implementation
     cannot compute exactly that.
@@ -61,7 +61,7 @@ def attention(
 
 
 def own_function(config: MixerConfig) -> str | None:
-    """The part that computes a mixer's attention in place of ours."""
+    """Names the user's function that replaces a mixer's attention; None without one."""
     return config.function if isinstance(config, GroupedAttentionConfig) else None
 
 
@@ -73,11 +73,11 @@ def own_attention(
     mask_BTS: jax.Array,
     distance_BTS: jax.Array,
 ) -> jax.Array:
-    """Attention by the user's function ``(q, k, v, *, mask, distance) -> out`` of q's shape.
+    """Computes attention by a user's function ``(q, k, v, *, mask, distance) -> out``.
 
     Args:
-        mask_BTS: bool: which keys a query may see; of causality, documents, the window and padding.
-        distance_BTS: int32: how many tokens before the query a key stands.
+        mask_BTS: bool, keys that a query may see by causality, documents, window and padding.
+        distance_BTS: int32, position of the query minus position of the key.
     """
     name = own_function(config)
     assert name is not None, "asked by the caller"
@@ -100,7 +100,7 @@ def own_attention(
 
 
 def is_attention_result(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A rematerialization policy: keep what attention's backward needs, whoever computes it.
+    """Tells a rematerialization policy to keep the values that attention's backward pass needs.
 
     Our implementations name their output and logsumexp; cuDNN's residuals are visible only as the
     results of JAX's own primitive.
@@ -113,5 +113,5 @@ ATTENTION_NAMES = (OUT_NAME, LSE_NAME)
 
 
 def named_attention(implementation: AttentionImplementation):
-    """``attention`` with the implementation fixed."""
+    """Returns ``attention`` with its implementation fixed."""
     return functools.partial(attention, implementation=implementation)

@@ -1,4 +1,4 @@
-"""A cache's storage formats, appending new heads to its pages, and attention to what it holds.
+"""KV cache operations: storage formats, appending to pages, and attention to cached tokens.
 
 On a Hopper GPU caches are read as they are stored (``pallas_kernels.paged_attention``), contiguous
 ones as pages in their order, and quantized ones as codes; elsewhere the keys of a layer's rows are
@@ -38,14 +38,14 @@ _CODES = {
 
 
 def storage(form: CacheFormat, compute: jnp.dtype) -> jnp.dtype:
-    """Dtype of a cache's elements; scales are in ``compute``."""
+    """Returns the dtype of a cache's elements in a format; scales are in ``compute``."""
     return compute if form is CacheFormat.PLAIN else _CODES[form].storage
 
 
 def stored_tokens(
     x: Float[Array, "*rows H"], form: CacheFormat, scale_dtype: jnp.dtype
 ) -> tuple[Shaped[Array, "*rows _"], Float[Array, "*rows"]]:
-    """Elements as a cache keeps them, and their scales: x is about their product.
+    """Quantizes x to a cache's format: elements and their scales, whose product is close to x.
 
     Of 4 bits the first half of a head is in the low bits, the second in the high ones.
     """
@@ -58,12 +58,12 @@ def read_tokens(
     form: CacheFormat,
     dtype: jnp.dtype,
 ) -> Float[Array, "*rows H"]:
-    """The tokens that a cache keeps, rounded once to ``dtype``."""
+    """Dequantizes cached tokens, rounding once to ``dtype``."""
     return numbers_of(codes, scales, _CODES[form], dtype)
 
 
 def as_cached(x: Float[Array, "*rows H"], form: CacheFormat) -> Float[Array, "*rows H"]:
-    """x as it will be read from the cache."""
+    """Rounds x to the values that a read from the cache would return."""
     if form is CacheFormat.PLAIN:
         return x
     return read_tokens(*stored_tokens(x, form, x.dtype), form, x.dtype)
@@ -76,7 +76,7 @@ _PAGE, _LEAST_PAGE = 64, 16  # slots of a page that a contiguous cache is cut in
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Pages:
-    """One layer's cache as attention reads it, nothing copied.
+    """View of one layer's KV cache, from which attention reads without a copy.
 
     With tables, position p of row b is slot ``p % size`` of page ``tables_BM[b, p // size]`` of a
     pool. Without, it is slot p of row b, in this layer of those that are there.
@@ -90,7 +90,7 @@ class Pages:
     format: CacheFormat = dataclasses.field(default=CacheFormat.PLAIN, metadata=dict(static=True))
 
     def tokens(self, dtype: jnp.dtype) -> dict[str, jax.Array]:
-        """``rows`` as attention reads them: what is in fewer bits in ``dtype``."""
+        """Returns the cached arrays in position order, dequantized to ``dtype`` if quantized."""
         rows = self.rows()
         if self.format is CacheFormat.PLAIN:
             return rows
@@ -101,7 +101,7 @@ class Pages:
         }
 
     def rows(self) -> dict[str, jax.Array]:
-        """The arrays with a row's keys in the order of their positions, [B, S, ...]."""
+        """Returns the cached arrays as stored, gathered in the order of positions: [B, S, ...]."""
         tables_BM = self.tables_BM
         if tables_BM is None:
             return {
@@ -117,11 +117,11 @@ class Pages:
 
     @property
     def can_be_paged(self) -> bool:
-        """Whether rows are pages, or slots divide into such as kernels read."""
+        """Whether rows are in pages, or have slots that divide into pages that kernels can read."""
         return self.tables_BM is not None or self._num_slots % _LEAST_PAGE == 0
 
     def paged(self) -> "Pages":
-        """Adds tables to contiguous rows, whose slots are pages one after another."""
+        """Returns contiguous rows as pages, with tables that number the pages in order."""
         if self.tables_BM is not None:
             return self
         assert self.layer is not None, "in_layer"
@@ -152,7 +152,7 @@ def cached_attention(
     positions_BT: jax.Array,
     sinks_N: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention of new queries to all keys cached, their own among them.
+    """Computes attention of new queries to all cached keys, including their own.
 
     Query t of row b sees positions ``positions_BT[b, t] - window < s <= positions_BT[b, t]``; what
     is beyond may be anything finite. A query whose position is below 0 is padding: it sees
@@ -209,10 +209,10 @@ def paged_attention(
     sinks_N: jax.Array | None = None,
     implementation: PagedImplementation = "auto",
 ) -> jax.Array:
-    """``cached_attention`` of pages, which nothing is gathered from.
+    """Computes ``cached_attention`` by kernels that read pages in place, without gathering them.
 
     Args:
-        implementation: "auto" takes the kernels where they can, and logs what it took.
+        implementation: "auto" takes the kernels where they apply, and logs its choice.
     """
     pages = pages.paged()
     assert pages.tables_BM is not None
@@ -290,7 +290,10 @@ def append_packed_heads(
     rope: tuple[jax.Array, jax.Array] | None,
     is_empty: bool,
 ) -> tuple[jax.Array, dict[str, jax.Array]] | None:
-    """``Execution.append``: on a Hopper GPU, of heads that turn whole; else None."""
+    """Rotates packed q, k, v heads (RoPE) and appends k, v to pages in one Hopper kernel.
+
+    Returns q and the pools, or None where the kernel does not apply.
+    """
     if not _is_taken(heads_BTNH, pages, config=config, rope=rope):
         return None
     assert rope is not None

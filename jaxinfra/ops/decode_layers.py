@@ -1,4 +1,4 @@
-"""Layers' step of one token, all in one launch on a Hopper GPU.
+"""Decode step of one token that computes all layers in one launch on a Hopper GPU.
 
 Dims: B batch, T position, D model width.
 """
@@ -27,15 +27,15 @@ def decode_layers(
     rope: tuple[jax.Array, jax.Array],
     scale: float | None,
 ) -> tuple[jax.Array, dict[str, jax.Array]] | None:
-    """Computes all layers of one row's one token in one launch, as ``Execution.decode_layers``.
+    """Computes all layers for one token of one row in one launch.
 
     Args:
-        layers: stacks, of all layers [L, ...] each.
-        pages: the first layer's, in pools of all of them.
+        layers: stacked weights of all layers, [L, ...] each.
+        pages: pages of the first layer, in pools of all layers.
 
     Returns:
-        The stream and the pools with the new token; None where layers are computed one after
-        another: of another step, or on a GPU on which the launch was not measured to be faster.
+        The residual stream and the pools with the new token; None for any other step, or on a GPU
+        where this launch was not measured to be faster than layers one by one.
     """
     is_measured = device.target().kind in MEASURED
     if positions_BT.size > 1 or not is_measured or not _as_read(x_BTD, layers, pages):

@@ -1,6 +1,6 @@
-"""Feed-forward layers of several experts, each on the tokens that chose it.
+"""Routed experts' feed-forward layers, each applied to the tokens that chose it.
 
-A product of groups takes plain weights. Quantized weights of all experts are dequantized where
+Grouped matmuls take plain weights. Quantized weights of all experts are dequantized where
 there are at least as many copies of tokens as experts. Where there are fewer, as in a decode step,
 only as many experts are dequantized as there are copies: those that tokens chose, gathered while
 quantized. Both numbers are static, so a program has one form or the other.
@@ -56,7 +56,7 @@ from pallas_kernels.grouped_matmul import GATE_NAME, UP_NAME
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Gathered:
-    """The token that each row is a copy of."""
+    """Indices that map rows, sorted by expert, to the tokens they copy, and back."""
 
     rows_M: jax.Array  # int32: the token
     choice_M: jax.Array  # int32: which choice, n K + k; N K for none
@@ -71,14 +71,14 @@ def multiply_groups_fp8(
     recipe: Recipe,
     gathered: Gathered | None = None,
 ) -> jax.Array:
-    """Multiplies rows of x, or copies of them, with their expert's weights.
+    """Multiplies rows of x, or copies of rows, with their expert's weights in 8 bits.
 
     Returns [M, F of all weights] in the compute dtype.
 
     Args:
-        x: [M, D], or [N, D] where rows are gathered.
-        weights: [E, D, F] each, multiplied as one; their gradients are in their dtypes.
-        sizes_E: int32, rows of each expert.
+        x: [M, D], or [N, D] where ``gathered`` is given.
+        weights: [E, D, F] each, multiplied side by side; gradients have the weights' dtypes.
+        sizes_E: int32, number of rows of each expert.
     """
     fp8 = recipe.fp8
     assert fp8 is not None
@@ -122,7 +122,7 @@ def _quantized_rows(x_MK: jax.Array, fp8: Fp8Recipe, dtype: jnp.dtype) -> Quanti
 
 
 def quantized_weights(weights: tuple[jax.Array, ...], recipe: Recipe) -> Quantized:
-    """Quantizes weights side by side by 128x128: values [E, D, F of all], scales [E, J, I]."""
+    """Quantizes weights by 128x128 blocks, joined: values [E, D, F of all], scales [E, J, I]."""
     fp8 = recipe.fp8
     assert fp8 is not None
     w_EDF = jnp.concatenate([w.astype(recipe.compute) for w in weights], axis=-1)
@@ -155,7 +155,7 @@ otherwise, and the backward pass would go to other experts.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertWeights:
-    """Weights of all experts, or of those that a device has, as stored."""
+    """Stored weights of all routed experts of a layer, or of those that a device has."""
 
     gate_EDF: jax.Array | QuantizedWeight | None
     up_EDF: jax.Array | QuantizedWeight
@@ -180,7 +180,7 @@ class ExpertWeights:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TokenCopies:
-    """Copies of tokens, one for each choice, in the order of their experts."""
+    """Copies of tokens, one for each choice of an expert, sorted by expert."""
 
     choice_M: jax.Array  # int32: which choice, n K + k, a copy is for; N K where there is none
     place_NK: jax.Array  # int32: where a choice's copy is; beyond the last for one that has none
@@ -189,10 +189,10 @@ class TokenCopies:
 
 
 def sorted_copies(expert_NK: Int[Array, "N K"], *, num_experts: int, room: int) -> TokenCopies:
-    """Makes copies of tokens for their experts, dropping the last experts' beyond ``room``.
+    """Sorts tokens' choices by expert, dropping the last beyond ``room`` copies.
 
     Args:
-        expert_NK: an expert of num_experts and above means none.
+        expert_NK: each choice's expert; num_experts or above means none.
     """
     expert_I = expert_NK.reshape(-1)
     order_I = jnp.argsort(expert_I, stable=True).astype(jnp.int32)
@@ -221,8 +221,8 @@ def spread(
     """Copies rows of tokens to slots, 0 to empty ones; the gradient is a gather in a fixed order.
 
     Args:
-        choice_S: a token's number times J, plus which of its copies; N J for none.
-        place_NJ: the inverse: a copy's slot; S for none.
+        choice_S: the copy in each slot: token index times J plus copy index; N J for none.
+        place_NJ: the inverse: each copy's slot; S for none.
     """
     copies = place_NJ.shape[1]
     rows_SD = x_ND[jnp.minimum(choice_S // copies, x_ND.shape[0] - 1)]
@@ -252,14 +252,14 @@ def apply_experts(
 ) -> tuple[Float[Array, "N D"], Int[Array, ""]]:
     """Computes each token's weighted sum of its experts' outputs, in the recipe's compute dtype.
 
-    Returns it with the number of choices that found no room. Nothing is padded: a matmul of groups
+    Also returns the number of choices that found no room. Nothing is padded: the grouped matmul
     takes as many rows for an expert as chose it. Sums over a token's experts are in fp32 and in the
     order of its choices.
 
     Args:
-        expert_NK: an expert beyond the last means none, and adds nothing.
-        weight_NK: fp32.
-        room: most choices that are computed; all by default.
+        expert_NK: each choice's expert; one beyond the last means none and adds nothing.
+        weight_NK: weight of each choice, fp32.
+        room: maximum number of choices to compute; all by default.
     """
     num_experts, top_k = experts.up_EDF.shape[0], expert_NK.shape[1]
     room = expert_NK.size if room is None else min(room, expert_NK.size)
