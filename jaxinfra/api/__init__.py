@@ -1,1 +1,3 @@
-"""Functions of ``jaxinfra.NAME`` that no single room below has."""
+"""The functions of ``jaxinfra`` that combine several packages: plan, trace, generate, evaluate and
+others.
+"""

@@ -1,4 +1,4 @@
-"""Plans of a run, and explanations of a step's time."""
+"""``plan`` predicts a run's memory and time; ``trace`` explains a profiled step's time."""
 
 import dataclasses
 from pathlib import Path
@@ -27,15 +27,16 @@ def plan(
     batch: int | None = None,
     length: int | None = None,
 ) -> Plan:
-    """The fastest layout of a training step that fits, with its memory, time and communication.
+    """Finds the fastest training layout that fits in memory; predicts its memory, time and MFU.
 
     Args:
         model: a preset, a directory with a Hugging Face config.json, or a config.
-        devices: how many GPUs.
-        device: their kind: a100, h100, h200 or b200.
-        mesh: this mesh only, as ``ShardingConfig``'s stage 3 lays it out; searched by default.
-        batch: sequences per step; about four million tokens by default, with a mesh one per device.
-        length: tokens of a sequence; the model's, at most 8192, by default.
+        devices: number of GPUs.
+        device: kind of GPU: a100, h100, h200 or b200.
+        mesh: plan this mesh only, with ZeRO stage 3; by default all meshes are searched.
+        batch: sequences per step; by default about four million tokens, or one sequence per device
+            if a mesh is given.
+        length: tokens per sequence; by default the model's length, at most 8192.
 
     Returns:
         A plan: ``fits``, ``layout`` (mesh, ZeRO stage, micro-batches), ``memory.total`` in bytes
@@ -43,7 +44,7 @@ def plan(
         between 0 and 1.
 
     Raises:
-        ConfigError: nothing fits, the mesh cannot be, or model or device is not known.
+        ConfigError: nothing fits, the mesh is impossible, or the model or device is unknown.
 
     Examples:
         >>> found = jaxinfra.plan("llama3_8b", devices=8, device="h100", length=2048)
@@ -62,19 +63,19 @@ def plan(
 
 
 def trace(run: str | Path, *, device: int = 0, steps: int | None = None) -> Waterfall:
-    """Where the milliseconds of a profiled step went on one GPU, each moment counted once.
+    """Divides a profiled step's milliseconds on one GPU by cause, each moment counted once.
 
     Args:
-        run: a run that was trained with a profile, or any directory with a trace in it.
-        device: which GPU of the traced process.
-        steps: that the trace holds; found from it by default.
+        run: directory of a run that was trained with a profile, or any directory with a trace.
+        device: index of the GPU among those of the traced process.
+        steps: number of steps in the trace; detected by default.
 
     Returns:
         A waterfall of milliseconds per step: ``by_kind()``, ``by_scope()``, ``by_axis`` for
         communication, ``kernels`` with the longest first.
 
     Raises:
-        DataError: no trace there, or none of a GPU.
+        DataError: the directory has no trace, or no trace of a GPU.
 
     Examples:
         >>> jaxinfra.trace("profiled", steps=1).by_kind()

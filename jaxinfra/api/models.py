@@ -1,4 +1,4 @@
-"""Trained models: evaluated, continued, written."""
+"""Functions that evaluate, continue, fine-tune and export trained models."""
 
 import dataclasses
 import tempfile
@@ -30,7 +30,7 @@ from jaxinfra.training.start import finetuning_config
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GeneratedText:
-    """A model's text after a prompt: an element of what ``generate`` returns.
+    """One prompt's continuation by a model; ``generate`` returns one per prompt.
 
     Examples:
         >>> found = jaxinfra.generate("runs/mine", ["the cat"], max_new_tokens=4)[0]
@@ -54,21 +54,23 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
 ) -> tuple[GeneratedText, ...]:
-    """Continues each prompt by an engine, many at a time.
+    """Continues prompts with a model, many at a time; returns the texts in the prompts' order.
 
     Args:
-        model: a run, a model directory, or what ``load`` returned: loaded once, it answers often.
-        prompts: texts; what comes back is in their order.
-        max_new_tokens: of each answer, which ends before at an end token.
-        temperature: 0 takes the most likely token; None: the model's, else 0.8.
-        top_k: draw from this many of the most likely tokens; None: the model's, else all.
-        top_p: draw from the fewest tokens whose probabilities add up to this; None: the
-            model's, else all.
-        seed: the same seed draws the same texts.
+        model: a run, a model directory, or a model that ``load`` returned, which saves loading it
+            again.
+        prompts: texts to continue.
+        max_new_tokens: most tokens of each answer; an end token ends it sooner.
+        temperature: 0 takes the most likely token; None: the model's own setting, else 0.8.
+        top_k: sample from this many of the most likely tokens; None: the model's own setting, else
+            all tokens.
+        top_p: sample from the fewest tokens whose probabilities add up to this; None: the model's
+            own setting, else all tokens.
+        seed: equal seeds give equal texts.
 
     Raises:
-        ConfigError: a setting out of range, or a prompt longer than the model's positions.
-        DataError, CheckpointError: ``model`` is no model, or a damaged one.
+        ConfigError: a setting is out of range, or a prompt is longer than the model's positions.
+        DataError, CheckpointError: ``model`` is not a model, or a damaged one.
 
     Examples:
         >>> model = jaxinfra.load("runs/mine")
@@ -111,17 +113,17 @@ def start_from(
     chat: bool = False,
     preferences: PreferenceConfig | None = None,
 ) -> RunConfig:
-    """The config of a run that trains a model further, with the settings usual for that: give it
-    data, and change what is to be changed with ``override``.
+    """Returns the config of a run that trains a model further, with usual settings. Add data to it,
+    and change any setting with ``override``.
 
     Args:
-        model: a Hugging Face directory, one that ``convert`` has written, or a run.
-        lora: train adapters only.
-        chat: the data are conversations, for the model's chat template.
-        preferences: the data are pairs of answers.
+        model: a Hugging Face directory, a directory that ``convert`` has written, or a run.
+        lora: adapters to train while the model stays frozen; None: train all parameters.
+        chat: the data are conversations, rendered with the model's chat template.
+        preferences: the data are pairs of a preferred and a rejected answer.
 
     Raises:
-        ConfigError: there is no model, or none that this version knows.
+        ConfigError: there is no model, or its architecture is not supported.
 
     Examples:
         >>> config = jaxinfra.start_from("runs/mine", lora=jaxinfra.LoraConfig(rank=4))
@@ -141,22 +143,24 @@ def evaluate(
     mesh: MeshConfig | None = None,
     cache_dir: Path | None = None,
 ) -> RunEvaluation:
-    """Loss, perplexity and bits per byte over every token of a text, once.
+    """Computes a model's loss, perplexity and bits per byte over every token of a text.
 
     Args:
         model: a run or a model directory.
-        data: the text: a directory, a glob or a file; by default the documents that a run held out.
-        step: a certain checkpoint of a run; the newest good one by default.
-        mesh: devices that the model is spread over, the first one by default.
-        cache_dir: where tokenized text and compiled programs are kept; the user's cache by default.
+        data: the text: a directory, a glob or a file; by default the run's held-out documents.
+        step: step of the run's checkpoint to evaluate; by default the newest intact one.
+        mesh: devices that the model is sharded over; by default the first device.
+        cache_dir: where tokenized text and compiled programs are cached; by default the user's
+            cache.
 
     Returns:
         ``evaluation`` with ``loss`` in nats per token, ``perplexity`` and ``bits_per_byte``, and
         ``baseline``: the bits per byte of gzip and xz on the same text.
 
     Raises:
-        ConfigError: a ``step`` for a model directory, which has none; a mesh that cannot be.
-        DataError, CheckpointError: there is no text, or no model, or a damaged one.
+        ConfigError: ``step`` is given for a model directory, which has none, or the mesh is
+            impossible.
+        DataError, CheckpointError: text or model is missing, or the model is damaged.
 
     Examples:
         >>> found = jaxinfra.evaluate("runs/mine", data="texts")
@@ -179,16 +183,16 @@ def save(
     dtype: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Writes a model as a Hugging Face directory, with its tokenizer.
+    """Writes a model and its tokenizer as a Hugging Face directory.
 
     Args:
-        model: what ``load`` returned.
-        directory: a new one.
-        dtype: of all weights; as they are held by default.
-        max_shard_bytes: of the weights in one file.
+        model: the model, as ``load`` returned it.
+        directory: a directory that does not exist yet.
+        dtype: dtype of all written weights; by default each keeps its own.
+        max_shard_bytes: most bytes of weights per file.
 
     Raises:
-        ConfigError: no Hugging Face architecture can express the model, or it has adapters.
+        ConfigError: no Hugging Face architecture can express the model, or the model has adapters.
 
     Examples:
         >>> jaxinfra.save(jaxinfra.load("runs/mine"), "exported", dtype="bfloat16")

@@ -1,4 +1,4 @@
-"""Presets as a table: what there is, how large, and what for."""
+"""Presets, listed as a table of their sizes and purposes, and loaded by name."""
 
 import dataclasses
 import inspect
@@ -10,7 +10,7 @@ from jaxinfra.planning.model import active_parameters, plan_model, total_paramet
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PresetInfo:
-    """One preset of ``presets``.
+    """A preset's name, size and purpose, as ``presets`` lists it.
 
     Examples:
         >>> info = jaxinfra.presets("llama3_8b")[0]
@@ -27,13 +27,13 @@ class PresetInfo:
 
 
 def preset(name: str) -> RunConfig:
-    """The run of that name: a model with data, optimizer, batch and precision that suit it.
+    """Returns the run config of a preset: model, data, optimizer, batch and precision.
 
     Args:
-        name: one of those that ``presets`` lists.
+        name: name of a preset; ``presets`` lists them.
 
     Raises:
-        ConfigError: there is none; with the nearest name.
+        ConfigError: no preset has this name; the message suggests the nearest one.
 
     Examples:
         >>> jaxinfra.preset("tiny").training.sequence_length
@@ -43,7 +43,7 @@ def preset(name: str) -> RunConfig:
 
 
 def presets(part: str = "") -> tuple[PresetInfo, ...]:
-    """The presets whose names contain ``part``; all of them by default.
+    """Lists the presets whose names contain ``part``; by default all presets.
 
     Examples:
         >>> [each.name for each in jaxinfra.presets("tiny")]

@@ -1,4 +1,4 @@
-"""Loading, generating, serving and evaluating."""
+"""Loads trained models, generates text with them, serves them over HTTP and evaluates them."""
 
 from jaxinfra.serving.adapter_bank import AdapterBank as AdapterBank
 from jaxinfra.serving.adapter_bank import load_bank as load_bank

@@ -1,4 +1,4 @@
-"""Adapters of several fine-tunings over one loaded model, for requests to choose from."""
+"""LoRA adapters of several fine-tunings kept beside one model; each request chooses an adapter."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -32,26 +32,26 @@ from jaxinfra.model.lora import AdapterFactors
 from jaxinfra.serving.load import LoadedModel, restore_trained
 
 MAX_RANK = 64
-"""Largest rank that is taken unless asked: all adapters are filled up to the largest of them."""
+"""Default limit on an adapter's rank, as all adapters are padded to the largest of them."""
 
 
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterBank:
-    """Adapters by name; ``load_bank`` reads them."""
+    """Several LoRA adapters of one model by name; ``load_bank`` reads them."""
 
     names: tuple[str, ...]
     adapters: tuple[Adapters, ...]
 
     @property
     def rank(self) -> int:
-        """The largest, which all are filled up to."""
+        """The largest rank of the adapters; smaller ones are padded to it with zeros."""
         return max(each.lora.rank for each in self.adapters)
 
     def added_to(self, model: LoadedModel) -> Decoder:
-        """The model with these adapters beside its projections; rows choose theirs.
+        """Returns the model with all adapters beside its projections; each batch row selects one.
 
-        Every device has all of them: they are small beside the model.
+        Every device holds all adapters: they are small beside the model.
         """
         held = LiveParameters(arrays=by_path(model.parameters, is_leaf=is_weight))
         merged = [MergedParameters(base=held, adapters=each) for each in self.adapters]
@@ -104,17 +104,18 @@ def load_bank(
     *,
     max_rank: int = MAX_RANK,
 ) -> AdapterBank:
-    """Reads adapters of one model: directories of PEFT, or runs that trained adapters.
+    """Reads adapters of one model from PEFT directories or from runs that trained adapters.
 
     Args:
-        path: directory of the model.
-        adapters: directories by the names that requests will use.
-        max_rank: largest rank that is taken.
+        path: the model's directory.
+        adapters: the adapters' directories by the names that requests will use.
+        max_rank: largest rank that an adapter may have.
 
     Raises:
-        ConfigError: a directory without adapters, adapters of another model (by the checksum of its
-            weights where a run trained them, else by names and shapes), or of a larger rank.
-        CheckpointError: files that are damaged or of another model.
+        ConfigError: a directory has no adapters, or has adapters of too large a rank or of another
+            model. Adapters of runs are compared by the checksum of the model's weights, others by
+            names and shapes.
+        CheckpointError: files are damaged or belong to another model.
     """
     if model.definition.lora is not None:
         raise ConfigError(

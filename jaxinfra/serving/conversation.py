@@ -1,4 +1,4 @@
-"""A dialogue with a model, whose engine keeps the keys and values of earlier messages."""
+"""A dialogue with a model, whose engine caches the keys and values of earlier messages."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -17,13 +17,14 @@ from jaxinfra.serving.sampling import SamplingConfig
 
 @final
 class Conversation:
-    """A dialogue with a model, which it takes over; each message computes the new tokens only.
+    """A dialogue with a model, where each message computes only its new tokens. The model's weights
+    belong to the dialogue afterwards.
 
     Args:
-        template: renders conversations; None: the dialogue is one text, which the model
+        template: chat template that renders messages; None: the dialogue is one text that the model
             continues.
-        system: what the conversation begins with.
-        context: most tokens of the conversation.
+        system: system message at the start of the conversation.
+        context: most tokens that the conversation may have.
     """
 
     def __init__(
@@ -50,13 +51,13 @@ class Conversation:
         self.forget()
 
     def forget(self) -> None:
-        """Begins the conversation anew."""
+        """Clears the conversation, except for its system message."""
         self.messages = []
         if self._system is not None:
             self.messages.append({"role": "system", "content": self._system})
 
     def ask(self, text: str) -> Iterator[str]:
-        """Yields the model's answer to a message, as it is sampled.
+        """Adds a message, and yields the model's answer in pieces as tokens are sampled.
 
         Raises:
             DataError: the conversation has become longer than the context.

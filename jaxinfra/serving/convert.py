@@ -1,4 +1,4 @@
-"""Converts a model from one layout of files into the other."""
+"""Converts model directories between this project's layout, Hugging Face's and PEFT's."""
 
 import dataclasses
 import enum
@@ -33,7 +33,7 @@ from jaxinfra.serving.load import LoadedModel, load_run
 
 
 class Target(enum.StrEnum):
-    """The layout that was written."""
+    """The layout of files that ``convert`` has written: ours, Hugging Face's or PEFT's."""
 
     OURS = "ours"
     HF = "Hugging Face"
@@ -42,7 +42,7 @@ class Target(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Conversion:
-    """Files that ``convert`` has written.
+    """The result of ``convert``: which layout it wrote, and the model's definition.
 
     Examples:
         >>> written = jaxinfra.convert("runs/mine", "other")
@@ -63,24 +63,25 @@ def convert(
     adapters_only: bool = False,
     merge: str | Path | None = None,
 ) -> Conversion:
-    """Writes a model in another layout: Hugging Face to ours, ours or a run to Hugging Face.
+    """Writes a model in another layout: from Hugging Face's to ours, or from ours or a run to
+    Hugging Face's.
 
     Model directories are streamed; a run's parameters are loaded onto the first device. Adapters
-    that a run trained are merged with the model that they adapt, a piece at a time.
+    that a run trained are merged with their base model, one piece at a time.
 
     Args:
-        source: a Hugging Face directory, one that this function wrote, or a run.
+        source: a Hugging Face directory, a directory that this function wrote, or a run.
         destination: a new directory outside the source.
-        dtype: of all elements; None: as they are.
-        max_shard_bytes: of elements in a file of the destination.
-        adapters_only: a run's adapters instead, in the layout of PEFT.
-        merge: adapters as PEFT writes them, to be merged into a model directory; the result is in
-            the layout of Hugging Face.
+        dtype: dtype of all elements; None: each tensor keeps its own.
+        max_shard_bytes: most bytes of tensors per file of the destination.
+        adapters_only: write only a run's adapters, in PEFT's layout.
+        merge: directory of PEFT adapters to merge into a model directory; the result has Hugging
+            Face's layout.
 
     Raises:
-        ConfigError: a destination within the source, a model that no Hugging Face architecture can
-            express, adapters of a model that has none, adapters to be merged into a run.
-        DataError, CheckpointError: the source is no model, or a damaged one.
+        ConfigError: the destination is within the source, no Hugging Face architecture can express
+            the model, a model has no adapters to write, or adapters would be merged into a run.
+        DataError, CheckpointError: the source is not a model, or a damaged one.
 
     Examples:
         >>> written = jaxinfra.convert("runs/mine", "as-hf", dtype=np.dtype("float16"))
@@ -134,7 +135,7 @@ def _convert_directory(
 
 
 def _require_good_tokenizer(file: Path, vocab_size: int) -> None:
-    """It is copied: damaged, or of another model, it would be there too."""
+    """Raises an error if the source's tokenizer, which is copied, is damaged or another model's."""
     if not file.exists():
         return
     num_tokens = num_ids(read_tokenizer(file))
@@ -184,9 +185,7 @@ def _convert_run(
 
 
 def _base_source(run: LoadedModel, init: InitConfig) -> ParameterSource:
-    """The weights beside which adapters were trained: where these are in few bits, what they stand
-    for.
-    """
+    """Returns a reader of the base model's weights, dequantized where they are quantized."""
     assert run.config is not None
     assert run.config.lora is not None
     if run.config.lora.base is BaseWeights.COMPUTE:
@@ -195,10 +194,10 @@ def _base_source(run: LoadedModel, init: InitConfig) -> ParameterSource:
 
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """Files with which other libraries encode a text as it was encoded in training.
+    """Writes tokenizer files with which other libraries encode a text as training did.
 
-    There the document separator stands before every text; other libraries ask the tokenizer's own
-    post-processor for it, which is added unless there is one.
+    Training puts the document separator before every text. Other libraries leave this to the
+    tokenizer's post-processor, so one is added unless the tokenizer has its own.
     """
     file = directory / "tokenizer.json"
     tokenizer.save(file)

@@ -1,4 +1,4 @@
-"""Continues prompts by an engine: the one path of ``jaxinfra.generate``, commands and samples."""
+"""Continues prompts with an engine, for ``jaxinfra.generate``, commands and training samples."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -24,10 +24,10 @@ def request_of(
     seed: int = 0,
     choice: int = 0,
 ) -> GenerationRequest:
-    """A request that ends where the model ends its texts.
+    """Makes a generation request that ends at the model's end tokens.
 
     Args:
-        choice: tells samples of equal prompts with one seed apart.
+        choice: tells apart samples of equal prompts with one seed.
     """
     return GenerationRequest(
         prompt_ids=tuple(prompt_ids),
@@ -46,14 +46,15 @@ def engine_for(
     consumes: bool = False,
     share_prefixes: bool = False,
 ) -> Engine:
-    """An engine with room for requests, of which as many run at a time as a server would run.
+    """Returns an engine with room for these requests, running as many at once as a server would.
 
-    The model keeps it for the next call, with the programs that it has compiled.
+    The model keeps the engine and its compiled programs for the next call.
 
     Args:
-        consumes: the model is not used otherwise, so its weights are not held twice.
-        share_prefixes: compute what prompts begin with once. Without, a text does not depend on
-            which calls were before, not even by rounding.
+        consumes: free weights that the engine has in its own form; nothing else may use the model
+            then.
+        share_prefixes: compute a common beginning of prompts only once. Without it, texts do not
+            depend on earlier calls, not even by rounding.
     """
     defaults, config = options_on(jax.default_backend()), model.definition.config
     longest = max(len(each.prompt_ids) + each.max_new_tokens - 1 for each in requests)
@@ -77,18 +78,17 @@ def generate(
     *,
     consumes: bool = False,
 ) -> Iterator[tuple[int, RequestProgress]]:
-    """Runs requests side by side, and yields what each step brought: the place of a request among
-    these, and its new tokens and text.
+    """Runs requests side by side; yields the index and progress of each request with new tokens.
 
-    The tokens sampled for a request depend on it alone; only rounding may differ with what runs
-    beside it. Requests are checked at once, before iteration.
+    A request's sampled tokens depend on it alone; only rounding may differ with the requests beside
+    it. Requests are checked at once, before iteration.
 
     Args:
-        consumes: as in ``engine_for``.
+        consumes: free the model's weights, as in ``engine_for``.
 
     Raises:
-        ConfigError, DataError: a request that the engine cannot serve.
-        CheckpointError: while iterating: logits that are not finite.
+        ConfigError, DataError: the engine cannot serve a request.
+        CheckpointError: logits are not finite; raised while iterating.
     """
     if not requests:
         raise DataError("there are no prompts; give at least one")
@@ -136,14 +136,14 @@ def generate_text(
     seed: int = 0,
     consumes: bool = False,
 ) -> Iterator[RequestProgress]:
-    """Continues a text as the beginning of a document; progress has its text, never half a
-    character.
+    """Continues a prompt as the beginning of a document; yields progress with whole characters.
 
-    The texts, joined, are the text of all tokens before the end token. Raises as ``generate``.
+    The joined texts are the text of all tokens before the end token. Raises what ``generate``
+    raises.
 
     Args:
-        prompt: a text; or tokens already, of a rendered conversation say.
-        consumes: as in ``engine_for``.
+        prompt: a text, or token ids, for example of a rendered conversation.
+        consumes: free the model's weights, as in ``engine_for``.
     """
     ids = model.prompt(prompt) if isinstance(prompt, str) else prompt
     request = request_of(model, ids, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
@@ -151,5 +151,5 @@ def generate_text(
 
 
 def bucket(length: int, *, limit: int, least: int = _MIN_BUCKET) -> int:
-    """The next power of two from ``least`` to ``limit``: few shapes, so few compilations."""
+    """Rounds a length up to a power of two from ``least`` to ``limit``, to compile few shapes."""
     return min(max(least, 1 << (length - 1).bit_length()), limit)

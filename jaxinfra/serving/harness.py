@@ -1,7 +1,6 @@
-"""EleutherAI's lm-evaluation-harness on a model of ours, and log probabilities of given texts.
+"""Runs EleutherAI's lm-evaluation-harness on a model, and scores given continuations.
 
-Its package ``lm_eval`` is not among our dependencies: it is imported when it is first needed.
-
+The harness's package ``lm_eval`` is no dependency: it is imported when it is first needed.
 """
 
 import dataclasses
@@ -30,7 +29,7 @@ _TOKENS = 4096  # of a batch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ContinuationScore:
-    """A model's score of a continuation."""
+    """A continuation's log-probability by a model, and whether greedy sampling would give it."""
 
     log_probability: float  # nats, over its tokens
     is_greedy: bool  # whether each token is the most likely one after those before it
@@ -39,15 +38,15 @@ class ContinuationScore:
 def score_continuations(
     model: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> list[ContinuationScore]:
-    """The log probability of each continuation after its context; rows are padded and batched.
+    """Computes the log-probability of each continuation after its context, in padded batches.
 
-    Of a context that does not fit, its end is used: as many tokens as the model has positions for.
+    A context that does not fit is cut at its front to the model's number of positions.
 
     Args:
-        pairs: token ids of a context, at least one, and of a continuation.
+        pairs: token ids of a context, at least one, and of its continuation.
 
     Raises:
-        DataError: no context, or a continuation longer than the model's positions.
+        DataError: a context is empty, or a continuation is longer than the model's positions.
     """
     most = model.config.max_positions
     rows = []
@@ -82,8 +81,8 @@ def score_continuations(
 def rolling_pairs(
     ids: Sequence[int], *, first: int, max_positions: int
 ) -> list[tuple[list[int], list[int]]]:
-    """A long text as pairs of context and continuation: each token is scored once, and the last
-    pair has as much context as there is room for.
+    """Splits a long text into pairs of context and continuation that score each token once. The
+    last pair has as much context as fits.
 
     >>> rolling_pairs([0, 1, 2, 3, 4, 5, 6, 7, 8, 9], first=99, max_positions=4)
     [([99], [0, 1, 2, 3]), ([3], [4, 5, 6, 7]), ([5, 6, 7], [8, 9])]
@@ -143,19 +142,20 @@ def evaluate_tasks(
     task_directory: str | Path | None = None,
     chat_template: str | Path | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Figures of the harness's tasks by task, as it names them (``"acc,none"``).
+    """Evaluates a model on tasks of the harness; returns each task's metrics by name
+    (``"acc,none"``).
 
     Args:
-        model: a run, a model directory, or what ``load`` returned.
-        tasks: names, as ``lm_eval ls tasks`` lists them, or of ``task_directory``.
+        model: a run, a model directory, or a model that ``load`` returned.
+        tasks: names of tasks from ``lm_eval ls tasks`` or from ``task_directory``.
         shots: examples before each question; the task's own number by default.
-        limit: documents of each task; all by default.
-        task_directory: YAML files of further tasks.
-        chat_template: a model's directory, with whose template questions are asked as by a user.
+        limit: documents per task; all by default.
+        task_directory: directory with YAML files of further tasks.
+        chat_template: a model's directory; questions are asked as user messages in its template.
 
     Raises:
         UnsupportedError: ``lm_eval`` is not installed.
-        ConfigError: a task is not known.
+        ConfigError: a task is unknown.
 
     Examples:
         Without the harness:
@@ -197,13 +197,13 @@ def evaluate_tasks(
 
 
 def harness_model(model: LoadedModel, *, template: ChatTemplate | None = None) -> Any:
-    """The model as an ``lm_eval.api.model.LM``, for the harness's own functions.
+    """Returns the model as an ``lm_eval.api.model.LM``, for use with the harness's functions.
 
-    Texts become tokens as when text is generated: what documents begin with comes first. Tokens of
-    a continuation are those that it adds to its context's.
+    Texts are tokenized as in generation, with the document's begin tokens first. A continuation's
+    tokens are those that it adds to its context's.
 
     Args:
-        template: by which chats are rendered.
+        template: chat template that renders conversations.
 
     Raises:
         UnsupportedError: ``lm_eval`` is not installed.
@@ -215,23 +215,24 @@ def harness_model(model: LoadedModel, *, template: ChatTemplate | None = None) -
 
 
 class HarnessAnswers:
-    """Answers to the harness's requests; the harness's own base class stands behind this one."""
+    """Answers the harness's requests with a model; combined with the harness's own base class."""
 
     def attach(self, model: LoadedModel, template: ChatTemplate | None) -> None:
-        """Gives it the model."""
+        """Sets the model and the chat template that answer requests."""
         self._model = model
         self._decoder = model.decoder
         self._template = template
         self._ends = model.tokenizer.end_ids
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Returns each continuation's log probability after its context, in nats, and whether it is
-        the likeliest."""
+        """Returns each continuation's log-probability after its context, in nats, and whether
+        greedy sampling would give it.
+        """
         scores = score_continuations(self._decoder, [self._pair(*each.args) for each in requests])
         return [(each.log_probability, each.is_greedy) for each in scores]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Returns log probabilities of whole texts, in nats; of long texts in several windows."""
+        """Returns log-probabilities of whole texts, in nats; long texts are scored in windows."""
         most, (*_, first) = self._decoder.config.max_positions, self._begin()
         windows = [
             rolling_pairs(self._ids(each.args[0]), first=first, max_positions=most)
@@ -243,7 +244,7 @@ class HarnessAnswers:
         return [sum(next(scores).log_probability for _ in pairs) for pairs in windows]
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Continuations of texts, up to where a task says that they end."""
+        """Continues texts up to the stop strings that a task defines."""
         if not requests:
             return []
         asked = [
@@ -261,17 +262,17 @@ class HarnessAnswers:
     def apply_chat_template(
         self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """A dialogue as text, as the model was trained to see it."""
+        """Renders a conversation as text with the model's chat template."""
         assert self._template is not None, "asked for with a template only"
         return self._template.render(chat_history, add_generation_prompt=add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """Returns an identity that tells one template from another."""
+        """Returns a name that identifies the chat template in the harness's caches."""
         return "" if self._template is None or not chat_template else self._template.identity
 
     @property
     def tokenizer_name(self) -> str:
-        """Returns an identity that tells one tokenizer from another."""
+        """Returns a name that identifies the tokenizer in the harness's caches."""
         return self._model.tokenizer.fingerprint
 
     def _continuation(

@@ -1,4 +1,4 @@
-"""Loads a trained model from a run directory or from a directory of safetensors, onto a mesh."""
+"""Loads a trained model from a run or a directory of safetensors, sharded over a mesh."""
 
 import dataclasses
 import functools
@@ -38,17 +38,16 @@ from jaxinfra.serving.sampling import SamplingConfig
 
 
 def serving_placement(config: ModelConfig, mesh: MeshConfig | None) -> Placement:
-    """The first devices here, or those of the whole job where more are asked for, as this mesh:
-    rows over replica and fsdp, weights over fsdp and tensor, heads and their cache over tensor.
-    Devices that ``expert`` takes of fsdp or replica have no rows of their own: they share experts,
-    and all else as those of tensor do.
+    """Returns a mesh of the first devices and its sharding rules for serving. Rows are sharded over
+    replica and fsdp, weights over fsdp and tensor, heads and their KV cache over tensor. If
+    ``expert`` takes devices of fsdp or replica, these have no rows of their own: they shard
+    experts, and all else as tensor does.
 
     Args:
-        mesh: one device by default.
+        mesh: sizes of the mesh's axes; one device by default.
 
     Raises:
-        ConfigError: an axis that generation does not use, or one that the model does not divide
-            over.
+        ConfigError: generation does not use an axis, or the model's sizes are not divisible by it.
     """
     mesh = mesh or MeshConfig()
     for axis, size in mesh.sizes().items():
@@ -72,7 +71,7 @@ _DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedModel:
-    """A model, with the tokenizer that its tokens are of: what ``load`` returns.
+    """A model with its weights and its tokenizer, as ``load`` returns it.
 
     Examples:
         >>> model = jaxinfra.load("runs/mine")
@@ -97,34 +96,36 @@ class LoadedModel:
 
     @property
     def num_ids(self) -> int:
-        """Ids that may be sampled: the tokenizer knows them, and the model has rows for them."""
+        """Number of token ids that may be sampled: known to the tokenizer and the model."""
         return min(self.tokenizer.vocab_size, self.definition.config.vocab_size)
 
     @property
     def begin_ids(self) -> tuple[int, ...]:
-        """The tokens that a text begins with."""
+        """The token ids that begin every text."""
         return (self.tokenizer.bos_id,) if self.prefix_ids is None else self.prefix_ids
 
     def sampling(self, **given: Any) -> SamplingConfig:
-        """How tokens are sampled: as given, else as the model's files name it, else at 0.8."""
+        """Returns sampling settings: those given, else those of the model's files, else temperature
+        0.8.
+        """
         return SamplingConfig.of({"temperature": 0.8}, self.defaults, given)
 
     def prompt(self, text: str, *, spelled_out: bool = False) -> list[int]:
-        """The tokens of a text that is to be continued, after what texts begin with.
+        """Encodes a text to be continued, with the tokens that begin every text first.
 
         Args:
-            spelled_out: special tokens that are spelled out in the text are tokens.
+            spelled_out: encode special tokens that are spelled out in the text as such.
         """
         encode = self.tokenizer.encode_rendered if spelled_out else self.tokenizer.encode_batch
         return [*self.begin_ids, *encode([text])[0].tolist()] or [self.tokenizer.bos_id]
 
     @property
     def decoder(self) -> Decoder:
-        """The model with its parameters."""
+        """The model as a callable module with its parameters."""
         return self.definition.bind(self.parameters)
 
     def with_cache(self, form: CacheFormat) -> "LoadedModel":
-        """Returns the same model, which caches past tokens in this format."""
+        """Returns this model with a KV cache in another format."""
         old = self.definition
         execution = dataclasses.replace(old.execution, cache_format=form)
         definition = define_model(old.config, execution, lora=old.lora).freeze(old.frozen)
@@ -136,13 +137,13 @@ class LoadedModel:
         is_straight: bool | None = None,
         consumes: bool = False,
     ) -> Decoder:
-        """The model as an engine runs it: on GPUs layer by layer, with packed projections where
-        devices do not split them, which are copies. With adapters or 8-bit matmuls it stays as it
-        is.
+        """Returns the model in the form that an engine runs fastest. On GPUs layers are unrolled,
+        and projections that are not sharded are copied into packed ones. Models with adapters or
+        8-bit matmuls stay as they are.
 
         Args:
-            is_straight: the form of GPUs, or not, on any device.
-            consumes: free what is copied of this model's weights; it is not used afterwards.
+            is_straight: use the form for GPUs on any device, or on none; by default on GPUs.
+            consumes: free weights that were copied; this object is unusable then.
         """
         definition = self.definition
         if is_straight is None:
@@ -164,17 +165,17 @@ class LoadedModel:
 
 
 def load_model(path: str | Path, dtype: str = "float32", mesh: MeshConfig | None = None) -> Decoder:
-    """A trained decoder: ``model(token_ids)`` maps int [B, T] to float32 logits [B, T, V].
+    """Loads a trained decoder, which maps token ids, int [B, T], to float32 logits [B, T, V].
 
     Args:
-        path: a run directory, or one with a Hugging Face model or a converted one.
-        dtype: of the operands of matmuls: "float32", "bfloat16" or "float16". Parameters of a run
-            stay float32, others are held in it, dequantized where files are quantized; sums, norms,
-            softmax and logits are float32.
-        mesh: devices that the model is spread over, the first one by default.
+        path: a run, a Hugging Face directory, or a directory that ``convert`` has written.
+        dtype: dtype of matmul operands: "float32", "bfloat16" or "float16". A run's parameters stay
+            float32; other weights are stored in this dtype, dequantized if the files are quantized.
+            Sums, norms, softmax and logits are float32.
+        mesh: devices that the model is sharded over; by default the first device.
 
     Raises:
-        ConfigError, DataError, CheckpointError: ``path`` is no model, or one that is not whole.
+        ConfigError, DataError, CheckpointError: ``path`` has no model, or an incomplete one.
 
     Examples:
         >>> model = jaxinfra.load_model("runs/mine", dtype="bfloat16")
@@ -198,18 +199,19 @@ def load(
     step: int | None = None,
     mesh: MeshConfig | None = None,
 ) -> LoadedModel:
-    """A model with its tokenizer, from a run or a model directory. Weights that a directory holds
-    in 4 or 8 bits stay in them.
+    """Loads a model with its tokenizer from a run or a model directory. Weights quantized to 4 or 8
+    bits stay quantized.
 
     Args:
-        path: a run, or a directory with a Hugging Face model or a converted one.
-        policy: numeric policy; None: the one trained with, or of the dtype stored.
-        step: a certain checkpoint of a run; the newest good one by default.
-        mesh: devices that the model is spread over, the first one by default.
+        path: a run, a Hugging Face directory, or a directory that ``convert`` has written.
+        policy: numeric policy; None: the policy of training, or of the stored dtype.
+        step: step of a run's checkpoint; by default the newest intact one.
+        mesh: devices that the model is sharded over; by default the first device.
 
     Raises:
-        ConfigError: a ``step`` of a model directory, which has none; a mesh that cannot be.
-        DataError, CheckpointError: there is no model, or one that is not whole.
+        ConfigError: ``step`` is given for a model directory, which has none, or the mesh is
+            impossible.
+        DataError, CheckpointError: the model is missing or incomplete.
 
     Examples:
         >>> model = jaxinfra.load("runs/mine")
@@ -249,15 +251,15 @@ def load_run(
     step: int | None = None,
     mesh: MeshConfig | None = None,
 ) -> LoadedModel:
-    """Reads the newest good checkpoint of a run, its model only, each device its shard.
+    """Loads the model of a run's newest intact checkpoint; each device reads its own shard.
 
-    The run may still be training; nothing in it is changed. Attention is chosen for this device,
-    not as the run was trained.
+    The run may still be training; its files are not changed. The attention kernel is chosen for
+    this device, not as in training.
 
     Args:
-        policy: numeric policy; None: the one trained with.
-        step: a certain checkpoint.
-        mesh: devices that the model is spread over, the first one by default.
+        policy: numeric policy; None: the policy of training.
+        step: step of the checkpoint; by default the newest intact one.
+        mesh: devices that the model is sharded over; by default the first device.
     """
     config = _read_config(path)
     tokenizer = _read_tokenizer(path, vocab_size=config.model.vocab_size)
@@ -296,7 +298,7 @@ def load_run(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedParameters:
-    """Parameters that a run has trained, as a checkpoint holds them."""
+    """A run's trained parameters, and the step of the checkpoint that they come from."""
 
     step: int
     parameters: Parameters  # with the state, as ``ModelDefinition.bind`` takes them
@@ -311,16 +313,16 @@ def restore_trained(
     *,
     step: int | None = None,
 ) -> TrainedParameters:
-    """The parameters and the state of a run's newest good checkpoint.
+    """Restores the parameters and the state of a run's newest intact checkpoint.
 
     Args:
-        config: of the run.
-        trained: its model, what it does not train frozen.
-        parameters, state: shardings.
-        step: a certain checkpoint.
+        config: the run's config.
+        trained: the run's model, with the parameters frozen that it does not train.
+        parameters, state: shardings of the parameters and of the state to restore.
+        step: step of the checkpoint; by default the newest intact one.
 
     Raises:
-        CheckpointError: there is none, or it is of another model.
+        CheckpointError: there is no checkpoint, or it belongs to another model.
     """
     # Fields of the training state by name; what else is in there is not read.
     weights = "parameters" if config.optimizer.average is None else "average"
@@ -381,10 +383,10 @@ def _read_tokenizer(path: Path, *, vocab_size: int) -> Tokenizer:
 
 
 def sampling_defaults(path: Path) -> dict[str, float]:
-    """Settings of sampling that ``generation_config.json`` names, where it wants any sampling.
+    """Returns the sampling settings in ``generation_config.json``, if it enables sampling.
 
     Raises:
-        ConfigError: one that is no number.
+        ConfigError: a setting is not a number.
     """
     values = read_generation_config(path)
     found = {name: values[name] for name in _DEFAULTS if values.get(name) is not None}

@@ -1,8 +1,8 @@
-"""Samples the next token from logits, by settings that are arrays: one row per sequence.
+"""Samples the next token from logits; each batch row has its own settings, given as arrays.
 
 Top-k and top-p keep a prefix of the most likely tokens, found without a sort. Tokens are ordered by
-logit, lower ids first among equals, so a prefix is a least logit and a number of tokens that have
-exactly it. Both are found by search: logits become integers of the same order, of which each pass
+logit, lower ids first among equals. So a prefix is a least logit, and a number of tokens that have
+exactly this logit. A search finds both: logits become integers of the same order, and each pass
 over the vocabulary settles three bits.
 
 Dims: B batch, V vocabulary, K most likely tokens, E biased tokens, W words of 32 tokens, T token.
@@ -27,15 +27,15 @@ _BITS = 3  # of the searched number that a round settles
 def kept_tokens(
     scaled_BV: Float[Array, "B V"], top_k_B: Int[Array, "B"], top_p_B: Float[Array, "B"]
 ) -> Bool[Array, "B V"]:
-    """Which tokens top-k keeps, and top-p among those: exactly as many, whatever ties there are.
+    """Returns a mask of the tokens that top-k and then top-p keep, also exact among ties.
 
-    Top-p keeps the fewest tokens whose probabilities, of what top-k left, sum to p or more.
+    Top-p keeps the fewest tokens whose probabilities, renormalized after top-k, sum to p or more.
     Probabilities are summed in fp32.
 
     Args:
-        scaled_BV: fp32 logits over the temperature, at most 0, the largest of a row 0.
-        top_k_B: 0 keeps all.
-        top_p_B: 1 or more keeps all that top-k left.
+        scaled_BV: fp32 logits divided by the temperature, shifted so that each row's largest is 0.
+        top_k_B: number of tokens to keep; 0 keeps all.
+        top_p_B: probability to keep; 1 or more keeps all tokens that top-k left.
     """
     batch, num_ids = scaled_BV.shape
     order_BV = _ordered(scaled_BV)
@@ -84,7 +84,7 @@ def kept_tokens(
 
 
 def _ordered(scaled_BV: jax.Array) -> UInt32[Array, "B V"]:
-    """Integers of the same order as these numbers, equal for equal ones; below the largest."""
+    """Maps fp32 numbers to integers of the same order; equal numbers to equal integers."""
     # 0 has two signs.
     scaled_BV = jnp.where(scaled_BV == 0, 0, scaled_BV)
     bits_BV = jax.lax.bitcast_convert_type(scaled_BV, jnp.uint32)
@@ -146,18 +146,18 @@ _BELOW_ONE = np.float32(1.0 - 2.0**-24)
 _TINY = float(np.finfo(np.float32).tiny)
 _BLOCK = 1024  # ids whose most likely are found at a time
 MOST_LOGPROBS = 20
-"""Alternatives that a request may ask for, as OpenAI's API bounds them."""
+"""Most alternatives per token that a request may ask for, the limit of OpenAI's API."""
 
 NO_TOKEN = -1
-"""Drawn in place of an id where a row's logits have a NaN, an infinity, or exclude every token."""
+"""Sampled in place of an id if a row's logits have a NaN or infinity, or exclude every token."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingConfig:
-    """How a token is sampled.
+    """Settings with which a token is sampled from logits.
 
-    In this order: bias, penalties, temperature, min-p, top-k, top-p of what those left. A
-    temperature of 0 is greedy: the most likely token, the lowest id among equals.
+    Applied in this order: bias, penalties, temperature, min-p, top-k, and top-p of the remaining
+    tokens. A temperature of 0 is greedy: the most likely token, the lowest id among equals.
     """
 
     temperature: float = 1.0
@@ -174,8 +174,8 @@ class SamplingConfig:
 
     @classmethod
     def of(cls, *settings: Mapping[str, Any]) -> "SamplingConfig":
-        """The settings by name, later ones before earlier ones; None says nothing, and a ``top_k``
-        of 0 or -1 is all tokens, as in files and requests.
+        """Merges settings by name; later ones override earlier ones, and None leaves a setting as
+        it is. A ``top_k`` of 0 or -1 keeps all tokens, as in files and requests.
         """
         said = {
             name: value for each in settings for name, value in each.items() if value is not None
@@ -215,7 +215,7 @@ class SamplingConfig:
 
     @property
     def is_penalized(self) -> bool:
-        """Whether a draw depends on the row's earlier tokens."""
+        """Whether a sample depends on the row's earlier tokens, by a penalty."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
@@ -225,14 +225,16 @@ GREEDY = SamplingConfig(temperature=0.0)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TokenHistory:
-    """Counts of every row's tokens, kept on the device; donate it where it is replaced."""
+    """Counts of each batch row's tokens, for penalties. Kept on the device; donate it when it is
+    replaced.
+    """
 
     drawn_BV: Int[Array, "B V"]  # int32
     prompted_BV: Bool[Array, "B V"]
 
     @classmethod
     def empty(cls, *, batch: int, num_ids: int) -> "TokenHistory":
-        """Rows without a token."""
+        """Makes a history of rows without tokens."""
         return cls(
             drawn_BV=jnp.zeros((batch, num_ids), jnp.int32),
             prompted_BV=jnp.zeros((batch, num_ids), bool),
@@ -246,11 +248,12 @@ class TokenHistory:
         num_prompt: Int[Array, ""],
         num_tokens: Int[Array, ""],
     ) -> "TokenHistory":
-        """The history with a new sequence in a row, whatever was there before.
+        """Returns the history with one row replaced by the tokens of a new sequence.
 
         Args:
-            ids_T: the prompt, then tokens sampled before a sequence was begun again; padding.
-            num_prompt, num_tokens: without those samples, and with them.
+            ids_T: the prompt's ids, then tokens sampled before the sequence was preempted, then
+                padding.
+            num_prompt, num_tokens: number of ids in the prompt, and in prompt and samples.
         """
         place_T = jnp.arange(ids_T.size)
         num_ids = self.drawn_BV.shape[1]
@@ -266,10 +269,10 @@ class TokenHistory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingNeeds:
-    """Settings that some row of a batch asks for: static, so that nothing else is computed.
+    """Settings that any row of a batch uses. They are static, so that no other is computed.
 
-    Each value is a program of its own. A row draws the same by every program that has what it asks
-    for. A branch taken on the device instead would make the host wait for the device.
+    Each value compiles to its own program. A row's sample is equal in all programs that have its
+    settings. A branch on the device instead would make the host wait for the device.
     """
 
     noise: bool = False  # a row is not greedy
@@ -280,7 +283,7 @@ class SamplingNeeds:
 
     @classmethod
     def of(cls, configs: Iterable[SamplingConfig]) -> "SamplingNeeds":
-        """Returns the needs of these settings together."""
+        """Returns the settings that any of these configs uses."""
         configs = [*configs]
         drawn = [c for c in configs if c.temperature > 0]
         told = [c.logprobs for c in configs if c.logprobs is not None]
@@ -296,7 +299,7 @@ class SamplingNeeds:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingRows:
-    """The settings of every row of a batch: arguments of a compiled step, not part of it."""
+    """Sampling settings of each batch row, as arrays that are passed to a compiled step."""
 
     temperature_B: jax.Array  # fp32; 0: greedy
     top_k_B: jax.Array  # int32; 0: all tokens
@@ -312,10 +315,11 @@ class SamplingRows:
     def of(
         cls, configs: Sequence[SamplingConfig], *, num_biases: int | None = None
     ) -> "SamplingRows":
-        """One row for each config.
+        """Packs configs into arrays, one row per config.
 
         Args:
-            num_biases: biased tokens that each row has room for; by default as many as are needed.
+            num_biases: biased tokens that each row has space for; by default the most of any
+                config.
         """
         most = max((len(c.logit_bias) for c in configs), default=0)
         width = most if num_biases is None else num_biases
@@ -350,7 +354,7 @@ class SamplingRows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LogProbabilities:
-    """Log-probabilities by the model alone, before bias, penalties, temperature and cuts; fp32."""
+    """Log-probabilities by the model alone, fp32: before bias, penalties and temperature."""
 
     chosen_B: Float[Array, "B"]
     top_ids_BK: Int[Array, "B K"]  # int32, the most likely first, lower ids first among equals
@@ -360,7 +364,7 @@ class LogProbabilities:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sampled:
-    """One sampled token for each row."""
+    """One sampled token id per row, with log-probabilities if asked for."""
 
     ids_B: Int[Array, "B"]  # int32; ``NO_TOKEN`` where there is nothing to draw from
     logprobs: LogProbabilities | None  # where needed
@@ -379,11 +383,12 @@ def sample(
     """Samples one token id per row; it depends on the row's own logits, key, settings and history.
 
     Args:
-        logits_BV: fp32; -inf excludes a token.
+        logits_BV: fp32 logits; a token with -inf is never sampled.
         keys_B: typed PRNG keys, one per row; not used by a greedy row.
-        needs: at least what the rows ask for; settings beyond it are not looked at.
-        history: of the rows, where penalties are needed.
-        allowed_BW: bit ``i % 32`` of word ``i // 32`` says whether token i may be sampled.
+        needs: settings to compute, at least those that the rows use; others are ignored.
+        history: the rows' earlier tokens, if penalties are needed.
+        allowed_BW: bit ``i % 32`` of word ``i // 32`` is 1 if token i may be sampled; None: all
+            tokens may.
     """
     given_BV = logits_BV
     if allowed_BW is not None:
@@ -454,7 +459,7 @@ def _drawn(
 def log_probabilities(
     logits_BV: Float[Array, "B V"], ids_B: Int[Array, "B"], *, num_top: int
 ) -> LogProbabilities:
-    """Log-probabilities of these tokens, and of the most likely ones."""
+    """Computes log-probabilities of the given ids, and of each row's ``num_top`` likeliest ones."""
     total_B1 = jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
     chosen_B1 = jnp.take_along_axis(logits_BV, ids_B[:, None], axis=1) - total_B1
     top_BK, top_ids_BK = _most_likely(logits_BV, num_top)
@@ -500,12 +505,12 @@ def _bits(words_BW: jax.Array, num_ids: int) -> jax.Array:
 
 
 def gumbel_noise(keys_B: Key[Array, "B"], num_ids: int) -> Float[Array, "B V"]:
-    """Independent noise for each row and id, fp32 [B, V]: a function of the row's key and the id.
+    """Returns Gumbel noise, fp32 [B, V], independent for each row and id: a function of key and id.
 
-    64 bits each, a block of the keys' own cipher (Salmon et al. 2011), so that nothing but
-    arithmetic is between a key and its argmax. ``jax.random.gumbel`` has 23 bits, which misjudge
-    tokens less likely than 1e-7, of which there are many; its mode "high" has 46 from two blocks,
-    which XLA for GPUs writes to memory in between.
+    Each number uses 64 bits, one block of the keys' own cipher (Salmon et al. 2011), so that only
+    arithmetic is between a key and its argmax. ``jax.random.gumbel`` has 23 bits, too few for
+    tokens less likely than 1e-7, of which there are many. Its mode "high" has 46 bits from two
+    blocks, which XLA for GPUs writes to memory in between.
     """
     words_B2 = jax.random.key_data(keys_B)
     shape = len(words_B2), num_ids
@@ -517,9 +522,9 @@ def gumbel_noise(keys_B: Key[Array, "B"], num_ids: int) -> Float[Array, "B V"]:
 def gumbel_of_bits(
     high: UInt32[Array, "*shape"], low: UInt32[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
-    """``-log(-log(1 - x))`` of x = (2**32 high + low + 1/2) / 2**64, in fp32.
+    """Computes ``-log(-log(1 - x))`` of x = (2**32 high + low + 1/2) / 2**64, in fp32.
 
-    The largest noise comes from x near 0, which has all digits of fp32 there; 45 is the most.
+    The largest noise comes from x near 0, where fp32 is precise; the most is 45.
     """
     unit, half = np.float32(2.0**-32), np.float32(0.5)
     x = high.astype(unit.dtype) * unit + (low.astype(unit.dtype) + half) * unit**2

@@ -1,1 +1,1 @@
-"""Many requests at once over one paged cache."""
+"""Runs many generation requests at once over one paged KV cache (continuous batching)."""

@@ -1,4 +1,4 @@
-"""The engine in a thread of its own, so that many callers can ask it at once."""
+"""Runs the engine in its own thread, so that many callers can send requests at once."""
 
 import dataclasses
 import logging
@@ -16,16 +16,16 @@ _CLOSE_S = 10.0  # that a step may take after the last request's time is up
 
 
 class OverloadError(JaxinfraError):
-    """More requests wait than the engine takes; later there may be room."""
+    """The engine has as many open requests as it accepts; try again later."""
 
 
 class StoppedError(JaxinfraError):
-    """The engine takes no requests any more."""
+    """The engine is stopping or has failed, and accepts no more requests."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Ticket:
-    """A request that was handed over."""
+    """Handle of a request submitted to ``EngineThread``, with which it can be cancelled."""
 
     request: GenerationRequest
     listen: Callable[[RequestProgress], None]
@@ -35,10 +35,10 @@ class Ticket:
 
 @final
 class EngineThread:
-    """Runs an engine's steps while it has requests.
+    """A thread that runs an engine's steps as long as it has requests.
 
     Args:
-        max_open: requests that may wait or run at a time.
+        max_open: most requests that may wait or run at a time.
     """
 
     def __init__(self, engine: Engine, *, max_open: int):
@@ -55,37 +55,37 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Begins to take requests."""
+        """Starts the thread, which then runs submitted requests."""
         self._thread.start()
 
     @property
     def num_open(self) -> int:
-        """Requests that have not ended."""
+        """Number of submitted requests that have not ended."""
         return self._num_open
 
     @property
     def stalled_s(self) -> float:
-        """Seconds since the step under way was begun; 0 while there is nothing to do."""
+        """Seconds since the current step began; 0 while the engine is idle."""
         begun = self._step_begun
         return 0.0 if begun is None else time.monotonic() - begun
 
     @property
     def is_serving(self) -> bool:
-        """Whether requests are taken."""
+        """Whether the engine accepts requests: it is neither draining nor failed."""
         return not self._is_draining and self.failure is None
 
     def submit(
         self, requests: list[GenerationRequest], listen: Callable[[int, RequestProgress], None]
     ) -> list[Ticket]:
-        """Hands requests over, all of them or none.
+        """Submits requests to the engine: either all of them or, on an error, none.
 
         Args:
-            listen: called in the engine's thread with the place of a request among these, and what
-                a step brought for it; it must return at once.
+            listen: called in the engine's thread with a request's index in ``requests`` and its
+                progress in a step; it must return at once.
 
         Raises:
-            DataError, ConfigError: one of them cannot be served.
-            OverloadError: there is no room for as many now.
+            DataError, ConfigError: the engine cannot serve one of the requests.
+            OverloadError: there would be more than ``max_open`` requests.
             StoppedError: the engine is draining or has failed.
         """
         for request in requests:
@@ -108,14 +108,14 @@ class EngineThread:
         return tickets
 
     def cancel(self, tickets: list[Ticket]) -> None:
-        """Ends requests that no client waits for; those that have ended stay so."""
+        """Cancels requests; has no effect on requests that have ended."""
         with self._changed:
             self._cancelled += tickets
             self._changed.notify()
 
     def drain(self, timeout_s: float) -> bool:
-        """Takes no more requests, and waits until those that are open have ended; whether they
-        have.
+        """Accepts no more requests, and waits for open ones. Returns whether all ended in time, or
+        the engine failed.
         """
         with self._changed:
             self._is_draining = True
@@ -124,8 +124,8 @@ class EngineThread:
             )
 
     def close(self) -> None:
-        """Ends the thread; open requests are told that they are cancelled. One that is stuck in a
-        step is left behind, and ends with the process.
+        """Ends the thread and cancels open requests. A thread stuck in a step is left behind, and
+        ends with the process.
         """
         with self._changed:
             self._is_draining = self._is_closed = True
@@ -135,8 +135,8 @@ class EngineThread:
             _log.warning("the engine has been at one step for %.1f s; left behind", self.stalled_s)
 
     def fail(self, error: BaseException) -> None:
-        """Takes no more requests, and tells those that are open; from any thread. The first error
-        is the one that is remembered.
+        """Marks the engine as failed and reports ``error`` to open requests; callable from any
+        thread. Only the first error is kept.
         """
         with self._changed:
             self.failure = self.failure or error
@@ -156,7 +156,9 @@ class EngineThread:
             self.fail(error)
 
     def _take_in(self) -> bool:
-        """Gives the engine what came since, or waits for it; False: nothing is left to do."""
+        """Passes new submissions and cancellations to the engine, or waits for some; False at the
+        end.
+        """
         with self._changed:
             self._step_begun = None
             self._changed.wait_for(

@@ -1,4 +1,4 @@
-"""The engine: requests in, progress out, one step at a time; text as tokens come."""
+"""The engine: takes requests, runs them one step at a time, and reports their tokens and text."""
 
 import collections
 import dataclasses
@@ -29,13 +29,13 @@ from jaxinfra.serving.load import LoadedModel
 
 @final
 class TextStream:
-    """The text of one request.
+    """Decodes one request's tokens into text as they come, up to a stop string.
 
-    What may be the beginning of a stop string is held back until it is certain not to be.
+    Text that may be the beginning of a stop string is held back until that is decided.
 
     Args:
-        prompt_ids: tokens before the text; some tokenizers drop a space after them.
-        stop: strings that end the text, and are no part of it.
+        prompt_ids: tokens of the prompt; some tokenizers drop a space after them.
+        stop: strings at which the text ends; they are not part of it.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str]):
@@ -45,11 +45,15 @@ class TextStream:
         self.is_stopped = False
 
     def push(self, token: int) -> str:
-        """The text that is certain with this token; ``is_stopped`` says whether it is the last."""
+        """Adds a token, and returns the text that is now final; sets ``is_stopped`` at a stop
+        string.
+        """
         return self._certain(self._decoder.push(token))
 
     def flush(self) -> str:
-        """Returns the text held back at the end; an incomplete character becomes U+FFFD."""
+        """Returns the rest of the text, held back until its end; an incomplete character becomes
+        U+FFFD.
+        """
         text = self._certain(self._decoder.flush())
         if not self.is_stopped:
             text, self._held = text + self._held, ""
@@ -67,7 +71,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of a text with which a stop string begins."""
+    """Returns the length of the longest end of ``text`` that is a beginning of ``stop``."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)
 
@@ -78,16 +82,16 @@ _LOOKED_BACK = 4096  # tokens
 
 @final
 class NgramLookup:
-    """Proposes what followed the last occurrence of a request's last tokens, in its own text.
+    """Drafts tokens from a request's own text: those that followed its last n-gram earlier.
 
-    Prompt look-up decoding (Saxena 2023): the longest match of 4 to 2 tokens counts.
+    Prompt look-up decoding (Saxena 2023): the longest match of 4 to 2 tokens is used.
     """
 
     def __init__(self, *, num_drafts: int):
         self._num_drafts = num_drafts
 
     def __call__(self, stream: RequestStream) -> Sequence[int]:
-        """Up to ``num_drafts`` tokens; none where the last ones have not come before."""
+        """Returns up to ``num_drafts`` draft tokens; none if the last tokens occur only once."""
         tokens = stream.tokens[-_LOOKED_BACK:]
         for length in range(_LONGEST, _SHORTEST - 1, -1):
             end = tokens[-length:]
@@ -122,7 +126,7 @@ class EngineCounts:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Told:
-    """What the engine remembers of a request beside what the scheduler does."""
+    """What the engine keeps for a request besides the scheduler's state: text and prompt scores."""
 
     stream: RequestStream
     text: TextStream | None
@@ -131,7 +135,7 @@ class _Told:
 
 @final
 class Engine:
-    """Continuous batching over one paged cache.
+    """Continuous batching of generation requests over one paged KV cache.
 
         engine = Engine(model, tokenizer=tokenizer)
         number = engine.submit(GenerationRequest(prompt_ids=ids, max_new_tokens=16))
@@ -139,14 +143,15 @@ class Engine:
             for progress in engine.step():
                 ...
 
-    One thread calls it. Results depend on each request alone, up to rounding.
+    Only one thread may call it. A request's tokens do not depend on other requests, up to rounding.
 
     Args:
-        tokenizer: where texts and stop strings are wanted.
-        num_ids: ids from here on are never sampled; all of the vocabulary by default.
-        draft: a smaller model of the same vocabulary that proposes ``options.num_drafts`` tokens.
-        adapters: names of those in the model's bank (``AdapterBank.add_to``), in order; requests
-            name one of them.
+        tokenizer: needed for progress with text and for stop strings.
+        num_ids: token ids from this one on are never sampled; by default all ids may be sampled.
+        draft: a smaller model of the same vocabulary that drafts ``options.num_drafts`` tokens per
+            step.
+        adapters: names of the adapters in the model's bank (``AdapterBank.added_to``), in order;
+            requests choose one by name.
     """
 
     def __init__(
@@ -210,11 +215,12 @@ class Engine:
         bank: AdapterBank | None = None,
         consumes: bool = False,
     ) -> Self:
-        """An engine of a loaded model in the form that serves fastest, with its tokenizer.
+        """Makes an engine of a loaded model and its tokenizer, with weights in the fastest form.
 
         Args:
-            consumes: the models are not used otherwise, so their weights are not held twice.
-            bank: adapters that requests may name; projections are not packed then.
+            consumes: free the given models' weights once the engine has its own form, so that none
+                is held twice.
+            bank: adapters that requests may name; projections are then not packed.
         """
         return cls(
             model.serving_decoder(consumes=consumes) if bank is None else bank.added_to(model),
@@ -227,16 +233,16 @@ class Engine:
 
     @property
     def scheduler(self) -> Scheduler:
-        """Running and waiting requests, and their pages; read-only."""
+        """The scheduler, with running and waiting requests and their pages; read-only."""
         return self._scheduler
 
     @property
     def runner(self) -> ModelRunner:
-        """The compiled programs; read-only."""
+        """The runner, which holds the compiled programs and the device state; read-only."""
         return self._runner
 
     def has_room(self, max_running: int, context: int) -> bool:
-        """Whether so many requests of so many tokens can run at a time."""
+        """Returns whether ``max_running`` requests of ``context`` tokens each can run at a time."""
         pages = -(-context // self.limits.page_size) * max_running
         limits = self.limits
         return (
@@ -247,15 +253,15 @@ class Engine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether ``step`` has something to do or to tell."""
+        """Whether a request is unfinished or has progress that ``step`` has not returned yet."""
         return bool(self._requests or self._unread or self._ended)
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compiles every program that a step may need, so that no request waits for a compiler."""
+        """Compiles every program that a step may need, so that no request waits for compilation."""
         self._runner.warm_up(progress)
 
     def check(self, request: GenerationRequest) -> None:
-        """Raises DataError or ConfigError where ``submit`` would."""
+        """Checks a request, and raises the DataError or ConfigError that ``submit`` would raise."""
         ids = np.asarray(request.prompt_ids, np.int64)
         if not ids.size:
             raise DataError("the prompt has no tokens; begin it with the document separator")
@@ -295,10 +301,10 @@ class Engine:
             raise ConfigError("an empty stop string would end every text before it begins")
 
     def submit(self, request: GenerationRequest) -> int:
-        """Takes a request, and returns the number that ``step`` reports it by.
+        """Queues a request, and returns the number that identifies it in the progress of ``step``.
 
         Raises:
-            DataError: a prompt that is empty, too long, or has ids outside the vocabulary.
+            DataError: the prompt is empty or too long, or has ids outside the vocabulary.
         """
         self.check(request)
         number = next(self._numbers)
@@ -315,15 +321,15 @@ class Engine:
         return number
 
     def cancel(self, number: int) -> None:
-        """Ends a request; its pages are free at once. One that has ended already stays so."""
+        """Ends a request and frees its pages at once; has no effect if the request has ended."""
         told = self._requests.get(number)
         if told is not None:
             self._ended.append(self._end(told, EndReason.CANCELLED))
 
     def step(self) -> list[RequestProgress]:
-        """Dispatches the next step, and returns the progress that the one before brought.
+        """Dispatches the next step to the device, and returns the progress of the previous step.
 
-        The device has a step to do while the host reads and plans, as long as requests allow it.
+        So the device computes a step while the host reads results and plans, if requests allow it.
         """
         result, self._ended = self._ended, []
         plan = self._scheduler.plan()
@@ -346,7 +352,7 @@ class Engine:
         return result
 
     def run(self, requests: Sequence[GenerationRequest]) -> list[list[RequestProgress]]:
-        """Runs requests to their ends; returns the progress of each."""
+        """Runs requests until all have ended; returns each request's list of progress."""
         places = {self.submit(request): place for place, request in enumerate(requests)}
         result: list[list[RequestProgress]] = [[] for _ in requests]
         for progress in self._until_idle():
@@ -366,7 +372,7 @@ class Engine:
                 self.counts.cached_tokens += row.stream.num_cached
 
     def _take(self, drawn: Drawn) -> RequestProgress | None:
-        """What a row's draws mean for its request; None for one that has ended."""
+        """Turns a row's sampled tokens into its request's progress; None if the request is over."""
         stream = drawn.row.stream
         told = self._requests.get(stream.number)
         if drawn.is_bad and told is not None:
@@ -406,7 +412,7 @@ class Engine:
         return progress._replace(scores=(drawn.score,), prompt_scores=prompt if is_first else ())
 
     def _meaning(self, told: _Told, token: int, *, after: int) -> tuple[EndReason | None, str]:
-        """Whether a request ends with this token, and the text that it makes certain.
+        """Returns why a token ends its request, or None, and the text that is final with it.
 
         Args:
             after: tokens drawn after it, which the stream has already.

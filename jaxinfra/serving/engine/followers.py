@@ -1,7 +1,7 @@
-"""An engine over several processes: the first one schedules, and all of them run its programs.
+"""Runs an engine over several processes: the first one schedules, and all run its programs.
 
-What a step runs is sent before the first process runs it: a program's name, and its arguments as
-numbers. Weights, pages and all else that is large stay on the mesh, each process's part with it.
+Before the first process runs a program, it sends the program's key and its small arguments to the
+others. Weights, pages and all other large arrays stay sharded over the mesh.
 """
 
 import contextlib
@@ -28,10 +28,11 @@ _NOTICE_S = 2.0  # within which the end of a process is seen
 
 @final
 class Followers:
-    """Connections of the first process to all others of its job.
+    """Connections from the first process to the other processes of its job.
 
     Args:
-        lost: told, from a thread, when one of them is gone: what is computed then may never end.
+        lost: called from a thread when another process is gone; a running program may then never
+            end.
     """
 
     def __init__(self, cluster: Cluster, *, lost: Callable[[LostPeerError], None]):
@@ -50,14 +51,14 @@ class Followers:
             threading.Thread(target=self._watch, args=(connection,), daemon=True).start()
 
     def tell(self, key: ProgramKey, arguments: tuple[Any, ...]) -> None:
-        """All of them run a program."""
+        """Makes all other processes run a program with these arguments."""
         with contextlib.suppress(OSError):  # who is gone is noticed by its thread
             for connection in self._connections:
                 connection.send((key, arguments))
 
     def loss(self) -> LostPeerError | None:
-        """Returns the process that is gone, of which a failed collective may have told first; or
-        None.
+        """Returns the error that names the lost process, or None. A failed collective may be
+        noticed before the loss, so this waits for it briefly.
         """
         try:
             return self._loss.get(timeout=_NOTICE_S)
@@ -65,7 +66,7 @@ class Followers:
             return None
 
     def end(self) -> None:
-        """All of them have run their last program."""
+        """Tells all other processes that no program follows."""
         self._is_over = True
         for connection in self._connections:
             with contextlib.suppress(OSError):
@@ -86,7 +87,7 @@ class Followers:
 
 
 def follow(cluster: Cluster, runner: ModelRunner) -> None:
-    """Runs what the first process runs, until that says that it was the last.
+    """Runs the programs that the first process sends, until it sends the end.
 
     Raises:
         LostPeerError: the first process is gone.
@@ -106,6 +107,6 @@ def follow(cluster: Cluster, runner: ModelRunner) -> None:
 
 
 def _agree(said: bytes) -> bytes:
-    """What the first process says, to all of them."""
+    """Broadcasts bytes from the first process, and returns them in all processes."""
     told = multihost_utils.broadcast_one_to_all(np.frombuffer(said, np.uint8))
     return np.asarray(told).astype(np.uint8).tobytes()

@@ -1,4 +1,4 @@
-"""Structured output: which tokens may come next so that a text fits a schema, by llguidance."""
+"""Structured output: limits a request's next tokens to those that fit a schema (llguidance)."""
 
 import enum
 import json
@@ -15,7 +15,7 @@ from jaxinfra.errors import DataError
 
 
 class StructureKind(enum.StrEnum):
-    """How a structure is written down."""
+    """The language in which a request's structure is written, such as JSON schema or regex."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -24,10 +24,10 @@ class StructureKind(enum.StrEnum):
 
 @final
 class GrammarCompiler:
-    """Makes constraints over one tokenizer's tokens.
+    """Compiles structures into constraints on the tokens of one tokenizer.
 
     Args:
-        eos_ids: tokens that may come where a text is complete.
+        eos_ids: end tokens, allowed where a text is complete.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, num_ids: int, eos_ids: Collection[int]):
@@ -45,10 +45,10 @@ class GrammarCompiler:
                 ) from error
 
     def compile(self, kind: StructureKind, text: str) -> "GrammarConstraint":
-        """A constraint of its own for one request.
+        """Compiles a structure into a new constraint for one request.
 
         Raises:
-            DataError: a structure that llguidance does not read.
+            DataError: llguidance cannot read the structure.
         """
         matcher = llguidance.LLMatcher
         try:
@@ -72,22 +72,22 @@ class GrammarCompiler:
 
 @final
 class GrammarConstraint:
-    """How far one text is in its structure."""
+    """A structure's limit on one request's next token, given the tokens so far."""
 
     def __init__(self, matcher: llguidance.LLMatcher):
         self._matcher = matcher
 
     def mask(self) -> np.ndarray:
-        """Bits of the ids that may come next, uint32 [words], the lowest id lowest."""
+        """Returns a bit mask of the allowed next ids: uint32 [words], id 0 the lowest bit."""
         return np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
 
     def advance(self, token: int) -> None:
-        """Takes note of a sampled token."""
+        """Advances the constraint by a sampled token."""
         self._matcher.consume_token(token)
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing can follow."""
+        """Whether the structure is complete, so that no token can follow."""
         return self._matcher.is_stopped()
 
 

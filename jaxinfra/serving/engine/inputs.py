@@ -1,6 +1,6 @@
-"""Inputs of a call's rows packed into one array, as each array is a transfer of its own.
+"""Packs the inputs of a call's rows into one array, as each array costs a transfer of its own.
 
-Dims: B row, T new token, M page of a row, C column, S slot.
+Dims: B row, T new token, M page of a row, C column of the packed array, S slot.
 """
 
 import dataclasses
@@ -24,9 +24,9 @@ _FIELDS = (*_OF_REQUEST, *_OF_STEP, "is_masked", "is_counted")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RowInputs:
-    """The rows of a call, and how they draw; properties are of a traced one.
+    """Inputs of a call's rows as one packed int32 array, with a property per field.
 
-    A row whose slot is beyond the last is padding.
+    Rows with a slot beyond the last are padding. Properties are used inside jit.
     """
 
     numbers_BC: Int[Array, "B C"] | np.ndarray  # int32: fields, pages (0: none), token ids
@@ -43,7 +43,7 @@ class RowInputs:
 
     @property
     def tables_BM(self) -> Int[Array, "B M"] | np.ndarray:
-        """The page table, int32: pages of each row; 0 where it has none."""
+        """The page table, int32: the page numbers of each row, filled up with 0."""
         return self.numbers_BC[:, len(_FIELDS) : -self.length]
 
     @property
@@ -63,7 +63,7 @@ class RowInputs:
 
     @property
     def contexts_B(self) -> Int[Array, "B"]:
-        """The number of tokens that each row's request has reached."""
+        """The number of tokens of each row's request so far, prompt included."""
         return self._field("context")
 
     @property
@@ -73,41 +73,43 @@ class RowInputs:
 
     @property
     def choices_B(self) -> Int[Array, "B"]:
-        """The number that tells each request from others of the same prompt and seed."""
+        """The number that tells apart requests with equal prompt and seed."""
         return self._field("choice")
 
     @property
     def key_positions_B(self) -> Int[Array, "B"]:
-        """The number of tokens before each row's first sampled token."""
+        """The position of each row's first sampled token, from which its PRNG key is derived."""
         return self._field("key_position")
 
     @property
     def draws_B(self) -> Bool[Array, "B"]:
-        """Whether each row's sampled token is used."""
+        """Whether each row samples a token that the engine uses; chunks in a prompt's middle do
+        not.
+        """
         return self._field("draws") != 0
 
     @property
     def is_masked_B(self) -> Bool[Array, "B"]:
-        """Whether the mask in each row's slot limits what it may sample."""
+        """Whether each row's sampled token is limited by the token mask in its slot."""
         return self._field("is_masked") != 0
 
     @property
     def adapters_B(self) -> Int[Array, "B"]:
-        """The LoRA adapter of each row, by its place in the bank; 0 for none."""
+        """Each row's LoRA adapter, as its number in the adapter bank; 0 for none."""
         return self._field("adapter")
 
     @property
     def is_counted_B(self) -> Bool[Array, "B"]:
-        """Whether each row's token is new to its history."""
+        """Whether each row's input token is yet to be counted in its slot's token history."""
         return self._field("is_counted") != 0
 
 
 @final
 class RowWriter:
-    """Packs the planned rows into one int32 array. Fields that rarely change are cached per slot.
+    """Packs planned rows into one int32 array. Fields that rarely change are cached per slot.
 
     Args:
-        adapters: names of those in the model's bank, by which requests choose.
+        adapters: names of the adapters in the model's bank, which requests refer to.
     """
 
     def __init__(self, limits: SchedulerLimits, adapters: Sequence[str] = ()):
@@ -130,11 +132,11 @@ class RowWriter:
         masks: Mapping[int, np.ndarray] | None = None,
         counted: Sequence[int] = (),
     ) -> RowInputs:
-        """Returns the inputs of a call's rows, and padding.
+        """Returns the packed inputs of a call: its rows, then padding up to ``size``.
 
         Args:
-            masks: by slot, of the rows whose request has a structure.
-            counted: which rows' tokens were sampled, and are not in their slots' history yet.
+            masks: allowed-token masks by slot, for rows whose request has a structure.
+            counted: indices of rows whose input token is sampled but not in its slot's history yet.
         """
         numbers_BC = np.zeros((size, self._kept_SC.shape[1] + length), np.int32)
         written = RowInputs(numbers_BC=numbers_BC, sampling=sampling, length=length)

@@ -1,4 +1,4 @@
-"""Options of an engine that a user sets; all else follows from the model."""
+"""Engine options that a user sets; all other limits follow from the model."""
 
 import dataclasses
 import enum
@@ -10,7 +10,7 @@ from jaxinfra.serving.engine.plan import SchedulerLimits
 
 
 class Preemption(enum.StrEnum):
-    """How a request that gave up its pages for another gets its keys and values back."""
+    """How a request that lost its pages to another one restores its keys and values."""
 
     RECOMPUTE = "recompute"  # they are computed again, but for what the prefix tree still has
     HOST = "host"  # the host keeps them
@@ -18,7 +18,7 @@ class Preemption(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
-    """Room and shapes of an engine."""
+    """User options of an engine: how many requests, pages and tokens per step it takes."""
 
     max_running: int = 16  # requests that have pages at a time
     page_size: int = 16  # tokens of a page
@@ -55,10 +55,10 @@ class EngineOptions:
     def limits(
         self, config: ModelConfig, *, has_draft: bool = False, batch_shards: int = 1
     ) -> SchedulerLimits:
-        """The limits for a model.
+        """Returns the scheduler's limits for a model under these options.
 
         Args:
-            batch_shards: devices that rows of a call are spread over; as many divide its rows.
+            batch_shards: devices that batch rows are sharded over; they divide the number of rows.
         """
         max_running = -(-self.max_running // batch_shards) * batch_shards
         positions = min(config.max_positions, self.max_context or config.max_positions)
@@ -82,10 +82,10 @@ class EngineOptions:
         )
 
     def num_host_pages(self, page_bytes: int) -> int:
-        """Pages that the host may keep.
+        """Returns how many KV-cache pages fit into the host memory of ``host_bytes``.
 
         Args:
-            page_bytes: of a page, all layers and devices together.
+            page_bytes: bytes of a page over all layers and devices.
         """
         if self.preemption is Preemption.RECOMPUTE:
             return 0
@@ -98,7 +98,9 @@ class EngineOptions:
 
 
 def original_context(config: ModelConfig) -> int | None:
-    """Tokens up to which LongRoPE rotates by its short factors; None without it."""
+    """Returns the context length in tokens up to which LongRoPE uses its short factors; None
+    without LongRoPE.
+    """
     scalings = [block.mixer.rope and block.mixer.rope.scaling for block in config.blocks]
     found = {each.original_max_positions for each in scalings if type(each) is LongRopeScaling}
     if len(found) > 1:
@@ -110,9 +112,10 @@ def original_context(config: ModelConfig) -> int | None:
 
 
 def options_on(platform: str) -> EngineOptions:
-    """Defaults of a server on this platform, as JAX names it.
+    """Returns a server's default options on a platform, by JAX's name for it.
 
-    On a GPU: chunks long enough for its matmuls, and pages as its kernels read them.
+    On GPUs, chunks are long enough for efficient matmuls, and pages have the size that kernels
+    read.
     """
     if platform != "gpu":
         return EngineOptions()

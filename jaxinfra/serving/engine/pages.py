@@ -1,4 +1,4 @@
-"""Pages of the pool: who holds each, what prefixes they hold, and which of them the host keeps."""
+"""KV-cache pages: the holders of each page, cached prefixes, and pages stored on the host."""
 
 import collections
 import dataclasses
@@ -9,22 +9,22 @@ from typing import final
 from jaxinfra.serving.engine.requests import HostCopy, RequestStream
 
 NULL_PAGE = 0
-"""A page that nobody is given and that stays zero: what an absent entry of a table reads."""
+"""The null page, which stays zero and is never allocated; absent page-table entries point to it."""
 
 
 @final
 class PageAllocator:
-    """Pages with reference counts.
+    """Allocates the KV cache's pages, and counts the holders of each.
 
-    A page is free, held by sequences, cached by the prefix tree, or both of these. One that only
-    the tree holds is idle: it can be taken back at once.
+    A page is free, held by sequences, cached by the prefix tree, or both of the latter. A page that
+    only the tree holds is idle: it can be evicted at once.
 
-    What a step writes may not be finite before its draws are read. Until then the page is suspect:
-    one that is free meanwhile is filled with zeros before its next holder reads it, since a masked
-    key still multiplies a weight of 0 with its value.
+    Values that a step writes may turn out not to be finite when its samples are read. Until then
+    the page is suspect. If a suspect page is freed, it is filled with zeros before its next holder
+    reads it, since attention multiplies even masked values, by a weight of 0.
 
     Args:
-        num_pages: of the pool, the null page among them.
+        num_pages: number of pages in the pool, the null page included.
     """
 
     def __init__(self, num_pages: int):
@@ -38,7 +38,7 @@ class PageAllocator:
 
     @property
     def num_usable(self) -> int:
-        """Pages that can be handed out in all."""
+        """Number of pages that can be allocated: all but the null page."""
         return self.num_pages - 1
 
     @property
@@ -48,12 +48,12 @@ class PageAllocator:
 
     @property
     def num_idle(self) -> int:
-        """Pages that only the prefix tree holds."""
+        """Number of pages that only the prefix tree holds."""
         return len(self._idle)
 
     @property
     def num_held(self) -> int:
-        """Pages that some sequence holds."""
+        """Number of pages that at least one sequence holds."""
         return self.num_usable - self.num_free - self.num_idle
 
     def references(self, page: int) -> int:
@@ -74,7 +74,7 @@ class PageAllocator:
         self._idle.pop(page, None)
 
     def release(self, page: int) -> None:
-        """Removes a holder of a page, which is free after the last, or idle if only cached."""
+        """Removes a holder of a page. Without holders the page is free, or idle if cached."""
         assert self._references[page] > 0, page
         self._references[page] -= 1
         if self._references[page] == 0:
@@ -88,8 +88,8 @@ class PageAllocator:
     def release_all(self, pages: Iterable[int]) -> None:
         """Releases a sequence's pages, the last one first.
 
-        So a page of the tree becomes idle after those that continue it, and the page that has been
-        idle for longest is always a leaf.
+        Pages later in a sequence become idle first, so the page that has been idle longest is
+        always a leaf of the prefix tree.
         """
         for page in reversed([*pages]):
             self.release(page)
@@ -123,7 +123,9 @@ class PageAllocator:
         return page in self._suspect
 
     def unclean(self) -> list[int]:
-        """Returns, once, the pages to fill with zeros before the next step, even if held again."""
+        """Returns pages to fill with zeros before the next step, each page once, even if held
+        again.
+        """
         pages, self._unclean = self._unclean, []
         return pages
 
@@ -143,7 +145,7 @@ class _Node:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PrefixMatch:
-    """Pages that hold the first tokens of a sequence."""
+    """The cached pages that hold a sequence's first tokens, and how many tokens match."""
 
     pages: tuple[int, ...]
     num_tokens: int  # the last page may hold more of them than these
@@ -151,13 +153,13 @@ class PrefixMatch:
 
 @final
 class PrefixTree:
-    """Full pages of past and present sequences, by their tokens.
+    """Prefix cache: a tree of full pages of past and present sequences, keyed by their tokens.
 
-    Who holds a node's page holds the pages of all nodes above it: so an idle node has idle nodes
-    below it only, and giving up idle pages, leaves first, gives up all of them.
+    A sequence that holds a node's page holds the pages of all its ancestors. So descendants of an
+    idle node are idle, and evicting leaves first can free every idle page.
 
     Args:
-        removed: told of each page that the tree holds no longer.
+        removed: called with each page that leaves the tree.
     """
 
     def __init__(self, allocator: PageAllocator, *, page_size: int, removed: Callable[[int], None]):
@@ -173,11 +175,11 @@ class PrefixTree:
         return page in self._nodes
 
     def match(self, tokens: Sequence[int], *, kind: Hashable, limit: int) -> PrefixMatch:
-        """The longest beginning of these tokens that pages hold; the caller holds them then.
+        """Finds the longest cached prefix of these tokens; the caller then holds its pages.
 
         Args:
-            kind: sequences of different kinds share nothing.
-            limit: of the tokens, only so many.
+            kind: only sequences of equal kind share pages.
+            limit: most tokens to match.
         """
         node, pages, done = self._roots.get(kind), [], 0
         while node is not None and done < limit:
@@ -200,13 +202,13 @@ class PrefixTree:
     def insert(
         self, tokens: Sequence[int], pages: list[int], *, kind: Hashable, start: int
     ) -> None:
-        """Adds a sequence's full blocks; ``pages`` are its own, and changed in place.
+        """Adds a sequence's full pages to the tree, and updates the list ``pages`` in place.
 
-        Where another sequence has computed the same block, its page takes the place of this one's.
+        Where the tree has a page of the same tokens already, it replaces the sequence's own page.
 
         Args:
-            tokens: those that are computed.
-            start: blocks that are in the tree already, as this sequence's pages.
+            tokens: the sequence's tokens whose keys and values are computed.
+            start: number of the sequence's first pages that are in the tree already.
         """
         node = self._roots.get(kind)
         if node is None:
@@ -231,13 +233,15 @@ class PrefixTree:
             node = following
 
     def evict(self) -> None:
-        """Gives up the idle page that was used longest ago."""
+        """Removes the page from the tree that has been idle for the longest time."""
         node = self._nodes[self._allocator.longest_idle()]
         assert not node.children
         self._remove(node)
 
     def forget(self, tokens: Sequence[int], *, kind: Hashable) -> None:
-        """Drops what begins as these tokens do, whose pages may not be finite."""
+        """Removes all cached sequences that share this one's first page of tokens, as their pages
+        may hold numbers that are not finite.
+        """
         root = self._roots.get(kind)
         first = None if root is None else root.children.get(tuple(tokens[: self._size]))
         if first is None:
@@ -258,7 +262,8 @@ class PrefixTree:
         self._allocator.uncache(node.page)
 
     def _nearest(self, node: _Node, rest: TokenBlock) -> tuple[_Node | None, int]:
-        """The child whose block begins most like ``rest``, and by how many tokens; None at 0.
+        """Returns the child whose block shares most leading tokens with ``rest``, and how many;
+        None at 0.
 
         What comes after these tokens is copied with them, so it must be finite.
         """
@@ -280,8 +285,8 @@ class PrefixTree:
 class HostPages:
     """Host memory for saved KV-cache pages: slots of one page each, and how many requests use each.
 
-    A page in the prefix tree keeps its slot as long as any request uses the slot, so that requests
-    which share the page do not have it copied twice.
+    A page in the prefix tree keeps its slot as long as any request uses the slot. So requests that
+    share the page do not have it copied twice.
     """
 
     def __init__(self, num_slots: int, *, page_size: int):
@@ -295,7 +300,7 @@ class HostPages:
 
     @property
     def num_used(self) -> int:
-        """Number of slots that some request uses."""
+        """Number of host slots that at least one request uses."""
         return self.num_slots - len(self._free)
 
     def users(self, slot: int) -> int:
@@ -330,7 +335,7 @@ class HostPages:
         return copies
 
     def num_tokens(self, stream: RequestStream) -> int:
-        """Returns how many tokens of a request the host can restore, rather than compute again."""
+        """Returns how many of a request's tokens can be restored from the host's saved pages."""
         saved = stream.saved
         if saved is None or saved.kind != stream.kind:
             return 0
@@ -352,7 +357,7 @@ class HostPages:
         return filled
 
     def drop(self, stream: RequestStream) -> None:
-        """Frees the host slots of a request, where no other uses them."""
+        """Frees those host slots of a request that no other request uses."""
         if stream.saved is None:
             return
         for slot in stream.saved.slots:

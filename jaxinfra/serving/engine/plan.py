@@ -1,4 +1,4 @@
-"""A step of the engine as data: rows and their tokens, their limits, and what was sampled."""
+"""Plan of an engine step as data: rows with their tokens, the limits, and the sampled results."""
 
 import bisect
 import dataclasses
@@ -14,7 +14,7 @@ from jaxinfra.serving.sampling import LogProbabilities
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerLimits:
-    """Bounds of a step, and the shapes that its calls may have."""
+    """Limits on an engine step's requests, pages and tokens, and the shapes of its device calls."""
 
     num_pages: int  # of the pool
     page_size: int  # tokens of a page
@@ -46,21 +46,21 @@ class SchedulerLimits:
 
     @property
     def context(self) -> int:
-        """Positions that one request can have."""
+        """Most tokens that one request can have, by the model's positions and the pool's pages."""
         return min(self.max_positions, (self.num_pages - 1) * self.page_size)
 
     @property
     def table_width(self) -> int:
-        """Pages of the longest request."""
+        """Number of pages that the longest possible request needs."""
         return -(-self.context // self.page_size)
 
     def rows(self, number: int) -> int:
-        """The smallest size of a call that has room for so many rows."""
+        """Returns the smallest compiled batch size with at least ``number`` rows."""
         return self.row_sizes[bisect.bisect_left(self.row_sizes, number)]
 
     @property
     def chunk_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Rows and tokens of each call for prompts that a step may make."""
+        """Possible shapes (rows, tokens per row) of calls that process chunks of prompts."""
         return tuple(
             (rows, length)
             for rows in self.row_sizes
@@ -71,7 +71,7 @@ class SchedulerLimits:
 
 
 class PlannedRow(NamedTuple):
-    """Tokens of one request that a step takes in; of a kind that is quickly made."""
+    """One batch row of a step: a request's next input tokens, their pages and position."""
 
     stream: RequestStream
     slot: int
@@ -87,7 +87,7 @@ class PlannedRow(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """A step, in the order in which the device does it."""
+    """The work of one engine step, with fields in the order in which the device does it."""
 
     saves: list[tuple[int, int]]  # pages, and the host's slots that they go to
     copies: list[tuple[int, int]]  # pages, from and to
@@ -100,22 +100,22 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are taken in."""
+        """Number of input tokens of all rows."""
         return sum(row.count for row in self.rows)
 
     @property
     def rows(self) -> list[PlannedRow]:
-        """All rows: prompts' first."""
+        """All rows of the step; chunks of prompts come first."""
         return [*self.chunks, *self.decodes, *self.verifies]
 
     @property
     def is_empty(self) -> bool:
-        """Whether the device has nothing to do."""
+        """Whether the step has no rows and no pages to move or clear."""
         return not (self.saves or self.zeros or self.copies or self.restores or self.rows)
 
 
 class Drawn(NamedTuple):
-    """Tokens that a step sampled for one row; a tuple, which is quickly made."""
+    """Tokens and scores that a step sampled for one row; a tuple, as it is quick to make."""
 
     row: PlannedRow
     tokens: tuple[int, ...]  # after the first token, and after each draft
@@ -128,12 +128,13 @@ class Drawn(NamedTuple):
 def drawn_of_rows(
     rows: Sequence[PlannedRow], drawn: np.ndarray, scores: Sequence[LogProbabilities]
 ) -> list[Drawn]:
-    """Returns the tokens and scores of each of a call's rows that samples or is scored.
+    """Returns sampled tokens and scores for each row of a call that samples or is scored.
 
     Args:
-        drawn: int32 samples, int32: one of each row [B], or the number of accepted drafts and a
-            token after each of the row's [B, 1 + T]; rows beyond these are padding.
-        scores: of the samples, and of the tokens that follow the rows'; none where not asked for.
+        drawn: int32: one sampled token per row [B]; or, with drafts, [B, 1 + T]: the number of
+            accepted drafts, and a sample after each token. Rows beyond ``rows`` are padding.
+        scores: log-probabilities of the sampled tokens, and of a scored prompt's next tokens; empty
+            if no request asked for them.
     """
     values = drawn.tolist()
     if drawn.ndim == 1 and not scores:

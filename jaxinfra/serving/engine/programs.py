@@ -1,8 +1,7 @@
-"""Pure functions that the engine compiles: chunks of prompts, a token per row, drafts, page moves.
+"""Pure functions that the engine compiles: prompt chunks, decoding, draft checks, page moves.
 
 Dims: B row, T new token, D model width, V vocabulary, M page of a row, S slot of a request,
 W word of a mask, N page, L layers, P page of a pool.
-
 """
 
 import dataclasses
@@ -45,14 +44,14 @@ class _Structure:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NamedArrays:
-    """An ``nnx.State`` by its leaves' paths: Python would walk through the state at every call."""
+    """Arrays of an ``nnx.State`` in a flat dict by path; calls with the state itself are slow."""
 
     arrays: dict[str, jax.Array]
     structure: _Structure = dataclasses.field(metadata=dict(static=True))
 
     @classmethod
     def of(cls, state: nnx.State) -> "NamedArrays":
-        """Makes the form by paths of a state's arrays."""
+        """Flattens a state into a dict of its arrays by path."""
         leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
         arrays = {
             jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves
@@ -62,7 +61,7 @@ class NamedArrays:
 
     @property
     def state(self) -> nnx.State:
-        """The ``nnx.State`` of these arrays."""
+        """The ``nnx.State`` rebuilt from these arrays."""
         leaves = [self.arrays[name] for name in self.structure.names]
         return jax.tree.unflatten(self.structure.treedef, leaves)
 
@@ -70,13 +69,13 @@ class NamedArrays:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Weights:
-    """Parameters of the model, and of the one that drafts."""
+    """Parameters of the served model, and of the draft model if there is one."""
 
     model: NamedArrays
     draft: NamedArrays | None
 
     def drafting(self, graphdef: nnx.GraphDef[Decoder]) -> Decoder:
-        """The model that drafts."""
+        """Returns the draft model with its parameters."""
         assert self.draft is not None, "there is none"
         return nnx.merge(graphdef, self.draft.state)
 
@@ -92,7 +91,7 @@ type Pools = tuple[dict[str, Shaped[Array, "_ _ _ ..."]], ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramConfig:
-    """Static inputs of programs, besides shapes."""
+    """Static inputs of the compiled programs besides shapes: model definitions and vocabulary."""
 
     graphdef: nnx.GraphDef[Decoder]
     num_ids: int  # ids from here on are never drawn
@@ -102,7 +101,9 @@ class ProgramConfig:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceState:
-    """Arrays that stay on the device between steps; a step consumes them."""
+    """Arrays that stay on the device between steps: KV pages, last tokens, masks and token history.
+    Each step donates them and returns new ones.
+    """
 
     pools: Pools
     draft_pools: Pools  # empty without a draft model
@@ -114,7 +115,9 @@ class DeviceState:
 def empty_pools(
     config: ModelConfig, execution: Execution, *, num_pages: int, page_size: int
 ) -> Pools:
-    """Pools of zeros in the execution's format, heads placed as the model's; under jit."""
+    """Makes KV-cache pools of zeros in the execution's format, with heads sharded like the model's.
+    Call it under jit.
+    """
     pools = []
     for block, repeats in zip(config.blocks, config.repeats, strict=True):
         cache = PagedCache.zeros(
@@ -131,7 +134,7 @@ def empty_pools(
 
 
 def page_bytes(config: ModelConfig, execution: Execution, page_size: int) -> int:
-    """Bytes of a page, of all layers and devices."""
+    """Returns the bytes of one KV-cache page, over all layers and devices."""
     empty = functools.partial(empty_pools, config, execution, num_pages=1, page_size=page_size)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(empty)))
 
@@ -145,13 +148,14 @@ def step(
     is_fresh: bool,
     is_full: bool,
 ) -> tuple[tuple[Int[Array, "B"], LogProbabilities | None], DeviceState]:
-    """Rows take in their tokens; the token after each row's last one, int32 [B], and its score.
+    """Runs the model on the rows' new tokens, and samples one token per row, int32 [B].
 
-    It is -1 where the row's logits are not finite, and means nothing where the row does not draw.
+    Returns the sampled tokens, their log-probabilities and the new state. A token is -1 if its
+    row's logits are not finite, and is undefined if the row does not sample.
 
     Args:
-        is_fresh: every row begins at position 0, so that its tokens see each other only.
-        is_full: all settings hold, and log-probabilities are told; else temperatures only.
+        is_fresh: every row starts at position 0, so its tokens attend only to each other.
+        is_full: apply all sampling settings and return log-probabilities; else temperature only.
     """
     x_BTD, state = _taken_in(weights, state, rows, config=config, is_fresh=is_fresh)
     return _drawn(weights, state, rows, x_BTD, config=config, is_full=is_full)
@@ -165,7 +169,7 @@ def score(
     *,
     config: ProgramConfig,
 ) -> tuple[tuple[Int[Array, "B"], LogProbabilities | None, LogProbabilities], DeviceState]:
-    """``step`` with scores, and those of the tokens that follow each of the rows' tokens."""
+    """Runs ``step``, and also computes log-probabilities of each row's target tokens."""
     x_BTD, state = _taken_in(weights, state, rows, config=config, is_fresh=False)
     logits_BTV = _logits(_model(weights, rows, config), x_BTD, config)
     of_prompt = log_probabilities(
@@ -185,7 +189,9 @@ def _taken_in(
     config: ProgramConfig,
     is_fresh: bool,
 ) -> tuple[jax.Array, DeviceState]:
-    """Hidden states of the rows' tokens, [B, T, D], and the state with their keys and values."""
+    """Computes hidden states of the rows' tokens, [B, T, D], and the state with their keys and
+    values.
+    """
     ids_BT = _known_ids(state, rows)
     positions_BT = _positions(rows, ids_BT.shape[1])
     model = _model(weights, rows, config)
@@ -208,7 +214,7 @@ def _drawn(
     config: ProgramConfig,
     is_full: bool,
 ) -> tuple[tuple[jax.Array, LogProbabilities | None], DeviceState]:
-    """The token after each row's last one, its score, and the state that knows it."""
+    """Samples the token after each row's last one; returns it, its score and the new state."""
     model = _model(weights, rows, config)
     # Only the last token's logits are needed: all of them would be T times as large.
     last_B11 = jnp.maximum(rows.counts_B - 1, 0)[:, None, None]
@@ -232,7 +238,7 @@ def _drawn(
 
 
 def _history(state: DeviceState, rows: RowInputs) -> tuple[TokenHistory, DeviceState]:
-    """What penalties of the rows read, and the state with the tokens that they have just drawn."""
+    """Returns the rows' token history for penalties, and the state; both count the input tokens."""
     kept, num_slots = state.history, state.last_S.shape[0]
     counted_B = jnp.where(rows.is_counted_B, rows.slots_B, num_slots)
     drawn_SV = kept.drawn_BV.at[counted_B, _known_ids(state, rows)[:, 0]].add(1, mode="drop")
@@ -245,10 +251,10 @@ def _history(state: DeviceState, rows: RowInputs) -> tuple[TokenHistory, DeviceS
 def verify(
     weights: Weights, state: DeviceState, rows: RowInputs, *, config: ProgramConfig
 ) -> tuple[Int[Array, "B _"], DeviceState]:
-    """Rows take in a token and drafts after it, and sample after each of them.
+    """Checks draft tokens: runs a token and its drafts per row, and samples after each of them.
 
-    A sample depends on the tokens before it, on its request and on its position. So the samples up
-    to the first that differs from its draft are those of one token at a time, in all settings.
+    A sample depends on the tokens before it, its request and its position. So samples up to the
+    first that differs from its draft equal those of decoding one token at a time, in all settings.
     A draft model samples with the same noise, so that both agree as often as coupled samples can
     without knowing each other (Daliri et al. 2024, "Coupling without communication and
     drafter-invariant speculative decoding").
@@ -291,7 +297,7 @@ def verify(
 def set_masks(
     state: DeviceState, slots_N: Int[Array, "N"], masks_NW: UInt32[Array, "N W"]
 ) -> DeviceState:
-    """Returns the state with masks of these slots; one beyond the last slot is ignored."""
+    """Returns the state with these slots' token masks set; slots beyond the last are ignored."""
     return dataclasses.replace(
         state, masks_SW=state.masks_SW.at[slots_N].set(masks_NW, mode="drop")
     )
@@ -304,7 +310,7 @@ def begin_history(
     num_prompt: Int[Array, ""],
     num_tokens: Int[Array, ""],
 ) -> DeviceState:
-    """Returns the state with a request's tokens in its slot's history, prompt and samples."""
+    """Returns the state whose history of a slot counts one request's prompt and sampled tokens."""
     history = state.history.begin(slot, ids_T, num_prompt=num_prompt, num_tokens=num_tokens)
     return dataclasses.replace(state, history=history)
 
@@ -357,7 +363,7 @@ def _drafted(
     length: int,
     config: ProgramConfig,
 ) -> tuple[jax.Array, Pools]:
-    """The first token and what the draft model draws after it, int32 [B, T].
+    """Returns each row's first token and the draft model's samples after it, int32 [B, T].
 
     It takes in the last one too, for its own cache.
     """
@@ -385,14 +391,14 @@ def _logits(model: Decoder, x_BTD: jax.Array, config: ProgramConfig) -> jax.Arra
 
 
 def _allowed(state: DeviceState, rows: RowInputs) -> jax.Array:
-    """Words of the ids that each row's structure allows, [B, W]; all of them without one."""
+    """Returns mask words of the ids that each row's structure allows, [B, W]; else all ones."""
     slots_B = jnp.minimum(rows.slots_B, state.masks_SW.shape[0] - 1)
     every = jnp.uint32(0xFFFFFFFF)
     return jnp.where(rows.is_masked_B[:, None], state.masks_SW[slots_B], every)
 
 
 def _keys(rows: RowInputs, *, offset: jax.Array | int) -> jax.Array:
-    """A key for every request, choice and position."""
+    """Returns a PRNG key for each request, choice and position."""
 
     def key(seed: jax.Array, choice: jax.Array, position: jax.Array) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), choice), position)
@@ -410,22 +416,24 @@ def _placed(
 
 
 PAGES_AT_ONCE = 8
-"""Pages that a call moves."""
+"""Number of pages that one copy, save or restore call moves."""
 
 type MovedPages = tuple[Pools, Pools]
 """Pages of the model's and the draft model's pools, [L, N, size, ...] each."""
 
 type Moved[Leaf] = tuple[tuple[dict[str, Leaf], ...], tuple[dict[str, Leaf], ...]]
-"""The same of arrays that are not the device's."""
+"""Contents of ``MovedPages`` with other leaves, such as NumPy arrays or shapes."""
 
 
 def copy_pages(state: DeviceState, from_N: Int[Array, "N"], to_N: Int[Array, "N"]) -> DeviceState:
-    """Returns the state with pages copied, all read first; one beyond the last is ignored."""
+    """Returns the state with pages copied, all read before any write; ignores pages beyond the
+    last.
+    """
     return write_pages(state, to_N, read_pages(state, from_N))
 
 
 def read_pages(state: DeviceState, from_N: Int[Array, "N"]) -> MovedPages:
-    """Reads these pages; a number beyond the last page reads the last one."""
+    """Returns the contents of these pages; a number beyond the last page reads the last one."""
 
     def read(stored: jax.Array) -> jax.Array:
         return stored[:, jnp.minimum(from_N, stored.shape[1] - 1)]
@@ -434,7 +442,7 @@ def read_pages(state: DeviceState, from_N: Int[Array, "N"]) -> MovedPages:
 
 
 def write_pages(state: DeviceState, to_N: Int[Array, "N"], pages: MovedPages) -> DeviceState:
-    """Returns the state with these pages written; one beyond the last page is ignored."""
+    """Returns the state with contents written to these pages; pages beyond the last are ignored."""
 
     def written(stored: jax.Array, new: jax.Array) -> jax.Array:
         return stored.at[:, to_N].set(new, mode="drop")
@@ -444,13 +452,13 @@ def write_pages(state: DeviceState, to_N: Int[Array, "N"], pages: MovedPages) ->
 
 
 def moved_shapes(state: DeviceState) -> Moved[jax.ShapeDtypeStruct]:
-    """Returns the shapes of as many pages as a call moves."""
+    """Returns shapes and dtypes of the page contents that one save or restore call moves."""
     pages = jax.ShapeDtypeStruct((PAGES_AT_ONCE,), np.int32)
     return jax.eval_shape(read_pages, state, pages)
 
 
 def batches[Pair](pairs: Sequence[Pair], padding: Pair) -> Iterator[tuple[int, list[Pair]]]:
-    """The pairs in calls, each filled up, and how many of a call's are not padding."""
+    """Splits pairs into padded lists, one per call; yields each with its number of real pairs."""
     for first in range(0, len(pairs), PAGES_AT_ONCE):
         part = [*pairs[first : first + PAGES_AT_ONCE]]
         yield len(part), part + [padding] * (PAGES_AT_ONCE - len(part))
@@ -458,10 +466,10 @@ def batches[Pair](pairs: Sequence[Pair], padding: Pair) -> Iterator[tuple[int, l
 
 @final
 class HostMemory:
-    """Pages in the host's memory, by slot.
+    """Host memory for KV-cache pages, in slots of one page each.
 
     Args:
-        shapes: of what a call moves.
+        shapes: shapes and dtypes of the page contents that one call moves.
     """
 
     def __init__(self, shapes: Moved[jax.ShapeDtypeStruct], *, num_slots: int):
@@ -473,21 +481,21 @@ class HostMemory:
         self._coming: list[tuple[list[int], list[jax.Array]]] = []
 
     def take(self, slots: list[int], pages: MovedPages) -> None:
-        """Starts the transfer of pages into the host's slots; returns before it is done."""
+        """Starts copying pages from the device into host slots; returns before the copy is done."""
         leaves = jax.tree.leaves(pages)
         for leaf in leaves:
             leaf.copy_to_host_async()
         self._coming.append((slots, leaves))
 
     def collect(self) -> None:
-        """Waits for what is on its way: until then the device keeps it too."""
+        """Waits for copies under way. Until then the copied arrays stay in device memory too."""
         coming, self._coming = self._coming, []
         for slots, leaves in coming:
             for stored, leaf in zip(self._stored, leaves, strict=True):
                 stored[slots] = np.moveaxis(np.asarray(leaf), 1, 0)[: len(slots)]
 
     def pages(self, slots: list[int]) -> Moved[np.ndarray]:
-        """Returns the pages of these slots; slots may be written again at once."""
+        """Returns the contents of these slots, which may be overwritten at once."""
         self.collect()
         read = [np.ascontiguousarray(np.moveaxis(stored[slots], 0, 1)) for stored in self._stored]
         return jax.tree.unflatten(self._tree, read)

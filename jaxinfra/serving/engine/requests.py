@@ -1,4 +1,4 @@
-"""Requests to the engine, their state while they run, and the progress that comes back."""
+"""Generation requests, their state while they run, and their progress after each step."""
 
 import dataclasses
 import enum
@@ -11,7 +11,7 @@ from jaxinfra.serving.sampling import GREEDY, SamplingConfig
 
 
 class EndReason(enum.StrEnum):
-    """Why the engine is through with a request."""
+    """The reason why a request ended."""
 
     EOS = "eos"  # it drew an end token
     STOP = "stop"  # it drew a stop token, or its text came to a stop string
@@ -29,7 +29,7 @@ class Constraint(Protocol):
         ...
 
     def advance(self, token: int) -> None:
-        """Takes note of a sampled token."""
+        """Advances the constraint by a sampled token."""
         ...
 
     @property
@@ -40,11 +40,10 @@ class Constraint(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationRequest:
-    """A prompt to continue, and how.
+    """A prompt to continue, with its sampling settings and the conditions that end it.
 
-    Its samples depend on the request alone: its tokens, its settings, ``seed`` and ``choice``.
-    Only rounding differs with what runs beside it, which matters where two tokens are as likely
-    as each other to the last digits.
+    Its samples depend only on its tokens, its settings, ``seed`` and ``choice``. Other requests
+    change only rounding, which matters if two tokens are almost equally likely.
     """
 
     prompt_ids: tuple[int, ...]
@@ -61,21 +60,21 @@ class GenerationRequest:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing but a temperature is asked for."""
+        """Whether the request has no constraint and no sampling setting except a temperature."""
         plain = SamplingConfig(temperature=self.sampling.temperature)
         return self.constraint is None and self.sampling == plain
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TokenScore:
-    """How likely the model alone says a token is, and which are the most likely at its place."""
+    """A token's log-probability by the model alone, and the most likely tokens at its position."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]  # ids and their log-probabilities, the most likely first
 
 
 class RequestProgress(NamedTuple):
-    """Tokens and text that one step brought for one request; a tuple, which is quickly made."""
+    """Tokens and text that a step added to one request; a tuple, as it is quick to make."""
 
     request: int  # the number that ``submit`` gave
     tokens: tuple[int, ...] = ()
@@ -89,7 +88,7 @@ class RequestProgress(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HostCopy:
-    """The first tokens of a request, as pages in slots of the host's memory."""
+    """Host copy of a preempted request's first tokens: the host slots that store their pages."""
 
     slots: tuple[int, ...]
     num_tokens: int  # the last page may be full of them or not
@@ -98,7 +97,7 @@ class HostCopy:
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class RequestStream:
-    """A request on its way, as the scheduler sees it: no arrays, no text."""
+    """Scheduling state of one request: its tokens, pages and slot; no arrays, no text."""
 
     number: int  # order of arrival
     request: GenerationRequest
@@ -121,12 +120,14 @@ class RequestStream:
 
     @property
     def can_be_drafted(self) -> bool:
-        """Whether a draw depends on the tokens before it by the model alone, and is not scored."""
+        """Whether tokens may be drafted: the request has no grammar, penalties or
+        log-probabilities.
+        """
         request, sampling = self.request, self.request.sampling
         is_free = request.constraint is None and not sampling.is_penalized
         return is_free and sampling.logprobs is None
 
     @property
     def total(self) -> int:
-        """Tokens, those among them that only the device knows."""
+        """Number of prompt and sampled tokens, those that only the device knows included."""
         return len(self.tokens) + self.pending

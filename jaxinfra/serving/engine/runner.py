@@ -1,4 +1,4 @@
-"""Runs planned steps on the device: a listed set of programs, compiled before the first request."""
+"""Runs planned steps on the device with programs that are compiled before the first request."""
 
 import concurrent.futures
 import dataclasses
@@ -34,7 +34,7 @@ from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingRows, Toke
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramKey:
-    """One compiled program: what it does, and for which shapes."""
+    """Identifies a compiled program by its function, its shapes and its variant."""
 
     name: str
     rows: int
@@ -56,10 +56,10 @@ MASK = ProgramKey(name="mask", rows=1)
 def listed_programs(
     limits: SchedulerLimits, *, verify_length: int | None
 ) -> tuple[ProgramKey, ...]:
-    """Every program that a step may need.
+    """Returns the keys of all programs that a step may need.
 
     Args:
-        verify_length: tokens of a row with drafts; none without speculation.
+        verify_length: tokens per row with drafts; None without speculative decoding.
     """
     # All settings cost passes over the logits, which beside a chunk's own work are nothing.
     keys = [
@@ -87,12 +87,12 @@ def listed_programs(
 
 
 def history_program(limits: SchedulerLimits) -> ProgramKey:
-    """The one that begins a slot's history."""
+    """Returns the key of the program that fills a slot's token history for a new request."""
     return ProgramKey(name="history", rows=1, length=limits.context)
 
 
 MOST_BIASES = 300
-"""Ids of a request's ``logit_bias``, as OpenAI's API bounds them."""
+"""Most token ids in a request's ``logit_bias``, the limit of OpenAI's API."""
 
 _OF_STATE_ALONE = ("copy", "restore", "mask", "history")
 
@@ -101,21 +101,22 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Dispatched:
-    """A step that the device has been given; ``ModelRunner.read`` waits for it."""
+    """A step that the device is computing; ``ModelRunner.read`` waits for its results."""
 
     rows: list[tuple[list[PlannedRow], Any]]  # and what their call gave
 
 
 @final
 class ModelRunner:
-    """The weights, the pools of pages, and the programs.
+    """Holds weights, KV-cache pools and compiled programs, and runs steps with them.
 
     Args:
-        num_ids: ids from here on are never sampled.
-        draft: a smaller model of the same vocabulary, which proposes tokens.
-        verify_length: tokens of a row with drafts; none without speculation.
-        allocates: make the pools; without, ``model`` may be one of shapes, and nothing runs.
-        adapters: names of those in the model's bank.
+        num_ids: token ids from this one on are never sampled.
+        draft: a smaller model of the same vocabulary, which drafts tokens.
+        verify_length: tokens per row with drafts; None without speculative decoding.
+        allocates: allocate the pools; if False, ``model`` may hold shapes only, and nothing can
+            run.
+        adapters: names of the adapters in the model's bank.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class ModelRunner:
 
     @property
     def keys(self) -> tuple[ProgramKey, ...]:
-        """Every program that a step may need."""
+        """Keys of all programs that a step may need."""
         return listed_programs(self._limits, verify_length=self._verify_length)
 
     def warm_up(
@@ -178,11 +179,11 @@ class ModelRunner:
         *,
         keys: Sequence[ProgramKey] | None = None,
     ) -> None:
-        """Compiles every program.
+        """Compiles all programs that steps may need, or those of the given keys.
 
         Args:
-            progress: called with how many are compiled, and how many there are.
-            keys: of the programs, where not all are needed.
+            progress: called with the number of compiled programs and of all.
+            keys: programs to compile; by default all.
         """
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             # Programs are traced one after another, and compiled side by side meanwhile.
@@ -200,10 +201,10 @@ class ModelRunner:
         self.num_late, self._is_warm = 0, True
 
     def dispatch(self, plan: StepPlan, masks: dict[int, np.ndarray]) -> Dispatched:
-        """Gives the device a step; returns before it is done.
+        """Starts a planned step on the device, and returns before it is done.
 
         Args:
-            masks: by slot, of the rows whose request has a structure.
+            masks: allowed-token masks by slot, for rows whose request has a structure.
         """
         self._save(plan.saves)
         self._copy(plan.copies)
@@ -227,7 +228,7 @@ class ModelRunner:
         return Dispatched(rows=drawn)
 
     def read(self, dispatched: Dispatched) -> list[Drawn]:
-        """Waits for a step, and returns the tokens that it sampled."""
+        """Waits for a dispatched step, and returns the tokens that it sampled."""
         if self._host is not None:
             self._host.collect()
         result = []
@@ -282,7 +283,9 @@ class ModelRunner:
         ]
 
     def _is_counted(self, row: PlannedRow) -> bool:
-        """Whether a row's token is new to its slot's history, which is begun here where need be."""
+        """Returns whether a row's input token is yet to be counted; starts its slot's history if
+        needed.
+        """
         stream, (number, known) = row.stream, self._histories.get(row.slot, (None, 0))
         # It may have drawn tokens in another slot since it was in this one.
         seen = row.start if row.count == 1 else len(stream.tokens)
@@ -298,7 +301,9 @@ class ModelRunner:
         return is_new
 
     def _sampling_rows(self, configs: Sequence[SamplingConfig], size: int) -> SamplingRows:
-        """The settings on the device; kept, as most steps have those of the step before."""
+        """Returns sampling settings on the device, cached as most steps repeat those of the step
+        before.
+        """
         padded = (*configs, *[GREEDY] * (size - len(configs)))
         known = self._sampling.get(size)
         if known is None or known[0] != padded:
@@ -312,7 +317,7 @@ class ModelRunner:
             self.call(COPY, sources, targets)
 
     def _save(self, pairs: list[tuple[int, int]]) -> None:
-        """Pages into the host's slots; the device goes on meanwhile."""
+        """Starts copying pages from the device into host slots."""
         for count, padded in batches(pairs, (NULL_PAGE, 0)):
             pages, slots = zip(*padded, strict=True)
             assert self._host is not None
@@ -320,7 +325,7 @@ class ModelRunner:
             self._host.take([*slots[:count]], given)
 
     def _restore(self, pairs: list[tuple[int, int]]) -> None:
-        """The host's slots into pages."""
+        """Copies host slots into pages on the device."""
         for _, padded in batches(pairs, (0, self._limits.num_pages)):
             slots, pages = zip(*padded, strict=True)
             assert self._host is not None
@@ -328,13 +333,13 @@ class ModelRunner:
             self.call(RESTORE, np.array(pages, np.int32), given)
 
     def mirror(self, tell: Callable[[ProgramKey, tuple[Any, ...]], None]) -> None:
-        """Tells ``tell`` of each call from now on, before it is made: the other processes of the
-        mesh make it too.
+        """Sets a function that is told of each program call before it is made, so that the mesh's
+        other processes can make it too.
         """
         self._tell = tell
 
     def call(self, key: ProgramKey, *arguments: Any) -> Any:
-        """Runs a program, and returns what it gives beside the next state."""
+        """Runs a program, keeps the new device state, and returns the program's other results."""
         if self._tell is not None:
             arguments = jax.tree.map(np.asarray, arguments)
             self._tell(key, arguments)
@@ -360,7 +365,7 @@ class ModelRunner:
         self._compiled[key] = self.lowered(key).compile()
 
     def lowered(self, key: ProgramKey) -> jax.stages.Lowered:
-        """A program, to be compiled or looked at."""
+        """Lowers a program with its shapes, to compile or inspect it."""
         indices = np.zeros(key.rows, np.int32)
         match key.name:
             case "copy":

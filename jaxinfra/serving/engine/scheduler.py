@@ -1,9 +1,9 @@
-"""Which request does what in the next step: decisions alone, without JAX.
+"""Decides which requests take part in the next step; plain Python, without JAX.
 
-Requests run in the order of their arrival. A step takes a token of every request that is past its
-prompt, and chunks of prompts with what is left of the budget. Pages for a whole prompt are taken at
-admission; where an answer needs a page and there is none, the youngest request gives up its own. It
-computes its tokens again later, or the host has kept its pages meanwhile.
+Requests run in order of arrival. A step decodes a token of every request past its prompt, and fills
+the rest of its token budget with chunks of prompts. Pages for a whole prompt are taken at
+admission. If an answer needs a page and none is free, the youngest request is preempted: it gives
+up its pages, and later recomputes its tokens or restores its pages from the host.
 """
 
 import bisect
@@ -19,11 +19,10 @@ from jaxinfra.serving.engine.requests import RequestStream
 
 @final
 class Scheduler:
-    """Waiting and running requests, and their pages.
+    """Schedules waiting and running requests, and assigns KV-cache pages to them.
 
     Args:
-        propose: tokens that may follow a request's own, to be verified in one step; None: no
-            drafts.
+        propose: returns draft tokens for a request, which one step verifies; None: no drafts.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class Scheduler:
         self._speculates = propose is not None or limits.num_drafts > 0
 
     def add(self, stream: RequestStream) -> None:
-        """One more request; the limit on its tokens is set here."""
+        """Adds a request to those that wait, and sets the limit on its number of tokens."""
         prompt = len(stream.request.prompt_ids)
         # The last token drawn is not fed back, so it needs no position.
         stream.limit = min(prompt + stream.request.max_new_tokens, self.limits.context + 1)
@@ -56,7 +55,7 @@ class Scheduler:
         bisect.insort(self.waiting, stream, key=lambda each: each.number)
 
     def plan(self) -> StepPlan:
-        """The next step. Requests are taken to have done it when this returns."""
+        """Plans the next step, and updates the requests' state as if the step were done."""
         self._planned.clear()
         self._saves, self._restores = [], []
         plan = StepPlan(
@@ -109,14 +108,16 @@ class Scheduler:
         return not stream.pending or (stream.request.constraint is None and not self._speculates)
 
     def _kind(self, stream: RequestStream) -> tuple[bool, str | None]:
-        """What a page's keys depend on beside its tokens: the angles, and the adapter."""
+        """Returns what else a page's keys depend on besides its tokens: rotation angles and
+        adapter.
+        """
         long = self.limits.long_context
         return long is not None and stream.total > long, stream.request.adapter
 
     def _plan_answer(
         self, stream: RequestStream, plan: StepPlan, *, may_draft: bool = True
     ) -> None:
-        """One token of a request that is past its prompt, and drafts after it."""
+        """Plans the next token of a request past its prompt, and drafts after it."""
         drafts, num_drafts = (), 0
         if self._speculates and may_draft and stream.can_be_drafted:
             room, long = stream.limit - stream.total - 1, self.limits.long_context
@@ -159,7 +160,7 @@ class Scheduler:
         )
 
     def _plan_prompts(self, plan: StepPlan, prompts: list[RequestStream], budget: int) -> StepPlan:
-        """Chunks of prompts under way, then of those that can be admitted, in one call."""
+        """Plans one call for chunks of prompts: first those under way, then newly admitted ones."""
         length, rows = 0, []
         source = iter(prompts)
         while True:
@@ -188,14 +189,14 @@ class Scheduler:
         return dataclasses.replace(plan, chunks=rows, chunk_length=length)
 
     def _chunk_length(self, left: int, budget: int) -> int:
-        """Tokens of a call's rows, by what is left of the first one's prompt."""
+        """Returns tokens per row of a prompt call, by what is left of the first row's prompt."""
         fitting = [
             size for size in self.limits.chunk_sizes if size * self.limits.rows(1) <= budget
         ] or [self.limits.chunk_sizes[0]]
         return next((size for size in fitting if size >= left), fitting[-1])
 
     def _piece_rows(self, length: int, budget: int) -> int:
-        """Rows that a call for prompts may have, with as many tokens each."""
+        """Returns how many rows a prompt call of this many tokens per row may have."""
         if budget < self.limits.chunk_sizes[0]:
             return 0
         if not length:
@@ -209,7 +210,7 @@ class Scheduler:
         return fitting[-1] if fitting else 1
 
     def _admit(self, copies: list[tuple[int, int]]) -> RequestStream | None:
-        """The first waiting request, with pages for its tokens; None if it has to wait."""
+        """Admits the first waiting request with pages for its tokens; None if it has to wait."""
         if not self.waiting or not self._slots:
             return None
         stream = self.waiting[0]
@@ -290,7 +291,7 @@ class Scheduler:
         return self.allocator.allocate()
 
     def _reserve(self, stream: RequestStream, num_tokens: int) -> bool:
-        """Pages for a request's first tokens; False if it had to give up its own for others."""
+        """Allocates pages for a request's first tokens; False if this request was preempted."""
         needed = -(-num_tokens // self.limits.page_size) - len(stream.pages)
         if needed <= 0:
             return True
@@ -303,7 +304,7 @@ class Scheduler:
         return True
 
     def _preempt(self, stream: RequestStream) -> None:
-        """Takes a request's pages; it waits at its place to go on."""
+        """Takes a running request's pages, and puts it back among the waiting ones."""
         self.num_preemptions += 1
         self._register(stream)
         self._saves += self.host.save(stream, tree=self.tree)
@@ -335,10 +336,10 @@ class Scheduler:
         stream.num_registered = known // size
 
     def end(self, stream: RequestStream, *, poisoned: bool = False) -> None:
-        """Takes a request out, wherever it is.
+        """Removes a request, whether it waits or runs, and frees its pages.
 
         Args:
-            poisoned: what it computed is not finite; no request may read its pages.
+            poisoned: its keys and values are not finite; no other request may read its pages.
         """
         stream.is_over = True
         if stream.slot is None:
@@ -355,11 +356,11 @@ class Scheduler:
         self._leave(stream)
 
     def take(self, row: PlannedRow, tokens: Sequence[int], num_held: int = 0) -> tuple[int, ...]:
-        """Notes what a step sampled for a row, and returns what counts of it.
+        """Adds a step's sampled tokens to a row's request, and returns the tokens that were added.
 
         Args:
-            tokens: sampled after the first token and after each draft.
-            num_held: drafts at the front that equal the samples.
+            tokens: sampled after the row's first token and after each draft.
+            num_held: number of leading drafts that equal the samples.
         """
         stream = row.stream
         stream.pending -= 1
@@ -374,8 +375,8 @@ class Scheduler:
         return taken
 
     def _trust(self, stream: RequestStream, num_tokens: int) -> None:
-        """A draw after so many tokens was finite, and so are their keys and values. The last page
-        may have more by now.
+        """Marks pages as finite, up to the given number of tokens, after a sample was finite. The
+        last page may have more tokens by now.
         """
         size = self.limits.page_size
         num_pages = num_tokens // size if stream.pending else -(-num_tokens // size)
@@ -384,6 +385,6 @@ class Scheduler:
         stream.num_finite = num_tokens // size
 
     def _pages(self, stream: RequestStream, start: int, end: int) -> list[int]:
-        """Those of a request's pages that these positions lie in."""
+        """Returns those of a request's pages that hold the given positions."""
         size = self.limits.page_size
         return stream.pages[start // size : -(-end // size)]

@@ -1,1 +1,1 @@
-"""The engine behind the OpenAI API."""
+"""Serves an engine over HTTP with OpenAI's API."""

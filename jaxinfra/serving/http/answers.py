@@ -1,4 +1,4 @@
-"""Answers in the shapes of OpenAI's API, whole and as streams of events."""
+"""Builds answers in the format of OpenAI's API, as one body or as a stream of events."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ _FINISH = {
 
 
 class GenerationFailedError(Exception):
-    """The engine could not go on with a request."""
+    """The engine failed to finish a request, for example because logits were not finite."""
 
 
 @final
@@ -43,7 +43,7 @@ class Usage:
     new: int = 0
 
     def count(self, place: int, progress: RequestProgress) -> None:
-        """Counts the tokens of one prompt's progress."""
+        """Counts the tokens of a step's progress for one request, given by its index."""
         self.new += len(progress.tokens)
         self.cached[place] = progress.num_cached
 
@@ -70,7 +70,7 @@ class ChoicePart:
     scores: list[TokenScore] = dataclasses.field(default_factory=list)
 
     def add(self, progress: RequestProgress) -> None:
-        """Adds the progress of a step."""
+        """Appends the text, tokens and scores of a step's progress."""
         self.text += progress.text
         self.tokens += progress.tokens
         self.scores += (*progress.prompt_scores, *progress.scores)
@@ -79,7 +79,7 @@ class ChoicePart:
 
 
 class AnswerForm:
-    """How the texts of one endpoint are wrapped. Subclasses are final."""
+    """Formats an endpoint's answers as JSON; each endpoint has a subclass, which is final."""
 
     prefix: str
     whole: str
@@ -101,23 +101,23 @@ class AnswerForm:
         }
 
     def choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
-        """Returns the JSON object of a whole choice."""
+        """Returns the JSON object of a finished choice, given its index."""
         raise NotImplementedError
 
     def piece(self, index: int, part: ChoicePart, *, is_first: bool) -> dict[str, Any]:
-        """Returns the JSON object of a choice's piece in one event."""
+        """Returns the JSON object of a choice in one event of a stream."""
         raise NotImplementedError
 
     def before(self, index: int) -> ChoicePart:
-        """Returns what a choice begins with before its sampled tokens."""
+        """Returns the text and tokens that precede a choice's sampled ones; none by default."""
         del index
         return ChoicePart()
 
     async def at_once(self, requests: list[GenerationRequest], given: Given) -> dict[str, Any]:
-        """The body of an answer, once all of it has come.
+        """Waits for all requests, and returns the whole answer's JSON body.
 
         Raises:
-            GenerationFailedError: the engine could not go on with one of the requests.
+            GenerationFailedError: the engine failed to finish one of the requests.
         """
         usage = Usage(prompts=self._prompts)
         parts = [self.before(index) for index in range(len(requests))]
@@ -131,7 +131,7 @@ class AnswerForm:
         return self._head | {"object": self.whole, "choices": choices, "usage": usage.body()}
 
     async def events(self, given: Given) -> AsyncIterator[str]:
-        """The same as server-sent events, a piece of text each, and the end."""
+        """Yields the answer as server-sent events: one per piece of text, then the end."""
         usage, begun = Usage(prompts=self._prompts), set()
         options = self._body.stream_options
         async for place, came in given:
@@ -152,14 +152,14 @@ class AnswerForm:
         yield "data: [DONE]\n\n"
 
     def _wanted(self, progress: RequestProgress) -> RequestProgress:
-        """Without what was drawn, where none was asked for: the engine draws one at least."""
+        """Drops the sampled token if the client asked for none: the engine samples at least one."""
         if self._body.max_tokens != 0 or progress.end is EndReason.ERROR:
             return progress
         end = None if progress.end is None else EndReason.LENGTH
         return progress._replace(tokens=(), text="", scores=(), end=end)
 
     def _named(self, scores: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Tokens by their texts, each by another: those spelled alike by their ids."""
+        """Maps tokens to distinct texts; tokens of equal text are told apart by their ids."""
         found: dict[str, float] = {}
         for token, value in scores:
             text = self._tokenizer.spelled(token)
@@ -169,10 +169,10 @@ class AnswerForm:
 
 @final
 class CompletionForm(AnswerForm):
-    """Answers of ``/v1/completions``.
+    """Formats answers of ``/v1/completions``.
 
     Args:
-        echoes: the prompts' texts, where they are to stand before their continuations.
+        echoes: texts of the prompts, to be put before the answers; None: answers only.
     """
 
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
@@ -192,24 +192,24 @@ class CompletionForm(AnswerForm):
         self._texts: dict[int, tuple[StreamDecoder, int]] = {}
 
     def before(self, index: int) -> ChoicePart:
-        """The prompt, where it was asked for."""
+        """Returns the prompt if the request asked for it (``echo``), else nothing."""
         if self._echoes is None:
             return ChoicePart()
         place = index // self._body.n
         return ChoicePart(text=self._echoes[place], prompt=self._prompts[place])
 
     def choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
-        """Returns the JSON object of a whole choice."""
+        """Returns the JSON object of a finished choice, given its index."""
         told = None if self._body.num_scores is None else self._logprobs(index, part)
         finish = part.finish
         return {"index": index, "text": part.text, "logprobs": told, "finish_reason": finish}
 
     def piece(self, index: int, part: ChoicePart, *, is_first: bool) -> dict[str, Any]:
-        """Returns the JSON object of a choice's piece in one event."""
+        """Returns the JSON object of a choice in one event of a stream."""
         return self.choice(index, part)
 
     def _logprobs(self, index: int, part: ChoicePart) -> dict[str, Any]:
-        """Lists over tokens; of the first of a prompt nothing can be said."""
+        """Returns the ``logprobs`` object, lists over tokens; a prompt's first token has none."""
         tokens = [*part.prompt, *part.tokens]
         scores = [*[None] * (len(tokens) - len(part.scores)), *part.scores]
         return {
@@ -220,9 +220,7 @@ class CompletionForm(AnswerForm):
         }
 
     def _offsets(self, index: int, tokens: Sequence[int]) -> list[int]:
-        """Where each token begins in the text of a choice, or the character that it is a part of;
-        what stands before the text begins where it does.
-        """
+        """Returns where each token, or the character it is part of, begins in a choice's text."""
         place = index // self._body.n
         prompt = self._prompts[place]
         if index in self._texts:
@@ -245,17 +243,17 @@ class CompletionForm(AnswerForm):
 
 @final
 class ChatForm(AnswerForm):
-    """Answers of ``/v1/chat/completions``."""
+    """Formats answers of ``/v1/chat/completions``."""
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
-        """Returns the JSON object of a whole choice."""
+        """Returns the JSON object of a finished choice, given its index."""
         message = {"role": "assistant", "content": part.text}
         return self._wrapped(index, part) | {"message": message}
 
     def piece(self, index: int, part: ChoicePart, *, is_first: bool) -> dict[str, Any]:
-        """Returns the JSON object of a choice's piece in one event."""
+        """Returns the JSON object of a choice in one event of a stream."""
         delta = ({"role": "assistant"} if is_first else {}) | {"content": part.text}
         return self._wrapped(index, part) | {"delta": delta}
 
@@ -278,10 +276,10 @@ class ChatForm(AnswerForm):
 
 
 def event(body: dict[str, Any]) -> str:
-    """A server-sent event."""
+    """Formats a JSON body as a server-sent event."""
     return f"data: {_encoded(body)}\n\n"
 
 
 def error_body(message: str, *, kind: str, code: str | None = None) -> dict[str, Any]:
-    """Body of an error, as OpenAI's clients read it."""
+    """Returns an error's JSON body in the format that OpenAI's clients expect."""
     return {"message": message, "type": kind, "param": None, "code": code}

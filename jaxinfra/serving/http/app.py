@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's API, health, metrics, and a page to talk with the model."""
+"""The HTTP application: OpenAI's API, health, metrics, and a web page to chat with the model."""
 
 import asyncio
 import contextlib
@@ -37,11 +37,11 @@ _LOOK_S = 0.2  # between looks whether a client is still there
 
 
 class UnknownModelError(JaxinfraError):
-    """A model that is not served here."""
+    """A request names a model or adapter that this server does not serve."""
 
 
 def application(service: Service, *, api_key: str | None) -> Application:
-    """The application with its guards."""
+    """Makes the HTTP application, behind guards that check the API key and the body's size."""
     app = fastapi.FastAPI(title="jaxinfra", docs_url=None, redoc_url=None)
     _handle_errors(app)
     _add_generation(app, service)
@@ -214,7 +214,7 @@ def _add_information(app: fastapi.FastAPI, service: Service) -> None:
 
 
 def _served(service: Service, name: str | None) -> str:
-    """The model that a request names: the server's own, or an adapter of it."""
+    """Returns the model that a request names: the server's own, or one of its adapters."""
     if name is not None and name not in service.names:
         known = ", ".join(map(repr, service.names))
         verb = "is" if len(service.names) == 1 else "are"
@@ -236,7 +236,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def _while_connected(request: fastapi.Request) -> AsyncIterator[None]:
-    """Within, the task is cancelled when the client goes away."""
+    """Context manager that cancels the task when the client disconnects."""
     working = asyncio.current_task()
     assert working is not None
 

@@ -1,4 +1,4 @@
-"""Bodies that clients send, as OpenAI's API has it, with the additions that vLLM made usual."""
+"""Request bodies of OpenAI's API, with the additional fields that vLLM introduced."""
 
 import json
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ type TokenIds = list[Annotated[int, pydantic.Field(strict=True)]]
 
 
 class Setting(pydantic.BaseModel):
-    """A part of a request, whose unknown keys are refused at every depth."""
+    """Base class of request bodies and their parts, which rejects unknown keys."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
 
 class JsonSchema(Setting):
-    """A schema as OpenAI's API has it; answers always follow it to the letter."""
+    """A named JSON schema in a request; answers always follow it exactly."""
 
     name: str | None = None
     description: str | None = None
@@ -33,7 +33,7 @@ class JsonSchema(Setting):
 
 
 class ResponseFormat(Setting):
-    """Structure that the text must have."""
+    """The structure that an answer's text must have: JSON, a regex or a grammar."""
 
     type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
     json_schema: JsonSchema | None = None
@@ -49,7 +49,7 @@ class ResponseFormat(Setting):
 
     @property
     def structure(self) -> tuple[StructureKind, str] | None:
-        """The structure that is asked for, and its text; None for any text."""
+        """The requested structure as its kind and text; None if any text may be sampled."""
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -62,13 +62,13 @@ class ResponseFormat(Setting):
 
 
 class StreamOptions(Setting):
-    """Contents of a stream beside its text."""
+    """Options of a streamed answer: whether token counts are sent at the end."""
 
     include_usage: bool = False
 
 
 class FunctionTool(Setting):
-    """A function that templates tell the model of."""
+    """Name, description and parameters of a function that the model may call."""
 
     name: str
     description: str | None = None
@@ -78,14 +78,14 @@ class FunctionTool(Setting):
 
 
 class Tool(Setting):
-    """A tool as OpenAI's API has it."""
+    """A tool in OpenAI's format; the only type is a function."""
 
     type: Literal["function"]
     function: FunctionTool
 
 
 def tools_as_sent(tools: list[Any]) -> list[Any]:
-    """The tools themselves, checked: templates see what clients send."""
+    """Validates tools, and returns them unchanged, since chat templates render them as sent."""
     for tool in tools:
         Tool.model_validate(tool)
     return tools
@@ -95,7 +95,7 @@ type Tools = Annotated[list[dict[str, Any]], pydantic.AfterValidator(tools_as_se
 
 
 class ClientBody(Setting):
-    """A request: texts of whole characters; null is not said."""
+    """Base class of request bodies: texts are valid Unicode, and null means a missing field."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -115,7 +115,7 @@ class ClientBody(Setting):
 
 
 class GenerationBody(ClientBody):
-    """Settings that completions and conversations share."""
+    """Request fields that completions and chat completions share."""
 
     model: str | None = None
     max_tokens: int | None = pydantic.Field(default=None, ge=0)
@@ -152,11 +152,11 @@ class GenerationBody(ClientBody):
 
     @property
     def num_scores(self) -> int | None:
-        """Most likely tokens told of each one; None: no log-probabilities."""
+        """Number of most likely tokens to report per token; None: no log-probabilities."""
         raise NotImplementedError
 
     def sampling(self, defaults: Mapping[str, float]) -> SamplingConfig:
-        """Sampling settings of the request, completed by ``defaults``."""
+        """Returns the request's sampling settings; ``defaults`` fill those that it leaves out."""
         bias = tuple((self.logit_bias or {}).items())
         return SamplingConfig.of(
             defaults,
@@ -166,12 +166,12 @@ class GenerationBody(ClientBody):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Strings that end the text."""
+        """Stop strings, at which the answer's text ends."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 class CompletionBody(GenerationBody):
-    """Texts to continue."""
+    """Request body of ``/v1/completions``: prompts to continue."""
 
     prompt: str | list[str] | TokenIds | list[TokenIds]
     echo: bool = False
@@ -179,12 +179,12 @@ class CompletionBody(GenerationBody):
 
     @property
     def num_scores(self) -> int | None:
-        """Most likely tokens told of each one; None: no log-probabilities."""
+        """Number of most likely tokens to report per token; None: no log-probabilities."""
         return self.logprobs
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts, one or several."""
+        """The request's prompts as a list, each a text or token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
@@ -193,7 +193,7 @@ class CompletionBody(GenerationBody):
 
 
 class ChatBody(GenerationBody):
-    """A conversation to go on with."""
+    """Request body of ``/v1/chat/completions``: a conversation to continue."""
 
     messages: list[dict[str, Any]] = pydantic.Field(min_length=1)
     max_completion_tokens: int | None = pydantic.Field(default=None, ge=1)
@@ -204,7 +204,7 @@ class ChatBody(GenerationBody):
 
     @property
     def num_scores(self) -> int | None:
-        """Most likely tokens told of each one; None: no log-probabilities."""
+        """Number of most likely tokens to report per token; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @pydantic.model_validator(mode="after")
@@ -215,14 +215,14 @@ class ChatBody(GenerationBody):
 
 
 class DetokenizeBody(ClientBody):
-    """Tokens to be spelled out."""
+    """Request body of ``/detokenize``: token ids to decode into text."""
 
     model: str | None = None
     tokens: TokenIds
 
 
 class TokenizeBody(ClientBody):
-    """A text, or a conversation, to be counted."""
+    """Request body of ``/tokenize``: a text or a conversation to encode into tokens."""
 
     model: str | None = None
     prompt: str | None = None

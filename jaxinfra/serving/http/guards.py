@@ -1,4 +1,4 @@
-"""Guards before every call: the key, and the limit of a body."""
+"""Checks every HTTP request's API key and body size before the application sees it."""
 
 import asyncio
 import contextlib
@@ -17,16 +17,16 @@ type Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 _OPEN = ("/", "/health")  # without a key, for people and for load balancers
 
 _LINGER_S = 5.0
-"""For how long the rest of a refused request is taken in."""
+"""Seconds for which the rest of a refused request is read and dropped."""
 
 
 @final
 class RequestGuards:
-    """An ASGI application that asks for the key and bounds bodies before another one is called.
+    """ASGI middleware that checks the API key and limits the size of request bodies.
 
     Args:
-        api_key: None: no key is required.
-        max_body_bytes: of a request.
+        api_key: key that requests must have; None: no key is required.
+        max_body_bytes: most bytes of a request's body.
     """
 
     def __init__(self, application: Application, *, api_key: str | None, max_body_bytes: int):
@@ -34,7 +34,7 @@ class RequestGuards:
         self._api_key, self._max_body = api_key, max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers 401 or 413, or lets the application answer."""
+        """Answers 401 without the key or 413 to a large body; else calls the application."""
         if scope["type"] != "http":
             await self._application(scope, receive, send)
             return
@@ -58,7 +58,7 @@ class RequestGuards:
         await self._application(scope, read, send)
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
-        """The whole body; None where it is too large, of which no more is read."""
+        """Reads the whole body; returns None if it is too large, without reading the rest."""
         said = headers.get(b"content-length", b"0")
         if said.isdigit() and int(said) > self._max_body:
             return None
@@ -74,7 +74,7 @@ class RequestGuards:
 
 
 async def _refuse(receive: Receive, send: Send, status: int, message: str, *, code: str) -> None:
-    """Answers, takes in what the client still sends, kept nowhere, and closes.
+    """Sends a refusal, then reads and drops what the client still sends, and closes.
 
     A connection that is closed with bytes unread is reset, and a client that is still sending, or
     has not read yet, may lose the answer.

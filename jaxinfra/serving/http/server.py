@@ -1,4 +1,4 @@
-"""A server in this process: until it is asked to stop, and then until its requests have ended."""
+"""Runs an HTTP server in this process until it is asked to stop and open requests have ended."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ _LOOK_S = 0.1  # between looks whether a stop is asked for
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ServerOptions:
-    """Where a server listens, and to whom."""
+    """Address, API key and limits on connections of an HTTP server."""
 
     host: str = "127.0.0.1"
     port: int = 8000  # 0: one that is free
@@ -28,11 +28,11 @@ class ServerOptions:
 
 
 class HttpServer:
-    """uvicorn with an application.
+    """An HTTP server (uvicorn) that lets open requests end before it stops.
 
     Args:
-        drain: called once a stop is asked for, with the seconds that open requests have to end;
-            returns when they have.
+        drain: called when the server is to stop, with the seconds that open requests may take;
+            returns when they have ended.
     """
 
     def __init__(
@@ -54,17 +54,17 @@ class HttpServer:
 
     @property
     def address(self) -> str:
-        """Where clients find it."""
+        """The server's URL: ``http://host:port``."""
         host = self._options.host
         host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{self.port}"
 
     def run(self) -> None:
-        """Serves until ``stop`` is called; then drains."""
+        """Serves until ``stop`` is called, then lets open requests end."""
         asyncio.run(self._server.serve(sockets=[self._socket]))
 
     def run_until_asked(self, asked: Callable[[], object]) -> None:
-        """Serves until this says so; then drains."""
+        """Serves until ``asked`` returns a true value, then lets open requests end."""
 
         def look() -> None:
             while not asked():
@@ -75,12 +75,12 @@ class HttpServer:
         self.run()
 
     def stop(self) -> None:
-        """Requests the server's end, from any thread."""
+        """Asks the server to stop; callable from any thread."""
         self._server.should_exit = True
 
     @contextlib.contextmanager
     def running(self) -> Iterator[str]:
-        """Runs the server in a thread within a block; gives its address."""
+        """Context manager that runs the server in a thread, and yields its URL."""
         thread = threading.Thread(target=self.run, name="server")
         thread.start()
         try:

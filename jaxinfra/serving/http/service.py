@@ -1,7 +1,7 @@
-"""Requests of clients as the engine takes them: tokens, templates, limits; and ``/metrics``.
+"""Translates clients' requests into the engine's (tokens, templates, limits); serves ``/metrics``.
 
-Series have the names that dashboards for vLLM use. Threads of the engine deliver to the queues of
-an event loop.
+Metrics have the names that dashboards for vLLM expect. The engine's thread passes progress to
+queues of the event loop.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ from jaxinfra.serving.load import LoadedModel
 
 @final
 class Deliveries:
-    """Wakes a loop once for all that came since it last looked, as each time is a system call.
+    """Puts values into asyncio queues from other threads, waking the event loop once for many.
 
     Args:
-        loop: whose queues are put into; it looks when it is free.
+        loop: event loop that reads the queues.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
@@ -41,7 +41,7 @@ class Deliveries:
         self._is_called = False
 
     def put(self, queue: asyncio.Queue[Any], value: Any) -> None:
-        """Appends to the queue, which has no bound, in order; callable from any thread."""
+        """Appends a value to an unbounded queue, in order; callable from any thread."""
         self._waiting.append((queue, value))
         # Who finds the loop called has put a value there before the loop looks.
         if not self._is_called:
@@ -61,10 +61,10 @@ _LENGTHS = tuple(2**n for n in range(0, 21, 2))
 
 @final
 class EngineMetrics:
-    """Counts of the engine, read when asked for, and histograms of what clients waited.
+    """Prometheus metrics: the engine's counts, and histograms of request latencies and lengths.
 
     Args:
-        model: name that clients know, the label of every series.
+        model: the served model's name, the label of every series.
     """
 
     def __init__(self, engine: EngineThread, *, model: str):
@@ -91,21 +91,21 @@ class EngineMetrics:
         self._answer = histogram("request_generation_tokens", "Tokens of an answer.", _LENGTHS)
 
     def first_token(self, seconds: float) -> None:
-        """A request has its first token."""
+        """Records the seconds from a request's arrival to its first token."""
         self._first.observe(seconds)
 
     def next_token(self, seconds: float) -> None:
-        """A request has tokens, so long after those before."""
+        """Records the seconds between a request's new tokens and those before."""
         self._between.observe(seconds)
 
     def ended(self, seconds: float, *, prompt_tokens: int, new_tokens: int) -> None:
-        """A request has ended."""
+        """Records an ended request: seconds since its arrival, and its numbers of tokens."""
         self._end.observe(seconds)
         self._prompt.observe(prompt_tokens)
         self._answer.observe(new_tokens)
 
     def text(self) -> bytes:
-        """All series in the text format."""
+        """Returns all metrics in Prometheus's text format."""
         return prometheus_client.generate_latest(self.registry)
 
 
@@ -174,7 +174,7 @@ class _EngineCollector(Collector):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceLimits:
-    """Limits of what clients may ask for."""
+    """Limits on clients' requests: lengths, sizes and number of continuations."""
 
     max_new_tokens: int | None = None  # of an answer; None: what the context holds
     max_continuations: int = 128  # of one call: prompts times n
@@ -185,11 +185,11 @@ class ServiceLimits:
 
 @final
 class Service:
-    """One model, its tokenizer and its engine.
+    """Serves one model with its tokenizer and engine to HTTP clients.
 
     Args:
-        path: the model's directory, with its chat template if it has one.
-        name: what clients call it.
+        path: the model's directory, with a chat template if the model has one.
+        name: the model's name in clients' requests.
     """
 
     def __init__(
@@ -218,19 +218,19 @@ class Service:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names that clients may ask for: the model and its adapters."""
+        """Model names that clients may request: the model and its adapters."""
         return (self.name, *self.engine.engine.adapters)
 
     @property
     def context(self) -> int:
-        """Tokens that a request can have."""
+        """Most tokens that a request can have, prompt and answer together."""
         return self.engine.engine.limits.context
 
     def encode(self, prompt: str | Sequence[int], *, special: bool = True) -> tuple[int, ...]:
-        """Tokens of a prompt, as the beginning of a document.
+        """Encodes a prompt as the beginning of a document; token ids are returned as they are.
 
         Args:
-            special: begin it as texts begin.
+            special: put the tokens first that begin a document.
         """
         if not isinstance(prompt, str):
             return tuple(prompt)
@@ -241,7 +241,7 @@ class Service:
         return tuple(encode([prompt])[0].tolist()) or (self.tokenizer.bos_id,)
 
     def spelled(self, tokens: Sequence[int]) -> str:
-        """The text of tokens; raises DataError where the tokenizer has no such token."""
+        """Decodes tokens into text; raises DataError if an id is outside the vocabulary."""
         most = self.tokenizer.vocab_size
         if any(not 0 <= token < most for token in tokens):
             raise DataError(f"token ids {min(tokens)}..{max(tokens)} are not all in 0..{most - 1}")
@@ -250,7 +250,7 @@ class Service:
     def render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
     ) -> tuple[int, ...]:
-        """Tokens of a conversation, in the model's chat template."""
+        """Renders a conversation with the model's chat template, and returns its tokens."""
         if self._template is None:
             raise ConfigError(self.no_chat)
         for number, message in enumerate(messages):
@@ -266,10 +266,10 @@ class Service:
         default_tokens: int,
         scores_prompt: bool = False,
     ) -> list[GenerationRequest]:
-        """Makes the engine's requests: ``n`` continuations of every prompt, in this order.
+        """Makes the engine's requests: ``n`` continuations per prompt, in the prompts' order.
 
         Raises:
-            DataError, ConfigError: what is wrong with one of them, with its numbers.
+            DataError, ConfigError: a request is invalid; the message has the numbers.
         """
         if not prompts:
             raise DataError("the list of prompts is empty; send one at least")
@@ -335,10 +335,10 @@ class Service:
     async def stream(
         self, requests: list[GenerationRequest]
     ) -> AsyncGenerator[tuple[int, RequestProgress]]:
-        """What comes of requests as it comes, by their places among these.
+        """Submits requests to the engine, and yields each one's index and progress as it comes.
 
-        Who stops to listen cancels those that have not ended. Requests are handed over at the
-        first value asked for, where overload raises.
+        Closing the generator cancels requests that have not ended. Requests are submitted when the
+        first value is read, so OverloadError is raised there.
         """
         queue, deliveries = asyncio.Queue(), self._deliveries_of(asyncio.get_running_loop())
 

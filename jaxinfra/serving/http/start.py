@@ -1,4 +1,4 @@
-"""A server of one model, from its directory to the last answer."""
+"""Serves one model over HTTP, from loading its engine until the last answer."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,12 +19,12 @@ from jaxinfra.serving.load import LoadedModel
 
 
 class EngineFailedError(JaxinfraError):
-    """The engine could not go on, and its server has ended."""
+    """The engine failed, and its server has ended."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ServeOptions:
-    """Everything that a server is started with beside its model."""
+    """All options of a server: the model's path and name, engine, address and limits."""
 
     path: Path  # where the model lies
     name: str
@@ -52,18 +52,19 @@ def serve(
     cluster: Cluster | None = None,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Serves until a stop is asked for; requests that are open then are answered to their end.
+    """Serves a model until a stop is requested; open requests are then answered to their end.
 
     Raises:
         EngineFailedError: the engine failed.
-        LostPeerError: another process of the job is gone.
+        LostPeerError: another process of the job has ended.
 
     Args:
-        model: taken over; its weights are the engine's from here on.
-        draft: a smaller model of the same tokenizer, which proposes tokens.
-        bank: adapters that clients may name in place of the model.
-        cluster: the job whose processes have parts of the model; the others ``follow``.
-        say: told what happens, in lines.
+        model: the model to serve; the engine takes over its weights.
+        draft: a smaller model with the same tokenizer, which drafts tokens.
+        bank: LoRA adapters that clients may request in place of the model.
+        cluster: the job whose processes hold shards of the model; all but the first call
+            ``serve_part``.
+        say: called with lines that report progress.
     """
     _require_other_names(options.name, bank)
     engine = Engine.of(model, options=options.engine, draft=draft, bank=bank, consumes=True)
@@ -107,10 +108,10 @@ def serve(
 def serve_part(
     model: LoadedModel, options: EngineOptions, request: StopRequest, cluster: Cluster
 ) -> None:
-    """A process of the job beside the first: it has a part of the model, and runs what that runs.
+    """Runs a job's process other than the first: holds a shard, and runs what the first one sends.
 
     Raises:
-        LostPeerError: the first process is gone.
+        LostPeerError: the first process has ended.
     """
     engine = Engine.of(model, options=options, consumes=True)
     engine.warm_up()

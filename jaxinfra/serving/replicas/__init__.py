@@ -1,1 +1,1 @@
-"""Several servers of one model behind one address."""
+"""Runs several server processes of one model (replicas) behind one address."""

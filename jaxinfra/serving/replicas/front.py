@@ -1,10 +1,10 @@
-"""The application in front of replicas: one address for all of them.
+"""The front process's HTTP application: one address for all replicas.
 
-It hands a request to one replica, the one that has seen its beginning unless that is far busier,
-and its answer through as it comes. Where a replica ends or hangs in between, requests from which
-nothing was sent yet are given to another; a stream that has begun ends with an error event. A
-replica that hangs, present and answering nothing, is found, taken out and killed. Replicas do the
-rest: they check bodies, count, and refuse.
+It forwards a request to one replica, and streams the answer back. A replica that has cached the
+prompt's prefix is preferred, unless it is far busier than others. If a replica ends or hangs, its
+requests without any output yet are sent to another replica; a stream that has begun ends with an
+error event. Replicas that are alive but do not answer are taken out and killed. Replicas check
+bodies, count tokens and refuse invalid requests.
 """
 
 import asyncio
@@ -32,24 +32,24 @@ _MOST_BLOCKS = 1 << 16  # that are remembered of a replica: what its pages may h
 _SLACK = 4  # requests that a replica may have more than the least busy one, or twice as many
 
 type PromptBlocks = tuple[int, ...]
-"""Hashes of a prompt's blocks, each with all before it."""
+"""Hashes of a prompt's blocks; each hash covers all blocks up to its own."""
 
 
 @final
 class ReplicaChoice:
-    """Remembers beginnings of prompts by replica.
+    """Chooses replicas by the prompt prefixes that each of them has seen.
 
-    A replica whose pages hold a prompt's beginning need not compute that part again.
+    A replica whose KV-cache pages hold a prompt's prefix need not compute it again.
     """
 
     def __init__(self) -> None:
         self._seen: dict[int, collections.OrderedDict[int, None]] = {}
 
     def choose(self, blocks: PromptBlocks, open_requests: Mapping[int, int]) -> int:
-        """The number of the replica to ask, among those that are ready.
+        """Returns the number of the replica that a prompt should be sent to.
 
         Args:
-            open_requests: of each of them.
+            open_requests: number of open requests of each ready replica.
         """
         least = min(open_requests.values())
         most = max(least + _SLACK, 2 * least)
@@ -59,12 +59,12 @@ class ReplicaChoice:
         )
 
     def matched(self, number: int, blocks: PromptBlocks) -> int:
-        """Blocks at the front of a prompt that a replica has seen."""
+        """Returns how many leading blocks of a prompt a replica has seen."""
         seen = self._seen.get(number, {})
         return sum(1 for _ in itertools.takewhile(seen.__contains__, blocks))
 
     def note(self, number: int, blocks: PromptBlocks) -> None:
-        """A replica is given this prompt."""
+        """Records that a replica has been sent a prompt with these blocks."""
         seen = self._seen.setdefault(number, collections.OrderedDict())
         for block in blocks:
             seen[block] = None
@@ -73,12 +73,12 @@ class ReplicaChoice:
             seen.popitem(last=False)
 
     def forget(self, number: int) -> None:
-        """A replica has begun anew, and holds nothing."""
+        """Clears the record of a replica that was restarted, as its cache is empty."""
         self._seen.pop(number, None)
 
 
 def blocks_of(body: bytes) -> PromptBlocks:
-    """The blocks of a request's prompt, of the first if it has several; none of what is no request.
+    """Returns hashes of the blocks of a request's first prompt; none for an invalid request.
 
     >>> a, b = (blocks_of(b'{"prompt": "%s"}' % (b"x" * 100 + end)) for end in (b"y" * 90, b"z"))
     >>> len(a), len(b), a[0] == b[0]
@@ -110,20 +110,20 @@ def _hashed(prompt: str | Sequence[int], size: int) -> PromptBlocks:
 
 
 _LOOKS = 3
-"""Looks in a row without a sign of life after which a replica hangs. One alone may be missed by
-whoever looks, as on a machine that slept."""
+"""Number of failed polls in a row after which a replica counts as hanging. One poll alone may fail
+for other reasons, as on a machine that slept."""
 
 
 class HungReplicaError(LostReplicaError):
-    """The replica hangs, and has been taken out."""
+    """The replica that had a request hangs, and was taken out."""
 
 
 @final
 class HangWatch:
-    """Looks at each replica's ``/health``, and knows which requests a replica has.
+    """Polls each replica's ``/health``, and tracks each replica's open requests.
 
-    A replica hangs if it does not answer, or if its engine does not come to the end of a step: it
-    is found between ``hang_s`` and twice as many seconds after its last sign of life.
+    A replica hangs if it does not answer, or if its engine does not finish a step. It is detected
+    between ``hang_s`` and twice as many seconds after its last sign of life.
     """
 
     def __init__(self, replicas: Replicas, *, hang_s: float):
@@ -132,18 +132,18 @@ class HangWatch:
         self._lent: dict[int, set[asyncio.Timeout]] = {each.number: set() for each in replicas.all}
 
     async def run(self) -> None:
-        """Looks until it is cancelled."""
+        """Polls the replicas until this task is cancelled."""
         async with asyncio.TaskGroup() as group:
             for each in self._replicas.all:
                 group.create_task(self._watch(each))
 
     @contextlib.asynccontextmanager
     async def lent(self, replica: ReplicaProcess) -> AsyncIterator[None]:
-        """Within, a replica has one more request.
+        """Context manager around a request that a replica answers; counts it as open.
 
         Raises:
-            HungReplicaError: it was taken out meanwhile. Its end is not waited for, as a process
-                within a driver's call may outlive its kill.
+            HungReplicaError: the replica was taken out meanwhile. This does not wait for the
+                process's end, as a process within a driver call may outlive its kill.
         """
         limits = self._lent[replica.number]
         with replica.taken():
@@ -174,7 +174,7 @@ class HangWatch:
             await asyncio.sleep(max(0.0, begun + self._look_s - loop.time()))
 
     async def _missed(self, address: str) -> str:
-        """What a look did not see of a replica's life; empty where it lives."""
+        """Polls a replica; returns which sign of life is missing, or "" if it lives."""
         try:
             async with (
                 asyncio.timeout(self._look_s),
@@ -209,11 +209,11 @@ _JSON = (b"content-type", b"application/json")
 
 @final
 class ReplicaFront:
-    """An ASGI application.
+    """ASGI application that forwards each request to one of several replicas.
 
     Args:
-        replicas: started by whoever made them.
-        hang_s: that a replica may give no sign of life before it is taken out.
+        replicas: the replica processes; the caller starts them.
+        hang_s: seconds without a sign of life after which a replica is taken out.
     """
 
     def __init__(self, replicas: Replicas, *, api_key: str | None, hang_s: float):
@@ -241,8 +241,8 @@ class ReplicaFront:
                 await self._forward(scope, receive, send)
 
     def drain(self, timeout_s: float) -> bool:
-        """Takes no more requests, and waits until those that are open have ended; whether they
-        have. From another thread.
+        """Accepts no more requests, and waits for open ones; returns whether all ended in time.
+        Call it from another thread.
         """
         self._is_draining = True
         until = time.monotonic() + timeout_s
@@ -262,7 +262,7 @@ class ReplicaFront:
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Until it is answered, or until the client is gone."""
+        """Sends a request to replicas until one answers or the client disconnects."""
         body = (await receive()).get("body", b"")
         self.num_open += 1
         working = asyncio.create_task(self._answer(scope, body, send))
@@ -326,7 +326,7 @@ class ReplicaFront:
         return ready[number]
 
     async def _unanswered(self, send: Send, num_lost: int) -> None:
-        """Says why, once no replica is left to ask.
+        """Answers with an error if no replica is left to ask.
 
         Args:
             num_lost: replicas that ended or hung with this request.
@@ -383,7 +383,7 @@ class ReplicaFront:
         await _send(send, 200, headers, prometheus_client.generate_latest(registry))
 
     async def _series(self, replica: ReplicaProcess) -> str | None:
-        """A replica's own metrics; None where it does not say."""
+        """Returns a replica's own metrics; None if it does not answer."""
         if replica.address is None:
             return None
         try:
@@ -398,7 +398,7 @@ class ReplicaFront:
 
 @final
 class _Passing:
-    """An answer on its way to a client."""
+    """An answer that is being passed from a replica to a client."""
 
     def __init__(self, send: Send):
         self._send = send
@@ -423,7 +423,7 @@ class _Passing:
 
 @final
 class _Joined(Collector):
-    """Series of all replicas, each with its number as a label, and the front's own."""
+    """Metrics of all replicas, labelled with the replica's number, and the front's own."""
 
     def __init__(self, by_replica: dict[int, str], replicas: Replicas, num_repeated: int):
         self._by_replica, self._replicas, self._repeated = by_replica, replicas, num_repeated

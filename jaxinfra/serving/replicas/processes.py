@@ -1,4 +1,4 @@
-"""The processes of replicas: started, watched, and started again."""
+"""Starts the processes of replicas, watches them, and restarts them when they end."""
 
 import contextlib
 import math
@@ -18,10 +18,10 @@ from jaxinfra.runtime.cluster import ATTEMPT
 from jaxinfra.runtime.files import whole_number
 
 REPLICA = "JAXINFRA_REPLICA"
-"""The variable that tells a replica its number."""
+"""Environment variable with a replica's number."""
 
 FRONT = "JAXINFRA_FRONT"
-"""The variable that tells a replica the process that stands in front of it."""
+"""Environment variable with the process id of a replica's front process."""
 
 _LONGEST_PAUSE_S = 30.0
 _STEADY_S = 60.0  # a replica that served for longer is started again without a pause
@@ -30,16 +30,16 @@ _ADDRESS = re.compile(r" at (http://\S+): ")
 
 
 class NoReplicaError(JaxinfraError):
-    """A replica ended before it ever served: another start would end alike."""
+    """A replica ended before it ever served, so that a restart would fail again."""
 
 
 @final
 class ReplicaProcess:
-    """One replica, watched by a thread of its own.
+    """One replica's process, which a thread watches and restarts.
 
     Args:
-        command: that serves on a free port, and says in a line where.
-        say: told what it prints, and what becomes of it.
+        command: command line of a server on a free port, which prints its address in a line.
+        say: called with the lines that the process prints, and with changes of its state.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ReplicaProcess:
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """Counts one more request within a block."""
+        """Context manager that counts one more open request of the replica."""
         self.num_open += 1
         try:
             yield
@@ -70,15 +70,15 @@ class ReplicaProcess:
             self.num_open -= 1
 
     def start(self) -> None:
-        """Starts it, and watches it."""
+        """Starts the process and the thread that watches it."""
         self._thread.start()
 
     def take_out(self, start: int, why: str) -> None:
-        """Kills it, as it hangs; its thread starts it again once it has ended.
+        """Kills the process because it hangs; its thread restarts it once it has ended.
 
         Args:
-            start: the one that hangs, by ``num_starts``; nothing happens to a later one.
-            why: words for people.
+            start: value of ``num_starts`` of the process that hangs; a later process is not killed.
+            why: reason, for the log.
         """
         with self._lock:
             if self.num_starts != start or self._process is None:
@@ -89,14 +89,14 @@ class ReplicaProcess:
             self._process.kill()
 
     def ask_to_stop(self) -> None:
-        """Lets it end its requests; it is not started again."""
+        """Asks the process to finish its requests and end; it is not restarted."""
         self._stopping.set()
         with self._lock:
             if self._process is not None and self._process.poll() is None:
                 self._process.send_signal(signal.SIGTERM)
 
     def wait(self, seconds: float) -> None:
-        """Waits until the process has ended; kills it where that takes longer."""
+        """Waits up to ``seconds`` for the process to end, then kills it."""
         self._thread.join(max(0.0, seconds))
         with self._lock:
             if self._process is not None and self._process.poll() is None:
@@ -121,7 +121,7 @@ class ReplicaProcess:
             pause_s = min(_LONGEST_PAUSE_S, max(1.0, 2 * pause_s))
 
     def _once(self) -> tuple[int, bool]:
-        """One process to its end: its exit code, and whether it served."""
+        """Runs one process to its end; returns its exit code, and whether it served."""
         with self._lock:
             if self._stopping.is_set():
                 return 0, False
@@ -155,11 +155,11 @@ class ReplicaProcess:
 
 @final
 class Replicas:
-    """All of them.
+    """The processes of all replicas.
 
     Args:
-        command: of each.
-        environments: what each has beside this process's own.
+        command: command line that starts a replica.
+        environments: each replica's environment variables, added to those of this process.
     """
 
     def __init__(
@@ -176,14 +176,14 @@ class Replicas:
 
     @property
     def ready(self) -> list[ReplicaProcess]:
-        """Replicas that serve now."""
+        """Replicas that accept requests now."""
         return [each for each in self.all if each.address is not None]
 
     def start(self, is_asked: Callable[[], object]) -> None:
-        """Starts all, and waits until they serve, or until a stop is asked for.
+        """Starts all replicas, and waits until all serve or ``is_asked`` returns a true value.
 
         Raises:
-            NoReplicaError: one of them cannot.
+            NoReplicaError: a replica ended before it served.
         """
         for each in self.all:
             each.start()
@@ -194,7 +194,7 @@ class Replicas:
             time.sleep(0.05)
 
     def stop(self, seconds: float) -> None:
-        """Lets all end, and kills those that take longer."""
+        """Asks all replicas to end, and kills those that take more than ``seconds``."""
         until = time.monotonic() + seconds
         for each in self.all:
             each.ask_to_stop()
@@ -204,10 +204,10 @@ class Replicas:
 
 
 def environments(number: int, devices_each: int) -> list[dict[str, str]]:
-    """Variables that give each replica's process GPUs of its own; none on a CPU.
+    """Returns environment variables that give each replica its own GPUs; empty on a CPU.
 
     Raises:
-        ConfigError: there are fewer GPUs than they need.
+        ConfigError: there are fewer GPUs than the replicas need.
     """
     if number < 1:
         raise ConfigError(f"--replicas {number} must be at least 1")
@@ -230,8 +230,8 @@ def environments(number: int, devices_each: int) -> list[dict[str, str]]:
 
 
 def end_with_front() -> None:
-    """Asks this process to stop once the one in front of it is gone; looks from a thread. That may
-    have gone while this one began: so its number is told, not asked for.
+    """Watches the front process from a thread, and asks this process to stop when it has ended. Its
+    process id comes from the environment, as it may end while this process starts.
     """
     parent = whole_number(os.environ.get(FRONT, ""))
 
@@ -244,7 +244,7 @@ def end_with_front() -> None:
 
 
 def serve_command(words: Sequence[str]) -> list[str]:
-    """The command line of a replica."""
+    """Returns the command line that starts a replica with these arguments."""
     return [sys.executable, "-m", "jaxinfra", "serve", *words, "--host=127.0.0.1", "--port=0"]
 
 

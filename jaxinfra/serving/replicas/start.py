@@ -1,4 +1,4 @@
-"""A server of several replicas, from their processes to the last answer."""
+"""Serves one model with several replicas, from starting their processes to the last answer."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -22,15 +22,15 @@ def serve_replicas(
     hang_s: float,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Serves until a stop is asked for; requests that are open then are answered to their end.
+    """Serves until a stop is requested; open requests are then answered to their end.
 
     Args:
-        words: of a replica's command line.
-        environments: of each replica's process, beside this one's own.
-        hang_s: that a replica may give no sign of life before it is killed and started again.
+        words: arguments of a replica's command line.
+        environments: each replica's environment variables, added to those of this process.
+        hang_s: seconds without a sign of life after which a replica is killed and restarted.
 
     Raises:
-        NoReplicaError: a replica cannot serve.
+        NoReplicaError: a replica ended before it served.
     """
     key = {} if options.api_key is None else {"JAXINFRA_API_KEY": options.api_key}
     each_has = [{**environment, **key} for environment in environments]

@@ -1,4 +1,4 @@
-"""A request to a replica, over the loopback: the head of its answer, then the rest as it comes."""
+"""Sends a request to a replica over loopback, and reads the answer's head, then its body."""
 
 import asyncio
 import contextlib
@@ -12,23 +12,23 @@ type Headers = list[tuple[bytes, bytes]]
 
 
 class LostReplicaError(Exception):
-    """The replica ended, or its connection did, before its answer's end."""
+    """The replica ended or its connection broke before the answer was complete."""
 
 
 @dataclasses.dataclass(slots=True)
 class UpstreamAnswer:
-    """Answer of a replica."""
+    """A replica's HTTP answer: its status and headers, and its body to be read."""
 
     status: int
     headers: Headers
     _reader: asyncio.StreamReader
 
     def header(self, name: bytes) -> bytes:
-        """A header's value; empty where it is not there."""
+        """Returns a header's value; empty if the answer has no such header."""
         return dict(self.headers).get(name, b"")
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """The body in the parts that come; raises LostReplicaError where its end is missing."""
+        """Yields the body in parts as they come; raises LostReplicaError if it is cut off."""
         try:
             if self.header(b"transfer-encoding").lower() == b"chunked":
                 while size := int(await self._reader.readline() or b"x", 16):
@@ -45,7 +45,7 @@ class UpstreamAnswer:
             raise LostReplicaError from error
 
     async def whole(self) -> bytes:
-        """All of the body."""
+        """Reads and returns the whole body."""
         return b"".join([part async for part in self.parts()])
 
 
@@ -53,11 +53,11 @@ class UpstreamAnswer:
 async def asked(
     address: str, method: str, path: str, headers: Headers, body: bytes
 ) -> AsyncIterator[UpstreamAnswer]:
-    """Sends a request; within, its answer is read. Leaving ends the connection, and with it what
-    the replica computes for it.
+    """Context manager that sends a request to a replica, and yields the answer to read. Leaving it
+    closes the connection, which makes the replica cancel the request.
 
     Raises:
-        LostReplicaError: there is no answer.
+        LostReplicaError: the replica does not answer.
     """
     where = urllib.parse.urlsplit(address)
     try:
