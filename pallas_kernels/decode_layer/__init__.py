@@ -1,4 +1,4 @@
-"""Decoder layers of a one-token step, all in one launch.
+"""Decoder layers for one new token, all in a single kernel launch.
 
 132 blocks, one per SM, must all be resident: they wait for each other. A block has two warpgroups
 that compute and one that loads. The phases of a layer (``hopper``: queries, keys and values;

@@ -1,4 +1,4 @@
-"""Attention of one new token to pages, its key and value among them, as a phase of a layer.
+"""Attention of one new token to the pages of its row, as a phase of a decoder layer.
 
 Key tiles of all kv heads are a line, cut into a piece for each block. A block's tiles of keys and
 values come through the ring of weights, as earlier steps wrote them. The block with a head's

@@ -47,7 +47,7 @@ _PADDING = 4  # numbers of a warp's result beside its columns: its maximum and s
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HeadSizes:
-    """Sizes of attention heads, and a thread's computations with its i32 and f32 values."""
+    """Sizes of attention heads, and the code of one thread on its i32 and f32 values."""
 
     N: int
     K: int

@@ -75,7 +75,7 @@ class Share:
     """The division of a product among blocks by units: a column of tiles, or a part of its K.
 
     Blocks work on neighboring columns at the same time, so that neighbors in memory are read
-    together. Units of several parts of K leave as many parts of each column.
+    together. If K is split in parts, each column's sum is left in as many parts.
     """
 
     K: int

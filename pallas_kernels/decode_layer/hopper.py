@@ -1,5 +1,4 @@
-"""Layers of a one-token step in one launch: blocks on all SMs, which meet between phases while
-weights of the next ones arrive.
+"""The kernel that computes all layers for one token: its blocks meet between a layer's phases.
 
 Dims: L layer, D width of the stream, A width of all query heads, F hidden width; as in
 ``attention``.
@@ -171,7 +170,7 @@ class LayersKernel:
         """Launches the kernel and returns y, [1, D].
 
         Args:
-            refs: references to what is written in place: "counter", int32 [1], and pools "k", "v".
+            refs: references to arrays written in place: "counter", int32 [1], pools "k" and "v".
         """
         sizes, width = self.attention.sizes, call.x.shape[1]
         parts = most_parts(sizes.K, self.blocks)

@@ -46,7 +46,7 @@ class Columns:
     share: Share
 
     def asked(self, parts, column) -> list[list[Any]]:
-        """Loads every part of columns ``column`` (a multiple of 4) to ``column + 3``."""
+        """Loads every partial sum of columns ``column`` (a multiple of 4) to ``column + 3``."""
         return [
             asked_quad(parts, total(column, constant(part * self.share.N)))
             for part in range(self.share.parts)

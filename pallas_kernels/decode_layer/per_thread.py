@@ -21,7 +21,7 @@ COPIED_ROWS = WARPGROUP // _ACROSS
 
 
 def splat(x: Any) -> jax.Array:
-    """Converts a number to an int32 argument of ``plgpu.inline_mgpu``."""
+    """Converts a number to a scalar argument of ``plgpu.inline_mgpu``."""
     return jnp.broadcast_to(x, ())
 
 

@@ -1,4 +1,4 @@
-"""One ring of tiles through all layers of a launch, and the products of weights.
+"""The ring of tiles that runs through all layers of a launch, and the products of weights.
 
 A warpgroup copies tiles of one product after another and waits for free slots only: as weights
 depend on nothing, it is in the next product, or layer, while others still wait for all blocks. Two
@@ -349,7 +349,7 @@ class TileStream:
     def put(self, sums: list[Any], sums_smem, parts, j, part, column, share: Share) -> None:
         """Writes a unit's sums by one thread, as ``leave`` does in all.
 
-        Units alternate between two buffers: who writes one again has met its readers in between.
+        Units alternate between two buffers: a barrier separates reads of one from its next write.
         """
         warp, lane = warp_and_lane()
         turn = total(address(sums_smem), (arith.remui(j, constant(2)), 4 * SLICES * WIDTH))

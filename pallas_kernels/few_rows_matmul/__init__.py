@@ -1,4 +1,4 @@
-"""Products of few rows, where reading the weight takes the time: weights in 16, 8 and 4 bits.
+"""Matmuls of few rows, bound by reading the weight, which has 16, 8 or 4 bits.
 
 **The op.** ``few_rows_matmul`` computes ``residual + act(input(x) w)``. A decode step reads every
 weight once: the floor of a call is the weight's bytes over the rate of a copy (4.29 TB/s on an

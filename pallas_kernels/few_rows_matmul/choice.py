@@ -1,4 +1,4 @@
-"""The choice of the kernel and tiles for a product of few rows, by measured tables.
+"""The choice of a kernel and its tiles for a product of few rows, from measurements.
 
 One table, ``tuned/dispatch-DEVICE.json``. A case has
 

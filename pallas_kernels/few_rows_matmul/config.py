@@ -103,9 +103,9 @@ _PART_BYTES = 8 * 1024  # read in the time that another block's sums take
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FusedConfig:
-    """Tile sizes of the fused kernel: a block has ``64 tiles`` columns; its cluster has all of K.
+    """Tile sizes of the fused kernel, whose blocks have ``64 tiles`` columns.
 
-    It multiplies 1 to 8 rows with a 16-bit weight.
+    The kernel multiplies 1 to 8 rows by a 16-bit weight; a cluster has all of K.
     """
 
     tiles: int = 1  # of 64 columns; of a gated product half of them are gates
@@ -187,9 +187,9 @@ SKINNY_SUMS = 128  # of a thread of these two, beside what else it needs
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SkinnyConfig:
-    """Tile sizes of the skinny kernel: a block has ``tile_n`` columns, all or part of K, all rows.
+    """Tile sizes of the skinny kernel, whose blocks have all rows of x and ``tile_n`` columns.
 
-    It multiplies 1 to 256 rows with a 16-bit weight.
+    The kernel multiplies 1 to 256 rows by a 16-bit weight; a block has all or part of K.
     """
 
     tile_n: int = 64

@@ -1,4 +1,4 @@
-"""Products with weights in 4 and 8 bits, of any number of rows, with a gradient of x.
+"""Matmuls with 4-bit and 8-bit weights, for any number of rows, with a gradient of x.
 
 Formats that round activations bring a row of x to 8 bits by its own largest element. The codes of
 both sides are numbers of bfloat16 as well: tensor cores of 16 bits multiply them exactly, and any

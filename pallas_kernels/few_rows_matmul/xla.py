@@ -27,10 +27,10 @@ def quantized_matmul_xla(
     most_bytes: int | None,
     transposed: Transposed | None = None,
 ) -> jax.Array:
-    """Multiplies x by a quantized weight, dequantizing at most ``most_bytes`` at a time.
+    """Multiplies x by a quantized weight, dequantizing at most ``most_bytes`` at once.
 
     Args:
-        transposed: dequantizes to the transposed matrix; None: XLA dequantizes, too.
+        transposed: function that dequantizes to the transposed matrix; None: by XLA.
     """
 
     def product(piece: QuantizedWeight) -> jax.Array:

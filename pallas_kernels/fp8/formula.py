@@ -1,4 +1,4 @@
-"""Formulas of quantization, SwiGLU and its gradient, number by number in fp32.
+"""Formulas of 8-bit quantization, SwiGLU and its gradient, element by element in fp32.
 
     scale = max(largest finite |x|, LEAST) / LARGEST(dtype),   value = round(x / scale)
 

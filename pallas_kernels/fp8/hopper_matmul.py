@@ -210,7 +210,7 @@ class ScaledKernel:
 
     @property
     def num_pieces(self) -> int:
-        """Number of copies of a tile of b, with a barrier each: as many as a warpgroup's parts.
+        """Number of copies per tile of b, each with a barrier: one per part of a warpgroup.
 
         A part then begins with a wait, which ptxas moves no product across: two accumulators at a
         time would not fit in the registers.

@@ -1,4 +1,4 @@
-"""Rows in consecutive groups, each times its group's weight: the experts of a mixture.
+"""Grouped matmuls for mixtures of experts: consecutive rows, each group times its own weight.
 
 ``hopper/product_kernel.py`` multiplies rows with their group's weight or its transpose (forward,
 gated forward, input gradient); ``hopper/weight_gradient_kernel.py`` contracts over each group's

@@ -134,11 +134,11 @@ class Entries(NamedTuple):
     def sum(self, values_of: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """Sums the values of each result's entries in ascending order: fp32 [T, N].
 
-        As many rounds as the commonest result has entries. Those that an even spread needs are
-        unrolled; a loop has the rest, none where the spread is even.
+        There are as many rounds as the commonest result has entries. The rounds of an even spread
+        are unrolled; a loop has any others.
 
         Args:
-            values_of: from entries [T], -1 for none, to values [T, N].
+            values_of: maps entries [T], where -1 is none, to values [T, N].
         """
         num_even = -(-self.order_I.shape[0] // self.counts_T.shape[0])
         sums_TN = values_of(self.nth(0))

@@ -1,4 +1,4 @@
-"""The products in plain JAX, by blocks of rows of one group: memory linear in operands and result.
+"""Grouped products in plain JAX, by blocks of rows of one group, in memory linear in the operands.
 
 A loop runs over the blocks that there are, each multiplied with its group's weight. A block reads
 and writes whole blocks; what it writes beyond its group's end the next block, of the next group,

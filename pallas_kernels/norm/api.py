@@ -32,7 +32,7 @@ def rms_norm(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes RMSNorm, ``x / sqrt(mean(x**2) + epsilon) * scale``, over the last dim (1910.07467).
 
-    Computed in fp32, in the dtype of ``x``. The gradient reads ``x`` and computes the root again.
+    The norm is computed in fp32 and has the dtype of ``x``. The gradient recomputes it from ``x``.
 
     Args:
         x: [..., C], floats.
@@ -69,7 +69,8 @@ def layer_norm(
     implementation: str = "auto",
     num_devices: int = 1,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Computes LayerNorm, ``(x - mean) / sqrt(variance + epsilon) * scale + bias`` (1607.06450).
+    """Computes LayerNorm over the last dim (arXiv 1607.06450): ``(x - mean) / sqrt(variance +
+    epsilon) * scale + bias``.
 
     Args:
         bias: [C], floats, or none.

@@ -88,8 +88,9 @@ def forward(norm: NormForm) -> Formula:
 
 
 def backward(norm: NormForm) -> Formula:
-    """A norm's gradient by inputs x, d_y and, if x is a result too, its gradient, and the scale:
-    d_x, and sums d_scale and d_bias.
+    """Returns the formula of a norm's gradient: d_x, and the sums d_scale and d_bias.
+
+    Inputs are x, d_y, the gradient of x if x is a result too, and the scale.
 
     With ``r`` the reciprocal root, ``n = (x - mean) * r`` and ``g = scale * d_y``:
     ``d_x = r * (g - mean(g) - n * mean(g * n))``, ``d_scale = sum_R(d_y * n)``,

@@ -20,7 +20,8 @@ def rms_norm_reference(x: jax.Array, scale_C: jax.Array, *, epsilon: float) -> j
 def layer_norm_reference(
     x: jax.Array, scale_C: jax.Array, bias_C: jax.Array | None = None, *, epsilon: float
 ) -> jax.Array:
-    """Computes ``(x - mean) / sqrt(variance + epsilon) * scale + bias`` (arXiv 1607.06450).
+    """Computes LayerNorm over the last dim: ``(x - mean) / sqrt(variance + epsilon) * scale +
+    bias`` (arXiv 1607.06450).
 
     In fp32, rounded to the dtype of ``x`` at the end.
     """

@@ -1,4 +1,4 @@
-"""Weights in 4 and 8 bits: their formats, how they are rounded, arranged and read."""
+"""Weights quantized to 4 and 8 bits: formats, rounding, and their layouts for kernels."""
 
 from .columns import are_alike as are_alike
 from .columns import arranged as arranged

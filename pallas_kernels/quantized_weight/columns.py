@@ -65,7 +65,7 @@ def of_columns(
 
 
 def repeated_outputs(weight: QuantizedWeight, copies: int, *, axis: int) -> QuantizedWeight:
-    """Repeats each element of a dim of the outputs, one after another.
+    """Repeats each element of one of the weight's output dims ``copies`` times in a row.
 
     Args:
         axis: dim of the outputs, negative, counted from the end.
@@ -90,7 +90,7 @@ def are_alike(weights: Sequence[Any]) -> bool:
 
 
 def concatenated_columns(weights: Sequence[QuantizedWeight], *, axis: int) -> QuantizedWeight:
-    """Joins weights of one input side by side.
+    """Concatenates quantized weights of one input along an output dim, without dequantizing.
 
     Args:
         axis: dim of the outputs along which they are joined, counted from the end.

@@ -1,6 +1,6 @@
 """Per-thread instructions that Pallas lacks: converting codes to numbers, multiplying fragments.
 
-Values are MLIR's: i32 registers with two 16-bit numbers or codes, f32 sums.
+Values are MLIR values: i32 registers of two 16-bit numbers or of codes, and f32 sums.
 """
 
 import dataclasses

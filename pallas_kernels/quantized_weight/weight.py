@@ -1,4 +1,4 @@
-"""A weight in 4 or 8 bits: one representation for every format that a checkpoint may come in.
+"""The representation of a weight in 4 or 8 bits, one for every format of checkpoints.
 
 As a matrix [K, N] it multiplies rows of K from the left:
 

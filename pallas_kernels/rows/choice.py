@@ -15,16 +15,16 @@ from .config import NUM_CLUSTERS, RowConfig, blocks_fit
 from .formula import RowCall
 
 SHORTEST, LONGEST = 256, 262_144
-"""Columns of rows that warps share."""
+"""Fewest and most columns of rows that warps share."""
 LONGEST_WHOLE, LONGEST_WHOLE_SUMMED = 1024, 512
-"""Columns of rows that are whole in a warp; the fewer beside sums."""
+"""Most columns of rows that one warp holds whole; the second limit is for rows with sums."""
 
 BLOCKS = {1: 4, 2: 3}
 """Blocks of a warpgroup that an SM has room for where nothing belongs to columns, by inputs."""
 MOST_AT_ONCE = 24
 """Columns that a thread has of a chunk then: more take registers that other blocks need."""
 LONGEST_OF_TURNS = 1536
-"""Columns of rows of which a block takes two even so, if it computes exponentials."""
+"""Most columns of rows of which a block still takes two, if it computes exponentials."""
 
 SHARED = (1, 1), (1, 2), (1, 4), (4, 1), (8, 1), (8, 2)
 """Blocks and warpgroups that share rows with vectors, fewest threads first."""

@@ -30,9 +30,7 @@ REDUCTION_BYTES = 256  # scratch that the compiler gets for reductions
 
 
 def tile_layout(vector: int):
-    """Returns the layout of [A, M] in registers: row a in warp ``a % 4``, ``vector`` columns a
-    lane.
-    """
+    """Returns the layout of [A, M]: row a in warp ``a % 4``, ``vector`` columns per lane."""
     return plgpu.Layout.TILED(
         plgpu.Tiling(((WARPS, LANES * vector), (vector,))),
         warp_dims=(-3,),

@@ -1,13 +1,13 @@
 """Copies of rows that begin at any element, through TMA bulk copies, which move aligned 16 bytes.
 
-A chunk of a row is copied from the last 16 bytes that begin no later (a "word" here) to the last
-word that it reaches into. So its first element is behind the start of a slot by its shift, as many
-elements as it is behind a word in global memory. Neighbors' elements come along; they do not count
-and are not written (``registers``). Tensor maps do not help: a coordinate that is no multiple of 16
+A chunk is copied in whole words of 16 aligned bytes: from the word that its first element is in to
+that of its last. The first element's offset in its word, in elements, is the chunk's shift in its
+slot. Elements of neighboring rows come along; they do not count and are not written
+(``registers``). Tensor maps do not help: a coordinate that is no multiple of 16
 bytes ends a kernel with an illegal instruction on an H200.
 
-Pallas copies a fixed size, and there all threads of a warpgroup arrive at a barrier; here one asks
-and counts the bytes.
+Pallas's copies have a fixed size and make all threads arrive at a barrier; here one thread issues
+them and counts the bytes.
 """
 
 import dataclasses

@@ -26,7 +26,7 @@ SHORTEST_FORWARD, SHORTEST_MASKED = 1024, 32_768
 def choose(
     implementation: str, form: str, direction: str, rows: int, call: RowCall, *, num_devices: int
 ) -> str:
-    """Chooses who computes the forward or gradient of a call: "hopper", "xla" or "reference".
+    """Chooses who computes a call's forward or gradient pass: "hopper", "xla" or "reference".
 
     Args:
         form: name of the op, such as "rms_norm" or "layer_norm+residual".

@@ -72,7 +72,7 @@ class Formula:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RowCall:
-    """Counts and dtypes of the arrays that the kernel over rows reads, exchanges and sums."""
+    """Counts and dtypes of the arrays that a call of the row kernel reads, exchanges and sums."""
 
     columns: int
     dtype: jnp.dtype

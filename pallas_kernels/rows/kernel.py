@@ -1,5 +1,4 @@
-"""Rows of any length through a Hopper GPU, read once and written once: the kernel of softmaxes,
-norms and their gradients.
+"""The row kernel for softmaxes, norms and their gradients: each row is read once, written once.
 
 TMA brings chunks of a row into slots of shared memory (``copies``). A warpgroup folds each chunk of
 its share into a few numbers, which all that share the row exchange (``exchange``). A second turn
@@ -177,7 +176,7 @@ class _Plan:
         return dataclasses.replace(found, columns=size, piece=size, width=size)
 
     def shifted(self, x_C: jax.Array) -> jax.Array:
-        """Lays out a vector in chunks, shifted as each unit of a period is."""
+        """Lays out a vector in chunks, once per shift of a period's units."""
         c = self.c
         if c.rows_per_warp:
             return x_C.reshape(1, 1, 1, 1, c.tile)
@@ -257,7 +256,7 @@ class _Rows:
         return lax.fori_loop(0, self.count, step, (sums, self.samples(0)))[0]
 
     def ahead(self, sums):
-        """Folds each row before the one before it is finished: its numbers travel meanwhile."""
+        """Folds each next row before the current one is finished, to overlap their exchanges."""
 
         def step(i, carry):
             sums, folded, samples = carry
@@ -397,7 +396,7 @@ class _Rows:
         return pivot, ()
 
     def finish(self, i, sums, folded):
-        """Writes the results of the i-th row, already folded; returns sums with its own added."""
+        """Writes the results of the i-th row, already folded; returns sums that include its own."""
         f, c = self.f, self.c
         pivot, numbers = folded
         if not self.parts.whole:

@@ -53,7 +53,7 @@ def widened(x: jax.Array, *, vector: int) -> jax.Array:
 def masked(
     copies: Copies, c: RowConfig, x: Any, fill: float, *, row: Any, column: Any, cut: Cut
 ) -> jax.Array:
-    """Loads a chunk as fp32 [A, M] and replaces elements of neighboring rows by ``fill``."""
+    """Loads a chunk as fp32 [A, M], with ``fill`` in place of neighboring rows' elements."""
     layout = tile_layout(c.vector)
     kind = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
 
@@ -131,7 +131,7 @@ def added(x: jax.Array, y: jax.Array, *, vector: int) -> jax.Array:
 
 
 def doubtful(copies: Copies, c: RowConfig, bounds: Any, cut: Cut) -> dict[int, list[Any]]:
-    """Returns a thread's registers that may hold neighbors' elements, and tests of each.
+    """Returns a thread's registers that may hold neighbors' elements, with the test for each.
 
     One condition holds for a whole register, or each element has its own where a row may begin or
     end within it.

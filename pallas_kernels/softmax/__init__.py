@@ -1,4 +1,4 @@
-"""Softmax over rows, masked, and its logarithm."""
+"""Softmax over rows, optionally masked, and log-softmax."""
 
 from .api import log_softmax as log_softmax
 from .api import softmax as softmax

@@ -34,7 +34,7 @@ def softmax(
 
     Args:
         x: [..., C], floats.
-        axis: the last one.
+        axis: must be the last dim.
         where: bool, broadcast to x: the columns that count; others give 0.
         implementation: "hopper" (Mosaic GPU; bf16, fp16, fp32; one pass over memory), "xla", or
             "reference", whose gradient is JAX's own; "auto" takes hopper where the kernel was
@@ -74,7 +74,7 @@ def log_softmax(
 
     Args:
         x: [..., C], floats.
-        axis: the last one.
+        axis: must be the last dim.
         implementation: as in ``softmax``.
         num_devices: number that the compiler spreads the call over.
 

@@ -1,8 +1,8 @@
-"""Grouped products on a Hopper GPU: rows times their group's weight, and the gated pair.
+"""The grouped-matmul kernel for Hopper: rows times their group's weight, or SwiGLU of two products.
 
-A block stays on its SM and takes tiles of 128 rows of one group from a list; a
-warpgroup copies tiles of operands ahead, two multiply 64 rows each, and one without rows, at a
-group's end, does not. Results leave while the next tile is multiplied.
+A block stays on its SM and takes tiles of 128 rows of one group from a list; one
+warpgroup copies tiles of operands ahead, and two multiply 64 rows each, or skip the tile if it has
+no rows for them. Results leave while the next tile is multiplied.
 
 Dims: M row, G group, K contraction, N column.
 """
@@ -181,7 +181,7 @@ class _Product(RowTilesKernel):
         return self.results(pl.run_scoped(product, *[acc] * self.num_weights))
 
     def results(self, products: Any) -> list[jax.Array]:
-        """Returns the fp32 results to store: the products, or their gated product."""
+        """Returns the fp32 results to store: the products, or silu(first) * second of them."""
         if not self.gated:
             return list(products)
         gate, up = products

@@ -44,7 +44,7 @@ class RowTilesKernel(RingKernel):
 
     @abc.abstractmethod
     def multiplied(self, gmem: Any, smem: Any, wg: Any, facts: Any, done: Any) -> list[jax.Array]:
-        """Multiplies this warpgroup's rows of one tile: fp32 [64, block columns] of each result."""
+        """Multiplies this warpgroup's rows of one tile: fp32 [64, block columns] per result."""
 
     def pass_by(self, smem: Any, wg: Any, slot: jax.Array) -> None:
         """Skips a step of a tile in which this warpgroup has no rows."""
@@ -70,8 +70,8 @@ class RowTilesKernel(RingKernel):
     def find(self, gmem: Any, index: jax.Array, place: Any) -> Any:
         """Finds tile ``index`` by walking the groups onward from the last tile's.
 
-        Facts: steps, group, first row read, first row written, end of rows written, column. Rows of
-        no group are those of a group number G, without steps; beyond them there are no rows.
+        Facts: steps, group, first row read, first row written, end of rows written, column. Rows
+        of no group are in group number G, whose tiles have no steps.
         """
 
         def is_later(place):

@@ -1,4 +1,4 @@
-"""The gradient of a group's weight on a Hopper GPU: x^T d over the group's rows.
+"""The kernel of a group's weight gradient on a Hopper GPU: x^T d over the group's rows.
 
 A tile is 128 rows and 256 columns of one group's gradient; its contraction is as long as the group.
 Rows are copied 64 at a time from the multiple of 8 before the group, so that the first and the last
@@ -31,7 +31,7 @@ from .config import (
 from .ring import RingKernel, copy_rows
 
 LONG = 4
-"""Groups of more rows than so many times the mean are begun first."""
+"""Groups with more rows than this many times the mean are begun first."""
 READ_AT_ONCE = 8  # sizes whose loads do not wait for each other
 
 
