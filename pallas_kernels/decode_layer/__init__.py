@@ -2,10 +2,10 @@
 
 132 blocks, one per SM, must all be resident: they wait for each other. A block has two warpgroups
 that compute and one that loads. The phases of a layer (``hopper``: queries, keys and values;
-attention; out; gate and up; down) each end with a meeting of all blocks. What a phase needs of
-others' results it reads from L2 after the meeting (``inputs``). The loading warpgroup fills one
+attention; out; gate and up; down) each end with a meeting of all blocks. A phase reads
+other blocks' results from L2 after the meeting (``inputs``). The loading warpgroup fills one
 ring (``stream``) with tiles of weights, keys and values, in the order in which phases and layers
-need them. It waits for free slots only. The residual stream, queries, hidden values
+need them. It waits only for free slots. The residual stream, queries, hidden values
 and all sums are fp32 within a launch; keys and values are rounded once, as pages have them.
 
 One row of Llama-3.2-1B on an H200: 44.4 us per layer beside 57.6 one product after another; a step

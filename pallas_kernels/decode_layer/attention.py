@@ -1,10 +1,11 @@
 """Attention of one new token to the pages of its row, as a phase of a decoder layer.
 
-Key tiles of all kv heads are a line, cut into a piece for each block. A block's tiles of keys and
-values come through the ring of weights, as earlier steps wrote them. The block with a head's
-last tile rotates the new key (RoPE), and puts it and the new value into that tile in shared memory
-and into their page. A warp has some keys of each tile, and a softmax of its own. A block leaves its
-sums unnormalized, with their maximum and sum, and the next product's readers merge (``merged``).
+Key tiles of all kv heads, head after head, are divided evenly among the blocks. A block's tiles of
+keys and values come through the ring of weights, as earlier steps wrote them. The block with a
+head's last tile rotates the new key (RoPE), and puts it and the new value into that tile in shared
+memory and into their page. A warp has some keys of each tile, and a softmax of its own. A block
+leaves its sums unnormalized, with their maximum and sum, and the next product's readers merge
+(``merged``).
 
 Dims: N query heads, K kv heads, G query heads per kv head, H width, P page, S slot of a page.
 """

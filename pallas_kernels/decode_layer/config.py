@@ -132,6 +132,6 @@ class Share:
 
 
 def num_stages(x_bytes: int, stage_bytes: int = TILE_BYTES) -> int:
-    """Returns the number of tiles in the ring, beside ``x_bytes`` for the products' input."""
+    """Returns the number of tiles that fit in the ring beside ``x_bytes`` of products' input."""
     left = SMEM_BYTES - _RESERVE - x_bytes - 4 * 2 * SLICES * WIDTH
     return min(left // stage_bytes, _MOST_STAGES)

@@ -1,7 +1,7 @@
 """The ring of tiles that runs through all layers of a launch, and the products of weights.
 
-A warpgroup copies tiles of one product after another and waits for free slots only: as weights
-depend on nothing, it is in the next product, or layer, while others still wait for all blocks. Two
+A warpgroup copies tiles of one product after another and waits only for free slots: weights depend
+on nothing, so it loads the next product or layer while others still wait for all blocks. Two
 warpgroups multiply. A warp has 16 rows of every tile, a lane 8 columns; of each unit the sums are
 added in one order and written in fp32.
 

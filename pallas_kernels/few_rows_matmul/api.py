@@ -34,8 +34,8 @@ def few_rows_matmul(
 ) -> jax.Array:
     """Computes ``residual + act(input(x) w)`` for few rows, where reading the weight dominates.
 
-    Of one row, what comes before and after a product takes as long to launch as the product. The op
-    has no gradient.
+    For one row, the operations before and after a product take as long to launch as the product.
+    The op has no gradient.
 
     Args:
         x: [M, K], bfloat16 or float16 for the kernels; [M, 2 K] with ``swiglu_input``.
@@ -44,7 +44,7 @@ def few_rows_matmul(
         swiglu_input: ``input(x)`` is ``silu(gate) * up`` of x's halves, gates first.
         swiglu: ``act`` is ``silu(gate) * up`` of the product's halves (arXiv 2002.05202): the
             result has half of its columns.
-        residual: what is added, of the result's shape, in x's dtype.
+        residual: array added to the result, of its shape and x's dtype.
         implementation: "fused" is one Mosaic GPU kernel of 1 to 8 rows for all of it, "hopper" one
             of up to 256 rows for the product, beside operations of XLA, each on one device; "xla"
             is XLA alone. "auto" takes the kernel that was measured to be 1.03 times as fast as the

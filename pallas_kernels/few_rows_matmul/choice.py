@@ -1,11 +1,11 @@
 """The choice of a kernel and its tiles for a product of few rows, from measurements.
 
-One table, ``tuned/dispatch-DEVICE.json``. A case has
+Measurements are in one table, ``tuned/dispatch-DEVICE.json``. A case has
 
 - ``weight``: "16 bits", or the name of a format for a fused kernel, "4 bits" or "8 bits" for a
   product alone;
 - ``rows``, ``depth`` and ``columns`` of the product;
-- ``fused``: what else is computed, as ``FewRowsCall.fused`` has it.
+- ``fused``: the operations beside the product, as ``FewRowsCall.fused`` names them.
 
 A choice has ``implementation``: "fused" or "hopper", with the kernel's tiles; "apart" (what comes
 before and after the product as operations of their own) is what "fused" is held against, "xla" what
@@ -89,8 +89,7 @@ def fuses(call: FewRowsCall, config: KernelConfig | None) -> str | None:
 def product_config(s: ProductShape) -> SkinnyConfig | QuantizedConfig | None:
     """Returns tiles for the product alone; None where XLA was as fast or nothing was measured.
 
-    Of a quantized weight a table speaks for the device: sizes and formats far from its rows have
-    the default tiles.
+    For a quantized weight, sizes and formats far from the table's rows get the default tiles.
     """
     return (_skinny if s.bits == 16 else _quantized)(s, *_table())
 

@@ -128,8 +128,8 @@ class FusedConfig:
     def block_bytes(self, s: ProductShape) -> int:
         """Returns the bytes of shared memory that a block may use.
 
-        Two of them share an SM: one multiplies while the other begins or ends, and clusters find
-        room. Unsplit blocks that are fewer than SMs have it all.
+        Two blocks share an SM: one multiplies while the other begins or ends. Unsplit blocks that
+        are fewer than SMs have all of an SM's shared memory.
         """
         if self.split == 1 and self.num_blocks(s) <= NUM_PROCESSORS:
             return SMEM_BYTES

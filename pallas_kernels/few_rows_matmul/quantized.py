@@ -2,8 +2,8 @@
 
 Formats that round activations bring a row of x to 8 bits by its own largest element. The codes of
 both sides are numbers of bfloat16 as well: tensor cores of 16 bits multiply them exactly, and any
-way to multiply with a quantized weight serves these. What is given up is the tensor cores' double
-rate for 8 bits; in return the weight is stored once, in the kernel's order.
+way to multiply with a quantized weight serves these. The price is the tensor cores' double rate
+for 8 bits; in return the weight is stored once, in the kernel's order.
 
 Dims: M row of x, K contracted, N column.
 """

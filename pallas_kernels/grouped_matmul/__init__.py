@@ -7,7 +7,7 @@ to 1.17 of ``torch._grouped_mm``'s rate and 0.87 to 0.94 of a dense cuBLAS produ
 shapes, geometric means: ``experiments/results/grouped-matmul-h200.json``).
 
 - A group may begin at any row. TMA moves 8 rows at a time: a group's first tile begins at the
-  multiple of 8 before it, and other results than whole 64 rows are stored by 32 to 1 rows.
+  multiple of 8 before it; fewer than 64 rows of results are stored in pieces of 32 to 1 rows.
 - Blocks take tiles in any order: the order does not change a tile's bits.
 - ``combine`` is a gather and not an epilogue: an epilogue would add rows of a token atomically, in
   an order that changes from run to run.

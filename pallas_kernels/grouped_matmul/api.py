@@ -52,7 +52,7 @@ def grouped_matmul(
 ) -> jax.Array:
     """Multiplies each row by the weight of its group: ``out[m] = x[m] @ w[group(m)]``.
 
-    Groups are consecutive: g has ``group_sizes[g]`` rows, behind those of the groups before it.
+    Groups are consecutive: group g has ``group_sizes[g]`` rows, right behind those of group g - 1.
     Rows beyond the last group are 0 whatever x is there, and add nothing to gradients. Sums are
     fp32; results and gradients, in x and w, repeat bit for bit.
 
@@ -63,8 +63,8 @@ def grouped_matmul(
         group_sizes: int32 [G], 0 allowed; what exceeds M in sum is cut off.
         rows: int32 [M]: row m is ``x[rows[m]]``, read in place; clipped to 0..T-1.
         positions: int32 [T, J], the inverse of ``rows``: all m of which ``rows[m] == t``, filled up
-            with -1. Spares x's gradient a sort; trusted.
-        out_dtype: default x's.
+            with -1. It spares x's gradient a sort, and is not checked.
+        out_dtype: dtype of the result; x's by default.
         implementation: "hopper" (Mosaic GPU kernels; bfloat16 and float16, K and N multiples of 64
             from 128), "xla" (linear memory, any device), "reference" (the formula, M * G * N
             memory), or "auto": hopper where it can, else xla.
@@ -143,16 +143,16 @@ def grouped_weight_gradient(
 ) -> jax.Array:
     """Computes ``out[g] = x[rows of g]^T @ d[rows of g]``: the gradient of a product's weights.
 
-    For recipes whose other products are not in 16 bits. It has no gradient of its own.
+    It serves recipes whose other products are not in 16 bits. It has no gradient of its own.
 
     Args:
         x, group_sizes, rows: as in ``grouped_matmul``.
         d: [M, N], multiplied in x's dtype.
-        out_dtype: summed in fp32 and rounded to it once; default x's.
+        out_dtype: dtype that fp32 sums are rounded to once; x's by default.
         implementation: "hopper", "xla" or "auto", as in ``grouped_matmul``.
 
     Returns:
-        [G, K, N], 0 of a group without rows.
+        [G, K, N], 0 for a group without rows.
 
     Raises:
         InputError, UnsupportedError: as ``grouped_matmul``.
@@ -194,11 +194,11 @@ def scaled_grouped_matmul(
 
     Args:
         a: [M, K], float8_e4m3fn or float8_e5m2.
-        b: [G, N, K], either, in any pairing.
+        b: [G, N, K], either 8-bit dtype, in any pairing with that of a.
         a_scale: float32 [J, M], as ``quantize(a, "1x128")`` gives it.
         b_scale: float32 [G, J, I], as ``quantize(b[g], "128x128")`` gives it for each group.
         group_sizes: int32 [G], 0 allowed; what exceeds M in sum is cut off.
-        out_dtype: bfloat16, float16 or float32, rounded to once, from fp32.
+        out_dtype: bfloat16, float16 or float32; fp32 sums are rounded to it once.
         implementation: "hopper" (Mosaic GPU; K a multiple of 128, N of 64 from 128), "xla"
             (dequantized, on a GPU to bf16), "reference" (dequantized, M * G * N memory), or "auto":
             hopper where it can, else xla.

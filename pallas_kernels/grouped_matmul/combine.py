@@ -3,8 +3,8 @@
 The sum is not the product's epilogue: rows of one token are in tiles of different blocks. A fused
 sum would be atomic, in an order that changes from run to run, or would wait for others.
 
-Sums of rows that an index names are in an order that does not change: the index is inverted once,
-so that every result reads the rows that it is the sum of.
+In the gradient, rows are also summed in a fixed order: the index is inverted once, so that every
+result reads the rows of its own sum.
 
 Dims: M row, T token or result, J visit of a token, I visit of any token or entry of an index, N
 width.
@@ -32,11 +32,11 @@ def combine(
 ) -> jax.Array:
     """Computes ``out[t] = sum_j weights[t, j] * y[positions[t, j]]`` in fp32, in the order of j.
 
-    Repeatable bit for bit, and so is its gradient in y and weights.
+    The result and the gradients of y and weights repeat bit for bit.
 
     Args:
         y: [M, N], floats.
-        positions: int32 [T, J]; one outside 0..M-1 has no row and adds 0: a dropped visit.
+        positions: int32 [T, J]; a position outside 0..M-1, of a dropped visit, adds 0.
         weights: float32 [T, J].
         inverse: int32 [M], ``inverse[positions[t, j]] == t * J + j``; outside 0..T*J-1 for a row
             that no token names. Spares the gradient a sort. It is trusted: give it only where no

@@ -4,7 +4,7 @@ As a matrix [K, N] it multiplies rows of K from the left:
 
     weight[k, n] = (code[k, n] - zero[g, n]) * scale[g, c],    g = k // group_rows
 
-``group_rows`` rows of one column share a scale and a zero point, or of ``group_columns`` columns; 0
+``group_rows`` rows share a scale and a zero point, in one column or in ``group_columns`` columns; 0
 means all. In rows, codes of 4 bits are packed two in a byte, each group by itself: of a group's G
 rows, byte row r has code r in its low bits and code r + G / 2 in its high ones. So a group's halves
 are whole tiles for a kernel, and a weight may be cut between groups.

@@ -3,8 +3,8 @@
 A chunk is copied in whole words of 16 aligned bytes: from the word that its first element is in to
 that of its last. The first element's offset in its word, in elements, is the chunk's shift in its
 slot. Elements of neighboring rows come along; they do not count and are not written
-(``registers``). Tensor maps do not help: a coordinate that is no multiple of 16
-bytes ends a kernel with an illegal instruction on an H200.
+(``registers``). Tensor maps do not help: a coordinate that is no multiple of 16 bytes ends a kernel
+with an illegal instruction on an H200.
 
 Pallas's copies have a fixed size and make all threads arrive at a barrier; here one thread issues
 them and counts the bytes.

@@ -1,7 +1,7 @@
 """The base class of the grouped kernels: a block's warpgroup roles, ring of tiles, and stores.
 
-A block stays on its SM. It takes the next tile when it is done, of a counter in memory: tiles at
-a group's end have half the work. One warpgroup finds the tiles, tells the others by way of shared
+A block stays on its SM. It takes its next tile from a counter in memory, since tiles differ in
+work. One warpgroup finds the tiles, tells the others by way of shared
 memory, and copies operands ahead; two multiply and send results away. No list of tiles is made
 before the kernel: a launch costs as much as reading the sizes.
 
