@@ -1,1 +1,1 @@
-"""Code that every op shares: device facts, errors, tuned tables."""
+"""Code that all ops share: device facts, errors, tuning tables, einsums with fp32 sums."""

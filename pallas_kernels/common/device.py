@@ -1,4 +1,4 @@
-"""Facts about the device that kernels are traced for."""
+"""Facts about the GPU or CPU device that kernels are traced for."""
 
 import contextlib
 import contextvars
@@ -11,7 +11,7 @@ import jax
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """Facts of a device that decide which kernels it can run and which are fast."""
+    """Facts of a device that decide which kernels it can run and which of them are fast."""
 
     kind: str  # as JAX names it: "NVIDIA H200", "cpu"
     is_gpu: bool
@@ -35,8 +35,8 @@ _compiling_for: contextvars.ContextVar[Facts | None] = contextvars.ContextVar(
 def compiling_for(facts: Facts) -> Iterator[None]:
     """Context manager in which kernels are chosen for the device of ``facts``, not the present one.
 
-    For lowering to a GPU on a machine without one. JAX's caches do not know of it: lower a function
-    that this process has not traced before.
+    For lowering to a GPU on a machine without one. JAX's caches ignore this context: lower a
+    function that this process has not traced before.
     """
     token = _compiling_for.set(facts)
     try:
@@ -64,8 +64,8 @@ def facts_of(device: jax.Device) -> Facts:
 def target() -> Facts:
     """Returns the facts of the device that the current trace compiles for.
 
-    A trace does not know its device. It is taken to be that of ``compiling_for``, else JAX's
-    default one, as set by ``jax.default_device`` or by ``JAX_PLATFORMS``.
+    A trace does not know its device. This takes the one of ``compiling_for``, else JAX's default
+    device, as set by ``jax.default_device`` or ``JAX_PLATFORMS``.
     """
     override = _compiling_for.get()
     if override is not None:

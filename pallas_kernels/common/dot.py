@@ -23,8 +23,7 @@ ACCUMULATOR = jnp.dtype("float32")
 def pinned_einsum(spec: str, a: jax.Array, b: jax.Array, *, result: jnp.dtype) -> jax.Array:
     """Computes ``einsum(spec, a, b)`` of operands of one dtype, summed in float32, then rounded.
 
-    Its gradient is the caller's to define: what JAX would derive multiplies cotangents of another
-    dtype.
+    The caller must define its gradient, as JAX's own would multiply cotangents of another dtype.
 
     Args:
         spec: two operands and an explicit output.

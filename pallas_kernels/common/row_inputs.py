@@ -1,4 +1,4 @@
-"""Norm and SwiGLU of rows before a product. Dims: M row, K column."""
+"""RMSNorm and SwiGLU of rows, applied before a product. Dims: M row, K column."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ class RmsNorm:
     offset: float = dataclasses.field(default=0.0, metadata=dict(static=True))  # of the scale
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Computes ``x / sqrt(mean(x^2) + epsilon) * (scale + offset)`` in fp32, then x's dtype."""
+        """Returns ``x / sqrt(mean(x^2) + epsilon) * (scale + offset)`` in fp32, as x's dtype."""
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.epsilon)
         scale = self.scale.astype(jnp.float32) + self.offset

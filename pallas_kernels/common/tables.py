@@ -1,7 +1,7 @@
 """Tuning tables as JSON files: measured times of choices, per op, question and kind of device.
 
-A row says that in this case this choice took so many milliseconds. Files are strict: what is not
-understood is an error, because a table that is half read silently picks slow kernels.
+A row gives the milliseconds that a choice took in a case. Files are strict: unknown fields are an
+error, because a half-read table would silently pick slow kernels.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
-"""Custom calls inside ``shard_map(check_vma=True)``, which types arrays by the mesh axes over which
-devices hold different values.
+"""Marks of mesh axes for the results of custom calls inside ``shard_map(check_vma=True)``.
 
-A custom call's results carry no such mark, so that ``shard_map`` takes them for the same on every
-device: it would then sum the devices' cotangents, a wrong gradient without an error.
+``shard_map`` types an array by the mesh axes over which devices hold different values. A custom
+call's results lack this type, so ``shard_map`` takes them for equal on all devices and sums the
+devices' cotangents: a wrong gradient without an error.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Projection onto a vocabulary fused with its cross entropy: logits are never all in memory."""
+"""Cross entropy fused with the projection onto a vocabulary; never are all logits in memory."""
 
 from .api import HOPPER_LEAST_IDS as HOPPER_LEAST_IDS
 from .api import CrossEntropySums as CrossEntropySums

@@ -1,4 +1,4 @@
-"""The loss chunked over positions: each chunk's logits live only while its gradient is formed.
+"""Vocabulary loss chunked over positions: a chunk's logits live only while its gradient is formed.
 
 The loss is a sum, so its gradient is known up to one scalar as soon as the logits are: the forward
 pass of a differentiated call computes both gradients chunk by chunk and the backward pass only
@@ -8,8 +8,8 @@ Every sum over tokens is kept apart for each of their shards until the last chun
 an equal part of each. Were it one sum, tokens spread over devices would be communicated in every
 turn of the loop: the table's gradient once a chunk.
 
-Where chunks do not fill, the last is padded. ``first_apart`` instead computes what is left over, or
-one chunk, before the loop: more code, but no matmul is wasted and the table's gradient starts as a
+A last chunk that is not full is padded. ``first_apart`` instead computes the remainder, or one
+chunk, before the loop: more code, but no matmul is wasted and the table's gradient starts as a
 product instead of zeros.
 
 The vocabulary may be spread over mesh axes (``vocabulary_axes``, inside ``shard_map``): a device
@@ -117,7 +117,7 @@ def chunked_loss(
 
 
 def _part(static: Static, sum_Z: jax.Array) -> jax.Array:
-    """This device's of a sum that all who share the vocabulary have."""
+    """Returns this device's share of a sum that all devices with parts of the vocabulary hold."""
     return jnp.sum(sum_Z) / static.num_vocabulary_shards
 
 
@@ -196,7 +196,7 @@ chunked_loss.defvjp(_forward, _backward)
 
 
 def _row_sum(static: Static, table_VD: jax.Array) -> jax.Array | None:
-    """The sum of the table's rows [1, 1, 1, D], where the loss of a chunk leaves a part to it."""
+    """Returns the sum of the table's rows [1, 1, 1, D], where label smoothing needs it."""
     if not static.uniform_apart:
         return None
     return jnp.sum(table_VD.astype(jnp.float32), axis=0)[None, None, None]
@@ -205,7 +205,7 @@ def _row_sum(static: Static, table_VD: jax.Array) -> jax.Array | None:
 def _uniform_total(
     static: Static, loss: ChunkLoss, hidden_ZbCD: jax.Array, row_sum_111D: jax.Array | None
 ) -> jax.Array | float:
-    """What a chunk's total lacks."""
+    """Returns the part of the total that a chunk's loss with ``uniform`` leaves out."""
     if loss.uniform_ZbC is None or row_sum_111D is None:
         return 0.0
     sum_ZbC = jnp.sum(hidden_ZbCD.astype(jnp.float32) * row_sum_111D, axis=-1)
@@ -256,7 +256,7 @@ def _put(x: jax.Array, part: jax.Array, *, first: int | jax.Array) -> jax.Array:
 
 
 def _shards(static: Static, x: jax.Array) -> jax.Array:
-    """[B, T, ...] to [Z, b, T', ...]."""
+    """Reshapes [B, T, ...] to shards of the tokens: [Z, b, T', ...]."""
     rows = x.shape[0] // static.batch_shards
     x = x.reshape(static.batch_shards, rows, static.sequence_shards, -1, *x.shape[2:])
     return jnp.moveaxis(x, 2, 1).reshape(static.num_shards, rows, *x.shape[3:])
@@ -271,7 +271,7 @@ def _join(static: Static, x_ZbTD: jax.Array, *, like: jax.Array) -> jax.Array:
 
 
 def _operand(static: Static, table_VD: jax.Array, *, like: jax.Array) -> jax.Array:
-    """The table as the matmuls read it."""
+    """Returns the table as the matmuls read it, in the dtype of ``like``."""
     missing = -table_VD.shape[0] % static.table_multiple
     table = table_VD.astype(like.dtype)
     return jnp.pad(table, ((0, missing), (0, 0))) if missing else table

@@ -1,4 +1,4 @@
-"""A chunk of the loss on a Hopper GPU: logits never exist, their exponentials do, once, in bf16.
+"""A chunk of the loss on a Hopper GPU, by bf16 exponentials of logits that are never stored.
 
 With the target's logit ``t`` as each row's reference, the kernel writes ``M = exp(l - t)`` and
 ``S = sum_v M``: nll is ``log S``, and the logits' gradient is ``M`` times one number a row, but for
@@ -165,7 +165,7 @@ def _without_targets(matrix: jax.Array, targets_R: jax.Array, counts_R: jax.Arra
 def _target_logit(
     static: Static, x_RD: jax.Array, table_VD: jax.Array, ids_R: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The capped logit of one id a row, and the cap's slope there; fp32."""
+    """Returns the capped logit of one id per row, and the cap's slope there, in fp32."""
     rows_RD = jnp.take(table_VD, ids_R, axis=0).astype(jnp.float32)
     logit_R = jnp.sum(x_RD.astype(jnp.float32) * rows_RD, axis=-1)
     if static.logit_soft_cap is None:
@@ -308,7 +308,7 @@ class _Exponentials:
 
     @property
     def in_turns(self) -> bool:
-        """Whether the second warpgroup's epilogue follows the first's.
+        """Whether the second warpgroup's epilogue waits for the first's.
 
         A warpgroup is then never a whole tile ahead of the other, so one barrier counts tiles.
         """
@@ -428,7 +428,7 @@ class _Exponentials:
             pl.when(wg == 0)(lambda: plgpu.barrier_arrive(smem.turn))
 
     def epilogue(self, logits, reference, column0):
-        """Exponentials with the cap's slope, and the row sums without it."""
+        """Computes exponentials with the cap's slope, and row sums without it."""
         shift = lax.broadcast_in_dim(reference, logits.shape, [0])
         if self.cap is None:
             slope, power = None, logits * LOG2E - shift

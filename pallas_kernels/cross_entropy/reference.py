@@ -1,4 +1,4 @@
-"""The loss in plain jnp: the contract of every implementation.
+"""Reference of the vocabulary loss in plain jnp: the contract of every implementation.
 
 Dims: B batch, T position, D model width, V vocabulary.
 """

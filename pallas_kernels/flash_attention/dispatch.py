@@ -1,9 +1,9 @@
 """Choice of an attention call's implementation: the named one, or the fastest that can serve it.
 
 An implementation answers with a reason why it cannot serve a call, or None. "auto" tries first the
-one measured to be fastest around the case, by ``tuned/dispatch-DEVICE.json``: a row's case is
-``case_of``, its choice {"implementation": name}, its time that of a forward where the case has no
-gradient, else of forward and backward together.
+one measured to be fastest around the case, by ``tuned/dispatch-DEVICE.json``. A row of it has
+the case (``case_of``), the choice {"implementation": name}, and the time of a forward, or of
+forward and backward together where the case has a gradient.
 """
 
 import math
@@ -62,7 +62,7 @@ def choose(implementation: str, call: AttentionCall, *, gradient: bool = True) -
 
 
 def why_not(name: str, call: AttentionCall) -> str | None:
-    """Returns why implementation ``name`` cannot serve a call or its gradient; None if it can."""
+    """Returns why implementation ``name`` cannot compute a call with gradient; None if it can."""
     match name:
         case "hopper":
             reasons = (
@@ -146,7 +146,7 @@ def rank(table: tables.Table, case: dict[str, tables.Value]) -> list[str]:
 
     Times of different cases do not compare. So each implementation's slowdown against the case's
     fastest is averaged over the cases, and nearer cases weigh more. Only dtype and gradient must
-    be the same: a width or a mask that was hardly measured is ranked by others, too.
+    be the same: a width or mask with few measurements is ranked by those of others, too.
 
     Raises:
         TableError: rows with other fields than ``case_of`` has.
@@ -189,7 +189,7 @@ def _distance(a: dict[str, tables.Value], b: dict[str, tables.Value]) -> float:
 
 
 def _apart(a: tables.Value, b: tables.Value) -> float:
-    """Of counts the logarithm of their ratio to the base 2, of other values 1 unless equal."""
+    """Returns how far two fields differ: counts by log2 of their ratio, others by 0 or 1."""
     if isinstance(a, int) and isinstance(b, int) and not isinstance(a, bool):
         return abs(math.log2(max(1, a)) - math.log2(max(1, b)))
     return float(a != b)

@@ -1,5 +1,5 @@
-"""The gradient rule that implementations share: forward returns (out, logsumexp), backward
-recomputes the probabilities from them.
+"""Gradient rule that all implementations share: forward returns (out, logsumexp), from which
+backward recomputes the probabilities.
 """
 
 import dataclasses
@@ -142,7 +142,7 @@ by_use.defvjp(_by_use_fwd, _by_use_bwd)
 
 
 def attend_gradient(plan: AttentionPlan, operands: BackwardOperands) -> AttentionGradients:
-    """Computes the gradients of q, k, v, sinks and bias, under vmap and on meshes, too."""
+    """Computes the gradients of q, k, v, sinks and bias, batched and sharded if need be."""
     masks = operands.masks
     results = ("dq", "dk", "dv")
     results += ("d_sinks",) * (masks.sinks is not None) + ("d_bias",) * (masks.bias is not None)
@@ -166,7 +166,7 @@ def attend_traceable(
     *,
     results: tuple[str, ...],
 ) -> tuple[jax.Array, ...]:
-    """Runs a forward that JAX differentiates by itself, under vmap and on meshes, too."""
+    """Computes a forward that JAX differentiates by itself, batched and sharded if need be."""
     operands = {"q": q, "k": k, "v": v, **masks.arrays()}
     return call_traceable(_by_name(forward), operands, results, MeshAxes())
 

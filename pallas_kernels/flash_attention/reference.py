@@ -1,4 +1,4 @@
-"""Attention as the formula says, with the whole score matrix in memory: the contract.
+"""Reference attention, with the whole score matrix in memory: the contract of all implementations.
 
 Dims: B batch, T query, S key, N query heads, K kv heads, G query heads per kv head (N = K G),
 H query and key width, V value width.

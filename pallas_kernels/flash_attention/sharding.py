@@ -1,9 +1,9 @@
-"""Attention split over a mesh by batch and by heads: each device calls the kernel on its own block.
+"""Attention sharded over a mesh by batch and heads: each device calls the kernel on its own shard.
 
 One table (``DIMS``) and one rule (``HeadSplit``) give the layout of operands and results. They are
 applied where the layout of the query is known. In a trace it is known on Explicit axes, from the
 array's type, and on axes that a ``shard_map`` leaves out, from the caller: there ``shard_map``
-applies them. Of arrays on Auto axes only the compiler knows it: there ``custom_partitioning`` does.
+applies them. On Auto axes only the compiler knows it: ``custom_partitioning`` applies them.
 Only two sums cross devices: dk and dv where the query heads of one kv head are split, and the
 gradients of what the batch shares over the batch.
 
@@ -143,9 +143,7 @@ def axes_left_to_the_compiler() -> tuple[str, ...]:
 def call_traceable(
     compute: Compute, operands: Operands, results: tuple[str, ...], axes: MeshAxes
 ) -> tuple[jax.Array, ...]:
-    """Runs plain JAX code: the compiler batches and partitions it, except over Explicit axes, where
-    cutting sequences in chunks would need a layout for every intermediate array.
-    """
+    """Runs plain JAX code, partitioned by the compiler, or by ``shard_map`` over Explicit axes."""
     if _is_explicit(operands):
         return _by_shard_map(compute, operands, results, axes)
     return compute(operands)
@@ -203,7 +201,7 @@ def _partitioned(
 
 
 def _is_explicit(operands: Operands) -> bool:
-    """Whether the type of any operand says how it is split over mesh axes."""
+    """Tells whether any operand's type says how it is sharded over Explicit mesh axes."""
     specs = (jax.typeof(x).sharding.spec for x in operands.values())
     return any(entry is not None for spec in specs for entry in spec)
 

@@ -1,4 +1,4 @@
-"""Descriptions of an attention call: a static value, arrays, and which keys a query sees.
+"""Description of an attention call: its static part, its arrays, and which keys a query sees.
 
 Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width of
 query and key, Hv head width of value.

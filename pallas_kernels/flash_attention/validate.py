@@ -1,4 +1,4 @@
-"""Checks of a caller's arguments, once for all implementations.
+"""Checks of the arguments of ``flash_attention``, once for all implementations.
 
 Dims: B batch, T query, S key, N query heads, K kv heads, H query and key width, V value width.
 """

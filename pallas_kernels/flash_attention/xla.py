@@ -1,4 +1,4 @@
-"""Portable attention in memory linear in sequence length: chunked online softmax, in plain XLA.
+"""Portable attention in plain XLA: chunked online softmax, with memory linear in sequence length.
 
 The score matrix is cut into tiles of a query chunk by a key chunk. One loop visits the tiles that
 the positional masks leave visible, from a list made at trace time. A hidden tile costs nothing, and
@@ -73,14 +73,14 @@ def _join(x: jax.Array, *, dim: int, length: int) -> jax.Array:
 
 
 def _at(x: jax.Array, index: jax.Array | int) -> jax.Array:
-    """Chunk ``index`` of a split array, or a static slice where there is but one."""
+    """Returns chunk ``index`` of a split array, by a static slice where there is only one chunk."""
     if x.shape[0] == 1:
         return x[0]
     return lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
 
 
 def _add_at(x: jax.Array, index: jax.Array | int, update: jax.Array) -> jax.Array:
-    """``x`` with ``update`` added to chunk ``index``; one chunk needs no slice."""
+    """Adds ``update`` to chunk ``index`` of x and returns the result."""
     if x.shape[0] == 1:
         return x + update[None]
     return lax.dynamic_update_index_in_dim(x, _at(x, index) + update, index, 0)
@@ -88,7 +88,7 @@ def _add_at(x: jax.Array, index: jax.Array | int, update: jax.Array) -> jax.Arra
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Tiles:
-    """One call cut in tiles: what the forward and the backward pass share."""
+    """One attention call cut in tiles, as both the forward and the backward pass use it."""
 
     spec: AttentionSpec
     masks: AttentionMasks
@@ -102,7 +102,7 @@ class _Tiles:
     bias_BKGTS: jax.Array | None  # padded to whole chunks in the dims it does not broadcast
 
     def visible(self, i: jax.Array | int, j: jax.Array | int) -> jax.Array | None:
-        """bool [B or 1, t, s] of tile (i, j); None where nothing is hidden."""
+        """Returns which entries of tile (i, j) are visible, bool [B or 1, t, s]; None if all."""
         q_positions = i * self.q_chunk + jnp.arange(self.q_chunk)
         kv_positions = j * self.kv_chunk + jnp.arange(self.kv_chunk)
         masks = dataclasses.replace(
@@ -130,7 +130,7 @@ class _Tiles:
     def bias_slice(
         self, i: jax.Array | int, j: jax.Array | int
     ) -> tuple[tuple[jax.Array | int, ...], tuple[int, ...]]:
-        """Where the bias of tile (i, j) starts in ``bias_BKGTS``, and its shape."""
+        """Returns the start and shape of tile (i, j) of the bias in ``bias_BKGTS``."""
         assert self.bias_BKGTS is not None
         *outer, t, s = self.bias_BKGTS.shape
         start = (0, 0, 0, i * self.q_chunk if t > 1 else 0, j * self.kv_chunk if s > 1 else 0)
@@ -143,7 +143,7 @@ class _Tiles:
         i: jax.Array | int,
         j: jax.Array | int,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Masked float32 scores of tile (i, j), and the soft cap's derivative if there is one."""
+        """Computes tile (i, j)'s masked float32 scores, and the soft cap's derivative if any."""
         s_BKGts = einsum_f32("BKGtH,BKsH->BKGts", q_BKGtH, k_BKsH) * self.spec.scale
         slope_BKGts = None
         if self.spec.logit_soft_cap is not None:

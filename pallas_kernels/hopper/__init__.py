@@ -1,1 +1,1 @@
-"""Parts that kernels for Hopper GPUs share: numbers of the machine, tiles, the launch."""
+"""Building blocks shared by the kernels for Hopper GPUs: tiles, barriers, registers, the launch."""

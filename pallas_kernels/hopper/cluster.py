@@ -1,4 +1,4 @@
-"""The barrier of a cluster's blocks on a Hopper GPU."""
+"""Barrier of the blocks of a thread block cluster on a Hopper GPU."""
 
 from .mosaic import plgpu
 from .threads import assembly

@@ -1,9 +1,8 @@
-"""Sums in registers: of warpgroups and of a cluster's blocks, added in one order, and written.
+"""Sums of a product's parts over the warpgroups and blocks of a cluster, added in one fixed order.
 
-Every warpgroup puts its sums into its block's shared memory, each thread where the same thread of
-another warpgroup puts those of the same elements. Then each block adds everyone's, of a part of the
-columns, which it reads from the others' shared memory: nothing goes through global memory, and the
-order is that of ranks and warpgroups whatever is ready first.
+Every warpgroup stores its sums in its block's shared memory, all in the same layout. Then each
+block adds a part of the columns, which it reads from all blocks' shared memory. Nothing goes
+through global memory, and the order is that of ranks and warpgroups, whichever is ready first.
 
 Dims: M row of x, N column of the weight.
 """

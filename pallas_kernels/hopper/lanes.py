@@ -42,7 +42,7 @@ def sums_over_lanes(*xs: jax.Array, layout: Any, width: int, result: Any) -> tup
 
 
 def _of_thread(x: Any, most: int) -> Any:
-    """The sum of a thread's own elements, in so many chains at most."""
+    """Returns the sum of a thread's own elements, added in at most ``most`` chains."""
     each = [e for register in x.registers.flat for e in _elements(register)]
     chains = [functools.reduce(_plus, each[i::most]) for i in range(min(most, len(each)))]
     while len(chains) > 1:
@@ -51,7 +51,7 @@ def _of_thread(x: Any, most: int) -> Any:
 
 
 def _over_lanes(values: list[Any], width: int) -> list[Any]:
-    """The sum of each value over so many lanes, in all lanes; no more values than lanes."""
+    """Sums each value over ``width`` lanes, in all lanes; there are no more values than lanes."""
     lane = arith.remui(thread(), constant(LANES))
     held = [(value, {k: 0}) for k, value in enumerate(values)]  # a lane that will have the sum
     distance = width
@@ -79,14 +79,14 @@ def _plus(x: Any, y: Any) -> Any:
 
 
 def _shown(x: Any, lane: int) -> Any:
-    """What one lane of the warp has."""
+    """Returns the value of x that one lane of the warp has."""
     mask, last, idx = constant(2**32 - 1), constant(LANES - 1), nvvm.ShflKind.idx
     found = nvvm.shfl_sync(mask, arith.bitcast(i32(), x), constant(lane), last, idx)
     return arith.bitcast(ir.F32Type.get(), found)
 
 
 def _elements(register: Any) -> list[Any]:
-    """Of a vector."""
+    """Returns the elements of a vector register."""
     (count,) = register.type.shape
     return [
         vectors.extract(register, dynamic_position=[], static_position=[i]) for i in range(count)
@@ -94,7 +94,7 @@ def _elements(register: Any) -> list[Any]:
 
 
 def _fragment(x: Any, kind: Any) -> Any:
-    """An array that has this number wherever a thread has one."""
+    """Returns an array that has this number wherever a thread has one."""
     x = vectors.broadcast(ir.VectorType.get((1,), ir.F32Type.get()), x)
     layout = kind.layout.to_mgpu()
     registers = np.full(layout.registers_shape(kind.shape), x, dtype=object)

@@ -151,7 +151,7 @@ def _copied(array: Any, numbers: Any, tile: Any, copy: Callable[..., None]) -> N
 
 
 def _types(transforms: Any) -> tuple[Any, ...]:
-    """Of a place, an array in global memory and a tile."""
+    """Returns argument types of a place, an array in global memory and a tile."""
     splat = plgpu.Layout.WG_SPLAT(())
     return (splat,) * 3, plgpu.RefType(), plgpu.RefType(transforms=transforms)
 

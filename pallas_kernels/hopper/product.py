@@ -106,7 +106,7 @@ def finished(product: jax.Array) -> jax.Array:
 
 
 def _descriptors(ref: Any, group: tuple[int, int], *, k_major: bool) -> list[Any]:
-    """Of a tile's parts of 32 columns."""
+    """Returns the WGMMA descriptors of a tile's parts of 32 columns."""
     tile = (SWIZZLE, SWIZZLE) if k_major else group
     described: Any = mma_utils.create_descriptor(
         ref, swizzle=SWIZZLE, large_tile=tile, group_size=group, logical_k_major=k_major
@@ -123,7 +123,7 @@ def _descriptors(ref: Any, group: tuple[int, int], *, k_major: bool) -> list[Any
 
 
 def _multiply(a_parts: list[Any], b_parts: list[Any], columns: int, types: str) -> list[Any]:
-    """All instructions of one product, as one group; its registers."""
+    """Issues all instructions of one product as one WGMMA group; returns its registers."""
     count = columns // 2
     sums = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
     lines = ["{", ".reg .pred nothing, all;"]

@@ -82,7 +82,7 @@ class ResidentRows:
         sum reads them.
 
         Args:
-            x_smem: [``turns``, K of 128 in two halves, places, 64], whatever dims of 1 are between.
+            x_smem: [``turns``, 2 halves of 128 columns, places, 64], with any dims of 1 between.
             first: index of the block's first chunk of 128 columns of x.
             transforms: tiling and swizzle of ``x_smem``.
         """
@@ -144,7 +144,7 @@ class ResidentRows:
         return _Place(turn=turn, m=m, chunk=chunk)
 
     def _made(self, read: list[list[Any]], m, squares) -> list[Any]:
-        """Four words of what is multiplied."""
+        """Returns four words of the product's operand, made from four words of x."""
         if self.gated:
             words = []
             for both in zip(*read, strict=True):
@@ -163,7 +163,7 @@ class ResidentRows:
         return words
 
     def _factor(self, squares, m) -> Any:
-        """One over the root of a row's mean square."""
+        """Returns one over the root of a row's mean square."""
         assert self.norm is not None
         f32 = ir.F32Type.get()
         found = assembly(
@@ -179,13 +179,13 @@ class ResidentRows:
         return assembly(f32, [mean], "rsqrt.approx.ftz.f32 $0, $1;", "=f,f", pure=True)
 
     def _scale_words(self, scale, k) -> list[list[Any]]:
-        """Those of columns k to k + 7."""
+        """Loads the norm's scales of columns k to k + 7."""
         assert self.norm is not None
         size = self.norm.scale.dtype.itemsize
         return [_chunk(scale, total(k, constant(4 * i)), size=size) for i in range(size // 2)]
 
     def _scales(self, words: list[list[Any]]) -> list[Any]:
-        """As numbers, f32, with what is added to each."""
+        """Returns the norm's scales as f32, with the offset added to each."""
         assert self.norm is not None
         dtype = jnp.dtype(self.norm.scale.dtype)
         flat = [word for each in words for word in each]
@@ -198,7 +198,7 @@ class ResidentRows:
         return numbers
 
     def _add_squares(self, x, squares) -> None:
-        """Sums of squares of every row: of each warp's columns, to ``squares`` [row, warp]."""
+        """Sums the squares of every row over each warp's columns into ``squares`` [row, warp]."""
         chunks = self.K // CHUNK
         warp, lane = (f(thread(), constant(LANES)) for f in (arith.divui, arith.remui))
         is_first = arith.cmpi(arith.CmpIPredicate.eq, lane, constant(0))

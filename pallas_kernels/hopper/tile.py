@@ -1,7 +1,8 @@
-"""Layouts of tiles in shared memory and registers, and arithmetic on tiles of scores by strips.
+"""Layouts of tiles in shared memory and registers, and arithmetic on strips of score tiles.
 
-A warpgroup holds a tile in the WGMMA layout: of each strip of 8 columns a thread owns two of
-two rows. Whole strips are sliced, added and concatenated without moving a value between threads.
+A warpgroup holds a tile in the WGMMA layout: in each strip of 8 columns a thread owns two
+columns of two rows. Whole strips are sliced, added and concatenated without moving a value
+between threads.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Attention over a cache in pages, and appending to it.
+"""Attention over a paged cache of keys and values, and writing new ones to it.
 
 A decode step reads every cached key and value once and multiplies it with a few queries, so the
 rate of memory is all there is to reach: on an H200 large caches are read at 93 to 102% of a plain

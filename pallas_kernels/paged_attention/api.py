@@ -50,8 +50,8 @@ def paged_attention(
     Args:
         q: bfloat16, float16 or float32 [B, N, H], or [B, T, N, H] for T queries a row.
         k_pages: [P, S, K, H] of q's dtype: a pool of P pages of S slots. K divides N. With scales,
-            codes: float8_e4m3fn, int8, or uint8 [P, S, K, H / 2] of two codes of 4 bits each, the
-            first half of a head in the low bits, 8 more than what they mean.
+            codes: float8_e4m3fn, int8, or uint8 [P, S, K, H / 2] of two codes of 4 bits each, each
+            plus 8, with the first half of a head in the low bits.
         v_pages: [P, S, K, V]; None where values are the first ``value_width`` columns of the keys
             (absorbed latent attention: one kv head, 576 and 512 wide).
         page_tables: int32 [B, M]; entries beyond a row's length may be anything.

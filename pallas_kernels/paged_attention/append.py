@@ -1,4 +1,4 @@
-"""Appending new keys and values to pages; keys, and a packed product's queries, are rotated.
+"""Writing new keys and values to pages, with RoPE on keys, or on queries of a packed product, too.
 
 Dims: B row, T new token, K kv heads, H key width, V value width, P page of the pool, S slot of a
 page, M page of a row, R rotated pair.

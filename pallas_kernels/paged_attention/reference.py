@@ -1,4 +1,4 @@
-"""Paged attention as the formula says: all pages of all rows side by side. The contract.
+"""Reference of paged attention, which gathers all pages of all rows: the contract of the kernels.
 
 Dims: B row, T query, N query heads, K kv heads, G query heads per kv head (N = K G), M page of a
 row, S slot of a page, L key of a row (M S), H query and key width, V value width.

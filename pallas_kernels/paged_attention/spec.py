@@ -1,4 +1,4 @@
-"""The description of a call of paged attention: a static part, and its arrays.
+"""Description of a paged attention call: its static part and its arrays.
 
 Dims: B row, T query, N query heads, K kv heads, P page of the pool, S slot of a page, M page of a
 row, H query and key width, V value width.
@@ -8,8 +8,8 @@ Position p of row b is in slot ``p % S`` of page ``tables_BM[b, p // S]``. The r
 slots, and entries of tables beyond a row's pages, do not enter any result.
 
 Quantized pages have codes in the place of elements, and a scale for each slot and kv head: an
-element is their product. Of 4 bits a byte has code d, less 8, in its low bits and code d + H / 2 in
-its high ones.
+element is their product. With 4-bit codes, a byte has code d, plus 8, in its low bits and
+code d + H / 2, plus 8, in its high bits.
 """
 
 import dataclasses

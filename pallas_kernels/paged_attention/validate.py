@@ -1,4 +1,4 @@
-"""Checks of a caller's arguments, once for all implementations. Dims: as in ``spec``."""
+"""Checks of the arguments of ``paged_attention``, for all implementations. Dims: as in ``spec``."""
 
 import math
 import operator

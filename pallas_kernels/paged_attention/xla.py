@@ -1,4 +1,4 @@
-"""Paged attention without kernels: a loop over pages, with as much memory as a few of them take.
+"""Paged attention in plain XLA: a loop over pages that needs memory for a few of them only.
 
 Dims: B row, T query, K kv heads, G query heads per kv head, M page of a row, S slot of a page, C
 pages of a step, L key of a step (C S), H query and key width, V value width.

@@ -62,18 +62,18 @@ def backward(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _ByColumns(BackwardKernel):
-    """The kernel of one call."""
+    """Backward kernel of one call for wide heads."""
 
     name: ClassVar[str] = "attention_backward"
 
     @property
     def half(self) -> int:
-        """Number of columns of queries and keys that a warpgroup has."""
+        """Number of columns of queries and keys that each warpgroup owns."""
         return self.g.H // 2
 
     @property
     def half_values(self) -> int:
-        """Number of columns of values that a warpgroup has."""
+        """Number of columns of values that each warpgroup owns."""
         return self.g.Hv // 2
 
     @property
@@ -83,16 +83,16 @@ class _ByColumns(BackwardKernel):
 
     @property
     def chunk(self) -> int:
-        """Number of columns of dQ in registers at a time."""
+        """Number of columns of dQ that are held in registers at a time."""
         return self.half if self.half < 128 else 64
 
     @property
     def dq_columns(self) -> int:
-        """Number of columns of dQ that are sent at a time: a chunk where shared memory has room."""
+        """Number of columns of dQ sent at a time: a chunk where shared memory has room."""
         return self.chunk if self.smem_bytes(self.chunk) <= SMEM_BYTES else LEAST_DQ_COLUMNS
 
     def smem_bytes(self, dq_columns: int) -> int:
-        """Bytes of shared memory of a block that sends so many columns of dQ at a time."""
+        """Returns a block's bytes of shared memory if it sends so many columns of dQ at a time."""
         operands = (1 + NUM_STAGES) * 64 * (self.g.H + self.g.Hv) + 2 * KEYS * QUERIES
         rows = 2 * NUM_STAGES * QUERIES + (NUM_STAGES + 1) * QUERIES  # statistics and ids
         return 2 * operands + 4 * rows + 4 * 2 * QUERIES * dq_columns + BARRIER_BYTES
@@ -200,11 +200,11 @@ class _ByColumns(BackwardKernel):
         plgpu.wait_smem_to_gmem(0)
 
     def mine(self, wg: int):
-        """Slice of a warpgroup's columns of queries and keys."""
+        """Returns the slice of columns of queries and keys that a warpgroup owns."""
         return pl.ds(wg * self.half, self.half)
 
     def my_values(self, wg: int):
-        """Slice of a warpgroup's columns of values."""
+        """Returns the slice of columns of values that a warpgroup owns."""
         return pl.ds(wg * self.half_values, self.half_values)
 
     def accumulate(
@@ -291,7 +291,7 @@ class _ByColumns(BackwardKernel):
         return p
 
     def score_gradient(self, smem, slot, p, dp, delta):
-        """dS = P (dP - delta), through the soft cap if there is one."""
+        """Computes dS = P (dP - delta), through the soft cap if there is one."""
         p = p.astype(jnp.float32)
         ds = p * (dp - lax.broadcast_in_dim(delta, dp.shape, [1]))
         cap = self.spec.logit_soft_cap

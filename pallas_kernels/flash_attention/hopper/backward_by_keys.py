@@ -49,7 +49,7 @@ def backward(
 
     Args:
         operands: forward's operands, results and cotangents; all heads of one width up to 128.
-        spec: as in the forward.
+        spec: the forward call's static part.
         config: tiles.
         interpretable: avoids what the interpreter lacks: matmul operands in registers and copies
             that add. dQ is then summed over key tiles afterwards.
@@ -66,7 +66,7 @@ def backward(
 
 
 class _Keys(NamedTuple):
-    """The 64 keys of a warpgroup, the query tiles that see them, and their gradients' sums."""
+    """The 64 keys of a warpgroup, the query tiles that see them, and sums of their gradients."""
 
     wg: int
     b: Any
@@ -79,13 +79,13 @@ class _Keys(NamedTuple):
 
     @property
     def mine(self) -> Any:
-        """Rows of the keys in the block's tile."""
+        """Slice of this warpgroup's keys among the rows of the block's key tile."""
         return pl.ds(self.wg * 64, 64)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _ByKeys(BackwardKernel):
-    """The kernel of one call; query tiles come through a ring of ``num_stages`` slots."""
+    """Backward kernel of one call; query tiles come through a ring of ``num_stages`` slots."""
 
     name: ClassVar[str] = "attention_backward"
 
@@ -93,17 +93,17 @@ class _ByKeys(BackwardKernel):
 
     @property
     def dq_shape(self) -> tuple[int, int]:
-        """Shape of the part of dQ that is sent at a time: half of the columns, or all of them."""
+        """Shape of the part of dQ that is sent to global memory at a time: all columns or half."""
         return (QUERIES, self.g.H if self.c.dq_warpgroup else self.g.H // NUM_WARPGROUPS)
 
     @property
     def tiling(self) -> Any:
-        """Transforms of a tile of an operand in shared memory."""
+        """Tiling and swizzle of an operand's tile in shared memory."""
         # A warpgroup's columns of dQ must be whole swizzle atoms of K.
         return tiled(swizzle_bytes(self.dq_shape[1], self.g.Hv, QUERIES))
 
     def scratch(self) -> dict:
-        """Shared memory and barriers of a block, by name."""
+        """Returns a block's shared memory buffers and barriers, by name."""
         g, c, tile = self.g, self.c, self.tiling
         rows = (c.num_stages, QUERIES)
         ring = functools.partial(plgpu.Barrier, num_barriers=c.num_stages)
@@ -210,7 +210,7 @@ class _ByKeys(BackwardKernel):
             plgpu.barrier_wait(smem.do_empty.at[i])
 
     def wait_queries(self, smem, it) -> None:
-        """Waits until the queries of the it-th tile are there."""
+        """Waits until the it-th visited query tile is in shared memory."""
         stages = self.c.num_stages
         slot = lax.rem(it, stages)
         plgpu.barrier_wait(smem.q_full.at[slot])
@@ -244,7 +244,7 @@ class _ByKeys(BackwardKernel):
     def accumulate(
         self, gmem, smem, wg: int, b, kv_head, k_tile, queries: TileRange, dk_acc, dv_acc
     ):
-        """Loops over heads of the group and query tiles."""
+        """Loops over the group's heads and query tiles, and sums dK and dV."""
         g, c, mine = self.g, self.c, pl.ds(wg * 64, 64)
         kv_ids = plgpu.load(smem.kv_ids.at[mine], layout=row_layout()) if self.segmented else None
         keys = _Keys(wg, b, kv_head, k_tile, queries, kv_ids, dk_acc, dv_acc)

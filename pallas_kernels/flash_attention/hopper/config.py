@@ -34,7 +34,7 @@ NUM_DS = 2  # dS tiles in shared memory
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardConfig:
-    """Tiles of the forward kernel: ``num_warpgroups * 64`` query rows against ``block_kv`` keys."""
+    """Tile sizes of the forward kernel: ``num_warpgroups * 64`` query rows by ``block_kv`` keys."""
 
     block_kv: int
     num_warpgroups: int = 2  # compute warpgroups, 64 query rows each; one more feeds them
@@ -70,7 +70,9 @@ class BackwardConfig:
     own_copies: bool = False  # of queries, as where 8 does not divide their number
 
     def check(self, head_dim: int) -> None:
-        """Refuses a form that was measured to serialize its matmuls or to spill."""
+        """Raises UnsupportedError for a form that was measured to serialize its matmuls or to
+        spill.
+        """
         if head_dim > 64 and (self.register_ds or self.dq_warpgroup):
             raise UnsupportedError(
                 f"{self}: register_ds and dq_warpgroup need heads at most 64 wide, not {head_dim};"

@@ -115,7 +115,7 @@ class ValueSum:
     """Running sum P V of a query tile, kept in a WGMMA accumulator over all key tiles.
 
     ``issue`` starts the product with one value tile, ``rescale`` waits for it and multiplies the
-    sum by what a grown row maximum asks for, ``last`` gives the whole sum; each ends a use of the
+    sum by the factor of a grown row maximum, ``last`` gives the whole sum; each ends a use of the
     tile's slot. What ``start`` returns is carried through the loop.
     """
 
@@ -298,7 +298,7 @@ class ForwardKernel(AttentionKernel):
         """Returns what makes the i-th visited tile's values ready to multiply; None without.
 
         Args:
-            masked: whether scores of the tile visited next are masked, or there is none.
+            masked: whether scores of the next visited tile are masked, or no tile is next.
         """
         del keys, masked
         stages = self.c.num_stages
@@ -335,8 +335,8 @@ class ForwardKernel(AttentionKernel):
         """Returns buffers with one number per row, and barriers, by name.
 
         Args:
-            copies: that bring a warpgroup's queries: they, and what else belongs to them. As much
-                comes with a tile of keys, which arrives in ``pieces``.
+            copies: number of copies that load a warpgroup's queries and, with ids, their ids. A
+                tile of keys has as many, with its keys in ``pieces``.
         """
         c = self.c
         ring = functools.partial(plgpu.Barrier, num_barriers=c.num_stages)
@@ -459,7 +459,7 @@ class ForwardKernel(AttentionKernel):
         lax.fori_loop(1, keys.hi - keys.lo, lambda i, _: copy(i), None)
 
     def prefetch(self, gmem, block: jax.Array) -> None:
-        """Prefetches into L2 what a later block reads first.
+        """Prefetches into L2 the first keys and queries that a later block reads.
 
         The first keys are those by position: ids would be waited for. The blocks of this kernel end
         at about the same time: this SM will run that block or one beside it, whose wait for memory
@@ -509,7 +509,7 @@ class ForwardKernel(AttentionKernel):
         """Loops over key tiles to unnormalized output, row maxima and row sums (of 8 columns).
 
         Args:
-            aligned: the key at the first query's position.
+            aligned: position of the key that the first query is aligned with.
         """
         c, wg = self.c, lax.axis_index("wg")
         peak = plgpu.layout_cast(jnp.full((64,), NO_MAXIMUM, jnp.float32), row_layout())

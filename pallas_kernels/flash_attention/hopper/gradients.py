@@ -1,4 +1,4 @@
-"""Gradients of attention on Hopper GPUs: which kernels a call takes.
+"""Gradients of attention on Hopper GPUs: the choice of a call's backward kernel.
 
 Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width of
 query and key, Hv head width of value.
@@ -34,7 +34,7 @@ def backward(
 
     Args:
         operands: the forward's operands, its results and their cotangents.
-        spec: as in the forward.
+        spec: the forward call's static part.
         config: form for heads up to 128 wide; the table's where None.
 
     Raises:

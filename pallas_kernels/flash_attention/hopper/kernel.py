@@ -1,4 +1,4 @@
-"""The base class of attention kernels for Hopper: a call's static part, its tiles and masks.
+"""Base class of the Hopper attention kernels: a call's static part, its tiles and its masks.
 
 Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width of
 query and key, Hv head width of value.
@@ -49,17 +49,17 @@ class AttentionKernel:
 
     @property
     def num_q_tiles(self) -> int:
-        """Number of query tiles of a head."""
+        """Number of query tiles per head and batch entry."""
         return -(-self.g.T // self.q_tile)
 
     @property
     def num_tiles(self) -> int:
-        """Number of query tiles of all heads."""
+        """Number of query tiles of all heads and batch entries."""
         return self.g.B * self.g.N * self.num_q_tiles
 
     @property
     def num_k_tiles(self) -> int:
-        """Number of key tiles of a head."""
+        """Number of key tiles per head and batch entry."""
         return -(-self.g.S // self.kv_tile)
 
     @property
@@ -173,7 +173,7 @@ class AttentionKernel:
             x: a tile, queries by keys; keys by queries if ``by_keys``.
             q_ids, kv_ids: one of each in the layout of rows, the other in that of columns.
             fill: the value of a hidden score or probability.
-            by_keys: see x.
+            by_keys: whether rows of ``x`` are keys and columns are queries.
         """
         q_dim, kv_dim = (1, 0) if by_keys else (0, 1)
         q_ids = lax.broadcast_in_dim(q_ids, x.shape, [q_dim])
@@ -183,8 +183,8 @@ class AttentionKernel:
         """Puts ``fill`` where the query does not see the key by position; x as in ``mask_ids``.
 
         Args:
-            aligned: column minus row of a query and the key at its own position.
-            key0: the tile's first key.
+            aligned: column minus row, in the tile, of a query and the key at its position.
+            key0: position of the tile's first key.
         """
         left, right = self.spec.left, self.spec.right
         if by_keys:  # column minus row is query minus key

@@ -217,7 +217,7 @@ def tile_ranges(outer_ids: jax.Array, inner_ids: jax.Array, outer: int, inner: i
 
 
 def _extent(ids: jax.Array, tile: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Least and greatest id of each tile's tokens, and whether all have one and the same id."""
+    """Returns the least and greatest id of each tile's tokens, and whether all ids are equal."""
     tiles = ids.reshape(ids.shape[0], -1, tile)
     least = jnp.where(tiles < 0, jnp.iinfo(jnp.int32).max, tiles).min(axis=-1)
     greatest = tiles.max(axis=-1)

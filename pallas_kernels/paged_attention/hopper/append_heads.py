@@ -1,4 +1,4 @@
-"""The kernel that rotates queries and keys and writes keys and values to pages, in place.
+"""The kernel that rotates (RoPE) queries and keys and writes keys and values to pages, in place.
 
 One pass over the packed product of a layer, where the compiler makes four small ones: queries
 rotated, keys rotated, and a scatter for each pool. A block has four heads of a token, a warp each.
@@ -97,7 +97,7 @@ def append_heads_hopper(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _AppendHeads:
-    """The kernel of one call: what a block does."""
+    """Kernel of one call of ``append_heads``; each block has four heads of a token."""
 
     N: int
     K: int

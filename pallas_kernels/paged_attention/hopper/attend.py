@@ -1,4 +1,4 @@
-"""The kernel that reads pages: workers stream tiles and leave a partial result for each segment.
+"""The kernel that reads pages: workers stream key tiles and write partial results of segments.
 
 Decoding reads each key and value once and multiplies it with a few queries, so memory is all that
 counts. A block stays on its SM; each of its workers has a warpgroup that fills a ring
@@ -121,7 +121,7 @@ def finishes(call: PagedCall, layout: QueryLayout) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _AttendPages:
-    """The kernel of one call; methods are its phases, written once per trace."""
+    """Kernel of one call over pages; methods are its phases, written once per trace."""
 
     g: QueryLayout
     c: PagedConfig
@@ -142,11 +142,11 @@ class _AttendPages:
 
     @property
     def part_width(self) -> int:
-        """Number of columns of values that a warpgroup computes."""
+        """Number of columns of values that each compute warpgroup multiplies."""
         return self.g.V // self.c.value_parts
 
     def scratch(self) -> dict:
-        """Shared memory and barriers; of worker w, slot s is ``w * num_stages + s``."""
+        """Returns a block's buffers and barriers; slot s of worker w is ``w * num_stages + s``."""
         g, c = self.g, self.c
         slots = c.num_workers * c.num_stages
         compute_groups = c.num_workers * c.value_parts
@@ -196,7 +196,7 @@ class _AttendPages:
             self.load(gmem, smem, wg - num_compute)
 
     def load(self, gmem, smem, worker) -> None:
-        """Fills the ring of a worker."""
+        """Fills a worker's ring with the tiles of its segments."""
         g, c, pieces = self.g, self.c, self.reader.pieces
 
         def segment(seg: Segment, done):

@@ -87,7 +87,7 @@ def attend_codes(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _AttendCodes:
-    """The kernel of one call; methods are its phases, written once per trace."""
+    """Kernel of one call over quantized pages; methods are its phases, written once per trace."""
 
     g: QueryLayout
     c: PagedConfig
@@ -107,19 +107,19 @@ class _AttendCodes:
 
     @property
     def line(self) -> int:
-        """Number of scales in a row of a tile: of some slots, or of a slot's heads."""
+        """Number of scales per row of a tile in shared memory: some slots' or a slot's heads'."""
         heads = self.g.scale_heads
         return heads if heads < self.g.K else math.gcd(LINE, self.g.size * heads)
 
     def lines(self, scale_PSK: jax.Array | None) -> jax.Array:
-        """Reshapes scales as they are copied: of few heads, a page's are row after row."""
+        """Reshapes scales to the rows in which they are copied to shared memory."""
         assert scale_PSK is not None
         if self.g.scale_heads < self.g.K:
             return scale_PSK
         return scale_PSK.reshape(scale_PSK.shape[0], -1, self.line)
 
     def scratch(self) -> dict[str, Any]:
-        """Shared memory and barriers; of worker w, slot s is ``w * num_stages + s``."""
+        """Returns a block's buffers and barriers; slot s of worker w is ``w * num_stages + s``."""
         g, c, tile = self.g, self.c, self.tile
         slots, workers = c.num_workers * c.num_stages, c.num_workers
         scales = plgpu.SMEM((slots, c.block_kv * g.scale_heads // self.line, self.line), self.dtype)
@@ -166,7 +166,7 @@ class _AttendCodes:
             self.load(gmem, smem, wg - workers)
 
     def load(self, gmem, smem, worker) -> None:
-        """Fills the ring of a worker."""
+        """Fills a worker's ring with the tiles of its segments."""
         c, reader = self.c, self.reader
 
         def segment(seg: Segment, done):
@@ -243,7 +243,7 @@ class _AttendCodes:
 
     @property
     def held(self) -> dict[str, Held]:
-        """Numbers that a thread keeps between instructions of a tile, by name."""
+        """Per-thread registers, by name, that are kept between the instructions of a tile."""
         tile = self.tile
         return {
             "queries": Held(count=tile.num_queries, dtype=I32),
@@ -283,7 +283,7 @@ class _AttendCodes:
         return self.inlined("", "queries", [plgpu.RefType(tiled(128))], body)(q_smem)[0]
 
     def nothing(self) -> tuple[jax.Array, jax.Array]:
-        """Returns maxima and sums of no keys."""
+        """Returns the softmax's maxima and sums before any key."""
 
         def body(numbers):
             del numbers
@@ -337,5 +337,5 @@ class _AttendCodes:
 
 
 def _codes_kind(row_bytes: int) -> Any:
-    """Of a tile of codes."""
+    """Returns the argument type of a tile of codes in shared memory."""
     return plgpu.RefType(tiled(row_bytes, itemsize=1))

@@ -1,4 +1,4 @@
-"""Attention of many new tokens of each row to its pages: flash attention that reads tables.
+"""Attention of many new tokens per row over its pages: flash attention that reads page tables.
 
 Tiles of ``attend`` have a few tokens with all query heads of a kv head, for which there is nothing
 to gain but the reading of pages once. A chunk of a prompt multiplies: here a tile has 128 tokens of
@@ -103,7 +103,7 @@ class _SeenTiles(TileRange):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Chunk(ForwardKernel):
-    """The kernel of one call."""
+    """Kernel of one call with a chunk of new tokens per row."""
 
     name: ClassVar[str] = "paged_attention_chunk"
 
@@ -111,16 +111,16 @@ class _Chunk(ForwardKernel):
 
     @property
     def split(self) -> PagePieces:
-        """A tile as pieces of pages."""
+        """The pieces of pages that a key tile consists of."""
         return PagePieces(size=self.size, block=self.c.block_kv)
 
     @property
     def pieces(self) -> int:
-        """Number of copies that bring a tile of keys, or of values."""
+        """Number of TMA copies that bring one tile of keys, or one of values."""
         return self.split.count
 
     def place(self, gmem, block) -> tuple[jax.Array, jax.Array, jax.Array, TileRange]:
-        """Batch entry, head and first query of a tile, and the key tiles that it visits."""
+        """Returns a tile's batch entry, head, first query, and the key tiles that it visits."""
         c, left = self.c, self.spec.left
         head, q_tile = self.tile_of(block)
         b, n, q0 = lax.div(head, self.g.N), lax.rem(head, self.g.N), q_tile * c.block_q
@@ -140,7 +140,7 @@ class _Chunk(ForwardKernel):
         return b, n, q0, _SeenTiles(tiles.lo, tiles.full_lo, tiles.full_hi, tiles.hi, begin, end)
 
     def aligned(self, gmem, b, row0):
-        """Position of query ``row0``."""
+        """Returns the position in the row of query ``row0``."""
         return gmem.rows[b, 0] + row0
 
     def copy_keys(self, gmem, smem, b, kv_head, tile, i) -> None:

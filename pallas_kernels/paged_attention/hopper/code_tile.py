@@ -1,4 +1,4 @@
-"""One thread's part of a tile of quantized keys and values, as instructions.
+"""Instructions of one thread for a tile of quantized keys and values.
 
 A warp has a few of the tile's keys and softmax sums of its own, so warps wait for no other until a
 segment ends. Scores are keys times queries; their fragments, transposed, are the right operand of
@@ -8,7 +8,7 @@ products: lane ``4 g + t`` has queries ``8 n + 2 t + e`` for strip n and e in 0,
 A warp computes products of 16 keys, or of 16 columns of values, with 8 queries at a time
 (``mma.m16n8k16``). Which key is a product's row, and in which order columns are contracted, is
 free as long as both sides agree. So lane ``4 g + t`` takes words that no other lane
-reads at the same time, and what a word's bits become in one instruction is one register:
+reads at the same time, and one instruction makes a word's bits into one register:
 
 * keys: of 8, row g of a product is not key g; their scores, in that order, are the contracted dim
   of the values' product.
@@ -426,8 +426,8 @@ class CodeResult:
         """Merges and normalizes four warps' results, and writes them to global memory.
 
         Args:
-            places: of maxima and sums [2, 4, rows] and of results [4, rows, V + 4] in shared
-                memory, fp32.
+            places: fp32 buffers in shared memory: maxima and sums [2, 4, rows], results
+                [4, rows, V + 4].
             results: where global memory has results and logsumexps, i64, and which partial result
                 this is.
             softmax, sums: registers of the last ``CodeTile.probabilities`` and ``add_values``.

@@ -66,7 +66,7 @@ def merge_pages(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _MergePages:
-    """The kernel of one call."""
+    """Kernel that merges the partial results of one call."""
 
     g: QueryLayout
     c: PagedConfig
