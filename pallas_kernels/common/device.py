@@ -33,7 +33,7 @@ _compiling_for: contextvars.ContextVar[Facts | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def compiling_for(facts: Facts) -> Iterator[None]:
-    """Context manager in which kernels are chosen for the device of ``facts``, not the present one.
+    """Sets, within a context, the device for which kernels are chosen in place of the present one.
 
     For lowering to a GPU on a machine without one. JAX's caches ignore this context: lower a
     function that this process has not traced before.

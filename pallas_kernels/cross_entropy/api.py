@@ -53,9 +53,10 @@ def linear_cross_entropy(
     num_devices: int = 1,
     vocabulary_axes: tuple[str, ...] = (),
 ) -> CrossEntropySums:
-    """Weighted cross entropy of ``hidden table^T`` against targets, without keeping the logits.
+    """Computes the weighted cross entropy of ``hidden table^T`` against targets, by chunks of
+    logits.
 
-    Memory beyond inputs and gradients is one chunk of logits, where the materialized loss keeps
+    Beyond inputs and gradients it needs memory for one chunk of logits; a materialized loss keeps
     B*T*V fp32 values and their gradient.
 
     Args:
@@ -72,10 +73,10 @@ def linear_cross_entropy(
             exponentials by chunks; "reference" materializes all; "auto" takes hopper where it can
             and was measured to be 1.15 times as fast (from 100,000 ids), else xla.
         chunk_bytes: most logits of a shard at a time (fp32; bf16 for "hopper"); by default 2 MiB
-            on a CPU, elsewhere 1 GiB (hopper 470 MiB).
+            on a CPU, elsewhere 1 GiB ("hopper" 470 MiB).
         batch_shards: devices that the batch dim is spread over. The table's gradient is summed
             apart for each, so that it is communicated once and not once a chunk.
-        sequence_shards: devices that the positions are spread over; their sums are apart, too.
+        sequence_shards: devices that the positions are spread over; sums are kept apart for each.
         num_devices: number of devices over which the compiler spreads the call; "hopper" needs 1.
         vocabulary_axes: mesh axes that the vocabulary is spread over, inside ``shard_map``: table
             is this device's [V/N, D] of N equal parts in the axes' order, hidden, targets (ids of

@@ -95,7 +95,7 @@ def flash_attention(
     return_residual: bool = False,
     mesh_axes: MeshAxes | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Exact attention, ``softmax(soft_cap(scale * q k^T) + bias) v``, without the T x S matrix.
+    """Computes exact attention, ``softmax(soft_cap(scale * q k^T) + bias) v``, in linear memory.
 
     Layout and argument names follow ``jax.nn.dot_product_attention``. Differences: positions are
     aligned bottom-right (query t with key t + S - T) where T != S; the logsumexp is float32 and

@@ -70,9 +70,7 @@ class BackwardConfig:
     own_copies: bool = False  # of queries, as where 8 does not divide their number
 
     def check(self, head_dim: int) -> None:
-        """Raises UnsupportedError for a form that was measured to serialize its matmuls or to
-        spill.
-        """
+        """Raises UnsupportedError for a form measured to serialize its matmuls or to spill."""
         if head_dim > 64 and (self.register_ds or self.dq_warpgroup):
             raise UnsupportedError(
                 f"{self}: register_ds and dq_warpgroup need heads at most 64 wide, not {head_dim};"

@@ -94,7 +94,7 @@ class CodeOrder:
         return word // at_a_time * 16 * at_a_time + 4 * (word % at_a_time), 4 * at_a_time
 
     def value_column(self, register: int, width: int) -> int:
-        """Returns the column, within an eighth of a value, of a lane's row of the values' product.
+        """Returns the column, within an eighth of a value, that a product's register stands for.
 
         Args:
             register: 2 for each product, of rows g and g + 8, in the order of ``value_places``.
