@@ -53,8 +53,7 @@ def linear_cross_entropy(
     num_devices: int = 1,
     vocabulary_axes: tuple[str, ...] = (),
 ) -> CrossEntropySums:
-    """Computes the weighted cross entropy of ``hidden table^T`` against targets, by chunks of
-    logits.
+    """Computes weighted cross entropy of ``hidden table^T`` and targets, by chunks of logits.
 
     Beyond inputs and gradients it needs memory for one chunk of logits; a materialized loss keeps
     B*T*V fp32 values and their gradient.
