@@ -16,7 +16,10 @@ class RmsNorm:
     offset: float = dataclasses.field(default=0.0, metadata=dict(static=True))  # of the scale
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns ``x / sqrt(mean(x^2) + epsilon) * (scale + offset)`` in fp32, as x's dtype."""
+        """Returns the RMSNorm of x's rows, computed in fp32 and rounded to x's dtype.
+
+        The formula is ``x / sqrt(mean(x^2) + epsilon) * (scale + offset)``.
+        """
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.epsilon)
         scale = self.scale.astype(jnp.float32) + self.offset
