@@ -43,7 +43,8 @@ from jaxinfra.runtime.files import read_json
 def open_pretokenized(
     config: DataConfig, *, vocab_size: int, tokenizer: Tokenizer | None
 ) -> tuple[Tokenizer, TokenArrays, TokenArrays, tuple[str, ...]]:
-    """Opens the tokenizer, the training side, the held-out side, and held-out documents' names.
+    """Opens pre-tokenized arrays: returns the tokenizer, the training side, the held-out side, and
+    names of the held-out documents.
 
     A document's name is its number. The tokenizer is the one given, the configured one, or the
     ``tokenizer.json`` beside the arrays.
@@ -73,7 +74,7 @@ def open_pretokenized(
 
 
 def tokenizer_of_arrays(config: DataConfig, directory: Path) -> Tokenizer:
-    """Returns the configured tokenizer, or the ``tokenizer.json`` beside the arrays."""
+    """Returns the configured tokenizer, or else the ``tokenizer.json`` in the arrays' directory."""
     if config.tokenizer.kind is TokenizerKind.BYTES:
         return bytes_tokenizer()
     if config.tokenizer.path is not None:

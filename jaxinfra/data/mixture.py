@@ -33,7 +33,9 @@ _BLOCK = 1024  # steps whose rows are summed at a time
 
 @final
 class MixtureSchedule:
-    """Shares of sources by step, and the rows of each source that follow from them."""
+    """The sources' shares of the batch by step, and the rows of each source that follow from
+    them.
+    """
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class MixtureSchedule:
         self._lock = threading.Lock()
 
     def shares(self, steps: Int64[np.ndarray, "N"]) -> Float64[np.ndarray, "N S"]:
-        """Returns each source's part of these steps' batches; the parts of a step sum to 1."""
+        """Returns each source's share of these steps' batches; a step's shares sum to 1."""
         return np.diff(self._bounds(steps), axis=1, prepend=0.0)
 
     def rows(self, steps: Int64[np.ndarray, "N"]) -> Int64[np.ndarray, "N S"]:
@@ -81,7 +83,9 @@ class MixtureSchedule:
         return self._sums[block] + self.rows(np.arange(block * _BLOCK, step)).sum(axis=0)
 
     def mean_shares(self, num_steps: int) -> Float64[np.ndarray, "S"]:
-        """Returns each source's part of all batches before a step, as the weights have it."""
+        """Returns each source's share of all batches before step ``num_steps``, as the config's
+        weights define it.
+        """
         total = np.zeros(len(self.names))
         for first in range(0, num_steps, 1 << 16):
             total += self.shares(np.arange(first, min(first + (1 << 16), num_steps))).sum(axis=0)
@@ -104,10 +108,10 @@ class MixtureSchedule:
 
 @final
 class MixedWindows:
-    """Batches of several sources by random access: no state but the number of the step.
+    """Batches that mix several sources, by random access: the only state is the step number.
 
     Args:
-        rows_of: makes rows of a source; windows by default.
+        rows_of: makes the rows of one source from its token arrays; windows by default.
     """
 
     def __init__(
@@ -142,7 +146,7 @@ class MixedWindows:
         }
 
     def batch(self, step: int, rows: slice) -> Batch[np.ndarray]:
-        """Returns these rows of a step's batch."""
+        """Returns the selected rows of a step's batch."""
         source, sample = (each[rows] for each in self._drawn(step))
         windows = list(self._windows.values())
         parts = []
@@ -167,7 +171,9 @@ class MixedWindows:
         return source[drawn], sample[drawn]
 
     def read(self, step: int) -> dict[str, float]:
-        """Counts what all steps before this one have read, by ``mixture/SOURCE/WHAT``."""
+        """Counts the rows and tokens of each source in all steps before ``step``, as
+        ``mixture/SOURCE/WHAT``.
+        """
         record: dict[str, float] = {}
         rows = self._schedule.rows_before(step).tolist()
         for (name, windows), num_rows in zip(self._windows.items(), rows, strict=True):
@@ -177,7 +183,9 @@ class MixedWindows:
         return record
 
     def state(self, step: int) -> dict[str, Any]:
-        """Returns the state of the sources for a checkpoint: their texts, and the rows read."""
+        """Returns the mixture's state for a checkpoint: the sources' identities, and the rows read
+        of each.
+        """
         rows = self._schedule.rows_before(step).tolist()
         return {
             name: {"data": fingerprint, "samples": num_rows}
@@ -185,9 +193,10 @@ class MixedWindows:
         }
 
     def require_same(self, saved: Any, step: int) -> None:
-        """Raises DataError unless the steps before this one would have read the same samples.
+        """Raises DataError unless a saved run's steps before this one read the same samples.
 
-        Weights of later steps may change, and sources that nothing was read of may come and go.
+        Weights of later steps may change, and sources that no row was read of may be added or
+        removed.
         """
 
         def of(sources: Any, name: str) -> tuple[Any, Any]:

@@ -33,7 +33,9 @@ class _Epoch:
 
 @final
 class PackedWindows:
-    """All epochs' samples; sample ``n`` is the ``n % num_windows``-th of its epoch's order."""
+    """Windows of packed documents for all epochs; sample ``n`` is number ``n % num_windows`` in its
+    epoch's order.
+    """
 
     def __init__(self, arrays: TokenArrays, *, sequence_length: int, seed: int):
         if not arrays.num_tokens:
@@ -48,7 +50,7 @@ class PackedWindows:
         self._epoch = functools.lru_cache(maxsize=2)(self._make_epoch)
 
     def batch(self, samples: Int64[np.ndarray, "B"]) -> Batch[np.ndarray]:
-        """Returns the rows of these samples, in this order."""
+        """Returns the windows of these sample numbers, in this order."""
         epochs, index = np.divmod(samples, self.num_windows)
         parts = []
         for epoch in np.unique(epochs):
@@ -60,7 +62,7 @@ class PackedWindows:
         return rows_together(parts)
 
     def num_read(self, num_samples: int) -> int:
-        """Counts tokens and separators of the first samples: all of their positions but padding."""
+        """Counts tokens and separators in the first ``num_samples`` samples, padding excluded."""
         epochs, rest = divmod(num_samples, self.num_windows)
         read = epochs * self._stream_length + rest * self._sequence_length
         # The last window of the stream, wherever the epoch's order has it, ends with padding.
@@ -127,7 +129,9 @@ class PackedWindows:
 
 
 def rows_together(parts: Sequence[tuple[np.ndarray, Batch[np.ndarray]]]) -> Batch[np.ndarray]:
-    """Joins parts of a batch into one, and returns the numbers of the rows that they become."""
+    """Joins parts of a batch into one; each part is given with the numbers of its rows in the
+    batch.
+    """
     if len(parts) == 1 and (np.diff(parts[0][0]) == 1).all():
         return parts[0][1]
     merged = {}

@@ -27,11 +27,12 @@ _FORMS = (
 
 @final
 class PairEncoder:
-    """Encoder of pairs: a prompt with a chosen and a rejected answer becomes two documents.
+    """Tokenizes pairs of answers: a prompt with a chosen and a rejected answer becomes two
+    documents.
 
     Args:
-        chat: renders them as conversations; None: an answer's text follows the prompt's, and ends
-            with the separator.
+        chat: encoder that renders pairs as conversations; None: an answer's text follows the
+            prompt's, and ends with the separator.
     """
 
     per_row = 2  # documents that a line becomes
@@ -42,10 +43,10 @@ class PairEncoder:
         self.bos_id = tokenizer.bos_id if chat is None else chat.bos_id
 
     def encode_batch(self, documents: Sequence[Document]) -> list[EncodedChat]:
-        """Returns the tokens of JSON lines, the chosen answer of each before its rejected one.
+        """Returns the tokens of pairs in JSON lines, each chosen answer before its rejected one.
 
         Raises:
-            DataError: what is wrong with one of them, which is named.
+            DataError: a pair is invalid; the message names it and says why.
         """
         rows = [_parse(document) for document in documents]
         names = [document.name for document in documents]

@@ -1,4 +1,4 @@
-"""Pieces of documents, their places in rows, and the batch that such rows make."""
+"""Pieces of documents, their positions in rows, and the batch that such rows make."""
 
 import bisect
 import dataclasses
@@ -14,7 +14,9 @@ from jaxinfra.data.token_arrays import TokenArrays
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class DocumentPieces:
-    """Pieces of documents: ``length`` inputs from ``start``, of which ``context`` do not count."""
+    """Pieces of documents: each has ``length`` input tokens from ``start``, of which the first
+    ``context`` do not count.
+    """
 
     document: np.ndarray
     start: np.ndarray
@@ -24,7 +26,7 @@ class DocumentPieces:
     column: np.ndarray
 
     def select(self, index: np.ndarray) -> "DocumentPieces":
-        """Returns some of the pieces, in this order."""
+        """Returns the pieces of these indices, in this order."""
         fields = dataclasses.fields(self)
         return DocumentPieces(**{field.name: getattr(self, field.name)[index] for field in fields})
 
@@ -32,10 +34,11 @@ class DocumentPieces:
 def piece_rows(
     arrays: TokenArrays, pieces: DocumentPieces, *, num_rows: int, sequence_length: int
 ) -> Batch[np.ndarray]:
-    """Makes rows of these pieces; each piece is a segment, the rest of a row padding.
+    """Makes a batch's rows of these pieces; each piece is one segment, the rest of a row is
+    padding.
 
     Args:
-        pieces: sorted by row and column.
+        pieces: pieces sorted by row, then by column.
     """
     shape = (num_rows, sequence_length)
     tokens = np.full(shape, arrays.eos_id, np.int32)
@@ -73,10 +76,10 @@ def piece_rows(
 def piece_targets(
     arrays: TokenArrays, pieces: DocumentPieces
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns three numbers for each input token of the pieces, one piece after another.
+    """Returns three integers for each input token of the pieces, in order.
 
-    They are the number of its piece, its position in the piece, and the index of its target among
-    the tokens of ``arrays``.
+    They are the number of the token's piece, its position in the piece, and the index of its target
+    among the tokens of ``arrays``.
     """
     which = np.repeat(np.arange(len(pieces.row)), pieces.length)
     position = np.arange(len(which)) - (np.cumsum(pieces.length) - pieces.length)[which]
@@ -87,10 +90,11 @@ def piece_targets(
 def best_fit(
     lengths: np.ndarray, capacity: int, *, most: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Places pieces best-fit decreasing: longest first, each into the fullest row that holds it.
+    """Assigns pieces to rows best-fit decreasing: longest first, each into the fullest row with
+    room for it.
 
     Args:
-        most: pieces in a row.
+        most: most pieces per row; None: no limit.
     """
     row = np.zeros(len(lengths), np.int64)
     column = np.zeros(len(lengths), np.int64)
@@ -119,7 +123,7 @@ def best_fit(
 
 
 def next_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Places pieces in their order, each into the last row if it fits, else into a new one."""
+    """Assigns pieces to rows in order, each to the last row if it fits there, else to a new one."""
     row = np.zeros(len(lengths), np.int64)
     column = np.zeros(len(lengths), np.int64)
     number, end = 0, 0

@@ -1,4 +1,4 @@
-"""Documents out of one file: text, JSON, CSV (plain, gzip, zstd), Parquet and Arrow.
+"""Reading of documents from one file: text, JSON, CSV (plain, gzip, zstd), Parquet and Arrow.
 
 Arrow files are those that Hugging Face's ``datasets`` saves.
 """
@@ -36,14 +36,16 @@ EACH_LINE = "each line must be one JSON object"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """A named text, put on one side of the split by its name."""
+    """A text with a name; the name decides its side of the train/held-out split."""
 
     name: str
     text: str
 
 
 def read_documents(path: Path, *, name: str, text_field: str) -> Iterator[Document]:
-    """Reads the documents of a file, by its suffix; a row of many is named ``name:number``."""
+    """Reads the documents of a file in the format of its suffix; a file's rows are named
+    ``name:number``.
+    """
     require_plain(path, error=DataError)
     try:
         if _kind(name) in _TABLES:
@@ -82,7 +84,7 @@ def read_lines(path: Path, *, name: str) -> Iterator[Document]:
 
 
 def holds_one_document(name: str) -> bool:
-    """Tells whether the file is one text, rather than rows of texts."""
+    """Whether a file of this name is one text, rather than rows of texts."""
     return _kind(name) not in (*_JSON, *_CSV, *_TABLES)
 
 
@@ -92,9 +94,9 @@ def _kind(name: str) -> str:
 
 
 def decode(data: bytes) -> str | None:
-    """Decodes UTF-8; None for a binary file, which has invalid UTF-8 or a NUL byte.
+    """Decodes UTF-8; returns None for a binary file, which has invalid UTF-8 or a NUL byte.
 
-    A byte order mark is no part of the text; line ends stay as they are.
+    A byte order mark is removed; line ends stay unchanged.
     """
     try:
         return None if b"\0" in data else data.decode("utf-8-sig")

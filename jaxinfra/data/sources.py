@@ -1,4 +1,6 @@
-"""Where text comes from: the standard library, a directory, a glob or one file."""
+"""The files that a corpus's text comes from: the standard library, a directory, a glob or one
+file.
+"""
 
 import dataclasses
 import glob
@@ -29,17 +31,17 @@ class Source:
     names: tuple[str, ...]
 
     def listing(self) -> list[tuple[str, int, int]]:
-        """Name, size and modification time (ns) of each file: what a cache is keyed by."""
+        """Name, size and modification time (ns) of each file, which are part of the cache's key."""
         stats = [(name, self._stat(name)) for name in self.names]
         return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
     def lines(self) -> Iterator[Document]:
-        """Reads the lines of all files, which must be JSON lines, in a fixed order."""
+        """Reads the lines of all files, which must hold JSON lines, in a fixed order."""
         for name in self.names:
             yield from read_lines(self.root / name, name=name)
 
     def documents(self, *, text_field: str) -> Iterator[Document]:
-        """Reads the documents in a fixed order; empty ones are left out."""
+        """Reads the documents of all files in a fixed order; empty ones are left out."""
         if self.spec == STDLIB:
             found = self._stdlib_documents()
         else:

@@ -1,4 +1,4 @@
-"""The special tokens of a model: those that texts begin with, end at and are built from.
+"""The special tokens of a model, such as those that texts begin with and end at.
 
 Files take precedence as in ``transformers``: ``tokenizer_config.json`` names the tokens, and
 ``special_tokens_map.json`` names them anew unless the former lists its added tokens;
@@ -27,7 +27,7 @@ _PROBES = ("a", "0", " ", "\u4e00")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SpecialTokens:
-    """The special tokens of one tokenizer; an empty tuple or None where no file names any."""
+    """The special tokens of one tokenizer; a role that no file names is an empty tuple or None."""
 
     bos_id: int | None  # precedes a document
     eos_id: int | None  # ends a document
@@ -36,10 +36,11 @@ class SpecialTokens:
 
 
 def read_special_tokens(tokenizer: tokenizers.Tokenizer, directory: Path | None) -> SpecialTokens:
-    """Reads the special tokens of a directory's files and a tokenizer, or of a tokenizer alone.
+    """Reads the special tokens from a directory's files and a tokenizer, or from the tokenizer
+    alone.
 
     Raises:
-        ConfigError: a file that is not one.
+        ConfigError: a file is not a valid file of its kind.
     """
     named = {} if directory is None else named_tokens(directory)
 
@@ -59,7 +60,7 @@ def read_special_tokens(tokenizer: tokenizers.Tokenizer, directory: Path | None)
 
 
 def named_tokens(directory: Path) -> dict[str, str]:
-    """Returns the special tokens that a directory's files name, by role, for templates."""
+    """Returns the special tokens that a directory's files name, by role, for chat templates."""
     settings: Mapping[str, Any] = read_settings(directory)
     if "added_tokens_decoder" not in settings:
         file = directory / "special_tokens_map.json"
@@ -76,7 +77,9 @@ def named_tokens(directory: Path) -> dict[str, str]:
 
 
 def read_settings(directory: Path) -> "TokenizerSettings":
-    """Reads the fields of ``tokenizer_config.json`` that are used; none without a file."""
+    """Reads the fields of ``tokenizer_config.json`` that are used here; defaults if there is no
+    file.
+    """
     file = directory / SETTINGS
     return read_json(file, holds=TokenizerSettings) if file.is_file() else {}
 
@@ -124,7 +127,7 @@ type _Token = str | dict[str, Any] | None
 
 
 class TokenizerSettings(TypedDict, total=False):
-    """The fields of ``tokenizer_config.json`` that are read here."""
+    """The fields of ``tokenizer_config.json`` that this package uses."""
 
     chat_template: str | list[_Named] | None
     added_tokens_decoder: dict[str, Any]

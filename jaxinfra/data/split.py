@@ -20,14 +20,16 @@ _SALT = "jaxinfra/"
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """The documents of a corpus, each on one side: by its source, or by the hash of its name."""
+    """The documents of a corpus, each assigned to one side by its source or by the hash of its
+    name.
+    """
 
     source: Source
     heldout_source: Source | None
     config: DataConfig
 
     def identity(self) -> dict[str, Any]:
-        """JSON values that change whenever the documents or their sides might."""
+        """JSON values that differ whenever the documents or their sides may differ."""
         sources = [self.source, *([self.heldout_source] if self.heldout_source else [])]
         return {
             "sources": [[str(source.root), source.listing()] for source in sources],
@@ -38,7 +40,7 @@ class Split:
         }
 
     def check_names(self) -> None:
-        """Raises DataError before any file is read, where names alone leave a side empty."""
+        """Raises DataError, before any file is read, if the names alone leave a side empty."""
         names = self.source.names
         if self.heldout_source is None and all(holds_one_document(name) for name in names):
             num_heldout = sum(self._is_heldout(name) for name in names)
@@ -47,7 +49,7 @@ class Split:
             )
 
     def documents(self) -> Iterator[tuple[Document, bool]]:
-        """Reads every document, and whether it is held out."""
+        """Reads every document of the corpus, with a flag whether it is held out."""
         for document in self._of(self.source):
             yield document, self._is_heldout(document.name)
         if self.heldout_source is not None:
@@ -55,7 +57,7 @@ class Split:
                 yield document, True
 
     def train_texts(self) -> Iterator[str]:
-        """Reads the texts of the training side alone."""
+        """Reads the texts of the training side only."""
         for document in self._of(self.source):
             if not self._is_heldout(document.name):
                 yield document.text
@@ -74,15 +76,12 @@ def name_hash(name: str) -> float:
 
     A document is held out if the number is below ``heldout_fraction``: about that part of all
     documents is, and no document changes sides when others come or go.
-
-    It is held out if this is below ``heldout_fraction``: about that part of all documents is, and
-    none changes side when others come or go.
     """
     return int.from_bytes(hashlib.sha256(f"{_SALT}{name}".encode()).digest()[:6], "big") / (1 << 48)
 
 
 def require_both_sides(config: DataConfig, *, num_train: int, num_heldout: int) -> None:
-    """Raises DataError, with what would help, if a side of the split has no document."""
+    """Raises DataError with a remedy if a side of the split has no document."""
     if num_train and num_heldout:
         return
     num_documents = num_train + num_heldout

@@ -1,9 +1,9 @@
-"""The process that runs chat templates: Jinja programs that came with a model's weights.
+"""The process that runs chat templates: Jinja programs that come with a model's weights.
 
 ``python -m jaxinfra.data.template_program`` reads requests and writes answers, one line of JSON
-each. It is a process of its own because no sandbox within one bounds time or memory: a template may
-loop for ever or fill the memory with a few characters. Its parent (``chat_template``) kills it
-then.
+each. It is a separate process because no sandbox within a process bounds time or memory: a template
+of a few characters may loop for ever or fill the memory. Its parent (``chat_template``) then kills
+it.
 """
 
 import datetime
@@ -42,7 +42,9 @@ class Generation(ext.Extension):
 
 
 def compiled(source: str) -> tuple[jinja2.Template, bool]:
-    """Compiles a template; tells whether it marks the model's messages."""
+    """Compiles a chat template; also returns whether it marks the model's messages by ``{%
+    generation %}``.
+    """
     # As the reference implementation sets it up: templates depend on every one of these.
     environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
@@ -60,7 +62,7 @@ def compiled(source: str) -> tuple[jinja2.Template, bool]:
 
 
 class Nothing(str):
-    """The null content of a message: it prints as nothing, and tests as None."""
+    """The null content of a message: it prints as an empty text, and templates test it as None."""
 
     __slots__ = ()
 
@@ -72,7 +74,9 @@ class Nothing(str):
 
 
 class Arguments(dict[str, Any]):
-    """The arguments of a tool call that came as JSON: values to read, and their text to print."""
+    """A tool call's arguments that came as JSON text: templates may read their values or print the
+    text.
+    """
 
     def __init__(self, text: str):
         try:
@@ -95,10 +99,11 @@ class Arguments(dict[str, Any]):
 
 
 def as_values(message: Any, *, joins: bool) -> Any:
-    """Returns a message as templates read it: null content as ``Nothing``, arguments as values.
+    """Returns a message with values as templates read them: null content as ``Nothing``, tool
+    arguments as ``Arguments``.
 
     Args:
-        joins: content in parts becomes one text.
+        joins: join content in several parts into one text.
     """
     if not isinstance(message, dict):
         return message
@@ -116,7 +121,7 @@ def as_values(message: Any, *, joins: bool) -> Any:
 
 
 def reads_parts(template: jinja2.Template, variables: Mapping[str, Any]) -> bool:
-    """Tells whether a template takes content in text parts, as some take nothing else."""
+    """Whether a template accepts content as text parts; some templates accept nothing else."""
     talk = [{"role": "user", "content": [{"type": "text", "text": _ASKED}]}]
     try:
         text = template.render({**variables, "messages": talk, "tools": None})
@@ -170,7 +175,7 @@ def _answer(request: dict[str, Any], known: dict[str, tuple[jinja2.Template, boo
 
 
 def main() -> None:
-    """Answers requests until the input ends."""
+    """Answers requests from the standard input until it ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     known: dict[str, tuple[jinja2.Template, bool]] = {}
     answers, sys.stdout = sys.stdout, sys.stderr

@@ -75,7 +75,7 @@ class TokenArrays:
 
     @property
     def num_bytes(self) -> int:
-        """UTF-8 bytes of all documents' texts, as far as they count."""
+        """Number of UTF-8 bytes in the documents' texts, as far as the loss counts them."""
         return int(self.document_bytes.sum())
 
     def document(self, index: SupportsIndex) -> Integer[np.ndarray, "T"]:
@@ -84,7 +84,7 @@ class TokenArrays:
         return self.tokens[start : start + self.lengths[index]]
 
     def select(self, documents: Integer[np.ndarray, "documents"]) -> "TokenArrays":
-        """Returns a view of some of the documents; no token is copied."""
+        """Returns a view of the documents of these indices; no token is copied."""
         identity = hashlib.sha256(self.fingerprint.encode())
         identity.update(np.ascontiguousarray(documents).astype("<i8").tobytes())
         return dataclasses.replace(
@@ -98,10 +98,10 @@ class TokenArrays:
 
 @final
 class TokenWriter:
-    """Writer of token arrays into an existing directory, document by document.
+    """Writes token arrays into an existing directory, document by document.
 
     Args:
-        marks: whether each token is marked as counted or not.
+        marks: whether the writer stores for each token if the loss counts it.
     """
 
     def __init__(
@@ -122,7 +122,9 @@ class TokenWriter:
     def append(
         self, tokens: np.ndarray, *, num_bytes: int, counted: np.ndarray | None = None
     ) -> None:
-        """Adds one document: its tokens, its text's bytes in UTF-8, and which tokens count."""
+        """Appends a document: its tokens, its text's size in UTF-8 bytes, and which tokens the loss
+        counts.
+        """
         vocab_size = self._settings["vocab_size"]
         tokens = np.asarray(tokens)
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
@@ -148,7 +150,7 @@ class TokenWriter:
         self._document_bytes.append(num_bytes)
 
     def finish(self) -> None:
-        """Writes the metadata and offsets; without them the directory stays invalid."""
+        """Writes the metadata and offsets; without them the directory is not valid."""
         self.close()
         offsets = np.concatenate(([0], np.cumsum(self._lengths, dtype="<i8"))).astype("<i8")
         document_bytes = np.array(self._document_bytes, dtype="<i8")
@@ -170,7 +172,7 @@ class TokenWriter:
         (self._directory / META).write_text(json.dumps(meta, indent=1) + "\n")
 
     def close(self) -> None:
-        """Closes the token file; harmless when called again."""
+        """Closes the token file; further calls have no effect."""
         self._file.close()
         if self._marks is not None:
             self._marks.close()
@@ -184,7 +186,8 @@ def write_token_arrays(
     bos_id: int,
     eos_id: int,
 ) -> None:
-    """Writes ``(tokens, bytes of its text)`` per document in the format of this module.
+    """Writes documents, each given as (tokens, UTF-8 bytes of its text), in the format of this
+    module.
 
     ``bos_id`` is put before each document when it is read, ``eos_id`` is the target of its last
     token; both may be one separator. The directory appears only when complete, and an existing
@@ -201,7 +204,9 @@ def write_token_arrays(
 
 
 def open_token_arrays(directory: Path, *, vocab_size: int | None = None) -> TokenArrays:
-    """Opens token arrays, memory-mapped; ``vocab_size`` is the model's, when it is known."""
+    """Opens token arrays, memory-mapped; ``vocab_size`` is the model's, if known, and is
+    checked.
+    """
     meta = _read_meta(directory)
     tokens_path = directory / "tokens.bin"
     try:
@@ -254,16 +259,17 @@ def open_token_arrays(directory: Path, *, vocab_size: int | None = None) -> Toke
 
 
 def is_token_arrays(directory: Path) -> bool:
-    """Whether a directory claims to hold token arrays."""
+    """Whether a directory has the metadata file of token arrays."""
     path = directory / META
     return path.is_file() and FORMAT.encode() in path.read_bytes()
 
 
 @contextlib.contextmanager
 def new_directory(final_path: Path) -> Iterator[Path]:
-    """Makes a directory to fill, which takes its name only when the block ends without error.
+    """Makes a directory to fill, which gets its name only when the ``with`` block ends without
+    error.
 
-    If another process finished the same directory first, its result stands.
+    If another process finished the same directory first, its result is kept.
     """
     unfinished = final_path.with_name(f".{final_path.name}.{uuid.uuid4().hex[:12]}")
     try:

@@ -1,4 +1,4 @@
-"""Text to token ids and back, exactly."""
+"""Conversion of text to token ids and back without loss."""
 
 import contextlib
 import functools
@@ -50,8 +50,8 @@ class Tokenizer:
     that a model writes.
 
     Args:
-        directory: has config files that name these special tokens; if None, tokens with usual
-            names are taken.
+        directory: directory of config files that name these special tokens; None: tokens with usual
+            names are used.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, *, directory: Path | None = None):
@@ -83,7 +83,7 @@ class Tokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the vocabulary, merges and rules."""
+        """SHA-256 of the tokenizer's vocabulary, merges and rules."""
         return hashlib.sha256(self._json.encode()).hexdigest()
 
     def encode(self, text: str) -> Int32[np.ndarray, "T"]:
@@ -110,9 +110,9 @@ class Tokenizer:
         return [np.concatenate(ids[a:b]) for a, b in zip(starts, ends, strict=True)]
 
     def encode_rendered(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
-        """Returns the token ids of texts with special tokens spelled out, as templates write them.
+        """Returns the token ids of texts in which templates have spelled out special tokens.
 
-        A special token that ``guard`` has marked stays text.
+        A special token that ``guard`` has marked is encoded as plain text.
         """
         encode, own = self._spelled_out.encode_batch_fast, {}
         if any(GUARD in text for text in texts):
@@ -127,7 +127,9 @@ class Tokenizer:
         return [np.array([own.get(i, i) for i in each.ids], np.int32) for each in encoded]
 
     def guard(self, text: str) -> str:
-        """Marks each special token that is spelled out in a text, so that it stays text."""
+        """Marks each special token that is spelled out in a text, so that it is encoded as plain
+        text.
+        """
         return self._spellings.sub(lambda found: found[0][0] + GUARD + found[0][1:], text)
 
     @functools.cached_property
@@ -162,18 +164,22 @@ class Tokenizer:
         return renamed, own
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of token ids; separators are spelled out."""
+        """Returns the text of token ids; separators appear as their names."""
         with panics():
             return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def token_bytes(self, token: int) -> bytes:
-        """Returns the bytes of one token within a text, mostly whole characters."""
+        """Returns the UTF-8 bytes that one token adds within a text; they may be part of a
+        character.
+        """
         if (data := self._bytes.get(token)) is None:
             data = self._bytes[token] = self._bytes_of(token)
         return data
 
     def spelled(self, token: int) -> str:
-        """Returns a token's text within a text; a part of a character is shown as bytes."""
+        """Returns the text that one token adds within a text; part of a character is shown as
+        bytes.
+        """
         data = self.token_bytes(token)
         try:
             return data.decode()
@@ -181,10 +187,10 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def stream_decoder(self, before: Sequence[int] = ()) -> "StreamDecoder":
-        """Makes a decoder to feed token by token.
+        """Makes a decoder that takes one token at a time.
 
         Args:
-            before: tokens of the text that the new ones go on with.
+            before: tokens of the text that the new tokens continue.
         """
         return StreamDecoder(self, before)
 
@@ -203,7 +209,8 @@ class Tokenizer:
     def save(self, path: Path) -> None:
         """Writes a ``tokenizer.json`` that this and other libraries load.
 
-        Where there is no ``tokenizer_config.json`` beside it, one is written with the separators.
+        If there is no ``tokenizer_config.json`` beside it, one that names the separators is
+        written.
         """
         path.write_text(self._json, encoding="utf-8")
         alone, settings = read_special_tokens(self._spelled_out, None), path.with_name(SETTINGS)
@@ -212,7 +219,9 @@ class Tokenizer:
             settings.write_text(json.dumps(self.separators(), indent=2) + "\n")
 
     def separators(self) -> dict[str, str]:
-        """Names of the tokens that documents begin and end with, for other libraries."""
+        """Names of the tokens that documents begin and end with, as other libraries' configs have
+        them.
+        """
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id}
         return {role: str(self._tokenizer.id_to_token(each)) for role, each in ids.items()}
 
@@ -231,10 +240,10 @@ class Tokenizer:
 
 @final
 class StreamDecoder:
-    """A decoder from tokens to text as they come, which never emits half a UTF-8 character.
+    """Decodes tokens to text as they come, and never emits half a UTF-8 character.
 
-    The concatenation of all ``push`` and the final ``flush`` is what the tokens add to the text of
-    those before them.
+    The concatenated results of all ``push`` and the final ``flush`` are the text that the tokens
+    add to the text before them.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
@@ -268,7 +277,7 @@ class StreamDecoder:
         return text
 
     def flush(self) -> str:
-        """Returns the text held back at the end; an incomplete character becomes U+FFFD."""
+        """Returns the remaining text at the end; an incomplete character becomes U+FFFD."""
         text = self._pending()
         self._shown, self._held, self._before = [], [], ""
         return text
@@ -313,7 +322,7 @@ class StreamDecoder:
 
 
 def num_ids(tokenizer: tokenizers.Tokenizer) -> int:
-    """Returns one more than a tokenizer's largest id; raises DataError for an id used twice."""
+    """Returns a tokenizer's largest id plus one; raises DataError if two tokens share an id."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     if not vocabulary:
         raise DataError("the tokenizer has no tokens at all; copy it again from its source")
@@ -356,7 +365,7 @@ _PANICS = _Panics()
 
 
 def panics() -> contextlib.AbstractContextManager[None]:
-    """Makes a DataError of each error, panics too, of the tokenizers library in the block."""
+    """Raises any error or panic of the tokenizers library in a ``with`` block as a DataError."""
     return _PANICS
 
 
@@ -390,7 +399,7 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
 
 
 def bytes_tokenizer() -> Tokenizer:
-    """Makes the tokenizer whose token ``b`` is byte ``b``, and token 256 the separator."""
+    """Makes a tokenizer whose tokens 0 to 255 are the bytes, and token 256 the separator."""
     return Tokenizer(_byte_level())
 
 

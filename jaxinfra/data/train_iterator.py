@@ -1,4 +1,4 @@
-"""Training batches: which samples a step sees, and a resumable Grain iterator over them."""
+"""Training batches: the samples of each step, and a resumable Grain iterator over the batches."""
 
 import contextlib
 import functools
@@ -24,7 +24,7 @@ _NUM_STEPS = 1 << 40
 
 
 def sample_ids(step: int, *, batch_size: int) -> Int64[np.ndarray, "B"]:
-    """Returns the global batch of a step, as sample numbers over all processes.
+    """Returns the sample numbers of a step's global batch, over all processes.
 
     Sample ``n`` is the ``n % num_windows``-th window in the shuffled order of epoch
     ``n // num_windows``; a batch may span two epochs, and no sample is dropped or repeated.
@@ -33,10 +33,10 @@ def sample_ids(step: int, *, batch_size: int) -> Int64[np.ndarray, "B"]:
 
 
 def process_rows(*, batch_size: int, process_index: int, process_count: int) -> slice:
-    """Returns a process's rows of the global batch.
+    """Returns the slice of the global batch's rows that a process reads.
 
-    They are contiguous, so that the processes' rows put together (as
-    ``jax.make_array_from_process_local_data`` does) are the same array for any process count.
+    The rows are contiguous, so the processes' rows in order (as
+    ``jax.make_array_from_process_local_data`` joins them) make one array for any process count.
     """
     if batch_size % process_count or not 0 <= process_index < process_count:
         raise DataError(
@@ -58,9 +58,11 @@ def train_batches(
     num_threads: int = 2,
     prefetch: int = 4,
 ) -> "TrainIterator":
-    """Makes endless batches of this process's rows; ``batch_size`` counts all processes' rows.
+    """Iterates without end over this process's rows of batches; ``batch_size`` counts all
+    processes' rows.
 
-    ``prefetch`` batches are made ahead by ``num_threads`` threads; with 0 threads, when asked for.
+    ``num_threads`` threads make ``prefetch`` batches ahead; with 0 threads a batch is made when it
+    is asked for.
     """
     rows = process_rows(
         batch_size=batch_size, process_index=process_index, process_count=process_count
@@ -101,10 +103,11 @@ def train_batches(
 
 @final
 class TrainIterator:
-    """An iterator over the batches of step 0, 1, 2..., with a state to continue from.
+    """Iterator over the batches of step 0, 1, 2, ..., with a state from which a later run
+    continues.
 
     Args:
-        mixture: what the batches are made of, where that is several sources.
+        mixture: the mixture that makes the batches; None for a single source.
     """
 
     def __init__(
@@ -135,24 +138,24 @@ class TrainIterator:
 
     @property
     def step(self) -> int:
-        """The step that the next batch is for."""
+        """Step that the iterator's next batch is for."""
         return self._step
 
     @property
     def num_ready(self) -> int:
-        """Number of batches that wait ready; 0 for long means slow readers."""
+        """Number of prefetched batches; if it stays 0, the readers are slow."""
         return max(0, self._made.value - (self._step - self._first))
 
     @property
     def busy_share(self) -> float:
         """Share of batch-making time for which reader threads computed or queued for a CPU.
 
-        For the rest of it they waited, as for a disk.
+        For the rest of the time they waited, for example for a disk.
         """
         return self._readers.busy_s / max(self._readers.spent_s, 1e-9)
 
     def batch(self, step: int) -> Batch[np.ndarray]:
-        """Makes this process's rows of any step anew, without moving the iterator."""
+        """Makes this process's rows of any step's batch again, without moving the iterator."""
         rows = self._steps[step]
         assert rows is not None, "no transformation of these drops a step"
         return rows
@@ -162,15 +165,17 @@ class TrainIterator:
         return sample_ids(step, batch_size=self._identity["batch_size"])
 
     def read(self, step: int) -> dict[str, float]:
-        """Counts what all earlier steps have read of each source of a mixture."""
+        """Counts the rows and tokens of each source of a mixture in all steps before ``step``."""
         return {} if self._mixture is None else self._mixture.read(step)
 
     def row_sources(self, step: int) -> list[str] | None:
-        """Returns the source of each row of a step's global batch, or None without a mixture."""
+        """Returns the source's name for each row of a step's global batch, or None without a
+        mixture.
+        """
         return None if self._mixture is None else self._mixture.row_sources(step)
 
     def state(self, step: int | None = None) -> dict[str, Any]:
-        """Returns the state that a checkpoint stores: JSON values, the same for every process.
+        """Returns the iterator's state for a checkpoint: JSON values, equal on every process.
 
         Args:
             step: the step to continue with; by default this iterator's next one.
@@ -180,7 +185,7 @@ class TrainIterator:
         return state if self._mixture is None else {**state, "mixture": self._mixture.state(step)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues after the step at which ``state`` was taken, on any number of processes."""
+        """Continues with the step stored in ``state``, on any number of processes."""
         for name, value in self._identity.items():
             if state.get(name) != value:
                 raise DataError(

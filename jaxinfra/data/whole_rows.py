@@ -1,4 +1,4 @@
-"""Rows of whole documents: conversations, or pairs of answers.
+"""Rows of whole documents, conversations or pairs of answers, none of which is split.
 
 Both answers of a pair share one row, the chosen before the rejected one. Each answer with its
 prompt is a segment of its own: segments 2i and 2i + 1 of a row are its i-th pair. So a row can be
@@ -29,13 +29,14 @@ MOST_PAIRS = 32
 
 
 def pair_pieces(arrays: TokenArrays, *, sequence_length: int) -> DocumentPieces:
-    """Places each answer in a row, pairs packed best-fit decreasing, sorted by row and column.
+    """Assigns both answers of each pair to one row, packed best-fit decreasing; sorted by row and
+    column.
 
     Args:
-        arrays: documents 2i and 2i + 1 are the answers of pair i.
+        arrays: token arrays in which documents 2i and 2i + 1 are the answers of pair i.
 
     Raises:
-        DataError: a pair does not fit into a row.
+        DataError: a pair is longer than a row.
     """
     assert arrays.num_documents % 2 == 0, f"{arrays.num_documents} documents are no pairs"
     lengths = arrays.lengths[0::2] + arrays.lengths[1::2]
@@ -61,12 +62,12 @@ def pair_pieces(arrays: TokenArrays, *, sequence_length: int) -> DocumentPieces:
 def conversation_pieces(
     arrays: TokenArrays, *, sequence_length: int, packing: Packing, too_long: TooLong
 ) -> tuple[DocumentPieces, str]:
-    """Places each conversation in a row, from its beginning, and reports those cut or dropped.
+    """Assigns each conversation to a row, from its first token, and reports those cut or dropped.
 
-    Conversations without a token that counts, in as much of them as is read, are left out.
+    A conversation is left out if no token counts in the part of it that is read.
 
     Raises:
-        DataError: none is left.
+        DataError: no conversation is left.
     """
     is_long = arrays.lengths > sequence_length
     length = np.minimum(arrays.lengths, sequence_length)
@@ -109,14 +110,15 @@ def conversation_pieces(
 
 @final
 class WholeRows:
-    """All epochs' rows of whole documents; sample ``n`` is the ``n % num_windows``-th of its epoch.
+    """Rows of whole documents for all epochs; sample ``n`` is number ``n % num_windows`` of its
+    epoch.
 
-    The same documents share a row in every epoch; the order of rows changes.
+    Documents share the same rows in every epoch; the order of rows changes.
 
     Args:
-        pieces: of the documents, sorted by row and column.
-        kind: of the documents, which their order depends on.
-        identity: what else the order depends on; compared when a run is resumed.
+        pieces: documents with their row and column, sorted by them.
+        kind: kind of the documents, conversations or pairs, which is part of the order's key.
+        identity: other values that the order depends on; compared when a run is resumed.
     """
 
     def __init__(
@@ -140,7 +142,7 @@ class WholeRows:
         self._bounds = np.searchsorted(self._pieces.row, np.arange(self.num_windows + 1))
 
     def batch(self, samples: Int64[np.ndarray, "B"]) -> Batch[np.ndarray]:
-        """Returns the rows of these samples, in this order."""
+        """Returns the rows of these sample numbers, in this order."""
         epochs, index = np.divmod(samples, self.num_windows)
         parts = []
         for epoch in np.unique(epochs):
@@ -149,7 +151,7 @@ class WholeRows:
         return rows_together(parts)
 
     def num_read(self, num_samples: int) -> int:
-        """Counts tokens of the first samples: all of their positions but padding."""
+        """Counts the tokens in the first ``num_samples`` samples, padding excluded."""
         epochs, rest = divmod(num_samples, self.num_windows)
         return epochs * int(self._fill.sum()) + int(self._read(epochs)[rest])
 
@@ -173,7 +175,7 @@ class WholeRows:
 
 
 def pair_rows(arrays: TokenArrays, *, sequence_length: int, seed: int) -> WholeRows:
-    """Makes rows of pairs; raises DataError where a pair does not fit."""
+    """Makes training rows of pairs of answers; raises DataError if a pair is longer than a row."""
     return WholeRows(
         arrays,
         pair_pieces(arrays, sequence_length=sequence_length),
@@ -187,7 +189,9 @@ def pair_rows(arrays: TokenArrays, *, sequence_length: int, seed: int) -> WholeR
 def conversation_rows(
     arrays: TokenArrays, *, sequence_length: int, seed: int, packing: Packing, too_long: TooLong
 ) -> WholeRows:
-    """Makes rows of conversations and logs a line about them; raises DataError if none is left."""
+    """Makes training rows of conversations and logs how many were cut or dropped; raises DataError
+    if none is left.
+    """
     pieces, said = conversation_pieces(
         arrays, sequence_length=sequence_length, packing=packing, too_long=too_long
     )
