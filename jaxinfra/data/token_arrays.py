@@ -57,7 +57,7 @@ class TokenArrays:
 
     @property
     def num_documents(self) -> int:
-        """Number of documents, the empty ones included."""
+        """Number of documents, including empty ones."""
         return len(self.lengths)
 
     @property

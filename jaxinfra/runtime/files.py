@@ -17,7 +17,9 @@ _DIGITS = 18  # those of any size; Python itself refuses to read thousands
 
 
 def whole_number(text: str) -> int | None:
-    """Parses decimal digits; None for any other text, and beyond 18 digits."""
+    """Parses decimal digits into an integer; returns None for any other text, or more than 18
+    digits.
+    """
     return int(text) if text.isdecimal() and len(text) <= _DIGITS else None
 
 
@@ -62,7 +64,7 @@ def read_bytes(
 
 
 def require_plain(path: Path, *, error: type[JaxinfraError] = ConfigError) -> None:
-    """Raises ``error`` for a directory, pipe or device, whose reader might wait for ever."""
+    """Raises ``error`` for a directory, pipe or device, on which a read might wait for ever."""
     try:
         mode = path.stat().st_mode
     except OSError as failure:

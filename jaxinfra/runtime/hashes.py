@@ -107,7 +107,9 @@ class StateHash:
         return any(len(group) > 1 for groups in self._copies for group in groups)
 
     def __call__(self, state: Any) -> UInt32[Array, "devices tensors"]:
-        """Computes a sum of each device's part of each tensor, replicated; it is not waited for."""
+        """Computes the hash of each device's shard of each tensor, replicated, without waiting for
+        it.
+        """
         return self._hash(jax.tree.leaves(state))
 
     def compare(self, table: UInt32[np.ndarray, "devices tensors"]) -> list[Mismatch]:

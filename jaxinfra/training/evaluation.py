@@ -125,7 +125,7 @@ def evaluate_sets(
 
 
 def pooled(parts: Sequence[Evaluation]) -> Evaluation:
-    """Pools the losses of several texts, as if they were one text."""
+    """Combines the losses of several texts into the loss of all, as if they were one text."""
     if len(parts) == 1:
         return parts[0]
     num_tokens = sum(each.num_tokens for each in parts)
@@ -227,8 +227,8 @@ def evaluate_run(
     """Evaluates a checkpoint over every held-out token, once.
 
     Args:
-        source: text to use instead of the run's own held-out documents, all of it.
-        step: of the checkpoint; the newest good one where None.
+        source: a text to evaluate on as a whole, in place of the run's own held-out documents.
+        step: step of the checkpoint; None: the newest good one.
     """
     run = RunDirectory(directory)
     as_it_is = run.read_config()

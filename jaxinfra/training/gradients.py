@@ -1,4 +1,4 @@
-"""Loss and gradients of a batch: what a training step differentiates.
+"""Functions that compute the loss and the gradients of a batch for the training step.
 
 Dims: B sequence of the batch, T position, K micro-batch.
 """

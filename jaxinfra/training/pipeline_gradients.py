@@ -114,7 +114,7 @@ class PipelineGradient(GradientFunction):
         key: Key[Array, ""],
         loss_scale: Float[Array, ""],
     ) -> Gradients:
-        """Runs the stages, each on its devices, and puts the gradients together."""
+        """Runs the pipeline's stages, each on its devices, and assembles the gradients."""
         model, placement, places = self.model, self.placement, self.places
         blocks, shared = zip(*map(_split, (parameters, state)), strict=True)
         micro = self._micro_batches(batch, key, loss_scale)

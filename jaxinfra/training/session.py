@@ -65,7 +65,7 @@ def train(
         config: model, data, optimizer and length of the run.
         directory: the run's directory; it must be new unless ``resume`` is true.
         resume: continue the run in ``directory``; ``config`` may differ from the one before.
-        cache_dir: where tokenized corpora and compiled programs are kept between runs; the user's
+        cache_dir: directory of tokenized corpora and compiled programs, shared by runs; the user's
             cache by default.
         profile: range of steps to trace.
         callbacks: hooks around steps, such as loggers; called on the first process.

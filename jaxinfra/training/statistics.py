@@ -147,7 +147,7 @@ class StepPrograms:
         return "step" if self.asks(step) in self._has_run else "compile"
 
     def __call__(self, step: int, state: Any, batch: Batch) -> Any:
-        """Runs a step; the state is consumed."""
+        """Runs the program that this step needs; ``state`` is donated."""
         self._has_run.add(self.asks(step))
         return (self._statistics if self.asks(step) else self.plain)(state, batch)
 

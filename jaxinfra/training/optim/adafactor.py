@@ -22,8 +22,8 @@ _MOST_RMS = 1.0  # of an update
 
 
 class FactoredState(NamedTuple):
-    """Second moments: means of squares by row and by column of factored matrices, of each element
-    of others. A kind that a parameter does not have is one zero.
+    """Adafactor's second moments: means of squares by row and by column of factored matrices, or
+    per element. A moment that a parameter does not have is one zero.
     """
 
     count: jax.Array  # int32 []
@@ -33,11 +33,11 @@ class FactoredState(NamedTuple):
 
 
 def scale_by_adafactor(dims: Any) -> optax.GradientTransformation:
-    """Algorithm 4 without the parameter's own scale as a factor: g / sqrt(v), clipped to a root
-    mean square of 1 in each matrix.
+    """Builds Adafactor's update (algorithm 4, without the parameter's own scale): g / sqrt(v),
+    clipped to a root mean square of 1 per matrix.
 
     Args:
-        dims: tree of ``DimsLeaf``.
+        dims: tree of ``DimsLeaf`` that names each parameter's dims.
     """
     every = [leaf.dims for leaf in jax.tree.leaves(dims)]
 

@@ -7,10 +7,11 @@ from jaxinfra.training.optim.promotion import standard_promotion
 
 
 def learning_rate(config: OptimizerConfig, *, steps: int) -> optax.Schedule:
-    """Rises linearly from peak/warmup to the peak, then decays to ``final_fraction`` of it.
+    """Returns the schedule: it rises linearly from peak/warmup to the peak, then decays to
+    ``final_fraction`` of it.
 
     Args:
-        steps: length of the run, at which the decay ends.
+        steps: number of steps of the run, at which the decay ends.
     """
     peak, final = config.learning_rate, config.learning_rate * config.final_fraction
     # Counted from step 0, a rise from 0 would waste the first step.

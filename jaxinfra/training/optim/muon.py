@@ -20,9 +20,10 @@ _ROOT_MEAN_SQUARE = 0.2
 
 
 def sides(dims: Dims) -> tuple[tuple[int, ...], ...]:
-    """The dims of each space that a parameter connects: two for a matrix, one for a vector.
+    """Returns the dims of each space that a parameter connects: two spaces for a matrix, one for a
+    vector.
 
-    A head's width belongs to the heads before it; layers and experts are no side.
+    A head's width belongs to the same side as the heads; layers and experts are part of no side.
     """
     found: list[tuple[int, ...]] = []
     for index, dim in enumerate(dims):
@@ -34,7 +35,7 @@ def sides(dims: Dims) -> tuple[tuple[int, ...], ...]:
 
 
 def is_matrix(dims: Dims) -> bool:
-    """Whether a parameter maps one space into another: not a norm's scale, nor a bias.
+    """Whether a parameter maps one space into another, unlike a norm's scale or a bias.
 
     Stacking over layers and splitting a width into heads add dims without making a matrix: a query
     bias is [layers, heads, head] and is none.
@@ -43,14 +44,14 @@ def is_matrix(dims: Dims) -> bool:
 
 
 def is_hidden_matrix(dims: Dims) -> bool:
-    """Whether both sides are widths: not a table of vectors by token or position, whose rows are
-    read one at a time and get gradients of very different sizes.
+    """Whether both sides of a parameter are widths, unlike embedding tables, whose rows are read
+    one at a time.
     """
     return len(sides(dims)) == 2 and not {VOCAB, POSITION} & set(dims)
 
 
 def orthogonalized(config: MuonConfig, dims: Any) -> optax.GradientTransformation:
-    """Updates of the hidden matrices among the parameters, before learning rate and decay.
+    """Builds Muon's updates of hidden matrices, before learning rate and weight decay.
 
     Of step t's gradient g, with Nesterov's momentum and the corrections of Dozat 2016:
 

@@ -22,8 +22,8 @@ _SEED = 0  # of rounding
 
 
 class StoredAdamState(NamedTuple):
-    """Moments as they are kept. Of the second one, where it has a scale, it is the square root:
-    half the range of exponents.
+    """Adam's moments in their stored dtypes. A second moment with a scale is stored as its square
+    root, which halves the range of exponents.
     """
 
     count: jax.Array  # int32 []
@@ -34,10 +34,11 @@ class StoredAdamState(NamedTuple):
 
 
 def scale_by_stored_adam(config: OptimizerConfig) -> optax.GradientTransformation:
-    """``optax.scale_by_adam`` over moments in ``config.first_moment`` and ``second_moment``.
+    """Builds ``optax.scale_by_adam`` with moments stored in ``config.first_moment`` and
+    ``second_moment``.
 
-    Updates are computed in float32 from what is kept, then it is rounded: FP8-LM (Peng et al. 2023)
-    with fp8 and fp16, DeepSeek-V3 (2024, section 3.3.2) with bf16 in both.
+    Updates are computed in float32 from the stored moments, which are then rounded: FP8-LM (Peng et
+    al. 2023) with fp8 and fp16, DeepSeek-V3 (2024, section 3.3.2) with bf16 in both.
     """
     adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)
     formats = config.first_moment, config.second_moment
@@ -87,7 +88,8 @@ def _stored(moments: Any, format_: MomentFormat, key: jax.Array) -> tuple[Any, A
 def make_optimizer(
     config: OptimizerConfig, *, dims: Any, steps: int
 ) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter 2019, algorithm 2) over fp32 parameters, or Muon.
+    """Builds the optimizer: AdamW (Loshchilov and Hutter 2019, algorithm 2) over fp32 parameters,
+    Muon, Lion or Adafactor.
 
     theta -= lr * (m_hat / (sqrt(v_hat) + epsilon) + weight_decay * theta), decay on matrices only.
     With Muon, hidden matrices get ``orthogonalized`` in place of the quotient; Lion and Adafactor
@@ -95,7 +97,7 @@ def make_optimizer(
 
     Args:
         dims: tree of ``DimsLeaf``: which parameters are matrices follows from their logical dims.
-        steps: length of the run, for the schedule.
+        steps: number of steps of the run, for the schedule.
     """
     clip = (
         optax.identity()

@@ -7,7 +7,7 @@ import jax
 
 
 def standard_promotion[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """``function`` under JAX's standard promotion, whatever its caller has set.
+    """Runs ``function`` under JAX's standard dtype promotion, whatever its caller has set.
 
     Optax raises Python floats to int32 counts, which strict promotion refuses.
     """

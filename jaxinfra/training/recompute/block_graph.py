@@ -38,7 +38,7 @@ _INLINED_RULES = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BlockOperation:
-    """An operation of a block, which makes some values from others."""
+    """An operation of a block's graph: its cost, its input values and its output values."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -50,7 +50,9 @@ class BlockOperation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BlockGraph:
-    """A graph of numbered values; those that no operation makes are the repetition's inputs."""
+    """Graph of a repetition's numbered values; values that no operation makes are the repetition's
+    inputs.
+    """
 
     operations: tuple[BlockOperation, ...]  # in an order in which they can run
     sizes: tuple[int, ...]  # bytes of each value
@@ -68,7 +70,9 @@ class BlockGraph:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """The cost of keeping a set of values, for one repetition, beside its inputs."""
+    """The cost of keeping a set of values for one repetition: bytes, and work to recompute the
+    others.
+    """
 
     names: tuple[str, ...]  # of those that the backward pass comes to read
     bytes: int
@@ -78,12 +82,13 @@ class Kept:
 
 
 def block_graph(jaxpr: Any, *, attention: float) -> BlockGraph:
-    """Builds the graph from ``jax.make_jaxpr`` of ``jax.vjp`` of a repetition.
+    """Builds a repetition's graph from ``jax.make_jaxpr`` of its ``jax.vjp``.
 
     Args:
-        jaxpr: (inputs) -> (result, residuals...). All inputs are free: they are kept anyway.
-        attention: FLOPs of a kernel that makes what is named ``ATTENTION``, whose own cannot be
-            seen.
+        jaxpr: (inputs) -> (result, residuals...). Keeping inputs costs nothing: they are kept
+            anyway.
+        attention: FLOPs of the attention kernel that makes the value named ``ATTENTION``, as a
+            kernel's FLOPs cannot be counted in a jaxpr.
     """
     builder = _Builder()
     env = {variable: builder.value(variable.aval) for variable in jaxpr.jaxpr.invars}
@@ -293,11 +298,11 @@ def _with_attention(
 def trace_repetition(
     model: ModelDefinition, stack: int, *, rows: int, length: int, number: int = 0
 ) -> BlockGraph:
-    """Traces the graph of a repetition of a stack's pattern, from shapes alone.
+    """Traces the graph of a repetition of a stack's pattern from shapes alone.
 
     Args:
-        rows, length: of the batch that passes through it at once.
-        number: which repetition, where some stay out of 8 bits.
+        rows, length: rows and tokens per row of the batch that passes through it at once.
+        number: number of the repetition, as some may be excluded from 8 bits.
     """
     config = model.config
     first = sum(len(each.pattern) for each in config.stacks[:stack])
@@ -339,7 +344,7 @@ MEMORY_SHARE = 0.85
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """A set of values that a repetition may keep."""
+    """A set of values that a repetition may keep, with its cost."""
 
     names: tuple[str, ...]
     bytes: int  # per device and repetition
@@ -360,17 +365,19 @@ class Layers:
 
 
 def seconds_of(kept: Kept, peak: DevicePeak, *, shards: int = 1) -> float:
-    """Sums the time of computing again what is not kept.
+    """Returns the predicted seconds of recomputing the values that are not kept.
 
     Args:
-        shards: devices that the work is divided over.
+        shards: number of devices that the work is divided over.
     """
     matmuls = kept.flops / (MATMUL_SHARE * peak.bf16_flops)
     return (matmuls + kept.moved_bytes / (MEMORY_SHARE * peak.hbm_bytes_per_s)) / shards
 
 
 def best_options(graph: BlockGraph, peak: DevicePeak, *, shards: int = 1) -> tuple[Option, ...]:
-    """Selects the sets that no other beats in bytes and time, from the one of least bytes."""
+    """Selects the sets of kept values that no other beats in both bytes and time, fewest bytes
+    first.
+    """
 
     def option(names: frozenset[str]) -> Option:
         return option_of_policy(graph, tuple(names), peak, shards=shards)
@@ -393,10 +400,10 @@ def best_options(graph: BlockGraph, peak: DevicePeak, *, shards: int = 1) -> tup
 def option_of_policy(
     graph: BlockGraph, names: Sequence[str] | None, peak: DevicePeak, *, shards: int = 1
 ) -> Option:
-    """Returns the set of values that a fixed policy keeps.
+    """Returns the set of values that a fixed remat policy keeps.
 
     Args:
-        names: as ``kept_by``; None: all that the backward pass reads.
+        names: names from ``kept_by``; None: all values that the backward pass reads.
     """
     if names is None:
         size = sum(graph.sizes[value] for value in graph.needed if value in graph.makers)
@@ -430,8 +437,8 @@ def _worth_keeping(graph: BlockGraph, option) -> list[str]:
 
 
 def peak_bytes(layers: Sequence[Layers], chosen: Sequence[Option]) -> int:
-    """Returns the most bytes of kept values and gradients: at a layer's backward pass, all before
-    it are kept.
+    """Returns the most bytes of kept values and gradients: at a layer's backward pass, all layers
+    before it still hold theirs.
     """
     kept = np.cumsum(
         [
@@ -445,8 +452,8 @@ def peak_bytes(layers: Sequence[Layers], chosen: Sequence[Option]) -> int:
 
 
 def cheapest(layers: Sequence[Layers], *, room: int) -> tuple[Option, ...] | None:
-    """Chooses an option per layer with the least sum of seconds whose ``peak_bytes`` fit the room;
-    None where none fits. Bytes are rounded to ``BINS`` parts of the room.
+    """Chooses an option per layer with the least sum of seconds whose ``peak_bytes`` fit ``room``;
+    None if none fits. Bytes are rounded to ``BINS`` parts of the room.
     """
     total = sum(each.gradient_bytes * each.count for each in layers)
     if room < total or room <= 0:

@@ -29,7 +29,9 @@ NEED_LESS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """A choice of a policy, with the bytes per device of its step and of those tried before."""
+    """The chosen remat policy, with the bytes per device of its step and of the policies tried
+    before.
+    """
 
     remat: Remat
     budget_bytes: int
@@ -37,7 +39,7 @@ class Choice:
     kept: tuple[KeptValues, ...] = ()  # the policy says it
 
     def describe(self) -> str:
-        """Describes the choice in one line for the log."""
+        """Describes the chosen remat policy in one line for the log."""
         others = [f"{r.value} {in_gib(n)}" for r, n in self.needs.items() if r is not self.remat]
         too_much = f" (too much: {', '.join(others)})" if others else ""
         return (
@@ -47,13 +49,14 @@ class Choice:
 
 
 def choose_remat(*, budget_bytes: int, need: Callable[[Remat], int]) -> Choice:
-    """Returns the first policy that fits, from the one that computes least.
+    """Returns the first remat policy whose step fits the budget, in order of increasing
+    recomputation.
 
     Args:
-        need: bytes of a device that a step takes with a policy, its state included.
+        need: returns the bytes per device of a step with a policy, its state included.
 
     Raises:
-        ConfigError: none fits.
+        ConfigError: no policy fits.
     """
     needs: dict[Remat, int] = {}
     for remat in CHEAPEST_FIRST:
@@ -69,8 +72,8 @@ def choose_remat(*, budget_bytes: int, need: Callable[[Remat], int]) -> Choice:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GatherChoice:
-    """The choice whether gathered weights stay for the backward pass, and what a step
-    then needs.
+    """The choice whether gathered weights are kept for the backward pass, and the bytes of the
+    resulting step.
     """
 
     needs_bytes: int
@@ -78,11 +81,11 @@ class GatherChoice:
 
     @property
     def keeps(self) -> bool:
-        """Whether gathered weights fit."""
+        """Whether the step fits the budget if gathered weights are kept."""
         return self.needs_bytes <= self.budget_bytes
 
     def describe(self) -> str:
-        """Describes the choice in one line for the log."""
+        """Describes the choice about gathered weights in one line for the log."""
         both = f"{in_gib(self.needs_bytes)} of a budget of {in_gib(self.budget_bytes)}"
         if self.keeps:
             return f"gathered weights stay for the backward pass: a step needs {both}"
@@ -96,7 +99,8 @@ def keeping(config: RunConfig, *, gathered: bool | None) -> RunConfig:
 
 
 def budget_bytes(gib: float | None, device: jax.Device) -> int:
-    """Returns a budget in bytes; for None what JAX may take of the device, less ``FREE_SHARE``.
+    """Returns a budget in bytes; for None, the memory that JAX may take of the device, less
+    ``FREE_SHARE``.
 
     Raises:
         ConfigError: the device does not say how much memory it has.

@@ -1,4 +1,4 @@
-"""Recomputation that is the cheapest under a budget: layers keep the values that save most.
+"""The cheapest recomputation under a memory budget: layers keep the values that save most time.
 
 The cost of keeping a set of values is read off the traced block; which layer keeps which is
 found exactly (``block_graph``). The rest of a step's need is measured: the step that keeps least is
@@ -52,7 +52,9 @@ CLOSE_ENOUGH = 0.01
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Tradeoff:
-    """The trade-off of bytes per device against predicted seconds of recomputation."""
+    """The trade-off between bytes per device and predicted seconds of recomputation, for
+    plotting.
+    """
 
     cheapest: tuple[tuple[int, float], ...]  # from the least bytes on
     policies: dict[Remat, tuple[int, float]]  # the same for all layers
@@ -60,7 +62,7 @@ class Tradeoff:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class KeptChoice:
-    """The choice of what layers keep, with its predicted and its measured bytes."""
+    """The chosen values that each layer keeps, with the step's predicted and measured bytes."""
 
     kept: tuple[KeptValues, ...]
     seconds: float  # predicted, of what a step computes again
@@ -72,11 +74,11 @@ class KeptChoice:
 
     @property
     def remat(self) -> Remat:
-        """The value of a config that names this choice."""
+        """The config's ``remat`` value that stands for this choice."""
         return Remat.CHOSEN
 
     def describe(self) -> str:
-        """Describes the choice, its price and its bytes in lines for the log."""
+        """Describes the kept values, their cost and their bytes in lines for the log."""
         lines = [
             f"remat=optimal: a step needs {in_gib(self.need_bytes)} (predicted "
             f"{in_gib(self.predicted_bytes)}) of a budget of {in_gib(self.budget_bytes)}, and "
@@ -89,7 +91,7 @@ class KeptChoice:
 
 
 class KeptSearch:
-    """Proposes what to keep within a budget, and learns from what compiled steps need."""
+    """Search for the values to keep within a budget; it learns from the bytes of compiled steps."""
 
     def __init__(self, stacks: Sequence[tuple[tuple[Layers, ...], int]], *, budget_bytes: int):
         """Args:
@@ -105,7 +107,7 @@ class KeptSearch:
         self._predicted: dict[tuple[Option, ...], int] = {}
 
     def propose(self) -> tuple[Option, ...] | None:
-        """Returns what to compile next; None where nothing better is expected."""
+        """Returns the next set of kept values to compile; None if no better one is expected."""
         if not self._beside:
             return self.least
         if len(self._needs) >= MOST_PROGRAMS:
@@ -125,12 +127,12 @@ class KeptSearch:
         return chosen
 
     def learn(self, chosen: tuple[Option, ...], need_bytes: int) -> None:
-        """Records the bytes of a compiled step that is no candidate itself."""
+        """Records the bytes of a compiled step that may not be chosen itself."""
         peak = peak_bytes(self.layers, chosen)
         self._beside[peak] = need_bytes - peak
 
     def observe(self, chosen: tuple[Option, ...], need_bytes: int) -> None:
-        """Records the bytes of a compiled step that keeps these."""
+        """Records the bytes of a compiled step that keeps the values ``chosen``."""
         self._predicted.setdefault(chosen, need_bytes)
         self._needs[chosen] = need_bytes
         self.learn(chosen, need_bytes)
@@ -147,22 +149,24 @@ class KeptSearch:
 
     @property
     def best(self) -> tuple[Option, ...] | None:
-        """Returns the choice that recomputes least, among those that were compiled and fit."""
+        """Choice with the least recomputation among compiled steps that fit."""
         fitting = [each for each, need in self._needs.items() if need <= self.budget_bytes]
         return min(fitting, key=self.seconds, default=None)
 
     def seconds(self, chosen: Sequence[Option]) -> float:
-        """Predicted time of what a step computes again."""
+        """Returns the predicted seconds of recomputation per step for a choice."""
         return sum(
             option.seconds * each.count for each, option in zip(self.layers, chosen, strict=True)
         )
 
     def predicted(self, chosen: tuple[Option, ...]) -> int:
-        """Bytes that were predicted for a step that keeps these, before it was compiled."""
+        """Returns the bytes that were predicted for a step with this choice before it was
+        compiled.
+        """
         return self._predicted[chosen]
 
     def kept(self, chosen: Sequence[Option]) -> tuple[KeptValues, ...]:
-        """Returns the choice as a config names it."""
+        """Returns a choice in the form that a config stores."""
         each = [
             option.names
             for option, repeats in zip(chosen, self.repeats, strict=True)
@@ -171,10 +175,10 @@ class KeptSearch:
         return as_kept(each)
 
     def choice(self) -> KeptChoice:
-        """Returns the best of what was compiled.
+        """Returns the best choice among the compiled steps.
 
         Raises:
-            ConfigError: not even the least fits.
+            ConfigError: even the step that keeps least does not fit.
         """
         best = self.best
         if best is None:
@@ -194,8 +198,8 @@ class KeptSearch:
         )
 
     def tradeoff(self) -> Tradeoff:
-        """Plots the cheapest choice for budgets between the least and the most, beside fixed
-        policies; compiled steps have their own bytes.
+        """Returns the cheapest choices for budgets from least to most, and the fixed policies;
+        compiled steps have measured bytes.
         """
 
         def point(chosen: tuple[Option, ...]) -> tuple[int, float]:
@@ -225,10 +229,10 @@ class KeptSearch:
 
 
 def choose_kept(search: KeptSearch, need: Callable[[tuple[KeptValues, ...]], int]) -> KeptChoice:
-    """Compiles what the search proposes until it has nothing better.
+    """Compiles the steps that the search proposes until it proposes none; returns the best.
 
     Args:
-        need: bytes of a device that a step takes which keeps these values, its state included.
+        need: returns the bytes per device of a step that keeps these values, its state included.
 
     Raises:
         ConfigError: the budget is below the least that is possible.
@@ -239,7 +243,7 @@ def choose_kept(search: KeptSearch, need: Callable[[tuple[KeptValues, ...]], int
 
 
 class Need(Protocol):
-    """The need of compiled steps for memory."""
+    """Function that returns the bytes per device of a compiled step."""
 
     def __call__(self, remat: Remat, kept: tuple[KeptValues, ...] = ()) -> int:
         """Returns bytes per device that a step takes with a policy, its state included."""
@@ -254,7 +258,7 @@ def choose(
     budget_bytes: int,
     need: Need,
 ) -> Choice | KeptChoice:
-    """Chooses the recomputation of a config that leaves it open: ``auto`` or ``optimal``.
+    """Chooses the recomputation of a config with ``auto`` or ``optimal``.
 
     Raises:
         ConfigError: the budget is below the least that is possible.
@@ -268,9 +272,9 @@ def choose(
 def layers_of(
     config: RunConfig, model: ModelDefinition, placement: Placement | None
 ) -> list[tuple[tuple[Layers, ...], int]]:
-    """Lists each stack's layers as they may differ, with its repetitions.
+    """Lists each stack's layers, grouped where they differ, with the stack's number of repetitions.
 
-    In a loop all repetitions keep the same, and the gradients of all exist from the first on.
+    In a loop all repetitions keep the same values, and the gradients of all exist from the start.
     """
     training, parts = config.training, []
     device = jax.devices()[0] if placement is None else placement.mesh.devices.flat[0]
@@ -323,8 +327,8 @@ def layers_of(
 
 
 def draw_choice(choice: Choice | KeptChoice | None, file: Path) -> None:
-    """Plots the cheapest recomputation per budget, the fixed policies and the choice; nothing where
-    no budget decided.
+    """Plots the cheapest recomputation per budget, the fixed policies and the choice; nothing if no
+    budget decided.
     """
     if not isinstance(choice, KeptChoice):
         return
