@@ -43,10 +43,10 @@ class CacheSpec:
     window: int | None = None  # tokens that are still read; None: all
 
     def repeated(self, copies: Callable[[str | None, int], int]) -> "CacheSpec":
-        """Returns the cache with dims repeated that have too few elements to shard.
+        """Returns the cache with elements repeated in dims that are too small to shard.
 
         Args:
-            copies: number of copies of each element, by the dim's name and size.
+            copies: gives the number of copies of each element, from a dim's name and size.
 
         Args:
             copies: of each element of a dim of a size.

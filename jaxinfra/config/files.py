@@ -1,5 +1,4 @@
-"""Configs in files that people write: TOML, YAML or JSON, whole or as changes to a preset.
-
+"""Reads run configs from TOML, YAML or JSON files, whole or as changes to a preset.
 preset = "small"
 
 [training]

@@ -42,7 +42,7 @@ class BaseWeights(enum.StrEnum):
 
 
 class AdapterScaling(enum.StrEnum):
-    """Rules for the factor s on B A."""
+    """Rules for the factor s on an adapter's B A: from alpha and rank."""
 
     STANDARD = "standard"  # alpha / rank
     RSLORA = "rslora"  # alpha / sqrt(rank): updates as large at any rank (Kalajdzievski 2023)
@@ -87,7 +87,7 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """The factor s on B A."""
+        """Factor s on the product B A of an adapter's matrices."""
         if self.scaling is AdapterScaling.RSLORA:
             return self.alpha / math.sqrt(self.rank)
         return self.alpha / self.rank

@@ -93,12 +93,12 @@ class MeshConfig:
 
     @property
     def data_axes(self) -> str:
-        """The axes of the batch with their sizes, for messages."""
+        """Text of the mesh axes that shard the batch, with their sizes, for messages."""
         return f"replica={self.replica} x fsdp={self.fsdp}"
 
     @property
     def sequence_axes(self) -> str:
-        """The axis of sequences with its size, for messages."""
+        """Text of the mesh axis that shards sequences, with its size, for messages."""
         return f"context={self.context}"
 
     @property
@@ -113,7 +113,7 @@ class MeshConfig:
 
     @property
     def shards_state(self) -> bool:
-        """Tells whether ZeRO's stages differ on this mesh."""
+        """Whether several devices share the optimizer's state, so that ZeRO's stages differ."""
         return self.fsdp > 1
 
     @property

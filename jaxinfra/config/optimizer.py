@@ -125,5 +125,5 @@ class OptimizerConfig:
 
     @property
     def keeps_short_moments(self) -> bool:
-        """Tells whether a moment is stored in fewer bits than it is computed in."""
+        """Whether a moment is stored in a dtype of fewer bits than the one it is computed in."""
         return (self.first_moment, self.second_moment) != (MomentFormat.FP32,) * 2

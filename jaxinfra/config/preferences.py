@@ -68,14 +68,14 @@ class PreferenceConfig:
 
     @property
     def strength(self) -> float:
-        """Beta, as given or the default of the loss."""
+        """Beta of the preference loss: the given value, or the loss's default."""
         if self.beta is not None:
             return self.beta
         return 2.0 if self.loss == PreferenceLoss.SIMPO else 0.1
 
     @property
     def target_margin(self) -> float:
-        """Gamma of simpo, as given or half of beta; 0 for other losses."""
+        """Gamma (target margin) of simpo: the given value, or half of beta; 0 for other losses."""
         if self.loss != PreferenceLoss.SIMPO:
             return 0.0
         return self.strength / 2 if self.margin is None else self.margin

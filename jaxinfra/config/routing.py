@@ -47,7 +47,7 @@ class RoutingConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BalanceConfig:
-    """Measures of training against uneven loads; weights multiply means over tokens."""
+    """Settings that balance the experts' loads; loss weights multiply means over tokens."""
 
     switch_loss: float = 0.0  # E sum_e share_e mean(p_e), share of tokens (arXiv 2101.03961, eq. 4)
     sequence_loss: float = 0.0  # the same within each sequence (arXiv 2412.19437, eq. 17 to 20)
@@ -68,7 +68,7 @@ class BalanceConfig:
 
 
 def check_choice(routing: RoutingConfig, *, num_experts: int, top_k: int) -> None:
-    """Raises ConfigError where so many experts cannot be chosen from such groups."""
+    """Raises ConfigError where ``top_k`` experts cannot be chosen from the config's groups."""
     if not 1 <= top_k <= num_experts:
         raise ConfigError(f"top_k={top_k} must be between 1 and num_experts={num_experts}")
     if num_experts % routing.num_groups:

@@ -84,7 +84,7 @@ class KeptValues:
     """Values that consecutive layers keep for the backward pass, by their names in a block.
 
     Examples:
-        Eight layers that compute all but attention again, then eight that keep the gate too:
+        Eight layers that keep only attention's output, then eight that also keep the gate:
 
         >>> kept = (
         ...     jaxinfra.KeptValues(layers=8, names=("attention_out",)),

@@ -50,7 +50,7 @@ def read_deepseek_v2(keys: Keys) -> ModelConfig:
 
 
 def read_deepseek_v3(keys: Keys) -> ModelConfig:
-    """Reads DeepSeek-V3 and R1: sigmoid scores, with a bias for the choice alone."""
+    """Reads DeepSeek-V3 and R1: sigmoid scores, and a bias that only affects experts' choice."""
     keys.expect("scoring_func", ("sigmoid",), "scores of this architecture are sigmoid")
     keys.expect("topk_method", ("noaux_tc",), "its router always has a bias")
     interleaved = keys.flag("rope_interleave", True)

@@ -36,7 +36,7 @@ class Tensor:
     interleaved: bool = False
 
     def fused(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns the tensor, or some of its rows, from parts in their layout."""
+        """Joins parts, already in Hugging Face layout, to the tensor or to some of its rows."""
         if len(parts) == 1:
             return parts[0]
         if not self.interleaved:

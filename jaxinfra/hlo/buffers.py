@@ -29,7 +29,7 @@ _TYPES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HloOperation:
-    """One instruction."""
+    """One instruction of a compiled HLO program."""
 
     id: int
     name: str
@@ -76,7 +76,7 @@ class Allocation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledProgram:
-    """A program with its buffers."""
+    """A compiled program: its computations, logical buffers and allocations."""
 
     entry: int
     computations: dict[int, Computation]
@@ -244,13 +244,13 @@ class Life:
 
     @property
     def shape(self) -> str:
-        """The element type and dims, such as "bf16[8,128]"."""
+        """Element type and dims of the buffer, such as "bf16[8,128]"."""
         shapes, place = self.operation.shapes, self.buffer.shape_index
         return shapes[place[0]] if place and place[0] < len(shapes) else shapes[0]
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """Allocation, offset and size, which arrays that are made in place share."""
+        """Memory of the buffer (allocation, offset, size); equal for arrays updated in place."""
         return self.buffer.allocation, self.buffer.offset, self.buffer.size
 
 

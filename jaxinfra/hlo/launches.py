@@ -1,4 +1,4 @@
-"""Launches of a compiled program, in order.
+"""Kernel launches of a compiled program, in the order of execution.
 
 Their names identify a trace's kernels where a CUDA graph replays them without instruction names.
 """

@@ -61,10 +61,10 @@ def stack[M: nnx.Module](make: Callable[[nnx.Rngs], M], *, num_layers: int, rngs
 
 
 class Embedding(nnx.Module):
-    """A table of rows, read by index.
+    """An embedding table [rows, width], whose rows are read by index.
 
     Args:
-        matmul: whether activations are multiplied with it too, as logits are with a tied one.
+        matmul: whether the table is also the weight of a product, as of the logits when tied.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Embedding(nnx.Module):
         )
 
     def __call__(self, ids_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """The rows of these ids in the compute dtype; ids outside the table yield NaN."""
+        """Returns the rows of these ids in the compute dtype; NaN for ids outside the table."""
         return self.execution.kernels.lookup(
             self.table[...], ids_BT, rows_dim=self.rows_dim, policy=self.execution.policy
         )

@@ -26,7 +26,7 @@ class Policy:
     out_of_eight_bits: tuple[int, int] = (0, 0)  # layers at the beginning and the end
 
     def in_eight_bits(self, layer: int, num_layers: int) -> bool:
-        """Tells whether a layer's matmuls may be in 8 bits, where its sites' recipes are."""
+        """Tells whether a layer's matmuls may use 8 bits; first and last layers may be exempt."""
         first, last = self.out_of_eight_bits
         return first <= layer < num_layers - last
 
@@ -43,11 +43,11 @@ class Policy:
         return Recipe(compute=compute, accum=self.accum, gradient=self.gradient)
 
     def to_compute(self, x: jax.Array) -> jax.Array:
-        """Casts for use in a matmul or as an activation."""
+        """Casts x to the compute dtype, for a matmul or as an activation."""
         return x.astype(self.compute)
 
     def to_accum(self, x: jax.Array) -> jax.Array:
-        """Casts for a reduction."""
+        """Casts x to the accum dtype, for a reduction."""
         return x.astype(self.accum)
 
 

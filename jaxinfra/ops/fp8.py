@@ -204,12 +204,12 @@ def quantized_input(
     tokens: Dims = TOKENS,
     devices: FindDevices = one_device,
 ) -> Input:
-    """An activation, quantized once for all projections that multiply with it.
+    """Quantizes an activation once for all projections that multiply with it.
 
     Args:
         x: [B, T, ...], with the width at the end.
-        dims: logical dims of the width, as in the weights that multiply it.
-        tokens: logical dims of its tokens.
+        dims: logical dims of the width, as in the weights that x is multiplied with.
+        tokens: logical dims of x's tokens.
     """
     fp8 = recipe.fp8
     assert fp8 is not None
@@ -248,9 +248,9 @@ def multiply_fp8(
 
     Args:
         spec: a matmul: dims of x that are not contracted come first.
-        record: fp32 [3, 3], ``fp8_operands.empty_record``; the backward pass hands out its next
-            values as its cotangent.
-        dims: logical dims of the weight; by default no device has a share of any.
+        record: statistics of the last step's operands, fp32 [3, 3]; the backward pass returns
+            this step's as its cotangent.
+        dims: logical dims of the weight; by default none is sharded.
 
     Raises:
         UnsupportedError: the einsum is no matmul.
@@ -269,10 +269,10 @@ def planned(
     dims: Dims | None = None,
     devices: FindDevices = one_device,
 ) -> tuple["Call", Input]:
-    """Returns the parts of ``multiply_fp8``, and x, quantized if it was not.
+    """Prepares an 8-bit matmul: returns its ``Call``, and x quantized if it was not.
 
     Args:
-        spec, x, weight, recipe, out, dims, devices: as there.
+        spec, x, weight, recipe, out, dims, devices: as in ``multiply_fp8``.
     """
     fp8, form = recipe.fp8, _form(spec)
     assert fp8 is not None
@@ -339,7 +339,7 @@ class Call:
         return y, (quantized.tokens, x_seen, w, seen, record is not None)
 
     def backward(self, kept, cotangent):
-        """Computes dx, dweight, and the record's next values."""
+        """Computes dx, dweight, and the statistics of this step's operands for the record."""
         contracted, outer = self.sides
         both, seen = _quantized_tokens(
             cotangent,
@@ -352,7 +352,7 @@ class Call:
         return self.gradients(kept, both, seen)
 
     def gradients(self, kept, cotangent: BothWays, g_seen: jax.Array):
-        """Computes ``backward`` from a cotangent in 8 bits and its statistics."""
+        """Computes dx, dweight and statistics from a cotangent that is already in 8 bits."""
         x_tokens, x_seen, w, w_seen, is_recorded = kept
         compute, first = self.recipe.compute, self.contracted_first
         dx = self._with_weight(cotangent.rows, w, out=compute, along_first=not first)
@@ -362,7 +362,7 @@ class Call:
 
     @property
     def sides(self) -> tuple[Dims, Dims]:
-        """Logical dims of the weight: those that are contracted with x, and the others."""
+        """Logical dims of the weight in two groups: dims contracted with x, and output dims."""
         return self.matrix_dims if self.contracted_first else self.matrix_dims[::-1]
 
     def _quantized_weight(self, weight):

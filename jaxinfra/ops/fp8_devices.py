@@ -86,7 +86,7 @@ class Devices(Protocol):
         ...
 
     def unfit(self, sides: tuple[Side, ...]) -> str | None:
-        """Returns why parts cannot run on shares of such sides; None if they can."""
+        """Returns why parts cannot run on shares of a weight with these dims; None if they can."""
         ...
 
     def each(self, part: Callable, *, takes: Any, gives: Any) -> Callable:
@@ -99,7 +99,7 @@ class Devices(Protocol):
         ...
 
     def share(self, shape: tuple[int, ...], dims: Dims) -> tuple[int, ...]:
-        """Returns the sizes within a part of an array of this shape."""
+        """Returns the shape that a part sees of an array of this shape: one device's share."""
         ...
 
     def of_all(self, x: jax.Array, dims: Dims, held: Hold) -> jax.Array:
@@ -116,10 +116,11 @@ class Devices(Protocol):
         ...
 
     def joined(self, x: jax.Array, tokens: Dims, *, dim: int, sequences: int) -> jax.Array:
-        """Gathers x with all of ``TOKENS``, of which this device has those of ``tokens``.
+        """Gathers x's tokens from the devices that share a sequence.
 
         Args:
-            dim: dim of x with the tokens (or blocks of them) of this many sequences.
+            tokens: logical dims of the tokens that x has now; the result has ``TOKENS``.
+            dim: dim of x that holds the tokens (or blocks of them) of ``sequences`` sequences.
         """
         ...
 
@@ -132,20 +133,20 @@ class Devices(Protocol):
         ...
 
     def total_gradient(self, gradient: jax.Array, dims: Dims) -> jax.Array:
-        """Sums a weight's gradient over all tokens, in the share that is ``Hold.SUMMED``."""
+        """Sums a weight's gradient over devices, and returns this device's share of the sum."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Together:
-    """Devices of whole arrays: one device, or several that the compiler partitions over."""
+    """Devices whose parts see whole arrays: one device, or several that the compiler partitions."""
 
     num: int = 1
     gather: GatherQuantized | None = None  # as the compiler is told to
 
     @property
     def spread(self) -> int:
-        """Number of devices: the compiler partitions over all."""
+        """Number of devices that the compiler partitions arrays over: all."""
         return self.num
 
     @property

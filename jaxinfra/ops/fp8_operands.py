@@ -47,7 +47,7 @@ class BothWays(NamedTuple):
 
 
 class Input(NamedTuple):
-    """An input of several projections, quantized once for all of them."""
+    """An activation that several projections read, quantized once for all of them."""
 
     x: jax.Array  # as the layer made it; cotangents go back to it
     quantized: BothWays
@@ -60,7 +60,7 @@ class Input(NamedTuple):
 
 
 def form_of(fp8: Fp8Recipe) -> Scaling:
-    """Returns the groups of a token's elements that share a scale (a weight's: 128x128)."""
+    """Returns the block shape over which a token's elements share a scale (weights: 128x128)."""
     return Scaling.BLOCK_OF_ROW if fp8.scaling is Fp8Scaling.BLOCKS else Scaling.BLOCK
 
 
@@ -78,22 +78,22 @@ class Caster(NamedTuple):
 
     @property
     def form(self) -> Scaling:
-        """The form of its scales."""
+        """Block shape over which the operand's elements share a scale."""
         return Scaling.BLOCK if self.operand == WEIGHT else form_of(self.fp8)
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype of its 8-bit values."""
+        """Dtype of the operand's 8-bit values."""
         return self.fp8.gradient if self.operand == COTANGENT else self.fp8.forward
 
     @property
     def format(self) -> dict[str, Any]:
-        """The format for ``pallas_kernels.quantize``."""
+        """Keyword arguments of ``pallas_kernels.quantize`` that give the 8-bit format."""
         return {"dtype": self.dtype, "power_of_two": self.fp8.power_of_two}
 
     @property
     def options(self) -> dict[str, Any]:
-        """The format, and the options that say where kernels run."""
+        """Keyword arguments that give the 8-bit format and say where kernels run."""
         return {**self.format, "num_devices": self.devices.spread}
 
     @property
@@ -146,10 +146,10 @@ class Caster(NamedTuple):
         return quantize(x, self.form, **self.options)
 
     def seen(self, x: jax.Array, quantized: Quantized, dims: Dims) -> jax.Array:
-        """Computes ``seen`` over all shares of x.
+        """Measures x before rounding (fp32 [3]), over the shares of all devices.
 
         Args:
-            dims: logical dims that x is a share of.
+            dims: logical dims over which x is sharded.
         """
         own = seen(x, quantized, whole=self.devices.spread == 1)
         each = self.devices.of_all(own, dims, self.held)

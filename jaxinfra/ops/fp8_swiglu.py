@@ -1,4 +1,4 @@
-"""SwiGLU between matmuls in 8 bits, computed and quantized by one kernel.
+"""SwiGLU between 8-bit matmuls, computed and quantized by one kernel.
 
     hidden = silu(x gate) (x up)          cast along F and along tokens, for down and its gradient
     d_gate, d_up of d_hidden              cast so too, for the gradients of x and of both weights

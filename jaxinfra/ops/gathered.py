@@ -1,4 +1,4 @@
-"""A weight brought together from its shares, beside the share that its gradient goes to."""
+"""Weights gathered from the shares of several devices, with gradients for the shares."""
 
 import dataclasses
 from typing import Protocol
@@ -15,10 +15,10 @@ GATHERED = "gathered_weight"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatheredWeight:
-    """A whole weight that a projection multiplies with, beside the share that takes the gradient.
+    """A gathered weight that a projection multiplies with, and the share that takes its gradient.
 
-    Were the gathered weight itself differentiated, its gradient would come in its own dtype, which
-    is the compute dtype. So that sums stay in the share's, the two are told apart.
+    A gradient of the gathered weight would have the compute dtype; that of the share has the
+    share's dtype, in which sums over devices stay.
     """
 
     share: Float[Array, "..."]  # as the device holds it; takes the gradient
@@ -26,12 +26,12 @@ class GatheredWeight:
 
 
 class Gather(Protocol):
-    """A weight brought together of which a device holds a part; its gradient goes back to parts."""
+    """A function that gathers a weight from devices' shares, and reduces its gradient to shares."""
 
     def __call__(self, weight: jax.Array, dims: Dims) -> GatheredWeight:
-        """Returns the weight as projections multiply with it, in the compute dtype."""
+        """Gathers the weight in the compute dtype."""
         ...
 
     def whole(self, vector: jax.Array, dims: Dims) -> jax.Array:
-        """Returns a norm's scale or bias, in its own dtype."""
+        """Gathers a norm's scale or bias in its own dtype."""
         ...

@@ -15,7 +15,7 @@ def expanded(
     *,
     config: LatentAttentionConfig,
 ) -> tuple[Float[Array, "B T N Hk"], Float[Array, "B T N Hv"]]:
-    """Keys and values as attention takes them.
+    """Builds all heads' keys and values from products of the latents and the shared rotated key.
 
     Args:
         up_BTNH: the latents times their weight: each head's key without position, then its value.

@@ -1,4 +1,4 @@
-"""Products of activations and weights: the one place that knows every kind of weight and of input.
+"""Products of activations and weights, for every kind of weight and of input.
 
 A weight is an array, a ``QuantizedWeight`` in 4 or 8 bits, or a ``GatheredWeight`` beside its
 share. An input is an array, an ``Input`` quantized to 8-bit floats, or a ``Deferred`` one that the
@@ -50,7 +50,7 @@ def multiply(
     dims: Dims | None = None,
     devices: FindDevices = one_device,
 ) -> Float[Array, "..."]:
-    """``einsum(spec, x, weight)`` as the recipe says: what ``Execution.multiply`` is by default.
+    """Computes ``einsum(spec, x, weight)`` in the recipe's dtypes, for any kind of weight or input.
 
     Gradients: the cotangent and both operands in ``recipe.compute``, sums in ``recipe.accum``; dx
     is returned in x's dtype, dweight in the weight's (fp32 masters get fp32 gradients right from
@@ -60,9 +60,9 @@ def multiply(
         spec: two operands, explicit output, every index of an operand present in the other operand
             or in the output. In 8 bits a matmul.
         out: dtype of the result; ``recipe.compute`` by default.
-        weight: a quantized one is a constant, multiplied as ``multiply_quantized`` says; of one
-            that was gathered the share has the gradient.
-        record, dims, devices: as in ``multiply_fp8``, where the recipe has fp8.
+        weight: a quantized weight is a constant (see ``multiply_quantized``); the gradient of a
+            gathered weight goes to its share.
+        record, dims, devices: as in ``multiply_fp8``; used only if the recipe has fp8.
     """
     if isinstance(weight, QuantizedWeight):
         x = x.x if isinstance(x, Input) else x
@@ -137,11 +137,11 @@ def prepared(
     dims: Dims = (None,),
     devices: FindDevices = one_device,
 ) -> Float[Array, "..."] | Input:
-    """x for several matmuls of one recipe: quantized once, or as it is.
+    """Quantizes x once for several matmuls with an fp8 recipe; otherwise returns x unchanged.
 
     Args:
-        x: of the residual stream.
-        dims: logical dims of their weights that they contract, x's last ones.
+        x: activation in the residual stream's shape and sharding.
+        dims: logical dims of x's last dims, which the matmuls contract.
     """
     if recipe.fp8 is None:
         return x
@@ -162,8 +162,8 @@ def multiply_few_rows(
 ) -> Float[Array, "..."]:
     """Computes ``residual + einsum(spec, x, weight)`` on one device.
 
-    A few rows are multiplied by kernels, in one with what is before and after the product where
-    that was measured to be faster; there without a gradient.
+    Few rows are multiplied by kernels, which fuse the norm before and the sum after the product
+    where that was measured to be faster. These kernels have no gradient.
     """
     assert recipe.fp8 is None, "execution_on"
     x = x.x if isinstance(x, Input) else x
@@ -190,7 +190,7 @@ def swiglu_few_rows(
 ) -> Float[Array, "B T _"] | Deferred:
     """Computes ``silu(x gate) * (x up)`` in the compute dtype, by a weight of gates and then ups.
 
-    Gates and ups of a quantized weight are far apart: the next product makes hidden values of both.
+    For a quantized weight, the result is ``Deferred``: the next product applies the activation.
     """
     raw = x_BTD.x if isinstance(x_BTD, Deferred) else x_BTD
     if isinstance(weight_DF, QuantizedWeight):
@@ -268,8 +268,8 @@ class Multiply:
         """Returns ``einsum(spec, x, weight)`` in ``out``, by default the recipe's compute dtype.
 
         Args:
-            record: fp32 [3, 3], what 8-bit operands held in the last step; its cotangent holds what
-                they hold in this one.
+            record: statistics of 8-bit operands in the last step, fp32 [3, 3]; its cotangent is
+                this step's statistics.
             dims: logical dims of the weight.
             residual: array that the product is added to, in the same kernel.
 
@@ -362,8 +362,8 @@ def as_array(weight: AnyWeight, dtype: jnp.dtype) -> jax.Array:
 
 
 def gathered(weight: jax.Array | QuantizedWeight, gather: Gather | None, dims: Dims) -> AnyWeight:
-    """Returns a weight brought together by ``gather``, under the name that recomputation keeps;
-    a quantized one as it is.
+    """Gathers a weight and names it, so that recomputation can keep it; a quantized weight is
+    returned unchanged.
     """
     if gather is None or isinstance(weight, QuantizedWeight):
         return weight
@@ -386,7 +386,7 @@ def copied(
 
 
 def is_plain(weight: AnyWeight) -> TypeGuard[jax.Array]:
-    """Whether a weight is one array."""
+    """Tells whether a weight is one plain array."""
     return not isinstance(weight, QuantizedWeight | GatheredWeight)
 
 

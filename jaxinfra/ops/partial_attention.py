@@ -1,4 +1,4 @@
-"""Attention over a part of the keys: merged when the keys are on several devices.
+"""Attention over a part of the keys, for results that are merged over several devices.
 
 Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width.
 """
@@ -18,7 +18,7 @@ from pallas_kernels import merge_partials as merge_partials
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PartialAttention:
-    """The static part of such calls; hashable, so that it can key a gradient rule.
+    """Attention to a part of the keys, by one implementation; hashable, to key a gradient rule.
 
     Raises UnsupportedError, when called, where the implementation cannot return a logsumexp in
     fp32 (cuDNN through JAX) or cannot compute the call.
@@ -40,13 +40,13 @@ class PartialAttention:
         kv_ids_BS: Int[Array, "B S"] | None = None,
         kv_lengths_B: Int[Array, "B"] | None = None,
     ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
-        """(out [B, T, N, H] in q's dtype, logsumexp fp32 [B, T, N]), differentiable through both.
+        """Returns (out [B, T, N, H] in q's dtype, logsumexp fp32 [B, T, N]), both differentiable.
 
         Args:
             is_causal: aligned bottom-right: query t sees no key after t + S - T.
-            left: keys seen before that one; None for all.
-            q_ids_BT, kv_ids_BS: int32 documents, below 0 for padding; both or neither.
-            kv_lengths_B: int32; keys at and after are not there.
+            left: number of keys seen before that one; None for all.
+            q_ids_BT, kv_ids_BS: int32 document ids, below 0 for padding; both or neither.
+            kv_lengths_B: int32, number of valid keys of each row.
         """
         return _translated(
             pallas_kernels.flash_attention,
@@ -77,12 +77,12 @@ class PartialAttention:
         q_ids_BT: Int[Array, "B T"] | None = None,
         kv_ids_BS: Int[Array, "B S"] | None = None,
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K Hv"]]:
-        """This part's share of dq, and dk and dv of its keys.
+        """Computes this part's contribution to dq, and dk and dv of its keys.
 
         Args:
-            out_BTNH, lse_BTN: merged over all parts.
-            d_out_BTNH: the cotangent of the merged output.
-            is_causal, q_ids_BT, kv_ids_BS: of this part, as in ``forward``.
+            out_BTNH, lse_BTN: output and logsumexp merged over all parts.
+            d_out_BTNH: cotangent of the merged output.
+            is_causal, q_ids_BT, kv_ids_BS: this part's mask, as in ``forward``.
         """
         return _translated(
             pallas_kernels.flash_attention_gradient,
@@ -104,7 +104,7 @@ class PartialAttention:
 def partial_attention(
     config: MixerConfig, implementation: AttentionImplementation
 ) -> PartialAttention:
-    """Parts of a layer's attention; its window is the caller's to cut."""
+    """Returns a layer's attention to parts of the keys; the caller must apply the window."""
     return PartialAttention(
         scale=config.scale, logit_soft_cap=config.logit_soft_cap, implementation=implementation
     )

@@ -39,15 +39,15 @@ def multiply_quantized(
     out: jnp.dtype | None = None,
     is_whole: bool = True,
 ) -> Float[Array, "..."]:
-    """``einsum(spec, x, weight)`` of a quantized weight; ``ops.multiply.multiply`` calls it.
+    """Computes ``einsum(spec, x, weight)`` for a weight quantized to 4 or 8 bits.
 
     x is cast to ``recipe.compute`` and the weight dequantized to it. The gradient of x is returned
     in x's dtype; the weight has none.
 
     Args:
-        spec: x's last dims contracted with the weight's first, such as ``"BTD,DNH->BTNH"``.
+        spec: einsum that contracts x's last dims with the weight's first: ``"BTD,DNH->BTNH"``.
         out: dtype of the result; ``recipe.compute`` by default.
-        is_whole: one device has the weight, which may then be dequantized piece by piece.
+        is_whole: whether one device has the whole weight and may dequantize it piece by piece.
 
     Raises:
         UnsupportedError: another spec, dims that the weight was not quantized along, or a gradient
@@ -74,8 +74,8 @@ def multiply_quantized(
 
 
 def as_kernels_read(weight: QuantizedWeight) -> QuantizedWeight:
-    """The weight in the order in which this device's kernel reads it; as it is where no kernel does
-    or none was measured to be faster.
+    """Reorders a weight for this device's kernel; returns it unchanged where no kernel takes it or
+    none was measured to be faster.
     """
     if why_not_arranged(weight) is not None or not takes_kernel(weight):
         return weight
@@ -89,8 +89,8 @@ def _arranged(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def kept_for_kernel(weight: QuantizedWeight, kind: str) -> QuantizedWeight | None:
-    """Returns the shapes of a weight as one device of this kind keeps it for its kernel for a few
-    rows. None: no kernel takes it, and it is dequantized first.
+    """Returns a weight's shapes as reordered for the few-row kernel of this kind of device, or
+    None where no kernel takes it.
     """
     with compiling_for(dataclasses.replace(H200, kind=kind)):
         if why_not_arranged(weight) is not None or not takes_kernel(weight):
@@ -99,8 +99,8 @@ def kept_for_kernel(weight: QuantizedWeight, kind: str) -> QuantizedWeight | Non
 
 
 def of_device(weight: QuantizedWeight) -> QuantizedWeight:
-    """The weight that a device's share of the codes of a matrix in rows stands for: as many rows
-    and columns as it has.
+    """Returns a device's share of a sharded quantized weight as a weight of its own, with the rows
+    and columns that this share has.
     """
     assert weight.arrangement is Arrangement.ROWS, "only one device has another order"
     rows, columns = weight.data.shape[-2:]
@@ -111,10 +111,10 @@ def of_device(weight: QuantizedWeight) -> QuantizedWeight:
 def rounded_input(
     x: Float[Array, "..."], activations: Activations, *, contracted: int
 ) -> Float[Array, "..."]:
-    """An input as a product that rounds activations reads it, in x's dtype.
+    """Rounds x as a product with quantized activations does; the result has x's dtype.
 
     Args:
-        contracted: dims of x from the end that the product contracts.
+        contracted: number of x's last dims that the product contracts.
     """
     width = math.prod(x.shape[x.ndim - contracted :])
     values, scale = rounded_rows(x.reshape(-1, width), activations)
@@ -122,7 +122,7 @@ def rounded_input(
 
 
 def contracted_dims(spec: str) -> int | None:
-    """How many dims are contracted, if they are x's last and the weight's first; else None."""
+    """Counts the contracted dims if they are x's last and the weight's first; else None."""
     operands, result = spec.split("->")
     x, weight = operands.split(",")
     rank = sum(letter not in result for letter in x)
