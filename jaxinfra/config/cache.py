@@ -28,7 +28,7 @@ class CacheFormat(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CachedArray:
-    """One array of a layer's cache, by its elements per token."""
+    """One array of a layer's KV cache: name, shape and logical dims per token."""
 
     name: str
     shape: tuple[int, ...]  # of one token
@@ -47,9 +47,6 @@ class CacheSpec:
 
         Args:
             copies: gives the number of copies of each element, from a dim's name and size.
-
-        Args:
-            copies: of each element of a dim of a size.
         """
         arrays = (
             dataclasses.replace(
@@ -64,10 +61,10 @@ class CacheSpec:
         return dataclasses.replace(self, arrays=tuple(arrays))
 
     def stored_as(self, form: CacheFormat) -> "CacheSpec":
-        """Returns the arrays of a cache of this format: packed elements and their scales.
+        """Returns the cache's arrays in a storage format: packed elements and their scales.
 
         Raises:
-            UnsupportedError: 4 bits of an odd number of elements.
+            UnsupportedError: a 4-bit format and an odd number of elements.
         """
         if form is CacheFormat.PLAIN:
             return self

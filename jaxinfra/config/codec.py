@@ -98,7 +98,7 @@ _CONVERTER = _converter()
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Returns a config dataclass as plain JSON values."""
+    """Converts a config dataclass to plain JSON values."""
     return _CONVERTER.unstructure(config)
 
 

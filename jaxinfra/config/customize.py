@@ -1,4 +1,4 @@
-"""A run with layers of the user's own: functions and records in place of the built-in ones."""
+"""Puts a user's own functions and layers into a run in place of built-in ones."""
 
 import dataclasses
 from collections.abc import Callable

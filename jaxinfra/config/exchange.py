@@ -25,12 +25,12 @@ class ExchangeImplementation(enum.StrEnum):
 class ExchangeConfig:
     """Form and buffer sizes of the exchange.
 
-    Buffers have a size, loads do not. Buffers hold ``room_factor`` times an even load; choices
-    beyond it are dropped, counted and reported. None: buffers for any load.
+    Buffers hold ``room_factor`` times the load of evenly spread tokens; choices beyond it are
+    dropped, counted and reported. With None, buffers hold any load.
 
-    With ``node_size`` tokens travel in two levels: once to each node that has some of their
-    experts, then within it, by ``form``; a node sums its experts' outputs of a token before it
-    returns them.
+    With ``node_size`` the exchange has two levels: a token is sent once to each node that has some
+    of its experts, then within the node, by ``form``. A node sums its experts' outputs for a token
+    before it returns them.
     """
 
     form: ExchangeForm = ExchangeForm.PER_DEVICE  # what travels: a token per device or per expert
@@ -55,10 +55,10 @@ class ExchangeConfig:
         """Number of nodes that a token is sent to before it is sent within one; 1 means one level.
 
         Args:
-            expert: devices that share a layer's experts.
+            expert: number of devices that share a layer's experts.
 
         Raises:
-            ConfigError: they are not whole nodes.
+            ConfigError: these devices do not make up whole nodes.
         """
         size = self.node_size
         if size is None or size == 1 or size >= expert:

@@ -11,7 +11,7 @@ class NormKind(enum.StrEnum):
 
 
 class NormPlacement(enum.StrEnum):
-    """Places of the norms in a block."""
+    """Positions of the norms in a block, relative to its two layers."""
 
     PRE = "pre"  # x + f(norm(x)): GPT-2, Llama
     SANDWICH = "sandwich"  # x + norm(f(norm(x))): Gemma-2

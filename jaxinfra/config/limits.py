@@ -40,7 +40,7 @@ def limits_are_on() -> bool:
 
 
 def require_within(*, remedy: str = "make it smaller", **sizes: int) -> None:
-    """Raises ConfigError naming the first of these sizes that is above its limit."""
+    """Raises ConfigError that names the first given size which is above its limit."""
     if not limits_are_on():
         return
     for name, size in sizes.items():

@@ -38,7 +38,7 @@ class MixtureSource:
     """One of several sources; the format and tokenizer of ``DataConfig`` apply to all of them.
 
     Raises:
-        ConfigError: a name that is none, a weight below 0, times that do not rise.
+        ConfigError: an invalid name, a weight below 0, or times that do not rise.
 
     Examples:
         >>> web = jaxinfra.MixtureSource(name="web", source="web/", weight=((0, 0.9), (1000, 0.2)))
@@ -73,11 +73,11 @@ class MixtureSource:
 
     @property
     def points(self) -> tuple[tuple[int, float], ...]:
-        """Times and weights as pairs."""
+        """Points of the source's weight over training, as (time, weight) pairs."""
         return self.weight if isinstance(self.weight, tuple) else ((0, self.weight),)
 
     def weight_at(self, time: int, between: MixtureBetween) -> float:
-        """Returns the weight at a time; constant before the first point and after the last."""
+        """Returns the source's weight at a time, constant before the first and after the last."""
         points = self.points
         place = bisect.bisect_right(points, time, key=lambda point: point[0]) - 1
         if place < 0:
@@ -109,7 +109,7 @@ class ValidationSet:
 
 
 def turning_points(sources: Sequence[MixtureSource]) -> list[int]:
-    """Returns the times, 0 included, between which all weights are linear."""
+    """Returns the times, 0 included, between which every source's weight is linear."""
     return sorted({0, *(time for each in sources for time, _ in each.points)})
 
 
@@ -120,7 +120,7 @@ def check_mixture(
     between: MixtureBetween,
     best_by: str | None,
 ) -> None:
-    """Raises ConfigError for names used twice, times without a source, or an unknown
+    """Raises ConfigError for a name used twice, a time when no source has weight, or an unknown
     ``best_by``.
     """
     names = [each.name for each in (*sources, *validation)]

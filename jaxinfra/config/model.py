@@ -349,7 +349,7 @@ class ModelConfig:
 
     @property
     def blocks(self) -> tuple[BlockConfig, ...]:
-        """The distinct blocks: patterns of all stacks in a row, ``blocks/i`` in parameter paths."""
+        """Distinct blocks: the patterns of all stacks in order, ``blocks/i`` in parameter paths."""
         return tuple(block for stack in self.stacks for block in stack.pattern)
 
     @property
@@ -358,8 +358,8 @@ class ModelConfig:
         return tuple(stack.repeats for stack in self.stacks for _ in stack.pattern)
 
     def with_layers(self, num_layers: int) -> "ModelConfig":
-        """Returns the model with another number of layers; ConfigError where it has
-        several stacks.
+        """Returns the model with another number of layers; raises ConfigError if it has several
+        stacks.
         """
         if len(self.stacks) > 1:
             raise ConfigError(

@@ -18,7 +18,7 @@ _PLANNED = ("num_q_heads", "num_kv_heads", "head_dim", "hidden_dim", "kind")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OwnLayer:
-    """The base of both kinds of records: a layer class and its settings.
+    """Base of records for a user's own layers: a layer class and its settings.
 
     Set ``layer`` to the layer's class: a ``flax.nnx.Module`` that is built with ``(config,
     *, model_dim, std, out_std, execution, rngs)`` and called with ``(x, given)``, x of [B, T, D] in

@@ -21,7 +21,7 @@ def part[Part](thing: Part) -> Part:
         thing: a function or class that another process can find by its module and name.
 
     Raises:
-        ConfigError: it is not at the top of a module, where another process could find it.
+        ConfigError: ``thing`` is not at the top of a module, so other processes cannot find it.
 
     Examples:
         >>> @jaxinfra.part
@@ -35,7 +35,7 @@ def part[Part](thing: Part) -> Part:
 
 
 def part_name(thing: Any) -> str:
-    """Returns the name by which a config refers to a part; marks it if it is not marked yet."""
+    """Returns the name by which a config refers to a part, and marks the part if needed."""
     name = _name_of(thing)
     _PARTS.setdefault(name, thing)
     return name
@@ -45,7 +45,7 @@ def find_part(name: str) -> Any:
     """Returns the part of that name, and imports its module if needed.
 
     Raises:
-        ConfigError: there is no such module, or it marks no such part.
+        ConfigError: the module does not exist, or marks no part of that name.
     """
     if name in _PARTS:
         return _PARTS[name]

@@ -48,7 +48,7 @@ class PipelineConfig:
     def backward_ticks(self) -> int:
         """Planned duration of a backward pass, in forward passes.
 
-        It is twice as long where it computes both gradients. Only the interleaved order depends on
-        it: 1F1B and GPipe keep their bubble for any ratio.
+        A backward pass that computes both gradients takes two forward passes. Only the interleaved
+        order depends on this ratio: 1F1B and GPipe have one bubble for any ratio.
         """
         return 2 if self.schedule is PipelineSchedule.INTERLEAVED else 1

@@ -1,4 +1,4 @@
-"""The numeric policy of a run, by names; ``jaxinfra.numerics`` gives them their dtypes."""
+"""Numeric policies of a run, by name; ``jaxinfra.numerics`` maps the names to dtypes."""
 
 import dataclasses
 import enum
@@ -15,7 +15,7 @@ class PolicyName(enum.StrEnum):
 
 
 class WeightGradients(enum.StrEnum):
-    """Formats in which a matmul returns a weight's gradient; it sums it in fp32 either way."""
+    """Dtypes of the weight gradient that a matmul returns; the sum inside is always fp32."""
 
     FP32 = "fp32"
     COMPUTE = "compute"  # rounded to the compute dtype: half the bytes of its sum over devices
@@ -45,7 +45,7 @@ class Fp8Format(enum.StrEnum):
 
 
 class Fp8Scales(enum.StrEnum):
-    """Kinds of numbers that scales may be."""
+    """Kinds of numbers that the scales of 8-bit operands may be."""
 
     FP32 = "fp32"
     POWER_OF_TWO = "power_of_two"  # dividing by them is exact
@@ -90,7 +90,7 @@ class Fp8Matmuls:
 
 
 class StoredWeights(enum.StrEnum):
-    """Storage formats of weights between steps."""
+    """Storage formats of trained weights between steps."""
 
     FP32 = "fp32"  # a master copy, cast where it is used
     BF16 = "bf16"  # no master copy: updates are rounded stochastically

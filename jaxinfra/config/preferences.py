@@ -1,4 +1,4 @@
-"""Training on pairs of answers, the better one known: the loss and its strength."""
+"""Settings of training on preference pairs (a better and a worse answer): loss and strength."""
 
 import dataclasses
 import enum
@@ -101,10 +101,10 @@ def check_preferences(
     pipe: int,
     is_initialized: bool,
 ) -> None:
-    """Raises ConfigError where a run cannot train on pairs.
+    """Raises ConfigError where a run cannot train on pairs of answers.
 
     Args:
-        cross_entropy: names of settings of the cross entropy that are given.
+        cross_entropy: names of the cross entropy's settings that the run sets.
         is_initialized: whether the run starts from a model.
     """
     if (preferences is None) != (data.format is not DataFormat.PREFERENCES):

@@ -15,7 +15,7 @@ class Scoring(enum.StrEnum):
 
 
 class GroupScore(enum.StrEnum):
-    """Scores by which groups of experts are compared."""
+    """Scores of a group of experts, by which the best groups are chosen."""
 
     MAX = "max"  # of the group's scores: DeepSeek-V2 (arXiv 2405.04434, section 2.2.2)
     TOP2_SUM = "top2_sum"  # sum of the two highest: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2)

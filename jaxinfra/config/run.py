@@ -31,7 +31,7 @@ class StatisticsConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReliabilityConfig:
-    """Limits and intervals of a run's guards against hardware and numeric faults; None: off."""
+    """Limits and intervals of a run's checks for hardware and numeric faults; None: off."""
 
     hang_s: float = 600.0  # the longest that a phase of a step may last before the run is aborted
     heartbeat_s: float = 10.0  # the longest that a process may give no sign of life
@@ -81,7 +81,7 @@ class Remat(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class KeptValues:
-    """Values that consecutive layers keep for the backward pass, by their names in a block.
+    """Names of the values that a number of consecutive layers keep for the backward pass.
 
     Examples:
         Eight layers that keep only attention's output, then eight that also keep the gate:
@@ -114,7 +114,7 @@ class AttentionImplementation(enum.StrEnum):
 
 
 class ContextMethod(enum.StrEnum):
-    """Methods by which queries meet keys of other devices on a mesh with a context axis."""
+    """Methods by which devices that share a sequence (context axis) exchange keys and queries."""
 
     AUTO = "auto"  # the ring; in a pipeline all_gather
     RING = "ring"  # keys travel round the devices, hidden behind attention (Liu et al. 2023)

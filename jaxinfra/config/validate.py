@@ -206,7 +206,7 @@ def _validate_keep_gathered(run: RunConfig) -> None:
 
 
 def may_keep_gathered(run: RunConfig) -> bool:
-    """Tells whether there are gathered weights that a step could keep."""
+    """Tells whether a run gathers weights that the forward pass can keep for the backward pass."""
     in_few_bits = run.lora is not None and run.lora.base is not BaseWeights.COMPUTE
     is_gathered = run.mesh.fsdp > 1 and run.sharding.zero == 3
     return is_gathered and run.mesh.pipe == 1 and run.precision.fp8 is None and not in_few_bits

@@ -72,7 +72,7 @@ class Keys:
         self._read: set[str] = set()
 
     def integer(self, name: str, default: Any = _MISSING) -> Any:
-        """Reads a whole number, bounded if it is a list's size; the default may be None."""
+        """Reads a whole number, bounded if it sizes a list of layers; the default may be None."""
         value = self._typed(name, default, (int,))
         if value is not None and abs(value) > _LARGEST:
             raise ConfigError(f"{self._what}: {name} is beyond {_LARGEST:,}: no such size exists")
@@ -139,7 +139,7 @@ class Keys:
         self._read.update(names)
 
     def expect(self, name: str, allowed: Sequence[Any], reason: str) -> None:
-        """Refuses any value but those allowed; a missing key is allowed."""
+        """Raises ConfigError for a key whose value is not allowed; the key may be missing."""
         self._read.add(name)
         value = self._values.get(name, allowed[0])
         if not any(value is each or value == each for each in allowed):
@@ -155,7 +155,7 @@ class Keys:
         return choices[value]
 
     def finish(self, neutral: Collection[str] = NEUTRAL) -> None:
-        """Refuses keys that were not read, unless they are known to have no effect."""
+        """Raises ConfigError for keys that were not read, unless known to have no effect."""
         for name, allowed, reason in _PLAIN:
             if name not in self._read:
                 self.expect(name, allowed, reason)

@@ -1,4 +1,4 @@
-"""The weight table of one model: its tensors, and the places of our parameters in them."""
+"""Weight map of one model: its Hugging Face tensors, and where our parameters are in them."""
 
 import collections
 import dataclasses
@@ -27,7 +27,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Tensor:
-    """A tensor of the files: parts of our parameters along a dim, joined or interleaved."""
+    """A Hugging Face tensor: parts of our parameters, joined or interleaved along a dim."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Tensor:
     def read(
         self, part: Part, read_tensor: Callable[[Index], np.ndarray], index: Index
     ) -> np.ndarray:
-        """Reads a slice of one of our parts from the tensor."""
+        """Reads a slice of one parameter's part from the tensor."""
         count, dim = len(self.parts), self.fused_dim
 
         def read_part(theirs: Index) -> np.ndarray:
@@ -76,7 +76,7 @@ class WeightMap:
     tied: Mapping[str, str]  # a tensor that may be there, and the one it then equals
 
     def parts_of(self, path: str) -> list[tuple[Tensor, Part]]:
-        """Returns the parts that hold the layers and experts of our parameter."""
+        """Returns each (tensor, part) that holds a layer or expert of our parameter."""
         return [place for (each, _), place in self.places.items() if each == path]
 
     def extra_layer(self, name: str) -> int | None:

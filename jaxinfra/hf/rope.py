@@ -31,8 +31,8 @@ def read_rope(
     """Reads the rotary embedding of a config.
 
     Args:
-        default_theta: used where the config names none.
-        original_max_positions: used where the config names none; default ``max_positions``.
+        default_theta: theta where the config has none.
+        original_max_positions: used where the config has none; by default ``max_positions``.
     """
     theta = keys.number("rope_theta", default_theta)
     fraction = keys.number("partial_rotary_factor", 1.0)

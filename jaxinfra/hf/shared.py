@@ -66,9 +66,9 @@ def decoder_config(
 
     Args:
         windows: one window for all layers, or a window per layer.
-        mixer: used in place of grouped attention, with this rotary embedding.
-        partial_rotary: the architecture may rotate a fraction of each head.
-        original_max_positions: used for a scaled rotary embedding that names none.
+        mixer: mixer that replaces grouped attention, including its rotary embedding.
+        partial_rotary: whether the architecture may rotate only a fraction of each head.
+        original_max_positions: default for a scaled rotary embedding whose config has none.
     """
     width, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     max_positions = keys.integer("max_position_embeddings")
@@ -131,7 +131,7 @@ def decoder_keys(config: ModelConfig, *, mlp: MlpConfig | None = None) -> dict[s
     """Writes the keys that ``decoder_config`` reads for every architecture.
 
     Args:
-        mlp: its dense layer; None: the first block has one, and grouped attention.
+        mlp: the dense feed-forward layer; None takes the first block's.
     """
     block = config.blocks[0]
     attention = block.mixer

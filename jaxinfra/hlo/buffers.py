@@ -44,7 +44,7 @@ class HloOperation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Computation:
-    """A computation: instructions in the order they run."""
+    """An HLO computation: instructions in the order they run."""
 
     operations: tuple[HloOperation, ...]
     root: int
@@ -52,7 +52,7 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LogicalBuffer:
-    """An array that an instruction makes, in a part of an allocation."""
+    """An array that an instruction produces, and its part of an allocation."""
 
     id: int
     instruction: int
@@ -64,7 +64,7 @@ class LogicalBuffer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Allocation:
-    """Memory that a program is given as one piece."""
+    """One contiguous piece of memory that a program uses."""
 
     index: int
     size: int
@@ -86,7 +86,7 @@ class CompiledProgram:
 
 
 def read_program(lowered: jax.stages.Lowered) -> CompiledProgram:
-    """Compiles a program and reads what it was compiled to.
+    """Compiles a program, and reads its instructions and buffers.
 
     The compiler writes its records to a temporary directory, since compiled programs give out their
     buffers on the CPU only, not through CUDA's plugin.
@@ -265,7 +265,7 @@ class Lives:
 
 
 def follow(program: CompiledProgram) -> Lives:
-    """Computes the lives of a program's buffers."""
+    """Computes the lifetime of each of a program's buffers."""
     walk = _Walk(program)
     walk.run()
     by_place: dict[tuple[int, int, int], list[Life]] = collections.defaultdict(list)

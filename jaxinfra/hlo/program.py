@@ -78,7 +78,7 @@ def axes_between(group: tuple[int, ...], mesh: Mapping[str, int]) -> tuple[str, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Matmul:
-    """One matmul (dot_general)."""
+    """One matmul (dot_general) of a program: element types and named scope."""
 
     lhs: str  # element types as MLIR and HLO write them: f32, bf16, f16
     rhs: str
@@ -89,7 +89,7 @@ class Matmul:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Reduction:
-    """One reduction, or the combining half of one scatter."""
+    """One reduction of a program, or the combining part of one scatter."""
 
     operation: str  # add, maximum, ...
     dtype: str

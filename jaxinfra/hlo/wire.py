@@ -35,7 +35,7 @@ def fields(data: bytes) -> Iterator[tuple[int, Field]]:
 
 
 def message(data: bytes) -> dict[int, list[Field]]:
-    """Returns all values of every field."""
+    """Parses a message; returns all values of each field by the field's number."""
     found: dict[int, list[Field]] = {}
     for number, value in fields(data):
         found.setdefault(number, []).append(value)

@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016) over the last dim."""
+"""RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016) over x's last dim."""
 
 import jax
 import jax.numpy as jnp

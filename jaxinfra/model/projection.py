@@ -1,4 +1,4 @@
-"""The linear map that every layer is made of."""
+"""Projection: the linear map that all layers use."""
 
 import jax
 import jax.numpy as jnp

@@ -19,7 +19,7 @@ class LossScale[Leaf]:
 
 
 def initial_loss_scale(config: PrecisionConfig) -> LossScale[jax.Array]:
-    """Returns 1 without scaling, else the configured start."""
+    """Returns the loss scale of the first step: 1 without scaling, else the configured one."""
     value = 1.0 if config.loss_scaling is LossScaling.NONE else config.initial_loss_scale
     return LossScale(value=jnp.float32(value), finite_steps=jnp.int32(0))
 

@@ -95,5 +95,5 @@ def held_as_computed(policy: Policy) -> Policy:
 
 
 def as_kept(policy: Policy, config: PrecisionConfig) -> Policy:
-    """Returns the policy over weights as a run of this config stores them."""
+    """Returns the policy with the ``param`` dtype in which a run of this config stores weights."""
     return dataclasses.replace(policy, param=policy_of(config).param)

@@ -71,7 +71,7 @@ def empty_scales(weights, format_: MomentFormat):
 def stored_moment(
     moment: jax.Array, format_: MomentFormat, key: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns a moment in its format, and the factor on its values when they are read.
+    """Quantizes a moment to its storage format; returns the values and their scale or None.
 
     The scale brings the largest element to the format's largest (FP8-LM, Peng et al. 2023). 16 bits
     with a scale are rounded to the nearest, fewer and bf16 stochastically.

@@ -17,7 +17,7 @@ def make_mesh(config: MeshConfig, *, devices: Sequence[jax.Device] | None = None
     """Makes a mesh of all axes in link order; raises ConfigError unless it uses every device.
 
     Args:
-        devices: those to use; all by default. A one-device mesh takes the first.
+        devices: devices to use, by default all; a one-device mesh takes the first.
     """
     available = list(jax.devices() if devices is None else devices)
     sizes = config.device_axes
@@ -74,7 +74,7 @@ SERVING_AXES = (MeshAxis.REPLICA, MeshAxis.FSDP, MeshAxis.TENSOR)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StateRules:
-    """The rules of a training step's tables: ZeRO's stages differ in nothing else."""
+    """Sharding rules of a training step's arrays; ZeRO's stages differ only in these."""
 
     parameters: Rules  # as they are kept, and activations
     used: Rules  # parameters as layers compute with them: what more shards them is gathered
@@ -83,11 +83,10 @@ class StateRules:
 
 
 def state_rules(config: ShardingConfig, mesh: MeshConfig | None = None) -> StateRules:
-    """Returns the rules of a ZeRO stage (Rajbhandari et al. 2020), with sequence parallelism or
-    not.
+    """Returns the sharding rules of a ZeRO stage (Rajbhandari et al. 2020).
 
     Args:
-        mesh: says which of its axes divide experts; by default its own axis for them.
+        mesh: says which of its axes shard experts; by default the ``expert`` axis.
     """
     sharded = dict(FSDP_TENSOR)
     if mesh is not None:
@@ -104,8 +103,8 @@ def state_rules(config: ShardingConfig, mesh: MeshConfig | None = None) -> State
 
 
 def serving_rules(mesh: MeshConfig) -> StateRules:
-    """Returns the rules of a model that generates: devices that share experts share every other
-    matmul.
+    """Returns the sharding rules for generation, where devices that shard experts also shard every
+    other matmul.
 
     A decode step has few tokens and reads all weights. So tokens do not travel between the devices
     that have experts: each has all of them, computes its own experts' part, and one sum serves both
