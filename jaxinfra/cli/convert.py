@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _num_elements(file: Path) -> int:
-    """Elements of all tensors of a file, by its header."""
+    """Returns the number of elements of all tensors in a file, from its header."""
     with safe_open(file, framework="np") as tensors:
         names = tensors.keys()
         return sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _machine(args: argparse.Namespace) -> int:
-    """GPUs, links, host, software, settings; 1 where one of them fails."""
+    """Prints findings on GPUs, links, host, software and settings; returns 1 if one fails."""
     answers = None if args.answers is None else RecordedAnswers.read(args.answers)
     found = machine_findings(directory=args.directory, answers=answers, record=args.record)
     broken = any(each.subject == "XLA_FLAGS" and each.grade is Grade.FAIL for each in found)
@@ -93,7 +93,7 @@ def _machine(args: argparse.Namespace) -> int:
 
 
 def _data(args: argparse.Namespace, directory: RunDirectory) -> int:
-    """Oddities of documents: a run's training source, or the source that is named."""
+    """Prints unusual documents of a run's training source or of a named source."""
     spec, text_field = str(args.run), DataConfig().text_field
     if directory.config_file.is_file():
         data = directory.read_config().data
@@ -102,7 +102,7 @@ def _data(args: argparse.Namespace, directory: RunDirectory) -> int:
 
 
 def _show(found: Sequence[Finding], *, as_json: bool) -> int:
-    """Prints findings; 1 where one fails."""
+    """Prints findings; returns 1 if one fails."""
     if as_json:
         rows = [dataclasses.asdict(each) for each in found]
         first = {"grade": worst(found), "headline": headline(found)}
@@ -119,7 +119,7 @@ def _show(found: Sequence[Finding], *, as_json: bool) -> int:
 
 
 def _recorder(args: argparse.Namespace) -> int:
-    """Prints the events that the ranks recorded; 1 where the watchdog ended that session."""
+    """Prints the ranks' recorded events; returns 1 if the watchdog ended the session."""
     place = args.run / f"recorder.{args.session}" if args.session else args.run / "recorder"
     records = read_records(place)
     if not records:

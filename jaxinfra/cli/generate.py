@@ -215,7 +215,7 @@ def _standard_input() -> str:
 def _file(
     args: argparse.Namespace, model: LoadedModel, prompts: list[Any], sampling: SamplingConfig
 ) -> int:
-    """Answers every prompt of a file, and says how fast."""
+    """Answers every prompt of a file, and prints the speed."""
     began = time.perf_counter()
     options = {"max_new_tokens": args.max_new_tokens, "seed": args.seed, "chat": args.chat}
     with contextlib.ExitStack() as closing:

@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _leave(code: int) -> int:
-    """Ends a process of a job without waiting for the others; returns where it is alone."""
+    """Ends a process of a job without waiting for others; returns if the process is alone."""
     connection = sys.modules.get("jaxinfra.runtime.rendezvous")
     return code if connection is None else connection.leave(code, together=False)
 

@@ -128,7 +128,7 @@ def _config_of(args: argparse.Namespace) -> RunConfig:
 
 
 def _served(args: argparse.Namespace) -> tuple[ModelConfig, Policy, Parameters | None]:
-    """Loads shapes of what an engine would hold: a model, its policy and its weights."""
+    """Returns a served model's config, policy and weight shapes."""
     path = Path(args.preset or "")
     if args.preset is not None and is_model_directory(path):
         if args.set:

@@ -115,7 +115,7 @@ def _spare_room(plan: Plan) -> list[str]:
 
 
 def _why_slower(plan: Plan) -> list[str]:
-    """Says so where keeping everything is predicted to be slower than recomputing some of it."""
+    """Returns a note if keeping all activations is predicted to be slower than recomputing."""
     forms = plan.by_remat()
     none, dots = forms[Remat.NONE.value].time, forms[Remat.DOTS.value].time
     if none.total_s <= dots.total_s:
@@ -432,7 +432,7 @@ def _print_json(values: dict[str, Any]) -> None:
 
 
 def _form(layout: Layout) -> dict[str, Any]:
-    """Returns the text that tells layouts of one search apart."""
+    """Returns text that tells the layouts of one search apart."""
     return {
         "mesh": layout.axes,
         "micro_batch_rows": layout.micro_rows,

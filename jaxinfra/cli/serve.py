@@ -171,7 +171,7 @@ def _require_extra() -> None:
 
 
 def _options(args: argparse.Namespace, path: Path) -> Any:
-    """The ``ServeOptions`` of a command line."""
+    """Returns the ``ServeOptions`` of a command line."""
     start = importlib.import_module("jaxinfra.serving.http.start")
     server = importlib.import_module("jaxinfra.serving.http.server")
     service = importlib.import_module("jaxinfra.serving.http.service")
@@ -254,7 +254,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_job(args: argparse.Namespace, cluster: Cluster | None) -> None:
-    """Refuses what a server of several processes does not do."""
+    """Raises ConfigError for options that a server of several processes does not support."""
     if cluster is None:
         return
     if args.model is None:
@@ -288,7 +288,7 @@ def _bank(model: LoadedModel, path: Path, args: argparse.Namespace) -> AdapterBa
 def _too_large(
     model: LoadedModel, engine: EngineOptions, mesh: MeshConfig, error: Exception
 ) -> DeviceMemoryError:
-    """Says where the memory would go and what would fit, and returns the error that ends it."""
+    """Prints an engine's memory and changes that would fit; returns the error to raise."""
     said = "jaxinfra memory MODEL --serve says where it goes"
     report = importlib.import_module("jaxinfra.cli.out_of_memory")  # it draws, which takes a second
     serving = importlib.import_module("jaxinfra.diagnostics.memory.serving")

@@ -94,7 +94,7 @@ def _show(args: argparse.Namespace, traced: TracedRun) -> int:
 
 
 def _parts(directory: Path, traced: TracedRun) -> dict[str, tuple[float, float]]:
-    """A run's step as the planner predicts it, beside the trace; empty where it does not."""
+    """Returns a run's predicted step beside its trace; empty if the planner cannot predict it."""
     run = RunDirectory(directory)
     if traced.step is None or not run.config_file.is_file():
         return {}

@@ -94,7 +94,7 @@ def is_finite(tree: Any) -> bool:
 
 @final
 class _Walk:
-    """Runs programs; values and their marks side by side."""
+    """Interpreter of a jaxpr that marks each value with its origin of NaN or infinity."""
 
     def run(
         self, program: Any, args: Sequence[Any], marks: Sequence[_Mark], *, scope: str
@@ -139,7 +139,7 @@ class _Walk:
     def _inside(
         self, eqn: Any, ins: Sequence[Any], marks: Sequence[_Mark], scope: str
     ) -> list[_Mark] | None:
-        """Marks of what a program within gives; None where the operation is none."""
+        """Returns the marks of a nested program's results; None if the operation has no program."""
         name, params = eqn.primitive.name, eqn.params
         if name in _CALLS:
             return self.run(params[_CALLS[name]], ins, marks, scope=scope)[1]
@@ -199,7 +199,7 @@ class _Walk:
 
 
 def _bound(eqn: Any, ins: Sequence[Any]) -> list[Any]:
-    """An operation's results."""
+    """Returns the results of running one jaxpr operation."""
     with eqn.ctx.manager:
         outs = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params))
     return list(outs) if eqn.primitive.multiple_results else [outs]
@@ -386,7 +386,7 @@ def _without_blocks(tree: Parameters) -> Parameters:
 
 
 def _repetition(tree: Parameters, block: int, repetition: int) -> Parameters:
-    """One layer's arrays of those that a stack holds."""
+    """Returns one layer's arrays out of the stacked arrays of all layers."""
     stacked = tree.get("blocks", {}).get(block, {})
     return jax.tree.map(lambda leaf: leaf[repetition], stacked)
 
@@ -431,11 +431,11 @@ def find_nonfinite(job: Job, state: State, batch: Batch) -> NonFiniteCause | Non
     """Finds the first piece of a step that is not finite, then its first such operation.
 
     Args:
-        job: a job on one device, with values of the parameters that are not trained.
+        job: a job on one device, with values of its frozen parameters.
         state: the state before the step.
         batch: the step's batch, on the device.
 
-    Returns None where this computation finds all values finite.
+    Returns None if all values of the step are finite on this device.
     """
     trained = {**by_path(state.parameters), **by_path(state.model_state)}
     for path, leaf in trained.items():
@@ -456,7 +456,7 @@ def find_nonfinite(job: Job, state: State, batch: Batch) -> NonFiniteCause | Non
 
 
 def _of_pieces(pieces: list[StepPiece]) -> NonFiniteCause | None:
-    """The first of one micro-batch."""
+    """Finds the first piece of a micro-batch that is not finite."""
     inputs = [jnp.zeros(())]
     for piece in pieces:
         x, objective = piece.forward(inputs[-1])
@@ -488,7 +488,7 @@ def _cause(
 
 
 def _of_sum(job: Job, state: State, batch: Batch, key: jax.Array) -> NonFiniteCause | None:
-    """Finds values that are finite in each piece and not in their sum."""
+    """Finds values that are finite in each micro-batch and not in their sum."""
     learned = jax.jit(job.gradient)(
         state.parameters, state.model_state, batch, key=key, loss_scale=state.loss_scale.value
     )
@@ -505,7 +505,7 @@ def _of_sum(job: Job, state: State, batch: Batch, key: jax.Array) -> NonFiniteCa
 
 
 def _array_name(job: Job, path: str, leaf: jax.Array) -> str:
-    """An array with the layer in which it is not finite."""
+    """Names an array, with the layer in which it is not finite."""
     parts = path.split("/")
     if parts[0] != "blocks":
         return path

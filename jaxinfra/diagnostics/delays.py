@@ -26,7 +26,7 @@ _ALIKE = 0.5
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceTime:
-    """Milliseconds per step of one device, split into own work, waiting and the rest."""
+    """Milliseconds per step of one device, split into computing, idle and waiting time."""
 
     name: str
     computing_ms: float  # copies too
@@ -40,7 +40,7 @@ class DeviceTime:
 
 
 def device_times(ranks: Mapping[str, Waterfall]) -> list[DeviceTime]:
-    """Splits each device's step time into own work, waiting and the rest."""
+    """Splits each device's step time into computing, idle and waiting time."""
     found = []
     for name, waterfall in ranks.items():
         by_kind = waterfall.by_kind()
@@ -59,7 +59,7 @@ def device_times(ranks: Mapping[str, Waterfall]) -> list[DeviceTime]:
 def straggler_delays(ranks: Mapping[str, Waterfall]) -> list[Delay]:
     """Finds a slow device whose longer work makes the others wait for it in a collective.
 
-    Devices of different pipeline stages do different work; those are not to be compared.
+    Do not pass devices of different pipeline stages, since their work differs.
     """
     times = device_times(ranks)
     if len(times) < 2:

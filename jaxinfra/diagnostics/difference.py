@@ -123,7 +123,7 @@ def _other_options(options: tuple[tuple[str, ...], tuple[str, ...]]) -> str:
 
 
 def _gain(change: Change, changes: list[Change], by: float) -> float | None:
-    """What a remedy wins, of all places that ask for it; None where it only says where to look.
+    """Returns milliseconds that a remedy saves over all scopes; None if it is only a hint.
 
     No more than the whole step lost: what one place takes longer, its neighbors may take shorter
     for the same reason. And as much, but for idle time and communication, if there is no other
@@ -138,12 +138,12 @@ def _gain(change: Change, changes: list[Change], by: float) -> float | None:
 
 
 def _wanted(changes: list[Change]) -> set[str]:
-    """Remedies that say what is to be done."""
+    """Returns the remedies that change a setting."""
     return {each.remedy for each in changes} - {"", _LOOK, _LOOK_AT_IDLE, _LOOK_AT_LINKS}
 
 
 def _by_part(waterfall: Waterfall) -> dict[tuple[str, str], float]:
-    """Exposed time by scope, its passes together; communication and idle time apart."""
+    """Returns exposed milliseconds by scope, with passes summed; communication and idle apart."""
     found: dict[tuple[str, str], float] = collections.defaultdict(float)
     for (scope, kind), ms in waterfall.exposed_ms.items():
         if kind == "collective":
@@ -247,7 +247,7 @@ def _family(kernel: KernelTime) -> str:
 
 
 def _slower_alike(first: Waterfall, second: Waterfall) -> float | None:
-    """The ratio by which all kernels' times differ, where it is one; None where it is none or 1."""
+    """Returns the common ratio of all kernels' times; None if there is none or it is 1."""
     before = {(each.hlo_op, each.kernel): each.ms for each in first.kernels}
     ratios = [
         (each.ms / before[each.hlo_op, each.kernel], each.ms)

@@ -105,7 +105,7 @@ def devices_ms(records: Sequence[RankRecord]) -> float | None:
 
 
 def _waited_for(phases: Sequence[Event]) -> list[tuple[int, float]]:
-    """Steps that were waited for before the next one was launched, and how long each took."""
+    """Returns steps that the host waited for before it launched the next one, with their ms."""
     spans = [(begun, 1e3 * ended.value) for begun, ended in itertools.pairwise(phases)]
     found = []
     for place, (launch, whole) in enumerate(spans):
@@ -199,7 +199,7 @@ def _slow_phase(
 
 
 def _won(ms: float, ahead: float, devices: float | None, step_ms: float) -> float:
-    """What a step wins without ``ms`` of its host, of which it waits ``ahead`` for its devices."""
+    """Returns what a step saves without ``ms`` of host work, given the wait for its devices."""
     if devices is None:
         return min(ms, step_ms)
     return max(0.0, step_ms - max(devices, step_ms - ms - ahead))

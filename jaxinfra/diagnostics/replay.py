@@ -109,12 +109,12 @@ class Replayed:
 
 
 def _same(mine: float, recorded: float | None) -> bool:
-    """Equal bits; what is not finite is recorded as null."""
+    """Tells whether two values have equal bits; values that are not finite are recorded as null."""
     return mine == recorded if recorded is not None else not math.isfinite(mine)
 
 
 def _recorded(job: Job, run: RunDirectory, step: int) -> tuple[dict[str, Any] | None, list[str]]:
-    """A step's record, and how its environment differs from this one; "" where it is not known."""
+    """Returns a step's recorded values, and how its environment differs from this one."""
     lines, _ = read_log(run.metrics_file, holds=dict[str, Any])
     recorded = next((r for r in lines if r.get("step") == step and "batch" in r), None)
     environment = environment_of(run.environments_file, step=step)
@@ -220,7 +220,7 @@ def _open_data(job: Job, run: RunDirectory, cache_dir: Path) -> tuple[Corpora, T
 
 
 def _before(job: Job, run: RunDirectory, step: int) -> Restored | None:
-    """The newest good checkpoint before a step; None where there is none."""
+    """Returns the newest good checkpoint before a step; None if there is none."""
     for saved in reversed(directory_layout.steps(run.checkpoints)):
         if saved >= step:
             continue
@@ -246,7 +246,7 @@ def _steps(
     last: int,
     excluded: set[int],
 ) -> tuple[State, Batch, dict[str, Any]]:
-    """The state before the last step, its batch, and what it reports."""
+    """Returns the state before the last step, that step's batch, and its metrics."""
     programs = step_programs(job)
     for step in range(first + 1, last):
         if step in excluded:
@@ -260,7 +260,7 @@ def _steps(
 
 
 def _moved(job: Job, state: State, *, seed: int) -> State:
-    """The state with each weight moved by half a unit in the last place, up or down."""
+    """Returns the state with each weight moved by half a unit in the last place, up or down."""
     unit = float(jnp.finfo(job.model.execution.policy.compute).eps) / 2
     leaves, structure = jax.tree.flatten(state.parameters)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
@@ -277,7 +277,7 @@ def _apart(a: float, b: float) -> float:
 
 
 def _tolerances(record: dict[str, Any], twins: list[dict[str, Any]]) -> dict[str, float]:
-    """How far from a record rounding alone may lead, by name."""
+    """Returns by metric how far rounding alone may move a value from its record."""
     unit = float(np.finfo(np.float32).eps)
 
     def reach(name: str) -> float:

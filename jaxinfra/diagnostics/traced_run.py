@@ -67,7 +67,7 @@ def _is_hidden(event: TraceEvent) -> bool:
 
 @final
 class _Walk:
-    """A place in a program that moves as its launches are found in a trace."""
+    """A position in a program's launch list, which advances as launches are found in a trace."""
 
     def __init__(self, launches: Sequence[Launch]):
         self._launches = launches
@@ -118,7 +118,7 @@ class _Walk:
         return next_one == len(ahead) or ahead[next_one] > self._now + 4
 
     def _candidates(self, places: list[int]) -> Iterable[int]:
-        """The next place ahead, the first of each loop around here, and the first of all."""
+        """Returns possible next positions: ahead, at each loop's start, or the program's."""
         bounds = [self._now + 1, 0]
         if self._now >= 0:
             bounds += [self._loops[loop][0] for loop in self._launches[self._now]["loops"]]
@@ -128,7 +128,7 @@ class _Walk:
                 yield places[found]
 
     def _distance(self, place: int) -> int:
-        """Launches from here to a place, through the end of a loop or of the program if behind."""
+        """Returns the number of launches up to a position, wrapping at a loop's end."""
         if place > self._now:
             return place - self._now
         for loop in reversed(self._launches[self._now]["loops"]):

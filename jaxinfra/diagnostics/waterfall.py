@@ -19,7 +19,7 @@ EXAMPLE = Path(__file__).with_name("example.json")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class KernelTime:
-    """Time and number of launches of one HLO instruction, summed over a trace."""
+    """Milliseconds per step and number of launches of one HLO instruction in a trace."""
 
     kernel: str
     hlo_op: str
@@ -114,15 +114,15 @@ class Waterfall:
 def explain(
     events: Sequence[TraceEvent], *, steps: int | None = None, axes: CollectiveAxes | None = None
 ) -> Waterfall:
-    """Splits a trace's time by cause: compute counts before copies, copies before communication.
+    """Splits a traced step's time by cause: compute first, then copies, then communication.
 
-    So a collective or a copy counts only where it delays the step ("exposed"); the rest of its time
-    is hidden under computation.
+    Every moment counts once. A collective or a copy counts only where it delays the step
+    ("exposed"); the rest of its time is hidden under computation.
 
     Args:
         events: events of one device, as ``trace.device_events`` returns them.
-        steps: number of steps in the trace; by default as often as operations outside loops of the
-            program that took longest ran.
+        steps: number of steps in the trace; by default, how often the operations outside loops of
+            the longest program ran.
         axes: axes of the traced program's collectives, where it ran on a mesh.
 
     Raises:
@@ -181,7 +181,7 @@ def _count_steps(events: Iterable[TraceEvent]) -> int:
 
 
 def _exposures(events: Sequence[TraceEvent]) -> Iterable[tuple[TraceEvent | None, float]]:
-    """Stretches of time with the event each counts for; None where nothing ran."""
+    """Yields intervals of time with the event that each counts for; None if the GPU was idle."""
     rank = {kind: place for place, kind in enumerate(KINDS)}
     bounds = sorted({bound for event in events for bound in (event.start_ns, event.end_ns)})
     waiting = sorted(events, key=lambda event: event.start_ns, reverse=True)

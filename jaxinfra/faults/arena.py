@@ -142,7 +142,7 @@ class Arena:
 
     Args:
         options: ``jaxinfra train`` options of the user's own config; empty: a tiny model. What
-            is in ``SETTINGS`` and the mesh are chosen here; ``own_config`` refuses what cannot run.
+            is in ``SETTINGS`` and the mesh are set by the arena; ``own_config`` checks the rest.
         processes: number of processes of an ordinary job, each with one CPU device.
     """
 
@@ -261,7 +261,7 @@ class Arena:
         """Requires a run's last state and samples to equal the run's without faults.
 
         Args:
-            settings: settings of the reference; without any, every recorded value is compared too.
+            settings: settings of the run without faults; if none, all recorded values are compared.
         """
         want, got = self.reference(*settings, processes=processes), self.place / run
         sums, expected = state_sums(got, STEPS), state_sums(want, STEPS)

@@ -93,7 +93,7 @@ def other_program(job: Job, plan: Mapping[str, Any]) -> Job:
 def _like(
     x: Any, change: Callable[[np.ndarray], np.ndarray], *, devices: Sequence[int] | None = None
 ) -> Any:
-    """x with this process's parts changed, or those on some of its devices."""
+    """Returns x with this process's shards changed, or only those on some of its devices."""
     if isinstance(x, np.ndarray):
         return change(x)
     parts = [

@@ -193,7 +193,7 @@ def _stop_at(arena: Arena, run: str, command: list[str], *, call: int, processes
 
 
 def _copy(arena: Arena, name: str) -> Path:
-    """The reference, as if it had been stopped before its summary was written."""
+    """Copies the run without faults, as if it had been stopped before it ended."""
     run = shutil.copytree(arena.reference(), arena.place / name, dirs_exist_ok=True)
     (run / "summary.json").unlink()
     return run

@@ -47,7 +47,7 @@ def _kill_in_step(arena: Arena, run: str, *, rank: int) -> dict[str, Any]:
 
 
 def _hold(arena: Arena, run: str, *, rank: int, step: int) -> dict[str, Any]:
-    """The rank stays in a step until ``_release``: what comes from outside cannot come too late."""
+    """Returns a fault that holds the rank in a step until ``_release``."""
     return {
         "rank": rank,
         "attempt": 0,
@@ -114,7 +114,7 @@ def kill_in_save(arena: Arena) -> str:
 
 @fault(4, "SIGKILL between data and commit marker")
 def kill_before_commit(arena: Arena) -> str:
-    """Kills a rank after it wrote the second checkpoint and before the commit."""
+    """Kills a rank before the second checkpoint's commit; requires a resume from the first."""
     plan = _kill_at("jaxinfra.checkpoint.directory_layout:commit", rank=0, call=2)
     evidence = _survives_kill(arena, "f4", plan, resumed_at=SAVE_EVERY)
     return _require_all_saved(arena, "f4") + evidence
@@ -234,7 +234,7 @@ def halt_one(arena: Arena) -> str:
 
 
 def _report_of(recorder: Path) -> str:
-    """The watchdog's verdict of a session."""
+    """Returns the first line of the watchdog's report."""
     return (recorder / REPORT).read_text().splitlines()[0]
 
 

@@ -56,7 +56,7 @@ def hang_replica(arena: Arena) -> str:
 def _disturbed(
     server: GymServer, texts: list[str], disturb: Callable[[], None], *, how: str
 ) -> str:
-    """Clients ask both replicas, and replica 0 is disturbed; the evidence in words.
+    """Sends requests to both replicas while replica 0 is disturbed; returns the evidence.
 
     Args:
         how: a replica is lost, as clients are told whose answer had begun.
@@ -88,7 +88,7 @@ def _unclear(replies: list[Reply]) -> list[tuple[int, bool, str]]:
 
 
 def _require_hang(server: GymServer, number: int, why: str) -> None:
-    """One was found to hang, once, and both the log and the series say so."""
+    """Requires one hang to be found exactly once, in the log and in the metrics."""
     hangs = server.series()[f"jaxinfra:replica_hangs_total {number}"]
     require(hangs == 1, f"replica {number} was found to hang {hangs:.0f} times")
     said = f"replica {number} hangs ({why}"
@@ -96,7 +96,7 @@ def _require_hang(server: GymServer, number: int, why: str) -> None:
 
 
 def _require_back(server: GymServer, texts: list[str], number: int) -> None:
-    """A lost replica serves again, and both answer as before and hold nothing."""
+    """Requires a restarted replica to serve again, and both to answer as before."""
     server.job.wait_until(
         lambda: server.series()["jaxinfra:replica_up"] == 2, f"replica {number}'s second start"
     )

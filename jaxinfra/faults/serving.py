@@ -27,7 +27,7 @@ _MANY = 60  # of one that takes longer than a server that does not wait
 
 
 def _require_texts(server: GymServer, texts: list[str]) -> str:
-    """The server says what it said before, and holds nothing; the evidence in words."""
+    """Requires the server to answer as before and to hold no pages; returns the evidence."""
     require(server.texts() == texts, "its answers are others than before")
     server.wait_until_idle()
     return "no page held, no late compile, answers as before"
@@ -35,7 +35,7 @@ def _require_texts(server: GymServer, texts: list[str]) -> str:
 
 @fault(24, "clients of a server go away in mid-stream", devices=1)
 def clients_go(arena: Arena) -> str:
-    """Disconnects clients before and during their answers; requires their pages to be freed."""
+    """Disconnects clients before and during answers; requires their requests to be cancelled."""
     with serving(arena, "f24") as server:
         texts = server.texts()
         before = server.wait_until_idle()

@@ -62,7 +62,7 @@ def poison_batch(arena: Arena) -> str:
 
 @fault(13, "a bit flips in one replica's weights", devices=4)
 def flipped_weight(arena: Arena) -> str:
-    """Flips a weight's bit in one of four replicas; requires their comparison to name it."""
+    """Flips a weight's bit in one of four replicas; requires their comparison to name the rank."""
     plan = {
         "rank": 1,
         "target": "jaxinfra.training.loop:same_program",
@@ -120,14 +120,14 @@ def starved(arena: Arena) -> str:
 
 
 def _spike(arena: Arena) -> tuple[str, str]:
-    """The guard, a little above what an undisturbed loss does."""
+    """Returns settings of the loss-spike guard, a little above a run without faults."""
     ratios = _ratios(arena.reference())
     factor = 1.05 * max(1.0, *ratios.values())
     return f"reliability.spike_factor={factor:.4f}", f"reliability.spike_window={_WINDOW}"
 
 
 def _ratios(run: Path) -> dict[int, float]:
-    """Ratio of a step's loss to the median of those before it."""
+    """Returns each step's loss over the median loss of the steps before it."""
     losses = {one["step"]: one["loss"] for one in metrics(run) if one.get("loss") is not None}
     return {
         step: loss / statistics.median([losses[step - back] for back in range(1, _WINDOW + 1)])
@@ -137,7 +137,7 @@ def _ratios(run: Path) -> dict[int, float]:
 
 
 def _require_spike(arena: Arena, run: str, step: int, *, kind: str) -> None:
-    """A model that has learned nothing yet is as wrong about any text: that is no guard's fault."""
+    """Requires a corrupted batch's loss to stand out, unless the guard noticed it."""
     if incidents(arena.place / run, kind):
         return
     ratio, usual = _ratios(arena.place / run)[step], _ratios(arena.reference())[step]
@@ -172,7 +172,7 @@ def _slow_is_named(arena: Arena, run: str, plan: dict[str, Any], *, cause: str) 
 
 
 def _poison(arena: Arena, step: int, *, rank: int, action: str) -> dict[str, Any]:
-    """The batch of a step is bad, whenever it is read."""
+    """Returns a fault that corrupts the batch of a step whenever it is read."""
     config = RunDirectory(arena.reference()).read_config()
     size = config.training.batch_size
     samples = list(range((step - 1) * size, step * size))

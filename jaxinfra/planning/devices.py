@@ -111,7 +111,7 @@ def with_measurements(device: Device, measured: Mapping[str, Any], *, source: st
 
 
 def _merged(ours: Any, measured: Any) -> Any:
-    """A table keeps our values where nothing was measured; JSON's pairs become tuples again."""
+    """Merges a measured value into a built-in one; tables keep entries that were not measured."""
     if not isinstance(ours, Mapping):
         return measured
     pairs = {key: tuple(v) if isinstance(v, list) else v for key, v in measured.items()}

@@ -82,7 +82,7 @@ def stored_format(name: str) -> tuple[str, int]:
     """Returns the weight format and group size that a model directory's config names.
 
     Raises:
-        ConfigError: a format that ``jaxinfra quantize`` does not write.
+        ConfigError: ``jaxinfra quantize`` does not write the format.
     """
     file = config_file(name)
     stored = None if file is None else quantization_of(read_json(file))
@@ -254,7 +254,7 @@ def decode(
 
 
 def _read_weights(model: PlannedModel, device: Device, serving: Serving, *, tokens: int) -> float:
-    """Bytes of weights that a pass over so many tokens moves: a few tokens meet a few experts."""
+    """Returns bytes of weights read in a pass over so many tokens; few tokens use few experts."""
     return sum(each.traffic(tokens) for each in serving.arrays(model, device))
 
 

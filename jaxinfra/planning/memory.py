@@ -25,7 +25,7 @@ def element_bits(cache_format: str, *, width: float) -> float:
     """Returns the bits per cached element, including its share of a scale.
 
     Args:
-        width: number of elements that share a scale: those of a head.
+        width: number of elements that share a scale, which is the head dim.
     """
     if cache_format not in CACHE_BITS:
         raise ConfigError(
@@ -159,7 +159,7 @@ def activation_bytes(model: PlannedModel, layout: Layout) -> float:
 
 
 def _buffers(model: PlannedModel, layout: Layout, gradients: float, *, sums: float) -> float:
-    """Bytes of the peak beyond the other roles: the working set of a layer, or of the loss.
+    """Returns bytes of the largest temporary working set: of one layer, or of the loss.
 
     The loss runs before the layers' gradients exist, so it only counts where it exceeds them:
     a chunk of logits and their gradient, the table's gradient and its 16-bit copy.

@@ -137,7 +137,7 @@ def layer_operations(layer: LayerKind, layout: Layout) -> LayerOperations:
 
 
 def _matmul(parameter: ParameterInfo, layout: Layout) -> PlannedMatmul:
-    """A token's product with it, over the tokens of a micro-batch on one device."""
+    """Returns a weight's matmul over one micro-batch's tokens on one device."""
     tokens, name = float(layout.micro_tokens), parameter.path.removesuffix("/weight")
     sizes = [n for dim, n in zip(parameter.dims, parameter.shape, strict=True) if dim != EXPERTS]
     elements, count = math.prod(sizes), 1.0
@@ -343,7 +343,7 @@ def saved_bytes(layer: LayerKind, layout: Layout, *, remat: Remat | None = None)
     backward pass reads and does not recompute, 2 bytes per element.
 
     Args:
-        remat: used instead of the layout's.
+        remat: recomputation policy in place of the layout's.
     """
     remat = remat or layout.remat
     tokens, tensor, item = layout.micro_tokens, layout.mesh.tensor, layout.activation_bytes
@@ -450,7 +450,7 @@ def loss_operations(model: PlannedModel, layout: Layout) -> list[Operation]:
 
 
 def _collectives(form: LossForm, *, tokens: float, width: int, item: float) -> list[Operation]:
-    """Over the axis that splits the vocabulary: numbers of each token, and dx."""
+    """Lists the loss's collectives over the axis that splits the vocabulary."""
     if form.kernel:
         # Three numbers for the target's logit, a maximum, a sum; dx whole, in 16 bits.
         return [

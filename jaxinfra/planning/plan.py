@@ -101,7 +101,7 @@ def sized(model: PlannedModel, layout: Layout, device: Device) -> Sized:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """Bytes that one device moves over one mesh axis per step."""
+    """Bytes that one device moves per step over one mesh axis, by kind of collective."""
 
     axis: str
     kind: str

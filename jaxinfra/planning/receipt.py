@@ -377,12 +377,12 @@ def exchanged(
 ) -> dict[tuple[str, str], Exchanged]:
     """Sums the bytes of a program's collectives by axis and purpose, leaving out scalars.
 
-    A call over several axes counts as one over the first of them, which shards weights, and of a
-    share over the next: together they send as many bytes. Experts' tokens count for the expert axis
-    or its nodes. Other traffic over a part of an axis counts for that axis.
+    A call over several axes is split into one over the first axis, which shards weights, and a
+    smaller one over the next; the total of bytes sent is unchanged. Experts' tokens count for the
+    expert axis or its nodes. Other traffic over a part of an axis counts for that axis.
 
     Args:
-        mesh: sizes of the axes in their order, the expert axis behind them.
+        mesh: axis sizes in mesh order, with the expert axis last.
     """
     axes = {axis: size for axis, size in mesh.items() if axis != EXPERT}
     found: dict[tuple[str, str], Exchanged] = {}

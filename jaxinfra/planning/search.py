@@ -86,7 +86,7 @@ CHOICES: dict[str, Callable[[Layout], object]] = {
 
 
 class _Ranking:
-    """The fastest layouts seen, overall and for each value of each choice, in little memory."""
+    """The fastest layouts found, overall and for each value of each choice."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -139,7 +139,7 @@ def search(
     """Predicts every layout that can run and fits, and ranks the layouts by step time.
 
     Raises:
-        ConfigError: no layout can run, with the commonest reason; or none fits, with the smallest.
+        ConfigError: no layout can run (with the main reason), or none fits (with the smallest).
     """
     for recipe in question.recipes:
         if recipe not in RECIPES:
@@ -178,7 +178,7 @@ def search(
 def _sized(
     model: PlannedModel, question: Question, device: Device, reasons: dict[str, int]
 ) -> Iterator[tuple[Layout, float]]:
-    """Layouts with their recomputation, and the bytes they take.
+    """Yields layouts, with their recomputation policy chosen, and the bytes that each takes.
 
     Recomputing more only slows a layout that fits without, so a stronger form is tried where the
     weaker one does not fit; saving all and saving matmul outputs are close, so both are tried.
@@ -224,7 +224,7 @@ def layouts(
 
 
 def _meshes(model: PlannedModel, question: Question, device: Device) -> Iterator[MeshConfig]:
-    """Every mesh of the devices with the sizes that are given."""
+    """Yields every mesh of this number of devices that has the given axis sizes."""
     fixed, devices = dict(question.fixed), question.devices
 
     def sizes(axis: str, number: int, most: int) -> list[int]:
@@ -250,7 +250,7 @@ def _meshes(model: PlannedModel, question: Question, device: Device) -> Iterator
 def _variants(
     model: PlannedModel, question: Question, base: Layout, device: Device, reasons: dict[str, int]
 ) -> Iterator[Layout]:
-    """Recipes, ZeRO stages, micro-batches and interleaving of one mesh.
+    """Yields a mesh's layouts over recipes, ZeRO stages, micro-batches and interleaving.
 
     Of a state that alone is too big, one layout is enough: what it runs on adds to it.
     """
@@ -302,7 +302,7 @@ def why_slower(plan: Plan, best: Plan) -> str:
 
 
 def _distinct(ranked: list[Candidate]) -> list[Candidate]:
-    """One candidate a mesh: variants of the winner's mesh would say little."""
+    """Returns the best candidate of each mesh, since variants of one mesh tell little."""
     found: dict[MeshConfig, Candidate] = {}
     for each in ranked:
         found.setdefault(each.layout.mesh, each)

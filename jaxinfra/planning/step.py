@@ -52,7 +52,7 @@ def matmul_s(device: Device, each: PlannedMatmul) -> float:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _filled(m: int, n: int, count: int, num_sms: int) -> float:
-    """Share of the SMs' time that output tiles fill, by the best choice of tile."""
+    """Returns the share of SM time that output tiles fill, with the best tile shape."""
     best = 0.0
     for tile_m, tile_n, rate in _TILES:
         tiles = math.ceil(m / tile_m) * math.ceil(n / tile_n)
@@ -252,7 +252,7 @@ def _end_seconds(model: PlannedModel, layout: Layout, device: Device) -> _Second
 
 
 def _stage_seconds(model: PlannedModel, layout: Layout, device: Device) -> _Seconds:
-    """The layers of one pipeline stage, one micro-batch."""
+    """Returns seconds of one pipeline stage's layers, for one micro-batch."""
     alike = layout.of_one_layer
     kinds = [
         (_layer_seconds(layer, alike, device), layer.count / layout.mesh.pipe)
@@ -267,7 +267,7 @@ def _stage_seconds(model: PlannedModel, layout: Layout, device: Device) -> _Seco
 
 
 def _hide(layout: Layout, seconds: float, *, window: float, share: float) -> tuple[float, float]:
-    """Seconds that stay exposed, and those that compute of ``window`` seconds hides."""
+    """Returns exposed seconds of communication, and the seconds hidden by ``window`` of compute."""
     if not layout.traits.overlap:
         return seconds, 0.0
     hidden = min(seconds * share, window)
@@ -275,7 +275,7 @@ def _hide(layout: Layout, seconds: float, *, window: float, share: float) -> tup
 
 
 def _transfers(model: PlannedModel, layout: Layout, device: Device) -> float:
-    """Activations to the next stage and gradients back: each chunk of each micro-batch."""
+    """Returns seconds of sending activations and gradients between pipeline stages."""
     if layout.mesh.pipe == 1:
         return 0.0
     turns = layout.accumulation + layout.mesh.pipe - 1
@@ -454,7 +454,7 @@ _COMBINED_BYTES = 30 * 2**20  # xla_gpu_all_gather_combine_threshold_bytes and i
 
 
 def _calls(model: PlannedModel, layout: Layout, item: float, *, experts: bool) -> int:
-    """Collectives of the layers of one pipeline stage, a pass over them."""
+    """Lists collectives of weights in one pass over a pipeline stage's layers."""
     layers = sum(
         layer.count
         * _layer_calls(layer, layout.mesh.tensor, layout.mesh.expert, item, experts=experts)
@@ -466,7 +466,7 @@ def _calls(model: PlannedModel, layout: Layout, item: float, *, experts: bool) -
 def _data_communication(
     model: PlannedModel, layout: Layout, device: Device
 ) -> dict[str, tuple[float, float]]:
-    """Seconds by axis, and the share of the step's compute that they may hide behind."""
+    """Returns seconds of data-axis collectives by axis, and the compute share that hides them."""
     found: dict[str, tuple[float, float]] = {}
     # Whole gradients are complete in the last micro-batch's backward pass only.
     last = 2 / 3 / (layout.accumulation if layout.zero < 2 else 1)
@@ -478,7 +478,7 @@ def _data_communication(
 
 
 def _optimizer_s(model: PlannedModel, layout: Layout, device: Device) -> float:
-    """State read and written, gradients read twice: for their norm and for the update."""
+    """Returns seconds of the update: state is read and written, gradients are read twice."""
     recipe = layout.bytes_a_parameter
     a_parameter = 2 * (recipe.weights + recipe.summed_bytes + recipe.optimizer_bytes)
     elements = sum(

@@ -47,7 +47,7 @@ def scaled_inputs(block: BlockConfig, method: Method) -> tuple[ScaledInput, ...]
     SmoothQuant scales outputs of norms; AWQ also scales outputs of a projection before another.
 
     Raises:
-        UnsupportedError: a layer whose projections are not known to be linear in one another.
+        UnsupportedError: a layer kind whose scaling is not implemented.
     """
     if method is Method.PLAIN:
         return ()

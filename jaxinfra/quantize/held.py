@@ -77,7 +77,7 @@ def _one_of_each(config: ModelConfig) -> tuple[WeightMap, dict[str, bool]]:
 def _in_few_bits(
     definition: ModelDefinition, recipe: QuantizationRecipe, *, kept: PolicyName
 ) -> Parameters:
-    """The quantized weights of a recipe's files, of all layers."""
+    """Returns the quantized weights of all layers that a recipe's files have."""
     weights, matmuls = _one_of_each(definition.config)
     shapes = by_path(definition.arrays)
     found: dict[tuple[str | int, ...], QuantizedWeight] = {}

@@ -79,8 +79,8 @@ class CalibrationModel:
     """A model run one layer at a time over calibration sequences.
 
     Args:
-        source: the weights; those outside layers stay on the device.
-        policy: dtypes of the products.
+        source: the model's weights; weights outside layers stay on the device.
+        policy: dtypes of the matmuls.
     """
 
     def __init__(self, config: ModelConfig, source: ParameterSource, policy: Policy):
@@ -131,7 +131,7 @@ class CalibrationModel:
 
 
 class _OneBlock:
-    """A decoder of one layer."""
+    """A decoder model of one layer."""
 
     def __init__(
         self, config: ModelConfig, block: BlockConfig, policy: Policy, recorder: InputRecorder
@@ -204,7 +204,7 @@ class _OneBlock:
 
 
 def _projections(decoder: Decoder) -> Iterator[tuple[str, Any]]:
-    """Projections of the first block, by path."""
+    """Returns the projections of the first block, by path."""
     block = decoder.blocks[0]
     for name in ("attention", "mlp"):
         for inner, node in vars(getattr(block, name)).items():

@@ -114,11 +114,11 @@ def quantized_tensor(
 
     Args:
         kept: dtype of the model's unquantized weights.
-        read: reads a part of our parameters, of one layer and one expert.
+        read: reads a part of jaxinfra's parameters, of one layer and one expert.
         clip: returns factors on the ranges of a part's groups, [G, N]; None for 1.
 
     Raises:
-        ConfigError: sizes that the format cannot hold.
+        ConfigError: the format cannot store a tensor of these sizes.
     """
     matrices = [
         jnp.asarray(read(part)).reshape(part.layout.their_shape[::-1]) for part in tensor.parts
@@ -185,14 +185,14 @@ def encoded(quantized: QuantizedTensor, recipe: QuantizationRecipe) -> dict[str,
 
 
 def _unpaired(data: np.ndarray, group: int) -> np.ndarray:
-    """Codes of 4 bits, [K, N], of bytes that halves of groups share."""
+    """Unpacks bytes that hold 4-bit codes of two half groups into codes [K, N]."""
     pairs, columns = data.shape
     grouped = data.reshape(2 * pairs // group, group // 2, columns)
     return np.stack([grouped & 15, grouped >> 4], axis=1).reshape(2 * pairs, columns)
 
 
 def _words(values: np.ndarray, bits: int, order: tuple[int, ...] = ()) -> np.ndarray:
-    """int32 of several elements of the last dim each; place i holds element ``order[i]``."""
+    """Packs elements of the last dim into int32; position i holds element ``order[i]``."""
     count = 32 // bits
     rows, columns = values.shape
     grouped = values.astype(np.uint32).reshape(rows, columns // count, count)

@@ -130,7 +130,7 @@ def _clipped(w_KN: jax.Array, seen: InputStatistics, *, form: WeightFormat) -> j
 
 
 def _of_groups(products_GRR: jax.Array, size: int) -> jax.Array:
-    """Blocks of groups on the diagonal, of larger ones or of all."""
+    """Returns diagonal blocks of input products at the group size, cut from larger blocks."""
     blocks, width = products_GRR.shape[:2]
     inner = products_GRR.reshape(blocks, width // size, size, width // size, size)
     own = jnp.arange(width // size)

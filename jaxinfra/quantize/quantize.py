@@ -138,7 +138,7 @@ def quantize_model(
 
 
 class _Quantization:
-    """A model's layers, one after another.
+    """The state of quantizing one model, layer by layer.
 
     Args:
         shelf: a directory for the arrays of layers that are done.
@@ -191,7 +191,7 @@ class _Quantization:
         read: dict[str, np.ndarray],
         x_BTD: np.ndarray,
     ) -> tuple[list[np.ndarray], dict[str, InputStatistics]]:
-        """A layer's outputs on the host, and what its weights were given where the recipe asks."""
+        """Runs a layer; returns outputs on the host and its weights' input statistics."""
         # Without groups, no error of outputs is looked at.
         block = (self.recipe.form.group_rows or 1) if self.recipe.needs_text else None
         used, outputs, seen = running.held(place, read), [], {}
@@ -208,7 +208,7 @@ class _Quantization:
         read: dict[str, np.ndarray],
         seen: dict[str, InputStatistics],
     ) -> dict[str, np.ndarray]:
-        """Rounds a layer's weights; returns what all of its parameters stand for then, fp32."""
+        """Quantizes a layer's weights; returns dequantized fp32 values of its parameters."""
         exact = {path: jnp.asarray(value).astype(EXACT) for path, value in read.items()}
         block = self.model.definition.config.blocks[place.block]
         dims, paths = running.matrices(place), self._quantized_paths(place)
@@ -325,7 +325,7 @@ class _Quantization:
 
 
 def _of_part(arrays: Mapping[str, jax.Array], prefix: str, part: Part) -> jax.Array | None:
-    """Returns a part's share of a layer's array; None where there is none of this path."""
+    """Returns a part's slice of a layer's array; None if the layer has no array of this path."""
     array = arrays.get(part.path.removeprefix(prefix))
     return array if array is None or not part.index[1:] else array[part.index[1:]]
 

@@ -110,7 +110,7 @@ def _question(function: str, gpu: int | None, args: tuple[Any, ...]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A ctypes structure, array or bytes as JSON holds it."""
+    """Converts a ctypes structure, array or bytes to JSON values."""
     if isinstance(value, bytes):
         return value.decode(errors="replace")
     if isinstance(value, pynvml.c_nvmlFieldValue_t):

@@ -51,7 +51,7 @@ def find_remedies(
     Where fewer than ``count`` changes fit, those that come nearest follow.
 
     Args:
-        limit_bytes: limit per device.
+        limit_bytes: memory limit per device.
         compiles: largest number of steps to compile.
     """
     now = price(config)
@@ -85,7 +85,7 @@ def compiled_bytes(config: RunConfig) -> int:
 
 
 def _changes(config: RunConfig) -> Iterator[tuple[tuple[str, ...], RunConfig]]:
-    """Changes to try, by turns of their kind, the mildest of each kind first."""
+    """Yields changes to try, alternating between kinds, the mildest of each kind first."""
     kinds = [list(_recomputing(config)), list(_accumulating(config)), list(_sharding(config))]
     kinds.append([_halved(config)] if config.training.batch_size > 1 else [])
     for place in range(max(map(len, kinds))):

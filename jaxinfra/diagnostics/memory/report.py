@@ -196,7 +196,7 @@ def _bytes(tree: Any) -> int:
 
 
 def _batch(shape: tuple[int, int]) -> Any:
-    """Shapes in the place of arrays."""
+    """Replaces a batch's arrays by their shapes."""
     ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
     weights: Any = jax.ShapeDtypeStruct(shape, jnp.dtype("float32"))
     return Batch(tokens=ids, targets=ids, segment_ids=ids, positions=ids, weights=weights)
@@ -351,7 +351,7 @@ def _arguments(program: CompiledProgram) -> list[HeldBuffer]:
 
 @final
 class _Heap:
-    """The owners of each stretch of a program's temporary memory, moment by moment.
+    """A program's temporary memory: the buffer that owns each byte range at each moment.
 
     Arrays that share a place, as a loop's state does with what its body makes of it, count once:
     for the one made last.
@@ -380,7 +380,7 @@ class _Heap:
         self._by_role, self._owners = self._run()
 
     def _run(self) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes by moment and role, and the owners when memory is fullest."""
+        """Computes bytes by moment and role, and the owners of memory at its peak."""
         owners = np.full(len(self._sizes), -1)
         born, dying = collections.defaultdict(list), collections.defaultdict(list)
         for number, life in enumerate(self._all):

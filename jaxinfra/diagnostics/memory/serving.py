@@ -187,7 +187,7 @@ def serving_remedies(
 
     Args:
         now: memory of the unchanged engine.
-        limit_bytes: limit per device.
+        limit_bytes: memory limit per device.
     """
     found = []
     for options, changed in _changes_of(case, now, limit_bytes):
