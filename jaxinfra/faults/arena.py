@@ -227,7 +227,7 @@ class Arena:
             return job.end()
 
     def reference(self, *settings: str, processes: int | None = None) -> Path:
-        """Returns a run without faults for comparison; trains it at the first call."""
+        """Returns the directory of a run without faults; trains that run at the first call."""
         count = processes or self.processes
         key = (str(count), *settings)
         with self._lock:
@@ -241,7 +241,7 @@ class Arena:
         return run
 
     def longest_phase_s(self) -> float:
-        """Seconds of the longest phase in the run without faults; time limits are multiples."""
+        """Returns seconds of the longest phase in a run without faults, to derive time limits."""
         phases = [
             [
                 ended.value
@@ -253,7 +253,7 @@ class Arena:
         return max(itertools.chain(*phases))
 
     def start_s(self) -> float:
-        """Seconds that one process takes to start on this machine, mostly for imports."""
+        """Returns the seconds that one process takes to start here, mostly for imports."""
         with self.start(["train", "--help"], run="start", environment={}) as job:
             return job.end().seconds
 

@@ -20,7 +20,7 @@ _PATIENCE_S = 60.0  # of clients; many times what all of this takes
 def kill_replica(arena: Arena) -> str:
     """Kills one of two server replicas behind one address while it answers requests.
 
-    No client may hang. The other replica answers completely, streams already begun end with an
+    No client may hang: the other replica answers completely, streams already begun end with an
     error, and the dead replica is restarted.
     """
     with serving(arena, "f31", "--replicas", "2") as server:

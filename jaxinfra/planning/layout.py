@@ -136,7 +136,7 @@ class Layout:
 
     @property
     def bytes_a_parameter(self) -> TrainingRecipe:
-        """The recipe of bytes per parameter, with gradient sums if there are micro-batches."""
+        """The training recipe, which gives bytes per parameter by role."""
         return recipe_of(self.recipe, sums=self.accumulation > 1)
 
     @property

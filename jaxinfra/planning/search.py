@@ -52,7 +52,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Alternative:
-    """The best layout that differs from the winner in one given choice."""
+    """The best layout with another value of one choice than the winner has."""
 
     choice: str  # tensor, remat, ...
     value: str

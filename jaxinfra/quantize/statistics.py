@@ -158,7 +158,7 @@ class InputRecorder:
         return self._exchange(x_BTD, expert_BTK, weight_BTK, experts, config=config, recipe=recipe)
 
     def taken(self, weights: dict[str, Any]) -> tuple[dict[str, jax.Array], RoutedTokens | None]:
-        """Returns inputs of these weights recorded since the last call, and experts' tokens."""
+        """Returns and clears the recorded inputs of these weights, and the experts' tokens."""
         calls, self.calls = self.calls, []
         routed, self.routed = self.routed, []
         found = {path: x for path, weight in weights.items() for seen, x in calls if seen is weight}

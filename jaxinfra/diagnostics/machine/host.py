@@ -137,7 +137,7 @@ def host_findings(state: HostState, *, gpu_bytes: int = 0, gpus: int = 0) -> lis
 
     Args:
         gpu_bytes: total memory of the GPUs, which a checkpoint copies through the host.
-        gpus: number of GPUs.
+        gpus: number of GPUs in the host.
     """
     return [
         _memory(state, gpu_bytes),

@@ -48,7 +48,7 @@ def find_remedies(
 ) -> list[Remedy]:
     """Finds settings whose compiled step fits in memory, those that cost least time first.
 
-    Where fewer than ``count`` changes fit, those that come nearest follow.
+    If fewer than ``count`` changes fit, the changes nearest to the limit follow.
 
     Args:
         limit_bytes: memory limit per device.
