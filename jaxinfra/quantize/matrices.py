@@ -133,7 +133,7 @@ def quantized_tensor(
 
 
 def scale_dtype(recipe: QuantizationRecipe, kept: jnp.dtype) -> jnp.dtype:
-    """Returns the dtype of scales in the files: float16, fp32, or the unquantized weights' dtype."""
+    """Returns the dtype of scales in the files: float16, fp32, or that of unquantized weights."""
     if recipe.form.activations is None and recipe.form.code is not WeightCode.E4M3:
         return jnp.dtype("float16") if recipe.has_zeros else kept
     return EXACT
