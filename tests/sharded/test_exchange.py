@@ -219,7 +219,8 @@ def test_what_has_no_room_is_counted(form):
     assert near(np.asarray(y_BTD), np.asarray(want))
 
 
-def test_two_levels_are_one_device_forward_and_back():
+@pytest.mark.parametrize(("form", "node_size"), [(PER_DEVICE, 2), (PER_EXPERT, 4)])
+def test_two_levels_are_one_device_forward_and_back(form, node_size):
     """Of 8 devices, with the choices that find room on both levels: y, what is left out, and
     gradients of x, of the choices' weights and of the experts' (sums over 48 tokens of sums of 10,
     6 and 3 products); and the bytes of each level.
@@ -234,8 +235,8 @@ def test_two_levels_are_one_device_forward_and_back():
         run = jax.jit(jax.value_and_grad(objective, argnums=(0, 1, 2), has_aux=True))
         return run.lower(x_BTD, weight_BTK, experts, expert_BTK).compile(COMPILER_OPTIONS)
 
-    exchange, room = bounded(PER_DEVICE, num_devices=8, node_size=2)
-    assert [level.members for level in room.levels] == [4, 2]
+    exchange, room = bounded(form, num_devices=8, node_size=node_size)
+    assert [level.members for level in room.levels] == [8 // node_size, node_size]
     two = program(exchanging(exchange, 8))
     one = program(functools.partial(within_device, config=CONFIG, recipe=RECIPE))
     check_bytes(two, room)
@@ -251,11 +252,14 @@ def test_two_levels_are_one_device_forward_and_back():
         assert error <= 128 * EPSILON * np.max(np.abs(theirs))
 
 
-def test_faults_are_caught(monkeypatch):
+@pytest.mark.parametrize(
+    ("form", "node_size"), [(PER_DEVICE, None), (PER_EXPERT, None), (PER_DEVICE, 2)]
+)
+def test_faults_are_caught(form, node_size, monkeypatch):
     """The comparison with one device sees a row to the wrong device, and one that came back to the
-    wrong token.
+    wrong token: of two levels, on the way across nodes.
     """
-    exchange = ExchangeConfig(form=PER_DEVICE)
+    exchange = ExchangeConfig(form=form, node_size=node_size)
     y_BTD, overflowed = compiled(exchange, N)(*drawn())
     assert overflowed is None
     assert near(np.asarray(y_BTD), alone())
@@ -263,6 +267,8 @@ def test_faults_are_caught(monkeypatch):
 
     def faulty(device_NJ, members, *args, fault: str, peers) -> Travel:
         right = real(device_NJ, members, *args, peers=peers)
+        if peers.groups is not None and peers.groups[0][:2] == (0, 1):
+            return right  # within a node
         if fault == "device":
             turned = jnp.where(device_NJ < members, (device_NJ + 1) % members, members)
             return real(turned, members, *args, peers=peers)
@@ -275,12 +281,16 @@ def test_faults_are_caught(monkeypatch):
         assert not near(np.asarray(got), alone()), fault
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_ragged_lowers_for_cuda(form):
-    exchange = ExchangeConfig(form=form, implementation=ExchangeImplementation.RAGGED)
+@pytest.mark.parametrize(
+    ("form", "node_size"), [(PER_EXPERT, None), (PER_DEVICE, None), (PER_DEVICE, 2)]
+)
+def test_ragged_lowers_for_cuda(form, node_size):
+    exchange = ExchangeConfig(
+        form=form, implementation=ExchangeImplementation.RAGGED, node_size=node_size
+    )
     run = exchanging(exchange, N)
     text = jax.jit(run).trace(*drawn()).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("ragged_all_to_all") >= 2
+    assert text.count("ragged_all_to_all") >= (2 if node_size is None else 4)
 
 
 @pytest.mark.parametrize(

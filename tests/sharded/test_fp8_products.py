@@ -91,8 +91,9 @@ def assert_as_numpy(config: Fp8Matmuls, placement: Placement, *directions) -> No
         assert np.all(emitted[:, -1] == 0.0)
 
 
-def test_shares_are_multiplied_as_the_whole():
-    assert_as_numpy(CONFIGS["blocks"], placement_of(MESH), OUTWARD)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_shares_are_multiplied_as_the_whole(name):
+    assert_as_numpy(CONFIGS[name], placement_of(MESH))
 
 
 @pytest.mark.slow  # four programs, each with a fault of its own
