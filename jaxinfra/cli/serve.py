@@ -60,19 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a run directory, or a Hugging Face model directory",
     )
     parser.add_argument("--name", help="model name in the API; default: the directory's name")
-    where = parser.add_argument_group("network")
-    where.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen on; 0.0.0.0 also serves other machines (default: 127.0.0.1)",
-    )
-    where.add_argument("--port", type=int, default=8000, help="0 picks a free one (default: 8000)")
-    where.add_argument(
-        "--api-key",
-        default=os.environ.get("JAXINFRA_API_KEY"),
-        metavar="KEY",
-        help="key that every client must send (default: JAXINFRA_API_KEY)",
-    )
+    _add_network(parser)
     most = parser.add_argument_group("limits")
     add_engine_arguments(most)
     for option, default, text in (
@@ -116,6 +104,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"(default: {_HANG_S:g})",
     )
     parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_HELP)
+
+
+def _add_network(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_argument_group("network")
+    where.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; 0.0.0.0 also serves other machines (default: 127.0.0.1)",
+    )
+    where.add_argument("--port", type=int, default=8000, help="0 picks a free one (default: 8000)")
+    where.add_argument(
+        "--api-key",
+        default=os.environ.get("JAXINFRA_API_KEY"),
+        metavar="KEY",
+        help="key that every client must send (default: JAXINFRA_API_KEY)",
+    )
 
 
 def _add_defaults(parser: argparse.ArgumentParser) -> None:

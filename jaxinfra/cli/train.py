@@ -123,6 +123,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="continued",
         help="with --run: continue an existing run there, for jobs that are restarted",
     )
+    _add_settings(parser)
+    parser.add_argument("--profile", metavar="START:STOP", help="steps to trace with the profiler")
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        help="directory of tokenized texts and compiled programs (default: user cache)",
+    )
+    parser.add_argument("--no-sample", action="store_true", help="print no text sample at the end")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the config and each tensor's bytes per device, and stop",
+    )
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
     settings = parser.add_argument_group("settings of the run (default: the preset's)")
     settings.add_argument("--mesh", metavar="AXES", help="mesh of devices: fsdp=4,tensor=2")
     for option, path in _SHORTHANDS.items():
@@ -137,18 +153,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="PATH=VALUE",
         help="any setting of config.json, such as optimizer.clip_norm=none",
-    )
-    parser.add_argument("--profile", metavar="START:STOP", help="steps to trace with the profiler")
-    parser.add_argument(
-        "--cache",
-        type=Path,
-        help="directory of tokenized texts and compiled programs (default: user cache)",
-    )
-    parser.add_argument("--no-sample", action="store_true", help="print no text sample at the end")
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print the config and each tensor's bytes per device, and stop",
     )
 
 

@@ -1,6 +1,7 @@
 """Shared reading and writing of the configs of Llama's descendants."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,14 +45,8 @@ def decoder_config(
     *,
     windows: Sequence[int | None] = (None,),
     activation_key: str = "hidden_act",
-    qkv_bias: bool = False,
-    out_bias: bool = False,
     mlp_bias: bool = False,
-    qk_norm: NormConfig | None = None,
-    sinks: bool = False,
     mixer: Callable[[RopeConfig], MixerConfig] | None = None,
-    score_scale: float | None = None,
-    score_cap: float | None = None,
     logit_cap: float | None = None,
     norm_offset: float = 0.0,
     norm_placement: NormPlacement = NormPlacement.PRE,
@@ -61,6 +56,7 @@ def decoder_config(
     original_max_positions: int | None = None,
     default_theta: float = 10_000.0,
     dropout_rate: float = 0.0,
+    **attention: Any,
 ) -> ModelConfig:
     """Reads a config with Llama's keys and the given differences.
 
@@ -69,6 +65,7 @@ def decoder_config(
         mixer: mixer that replaces grouped attention, including its rotary embedding.
         partial_rotary: whether the architecture may rotate only a fraction of each head.
         original_max_positions: default for a scaled rotary embedding whose config has none.
+        attention: further fields of ``GroupedAttentionConfig``.
     """
     width, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     max_positions = keys.integer("max_position_embeddings")
@@ -88,36 +85,25 @@ def decoder_config(
         kind=keys.choice(activation_key, _ACTIVATIONS),
         bias=mlp_bias,
     )
-    num_layers = keys.integer("num_hidden_layers")
-
-    def grouped(window: int | None) -> GroupedAttentionConfig:
-        return GroupedAttentionConfig(
+    if mixer is None:
+        grouped = functools.partial(
+            GroupedAttentionConfig,
             num_q_heads=heads,
             num_kv_heads=keys.integer("num_key_value_heads", heads),
             head_dim=keys.integer("head_dim", width // heads),
             rope=rope,
-            window=window,
-            logit_soft_cap=score_cap,
-            scale=score_scale,
-            qk_norm=qk_norm,
-            qkv_bias=qkv_bias,
-            out_bias=out_bias,
-            sinks=sinks,
+            **attention,
         )
-
-    def block(window: int | None) -> BlockConfig:
-        return BlockConfig(
-            mixer=grouped(window) if mixer is None else mixer(rope),
-            feed_forward=mlp,
-            norm=norm,
-            norm_placement=norm_placement,
-        )
-
+        mixers = [grouped(window=window) for window in period(windows)]
+    else:
+        mixers = [mixer(rope) for _ in period(windows)]
+    rest = {"feed_forward": mlp, "norm": norm, "norm_placement": norm_placement}
+    blocks = [BlockConfig(mixer=each, **rest) for each in mixers]
     return ModelConfig(
         vocab_size=keys.integer("vocab_size"),
         model_dim=width,
         max_positions=max_positions,
-        stacks=stacked(*tuple(block(window) for window in period(windows)), num_layers=num_layers),
+        stacks=stacked(*blocks, num_layers=keys.integer("num_hidden_layers")),
         tie_embeddings=keys.flag("tie_word_embeddings", tied_by_default),
         embedding_scale=embedding_scale,
         final_norm=norm,

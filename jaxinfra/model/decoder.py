@@ -259,29 +259,18 @@ class Decoder(nnx.Module):
         """
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1])[None], token_ids.shape)
-        embed_key, blocks_key = (
-            (None, None) if dropout_key is None else jax.random.split(dropout_key)
-        )
+        embed_key, stack_keys = self._dropout_keys(dropout_key)
         x_BTD = self.embed(token_ids, positions, embed_key)
         given = Pass(positions_BT=positions, segment_ids_BT=segment_ids)
-        layer_keys = None
-        if blocks_key is not None:
-            layer_keys = jax.random.split(blocks_key, self.config.num_layers)
         ropes = self.rope_tables(positions, contexts)
         blocks = list(self.blocks)
         whole = whole_step(x_BTD, self.config, blocks, self.execution, given, ropes, cache)
         if whole is not None:
             return dataclasses.replace(whole, x=self.normalized(whole.x))
-        caches, sums, num_blocks, num_layers, handed_on = [], [], 0, 0, None
-        for each in self.config.stacks:
+        caches, sums, num_blocks, handed_on = [], [], 0, None
+        for each, keys in zip(self.config.stacks, stack_keys, strict=True):
             places = slice(num_blocks, num_blocks + len(each.pattern))
             num_blocks = places.stop
-            keys = None
-            if layer_keys is not None:
-                count = len(each.pattern) * each.repeats
-                keys = layer_keys[num_layers : num_layers + count]
-                keys = keys.reshape(each.repeats, len(each.pattern))
-                num_layers += count
             out = self._run_stack(
                 x_BTD,
                 each,
@@ -301,6 +290,21 @@ class Decoder(nnx.Module):
             sums=tuple(sums),
             behind=handed_on,
         )
+
+    def _dropout_keys(
+        self, key: jax.Array | None
+    ) -> tuple[jax.Array | None, list[jax.Array | None]]:
+        """Splits a key into the embedding's and each stack's, [repeats, pattern]; None if None."""
+        stacks = self.config.stacks
+        if key is None:
+            return None, [None] * len(stacks)
+        embed_key, blocks_key = jax.random.split(key)
+        layer_keys, begin, by_stack = jax.random.split(blocks_key, self.config.num_layers), 0, []
+        for each in stacks:
+            end = begin + len(each.pattern) * each.repeats
+            by_stack.append(layer_keys[begin:end].reshape(each.repeats, len(each.pattern)))
+            begin = end
+        return embed_key, by_stack
 
     def _run_stack(
         self,
@@ -345,13 +349,10 @@ class Decoder(nnx.Module):
             )
             start, layers = (x_BTD, stored), (indices, parameters, keys)
             if len(set(steps)) > 1 or (cache is None and 1 < repeats == unroll):
-                # Of experts there are more weights than of all else: how their gradients are put
-                # together is most of what an update takes.
-                has_experts = any(
-                    isinstance(block.feed_forward, ExpertsConfig)
-                    for block in self.config.blocks[places]
-                )
-                take = take_in_place if has_experts else take_apart
+                # Experts have most of a model's weights: how their gradients are put together is
+                # most of what an update takes.
+                kinds_of = {type(block.feed_forward) for block in self.config.blocks[places]}
+                take = take_in_place if ExpertsConfig in kinds_of else take_apart
                 (x_BTD, stored), sums, behind = one_by_one(
                     steps,
                     start,

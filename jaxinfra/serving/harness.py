@@ -142,8 +142,7 @@ def evaluate_tasks(
     task_directory: str | Path | None = None,
     chat_template: str | Path | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Evaluates a model on tasks of the harness; returns each task's metrics by name
-    (``"acc,none"``).
+    """Evaluates a model on tasks of the harness; returns each task's metrics (``"acc,none"``).
 
     Args:
         model: a run, a model directory, or a model that ``load`` returned.

@@ -112,13 +112,7 @@ def chunk_loss(
         static, x_RD, table_VD, jnp.where(counted_R, target_R, jnp.inf), with_gradient
     )
 
-    sums_R = jnp.where(counted_R, sums_R, 1.0)
-    reference_R = jnp.where(counted_R, reference_R, 0.0)
-    lse_R = reference_R + jnp.log(sums_R)
-    if static.vocabulary_axes:
-        # References may have risen on some devices and not on others.
-        lse_R = logsumexp(lse_R, static.vocabulary_axes)
-        sums_R = jnp.exp(lse_R - reference_R)
+    lse_R, sums_R = _logsumexp_of_all(static, counted_R, sums_R, reference_R)
     nll_R = lse_R - jnp.where(exists_R, target_R, 0.0)
     # A row that does not count adds 0 whatever its nll is.
     nll_R = jnp.where(counted_R, weights_R * nll_R, 0.0)
@@ -153,6 +147,20 @@ def chunk_loss(
         return y_R[:num_rows].reshape(*shape, *y_R.shape[1:])
 
     return ChunkLoss(*losses, unpad(matrix), unpad(scale_R), unpad(coefficient_R), uniform_ZbC)
+
+
+def _logsumexp_of_all(
+    static: Static, counted_R: jax.Array, sums_R: jax.Array, reference_R: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Logsumexp of each row over all devices of the vocabulary, and its sum by its reference."""
+    sums_R = jnp.where(counted_R, sums_R, 1.0)
+    reference_R = jnp.where(counted_R, reference_R, 0.0)
+    lse_R = reference_R + jnp.log(sums_R)
+    if static.vocabulary_axes:
+        # References may have risen on some devices and not on others.
+        lse_R = logsumexp(lse_R, static.vocabulary_axes)
+        sums_R = jnp.exp(lse_R - reference_R)
+    return lse_R, sums_R
 
 
 def _without_targets(matrix: jax.Array, targets_R: jax.Array, counts_R: jax.Array) -> jax.Array:

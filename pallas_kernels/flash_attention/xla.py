@@ -336,9 +336,7 @@ def backward(operands: BackwardOperands, *, spec: AttentionSpec) -> AttentionGra
     dv = _join_kv(dv_JBKsV, tiles).astype(v_BSKV.dtype)
     d_sinks = None
     if masks.sinks is not None:
-        # The sink's probability times (0 - delta): its value is 0.
-        p_sink_BTN = jnp.exp(masks.sinks[None, None] - lse_BTN)
-        d_sinks = -jnp.sum(jnp.where(empty_BTN, 0.0, p_sink_BTN) * delta_BTN, axis=(0, 1))
+        d_sinks = _sink_gradient(masks.sinks, lse_BTN, delta_BTN, empty_BTN)
     if masks.bias is not None and d_bias is not None:
         b, n, t, s = masks.bias.shape
         d_bias = d_bias[..., :t, :s].reshape(b, n, t, s).astype(masks.bias.dtype)
@@ -353,3 +351,11 @@ def _add_to_bias(
     update = lax.dynamic_slice(d_bias, start, sizes)
     update += jnp.sum(ds_BKGts, axis=summed, keepdims=True)
     return lax.dynamic_update_slice(d_bias, update, start)
+
+
+def _sink_gradient(
+    sinks_N: jax.Array, lse_BTN: jax.Array, delta_BTN: jax.Array, empty_BTN: jax.Array
+) -> jax.Array:
+    """The sinks' gradient [N]: a sink's probability times (0 - delta), since its value is 0."""
+    p_sink_BTN = jnp.exp(sinks_N[None, None] - lse_BTN)
+    return -jnp.sum(jnp.where(empty_BTN, 0.0, p_sink_BTN) * delta_BTN, axis=(0, 1))

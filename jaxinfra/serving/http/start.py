@@ -75,9 +75,8 @@ def serve(
     server = HttpServer(app, options.server, drain=running.drain)
     say(f"compiling {len(engine.runner.keys)} programs ...")
     engine.warm_up()
-    followers = None
-    if cluster is not None:
-        followers = Followers(cluster, lost=running.fail)
+    followers = None if cluster is None else Followers(cluster, lost=running.fail)
+    if followers is not None:
         engine.runner.mirror(followers.tell)
     request.hold()
     running.start()
