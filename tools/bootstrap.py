@@ -37,7 +37,7 @@ REMEDIES = {
 
 
 class SetupError(Exception):
-    """What is wrong and the remedy, in one line for the person who ran the set-up."""
+    """Set-up failure and its remedy, in one line for the person who ran the set-up."""
 
 
 def explain(output: str, doing: str) -> str:
@@ -62,7 +62,7 @@ def run(command: Sequence[str], env: Mapping[str, str], root: pathlib.Path, *, d
 
 
 def series_suffix(jax: str) -> str:
-    """What tells the environment and the locks of a series of JAX from those of the first."""
+    """Suffix of the environment and locks of a JAX series; empty for the first series."""
     return "" if jax == JAX_SERIES[0] else f"-jax{jax}"
 
 
@@ -121,7 +121,7 @@ def uv_settings() -> dict[str, str]:
         "UV_DEFAULT_INDEX": pip.get("index-url"),
         "UV_INDEX": extra,
         "UV_FIND_LINKS": ",".join(filter(is_there, pip.get("find-links", "").split())),
-        "UV_INDEX_STRATEGY": "unsafe-best-match" if extra else "",  # as pip: all are equal
+        "UV_INDEX_STRATEGY": "unsafe-best-match" if extra else "",  # pip's rule: all are equal
         "UV_INSECURE_HOST": pip.get("trusted-host"),
         "UV_HTTP_TIMEOUT": pip.get("timeout", pip.get("default-timeout")),
         "UV_NO_INDEX": "1" if pip.get("no-index", "") in ("1", "true", "yes", "on") else "",

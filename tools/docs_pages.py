@@ -52,7 +52,7 @@ def settings_of(record: type) -> list[Setting]:
 
 
 def _comment(lines: list[str], node: ast.AnnAssign) -> str:
-    """What is said of a field: on its line, on the lines above it, or in the text below it."""
+    """Documentation of a field: the comment on its line or above it, or the string below it."""
     last = lines[(node.end_lineno or node.lineno) - 1]
     _, mark, beside = last.partition("  # ")
     if mark:
@@ -147,7 +147,7 @@ def presets_page() -> str:
 
 
 def commands_page() -> str:
-    """What ``jaxinfra COMMAND --help`` prints, of every command."""
+    """Page with the output of ``jaxinfra COMMAND --help`` for every command."""
     parts = ["# Commands\n"]
     for name in COMMANDS:
         command = importlib.import_module(f"jaxinfra.cli.{name}")

@@ -62,11 +62,11 @@ def _train(where: Path) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """What is spoilt, and the commands that read it."""
+    """Files to corrupt, and the commands that read them."""
 
     name: str
     files: str  # glob of what may be spoilt
-    commands: Callable[[Path, Path], list[list[str]]]  # of the copy and of a new output
+    commands: Callable[[Path, Path], list[list[str]]]  # by the paths of copy and output
 
 
 _GREEDY = ("--prompt", "a", "--max-new-tokens", "8", "--temperature", "0")
@@ -168,7 +168,7 @@ def make_seeds(place: Path) -> None:
 
 
 def _note_answers(run: Path, place: Path) -> None:
-    """What each good checkpoint of a run says."""
+    """Records the answer of each good checkpoint of a run."""
     answers: dict[str, dict[str, Any]] = {}
     for path in (run / "checkpoints").glob("step_*"):
         step = str(int(path.name[5:]))
@@ -183,7 +183,8 @@ def _note_answers(run: Path, place: Path) -> None:
 
 
 def wrong_answer(command: list[str], said: str, place: Path) -> str | None:
-    """Why a command that ended well did not say what a good checkpoint says; None where it did."""
+    """Explains how a successful command's answer differs from its checkpoint's good one; None if
+    equal."""
     if "settings changed" in said:
         return None  # by which it may well say something else
     answers = json.loads((place / "answers.json").read_text())
@@ -278,7 +279,7 @@ class Case:
     peak: int
 
     def wrong(self, place: Path) -> str | None:
-        """What must not be; None where all is well."""
+        """Explains the rule that this outcome breaks; None where it breaks no rule."""
         if self.code is None:
             return f"not ended after {LIMIT_S:g} s"
         if self.peak > LIMIT_BYTES:
@@ -303,9 +304,9 @@ class Case:
         return "accepted what its format's own reader refuses" if refused else None
 
     def wrongly_changed(self, before: dict[str, str], after: dict[str, str]) -> str | None:
-        """Which file was written that is not the command's to write."""
+        """Names a changed file that the command must not write; None where there is none."""
         if self.target.name == "arguments":
-            return None  # its words say where
+            return None  # the command line names the files it writes
         ours = ("out", "said.txt", *(("run",) if "--resume" in self.command else ()))
         for name in sorted(before.keys() | after.keys()):
             changed = before.get(name) != after.get(name)
@@ -360,7 +361,7 @@ def _is_read(command: list[str], spoilt: Path) -> bool:
 
 
 def cases(place: Path, *, count: int, seed: int, first: int = 0) -> Iterator[str]:
-    """What was wrong, case by case."""
+    """Runs the cases; yields each failure."""
     _CONTEXT.set_forkserver_preload(
         [__name__, *(f"jaxinfra.cli.{name}" for name in ("train", "evaluate", "generate", "plan"))]
     )

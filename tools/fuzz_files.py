@@ -1,4 +1,4 @@
-"""What a command of a fuzzed case left of its files."""
+"""Checks of the files that a command of a fuzzed case leaves behind."""
 
 import hashlib
 from pathlib import Path

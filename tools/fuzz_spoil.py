@@ -1,4 +1,4 @@
-"""What is done to a file or a command line before it is given to a command."""
+"""Corruptions of a file or a command line, applied before a command reads it."""
 
 import contextlib
 import json

@@ -15,7 +15,7 @@ FOLDER = "tools/requirements"
 
 
 def inputs() -> dict[str, list[str]]:
-    """What each lock is made from; a CUDA lock first, so that the CPU lock agrees with it."""
+    """Inputs of each lock. A CUDA lock comes first, so that the CPU lock agrees with it."""
     text = (ROOT / "pyproject.toml").read_text("utf-8")
     (lowest,) = re.findall(r'^requires-python = ">=([\d.]+)"', text, re.MULTILINE)
     python = ["--python-version", lowest]

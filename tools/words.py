@@ -62,7 +62,7 @@ def private_words(text: str) -> Iterator[str]:
 
 
 def findings_in_docstring(text: str) -> Iterator[str]:
-    """What to mend in one docstring."""
+    """Findings in one docstring."""
     every = sentences(text)
     if FRAGMENT.match(every[0]):
         yield f'fragment: "{every[0][:60]}"'

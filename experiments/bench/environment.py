@@ -1,4 +1,4 @@
-"""What a measurement was made on: device, clocks, versions, command."""
+"""Record of a measurement's surroundings: device, clocks, versions, command."""
 
 import datetime
 import importlib.metadata

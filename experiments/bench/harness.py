@@ -1,4 +1,4 @@
-"""What benchmarks share: options, a copy's rate, distances, contenders that alternate."""
+"""Parts shared by the benchmarks: options, copy rate, error distances, interleaved contenders."""
 
 import argparse
 import dataclasses

@@ -14,8 +14,8 @@ class Table:
     """Written after every row, so that an interrupted benchmark leaves what it has."""
 
     out: pathlib.Path | None
-    deadline: float  # of time.monotonic()
-    only: Sequence[str] = ("",)  # rows whose names begin so
+    deadline: float  # on the clock of time.monotonic()
+    only: Sequence[str] = ("",)  # prefixes of the names of rows to measure
     rows: list[dict] = dataclasses.field(default_factory=list)
 
     def add(self, name: str, measure: Callable[[], dict]) -> dict:

@@ -1,4 +1,4 @@
-"""How long functions take on the device they run on, measured side by side.
+"""Times functions on the device they run on, side by side.
 
 Clocks, temperatures and neighbours change within seconds: candidates are interleaved in one
 process, and their medians are compared with each other, never with a figure from another run.

@@ -38,7 +38,7 @@ class Decay(nnx.Module):
 class DecayConfig(jaxinfra.OwnMixer):
     """``Decay``'s settings."""
 
-    spread: float = 4.0  # of the decays' logits at first
+    spread: float = 4.0  # range of the initial decays' logits
     layer = Decay
 
 

@@ -20,7 +20,7 @@ from pallas_kernels.hopper.registers import write_registers
 from .threads import PARAMS, TILED, Tiling
 
 THREADS = 128
-SHARED_BYTES = 228 * 1024  # of a multiprocessor; a block has 1 KB of it for itself
+SHARED_BYTES = 228 * 1024  # per SM; the hardware reserves 1 KB of it per block
 BLOCK_SHARED_BYTES = 227 * 1024
 A_NUMBER_EACH = TILED(
     Tiling(((128,), (32,), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1

@@ -18,7 +18,7 @@ class Rung:
 
     @property
     def name(self) -> str:
-        """As tables show it."""
+        """Name of the rung in tables."""
         return self.matmul.__name__
 
 

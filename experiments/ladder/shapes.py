@@ -1,4 +1,4 @@
-"""What every rung asks of its operands."""
+"""Check of the operands, shared by all rungs."""
 
 import jax
 import jax.numpy as jnp

@@ -25,11 +25,11 @@ PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """How C is cut, and what a block keeps in shared memory."""
+    """Tile sizes of C, and the number of stages in shared memory."""
 
-    m: int = 128  # of a block's tile of C
+    m: int = 128  # rows of a block's tile of C
     n: int = 256
-    k: int = 64  # of a step
+    k: int = 64  # columns of A per step
     num_stages: int = 4
     band: int = 8  # tiles of C in a band that is walked before the next: what L2 keeps
 
@@ -61,7 +61,7 @@ class Ring:
     """
 
     tiles: Tiles
-    num_steps: int  # of one tile of C
+    num_steps: int  # steps per tile of C
     a_smem: Any
     b_smem: Any
     c_smem: Any

@@ -23,13 +23,13 @@ FOLDER = pathlib.Path(__file__).parents[2] / "pallas_kernels" / "flash_attention
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#4c78a8", "#f58518", "#54a24b", "#b279a2", "#dddddd"
 LENGTH, TILE = 1024, 128
 
-# Cycles of one warpgroup's tile (64 queries, 128 keys, d 128, bf16) on a multiprocessor: a product
+# Cycles of one warpgroup's tile (64 queries, 128 keys, d 128, bf16) on an SM: a product
 # is 2 * 64 * 128 * 128 operations at 4096 a cycle, its 8192 exponentials leave at 16 a cycle.
 PRODUCT, SOFTMAX = 512, 512
 
 
 def tiles_picture() -> plt.Figure:
-    """Which tiles of the score matrix are skipped, computed, and masked."""
+    """Plots the tiles of the score matrix that are skipped, computed, and masked."""
     size = LENGTH // TILE
     g = Geometry(B=1, T=LENGTH, S=LENGTH, N=1, K=1, H=128, Hv=128)
     masks = {
@@ -83,7 +83,7 @@ SHADES = (BLUE, GREEN)
 
 
 def timeline(num_tiles: int, *, overlap: bool, turns: bool) -> list[Bar]:
-    """When each product and softmax runs, if nothing but the units and their order holds it up.
+    """Schedules each product and softmax, delayed only by the units and their order.
 
     Args:
         num_tiles: key tiles of each of two warpgroups.
@@ -163,7 +163,7 @@ def timeline_picture() -> plt.Figure:
 
 
 def rescale_picture() -> plt.Figure:
-    """How often the sum must be rescaled, with and without patience."""
+    """Plots how often the sum must be rescaled, with and without patience."""
     rng = np.random.default_rng(0)
     rows, tiles = 4096, 64
     # Scores of unit-variance queries and keys, in units of log2.
@@ -204,7 +204,7 @@ def rescale_picture() -> plt.Figure:
 
 
 def backward_picture() -> plt.Figure:
-    """What one block of the fused backward reads, computes and writes."""
+    """Plots the reads, products and writes of one block of the fused backward."""
     figure, axes = plt.subplots(figsize=(10, 4.4), layout="constrained")
     boxes = {  # x, y, text, colour
         "k": (0, 3.0, "K, V\nof 128 keys: stay", GREY),

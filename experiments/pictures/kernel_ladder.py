@@ -21,7 +21,7 @@ FIRST_WITH_TENSOR_CORES = "tensor_core"
 
 
 def rungs(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By name, each at the largest size it was measured at."""
+    """Rungs by name, each at the largest size it was measured at."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         if row["name"].startswith("rung ") and "failed" not in row:

@@ -21,7 +21,7 @@ from jaxinfra.parallel.mesh import Rules, make_mesh, state_rules
 from jaxinfra.parallel.place import Placement
 
 DEVICES = 4
-SHAPE = (8, 8)  # of the matrix drawn, [embed, mlp]: mlp/up
+SHAPE = (8, 8)  # shape [embed, mlp] of the plotted matrix, mlp/up
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 STRATEGIES = (

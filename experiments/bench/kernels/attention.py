@@ -79,7 +79,7 @@ def both_by_vjp(f, q, k, v, d_out):
 
 
 def profiled(f, *args, iterations: int) -> list[float]:
-    """``profiler.measure``'s times of each call.
+    """Times of each call in milliseconds, as ``profiler.measure`` reports them.
 
     Raises:
         RuntimeError: the profiler lost kernel launches, as it does now and then, in every one of
@@ -188,7 +188,7 @@ def measure_case(case: Case, futures: dict, iterations: int, emit) -> None:
 
 
 def seconds_of(f, *args) -> float:
-    """Of a second call."""
+    """Seconds that a second call of ``f`` takes: the first one compiles."""
     jax.block_until_ready(f(*args))
     start = time.monotonic()
     jax.block_until_ready(f(*args))

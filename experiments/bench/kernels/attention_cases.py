@@ -32,7 +32,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As the table shows it."""
+        """Name of the case in the table."""
         mask = "causal" if self.causal else "full"
         window = f" window{self.window}" if self.window else ""
         width = f"d{self.H}/{self.Hv}"
@@ -47,7 +47,8 @@ class Case:
 
     @property
     def flop(self) -> float:
-        """Of the forward; windows and packed rows count as the causal call they replace."""
+        """FLOPs of the forward pass. Windows and packed rows count as the full causal call they
+        replace."""
         return 2 * self.B * self.N * self.T**2 * (self.H + self.Hv) / (2 if self.causal else 1)
 
     def arrays(self, seed: int = 0) -> list[jax.Array]:
@@ -94,7 +95,7 @@ EXTRA = (
         for H, N in ((80, 32), (96, 32), (192, 16))
     ),
 )
-"""What the bars do not have: a window, latent attention, other widths."""
+"""Cases beyond those with targets: a window, latent attention, other widths."""
 
 PACKED = tuple(
     Case(B=B, T=T, N=N, K=K, H=H, Hv=H, causal=True, packed=True)

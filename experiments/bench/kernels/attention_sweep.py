@@ -33,9 +33,9 @@ from pallas_kernels.common import device
 from pallas_kernels.flash_attention import dispatch, validate
 from pallas_kernels.flash_attention.spec import AttentionCall
 
-LARGEST_FLOP = 1.5e12  # of a forward: many shapes, and none that takes the time of ten
+LARGEST_FLOP = 1.5e12  # FLOPs of the largest forward pass, so that the budget holds many shapes
 XLA_FLOP = 4e9
-POOL = 1 << 27  # random numbers, of which all operands are parts
+POOL = 1 << 27  # random numbers; all operands are slices of them
 ROUNDS, ITERATIONS = 3, 4
 AT_ONCE = 12  # shapes that compile side by side
 LONG = 2048
@@ -43,7 +43,7 @@ WIDTHS = {
     (64, 64): 6, (128, 128): 8, (256, 256): 2, (96, 96): 1, (80, 80): 1, (72, 72): 1,
     (112, 112): 1, (160, 160): 1, (192, 128): 1,
 }  # fmt: skip
-"""Of query and value, and how often they are drawn."""
+"""Head widths of query and value, with the weights they are sampled by."""
 HEADS = (
     (4, 4), (6, 6), (8, 1), (8, 2), (8, 8), (12, 12), (16, 2), (16, 4), (16, 8), (16, 16), (20, 20),
     (24, 8), (28, 4), (32, 4), (32, 8), (32, 32), (40, 8), (48, 8), (64, 8),
@@ -71,20 +71,20 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """As rows have it."""
+        """Name of the shape in the table's rows."""
         mask = f"window{self.window}" if self.mask == "window" else self.mask
         return f"b{self.B} s{self.T} h{self.N}/{self.K} d{self.H}/{self.Hv} {mask}"
 
     @property
     def flop(self) -> float:
-        """Of the forward, of what is seen."""
+        """FLOPs of the forward pass over the unmasked scores."""
         keys = self.T if self.window is None else min(self.window, self.T)
         seen = keys * self.T - keys * (keys - 1) / 2 if self.mask != "full" else self.T**2
         return 2 * self.B * self.N * seen * (self.H + self.Hv)
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of ``flash_attention``."""
+        """Mask arguments of ``flash_attention``."""
         window = None if self.window is None else (self.window - 1, 0)
         return {"is_causal": self.mask != "full", "local_window_size": window}
 
@@ -104,7 +104,7 @@ class Shape:
         return sum(math.prod(each.shape) for each in self.arrays())
 
     def call(self) -> AttentionCall:
-        """As ``auto`` sees it."""
+        """Description of the call that "auto" dispatches on."""
 
         def make(q, k, v):
             calls.append(
@@ -180,7 +180,7 @@ def programs(shape: Shape) -> dict[tuple[str, str], Any]:
 
 
 def operands(direction: str, q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any) -> list[Any]:
-    """What the programs of a direction take, of arrays or their shapes."""
+    """Operands of a direction's programs, picked from arrays or from their shapes."""
     if direction == "fwd":
         return [q, k, v]
     return [q, k, v, d_out] if direction == "fwd+bwd" else [q, k, v, out, lse, d_out]
@@ -198,7 +198,7 @@ def compile_shape(shape: Shape) -> dict[tuple[str, str], jax.stages.Compiled | s
 
 
 def chosen(shape: Shape) -> dict[str, str]:
-    """What "auto" takes for a forward, and for a forward that is differentiated."""
+    """Implementations that "auto" picks for a forward pass, alone and differentiated."""
     call = shape.call()
     return {
         "fwd": dispatch.choose("auto", call, gradient=False),
@@ -224,7 +224,7 @@ def measure(shape: Shape, ready: dict[tuple[str, str], Any], pool: np.ndarray) -
             args = operands(key[0], *arrays)
             try:
                 times.setdefault(key, []).extend(profiled(f, *args, iterations=ITERATIONS))
-            except Exception as error:  # as above
+            except Exception as error:  # a failed shape must not end the sweep
                 failed["/".join(key)] = repr(error)[:200]
     found = {
         key: statistics.median(each) for key, each in times.items() if "/".join(key) not in failed

@@ -24,7 +24,7 @@ from pallas_kernels.common import device, tables
 from pallas_kernels.flash_attention import dispatch
 
 GRADIENT = {"fwd": False, "fwd+bwd": True}
-"""Of what was timed, whether it is differentiated."""
+"""Timed directions; the value says whether "auto" is asked for a gradient."""
 _BATCH_AND_HEADS = re.compile(r"b(\d+) s\d+ h(\d+)/\d+ d\d+/\d+ \w+( window(\d+))?")
 
 
@@ -101,7 +101,8 @@ def _of_sweep(result: dict[str, Any]) -> list[tables.Row]:
 
 
 def left_out(table: tables.Table, rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What "auto" takes at a sweep's shapes by the other rows of a table, over the fastest."""
+    """Leave-one-out check: speed of the choice of "auto" without a case's own row, over the
+    fastest."""
     found: dict[str, list[tuple[float, str]]] = {}
     for row, (direction, gradient) in itertools.product(rows, GRADIENT.items()):
         if not (ms := row["ms"][direction]):

@@ -52,10 +52,11 @@ SPACE: dict[str, dict[str, tuple[Any, ...]]] = {
         "own_copies": (False, True),
     },
 }
-"""What is tried, all combinations that fit in shared memory and in registers."""
+"""Search space: all combinations that fit in shared memory and in registers are timed."""
 
 ALLOWED_ERROR = 2.0**-6
-"""Of a candidate's values beside the shipped tiles': two orders of one sum, in 16 bits."""
+"""Largest relative error of a candidate against the shipped tiles. The two add one sum in different
+orders, in 16 bits."""
 B, T, N = 2, 4096, 16
 
 type Times = Callable[[list[TileConfig]], dict[TileConfig, float]]

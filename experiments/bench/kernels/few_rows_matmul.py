@@ -71,10 +71,10 @@ WEIGHTS = {
 }
 LEAST_BLOCKS, MOST_BLOCKS = 90, 600
 BEYOND_CACHE = 160 * 2**20
-MOST_WEIGHTS = 8  # drawn by themselves; codes of a quantized one are rolled
+MOST_WEIGHTS = 8  # bf16 weights sampled one by one; a quantized weight's copies are rolled instead
 ROUNDS = 3
 LARGEST_ERROR = 6e-3
-"""Of the result's norm: three roundings to bfloat16 are 1.7e-3 each."""
+"""Largest error over the result's norm: three roundings to bfloat16 are 1.7e-3 each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Product:
     residual: bool = False
 
     def call(self, given: dict[str, jax.Array], weight: Any) -> FewRowsCall:
-        """Of these arrays."""
+        """Describes the call on these arrays."""
         norm = RmsNorm(scale=given["scale"], epsilon=1e-5) if self.norm else None
         return FewRowsCall(
             x=given["x"],
@@ -173,12 +173,12 @@ class Case:
 
     @property
     def num_bytes(self) -> int:
-        """Of the weight."""
+        """Bytes of the weight's elements, without scales."""
         bits = 16 if self.form is None else self.form.code.bits
         return self.product.K * self.product.N * bits // 8
 
     def variants(self) -> dict[Any, Callable]:
-        """By tiles, or what they are held against."""
+        """Functions to time: the kernel by each tile config, and its competitor."""
         p = self.product
 
         def other(given, weight) -> jax.Array:
@@ -274,7 +274,7 @@ class Case:
         return {key: statistics.median(turns) for key, turns in times.items()}
 
     def row(self, key: Any, us: float) -> tables.Row:
-        """As the table has it."""
+        """Makes the row of the tuned table."""
         choice: dict[str, tables.Value] = {"implementation": key}
         if isinstance(key, FusedConfig | SkinnyConfig | QuantizedConfig):
             choice = {"implementation": "fused" if self.is_fused else "hopper"}

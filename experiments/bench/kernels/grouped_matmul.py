@@ -185,7 +185,7 @@ def measure_in_8_bits(shape, programs: dict[str, Future], args: argparse.Namespa
 
 
 def shaped(shape, third: jax.ShapeDtypeStruct, *, rows: int | None = None):
-    """What a product in 16 bits takes, for the compiler."""
+    """Shapes of a 16-bit product's operands, to compile it with."""
     M, K, N, G = shape
     struct, bf16 = jax.ShapeDtypeStruct, jnp.bfloat16
     return struct((rows or M, K), bf16), struct((G, K, N), bf16), third, struct((G,), jnp.int32)

@@ -107,7 +107,7 @@ def elu_values() -> dict[str, Any]:
 
 
 def xla_in_two(x: jax.Array, d_y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """As if the compiler could not fuse: what is kept in between goes through memory."""
+    """Computes the ELU and its gradient unfused: intermediates go through memory."""
     y = elementwise.elu_reference(x)
     x, y = jax.lax.optimization_barrier((x, y))
     slope = jnp.where(x > 0, 1, y + 1)
@@ -145,7 +145,7 @@ def occupied() -> dict[str, Any]:
 
 
 def divergent() -> dict[str, Any]:
-    """The same loops, in an order in which a warp's threads agree, and in a random one."""
+    """Times one set of loops in two orders: threads of a warp agree on the count, and shuffled."""
     rng, n, most = np.random.default_rng(0), 1 << 22, 512
     counts = np.sort(rng.integers(0, most, n)).astype(np.int32)
     blocks = counts.reshape(-1, effects.THREADS)

@@ -56,7 +56,7 @@ def value_and_gradient(hidden, table, targets, weights, **options):
 
 
 def materialized(hidden, table, targets, weights):
-    """As a JAX user writes it: bf16 logits of all tokens, cross entropy in fp32, autodiff."""
+    """Loss and gradients in plain JAX: bf16 logits of all tokens, fp32 cross entropy, autodiff."""
 
     def total(hidden, table):
         logits = jnp.einsum("btd,vd->btv", hidden, table.astype(hidden.dtype)).astype(jnp.float32)

@@ -54,7 +54,7 @@ def inputs(num: int, rows: int, columns: int) -> tuple[jax.Array, ...]:
 
 
 def program(source: CastSource, scaling: Scaling, how: str, dtype=E4M3, power_of_two: bool = False):
-    """Of inputs: each result with its transpose."""
+    """Function of the inputs that gives each quantized result with its transpose."""
 
     def one_kernel(*x):
         return both_ways.both_ways_hopper(
@@ -139,7 +139,7 @@ def measure(source: CastSource, programs: dict[str, Future], rows: int, columns:
 def measured_rows(
     found: list[tuple[CastSource, Scaling, tuple[int, int], dict]],
 ) -> list[tables.Row]:
-    """What "auto" is to know."""
+    """Rows of the tuned table that "auto" reads."""
     return [
         tables.Row.of(
             case=both_ways.case_of(source, scaling, shape),

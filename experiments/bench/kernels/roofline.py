@@ -39,7 +39,7 @@ THREADS = "fp32"  # multiply-adds of the threads themselves, no tensor cores
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """How large everything is."""
+    """Problem sizes of the measured operations."""
 
     matmul: int = 8192
     rung: int = 4096

@@ -1,4 +1,4 @@
-"""Where an operation stands under the roofline, and model FLOPs utilization.
+"""Roofline of an operation, and model FLOPs utilization.
 
 ``attainable = min(peak, intensity * bandwidth)`` (Williams, Waterman and Patterson 2009), with
 ``intensity`` the operations for each byte that must move through device memory: every input read
@@ -18,7 +18,7 @@ BACKWARD_OF_FORWARD = 2.5
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What an operation must do, however it is done."""
+    """Least work of an operation, whatever its implementation."""
 
     flops: float
     memory_bytes: float  # least possible traffic through device memory
@@ -37,16 +37,16 @@ class Point:
     group: str
     work: Work
     seconds: float
-    compute: str = "bf16"  # whose roof it is under, a key of ``Device.flops``
+    compute: str = "bf16"  # format of the peak it is compared with, a key of ``Device.flops``
 
     @property
     def flops_per_s(self) -> float:
-        """Achieved."""
+        """Achieved FLOP/s."""
         return self.work.flops / self.seconds
 
     @property
     def bytes_per_s(self) -> float:
-        """Of the least traffic; what was moved besides does not count."""
+        """Achieved bytes/s of the least traffic; further traffic does not count."""
         return self.work.memory_bytes / self.seconds
 
     def attainable(self, device: Device) -> float:
@@ -54,7 +54,7 @@ class Point:
         return attainable(device, self.work.intensity, self.compute)
 
     def bound(self, device: Device) -> str:
-        """Which part of the roof it is under: "memory" or "compute"."""
+        """Part of the roof that limits the operation: "memory" or "compute"."""
         return "memory" if self.work.intensity < ridge(device, self.compute) else "compute"
 
     def as_json(self, device: Device) -> dict[str, object]:

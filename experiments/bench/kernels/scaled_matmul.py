@@ -28,8 +28,8 @@ BLOCKS = (Scaling.BLOCK_OF_ROW, Scaling.BLOCK)
 SUSTAINED_MS = 200.0
 L2_BYTES = 60e6
 WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
-"""For XLA's 8-bit product: with Triton, XLA times dozens of its kernels at each shape, which takes
-minutes, and takes one of them in the place of cuBLASLt's."""
+"""Compiler options of XLA's 8-bit product. With Triton, XLA times dozens of its kernels at each
+shape, which takes minutes, and picks one of them over cuBLASLt's."""
 
 
 def operands(w: ScaledWorkload, seed: int) -> tuple[jax.Array, ...]:

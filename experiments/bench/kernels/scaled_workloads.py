@@ -19,7 +19,7 @@ class ScaledWorkload:
 
     @property
     def name(self) -> str:
-        """As in results: ``4096x24576x1536``."""
+        """Name of the shape in results, such as ``4096x24576x1536``."""
         return f"{self.M}x{self.N}x{self.K}"
 
     @property
@@ -50,12 +50,12 @@ LARGE = (
     ScaledWorkload(M=16384, N=8192, K=2048),
     ScaledWorkload(M=16384, N=2048, K=8192),
 )
-"""Of training and prefill: DeepSeek-V3's (hidden 7168) and Llama's."""
+"""Shapes of training and prefill: DeepSeek-V3's (hidden 7168) and Llama's."""
 
 SMALL = (
     ScaledWorkload(M=64, N=4096, K=7168),
     ScaledWorkload(M=128, N=7168, K=18432),
 )
-"""Of decoding."""
+"""Shapes of decoding."""
 
 WORKLOADS = (*LARGE, *SMALL)

@@ -1,4 +1,4 @@
-"""What the planner's cost model is made of, measured on the GPU that is here.
+"""Measures the constants of the planner's cost model on this machine's GPU.
 
     jaxinfra bench constants        # minutes; jaxinfra plan then reads what it wrote
 
@@ -39,7 +39,7 @@ _TINY = 200
 
 
 def seconds(run: Callable[[], Any], *, budget_s: float) -> float:
-    """Of one call, queued behind others of its kind for about ``budget_s``."""
+    """Seconds per call, queued behind others of its kind for about ``budget_s``."""
     jax.block_until_ready(run())
     begin = time.perf_counter()
     jax.block_until_ready([run() for _ in range(3)])

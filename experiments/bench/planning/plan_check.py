@@ -54,7 +54,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What tells it from the others."""
+        """Name of the setting, unique within the table."""
         layout = self.layout
         words = [self.preset, layout.describe(), f"remat {layout.remat.value}"]
         words.append(f"{layout.accumulation} x {layout.micro_rows} x {layout.length}")

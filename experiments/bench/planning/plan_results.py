@@ -57,7 +57,7 @@ def _parallel_step(values: dict[str, Any]) -> Iterator[Measured]:
     config = MODELS[preset]()
     layers = arguments["layers"]
     if layers is None and arguments["part"] == "tensor" and arguments["preset"] is None:
-        layers = 8  # as parallel_step cuts the 8B shape
+        layers = 8  # parallel_step cuts the 8B model to as many
     if layers is not None:
         config = config.with_layers(layers)
     model = plan_model(config, name=preset)

@@ -60,7 +60,7 @@ STEPS, ROUNDS, SLACK = 40, 3, 256
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """What a step is compiled for, besides shapes."""
+    """Static arguments that a step is compiled for, besides shapes."""
 
     graphdef: nnx.GraphDef
     num_ids: int

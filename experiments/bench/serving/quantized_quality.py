@@ -1,4 +1,4 @@
-"""What quantization costs in quality: perplexity, KL divergence and agreement, recipe by recipe.
+"""Measures the quality that quantization costs: perplexity, KL divergence and agreement by recipe.
 
     python -m experiments.bench.serving.quantized_quality RUN --text heldout.txt \\
         --calibrate text.txt
@@ -32,7 +32,7 @@ _ROWS = 8
 
 
 def log_probabilities(model: LoadedModel, ids_BT: np.ndarray) -> np.ndarray:
-    """Of each next token, float32 [B, T, V]."""
+    """Log probabilities of each next token, float32 [B, T, V]."""
 
     @jax.jit
     def one(parameters: Parameters, ids_BT: jax.Array) -> jax.Array:
@@ -44,7 +44,7 @@ def log_probabilities(model: LoadedModel, ids_BT: np.ndarray) -> np.ndarray:
 def cached_log_probabilities(
     model: LoadedModel, ids_BT: np.ndarray, form: CacheFormat
 ) -> np.ndarray:
-    """The same with keys and values as a cache of this format gives them back."""
+    """Log probabilities with keys and values rounded as a cache of this format stores them."""
     definition = model.with_cache(form).definition
 
     @jax.jit

@@ -57,13 +57,13 @@ class Lengths:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Server:
-    """Where requests go."""
+    """Address of the server under load, and the model it serves."""
 
     host: str
     port: int
     model: str
     api_key: str | None
-    num_ids: int  # prompts are drawn from ids below
+    num_ids: int  # size of the vocabulary; prompts are sampled from the ids below it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,7 +168,7 @@ class Load:
         return await asyncio.gather(*tasks)
 
     async def by_clients(self, number: int) -> list[Answer]:
-        """So many clients ask again when they are answered."""
+        """Runs ``number`` closed-loop clients: each sends its next request after an answer."""
         end = time.perf_counter() + self.args.seconds
 
         async def client() -> list[Answer]:
@@ -182,7 +182,7 @@ class Load:
 
 
 def measured(answers: list[Answer], seconds: float, args: argparse.Namespace) -> dict[str, Any]:
-    """What a load brought: rates, percentiles in milliseconds, and what was within the bounds."""
+    """Summarizes a load: rates, percentiles in milliseconds, and the answers within the bounds."""
     good = [a for a in answers if a.status == 200]
     within = [
         a

@@ -93,7 +93,7 @@ class Clients:
         self.memory: list[tuple[int, int]] = []  # requests, resident bytes
 
     async def run(self, requests: int, number: int) -> None:
-        """So many requests by so many clients at a time."""
+        """Sends ``requests`` requests, ``number`` clients at a time."""
         left = iter(range(requests))
 
         async def client() -> None:

@@ -86,7 +86,7 @@ class Bench:
         return {"programs": programs, "s": round(time.perf_counter() - begun, 2)}
 
     def rates(self) -> dict[str, Any]:
-        """Of memory and of a large matmul, now."""
+        """Measures the present rates of memory and of a large matmul."""
         self.copy_rate = copied()
         x = jax.random.normal(jax.random.key(1), (8192, 8192), jnp.bfloat16)
         _, taken = profiler.measure(jax.jit(jnp.dot), iterations=5)(x, x)

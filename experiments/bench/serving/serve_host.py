@@ -1,4 +1,4 @@
-"""What serving takes of the host, without a device: a decode step, and a token that is streamed.
+"""Measures the host's time in serving, without a device: per decode step, and per streamed token.
 
     python -m experiments.bench.serving.serve_host --out experiments/results/serve-host-cpu.json
 
@@ -46,7 +46,7 @@ PLAIN = SamplingConfig(temperature=0.8)
 
 @contextlib.contextmanager
 def without_programs() -> Iterator[None]:
-    """Within, every program gives the letter e for each of its rows."""
+    """Replaces every program inside the context: each of its rows gets the letter e."""
     given = {}
 
     def call(runner: ModelRunner, key: ProgramKey, *arguments: Any) -> Any:

@@ -44,7 +44,7 @@ def config_of(args: argparse.Namespace) -> GroupedAttentionConfig:
 
 
 def flops(args: argparse.Namespace, tokens: int) -> float:
-    """Of forward and backward: 2 matmuls of 2 T^2 N H FLOPs forward, half of them visible."""
+    """FLOPs of forward and backward: 2 matmuls of 2 T^2 N H FLOPs forward, half of them visible."""
     return 3.5 * 2 * tokens**2 * args.heads * args.width
 
 

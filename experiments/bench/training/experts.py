@@ -117,7 +117,8 @@ class Ours:
         return (time.perf_counter() - start) / count
 
     def communication(self) -> dict[str, Any]:
-        """How much of the communication of some traced steps is hidden."""
+        """Waterfall of some traced steps, and the share of their communication that computation
+        hides."""
         with tempfile.TemporaryDirectory() as directory:
             with jax.profiler.trace(directory):
                 jax.block_until_ready([self._advance() for _ in range(TRACED_STEPS)])

@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What decides the step, for the record."""
+    """Settings of the step, for the record."""
     names = ("preset", "batch", "length", "remat", "unroll", "attention", "steps", "rounds")
     return {name: getattr(args, name) for name in names}
 

@@ -46,7 +46,7 @@ from jaxinfra.hf import by_path, weight_map
 
 _REFERENCE = Path(__file__).parents[3] / "tests" / "golden" / "hf" / "live_reference.py"
 _LOGITS_WITHIN = 1e-4
-_ORDERS_WITHIN = 64  # of one another: rounding differs by small factors, a wrong model by 10^5
+_ORDERS_WITHIN = 64  # ratio of two errors: rounding gives small factors, a wrong model 10^5
 _GRADIENT32 = re.compile(r"^gradient32(-\d+)?/")
 
 

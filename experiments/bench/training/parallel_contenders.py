@@ -49,7 +49,7 @@ OPTIONS: dict[str, Options] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What contenders of one comparison share."""
+    """Settings that the contenders of one comparison share."""
 
     config: ModelConfig
     batch: int  # rows a device
@@ -83,7 +83,7 @@ _BASES: dict[str, Callable[[int], tuple[MeshConfig, ShardingConfig]]] = {
 
 
 def contender(name: str, setting: Setting) -> Contender:
-    """By name; see the module."""
+    """Makes the contender of a name; the module's docstring explains the names."""
     base, *changes = name.split("+")
     if base in ("plain-one", "plain-fsdp"):
         return _plain(name, setting, devices=1 if base == "plain-one" else len(setting.devices))

@@ -44,11 +44,11 @@ PARTS = {
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
-    """What the command line asks for, on the GPUs that are here."""
+    """Setting that the command line asks for, on this machine's GPUs."""
     config = without_rope_scaling(MODELS[args.preset or PARTS[args.part][0]]())
     layers = args.layers
     if layers is None and args.part == "tensor" and args.preset is None:
-        layers = 8  # of 32, every one alike
+        layers = 8  # instead of 32; all layers are alike
     if layers is not None:
         config = config.with_layers(layers)
     return Setting(
@@ -136,7 +136,7 @@ def _compile_all(
 
 
 def _program(of: Contender) -> dict[str, Any]:
-    """What the compiled program says."""
+    """Collectives and memory of the compiled program."""
     found = collectives(of.compiled)
     large = [each for each in found if each.sent_bytes > 2**20]
     sent = sum(each.sent_bytes for each in large)

@@ -54,13 +54,13 @@ _TRACEABLE = {"xla_gpu_enable_command_buffer": ""}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Variant:
-    """What to measure: a mesh, and a schedule where it has stages."""
+    """Variant to measure: a mesh, and a schedule where it has stages."""
 
     name: str
     mesh: MeshConfig
     num_layers: int
     micro_batches: int  # one after the other on a device
-    rows: int  # of the whole batch
+    rows: int  # sequences of the whole batch
     schedule: PipelineSchedule | None = None
 
 

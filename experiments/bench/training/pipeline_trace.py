@@ -1,4 +1,4 @@
-"""When each stage worked, from a profiler trace of a pipeline: the bubble as the GPUs had it.
+"""Measures the bubble of a pipeline from a profiler trace: the times at which each stage worked.
 
     python -m experiments.bench.training.pipeline --schedules 1f1b --trace trace
     python -m experiments.bench.training.pipeline_trace trace/1f1b-m=16 --picture 1f1b.svg \\

@@ -116,7 +116,7 @@ def make_loss(
 
 
 def reordered(shape: Shape, params: dict[str, Any]) -> dict[str, Any]:
-    """The same function with its channels in another order: width, hidden and groups of heads.
+    """Permutes the function's channels without changing it: width, hidden and groups of heads.
 
     Every product of the layers then adds the same terms in another order. In exact arithmetic loss
     and training are equal; what differs is how fp32 sums round, which tips some of their bf16

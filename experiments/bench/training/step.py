@@ -174,7 +174,7 @@ def _variants(config: ModelConfig, args: argparse.Namespace) -> list[tuple[str, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Bench:
-    """What all variants have in common."""
+    """Configuration that all variants share."""
 
     config: ModelConfig
     sizes: dict[str, int]

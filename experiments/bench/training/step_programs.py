@@ -39,7 +39,7 @@ class Program:
     put: Callable[[np.ndarray, np.ndarray], Any]  # tokens and targets to the step's batch
     advance: Callable[[Any, Any], tuple[Any, jax.Array]]  # state, batch to state, loss
     temp_bytes: int
-    need_bytes: int  # of a device, arguments and results too
+    need_bytes: int  # per device, with arguments and results
     compile_s: float
 
 
@@ -54,7 +54,7 @@ class Contender:
 
     @classmethod
     def of(cls, program: Program, tokens: np.ndarray, targets: np.ndarray) -> "Contender":
-        """From seed 0."""
+        """Makes the contender's first state from seed 0 and places the batch."""
         return cls(program, program.start(0), program.put(tokens, targets))
 
     def advance(self) -> jax.Array:
@@ -107,7 +107,7 @@ class SharedState:
 
 
 def without_rope_scaling(config: ModelConfig) -> ModelConfig:
-    """The same shapes with plain rotary, as the hand-written step has."""
+    """Gives a model plain rotary embeddings, as the hand-written step has."""
 
     def plain(block):
         rope = dataclasses.replace(block.mixer.rope, scaling=None, theta=500_000.0)
@@ -145,7 +145,7 @@ def ours(
         kept: what remat=chosen keeps.
         fp8: of projections; None: none is in 8 bits.
     """
-    steps = 1_000_000  # of a schedule that is constant
+    steps = 1_000_000  # length of a constant schedule, never reached
     training = TrainingConfig(
         steps=steps,
         batch_size=batch,
