@@ -74,6 +74,20 @@ def target() -> Facts:
     return facts_of(default if isinstance(default, jax.Device) else jax.devices(default)[0])
 
 
+def why_not_one_hopper(num_devices: int = 1) -> str | None:
+    """Returns why a kernel for one Hopper GPU cannot run here; None if it can.
+
+    Args:
+        num_devices: number that the compiler spreads the call over.
+    """
+    facts = target()
+    if facts.capability != (9, 0):
+        return f"{facts.kind} is not a Hopper GPU (compute capability 9.0)"
+    if num_devices > 1:
+        return f"the call is spread over {num_devices} devices and the kernel runs on one"
+    return None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Miscompilation:
     """A known bug: the CUDA versions whose ptxas compiles a kernel wrongly."""

@@ -66,15 +66,12 @@ def unsupported(
     logit_soft_cap: float | None = None,
 ) -> str | None:
     """Returns why the Hopper kernel cannot compute this call; None if it can."""
-    facts = device.target()
-    if facts.capability != (9, 0):
-        return f"{facts.kind} is not a Hopper GPU (compute capability 9.0)"
+    if reason := device.why_not_one_hopper(num_devices):
+        return reason
     if hidden.dtype != jnp.bfloat16:
         return f"hidden is {hidden.dtype}; exponentials need bfloat16's range"
     if hidden.shape[-1] % WIDTH_MULTIPLE:
         return f"width {hidden.shape[-1]} is not a multiple of {WIDTH_MULTIPLE}"
-    if num_devices > 1:
-        return f"the call is spread over {num_devices} devices and the kernel runs on one"
     if label_smoothing and logit_soft_cap is not None:
         return (
             f"label_smoothing={label_smoothing} with logit_soft_cap={logit_soft_cap} needs the sum "

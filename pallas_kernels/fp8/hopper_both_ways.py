@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.common import device
 from pallas_kernels.common.scales import BLOCK, Quantized, Scaling
 from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.machine import LANES, WARPS
@@ -29,6 +28,7 @@ from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.registers import write_registers
 from pallas_kernels.hopper.tile import tile_layout, tiled
 
+from . import hopper_quantize
 from .formula import magnitude, scale_and_inverse
 
 WARPGROUPS = 2
@@ -48,19 +48,8 @@ def unsupported(
     inputs_RC: tuple[jax.Array, ...], scaling: Scaling, *, power_of_two: bool, num_devices: int
 ) -> str | None:
     """Returns why the kernel that casts both ways cannot compute this call; None if it can."""
-    facts = device.target()
-    if facts.capability != (9, 0):
-        return f"{facts.kind} is not a Hopper GPU (compute capability 9.0)"
-    if num_devices > 1:
-        return f"the call is spread over {num_devices} devices and the kernel runs on one"
-    if scaling is Scaling.BLOCK and power_of_two:
-        return "Mosaic GPU has no bits of a scalar: no powers of two for 128x128"
-    if inputs_RC[0].dtype != jnp.bfloat16:
-        return f"x is {inputs_RC[0].dtype}; the kernel reads bfloat16"
-    for name, size in zip(("R", "C"), inputs_RC[0].shape, strict=True):
-        if size % BLOCK:
-            return f"{name}={size} is not a multiple of {BLOCK}"
-    return None
+    options = {"power_of_two": power_of_two, "num_devices": num_devices}
+    return hopper_quantize.unsupported(inputs_RC[0], scaling, **options, row_multiple=BLOCK)
 
 
 def both_ways_hopper(

@@ -100,11 +100,8 @@ def unsupported(
     a: jax.Array, b: jax.Array, *, spec: ScaledSpec, num_devices: int = 1
 ) -> str | None:
     """Returns why the scaled-matmul kernel cannot compute this call; None if it can."""
-    facts = device.target()
-    if facts.capability != (9, 0):
-        return f"{facts.kind} is not a Hopper GPU (compute capability 9.0)"
-    if num_devices > 1:
-        return f"the call is spread over {num_devices} devices and the kernel runs on one"
+    if reason := device.why_not_one_hopper(num_devices):
+        return reason
     for dim, size, multiple in (
         ("M", a.shape[0], ROW_MULTIPLE),
         ("N", b.shape[0], STRIPE_BYTES // spec.out_dtype.itemsize),

@@ -37,18 +37,23 @@ def unsupported(
     *,
     power_of_two: bool,
     num_devices: int = 1,
+    row_multiple: int | None = None,
 ) -> str | None:
-    """Returns why the quantization kernel cannot compute this call; None if it can."""
-    facts = device.target()
-    if facts.capability != (9, 0):
-        return f"{facts.kind} is not a Hopper GPU (compute capability 9.0)"
-    if num_devices > 1:
-        return f"the call is spread over {num_devices} devices and the kernel runs on one"
+    """Returns why the quantization kernel cannot compute this call; None if it can.
+
+    Args:
+        row_multiple: what R must be a multiple of; None: this kernel's rows of a tile.
+    """
+    if reason := device.why_not_one_hopper(num_devices):
+        return reason
     if scaling is Scaling.BLOCK and power_of_two:
         return "Mosaic GPU has no bits of a scalar: no powers of two for 128x128"
     if x.dtype != jnp.bfloat16:
         return f"x is {x.dtype}; the kernel reads bfloat16"
-    for name, size, multiple in (("R", x.shape[0], ROWS[scaling]), ("C", x.shape[1], BLOCK)):
+    for name, size, multiple in (
+        ("R", x.shape[0], row_multiple or ROWS[scaling]),
+        ("C", x.shape[1], BLOCK),
+    ):
         if size % multiple:
             return f"{name}={size} is not a multiple of {multiple}"
     return None

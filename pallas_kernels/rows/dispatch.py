@@ -58,13 +58,10 @@ def choose(
 
 def why_not_hopper(rows: int, call: RowCall, *, num_devices: int = 1) -> str | None:
     """Returns why the row kernel cannot compute a call; None if it can."""
-    facts = device.target()
-    if facts.capability != (9, 0):
-        return f"{facts.kind} is not a Hopper GPU (compute capability 9.0)"
+    if reason := device.why_not_one_hopper(num_devices):
+        return reason
     if call.dtype not in DTYPES:
         return f"x is {call.dtype}; the kernels take bfloat16, float16 and float32"
-    if num_devices > 1:
-        return f"the call is spread over {num_devices} devices and the kernel runs on one"
     try:
         config_for(rows, call)
     except UnsupportedError as error:

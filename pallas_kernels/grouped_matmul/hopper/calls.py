@@ -31,17 +31,9 @@ LEAST_FREE_ROWS = 1024
 turns with 1,024 (an H200, an H100), 1% with 4,096; with 512 they are 1 and 5% slower."""
 
 
-def _not_hopper() -> str | None:
-    facts = device.target()
-    if facts.capability != (9, 0):
-        return f"{facts.kind} is not a Hopper GPU (compute capability 9.0)"
-    return None
-
-
 def unsupported(x: jax.Array, w_GKN: jax.Array) -> str | None:
     """Returns why the 16-bit kernels cannot compute this call; None if they can."""
-    reason = _not_hopper()
-    if reason is not None:
+    if reason := device.why_not_one_hopper():
         return reason
     if x.dtype.name not in ("bfloat16", "float16"):
         return f"x is {x.dtype}; tensor cores multiply bfloat16 or float16 here"
@@ -55,8 +47,7 @@ def unsupported(x: jax.Array, w_GKN: jax.Array) -> str | None:
 
 def scaled_unsupported(b_GNK: jax.Array) -> str | None:
     """Returns why the kernel of 8-bit operands cannot compute this call; None if it can."""
-    reason = _not_hopper()
-    if reason is not None:
+    if reason := device.why_not_one_hopper():
         return reason
     multiples = ("N", WIDTH_MULTIPLE), ("K", FP8_DEPTH)
     for (name, multiple), width in zip(multiples, b_GNK.shape[1:], strict=True):
