@@ -4,7 +4,6 @@ A weight is an array, a ``QuantizedWeight`` in 4 or 8 bits, or a ``GatheredWeigh
 share. An input is an array, an ``Input`` quantized to 8-bit floats, or a ``Deferred`` one that the
 product itself normalizes or gates. On a Hopper GPU a few rows, as a decode step has them, are
 multiplied by kernels of their own. Operand and accumulator dtypes are part of the program.
-
 """
 
 import dataclasses
@@ -38,11 +37,14 @@ from jaxinfra.ops.quantized import (
 from pallas_kernels.common import device
 from pallas_kernels.common.dot import ACCUMULATOR, pinned_einsum
 
+type AnyWeight = jax.Array | QuantizedWeight | GatheredWeight
+"""What a product multiplies activations with."""
+
 
 def multiply(
     spec: str,
     x: Float[Array, "..."] | Input,
-    weight: Float[Array, "..."] | QuantizedWeight | GatheredWeight,
+    weight: AnyWeight,
     *,
     recipe: Recipe,
     out: jnp.dtype | None = None,
@@ -70,7 +72,11 @@ def multiply(
             spec, x, weight, recipe=recipe, out=out, is_whole=devices().num == 1
         )
     if recipe.fp8 is not None:
-        assert not isinstance(weight, GatheredWeight), "validate"
+        if isinstance(weight, GatheredWeight):
+            raise UnsupportedError(
+                f"{spec} in 8 bits with a gathered weight: it is gathered in {weight.value.dtype}, "
+                "and fp8 gathers weights in 8 bits; leave keep_gathered=False"
+            )
         return multiply_fp8(
             spec, x, weight, recipe=recipe, out=out, record=record, dims=dims, devices=devices
         )
@@ -154,7 +160,7 @@ MOST_ROWS = 256
 def multiply_few_rows(
     spec: str,
     x: Float[Array, "..."] | Input | Deferred,
-    weight: Float[Array, "..."] | QuantizedWeight | GatheredWeight,
+    weight: Float[Array, "..."] | QuantizedWeight,
     *,
     recipe: Recipe,
     out: jnp.dtype | None = None,
@@ -176,7 +182,6 @@ def multiply_few_rows(
         x = x.value() if isinstance(x, Deferred) else x
         product = multiply(spec, x, weight, recipe=recipe, out=out)
         return product if residual is None else residual + product
-    assert not isinstance(weight, GatheredWeight), "products"
     product = _product(x, weight, rank, recipe, residual=residual)
     outputs = weight.outputs if isinstance(weight, QuantizedWeight) else weight.shape[rank:]
     return product.reshape(*raw.shape[:-rank], *outputs)
@@ -232,8 +237,6 @@ def _takes(x: jax.Array, rank: int, recipe: Recipe) -> bool:
     return is_few and recipe.compute.itemsize == 2 and device.target().capability == (9, 0)
 
 
-type AnyWeight = jax.Array | QuantizedWeight | GatheredWeight
-"""What a product multiplies activations with."""
 type WatchInput = Callable[[str, jax.Array, AnyWeight], jax.Array]
 """(spec, input, weight) of a product that is traced -> the input that it multiplies instead."""
 
@@ -257,7 +260,7 @@ class Multiply:
         self,
         spec: str,
         x: Float[Array, "..."] | Input | Deferred,
-        weight: Float[Array, "..."] | QuantizedWeight | GatheredWeight,
+        weight: AnyWeight,
         *,
         recipe: Recipe,
         out: jnp.dtype | None = None,
@@ -280,7 +283,7 @@ class Multiply:
             return self._fused(spec, x, weight, recipe=recipe, residual=residual)
         if self.watch is not None:
             x = self.watch(spec, x.x if isinstance(x, Input) else x, weight)
-        if self.few_rows:
+        if self.few_rows and not isinstance(weight, GatheredWeight):
             return multiply_few_rows(spec, x, weight, recipe=recipe, out=out)
         return multiply(
             spec,

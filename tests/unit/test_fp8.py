@@ -24,6 +24,7 @@ from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.fp8 import QUANTIZED
 from jaxinfra.ops.fp8_devices import Together, one_device
 from jaxinfra.ops.fp8_operands import empty_record
+from jaxinfra.ops.gathered import GatheredWeight
 from jaxinfra.ops.multiply import multiply
 from jaxinfra.training.statistics import Fp8Watch, fp8_record
 from tests.rounding import Rounded
@@ -180,6 +181,13 @@ def test_what_is_no_matmul_is_refused():
     recipe = recipe_of(Fp8Matmuls())
     with pytest.raises(UnsupportedError, match="is no matmul of tokens and a weight"):
         multiply("BTNH,RNH->BTNR", jnp.ones((1, 2, 3, 4)), jnp.ones((5, 3, 4)), recipe=recipe)
+
+
+def test_a_gathered_weight_in_8_bits_is_refused():
+    x, weight = map(jnp.asarray, arrays()[:2])
+    kept = GatheredWeight(share=weight, value=weight)
+    with pytest.raises(UnsupportedError, match=r"gathered in bfloat16.* leave keep_gathered=False"):
+        multiply(SPEC, x, kept, recipe=recipe_of(Fp8Matmuls()))
 
 
 @pytest.mark.parametrize(
