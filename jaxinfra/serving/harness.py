@@ -46,9 +46,10 @@ def score_continuations(
         pairs: token ids of a context, at least one, and of its continuation.
 
     Raises:
-        DataError: a context is empty, or a continuation is longer than the model's positions.
+        DataError: a context is empty, a continuation is longer than the model's positions, or a
+            token id is outside its vocabulary.
     """
-    most = model.config.max_positions
+    most, vocab_size = model.config.max_positions, model.config.vocab_size
     rows = []
     for number, (context, continuation) in enumerate(pairs):
         if not len(context) or len(continuation) > most:
@@ -56,7 +57,13 @@ def score_continuations(
                 f"text {number}: {len(context)} tokens of context and {len(continuation)} to be "
                 f"scored; give at least one, and at most max_positions={most}"
             )
-        rows.append(np.array([*context, *continuation], np.int64)[-(most + 1) :])
+        ids = (*context, *continuation)
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            raise DataError(
+                f"text {number} has token ids {min(ids)}..{max(ids)}, the model's vocabulary is "
+                f"0..{vocab_size - 1}; encode it with the model's tokenizer"
+            )
+        rows.append(np.array(ids, np.int64)[-(most + 1) :])
     graphdef, parameters = nnx.split(model)
     scores: list[ContinuationScore | None] = [None] * len(rows)
     shards = model.execution.place.batch_shards

@@ -121,6 +121,8 @@ def test_texts_that_cannot_be_scored_are_refused(loaded):
         score_continuations(loaded.decoder, [([1], [2]), ([], [2])])
     with pytest.raises(DataError, match=r"33 to be scored.* at most max_positions=32"):
         score_continuations(loaded.decoder, [([1], [2] * 33)])
+    with pytest.raises(DataError, match=r"text 0 has token ids 1\.\.300.*vocabulary is 0\.\.299"):
+        score_continuations(loaded.decoder, [([1], [300])])
 
 
 def test_windows_score_each_token_once():

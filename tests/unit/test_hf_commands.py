@@ -1,6 +1,7 @@
 """A run exported to Hugging Face and used from there: generate and evaluate give the same."""
 
 import json
+import re
 import shutil
 import sys
 
@@ -19,8 +20,11 @@ from jaxinfra.config.data import DataConfig, TokenizerConfig, TokenizerKind
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.run import CheckpointConfig, RunConfig, TrainingConfig
 from jaxinfra.data.tokenizer import Tokenizer, bytes_tokenizer
+from jaxinfra.errors import DataError
+from jaxinfra.serving.conversation import Conversation
 from jaxinfra.serving.engine.requests import RequestProgress
 from jaxinfra.serving.load import load
+from jaxinfra.serving.sampling import GREEDY
 from jaxinfra.training.job import make_job
 from tests.small_models import dense
 
@@ -137,6 +141,32 @@ def test_ids_are_held_against_the_vocabulary(exported, tmp_path, capsys, spoil, 
             assert main(command) == 1
             assert "261 tokens" in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["run", "exported"])
+def test_ids_beyond_the_model_are_refused_in_prompts(run, exported, tmp_path, capsys, kind):
+    """Of a tokenizer with a token more than the model: ``generate``, ``chat`` and a server."""
+    copy = shutil.copytree({"run": run, "exported": exported}[kind], tmp_path / "copy")
+    values = json.loads((copy / "tokenizer.json").read_text())
+    for token in range(257, 261):
+        added = values["added_tokens"][0] | {"id": token, "content": f"<{token}>"}
+        values["added_tokens"].append(added | {"special": False})
+    (copy / "tokenizer.json").write_text(json.dumps(values))
+    model = load(copy)
+    assert (model.num_ids, model.tokenizer.vocab_size) == (260, 261)
+    assert model.prompt("a<259><260>")[-2:] == [259, 260]
+    refusal = "..260, the model's vocabulary is 0..259; encode it with the model's tokenizer"
+
+    assert main(["generate", str(copy), "--prompt", "a<260>"]) == 1
+    *_, said = capsys.readouterr().err.splitlines()
+    assert refusal in said
+    assert main(["generate", str(copy), "--prompt", "a<259>", "--max-new-tokens", "2"]) == 0
+
+    conversation = Conversation(model, None, sampling=GREEDY, max_new_tokens=2, context=64)
+    with pytest.raises(DataError, match=re.escape(refusal)):
+        conversation.ask("a<260>")
+    assert conversation.messages == []
+    assert "".join(conversation.ask("a<259>")) or conversation.end
 
 
 def test_steps_belong_to_runs(exported, capsys):

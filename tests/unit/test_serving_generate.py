@@ -165,6 +165,13 @@ def asked(model: LoadedModel, prompts, *, new: int, sampling=GREEDY, seed=0):
     ]
 
 
+@pytest.mark.parametrize("seed", [-1, 2**80])
+def test_a_seed_out_of_range_is_refused(seed):
+    model = loaded()
+    with pytest.raises(ConfigError, match="seed="):
+        generate(model, asked(model, [[1]], new=1, seed=seed))
+
+
 @pytest.mark.parametrize(
     ("prompts", "new", "error", "message"),
     [

@@ -293,6 +293,8 @@ class Engine:
             )
         if request.max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens={request.max_new_tokens} must be at least 1")
+        if not 0 <= request.seed < 2**63:
+            raise ConfigError(f"seed={request.seed} must be in 0..2^63-1")
         if request.stop and self.tokenizer is None:
             raise ConfigError(
                 "stop strings need text, and the engine has no tokenizer; give it one, or stop_ids"
