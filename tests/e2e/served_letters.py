@@ -73,9 +73,16 @@ def adapted_model(model: LoadedModel) -> tuple[Decoder, Adapters]:
 class Running:
     """A server in a thread, with what it serves."""
 
-    def __init__(self, directory: pathlib.Path, *, max_running: int = 4, is_warm: bool = True):
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        *,
+        max_running: int = 4,
+        is_warm: bool = True,
+        model: LoadedModel | None = None,
+    ):
         (directory / "chat_template.jinja").write_text(TEMPLATE)
-        self.model = loaded_model()
+        self.model = model or loaded_model()
         self.decoder = self.model.decoder
         self.adapted, adapters = adapted_model(self.model)
         self.engine = Engine.of(

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import http.client
 import json
 import re
@@ -12,8 +13,9 @@ import urllib.error
 import urllib.request
 
 import pytest
-from e2e.served_letters import BASE, KEY, Running, post, wait_until_idle
+from e2e.served_letters import BASE, KEY, Running, loaded_model, post, wait_until_idle
 
+from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.serving.http import guards
 
 
@@ -61,6 +63,38 @@ def test_refusals_say_why(running, path, body, status, message):
     code, answer, _ = post(running, path, body)
     assert code == status
     assert re.search(message, answer["error"]["message"]), answer
+
+
+def test_ids_beyond_the_model_are_refused_and_never_drawn(tmp_path):
+    """Of a tokenizer with two tokens more than the model, in texts, in messages and as ids."""
+    model = loaded_model()
+    values = json.loads(model.tokenizer._json)
+    for token in (257, 258):
+        added = values["added_tokens"][0] | {"id": token, "content": f"<{token}>"}
+        values["added_tokens"].append(added | {"special": False})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    served = Running(tmp_path, is_warm=False, model=dataclasses.replace(model, tokenizer=tokenizer))
+    message = {"role": "user", "content": "x<258>"}
+    beyond = r"\.\.258, the model's vocabulary is 0\.\.256; encode it"
+    with served.server.running():
+        for path, said in (
+            ("completions", {"prompt": "x<258>"}),
+            ("completions", {"prompt": [258]}),
+            ("completions", {"prompt": "x<258>", "stream": True}),
+            ("chat/completions", {"messages": [message]}),
+        ):
+            code, answer, _ = post(served, f"/v1/{path}", said)
+            assert code == 400
+            assert re.search(beyond, answer["error"]["message"]), answer
+        hot = {"prompt": "a", "max_tokens": 60, "temperature": 2, "seed": 1, "ignore_eos": True}
+        structured = hot | {"response_format": {"type": "regex", "regex": "(<25[78]>|a){20}"}}
+        for body in (hot, structured):
+            code, answer, _ = post(served, "/v1/completions", body)
+            assert code == 200, answer
+            assert answer["usage"]["completion_tokens"] > 0
+        assert set(answer["choices"][0]["text"]) <= set("<2578>a")
+    served.thread.close()
 
 
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
