@@ -84,7 +84,7 @@ class PackedParameter:
         return found.reshape(*map(len, ranges), *found.shape[1:])
 
     def _read_one(self, name: str, index: Index, at: tuple[int, ...]) -> np.ndarray:
-        """Of one layer, or one expert of it."""
+        """Reads part ``name`` of one layer, or of one of its experts."""
         rows_of = self.form.group_rows or math.prod(self.inputs)
         columns_of = self.form.group_columns or math.prod(self.outputs)
         match name:
@@ -208,7 +208,9 @@ def _each_packed(
     placement: Placement,
     make: Callable[[PackedParameter, QuantizedWeight], QuantizedWeight],
 ) -> Parameters:
-    """What ``make`` makes of each parameter in few bits and its shapes, which are placed."""
+    """Applies ``make`` to each quantized parameter and the shapes of its parts, and places the
+    result.
+    """
     result: dict[tuple[Any, ...], QuantizedWeight] = {}
     for info in definition.table():
         packed = _packed(source, info.path, info.shape) if info.matmul else None
@@ -310,7 +312,9 @@ def _of_dims(part: slice, sizes: tuple[int, ...]) -> Index:
 
 
 def _packed_pairs(codes: np.ndarray, group: int) -> np.ndarray:
-    """As ``pallas_kernels.quantized_weight`` packs 4 bits: halves of groups share bytes."""
+    """Packs 4-bit codes as ``pallas_kernels.quantized_weight`` does: the halves of a group share
+    bytes.
+    """
     rows, columns = codes.shape
     halves = codes.astype(np.uint8).reshape(rows // group, 2, group // 2, columns)
     return (halves[:, 0] | (halves[:, 1] << 4)).reshape(rows // 2, columns)
@@ -375,7 +379,7 @@ def pretrained_shapes(
 def _opened(
     path: Path, policy: PolicyName | None, placement: Placement | None
 ) -> tuple[ParameterSource, ModelDefinition, Placement]:
-    """What a directory holds, checked, and the model that it is of."""
+    """Opens a model directory and checks it; returns its parameters, model and placement."""
     directory = read_model_directory(path)
     if placement is None:
         placement = Placement(mesh=make_mesh(MeshConfig(), devices=jax.local_devices()))

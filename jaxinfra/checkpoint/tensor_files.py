@@ -38,7 +38,7 @@ STORED = DTYPES | {
     "I32": "int32",
     "I64": "int64",
 }
-"""Those of quantized weights too, and of what says how they lie."""
+"""Element types of all stored tensors: weights, quantized weights and their layout."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -42,7 +42,7 @@ ROOMS = {
 BENCHMARKS = {name: text for room in ROOMS.values() for name, text in room.items()}
 
 PLANNED = ("constants", "collectives")
-"""Their results are kept where the planner looks for them, unless --out says where."""
+"""Benchmarks whose results go where the planner looks for them, unless --out names another file."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

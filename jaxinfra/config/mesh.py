@@ -11,7 +11,8 @@ from jaxinfra.runtime.files import whole_number
 
 EXPERT = "expert"
 NODES = "expert nodes"
-"""What crosses nodes in an exchange of two levels, beside the axes; no axis of a mesh."""
+"""Name of the traffic between nodes in a two-level exchange, listed beside the axes; no mesh axis.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -182,7 +182,7 @@ class LatentAttentionConfig:
 
 
 type MixerConfig = GroupedAttentionConfig | LatentAttentionConfig | OwnMixer
-"""What mixes the positions of a sequence."""
+"""Config of a layer that mixes the positions of a sequence."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,7 +244,7 @@ class ExpertsConfig:
 
 
 type FeedForwardConfig = MlpConfig | ExpertsConfig | OwnFeedForward
-"""What a block does to each position by itself."""
+"""Config of a layer that transforms each position by itself."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from jaxinfra.config.rope import RopeConfig
 from jaxinfra.errors import UnsupportedError
 
 _PLANNED = ("num_q_heads", "num_kv_heads", "head_dim", "hidden_dim", "kind")
-"""What only the planner, and what exchanges heads, ask of a record."""
+"""Attributes of a record that only the planner and exchanges of heads read."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

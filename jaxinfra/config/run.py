@@ -123,7 +123,8 @@ class ContextMethod(enum.StrEnum):
 
 
 LATENT_METHODS = (ContextMethod.AUTO, ContextMethod.ALL_GATHER)
-"""Those of latent attention: all latents on every device, which rebuilds its heads from them."""
+"""Context methods of latent attention. Every device gathers all latents and rebuilds its heads from
+them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,8 @@ from jaxinfra.errors import ConfigError, DataError
 from jaxinfra.runtime.files import is_text, read_bytes
 
 type Message = Mapping[str, Any]
-"""``{"role": ..., "content": ...}``, and what else the template reads."""
+"""Message of a conversation: ``{"role": ..., "content": ...}`` and further keys that templates
+read."""
 
 TOOL_USE_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 _NO_TOOLS = "{{ raise_exception('there is a template for conversations with tools only') }}"

@@ -137,7 +137,7 @@ def _role(message: Any) -> Any:
 
 
 def _num_alike(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """How many messages two conversations begin with alike."""
+    """Number of messages that two conversations share at their beginning."""
     num = 0
     while num < min(len(first), len(second)) and first[num] == second[num]:
         num += 1

@@ -118,8 +118,8 @@ _ABOUT_TABLES = ("state.json", "dataset_info.json", "dataset_dict.json")
 
 
 def _tables_of(names: list[str]) -> list[str]:
-    """Of a directory that ``datasets`` has saved the tables, without what is said of them and
-    without those of its cache; of any other all names.
+    """Drops the metadata and cache of a directory that ``datasets`` has saved; keeps all names of
+    any other directory.
     """
     if not any(name.endswith("/state.json") or name == "state.json" for name in names):
         return names

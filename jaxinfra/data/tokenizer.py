@@ -26,7 +26,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 SEPARATOR = "<|endoftext|>"
 REPLACEMENT = "\ufffd"
 GUARD = "\ufdd2"
-"""Within a special token's spelling: it is text. Unicode reserves it for such uses."""
+"""Character inserted into a special token's spelling, which makes it plain text. Unicode reserves
+it for such uses."""
 
 # What a token may span. Words with the mark before them (" x", ".x", "(x", "_x"), digits by three,
 # runs of punctuation with the line break and indentation that follow, other white space less the

@@ -25,7 +25,7 @@ _LOG = logging.getLogger(__name__)
 PACKING_VERSION = 1  # of the order of conversations, too
 PAIRS_VERSION = 1  # of the order below: another must not resume this one
 MOST_PAIRS = 32
-"""In a row: what a loss of pairs has room for."""
+"""Most pairs in a row, which the loss of pairs reserves room for."""
 
 
 def pair_pieces(arrays: TokenArrays, *, sequence_length: int) -> DocumentPieces:

@@ -57,7 +57,7 @@ class _Written:
 _WRITTEN = _Written()
 
 type _Mark = Origin | _Written | None
-"""None: finite."""
+"""Mark of a value: None if it is finite, else the origin of its infinity or NaN."""
 
 # Operations that only call a program, and where in their parameters that is.
 _CALLS = {

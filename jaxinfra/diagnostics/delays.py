@@ -114,7 +114,7 @@ _REACHED = 0.6
 _REACHED_BYTES = 0.7
 """Share of its published bytes/s that they reach where they are bound by those."""
 _LAUNCH_MS = 0.005
-"""Of one launch, whatever it computes."""
+"""Milliseconds of one launch, independent of its work."""
 _SLOW = 2.0
 """Times what it should take, from which a matmul counts as slow."""
 _FREE = 0.5

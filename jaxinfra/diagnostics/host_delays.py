@@ -21,7 +21,7 @@ _ALONE = ("input", "place", "step", "host")
 _SHARE = 0.1
 """Share of a step that a phase takes at least to count: less is the queue's own time."""
 _OVERHEAD = 0.25
-"""The same of placing batches and of a step's records: a step of a millisecond has little else."""
+"""Least share for batch placement and step records: a step of a millisecond has little else."""
 _BUSY = 0.25
 """Share of the readers' time above which they compute, and do not wait for a disk."""
 _RARE = 0.02

@@ -15,7 +15,7 @@ from jaxinfra.runtime.picture_style import GREEN, RED, new_picture
 from jaxinfra.training.summary import loss_unit, mixture_cells, smoothed
 
 type _Places = Sequence[tuple[int, int]]
-"""Of every layer its block, and which of that block's repetitions it is."""
+"""Block of every layer, and the layer's number among that block's repetitions."""
 
 
 def draw_statistics(lines: Sequence[Mapping[str, Any]], places: _Places) -> Figure:
@@ -212,7 +212,7 @@ def _spikes(view: RunView) -> list[str]:
 
 
 def _layers(view: RunView) -> list[str]:
-    """How evenly experts are used, what layers say, and their statistics."""
+    """Sections on layers: balance of experts, values that layers emit, and statistics."""
     parts = []
     balance = draw_balance(view.records)
     if balance is not None:

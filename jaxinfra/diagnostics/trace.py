@@ -157,8 +157,9 @@ _START = re.compile(r"[\w-]+-start(\.\d+)*")
 
 
 def _starts(profile: jax.profiler.ProfileData) -> dict[str, str]:
-    """``{all-gather.271: all-gather-start.50}``: a launch names what an asynchronous operation
-    wraps, the program's text the instruction that starts it; host threads nest one in the other.
+    """Map from asynchronous launches to the instructions that start them, such as
+    ``{all-gather.271: all-gather-start.50}``. Launches name the wrapped operation, and host threads
+    nest both names.
     """
     found: dict[str, str] = {}
     for plane in profile.planes:

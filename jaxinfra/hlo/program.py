@@ -305,7 +305,7 @@ def compiled_instructions(compiled: jax.stages.Compiled) -> tuple[list[CompiledI
 
 
 def _executions(instructions: list[CompiledInstruction], entry: str) -> dict[str, int | None]:
-    """How often each computation runs in one call; None where a loop's length is unknown."""
+    """Executions of each computation per call; None where a loop's length is unknown."""
     calls: dict[str, list[tuple[str, int | None]]] = {}
     for each in instructions:
         for callee in _callees(each):

@@ -140,7 +140,7 @@ class Block(nnx.Module):
         given: Pass,
         key: jax.Array | None,
     ) -> tuple[LayerOutput, jax.Array]:
-        """What a layer gives for norm(x), and x with it added.
+        """Computes a layer's output for norm(x), and the sum of x and the output.
 
         Where nothing is between them, the layer's first product has the norm, its last one the sum.
         """
@@ -175,5 +175,5 @@ class Block(nnx.Module):
 
 
 def _abilities(config: Any, layer: Any) -> Abilities:
-    """What a layer can do, as it says; a layer of a user's own can do nothing of it."""
+    """Abilities that a layer declares; a user's own layer has none."""
     return Abilities() if isinstance(config, OwnLayer) else layer.abilities

@@ -186,7 +186,7 @@ class Experts(nnx.Module):
         return choice, sums
 
     def _shared(self, x_BTD: jax.Array) -> jax.Array:
-        """What the experts that every token passes add, in the accum dtype."""
+        """Output of the shared experts, which all tokens pass, in the accum dtype."""
         assert self.shared_up is not None
         assert self.shared_down is not None
         policy = self.execution.policy

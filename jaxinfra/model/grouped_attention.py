@@ -157,7 +157,7 @@ class GroupedAttention(nnx.Module):
         return LayerOutput(x=self.out(out_BTNH, residual=given.residual_BTD), cache=cache)
 
     def _decoded(self, q_BTNH: jax.Array, given: Pass, cache: Cache) -> jax.Array:
-        """What queries find in a cache that holds their tokens."""
+        """Attention of queries over a cache that already holds their tokens."""
         return self.execution.kernels.decode(
             q_BTNH,
             cache.view(),

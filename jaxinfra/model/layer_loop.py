@@ -14,7 +14,7 @@ _LAG = 2
 leaves only elementwise operations beside a sum over devices, with 2 a layer's products."""
 
 type Step[Carry] = Callable[[Carry, Any], tuple[Carry, Any]]
-"""As of ``jax.lax.scan``."""
+"""Function of one iteration, with the signature that ``jax.lax.scan`` takes."""
 type Take = Callable[[jax.Array, int], Iterator[jax.Array]]
 """A stack [count, ...] and count to its layers; it decides how the stack's gradient is made."""
 

@@ -83,7 +83,7 @@ class Mlp(nnx.Module):
         return LayerOutput(x=out_BTD, sums=sums)
 
     def _hidden(self, x_BTD: jax.Array | Deferred) -> jax.Array | Deferred | Input:
-        """What ``down`` reads, in the compute dtype or quantized."""
+        """Input of ``down``, in the compute dtype or quantized."""
         policy, multiply = self.execution.policy, self.execution.multiply
         if self.packed is None:
             assert not isinstance(x_BTD, Deferred), "Block"

@@ -20,7 +20,7 @@ from jaxinfra.ops.gathered import GATHERED
 ALWAYS = (GATHERED, CHOICE_NAME)
 """Kept whatever else is computed again."""
 ATTENTION = ATTENTION_NAMES[0]
-"""In ``KeptValues.names``: all that attention's backward pass reads of its forward one."""
+"""Entry of ``KeptValues.names`` for all values that attention's backward pass reads."""
 SHARED_NAMES = (PROJECTION, HIDDEN)
 """Names that several values of a block have, beside one of their own."""
 

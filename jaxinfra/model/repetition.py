@@ -27,7 +27,8 @@ from jaxinfra.numerics.policy import Policy
 type KVCache = tuple[Cache, ...]
 """One entry for each distinct block, of all its repetitions."""
 type InEightBits = tuple[bool, ...]
-"""Of a repetition, whether each block of the pattern computes by its sites' recipes in 8 bits."""
+"""Flags of a repetition: whether each block of the pattern computes in 8 bits by its sites'
+recipes."""
 
 
 def in_eight_bits(config: ModelConfig, policy: Policy, places: slice) -> list[InEightBits]:

@@ -35,12 +35,11 @@ COMPILER_OPTIONS = {
     # want of memory that nobody needs.
     "xla_disable_hlo_passes": "rematerialization",
 }
-"""What programs of this form are compiled with; other devices than GPUs do not look at them."""
+"""XLA options that programs of this form are compiled with; only GPUs read them."""
 
 _PACKED = {"attention": (("query", "key", "value"), -2), "mlp": (("gate", "up"), -1)}
-"""What a layer's ``packed`` is made of, and the dim of the weights that they follow one another in,
-which of a bias is the same from the end.
-"""
+"""Layers' projections that ``packed`` concatenates, and the weights' dim of concatenation, counted
+from the end as in biases."""
 
 
 def serving_form(definition: ModelDefinition, execution: Execution) -> ModelDefinition:
@@ -108,7 +107,7 @@ def can_pack(parameters: Parameters) -> bool:
 
 
 def _weights_by_path(parameters: Parameters) -> dict[str, Any]:
-    """As ``by_path``; a weight in few bits is one leaf."""
+    """Leaves by path, with each quantized weight as one leaf."""
     leaves = jax.tree_util.tree_leaves_with_path(
         parameters, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight)
     )

@@ -9,7 +9,7 @@ from jaxinfra.model.passes import Sums
 from jaxinfra.numerics.policy import Policy
 
 PREFIX = "statistics/"
-"""Of the names in ``Sums``, by which they are told from what layers need themselves."""
+"""Prefix of statistics' names in ``Sums``, which tells them from the layers' own entries."""
 
 
 def site_sums(sites: Mapping[str, jax.Array], *, policy: Policy) -> Sums:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxinfra.config.optimizer import MomentFormat
 
 EXACT = jnp.dtype(jnp.float32)
-"""What updates are computed in, whatever is kept."""
+"""Dtype that updates are computed in, whatever the dtype of storage."""
 
 _FORMATS = {
     MomentFormat.FP32: EXACT,

@@ -285,7 +285,9 @@ def apply_experts(
 
 
 def _met(experts: ExpertWeights, copies: TokenCopies) -> tuple[ExpertWeights, TokenCopies]:
-    """As many experts as there are copies: those that have some, in their order, then others."""
+    """Selects as many experts as there are copies: first those with tokens, in their order, then
+    others.
+    """
     has_none_E = (copies.sizes_E == 0).astype(jnp.int32)
     expert_S = jnp.argsort(has_none_E, stable=True)[: copies.choice_M.size]
 

@@ -93,7 +93,7 @@ def _dequantized(
     out: jnp.dtype,
     dtype: jnp.dtype,
 ) -> jax.Array:
-    """Of operands multiplied with their scales before, in ``dtype``."""
+    """Product of operands that are multiplied with their scales first, in ``dtype``."""
 
     def widened(x: Quantized, form: Scaling) -> jax.Array:
         return (x.values.astype(ACCUMULATOR) * _each(x, form)).astype(dtype)

@@ -20,7 +20,8 @@ from pallas_kernels.common.scales import Scaling
 
 TOKENS: Dims = (BATCH, SEQUENCE)
 STREAM_TOKENS: Dims = (BATCH, STREAM_SEQUENCE)
-"""Of the residual stream: with sequence parallelism the devices of a product have parts of them."""
+"""Token dims of the residual stream. With sequence parallelism, the devices of a product hold parts
+of its sequence."""
 
 
 class Hold(enum.Enum):

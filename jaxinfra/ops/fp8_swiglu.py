@@ -144,9 +144,7 @@ class _Stage(NamedTuple):
         return self._on_each(part, 2, self._placed(caster))(gate, up)
 
     def _gradient(self, arrays: list[jax.Array]):
-        """Of gate and of up, of these and their hidden values' cotangent: in 8 bits, and what was
-        seen.
-        """
+        """Quantized gradients of gate and up, from gate, up and d_hidden, and their statistics."""
         call = self.calls[0]
         caster = Caster(COTANGENT, self.fp8, call.devices)
         outer = call.sides[1]

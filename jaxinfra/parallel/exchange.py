@@ -425,7 +425,7 @@ def _whole(experts: ExpertWeights, recipe: Recipe, by_width: tuple[str, ...]) ->
 
 
 def _biased_once(experts: ExpertWeights, by_hidden: tuple[str, ...]) -> ExpertWeights:
-    """What is added to a sum over devices, added by one of them."""
+    """Keeps the bias on one device only, so that a sum over devices adds it once."""
     bias_ED = experts.down_bias_ED
     if bias_ED is None:
         return experts

@@ -172,7 +172,7 @@ class OnEachDevice:
         return math.prod(self.placement.mesh.shape[axis] for axis in self._over(dims, held))
 
     def _specs(self, placed: Placed | PlacedMatrix) -> PartitionSpec | Quantized:
-        """In the place of an array, or of a ``Quantized``."""
+        """Partition specs of an array, or of the parts of a ``Quantized``."""
         if isinstance(placed, PlacedMatrix):
             return Quantized._make(map(self._spec, placed))
         return self._spec(placed)

@@ -136,7 +136,7 @@ RECIPES = {
         TrainingRecipe("fp8-as-nanotron", "fp8", 2, 2, 4, 0, 2),
     )
 }
-"""By name. Totals: 16, 16, 16, 20, 16, 16, 9, 15, 10; then 20, 16, 11, 16, 10."""
+"""Recipes by name. Totals: 16, 16, 16, 20, 16, 16, 9, 15, 10; then 20, 16, 11, 16, 10."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,7 +211,7 @@ CORRESPONDENCES = (
         differs=(_NO_COPY, _AS_WEIGHTS),
     ),
 )
-"""Of AdamW, without Muon."""
+"""Correspondences for AdamW, without Muon."""
 
 OURS = frozenset({"bf16", "fp32", *(each.ours for each in CORRESPONDENCES)})
 """Recipes that train here: of several micro-batches, fp32 sums stand beside one's gradients."""

@@ -57,7 +57,7 @@ MEGATRON_2021 = Traits(
 """Megatron-LM of arXiv 2104.04473 and 2205.05198."""
 
 MEGATRON_2021_SELECTIVE = dataclasses.replace(MEGATRON_2021, recomputes_scores=True)
-"""Its selective recomputation (Korthikanti et al. 2022)."""
+"""Megatron-LM with selective recomputation (Korthikanti et al. 2022)."""
 
 MEGATRON_2025 = Traits(
     casts_weights=False,

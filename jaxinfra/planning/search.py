@@ -82,7 +82,7 @@ CHOICES: dict[str, Callable[[Layout], object]] = {
     "remat": lambda layout: layout.remat.value,
     "recipe": lambda layout: layout.recipe,
 }
-"""What is searched, by name."""
+"""Searched properties of a layout, by name."""
 
 
 class _Ranking:

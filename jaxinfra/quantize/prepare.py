@@ -154,7 +154,8 @@ def smooth_scales(weights: list[jax.Array], largest_K: jax.Array) -> jax.Array:
 
 
 _UNCUT = ("query", "key")
-"""Of queries and keys, whose products with one another are what matters, AWQ cuts none."""
+"""Weights that AWQ does not clip: queries and keys matter through their products with one another.
+"""
 
 
 def with_scaled_inputs(

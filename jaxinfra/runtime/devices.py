@@ -32,7 +32,7 @@ _PEAKS: dict[str, DevicePeak] = {
 
 
 REFERENCE_PEAK = _PEAKS["H200"]
-"""For comparing costs with each other where a device is not in the table."""
+"""Peak for comparing costs with each other where a device is not in the table."""
 
 
 def device_peak(device_kind: str) -> DevicePeak | None:

@@ -34,7 +34,7 @@ _CONSEQUENCES = (74, -signal.SIGABRT)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """How the process of a rank ended: its exit code or signal."""
+    """Exit code or signal with which the process of a rank ended."""
 
     rank: int
     code: int  # minus the signal's number where one ended it

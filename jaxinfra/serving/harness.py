@@ -314,7 +314,7 @@ class HarnessAnswers:
         return [*self._begin(), *before], added
 
     def _begin(self) -> list[int]:
-        """What texts begin with; an end token where the model knows no such."""
+        """Ids that texts begin with; an end token where the model has no begin token."""
         return [*(self._model.begin_ids or self._ends[:1])]
 
     def _ids(self, text: str) -> list[int]:

@@ -93,7 +93,7 @@ def _ordered(scaled_BV: jax.Array) -> UInt32[Array, "B V"]:
 
 
 def _prefix(order_BV: jax.Array, least_B: jax.Array, ties_B: jax.Array) -> Bool[Array, "B V"]:
-    """What lies above a number, and the first few that equal it."""
+    """Mask of the ids above a number, and of the first few that equal it."""
     batch, num_ids = order_BV.shape
     ids_V = jnp.arange(num_ids, dtype=jnp.uint32)[None]
     is_tied_BV = order_BV == least_B[:, None]

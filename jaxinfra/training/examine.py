@@ -380,7 +380,7 @@ class SpikeReports:
         )
 
     def _judged(self, step: int) -> str | None:
-        """What was seen, where a step's loss was judged and is not explained."""
+        """Incident text of a step's rejected loss, unless an examination explained it already."""
         if self._run.spike_file(step).exists():
             return None
         lines = read_incidents(self._run.incidents_file)

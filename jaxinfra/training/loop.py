@@ -50,7 +50,7 @@ class _Pending:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Outputs:
-    """Where a run reports: its metrics log, clock, display and profiler."""
+    """Outputs of a run: its metrics log, clock, display and profiler."""
 
     log: MetricsLog
     clock: Clock
@@ -267,7 +267,9 @@ class Trainer:
             self._guards.check_state(self._state, step=step)
 
     def _go_back(self, doubt: Doubt) -> None:
-        """To the newest checkpoint from before a step; the steps since are done again."""
+        """Restores the newest checkpoint from before a suspect step; the steps since then run
+        again.
+        """
         self._watch.phase("rollback", doubt.seen_at)
         self._pending.clear()
         try:
@@ -295,7 +297,7 @@ class Trainer:
             self._doubt = doubt
 
     def _evaluate_and_save(self) -> None:
-        """What is due after the newest step."""
+        """Runs the evaluation and saves the checkpoint that are due after the newest step."""
         step, last = self._step, self._step == self._training.steps
         evaluation_is_due = last or is_due(step, self._training.evaluate_every)
         save_is_due = last or is_due(step, self._job.config.checkpoint.every)
@@ -316,7 +318,9 @@ class Trainer:
         self._watch.snapshot(step=step, now=True)
 
     def _require_equal_copies(self) -> None:
-        """Before a save: what is wrong must not become the last good checkpoint."""
+        """Checks the copies before a save, so that corrupt state never becomes the last good
+        checkpoint.
+        """
         if self._guards.hashes_before_saves:
             self._guards.check_state(self._state, step=self._step)
 

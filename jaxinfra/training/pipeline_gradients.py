@@ -55,7 +55,7 @@ class _Micro:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Context:
-    """What the layers of one micro-batch read besides their weights and input."""
+    """Inputs of one micro-batch's layers besides their weights and activations."""
 
     ropes: list[RopeTable | None]
     positions: Int[Array, "B T"]
@@ -173,7 +173,7 @@ class PipelineGradient(GradientFunction):
 
 
 def _split(tree: Parameters) -> tuple[Parameters, Parameters]:
-    """What is of the layers, and the rest."""
+    """Splits a tree into the layers' part and the rest."""
     rest = {name: value for name, value in tree.items() if name != "blocks"}
     return tree.get("blocks", {}), rest
 

@@ -103,7 +103,7 @@ def _term(
     reference: Float[Array, "*pairs"] | None,
     config: PreferenceConfig,
 ) -> Float[Array, "*pairs"]:
-    """What the loss compares of one answer, before it is multiplied by beta."""
+    """Term that the loss compares for one answer, before it is multiplied by beta."""
     match config.loss:
         case PreferenceLoss.DPO | PreferenceLoss.IPO:
             if reference is None:

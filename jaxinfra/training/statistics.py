@@ -225,7 +225,7 @@ class Fp8Watch:
 
 
 def _judged(what: str, values_L: np.ndarray, before: Any) -> str | None:
-    """What is wrong with the values of a step; None if nothing is."""
+    """Fault of a step's values; None if there is none."""
     layer = int(np.argmax(values_L))
     value = float(values_L[layer])
     if what == LOST:

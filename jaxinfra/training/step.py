@@ -238,7 +238,7 @@ def pair_record(figures: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _layer_record(metrics: StepMetrics) -> dict[str, float]:
-    """What layers emit, named as they do, over all layers.
+    """Values that layers emit, by their own names, reduced over all layers.
 
     A loss is its share of the objective per counted token. Of an array of counts the least, the
     most and the mean of its elements are told, and the most over the mean of the layer where that

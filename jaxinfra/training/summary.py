@@ -121,7 +121,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SourceRead:
-    """How much a run has read of one source of its mixture, as ``read_mixture`` returns it.
+    """Record of one source's reading in a run's mixture, as ``read_mixture`` returns it.
 
     Examples:
         >>> for each in jaxinfra.read_mixture("runs/mixed"):

@@ -17,7 +17,7 @@ _ALGORITHMS = {
 }
 
 ACCUMULATOR = jnp.dtype("float32")
-"""What every product here is summed in."""
+"""Dtype that every product here is summed in."""
 
 
 def pinned_einsum(spec: str, a: jax.Array, b: jax.Array, *, result: jnp.dtype) -> jax.Array:

@@ -310,7 +310,7 @@ def put_attended(
 
 
 def _put_factors(stats, factors, parts: int, block, plan, sizes: HeadSizes, share: Share) -> None:
-    """Of each of the block's heads what its parts are multiplied with, to shared memory."""
+    """Writes the factors of the parts of each of the block's heads to shared memory."""
     tiles, line, blocks = plan
     mine, heads = thread_anew(), share.most_rows // sizes.H
     assert heads <= THREADS, "a thread has a head"

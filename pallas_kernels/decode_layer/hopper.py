@@ -70,7 +70,7 @@ def unsupported(call: LayersCall) -> str | None:
 
 
 def _unlike(layers: LayerWeights) -> str | None:
-    """Why weights cannot be those of one launch."""
+    """Explains why weights cannot share a launch; None if they can."""
     for name in WEIGHTS:
         weight = getattr(layers, name)
         if isinstance(weight, QuantizedWeight) != isinstance(layers.qkv, QuantizedWeight):

@@ -36,7 +36,7 @@ from .reference import FewRowsCall
 OP, QUESTION = "few_rows_matmul", "dispatch"
 TUNED = pathlib.Path(__file__).parent / "tuned"
 LEAST_GAIN = 1.03
-"""How much faster than operations apart, or than XLA, a kernel must have been measured."""
+"""Least measured speedup of a kernel over separate operations, or over XLA."""
 MOST_ROWS_MEASURED = MOST_ROWS_AT_A_TIME
 """Beyond these rows the quantized kernel reads and converts the weight again, which was not timed;
 there the weight is dequantized once, by a kernel, and a library multiplies."""
@@ -100,7 +100,7 @@ def takes_kernel(weight: QuantizedWeight) -> bool:
 
 
 def _table() -> tuple[str, str]:
-    """What the table depends on."""
+    """Device and user folder, which the table depends on."""
     return device.target().slug, str(tables.user_folder())
 
 

@@ -29,9 +29,9 @@ _WORTH = {
     "head_width": 2.0, "value_width": 2.0, "mask": 1.0, "packed": 3.0, "group": 0.3,
     "q_length": 0.25, "kv_length": 0.25, "batch": 0.5, "heads": 0.75, "window": 0.5,
 }  # fmt: skip
-"""How far a case is apart that has another value in a field; of counts, one of twice the value."""
+"""Distance of two cases that differ in a field; for counts, the distance of a factor of two."""
 LEAST_DISTANCE = 0.25
-"""Of a measured case: the same one measured twice differs, too."""
+"""Least distance from a measured case, because two measurements of one case differ, too."""
 DECAY = 3
 """A measured case counts by this power of its nearness. Worths and power are round numbers near
 those that foretell best what is left out of the table (``bench.attention_table --left-out``)."""

@@ -52,7 +52,7 @@ IMPLEMENTATIONS = {
     "xla": Implementation(forward=xla.forward, backward=xla.backward, lift=call_traceable),
     "hopper": Implementation(forward=hopper.forward, backward=hopper.backward, lift=call_opaque),
 }
-"""By name. cuDNN differentiates itself, and JAX the reference."""
+"""Implementations by name. cuDNN differentiates itself, and JAX the reference."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,7 +29,7 @@ OP, QUESTION = "quantize", "both-ways"
 """``tuned/both-ways-DEVICE.json``: a row's case is ``case_of``, its choice {"implementation":
 "hopper" or "apart"}: one kernel, or what "auto" takes where no measurement says so."""
 LEAST_GAIN = 1.03
-"""How much faster the one kernel must have been measured for "auto" to take it."""
+"""Least measured speedup of the one kernel for "auto" to choose it."""
 _FARTHEST = {"rows": 2.0, "columns": 2.0}
 """Powers of two from the nearest measured shape within which its measurement is trusted."""
 

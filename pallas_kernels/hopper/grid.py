@@ -12,7 +12,7 @@ from .mosaic import arith, mgpu_utils, plgpu
 from .threads import assembly, constant, global_place, total
 
 _SOME, _ALL = 8, 9
-"""Of the hardware's barriers, two that Mosaic does not use: it takes 0, and one per warpgroup."""
+"""Hardware barriers that Mosaic does not use: it takes 0, and one per warpgroup."""
 
 
 def meet_in_block(threads: int, *, everyone: bool = False) -> None:

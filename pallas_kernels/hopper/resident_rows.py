@@ -222,7 +222,7 @@ class ResidentRows:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Place:
-    """Of 16 bytes of x in shared memory; i32."""
+    """Place of 16 bytes of x in shared memory, as i32 values."""
 
     turn: Any
     m: Any

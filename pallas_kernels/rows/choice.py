@@ -82,7 +82,7 @@ def config_for(rows: int, call: RowCall) -> RowConfig:
 
 
 def _whole(rows: int, call: RowCall) -> RowConfig | None:
-    """As many rows in a warp as make 1,024 columns, if they divide all rows."""
+    """Config with several whole rows per warp, up to 1,024 columns, if they divide all rows."""
     columns = call.columns
     longest = LONGEST_WHOLE_SUMMED if call.num_sums else LONGEST_WHOLE
     vector = math.gcd(columns // LANES, call.word) if columns % LANES == 0 else 0
@@ -136,7 +136,7 @@ def _persistent(call: RowCall) -> RowConfig | None:
 
 
 def _in_turn(call: RowCall, cluster: int, group: int) -> RowConfig | None:
-    """In so many blocks and warpgroups, folding a row ahead if they can."""
+    """Config with clusters that take rows one after another, folding a row ahead if they can."""
     blocks = 6 if call.columns <= SHORT else 4 // group
     if group == 1 and call.num_inputs + call.num_sums > 4 and call.columns > SHORT:
         blocks = 3
@@ -154,7 +154,7 @@ def _in_turn(call: RowCall, cluster: int, group: int) -> RowConfig | None:
 
 
 def _with_vectors(c: RowConfig, call: RowCall) -> RowConfig | None:
-    """With vectors in registers beside sums, or in shared memory; None if sums do not fit."""
+    """Config with vectors in registers beside sums, or shared memory; None if sums do not fit."""
     a_chunk = c.tile // LANES
     sums, vectors = (c.chunks * a_chunk * n for n in (call.num_sums, call.num_vectors))
     if sums > MOST_SUMS or (sums + vectors and c.chunks > MOST_WRITTEN_OUT):
@@ -194,7 +194,7 @@ def _tiled(shape: RowConfig, call: RowCall, *, most: int) -> list[RowConfig]:
 
 
 def _cost(c: RowConfig, call: RowCall) -> float:
-    """What is computed for nothing, or as if it were, as a part of a row."""
+    """Relative cost of padding columns, chunks and narrow accesses, as a part of a row."""
     chunks = A_CHUNK * c.chunks * c.cluster * c.group * WARPGROUP
     return (c.columns + chunks) / call.columns - 1 + NARROWER[c.vector]
 

@@ -195,7 +195,7 @@ class _Plan:
 
 
 class _Rows:
-    """What a warpgroup does with its cluster's rows, by their number i."""
+    """Work of a warpgroup on its cluster's rows, by their number i."""
 
     def __init__(self, plan: _Plan, gmem, smem):
         self.plan, self.f, self.c, self.copies = plan, plan.f, plan.c, plan.copies

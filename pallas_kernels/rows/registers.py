@@ -161,7 +161,7 @@ def doubtful(copies: Copies, c: RowConfig, bounds: Any, cut: Cut) -> dict[int, l
 
 
 def _first(c: RowConfig, width: int) -> Any:
-    """Where in a chunk this thread's first register lies."""
+    """Offset of this thread's first register within a chunk."""
     lane, warp = (f(thread(), constant(LANES)) for f in (arith.remui, arith.divui))
     return total((lane, c.vector), (warp, width))
 

@@ -89,7 +89,7 @@ def _sent(kv_Bt: jax.Array, ids_Bt: jax.Array, axis: str, left: int) -> tuple[ja
 def _gathered(
     kv_Bt: jax.Array, ids_Bt: jax.Array, axis: str, left: int
 ) -> tuple[jax.Array, jax.Array]:
-    """As ``_sent``."""
+    """Same result as ``_sent``, cut out of the gathered sequence."""
     chunk = ids_Bt.shape[1] // 2
 
     def before(x_Bt: jax.Array, absent: int) -> jax.Array:

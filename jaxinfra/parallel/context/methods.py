@@ -211,8 +211,9 @@ class ContextAttention:
         return self.placement.mesh.shape[MeshAxis.PIPE] > 1
 
     def _check_stages(self) -> None:
-        """In a pipeline, stages do different things at a time. A collective over groups concerns
-        the devices of one stage; a permutation names those of all, and would wait for them.
+        """Refuses ring attention in a pipeline, whose stages do different things at a time. A
+        collective over groups involves one stage's devices; a permutation involves all and would
+        wait for them.
         """
         if self.method is ContextMethod.RING and self._is_stage:
             raise UnsupportedError(

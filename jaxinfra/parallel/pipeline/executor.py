@@ -81,7 +81,7 @@ class PipelineResult:
 
 
 class _Row(NamedTuple):
-    """What one stage does in one tick, int32 scalars."""
+    """Action of one stage in one tick, as int32 scalars."""
 
     kind: jax.Array
     micro_batch: jax.Array
@@ -95,7 +95,7 @@ class _Row(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What actions change."""
+    """State that actions change."""
 
     saved: list[jax.Array]  # [slots, layers, ...] each
     pending: list[jax.Array]
@@ -222,7 +222,7 @@ class _Run:
         return carry
 
     def empty_inbox(self) -> jax.Array:
-        """[slots, ...]."""
+        """Zeros in the shape of the inbox, [slots, ...]."""
         return jnp.zeros((self._program.num_inbox, *self._x.shape), self._x.dtype)
 
     def empty_state(self) -> _State:

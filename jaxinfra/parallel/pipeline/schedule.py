@@ -158,7 +158,7 @@ def violations(schedule: Schedule) -> list[str]:
 
 
 def _needs(action: Action) -> list[Action]:
-    """What has to be done before, where it exists."""
+    """Actions that must precede this one, where they exist."""
     i, j = action.micro_batch, action.position
 
     def at(kind: Kind, position: int) -> Action:
@@ -175,7 +175,7 @@ def _needs(action: Action) -> list[Action]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Ready:
-    """What one stage could do next."""
+    """Actions that one stage could do next."""
 
     last: Kind  # F or B, what it did last; IDLE before its first
     forwards_done: bool

@@ -282,8 +282,8 @@ def _kept_for_weights(
     dy: int,
     d_objective: int,
 ) -> tuple[set[int], list["_Equation"]]:
-    """What gradients of weights read of the input's gradient: values that wait for them, and
-    equations so cheap that they run again instead.
+    """Values of the input's gradient that the weights' gradients read: those to keep, and equations
+    cheap enough to run again.
     """
     made = {value: equation for equation in of_input for value in equation.outputs}
     pending: set[int] = set()
@@ -377,7 +377,7 @@ def _dependents(equations: Iterable[_Equation], sources: set[int]) -> set[int]:
 
 
 def _needed(equations: Sequence[_Equation], values: set[int]) -> list[_Equation]:
-    """Those that lead to the values, in order."""
+    """Equations that the values depend on, in order."""
     wanted, kept = set(values), []
     for equation in reversed(equations):
         if not wanted.isdisjoint(equation.outputs):
@@ -392,7 +392,7 @@ def _without(equations: Iterable[_Equation], others: Iterable[_Equation]) -> lis
 
 
 def _reads(equations: Iterable[_Equation], outputs: set[int]) -> set[int]:
-    """What equations take from outside, and which outputs they do not make."""
+    """Values that the equations take from outside, and outputs that they do not make."""
     equations = list(equations)
     made = {value for equation in equations for value in equation.outputs}
     return ({value for e in equations for value in e.reads} | outputs) - made

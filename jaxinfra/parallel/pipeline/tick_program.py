@@ -45,7 +45,7 @@ class TickProgram:
 
 
 type _Value = tuple[str, int, int]
-"""What a slot holds: of which kind, of which micro-batch, for or from which position."""
+"""Value in a slot: its kind, its micro-batch, and the position that reads or made it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +127,9 @@ def _tick_of(when: dict[Action, int], action: Action, *kinds: Kind) -> int:
 
 
 def _message(schedule: Schedule, when: dict[Action, int], action: Action) -> _Message | None:
-    """Who reads an action's output; the last forward's is the cotangent of its own backward."""
+    """Message from an action to the reader of its output. The last forward's is the cotangent of
+    its own backward.
+    """
     last = schedule.num_positions - 1
     match action.kind:
         case Kind.FORWARD if action.position == last:

@@ -126,7 +126,7 @@ class EngineCounts:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Told:
-    """What the engine keeps for a request besides the scheduler's state: text and prompt scores."""
+    """Per-request state of the engine beside the scheduler's: text and prompt scores."""
 
     stream: RequestStream
     text: TextStream | None

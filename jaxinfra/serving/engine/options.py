@@ -10,7 +10,7 @@ from jaxinfra.serving.engine.plan import SchedulerLimits
 
 
 class Preemption(enum.StrEnum):
-    """How a request that lost its pages to another one restores its keys and values."""
+    """Method by which a request that lost its pages to another one restores its keys and values."""
 
     RECOMPUTE = "recompute"  # they are computed again, but for what the prefix tree still has
     HOST = "host"  # the host keeps them

@@ -275,7 +275,7 @@ class ModelRunner:
         return given
 
     def _counted(self, rows: Sequence[PlannedRow]) -> list[int]:
-        """Which rows' tokens are new to their slots' histories; of those that have one."""
+        """Rows whose tokens are new to their slots' histories, among the slots that have one."""
         return [
             place
             for place, row in enumerate(rows)
@@ -400,7 +400,7 @@ class ModelRunner:
 
 
 def _shapes_of(lowered: jax.stages.Lowered) -> Any:
-    """What a program would give, where it would lie."""
+    """Shapes and shardings of a program's outputs."""
     return jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         lowered.out_info,

@@ -72,7 +72,7 @@ def _handle_errors(app: fastapi.FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def broken(request: fastapi.Request, error: Exception) -> responses.Response:
-        """What nobody foresaw; the server says the rest in its log."""
+        """Answers an unforeseen error; the server's log has the details."""
         del request
         return _error(500, f"the server failed: {type(error).__name__}", kind="server_error")
 
@@ -190,7 +190,7 @@ def _add_information(app: fastapi.FastAPI, service: Service) -> None:
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
-        """What evaluation harnesses ask for before they tokenize here."""
+        """Tokenizer facts that evaluation harnesses ask for before they tokenize here."""
         ids = {"bos_token": service.tokenizer.bos_id, "eos_token": service.tokenizer.eos_id}
         spelled = {name: service.spelled([number]) for name, number in ids.items()}
         return {"tokenizer_class": "jaxinfra"} | spelled

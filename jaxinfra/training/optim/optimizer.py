@@ -152,7 +152,7 @@ def _lion(config: OptimizerConfig, rate: optax.Schedule, dims: Any) -> optax.Gra
 def _adafactor(
     config: OptimizerConfig, rate: optax.Schedule, dims: Any
 ) -> optax.GradientTransformation:
-    """With the paper's constants; rates of AdamW carry over."""
+    """Adafactor with the paper's constants; rates of AdamW carry over."""
     return optax.chain(
         scale_by_adafactor(dims),
         optax.add_decayed_weights(config.weight_decay, _where(is_matrix, dims)),

@@ -224,7 +224,9 @@ def _named(equation: Any) -> str:
 
 
 def _flops(equation: Any) -> float:
-    """Of matmuls, in loops and branches too; kernels' by the shapes they are called with."""
+    """FLOPs of matmuls, in loops and branches too. Kernels count by the shapes they are called
+    with.
+    """
     name, outs = equation.primitive.name, equation.outvars
     if name == "dot_general":
         ((contracted, _), _) = equation.params["dimension_numbers"]
@@ -243,7 +245,9 @@ def _flops(equation: Any) -> float:
 
 
 def _kernel_flops(equation: Any) -> float:
-    """Of a kernel that multiplies rows [..., K] with [N, K], [K, N] or groups of them; else 0."""
+    """FLOPs of a kernel that multiplies rows [..., K] with [N, K], [K, N] or groups of them; else
+    0.
+    """
     shapes = [each.aval.shape for each in equation.invars if len(each.aval.shape) >= 2]
     best = 0.0
     for out in equation.outvars:
@@ -332,14 +336,15 @@ def trace_repetition(
 
 
 MOST_NAMES = 14
-"""Whose sets are all looked at; of more, those are dropped whose keeping saves the least."""
+"""Most names of which all sets are tried. Beyond it, the names whose keeping saves the least are
+dropped."""
 BINS = 4096
 """Parts of the room that bytes are counted in, rounded up."""
 MATMUL_SHARE = 0.62
-"""Of the peak of the tensor cores that matmuls reach in a step that is at its power limit, and
-attention here too: those that an H200 computed again in a step of 8B shapes did."""
+"""Share of the tensor cores' peak that matmuls and attention reach in a step at its power limit,
+measured by recomputation on an H200 at 8B shapes."""
 MEMORY_SHARE = 0.85
-"""Of the memory's bandwidth that passes over it reach."""
+"""Share of the memory's bandwidth that passes over it reach."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -491,8 +496,8 @@ def cheapest(layers: Sequence[Layers], *, room: int) -> tuple[Option, ...] | Non
 
 
 def _in_order(layers: Sequence[Layers], chosen: Sequence[Option]) -> tuple[Option, ...]:
-    """The same options, of layers that are alike those of more bytes behind: what is kept up to a
-    layer is no more then, and equal sets lie together.
+    """Orders the options of equal layers by bytes, least first. Values kept up to a layer do not
+    grow by it, and equal sets become adjacent.
     """
     ordered: list[Option] = []
     for _, run in itertools.groupby(zip(layers, chosen, strict=True), key=lambda pair: pair[0]):

@@ -45,9 +45,9 @@ from jaxinfra.training.recompute.budget import (
 MOST_PROGRAMS = 6
 """Steps that are compiled for a choice."""
 NUM_BUDGETS = 24
-"""Of the trade-off between bytes and seconds."""
+"""Number of points on the trade-off between bytes and seconds."""
 CLOSE_ENOUGH = 0.01
-"""Of the budget: what may be left without another step being compiled."""
+"""Share of the budget that may stay unused without another step being compiled."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

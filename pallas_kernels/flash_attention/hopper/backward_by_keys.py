@@ -35,7 +35,7 @@ from .config import NUM_DS, BackwardConfig
 from .tiles import TileRange, geometry_of
 
 NUM_WARPGROUPS = KEYS // 64
-"""That compute: each has 64 keys of the tile."""
+"""Number of computing warpgroups, each with 64 keys of the tile."""
 
 
 def backward(

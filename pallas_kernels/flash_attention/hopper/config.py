@@ -17,7 +17,8 @@ from pallas_kernels.hopper.machine import SMEM_BYTES
 _logger = logging.getLogger(__name__)
 
 OP, QUESTION = "flash_attention", "tiles"
-"""Of the user's own table: a case is {"direction", "key"}, a choice the fields of a config."""
+"""Names in the user's own table: a case is {"direction", "key"}, a choice the fields of a config.
+"""
 TUNED = pathlib.Path(__file__).parents[1] / "tuned"
 
 DTYPES = (jnp.bfloat16, jnp.float16)
