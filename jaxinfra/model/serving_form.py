@@ -9,7 +9,6 @@ the host hands over 14 arrays at every step of a 1B, not 134.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from jaxinfra.model.definition import (
     Parameters,
     by_path,
     define_model,
+    is_weight,
     nest,
 )
 from jaxinfra.model.execution import Execution
@@ -73,7 +73,7 @@ def serving_parameters(
         consumes: free arrays once others have been made of them: never more is held than the
             parameters and the largest packed stack twice.
     """
-    sources = _weights_by_path(parameters)
+    sources = by_path(parameters, is_leaf=is_weight)
     result: dict[tuple[str, ...], jax.Array | QuantizedWeight] = {}
     for path in by_path(form.arrays):
         *parents, name, last = path.split("/")
@@ -95,7 +95,7 @@ def serving_parameters(
 
 def can_pack(parameters: Parameters) -> bool:
     """Tells whether projections of one input can be packed; quantized ones must agree."""
-    weights = _weights_by_path(parameters)
+    weights = by_path(parameters, is_leaf=is_weight)
     for path, weight in weights.items():
         *parents, layer, name, last = ("", "", *path.split("/"))
         names, _ = _PACKED.get(layer, ((), 0))
@@ -104,14 +104,6 @@ def can_pack(parameters: Parameters) -> bool:
             if not are_alike([weights[each] for each in beside if each in weights]):
                 return False
     return True
-
-
-def _weights_by_path(parameters: Parameters) -> dict[str, Any]:
-    """Leaves by path, with each quantized weight as one leaf."""
-    leaves = jax.tree_util.tree_leaves_with_path(
-        parameters, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight)
-    )
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 @functools.partial(jax.jit, static_argnames=("dim",))

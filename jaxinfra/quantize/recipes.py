@@ -27,13 +27,43 @@ class QuantizationRecipe:
     name: str
     form: WeightFormat
     method: Method
-    has_zeros: bool
     what: str
+
+    @property
+    def has_zeros(self) -> bool:
+        """Tells whether scales come with zero points."""
+        return self.method is Method.AWQ
 
     @property
     def needs_text(self) -> bool:
         """Tells whether the recipe needs a calibration text."""
         return self.method is not Method.PLAIN
+
+
+_INT4 = WeightFormat(code=WeightCode.INT4, group_rows=DEFAULT_GROUP)
+_INT8, _E4M3 = WeightFormat(code=WeightCode.INT8), WeightFormat(code=WeightCode.E4M3)
+_BY_NAME = {
+    "awq-int4": (_INT4, Method.AWQ, "4 bits with zero points, scales searched (AWQ)"),
+    "rtn-int4": (_INT4, Method.PLAIN, "4 bits, rounded to the nearest"),
+    "int8": (_INT8, Method.PLAIN, "8 bits, a scale for each output"),
+    "w8a8": (
+        dataclasses.replace(_INT8, activations=Activations.INT8),
+        Method.SMOOTH,
+        "8 bits of weights and of activations (SmoothQuant)",
+    ),
+    "fp8": (_E4M3, Method.PLAIN, "e4m3, a scale for each output"),
+    "fp8-blocks": (
+        dataclasses.replace(_E4M3, group_rows=BLOCK, group_columns=BLOCK),
+        Method.PLAIN,
+        "e4m3, a scale for 128 x 128, as DeepSeek-V3",
+    ),
+    "w8a8-fp8": (
+        dataclasses.replace(_E4M3, activations=Activations.E4M3),
+        Method.PLAIN,
+        "e4m3 of weights and of activations",
+    ),
+}
+RECIPES = tuple(_BY_NAME)
 
 
 def quantization_recipe(name: str, *, group: int = DEFAULT_GROUP) -> QuantizationRecipe:
@@ -49,35 +79,12 @@ def quantization_recipe(name: str, *, group: int = DEFAULT_GROUP) -> Quantizatio
         raise ConfigError(
             f"group size {group}: scales are of 32, 64 or 128 inputs, which other programs read"
         )
-    int4 = WeightFormat(code=WeightCode.INT4, group_rows=group)
-    int8, e4m3 = WeightFormat(code=WeightCode.INT8), WeightFormat(code=WeightCode.E4M3)
-    blocks = dataclasses.replace(e4m3, group_rows=BLOCK, group_columns=BLOCK)
-    found = {
-        "awq-int4": (int4, Method.AWQ, "4 bits with zero points, scales searched (AWQ)"),
-        "rtn-int4": (int4, Method.PLAIN, "4 bits, rounded to the nearest"),
-        "int8": (int8, Method.PLAIN, "8 bits, a scale for each output"),
-        "w8a8": (
-            dataclasses.replace(int8, activations=Activations.INT8),
-            Method.SMOOTH,
-            "8 bits of weights and of activations (SmoothQuant)",
-        ),
-        "fp8": (e4m3, Method.PLAIN, "e4m3, a scale for each output"),
-        "fp8-blocks": (blocks, Method.PLAIN, "e4m3, a scale for 128 x 128, as DeepSeek-V3"),
-        "w8a8-fp8": (
-            dataclasses.replace(e4m3, activations=Activations.E4M3),
-            Method.PLAIN,
-            "e4m3 of weights and of activations",
-        ),
-    }
-    if name not in found:
-        raise ConfigError(f"unknown recipe {name!r}{nearest(name, found)}")
-    form, method, what = found[name]
-    return QuantizationRecipe(
-        name=name, form=form, method=method, has_zeros=method is Method.AWQ, what=what
-    )
-
-
-RECIPES = ("awq-int4", "rtn-int4", "int8", "w8a8", "fp8", "fp8-blocks", "w8a8-fp8")
+    if name not in _BY_NAME:
+        raise ConfigError(f"unknown recipe {name!r}{nearest(name, _BY_NAME)}")
+    form, method, what = _BY_NAME[name]
+    if form.code is WeightCode.INT4:
+        form = dataclasses.replace(form, group_rows=group)
+    return QuantizationRecipe(name=name, form=form, method=method, what=what)
 
 
 def config_of(recipe: QuantizationRecipe, *, kept: list[str]) -> dict[str, Any]:

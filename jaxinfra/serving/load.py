@@ -10,7 +10,7 @@ import jax
 
 from jaxinfra.checkpoint.checkpointer import load_state
 from jaxinfra.checkpoint.initial import place_initial
-from jaxinfra.checkpoint.load_pretrained import PretrainedModel, load_pretrained
+from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.checkpoint.model_directory import is_model_directory, read_model_directory
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.config import codec
@@ -187,7 +187,8 @@ def load_model(path: str | Path, dtype: str = "float32", mesh: MeshConfig | None
         raise ConfigError(f"unknown dtype {dtype!r}{nearest(dtype, policies)}")
     path = Path(path)
     if is_model_directory(path):
-        pretrained = _pretrained(path, policies[dtype], mesh)
+        placement = serving_placement(read_model_directory(path).config, mesh)
+        pretrained = load_pretrained(path, policy=policies[dtype], placement=placement)
         return pretrained.definition.bind(pretrained.parameters)
     return load_run(path, policy=policies[dtype], mesh=mesh).decoder
 
@@ -223,8 +224,10 @@ def load(
         return load_run(path, policy=policy, step=step, mesh=mesh)
     if step is not None:
         raise ConfigError(f"step={step}: {path} is a single model, which has no steps")
-    tokenizer = _read_tokenizer(path, vocab_size=read_model_directory(path).config.vocab_size)
-    pretrained = _pretrained(path, policy, mesh, keep_packed=True)
+    config = read_model_directory(path).config
+    tokenizer = _read_tokenizer(path, vocab_size=config.vocab_size)
+    placement = serving_placement(config, mesh)
+    pretrained = load_pretrained(path, policy=policy, placement=placement, keep_packed=True)
     return LoadedModel(
         definition=pretrained.definition,
         parameters=pretrained.parameters,
@@ -232,16 +235,9 @@ def load(
         config=None,
         step=None,
         prefix_ids=tokenizer.prefix_ids,
-        placement=serving_placement(pretrained.definition.config, mesh),
+        placement=placement,
         defaults=sampling_defaults(path),
     )
-
-
-def _pretrained(
-    path: Path, policy: PolicyName | None, mesh: MeshConfig | None, *, keep_packed: bool = False
-) -> PretrainedModel:
-    placement = serving_placement(read_model_directory(path).config, mesh)
-    return load_pretrained(path, policy=policy, placement=placement, keep_packed=keep_packed)
 
 
 def load_run(

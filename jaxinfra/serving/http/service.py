@@ -117,43 +117,32 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         engine = self._thread.engine
         scheduler, counts = engine.scheduler, engine.counts
-        allocator = scheduler.allocator
+        allocator, host = scheduler.allocator, scheduler.host
         used = allocator.num_held / allocator.num_usable
         for name, text, value in (
-            ("num_requests_running", "Requests that have pages.", len(scheduler.running)),
-            ("num_requests_waiting", "Requests that wait for pages.", len(scheduler.waiting)),
-            ("kv_cache_usage_perc", "Share of the pages that requests hold; 1: all.", used),
-            ("gpu_cache_usage_perc", "The same by its older name.", used),
+            ("vllm:num_requests_running", "Requests that have pages.", len(scheduler.running)),
+            ("vllm:num_requests_waiting", "Requests that wait for pages.", len(scheduler.waiting)),
+            ("vllm:kv_cache_usage_perc", "Share of the pages that requests hold; 1: all.", used),
+            ("vllm:gpu_cache_usage_perc", "The same by its older name.", used),
+            ("jaxinfra:cached_pages", "Pages kept for prompts to come.", allocator.num_idle),
+            ("jaxinfra:host_pages", "Pages of preempted requests on the host.", host.num_used),
         ):
-            yield self._gauge(f"vllm:{name}", text, value)
-        yield self._gauge(
-            "jaxinfra:cached_pages", "Pages kept for prompts to come.", allocator.num_idle
-        )
+            yield self._gauge(name, text, value)
+        late, preempted = engine.runner.num_late, scheduler.num_preemptions
         for name, text, value in (
-            ("prompt_tokens", "Tokens of prompts.", counts.prompt_tokens),
-            ("generation_tokens", "Tokens drawn.", counts.generated_tokens),
-            ("num_preemptions", "Requests that gave up their pages.", scheduler.num_preemptions),
-            ("prefix_cache_queries", "Tokens looked up among pages.", counts.prompt_tokens),
-            ("prefix_cache_hits", "Tokens found among pages.", counts.cached_tokens),
-            ("spec_decode_num_draft_tokens", "Tokens proposed.", counts.drafted_tokens),
-            ("spec_decode_num_accepted_tokens", "Of these, accepted.", counts.accepted_tokens),
+            ("vllm:prompt_tokens", "Tokens of prompts.", counts.prompt_tokens),
+            ("vllm:generation_tokens", "Tokens drawn.", counts.generated_tokens),
+            ("vllm:num_preemptions", "Requests that gave up their pages.", preempted),
+            ("vllm:prefix_cache_queries", "Tokens looked up among pages.", counts.prompt_tokens),
+            ("vllm:prefix_cache_hits", "Tokens found among pages.", counts.cached_tokens),
+            ("vllm:spec_decode_num_draft_tokens", "Tokens proposed.", counts.drafted_tokens),
+            ("vllm:spec_decode_num_accepted_tokens", "Of these, accepted.", counts.accepted_tokens),
+            ("jaxinfra:host_pages_saved", "Pages copied to the host.", host.num_saved),
+            ("jaxinfra:host_pages_restored", "Pages copied back from the host.", host.num_restored),
+            ("jaxinfra:steps", "Steps of the engine.", counts.steps),
+            ("jaxinfra:late_compiles", "Programs compiled while requests waited.", late),
         ):
-            yield self._counter(f"vllm:{name}", text, value)
-        host = scheduler.host
-        yield self._gauge(
-            "jaxinfra:host_pages", "Pages of preempted requests that the host has.", host.num_used
-        )
-        for name, text, value in (
-            ("host_pages_saved", "Pages copied to the host.", host.num_saved),
-            ("host_pages_restored", "Pages copied back from the host.", host.num_restored),
-            ("steps", "Steps of the engine.", counts.steps),
-            (
-                "late_compiles",
-                "Programs compiled while requests waited.",
-                engine.runner.num_late,
-            ),
-        ):
-            yield self._counter(f"jaxinfra:{name}", text, value)
+            yield self._counter(name, text, value)
         ended = CounterMetricFamily(
             "vllm:request_success", "Requests ended.", labels=["model_name", "finished_reason"]
         )
