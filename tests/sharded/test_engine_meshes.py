@@ -8,6 +8,7 @@ import pytest
 from jaxinfra.checkpoint.model_directory import read_model_directory
 from jaxinfra.config.mesh import MeshConfig, parse_mesh
 from jaxinfra.config.model import ModelConfig
+from jaxinfra.errors import ConfigError
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions, Preemption
 from jaxinfra.serving.engine.requests import GenerationRequest
@@ -105,3 +106,9 @@ def test_pages_of_several_devices_go_to_the_host_and_back():
     assert [[token for each in row for token in each.tokens] for row in came] == want
     assert engine.scheduler.host.num_restored > 0
     assert engine.runner.num_late == 0
+
+
+def test_heads_that_do_not_divide_are_refused():
+    """Devices that share experts share heads too."""
+    with pytest.raises(ConfigError, match=r"q_heads=4 does not divide over expert x tensor = 8"):
+        decoder(MeshConfig(fsdp=4, expert=4, tensor=2))

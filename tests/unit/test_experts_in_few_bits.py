@@ -134,3 +134,18 @@ def test_a_step_makes_no_array_of_all_experts():
     assert largest(fewer) < whole
     # With more choices all are dequantized together, which this sees.
     assert largest(fewer + 1) >= whole
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_models_compute_what_plain_numbers_do(family):
+    definition = model(family)
+    rng = np.random.default_rng(0)
+    few = rounded(
+        jax.tree.map(
+            lambda leaf: jnp.asarray(rng.normal(0, 0.3, leaf.shape), leaf.dtype), definition.arrays
+        )
+    )
+    plain = dequantized(few, jnp.dtype(jnp.float32))
+    ids = jnp.arange(2, dtype=jnp.int32)[None]
+    run = jax.jit(lambda tree: definition.bind(tree)(ids))
+    np.testing.assert_array_equal(run(few), run(plain))

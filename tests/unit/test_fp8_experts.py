@@ -8,16 +8,21 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxinfra.config.kinds import MlpKind
 from jaxinfra.config.precision import Fp8Matmuls, PolicyName, PrecisionConfig, Site
 from jaxinfra.config.presets.mixtures import tiny_moe
 from jaxinfra.model.definition import define_model, merged
 from jaxinfra.numerics.policy import policy_of
 from jaxinfra.ops import experts as fp8_experts
+from jaxinfra.ops.activation import activated
 from jaxinfra.ops.experts import (
+    ExpertWeights,
     Gathered,
+    apply_experts,
     multiply_groups_fp8,
     sorted_copies,
 )
+from jaxinfra.ops.fp8 import multiply_fp8
 from jaxinfra.parallel.execution import execution_on
 from pallas_kernels.common.scales import Quantized
 from tests.kernels import grouped_oracle
@@ -136,6 +141,35 @@ def assert_caught(got, want):
     for mine, true in zip(got, want, strict=True):
         with pytest.raises(AssertionError, match="spread"):
             assert_within_rounding(mine, true)
+
+
+def test_experts_are_dense_layers_on_their_tokens():
+    """By the same recipe. Where a sum rounds otherwise, an operand may be another 8-bit number."""
+    rng = np.random.default_rng(seeded(2))
+    width, hidden = 128, 128
+    x = jnp.asarray(rng.normal(size=(NUM_TOKENS, width)), jnp.bfloat16)
+    gate, up, down = (
+        jnp.asarray(rng.normal(size=(2, *shape)) / 8, jnp.float32)
+        for shape in ((width, hidden), (width, hidden), (hidden, width))
+    )
+    expert_N1 = jnp.arange(NUM_TOKENS, dtype=jnp.int32)[:, None] % 2
+
+    @jax.jit
+    def run(x):
+        experts = ExpertWeights(gate_EDF=gate, up_EDF=up, down_EFD=down)
+        ones = jnp.ones(expert_N1.shape, jnp.float32)
+        kind = MlpKind.SWIGLU
+        y, _ = apply_experts(x, expert_N1, ones, experts, kind=kind, recipe=RECIPE)
+
+        def dense(e):
+            multiply = functools.partial(multiply_fp8, "TD,DF->TF", recipe=RECIPE)
+            sums = [multiply(x, w[e]).astype(jnp.float32) for w in (up, gate)]
+            return multiply(activated(kind, *sums).astype(jnp.bfloat16), down[e])
+
+        return y, jnp.where(expert_N1 == 0, dense(0), dense(1))
+
+    got, want = (np.asarray(each, np.float64) for each in run(x))
+    assert np.linalg.norm(got - want) <= 2.0**-8 * np.linalg.norm(want)
 
 
 def policy(**settings):

@@ -3,7 +3,9 @@ the records, in what else reads a layer's recipe.
 """
 
 import dataclasses
+import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +26,7 @@ from jaxinfra.training.describe import describe_job
 from jaxinfra.training.gradients import AccumulatedGradient
 from jaxinfra.training.job import make_job
 from tests.dropped_casts import casts_dropped
-from tests.sharded.cases import gemma_like, llama_like, packed_batch
+from tests.sharded.cases import build, drawn, gemma_like, gradients_of, llama_like, packed_batch
 from tests.unit.test_recompute import small_run
 
 LAYERS = 3
@@ -177,9 +179,43 @@ def test_less_than_no_layers_are_refused():
         Fp8Matmuls(last_layers_out=-1)
 
 
+@functools.cache
+def learned(out: tuple[int, int] | None, *stacks: int):
+    """Loss, gradients by layer, and state after a step."""
+    step = build(deep(*stacks), precision=precision_of(out), unroll=LAYERS)
+    parameters = drawn(deep())
+    if len(stacks) > 1:
+        ends = np.cumsum((0, *stacks))
+        blocks = {
+            i: jax.tree.map(lambda leaf, i=i: leaf[ends[i] : ends[i + 1]], parameters["blocks"][0])
+            for i in range(len(stacks))
+        }
+        parameters = parameters | {"blocks": blocks}
+    state = dataclasses.replace(step.state(), parameters=parameters)
+    state, metrics = step.step(jax.device_put(state, step.shardings), packed_batch())
+    of_layers = gradients_of(state)["blocks"]
+    gradients = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *of_layers.values())
+    return jax.device_get((metrics.loss, gradients, state.model_state))
+
+
 @pytest.mark.slow  # the forward pass of the default test says which layers are in which format
 def test_gradients_of_layers_left_out_are_in_bf16():
     assert num_casts(gradient_jaxpr(model_of(ONE_IN)).jaxpr) == CASTS
+
+
+@pytest.mark.slow
+def test_layers_left_out_compute_as_a_stack_without_8_bits():
+    """Beside a model whose layers are stacks of their own, of which the ends know no 8 bits."""
+    loss, gradients, state = learned(ONE_IN)
+    apart = learned(ONE_IN, 1, 1, 1)
+    np.testing.assert_allclose(loss, apart[0], rtol=1e-6)
+    chex.assert_trees_all_close(gradients, apart[1], rtol=1e-4, atol=1e-6)
+    assert list(apart[2]["blocks"]) == [1]
+    for out in (ALL_IN, None):
+        assert learned(out)[0] != loss
+    record = state["blocks"][0]["mlp"]["down"]["quantization"]
+    assert np.all(record[[0, 2]] == 0.0)
+    np.testing.assert_allclose(record[1], apart[2]["blocks"][1]["mlp"]["down"]["quantization"][0])
 
 
 @pytest.mark.slow  # compiles a step

@@ -24,7 +24,11 @@ from jaxinfra.config.rope import RopeConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf import from_hf_config, to_hf_config
 from jaxinfra.model.definition import by_path, define_model
+from jaxinfra.model.execution import DecodeForm
+from jaxinfra.model.serving_form import serving_form, serving_parameters
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
+from jaxinfra.ops.quantized import H200 as TARGET
+from jaxinfra.ops.quantized import compiling_for
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.inference import (
@@ -105,11 +109,21 @@ def require_alike(told, held):
         assert (shape.shape, shape.dtype) == (array.shape, array.dtype), path
 
 
-def test_shapes_are_those_of_what_other_programs_wrote():
-    """As loaded; their groups are smaller than ours."""
-    directory = GOLDEN / "quantized" / "awq"
-    recipe = quantization_recipe("awq-int4")
-    recipe = dataclasses.replace(recipe, form=dataclasses.replace(recipe.form, group_rows=16))
+@pytest.mark.parametrize(
+    ("files", "name"),
+    [
+        ("awq", "awq-int4"),
+        ("ct_fp8", "w8a8-fp8"),
+        ("fp8_blocks", "fp8-blocks"),
+    ],
+)
+def test_shapes_are_those_of_what_other_programs_wrote(files, name):
+    """As loaded; their groups and blocks are smaller than ours."""
+    directory = GOLDEN / "quantized" / files
+    recipe = quantization_recipe(name)
+    size = {"awq": {"group_rows": 16}, "fp8_blocks": {"group_rows": 16, "group_columns": 16}}
+    form = dataclasses.replace(recipe.form, **size.get(files, {}))
+    recipe = dataclasses.replace(recipe, form=form)
     config = from_hf_config(json.loads((directory / "config.json").read_text()))
     held = load_pretrained(directory, keep_packed=True).parameters
     require_alike(held_shapes(config, recipe, policy=PolicyName.FP32), held)
@@ -126,6 +140,24 @@ def test_bytes_are_those_of_the_arrays_that_are_loaded(tmp_path, model, name):
     serving = Serving(devices=2, weights=name)  # several devices keep the files' order of codes
     loaded = sum(array.nbytes for array in jax.tree.leaves(held))
     assert weight_bytes(planned, H200, serving) == loaded
+
+
+@pytest.mark.parametrize("name", ["bf16", "rtn-int4", "fp8-blocks"])
+@pytest.mark.parametrize("model", MODELS)
+def test_an_engine_on_a_gpu_keeps_what_is_predicted(model, name):
+    """Packed, layer by layer, codes in the order of the kernel where it takes them."""
+    config = MODELS[model]
+    recipe = None if name == "bf16" else quantization_recipe(name)
+    loaded = held_shapes(config, recipe)
+    policy = held_as_computed(POLICIES[PolicyName.BF16])
+    with compiling_for(TARGET):
+        form = serving_form(
+            define_model(config, execution_on(policy=policy)),
+            execution_on(policy=policy, decode_form=DecodeForm(packed=True)),
+        )
+        held = jax.eval_shape(lambda tree: serving_parameters(form, tree), loaded)
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(held))
+    assert weight_bytes(plan_model(config), H200, Serving(weights=name)) == size
 
 
 def test_what_a_decode_step_reads():
