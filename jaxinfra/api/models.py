@@ -15,11 +15,10 @@ from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.preferences import PreferenceConfig
 from jaxinfra.config.run import RunConfig
 from jaxinfra.errors import ConfigError
-from jaxinfra.hf import by_path, to_hf_config
-from jaxinfra.model.definition import define_model
+from jaxinfra.model.definition import by_path, define_model, is_weight
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.runtime.files import user_cache
-from jaxinfra.serving.convert import write_tokenizer
+from jaxinfra.serving.convert import hf_config_of, write_tokenizer
 from jaxinfra.serving.engine.requests import EndReason
 from jaxinfra.serving.generate import generate as generated
 from jaxinfra.serving.generate import request_of
@@ -188,7 +187,8 @@ def save(
     Args:
         model: the model, as ``load`` returned it.
         directory: a directory that does not exist yet.
-        dtype: dtype of all written weights; by default each keeps its own.
+        dtype: dtype of all written weights; by default each keeps its own, float32 where it is
+            quantized.
         max_shard_bytes: most bytes of weights per file.
 
     Raises:
@@ -201,18 +201,13 @@ def save(
     """
     if model.definition.lora is not None:
         raise ConfigError("a model with adapters: jaxinfra.convert merges a run's into its base")
-    config = model.definition.config
-    hf = to_hf_config(config) | {
-        "bos_token_id": model.tokenizer.bos_id,
-        "eos_token_id": model.tokenizer.eos_id,
-    }
     with tempfile.TemporaryDirectory() as made:
         write_tokenizer(model.tokenizer, Path(made))
         write_hf(
-            LiveParameters(arrays=by_path(model.parameters)),
-            define_model(config, execution_on()),
+            LiveParameters(arrays=by_path(model.parameters, is_leaf=is_weight)),
+            define_model(model.definition.config, execution_on()),
             Path(directory),
-            hf=hf,
+            hf=hf_config_of(model),
             tokenizer_directory=Path(made),
             dtype=None if dtype is None else np.dtype(dtype),
             max_shard_bytes=max_shard_bytes,

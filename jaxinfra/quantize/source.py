@@ -17,7 +17,7 @@ from jaxinfra.hf import quantization_of, to_hf_config
 from jaxinfra.model.definition import by_path, define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.quantize.quantize import SourceModel
-from jaxinfra.serving.convert import write_tokenizer
+from jaxinfra.serving.convert import hf_config_of, write_tokenizer
 from jaxinfra.serving.load import load_run
 
 
@@ -52,18 +52,12 @@ def source_model(path: Path) -> Iterator[SourceModel]:
             f"{path} trained adapters; merge them first (jaxinfra convert {path} DST), and quantize"
             " that"
         )
-    hf = RunDirectory(path).read_hf_config()
-    if hf is None or not describes(hf, config):
-        hf = to_hf_config(config) | {
-            "bos_token_id": run.tokenizer.bos_id,
-            "eos_token_id": run.tokenizer.eos_id,
-        }
     with tempfile.TemporaryDirectory() as made:
         write_tokenizer(run.tokenizer, Path(made))
         yield SourceModel(
             definition=define_model(config, execution_on()),
             source=LiveParameters(arrays=by_path(run.parameters)),
-            hf=hf,
+            hf=hf_config_of(run, RunDirectory(path).read_hf_config()),
             tokenizer_directory=Path(made),
         )
 

@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -153,12 +154,7 @@ def _convert_run(
     assert run.config is not None, "load_run"
     config, lora, init = run.definition.config, run.config.lora, run.config.init
     definition = define_model(config, execution_on())
-    hf = RunDirectory(source).read_hf_config()
-    if hf is None or not describes(hf, config):
-        hf = to_hf_config(config) | {
-            "bos_token_id": run.tokenizer.bos_id,
-            "eos_token_id": run.tokenizer.eos_id,
-        }
+    hf = hf_config_of(run, RunDirectory(source).read_hf_config())
     parameters = by_path(run.parameters)
     values: ParameterSource = LiveParameters(arrays=parameters)
     if lora is not None:
@@ -191,6 +187,19 @@ def _base_source(run: LoadedModel, init: InitConfig) -> ParameterSource:
     if run.config.lora.base is BaseWeights.COMPUTE:
         return initial_source(init, run.config.model)
     return LiveParameters(arrays=by_path(run.parameters, is_leaf=is_weight))
+
+
+def hf_config_of(model: LoadedModel, start: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+    """Returns the Hugging Face config to write beside a model's weights.
+
+    Args:
+        start: config of the model that training started from, returned if it describes this one.
+    """
+    config, tokenizer = model.definition.config, model.tokenizer
+    if start is not None and describes(start, config):
+        return start
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    return to_hf_config(config) | ids
 
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:

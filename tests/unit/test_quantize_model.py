@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 from tokenizers import models
 
+from jaxinfra.api.models import save
 from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.checkpoint.parameter_sources import LiveParameters
 from jaxinfra.cli.main import main
@@ -19,7 +20,8 @@ from jaxinfra.config.model import (
 from jaxinfra.config.own import OwnFeedForward
 from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.hf import quantization_of, to_hf_config
-from jaxinfra.model.definition import by_path, define_model
+from jaxinfra.model.definition import by_path, define_model, is_weight
+from jaxinfra.ops.multiply import as_array
 from jaxinfra.ops.quantized import WeightCode, WeightFormat
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.quantize.equivalence import scaled_inputs
@@ -28,6 +30,7 @@ from jaxinfra.quantize.prepare import awq_scales, clipped_ranges, output_error, 
 from jaxinfra.quantize.quantize import SourceModel, quantize_model
 from jaxinfra.quantize.recipes import RECIPES, Method, config_of, quantization_recipe
 from jaxinfra.quantize.statistics import statistics_of
+from jaxinfra.serving.load import load
 from tests.small_models import dense
 
 RNG = np.random.default_rng(0)
@@ -90,6 +93,20 @@ def test_what_is_written_is_read_back(source, tmp_path, name):
     want = logits(model.definition, values)
     error = np.linalg.norm(logits(back.definition, back.parameters) - want) / np.linalg.norm(want)
     assert error < 2 * worst
+
+
+def test_a_quantized_model_is_saved_dequantized(source, tmp_path):
+    model, _ = source
+    path, plain = tmp_path / "quantized", tmp_path / "plain"
+    quantize_model(model, path, quantization_recipe("int8"), ids_BT=IDS)
+    words = models.WordLevel({"<s>": 0, "</s>": 1, "a": 2}, unk_token="a")
+    tokenizers.Tokenizer(words).save(str(path / "tokenizer.json"))
+    packed = load(path)
+    save(packed, plain)
+    want = by_path(packed.parameters, is_leaf=is_weight)
+    assert any(map(is_weight, want.values()))
+    for name, got in by_path(load(plain).parameters).items():
+        np.testing.assert_array_equal(got, as_array(want[name], got.dtype), err_msg=name)
 
 
 def test_a_layer_is_on_the_device_at_a_time(source, tmp_path, monkeypatch):
