@@ -3,10 +3,10 @@
 python tools/fuzz.py --count 2000 --seed 0
 
 Every case is a copy of a small run, a model directory, a text or a command line with one thing
-spoilt, and one command that reads it. A case fails on a traceback, more than 20 s or 2 GB, an exit
-code that no command has, exit 0 where the format's own reader refuses the file, another loss or
-text than a good checkpoint gives, and a file changed outside the named output. Failures keep their
-directory; their line says how to repeat them.
+spoilt, and one command that reads it. A case fails on a traceback, more than 20 s or 2 GB, or an
+exit code that no command has. It also fails on exit 0 where the format's own reader refuses the
+file, and on another loss or text than a good checkpoint gives. The last failure is a file changed
+outside the named output. Failures keep their directory; their line says how to repeat them.
 """
 
 import argparse

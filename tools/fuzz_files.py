@@ -14,7 +14,7 @@ def sums(place: Path) -> dict[str, str]:
 
 
 def is_set_aside(name: str, before: dict[str, str], after: dict[str, str]) -> bool:
-    """Whether a checkpoint's file lies unchanged in the quarantine: its step was saved again."""
+    """Whether a checkpoint's file is unchanged in the quarantine: its step was saved again."""
     checkpoints, _, rest = name.partition("/step_")
     step, _, file = rest.partition("/")
     return any(

@@ -1,8 +1,7 @@
 """Small kernels, each of which makes one property of the machine visible in its time.
 
 Memory moves 64 bytes at a time, however few of them are asked for; a warp's 32 threads run one
-instruction; a multiprocessor hides the latency of memory by having many loads on their way
-(Little's law).
+instruction; an SM hides the latency of memory by having many loads in flight (Little's law).
 """
 
 import jax
@@ -28,11 +27,11 @@ A_NUMBER_EACH = TILED(
 
 
 def every_nth(x: jax.Array, *, stride: int) -> jax.Array:
-    """``x[::stride]`` by threads that lie side by side: each reads 4 bytes of its own.
+    """``x[::stride]`` by neighboring threads: each reads 4 bytes of its own.
 
     Args:
         x: fp32 [n], n a multiple of 512 * stride.
-        stride: how far apart, in numbers, what neighbouring threads read lies.
+        stride: distance of neighboring threads' reads, in numbers.
     """
     chunk, n = 4 * THREADS, x.size // stride
 
@@ -62,14 +61,14 @@ def copy(x: jax.Array, *, width: int) -> jax.Array:
 
 
 def copy_with_few_warps(x: jax.Array, *, blocks: int, in_flight: int) -> jax.Array:
-    """A copy by at most ``blocks`` blocks of 4 warps on a multiprocessor.
+    """A copy by at most ``blocks`` blocks of 4 warps per SM.
 
     What keeps others out is shared memory that a block asks for and leaves unused, as a kernel with
     large tiles would.
 
     Args:
         x: fp32 [n], n a multiple of 512 * in_flight.
-        blocks: on each multiprocessor, 1 to 16.
+        blocks: blocks per SM, 1 to 16.
         in_flight: loads of 16 bytes that a thread issues before it waits for the first.
     """
     chunk = THREADS * 4 * in_flight

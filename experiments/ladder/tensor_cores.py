@@ -1,4 +1,4 @@
-"""Rungs 6 and 7: one warpgroup, tiles brought by the copy engine (TMA), tensor cores (WGMMA).
+"""Rungs 6 and 7: one warpgroup, tiles copied by TMA, tensor cores (WGMMA).
 
 Dims: M row of A and C, N column of B and C, K contraction.
 """
@@ -19,7 +19,7 @@ STORE_N = 64  # columns of C that leave at a time
 
 def swizzled(swizzle: int = 128) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
     """A bf16 buffer of 8-row tiles whose 16-byte pieces are permuted within ``swizzle`` bytes, so
-    that a column of pieces lies in different banks.
+    that a column of pieces spans different banks.
     """
     return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
 

@@ -1,1 +1,1 @@
-"""Pictures of the documentation, drawn from the code they explain."""
+"""Pictures of the documentation, plotted from the code they explain."""

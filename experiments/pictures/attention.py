@@ -128,7 +128,7 @@ def timeline(num_tiles: int, *, overlap: bool, turns: bool) -> list[Bar]:
 
 
 def timeline_picture() -> plt.Figure:
-    """Two warpgroups in step, and in turns with overlap."""
+    """Two warpgroups in step, and alternating with overlap."""
     forms = {
         "in step: whoever waits, all wait": timeline(4, overlap=False, turns=False),
         "in turns, the next scores issued before the value product": timeline(

@@ -1,8 +1,9 @@
-"""Draws docs/context-parallel-*.svg: who holds what, and what a ring's steps compute.
+"""Draws docs/context-parallel-*.svg: the tokens of each device, and the tiles that a ring's steps
+compute.
 
     python -m experiments.pictures.context_parallel
 
-The order comes from the code that trains; nothing here is drawn by hand.
+The order comes from the code that trains; nothing here is plotted by hand.
 """
 
 import pathlib

@@ -1,9 +1,9 @@
-"""Draws docs/parallelism-*.svg: which part of a matrix lies where, and what moves when.
+"""Draws docs/parallelism-*.svg: the devices' parts of a matrix, and the traffic of a step.
 
     python -m experiments.pictures.parallelism
 
-Where a part lies is asked of the placement that trains. What moves is the table that
-``tests/sharded/test_zero.py`` and ``test_collectives.py`` hold compiled programs to.
+Parts come from the placement that trains. Traffic is the table that ``tests/sharded/test_zero.py``
+and ``test_collectives.py`` hold compiled programs to.
 """
 
 import pathlib

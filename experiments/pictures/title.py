@@ -2,7 +2,7 @@
 
     python -m experiments.pictures.title
 
-Drawn from experiments/results/step-h200.json: Llama-3.2-1B shapes, batch 4 x 4096, one H200.
+Plotted from experiments/results/step-h200.json: Llama-3.2-1B shapes, batch 4 x 4096, one H200.
 """
 
 import json

@@ -2,10 +2,11 @@
 
     python -m experiments.plans.llama_70b_on_64
 
-16 bytes a parameter are 1.13 TB: 17.6 GB a GPU if everything is sharded 64 ways. Tensor parallelism
-stays within a node, where its all-reduces are; the pipeline crosses nodes with the least traffic
-and waits (p-1)/(m+p-1); data parallelism needs its traffic once a step. Fully sharded, no tensor or
-pipeline axis is needed at all, as long as each GPU has enough tokens to hide the gathers.
+16 bytes per parameter are 1.13 TB: 17.6 GB per GPU if everything is sharded 64 ways. Tensor
+parallelism stays within a node, where its all-reduces are; the pipeline crosses nodes with the
+least traffic and waits (p-1)/(m+p-1); data parallelism needs its traffic once a step. Fully
+sharded, no tensor or pipeline axis is needed at all, as long as each GPU has enough tokens to hide
+the gathers.
 """
 
 from typing import Any

@@ -225,7 +225,7 @@ def _peft_config(
 def _peft_pair(
     adapters: Adapters, tensor: Tensor, adapted: list[Part]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A [k R, I] and B [O, k R] of a tensor of theirs that k adapted projections lie in."""
+    """A [k R, I] and B [O, k R] of one of PEFT's tensors, which holds k adapted projections."""
     rank = adapters.lora.rank
     out_dim = 1 - input_dim(adapters, adapted[0])
     b_OR = np.zeros((tensor.shape[out_dim], rank * len(adapted)), np.float32)

@@ -369,7 +369,7 @@ def _reader(files: TensorFiles, quantization: Quantization | None) -> TensorRead
 class _Mxfp4Files:
     """Elements times a power of two, in bf16, which holds them exactly.
 
-    Packed they lie as [experts, outputs, inputs / 32, 16 bytes], the first of two in the low bits;
+    Files pack them as [experts, outputs, inputs / 32, 16 bytes], the first of two in the low bits;
     the weights are [experts, inputs, outputs].
     """
 

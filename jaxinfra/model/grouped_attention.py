@@ -137,7 +137,9 @@ class GroupedAttention(nnx.Module):
         return LayerOutput(x=self.out(out_BTNH, residual=given.residual_BTD), cache=cache)
 
     def _appended(self, heads_BTNH: jax.Array, given: Pass, cache: Cache) -> LayerOutput | None:
-        """``__call__`` where a packed product goes straight into a cache; None where in parts."""
+        """Output if the packed product is appended to the cache directly; None if its parts are
+        apart.
+        """
         if not self.execution.multiply.few_rows:
             return None
         found = append_packed_heads(

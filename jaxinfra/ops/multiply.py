@@ -38,7 +38,7 @@ from pallas_kernels.common import device
 from pallas_kernels.common.dot import ACCUMULATOR, pinned_einsum
 
 type AnyWeight = jax.Array | QuantizedWeight | GatheredWeight
-"""What a product multiplies activations with."""
+"""Weight that a product can multiply activations with."""
 
 
 def multiply(

@@ -341,7 +341,7 @@ class ShardedExchange:
 
 
 def _specs(place: Placement, experts: ExpertWeights) -> Any:
-    """The partition of each weight, and of each part of one in few bits."""
+    """Partition specs of each weight, and of each part of a quantized one."""
 
     def spec(name: str, dims: axes.Dims) -> Any:
         weight = getattr(experts, name)

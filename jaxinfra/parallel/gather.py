@@ -49,7 +49,7 @@ def _gradient_as_stored(weight: jax.Array, share: NamedSharding) -> jax.Array:
     """The weight, whose gradient comes out as the weight is stored: sharded so, rows in order.
 
     A reduce-scatter wants the dim that it splits outermost. Were that left to the optimizer, it
-    would turn moments and weights to match, and copy what it turned.
+    would transpose moments and weights to match, and copy them.
     """
 
     @jax.custom_vjp

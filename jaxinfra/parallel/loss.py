@@ -77,8 +77,8 @@ class TokenLoss:
 
 
 def _gathered(table_VD: jax.Array, *, policy: Policy, place: Place) -> jax.Array:
-    """The table for a loss that goes over it in chunks: as whole as a loop should find it, or each
-    of its turns would gather it again.
+    """The table for a loss that goes over it in chunks: gathered before the loop, or each iteration
+    would gather it again.
 
     Gathered in the compute dtype; its values are rounded to that, its gradients are not.
     """

@@ -110,7 +110,7 @@ def _host(cluster: Cluster, deadline: float, timeout_s: float) -> dict[str, Any]
 
 
 def _accept(server: socket.socket, cluster: Cluster, deadline: float, greeted: queue.Queue) -> None:
-    """Greets whoever calls, each in a thread: one that says nothing keeps nobody waiting."""
+    """Greets each caller in a thread of its own, so that a silent one delays no other."""
 
     places = threading.Semaphore(cluster.num_processes + _STRANGERS)
 

@@ -233,7 +233,7 @@ class Trainer:
                 require_progress(self._job.config, values, step=step, path=self._run.path)
 
     def _require_undoubted(self, step: int, loss: float) -> None:
-        """Judges a step that is done again; raises Doubt where its batch, or this loss, is bad."""
+        """Checks a repeated step; raises Doubt where its batch, or this loss, is bad."""
         if self._doubt is None or self._doubt.loss is None or self._doubt.step != step:
             self._guards.check_loss(self._log.records, step=step, loss=loss)
             return

@@ -218,8 +218,8 @@ def _scan(
 ) -> tuple[Any, Any]:
     """``lax.scan`` over chunks of [B, T, ...]; its second result as [Z, b, T', ...].
 
-    Chunks are cut out where they lie and results written where they belong: stacked, each would be
-    in memory twice.
+    Chunks are sliced out of their arrays and results written in place. Stacked, each would be in
+    memory twice.
     """
     parts = tuple(_shards(static, x) for x in arrays)
     length, size = parts[0].shape[2], static.chunk_length

@@ -35,8 +35,9 @@ WARPGROUPS = 2
 PART = BLOCK // WARPGROUPS
 """Rows, and later columns, of a tile that one warpgroup casts."""
 STEP = 8
-"""Rows of a part in registers at a time. With 16 the gradient takes 133 registers a thread, and one
-block less runs on a multiprocessor."""
+"""Rows of a part in registers at a time. With 16 the gradient takes 133 registers per thread, and
+one block less runs per SM.
+"""
 PIECE = 32  # rows of a part's columns in registers at a time
 VECTOR = 8  # elements of a load, 16 bytes of bf16
 

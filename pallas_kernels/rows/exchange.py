@@ -76,8 +76,8 @@ def _to_cluster(
 ) -> None:
     """Sends a number of each warp to the same place in all blocks of the cluster, itself included.
 
-    The barrier of a turn is used again four exchanges later, and no block sends that often before
-    this one has sent twice more, which it does when it has read the turn's numbers.
+    A round's barrier is used again four exchanges later. No block sends that often before this one
+    has sent twice more, after it has read the round's numbers.
     """
     layout, splat = tile_layout(c.vector).reduce(1), plgpu.Layout.WG_SPLAT(())
     kinds = (splat, splat, plgpu.RefType(), plgpu.RefType(), *[layout] * len(numbers))

@@ -152,7 +152,7 @@ def measure(cases: list[Case], iterations: int, limit_s: float) -> tuple[list[di
 
 
 def measure_case(case: Case, futures: dict, iterations: int, emit) -> None:
-    """One row for each compiled program, the median over rounds in which they take turns.
+    """One row for each compiled program, the median over interleaved rounds.
 
     A GPU at its power limit slows down as it warms up, which then costs none of them alone.
     """

@@ -6,10 +6,9 @@ First every variant is held to the formula in fp32; one that is farther from it 
 explain fails, and its time is in no table. Times are medians of CUPTI kernel time; calls rotate
 through as many weights as keep L2 from holding one. Rows "fused" have what is beside a product in
 the kernel, and are held against "apart": a norm, the product as "auto" chooses it, and a sum; what
-launching each of them costs is not in it. Other rows are the product (with the sum that follows
-it, which joins sums of parts of K) and are held against "xla". "of_copy" is the weight's bytes over
-those of a copy in the same process. With --tables the times go into the table of a folder, which
-"auto" follows.
+launching each of them costs is not in it. Other rows are the product, with the sum that follows it,
+and are held against "xla". The ratio "of_copy" is the weight's rate over that of a copy in the same
+process. With --tables the times go into the table of a folder, which "auto" follows.
 """
 
 import argparse
@@ -246,7 +245,7 @@ class Case:
             )  # fmt: skip
 
     def measure(self, table: Table, copy: float) -> dict[Any, float]:
-        """Rows of all variants, which take turns; microseconds of those that are right."""
+        """Times all variants, interleaved; returns microseconds of the correct ones."""
         given, weights = self.draw.result()()
         want = self.true.result()(given, weights[0])
         programs, errors, failures = {}, {}, {}

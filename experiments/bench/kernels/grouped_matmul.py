@@ -4,9 +4,9 @@ python -m experiments.bench.kernels.grouped_matmul \\
     --out experiments/results/grouped-matmul-h200.json
 
 Sustained TFLOP/s of contenders that alternate, on random normal operands and sizes from a
-Dirichlet(4). "hot over even" compares half of the rows in one group with an even case. "gathered"
-rows read the rows of x by an index. In 8 bits scales are 1x128 by 128x128 here, and of rows and
-columns in ``torch._scaled_grouped_mm``.
+Dirichlet(4). The ratio "hot over even" compares half of the rows in one group with an even case.
+The "gathered" rows read the rows of x by an index. In 8 bits scales are 1x128 by 128x128 here, and
+per row and column in ``torch._scaled_grouped_mm``.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
 python -m experiments.bench.kernels.ladder --out experiments/results/ladder-h200.json
 
-Each figure is a median of CUPTI kernel times; a rung and XLA take turns in one process. Errors are
-relative to fp32 products, beside XLA's.
+Each figure is a median of CUPTI kernel times; a rung and XLA are interleaved in one process. Errors
+are relative to fp32 products, beside XLA's.
 """
 
 import functools
@@ -74,7 +74,7 @@ def measure_matmul(matmul: Callable[..., jax.Array], size: int, *, slow: bool) -
 
 
 def timed_gb_s(forms: dict[str, tuple[Callable, tuple]], num_bytes: dict[str, int]) -> dict:
-    """ms and GB/s of each form; they take turns."""
+    """Milliseconds and GB/s of each form, interleaved."""
     rows = {}
     for name, timed in timing.measure(forms, rounds=3, iterations=4).items():
         ms = timed.median_ms
@@ -130,7 +130,7 @@ def strided() -> dict[str, Any]:
 
 
 def occupied() -> dict[str, Any]:
-    """Bandwidth by warps on a multiprocessor and loads in flight a thread."""
+    """Bandwidth by warps per SM and loads in flight per thread."""
     x = jax.random.normal(jax.random.key(0), (NUM_ELEMENTS,))
     rows = []
     for in_flight in (1, 4):

@@ -3,10 +3,10 @@
 python -m experiments.bench.kernels.linear_cross_entropy \\
     --out experiments/results/linear-cross-entropy-h200.json
 
-Rows are value and gradient of both inputs, three products; "wall" includes gaps between kernels,
-and temp is the compiler's count of temporaries. "part" rows are what one device does of a
-vocabulary that is split over several, or of a small one, in both forms: ``auto`` takes the kernel
-from the least part where it is 1.15 times as fast.
+Rows are value and gradient of both inputs, three products. The time "wall" includes gaps between
+kernels, and temp is the compiler's count of temporaries. The "part" rows are one device's share of
+a split vocabulary, or a small vocabulary, in both forms. With them, ``auto`` takes the kernel from
+the least part where it is 1.15 times as fast.
 """
 
 import collections

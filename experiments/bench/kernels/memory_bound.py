@@ -3,10 +3,10 @@
 python -m experiments.bench.kernels.memory_bound --out experiments/results/memory-bound-h200.json
 python -m experiments.bench.kernels.memory_bound --random --out random.json
 
-``--random`` takes 40 random lengths of 1,000 to 262,144 columns, half of them any number, a quarter
-multiples of 64 and a quarter of 2,048, in arrays of 16 to 512 MiB, two ops each. GB/s counts each
-input read once and each output written once, of CUPTI kernel times, and "of_copy" divides it by
-the rate of ``x + 1`` of int32 of the same bytes in this process. Errors are relative.
+``--random`` takes 40 random lengths of 1,000 to 262,144 columns, in arrays of 16 to 512 MiB, two
+ops each. Half of the lengths are any number, a quarter multiples of 64 and a quarter of 2,048. GB/s
+counts each input read once and each output written once, by CUPTI kernel times. The ratio "of_copy"
+divides it by the rate of ``x + 1`` of int32 of the same bytes in this process. Errors are relative.
 """
 
 import functools

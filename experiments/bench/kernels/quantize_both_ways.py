@@ -1,15 +1,15 @@
-"""Matrices cast with their transposes on a Hopper GPU: one kernel beside steps apart, in turns.
+"""Matrices cast with their transposes on a Hopper GPU: one kernel beside separate steps.
 
 python -m experiments.bench.kernels.quantize_both_ways \\
     --out experiments/results/both-ways-h200.json \\
     --table pallas_kernels/fp8/tuned
 
-Of a matrix as it is ("x"), of SwiGLU and of its gradient, by blocks of 1x128 and 128x128. "check"
-rows compare values and scales with those of the XLA form: "same" is the share with the same bits
-(all of "x"), "near" says that all others are neighbours, infinities and NaN among them. The others
-are CUPTI times: "hopper", "apart" (what "auto" takes without the one kernel), and a copy of as many
-bytes as the one kernel needs (``x + 1`` of int32); GB/s are of these bytes. --table adds the times
-to the table that "auto" follows, if every check held.
+Casts are of a plain matrix ("x"), of SwiGLU and of its gradient, by blocks of 1x128 and 128x128.
+The "check" rows compare values and scales with those of the XLA form: "same" is the share with the
+same bits (all of "x"), "near" says that all others are neighbours, infinities and NaN among them.
+The others are CUPTI times, interleaved: "hopper", "apart" (what "auto" takes without the one
+kernel), and a copy of as many bytes as the one kernel needs (``x + 1`` of int32); GB/s are of these
+bytes. --table adds the times to the table that "auto" follows, if every check held.
 """
 
 import functools

@@ -3,9 +3,9 @@
     jaxinfra bench collectives --out experiments/results/collectives-h200.json
     jaxinfra bench collectives --sizes 1 4 --backend cpu --devices 4
 
-A size is what nccl-tests calls so: the larger of a device's input and output. algbw is size over
-time; busbw is algbw times the share of the size that an ideal ring sends over a device's links, so
-that it compares with the link's own rate at any number of devices.
+A size is nccl-tests' size: the larger of a device's input and output. Its algbw is size over time.
+Its busbw is algbw times the share of the size that an ideal ring sends over a device's links. That
+compares with the link's own rate at any number of devices.
 
 Three times are taken. "queued": calls are dispatched one after another and waited for together,
 as a training loop does. "alone": each is waited for before the next, so that dispatch and the way
@@ -129,7 +129,7 @@ class Contender:
 
 
 def measure(contenders: list[Contender], *, rounds: int, calls: int) -> dict[str, dict[str, float]]:
-    """Median seconds of one collective by contender and manner; they take turns."""
+    """Median seconds of one collective by contender and manner, interleaved."""
     times: dict[str, dict[str, list[float]]] = {
         each.name: {"queued": [], "alone": [], "inside": []} for each in contenders
     }
@@ -220,9 +220,9 @@ def main() -> None:
     )
     parser.add_argument("--sizes", type=float, nargs="+", default=[1, 16, 256, 1024], help="MiB")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each implementation")
-    parser.add_argument("--calls", type=int, default=20, help="calls a turn, fewer of large sizes")
-    parser.add_argument("--budget-mib", type=int, default=8192, help="most bytes a turn")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each implementation")
+    parser.add_argument("--calls", type=int, default=20, help="calls per round; fewer if large")
+    parser.add_argument("--budget-mib", type=int, default=8192, help="most MiB per round")
     parser.add_argument("--devices", type=int, help="how many; with --backend cpu, virtual ones")
     parser.add_argument("--backend", choices=("cpu", "gpu"), help="instead of the default one")
     parser.add_argument("--link-gb-per-s", type=float, help="one direction; known for some GPUs")

@@ -65,7 +65,7 @@ class Case:
 
 
 def one_device(presets: list[str], *, rows: int, length: int) -> list[Case]:
-    """Recomputation, accumulation, lengths, sizes: about equally many tokens a step."""
+    """Recomputation, accumulation, lengths, sizes: about equally many tokens per step."""
     one = Layout(length=length, batch=rows)
     layouts = [dataclasses.replace(one, remat=remat) for remat in _RECOMPUTE]
     layouts += [
@@ -140,7 +140,7 @@ def compiled(case: Case, attention: AttentionImplementation) -> Program:
 
 
 def measure(program: Program, *, steps: int, rounds: int, trace: bool) -> dict[str, Any]:
-    """Median seconds a step over rounds, temporary bytes, and with a trace where time goes."""
+    """Median seconds per step over rounds, temporary bytes, and a trace's time by operation."""
     job = program.job
     analysis = program.compiled.memory_analysis()
     assert analysis is not None, "CPU and CUDA compilers report their memory"

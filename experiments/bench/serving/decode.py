@@ -6,10 +6,10 @@ python -m experiments.bench.serving.decode --presets llama3_8b --only "llama3_8b
 
 Random weights in the serving form; embeddings and the projection onto the vocabulary stay in
 bfloat16. The state is donated and stays on the device, and each step takes the tokens of the one
-before, as a server calls it; "ms" is the median of rounds in which formats alternate. "floor_ms" is
-weights and cached keys and values once at the rate of a copy in the same process. "prefill" rows
-are whole prompts into an empty cache; their operations are those of weights, of attention to
-earlier tokens only, and of one row of logits each.
+before, as a server calls it. The time "ms" is the median of rounds in which formats alternate. The
+bound "floor_ms" reads weights and cached keys and values once, at the rate of a copy in the same
+process. The "prefill" rows are whole prompts into an empty cache; their FLOPs are those of weights,
+of attention to earlier tokens only, and of one row of logits each.
 """
 
 import concurrent.futures

@@ -3,9 +3,9 @@
     python -m experiments.bench.serving.quantized_quality RUN --text heldout.txt \\
         --calibrate text.txt
 
-Every recipe of ``jaxinfra quantize`` is made of the run in a temporary directory and read back with
-its weights kept packed, so inputs are rounded too where the recipe says so. The original is in
-float32; in bfloat16 it is a row of the table. Caches in fewer bits are the original's.
+Every recipe of ``jaxinfra quantize`` quantizes the run into a temporary directory. Weights are read
+back packed, so inputs are rounded too where the recipe says so. The original is in float32; in
+bfloat16 it is a row of the table. Caches in fewer bits are the original's.
 """
 
 import argparse

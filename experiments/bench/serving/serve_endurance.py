@@ -106,7 +106,7 @@ class Clients:
         await asyncio.gather(*(client() for _ in range(number)))
 
     async def one(self) -> None:
-        """One request, of a kind that is drawn."""
+        """Sends one request of a random kind."""
         kind, drawn = "answered", self.rng.random()
         for name, share in SHARES.items():
             if 0 <= drawn < share:
@@ -212,7 +212,7 @@ class Clients:
 
 
 def judged(clients: Clients, requests: int) -> dict[str, Any]:
-    """The result, of a server that has had time to end what nobody waits for."""
+    """Result of the run, after the server had time to end abandoned requests."""
     deadline = time.monotonic() + 60
     while (series := clients.metrics())["vllm:num_requests_running"] and (
         time.monotonic() < deadline

@@ -3,9 +3,10 @@
     jaxinfra bench context_parallel --out experiments/results/context-parallel-h200.json
     jaxinfra bench context_parallel --tokens 1024 --long-tokens 0 --implementation xla  # on CPUs
 
-First every method is held to fp32 at a small size. Then ring, Ulysses and all-gather take turns
-with one device's kernel on the same tokens (forward + backward, FLOPs of the visible half, backward
-2.5 forwards), all by the same implementation. At last the ring runs once more on --long-tokens.
+First every method is held to fp32 at a small size. Then ring, Ulysses and all-gather are
+interleaved with one device's kernel on the same tokens, all by the same implementation. FLOPs are
+those of the visible half, forward and backward, a backward being 2.5 forwards. At last the ring
+runs once more on --long-tokens.
 
 Rates are per device; "of one" is the rate over that of one device alone. "temp" is the compiled
 program's temporaries, "peak" what the allocator had handed out at most so far.
@@ -57,7 +58,7 @@ def both(attend, config: GroupedAttentionConfig, q, k, v, d_out):
 
 
 def draw(args, tokens: int, sharding, dtype=jnp.bfloat16) -> tuple[jax.Array, ...]:
-    """q, k, v and the output's cotangent, drawn where they lie."""
+    """Samples q, k, v and the output's cotangent on the devices that hold them."""
     heads = (args.heads, args.kv_heads, args.kv_heads, args.heads)
 
     @functools.partial(jax.jit, out_shardings=sharding)
@@ -162,7 +163,7 @@ def report(row: dict[str, Any]) -> None:
 
 
 def compare(args, placement: Placement) -> list[dict[str, Any]]:
-    """One device's kernel and each method on the same tokens, taking turns."""
+    """Times one device's kernel and each method on the same tokens, interleaved."""
     num = placement.mesh.size
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     single = draw(args, args.tokens, one)

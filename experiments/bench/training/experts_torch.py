@@ -40,7 +40,7 @@ class TorchStep:
         return loss.detach()
 
     def time_steps(self, count: int) -> float:
-        """Seconds a step over ``count`` steps, the queue drained before and after."""
+        """Seconds per step over ``count`` steps, the queue drained before and after."""
         self._advance().item()
         torch.cuda.synchronize()
         start = time.perf_counter()

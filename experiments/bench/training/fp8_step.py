@@ -45,7 +45,7 @@ TRACEABLE: Options = {"xla_gpu_enable_command_buffer": ""}
 
 
 def main() -> None:
-    """Compiles, times in turns, traces; writes the JSON after each part."""
+    """Compiles, times interleaved steps, traces; writes the JSON after each part."""
     args = _arguments()
     config = without_rope_scaling(MODELS[args.preset]())
     config = config.with_layers(args.layers or config.num_layers)
@@ -130,8 +130,8 @@ def _compiled(
 
 
 def _trace(shared: SharedState, name: str, directory: pathlib.Path) -> dict[str, Any]:
-    """Milliseconds a step by scope, of kernels that quantize (SwiGLU's gradient among them, where
-    one kernel does both), and the longest kernels.
+    """Milliseconds per step by scope and of the quantizing kernels, and the longest kernels.
+    Quantizing kernels include SwiGLU's gradient where one kernel does both.
     """
     steps = 2
     with jax.profiler.trace(str(directory)):

@@ -10,10 +10,10 @@ Python, if it is not in this one), and leaves files; a large model is Llama-3.2-
 random weights in bfloat16.
 
 Rules: fp32 logits within 1e-4; every fp32 logit, loss and gradient tensor no further from float64
-than twice PyTorch's own fp32 is, plus two units in the last place, in the largest and in the root
-mean square error; bf16 logits likewise against PyTorch's own bf16. PyTorch's error of a gradient
-is the largest over several orders of summation (``live_reference.py``): against one order alone,
-five models have a small tensor at up to 1.65 of the bound, whose values nearly cancel.
+    than twice PyTorch's own fp32, plus two ulps, in the largest and in the root mean square error.
+    The same rule holds bf16 logits to PyTorch's own bf16. PyTorch's error of a gradient is the
+    largest over several orders of summation (``live_reference.py``): against one order alone, five
+    models have a small tensor at up to 1.65 of the bound, whose values nearly cancel.
 """
 
 import os

@@ -9,9 +9,9 @@
 
 Programs compile at the same time, then run one after the other, in rounds; a row is printed as soon
 as it is known, and the JSON is written after each. What does not fit or compile is a row too.
-Ratios are of tokens a second a GPU. Where a step's time goes, and how much of it is communication
-that nothing hides, is read from a trace of each (``jaxinfra.diagnostics.waterfall``); a mesh here
-has one axis of several devices, so that all of it is that axis's.
+Ratios are of tokens/s per GPU. Where a step's time goes, and how much of it is communication that
+nothing hides, is read from a trace of each (``jaxinfra.diagnostics.waterfall``); a mesh here has
+one axis of several devices, so that all of it is that axis's.
 """
 
 import argparse
@@ -153,7 +153,7 @@ def _program(of: Contender) -> dict[str, Any]:
 
 
 def _measure(of: Contender, steps: int, *, is_traced: bool) -> dict[str, Any]:
-    """Seconds a step, the queue drained before and after; a state exists meanwhile."""
+    """Seconds per step, the queue drained before and after; a state exists meanwhile."""
     advance = of.start()
     losses = [float(advance()), float(advance())]
     begin = time.perf_counter()

@@ -7,9 +7,9 @@
 
 What is timed is loss and gradients of a batch of m micro-batches; an optimizer would add the same
 to all. ``alone`` is one device with a stage's layers, the embedding and the loss: what the last
-stage does. ``own cost`` is the schedule's by its table, stages waiting only for whom they exchange
-with, a backward twice as long as a forward, and the loss on the last stage by its FLOPs: what a
-pipeline without any overhead would take, over ``alone``.
+stage does. ``own cost`` is the time of a pipeline without any overhead, over ``alone``. It follows
+from the schedule's table: stages wait only for their neighbors, a backward takes two forwards, and
+the last stage computes the loss.
 """
 
 import argparse

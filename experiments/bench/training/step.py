@@ -7,10 +7,10 @@
         --remat dots --unroll 16 --plain-remat         # 8B shapes, as many layers as fit
 
 Variants run first, each alone; then the best of each side, and ours with the least memory,
-alternate, so that clocks and temperature hit all alike. Figures are medians over alternations.
-MFU is ``training_flops_per_token`` (jaxinfra/model/flops.py: 6 a matmul parameter and 12 a
-query-key-width triple that causality leaves, recomputation not counted) times tokens a second, of
-the device's dense bf16 peak.
+alternate, so that clocks and temperature hit all alike. Figures are medians over alternations. MFU
+is ``training_flops_per_token`` (jaxinfra/model/flops.py: 6 per matmul parameter and 12 per
+query-key-width triple that causality leaves, recomputation not counted) times tokens/s, of the
+device's dense bf16 peak.
 """
 
 import argparse
@@ -260,7 +260,7 @@ def _traceable(program: Program, makers: dict[str, Maker]) -> Program:
 
 
 def _trace(contender: Contender, directory: pathlib.Path) -> dict[str, Any]:
-    """Milliseconds a step by scope, and the longest kernels."""
+    """Milliseconds per step by scope, and the longest kernels."""
     steps = 3
     with jax.profiler.trace(str(directory)):
         for _ in range(steps):

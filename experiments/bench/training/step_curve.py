@@ -5,11 +5,11 @@
     python -m experiments.bench.training.step_curve --preset small --batch 16 --length 512 \\
         --learning-rate 2e-4 --recipes blocks squares # in 8 bits, too
 
-For each seed all start from the same weights and see the same text in the same order, with linear
-warm-up to a constant rate and the gradient clipped by its global norm. Curves are compared as means
-over windows of steps, in nats a token, by three distances:
+For each seed all start from the same weights and see the same text in the same order. The rate
+warms up linearly to a constant; the gradient is clipped by its global norm. Curves are compared as
+means over windows of steps, in nats per token, by three distances:
 
-    ours      ours from plain of the same seed: what is judged
+    ours      ours from plain of the same seed: the verdict's subject
     control   plain from plain with every sum in another order (``plain_step.reordered``), of the
               same seed: what rounding alone does to the curve
     seeds     plain's seeds from one another: weights and order of the text
@@ -211,7 +211,7 @@ def train(program: Program, batches: Batches, seed: int) -> list[float]:
 
 
 def compare(losses: dict[str, list[list[float]]]) -> dict[str, Any]:
-    """Distances of smoothed curves, and whether that of ours lies within the noise.
+    """Distances of smoothed curves, and whether ours is within the noise.
 
     Args:
         losses: of each side, each seed and each step; the control may be missing.

@@ -63,7 +63,7 @@ class Contender:
         return loss
 
     def time_steps(self, count: int) -> float:
-        """Seconds a step over ``count`` steps, the queue drained before and after."""
+        """Seconds per step over ``count`` steps, the queue drained before and after."""
         float(self.advance())
         start = time.perf_counter()
         losses = [self.advance() for _ in range(count)]
@@ -72,7 +72,7 @@ class Contender:
 
 
 class SharedState:
-    """One set of parameters and moments that contenders advance in turns."""
+    """One set of parameters and moments that contenders advance alternately."""
 
     def __init__(self, programs: dict[str, Program], batch: tuple[Any, Any]):
         self.programs = programs
@@ -93,7 +93,7 @@ class SharedState:
         return loss
 
     def time_steps(self, name: str, count: int) -> float:
-        """Seconds a step, the queue drained before and after."""
+        """Seconds per step, the queue drained before and after."""
         float(self.advance(name))
         began = time.perf_counter()
         losses = [self.advance(name) for _ in range(count)]

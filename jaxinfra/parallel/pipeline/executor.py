@@ -390,8 +390,8 @@ def _entry(tree: Tree, index: jax.Array) -> Tree:
 
 
 def _get(buffers: list[jax.Array], at: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
-    """Row-major, as they lie: where a reader wants another layout, XLA would else change the whole
-    buffer's, in every tick, instead of the slice's.
+    """Reads a slice in row-major layout, as stored. Otherwise a reader's other layout would make
+    XLA transpose the whole buffer in every tick.
     """
 
     def row_major(x: jax.Array) -> jax.Array:

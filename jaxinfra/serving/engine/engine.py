@@ -374,7 +374,7 @@ class Engine:
                 self.counts.cached_tokens += row.stream.num_cached
 
     def _take(self, drawn: Drawn) -> RequestProgress | None:
-        """Turns a row's sampled tokens into its request's progress; None if the request is over."""
+        """Adds a row's sampled tokens to its request's progress; None if the request is over."""
         stream = drawn.row.stream
         told = self._requests.get(stream.number)
         if drawn.is_bad and told is not None:
@@ -417,7 +417,7 @@ class Engine:
         """Returns why a token ends its request, or None, and the text that is final with it.
 
         Args:
-            after: tokens drawn after it, which the stream has already.
+            after: tokens sampled after it, which the stream has already.
         """
         stream, request = told.stream, told.stream.request
         if token in request.eos_ids:

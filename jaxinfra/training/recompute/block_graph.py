@@ -341,8 +341,9 @@ dropped."""
 BINS = 4096
 """Parts of the room that bytes are counted in, rounded up."""
 MATMUL_SHARE = 0.62
-"""Share of the tensor cores' peak that matmuls and attention reach in a step at its power limit,
-measured by recomputation on an H200 at 8B shapes."""
+"""Share of the tensor cores' peak that matmuls and attention reach in a step at its power limit.
+Measured on an H200: recomputed operations of a step of 8B shapes.
+"""
 MEMORY_SHARE = 0.85
 """Share of the memory's bandwidth that passes over it reach."""
 

@@ -27,8 +27,9 @@ from .weight_gradient_kernel import grouped_weight_gradient
 LEAST_WIDTH = BLOCK_ROWS
 DEFAULT = GroupedConfig()
 LEAST_FREE_ROWS = 1024
-"""Rows per group, on average, from which warpgroups multiply 8 bits freely: 5 and 8% faster than in
-turns with 1,024 (an H200, an H100), 1% with 4,096; with 512 they are 1 and 5% slower."""
+"""Rows per group, on average, from which warpgroups multiply 8 bits freely: 5 and 8% faster than
+alternating with 1,024 (an H200, an H100), 1% with 4,096; with 512 they are 1 and 5% slower.
+"""
 
 
 def unsupported(x: jax.Array, w_GKN: jax.Array) -> str | None:

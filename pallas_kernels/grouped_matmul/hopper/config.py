@@ -27,8 +27,9 @@ class GroupedConfig:
     """Each block takes its next tile from a counter in memory; else every 132nd tile. The
     interpreter knows no counter. Results are the same to the last bit."""
     gather: bool = True
-    """Rows that an index names are read where they lie; else copied in memory first, for the
-    interpreter."""
+    """Indexed rows are read in place. Otherwise they are copied in memory first, for the
+    interpreter.
+    """
 
 
 FP8_DEPTH = 128
