@@ -10,7 +10,7 @@ from jaxinfra.config.mesh import EXPERT, NODES, MeshConfig, ShardingConfig
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.pipeline import PipelineConfig, PipelineSchedule
 from jaxinfra.config.run import Remat, RunConfig, TrainingConfig
-from jaxinfra.config.validate import validate
+from jaxinfra.config.validate import check_divides, validate
 from jaxinfra.errors import ConfigError
 from jaxinfra.planning.formats import RECIPES, TrainingRecipe, recipe_of
 from jaxinfra.planning.model import PlannedModel
@@ -224,13 +224,12 @@ def refusal(model: PlannedModel, layout: Layout) -> str | None:
             f"pipe={mesh.pipe} x context={mesh.context} with a window of {min(windows)} is "
             "trained by all_gather or ulysses, which are not planned there; use one of the axes"
         )
-    if mesh.expert > 1 and not model.num_experts:
-        return f"expert={mesh.expert}, but {model.name} has no experts"
     try:
+        check_divides(model.config, mesh)
         layout.exchange.num_nodes(mesh.expert)
     except ConfigError as error:
         return str(error)
-    return _widths(model, layout)
+    return None
 
 
 def untrainable(model: PlannedModel, layout: Layout) -> str | None:
@@ -263,19 +262,4 @@ def untrainable(model: PlannedModel, layout: Layout) -> str | None:
         )
     except ConfigError as error:
         return str(error)
-    return None
-
-
-def _widths(model: PlannedModel, layout: Layout) -> str | None:
-    mesh, tensor = layout.mesh, layout.mesh.tensor
-    sizes = [(name, size, "tensor", tensor) for name, size in model.tensor_sizes]
-    sizes.append(("num_experts", model.num_experts, EXPERT, mesh.expert))
-    sizes.append(
-        ("model_dim", model.config.model_dim, "fsdp", mesh.fsdp if layout.zero == 3 else 1)
-    )
-    for name, size, axis, shards in sizes:
-        if name == "num_kv_heads" and shards % size == 0:
-            continue  # each device has a copy of one
-        if size % shards:
-            return f"{name}={size} does not divide over {axis}={shards}; choose a size that divides"
     return None

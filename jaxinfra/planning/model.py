@@ -88,15 +88,6 @@ class PlannedModel:
         return min(counts, default=0)
 
     @functools.cached_property
-    def tensor_sizes(self) -> tuple[tuple[str, int], ...]:
-        """Names and sizes of the dims that tensor parallelism divides."""
-        sizes = {("vocab_size", self.config.vocab_size): None}
-        for layer in self.layers:
-            for part in (layer.mixer, layer.feed_forward):
-                sizes |= dict.fromkeys(part.tensor_sizes.items())
-        return tuple(sizes)
-
-    @functools.cached_property
     def rows(self) -> tuple[tuple[ParameterInfo, int], ...]:
         """All arrays of a layer, embedding or head, each with the number of layers that have it."""
         in_layers = [(each, layer.count) for layer in self.layers for each in layer.parameters]
