@@ -172,6 +172,7 @@ class _Session:
         if self.resume:
             run.read_config()  # raises where this is no run, before anything is written
             processes.on_first(run.set_aside_odd_logs)
+            prepare = functools.partial(resumed_start, profile=profile)
         else:
             if profile is not None:
                 profile.require_within(first=0, steps=config.training.steps)
@@ -179,14 +180,8 @@ class _Session:
             # directory to resume.
             processes.on_first(lambda: run.create(job.config, kept_from_start(config)))
             processes.on_first(lambda: draw_choice(job.choice, run.recomputation_picture_file))
-        set_up = functools.partial(
-            resumed_start if self.resume else new_start,
-            job,
-            run,
-            resources,
-            cache_dir=self.cache_dir,
-            profile=profile,
-        )
+            prepare = new_start
+        set_up = functools.partial(prepare, job, run, resources, cache_dir=self.cache_dir)
         if jax.process_count() > 1:
             recorder, start = _record_and_watch(config, run, resources), set_up()
         else:  # alone there is nobody to wait for, and a refused resumption leaves all as it was

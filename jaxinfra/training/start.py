@@ -182,10 +182,8 @@ def new_start(
     resources: contextlib.ExitStack,
     *,
     cache_dir: Path,
-    profile: ProfileRange | None,
 ) -> Start:
     """Prepares a run at step 0; removes its new directory again if data or weights are refused."""
-    del profile  # checked before the directory was made
     try:
         initial = functools.cache(lambda: first_state(job))
         corpora = open_data(job, cache_dir=cache_dir, initial=initial, run=run)
