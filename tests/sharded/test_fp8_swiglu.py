@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxinfra.config.model import MlpConfig
 from jaxinfra.config.precision import Fp8Format, Fp8Matmuls, Fp8Scaling, PolicyName, PrecisionConfig
@@ -15,9 +16,11 @@ from jaxinfra.model.mlp import Mlp
 from jaxinfra.model.passes import Pass
 from jaxinfra.model.recomputation import kept_by
 from jaxinfra.numerics.policy import policy_of
+from jaxinfra.ops import fp8
 from jaxinfra.ops import multiply as products
 from jaxinfra.ops.fp8_swiglu import swiglu_input
 from jaxinfra.parallel.execution import execution_on
+from pallas_kernels.common import device
 from tests.sharded import test_fp8
 from tests.unit.test_fp8_layers import num_casts
 
@@ -84,6 +87,22 @@ def test_a_layer_computes_what_steps_apart_do(fused, config):
     assert list(ours) == list(apart)
     for name in ours:
         np.testing.assert_array_equal(ours[name], apart[name], err_msg=name)
+
+
+def test_a_layer_computes_with_the_kernel(fused, monkeypatch):
+    config = Fp8Matmuls()
+    # The products' own kernels have instructions that the interpreter does not know.
+    plainly = functools.partial(fp8.scaled_matmul, implementation="xla")
+    monkeypatch.setattr(fp8, "scaled_matmul", plainly)
+    apart = gradients(config)
+    fused("hopper")
+    parameters = plgpu.InterpretGPUParams()
+    with device.compiling_for(device.H200), plgpu.force_gpu_interpret_mode(parameters):
+        ours = gradients(config)
+    for name in ours:
+        want = apart[name].astype(np.float64)
+        error = np.linalg.norm(ours[name] - want) / np.linalg.norm(want)
+        assert error < 0.01, (name, error)
 
 
 def casts_in_a_layer(config: Fp8Matmuls) -> int:
