@@ -170,7 +170,7 @@ def public_names(package: types.ModuleType) -> list[str]:
     return sorted(name for names in package._PUBLIC.values() for name in names)
 
 
-# By the module that has a name; the first that fits.
+# Chapter of a name, by the module that defines it; the first prefix that fits.
 _GROUPS = {
     "jaxinfra.api.presets": "Begin with a config",
     "jaxinfra.config.codec": "Begin with a config",

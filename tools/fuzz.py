@@ -51,7 +51,7 @@ _SETTINGS = (
 )
 
 
-# What a run that starts from a model has from there.
+# Settings that a run takes over from the model it starts from.
 _OF_MODEL = ("model.", "data.tokenizer", "training.sequence_length")
 
 
@@ -186,7 +186,7 @@ def wrong_answer(command: list[str], said: str, place: Path) -> str | None:
     """Explains how a successful command's answer differs from its checkpoint's good one; None if
     equal."""
     if "settings changed" in said:
-        return None  # by which it may well say something else
+        return None  # so another answer may be right
     answers = json.loads((place / "answers.json").read_text())
     if command[0] == "evaluate":
         result = json.loads(said.splitlines()[-1])
@@ -214,7 +214,7 @@ def call(
     while process.is_alive() and peak < LIMIT_BYTES:
         process.join(0.02)
         peak = max(peak, _resident(process))
-        # By its own clock, since other work may share the cores; a wait uses none of that.
+        # CPU time of the process tells a hang: other work may share the cores, a wait uses none.
         now, so_far = time.monotonic(), _cpu_s(process)
         if so_far > used:
             used, moved = so_far, now
@@ -262,7 +262,7 @@ def _child(arguments: list[str], log: Path) -> None:
     sys.exit(main(arguments))
 
 
-# What may be damaged without a reader's loss: logs, and outcomes that can be made again.
+# Files that no reader needs: logs, and results that can be computed again.
 _LOGS = ("summary.json", "metrics.jsonl", "goodput.jsonl", "incidents.jsonl", "hf_config.json")
 
 

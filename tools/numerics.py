@@ -16,7 +16,7 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 LOGS = ROOT / "build" / "numerics"
-# What compares numbers with an oracle within rounding: of random data,
+# Tests that compare numbers with an oracle within rounding: of random data,
 SEEDED = (
     "tests/kernels/test_attention_numerics.py",
     "tests/kernels/test_faults_are_caught.py",

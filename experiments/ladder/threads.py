@@ -152,7 +152,7 @@ def meet(barrier) -> None:
     plgpu.barrier_wait(barrier)
 
 
-# Who brings what from device memory, for a group's 64 x 16 of A and 8 x 128 of B: 2 or 16 bytes
+# Threads' elements of device memory, for a group's 64 x 16 of A and 8 x 128 of B: 2 or 16 bytes
 # at a time.
 A_NARROW = TILED(
     Tiling(((8, 16), (2, 16), (1,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
@@ -215,7 +215,7 @@ def _patch_a_thread(a_MK, b_KN, *, layouts, num_stages: int) -> jax.Array:
             slot = lax.rem(i, 2)
             stage(slot, a, b)
             a, b = fetch(jnp.minimum(i + 1, num_steps - 1))
-            # Without a barrier the compiler moves the loads to where they are used: the next turn.
+            # Without a barrier the compiler delays the loads until their use in the next round.
             return lax.optimization_barrier((multiply(slot, acc_MN), a, b))
 
         acc_MN = zeros((rows, columns), layouts[2])

@@ -118,7 +118,7 @@ def timeline(num_tiles: int, *, overlap: bool, turns: bool) -> list[Bar]:
     done = [softmax(wg, 0, product(wg, "QK", ready[wg])) for wg in (0, 1)]
     for tile in range(1, num_tiles):
         for wg in (0, 1):
-            # Its last probabilities are there or not: the scores of the next tile need none.
+            # With overlap, the next tile's scores do not wait for the last probabilities.
             scores = product(wg, "QK", ready[wg] if overlap else done[wg])
             ready[wg] = product(wg, "PV", done[wg])
             done[wg] = softmax(wg, tile, scores)

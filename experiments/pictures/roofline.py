@@ -21,9 +21,9 @@ GROUPS = {
     "ladder": ("#0072b2", "o", "ladder, 4096³"),
     "kernel": ("#009e73", "D", "our kernels"),
 }
-# Of a number from its point, so that groups do not write over each other.
+# Distance of a label from its point, so that labels of groups do not overlap.
 OFFSETS = {"ladder": (-6, -3), "kernel": (6, -3)}
-LEAST, MOST = 0.1, 1e5  # FLOPs a byte
+LEAST, MOST = 0.1, 1e5  # FLOPs per byte
 
 
 def draw(document: dict[str, Any], path: pathlib.Path) -> None:

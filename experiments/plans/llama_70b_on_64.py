@@ -18,7 +18,7 @@ from jaxinfra.planning.layout import lay_out
 from jaxinfra.planning.model import find_model
 from jaxinfra.planning.search import Question
 
-LENGTH, BATCH = 4096, 1024  # 4M tokens a step
+LENGTH, BATCH = 4096, 1024  # 4M tokens per step
 
 
 def main() -> None:

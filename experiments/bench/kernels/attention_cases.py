@@ -13,7 +13,7 @@ from pallas_kernels.flash_attention.spec import AttentionCall, AttentionMasks, A
 SHAPES = ((8, 2048), (4, 4096), (1, 16384))
 HEADS = {64: 32, 128: 32, 256: 16}
 GROUP = 4
-DOCUMENT_LENGTH = 300  # on average, of packed cases
+DOCUMENT_LENGTH = 300  # mean length in packed cases
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from pallas_kernels.cross_entropy import linear_cross_entropy
 
 TOKENS, WIDTH, VOCAB = (4, 4096), 2048, 128256
 REGULARIZED = {"z_loss": 1e-4, "logit_soft_cap": 30.0}
-# In order of importance: what comes late may find no time left.
+# In order of importance: the time budget may end before the last ones.
 LOSSES = {
     "hopper": {"implementation": "hopper"},
     "xla": {"implementation": "xla"},
@@ -35,7 +35,7 @@ LOSSES = {
     "hopper, label smoothing": {"implementation": "hopper", "label_smoothing": 0.1},
     "hopper, 1 GiB chunks": {"implementation": "hopper", "chunk_bytes": 2**30},
 }
-PARTS = (64128, 32064, 16032)  # of 128,256 ids, on 2, 4 and 8 devices
+PARTS = (64128, 32064, 16032)  # a device's part of 128,256 ids on 2, 4 and 8 devices
 
 
 def inputs(tokens: tuple[int, int], width: int, vocab: int, table_dtype=jnp.float32):

@@ -261,7 +261,7 @@ def compare_with_results(
             row: dict[str, Any] = {"case": step.name, "mesh": step.layout.axes}
             row |= _prediction(plan)
             if not step.optimizer:
-                # Its gradients are results, not temporaries.
+                # Gradients are results of such a step, not temporaries.
                 del row["predicted_temporary_bytes"]
                 row["predicted_s"] -= row["predicted_parts_s"].pop("optimizer", 0.0)
             row |= {

@@ -40,7 +40,7 @@ from jaxinfra.serving.sampling import GREEDY
 SERVER = ("--allow-nonfinite", "--max-running", "8", "--num-pages", "14", "--max-open", "14")
 MOST_NEW = 24
 SHARES = {"cancelled": 0.10, "malformed": 0.05, "disconnected": 0.05, "poisoned": 0.01}
-_LOOKS = 40  # at the server's memory
+_LOOKS = 40  # number of samples of the server's memory
 
 
 class Wrong(JaxinfraError):

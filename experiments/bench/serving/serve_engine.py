@@ -244,7 +244,7 @@ class Bench:
         if not self.args.few_programs:
             drawn = SamplingConfig(temperature=0.0, logprobs=1)
             asked = self.request(self.args.chunks[-1], 2, drawn)
-            self.drained([dataclasses.replace(asked, scores_prompt=True)])  # with most logits
+            self.drained([dataclasses.replace(asked, scores_prompt=True)])  # most logits
         scheduler, stats = self.engine.scheduler, jax.devices()[0].memory_stats() or {}
         return {
             "late_compiles": self.engine.runner.num_late,

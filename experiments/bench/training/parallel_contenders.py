@@ -52,7 +52,7 @@ class Setting:
     """Settings that the contenders of one comparison share."""
 
     config: ModelConfig
-    batch: int  # rows a device
+    batch: int  # rows per device
     length: int
     remat: str
     attention: str

@@ -224,7 +224,7 @@ def own_cost(args: argparse.Namespace, variant: Variant) -> float:
         args.width * (args.head_dim * 2 * (args.heads + args.kv_heads) + 3 * args.hidden)
         + args.length * args.heads * args.head_dim
     )  # causal scores and their product, as parameters
-    # In forwards of one chunk: the loss does its forward and both gradients at once.
+    # Cost of the loss in forwards of a chunk: its forward and both gradients run at once.
     head = 3 * args.vocab * args.width / (layer * variant.num_layers / stages / chunks)
     timeline = run(make_tick_program(schedule), head=head)
     return timeline.total / (variant.micro_batches * (3 * chunks + head))
