@@ -57,7 +57,7 @@ def generate(
 
     Args:
         model: a run, a model directory, or a model that ``load`` returned, which saves loading it
-            again.
+            again; a GPU then holds its projections twice, as ``load`` has them and packed.
         prompts: texts to continue.
         max_new_tokens: most tokens of each answer; an end token ends it sooner.
         temperature: 0 takes the most likely token; None: the model's own setting, else 0.8.

@@ -61,7 +61,14 @@ def engine_for(
     context = bucket(longest, limit=config.max_positions)
     running = bucket(len(requests), least=1, limit=defaults.max_running)
     found: Engine | None = model.kept.get("engine")
-    if found is None or found.is_busy or not found.has_room(running, context):
+    if (
+        found is None
+        or found.is_busy
+        or found.limits.share_prefixes is not share_prefixes
+        or not found.has_room(running, context)
+    ):
+        # Its pages and its form of the weights are freed before those of another are made.
+        found = model.kept["engine"] = None
         options = dataclasses.replace(
             defaults,
             max_running=running,

@@ -17,7 +17,7 @@ from jaxinfra.model.decoder import Decoder
 from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.engine.requests import EndReason
-from jaxinfra.serving.generate import bucket, generate, generate_text, request_of
+from jaxinfra.serving.generate import bucket, engine_for, generate, generate_text, request_of
 from jaxinfra.serving.load import LoadedModel
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig
 from tests.generation import served
@@ -208,6 +208,15 @@ def test_a_model_keeps_its_engine_and_its_programs():
     halfway.close()
     assert not engine.is_busy
     assert dataclasses.replace(model).kept == {}
+
+
+def test_an_engine_that_shares_prefixes_is_not_for_texts_alone():
+    model = successor_model([5, 6, 7])
+    requests = [request_of(model, [5], max_new_tokens=2, sampling=GREEDY)]
+    sharing = engine_for(model, requests, share_prefixes=True)
+    alone = engine_for(model, requests)
+    assert not alone.limits.share_prefixes
+    assert engine_for(model, requests) is alone is not sharing
 
 
 def test_few_shapes_serve_all_lengths():
