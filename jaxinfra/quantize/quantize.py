@@ -23,7 +23,7 @@ from jaxinfra.checkpoint.model_directory import cast, filled_directory
 from jaxinfra.checkpoint.parameter_sources import ParameterSource, assemble
 from jaxinfra.checkpoint.tensor_files import write_tensor_files
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.errors import ConfigError
+from jaxinfra.errors import ConfigError, DataError
 from jaxinfra.hf import WeightMap, weight_map
 from jaxinfra.hf.mapping import Part, Tensor
 from jaxinfra.model.definition import ModelDefinition
@@ -111,8 +111,15 @@ def quantize_model(
 
     Raises:
         ConfigError: no text for a recipe that needs one, or sizes that a format cannot hold.
+        DataError: the text has ids outside the vocabulary.
         UnsupportedError: layers whose inputs a recipe cannot scale.
     """
+    vocab_size = model.definition.config.vocab_size
+    if ids_BT is not None and not 0 <= ids_BT.min() <= ids_BT.max() < vocab_size:
+        raise DataError(
+            f"the text has token ids {ids_BT.min()}..{ids_BT.max()}, the model's vocabulary is "
+            f"0..{vocab_size - 1}; calibrate with another text"
+        )
     if recipe.needs_text and ids_BT is None:
         raise ConfigError(
             f"recipe {recipe.name} chooses scales by what activations are; give a text with "

@@ -18,7 +18,7 @@ from jaxinfra.config.model import (
     stacked,
 )
 from jaxinfra.config.own import OwnFeedForward
-from jaxinfra.errors import ConfigError, UnsupportedError
+from jaxinfra.errors import ConfigError, DataError, UnsupportedError
 from jaxinfra.hf import quantization_of, to_hf_config
 from jaxinfra.model.definition import by_path, define_model, is_weight
 from jaxinfra.ops.multiply import as_array
@@ -170,6 +170,9 @@ def test_what_cannot_be_quantized_is_named(source, tmp_path):
     recipe = quantization_recipe("awq-int4", group=32)
     with pytest.raises(ConfigError, match="give a text with --calibrate"):
         quantize_model(model, tmp_path / "a", recipe, ids_BT=None)
+    beyond = np.array([[0, CONFIG.vocab_size]])
+    with pytest.raises(DataError, match=r"ids 0\.\.48, the model's vocabulary is 0\.\.47"):
+        quantize_model(model, tmp_path / "a", recipe, ids_BT=beyond)
     recipe = quantization_recipe("rtn-int4")
     with pytest.raises(ConfigError, match=r"32 inputs, which groups of 128 do not divide"):
         quantize_model(model, tmp_path / "b", recipe, ids_BT=None)
