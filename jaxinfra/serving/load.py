@@ -268,7 +268,11 @@ def load_run(
     definition = define_model(config.model, execution, lora=config.lora)
     frozen: Parameters = {}
     if config.lora is not None:
-        assert config.init is not None, "validate"
+        if config.init is None:
+            raise ConfigError(
+                f"{RunDirectory(path).config_file} has lora without init, the model that is "
+                "adapted; restore the file as training wrote it"
+            )
         base, kept = define_model(config.model, execution), config.lora.base
         shardings = base_shardings(placement, base, base_shapes(base, kept))
         frozen = place_initial(config.init, base, shardings, kept=kept)

@@ -144,6 +144,11 @@ SPOILED = {
     "list": (rewritten("config.json", "[1]"), ConfigError, "is no object"),
     "hf": (rewritten("config.json", '{"model_type": "llama"}'), ConfigError, "Hugging Face"),
     "no_model": (write_config(lambda run: run.pop("model")), ConfigError, "'model' is missing"),
+    "no_init": (
+        write_config(lambda run: run.update(lora={"rank": 2})),
+        ConfigError,
+        "lora without init",
+    ),
     "unknown_key": (
         write_config(lambda run: run["training"].update(bach=1)),
         ConfigError,
