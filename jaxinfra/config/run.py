@@ -104,7 +104,7 @@ class KeptValues:
 
 
 class AttentionImplementation(enum.StrEnum):
-    """Attention implementations; a named one refuses unsupported cases."""
+    """Attention implementations; ``auto`` chooses, the others refuse what they cannot compute."""
 
     AUTO = "auto"
     HOPPER = "hopper"

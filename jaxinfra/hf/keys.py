@@ -115,7 +115,7 @@ class Keys:
         return self._typed(name, default, (bool,))
 
     def text(self, name: str, default: Any = _MISSING) -> Any:
-        """Reads a string."""
+        """Returns the string under a key of the config, or ``default`` where the key is missing."""
         return self._typed(name, default, (str,))
 
     def sequence(self, name: str, default: Any = _MISSING) -> Any:

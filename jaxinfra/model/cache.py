@@ -169,7 +169,7 @@ def in_layer(
 
 
 def with_pages(cache: Cache, arrays: Mapping[str, Shaped[Array, "..."]]) -> Cache:
-    """Returns the cache with these arrays as the contents of its ``places``."""
+    """Returns the cache with these arrays in place of its stored ones, by name."""
     stored = {name: arrays[name].reshape(x.shape) for name, x in cache.arrays.items()}
     return dataclasses.replace(cache, arrays=stored)
 

@@ -15,13 +15,13 @@ GATHERED = "gathered_weight"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatheredWeight:
-    """A gathered weight that a projection multiplies with, and the share that takes its gradient.
+    """A weight gathered from all devices, with this device's shard, which takes the gradient.
 
-    A gradient of the gathered weight would have the compute dtype; that of the share has the
-    share's dtype, in which sums over devices stay.
+    So gradients are summed over devices in the shard's dtype, not in the compute dtype of the
+    gathered weight.
     """
 
-    share: Float[Array, "..."]  # as the device holds it; takes the gradient
+    share: Float[Array, "..."]  # the shard that the device holds; takes the gradient
     value: Float[Array, "..."]  # whole, in the compute dtype; takes none
 
 

@@ -146,7 +146,7 @@ class Layout:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Mesh axis sizes by name, slowest link first; the experts' share comes last."""
+        """Sizes of the mesh axes by name, slowest link first; the expert axis comes last."""
         return {**self.mesh.sizes(), EXPERT: self.mesh.expert}
 
     def members(self, axis: str) -> int:

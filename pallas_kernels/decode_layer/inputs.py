@@ -131,7 +131,7 @@ def put_normed(
 
 
 def write_result(parts, stream, y, block, *, row: int, share: Share, dtype: jnp.dtype) -> None:
-    """Writes the block's quads of the result: a stream row plus a product, rounded once."""
+    """Writes this block's groups of four elements: residual row plus product, rounded once."""
     count = share.N // QUAD
     each = -(-count // share.blocks)
     assert each <= THREADS, "a thread has a quad"

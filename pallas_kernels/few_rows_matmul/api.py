@@ -45,14 +45,14 @@ def few_rows_matmul(
         swiglu: ``act`` is ``silu(gate) * up`` of the product's halves (arXiv 2002.05202): the
             result has half of its columns.
         residual: array added to the result, of its shape and x's dtype.
-        implementation: "fused" is one Mosaic GPU kernel of 1 to 8 rows for all of it, "hopper" one
-            of up to 256 rows for the product, beside operations of XLA, each on one device; "xla"
-            is XLA alone. "auto" takes the kernel that was measured to be 1.03 times as fast as the
-            next of these (``choice``).
+        implementation: "fused": one Mosaic GPU kernel for the whole op, 1 to 8 rows. "hopper": a
+            kernel for the product alone, up to 256 rows; XLA does the rest. Both run on one device.
+            "xla": XLA alone. "auto": the first of these that was measured at least 1.03 times as
+            fast as the next (``choice``).
 
     Returns:
-        [M, N] or [M, N / 2] in x's dtype, rounded from sums in fp32; ``input(x)`` is rounded, too,
-        and so is the product before a residual is added, but by "fused".
+        [M, N] or [M, N / 2] in x's dtype, rounded from sums in fp32. ``input(x)`` is rounded, too.
+        All but "fused" also round the product before they add the residual.
 
     Raises:
         InputError: shapes or dtypes that disagree, or an unknown implementation.

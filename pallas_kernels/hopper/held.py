@@ -25,7 +25,7 @@ class Held:
 
     @property
     def array(self) -> Any:
-        """Shape, dtype and layout of the array in Pallas."""
+        """Shape, dtype and layout of the Pallas array that all threads' registers form."""
         shape = (self.count * LANES * WARPS,)
         return plgpu.ShapeDtypeStruct(shape, self.dtype, layout=self.layout)
 

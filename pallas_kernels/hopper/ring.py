@@ -9,9 +9,9 @@ from .mosaic import plgpu
 def offer(empty, slots: int, *, group: jax.Array | int = 0, groups: int = 1) -> None:
     """Signals, before a warpgroup's first tile, that all slots of the ring are empty.
 
-    Thus every request waits. Otherwise LLVM moves the first requests out of their loop. Of such
-    requests ptxas (of CUDA 13.0 and of 13.5) sets coordinates too late: 14,336 x 4096, multiplied
-    by tiles of 256 columns in 8 parts of K, was without every part's second tile.
+    So every TMA copy waits on a barrier. If the first copies did not, LLVM would move them out of
+    their loop, and ptxas (CUDA 13.0 and 13.5) would set their coordinates too late: a matmul of
+    14,336 x 4096 with tiles of 256 columns and K in 8 parts lost each part's second tile.
 
     Args:
         empty: one barrier per slot, which signals that the slot is empty.

@@ -96,7 +96,7 @@ def _of_loop(life: Life, lives: Lives) -> Life:
 
 
 def buffer_name(life: Life, lives: Lives, *, depth: int = 3) -> str:
-    """Returns a buffer's named scope, such as ``mlp``; a loop's result has its user's scope."""
+    """Returns a buffer's named scope, such as ``mlp``; of a loop's result, that of its reader."""
     life = _of_loop(life, lives)
     name = _scope([life.operation.op_name])
     if name == "other":

@@ -286,11 +286,12 @@ def run(
 def bubble_formula(
     name: PipelineSchedule, *, stages: int, micro_batches: int, chunks: int
 ) -> float:
-    """Computes idle over working time if forward, input and weight gradient take equally long.
+    """Returns the bubble, idle over working time, of p stages, m micro-batches and v chunks.
 
-    (p-1)/m for GPipe and 1F1B; of three equal parts (p-1)/3m in ZB-H1 (Qi et al. 2024, table 2),
-    half of that in ZB-V, where it is the time until the last stage begins. (p-1)/(m v) interleaved
-    (Narayanan et al. 2021, 2.2): for an order of equal forwards and backwards, else a little more.
+    GPipe, 1F1B: (p-1)/m. ZB-H1: (p-1)/(3m) (Qi et al. 2024, table 2). ZB-V: (p-1)/(6m), the time
+    until the last stage begins. Interleaved: (p-1)/(m v) (Narayanan et al. 2021, 2.2), a little
+    more where forward and backward passes differ in time. The zero-bubble formulas take forward,
+    input gradient and weight gradient as equally long.
     """
     match name:
         case PipelineSchedule.GPIPE | PipelineSchedule.ONE_F_ONE_B:
