@@ -1,7 +1,6 @@
 """What flash_attention accepts, what it refuses in which words, and who computes it."""
 
 import functools
-import logging
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ from pallas_kernels import InputError, UnsupportedError, flash_attention
 from pallas_kernels.common import device, tables
 from pallas_kernels.flash_attention import AttentionSpec, MeshAxes, dispatch
 from pallas_kernels.flash_attention.spec import AttentionCall, AttentionMasks
-from tests.kernels.attention_workloads import BARS, WORKLOADS
 
 
 def array(*shape, dtype=jnp.float32):
@@ -110,17 +108,6 @@ def test_what_cudnn_is_trusted_with(change, reason):
     assert got is None if reason is None else reason in got
 
 
-def test_auto_logs_each_case_once(caplog):
-    caplog.set_level(logging.INFO, logger="pallas_kernels")
-    for window in (3, 3, 5):
-        attention = functools.partial(flash_attention, local_window_size=window)
-        jax.eval_shape(attention, Q, K, V)
-    lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 2
-    assert "on cpu uses xla for float32 b2 t8 s10 heads 4/2 width 16/24 left=3" in lines[0]
-    assert "not cudnn: it needs an NVIDIA GPU" in lines[0]
-
-
 LOSING = (("hopper", 2.0), ("cudnn", 1.0))
 """Times of our kernels beside a faster one."""
 
@@ -200,22 +187,3 @@ def test_a_shard_map_over_a_part_of_the_mesh_needs_declared_axes():
     refused = {case for case, reason in reasons.items() if reason is not None}
     assert refused == {(("data",), True), (("data",), "cudnn")}
     assert "leaves mesh axes tensor to the compiler" in reasons[("data",), True]
-
-
-def test_workloads_have_their_own_names():
-    assert len(BARS) == 36
-    assert len({workload.name for workload in WORKLOADS}) == len(WORKLOADS)
-
-
-@pytest.mark.parametrize(
-    "workload",
-    [  # the bars are sizes of three shapes
-        pytest.param(each, marks=[pytest.mark.slow] * (each in BARS[1:]), id=each.name)
-        for each in WORKLOADS
-    ],
-)
-def test_workloads_are_valid_calls(workload):
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    arrays = jax.eval_shape(workload.arrays, key)
-    out = jax.eval_shape(lambda arrays: flash_attention(**arrays, **workload.options()), arrays)
-    assert out.shape == (workload.B, workload.T, workload.N, workload.V)

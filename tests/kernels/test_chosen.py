@@ -11,6 +11,7 @@ from pallas_kernels.common import chosen
 X = np.ones((2, 64), np.float32)
 POOL, TABLES = np.ones((2, 2, 1, 8), np.float32), np.array([[1]], np.int32)
 CALLS = {
+    "flash_attention": lambda: pallas_kernels.flash_attention(POOL, POOL, POOL),
     "rms_norm": lambda: pallas_kernels.rms_norm(X, np.ones(64, np.float32), epsilon=1e-6),
     "softmax": lambda: pallas_kernels.softmax(X),
     "few_rows_matmul": lambda: pallas_kernels.few_rows_matmul(X, X.T),

@@ -1,12 +1,10 @@
 """The shapes that attention is swept over, and what is said of their times."""
 
-import json
-
 import pytest
 
 from experiments.bench.kernels import attention_sweep as sweep
 from experiments.bench.kernels import attention_table
-from pallas_kernels.common import device, tables
+from pallas_kernels.common import device
 from pallas_kernels.flash_attention import dispatch
 
 ROW = {
@@ -31,15 +29,6 @@ def test_drawn_shapes_repeat_and_stay_within_bounds():
         assert (shape.window or 0) < shape.T
 
 
-def test_flop_counts_what_is_seen():
-    shape = sweep.Shape(B=1, T=4, N=1, K=1, H=8, Hv=8, mask="full")
-    assert shape.flop == 2 * 16 * 16
-    causal = sweep.Shape(B=1, T=4, N=1, K=1, H=8, Hv=8, mask="causal")
-    assert causal.flop == 2 * 10 * 16  # 1 + 2 + 3 + 4 keys
-    window = sweep.Shape(B=1, T=4, N=1, K=1, H=8, Hv=8, mask="window", window=2)
-    assert window.flop == 2 * 7 * 16  # 1 + 2 + 2 + 2
-
-
 def test_a_row_is_its_shape_again_and_a_case_of_the_table():
     shape = sweep.Shape.of(ROW)
     assert shape.name == ROW["name"]
@@ -62,27 +51,3 @@ def test_a_row_is_its_shape_again_and_a_case_of_the_table():
     other = {"runs": [run | {"device": "NVIDIA H100"}], "rows": []}
     with pytest.raises(ValueError, match="differ in device"):
         attention_table.table_of({"runs": [run], "rows": [ROW]}, other)
-
-
-def test_summary():
-    found = sweep.summary([ROW, {**ROW, "name": "short", "T": 512}])
-    assert found["fwd, auto over best"]["mean"] == 1.0
-    assert found["fwd+bwd, auto over best"]["least"] == 0.75
-    assert len(found["fwd+bwd, auto over best"]["under 0.95"]) == 2
-    long = found["fwd, ours over cuDNN, s >= 2048"]
-    assert (long["cases"], long["mean"]) == (1, 1.2)
-
-
-@pytest.mark.parametrize(("kind", "auto"), [("NVIDIA H200", "hopper"), ("NVIDIA H100", "cudnn")])
-def test_auto_is_that_of_the_device_that_was_measured(tmp_path, monkeypatch, kind, auto):
-    run = {"device": kind, "clocks": "", "command": "", "date": "", "versions": {}}
-    times = {"hopper": 1.0, "cudnn": 2.0 if auto == "hopper" else 0.5}
-    document = {"runs": [run], "rows": [ROW | {"ms": {"fwd": times, "fwd+bwd": times}}]}
-    table = attention_table.table_of(document)
-    tables.save(table, tmp_path / f"dispatch-{device.Facts(kind=kind, is_gpu=True).slug}.json")
-    monkeypatch.setattr(dispatch, "TUNED", tmp_path)
-    tables._find.cache_clear()
-    (tmp_path / "sweep.json").write_text(json.dumps(document))
-    (row,) = sweep.kept(tmp_path / "sweep.json")
-    assert row["auto"] == {"fwd": auto, "fwd+bwd": auto}
-    tables._find.cache_clear()

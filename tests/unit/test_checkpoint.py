@@ -127,15 +127,6 @@ def test_buffers_may_be_donated_once_save_returns(checkpointer):
         assert_bitwise(checkpointer.restore(wanted).state, want)
 
 
-def test_deleting_the_state_after_save_is_harmless(checkpointer):
-    state = placed(host_state(), mesh_of(1, 1))
-    wanted = abstract(state)
-    checkpointer.save(1, state, data_state={})
-    for leaf in jax.tree.leaves(state):
-        leaf.delete()
-    assert_bitwise(checkpointer.restore(wanted).state, host_state())
-
-
 def test_stall_is_measured(checkpointer):
     state = placed(host_state(), mesh_of(1, 1))
     started = time.perf_counter()

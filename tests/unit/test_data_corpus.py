@@ -6,7 +6,6 @@ import os
 import sysconfig
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from jaxinfra.config.data import DataConfig, TokenizerConfig, TokenizerKind
@@ -119,13 +118,6 @@ def test_the_cache_is_reused_and_follows_the_files(
     assert touched.train.fingerprint == first.train.fingerprint  # of the contents, not the dates
     path.write_text("changed = True\n")
     assert open_it(texts, cache).train.fingerprint != first.train.fingerprint
-
-
-def test_another_cache_gives_the_same_corpus(texts: Path, cache: Path, tmp_path: Path):
-    one, other = open_it(texts, cache), open_it(texts, tmp_path / "elsewhere")
-    assert one.train.fingerprint == other.train.fingerprint
-    assert one.heldout.fingerprint == other.heldout.fingerprint
-    assert one.tokenizer.fingerprint == other.tokenizer.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -287,13 +279,3 @@ def test_pretokenized_arrays_of_another_vocabulary(tmp_path: Path, cache: Path, 
     )
     assert "both must be text, or both" in error(texts, cache, heldout_source=str(source))
     assert "is held out" in error(source, cache, tokenizer=BYTES, heldout_fraction=1e-9)
-
-
-def test_large_documents_are_one_document_each(tmp_path: Path, cache: Path):
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.txt").write_text(f"{name} line\n" * 60_000)
-    corpus = open_it(
-        tmp_path / "a.txt", cache, heldout_source=str(tmp_path / "b.txt"), tokenizer=BYTES
-    )
-    assert corpus.train.lengths.tolist() == [420_000]
-    np.testing.assert_array_equal(corpus.train.document_bytes, [420_000])

@@ -72,25 +72,6 @@ def test_an_epoch_is_every_document_once(
         assert (batch.tokens[row, num_real:] == EOS).all()
 
 
-def test_a_small_window_by_hand():
-    windows = PackedWindows(numbered_documents([2, 0, 1]), sequence_length=8, seed=3)
-    batch = windows.batch(np.array([0]))
-    assert windows.num_windows == 1
-    by_order = {
-        0: ([BOS, 0, 1], [0, 1, EOS], [0, 1, 2]),
-        1: ([BOS], [EOS], [0]),
-        2: ([BOS, 2], [2, EOS], [0, 1]),
-    }
-    order = permute(np.arange(3), size=3, key="documents/3/0")
-    tokens, targets, positions = ([x for d in order for x in by_order[d][k]] for k in range(3))
-    segments = [k for k, d in enumerate(order) for _ in by_order[d][0]]
-    assert batch.tokens.tolist() == [[*tokens, EOS, EOS]]
-    assert batch.targets.tolist() == [[*targets, EOS, EOS]]
-    assert batch.positions.tolist() == [[*positions, 0, 0]]
-    assert batch.segment_ids.tolist() == [[*segments, -1, -1]]
-    assert batch.weights.tolist() == [[1.0] * 6 + [0.0] * 2]
-
-
 def test_dtypes():
     batch = PackedWindows(numbered_documents([5]), sequence_length=4, seed=0).batch(np.arange(3))
     assert {batch.tokens.dtype, batch.targets.dtype, batch.segment_ids.dtype} == {np.dtype("i4")}

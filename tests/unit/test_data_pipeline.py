@@ -43,12 +43,6 @@ def merge(shards: list[list[Batch]]) -> list[Batch]:
 WHOLE = take(iterate(), STEPS)
 
 
-def test_a_batch_is_a_pytree_of_five_arrays():
-    assert NUM_WINDOWS % 4
-    leaves = jax.tree.leaves(WHOLE[0])
-    assert [leaf.shape for leaf in leaves] == [(4, 8)] * 5
-
-
 def test_the_order_is_frozen():
     """If this changes, ORDER_VERSION must: checkpoints would otherwise resume on other data."""
     first_tokens = [batch.tokens[:, 0].tolist() for batch in WHOLE[:4]]
@@ -84,21 +78,6 @@ def test_restart_continues_bitwise(step: int, threads: int):
     second.restore(state)
     assert second.step == step
     chex.assert_trees_all_equal(take(second, STEPS - step), WHOLE[step:])
-
-
-def test_restoring_in_place_rewinds():
-    iterator = iterate(num_threads=2)
-    state = iterator.state()
-    first = [next(iterator) for _ in range(3)]
-    iterator.restore(state)
-    chex.assert_trees_all_equal(take(iterator, 3), first)
-
-
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_processes_share_the_single_process_batch(count: int):
-    """Put together in process order, the rows are the very array of one process."""
-    shards = [take(iterate(process_index=i, process_count=count), STEPS) for i in range(count)]
-    chex.assert_trees_all_equal(merge(shards), WHOLE)
 
 
 def test_a_run_grows_from_one_to_two_to_four_processes():

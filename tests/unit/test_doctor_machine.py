@@ -1,4 +1,4 @@
-"""Each sick device is named, with a remedy; a healthy one raises no alarm."""
+"""Each sick device is named, with a remedy; more of both, and healthy ones: ``test_causes.py``."""
 
 import json
 import os
@@ -6,15 +6,13 @@ import subprocess
 
 import pynvml
 import pytest
-from causes.machines import GOOD_HOST, RECORDED_H200, busy_answers, gpu_answers
+from causes.machines import GOOD_HOST, busy_answers, gpu_answers
 
 from jaxinfra.cli.main import main
 from jaxinfra.diagnostics.machine.finding import Grade, worst
 from jaxinfra.diagnostics.machine.gpu import (
-    LinkRate,
     driver_findings,
     gpu_findings,
-    link_findings,
     xid_findings,
 )
 from jaxinfra.diagnostics.machine.host import HostState, host_findings, read_host
@@ -37,48 +35,23 @@ GIB = 2**30
 FIELDS = "nvmlDeviceGetFieldValues" + json.dumps(
     [1, [[field, link] for field in (161, 162, 163) for link in range(18)]]
 )
-PROCESS = {"pid": 4711, "usedGpuMemory": 60 * GIB}
 # What is wrong with GPU 1: its answers, which line says so, the grade, a word of the line.
 SICK = {
-    "power-cap": ({"nvmlDeviceGetEnforcedPowerLimit[1]": 500000}, "power", "warn", "500 of 700 W"),
     "held-by-power": (
         {"nvmlDeviceGetCurrentClocksEventReasons[1]": 4, "nvmlDeviceGetClockInfo[1, 1]": 1400},
         *("clocks", "warn", "power cap"),
     ),
-    "too-hot-clocks": (
-        {"nvmlDeviceGetCurrentClocksEventReasons[1]": 0x48},
-        *("clocks", "fail", "hardware thermal"),
-    ),
-    "locked-clocks": ({"nvmlDeviceGetClockInfo[1, 1]": 1200}, "clocks", "warn", "1200 of 1980"),
     "hot": ({"nvmlDeviceGetTemperature[1, 0]": 88}, "temperature", "warn", "88 C"),
-    "ecc-error": ({"nvmlDeviceGetTotalEccErrors[1, 1, 0]": 3}, "ECC", "fail", "3 uncorrectable"),
     "ecc-off": ({"nvmlDeviceGetEccMode[1]": [0, 1]}, "ECC", "warn", "off"),
-    "row-waits": ({"nvmlDeviceGetRemappedRows[1]": [0, 1, 1, 0]}, "rows", "fail", "one waits"),
     "row-failed": ({"nvmlDeviceGetRemappedRows[1]": [0, 9, 0, 1]}, "rows", "fail", "FAILED"),
-    "narrow-slot": ({"nvmlDeviceGetCurrPcieLinkWidth[1]": 8}, "PCIe", "warn", "8 of 16 lanes"),
     "slow-slot": ({"nvmlDeviceGetCurrPcieLinkGeneration[1]": 3}, "PCIe", "warn", "3 of 5"),
-    "link-down": ({"nvmlDeviceGetNvLinkState[1, 7]": 0}, "NVLink", "fail", "17 of 18"),
     "link-errors": ({FIELDS: [0] * 17 + [9] + [0] * 36}, "NVLink", "warn", "9 replays"),
-    "stranger": (
-        {"nvmlDeviceGetComputeRunningProcesses[1]": [PROCESS]},
-        *("processes", "warn", "4711 (60.0 GiB)"),
-    ),
     "memory-held": (
         {"nvmlDeviceGetMemoryInfo[1]": {"total": 140 * GIB, "used": 61 * GIB, "free": 79 * GIB}},
         *("memory", "warn", "61.0 of 140.0 GiB"),
     ),
     "divided": ({"nvmlDeviceGetMigMode[1]": [1, 1]}, "model", "warn", "MIG"),
-    "lost": ({"nvmlDeviceGetName[1]": {"error": "GPU is lost"}}, "gpu 1", "fail", "is lost"),
 }
-
-
-@pytest.mark.parametrize("gpus", [1, 2, 8])
-@pytest.mark.parametrize("state", [gpu_answers, busy_answers], ids=["idle", "at-work"])
-def test_no_alarm_on_healthy_gpus(state, gpus):
-    answers = RecordedAnswers(state(gpus))
-    found = driver_findings(answers) + gpu_findings(answers)
-    assert {each.grade for each in found} == {Grade.OK}, found
-    assert len(found) == 1 + 10 * gpus
 
 
 def test_a_busy_gpu_may_be_held_by_its_own_power_limit():
@@ -116,14 +89,6 @@ def test_what_a_driver_does_not_tell_is_no_alarm():
     found = gpu_findings(RecordedAnswers(answers))
     assert worst(found) is Grade.OK
     assert sum(each.grade is Grade.UNKNOWN for each in found) == 9
-
-
-def test_a_recorded_h200_is_gpu_answers():
-    """What the driver of a machine with one H200 answered: it has no NVLink to tell of."""
-    answers = RecordedAnswers.read(RECORDED_H200)
-    found = driver_findings(answers) + gpu_findings(answers)
-    assert [each.subject for each in found if each.grade is not Grade.OK] == ["gpu 0: NVLink"]
-    assert worst(found) is Grade.OK
 
 
 def test_an_old_driver_fails():
@@ -186,21 +151,9 @@ def test_xid_errors_are_read_from_the_kernel_log(number, grade, word):
 
 POOR = {
     "memory": ({"memory_bytes": 20 * GIB}, "memory", "warn"),
-    "cgroup": ({"cgroup_limit": 64 * GIB, "cgroup_used": 62 * GIB}, "cgroup", "fail"),
-    "cpu-limit": ({"cpu_limit": 2.0, "cpu_held": 0.1}, "CPUs", "warn"),
     "cpu-held": ({"cpu_limit": 16.0, "cpu_held": 0.6}, "CPUs", "warn"),
-    "shared-memory": ({"shared_bytes": 32 << 20}, "shared memory", "fail"),
-    "open-files": ({"open_files": 1024}, "open files", "warn"),
-    "disk-full": ({"disk_free": 100 << 20}, "disk space", "fail"),
-    "disk-slow": ({"write_rate": 30e6}, "disk writes", "warn"),
     "clock": ({"clock_synchronized": False}, "clock", "warn"),
 }
-
-
-def test_no_alarm_on_a_healthy_host():
-    assert {each.grade for each in host_findings(GOOD_HOST, gpu_bytes=140 * GIB, gpus=1)} == {
-        Grade.OK
-    }
 
 
 @pytest.mark.parametrize("what", POOR)
@@ -269,30 +222,15 @@ SOFTWARE = {"jax": "0.11.2", "jaxlib": "0.11.2", "jax-cuda13-pjrt": "0.11.2"}
 @pytest.mark.parametrize(
     ("versions", "subject"),
     [
-        ({"jaxlib": "0.11.1"}, "jaxlib and plugins"),
         ({"jax": "0.10.0", "jaxlib": "0.10.0", "jax-cuda13-pjrt": "0.10.0"}, "JAX"),
         ({"jax-cuda12-pjrt": "0.11.2"}, "one CUDA"),
     ],
-    ids=["jaxlib-older", "jax-too-old", "two-cudas"],
+    ids=["jax-too-old", "two-cudas"],
 )
 def test_versions_that_do_not_go_together_are_named(versions, subject):
     assert worst(software_findings(SOFTWARE, num_gpus=1)) is Grade.OK
     alarms = [each for each in software_findings(SOFTWARE | versions, num_gpus=1) if each.remedy]
     assert [each.subject for each in alarms] == [f"software: {subject}"]
-
-
-def test_a_slow_link_is_named():
-    names = [f"gpu {gpu}" for gpu in range(4)]
-    pairs = [(a, b) for a in names for b in names if a != b]
-    rates = [LinkRate("host", name, 6e9, 63e9) for name in names]
-    rates += [LinkRate(a, b, 390e9, 450e9) for a, b in pairs]
-    assert worst(link_findings(rates)) is Grade.OK
-    slow = [
-        rate if rate[:2] != ("gpu 1", "gpu 2") else rate._replace(bytes_per_s=24e9)
-        for rate in rates
-    ]
-    alarms = [each for each in link_findings(slow) if each.remedy]
-    assert [each.subject for each in alarms] == ["link: gpu 1 to gpu 2"]
 
 
 def test_the_command_judges_a_recording(tmp_path, capsys):
@@ -301,7 +239,10 @@ def test_the_command_judges_a_recording(tmp_path, capsys):
     said = capsys.readouterr().out
     assert said.startswith("Nothing found that needs a remedy.")
     assert "21 ok" in said
-    sick = busy_answers() | SICK["power-cap"][0] | SICK["ecc-error"][0]
+    sick = busy_answers() | {
+        "nvmlDeviceGetEnforcedPowerLimit[1]": 500000,
+        "nvmlDeviceGetTotalEccErrors[1, 1, 0]": 3,
+    }
     (tmp_path / "sick.json").write_text(json.dumps(sick))
     assert main(["doctor", "--answers", str(tmp_path / "sick.json")]) == 1
     said = capsys.readouterr().out.splitlines()[0]
