@@ -9,7 +9,6 @@ import bootstrap
 import pytest
 
 
-
 def program(path: pathlib.Path, script: str) -> pathlib.Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{script}\n")
