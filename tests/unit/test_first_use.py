@@ -108,8 +108,9 @@ def test_a_plan_begins_with_a_command_that_trains_so(name):
         assert second.strip() == " ".join(words)
 
 
-@pytest.mark.parametrize("devices", [6, 12, 20])
-@pytest.mark.parametrize("fixed", [(), (("pipe", 2),), (("tensor", 2),)])
+@pytest.mark.parametrize(
+    ("devices", "fixed"), [(6, ()), (12, (("pipe", 2),)), (20, (("tensor", 2),))]
+)
 def test_a_search_finds_what_trains(devices, fixed):
     question = Question(devices=devices, length=8192, batch=devices * 4, fixed=fixed)
     found = search(find_model("llama3_8b"), question, find_device("h200"), runners_up=3)

@@ -22,7 +22,6 @@ from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.numerics.policy import policy_of, unquantized
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.fp8 import QUANTIZED
-from jaxinfra.ops.fp8_devices import Together, one_device
 from jaxinfra.ops.fp8_operands import empty_record
 from jaxinfra.ops.gathered import GatheredWeight
 from jaxinfra.ops.multiply import multiply
@@ -34,7 +33,6 @@ B, T, D, N, H = 2, 256, 200, 2, 72
 SPEC = "BTD,DNH->BTNH"
 TYPES = {Fp8Format.E4M3: ml_dtypes.float8_e4m3fn, Fp8Format.E5M2: ml_dtypes.float8_e5m2}
 LARGEST = {Fp8Format.E4M3: 448.0, Fp8Format.E5M2: 57344.0}
-PLACES = {"one device": one_device, "mesh": lambda: Together(num=2)}
 
 
 def recipe_of(config: Fp8Matmuls) -> Recipe:
@@ -110,13 +108,13 @@ CONFIGS = {
 
 
 @functools.cache
-def computed(name: str, place: str):
+def computed(name: str):
     """y, dx, dweight and what the record emits."""
     recipe = recipe_of(CONFIGS[name])
 
     def run(x, weight, cotangent):
         def product(x, weight, record):
-            return multiply(SPEC, x, weight, recipe=recipe, record=record, devices=PLACES[place])
+            return multiply(SPEC, x, weight, recipe=recipe, record=record)
 
         y, pull = jax.vjp(product, x, weight, empty_record())
         return y, *pull(cotangent)
@@ -128,32 +126,22 @@ def computed(name: str, place: str):
 @pytest.mark.slow_cases("blocks by powers of two")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_product_and_gradients_are_those_of_rounded_operands(name):
-    y, dx, dweight, _ = computed(name, "one device")
+    y, dx, dweight, _ = computed(name)
     assert (y.dtype, dx.dtype, dweight.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
     assert_within_rounding((y, dx, dweight), expected(CONFIGS[name], *arrays()))
-
-
-@pytest.mark.slow_cases("squares")
-@pytest.mark.parametrize("name", ["blocks", "squares"])
-def test_a_mesh_quantizes_to_the_same_bits(name):
-    """Sums may be in another order; there are no more than a rounding of them."""
-    one, mesh = (computed(name, place)[:3] for place in PLACES)
-    assert_within_rounding(mesh, expected(CONFIGS[name], *arrays()))
-    for a, b in zip(one, mesh, strict=True):
-        np.testing.assert_allclose(a.astype(float), b.astype(float), rtol=2**-7, atol=1e-6)
 
 
 def test_another_blocks_scale_is_caught():
     config = CONFIGS["blocks"]
     wrong = expected(dataclasses.replace(config, scaling=Fp8Scaling.SQUARES), *arrays())
     with pytest.raises(AssertionError, match="spread"):
-        assert_within_rounding(computed("blocks", "one device")[:3], wrong)
+        assert_within_rounding(computed("blocks")[:3], wrong)
 
 
 def test_a_record_tells_what_8_bits_lose():
     """Largest elements, and more small rows that vanish where larger ones share their scale."""
     largest = [np.abs(each.astype(np.float32)).max() for each in arrays()]
-    of_rows, of_squares = (computed(name, "one device")[3] for name in ("blocks", "squares"))
+    of_rows, of_squares = (computed(name)[3] for name in ("blocks", "squares"))
     for emitted in (of_rows, of_squares):
         np.testing.assert_allclose(emitted[:, 0], largest, rtol=1e-6)
         assert np.all(emitted[:, -1] == 0.0)

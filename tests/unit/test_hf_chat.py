@@ -52,6 +52,10 @@ HOSTILE = {
     "{{ '\\ud800' }}": "half of a character",
     "{{ messages | map(attribute=5) | list | sum }}": "the chat template refuses",
     "{{ ().__class__.__base__.__subclasses__() }}": "unsafe",
+    "{{ ''.__class__.__mro__ }}": "refuses the messages",
+    "{{ messages.append(1) }}": "refuses the messages",
+    "{{ messages[0].update(role='x') }}": "refuses the messages",
+    "{{ cycler.__init__.__globals__ }}": "refuses the messages",
 }
 
 
@@ -77,20 +81,6 @@ def test_where_templates_are_found(tmp_path):
     assert load_chat_template(tmp_path).render(HELLO) == "two"
     (tmp_path / "chat_template.jinja").write_text("three")
     assert load_chat_template(tmp_path).render(HELLO) == "three"
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        "{{ ''.__class__.__mro__ }}",
-        "{{ messages.append(1) }}",
-        "{{ messages[0].update(role='x') }}",
-        "{{ cycler.__init__.__globals__ }}",
-    ],
-)
-def test_templates_run_in_a_sandbox(program):
-    with pytest.raises(DataError, match="refuses the messages"):
-        ChatTemplate(program, variables={}).render(HELLO)
 
 
 def test_broken_templates_are_refused():

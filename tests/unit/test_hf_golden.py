@@ -261,12 +261,3 @@ def test_longrope_rows_that_cross_over_are_run_again():
             cut = whole[: original if length <= original else len(whole)]
             want.append(int(np.argmax(logits(model, np.array([cut], np.int32))[0, length - 1])))
         assert new == want
-
-
-@pytest.mark.slow
-def test_longrope_rows_end_with_the_context():
-    ids = golden("phi3_longrope")["ids"][0]
-    model = decoder("phi3_longrope")
-    tokens = list(served(model, [ids[:29]], max_new_tokens=90, sampling=GREEDY))
-    assert [each.end for each in tokens[-2:]] == [None, EndReason.CONTEXT]
-    assert len(tokens) == model.config.max_positions - 29 + 1

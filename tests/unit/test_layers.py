@@ -1,8 +1,5 @@
 """Each layer against NumPy in float64, or a property of its own."""
 
-import dataclasses
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,86 +8,22 @@ from flax import nnx
 
 from jaxinfra import axes
 from jaxinfra.config.kinds import MlpKind, NormKind
-from jaxinfra.config.model import GroupedAttentionConfig, MlpConfig, NormConfig
+from jaxinfra.config.model import MlpConfig, NormConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.model.decoder import Embedding, stack
 from jaxinfra.model.dropout import dropout
-from jaxinfra.model.grouped_attention import GroupedAttention
 from jaxinfra.model.mlp import Mlp
 from jaxinfra.model.norm import Norm
 from jaxinfra.model.passes import Pass
 from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.parallel.execution import execution_on
-from pallas_kernels import flash_attention
 from tests.sharded import oracle
-from tests.sharded.cases import COMPILER_OPTIONS
 
 EPSILON = float(np.finfo(np.float32).eps)
-IMPLEMENTATIONS = ("xla", "reference")
 
 
 def draw(*shape: int, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_scaled_scores_of_unit_variance_inputs_have_unit_variance(implementation):
-    """Why scores are divided by sqrt(d_k): of unit-variance q and k their variance is d_k."""
-    rows, width = 4096, 64
-    q, k, v = (draw(rows, 1, 1, width, seed=seed) for seed in range(3))
-
-    def score_variance(scale: float | None) -> float:
-        # With one visible key the logsumexp of the scores is the score.
-        attention = functools.partial(
-            flash_attention, scale=scale, implementation=implementation, return_residual=True
-        )
-        _, lse = jax.jit(attention)(q, k, v)
-        return float(np.var(lse))
-
-    # A variance of n normal-like values has a relative deviation of sqrt(2 / n): five of them.
-    within = 5 * np.sqrt(2 / rows)
-    assert score_variance(1.0) == pytest.approx(width, rel=within)
-    assert score_variance(None) == pytest.approx(1.0, rel=within)
-
-
-def attention_layer(config: GroupedAttentionConfig) -> GroupedAttention:
-    return GroupedAttention(
-        config,
-        model_dim=24,
-        std=0.3,
-        out_std=0.3,
-        execution=execution_on(),
-        rngs=nnx.Rngs(params=0),
-    )
-
-
-def attend(layer: GroupedAttention, x: jax.Array) -> np.ndarray:
-    positions = jnp.asarray(np.broadcast_to(np.arange(x.shape[1], dtype=np.int32), x.shape[:2]))
-    run = jax.jit(
-        lambda x: layer(x, Pass(positions_BT=positions)).x, compiler_options=COMPILER_OPTIONS
-    )
-    return np.asarray(run(x))
-
-
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-def test_grouped_query_attention_is_multi_head_with_repeated_keys(num_kv_heads):
-    """Multi-query (1 kv head), grouped (2) and multi-head (4) with the same weights."""
-    grouped = attention_layer(
-        GroupedAttentionConfig(num_q_heads=4, num_kv_heads=num_kv_heads, head_dim=6, rope=None)
-    )
-    multi = attention_layer(
-        GroupedAttentionConfig(num_q_heads=4, num_kv_heads=4, head_dim=6, rope=None)
-    )
-    for name in ("query", "out"):
-        getattr(multi, name).weight[...] = getattr(grouped, name).weight[...]
-    for name in ("key", "value"):
-        weight = np.repeat(getattr(grouped, name).weight[...], 4 // num_kv_heads, axis=1)
-        getattr(multi, name).weight[...] = jnp.asarray(weight)
-    x = draw(2, 10, 24)
-    outputs = [attend(layer, x) for layer in (grouped, multi)]
-    # The same sums in another order: sums of 24, 6, 10 and 24 products.
-    bound = EPSILON * (24 + 6 + 10 + 24) * np.max(np.abs(outputs[1]))
-    np.testing.assert_allclose(outputs[0], outputs[1], rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("policy", PolicyName)
@@ -245,19 +178,3 @@ def test_stacked_layers_are_drawn_independently():
             assert np.std(weight[layer]) == pytest.approx(std, rel=within)
         correlation = np.corrcoef(np.reshape(weight, (3, -1)))
         assert np.max(np.abs(correlation - np.eye(3))) < 5 / np.sqrt(weight[0].size)
-
-
-def test_window_counts_the_token_itself():
-    config = GroupedAttentionConfig(num_q_heads=1, num_kv_heads=1, head_dim=6, rope=None)
-    x = draw(1, 9, 24)
-
-    def output(window: int | None) -> np.ndarray:
-        return attend(attention_layer(dataclasses.replace(config, window=window)), x)
-
-    # A token sees itself and window - 1 before it: within the window nothing changes.
-    four, all_keys = output(4), output(None)
-    np.testing.assert_allclose(four[:, :4], all_keys[:, :4], atol=8 * EPSILON)
-    assert (np.abs(four[:, 4:] - all_keys[:, 4:]) > 1e-4).any(axis=-1).all()
-    layer = attention_layer(config)
-    of_values = jax.jit(lambda x: layer.out(layer.value(x)))
-    np.testing.assert_allclose(output(1), of_values(x), atol=8 * EPSILON)

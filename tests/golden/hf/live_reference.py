@@ -26,31 +26,8 @@ import transformers
 
 LENGTH = 36
 # In other orders of sums a token of the others may go to another expert.
-DENSE = [name for name, (_, how) in make_golden.CASES.items() if "num_experts_per_tok" not in how]
-# Llama-3.2-1B; the same sizes as jaxinfra.config.presets.models.llama32_1b.
-LARGE = dict(
-    vocab_size=128256,
-    hidden_size=2048,
-    intermediate_size=8192,
-    num_hidden_layers=16,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=64,
-    max_position_embeddings=131072,
-    rms_norm_eps=1e-5,
-    tie_word_embeddings=True,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=None,
-    rope_parameters=dict(
-        rope_type="llama3",
-        rope_theta=500000.0,
-        factor=32.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=8192,
-    ),
-)
+DENSE = [name for name in make_golden.CASES if not make_golden.has_experts(make_golden.build(name))]
+LARGE = json.loads((make_golden.HERE / "published.json").read_text())["llama32_1b"]
 LARGE_LENGTH = 512
 
 
@@ -64,7 +41,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     started = time.perf_counter()
     for name in args.cases:
-        small(args.out / name, *make_golden.CASES[name], device=args.device)
+        small(args.out / name, name, device=args.device)
     if not args.no_large:
         large(args.out / "llama32_1b", device=args.device)
     versions = {
@@ -76,8 +53,8 @@ def main() -> None:
     (args.out / "reference.json").write_text(json.dumps(versions))
 
 
-def small(path: pathlib.Path, kind: str, options: dict, *, device: str) -> None:
-    model = make_golden.build(kind, options)
+def small(path: pathlib.Path, case: str, *, device: str) -> None:
+    model = make_golden.build(case)
     make_golden.randomize(model, seed=1)
     path.mkdir(parents=True)
     model.save_pretrained(path)
@@ -97,11 +74,11 @@ def small(path: pathlib.Path, kind: str, options: dict, *, device: str) -> None:
         }
     ids = ids.to(device)
     with make_golden.double_precision():
-        double = make_golden.build(kind, options)
+        double = make_golden.build(case)
         double.load_state_dict({name: value.double() for name, value in weights.items()})
         # Buffers such as rotary angles are made on the device that computes them.
         arrays |= results(double.to(device), ids, "64")
-    half = make_golden.build(kind, options)
+    half = make_golden.build(case)
     half.load_state_dict(weights)
     with torch.no_grad():
         logits = half.to(torch.bfloat16).to(device)(ids, use_cache=False).logits

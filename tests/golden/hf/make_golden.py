@@ -6,7 +6,8 @@ Needs an environment of its own, because PyTorch is no dependency of the project
     /tmp/hf/bin/pip install torch==2.13.0 transformers==5.23.0 safetensors numpy
     /tmp/hf/bin/python tests/golden/hf/make_golden.py [CASE ...]
 
-A case is a directory: ``config.json`` and weights as ``save_pretrained`` writes them, and
+A case is a directory: ``config.json``, which says what is made, weights as ``save_pretrained``
+writes them, and
 ``golden.npz`` with
 
     ids                  int [2, T]
@@ -34,57 +35,9 @@ HERE = pathlib.Path(__file__).parent
 LENGTH, SHORT, NEW = 36, 12, 20
 PROMPTS = (5, 13)
 MIN_GAP = 1e-3  # between the two largest logits of every greedy choice
-
-# Six query heads on two key/value heads; heads are not hidden_size / num_heads wide.
-COMMON = dict(
-    vocab_size=61,
-    hidden_size=36,
-    intermediate_size=44,
-    num_hidden_layers=2,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    head_dim=10,
-    max_position_embeddings=64,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=None,
-)
-SMALL = COMMON | dict(hidden_size=24, intermediate_size=28, num_hidden_layers=4, head_dim=6)
-UNTIED, TIED = dict(tie_word_embeddings=False), dict(tie_word_embeddings=True)
-
-
-def rope(**parameters):
-    return dict(rope_parameters={"rope_theta": 100.0} | parameters)
-
-
-LONGROPE = dict(
-    rope_type="longrope",
-    short_factor=[1.0, 1.1, 1.3],
-    long_factor=[1.2, 1.9, 3.5],
-    partial_rotary_factor=0.75,
-)
-YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
 GRADIENTS = ("k_proj.weight", "qkv_proj.weight", "c_attn.weight", "layernorm.weight", "ln_2.weight")
-
-# Models with experts are smaller, and their sequences shorter: they have many tensors.
-EXPERTS = COMMON | dict(
-    hidden_size=16,
-    intermediate_size=20,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=6,
-    num_experts_per_tok=2,
-)
+# Models with experts have shorter sequences: they have many tensors.
 EXPERTS_LENGTH = 20
-LATENT = dict(
-    num_key_value_heads=4,
-    head_dim=4,
-    kv_lora_rank=10,
-    qk_nope_head_dim=6,
-    qk_rope_head_dim=4,
-    v_head_dim=5,
-    moe_intermediate_size=8,
-)
 EXPERTS_GRADIENTS = (
     *("gate.weight", "router.weight", "router.bias", "kv_b_proj.weight"),
     *("kv_a_proj_with_mqa.weight", "shared_expert_gate.weight", "experts.gate_up_proj_bias"),
@@ -92,185 +45,7 @@ EXPERTS_GRADIENTS = (
 # Relative changes of all weights that must leave every choice of experts as it is.
 PERTURBATION, PERTURBATIONS = 1e-5, 8
 
-CASES = {
-    "llama": ("Llama", COMMON | UNTIED | rope(rope_type="default")),
-    "llama_linear": (
-        "Llama",
-        COMMON
-        | UNTIED
-        | rope(rope_type="linear", factor=3.0)
-        | dict(attention_bias=True, mlp_bias=True),
-    ),
-    "llama3": (
-        "Llama",
-        COMMON
-        | TIED
-        | rope(
-            rope_type="llama3",
-            factor=4.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=16,
-        ),
-    ),
-    "llama_yarn": ("Llama", COMMON | UNTIED | rope(**YARN, mscale=0.7, mscale_all_dim=0.3)),
-    "mistral": ("Mistral", COMMON | UNTIED | rope(rope_type="default") | dict(sliding_window=7)),
-    "qwen2": (
-        "Qwen2",
-        SMALL
-        | TIED
-        | rope(rope_type="default")
-        | dict(use_sliding_window=True, sliding_window=7, max_window_layers=2),
-    ),
-    "qwen2_yarn": ("Qwen2", COMMON | UNTIED | rope(**YARN)),
-    "qwen3": (
-        "Qwen3",
-        COMMON | TIED | rope(**YARN, attention_factor=1.3, beta_fast=8.0, beta_slow=0.5),
-    ),
-    "gemma2": (
-        "Gemma2",
-        SMALL
-        | TIED
-        | rope(rope_type="default")
-        | dict(
-            sliding_window=7,
-            query_pre_attn_scalar=20,
-            attn_logit_softcapping=4.0,
-            final_logit_softcapping=6.0,
-        ),
-    ),
-    "phi3": (
-        "Phi3",
-        COMMON | UNTIED | rope(rope_type="default") | dict(head_dim=6, sliding_window=9),
-    ),
-    "phi3_longrope": (
-        "Phi3",
-        COMMON
-        | TIED
-        | rope(**LONGROPE)
-        # The longest sequence the model was first trained on; longer ones use the long factors.
-        | dict(hidden_size=48, head_dim=8, original_max_position_embeddings=30),
-    ),
-    "mixtral": (
-        "Mixtral",
-        EXPERTS | UNTIED | rope(rope_type="default") | dict(num_local_experts=4, sliding_window=7),
-    ),
-    "qwen2_moe": (
-        "Qwen2Moe",
-        EXPERTS
-        | UNTIED
-        | rope(rope_type="default")
-        | dict(
-            num_hidden_layers=3,
-            num_experts=6,
-            num_experts_per_tok=3,
-            moe_intermediate_size=8,
-            shared_expert_intermediate_size=12,
-            mlp_only_layers=[2],
-            use_sliding_window=True,
-            sliding_window=5,
-            layer_types=["full_attention", "sliding_attention", "full_attention"],
-        ),
-    ),
-    "qwen3_moe": (
-        "Qwen3Moe",
-        EXPERTS
-        | TIED
-        | rope(rope_type="default")
-        | dict(
-            num_experts=8,
-            num_experts_per_tok=3,
-            moe_intermediate_size=8,
-            norm_topk_prob=True,
-            decoder_sparse_step=2,
-        ),
-    ),
-    "deepseek_v2": (
-        "DeepseekV2",
-        EXPERTS
-        | UNTIED
-        | LATENT
-        | rope(**YARN, mscale=0.707, mscale_all_dim=0.9)
-        | dict(
-            q_lora_rank=12,
-            n_routed_experts=8,
-            n_shared_experts=2,
-            topk_method="group_limited_greedy",
-            n_group=4,
-            topk_group=2,
-            routed_scaling_factor=1.7,
-            attention_bias=True,
-        ),
-    ),
-    "deepseek_v2_lite": (
-        "DeepseekV2",
-        EXPERTS
-        | UNTIED
-        | LATENT
-        | rope(rope_type="default")
-        | dict(
-            q_lora_rank=None,
-            n_routed_experts=6,
-            n_shared_experts=1,
-            first_k_dense_replace=1,
-            rms_norm_eps=1e-3,
-        ),
-    ),
-    "deepseek_v3": (
-        "DeepseekV3",
-        EXPERTS
-        | UNTIED
-        | LATENT
-        | rope(**YARN, mscale=1.0, mscale_all_dim=1.0)
-        | dict(
-            q_lora_rank=12,
-            n_routed_experts=8,
-            num_experts_per_tok=3,
-            n_shared_experts=1,
-            n_group=4,
-            topk_group=2,
-            routed_scaling_factor=2.5,
-            norm_topk_prob=True,
-            first_k_dense_replace=1,
-            num_hidden_layers=3,
-            num_nextn_predict_layers=0,
-        ),
-    ),
-    "gpt_oss": (
-        "GptOss",
-        EXPERTS
-        | UNTIED
-        | rope(**YARN, truncate=False)
-        | dict(num_local_experts=4, sliding_window=5),
-    ),
-    "gpt2": (
-        "GPT2",
-        dict(
-            vocab_size=61,
-            n_embd=40,
-            n_layer=2,
-            n_head=5,
-            n_inner=52,
-            n_positions=48,
-            bos_token_id=None,
-            eos_token_id=None,
-        ),
-    ),
-    "gpt2_untied": (
-        "GPT2",
-        dict(
-            vocab_size=61,
-            n_embd=30,
-            n_layer=2,
-            n_head=5,
-            n_positions=48,
-            bos_token_id=None,
-            eos_token_id=None,
-            activation_function="gelu",
-        )
-        | UNTIED,
-    ),
-}
+CASES = sorted(path.parent.name for path in HERE.glob("*/config.json"))
 
 
 @contextlib.contextmanager
@@ -290,11 +65,15 @@ def double_precision():
         torch.set_default_dtype(torch.float32)
 
 
-def build(kind, options):
-    config = getattr(transformers, f"{kind}Config")(**options)
+def build(case):
+    """A case's architecture, with weights of the default dtype."""
+    config = transformers.AutoConfig.from_pretrained(HERE / case)
     config._attn_implementation = config._experts_implementation = "eager"
-    name = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
-    return getattr(transformers, name)(config).eval()
+    return getattr(transformers, config.architectures[0])(config).eval()
+
+
+def has_experts(model):
+    return hasattr(model.config, "num_experts_per_tok")
 
 
 def randomize(model, seed):
@@ -400,18 +179,19 @@ def smallest_gap(model64, prompt, new):
     return (best[:, 0] - best[:, 1]).min().item()
 
 
-def golden(kind, options, seed):
+def golden(case, seed):
     """All arrays of a case, or None where a greedy choice is too close for rounding."""
-    model = build(kind, options)
+    model = build(case)
     randomize(model, seed)
     with double_precision():
-        model64 = build(kind, options)
+        model64 = build(case)
         model64.load_state_dict({k: v.double() for k, v in model.state_dict().items()})
     generator = torch.Generator().manual_seed(seed)
-    has_experts = "num_experts_per_tok" in options
-    length = EXPERTS_LENGTH if has_experts else LENGTH
+    length = EXPERTS_LENGTH if has_experts(model) else LENGTH
     ids = torch.randint(0, 61, (2, length), generator=generator)
-    long_prompts = options.get("original_max_position_embeddings")
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    is_long = rope.get("rope_type") == "longrope"
+    long_prompts = model.config.original_max_position_embeddings if is_long else None
     prompts = PROMPTS if long_prompts is None else (PROMPTS[0], long_prompts + 1)
     new = [continuation(model, ids[row : row + 1, :n]) for row, n in enumerate(prompts)]
     with torch.no_grad(), double_precision():
@@ -430,8 +210,8 @@ def golden(kind, options, seed):
         with double_precision():
             arrays["logits64"] = model64(ids, use_cache=False).logits
             arrays["short_logits64"] = model64(ids[:, :SHORT], use_cache=False).logits
-        if not has_experts:  # a rounded score sends a token elsewhere
-            half = build(kind, options)
+        if not has_experts(model):  # a rounded score sends a token elsewhere
+            half = build(case)
             half.load_state_dict(model.state_dict())
             half = half.to(torch.bfloat16)
             arrays["logits16"] = half(ids, use_cache=False).logits.float()
@@ -453,10 +233,9 @@ def golden(kind, options, seed):
 
 def main(names):
     for name in names or CASES:
-        kind, options = CASES[name]
         print(name)
         for seed in range(60):
-            made = golden(kind, options, seed)
+            made = golden(name, seed)
             if made is not None:
                 break
         else:
