@@ -33,7 +33,7 @@ from jaxinfra.model.passes import Abilities, LayerOutput, Pass, joined
 from jaxinfra.model.projection import Projection
 from jaxinfra.model.statistics import site_sums
 from jaxinfra.numerics.recipe import Site
-from jaxinfra.ops.deferred import Deferred
+from jaxinfra.ops.multiply import Deferred
 
 type _Layer = Callable[[jax.Array | Deferred, Pass], LayerOutput]
 """(x [B, T, D], what else it reads) -> x [B, T, D] in the compute dtype, and what else it gives."""

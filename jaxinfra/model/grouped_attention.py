@@ -18,7 +18,7 @@ from jaxinfra.model.passes import Abilities, LayerOutput, Pass
 from jaxinfra.model.projection import Projection
 from jaxinfra.model.rope import apply_rope
 from jaxinfra.ops.cached_attention import append_packed_heads, as_cached
-from jaxinfra.ops.deferred import Deferred
+from jaxinfra.ops.multiply import Deferred
 
 
 class GroupedAttention(nnx.Module):

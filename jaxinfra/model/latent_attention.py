@@ -22,8 +22,8 @@ from jaxinfra.model.norm import Norm
 from jaxinfra.model.passes import Abilities, LayerOutput, Pass
 from jaxinfra.model.projection import Projection
 from jaxinfra.model.rope import apply_rope
+from jaxinfra.ops.attention import expanded
 from jaxinfra.ops.cached_attention import as_cached
-from jaxinfra.ops.latent_attention import expanded
 
 _HEADS = (axes.BATCH, axes.SEQUENCE, axes.Q_HEADS, axes.HEAD)
 

@@ -18,8 +18,9 @@ from jaxinfra.model.passes import Abilities, LayerOutput, Pass, labelled
 from jaxinfra.model.projection import HIDDEN, Projection
 from jaxinfra.model.statistics import site_sums
 from jaxinfra.ops.activation import activated
-from jaxinfra.ops.deferred import Deferred
 from jaxinfra.ops.fp8_operands import Input
+from jaxinfra.ops.fp8_swiglu import swiglu_input
+from jaxinfra.ops.multiply import Deferred
 
 
 class Mlp(nnx.Module):
@@ -107,5 +108,6 @@ class Mlp(nnx.Module):
         is_swiglu = self.config.kind is MlpKind.SWIGLU and self.down.recipe == self.up.recipe
         if not isinstance(x, Input) or not is_swiglu or gate is None or up is None:
             return None
-        hidden = self.execution.multiply.swiglu_input(x, gate, up, recipe=self.up.recipe)
+        devices = self.execution.multiply.devices
+        hidden = swiglu_input(x, gate, up, recipe=self.up.recipe, devices=devices)
         return None if hidden is None else hidden._replace(x=labelled(hidden.x, self.label))

@@ -12,8 +12,7 @@ from jaxinfra.config.model import NormConfig
 from jaxinfra.config.parts import find_part
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.passes import labelled
-from jaxinfra.ops.deferred import Deferred, RmsNorm
-from jaxinfra.ops.gathered import GATHERED
+from jaxinfra.ops.multiply import GATHERED, Deferred, RmsNorm
 
 
 class Norm(nnx.Module):

@@ -11,10 +11,9 @@ from jaxinfra.model.execution import Execution
 from jaxinfra.model.lora import Adapter, RowAdapters
 from jaxinfra.model.passes import ModelState, labelled
 from jaxinfra.numerics.recipe import Site
-from jaxinfra.ops.deferred import Deferred
 from jaxinfra.ops.fp8_operands import Input, empty_record
 from jaxinfra.ops.fp8_swiglu import Factor
-from jaxinfra.ops.multiply import AnyWeight, as_array, copied, gathered, is_plain
+from jaxinfra.ops.multiply import AnyWeight, Deferred, as_array, copied, gathered, is_plain
 from jaxinfra.ops.quantized import contracted_dims
 
 PROJECTION = "projection"

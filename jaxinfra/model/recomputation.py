@@ -15,7 +15,7 @@ from jaxinfra.model.projection import HIDDEN, PROJECTION
 from jaxinfra.ops.attention import ATTENTION_NAMES, is_attention_result
 from jaxinfra.ops.experts import CHOICE_NAME, HIDDEN_NAMES, OUT_NAME
 from jaxinfra.ops.fp8 import QUANTIZED
-from jaxinfra.ops.gathered import GATHERED
+from jaxinfra.ops.multiply import GATHERED
 
 ALWAYS = (GATHERED, CHOICE_NAME)
 """Kept whatever else is computed again."""

@@ -22,7 +22,7 @@ from jaxinfra.model.projection import Projection
 from jaxinfra.model.repetition import KVCache
 from jaxinfra.model.rope import RopeTable
 from jaxinfra.ops.decode_layers import LayerWeights, decode_layers
-from jaxinfra.ops.deferred import RmsNorm
+from jaxinfra.ops.multiply import RmsNorm
 from jaxinfra.ops.quantized import QuantizedWeight
 
 

@@ -21,6 +21,7 @@ has, XLA what its partitioner spreads over a mesh.
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,6 @@ from jaxinfra.ops.fp8_devices import (
     Devices,
     FindDevices,
     Hold,
-    PlacedMatrix,
     Side,
     of_matrix,
     one_device,
@@ -48,40 +48,6 @@ from pallas_kernels.common.chosen import announce
 from pallas_kernels.common.dot import ACCUMULATOR
 from pallas_kernels.common.scales import Quantized, Scaling, spread
 from pallas_kernels.fp8 import scaled_matmul
-
-
-def product(
-    a: Quantized,
-    b: Quantized,
-    *,
-    forms: tuple[Scaling, Scaling],
-    out: jnp.dtype,
-    compute: jnp.dtype,
-    num_devices: int,
-) -> jax.Array:
-    """Computes ``sum_k (a scale)[..., m, k] (b scale)[n, k]``.
-
-    Where both operands have dims in front, the result is summed over those too.
-
-    Args:
-        forms: forms of the scales of a and b.
-        out: dtype of the result, rounded from fp32.
-        compute: dtype that XLA dequantizes blocks to, where it partitions them over GPUs.
-        num_devices: number of devices that it partitions them over.
-    """
-    if a.values.ndim == 2:
-        return scaled_matmul(
-            a.values, b.values, a.scale, b.scale, out_dtype=out, num_devices=num_devices
-        )
-    lead = "uvwxyz"[: a.values.ndim - 2]
-    spec = f"{lead}mk,{lead}nk->mn" if b.values.ndim > 2 else f"{lead}mk,nk->{lead}mn"
-    dequantized = functools.partial(_dequantized, spec=spec, forms=forms, out=out)
-    return lax.platform_dependent(
-        a,
-        b,
-        cuda=functools.partial(dequantized, dtype=compute),
-        default=functools.partial(dequantized, dtype=ACCUMULATOR),
-    )
 
 
 def _dequantized(
@@ -96,17 +62,13 @@ def _dequantized(
     """Product of operands that are multiplied with their scales first, in ``dtype``."""
 
     def widened(x: Quantized, form: Scaling) -> jax.Array:
-        return (x.values.astype(ACCUMULATOR) * _each(x, form)).astype(dtype)
+        scale = spread(form, x.scale, *x.values.shape[-2:])
+        scale = scale.reshape((1,) * (x.values.ndim - scale.ndim) + scale.shape)
+        return (x.values.astype(ACCUMULATOR) * scale).astype(dtype)
 
     sides = (widened(x, form) for x, form in zip((a, b), forms, strict=True))
     result = jnp.einsum(spec, *sides, preferred_element_type=ACCUMULATOR, precision="highest")
     return result.astype(out)
-
-
-def _each(x: Quantized, form: Scaling) -> jax.Array:
-    """The scale of each element, with as many dims as the values."""
-    each = spread(form, x.scale, *x.values.shape[-2:])
-    return each.reshape((1,) * (x.values.ndim - each.ndim) + each.shape)
 
 
 QUANTIZED = "quantized"
@@ -182,7 +144,6 @@ def _quantized_tokens(
     fp8 = recipe.fp8
     assert fp8 is not None
     caster = Caster(operand, fp8, devices)
-    form = caster.form
     sizes = x.shape[: x.ndim - len(dims)]
     if devices.unfit(((tokens, sizes),)) is not None:
         tokens = TOKENS  # brought together in 16 bits
@@ -191,7 +152,7 @@ def _quantized_tokens(
         matrix = operands.as_matrix(x.astype(recipe.compute), len(dims), devices)
         return caster.tokens(matrix, dims=dims, lie=tokens, sequences=x.shape[0])
 
-    both = BothWays._make((of_matrix(form, TOKENS, dims), of_matrix(form, dims, TOKENS)))
+    both = BothWays._make((of_matrix(TOKENS, dims), of_matrix(dims, TOKENS)))
     takes = (unmerged((*tokens, *dims)),)
     return devices.each(part, takes=takes, gives=(both, WHOLE))(x)
 
@@ -322,14 +283,11 @@ class Call:
         def call(x, quantized, x_seen, weight, record):
             return self.forward(quantized, x_seen, weight, record)[0]
 
-        def forward(x, quantized, x_seen, weight, record):
-            return self.forward(quantized, x_seen, weight, record)
-
         def backward(kept, cotangent):
             dx, dweight, emitted = self.backward(kept, cotangent)
             return dx.astype(x_dtype), None, None, dweight.astype(weight.dtype), emitted
 
-        call.defvjp(forward, backward)
+        call.defvjp(lambda x, *others: self.forward(*others), backward)
         return call(x, quantized, x_seen, weight, record)
 
     def forward(self, quantized, x_seen, weight, record):
@@ -393,7 +351,7 @@ class Call:
             y = self._multiply(tokens, b, forms, out)
             return devices.total(y.reshape(shape), contracted)
 
-        takes = (of_matrix(self._form, TOKENS, contracted), placed)
+        takes = (of_matrix(TOKENS, contracted), placed)
         gives = unmerged((*devices.tokens_of_sum(contracted), *outer))
         return devices.each(part, takes=takes, gives=gives)(tokens, w)
 
@@ -408,7 +366,7 @@ class Call:
             gradient = self._multiply(a, b, (form, form), self.recipe.accum).astype(handed_on)
             return devices.total_gradient(gradient.reshape(shape), dims)
 
-        takes = (of_matrix(form, rows, TOKENS), of_matrix(form, columns, TOKENS))
+        takes = (of_matrix(rows, TOKENS), of_matrix(columns, TOKENS))
         return devices.each(part, takes=takes, gives=unmerged(dims, Hold.SUMMED))(a, b)
 
     def _as_matrix(self, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -420,15 +378,27 @@ class Call:
         return operands.form_of(self.fp8)
 
     @property
-    def _placed_weight(self) -> PlacedMatrix:
-        return of_matrix(Scaling.BLOCK, *self.matrix_dims, Hold.STORED)
+    def _placed_weight(self) -> Any:
+        return of_matrix(*self.matrix_dims, Hold.STORED)
 
-    def _multiply(self, a: Quantized, b: Quantized, forms, out: jnp.dtype) -> jax.Array:
-        return product(
+    def _multiply(
+        self, a: Quantized, b: Quantized, forms: tuple[Scaling, Scaling], out: jnp.dtype
+    ) -> jax.Array:
+        """``sum_k (a scale)[..., m, k] (b scale)[n, k]``, summed also over dims in front that both
+        operands have; rounded from fp32 to ``out``.
+        """
+        if a.values.ndim == 2:
+            num_devices = self.devices.spread
+            return scaled_matmul(
+                a.values, b.values, a.scale, b.scale, out_dtype=out, num_devices=num_devices
+            )
+        lead = "uvwxyz"[: a.values.ndim - 2]
+        spec = f"{lead}mk,{lead}nk->mn" if b.values.ndim > 2 else f"{lead}mk,nk->{lead}mn"
+        dequantized = functools.partial(_dequantized, spec=spec, forms=forms, out=out)
+        return lax.platform_dependent(
             a,
             b,
-            forms=forms,
-            out=out,
-            compute=self.recipe.compute,
-            num_devices=self.devices.spread,
+            # Blocks that XLA partitions over GPUs are dequantized to the compute dtype.
+            cuda=functools.partial(dequantized, dtype=self.recipe.compute),
+            default=functools.partial(dequantized, dtype=ACCUMULATOR),
         )

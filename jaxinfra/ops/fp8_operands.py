@@ -179,11 +179,6 @@ def seen(x: jax.Array, quantized: Quantized, *, whole: bool) -> jax.Array:
     return jnp.stack([largest, *(jnp.mean(each.astype(ACCUMULATOR)) for each in (vanished, lost))])
 
 
-def in_blocks(x: jax.Array) -> bool:
-    """Tells whether 128 consecutive tokens are always of one sequence, so x may be flattened."""
-    return x.shape[-2] % BLOCK == 0
-
-
 def as_matrix(x: jax.Array, contracted: int, devices: Devices) -> jax.Array:
     """Reshapes x to [M, K] on one device, else to [..., T, K].
 
@@ -192,5 +187,6 @@ def as_matrix(x: jax.Array, contracted: int, devices: Devices) -> jax.Array:
     """
     *lead, _ = x.shape[: x.ndim - contracted + 1]
     x = x.reshape(*lead, math.prod(x.shape[len(lead) :]))
-    flat = devices.spread == 1 and in_blocks(x)
+    # Where no block of tokens would be of two sequences.
+    flat = devices.spread == 1 and x.shape[-2] % BLOCK == 0
     return x.reshape(-1, x.shape[-1]) if flat or x.ndim < 3 else x

@@ -172,7 +172,7 @@ class _Stage(NamedTuple):
     def _placed(self, caster: Caster) -> Any:
         """Placements of the quantized values and of their statistics."""
         outer = self.calls[0].sides[1]
-        ways = of_matrix(caster.form, TOKENS, outer), of_matrix(caster.form, outer, TOKENS)
+        ways = of_matrix(TOKENS, outer), of_matrix(outer, TOKENS)
         return BothWays._make(ways), WHOLE
 
     def _on_each(self, part: Callable, num_inputs: int, gives: Any) -> Callable:

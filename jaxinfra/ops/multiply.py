@@ -9,7 +9,7 @@ multiplied by kernels of their own. Operand and accumulator dtypes are part of t
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import TypeGuard
+from typing import Protocol, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +22,9 @@ from jaxinfra.config.kinds import MlpKind
 from jaxinfra.errors import UnsupportedError
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.activation import activated
-from jaxinfra.ops.deferred import Deferred
 from jaxinfra.ops.fp8 import multiply_fp8, quantized_input
 from jaxinfra.ops.fp8_devices import STREAM_TOKENS, FindDevices, one_device
 from jaxinfra.ops.fp8_operands import Input
-from jaxinfra.ops.fp8_swiglu import Factor, swiglu_input
-from jaxinfra.ops.gathered import GATHERED, Gather, GatheredWeight
 from jaxinfra.ops.quantized import (
     QuantizedWeight,
     contracted_dims,
@@ -36,6 +33,56 @@ from jaxinfra.ops.quantized import (
 )
 from pallas_kernels.common import device
 from pallas_kernels.common.dot import ACCUMULATOR, pinned_einsum
+from pallas_kernels.common.row_inputs import RmsNorm as RmsNorm
+from pallas_kernels.common.row_inputs import swiglu_of_halves
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Deferred:
+    """Input of one product, which the product itself first normalizes or gates (SwiGLU).
+
+    Only one product may read it, so that nothing is computed twice.
+    """
+
+    x: jax.Array  # [B, T, D]; with gates [B, T, 2 D], gates first
+    norm: RmsNorm | None = None  # None: gates and ups of SwiGLU
+
+    def value(self) -> jax.Array:
+        """Computes the normalized or gated input [B, T, D] in x's dtype, with fp32 inside."""
+        if self.norm is not None:
+            return self.norm(self.x)
+        return swiglu_of_halves(self.x)
+
+
+GATHERED = "gathered_weight"
+"""Name of what was brought together once for both passes: kept whatever is recomputed."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatheredWeight:
+    """A weight gathered from all devices, with this device's shard, which takes the gradient.
+
+    So gradients are summed over devices in the shard's dtype, not in the compute dtype of the
+    gathered weight.
+    """
+
+    share: Float[Array, "..."]  # the shard that the device holds; takes the gradient
+    value: Float[Array, "..."]  # whole, in the compute dtype; takes none
+
+
+class Gather(Protocol):
+    """A function that gathers a weight from devices' shares, and reduces its gradient to shares."""
+
+    def __call__(self, weight: jax.Array, dims: Dims) -> GatheredWeight:
+        """Gathers the weight in the compute dtype."""
+        ...
+
+    def whole(self, vector: jax.Array, dims: Dims) -> jax.Array:
+        """Gathers a norm's scale or bias in its own dtype."""
+        ...
+
 
 type AnyWeight = jax.Array | QuantizedWeight | GatheredWeight
 """Weight that a product can multiply activations with."""
@@ -136,30 +183,12 @@ def _einsum(
     return product_with(x, weight.share, weight.value)
 
 
-def prepared(
-    x: Float[Array, "..."],
-    *,
-    recipe: Recipe,
-    dims: Dims = (None,),
-    devices: FindDevices = one_device,
-) -> Float[Array, "..."] | Input:
-    """Quantizes x once for several matmuls with an fp8 recipe; otherwise returns x unchanged.
-
-    Args:
-        x: activation in the residual stream's shape and sharding.
-        dims: logical dims of x's last dims, which the matmuls contract.
-    """
-    if recipe.fp8 is None:
-        return x
-    return quantized_input(x, recipe=recipe, dims=dims, tokens=STREAM_TOKENS, devices=devices)
-
-
 MOST_ROWS = 256
 
 
 def multiply_few_rows(
     spec: str,
-    x: Float[Array, "..."] | Input | Deferred,
+    x: Float[Array, "..."] | Deferred,
     weight: Float[Array, "..."] | QuantizedWeight,
     *,
     recipe: Recipe,
@@ -172,7 +201,6 @@ def multiply_few_rows(
     where that was measured to be faster. These kernels have no gradient.
     """
     assert recipe.fp8 is None, "execution_on"
-    x = x.x if isinstance(x, Input) else x
     raw, rank = x.x if isinstance(x, Deferred) else x, contracted_dims(spec)
     if isinstance(x, Deferred) or residual is not None:
         fits = raw.dtype == recipe.compute
@@ -185,28 +213,6 @@ def multiply_few_rows(
     product = _product(x, weight, rank, recipe, residual=residual)
     outputs = weight.outputs if isinstance(weight, QuantizedWeight) else weight.shape[rank:]
     return product.reshape(*raw.shape[:-rank], *outputs)
-
-
-def swiglu_few_rows(
-    x_BTD: Float[Array, "B T D"] | Deferred,
-    weight_DF: Float[Array, "D F"] | QuantizedWeight,
-    *,
-    recipe: Recipe,
-) -> Float[Array, "B T _"] | Deferred:
-    """Computes ``silu(x gate) * (x up)`` in the compute dtype, by a weight of gates and then ups.
-
-    For a quantized weight, the result is ``Deferred``: the next product applies the activation.
-    """
-    raw = x_BTD.x if isinstance(x_BTD, Deferred) else x_BTD
-    if isinstance(weight_DF, QuantizedWeight):
-        return Deferred(x=multiply_few_rows("BTD,DF->BTF", x_BTD, weight_DF, recipe=recipe))
-    if _takes(raw, 1, recipe) and raw.dtype == recipe.compute:
-        hidden = _product(x_BTD, weight_DF, 1, recipe, swiglu=True)
-        return hidden.reshape(*raw.shape[:-1], -1)
-    x_BTD = x_BTD.value() if isinstance(x_BTD, Deferred) else x_BTD
-    product_BTF = multiply("BTD,DF->BTF", x_BTD, weight_DF, recipe=recipe).astype(recipe.accum)
-    gate, up = jnp.split(product_BTF, 2, axis=-1)
-    return activated(MlpKind.SWIGLU, up, gate).astype(recipe.compute)
 
 
 def _product(
@@ -274,17 +280,17 @@ class Multiply:
             record: statistics of 8-bit operands in the last step, fp32 [3, 3]; its cotangent is
                 this step's statistics.
             dims: logical dims of the weight.
-            residual: array that the product is added to, in the same kernel.
-
-        Raises:
-            UnsupportedError: the input, the weight and ``residual`` do not go together.
+            residual: array that the product is added to in the same kernel, with ``few_rows``.
         """
-        if isinstance(x, Deferred) or residual is not None:
-            return self._fused(spec, x, weight, recipe=recipe, residual=residual)
         if self.watch is not None:
+            assert not isinstance(x, Deferred), "no layer fuses its norm while it is watched"
             x = self.watch(spec, x.x if isinstance(x, Input) else x, weight)
-        if self.few_rows and not isinstance(weight, GatheredWeight):
-            return multiply_few_rows(spec, x, weight, recipe=recipe, out=out)
+        if self.few_rows:
+            assert not isinstance(x, Input), "execution_on"
+            assert not isinstance(weight, GatheredWeight), "one device has all of each weight"
+            return multiply_few_rows(spec, x, weight, recipe=recipe, out=out, residual=residual)
+        assert not isinstance(x, Deferred), "Abilities.fuses"
+        assert residual is None, "Abilities.fuses"
         return multiply(
             spec,
             x,
@@ -296,24 +302,6 @@ class Multiply:
             devices=self.devices,
         )
 
-    def _fused(
-        self,
-        spec: str,
-        x: jax.Array | Input | Deferred,
-        weight: AnyWeight,
-        *,
-        recipe: Recipe,
-        residual: jax.Array | None,
-    ) -> jax.Array:
-        self._check_few_rows(f"{spec} with a norm before it or a sum after it")
-        if isinstance(x, Input):
-            raise UnsupportedError(
-                f"{spec} of an input in 8 bits with a sum after it: kernels for a few rows read "
-                "the compute dtype; add the sum to the product"
-            )
-        weight = _ungathered(spec, weight)
-        return multiply_few_rows(spec, x, weight, recipe=recipe, residual=residual)
-
     def swiglu(
         self, x_BTD: Float[Array, "B T D"] | Deferred, weight_DF: AnyWeight, *, recipe: Recipe
     ) -> Float[Array, "B T _"] | Deferred:
@@ -323,37 +311,33 @@ class Multiply:
         Args:
             weight_DF: columns of the gate, then as many of up.
         """
-        self._check_few_rows("a packed SwiGLU")
-        return swiglu_few_rows(x_BTD, _ungathered("a packed SwiGLU", weight_DF), recipe=recipe)
-
-    def swiglu_input(self, x: Input, gate: Factor, up: Factor, *, recipe: Recipe) -> Input | None:
-        """Returns ``silu(x gate) * (x up)`` in 8 bits for the product that reads it; None where
-        products, activation and casts follow one another.
-        """
-        return swiglu_input(x, gate, up, recipe=recipe, devices=self.devices)
+        assert self.few_rows, "Abilities.fuses"
+        if isinstance(weight_DF, QuantizedWeight):
+            return Deferred(x=multiply_few_rows("BTD,DF->BTF", x_BTD, weight_DF, recipe=recipe))
+        assert not isinstance(weight_DF, GatheredWeight), "one device has all of each weight"
+        raw = x_BTD.x if isinstance(x_BTD, Deferred) else x_BTD
+        if _takes(raw, 1, recipe) and raw.dtype == recipe.compute:
+            hidden = _product(x_BTD, weight_DF, 1, recipe, swiglu=True)
+            return hidden.reshape(*raw.shape[:-1], -1)
+        x_BTD = x_BTD.value() if isinstance(x_BTD, Deferred) else x_BTD
+        product_BTF = multiply("BTD,DF->BTF", x_BTD, weight_DF, recipe=recipe).astype(recipe.accum)
+        gate, up = jnp.split(product_BTF, 2, axis=-1)
+        return activated(MlpKind.SWIGLU, up, gate).astype(recipe.compute)
 
     def prepared(
-        self,
-        x: Float[Array, "..."],
-        *,
-        recipe: Recipe,
-        dims: Dims = (None,),
+        self, x: Float[Array, "..."], *, recipe: Recipe, dims: Dims = (None,)
     ) -> Float[Array, "..."] | Input:
-        """Returns x for several products of one recipe: quantized once where it multiplies in 8
-        bits.
+        """Quantizes x once for several matmuls with an fp8 recipe; otherwise returns x unchanged.
 
         Args:
-            x: of the residual stream, placed as it is where devices quantize their parts.
-            dims: logical dims of the weights that they contract.
+            x: activation in the residual stream's shape and sharding.
+            dims: logical dims of x's last dims, which the matmuls contract.
         """
-        return prepared(x, recipe=recipe, dims=dims, devices=self.devices)
-
-    def _check_few_rows(self, what: str) -> None:
-        if not self.few_rows:
-            raise UnsupportedError(
-                f"{what} in one kernel where few_rows={self.few_rows}: only the serving form of "
-                "one device has such kernels; compute norm, product and sum one after another"
-            )
+        if recipe.fp8 is None:
+            return x
+        return quantized_input(
+            x, recipe=recipe, dims=dims, tokens=STREAM_TOKENS, devices=self.devices
+        )
 
 
 def as_array(weight: AnyWeight, dtype: jnp.dtype) -> jax.Array:
@@ -391,12 +375,3 @@ def copied(
 def is_plain(weight: AnyWeight) -> TypeGuard[jax.Array]:
     """Tells whether a weight is one plain array."""
     return not isinstance(weight, QuantizedWeight | GatheredWeight)
-
-
-def _ungathered(what: str, weight: AnyWeight) -> jax.Array | QuantizedWeight:
-    if isinstance(weight, GatheredWeight):
-        raise UnsupportedError(
-            f"{what} with a gathered weight: kernels for a few rows run on one device, which has "
-            "all of each weight; leave keep_gathered=False"
-        )
-    return weight

@@ -1,23 +1,18 @@
-"""``Execution.attend`` and ``decode`` on a mesh: here, where devices hold whole sequences; where
-the context axis shards them, ``context.methods``.
+"""Attention and decoding on a mesh whose devices hold whole sequences; where the context axis
+shards them, attention is in ``context.methods``.
 
 Dims: B batch, T position, N query heads, K key/value heads, H head width.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 from jaxtyping import Array, Float, Int
 
 from jaxinfra import axes
-from jaxinfra.axes import MeshAxis
 from jaxinfra.config.model import MixerConfig
-from jaxinfra.config.run import AttentionImplementation, ContextMethod
-from jaxinfra.model.execution import Attend, AttendLatents, Decode
-from jaxinfra.ops.attention import named_attention
 from jaxinfra.ops.cached_attention import Pages, cached_attention
-from jaxinfra.parallel.context.latents import ContextLatentAttention
-from jaxinfra.parallel.context.methods import ContextAttention
 from jaxinfra.parallel.place import Placement
 
 
@@ -30,7 +25,7 @@ class ShardedAttention:
     """
 
     placement: Placement
-    attend: Attend
+    attend: Callable[..., jax.Array]  # of one device
 
     def __call__(
         self,
@@ -47,7 +42,6 @@ class ShardedAttention:
         q_spec = place.spec((axes.BATCH, None, axes.Q_HEADS, None))
         kv_spec = place.spec((axes.BATCH, None, axes.KV_HEADS, None))
         ids_spec = None if segment_ids_BT is None else place.spec((axes.BATCH, None))
-
         sinks_spec = None if sinks_N is None else place.spec((axes.Q_HEADS,))
 
         def local(q, k, v, ids, sinks) -> jax.Array:
@@ -62,37 +56,6 @@ class ShardedAttention:
         )(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, sinks_N)
 
 
-def attention_on(
-    placement: Placement | None,
-    *,
-    implementation: AttentionImplementation = AttentionImplementation.AUTO,
-    method: ContextMethod = ContextMethod.AUTO,
-) -> Attend:
-    """Returns the attention function of an implementation, sharded on a mesh of several devices.
-
-    Args:
-        method: how devices that share a sequence (context axis, zig-zag order) exchange keys.
-    """
-    attend = named_attention(implementation)
-    if placement is None or placement.mesh.size == 1:
-        return attend
-    if placement.mesh.shape[MeshAxis.CONTEXT] > 1:
-        return ContextAttention(placement=placement, method=method, implementation=implementation)
-    return ShardedAttention(placement=placement, attend=attend)
-
-
-def latents_on(
-    placement: Placement | None,
-    *,
-    implementation: AttentionImplementation,
-    method: ContextMethod,
-) -> AttendLatents | None:
-    """Returns attention that exchanges latents over the context axis; None without this axis."""
-    if placement is None or placement.mesh.shape[MeshAxis.CONTEXT] == 1:
-        return None
-    return ContextLatentAttention(placement=placement, method=method, implementation=implementation)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedDecode:
     """Attention to a KV cache on a mesh: each device reads its own heads, without communication.
@@ -102,7 +65,6 @@ class ShardedDecode:
     """
 
     placement: Placement
-    decode: Decode
 
     def __call__(
         self,
@@ -124,16 +86,9 @@ class ShardedDecode:
         }
         form = pages.format
 
-        def local(
-            q: jax.Array,
-            arrays: dict[str, jax.Array],
-            tables: jax.Array | None,
-            layer: jax.Array | None,
-            positions: jax.Array,
-            sinks: jax.Array | None,
-        ) -> jax.Array:
+        def local(q, arrays, tables, layer, positions, sinks) -> jax.Array:
             pages = Pages(arrays=arrays, tables_BM=tables, layer=layer, format=form)
-            return self.decode(q, pages, config=config, positions_BT=positions, sinks_N=sinks)
+            return cached_attention(q, pages, config=config, positions_BT=positions, sinks_N=sinks)
 
         in_specs = (
             q_spec,
@@ -149,10 +104,3 @@ class ShardedDecode:
             out_specs=q_spec,
             check_vma=False,  # as above
         )(q_BTNH, pages.arrays, tables_BM, pages.layer, positions_BT, sinks_N)
-
-
-def decode_on(placement: Placement | None) -> Decode:
-    """Returns attention over a KV cache, in its sharded form on a mesh of several devices."""
-    if placement is None or placement.mesh.size == 1:
-        return cached_attention
-    return ShardedDecode(placement=placement, decode=cached_attention)

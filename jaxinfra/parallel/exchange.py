@@ -41,7 +41,6 @@ from jaxtyping import Array, Float, Int
 from jaxinfra import axes
 from jaxinfra.config.exchange import ExchangeConfig, ExchangeForm, ExchangeImplementation
 from jaxinfra.config.model import ExpertsConfig
-from jaxinfra.model.execution import ExpertExchange, within_device
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.experts import ExpertWeights, apply_experts, combine_rows, sorted_copies, spread
 from jaxinfra.ops.quantized import QuantizedWeight, of_device
@@ -498,10 +497,3 @@ def _exchanged(
     y_ND = combine_rows(y_SD, travel.place_NJ, weight_NJ, inverse=travel.choice_S)
     stayed = jnp.sum(jnp.where(travel.place_NJ < travel.choice_S.size, 0, choices_NJ))
     return y_ND, stayed + left_there
-
-
-def exchange_on(placement: Placement | None, config: ExchangeConfig) -> ExpertExchange:
-    """Returns the experts' exchange: ``within_device``, or its sharded form on several devices."""
-    if placement is None or placement.mesh.size == 1:
-        return within_device
-    return ShardedExchange(placement=placement, config=config)

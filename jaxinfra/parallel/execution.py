@@ -1,19 +1,33 @@
 """``execution_on`` puts together a decoder's ``Execution``, for one device and for meshes."""
 
+import functools
+
+from jaxinfra.axes import MeshAxis
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import AttentionImplementation, ContextMethod, KeptValues, Remat
 from jaxinfra.errors import UnsupportedError
-from jaxinfra.model.execution import Anywhere, DecodeForm, Execution, Kernels, Recomputation
+from jaxinfra.model.execution import (
+    DecodeForm,
+    Execution,
+    Kernels,
+    Place,
+    Recomputation,
+    take_rows,
+    within_device,
+)
 from jaxinfra.numerics.policy import POLICIES, Policy
+from jaxinfra.ops import attention as ops
+from jaxinfra.ops.cached_attention import cached_attention
 from jaxinfra.ops.multiply import Multiply
-from jaxinfra.parallel.attend import attention_on, decode_on, latents_on
-from jaxinfra.parallel.exchange import exchange_on
+from jaxinfra.parallel.attend import ShardedAttention, ShardedDecode
+from jaxinfra.parallel.context.methods import ContextAttention, ContextLatentAttention
+from jaxinfra.parallel.exchange import ShardedExchange
 from jaxinfra.parallel.fp8 import fp8_devices_on
-from jaxinfra.parallel.gather import gather_on
-from jaxinfra.parallel.lookup import lookup_on
-from jaxinfra.parallel.loss import cross_entropy_on
+from jaxinfra.parallel.gather import KeptWeights
+from jaxinfra.parallel.lookup import ShardedLookup
+from jaxinfra.parallel.loss import TokenLoss
 from jaxinfra.parallel.place import Placement
 
 
@@ -60,20 +74,52 @@ def execution_on(
         )
     # Kernels are custom calls, which the compiler cannot split.
     serves_alone = packed and (placement is None or placement.mesh.size == 1)
+    gather = None
+    if keep_gathered and placement is not None:
+        gather = KeptWeights(placement=placement, compute=policy.compute)
     return Execution(
         policy=policy,
         recomputation=Recomputation(remat=remat, kept=kept, unroll=unroll),
         multiply=Multiply(devices=fp8_devices_on(placement), few_rows=serves_alone),
-        kernels=Kernels(
-            attend=attention_on(placement, implementation=attention, method=context_method),
-            attend_latents=latents_on(placement, implementation=attention, method=context_method),
-            decode=decode_on(placement),
-            lookup=lookup_on(placement),
-            cross_entropy=cross_entropy_on(placement),
-            exchange=exchange_on(placement, exchange or ExchangeConfig()),
+        kernels=kernels_on(
+            placement, attention=attention, context_method=context_method, exchange=exchange
         ),
-        place=Anywhere() if placement is None else placement.constraint(),
-        gather=gather_on(placement, keep=keep_gathered, compute=policy.compute),
+        place=Place() if placement is None else placement.constraint(),
+        gather=gather,
         cache_format=cache_format,
         decode_form=decode_form,
+    )
+
+
+def kernels_on(
+    placement: Placement | None,
+    *,
+    attention: AttentionImplementation = AttentionImplementation.AUTO,
+    context_method: ContextMethod = ContextMethod.AUTO,
+    exchange: ExchangeConfig | None = None,
+) -> Kernels:
+    """Returns the functions of one device, or their sharded forms on a mesh of several devices."""
+    attend = functools.partial(ops.attention, implementation=attention)
+    if placement is None or placement.mesh.size == 1:
+        return Kernels(
+            attend=attend,
+            attend_latents=None,
+            decode=cached_attention,
+            lookup=take_rows,
+            cross_entropy=TokenLoss(placement=placement),
+            exchange=within_device,
+        )
+    attend, latents = ShardedAttention(placement=placement, attend=attend), None
+    if placement.mesh.shape[MeshAxis.CONTEXT] > 1:
+        attend, latents = (
+            kind(placement=placement, method=context_method, implementation=attention)
+            for kind in (ContextAttention, ContextLatentAttention)
+        )
+    return Kernels(
+        attend=attend,
+        attend_latents=latents,
+        decode=ShardedDecode(placement=placement),
+        lookup=ShardedLookup(placement=placement),
+        cross_entropy=TokenLoss(placement=placement),
+        exchange=ShardedExchange(placement=placement, config=exchange or ExchangeConfig()),
     )

@@ -27,17 +27,15 @@ from jaxinfra.ops.fp8_devices import (
     BLOCK,
     STREAM_TOKENS,
     TOKENS,
+    Devices,
     FindDevices,
     Hold,
     Placed,
-    PlacedMatrix,
     Quantized,
     Side,
-    Together,
     one_device,
 )
 from jaxinfra.parallel.collectives import all_gather, all_reduce, reduce_scatter
-from jaxinfra.parallel.gather import QuantizedWeights
 from jaxinfra.parallel.place import Placement
 
 _SEQUENCES = (SEQUENCE, STREAM_SEQUENCE)
@@ -46,18 +44,21 @@ type _Axes = Mapping[str, tuple[str, ...]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class OnEachDevice:
+class OnEachDevice(Devices):
     """Devices of a mesh that each compute their share of an 8-bit matmul by kernels."""
 
     placement: Placement
     axes: Mapping[Hold, _Axes]  # of dims that are sharded
-    together: Together
-    spread: int = 1
 
     @property
-    def num(self) -> int:
-        """Number of all devices of the mesh."""
-        return self.placement.mesh.size
+    def spread(self) -> int:
+        """Returns 1: kernels run on each device."""
+        return 1
+
+    @property
+    def together(self) -> Devices:
+        """Returns these devices with arrays partitioned by the compiler."""
+        return Devices(num=self.num, gather=self.gather)
 
     def unfit(self, sides: tuple[Side, ...]) -> str | None:
         """Returns why a device's share would cut a block or not be contiguous; None if it fits."""
@@ -83,7 +84,7 @@ class OnEachDevice:
 
     def each(self, part: Callable, *, takes: Any, gives: Any) -> Callable:
         """Returns ``part`` wrapped to run on each device with its shares of the arrays."""
-        specs = [jax.tree.map(self._specs, tree, is_leaf=_is_placed) for tree in (takes, gives)]
+        specs = [jax.tree.map(self._spec, tree) for tree in (takes, gives)]
         # A kernel does not say over which axes its results vary; parts sum what there is to sum.
         return self.placement.on_each_device(
             part, in_specs=specs[0], out_specs=specs[1], check_vma=False
@@ -99,7 +100,7 @@ class OnEachDevice:
         over = self._over(dims, held)
         return all_gather(x[None], over) if over else x[None]
 
-    def whole(self, weight: Quantized, placed: PlacedMatrix, shape: tuple[int, ...]) -> Quantized:
+    def whole(self, weight: Quantized, placed: Any, shape: tuple[int, ...]) -> Quantized:
         """Gathers a weight over the axes that shard its storage but not its use (``fsdp``)."""
         del shape
         # As integers: XLA's CPU backend would send 8-bit floats as 16-bit ones.
@@ -171,25 +172,14 @@ class OnEachDevice:
     def _shards(self, dims: Dims, held: Hold) -> int:
         return math.prod(self.placement.mesh.shape[axis] for axis in self._over(dims, held))
 
-    def _specs(self, placed: Placed | PlacedMatrix) -> PartitionSpec | Quantized:
-        """Partition specs of an array, or of the parts of a ``Quantized``."""
-        if isinstance(placed, PlacedMatrix):
-            return Quantized._make(map(self._spec, placed))
-        return self._spec(placed)
-
     def _spec(self, placed: Placed) -> PartitionSpec:
         return PartitionSpec(*(self._over(merged, placed.held) or None for merged in placed.dims))
-
-
-def _is_placed(node: Any) -> bool:
-    return isinstance(node, Placed | PlacedMatrix)
 
 
 def fp8_devices_on(placement: Placement | None) -> FindDevices:
     """Returns a function that finds the devices which share an 8-bit matmul on this mesh."""
     if placement is None or placement.mesh.size == 1:
         return one_device
-    together = Together(num=placement.mesh.size, gather=QuantizedWeights(placement=placement))
     rules = placement.rules
     tables = {
         Hold.USED: rules.used,
@@ -197,11 +187,22 @@ def fp8_devices_on(placement: Placement | None) -> FindDevices:
         Hold.SUMMED: rules.gradients,
     }
 
+    def gather(values: jax.Array, scale: jax.Array, dims: Dims) -> tuple[jax.Array, jax.Array]:
+        # As integers: XLA's CPU backend would send 8-bit floats as 16-bit ones.
+        bits = jax.lax.bitcast_convert_type(values, jnp.uint8)
+        for table in (rules.parameters, rules.used):
+            bits = jax.lax.with_sharding_constraint(bits, placement.sharding(dims, table))
+        # Were scales left in shares, the compiler would share out their product with the values,
+        # and bring that together again in fp32.
+        everywhere = placement.sharding((None,) * scale.ndim)
+        scale = jax.lax.with_sharding_constraint(scale, everywhere)
+        return jax.lax.bitcast_convert_type(bits, values.dtype), scale
+
     def here() -> OnEachDevice:
         axes = {
             held: {dim: placement.axes(dim, table) for dim in table}
             for held, table in tables.items()
         }
-        return OnEachDevice(placement=placement, axes=axes, together=together)
+        return OnEachDevice(num=placement.mesh.size, gather=gather, placement=placement, axes=axes)
 
     return here

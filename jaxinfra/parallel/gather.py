@@ -2,7 +2,7 @@
 
 Left to the compiler, a projection's weight is gathered where it is multiplied with, and what the
 backward pass needs of it is the share that a device holds: it gathers again. Here the gathered
-weight is a value of its own, which recomputation keeps (``ops.gathered.GATHERED``).
+weight is a value of its own, which recomputation keeps (``ops.multiply.GATHERED``).
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding
 
 from jaxinfra.axes import Dims
-from jaxinfra.ops.gathered import Gather, GatheredWeight
+from jaxinfra.ops.multiply import GatheredWeight
 from jaxinfra.parallel.place import Placement
 
 
@@ -62,33 +62,3 @@ def _gradient_as_stored(weight: jax.Array, share: NamedSharding) -> jax.Array:
 
     same.defvjp(lambda weight: (same(weight), None), backward)
     return same(weight)
-
-
-def gather_on(placement: Placement | None, *, keep: bool, compute: jnp.dtype) -> Gather | None:
-    """Returns ``KeptWeights`` if ``keep`` is set and there is a mesh; else None."""
-    return KeptWeights(placement=placement, compute=compute) if keep and placement else None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class QuantizedWeights:
-    """Gather of weights that each device has quantized to 8 bits: one byte per element."""
-
-    placement: Placement
-
-    def __call__(
-        self, values: jax.Array, scale: jax.Array, dims: Dims
-    ) -> tuple[jax.Array, jax.Array]:
-        """Gathers a weight's 8-bit values as projections use them, and all of its scales.
-
-        Were scales left in shares, the compiler would share out their product with the values, and
-        bring that together again in fp32.
-        """
-        share = self.placement.sharding(dims)
-        whole = self.placement.sharding(dims, self.placement.rules.used)
-        # As integers: XLA's CPU backend would send 8-bit floats as 16-bit ones.
-        bits = jax.lax.bitcast_convert_type(values, jnp.uint8)
-        bits = jax.lax.with_sharding_constraint(bits, share)
-        bits = jax.lax.with_sharding_constraint(bits, whole)
-        everywhere = self.placement.sharding((None,) * scale.ndim)
-        scale = jax.lax.with_sharding_constraint(scale, everywhere)
-        return jax.lax.bitcast_convert_type(bits, values.dtype), scale

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxinfra import axes
-from jaxinfra.model.execution import Lookup, take_rows
+from jaxinfra.model.execution import take_rows
 from jaxinfra.numerics.policy import Policy
 from jaxinfra.parallel.place import Placement
 
@@ -94,10 +94,3 @@ def _local(
             is_id_bt = jax.lax.dynamic_slice_in_dim(is_id_bt, start, size, axis=1)
         rows_btd = jnp.where(is_id_bt[..., None], rows_btd, jnp.nan)
     return rows_btd
-
-
-def lookup_on(placement: Placement | None) -> Lookup:
-    """Returns the lookup function: ``take_rows``, or its sharded form on several devices."""
-    if placement is None or placement.mesh.size == 1:
-        return take_rows
-    return ShardedLookup(placement=placement)

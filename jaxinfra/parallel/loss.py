@@ -1,4 +1,4 @@
-"""``Execution.cross_entropy``: the loss of each device's own tokens, where a kernel computes it
+"""``Kernels.cross_entropy``: the loss of each device's own tokens, where a kernel computes it
 that runs on one device; elsewhere the compiler spreads it.
 
 The compiler cannot split a kernel. A device gathers the vocabulary's table along its width, in the
@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxinfra.axes import BATCH, EMBED, SEQUENCE, STREAM, VOCAB
-from jaxinfra.model.execution import Anywhere, CrossEntropy, Place
+from jaxinfra.model.execution import Place
 from jaxinfra.numerics.policy import Policy
 from jaxinfra.ops.cross_entropy import (
     CrossEntropySums,
@@ -61,7 +61,7 @@ class TokenLoss:
                 label_smoothing=label_smoothing,
                 logit_soft_cap=logit_soft_cap,
             )
-        place = placement.constraint() if placement else Anywhere()
+        place = placement.constraint() if placement else Place()
         return linear_cross_entropy(
             hidden_BTD,
             _gathered(table_VD, policy=policy, place=place),
@@ -90,11 +90,6 @@ def _gathered(table_VD: jax.Array, *, policy: Policy, place: Place) -> jax.Array
 
     gathered.defvjp(lambda table_VD: (gathered(table_VD), None), lambda _, d_VD: (d_VD,))
     return gathered(table_VD)
-
-
-def cross_entropy_on(placement: Placement | None) -> CrossEntropy:
-    """Returns the training loss function for a mesh, or for one device without a placement."""
-    return TokenLoss(placement=placement)
 
 
 def takes_own_tokens(placement: Placement, hidden_BTD: jax.Array, *, num_ids: int) -> bool:

@@ -28,6 +28,7 @@ from jaxinfra.axes import (
 from jaxinfra.config.mesh import ShardingConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.definition import ModelDefinition, Parameters
+from jaxinfra.model.execution import Place
 from jaxinfra.parallel.mesh import Rules, StateRules, state_rules
 from jaxinfra.parallel.zigzag import zigzag_indices
 
@@ -236,7 +237,7 @@ class Placement:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ActivationPlacement:
+class ActivationPlacement(Place):
     """Sharding of activations inside a traced function; hashed by identity, as layers hold it."""
 
     placement: Placement

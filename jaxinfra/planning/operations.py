@@ -17,7 +17,7 @@ from jaxinfra.config.run import ContextMethod, Remat
 from jaxinfra.model.definition import ParameterInfo
 from jaxinfra.model.flops import attention_flops
 from jaxinfra.ops.cross_entropy import HOPPER_LEAST_IDS, hopper_chunks, xla_chunks
-from jaxinfra.parallel.context.cost import context_bytes
+from jaxinfra.parallel.context.methods import context_bytes
 from jaxinfra.parallel.exchange import exchanged_bytes, room_for
 from jaxinfra.planning.layout import Layout
 from jaxinfra.planning.model import LayerKind, PlannedModel, is_expert, shards, used_shards
@@ -226,7 +226,7 @@ def _context_exchange(layer: LayerKind, layout: Layout) -> tuple[PlannedCollecti
     """Lists exchanges of a pass and its gradients: keys and values in a ring, or whole latents."""
     mixer, num_shards = layer.mixer, layout.mesh.context
     latents = isinstance(mixer, LatentAttentionConfig)
-    sent = context_bytes(
+    forward, backward = context_bytes(
         ContextMethod.ALL_GATHER if latents else ContextMethod.RING,
         num_shards=num_shards,
         tokens=layout.micro_tokens,
@@ -240,7 +240,7 @@ def _context_exchange(layer: LayerKind, layout: Layout) -> tuple[PlannedCollecti
     kinds = ("all-gather", "reduce-scatter") if latents else ("permute", "permute")
     # A gather's size is that of the whole array, of which a share is sent; a ring's that of a turn.
     share, form = (turns / num_shards, (False, 1)) if latents else (turns, (True, turns))
-    each = zip(names, kinds, (sent.forward / share, sent.backward / share), strict=True)
+    each = zip(names, kinds, (forward / share, backward / share), strict=True)
     return tuple(PlannedCollective(name, kind, "context", size, *form) for name, kind, size in each)
 
 

@@ -18,8 +18,7 @@ from jaxinfra.config.run import AttentionImplementation, ContextMethod
 from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.hlo.program import Collective, collectives
 from jaxinfra.parallel.context import halo
-from jaxinfra.parallel.context.cost import context_bytes
-from jaxinfra.parallel.context.methods import ContextAttention
+from jaxinfra.parallel.context.methods import ContextAttention, context_bytes
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.zigzag import from_zigzag, to_zigzag, zigzag_indices
@@ -39,7 +38,6 @@ MESHES = {
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
     num_kv_heads: int = 4
-    causal: bool = True
     window: int | None = None
     packed: bool = False
     cap: float | None = None
@@ -60,11 +58,9 @@ class Case:
 
 CASES = {
     "causal": Case(),
-    "full": Case(causal=False),
     "mha-capped": Case(num_kv_heads=8, cap=2.0),
     "causal-on-8": Case(num_kv_heads=8, mesh="context8"),
     "packed": Case(packed=True, mesh="context2-tensor2-fsdp2"),
-    "packed-full": Case(packed=True, causal=False),
     "bf16": Case(dtype="bfloat16", packed=True),
     # Left of a query: less than a chunk of 6, two chunks exactly, across the middle, almost all.
     "window-within-a-chunk": Case(window=4),
@@ -113,7 +109,7 @@ def expected(name: str):
     (q, k, v, d_out), ids = arrays(case)
     left = None if case.window is None else case.window - 1
     seen = attention_oracle.visible(
-        B, T, T, left=left, right=0 if case.causal else None,
+        B, T, T, left=left, right=0,
         q_ids=ids, kv_ids=ids, q_lengths=None, kv_lengths=None,
     )  # fmt: skip
     exact = attention_oracle.attention(
@@ -126,7 +122,7 @@ def expected(name: str):
 def context_attention(case: Case, method: ContextMethod) -> ContextAttention:
     mesh = MESHES[case.mesh]
     placement = Placement(mesh=make_mesh(mesh, devices=jax.devices()[: mesh.num_devices]))
-    return ContextAttention(placement=placement, method=method, is_causal=case.causal)
+    return ContextAttention(placement=placement, method=method)
 
 
 @pytest.mark.slow_cases("bf16-ring", "window-of-chunks-ring", "packed-all_gather")
@@ -202,8 +198,8 @@ def test_bytes_sent_are_the_formula(method, dtype):
         is_packed=True,
     )
     forward, backward = programs(case, method)
-    assert sum(each.sent_bytes for each in forward) == expected.forward
-    assert sum(each.sent_bytes for each in backward) == expected.backward
+    found = tuple(sum(each.sent_bytes for each in program) for program in (forward, backward))
+    assert found == expected
     kinds = {
         ContextMethod.RING: {"collective-permute"},
         ContextMethod.ULYSSES: {"all-to-all", "all-gather"},
@@ -251,13 +247,6 @@ REFUSED = {
         T,
         ConfigError,
         "ulysses spreads 2 key/value heads .* context=4",
-    ),
-    "window": (
-        Case(causal=False, window=9),
-        ContextMethod.RING,
-        T,
-        UnsupportedError,
-        "window=9 in attention that is not causal",
     ),
 }
 

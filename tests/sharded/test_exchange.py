@@ -66,7 +66,7 @@ def drawn():
 
 
 def exchanging(exchange: ExchangeConfig, num_devices: int):
-    port = subject.exchange_on(placement(num_devices), exchange)
+    port = subject.ShardedExchange(placement=placement(num_devices), config=exchange)
     return functools.partial(port, config=CONFIG, recipe=RECIPE)
 
 

@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import ExpertsConfig
 from jaxinfra.model.execution import within_device
 from jaxinfra.ops.experts import ExpertWeights
-from jaxinfra.parallel.exchange import exchange_on
+from jaxinfra.parallel.execution import kernels_on
 from jaxinfra.parallel.mesh import make_mesh, state_rules
 from jaxinfra.parallel.place import Placement
 from tests.sharded.cases import COMPILER_OPTIONS
@@ -66,7 +65,7 @@ def test_a_mesh_computes_what_one_device_does(sizes):
         mesh=make_mesh(mesh, devices=jax.devices()[:count]),
         rules=state_rules(ShardingConfig(), mesh),
     )
-    y, dx, *dws = computed(exchange_on(placement, ExchangeConfig()))
+    y, dx, *dws = computed(kernels_on(placement).exchange)
     want_y, want_dx, *want_dws = alone()
     for got, want in ((y, want_y), (dx, want_dx)):
         assert np.linalg.norm(got - want) <= 2.0**-7 * np.linalg.norm(want)

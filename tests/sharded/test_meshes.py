@@ -15,7 +15,7 @@ import pytest
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import GroupedAttentionConfig
 from jaxinfra.config.run import Remat
-from jaxinfra.parallel.attend import attention_on
+from jaxinfra.parallel.execution import kernels_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement, path_name
 from tests.sharded import oracle
@@ -248,7 +248,7 @@ def test_sinks_lie_with_their_heads():
     mesh = make_mesh(MeshConfig(fsdp=2, tensor=2), devices=jax.devices()[:4])
     results = []
     for placement in (None, Placement(mesh=mesh)):
-        attend = attention_on(placement)
+        attend = kernels_on(placement).attend
 
         def loss(sinks, attend=attend):
             out = attend(q, k, v, config=config, segment_ids_BT=None, sinks_N=sinks)
@@ -256,7 +256,7 @@ def test_sinks_lie_with_their_heads():
 
         results.append(jax.device_get(jax.jit(jax.grad(loss, has_aux=True))(sinks)))
     (d_one, out_one), (d_mesh, out_mesh) = results
-    plain = functools.partial(attention_on(None), config=config, segment_ids_BT=None)
+    plain = functools.partial(kernels_on(None).attend, config=config, segment_ids_BT=None)
     without = np.asarray(jax.jit(plain)(q, k, v))
     assert np.abs(out_one - without).max() > 0.1
     np.testing.assert_allclose(out_mesh, out_one, rtol=1e-5, atol=1e-6)

@@ -14,7 +14,6 @@ from jaxinfra.axes import EMBED, HEAD, LAYERS, MLP, Q_HEADS
 from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.checkpoint.model_directory import read_model_directory
 from jaxinfra.config.cache import CacheFormat
-from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import ExpertsConfig, stacked
 from jaxinfra.config.precision import PolicyName
@@ -24,8 +23,7 @@ from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.experts import ExpertWeights
 from jaxinfra.ops.quantized import WeightCode, WeightFormat, round_weight
-from jaxinfra.parallel.exchange import exchange_on
-from jaxinfra.parallel.execution import execution_on
+from jaxinfra.parallel.execution import execution_on, kernels_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.place_quantized import quantized_shardings
@@ -180,7 +178,7 @@ def test_few_tokens_over_devices_meet_few_experts(mesh, shares, gathers):
     x_BTD = jnp.asarray(rng.normal(size=(2, 1, 32)), jnp.float32)
     expert_BTK = jnp.asarray([[[3, 12]], [[12, 9]]], jnp.int32)
     weight_BTK = jnp.asarray(rng.uniform(size=(2, 1, 2)), jnp.float32)
-    exchange = functools.partial(exchange_on(place, ExchangeConfig()), config=config, recipe=recipe)
+    exchange = functools.partial(kernels_on(place).exchange, config=config, recipe=recipe)
     step = jax.jit(lambda experts: exchange(x_BTD, expert_BTK, weight_BTK, experts)[0])
     np.testing.assert_array_equal(step(few), step(plain))
     assert (largest_float(step, few) >= 16 * 32 * 32 // shares) == gathers

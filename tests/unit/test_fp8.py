@@ -23,8 +23,7 @@ from jaxinfra.numerics.policy import policy_of, unquantized
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.fp8 import QUANTIZED
 from jaxinfra.ops.fp8_operands import empty_record
-from jaxinfra.ops.gathered import GatheredWeight
-from jaxinfra.ops.multiply import multiply
+from jaxinfra.ops.multiply import GatheredWeight, multiply
 from jaxinfra.training.statistics import Fp8Watch, fp8_record
 from tests.rounding import Rounded
 from tests.tolerance import assert_within_rounding

@@ -23,8 +23,7 @@ from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.cache import PagedCache, after_pass, in_layer
 from jaxinfra.model.definition import define_model
-from jaxinfra.parallel.attend import decode_on
-from jaxinfra.parallel.execution import execution_on
+from jaxinfra.parallel.execution import execution_on, kernels_on
 from jaxinfra.serving.convert import convert
 from jaxinfra.serving.load import load, serving_placement
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig
@@ -142,7 +141,7 @@ def test_pages_are_read_alike_on_a_mesh():
                 q, cache.view(), config=mixer, positions_BT=positions[:, 27:]
             )
         )(q, inside)
-        for port in (decode_on(None), decode_on(placement))
+        for port in (kernels_on(None).decode, kernels_on(placement).decode)
     ]
     np.testing.assert_array_equal(*results)
 

@@ -28,7 +28,7 @@ from experiments.bench.environment import clocks, environment
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import GroupedAttentionConfig
 from jaxinfra.config.run import AttentionImplementation, ContextMethod
-from jaxinfra.ops.attention import named_attention
+from jaxinfra.ops.attention import attention
 from jaxinfra.parallel.context.methods import ContextAttention
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
@@ -83,7 +83,8 @@ def on_mesh(args, placement: Placement, method: ContextMethod) -> jax.stages.Wra
 
 
 def on_one(args, implementation: AttentionImplementation) -> jax.stages.Wrapped:
-    return jax.jit(functools.partial(both, named_attention(implementation), config_of(args)))
+    attend = functools.partial(attention, implementation=implementation)
+    return jax.jit(functools.partial(both, attend, config_of(args)))
 
 
 def sequence_sharding(placement: Placement) -> NamedSharding:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jaxinfra.ops.partial_attention import PartialAttention
+from jaxinfra.ops.attention import PartialAttention
 from jaxinfra.parallel.collectives import all_gather, num_devices, rank
 from jaxinfra.parallel.zigzag import chunks_in_sequence
 

@@ -12,8 +12,15 @@ which nothing overlaps with. The keys before a chunk are one unmasked part whose
 device, its own are causal; both merge by logsumexp. Bytes per device: 2 (P-1) t K H b to gather
 keys and values, as many to reduce their gradients.
 
+Latent attention gathers latents, and each device rebuilds from them the keys and values of its
+heads. A token's latent and rotated key are 576 numbers in DeepSeek-V3, its keys and values 40,960:
+what is sent is a seventieth, and each key's projection is computed once per device instead of
+once. That is 2 R (Hk + Hv) FLOPs per key and head beside the attention's (Hk + Hv) t: little where
+a device has more tokens than the latent has numbers. Bytes per device: (P-1) t (R + Hp) b.
+
 Dims: B batch, T position in zig-zag order, t tokens of a device, c = t/2 of a chunk, N query
-heads, n = N/P of one device, K key/value heads, k = K/P of one device, H head width.
+heads, n = N/P of one device, K key/value heads, k = K/P of one device, H head width, R latent
+width, P rotated width.
 """
 
 import dataclasses
@@ -21,24 +28,53 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, Float, Int
 
 from jaxinfra import axes
 from jaxinfra.axes import MeshAxis
-from jaxinfra.config.model import MixerConfig
-from jaxinfra.config.run import AttentionImplementation, ContextMethod
+from jaxinfra.config.model import LatentAttentionConfig, MixerConfig
+from jaxinfra.config.run import LATENT_METHODS, AttentionImplementation, ContextMethod
 from jaxinfra.errors import ConfigError, UnsupportedError
-from jaxinfra.ops.attention import attention
-from jaxinfra.ops.partial_attention import PartialAttention, merge_partials, partial_attention
+from jaxinfra.hlo.collective_bytes import sent_bytes
+from jaxinfra.numerics.recipe import Recipe
+from jaxinfra.ops.attention import (
+    PartialAttention,
+    attention,
+    expanded,
+    merge_partials,
+    partial_attention,
+)
+from jaxinfra.ops.multiply import multiply
 from jaxinfra.parallel.collectives import all_gather, all_to_all, num_devices, rank
 from jaxinfra.parallel.context.halo import windowed_attention
 from jaxinfra.parallel.context.ring import Ring, ring_attention
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.zigzag import chunk_length, chunks_in_sequence, chunks_in_zigzag
 
+_AXIS = str(MeshAxis.CONTEXT)
+_ROWS = (axes.BATCH, axes.SEQUENCE)
 
-def require_heads(num_kv_heads: int, num_shards: int) -> None:
-    """Raises ConfigError where the devices cannot share the key/value heads equally."""
+
+def _whole[Arrays](tree: Arrays) -> Arrays:
+    """Gathers arrays [B, t, ...] of this device's tokens to all tokens, in the sequence's order."""
+
+    def whole(x_Bt: jax.Array) -> jax.Array:
+        return chunks_in_sequence(all_gather(x_Bt, _AXIS, dim=1), num_devices(_AXIS))
+
+    return jax.tree.map(whole, tree)
+
+
+def _by_heads(
+    q_BtNH: jax.Array,
+    k_BtKH: jax.Array,
+    v_BtKH: jax.Array,
+    ids_Bt: jax.Array | None,
+    *,
+    config: MixerConfig,
+    implementation: AttentionImplementation,
+) -> Float[Array, "B t N Hv"]:
+    """Computes attention by Ulysses: of this device's share of the heads, to the whole sequence."""
+    num_kv_heads, num_shards = k_BtKH.shape[2], num_devices(_AXIS)
     if num_kv_heads % num_shards:
         raise ConfigError(
             f"context_method=ulysses spreads {num_kv_heads} key/value heads (of a tensor shard) "
@@ -46,81 +82,35 @@ def require_heads(num_kv_heads: int, num_shards: int) -> None:
             "context_method=ring, or a context size that divides"
         )
 
+    def heads(x_BtNH: jax.Array) -> jax.Array:
+        x_BTnH = all_to_all(x_BtNH, _AXIS, split_dim=2, concat_dim=1)
+        return chunks_in_sequence(x_BTnH, num_shards)
 
-def heads_to_tokens(out_BTnH: Float[Array, "B T n H"], axis: str) -> Float[Array, "B t N H"]:
-    """Exchanges heads for tokens: all heads of this device's tokens, in zig-zag order."""
-    out_BTnH = chunks_in_zigzag(out_BTnH, num_devices(axis))
-    return all_to_all(out_BTnH, axis, split_dim=1, concat_dim=2)
-
-
-def tokens_to_heads(x_BtNH: Float[Array, "B t N H"], axis: str) -> Float[Array, "B T n H"]:
-    """Exchanges tokens for heads: this device's heads of all tokens, in the sequence's order."""
-    x_BTnH = all_to_all(x_BtNH, axis, split_dim=2, concat_dim=1)
-    return chunks_in_sequence(x_BTnH, num_devices(axis))
-
-
-def all_documents(ids_Bt: Int32[Array, "B t"] | None, axis: str) -> Int32[Array, "B T"] | None:
-    """Gathers the document ids of all tokens of the sequences, in the sequences' order."""
-    if ids_Bt is None:
-        return None
-    return chunks_in_sequence(all_gather(ids_Bt, axis, dim=1), num_devices(axis))
-
-
-def gathered_attention(
-    part: PartialAttention,
-    axis: str,
-    q_BtNH: Float[Array, "B t N H"],
-    k_BtKH: Float[Array, "B t K H"],
-    v_BtKH: Float[Array, "B t K Hv"],
-    ids_Bt: Int32[Array, "B t"] | None,
-    *,
-    is_causal: bool,
-) -> Float[Array, "B t N Hv"]:
-    """Computes attention of this device's queries to the whole sequence, by gathered keys.
-
-    Returns [B, t, N, H] in q's dtype.
-
-    Args:
-        axis: the mesh axis of the sequence, manual here.
-        q_BtNH, k_BtKH, v_BtKH: in zig-zag order if causal, else in any.
-        ids_Bt: int32 documents, below 0 for padding; None where a row is one document.
-        is_causal: whether queries see no keys at later positions of the sequence.
-    """
-    size = num_devices(axis)
-
-    def whole(x_Bt: jax.Array) -> jax.Array:
-        x_BT = all_gather(x_Bt, axis, dim=1)
-        return chunks_in_sequence(x_BT, size) if is_causal else x_BT
-
-    k_BTKH, v_BTKH = whole(k_BtKH), whole(v_BtKH)
-    ids_BT = None if ids_Bt is None else whole(ids_Bt)
-    if not is_causal:
-        out, _ = part.forward(
-            q_BtNH, k_BTKH, v_BTKH, is_causal=False, q_ids_BT=ids_Bt, kv_ids_BS=ids_BT
-        )
-        return out
-    return causal_attention_to_all(
-        part, axis, q_BtNH, (k_BtKH, v_BtKH), (k_BTKH, v_BTKH), ids_Bt, ids_BT
+    out_BTnH = attention(
+        *map(heads, (q_BtNH, k_BtKH, v_BtKH)),
+        config=config,
+        segment_ids_BT=_whole(ids_Bt),
+        implementation=implementation,
     )
+    out_BTnH = chunks_in_zigzag(out_BTnH, num_shards)
+    return all_to_all(out_BTnH, _AXIS, split_dim=1, concat_dim=2)
 
 
-def causal_attention_to_all(
+def _attention_to_all(
     part: PartialAttention,
-    axis: str,
     q_BtNH: jax.Array,
     own: tuple[jax.Array, jax.Array],
     every: tuple[jax.Array, jax.Array],
     ids_Bt: jax.Array | None,
-    ids_BT: jax.Array | None,
 ) -> jax.Array:
     """Computes causal attention of this device's queries to all keys, [B, t, N, Hv] in q's dtype.
 
     Args:
         q_BtNH, own, ids_Bt: queries, (keys, values), documents of this device, in zig-zag order.
-        every, ids_BT: (keys, values) and documents of all tokens, in the sequence's order.
+        every: (keys, values) of all tokens, in the sequence's order.
     """
-    size, me = num_devices(axis), rank(axis)
-    chunk = q_BtNH.shape[1] // 2
+    size, me = num_devices(_AXIS), rank(_AXIS)
+    chunk, ids_BT = q_BtNH.shape[1] // 2, _whole(ids_Bt)
     outs = []
     for half, number in enumerate((me, 2 * size - 1 - me)):
         mine = slice(half * chunk, (half + 1) * chunk)
@@ -146,9 +136,6 @@ def causal_attention_to_all(
     return jnp.concatenate(outs, axis=1).astype(q_BtNH.dtype)
 
 
-_ROWS = (axes.BATCH, axes.SEQUENCE)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ContextAttention:
     """Self-attention whose sequence dim is sharded over the context axis, in zig-zag order.
@@ -159,13 +146,11 @@ class ContextAttention:
             layers fetch only the keys in their window (``halo``) under ring and all_gather;
             in a pipeline all_gather gathers all keys for them too.
         implementation: kernel for the attention on one device.
-        is_causal: by place in the sequence.
     """
 
     placement: Placement
     method: ContextMethod = ContextMethod.AUTO
     implementation: AttentionImplementation = AttentionImplementation.AUTO
-    is_causal: bool = True
 
     def __call__(
         self,
@@ -183,16 +168,16 @@ class ContextAttention:
         P; UnsupportedError where the implementation cannot compute a device's part, or a pipeline's
         stage would send from device to device.
         """
-        self._check_stages()
+        if self.method is ContextMethod.RING and self._is_stage:
+            # A collective over groups involves one stage's devices; a permutation involves all.
+            raise UnsupportedError(
+                f"context_method={self.method.value} in a pipeline: its sends would wait for "
+                "stages that do something else; use context_method=all_gather or ulysses"
+            )
         if sinks_N is not None:
             raise UnsupportedError(
                 "attention with sinks over the context axis: parts of a softmax are merged without "
                 "them; leave context out of the mesh"
-            )
-        if not self.is_causal and config.window is not None:
-            raise UnsupportedError(
-                f"window={config.window} in attention that is not causal: a window here counts "
-                "keys before the query; leave the window out"
             )
         chunk_length(q_BTNH.shape[1], self.placement.mesh.shape[MeshAxis.CONTEXT])
         q_spec = self.placement.spec((*_ROWS, axes.Q_HEADS, axes.HEAD))
@@ -210,17 +195,6 @@ class ContextAttention:
     def _is_stage(self) -> bool:
         return self.placement.mesh.shape[MeshAxis.PIPE] > 1
 
-    def _check_stages(self) -> None:
-        """Refuses ring attention in a pipeline, whose stages do different things at a time. A
-        collective over groups involves one stage's devices; a permutation involves all and would
-        wait for them.
-        """
-        if self.method is ContextMethod.RING and self._is_stage:
-            raise UnsupportedError(
-                f"context_method={self.method.value} in a pipeline: its sends would wait for "
-                "stages that do something else; use context_method=all_gather or ulysses"
-            )
-
     def _local(
         self,
         q_BtnH: jax.Array,
@@ -230,34 +204,136 @@ class ContextAttention:
         *,
         config: MixerConfig,
     ) -> jax.Array:
-        axis = str(MeshAxis.CONTEXT)
-        num_shards = self.placement.mesh.shape[axis]
         operands = (q_BtnH, k_BtkH, v_BtkH)
         if self.method is ContextMethod.ULYSSES:
-            require_heads(k_BtkH.shape[2], num_shards)
-            out_BTnH = attention(
-                *(tokens_to_heads(x, axis) for x in operands),
-                config=config,
-                segment_ids_BT=all_documents(ids_Bt, axis),
-                implementation=self.implementation,
-                is_causal=self.is_causal,
-            )
-            return heads_to_tokens(out_BTnH, axis)
-        part = partial_attention(config, self.implementation)
-        length = q_BtnH.shape[1] * num_shards
-        reach = _reach(config, length)
-        if reach is not None:
+            return _by_heads(*operands, ids_Bt, config=config, implementation=self.implementation)
+        part, num_shards = partial_attention(config, self.implementation), num_devices(_AXIS)
+        # Where the window leaves keys out, a query reaches those before its own that are in it.
+        if config.window is not None and config.window < q_BtnH.shape[1] * num_shards:
             return windowed_attention(
-                part, axis, *operands, ids_Bt, left=reach, permutes=not self._is_stage
+                part, _AXIS, *operands, ids_Bt, left=config.window - 1, permutes=not self._is_stage
             )
         if self.method is ContextMethod.ALL_GATHER or self._is_stage:
-            return gathered_attention(part, axis, *operands, ids_Bt, is_causal=self.is_causal)
-        ring = Ring(part=part, axis=axis, num_shards=num_shards, is_causal=self.is_causal)
-        return ring_attention(ring, *operands, ids_Bt)
+            keys = (k_BtkH, v_BtkH)
+            return _attention_to_all(part, q_BtnH, keys, _whole(keys), ids_Bt)
+        return ring_attention(Ring(part=part, axis=_AXIS, num_shards=num_shards), *operands, ids_Bt)
 
 
-def _reach(config: MixerConfig, length: int) -> int | None:
-    """Keys before its own that a query reaches; None where its window leaves none of them out."""
-    if config.window is None or config.window >= length:
-        return None
-    return config.window - 1
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ContextLatentAttention:
+    """Latent attention where the context axis shards sequences, whose order is zig-zag.
+
+    Args:
+        placement: the mesh, and which of its axes shard batch, sequence and heads.
+        method: one of ``LATENT_METHODS``.
+        implementation: kernel for the attention on one device.
+    """
+
+    placement: Placement
+    method: ContextMethod
+    implementation: AttentionImplementation
+
+    def __call__(
+        self,
+        q_BTNH: jax.Array,
+        latent_BTR: jax.Array,
+        key_BTP: jax.Array,
+        up_RNH: jax.Array,
+        *,
+        config: LatentAttentionConfig,
+        recipe: Recipe,
+        segment_ids_BT: jax.Array | None,
+    ) -> jax.Array:
+        """Returns [B, T, N, Hv] in q's dtype, placed as q.
+
+        Raises ConfigError where the sequence does not cut into chunks; UnsupportedError for another
+        method, or a window that leaves keys out.
+        """
+        length, place = q_BTNH.shape[1], self.placement
+        chunk_length(length, place.mesh.shape[MeshAxis.CONTEXT])
+        if self.method not in LATENT_METHODS:
+            raise UnsupportedError(
+                f"context_method={self.method.value} with latent attention: devices exchange "
+                f"latents, not heads; choose {' or '.join(each.value for each in LATENT_METHODS)}"
+            )
+        if config.window is not None and config.window < length:
+            raise UnsupportedError(
+                f"window={config.window} with latent attention over the context axis; leave the "
+                "window or the axis out"
+            )
+        q_spec = place.spec((*_ROWS, axes.Q_HEADS, axes.HEAD))
+        latent_spec = place.spec((*_ROWS, None))
+        up_spec = place.spec((None, axes.Q_HEADS, None))
+        ids_spec = None if segment_ids_BT is None else place.spec(_ROWS)
+        return place.on_each_device(
+            functools.partial(self._local, config=config, recipe=recipe),
+            in_specs=(q_spec, latent_spec, latent_spec, up_spec, ids_spec),
+            out_specs=q_spec,
+            # A kernel does not say over which axes its results vary; nothing is summed over any.
+            check_vma=False,
+        )(q_BTNH, latent_BTR, key_BTP, up_RNH, segment_ids_BT)
+
+    def _local(
+        self,
+        q_BtNH: jax.Array,
+        latent_BtR: jax.Array,
+        key_BtP: jax.Array,
+        up_RNH: jax.Array,
+        ids_Bt: jax.Array | None,
+        *,
+        config: LatentAttentionConfig,
+        recipe: Recipe,
+    ) -> jax.Array:
+        def heads(both: jax.Array) -> tuple[jax.Array, jax.Array]:
+            latent, key = jnp.split(both, [config.kv_rank], axis=-1)
+            up = multiply("BTR,RNH->BTNH", latent, up_RNH, recipe=recipe)
+            return expanded(up, key, config=config)
+
+        # Side by side they travel in one send.
+        both_Bt = jnp.concatenate([latent_BtR, key_BtP], axis=-1)
+        part = partial_attention(config, self.implementation)
+        return _attention_to_all(part, q_BtNH, heads(both_Bt), heads(_whole(both_Bt)), ids_Bt)
+
+
+def context_bytes(
+    method: ContextMethod,
+    *,
+    num_shards: int,
+    tokens: int,
+    q_width: float,
+    kv_width: float,
+    itemsize: float,
+    is_packed: bool,
+) -> tuple[float, float]:
+    """Counts the bytes that a device sends in a layer's full-length (not windowed) attention.
+
+    Returns those of the forward pass, and those of the backward pass.
+
+    Args:
+        num_shards: P, the context axis.
+        tokens: of one device, all its rows: B t.
+        q_width, kv_width: of queries, and of keys and values together, over all heads of one
+            device (its tensor shard).
+        itemsize: bytes of an activation's element.
+        is_packed: whether rows have segment ids, 4 bytes per token.
+    """
+    keys = tokens * kv_width
+    ids = 4 * tokens if is_packed else 0
+
+    def sent(kind: str, array_bytes: float) -> float:
+        return sent_bytes(kind, array_bytes, num_shards)
+
+    match method:
+        case ContextMethod.AUTO | ContextMethod.RING:
+            # Keys and documents both ways round; back, sums of the gradients in fp32.
+            turns = num_shards - 1
+            there = turns * sent("shift", keys * itemsize + ids)
+            return there, there + turns * sent("shift", keys * 4)
+        case ContextMethod.ALL_GATHER:
+            every = num_shards * keys * itemsize
+            forward = sent("all-gather", every + num_shards * ids)
+            return forward, sent("reduce-scatter", every)
+        case ContextMethod.ULYSSES:
+            elements = 2 * tokens * q_width + keys  # queries and outputs
+            moved = sent("all-to-all", elements * itemsize)
+            return moved + sent("all-gather", num_shards * ids), moved

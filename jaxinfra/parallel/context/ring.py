@@ -27,8 +27,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int32
 
-from jaxinfra.ops.attention import ATTENTION_NAMES
-from jaxinfra.ops.partial_attention import PartialAttention, merge_partials
+from jaxinfra.ops.attention import ATTENTION_NAMES, PartialAttention, merge_partials
 from jaxinfra.parallel.collectives import shift_together
 
 type Partial = tuple[jax.Array, jax.Array]
@@ -40,12 +39,11 @@ type KeyBlock = tuple[jax.Array, jax.Array, jax.Array | None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Ring:
-    """Static arguments of ring attention: the mesh axis and the masks."""
+    """Static arguments of ring attention: the attention to one device's keys, and the mesh axis."""
 
     part: PartialAttention
     axis: str
     num_shards: int
-    is_causal: bool
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -56,11 +54,10 @@ def ring_attention(
     v_BtKH: Float[Array, "B t K Hv"],
     ids_Bt: Int32[Array, "B t"] | None,
 ) -> Float[Array, "B t N Hv"]:
-    """Computes attention of this device's queries to the whole sequence, inside ``shard_map``.
+    """Computes causal attention of this device's queries to the sequence, inside ``shard_map``.
 
     Args:
-        ring: axis and masks.
-        q_BtNH, k_BtKH, v_BtKH: this device's tokens; in zig-zag order if causal, else in any.
+        q_BtNH, k_BtKH, v_BtKH: this device's tokens, in zig-zag order.
         ids_Bt: each token's document, int32, below 0 for padding; None: one document per row.
 
     Returns:
@@ -73,9 +70,10 @@ def _forward(ring: Ring, q_BtNH, k_BtKH, v_BtKH, ids_Bt) -> Partial:
     arriving = shift_together((k_BtKH, v_BtKH, ids_Bt), ring.axis)
     # Its own keys: its two chunks follow one another, so that their causal mask is the plain one.
     out, lse = ring.part.forward(
-        q_BtNH, k_BtKH, v_BtKH, is_causal=ring.is_causal, q_ids_BT=ids_Bt, kv_ids_BS=ids_Bt
+        q_BtNH, k_BtKH, v_BtKH, is_causal=True, q_ids_BT=ids_Bt, kv_ids_BS=ids_Bt
     )
-    halves = _halves((out.astype(lse.dtype), lse))
+    (out_a, out_b), (lse_a, lse_b) = (jnp.split(x, 2, axis=1) for x in (out.astype(lse.dtype), lse))
+    halves = (out_a, lse_a), (out_b, lse_b)
     rows = (q_BtNH, ids_Bt)
     for step in range(1, ring.num_shards):
         # A step begins when the one before has ended: else all steps' keys would be fetched, and
@@ -96,12 +94,6 @@ def _merge_step(
     q_BtNH, ids_Bt = rows
     k_BtKH, v_BtKH, kv_ids_Bt = keys
     early, late = halves
-    if not ring.is_causal:
-        part = ring.part.forward(
-            q_BtNH, k_BtKH, v_BtKH, is_causal=False, q_ids_BT=ids_Bt, kv_ids_BS=kv_ids_Bt
-        )
-        parts = _halves(part)
-        return merge_partials(*early, *parts[0]), merge_partials(*late, *parts[1])
     out_2BcNH, lse_2BcN = ring.part.forward(
         _queries(is_earlier, q_BtNH),
         _keys(is_earlier, k_BtKH),
@@ -148,7 +140,7 @@ def _ring_bwd(ring: Ring, residuals, d_out_BtNH):
         out_BTNH=out,
         lse_BTN=lse,
         d_out_BTNH=d_out_BtNH,
-        is_causal=ring.is_causal,
+        is_causal=True,
         q_ids_BT=ids_Bt,
         kv_ids_BS=ids_Bt,
     )
@@ -164,18 +156,6 @@ def _gradient_step(ring: Ring, rows, keys: KeyBlock, is_earlier: jax.Array):
     """dq, dk, dv [B, t, ...] of one step, fp32 where blocks were added."""
     q_BtNH, ids_Bt, out, lse, d_out_BtNH = rows
     k_BtKH, v_BtKH, kv_ids_Bt = keys
-    if not ring.is_causal:
-        return ring.part.gradient(
-            q_BtNH,
-            k_BtKH,
-            v_BtKH,
-            out_BTNH=out,
-            lse_BTN=lse,
-            d_out_BTNH=d_out_BtNH,
-            is_causal=False,
-            q_ids_BT=ids_Bt,
-            kv_ids_BS=kv_ids_Bt,
-        )
     of_queries = functools.partial(_queries, is_earlier)
     of_keys = functools.partial(_keys, is_earlier)
     dq_2BcNH, dk_2BcKH, dv_2BcKH = ring.part.gradient(
@@ -215,11 +195,6 @@ def _keys(is_earlier: jax.Array, x_Bt: jax.Array) -> jax.Array:
     """The key chunks of a step's two blocks, [2B, c, ...]: lo or hi, then lo."""
     lo, hi = jnp.split(x_Bt, 2, axis=1)
     return jnp.concatenate([jnp.where(is_earlier, lo, hi), lo])
-
-
-def _halves(part: Partial) -> tuple[Partial, Partial]:
-    (out_a, out_b), (lse_a, lse_b) = (jnp.split(x, 2, axis=1) for x in part)
-    return (out_a, lse_a), (out_b, lse_b)
 
 
 def _sum(dtype, total, part):
