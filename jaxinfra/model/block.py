@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
 from jaxinfra import axes
 from jaxinfra.config.kinds import NormPlacement
@@ -22,16 +23,14 @@ from jaxinfra.config.model import (
     MlpConfig,
 )
 from jaxinfra.config.own import OwnLayer
-from jaxinfra.model.dropout import dropout
-from jaxinfra.model.execution import Execution
+from jaxinfra.model.execution import Execution, Place
 from jaxinfra.model.experts import Experts
 from jaxinfra.model.grouped_attention import GroupedAttention
 from jaxinfra.model.latent_attention import LatentAttention
 from jaxinfra.model.mlp import Mlp
 from jaxinfra.model.norm import Norm
-from jaxinfra.model.passes import Abilities, LayerOutput, Pass, joined
+from jaxinfra.model.passes import Abilities, LayerOutput, Pass, joined, site_sums
 from jaxinfra.model.projection import Projection
-from jaxinfra.model.statistics import site_sums
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.multiply import Deferred
 
@@ -177,3 +176,29 @@ class Block(nnx.Module):
 def _abilities(config: Any, layer: Any) -> Abilities:
     """Abilities that a layer declares; a user's own layer has none."""
     return Abilities() if isinstance(config, OwnLayer) else layer.abilities
+
+
+def dropout(
+    x_BT: Float[Array, "B T *rest"], *, rate: float, key: Key[Array, ""] | None, place: Place
+) -> Float[Array, "B T *rest"]:
+    """Zeroes elements of [B, T, ...] with probability ``rate`` and scales the rest (Srivastava
+    et al. 2014); identity without a key.
+
+    Each token has a key of its own, by its row in the batch and its position in the sequence. So a
+    part of a batch, or a sequence in another order, is treated as within the whole.
+
+    Args:
+        place: gives the rows' indices in the batch, and their tokens' positions.
+    """
+    if key is None or rate == 0.0:
+        return x_BT
+    rows_B = place.first_row(x_BT.shape[0]) + jnp.arange(x_BT.shape[0])
+    row_keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, rows_B)
+    of_places = jax.vmap(jax.random.fold_in, (None, 0))
+    keys_BT = jax.vmap(of_places, (0, None))(row_keys_B, place.places(x_BT.shape[1]))
+
+    def keeps(key: jax.Array) -> jax.Array:
+        return jax.random.bernoulli(key, 1.0 - rate, x_BT.shape[2:])
+
+    kept_BT = jax.vmap(jax.vmap(keeps))(keys_BT)
+    return jnp.where(kept_BT, x_BT / (1.0 - rate), jnp.zeros_like(x_BT))

@@ -205,17 +205,12 @@ def _zeros(
     }
 
 
-def cached_elements(config: ModelConfig, num_tokens: int, *, evicted: bool) -> int:
-    """Counts the elements that all layers cache per sequence, without scales.
+def cached_numbers(config: ModelConfig, num_tokens: int, *, evicted: bool) -> tuple[int, int]:
+    """Counts the elements, and the scales, that all layers cache per sequence.
 
     Args:
         evicted: whether layers with a window drop the tokens that left it.
     """
-    return cached_numbers(config, num_tokens, evicted=evicted)[0]
-
-
-def cached_numbers(config: ModelConfig, num_tokens: int, *, evicted: bool) -> tuple[int, int]:
-    """Counts the elements, and the scales, that all layers cache per sequence."""
     elements = scales = 0
     for block, repeats in zip(config.blocks, config.repeats, strict=True):
         cache = block.mixer.cache

@@ -54,20 +54,18 @@ def nothing_summed(shapes: Any) -> Any:
 
     def empty(sums: Sums) -> Sums:
         return Sums(
-            losses=_zeros(sums.losses), added=_zeros(sums.added), largest=_least(sums.largest)
+            losses=_zeros(sums.losses),
+            added=_zeros(sums.added),
+            largest=nothing_emitted(sums.largest),
         )
 
     return jax.tree.map(empty, shapes, is_leaf=lambda node: isinstance(node, Sums))
-
-
-def nothing_emitted(shapes: Parameters) -> Parameters:
-    """Returns the least values, with which a maximum of the state's cotangents begins."""
-    return _least(shapes)
 
 
 def _zeros(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
 
 
-def _least(tree: Any) -> Any:
+def nothing_emitted(tree: Any) -> Any:
+    """Returns the least values, with which a maximum of the state's cotangents begins."""
     return jax.tree.map(lambda leaf: jnp.full(leaf.shape, -jnp.inf, leaf.dtype), tree)

@@ -14,9 +14,8 @@ from jaxinfra import axes
 from jaxinfra.config.kinds import MlpKind
 from jaxinfra.config.model import MlpConfig
 from jaxinfra.model.execution import Execution
-from jaxinfra.model.passes import Abilities, LayerOutput, Pass, labelled
+from jaxinfra.model.passes import Abilities, LayerOutput, Pass, labelled, site_sums
 from jaxinfra.model.projection import HIDDEN, Projection
-from jaxinfra.model.statistics import site_sums
 from jaxinfra.ops.activation import activated
 from jaxinfra.ops.fp8_operands import Input
 from jaxinfra.ops.fp8_swiglu import swiglu_input

@@ -4,15 +4,17 @@ Dims: B batch, T position.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxinfra.model.cache import Cache
 from jaxinfra.model.rope import RopeTable
+from jaxinfra.numerics.policy import Policy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,9 +77,9 @@ def combined(first: Any, second: Any) -> Any:
 
     def both(a: Sums, b: Sums) -> Sums:
         return Sums(
-            losses=jax.tree.map(jax.numpy.add, a.losses, b.losses),
-            added=jax.tree.map(jax.numpy.add, a.added, b.added),
-            largest=jax.tree.map(jax.numpy.maximum, a.largest, b.largest),
+            losses=jax.tree.map(jnp.add, a.losses, b.losses),
+            added=jax.tree.map(jnp.add, a.added, b.added),
+            largest=jax.tree.map(jnp.maximum, a.largest, b.largest),
         )
 
     return jax.tree.map(both, first, second, is_leaf=lambda node: isinstance(node, Sums))
@@ -94,6 +96,28 @@ def over_devices(sums: Any, axes: tuple[str, ...]) -> Any:
         )
 
     return jax.tree.map(total, sums, is_leaf=lambda node: isinstance(node, Sums))
+
+
+STATISTICS = "statistics/"
+"""Prefix of statistics' names in ``Sums``, which tells them from the layers' own entries."""
+
+
+def site_sums(sites: Mapping[str, jax.Array], *, policy: Policy) -> Sums:
+    """Sums each array's squares and counts its elements, zeros and non-finite ones, and takes its
+    largest absolute value; squares and maximum of finite elements. Complete once combined.
+    """
+    added, largest = {}, {}
+    for name, array in sites.items():
+        x = policy.to_accum(jax.lax.stop_gradient(array))
+        finite = jnp.isfinite(x)
+        kept = jnp.where(finite, x, jnp.zeros_like(x))
+        site = f"{STATISTICS}{name}"
+        added[f"{site}/squares"] = jnp.sum(jnp.square(kept))
+        added[f"{site}/elements"] = jnp.sum(jnp.ones_like(x))
+        added[f"{site}/zeros"] = jnp.sum((x == 0).astype(x.dtype))
+        added[f"{site}/nonfinite"] = jnp.sum((~finite).astype(x.dtype))
+        largest[f"{site}/largest"] = jnp.max(jnp.abs(kept))
+    return Sums(added=added, largest=largest)
 
 
 @jax.tree_util.register_dataclass

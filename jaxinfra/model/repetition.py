@@ -152,12 +152,10 @@ def straight(
     for index, kind in enumerate(kinds):
         graphdefs, stacks = of_kind[kind]
         mine = jax.tree.map(lambda x, i=index: jax.lax.index_in_dim(x, i, keepdims=False), stacks)
-        out = one_repetition(
+        x_BTD, cache, each = one_repetition(
             x_BTD, mine, given, ropes, cache, jnp.int32(index), graphdefs=graphdefs
         )
-        assert out.cache is not None
-        x_BTD, cache = out.x, out.cache
-        sums.append(out.sums)
+        sums.append(each)
     stacked = jax.tree.map(lambda *each: jnp.stack(each), *sums)
     return LayerOutput(
         x=x_BTD, cache=tuple(after_pass(each, each.arrays) for each in cache), sums=stacked
@@ -174,19 +172,17 @@ def one_repetition(
     index: jax.Array,
     *,
     graphdefs: tuple[nnx.GraphDef[Block], ...],
-) -> LayerOutput:
+) -> tuple[jax.Array, KVCache, tuple[Any, ...]]:
     """Computes one repetition of a block pattern; equal repetitions are traced only once.
+
+    Returns x, the cache with the new tokens, and the sums of each block.
 
     Args:
         parameters: each block's parameters, without the dim of repetitions.
         index: number of the repetition in its stack, int32.
     """
-    written, sums = [], []
-    for graphdef, mine, rope, cached in zip(graphdefs, parameters, ropes, cache, strict=True):
-        seen = in_layer(cached, cached.arrays, index)
-        given = dataclasses.replace(given, rope=rope, cache=seen)
-        out = nnx.merge(graphdef, mine)(x_BTD, given)
-        x_BTD = out.x
-        sums.append(out.sums)
-        written.append(dataclasses.replace(cached, arrays=out.cache.arrays))
-    return LayerOutput(x=x_BTD, cache=tuple(written), sums=tuple(sums))
+    step = repetition_of(graphdefs, given, ropes=ropes, cache=cache)
+    carry, layer = (x_BTD, [each.arrays for each in cache]), (index, parameters, None)
+    (x_BTD, stored), sums = step(carry, layer)
+    written = zip(cache, stored, strict=True)
+    return x_BTD, tuple(dataclasses.replace(c, arrays=arrays) for c, arrays in written), sums

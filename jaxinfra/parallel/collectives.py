@@ -65,14 +65,14 @@ def all_to_all(
     )
 
 
-def shift[T](tree: T, axis: Axis, *, by: int = 1) -> T:
-    """Receives the arrays of the device ``by`` places before this one in the ring. Sends D."""
+def shift[T](tree: T, axis: Axis) -> T:
+    """Receives the arrays of the device before this one in the ring. Sends D."""
     size = num_devices(axis)
-    permutation = [(source, (source + by) % size) for source in range(size)]
+    permutation = [(source, (source + 1) % size) for source in range(size)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, _names(axis), permutation), tree)
 
 
-def shift_together[T](tree: T, axis: Axis, *, by: int = 1) -> T:
+def shift_together[T](tree: T, axis: Axis) -> T:
     """Shifts arrays [B, T, ...] of any dtypes in one send; it has no gradient.
 
     XLA keeps one collective in flight: of several sends that should hide behind one computation,
@@ -83,7 +83,7 @@ def shift_together[T](tree: T, axis: Axis, *, by: int = 1) -> T:
         return tree
     unit = min(x.dtype.itemsize for x in arrays)
     lanes = [_as_integers(x, unit) for x in arrays]
-    received = shift(jnp.concatenate(lanes, axis=2), axis, by=by)
+    received = shift(jnp.concatenate(lanes, axis=2), axis)
     ends = list(itertools.accumulate(x.shape[2] for x in lanes))
     parts = jnp.split(received, ends[:-1], axis=2)
     return structure.unflatten(

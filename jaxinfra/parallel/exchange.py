@@ -174,17 +174,13 @@ class Travel:
     choice_S: jax.Array  # int32: the copy n J + j in a row; N J in an empty one
     place_NJ: jax.Array  # int32: the row of a copy; S for one that does not travel
     send: Callable[[jax.Array, jax.Array], jax.Array]  # (rows that are sent, what is there before)
-    send_back: Callable[[jax.Array], jax.Array]
+    back: Callable[[jax.Array], jax.Array]  # computed rows to their senders, in their own order
     received: int  # R
 
     def there(self, rows: jax.Array, *, nothing: int = 0) -> jax.Array:
         """Sends rows to their devices; returns the received rows, ``nothing`` in empty ones."""
         shape = (self.received, *rows.shape[1:])
         return self.send(rows, jnp.full(shape, nothing, rows.dtype))
-
-    def back(self, rows: jax.Array) -> jax.Array:
-        """Sends computed rows back to their senders, and returns this device's in its own order."""
-        return self.send_back(rows)
 
     def of_copies(self, values: jax.Array, nothing: int) -> jax.Array:
         """Orders values of the copies as the send buffer's rows; empty rows have ``nothing``."""
@@ -206,11 +202,12 @@ def equal(device_NJ: Int[Array, "N J"], num_devices: int, room: int, *, peers: P
     choice_DC = jnp.where(c_C < copies.sizes_E[:, None], copies.choice_M[row_DC], device_NJ.size)
     at_NJ = copies.place_NK - starts_D[jnp.minimum(device_NJ, num_devices - 1)]
     travels_NJ = (device_NJ < num_devices) & (at_NJ < room)
+    exchange = functools.partial(all_to_all, axis=peers.axis, groups=peers.groups)
     return Travel(
         choice_S=choice_DC.reshape(-1),
         place_NJ=jnp.where(travels_NJ, device_NJ * room + at_NJ, num_devices * room),
-        send=lambda rows, _: all_to_all(rows, peers.axis, groups=peers.groups),
-        send_back=lambda rows: all_to_all(rows, peers.axis, groups=peers.groups),
+        send=lambda rows, _: exchange(rows),
+        back=exchange,
         received=num_devices * room,
     )
 
@@ -236,35 +233,24 @@ def ragged(device_NJ: Int[Array, "N J"], num_devices: int, room: int, *, peers: 
     travels_NJ = (device_NJ < num_devices) & (at_NJ < fitting_SD[me][device_NJ_or_0])
     name = peers.axis[0] if len(peers.axis) == 1 else peers.axis
 
-    def send(rows: jax.Array, before: jax.Array) -> jax.Array:
-        return jax.lax.ragged_all_to_all(
-            rows,
-            before,
-            starts_SD[me],
-            fitting_SD[me],
-            places_SD[me],
-            fitting_SD[:, me],
-            axis_name=name,
-            axis_index_groups=peers.groups,
-        )
+    exchange = functools.partial(
+        jax.lax.ragged_all_to_all, axis_name=name, axis_index_groups=peers.groups
+    )
 
-    def send_back(rows: jax.Array) -> jax.Array:
-        return jax.lax.ragged_all_to_all(
-            rows,
-            jnp.zeros((device_NJ.size, *rows.shape[1:]), rows.dtype),
-            places_SD[:, me],
-            fitting_SD[:, me],
-            starts_SD[:, me],
-            fitting_SD[me],
-            axis_name=name,
-            axis_index_groups=peers.groups,
-        )
+    def send(rows: jax.Array, before: jax.Array) -> jax.Array:
+        fitting = fitting_SD[me], places_SD[me], fitting_SD[:, me]
+        return exchange(rows, before, starts_SD[me], *fitting)
+
+    def back(rows: jax.Array) -> jax.Array:
+        before = jnp.zeros((device_NJ.size, *rows.shape[1:]), rows.dtype)
+        fitting = fitting_SD[:, me], starts_SD[:, me], fitting_SD[me]
+        return exchange(rows, before, places_SD[:, me], *fitting)
 
     return Travel(
         choice_S=copies.choice_M,
         place_NJ=jnp.where(travels_NJ, copies.place_NK, device_NJ.size),
         send=send,
-        send_back=send_back,
+        back=back,
         received=most,
     )
 
@@ -349,8 +335,7 @@ def _specs(place: Placement, experts: ExpertWeights) -> Any:
             return jax.tree.map(lambda each: each.spec, shardings)
         return None if weight is None else place.spec(dims)
 
-    specs: dict[str, Any] = {name: spec(name, dims) for name, dims in _DIMS.items()}
-    return ExpertWeights(**specs)
+    return ExpertWeights(**{name: spec(name, dims) for name, dims in _DIMS.items()})
 
 
 def _of_device(
@@ -378,10 +363,17 @@ def _of_device(
     if summed:
         # Here, so that gradients are summed over tokens and not over what travelled.
         x_ND, weight_NK = jax.lax.pcast((x_ND, weight_NK), summed, to="varying")
-    if by_hidden:
-        experts = _biased_once(experts, by_hidden)
+    bias_ED = experts.down_bias_ED
+    if by_hidden and bias_ED is not None:
+        # On one device only, so that a sum over devices adds it once.
+        is_first = jax.lax.axis_index(by_hidden) == 0
+        once_ED = jnp.where(is_first, bias_ED, jnp.zeros_like(bias_ED))
+        experts = dataclasses.replace(experts, down_bias_ED=once_ED)
     if own:
-        expert_NK = _own_experts(expert_NK, experts.up_EDF.shape[0], own)
+        # Numbers among a device's own experts; theirs is ``number`` that others compute.
+        number = experts.up_EDF.shape[0]
+        mine_NK = expert_NK - jax.lax.axis_index(own) * number
+        expert_NK = jnp.where((mine_NK >= 0) & (mine_NK < number), mine_NK, number)
     apply = functools.partial(apply_experts, experts=experts, kind=config.kind, recipe=recipe)
     if between:
         room = room_for(len(x_ND), num_devices=num_devices, experts=config, exchange=exchange)
@@ -421,23 +413,6 @@ def _whole(experts: ExpertWeights, recipe: Recipe, by_width: tuple[str, ...]) ->
         return jax.lax.all_gather(weight, by_width, axis=dim, tiled=True)
 
     return ExpertWeights(**{name: gathered(name) for name in _DIMS})
-
-
-def _biased_once(experts: ExpertWeights, by_hidden: tuple[str, ...]) -> ExpertWeights:
-    """Keeps the bias on one device only, so that a sum over devices adds it once."""
-    bias_ED = experts.down_bias_ED
-    if bias_ED is None:
-        return experts
-    is_first = jax.lax.axis_index(by_hidden) == 0
-    return dataclasses.replace(
-        experts, down_bias_ED=jnp.where(is_first, bias_ED, jnp.zeros_like(bias_ED))
-    )
-
-
-def _own_experts(expert_NK: jax.Array, number: int, own: tuple[str, ...]) -> jax.Array:
-    """Choices among a device's own experts; ``number`` for those that others compute."""
-    mine_NK = expert_NK - jax.lax.axis_index(own) * number
-    return jnp.where((mine_NK >= 0) & (mine_NK < number), mine_NK, number)
 
 
 def _exchanged(

@@ -13,6 +13,7 @@ Dims: B batch, T position, D model width, V vocabulary; lower case of one device
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -45,31 +46,25 @@ class TokenLoss:
         weights_BT: Float[Array, "B T"],
         *,
         policy: Policy,
-        z_loss: float,
-        label_smoothing: float,
-        logit_soft_cap: float | None,
+        **options: Any,
     ) -> CrossEntropySums:
-        """Returns the loss and its statistics as sums over all tokens of the batch."""
+        """Returns the loss and its statistics as sums over all tokens of the batch.
+
+        Args:
+            table_VD: rows of the vocabulary, as stored.
+            options: z_loss, label_smoothing and logit_soft_cap of ``linear_cross_entropy``.
+        """
         placement = self.placement
         operands = hidden_BTD, table_VD, targets_BT, weights_BT
         if placement and takes_own_tokens(placement, hidden_BTD, num_ids=table_VD.shape[0]):
-            return cross_entropy_of_own_tokens(
-                placement,
-                *operands,
-                policy=policy,
-                z_loss=z_loss,
-                label_smoothing=label_smoothing,
-                logit_soft_cap=logit_soft_cap,
-            )
+            return cross_entropy_of_own_tokens(placement, *operands, policy=policy, **options)
         place = placement.constraint() if placement else Place()
         return linear_cross_entropy(
             hidden_BTD,
             _gathered(table_VD, policy=policy, place=place),
             targets_BT,
             weights_BT,
-            z_loss=z_loss,
-            label_smoothing=label_smoothing,
-            logit_soft_cap=logit_soft_cap,
+            **options,
             batch_shards=placement.batch_shards if placement else 1,
             sequence_shards=placement.sequence_shards if placement else 1,
             num_devices=placement.mesh.size if placement else 1,
@@ -128,9 +123,7 @@ def cross_entropy_of_own_tokens(
     weights_BT: jax.Array,
     *,
     policy: Policy,
-    z_loss: float,
-    logit_soft_cap: float | None,
-    label_smoothing: float = 0.0,
+    **options: Any,
 ) -> CrossEntropySums:
     """Computes ``linear_cross_entropy`` of the whole batch, each device by its own tokens.
 
@@ -138,6 +131,7 @@ def cross_entropy_of_own_tokens(
         table_VD: vocabulary projection as stored, sharded by width, by rows, or not at all.
         policy: the table is gathered in ``compute``, which rounds its values and not its gradients;
             those are rounded to ``gradient`` before they are summed over devices, if anything.
+        options: as in ``TokenLoss``.
     """
     tokens, by_width = (BATCH, SEQUENCE), placement.gathered_axes(EMBED)
     by_vocabulary = placement.axes(VOCAB)
@@ -150,9 +144,7 @@ def cross_entropy_of_own_tokens(
             gathered(table_Vd),
             targets_bt,
             weights_bt,
-            z_loss=z_loss,
-            logit_soft_cap=logit_soft_cap,
-            label_smoothing=label_smoothing,
+            **options,
             vocabulary_axes=by_vocabulary,
         )
         return tuple(all_reduce(x, over) if over else x for x in sums)

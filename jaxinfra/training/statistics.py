@@ -20,9 +20,8 @@ import numpy as np
 from jaxinfra.axes import LAYERS
 from jaxinfra.data.batch import Batch
 from jaxinfra.model.definition import Parameters, by_path
-from jaxinfra.model.passes import Sums
+from jaxinfra.model.passes import STATISTICS, Sums
 from jaxinfra.model.projection import QUANTIZATION
-from jaxinfra.model.statistics import PREFIX
 from jaxinfra.numerics.storage import exact
 from jaxinfra.ops.fp8_operands import NUM_LOST, OPERANDS
 
@@ -75,9 +74,9 @@ def statistics_record(sums: tuple[Sums, ...], parameters: StatisticsTable) -> di
     activations: StatisticsTable = {}
     for number, block in enumerate(sums):
         for name in block.added:
-            site, _, kind = name.removeprefix(PREFIX).rpartition("/")
-            if name.startswith(PREFIX) and kind == "elements":
-                activations[f"blocks/{number}/{site}"] = _of_site(block, f"{PREFIX}{site}/")
+            site, _, kind = name.removeprefix(STATISTICS).rpartition("/")
+            if name.startswith(STATISTICS) and kind == "elements":
+                activations[f"blocks/{number}/{site}"] = _of_site(block, f"{STATISTICS}{site}/")
     shown = {
         path: {name: _plain(value) for name, value in values.items()}
         for path, values in parameters.items()
@@ -115,7 +114,7 @@ def flat_statistics(record: dict[str, Any]) -> dict[str, float]:
                 for number, one in enumerate(each):
                     suffix = f"/{number}" if isinstance(value, list) else ""
                     if one is not None:
-                        found[f"{PREFIX}{path}/{name}{suffix}"] = one
+                        found[f"{STATISTICS}{path}/{name}{suffix}"] = one
     return found
 
 

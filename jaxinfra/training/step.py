@@ -15,8 +15,7 @@ from jaxinfra.config.precision import PrecisionConfig
 from jaxinfra.data.batch import Batch
 from jaxinfra.model.definition import Parameters
 from jaxinfra.model.gradients import Gradients
-from jaxinfra.model.passes import Sums
-from jaxinfra.model.statistics import PREFIX
+from jaxinfra.model.passes import STATISTICS, Sums
 from jaxinfra.numerics.loss_scale import next_loss_scale
 from jaxinfra.numerics.storage import EXACT, after_update
 from jaxinfra.training.gradients import GradientFunction
@@ -271,7 +270,7 @@ def _by_name(sums: tuple[Sums, ...], kind: str) -> dict[str, list[np.ndarray]]:
     found: dict[str, list[np.ndarray]] = {}
     for block in sums:
         for name, value in getattr(block, kind).items():
-            if name.startswith(PREFIX):
+            if name.startswith(STATISTICS):
                 continue
             found.setdefault(name, []).append(np.asarray(value))
     return found

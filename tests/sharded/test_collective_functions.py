@@ -71,7 +71,7 @@ CASES = {
         "all_to_all",
     ),
     "shift": (
-        functools.partial(c.shift, axis=BOTH, by=1),
+        functools.partial(c.shift, axis=BOTH),
         lambda x: np.roll(x, 1, axis=0),
         "shift",
     ),

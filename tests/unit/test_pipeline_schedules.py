@@ -15,11 +15,11 @@ from jaxinfra.parallel.pipeline.tick_program import (
     UNIT_TIMES,
     bubble_formula,
     held_chunks,
-    lifetime_violations,
     make_tick_program,
     peak_activations,
     run,
 )
+from tests.pipeline_lifetimes import lifetime_violations
 
 GPIPE, ONE, INTERLEAVED, ZB_H1, ZB_V = PipelineSchedule
 CHUNKS = {GPIPE: [1], ONE: [1], INTERLEAVED: [2, 3, 4], ZB_H1: [1], ZB_V: [2]}

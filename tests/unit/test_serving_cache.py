@@ -13,7 +13,7 @@ import pytest
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.model import stacked
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.model.cache import PagedCache, after_pass, cached_elements
+from jaxinfra.model.cache import PagedCache, after_pass, cached_numbers
 from jaxinfra.model.decoder import Decoder
 from jaxinfra.model.definition import define_model, only
 from jaxinfra.numerics.policy import POLICIES
@@ -185,15 +185,15 @@ def test_cache_bytes(name, policy):
     _, decoder = make(name, policy)
     cache = decoder.empty_cache(batch=3, num_slots=40)
     itemsize = POLICIES[policy].compute.itemsize
-    expected = 3 * cached_elements(MODELS[name], 40, evicted=False) * itemsize
+    expected = 3 * cached_numbers(MODELS[name], 40, evicted=False)[0] * itemsize
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(cache)) == expected
 
 
 def test_windows_bound_what_has_to_be_kept():
     config = MODELS["gemma"]  # two layers of each kind, one with a window of 6
-    assert cached_elements(config, 40, evicted=False) == 2 * (2 * 2 * 8 + 2 * 1 * 8) * 40
+    assert cached_numbers(config, 40, evicted=False)[0] == 2 * (2 * 2 * 8 + 2 * 1 * 8) * 40
     kept = 2 * (2 * 2 * 8 * 6 + 2 * 1 * 8 * 40)
-    assert cached_elements(config, 40, evicted=True) == kept
+    assert cached_numbers(config, 40, evicted=True)[0] == kept
 
 
 def test_decoding_keeps_one_cache():
@@ -210,7 +210,7 @@ def test_decoding_keeps_one_cache():
 
     ids = jnp.zeros((batch, 1), jnp.int32)
     compiled = jax.jit(step, donate_argnums=3).lower(decoder, ids, ids, cache).compile()
-    cache_bytes = batch * cached_elements(MODELS["gqa"], num_slots, evicted=False) * 4
+    cache_bytes = batch * cached_numbers(MODELS["gqa"], num_slots, evicted=False)[0] * 4
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= cache_bytes
     # One layer's slice of two, and scores: a second cache would show.

@@ -11,6 +11,7 @@ on every device.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
@@ -22,7 +23,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxinfra.model.gradients import nothing_emitted, nothing_summed
 from jaxinfra.model.passes import combined
 from jaxinfra.parallel.pipeline.schedule import Kind
-from jaxinfra.parallel.pipeline.slices import LayerParts, LayerResult, Tree, cut_layer
+from jaxinfra.parallel.pipeline.slices import LayerParts, LayerResult, Tree
 from jaxinfra.parallel.pipeline.tick_program import Pairs, TickProgram
 
 
@@ -197,16 +198,14 @@ class _Run:
         micro = self._micro(jnp.int32(0))
         self._x = functions.embed(shared, micro)
         context = functions.layer_context(functions.context(micro), jnp.int32(0))
-        self._parts: LayerParts = cut_layer(
-            functions.layer, _entry(layers, jnp.int32(0)), context, self._x
-        )
+        self._parts = LayerParts(functions.layer, _entry(layers, jnp.int32(0)), context, self._x)
 
     def act(self, row: _Row, given: jax.Array, state: _State) -> tuple[jax.Array, _State]:
         """The stage's action of one tick; without one, its input and state as they are."""
         actions = {
             Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backward,
-            Kind.INPUT: self._input_gradient,
+            Kind.BACKWARD: functools.partial(self._backward, splits=False),
+            Kind.INPUT: functools.partial(self._backward, splits=True),
             Kind.WEIGHT: self._weight_gradient,
         }
         carry = given, state
@@ -228,7 +227,7 @@ class _Run:
     def empty_state(self) -> _State:
         """Makes the state before the first tick."""
 
-        def buffers(types: tuple[jax.ShapeDtypeStruct, ...], slots: int) -> list[jax.Array]:
+        def buffers(types: list[jax.ShapeDtypeStruct], slots: int) -> list[jax.Array]:
             return [jnp.zeros((slots, self._layers, *t.shape), t.dtype) for t in types]
 
         def nothing(arrays: Arrays) -> Arrays:
@@ -295,36 +294,25 @@ class _Run:
         )
         return out, state._replace(d_shared=d_shared, loss=loss)
 
-    def _backward(self, row: _Row, given: jax.Array, state: _State) -> tuple[jax.Array, _State]:
-        context = self._functions.context(self._micro(row.micro_batch))
-
-        def layer(step: jax.Array, carry: tuple[jax.Array, Arrays]):
-            dy, d_layers = carry
-            i = self._layers - 1 - step
-            index, weights, own = self._layer(row, context, i)
-            saved = _get(state.saved, (row.saved, i))
-            dx, d_own = self._parts.backward(weights, own, saved, dy)
-            return dx, self._add(d_layers, index, d_own)
-
-        dx, d_layers = jax.lax.fori_loop(0, self._layers, layer, (given, state.d_layers))
-        return self._embedding_gradient(row, dx, state._replace(d_layers=d_layers))
-
-    def _input_gradient(
-        self, row: _Row, given: jax.Array, state: _State
+    def _backward(
+        self, row: _Row, given: jax.Array, state: _State, *, splits: bool
     ) -> tuple[jax.Array, _State]:
+        """Gradients of the input and of the weights; if split, without what stays pending."""
         context = self._functions.context(self._micro(row.micro_batch))
+        gradient = self._parts.input_gradient if splits else self._parts.backward
 
         def layer(step: jax.Array, carry: tuple[jax.Array, Arrays, list[jax.Array]]):
             dy, d_layers, buffers = carry
             i = self._layers - 1 - step
             index, weights, own = self._layer(row, context, i)
             saved = _get(state.saved, (row.saved, i))
-            dx, d_some, pending = self._parts.input_gradient(weights, own, saved, dy)
-            return dx, self._add(d_layers, index, d_some), _put(buffers, (row.pending, i), pending)
+            dx, d_own, pending = gradient(weights, own, saved, dy)
+            return dx, self._add(d_layers, index, d_own), _put(buffers, (row.pending, i), pending)
 
-        carry = given, state.d_layers, state.pending
+        carry = given, state.d_layers, state.pending if splits else []
         dx, d_layers, pending = jax.lax.fori_loop(0, self._layers, layer, carry)
-        state = state._replace(d_layers=d_layers, pending=pending)
+        state = state._replace(d_layers=d_layers)
+        state = state._replace(pending=pending) if splits else state
         return self._embedding_gradient(row, dx, state)
 
     def _weight_gradient(
@@ -334,10 +322,8 @@ class _Run:
 
         def layer(i: jax.Array, d_layers: Arrays) -> Arrays:
             index, weights, own = self._layer(row, context, i)
-            saved, pending = (
-                _get(state.saved, (row.saved, i)),
-                _get(state.pending, (row.pending, i)),
-            )
+            saved = _get(state.saved, (row.saved, i))
+            pending = _get(state.pending, (row.pending, i))
             d_own = self._parts.weight_gradient(weights, own, saved, pending)
             return self._add(d_layers, index, d_own)
 

@@ -91,11 +91,6 @@ class Schedule:
         return self.num_positions // self.num_stages
 
     @property
-    def splits_gradients(self) -> bool:
-        """Whether some weight gradients are separate actions in the schedule."""
-        return bool(np.any(self.kind == Kind.WEIGHT))
-
-    @property
     def position(self) -> np.ndarray:
         """Index of the run of layers in each stage's chunks, int [stages, chunks]."""
         table = np.empty((self.num_stages, self.num_chunks), np.int32)

@@ -111,33 +111,71 @@ def _scope(name: str) -> contextlib.AbstractContextManager[Any]:
     return jax.named_scope(name) if name else contextlib.nullcontext()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class LayerParts:
     """One layer as separate programs: forward, input gradient and weight gradient.
 
     ``saved`` and ``pending`` are lists of arrays in a fixed order; gradients of weights are keyed
     by their leaf's number.
+
+    Args:
+        layer, weights, context, x: the layer, and arrays or shapes of its arguments; it is traced
+            with its gradient once.
     """
 
-    sums: Tree  # ShapeDtypeStructs
-    saved: tuple[jax.ShapeDtypeStruct, ...]  # forward to backward
-    pending: tuple[jax.ShapeDtypeStruct, ...]  # gradient of the input to gradient of the weights
-    _weights: tuple[int, ...]
-    _context: tuple[int, ...]
-    _x: int
-    _dy: int
-    _d_objective: int
-    _y: Any
-    _sums: tuple[Any, ...]
-    _dx: Any
-    _dw: Mapping[int, Any]
-    _with_input: frozenset[int]  # leaves whose gradient goes with the input's
-    _saved: tuple[int, ...]
-    _pending: tuple[int, ...]
-    _forward: Equations
-    _backward: Equations
-    _input: Equations
-    _weight: Equations
+    def __init__(self, layer: Layer, weights: Tree, context: Tree, x: jax.Array):
+        closed, (_, _, _, self.sums) = _traced(layer, weights, context, x)  # ShapeDtypeStructs
+        flat = _Flattener()
+        inputs = [flat.name(var) for var in closed.jaxpr.invars]
+        self._given_ids, (self._x, self._dy, self._d_objective) = inputs[:-3], inputs[-3:]
+        results = flat.add(closed, dict(zip(closed.jaxpr.invars, inputs, strict=True)))
+        self._y, self._dx, *rest = results
+        num_weights = len(jax.tree.leaves(weights))
+        self._dw, self._sums = rest[:num_weights], rest[num_weights:]
+
+        late_ids = {self._dy, self._d_objective}
+        from_x = _dependents(flat.equations, {self._x, *late_ids})
+        from_dy = _dependents(flat.equations, late_ids)
+        early, late = [], list[_Equation]()
+        for equation in flat.equations:
+            is_late = equation.recomputed or not from_dy.isdisjoint(equation.outputs)
+            (late if is_late else early).append(equation)
+
+        gradients = _variables([self._dx, *self._dw])
+        backward = _needed(late, gradients)
+        read = _reads(backward, gradients) - late_ids
+        self._saved = sorted(read & from_x)
+        # What does not depend on the input is computed again: casts of weights, rotary tables.
+        again = _needed(early, read - from_x)
+        rest = _without(backward, _needed(backward, _variables([self._dx])))
+        # Leaves whose gradient goes with the input's.
+        self._with_input = frozenset(
+            leaf
+            for leaf, value in enumerate(self._dw)
+            if all(equation.is_cheap for equation in _needed(rest, _variables([value])))
+        )
+        with_input = [self._dx, *(self._dw[leaf] for leaf in self._with_input)]
+        of_input = _needed(backward, _variables(with_input))
+        late_dw = _variables(
+            value for leaf, value in enumerate(self._dw) if leaf not in self._with_input
+        )
+        of_weights = _needed(_without(backward, of_input), late_dw)
+        pending, cheap = _kept_for_weights(
+            _reads(of_weights, late_dw),
+            of_input,
+            from_dy,
+            dy=self._dy,
+            d_objective=self._d_objective,
+        )
+        self._pending = sorted(pending)
+        self.saved = [flat.type_of(value) for value in self._saved]  # forward to backward
+        # Gradient of the input to gradient of the weights.
+        self.pending = [flat.type_of(value) for value in self._pending]
+        self._forward = flat.part(
+            _needed(early, _variables([self._y, *self._sums]) | {*self._saved})
+        )
+        self._backward = flat.part(again, backward)
+        self._input = flat.part(again, of_input)
+        self._weight = flat.part(again, cheap, of_weights)
 
     def forward(self, weights: Tree, context: Tree, x: jax.Array):
         """Computes (y, sums, saved)."""
@@ -148,10 +186,10 @@ class LayerParts:
         return _read(env, self._y), sums, [env[value] for value in self._saved]
 
     def backward(self, weights: Tree, context: Tree, saved: Sequence[jax.Array], dy: jax.Array):
-        """Computes (dx, dweights)."""
+        """Computes (dx, dweights, [])."""
         given = self._given(weights, context) | dict(zip(self._saved, saved, strict=True))
         env = self._backward.run({**given, self._dy: dy})
-        return _read(env, self._dx), self._weight_gradients(env, self._dw.keys())
+        return _read(env, self._dx), self._weight_gradients(env, range(len(self._dw))), []
 
     def input_gradient(
         self, weights: Tree, context: Tree, saved: Sequence[jax.Array], dy: jax.Array
@@ -172,11 +210,10 @@ class LayerParts:
         """Computes the weight gradients that ``input_gradient`` left pending."""
         given = self._given(weights, context) | dict(zip(self._saved, saved, strict=True))
         env = self._weight.run(given | dict(zip(self._pending, pending, strict=True)))
-        return self._weight_gradients(env, self._dw.keys() - self._with_input)
+        return self._weight_gradients(env, {*range(len(self._dw))} - self._with_input)
 
     def _given(self, weights: Tree, context: Tree) -> dict[int, Any]:
-        names = (*self._weights, *self._context)
-        given = dict(zip(names, jax.tree.leaves((weights, context)), strict=True))
+        given = dict(zip(self._given_ids, jax.tree.leaves((weights, context)), strict=True))
         return given | {self._d_objective: jnp.ones(())}
 
     def _weight_gradients(
@@ -187,68 +224,6 @@ class LayerParts:
 
 def _read(env: Mapping[int, Any], value: Any) -> Any:
     return env[value] if isinstance(value, int) else value.val
-
-
-def cut_layer(layer: Layer, weights: Tree, context: Tree, x: jax.Array) -> LayerParts:
-    """Traces a layer and its gradient once, and cuts them into the programs of ``LayerParts``."""
-    closed, types = _traced(layer, weights, context, x)
-    flat = _Flattener()
-    inputs = [flat.name(var) for var in closed.jaxpr.invars]
-    counts = [len(jax.tree.leaves(tree)) for tree in (weights, context)]
-    weight_ids, context_ids = inputs[: counts[0]], inputs[counts[0] : -3]
-    x_id, *late_ids = inputs[-3:]
-    dy_id, d_objective_id = late_ids
-    results = flat.add(closed, dict(zip(closed.jaxpr.invars, inputs, strict=True)))
-    y, dx, dw, sums = results[0], results[1], results[2 : 2 + counts[0]], results[2 + counts[0] :]
-
-    from_x = _dependents(flat.equations, {x_id, *late_ids})
-    from_dy = _dependents(flat.equations, set(late_ids))
-    early, late = [], list[_Equation]()
-    for equation in flat.equations:
-        is_late = equation.recomputed or not from_dy.isdisjoint(equation.outputs)
-        (late if is_late else early).append(equation)
-
-    backward = _needed(late, _variables([dx, *dw]))
-    read = _reads(backward, _variables([dx, *dw])) - set(late_ids)
-    saved = sorted(read & from_x)
-    # What does not depend on the input is computed again: casts of weights, rotary tables.
-    again = _needed(early, read - from_x)
-    of_input = _needed(backward, _variables([dx]))
-    rest = _without(backward, of_input)
-    with_input = frozenset(
-        leaf
-        for leaf, value in enumerate(dw)
-        if all(equation.is_cheap for equation in _needed(rest, _variables([value])))
-    )
-    of_input = _needed(backward, _variables([dx, *(dw[leaf] for leaf in with_input)]))
-    late_dw = _variables(value for leaf, value in enumerate(dw) if leaf not in with_input)
-    of_weights = _needed(_without(backward, of_input), late_dw)
-
-    pending, cheap = _kept_for_weights(
-        _reads(of_weights, late_dw), of_input, from_dy, dy=dy_id, d_objective=d_objective_id
-    )
-    waiting = tuple(sorted(pending))
-    return LayerParts(
-        sums=types[3],
-        saved=tuple(flat.type_of(value) for value in saved),
-        pending=tuple(flat.type_of(value) for value in waiting),
-        _weights=tuple(weight_ids),
-        _context=tuple(context_ids),
-        _x=x_id,
-        _dy=dy_id,
-        _d_objective=d_objective_id,
-        _y=y,
-        _sums=tuple(sums),
-        _dx=dx,
-        _dw=dict(enumerate(dw)),
-        _with_input=with_input,
-        _saved=tuple(saved),
-        _pending=waiting,
-        _forward=flat.part(_needed(early, _variables([y, *sums]) | set(saved))),
-        _backward=flat.part(again, backward),
-        _input=flat.part(again, of_input),
-        _weight=flat.part(again, cheap, of_weights),
-    )
 
 
 def _traced(
