@@ -104,16 +104,6 @@ class PagedCache:
         arrays = _zeros(spec, (num_layers, num_pages, page_size), dtype, form)
         return cls(arrays=arrays, tables_BM=tables_BM, is_empty=True, format=form)
 
-    @property
-    def page_size(self) -> int:
-        """Number of positions per page."""
-        return next(iter(self.arrays.values())).shape[2]
-
-    @property
-    def num_slots(self) -> int:
-        """Number of positions that each row's page table has room for."""
-        return self.tables_BM.shape[1] * self.page_size
-
     def append(
         self, new: Mapping[str, Shaped[Array, "B T ..."]], positions_BT: Int[Array, "B T"]
     ) -> "PagedCache":

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxinfra.config.kinds import MlpKind, NormKind, NormPlacement
-from jaxinfra.config.model import BlockConfig, GroupedAttentionConfig, MlpConfig, ModelConfig
+from jaxinfra.config.model import GroupedAttentionConfig, MlpConfig, ModelConfig
 from jaxinfra.config.rope import RopePairs
 from jaxinfra.model.block import Block
 from jaxinfra.model.cache import after_pass, in_layer, with_pages
@@ -26,31 +26,19 @@ from jaxinfra.ops.multiply import RmsNorm
 from jaxinfra.ops.quantized import QuantizedWeight
 
 
-def unlike_whole(config: ModelConfig) -> str | None:
-    """Names a feature of the model that the all-layers kernel cannot compute, or None."""
-    first, *others = config.blocks
-    if others:
-        return "layers that differ"
-    return _wrong_with(first)
-
-
-def _wrong_with(config: BlockConfig) -> str | None:
-    mixer, fed, norm = config.mixer, config.feed_forward, config.norm
-    if not isinstance(mixer, GroupedAttentionConfig) or not isinstance(fed, MlpConfig):
-        return f"{type(mixer).__name__} and {type(fed).__name__}"
-    if mixer.rope is None or mixer.rope.pairs is not RopePairs.HALVES:
-        return f"rope={mixer.rope}"
-    if mixer.window or mixer.logit_soft_cap or mixer.sinks or mixer.function:
-        return "attention with a window, a soft cap, sinks or a function of its own"
-    if mixer.qk_norm or mixer.qkv_bias or mixer.out_bias:
-        return "attention with norms of heads, or biases"
-    if fed.kind is not MlpKind.SWIGLU or fed.bias:
-        return f"{fed}"
-    if norm.kind is not NormKind.RMS or norm.bias or norm.function:
-        return f"{norm}"
-    if config.norm_placement is not NormPlacement.PRE:
-        return f"norm_placement={config.norm_placement}"
-    return None
+def can_be_whole(config: ModelConfig) -> bool:
+    """Tells whether the kernel of all layers can compute this model."""
+    block, *others = config.blocks
+    mixer, fed, norm = block.mixer, block.feed_forward, block.norm
+    if others or not isinstance(mixer, GroupedAttentionConfig) or not isinstance(fed, MlpConfig):
+        return False
+    is_rotated = mixer.rope is not None and mixer.rope.pairs is RopePairs.HALVES
+    is_plain = not (mixer.window or mixer.logit_soft_cap or mixer.sinks or mixer.function)
+    is_alone = not (mixer.qk_norm or mixer.qkv_bias or mixer.out_bias)
+    is_swiglu = fed.kind is MlpKind.SWIGLU and not fed.bias
+    is_rms = norm.kind is NormKind.RMS and not norm.bias and not norm.function
+    is_pre = block.norm_placement is NormPlacement.PRE
+    return all((is_rotated, is_plain, is_alone, is_swiglu, is_rms, is_pre))
 
 
 def whole_step(
@@ -66,15 +54,15 @@ def whole_step(
     is_served = execution.decode_form is not None and execution.multiply.few_rows
     if not is_served or execution.statistics or cache is None:
         return None
-    if unlike_whole(config) is not None:
+    if not can_be_whole(config):
         return None
     (block,), (rope,), (before,) = blocks, ropes, cache
     weights = _weights(block)
     if before.is_empty or weights is None:
         return None
-    assert rope is not None, "unlike_whole"
+    assert rope is not None, "can_be_whole"
     attention = block.attention
-    assert isinstance(attention, GroupedAttention), "unlike_whole"
+    assert isinstance(attention, GroupedAttention), "can_be_whole"
     seen = in_layer(before, before.arrays, np.zeros((), np.int32))
     done = decode_layers(
         x_BTD,
@@ -94,8 +82,8 @@ def whole_step(
 def _weights(block: Block) -> LayerWeights | None:
     """The weights of all layers, [L, ...] each; None of a model with adapters."""
     attention, mlp = block.attention, block.mlp
-    assert isinstance(attention, GroupedAttention), "unlike_whole"
-    assert isinstance(mlp, Mlp), "unlike_whole"
+    assert isinstance(attention, GroupedAttention), "can_be_whole"
+    assert isinstance(mlp, Mlp), "can_be_whole"
     projections = attention.packed, attention.out, mlp.packed, mlp.down
     if any(layer is None or layer.adapter is not None for layer in projections):
         return None

@@ -294,16 +294,29 @@ def append_packed_heads(
 
     Returns q and the pools, or None where the kernel does not apply.
     """
-    if not _is_taken(heads_BTNH, pages, config=config, rope=rope):
+    # On a Hopper GPU, where heads turn whole.
+    if (
+        rope is None
+        or pages.tables_BM is None
+        or not isinstance(config, GroupedAttentionConfig)
+        or config.qk_norm is not None
+        or config.rope is None
+        or config.rope.pairs is not RopePairs.HALVES
+        or 2 * rope[0].shape[-1] != heads_BTNH.shape[-1]
+        or device.target().capability != (9, 0)
+    ):
         return None
-    assert rope is not None
-    assert pages.tables_BM is not None
-    if is_empty and not _reads_back(heads_BTNH, pages):
-        return None
+    k, v = pages.arrays["k"], pages.arrays["v"]
+    if is_empty:
+        # Where tokens that see each other only find keys in pages as fast as side by side.
+        q_BTNH = heads_BTNH[:, :, : heads_BTNH.shape[2] - 2 * k.shape[2]]
+        is_plain = pages.format is CacheFormat.PLAIN
+        if not is_plain or not attends_chunk(q_BTNH, k, v, pages.tables_BM):
+            return None
     q_BTNH, *pools = pallas_kernels.append_heads(
         heads_BTNH,
-        pages.arrays["k"],
-        pages.arrays["v"],
+        k,
+        v,
         pages.tables_BM,
         positions_BT,
         rope,
@@ -312,33 +325,3 @@ def append_packed_heads(
     )
     names = [name for name in ("k", "v", "k" + SCALE, "v" + SCALE) if name in pages.arrays]
     return q_BTNH, dict(zip(names, pools, strict=True))
-
-
-def _is_taken(
-    heads_BTNH: jax.Array,
-    pages: Pages,
-    *,
-    config: MixerConfig,
-    rope: tuple[jax.Array, jax.Array] | None,
-) -> bool:
-    """Whether this is a Hopper GPU, and heads turn whole."""
-    return (
-        isinstance(config, GroupedAttentionConfig)
-        and config.qk_norm is None
-        and config.rope is not None
-        and rope is not None
-        and config.rope.pairs is RopePairs.HALVES
-        and 2 * rope[0].shape[-1] == heads_BTNH.shape[-1]
-        and pages.tables_BM is not None
-        and device.target().capability == (9, 0)
-    )
-
-
-def _reads_back(heads_BTNH: jax.Array, pages: Pages) -> bool:
-    """Whether tokens that see each other only find keys in pages as fast as side by side."""
-    assert pages.tables_BM is not None
-    if pages.format is not CacheFormat.PLAIN:
-        return False
-    k, v = pages.arrays["k"], pages.arrays["v"]
-    num_q_heads = heads_BTNH.shape[2] - 2 * k.shape[2]
-    return attends_chunk(heads_BTNH[:, :, :num_q_heads], k, v, pages.tables_BM)

@@ -37,15 +37,14 @@ from jaxinfra.ops.activation import activated
 from jaxinfra.ops.fp8 import named
 from jaxinfra.ops.quantized import QuantizedWeight
 from pallas_kernels import UnsupportedError as KernelUnsupported
+from pallas_kernels import combine as combine_rows
 from pallas_kernels import (
-    combine,
     grouped_matmul,
     grouped_swiglu,
     grouped_weight_gradient,
     quantize,
     scaled_grouped_matmul,
 )
-from pallas_kernels import combine as combine_rows
 from pallas_kernels.common.dot import ACCUMULATOR
 from pallas_kernels.common.scales import BLOCK, Quantized, Scaling
 from pallas_kernels.common.varying import vary_alike
@@ -55,30 +54,30 @@ from pallas_kernels.grouped_matmul import GATE_NAME, UP_NAME
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Gathered:
-    """Indices that map rows, sorted by expert, to the tokens they copy, and back."""
+class TokenCopies:
+    """Copies of tokens, one for each choice of an expert, sorted by expert."""
 
-    rows_M: jax.Array  # int32: the token
-    choice_M: jax.Array  # int32: which choice, n K + k; N K for none
-    place_NK: jax.Array  # int32, the inverse; beyond the last row for a choice without one
+    choice_M: jax.Array  # int32: which choice, n K + k, a copy is for; N K where there is none
+    place_NK: jax.Array  # int32: where a choice's copy is; beyond the last for one that has none
+    sizes_E: jax.Array  # int32: copies of each expert
+    left_out: jax.Array  # int32 []: choices without a copy for want of room
 
 
 def multiply_groups_fp8(
     x: jax.Array,
     weights: tuple[jax.Array, ...],
-    sizes_E: jax.Array,
+    copies: TokenCopies,
+    rows_M: jax.Array | None,
     *,
     recipe: Recipe,
-    gathered: Gathered | None = None,
 ) -> jax.Array:
     """Multiplies rows of x, or copies of rows, with their expert's weights in 8 bits.
 
     Returns [M, F of all weights] in the compute dtype.
 
     Args:
-        x: [M, D], or [N, D] where ``gathered`` is given.
+        x: [M, D], or [N, D] where ``rows_M`` says which of its rows are copied.
         weights: [E, D, F] each, multiplied side by side; gradients have the weights' dtypes.
-        sizes_E: int32, number of rows of each expert.
     """
     fp8 = recipe.fp8
     assert fp8 is not None
@@ -86,35 +85,34 @@ def multiply_groups_fp8(
     dtypes = x.dtype, [w.dtype for w in weights]
 
     @jax.custom_vjp
-    def product(x, weights, sizes_E, gathered):
-        return forward(x, weights, sizes_E, gathered)[0]
+    def product(x, weights, copies, rows_M):
+        return forward(x, weights, copies, rows_M)[0]
 
-    def forward(x, weights, sizes_E, gathered):
+    def forward(x, weights, copies, rows_M):
         x = x.astype(recipe.compute)
         rows = _quantized_rows(x, fp8, fp8.forward)
-        if gathered is not None:
-            rows = Quantized(rows.values[gathered.rows_M], rows.scale[:, gathered.rows_M])
+        if rows_M is not None:
+            rows = Quantized(rows.values[rows_M], rows.scale[:, rows_M])
         w = named(quantized_weights(weights, recipe))
         across = Quantized(*(jnp.swapaxes(each, 1, 2) for each in w))
-        return _multiply(rows, across, sizes_E, recipe), (x, w, sizes_E, gathered)
+        return _multiply(rows, across, copies.sizes_E, recipe), (x, w, copies, rows_M)
 
     def backward(kept, g_MF):
-        x, w, sizes_E, gathered = kept
+        x, w, copies, rows_M = kept
         g_MF = g_MF.astype(recipe.compute)
         g = _quantized_rows(g_MF, fp8, fp8.gradient)
-        dx = _multiply(g, w, sizes_E, recipe)
-        rows_M = None
-        if gathered is not None:
-            rows_M, ones = gathered.rows_M, jnp.ones(gathered.place_NK.shape, ACCUMULATOR)
-            dx = combine(dx, gathered.place_NK, ones, inverse=gathered.choice_M)
+        dx = _multiply(g, w, copies.sizes_E, recipe)
+        if rows_M is not None:
+            ones = jnp.ones(copies.place_NK.shape, ACCUMULATOR)
+            dx = combine_rows(dx, copies.place_NK, ones, inverse=copies.choice_M)
         dws = tuple(
-            grouped_weight_gradient(x, part_MF, sizes_E, rows=rows_M, out_dtype=dtype)
+            grouped_weight_gradient(x, part_MF, copies.sizes_E, rows=rows_M, out_dtype=dtype)
             for part_MF, dtype in zip(jnp.split(g_MF, ends[:-1], axis=1), dtypes[1], strict=True)
         )
         return dx.astype(dtypes[0]), dws, None, None
 
     product.defvjp(forward, backward)
-    return product(*vary_alike((x, weights, sizes_E, gathered)))
+    return product(*vary_alike((x, weights, copies, rows_M)))
 
 
 def _quantized_rows(x_MK: jax.Array, fp8: Fp8Recipe, dtype: jnp.dtype) -> Quantized:
@@ -175,17 +173,6 @@ class ExpertWeights:
         weights = {name: getattr(self, name) for name in ("gate_EDF", "up_EDF", "down_EFD")}
         few = {name: w for name, w in weights.items() if isinstance(w, QuantizedWeight)}
         return dataclasses.replace(self, **{name: change(w) for name, w in few.items()})
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TokenCopies:
-    """Copies of tokens, one for each choice of an expert, sorted by expert."""
-
-    choice_M: jax.Array  # int32: which choice, n K + k, a copy is for; N K where there is none
-    place_NK: jax.Array  # int32: where a choice's copy is; beyond the last for one that has none
-    sizes_E: jax.Array  # int32: copies of each expert
-    left_out: jax.Array  # int32 []: choices without a copy for want of room
 
 
 def sorted_copies(expert_NK: Int[Array, "N K"], *, num_experts: int, room: int) -> TokenCopies:
@@ -368,11 +355,8 @@ def _product_fp8(
     rows_M: jax.Array | None,
 ) -> jax.Array:
     """Multiplies each copy with all weights side by side, in 8 bits."""
-    gathered = None
-    if rows_M is not None:
-        gathered = Gathered(rows_M=rows_M, choice_M=copies.choice_M, place_NK=copies.place_NK)
     stored = tuple(_stored(weight, recipe) for weight in weights)
-    return multiply_groups_fp8(x, stored, copies.sizes_E, recipe=recipe, gathered=gathered)
+    return multiply_groups_fp8(x, stored, copies, rows_M, recipe=recipe)
 
 
 def _stored(weight: jax.Array | QuantizedWeight, recipe: Recipe) -> jax.Array:

@@ -1,5 +1,6 @@
 """Experts in 8 bits: products and gradients against NumPy, which quantizes itself; faults."""
 
+import dataclasses
 import functools
 
 import jax
@@ -17,7 +18,6 @@ from jaxinfra.ops import experts as fp8_experts
 from jaxinfra.ops.activation import activated
 from jaxinfra.ops.experts import (
     ExpertWeights,
-    Gathered,
     apply_experts,
     multiply_groups_fp8,
     sorted_copies,
@@ -47,11 +47,8 @@ def copies():
     return jax.device_get(sorted_copies(jnp.asarray(expert_NK), num_experts=E, room=room))
 
 
-@functools.cache
-def gathered():
-    found = copies()
-    rows_M = np.minimum(found.choice_M // TOP_K, NUM_TOKENS - 1)
-    return Gathered(rows_M=rows_M, choice_M=found.choice_M, place_NK=found.place_NK)
+def rows():
+    return np.minimum(copies().choice_M // TOP_K, NUM_TOKENS - 1)
 
 
 @functools.cache
@@ -64,9 +61,9 @@ def arrays():
     return tuple(each.astype(ml_dtypes.bfloat16) for each in (x, *weights, *g))
 
 
-def run(x, weights, cotangents, sizes_E, gathered):
-    f = functools.partial(multiply_groups_fp8, recipe=RECIPE, gathered=gathered)
-    y, pull = jax.vjp(lambda x, weights: f(x, weights, sizes_E), x, weights)
+def run(x, weights, cotangents, copies, rows_M):
+    f = functools.partial(multiply_groups_fp8, recipe=RECIPE)
+    y, pull = jax.vjp(lambda x, weights: f(x, weights, copies, rows_M), x, weights)
     return y, pull(jnp.concatenate(cotangents, axis=1))
 
 
@@ -77,29 +74,31 @@ def computed(program, sizes_E):
     """Both products side by side, dx, and the gradients of both weights."""
     x, *rest = arrays()
     weights = tuple(w.astype(np.float32) for w in rest[:2])
-    y, (dx, dws) = program(x, weights, tuple(rest[2:]), sizes_E, gathered())
+    y, (dx, dws) = program(
+        x, weights, tuple(rest[2:]), dataclasses.replace(copies(), sizes_E=sizes_E), rows()
+    )
     return jax.tree.map(np.asarray, (y, dx, *dws))
 
 
 @functools.cache
 def expected():
     x, gate, up, g_gate, g_up = arrays()
-    sizes, rows = copies().sizes_E, gathered().rows_M
+    sizes, rows_M = copies().sizes_E, rows()
     to = functools.partial(rounded_to, config=CONFIG, kind=CONFIG.forward)
-    rows_MD = to(x, size=(1, 128))[rows]
+    rows_MD = to(x, size=(1, 128))[rows_M]
     both = np.concatenate([gate, up], axis=-1)
     w = [to(each, size=(128, 128)) for each in both]
     g = to(np.concatenate([g_gate, g_up], axis=1), size=(1, 128))
 
     def product(a, columns, of_group):
         return grouped_oracle.by_groups(
-            sizes, len(rows), columns, lambda i, at: np.matmul(a[at], of_group(w[i]))
+            sizes, len(rows_M), columns, lambda i, at: np.matmul(a[at], of_group(w[i]))
         )
 
     y = product(rows_MD, 2 * F, lambda w: w)
     d_rows = stored(product(g, D, lambda w: w.T), jnp.bfloat16)
-    dx = grouped_oracle.scattered(d_rows, rows, sizes, NUM_TOKENS)
-    copied = x.astype(np.float64)[rows]
+    dx = grouped_oracle.scattered(d_rows, rows_M, sizes, NUM_TOKENS)
+    copied = x.astype(np.float64)[rows_M]
     dws = [
         grouped_oracle.weight_gradient(copied, d.astype(np.float64), sizes) for d in (g_gate, g_up)
     ]

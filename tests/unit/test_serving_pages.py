@@ -46,7 +46,7 @@ def caches(spec: CacheSpec, tables_BM: np.ndarray, *, dtype=jnp.float32):
     )
     assert contiguous.is_empty
     assert paged.is_empty
-    assert contiguous.num_slots == paged.num_slots == SLOTS
+    assert contiguous.num_slots == SLOTS
     for cache in (contiguous, paged):
         junk = {
             name: jnp.asarray(np.full(stored.shape, JUNK, stored.dtype))

@@ -197,14 +197,12 @@ def run(
     program: TickProgram,
     *,
     durations: Mapping[Kind, float] = UNIT_TIMES,
-    embed: float = 0.0,
     head: float = 0.0,
 ) -> Timeline:
     """Computes a program's timeline, where stages wait only for those they exchange with.
 
     Args:
         durations: duration of one chunk's action, by its kind.
-        embed: time added to the forward and to the backward of the first run of layers.
         head: time of loss and its gradient, added to the forward of the last run of layers.
     """
     schedule = program.schedule
@@ -213,9 +211,7 @@ def run(
     for kind, duration in durations.items():
         length[schedule.kind == kind] = duration
     position = schedule.position[np.arange(shape[1])[None, :], schedule.chunk]
-    forward = schedule.kind == Kind.FORWARD
-    length[(schedule.kind != Kind.WEIGHT) & (length > 0) & (position == 0)] += embed
-    length[forward & (position == schedule.num_positions - 1)] += head
+    length[(schedule.kind == Kind.FORWARD) & (position == schedule.num_positions - 1)] += head
     start, end = np.zeros(shape), np.zeros(shape)
     free = np.zeros(shape[1])
     for tick in range(shape[0]):
