@@ -54,7 +54,7 @@ class ModelDefinition:
     Some parameters may be frozen: ``bind`` supplies them, and everything else here is about the
     others. So what trains, places or saves a model's parameters sees the trained ones only.
 
-    Beside parameters a model may have state (``layers.passes.ModelState``): a tree of its own,
+    Beside parameters a model may have state (``model.passes.ModelState``): a tree of its own,
     without paths in common, which ``bind`` takes merged with the parameters.
     """
 

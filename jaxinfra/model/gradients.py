@@ -17,7 +17,7 @@ class Gradients:
 
     loss: jax.Array  # fp32 []: mean nll in nats per counted token, or mean loss of pairs
     gradients: Parameters  # of the objective times the loss scale, in the parameters' dtypes
-    sums: Any  # a ``layers.passes.Sums`` for each distinct block
+    sums: Any  # a ``model.passes.Sums`` for each distinct block
     state: Parameters  # what the backward pass emits, in the structure of the model's state
     # fp32 []: sums that a loss shows beside its value, by name.
     figures: dict[str, jax.Array] = dataclasses.field(default_factory=dict)

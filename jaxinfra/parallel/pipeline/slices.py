@@ -22,6 +22,7 @@ bytes per device = parameters of a stage * (1 - 1/stages), in both directions.
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jaxinfra.config.pipeline import PipelineSchedule
 from jaxinfra.parallel.pipeline.schedule import Schedule
 
 type Tree = Any
@@ -462,36 +464,16 @@ def exchange_rounds(schedule: Schedule) -> list[list[tuple[_Place, _Place]]]:
     """Plans the exchange of layers: (from, to) of each run, in rounds of one send and one receive
     per stage.
 
-    A stage sends as many runs as it receives, so the moves are a regular bipartite graph, which
-    splits into perfect matchings (Koenig 1916); each round is one, found by augmenting paths.
+    Stage j // chunks sends run j in round (j + j // period) % chunks, so that its runs leave in
+    different rounds. So do the runs that a stage receives: they are ``stages`` apart, and their
+    rounds repeat after lcm(stages, chunks) runs, where they move on by one. A stage of a V receives
+    runs j and 2 stages - 1 - j, one even and one odd: there the round is j % 2.
     """
     stages, chunks = schedule.num_stages, schedule.num_chunks
-    moves = [
-        ((j // chunks, j % chunks), (int(schedule.stage_of[j]), int(schedule.chunk_of[j])))
-        for j in range(schedule.num_positions)
-    ]
-    rounds = []
-    for _ in range(chunks):
-        matched: dict[int, tuple[_Place, _Place]] = {}  # by target stage
-        for source in range(stages):
-            _augment(source, moves, matched, set())
-        rounds.append(list(matched.values()))
-        moves = [move for move in moves if move not in rounds[-1]]
+    is_v = schedule.name == PipelineSchedule.ZB_V.value
+    period = schedule.num_positions if is_v else math.lcm(stages, chunks)
+    rounds: list[list[tuple[_Place, _Place]]] = [[] for _ in range(chunks)]
+    for j in range(schedule.num_positions):
+        target = int(schedule.stage_of[j]), int(schedule.chunk_of[j])
+        rounds[(j + j // period) % chunks].append(((j // chunks, j % chunks), target))
     return rounds
-
-
-def _augment(
-    source: int,
-    moves: list[tuple[_Place, _Place]],
-    matched: dict[int, tuple[_Place, _Place]],
-    seen: set[int],
-) -> bool:
-    for move in moves:
-        target = move[1][0]
-        if move[0][0] != source or target in seen:
-            continue
-        seen.add(target)
-        if target not in matched or _augment(matched[target][0][0], moves, matched, seen):
-            matched[target] = move
-            return True
-    return False
