@@ -370,7 +370,7 @@ def _of_device(
         once_ED = jnp.where(is_first, bias_ED, jnp.zeros_like(bias_ED))
         experts = dataclasses.replace(experts, down_bias_ED=once_ED)
     if own:
-        # Numbers among a device's own experts; theirs is ``number`` that others compute.
+        # Choices among this device's own experts; ``number`` for those that others compute.
         number = experts.up_EDF.shape[0]
         mine_NK = expert_NK - jax.lax.axis_index(own) * number
         expert_NK = jnp.where((mine_NK >= 0) & (mine_NK < number), mine_NK, number)

@@ -18,7 +18,7 @@ from jaxinfra.model.execution import (
     within_device,
 )
 from jaxinfra.numerics.policy import POLICIES, Policy
-from jaxinfra.ops import attention as ops
+from jaxinfra.ops.attention import attention as self_attention
 from jaxinfra.ops.cached_attention import cached_attention
 from jaxinfra.ops.multiply import Multiply
 from jaxinfra.parallel.attend import ShardedAttention, ShardedDecode
@@ -99,7 +99,7 @@ def kernels_on(
     exchange: ExchangeConfig | None = None,
 ) -> Kernels:
     """Returns the functions of one device, or their sharded forms on a mesh of several devices."""
-    attend = functools.partial(ops.attention, implementation=attention)
+    attend = functools.partial(self_attention, implementation=attention)
     if placement is None or placement.mesh.size == 1:
         return Kernels(
             attend=attend,
