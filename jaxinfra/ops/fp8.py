@@ -93,16 +93,10 @@ def named[Tree](tree: Tree) -> Tree:
     return jax.tree.map(leaf, tree)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Form:
-    """An einsum of x and a weight, as a matmul."""
-
-    tokens: int  # leading dims of x that stay
-    contracted: int  # dims of x that do not
-    contracted_first: bool  # of the weight: [K, N], not [N, K]
-
-
-def _form(spec: str) -> _Form:
+def _form(spec: str) -> tuple[int, int, bool]:
+    """Counts x's leading dims that stay and those that are contracted, and tells whether the
+    weight's are contracted first: [K, N], not [N, K].
+    """
     x, weight, out = spec.replace("->", ",").split(",")
     contracted = "".join(letter for letter in x if letter not in out)
     tokens = x.removesuffix(contracted)
@@ -113,7 +107,7 @@ def _form(spec: str) -> _Form:
             f"{spec} is no matmul of tokens and a weight, which is what can be computed in 8 bits; "
             "use the recipe without fp8 (Recipe.unquantized)"
         )
-    return _Form(tokens=len(tokens), contracted=len(contracted), contracted_first=orders[weight])
+    return len(tokens), len(contracted), orders[weight]
 
 
 def _fitting(devices: Devices, sides: tuple[Side, ...], fp8: Fp8Recipe) -> Devices:
@@ -235,12 +229,12 @@ def planned(
     Args:
         spec, x, weight, recipe, out, dims, devices: as in ``multiply_fp8``.
     """
-    fp8, form = recipe.fp8, _form(spec)
+    fp8, (num_tokens, num_contracted, contracted_first) = recipe.fp8, _form(spec)
     assert fp8 is not None
     dims = (None,) * weight.ndim if dims is None else dims
-    split = form.contracted if form.contracted_first else weight.ndim - form.contracted
+    split = num_contracted if contracted_first else weight.ndim - num_contracted
     ends = slice(None, split), slice(split, None)
-    contracted, outer = ends if form.contracted_first else ends[::-1]
+    contracted, outer = ends if contracted_first else ends[::-1]
     shape = (x.x if isinstance(x, Input) else x).shape
     sides = (*_sides(shape, dims[contracted]), (dims[outer], weight.shape[outer]))
     here = devices()
@@ -252,10 +246,10 @@ def planned(
     call = Call(
         recipe=recipe,
         fp8=fp8,
-        contracted_first=form.contracted_first,
+        contracted_first=contracted_first,
         weight_shape=weight.shape,
         matrix_dims=(dims[:split], dims[split:]),
-        tokens=shape[: form.tokens],
+        tokens=shape[:num_tokens],
         out=out or recipe.compute,
         devices=fitting,
     )
