@@ -12,12 +12,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxinfra.config.model import MlpConfig
 from jaxinfra.config.precision import Fp8Format, Fp8Matmuls, Fp8Scaling, PolicyName, PrecisionConfig
 from jaxinfra.config.run import Remat
+from jaxinfra.model import mlp
 from jaxinfra.model.mlp import Mlp
 from jaxinfra.model.passes import Pass
 from jaxinfra.model.recomputation import kept_by
 from jaxinfra.numerics.policy import policy_of
 from jaxinfra.ops import fp8
-from jaxinfra.ops import multiply as products
 from jaxinfra.ops.fp8_swiglu import swiglu_input
 from jaxinfra.parallel.execution import execution_on
 from pallas_kernels.common import device
@@ -33,7 +33,7 @@ def fused(monkeypatch):
 
     def take(implementation: str) -> None:
         made = functools.partial(swiglu_input, implementation=implementation)
-        monkeypatch.setattr(products, "swiglu_input", made)
+        monkeypatch.setattr(mlp, "swiglu_input", made)
 
     return take
 
