@@ -12,7 +12,7 @@ from jaxinfra.diagnostics.delay import Delay, Explanation
 from jaxinfra.diagnostics.host_delays import evaluation_delays, host_delays, rarely
 from jaxinfra.diagnostics.traced_run import TracedRun
 from jaxinfra.diagnostics.waterfall import IDLE, Waterfall
-from jaxinfra.hlo.matmul_shapes import MatmulShape
+from jaxinfra.hlo.program import MatmulShape
 from jaxinfra.runtime.devices import DevicePeak, device_peak
 from jaxinfra.runtime.files import read_log
 from jaxinfra.runtime.recorder import RECOMPILED, read_incidents, read_records

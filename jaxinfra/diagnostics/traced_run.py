@@ -15,7 +15,7 @@ from typing import final
 from jaxinfra.diagnostics.trace import TraceEvent, events_by_device, mesh_axes, traced_ranks
 from jaxinfra.diagnostics.waterfall import Waterfall, explain
 from jaxinfra.errors import DataError
-from jaxinfra.hlo.launches import Launch
+from jaxinfra.hlo.program import Launch
 from jaxinfra.runtime.files import read_json
 from jaxinfra.training.profile import LAUNCHES_FILE, STEP_FILE, TracedStep
 

@@ -1,7 +1,5 @@
-"""A program as data: its matmuls, its reductions and its collectives with their mesh axes.
+"""A compiled program as data: its collectives with their mesh axes, its matmuls, its launches.
 
-Matmuls and reductions are read from StableHLO, what JAX hands the compiler: a step lowered for CUDA
-(``jit(step).trace(...).lower(lowering_platforms=("cuda",))``) is read on a machine without a GPU.
 Collectives exist only after partitioning, so they are read from compiled HLO. XLA writes their
 groups of devices in three ways: listed (``{{0,1},{2,3}}``), as a reshaped and transposed iota
 (``[2,2]<=[2,2]T(1,0)``), and as axes of a mesh whose names it made up (``mesh['a'=2,'b'=2]
@@ -9,9 +7,11 @@ groups of devices in three ways: listed (``{{0,1},{2,3}}``), as a reshaped and t
 """
 
 import dataclasses
+import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypedDict
 
 import jax
 import numpy as np
@@ -77,26 +77,6 @@ def axes_between(group: tuple[int, ...], mesh: Mapping[str, int]) -> tuple[str, 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Matmul:
-    """One matmul (dot_general) of a program: element types and named scope."""
-
-    lhs: str  # element types as MLIR and HLO write them: f32, bf16, f16
-    rhs: str
-    accumulator: str | None  # None: left to the backend
-    result: str
-    scope: str  # named scopes and primitive, outermost first
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Reduction:
-    """One reduction of a program, or the combining part of one scatter."""
-
-    operation: str  # add, maximum, ...
-    dtype: str
-    scope: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:
     """One collective of a compiled program; a combined one is listed once per array."""
 
@@ -130,80 +110,10 @@ class Collective:
         return sent_bytes(self.kind, self.array_bytes, self.num_devices)
 
 
-_TYPE = r"tensor<(?:[\d?]+x)*([a-z]\w*)>"
-_DOT = re.compile(rf"stablehlo\.dot_general .*: \({_TYPE}, {_TYPE}\) -> {_TYPE}")
-_ALGORITHM = re.compile(r"accumulation_type = (\w+)")
-_REDUCE = re.compile(rf"stablehlo\.reduce\(.* applies stablehlo\.(\w+) .*: \({_TYPE}")
-_REGION_OPERATION = re.compile(r"= stablehlo\.(\w+) %\w+, %\w+ : (?:\(.*-> )?" + _TYPE)
-_LOCATION = re.compile(r"loc\((#loc\d*)\)$")
-_NAMED_LOCATION = re.compile(r'^(#loc\d*) = loc\("([^"]*)"\(', re.MULTILINE)
-# Products that a reader of dot_general would miss.
-_HIDDEN = re.compile(r"stablehlo\.(custom_call @\w+|convolution|dot )")
-
-
-def matmuls(lowered: jax.stages.Lowered) -> list[Matmul]:
-    """Lists every matmul of a lowered program, forward and backward."""
-    text, scopes = _lowered_text(lowered)
-    found = []
-    for line in text.splitlines():
-        if match := _DOT.search(line):
-            lhs, rhs, result = match.groups()
-            algorithm = _ALGORITHM.search(line)
-            found.append(
-                Matmul(
-                    lhs=lhs,
-                    rhs=rhs,
-                    accumulator=algorithm[1] if algorithm else None,
-                    result=result,
-                    scope=_scope(line, scopes),
-                )
-            )
-    assert len(found) == text.count("stablehlo.dot_general"), "a dot_general was not understood"
-    return found
-
-
-def reductions(lowered: jax.stages.Lowered) -> list[Reduction]:
-    """Lists every reduction and combining scatter of a lowered program; dtypes are of the sums."""
-    text, scopes = _lowered_text(lowered)
-    found = []
-    lines = iter(text.splitlines())
-    for line in lines:
-        if match := _REDUCE.search(line):
-            operation, dtype = match.groups()
-            found.append(Reduction(operation=operation, dtype=dtype, scope=_scope(line, scopes)))
-        elif re.search(r"stablehlo\.(scatter|reduce)\"?\(", line):
-            # The region form: the operation is in the lines before the one that closes it.
-            operation, end = None, ""
-            for end in lines:
-                if end.lstrip().startswith("})"):
-                    break
-                operation = operation or _REGION_OPERATION.search(end)
-            if operation is not None:
-                found.append(
-                    Reduction(operation=operation[1], dtype=operation[2], scope=_scope(end, scopes))
-                )
-    return found
-
-
-def opaque_operations(lowered: jax.stages.Lowered) -> list[str]:
-    """Lists operations that may hide matmuls from ``matmuls``, such as library calls."""
-    return sorted(set(_HIDDEN.findall(lowered.as_text())))
-
-
-def _lowered_text(lowered: jax.stages.Lowered) -> tuple[str, dict[str, str]]:
-    text = lowered.as_text(debug_info=True)
-    return text, dict(_NAMED_LOCATION.findall(text))
-
-
-def _scope(line: str, scopes: dict[str, str]) -> str:
-    location = _LOCATION.search(line)
-    return scopes.get(location[1], "") if location else ""
-
-
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
 _CALLEES = re.compile(
-    r"(?:body|calls|to_apply|true_computation|false_computation|branch_computations)="
+    r"(?:condition|body|calls|to_apply|true_computation|false_computation|branch_computations)="
     r"(\{[^}]*\}|%?[\w.-]+)"
 )
 _TRIP_COUNT = re.compile(r'known_trip_count[^\d]*"?(\d+)')
@@ -225,6 +135,11 @@ class CompiledInstruction:
     result: str
     opcode: str
     rest: str
+
+    @property
+    def op_name(self) -> str:
+        """Place in the source program that the instruction comes from; may be empty."""
+        return _first(_OP_NAME, self.rest)
 
 
 def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
@@ -258,32 +173,11 @@ def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
                 times=count,
                 group=group,
                 covered_by=covered,
-                scope=_op_name(each),
+                scope=each.op_name,
                 instruction=each.name,
             )
             for dtype, shape in results
         ]
-    return found
-
-
-def compiled_matmuls(compiled: jax.stages.Compiled) -> list[Matmul]:
-    """Lists the matmuls that are still HLO dots after compilation (on CPU, all of them)."""
-    instructions, _ = compiled_instructions(compiled)
-    dtypes = {each.name: each.result.partition("[")[0] for each in instructions}
-    found = []
-    for each in instructions:
-        if each.opcode == "dot":
-            operands = re.findall(r"%?([\w.-]+)[,)]", each.rest)[:2]
-            algorithm = re.search(r"algorithm=dot_\w+_(\w+?)\b", each.rest)
-            found.append(
-                Matmul(
-                    lhs=dtypes[operands[0]],
-                    rhs=dtypes[operands[1]],
-                    accumulator=algorithm[1] if algorithm else None,
-                    result=dtypes[each.name],
-                    scope=_op_name(each),
-                )
-            )
     return found
 
 
@@ -331,14 +225,21 @@ def _callees(each: CompiledInstruction) -> Iterator[str]:
 
 
 def _results(each: CompiledInstruction, kind: str) -> list[tuple[str, tuple[int, ...]]]:
-    shapes = [
-        (dtype, tuple(int(size) for size in sizes.split(",") if size))
-        for dtype, sizes in _SHAPE.findall(each.result)
-    ]
+    shapes = _shapes(each.result)
     # An asynchronous start returns its operands before its results, a permute's in one tuple.
     if each.result.startswith("((") or (each.opcode.endswith("-start") and "permute" in kind):
         shapes = shapes[math.ceil(len(shapes) / 2) :] if len(shapes) > 1 else shapes
     return shapes
+
+
+def _shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns the element type and sizes of each array that a text names."""
+    return [(dtype, tuple(_numbers(sizes))) for dtype, sizes in _SHAPE.findall(text)]
+
+
+def _first(pattern: re.Pattern[str], text: str) -> str:
+    match = pattern.search(text)
+    return match[1] if match else ""
 
 
 def _covered_by(instructions: list[CompiledInstruction], start: int) -> int:
@@ -363,6 +264,156 @@ def element_bytes(dtype: str) -> int:
     return max(int(bits[0]) // 8, 1) if bits else 1
 
 
-def _op_name(each: CompiledInstruction) -> str:
-    match = _OP_NAME.search(each.rest)
-    return match[1] if match else ""
+_LIBRARY = re.compile(r'custom_call_target="__cublas\$')
+_NAME = re.compile(r"%([\w.-]+)")
+
+
+class MatmulShape(TypedDict):
+    """One matmul: ``batch`` products of [rows, depth] by [depth, columns]."""
+
+    instruction: str
+    dtype: str  # of its first operand, as HLO writes it: bf16, f32, f8e4m3fn
+    batch: int
+    rows: int
+    depth: int
+    columns: int
+    flops: float
+    bytes: float  # of operands and result
+
+
+def matmul_shapes(compiled: jax.stages.Compiled) -> list[MatmulShape]:
+    """Lists every matmul: a dot, a fusion (by its largest dot), or a call of cuBLAS."""
+    instructions, _ = compiled_instructions(compiled)
+    arrays = {(each.computation, each.name): _shapes(each.result) for each in instructions}
+    callers = {
+        called: each.name
+        for each in instructions
+        if each.opcode == "fusion"
+        for called in _callees(each)
+    }
+    found: dict[str, MatmulShape] = {}
+    for each in instructions:
+        if each.opcode == "dot" or (each.opcode == "custom-call" and _LIBRARY.search(each.rest)):
+            name = callers.get(each.computation, each.name)
+            shape = _matmul_shape(each, name, arrays)
+            if shape and (name not in found or shape["flops"] > found[name]["flops"]):
+                found[name] = shape
+    return list(found.values())
+
+
+def _matmul_shape(
+    each: CompiledInstruction,
+    name: str,
+    arrays: Mapping[tuple[str, str], list[tuple[str, tuple[int, ...]]]],
+) -> MatmulShape | None:
+    names = [(each.computation, operand) for operand in _NAME.findall(each.rest)[:2]]
+    operands = [arrays[operand][0] for operand in names if arrays.get(operand)]
+    if len(operands) < 2:
+        return None  # written otherwise than known here: its trace is still of use
+    dtype, lhs = operands[0]
+    result = arrays[each.computation, each.name][0]
+    depth = math.prod(lhs[dim] for dim in _dims(each.rest, "contracting"))
+    batch = math.prod(lhs[dim] for dim in _dims(each.rest, "batch"))
+    rows = math.prod(lhs) // max(1, depth * batch)
+    whole = math.prod(result[1])
+    return MatmulShape(
+        instruction=name,
+        dtype=dtype,
+        batch=batch,
+        rows=rows,
+        depth=depth,
+        columns=whole // max(1, rows * batch),
+        flops=2.0 * whole * depth,
+        bytes=float(
+            sum(element_bytes(kind) * math.prod(sizes) for kind, sizes in [*operands, result])
+        ),
+    )
+
+
+def _dims(rest: str, kind: str) -> list[int]:
+    """Returns the dims of the first operand, from the text of a dot or a call of cuBLAS."""
+    match = re.search(rf"lhs_{kind}_dim\w*\W*[{{\[]([^}}\]]*)", rest)
+    return [int(number) for number in re.findall(r"\d+", match[1])] if match else []
+
+
+_NO_KERNEL = {
+    "parameter", "constant", "bitcast", "get-tuple-element", "tuple", "after-all", "partition-id",
+    "replica-id", "iota", "add-dependency", "optimization-barrier", "domain",
+}  # fmt: skip
+_CALLING = ("while", "call", "conditional")
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_METADATA = re.compile(r", metadata=\{[^}]*\}")
+
+
+class Launch(TypedDict):
+    """One instruction that runs on the device."""
+
+    instruction: str
+    kernel: str  # what its kernel would be called, if it is XLA's own; "" for a library's
+    alike: str  # equal for instructions that compute alike: they may share the kernel of one
+    target: str  # of a custom call
+    op_name: str
+    loops: list[int]  # numbers of the loops around it, outermost first
+
+
+def launches(compiled: jax.stages.Compiled) -> list[Launch]:
+    """Lists instructions of a compiled program that launch kernels, in the order scheduled.
+
+    Those of a loop are listed once.
+    """
+    instructions, entry = compiled_instructions(compiled)
+    by_computation: dict[str, list[CompiledInstruction]] = {}
+    for each in instructions:
+        by_computation.setdefault(each.computation, []).append(each)
+    found: list[Launch] = []
+    num_loops = 0
+
+    def walk(computation: str, loops: list[int]) -> None:
+        nonlocal num_loops
+        for each in by_computation.get(computation, ()):
+            if each.opcode in _CALLING:
+                inner = loops
+                if each.opcode == "while":
+                    num_loops += 1
+                    inner = [*loops, num_loops]
+                for called in _callees(each):
+                    walk(called, inner)
+            elif each.opcode not in _NO_KERNEL and not each.opcode.endswith("-done"):
+                found.append(_launch(each, loops, by_computation))
+
+    walk(entry, [])
+    return found
+
+
+def _launch(
+    each: CompiledInstruction,
+    loops: list[int],
+    by_computation: Mapping[str, list[CompiledInstruction]],
+) -> Launch:
+    is_library = each.opcode in ("custom-call", "copy") or each.opcode.endswith("-start")
+    kernel = "" if is_library else each.name.replace(".", "_").replace("-", "_")
+    alike = kernel
+    if each.opcode == "fusion":
+        text = _canonical(by_computation.get(next(_callees(each)), ()))
+        alike = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return Launch(
+        instruction=each.name,
+        kernel=kernel,
+        alike="" if is_library else alike,
+        target=_first(_TARGET, each.rest) or each.opcode,
+        op_name=each.op_name,
+        loops=loops,
+    )
+
+
+def _canonical(body: Iterable[CompiledInstruction]) -> str:
+    """A fused computation without the names that tell it from its likes."""
+    numbers: dict[str, str] = {}
+    lines = []
+    for place, each in enumerate(body):
+        numbers[each.name] = f"%{place}"
+        rest = _NAME.sub(
+            lambda match: numbers.get(match[1], "%other"), _METADATA.sub("", each.rest)
+        )
+        lines.append(f"{each.result} {each.opcode} {rest}")
+    return "\n".join(lines)

@@ -13,9 +13,7 @@ from jaxtyping import Array, Float
 from jaxinfra.data.batch import Batch
 from jaxinfra.errors import ConfigError
 from jaxinfra.hlo.buffers import step_bytes
-from jaxinfra.hlo.launches import launches
-from jaxinfra.hlo.matmul_shapes import MatmulShape, matmul_shapes
-from jaxinfra.hlo.program import collectives
+from jaxinfra.hlo.program import MatmulShape, collectives, launches, matmul_shapes
 from jaxinfra.runtime.files import whole_number
 from jaxinfra.training.job import Job
 from jaxinfra.training.state import State

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jaxinfra.hlo.matmul_shapes import MatmulShape
+from jaxinfra.hlo.program import MatmulShape
 from jaxinfra.training.profile import COLLECTIVES_FILE, STEP_FILE, TracedStep, rank_directory
 
 H200 = "NVIDIA H200"

@@ -18,7 +18,7 @@ from jaxinfra.config.presets.runs import pretraining
 from jaxinfra.diagnostics.delays import straggler_delays
 from jaxinfra.diagnostics.traced_run import read_traced_run
 from jaxinfra.faults.arena import Arena
-from jaxinfra.hlo.matmul_shapes import matmul_shapes
+from jaxinfra.hlo.program import matmul_shapes
 
 CAUSES, HEALTHY = all_causes(), all_healthy()
 RECORDED = sorted(name for name, each in CAUSES.items() if not each.runs)

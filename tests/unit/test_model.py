@@ -16,11 +16,11 @@ from jaxinfra.config.model import ModelConfig, NormConfig, stacked
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import AttentionImplementation, Remat
 from jaxinfra.errors import ConfigError
-from jaxinfra.hlo.program import matmuls
 from jaxinfra.model.block import Block
 from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.place import path_name
+from tests.lowered_matmuls import matmuls
 from tests.sharded import oracle
 from tests.sharded.cases import (
     ALIKE_TO_THE_BIT,

@@ -12,7 +12,10 @@ import pytest
 
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import Remat
-from jaxinfra.hlo.program import (
+from jaxinfra.numerics.policy import POLICIES
+from jaxinfra.numerics.recipe import Site
+from jaxinfra.ops.multiply import multiply
+from tests.lowered_matmuls import (
     Matmul,
     Reduction,
     compiled_matmuls,
@@ -20,9 +23,6 @@ from jaxinfra.hlo.program import (
     opaque_operations,
     reductions,
 )
-from jaxinfra.numerics.policy import POLICIES
-from jaxinfra.numerics.recipe import Site
-from jaxinfra.ops.multiply import multiply
 from tests.sharded.cases import build, gemma_like, gpt_like, llama_like, packed_batch
 
 COMPUTE = {PolicyName.FP32: "f32", PolicyName.BF16: "bf16", PolicyName.FP16: "f16"}

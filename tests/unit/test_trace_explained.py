@@ -19,7 +19,7 @@ from jaxinfra.diagnostics.host_delays import evaluation_delays, host_delays, pha
 from jaxinfra.diagnostics.trace import CollectiveAxes, TraceEvent, scope_of
 from jaxinfra.diagnostics.traced_run import read_launches, with_names
 from jaxinfra.diagnostics.waterfall import explain
-from jaxinfra.hlo.launches import launches
+from jaxinfra.hlo.program import launches
 from jaxinfra.runtime.recorder import (
     BUSY_READERS,
     READY_BATCHES,
