@@ -9,8 +9,8 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, final
 
 import jax
 import numpy as np
@@ -200,19 +200,55 @@ def num_gpus(answers: Answers) -> int:
     return asked_or_none(answers, "nvmlDeviceGetCount") or 0
 
 
+@final
+class _Gpu:
+    """One GPU's readings, by what follows ``nvmlDeviceGet`` in the names of NVML's functions."""
+
+    def __init__(self, answers: Answers, number: int):
+        self._answers, self.number = answers, number
+
+    def ask(self, name: str, *args: Any) -> Any:
+        return self._answers.ask(f"nvmlDeviceGet{name}", self.number, *args)
+
+    def maybe(self, name: str, *args: Any) -> Any:
+        return asked_or_none(self._answers, f"nvmlDeviceGet{name}", self.number, *args)
+
+    @property
+    def is_busy(self) -> bool:
+        load = self.maybe("UtilizationRates")
+        return bool(load and load["gpu"] > 0)
+
+    @property
+    def is_alone(self) -> bool:
+        return num_gpus(self._answers) == 1
+
+
+class _Verdict(NamedTuple):
+    value: str
+    ok: bool
+    remedy: str
+    otherwise: Grade = Grade.WARN
+
+
 def gpu_findings(answers: Answers) -> list[Finding]:
     """Examines every GPU's readings, such as temperature, clocks and memory errors."""
     found = []
-    for gpu in range(num_gpus(answers)):
+    for number in range(num_gpus(answers)):
+        gpu = _Gpu(answers, number)
         try:
-            name = answers.ask("nvmlDeviceGetName", gpu)
+            gpu.ask("Name")
         except NoAnswerError as error:
-            found.append(_lost(gpu, str(error)))
+            found.append(_lost(number, str(error)))
             continue
-        # What explains another finding comes before it: a process its memory, a cap its clocks.
-        for check in (_others, _memory, _power, _heat, _clocks, _ecc, _rows, _pcie, _nvlink):
-            found += check(answers, gpu)
-        found.append(_model(answers, gpu, name))
+        for subject, (rule, check) in _CHECKS.items():
+            subject = f"gpu {number}: {subject}"
+            try:
+                value, ok, remedy, otherwise = check(gpu)
+            except NoAnswerError as error:
+                found.append(not_known(subject, str(error), rule=rule))
+                continue
+            rated = judged(subject, value, ok=ok, rule=rule, remedy=remedy, otherwise=otherwise)
+            found.append(rated)
     return found
 
 
@@ -226,232 +262,164 @@ def _lost(gpu: int, why: str) -> Finding:
     )
 
 
-def _model(answers: Answers, gpu: int, name: str) -> Finding:
-    mig = asked_or_none(answers, "nvmlDeviceGetMigMode", gpu)
-    divided = bool(mig and mig[0])
-    return judged(
-        f"gpu {gpu}: model",
-        name + (", divided by MIG" if divided else ""),
-        ok=not divided and device_peak(name) is not None,
-        rule="a whole GPU whose peaks are known, so that MFU means something",
-        remedy="leave MIG off for training; peaks of further GPUs go into runtime/devices.py",
-    )
-
-
-def _memory(answers: Answers, gpu: int) -> Iterator[Finding]:
-    memory = asked_or_none(answers, "nvmlDeviceGetMemoryInfo", gpu)
-    if memory is None:
-        yield not_known(f"gpu {gpu}: memory", "not told", rule="free before a job starts")
-        return
-    used, total = memory["used"], memory["total"]
-    yield judged(
-        f"gpu {gpu}: memory",
-        f"{used / 2**30:.1f} of {total / 2**30:.1f} GiB in use",
-        ok=used < 0.03 * total,
-        rule="at most 3% is taken before a job starts",
-        remedy="end what holds it (processes are listed below)",
-    )
-
-
-def _clocks(answers: Answers, gpu: int) -> Iterator[Finding]:
-    now = asked_or_none(answers, "nvmlDeviceGetClockInfo", gpu, pynvml.NVML_CLOCK_SM)
-    most = asked_or_none(answers, "nvmlDeviceGetMaxClockInfo", gpu, pynvml.NVML_CLOCK_SM)
-    reasons = asked_or_none(answers, "nvmlDeviceGetCurrentClocksEventReasons", gpu)
-    load = asked_or_none(answers, "nvmlDeviceGetUtilizationRates", gpu)
-    rule = f"at work, SM clocks stay above {_SM_SHARE:.0%} of the highest, and nothing holds them"
-    if now is None or most is None or reasons is None:
-        yield not_known(f"gpu {gpu}: clocks", "not told", rule=rule)
-        return
-    at_limit = _draws_its_power(answers, gpu)
-    held = [entry for entry in _REASONS if reasons & entry[0] & ~(_POWER_CAP * at_limit)]
-    busy = bool(load and load["gpu"] > 0) and not reasons & 0x1
-    slow = busy and now < (_LIMITED_SHARE if at_limit else _SM_SHARE) * most
-    value = f"SM {now} of {most} MHz" + ("" if busy else " (idle)")
-    value += ", at its power limit" if at_limit else ""
-    if held:
-        value += ", held by " + ", ".join(name for _, name, _, _ in held)
-    if not held and not slow:
-        yield judged(f"gpu {gpu}: clocks", value, ok=True, rule=rule, remedy="")
-        return
-    gravest = next((entry for entry in held if entry[2] is Grade.FAIL), held[0] if held else None)
-    yield Finding(
-        subject=f"gpu {gpu}: clocks",
-        grade=gravest[2] if gravest else Grade.WARN,
-        value=value,
-        rule=rule,
-        remedy=gravest[3] if gravest else "look for locked clocks: nvidia-smi --reset-gpu-clocks",
-    )
-
-
-def _draws_its_power(answers: Answers, gpu: int) -> bool:
-    """Tells whether a GPU uses the power its board allows, so its clocks are at their highest."""
-    names = ("EnforcedPowerLimit", "PowerManagementDefaultLimit", "PowerUsage")
-    limit, own, drawn = (asked_or_none(answers, f"nvmlDeviceGet{name}", gpu) for name in names)
-    if not limit or not own or not drawn:
-        return False
-    return limit >= _POWER_SHARE * own and drawn >= _DRAWN_SHARE * limit
-
-
-def _power(answers: Answers, gpu: int) -> Iterator[Finding]:
-    rule = f"the limit is at least {_POWER_SHARE:.0%} of the board's own"
-    limit = asked_or_none(answers, "nvmlDeviceGetEnforcedPowerLimit", gpu)
-    own = asked_or_none(answers, "nvmlDeviceGetPowerManagementDefaultLimit", gpu)
-    drawn = asked_or_none(answers, "nvmlDeviceGetPowerUsage", gpu)
-    if limit is None or own is None:
-        yield not_known(f"gpu {gpu}: power", "not told", rule=rule)
-        return
-    yield judged(
-        f"gpu {gpu}: power",
-        f"limit {limit / 1000:.0f} of {own / 1000:.0f} W"
-        + ("" if drawn is None else f", draws {drawn / 1000:.0f} W"),
-        ok=limit >= _POWER_SHARE * own,
-        rule=rule,
-        remedy=f"nvidia-smi -i {gpu} -pl {own / 1000:.0f}; one capped GPU slows all of its job",
-    )
-
-
-def _heat(answers: Answers, gpu: int) -> Iterator[Finding]:
-    degrees = asked_or_none(answers, "nvmlDeviceGetTemperature", gpu, pynvml.NVML_TEMPERATURE_GPU)
-    limit = asked_or_none(
-        answers,
-        "nvmlDeviceGetTemperatureThreshold",
-        gpu,
-        pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN,
-    )
-    rule = f"{_HOT_C} degrees below the slowdown temperature"
-    if degrees is None:
-        yield not_known(f"gpu {gpu}: temperature", "not told", rule=rule)
-        return
-    yield judged(
-        f"gpu {gpu}: temperature",
-        f"{degrees} C" + ("" if limit is None else f", slows down at {limit} C"),
-        ok=degrees <= (85 if limit is None else limit) - _HOT_C,
-        rule=rule,
-        remedy="check cooling before clocks drop",
-    )
-
-
-def _ecc(answers: Answers, gpu: int) -> Iterator[Finding]:
-    kinds = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED)
-    mode = asked_or_none(answers, "nvmlDeviceGetEccMode", gpu)
-    counts = [
-        asked_or_none(answers, "nvmlDeviceGetTotalEccErrors", gpu, kind, pynvml.NVML_VOLATILE_ECC)
-        for kind in kinds
-    ]
-    rule = "ECC is on and has met no uncorrectable error since the driver was loaded"
-    if mode is None or counts[0] is None:
-        yield not_known(f"gpu {gpu}: ECC", "not told", rule=rule)
-        return
-    yield judged(
-        f"gpu {gpu}: ECC",
-        f"{'on' if mode[0] else 'off'}, {counts[0]} uncorrectable, {counts[1]} corrected",
-        ok=bool(mode[0]) and counts[0] == 0,
-        rule=rule,
-        remedy="turn ECC on (nvidia-smi -e 1)"
-        if not mode[0]
-        else "reset the GPU; go back to a checkpoint from before: results since are suspect",
-        otherwise=Grade.FAIL if mode[0] else Grade.WARN,
-    )
-
-
-def _rows(answers: Answers, gpu: int) -> Iterator[Finding]:
-    rule = "no row waits to be remapped, none failed to be, and few were"
-    rows = asked_or_none(answers, "nvmlDeviceGetRemappedRows", gpu)
-    if rows is None:
-        yield not_known(f"gpu {gpu}: remapped rows", "not told", rule=rule)
-        return
-    corrected, uncorrected, pending, failed = rows
-    yield judged(
-        f"gpu {gpu}: remapped rows",
-        f"{corrected + uncorrected} remapped"
-        + (", one waits" if pending else "")
-        + (", remapping FAILED" if failed else ""),
-        ok=not pending and not failed and uncorrected < 8,
-        rule=rule,
-        remedy="replace the GPU" if failed or not pending else "reset the GPU (nvidia-smi -r)",
-        otherwise=Grade.FAIL if failed or pending else Grade.WARN,
-    )
-
-
-def _pcie(answers: Answers, gpu: int) -> Iterator[Finding]:
-    names = ("CurrPcieLinkWidth", "MaxPcieLinkWidth", "CurrPcieLinkGeneration")
-    width, widest, now = (asked_or_none(answers, f"nvmlDeviceGet{name}", gpu) for name in names)
-    best = asked_or_none(answers, "nvmlDeviceGetMaxPcieLinkGeneration", gpu)
-    rule = "as wide and, at work, as fast as slot and GPU allow"
-    if not all((width, widest, now, best)):
-        yield not_known(f"gpu {gpu}: PCIe", "not told", rule=rule)
-        return
-    load = asked_or_none(answers, "nvmlDeviceGetUtilizationRates", gpu)
-    busy = bool(load and load["gpu"] > 0)
-    yield judged(
-        f"gpu {gpu}: PCIe",
-        f"generation {now} of {best}, {width} of {widest} lanes" + ("" if busy else " (idle)"),
-        ok=width == widest and (now == best or not busy),  # an idle link sleeps at a lower one
-        rule=rule,
-        remedy="reseat the GPU or its riser; check the slot in the firmware's settings",
-    )
-
-
-def _nvlink(answers: Answers, gpu: int) -> Iterator[Finding]:
-    rule = "all links or none are up, and none repeats what it sends"
-    states = [
-        state
-        for link in range(_NVLINKS)
-        if (state := asked_or_none(answers, "nvmlDeviceGetNvLinkState", gpu, link)) is not None
-    ]
-    if not states:
-        yield not_known(f"gpu {gpu}: NVLink", "no link", rule=rule)
-        return
-    errors = _link_errors(answers, gpu, len(states))
-    text = ", ".join(f"{count} {name}" for name, count in errors.items() if count)
-    up = sum(states)
-    yield judged(
-        f"gpu {gpu}: NVLink",
-        f"{up} of {len(states)} links up" + (f", {text}" if text else ""),
-        # A GPU alone in its machine has its links down.
-        ok=up in ((0, len(states)) if num_gpus(answers) == 1 else (len(states),))
-        and not any(errors.values()),
-        rule=rule,
-        remedy="reset the node; where links stay down or errors come back, replace GPU or switch",
-        otherwise=Grade.FAIL if up < len(states) else Grade.WARN,
-    )
-
-
-def _link_errors(answers: Answers, gpu: int, links: int) -> dict[str, int]:
-    fields = [(field, link) for _, field in _COUNTERS for link in range(links)]
-    values = asked_or_none(answers, "nvmlDeviceGetFieldValues", gpu, fields)
-    if values is None:
-        return {}
-    counts = [value or 0 for value in values]
-    return {
-        name: int(sum(counts[place * links : (place + 1) * links]))
-        for place, (name, _) in enumerate(_COUNTERS)
-    }
-
-
-def _others(answers: Answers, gpu: int) -> Iterator[Finding]:
-    rule = "no other process computes on the GPU"
-    processes: list[dict[str, Any]] | None = asked_or_none(
-        answers, "nvmlDeviceGetComputeRunningProcesses", gpu
-    )
-    if processes is None:
-        yield not_known(f"gpu {gpu}: processes", "not told", rule=rule)
-        return
-    others = [each for each in processes if each["pid"] != os.getpid()]
+def _others(gpu: _Gpu) -> _Verdict:
+    others = [each for each in gpu.ask("ComputeRunningProcesses") if each["pid"] != os.getpid()]
     shown = [f"{each['pid']} ({_held(each['usedGpuMemory'])})" for each in others]
-    yield judged(
-        f"gpu {gpu}: processes",
-        ", ".join(shown) or "none",
-        ok=not others,
-        rule=rule,
-        remedy="end them, or name other GPUs in CUDA_VISIBLE_DEVICES",
-    )
+    remedy = "end them, or name other GPUs in CUDA_VISIBLE_DEVICES"
+    return _Verdict(", ".join(shown) or "none", not others, remedy)
 
 
 def _held(used: int | None) -> str:
     if used is None:  # in containers the driver may not tell
         return "memory not told"
     return f"{used / 2**30:.1f} GiB" if used >= 2**30 else f"{used / 2**20:.0f} MiB"
+
+
+def _memory(gpu: _Gpu) -> _Verdict:
+    memory = gpu.ask("MemoryInfo")
+    used, total = memory["used"], memory["total"]
+    value = f"{used / 2**30:.1f} of {total / 2**30:.1f} GiB in use"
+    return _Verdict(value, used < 0.03 * total, "end what holds it (processes are listed above)")
+
+
+def _power(gpu: _Gpu) -> _Verdict:
+    limit, own = gpu.ask("EnforcedPowerLimit"), gpu.ask("PowerManagementDefaultLimit")
+    drawn = gpu.maybe("PowerUsage")
+    return _Verdict(
+        f"limit {limit / 1000:.0f} of {own / 1000:.0f} W"
+        + ("" if drawn is None else f", draws {drawn / 1000:.0f} W"),
+        limit >= _POWER_SHARE * own,
+        f"nvidia-smi -i {gpu.number} -pl {own / 1000:.0f}; one capped GPU slows all of its job",
+    )
+
+
+def _heat(gpu: _Gpu) -> _Verdict:
+    degrees = gpu.ask("Temperature", pynvml.NVML_TEMPERATURE_GPU)
+    limit = gpu.maybe("TemperatureThreshold", pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)
+    return _Verdict(
+        f"{degrees} C" + ("" if limit is None else f", slows down at {limit} C"),
+        degrees <= (85 if limit is None else limit) - _HOT_C,
+        "check cooling before clocks drop",
+    )
+
+
+def _clocks(gpu: _Gpu) -> _Verdict:
+    now = gpu.ask("ClockInfo", pynvml.NVML_CLOCK_SM)
+    most = gpu.ask("MaxClockInfo", pynvml.NVML_CLOCK_SM)
+    reasons = gpu.ask("CurrentClocksEventReasons")
+    at_limit = _draws_its_power(gpu)
+    held = [entry for entry in _REASONS if reasons & entry[0] & ~(_POWER_CAP * at_limit)]
+    busy = gpu.is_busy and not reasons & 0x1
+    slow = busy and now < (_LIMITED_SHARE if at_limit else _SM_SHARE) * most
+    value = f"SM {now} of {most} MHz" + ("" if busy else " (idle)")
+    value += ", at its power limit" if at_limit else ""
+    if not held:
+        return _Verdict(value, not slow, "look for locked clocks: nvidia-smi --reset-gpu-clocks")
+    value += ", held by " + ", ".join(name for _, name, _, _ in held)
+    _, _, grade, remedy = next((entry for entry in held if entry[2] is Grade.FAIL), held[0])
+    return _Verdict(value, False, remedy, grade)
+
+
+def _draws_its_power(gpu: _Gpu) -> bool:
+    """Tells whether a GPU uses the power its board allows, so its clocks are at their highest."""
+    names = ("EnforcedPowerLimit", "PowerManagementDefaultLimit", "PowerUsage")
+    limit, own, drawn = map(gpu.maybe, names)
+    if not limit or not own or not drawn:
+        return False
+    return limit >= _POWER_SHARE * own and drawn >= _DRAWN_SHARE * limit
+
+
+def _ecc(gpu: _Gpu) -> _Verdict:
+    is_on = bool(gpu.ask("EccMode")[0])
+    since = pynvml.NVML_VOLATILE_ECC
+    lost = gpu.ask("TotalEccErrors", pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, since)
+    corrected = gpu.maybe("TotalEccErrors", pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, since)
+    return _Verdict(
+        f"{'on' if is_on else 'off'}, {lost} uncorrectable, {corrected} corrected",
+        is_on and lost == 0,
+        "reset the GPU; go back to a checkpoint from before: results since are suspect"
+        if is_on
+        else "turn ECC on (nvidia-smi -e 1)",
+        Grade.FAIL if is_on else Grade.WARN,
+    )
+
+
+def _rows(gpu: _Gpu) -> _Verdict:
+    corrected, uncorrected, pending, failed = gpu.ask("RemappedRows")
+    return _Verdict(
+        f"{corrected + uncorrected} remapped"
+        + (", one waits" if pending else "")
+        + (", remapping FAILED" if failed else ""),
+        not pending and not failed and uncorrected < 8,
+        "replace the GPU" if failed or not pending else "reset the GPU (nvidia-smi -r)",
+        Grade.FAIL if failed or pending else Grade.WARN,
+    )
+
+
+def _pcie(gpu: _Gpu) -> _Verdict:
+    width, widest = gpu.ask("CurrPcieLinkWidth"), gpu.ask("MaxPcieLinkWidth")
+    now, best = gpu.ask("CurrPcieLinkGeneration"), gpu.ask("MaxPcieLinkGeneration")
+    busy = gpu.is_busy
+    return _Verdict(
+        f"generation {now} of {best}, {width} of {widest} lanes" + ("" if busy else " (idle)"),
+        width == widest and (now == best or not busy),  # an idle link sleeps at a lower one
+        "reseat the GPU or its riser; check the slot in the firmware's settings",
+    )
+
+
+def _nvlink(gpu: _Gpu) -> _Verdict:
+    told = [gpu.maybe("NvLinkState", link) for link in range(_NVLINKS)]
+    states = [state for state in told if state is not None]
+    if not states:
+        raise NoAnswerError("no link")
+    errors = _link_errors(gpu, len(states))
+    text = ", ".join(f"{count} {name}" for name, count in errors.items() if count)
+    up = sum(states)
+    return _Verdict(
+        f"{up} of {len(states)} links up" + (f", {text}" if text else ""),
+        # A GPU alone in its machine has its links down.
+        up in ((0, len(states)) if gpu.is_alone else (len(states),)) and not any(errors.values()),
+        "reset the node; where links stay down or errors come back, replace GPU or switch",
+        Grade.FAIL if up < len(states) else Grade.WARN,
+    )
+
+
+def _link_errors(gpu: _Gpu, links: int) -> dict[str, int]:
+    fields = [(field, link) for _, field in _COUNTERS for link in range(links)]
+    counts = [value or 0 for value in gpu.maybe("FieldValues", fields) or ()]
+    return {
+        name: int(sum(counts[place * links : (place + 1) * links]))
+        for place, (name, _) in enumerate(_COUNTERS)
+    }
+
+
+def _model(gpu: _Gpu) -> _Verdict:
+    name, mig = gpu.ask("Name"), gpu.maybe("MigMode")
+    divided = bool(mig and mig[0])
+    return _Verdict(
+        name + (", divided by MIG" if divided else ""),
+        not divided and device_peak(name) is not None,
+        "leave MIG off for training; peaks of further GPUs go into runtime/devices.py",
+    )
+
+
+# Subject: rule and check. What explains another finding comes before it: a process its memory, a
+# cap its clocks.
+_CHECKS: dict[str, tuple[str, Callable[[_Gpu], _Verdict]]] = {
+    "processes": ("no other process computes on the GPU", _others),
+    "memory": ("at most 3% is taken before a job starts", _memory),
+    "power": (f"the limit is at least {_POWER_SHARE:.0%} of the board's own", _power),
+    "temperature": (f"{_HOT_C} degrees below the slowdown temperature", _heat),
+    "clocks": (
+        f"at work, SM clocks stay above {_SM_SHARE:.0%} of the highest, and nothing holds them",
+        _clocks,
+    ),
+    "ECC": ("ECC is on and has met no uncorrectable error since the driver was loaded", _ecc),
+    "remapped rows": ("no row waits to be remapped, none failed to be, and few were", _rows),
+    "PCIe": ("as wide and, at work, as fast as slot and GPU allow", _pcie),
+    "NVLink": ("all links or none are up, and none repeats what it sends", _nvlink),
+    "model": ("a whole GPU whose peaks are known, so that MFU means something", _model),
+}
 
 
 def driver_findings(answers: Answers) -> list[Finding]:

@@ -26,8 +26,8 @@ _UNSYNCHRONIZED = 0x40  # STA_UNSYNC of adjtimex(2)
 class HostState:
     """Readings of one host; a reading that the host does not provide is None."""
 
-    memory_bytes: int | None  # that can be had
-    total_bytes: int | None
+    memory_bytes: int  # that can be had
+    total_bytes: int
     cgroup_limit: int | None  # of the control group; None where there is none
     cgroup_used: int | None
     cpus: int  # that this process may run on
@@ -35,7 +35,7 @@ class HostState:
     cpu_held: float | None  # share of the periods in which that limit made it wait
     shared_bytes: int | None  # free in /dev/shm
     open_files: int  # that a process may have
-    disk_free: int | None
+    disk_free: int
     write_rate: float | None  # bytes/s of the run directory's disk
     clock_synchronized: bool | None
     clock_error_s: float | None  # the kernel's estimate of its most
@@ -49,10 +49,10 @@ def read_host(directory: Path) -> HostState:
     synchronized, error_s = _clock()
     shared = Path("/dev/shm")
     return HostState(
-        memory_bytes=memory.get("MemAvailable"),
-        total_bytes=memory.get("MemTotal"),
-        cgroup_limit=_number("memory.max", "memory/memory.limit_in_bytes"),
-        cgroup_used=_number("memory.current", "memory/memory.usage_in_bytes"),
+        memory_bytes=memory["MemAvailable"],
+        total_bytes=memory["MemTotal"],
+        cgroup_limit=_bytes("memory.max", "memory/memory.limit_in_bytes"),
+        cgroup_used=_bytes("memory.current", "memory/memory.usage_in_bytes"),
         cpus=len(os.sched_getaffinity(0)),
         cpu_limit=_cpu_limit(),
         cpu_held=_cpu_held(),
@@ -73,35 +73,34 @@ def _memory_info() -> dict[str, int]:
     }
 
 
-def _number(*names: str) -> int | None:
-    """A control group's number, version 2 or 1; None where there is none, or no limit."""
+def _control_group(*names: str) -> str | None:
+    """Returns what the first of these files of a control group, version 2 or 1, says."""
     for name in names:
-        with contextlib.suppress(OSError, ValueError):
-            value = int((Path("/sys/fs/cgroup") / name).read_text())
-            return value if value < 1 << 60 else None
+        with contextlib.suppress(OSError):
+            return (Path("/sys/fs/cgroup") / name).read_text().strip()
     return None
+
+
+def _bytes(*names: str) -> int | None:
+    """Returns a control group's number; None where there is none, or no limit."""
+    text = _control_group(*names)
+    return int(text) if text and text.isdigit() and int(text) < 1 << 60 else None
 
 
 def _cpu_limit() -> float | None:
-    """Returns the CPU limit of a control group, version 2 or 1."""
-    root = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):
-        limit, period = (root / "cpu.max").read_text().split()
-        return None if limit == "max" else int(limit) / int(period)
-    with contextlib.suppress(OSError, ValueError):
-        limit = int((root / "cpu/cpu.cfs_quota_us").read_text())
-        return None if limit < 0 else limit / int((root / "cpu/cpu.cfs_period_us").read_text())
-    return None
+    text = _control_group("cpu.max")
+    if text is None:
+        quota = _control_group("cpu/cpu.cfs_quota_us")
+        text = f"{quota or 'max'} {_control_group('cpu/cpu.cfs_period_us')}"
+    limit, period = text.split()
+    return int(limit) / int(period) if limit.isdigit() else None
 
 
 def _cpu_held() -> float | None:
-    for name in ("cpu.stat", "cpu/cpu.stat"):
-        with contextlib.suppress(OSError, ValueError):
-            lines = (Path("/sys/fs/cgroup") / name).read_text().splitlines()
-            counts = dict(line.split() for line in lines)
-            periods = int(counts.get("nr_periods", 0))
-            return int(counts.get("nr_throttled", 0)) / periods if periods else None
-    return None
+    lines = (_control_group("cpu.stat", "cpu/cpu.stat") or "").splitlines()
+    counts = {name: int(count) for name, count in map(str.split, lines)}
+    periods = counts.get("nr_periods", 0)
+    return counts.get("nr_throttled", 0) / periods if periods else None
 
 
 def _write_rate(directory: Path) -> float | None:
@@ -160,8 +159,6 @@ def _memory(state: HostState, gpu_bytes: int) -> Finding:
     # Of a GPU's memory about half is state, which a checkpoint copies to the host first.
     wanted = max(4 << 30, gpu_bytes // 2)
     rule = f"at least {wanted / 2**30:.0f} GiB can be had: a checkpoint is copied through the host"
-    if state.memory_bytes is None or state.total_bytes is None:
-        return not_known("host: memory", "not told", rule=rule)
     return judged(
         "host: memory",
         f"{state.memory_bytes / 2**30:.1f} of {state.total_bytes / 2**30:.1f} GiB free, "
@@ -218,36 +215,28 @@ def _shared(state: HostState) -> Finding:
 
 
 def _disk(state: HostState) -> list[Finding]:
-    space = "at least 10 GiB free where runs are written"
     speed = f"at least {_SLOW_DISK / 1e6:.0f} MB/s, or saves outlast what they overlap with"
-    found = []
-    if state.disk_free is None:
-        found.append(not_known("host: disk space", "not told", rule=space))
-    else:
-        found.append(
-            judged(
-                "host: disk space",
-                f"{state.disk_free / 2**30:.1f} GiB free",
-                ok=state.disk_free >= 10 << 30,
-                rule=space,
-                remedy="free space, keep fewer checkpoints (checkpoint.keep_last), or name another "
-                "--run",
-                otherwise=Grade.FAIL if state.disk_free < 1 << 30 else Grade.WARN,
-            )
+    found = [
+        judged(
+            "host: disk space",
+            f"{state.disk_free / 2**30:.1f} GiB free",
+            ok=state.disk_free >= 10 << 30,
+            rule="at least 10 GiB free where runs are written",
+            remedy="free space, keep fewer checkpoints (checkpoint.keep_last), or name another "
+            "--run",
+            otherwise=Grade.FAIL if state.disk_free < 1 << 30 else Grade.WARN,
         )
+    ]
     if state.write_rate is None:
-        found.append(not_known("host: disk writes", "could not be written", rule=speed))
-    else:
-        found.append(
-            judged(
-                "host: disk writes",
-                f"{state.write_rate / 1e6:.0f} MB/s ({_WRITTEN >> 20} MiB, synchronized)",
-                ok=state.write_rate >= _SLOW_DISK,
-                rule=speed,
-                remedy="name a faster --run, or save less often (checkpoint.every)",
-            )
-        )
-    return found
+        return [*found, not_known("host: disk writes", "could not be written", rule=speed)]
+    rated = judged(
+        "host: disk writes",
+        f"{state.write_rate / 1e6:.0f} MB/s ({_WRITTEN >> 20} MiB, synchronized)",
+        ok=state.write_rate >= _SLOW_DISK,
+        rule=speed,
+        remedy="name a faster --run, or save less often (checkpoint.every)",
+    )
+    return [*found, rated]
 
 
 def _clock_finding(state: HostState) -> Finding:

@@ -1,5 +1,6 @@
 """Versions, environment variables and XLA flags that cost speed or change results silently."""
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -12,32 +13,14 @@ from typing import NamedTuple
 
 from jaxinfra.diagnostics.machine.finding import Finding, Grade, judged
 
-NAMES = (
-    "jax",
-    "jaxlib",
-    "jax-cuda13-plugin",
-    "jax-cuda13-pjrt",
-    "jax-cuda12-plugin",
-    "jax-cuda12-pjrt",
-    "flax",
-    "optax",
-    "numpy",
-    "nvidia-cudnn-cu13",
-    "nvidia-cudnn-cu12",
-    "nvidia-nccl-cu13",
-    "nvidia-nccl-cu12",
-)
-"""Distributions whose versions count."""
-
 
 def installed() -> dict[str, str]:
-    """Returns ``{name: version}`` of the packages in ``NAMES`` that are installed."""
+    """Returns ``{name: version}`` of JAX, jaxlib and the CUDA plugins that are installed."""
+    series = [f"jax-cuda{number}-{part}" for number in (13, 12) for part in ("plugin", "pjrt")]
     found = {}
-    for name in NAMES:
-        try:
+    for name in ("jax", "jaxlib", *series):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -110,15 +93,13 @@ def _parts(version: str) -> tuple[int, ...]:
 
 
 _UNKNOWN = re.compile(r"Unknown flags? in XLA_FLAGS: (.*)")
-_TRUE = ("1", "true", "yes", "on")
-_FALSE = ("0", "false", "no", "off")
 
 
 class _Setting(NamedTuple):
     is_bad: Callable[[str], bool]
-    grade: Grade
     rule: str
-    remedy: str
+    grade: Grade = Grade.WARN
+    remedy: str = ""  # empty: unset the variable, or leave the flag out
 
 
 def _among(*values: str) -> Callable[[str], bool]:
@@ -129,116 +110,64 @@ def _set(value: str) -> bool:
     return bool(value.strip())
 
 
+_TRUE, _FALSE = _among("1", "true", "yes", "on"), _among("0", "false", "no", "off")
 _SLOW, _CHANGES = "costs speed", "changes results"
 
-_VARIABLES: dict[str, _Setting] = {
-    "JAX_DISABLE_JIT": _Setting(
-        _among(*_TRUE), Grade.FAIL, f"{_SLOW}: nothing is compiled", "unset it"
-    ),
-    "JAX_DEBUG_NANS": _Setting(
-        _among(*_TRUE), Grade.WARN, f"{_SLOW}: every result is fetched and checked", "unset it"
-    ),
-    "JAX_ENABLE_X64": _Setting(
-        _among(*_TRUE), Grade.WARN, f"{_CHANGES}: 64-bit integers and floats", "unset it"
-    ),
+# Variables of the environment, and flags of XLA_FLAGS.
+_SETTINGS: dict[str, _Setting] = {
+    "JAX_DISABLE_JIT": _Setting(_TRUE, f"{_SLOW}: nothing is compiled", Grade.FAIL),
+    "JAX_DEBUG_NANS": _Setting(_TRUE, f"{_SLOW}: every result is fetched and checked"),
+    "JAX_ENABLE_X64": _Setting(_TRUE, f"{_CHANGES}: 64-bit integers and floats"),
     "JAX_DEFAULT_MATMUL_PRECISION": _Setting(
-        _set, Grade.WARN, f"{_CHANGES}: the policy names precisions", "set precision.policy"
+        _set, f"{_CHANGES}: the policy names precisions", remedy="set precision.policy"
     ),
     "JAX_DEFAULT_PRNG_IMPL": _Setting(
         lambda value: value.strip() not in ("", "threefry2x32"),
-        Grade.WARN,
         f"{_CHANGES}: other initial weights and dropout",
-        "unset it",
     ),
-    "JAX_THREEFRY_PARTITIONABLE": _Setting(
-        _among(*_FALSE), Grade.WARN, f"{_CHANGES}: draws depend on the mesh", "unset it"
-    ),
-    "JAX_ENABLE_COMPILATION_CACHE": _Setting(
-        _among(*_FALSE), Grade.WARN, f"{_SLOW}: every start compiles again", "unset it"
-    ),
+    "JAX_THREEFRY_PARTITIONABLE": _Setting(_FALSE, f"{_CHANGES}: draws depend on the mesh"),
+    "JAX_ENABLE_COMPILATION_CACHE": _Setting(_FALSE, f"{_SLOW}: every start compiles again"),
     "XLA_PYTHON_CLIENT_ALLOCATOR": _Setting(
-        _among("platform"), Grade.WARN, f"{_SLOW}: every buffer is a cudaMalloc", "unset it"
+        _among("platform"), f"{_SLOW}: every buffer is a cudaMalloc"
     ),
-    "XLA_PYTHON_CLIENT_PREALLOCATE": _Setting(
-        _among(*_FALSE), Grade.WARN, "memory fragments as the pool grows", "unset it"
-    ),
+    "XLA_PYTHON_CLIENT_PREALLOCATE": _Setting(_FALSE, "memory fragments as the pool grows"),
     "XLA_PYTHON_CLIENT_MEM_FRACTION": _Setting(
         lambda value: bool(value) and _number(value) < 0.7,
-        Grade.WARN,
         "less than 70% of a GPU's memory can be used",
-        "unset it, or raise it",
+        remedy="unset it, or raise it",
     ),
     "NVIDIA_TF32_OVERRIDE": _Setting(
-        _set, Grade.WARN, f"{_CHANGES}: fp32 products of libraries in TF32 or not", "unset it"
+        _set, f"{_CHANGES}: fp32 products of libraries in TF32 or not"
     ),
-    "CUDA_LAUNCH_BLOCKING": _Setting(
-        _among("1"), Grade.WARN, f"{_SLOW}: the host waits for every kernel", "unset it"
-    ),
-    "NCCL_P2P_DISABLE": _Setting(
-        _among("1"), Grade.WARN, f"{_SLOW}: GPUs talk through the host, not NVLink", "unset it"
-    ),
-    "NCCL_SHM_DISABLE": _Setting(
-        _among("1"), Grade.WARN, f"{_SLOW}: processes of a node talk by sockets", "unset it"
-    ),
-    "NCCL_IB_DISABLE": _Setting(
-        _among("1"), Grade.WARN, f"{_SLOW}: nodes talk by sockets, not InfiniBand", "unset it"
-    ),
-    "NCCL_ALGO": _Setting(
-        _set, Grade.WARN, f"{_SLOW} and {_CHANGES}: order of sums is fixed", "unset it"
-    ),
-    "NCCL_PROTO": _Setting(_set, Grade.WARN, f"{_SLOW}: NCCL no longer chooses", "unset it"),
-    "NCCL_DEBUG": _Setting(
-        _among("trace"), Grade.WARN, f"{_SLOW}: a line per call", "set it to WARN"
-    ),
-    "TF_CPP_MIN_LOG_LEVEL": _Setting(
-        _among("2", "3"), Grade.WARN, "hides XLA's warnings and errors", "unset it"
-    ),
-    "LD_PRELOAD": _Setting(_set, Grade.WARN, f"{_CHANGES}: replaces functions", "unset it"),
-}
-
-_FLAGS: dict[str, _Setting] = {
-    "xla_gpu_autotune_level": _Setting(
-        _among("0", "1"), Grade.WARN, f"{_SLOW}: matmuls keep untuned tiles", "leave it out"
-    ),
+    "CUDA_LAUNCH_BLOCKING": _Setting(_TRUE, f"{_SLOW}: the host waits for every kernel"),
+    "NCCL_P2P_DISABLE": _Setting(_TRUE, f"{_SLOW}: GPUs talk through the host, not NVLink"),
+    "NCCL_SHM_DISABLE": _Setting(_TRUE, f"{_SLOW}: processes of a node talk by sockets"),
+    "NCCL_IB_DISABLE": _Setting(_TRUE, f"{_SLOW}: nodes talk by sockets, not InfiniBand"),
+    "NCCL_ALGO": _Setting(_set, f"{_SLOW} and {_CHANGES}: order of sums is fixed"),
+    "NCCL_PROTO": _Setting(_set, f"{_SLOW}: NCCL no longer chooses"),
+    "NCCL_DEBUG": _Setting(_among("trace"), f"{_SLOW}: a line per call", remedy="set it to WARN"),
+    "TF_CPP_MIN_LOG_LEVEL": _Setting(_among("2", "3"), "hides XLA's warnings and errors"),
+    "LD_PRELOAD": _Setting(_set, f"{_CHANGES}: replaces functions"),
+    "xla_gpu_autotune_level": _Setting(_among("0", "1"), f"{_SLOW}: matmuls keep untuned tiles"),
     "xla_gpu_enable_command_buffer": _Setting(
-        lambda value: not value.strip(), Grade.WARN, f"{_SLOW}: no CUDA graphs", "leave it out"
+        lambda value: not value.strip(), f"{_SLOW}: no CUDA graphs"
     ),
-    "xla_backend_optimization_level": _Setting(
-        _among("0", "1"), Grade.WARN, f"{_SLOW}: code is not optimized", "leave it out"
-    ),
-    "xla_gpu_enable_triton_gemm": _Setting(
-        _among("false"), Grade.WARN, f"{_SLOW} (8% with others, four H200s)", "leave it out"
-    ),
+    "xla_backend_optimization_level": _Setting(_among("0", "1"), f"{_SLOW}: code is not optimized"),
+    "xla_gpu_enable_triton_gemm": _Setting(_FALSE, f"{_SLOW} (8% with others, four H200s)"),
     "xla_gpu_enable_latency_hiding_scheduler": _Setting(
-        _among("false"), Grade.WARN, f"{_SLOW}: communication is not hidden", "leave it out"
+        _FALSE, f"{_SLOW}: communication is not hidden"
     ),
-    "xla_gpu_deterministic_ops": _Setting(
-        _among("true"), Grade.WARN, f"{_SLOW}: scatters and some matmuls", "leave it out"
-    ),
-    "xla_gpu_exclude_nondeterministic_ops": _Setting(
-        _among("true"), Grade.WARN, f"{_SLOW}: scatters and some matmuls", "leave it out"
-    ),
+    "xla_gpu_deterministic_ops": _Setting(_TRUE, f"{_SLOW}: scatters and some matmuls"),
+    "xla_gpu_exclude_nondeterministic_ops": _Setting(_TRUE, f"{_SLOW}: scatters and some matmuls"),
     "xla_gpu_force_compilation_parallelism": _Setting(
-        _among("1"), Grade.WARN, f"{_SLOW}: compiles on one core", "leave it out"
+        _among("1"), f"{_SLOW}: compiles on one core"
     ),
-    "xla_cpu_enable_fast_math": _Setting(
-        _among("true"), Grade.WARN, f"{_CHANGES}: NaN and infinity are assumed away", "leave it out"
-    ),
-    "xla_gpu_enable_fast_min_max": _Setting(
-        _among("true"), Grade.WARN, f"{_CHANGES}: min and max may lose NaN", "leave it out"
-    ),
-    "xla_allow_excess_precision": _Setting(
-        _among("false"), Grade.WARN, f"{_SLOW} and {_CHANGES}: rounds more often", "leave it out"
-    ),
-    "xla_disable_hlo_passes": _Setting(
-        _set, Grade.WARN, f"{_SLOW}: the compiler leaves passes out", "leave it out"
-    ),
-    "xla_dump_to": _Setting(
-        _set, Grade.WARN, f"{_SLOW}: every program is written to disk", "leave it out"
-    ),
-    "xla_dump_hlo_as_text": _Setting(
-        _among("true"), Grade.WARN, f"{_SLOW}: every program is written to disk", "leave it out"
-    ),
+    "xla_cpu_enable_fast_math": _Setting(_TRUE, f"{_CHANGES}: NaN and infinity are assumed away"),
+    "xla_gpu_enable_fast_min_max": _Setting(_TRUE, f"{_CHANGES}: min and max may lose NaN"),
+    "xla_allow_excess_precision": _Setting(_FALSE, f"{_SLOW} and {_CHANGES}: rounds more often"),
+    "xla_disable_hlo_passes": _Setting(_set, f"{_SLOW}: the compiler leaves passes out"),
+    "xla_dump_to": _Setting(_set, f"{_SLOW}: every program is written to disk"),
+    "xla_dump_hlo_as_text": _Setting(_TRUE, f"{_SLOW}: every program is written to disk"),
 }
 
 
@@ -265,48 +194,34 @@ def setting_findings(environment: Mapping[str, str], *, num_gpus: int) -> list[F
         environment: variables of the process; its ``XLA_FLAGS`` are checked by name and value.
         num_gpus: number of GPUs in the node, including any that variables hide.
     """
+    given = [(name, name, value, "unset it") for name, value in environment.items()]
+    given += [
+        (name, f"XLA_FLAGS {name}", value, "leave it out")
+        for name, value in xla_flags(environment).items()
+    ]
     found = [
         Finding(
-            subject=name,
+            subject=subject,
             grade=setting.grade,
-            value=environment[name],
-            rule=setting.rule,
-            remedy=setting.remedy,
-        )
-        for name, setting in _VARIABLES.items()
-        if name in environment and setting.is_bad(environment[name])
-    ]
-    found += [
-        Finding(
-            subject=f"XLA_FLAGS {name}",
-            grade=_FLAGS[name].grade,
             value=value or "(empty)",
-            rule=_FLAGS[name].rule,
-            remedy=_FLAGS[name].remedy,
+            rule=setting.rule,
+            remedy=setting.remedy or remedy,
         )
-        for name, value in xla_flags(environment).items()
-        if name in _FLAGS and _FLAGS[name].is_bad(value)
+        for name, subject, value, remedy in given
+        if (setting := _SETTINGS.get(name)) is not None and setting.is_bad(value)
     ]
-    found += _hidden_gpus(environment, num_gpus)
-    rule = "no variable or flag that costs speed or changes results"
-    return found or [judged("settings", "none", ok=True, rule=rule, remedy="")]
-
-
-def _hidden_gpus(environment: Mapping[str, str], num_gpus: int) -> list[Finding]:
-    found = []
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if num_gpus and visible is not None:
-        named = [part for part in visible.split(",") if part.strip()]
-        if len(named) < num_gpus:
-            found.append(
-                Finding(
-                    subject="CUDA_VISIBLE_DEVICES",
-                    grade=Grade.WARN,
-                    value=visible or "(empty)",
-                    rule=f"hides {num_gpus - len(named)} of {num_gpus} GPUs",
-                    remedy="unset it, unless another job has them",
-                )
+    named = [part for part in (visible or "").split(",") if part.strip()]
+    if visible is not None and len(named) < num_gpus:
+        found.append(
+            Finding(
+                subject="CUDA_VISIBLE_DEVICES",
+                grade=Grade.WARN,
+                value=visible or "(empty)",
+                rule=f"hides {num_gpus - len(named)} of {num_gpus} GPUs",
+                remedy="unset it, unless another job has them",
             )
+        )
     if num_gpus and environment.get("JAX_PLATFORMS", "").strip() == "cpu":
         found.append(
             Finding(
@@ -317,12 +232,11 @@ def _hidden_gpus(environment: Mapping[str, str], num_gpus: int) -> list[Finding]
                 remedy="unset it",
             )
         )
-    return found
+    rule = "no variable or flag that costs speed or changes results"
+    return found or [judged("settings", "none", ok=True, rule=rule, remedy="")]
 
 
-def unknown_flag_findings(
-    environment: Mapping[str, str], *, timeout_s: float = 60
-) -> list[Finding]:
+def unknown_flag_findings(environment: Mapping[str, str]) -> list[Finding]:
     """Reports XLA flags that this XLA does not know, which would abort JAX at startup.
 
     A separate process tests the flags by starting JAX on the CPU.
@@ -336,7 +250,7 @@ def unknown_flag_findings(
         env={**os.environ, **environment, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=60,
         check=False,
     )
     match = _UNKNOWN.search(done.stderr)
