@@ -181,8 +181,8 @@ def test_remedies_fit_and_are_compiled(steps):
     assert found[0].fits
     for remedy in found:
         assert remedy.fits == (remedy.bytes <= int(0.75 * total))
-        assert compiled_bytes(remedy.config) == remedy.bytes
-    shares = [each.time_share for each in found if each.fits]
+        assert compiled_bytes(remedy.case) == remedy.bytes
+    shares = [each.figures["time_share"] for each in found if each.fits]
     assert shares == sorted(shares)
     assert len({each.options[0].split("=")[1] for each in found}) >= 2
 

@@ -1,7 +1,9 @@
-"""Remedies for a step that does not fit: settings changed one at a time, each one compiled."""
+"""Remedies for what does not fit: settings changed one at a time, each change compiled."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import jax
 
@@ -12,71 +14,78 @@ from jaxinfra.hlo.buffers import step_bytes
 from jaxinfra.training.job import lower_step, make_job
 from jaxinfra.training.recompute.budget import CHEAPEST_FIRST
 
+type Change[C] = tuple[tuple[str, ...], C]
+"""Options of a command, and the case that they lead to."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Remedy:
-    """A change of a run's settings, and the bytes per device that the run needs with it."""
+class Remedy[C]:
+    """A change of a run's or an engine's settings, and the bytes per device that it then needs."""
 
-    options: tuple[str, ...]  # of jaxinfra train
-    config: RunConfig
+    options: tuple[str, ...]  # of jaxinfra train or serve
+    case: C
     bytes: int  # compiled
     fits: bool
-    time_share: float | None  # of the present predicted time per token; None: not predicted
+    cost: str  # in words
+    figures: Mapping[str, Any]  # of the cost, for JSON
 
     def describe(self) -> str:
         """Describes in one line the changed setting and the bytes per device."""
-        cost = "" if self.time_share is None else f", {self.time_share - 1:+.0%} time per token"
         word = "fits" if self.fits else "does not fit"
-        return f"{' '.join(self.options)}: {gib(self.bytes)} per device, {word}{cost}"
+        return f"{' '.join(self.options)}: {gib(self.bytes)} per device, {word}{self.cost}"
 
-    def as_json(self) -> dict[str, object]:
+    def as_json(self) -> dict[str, Any]:
         """Returns the changed setting and the bytes per device as JSON values."""
-        return {
-            "options": list(self.options),
-            "bytes": self.bytes,
-            "fits": self.fits,
-            "time_share": self.time_share,
-        }
+        known = {"options": list(self.options), "bytes": self.bytes, "fits": self.fits}
+        return known | dict(self.figures)
 
 
-type Price = Callable[[RunConfig], float | None]
-"""Predicted seconds per step of a config; None where there is no prediction."""
+_COMPILES = 9
+"""Largest number of training steps to compile."""
+COUNT = 3
+"""Number of remedies to name."""
+
+
+def compiled_changes[C](
+    changes: Iterable[Change[C]], needs: Callable[[C], int]
+) -> Iterator[tuple[tuple[str, ...], C, int]]:
+    """Yields changes that can be, each with its bytes per device."""
+    for options, case in changes:
+        with contextlib.suppress(JaxinfraError):  # a combination that cannot run
+            yield options, case, needs(case)
 
 
 def find_remedies(
-    config: RunConfig, *, limit_bytes: int, price: Price, count: int = 3, compiles: int = 9
-) -> list[Remedy]:
+    config: RunConfig, *, limit_bytes: int, price: Callable[[RunConfig], float | None]
+) -> list[Remedy[RunConfig]]:
     """Finds settings whose compiled step fits in memory, those that cost least time first.
 
-    If fewer than ``count`` changes fit, the changes nearest to the limit follow.
+    If fewer than three changes fit, the changes nearest to the limit follow.
 
     Args:
         limit_bytes: memory limit per device.
-        compiles: largest number of steps to compile.
+        price: predicted seconds per step of a config; None where there is no prediction.
     """
     now = price(config)
-    found: list[Remedy] = []
-    for options, changed in _changes(config):
-        if compiles == 0 or sum(each.fits for each in found) == count:
-            break
-        try:
-            needs = compiled_bytes(changed)
-        except JaxinfraError:  # a combination that cannot run
-            continue
-        compiles -= 1
+    found: list[Remedy[RunConfig]] = []
+    for options, changed, needs in compiled_changes(_changes(config), compiled_bytes):
         then = price(changed)
         shrunk = config.training.batch_size / changed.training.batch_size
+        share = None if now is None or then is None else shrunk * then / now
         found.append(
             Remedy(
                 options=options,
-                config=changed,
+                case=changed,
                 bytes=needs,
                 fits=needs <= limit_bytes,
-                time_share=None if now is None or then is None else shrunk * then / now,
+                cost="" if share is None else f", {share - 1:+.0%} time per token",
+                figures={"time_share": share},
             )
         )
-    found.sort(key=lambda each: (not each.fits, each.time_share or 1.0, each.bytes))
-    return found[:count]
+        if len(found) == _COMPILES or sum(each.fits for each in found) == COUNT:
+            break
+    found.sort(key=lambda each: (not each.fits, each.figures["time_share"] or 1.0, each.bytes))
+    return found[:COUNT]
 
 
 def compiled_bytes(config: RunConfig) -> int:
@@ -84,7 +93,7 @@ def compiled_bytes(config: RunConfig) -> int:
     return step_bytes(lower_step(make_job(config)).compile())
 
 
-def _changes(config: RunConfig) -> Iterator[tuple[tuple[str, ...], RunConfig]]:
+def _changes(config: RunConfig) -> Iterator[Change[RunConfig]]:
     """Yields changes to try, alternating between kinds, the mildest of each kind first."""
     kinds = [list(_recomputing(config)), list(_accumulating(config)), list(_sharding(config))]
     kinds.append([_halved(config)] if config.training.batch_size > 1 else [])
@@ -94,7 +103,7 @@ def _changes(config: RunConfig) -> Iterator[tuple[tuple[str, ...], RunConfig]]:
                 yield kind[place]
 
 
-def _recomputing(config: RunConfig) -> Iterator[tuple[tuple[str, ...], RunConfig]]:
+def _recomputing(config: RunConfig) -> Iterator[Change[RunConfig]]:
     training = config.training
     weaker = CHEAPEST_FIRST.index(training.remat) if training.remat in CHEAPEST_FIRST else -1
     stronger = CHEAPEST_FIRST[weaker + 1 :]
@@ -106,7 +115,7 @@ def _recomputing(config: RunConfig) -> Iterator[tuple[tuple[str, ...], RunConfig
         )
 
 
-def _accumulating(config: RunConfig) -> Iterator[tuple[tuple[str, ...], RunConfig]]:
+def _accumulating(config: RunConfig) -> Iterator[Change[RunConfig]]:
     training = config.training
     for factor in (2, 4, 8):
         parts = factor * training.accumulation
@@ -118,7 +127,7 @@ def _accumulating(config: RunConfig) -> Iterator[tuple[tuple[str, ...], RunConfi
             )
 
 
-def _sharding(config: RunConfig) -> Iterator[tuple[tuple[str, ...], RunConfig]]:
+def _sharding(config: RunConfig) -> Iterator[Change[RunConfig]]:
     mesh, sharding = config.mesh, config.sharding
     if mesh.shards_state and sharding.zero < 3:
         changed = dataclasses.replace(config, sharding=dataclasses.replace(sharding, zero=3))
@@ -132,7 +141,7 @@ def _sharding(config: RunConfig) -> Iterator[tuple[tuple[str, ...], RunConfig]]:
         yield ("--mesh", wider.option), dataclasses.replace(config, mesh=wider)
 
 
-def _halved(config: RunConfig) -> tuple[tuple[str, ...], RunConfig]:
+def _halved(config: RunConfig) -> Change[RunConfig]:
     training = config.training
     changed = dataclasses.replace(training, batch_size=training.batch_size // 2)
     return (

@@ -16,8 +16,9 @@ from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.diagnostics.memory.report import CACHES, MemoryReport, gib, report_memory
-from jaxinfra.errors import JaxinfraError, UnsupportedError
+from jaxinfra.diagnostics.memory.remedies import COUNT, Change, Remedy, compiled_changes
+from jaxinfra.diagnostics.memory.report import CACHES, MemoryReport, report_memory
+from jaxinfra.errors import UnsupportedError
 from jaxinfra.model.definition import ModelDefinition, Parameters, define_model, merged
 from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.serving_form import can_pack, serving_form, serving_parameters
@@ -152,37 +153,9 @@ def _largest(runner: ModelRunner) -> list[ProgramKey]:
     return list(kinds.values())
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ServingRemedy:
-    """A change of an engine's settings, and the bytes per device that it then needs."""
-
-    options: tuple[str, ...]  # of jaxinfra serve
-    case: ServingCase
-    bytes: int  # compiled
-    fits: bool
-    cached_tokens: int  # that its pages hold
-
-    def describe(self) -> str:
-        """Describes in one line the changed setting and the bytes per device."""
-        word = "fits" if self.fits else "does not fit"
-        return (
-            f"{' '.join(self.options)}: {gib(self.bytes)} per device, {word}; "
-            f"{self.cached_tokens:,} tokens of cache for {self.case.engine.max_running} requests"
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns the changed setting and the bytes per device as JSON values."""
-        return {
-            "options": list(self.options),
-            "bytes": self.bytes,
-            "fits": self.fits,
-            "cached_tokens": self.cached_tokens,
-        }
-
-
 def serving_remedies(
-    case: ServingCase, now: ServingMemory, *, limit_bytes: int, count: int = 3
-) -> list[ServingRemedy]:
+    case: ServingCase, now: ServingMemory, *, limit_bytes: int, count: int = COUNT
+) -> list[Remedy[ServingCase]]:
     """Finds single changes of settings; first those that fit, by tokens in the KV cache.
 
     Args:
@@ -190,31 +163,32 @@ def serving_remedies(
         limit_bytes: memory limit per device.
     """
     found = []
-    for options, changed in _changes_of(case, now, limit_bytes):
-        try:
-            needs = serving_memory(changed).bytes
-        except JaxinfraError:  # a combination that cannot be
-            continue
+    changes = _changes_of(case, now, limit_bytes)
+    for options, changed, needs in compiled_changes(
+        changes, lambda each: serving_memory(each).bytes
+    ):
         limits = changed.limits
+        tokens = (limits.num_pages - 1) * limits.page_size
         found.append(
-            ServingRemedy(
+            Remedy(
                 options=options,
                 case=changed,
                 bytes=needs,
                 fits=needs <= limit_bytes,
-                cached_tokens=(limits.num_pages - 1) * limits.page_size,
+                cost=f"; {tokens:,} tokens of cache for {changed.engine.max_running} requests",
+                figures={"cached_tokens": tokens},
             )
         )
-    found.sort(key=lambda each: (not each.fits, -each.cached_tokens, each.bytes))
+    found.sort(key=lambda each: (not each.fits, -each.figures["cached_tokens"], each.bytes))
     return found[:count]
 
 
 def _changes_of(
     case: ServingCase, now: ServingMemory, limit_bytes: int
-) -> Iterator[tuple[tuple[str, ...], ServingCase]]:
+) -> Iterator[Change[ServingCase]]:
     engine, limits = case.engine, case.limits
 
-    def with_engine(name: str, value: int) -> tuple[tuple[str, ...], ServingCase]:
+    def with_engine(name: str, value: int) -> Change[ServingCase]:
         settings: dict[str, Any] = {name: value}
         changed = dataclasses.replace(engine, **settings)
         option = f"--{name.replace('_', '-')}"
