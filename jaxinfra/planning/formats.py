@@ -5,72 +5,52 @@ import functools
 import math
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class NumberFormat:
-    """A number format, given by its sign, exponent and fraction bits and its special values.
+    """A number format, given by its exponent and fraction bits and its largest finite value.
 
-    ``specials``: "ieee" keeps the top exponent for infinities and NaN, "nan" gives up only the
-    all-ones fraction of it (e4m3fn), "none" gives up nothing (e2m1), "integer" has no exponent.
+    Formats differ in what they give up for infinities and NaN: IEEE's the top exponent, e4m3fn
+    the all-ones fraction of it, e2m1 nothing. An integer has no exponent.
     """
 
     name: str
     bits: int
     exponent_bits: int
     fraction_bits: int
-    specials: str = "ieee"
-
-    @property
-    def bias(self) -> int:
-        """The bias that is subtracted from a stored exponent."""
-        return 2 ** (self.exponent_bits - 1) - 1
-
-    @property
-    def largest(self) -> float:
-        """The largest finite value of the format."""
-        if self.specials == "integer":
-            return 2 ** (self.bits - 1) - 1
-        top = 2**self.exponent_bits - 1 - self.bias
-        fraction = 2.0 - 2.0**-self.fraction_bits
-        if self.specials == "ieee":
-            return fraction * 2.0 ** (top - 1)
-        if self.specials == "nan":
-            return (fraction - 2.0**-self.fraction_bits) * 2.0**top
-        return fraction * 2.0**top
+    largest: float
 
     @property
     def smallest_normal(self) -> float:
         """The smallest positive normal value: the least with full precision."""
-        return 1.0 if self.specials == "integer" else 2.0 ** (1 - self.bias)
+        return 2.0 ** (2 - 2 ** (self.exponent_bits - 1)) if self.exponent_bits else 1.0
 
     @property
     def smallest(self) -> float:
         """The smallest positive value, which is subnormal in formats with subnormals."""
-        if self.specials == "integer":
-            return 1.0
-        return self.smallest_normal * 2.0**-self.fraction_bits
+        return self.smallest_normal * self.epsilon
 
     @property
     def epsilon(self) -> float:
         """The distance from 1 to the next larger value of the format."""
-        return 1.0 if self.specials == "integer" else 2.0**-self.fraction_bits
+        return 2.0**-self.fraction_bits if self.exponent_bits else 1.0
 
     @property
     def decimal_digits(self) -> float:
         """The number of significant decimal digits: log10(2^(fraction bits + 1))."""
-        if self.specials == "integer":
+        if not self.exponent_bits:
             return math.log10(self.largest)
         return (self.fraction_bits + 1) * math.log10(2)
 
 
 FORMATS = (
-    NumberFormat(name="fp32", bits=32, exponent_bits=8, fraction_bits=23),
-    NumberFormat(name="tf32", bits=19, exponent_bits=8, fraction_bits=10),
-    NumberFormat(name="bf16", bits=16, exponent_bits=8, fraction_bits=7),
-    NumberFormat(name="fp16", bits=16, exponent_bits=5, fraction_bits=10),
-    NumberFormat(name="fp8 e5m2", bits=8, exponent_bits=5, fraction_bits=2),
-    NumberFormat(name="fp8 e4m3", bits=8, exponent_bits=4, fraction_bits=3, specials="nan"),
-    NumberFormat(name="fp4 e2m1", bits=4, exponent_bits=2, fraction_bits=1, specials="none"),
-    NumberFormat(name="int8", bits=8, exponent_bits=0, fraction_bits=7, specials="integer"),
+    NumberFormat("fp32", 32, 8, 23, (2 - 2.0**-23) * 2.0**127),
+    NumberFormat("tf32", 19, 8, 10, (2 - 2.0**-10) * 2.0**127),
+    NumberFormat("bf16", 16, 8, 7, (2 - 2.0**-7) * 2.0**127),
+    NumberFormat("fp16", 16, 5, 10, 65504.0),
+    NumberFormat("fp8 e5m2", 8, 5, 2, 57344.0),
+    NumberFormat("fp8 e4m3", 8, 4, 3, 448.0),
+    NumberFormat("fp4 e2m1", 4, 2, 1, 6.0),
+    NumberFormat("int8", 8, 0, 7, 127),
 )
 """tf32 is a matmul operand: 19 significant bits stored in 32."""
 
