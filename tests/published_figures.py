@@ -19,15 +19,34 @@ from jaxinfra.config.model import (
 from jaxinfra.config.presets import MODELS
 from jaxinfra.config.presets.models import megatron_gpt
 from jaxinfra.config.run import Remat
-from jaxinfra.planning.layout import (
-    MEGATRON_2021,
-    MEGATRON_2021_SELECTIVE,
-    MEGATRON_2025,
-    UNROLLED,
-    Layout,
-    lay_out,
-)
+from jaxinfra.planning.layout import UNROLLED, Layout, Traits, lay_out
 from jaxinfra.planning.model import PlannedModel, find_model, plan_model
+
+MEGATRON_2021 = Traits(
+    fused_attention=False,
+    dropout=True,
+    overlap=False,
+    casts_weights=False,
+    fused_loss=False,
+    loss_kernel=False,
+    scans_layers=False,
+    saves_fp32=False,
+    sums_apart=False,
+)
+"""Megatron-LM of arXiv 2104.04473 and 2205.05198."""
+
+MEGATRON_2021_SELECTIVE = dataclasses.replace(MEGATRON_2021, recomputes_scores=True)
+"""Megatron-LM with selective recomputation (Korthikanti et al. 2022)."""
+
+MEGATRON_2025 = Traits(
+    casts_weights=False,
+    loss_kernel=False,
+    scans_layers=False,
+    saves_fp32=False,
+    overlaps_tensor=True,
+    sums_apart=False,
+)
+"""Megatron-Core with Transformer Engine: fused attention, overlapped collectives."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,18 +4,17 @@ import dataclasses
 from typing import Any
 
 from jaxinfra.axes import MESH_AXES
-from jaxinfra.config.data import DataConfig
 from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.mesh import EXPERT, NODES, MeshConfig, ShardingConfig
-from jaxinfra.config.optimizer import OptimizerConfig
+from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.pipeline import PipelineConfig, PipelineSchedule
-from jaxinfra.config.run import Remat, RunConfig, TrainingConfig
+from jaxinfra.config.precision import PolicyName, PrecisionConfig
+from jaxinfra.config.presets.runs import pretraining
+from jaxinfra.config.run import AttentionImplementation, Remat, RunConfig
 from jaxinfra.config.validate import check_divides, validate
-from jaxinfra.errors import ConfigError
+from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.planning.formats import RECIPES, TrainingRecipe, recipe_of
 from jaxinfra.planning.model import PlannedModel
-
-_STEPS = 1_000_000  # more than any warm-up has
 
 BY_STRENGTH = (Remat.NONE, Remat.DOTS, Remat.MLP, Remat.NAMED, Remat.FULL)
 """Forms of recomputation, those that keep most first."""
@@ -42,32 +41,6 @@ UNROLLED = Traits(scans_layers=False, saves_fp32=False)
 """This code base with ``training.unroll`` of all layers: no stacks, and XLA keeps nothing that it
 finds cheap to recompute.
 """
-
-MEGATRON_2021 = Traits(
-    fused_attention=False,
-    dropout=True,
-    overlap=False,
-    casts_weights=False,
-    fused_loss=False,
-    loss_kernel=False,
-    scans_layers=False,
-    saves_fp32=False,
-    sums_apart=False,
-)
-"""Megatron-LM of arXiv 2104.04473 and 2205.05198."""
-
-MEGATRON_2021_SELECTIVE = dataclasses.replace(MEGATRON_2021, recomputes_scores=True)
-"""Megatron-LM with selective recomputation (Korthikanti et al. 2022)."""
-
-MEGATRON_2025 = Traits(
-    casts_weights=False,
-    loss_kernel=False,
-    scans_layers=False,
-    saves_fp32=False,
-    overlaps_tensor=True,
-    sums_apart=False,
-)
-"""Megatron-Core with Transformer Engine: fused attention, overlapped collectives."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,34 +205,52 @@ def refusal(model: PlannedModel, layout: Layout) -> str | None:
     return None
 
 
+def run_config(
+    model: ModelConfig,
+    layout: Layout,
+    *,
+    policy: PolicyName = PolicyName.BF16,
+    attention: AttentionImplementation = AttentionImplementation.AUTO,
+) -> RunConfig:
+    """Returns the run config whose training step a layout describes."""
+    if layout.zero == 0:
+        raise UnsupportedError("zero=0: use the replica axis in place of fsdp")
+    run = pretraining(model)
+    training = dataclasses.replace(
+        run.training,
+        batch_size=layout.batch,
+        sequence_length=layout.length,
+        accumulation=layout.accumulation,
+        remat=layout.remat,
+        attention=attention,
+        unroll=1 if layout.traits.scans_layers else model.num_layers,
+    )
+    pipeline = PipelineConfig()
+    if layout.chunks > 1:
+        pipeline = PipelineConfig(schedule=PipelineSchedule.INTERLEAVED, chunks=layout.chunks)
+    sharding = ShardingConfig(
+        zero=layout.zero,
+        sequence_parallel=layout.sequence_parallel,
+        keep_gathered=bool(layout.keep_gathered),
+    )
+    return dataclasses.replace(
+        run,
+        training=training,
+        precision=PrecisionConfig(policy=policy),
+        pipeline=pipeline,
+        exchange=layout.exchange,
+        mesh=layout.mesh,
+        sharding=sharding,
+    )
+
+
 def untrainable(model: PlannedModel, layout: Layout) -> str | None:
     """Returns the reason why ``jaxinfra train`` would refuse this layout, or None."""
-    mesh, zero = layout.mesh, layout.zero if layout.mesh.fsdp > 1 and layout.zero else 3
+    zero = layout.zero if layout.mesh.fsdp > 1 and layout.zero else 3
+    # Whether gathered weights can stay, ``refusal`` says; unrolling is no part of the command.
+    asked = dataclasses.replace(layout, zero=zero, keep_gathered=False, traits=Traits())
     try:
-        pipeline = PipelineConfig()
-        if layout.chunks > 1:
-            schedule = PipelineSchedule.INTERLEAVED
-            pipeline = PipelineConfig(schedule=schedule, chunks=layout.chunks)
-        training = TrainingConfig(
-            steps=_STEPS,
-            batch_size=layout.batch,
-            accumulation=layout.accumulation,
-            sequence_length=layout.length,
-            remat=layout.remat,
-        )
-        sharding = ShardingConfig(zero=zero, sequence_parallel=layout.sequence_parallel)
-        validate(
-            RunConfig(
-                model=model.config,
-                data=DataConfig(),
-                optimizer=OptimizerConfig(learning_rate=1.0),
-                training=training,
-                mesh=mesh,
-                sharding=sharding,
-                pipeline=pipeline,
-                exchange=layout.exchange,
-            )
-        )
+        validate(run_config(model.config, asked))
     except ConfigError as error:
         return str(error)
     return None

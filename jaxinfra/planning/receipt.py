@@ -28,10 +28,8 @@ from jaxlib import xla_client
 from jaxinfra.axes import MeshAxis
 from jaxinfra.config.mesh import EXPERT, NODES, ShardingConfig
 from jaxinfra.config.model import ModelConfig
-from jaxinfra.config.pipeline import PipelineConfig, PipelineSchedule
-from jaxinfra.config.precision import PolicyName, PrecisionConfig
-from jaxinfra.config.presets.runs import pretraining
-from jaxinfra.config.run import AttentionImplementation, RunConfig
+from jaxinfra.config.precision import PolicyName
+from jaxinfra.config.run import AttentionImplementation
 from jaxinfra.errors import UnsupportedError
 from jaxinfra.hlo.collective_bytes import sent_bytes
 from jaxinfra.hlo.program import Collective, collectives
@@ -41,7 +39,7 @@ from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import state_rules
 from jaxinfra.parallel.place import Placement
 from jaxinfra.planning.devices import Device, find_device
-from jaxinfra.planning.layout import Layout
+from jaxinfra.planning.layout import Layout, run_config
 from jaxinfra.planning.memory import memory
 from jaxinfra.planning.model import plan_model
 from jaxinfra.planning.plan import traffic
@@ -249,40 +247,6 @@ class Receipt:
         }
 
 
-def run_config(
-    model: ModelConfig, layout: Layout, *, policy: PolicyName, attention: AttentionImplementation
-) -> RunConfig:
-    """Returns the run config whose training step a layout describes."""
-    if layout.zero == 0:
-        raise UnsupportedError("zero=0: use the replica axis in place of fsdp")
-    run = pretraining(model)
-    training = dataclasses.replace(
-        run.training,
-        batch_size=layout.batch,
-        sequence_length=layout.length,
-        accumulation=layout.accumulation,
-        remat=layout.remat,
-        attention=attention,
-        unroll=1 if layout.traits.scans_layers else model.num_layers,
-    )
-    pipeline = PipelineConfig()
-    if layout.chunks > 1:
-        pipeline = PipelineConfig(schedule=PipelineSchedule.INTERLEAVED, chunks=layout.chunks)
-    return dataclasses.replace(
-        run,
-        training=training,
-        precision=PrecisionConfig(policy=policy),
-        pipeline=pipeline,
-        exchange=layout.exchange,
-        mesh=layout.mesh,
-        sharding=ShardingConfig(
-            zero=layout.zero,
-            sequence_parallel=layout.sequence_parallel,
-            keep_gathered=bool(layout.keep_gathered),
-        ),
-    )
-
-
 def _refuse_pipeline(layout: Layout) -> None:
     if layout.mesh.pipe > 1:
         raise UnsupportedError(
@@ -304,9 +268,8 @@ def compile_on_cpu(model: ModelConfig, layout: Layout) -> Receipt:
             f"--compile cpu for {layout.devices} devices: this process was started with "
             f"{len(here)} CPU devices; set jax_num_cpu_devices before JAX is used"
         )
-    config = run_config(
-        model, layout, policy=PolicyName.FP32, attention=AttentionImplementation.XLA
-    )
+    xla = AttentionImplementation.XLA
+    config = run_config(model, layout, policy=PolicyName.FP32, attention=xla)
     job = make_job(config, devices=here[: layout.devices])
     # LLVM's optimizations are half of the compile time and change no collective.
     options = {"xla_backend_optimization_level": 0}
@@ -316,24 +279,18 @@ def compile_on_cpu(model: ModelConfig, layout: Layout) -> Receipt:
     return compare(model, layout, compiled, find_device("h200"), target=target)
 
 
-def compile_for_gpu(
-    model: ModelConfig,
-    layout: Layout,
-    device: Device,
-    *,
-    attention: AttentionImplementation = AttentionImplementation.HOPPER,
-) -> Receipt:
+def compile_for_gpu(model: ModelConfig, layout: Layout, device: Device) -> Receipt:
     """Compiles a bf16 training step for absent GPUs, with XLA's own buffer assignment.
 
     Predicted arguments must match to the byte, temporaries within 15%.
     """
     _refuse_pipeline(layout)
     devices, facts = compile_only_devices(device, layout.devices)
-    config = run_config(model, layout, policy=PolicyName.BF16, attention=attention)
+    config = run_config(model, layout, attention=AttentionImplementation.HOPPER)
     job = make_job(config, devices=devices)
     with compiling_for(facts):
         lowered = lower_step(job, platforms=("cuda",))
-    target = f"{layout.devices} {device.name}, bf16, attention {attention.value}"
+    target = f"{layout.devices} {device.name}, bf16, attention hopper"
     return compare(model, layout, lowered.compile(), device, target=target)
 
 

@@ -14,8 +14,8 @@ from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import AttentionImplementation, Remat
 from jaxinfra.errors import UnsupportedError
 from jaxinfra.hlo.program import Collective
-from jaxinfra.planning.layout import UNROLLED, lay_out
-from jaxinfra.planning.receipt import TOLERANCE, Receipt, compile_on_cpu, exchanged, run_config
+from jaxinfra.planning.layout import UNROLLED, lay_out, run_config
+from jaxinfra.planning.receipt import TOLERANCE, Receipt, compile_on_cpu, exchanged
 from tests.sharded.cases import gemma_like, gpt_like, llama_like
 
 LENGTH, WIDTH, LAYERS = 64, 512, 3

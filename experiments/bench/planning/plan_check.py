@@ -38,10 +38,9 @@ from jaxinfra.data.batch import Batch
 from jaxinfra.diagnostics.trace import device_events
 from jaxinfra.diagnostics.waterfall import explain
 from jaxinfra.planning.devices import Device, find_device
-from jaxinfra.planning.layout import UNROLLED, Layout, refusal
+from jaxinfra.planning.layout import UNROLLED, Layout, refusal, run_config
 from jaxinfra.planning.model import find_model
 from jaxinfra.planning.plan import Plan, make_plan
-from jaxinfra.planning.receipt import run_config
 from jaxinfra.training.job import Job, lower_step, make_job
 
 
