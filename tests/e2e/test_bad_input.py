@@ -8,13 +8,10 @@ import pytest
 from e2e.runs import Bench, metrics
 
 # What is wrong: the arguments of ``train`` after good ones, and words of the line it must give.
-# Every rule of a config is in unit/test_config.py.
+# Every rule of a config is in unit/test_config.py, of data in unit/test_data_sources.py.
 SETTINGS = {
     "preset": (["tinny"], ["unknown preset 'tinny'", "did you mean 'tiny'"]),
     "option": (["--setp", "3"], ["unknown option '--setp'", "did you mean '--set'"]),
-    "setting": (["--set=training.step=3"], ["'training.step'", "did you mean 'steps'"]),
-    "no value": (["--set=training.steps"], ["'training.steps' has no value", "path=value"]),
-    "choice": (["--policy", "bf61"], ["'bf61'", "did you mean 'bf16'"]),
     "seed": (["--seed", str(10**30)], ["seed", str(10**30)]),
     "devices": (["--mesh", "fsdp=4"], ["fsdp=4 needs 4 devices, 1 are here"]),
     "pipe": (["--mesh", "pipe=2"], ["pipe=2 needs 2 devices, 1 are here"]),
@@ -50,30 +47,6 @@ def empty(place: Path) -> Path:
     return place / "empty"
 
 
-def binary(place: Path) -> Path:
-    empty(place)
-    for number in range(10):
-        (place / "empty" / f"{number}.txt").write_bytes(b"text\0\1\2")
-    return place / "empty"
-
-
-def without_text(place: Path) -> Path:
-    empty(place)
-    for number in range(10):
-        (place / "empty" / f"{number}.txt").touch()
-    return place / "empty"
-
-
-def one_document(place: Path) -> Path:
-    (place / "one.txt").write_text("a text")
-    return place / "one.txt"
-
-
-def not_json(place: Path) -> Path:
-    (place / "rows.jsonl").write_text('{"text": "good"}\nbad\n')
-    return place / "rows.jsonl"
-
-
 def unreadable(place: Path) -> Path:
     """A link to what nobody can read from its start, whoever they are."""
     empty(place)
@@ -85,10 +58,6 @@ def unreadable(place: Path) -> Path:
 DATA = {
     missing: ["nowhere", "no such file or directory", "name a file"],
     empty: ["empty", "holds no files", "name one"],
-    binary: [".txt", "not a text file", "remove it"],
-    without_text: ["empty", "no text in it"],
-    one_document: ["1 documents", "heldout_fraction=0.2", "change the fraction"],
-    not_json: ["rows.jsonl:2", "not JSON"],
     unreadable: [".txt", "cannot be read", "Input/output error"],
 }
 
@@ -141,14 +110,6 @@ def not_there(run: Path) -> None:
     shutil.rmtree(run)
 
 
-def no_config(run: Path) -> None:
-    (run / "config.json").unlink()
-
-
-def not_a_config(run: Path) -> None:
-    (run / "config.json").write_text("{")
-
-
 def foreign_setting(run: Path) -> None:
     config = json.loads((run / "config.json").read_text())
     config["training"]["stepz"] = 3
@@ -167,13 +128,8 @@ def no_checkpoint(run: Path) -> None:
 
 RUNS = {
     ("train", not_there): ["no run directory", "jaxinfra train"],
-    ("train", no_config): ["no config.json"],
-    ("train", not_a_config): ["config.json: not JSON"],
     ("train", foreign_setting): ["stepz"],
     ("train", another_model): ["hidden_dim", "64", "48", "saved values"],
-    ("evaluate", not_there): ["no run directory"],
-    ("evaluate", not_a_config): ["config.json", "JSON"],
-    ("evaluate", another_model): ["hidden_dim", "64", "48"],
     ("evaluate", no_checkpoint): ["no checkpoint"],
 }
 

@@ -13,8 +13,6 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import InputError, UnsupportedError, few_rows_matmul, quantized_matmul
@@ -38,12 +36,9 @@ from pallas_kernels.few_rows_matmul.config import (
     fused_configs,
     quantized_configs,
 )
-from pallas_kernels.few_rows_matmul.hopper import fused_hopper, product_hopper
-from pallas_kernels.few_rows_matmul.hopper_fused import FusedMatmulKernel
+from pallas_kernels.few_rows_matmul.hopper import product_hopper
 from pallas_kernels.few_rows_matmul.reference import FewRowsCall
-from pallas_kernels.hopper.cluster_sums import ClusterSums
 from pallas_kernels.hopper.machine import SMEM_BYTES
-from pallas_kernels.hopper.resident_rows import DEPTH, ResidentRows
 from pallas_kernels.quantized_weight import arranged, round_weight
 from tests.kernels.few_rows_cases import FORMATS, OPTIONS, exact, operands
 from tests.tolerance import assert_within_rounding
@@ -97,26 +92,6 @@ def test_skinny_kernel_in_the_interpreter(case):
         assert_within_rounding(computed(x, w, swiglu=swiglu), true)
 
 
-def placed_by_copies(rows, gmem, smem, x_smem, first, group, *, transforms) -> None:
-    """``ResidentRows.place`` of plain rows, as the interpreter can."""
-    del smem, group, transforms
-    steps, _, depth = x_smem.shape
-    for i in range(steps):
-        columns = pl.ds(first * DEPTH + i * depth, depth)
-        x_smem[i, pl.ds(0, rows.M)] = gmem.x[:, columns]
-
-
-def finished_in_registers(sums, accumulators, gmem, smem, group) -> None:
-    """``ClusterSums.finish`` of one block, of accumulators [columns, 8]."""
-    del smem, group
-    product = jnp.concatenate(accumulators).T[: sums.rows]
-    if sums.gated:
-        gate, up = jnp.split(product, 2, axis=1)
-        product = jax.nn.silu(gate) * up
-    columns = pl.ds(lax.axis_index("columns") * sums.width, sums.width)
-    gmem.out[:, columns] = product.astype(sums.out_dtype)
-
-
 DOWN = 14_336, 4096
 
 
@@ -163,30 +138,6 @@ def test_no_request_is_without_a_wait(kernel):
             assert names.index("barrier_wait") < names.index("copy_gmem_to_smem")
             assert "cond" not in names
     assert found == 1
-
-
-@pytest.mark.slow  # the interpreter takes seconds; a GPU runs the same in test_few_rows_matmul_gpu
-@pytest.mark.parametrize(("tiles", "swiglu"), [(1, False), (2, True), (4, True)])
-def test_fused_kernel_in_the_interpreter(tiles, swiglu, monkeypatch):
-    def load(kernel, gmem, smem) -> None:
-        loaded(kernel, gmem, smem)
-        # The interpreter wants every arrival seen.
-        steps = kernel.c.steps(kernel.s)
-        for i in range(max(0, steps - kernel.num_stages), steps - 1):
-            plgpu.barrier_wait(smem.empty.at[i % kernel.num_stages])
-
-    loaded = FusedMatmulKernel.load
-    monkeypatch.setattr(FusedMatmulKernel, "load", load)
-    monkeypatch.setattr(FusedMatmulKernel, "together", lambda kernel, sums: sums)
-    monkeypatch.setattr(ResidentRows, "place", placed_by_copies)
-    monkeypatch.setattr(ClusterSums, "finish", finished_in_registers)
-    monkeypatch.setattr(ClusterSums, "meet_as_bystander", lambda sums: None)
-    x, w, given = operands(5, 1536, 512, {"swiglu": swiglu})
-    config = FusedConfig(tiles=tiles, split=1)
-    f = jax.jit(lambda x, w: fused_hopper(FewRowsCall(x=x, weight=w, **given), config))
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        got = f(x, w)
-    assert_within_rounding(got, exact(x, w, given))
 
 
 @pytest.mark.parametrize(

@@ -66,23 +66,6 @@ def test_score_depends_on_the_distance_only(seed, width, config, m, n, shift):
     assert abs(score(m, n) - score(m + shift, n + shift)) <= 4 * EPSILON * (largest + 10) * size
 
 
-@settings
-@hypothesis.given(st.integers(0, 99), widths, configs, positions)
-def test_norm_is_preserved_up_to_the_temperature(seed, width, config, m):
-    x, _ = vectors(seed, width)
-    _, factor = rope_frequencies(config, head_dim=width)
-    # cos, sin, their products and sums: a few roundings each of terms no larger than x.
-    want = factor * np.linalg.norm(x)
-    assert abs(np.linalg.norm(rotate(x, m, config)) - want) <= 8 * EPSILON * want
-
-
-@settings
-@hypothesis.given(st.integers(0, 99), widths)
-def test_position_0_is_the_identity(seed, width):
-    x, _ = vectors(seed, width)
-    np.testing.assert_array_equal(rotate(x, 0, RopeConfig()), x)
-
-
 def test_pairs_turn_by_base_to_the_minus_2i_over_d():
     frequencies, factor = rope_frequencies(RopeConfig(theta=10_000.0), head_dim=8)
     assert frequencies == pytest.approx([1.0, 0.1, 0.01, 0.001])
