@@ -34,17 +34,15 @@ RING, ULYSSES, ALL_GATHER = ContextMethod.RING, ContextMethod.ULYSSES, ContextMe
 STEPS = [
     ("tied", "context4", RING, {"remat": Remat.NAMED}),
     ("latent", "replica2-context2-tensor2", ALL_GATHER, {"remat": Remat.NAMED}),
-]
-MORE = [
     ("tied", "context2-tensor2", ULYSSES, {}),
     ("capped", "context2-fsdp2", ULYSSES, {}),
 ]
 
 
-@pytest.mark.slow_cases("tied-context4-ring-")
+@pytest.mark.slow  # `test_context_attention.py` holds attention, the tests below what is sent
 @pytest.mark.parametrize(
     ("case", "mesh", "method", "how"),
-    [*STEPS, *(pytest.param(*step, marks=pytest.mark.slow) for step in MORE)],
+    STEPS,
     ids=lambda value: "" if isinstance(value, dict) else str(value),
 )
 def test_step_equals_one_device(case, mesh, method, how):

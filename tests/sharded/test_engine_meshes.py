@@ -49,6 +49,7 @@ def served(model, prompts, *, new: int, options: EngineOptions = OPTIONS) -> lis
     return first
 
 
+@pytest.mark.slow
 def test_experts_of_two_devices():
     """No rows travel: a sum over the devices that have the experts is all that they exchange."""
     options = dataclasses.replace(OPTIONS, max_running=1, share_prefixes=False)  # two programs

@@ -252,9 +252,7 @@ def test_two_levels_are_one_device_forward_and_back(form, node_size):
         assert error <= 128 * EPSILON * np.max(np.abs(theirs))
 
 
-@pytest.mark.parametrize(
-    ("form", "node_size"), [(PER_DEVICE, None), (PER_EXPERT, None), (PER_DEVICE, 2)]
-)
+@pytest.mark.parametrize(("form", "node_size"), [(PER_EXPERT, None), (PER_DEVICE, 2)])
 def test_faults_are_caught(form, node_size, monkeypatch):
     """The comparison with one device sees a row to the wrong device, and one that came back to the
     wrong token: of two levels, on the way across nodes.

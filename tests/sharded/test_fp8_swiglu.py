@@ -89,6 +89,7 @@ def test_a_layer_computes_what_steps_apart_do(fused, config):
         np.testing.assert_array_equal(ours[name], apart[name], err_msg=name)
 
 
+@pytest.mark.slow  # the kernel alone: `kernels/test_quantize_both_ways.py`
 def test_a_layer_computes_with_the_kernel(fused, monkeypatch):
     config = Fp8Matmuls()
     # The products' own kernels have instructions that the interpreter does not know.

@@ -48,7 +48,7 @@ SAMPLE = {
 }
 
 
-@pytest.mark.slow_cases("interleaved with fsdp, tensor")
+@pytest.mark.slow  # `test_experts.py` has stages among its axes
 @pytest.mark.parametrize("case", SAMPLE.values(), ids=SAMPLE)
 def test_pipeline_equals_one_device(case):
     check(case)

@@ -308,6 +308,7 @@ def test_kept_weights_change_no_bit_in_bf16():
     jax.tree.map(np.testing.assert_array_equal, in_bf16(False), in_bf16(True))
 
 
+@pytest.mark.slow
 def test_kept_weights_leave_gradients_in_fp32():
     """No gradient is rounded to what weights are multiplied in."""
     weight = np.asarray(in_bf16(True)[1]["blocks"][0]["mlp"]["up"]["weight"])
