@@ -19,8 +19,7 @@ from rich.table import Table
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.cli.price import step_plan
 from jaxinfra.diagnostics.delays import DeviceTime, device_times, explain_step
-from jaxinfra.diagnostics.difference import compare_steps
-from jaxinfra.diagnostics.parts import predicted_beside_measured
+from jaxinfra.diagnostics.difference import compare_steps, predicted_beside_measured
 from jaxinfra.diagnostics.traced_run import TracedRun, read_traced_run
 from jaxinfra.diagnostics.waterfall import EXAMPLE, IDLE, Waterfall, draw
 from jaxinfra.errors import ConfigError, DataError

@@ -49,15 +49,10 @@ class Origin:
         return f"{scope}{self.operation} of {reads} gives {self.made} ({self.source})"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Written:
-    """The origin of an infinity that the program writes down itself."""
+_WRITTEN = "an infinity that the program itself writes down"
 
-
-_WRITTEN = _Written()
-
-type _Mark = Origin | _Written | None
-"""Mark of a value: None if it is finite, else the origin of its infinity or NaN."""
+type _Mark = Origin | str | None
+"""Mark of a value: None if it is finite; else its origin, or ``_WRITTEN``."""
 
 # Operations that only call a program, and where in their parameters that is.
 _CALLS = {
@@ -82,7 +77,7 @@ def first_nonfinite(function: Callable[..., Any], *args: Any) -> Origin | None:
     """
     traced = jax.make_jaxpr(function)(*args)
     leaves = jax.tree.leaves(args)
-    _, marks = _Walk().run(traced, leaves, [None] * len(leaves), scope="")
+    _, marks = _run(traced, leaves, [None] * len(leaves), scope="")
     return next((mark for mark in marks if isinstance(mark, Origin)), None)
 
 
@@ -92,110 +87,105 @@ def is_finite(tree: Any) -> bool:
     return all(bool(jnp.isfinite(leaf).all()) for leaf in floats)
 
 
-@final
-class _Walk:
-    """Interpreter of a jaxpr that marks each value with its origin of NaN or infinity."""
+def _run(
+    program: Any, args: Sequence[Any], marks: Sequence[_Mark], *, scope: str
+) -> tuple[list[Any], list[_Mark]]:
+    """Runs a jaxpr; returns its results, each with the mark of its origin."""
+    jaxpr, consts = program.jaxpr, program.consts
+    values: dict[Any, tuple[Any, _Mark]] = {}
+    for variable, value in zip(jaxpr.constvars, consts, strict=True):
+        values[variable] = value, None if is_finite(value) else _WRITTEN
+    for variable, value, mark in zip(jaxpr.invars, args, marks, strict=True):
+        values[variable] = value, mark
 
-    def run(
-        self, program: Any, args: Sequence[Any], marks: Sequence[_Mark], *, scope: str
-    ) -> tuple[list[Any], list[_Mark]]:
-        jaxpr, consts = program.jaxpr, program.consts
-        values: dict[Any, tuple[Any, _Mark]] = {}
-        for variable, value in zip(jaxpr.constvars, consts, strict=True):
-            values[variable] = value, None if is_finite(value) else _WRITTEN
-        for variable, value, mark in zip(jaxpr.invars, args, marks, strict=True):
+    def read(atom: Any) -> tuple[Any, _Mark]:
+        if isinstance(atom, jex.Literal):
+            finite = np.isfinite(np.asarray(atom.val, np.float64)).all()
+            return atom.val, None if finite else _WRITTEN
+        return values[atom]
+
+    for eqn in jaxpr.eqns:
+        ins, in_marks = zip(*map(read, eqn.invars), strict=True) if eqn.invars else ((), ())
+        outs, out_marks = _apply(eqn, ins, in_marks, scope)
+        for variable, value, mark in zip(eqn.outvars, outs, out_marks, strict=True):
             values[variable] = value, mark
+    found = [read(atom) for atom in jaxpr.outvars]
+    return [value for value, _ in found], [mark for _, mark in found]
 
-        def read(atom: Any) -> tuple[Any, _Mark]:
-            if isinstance(atom, jex.Literal):
-                finite = np.isfinite(np.asarray(atom.val, np.float64)).all()
-                return atom.val, None if finite else _WRITTEN
-            return values[atom]
 
-        for eqn in jaxpr.eqns:
-            ins, in_marks = zip(*map(read, eqn.invars), strict=True) if eqn.invars else ((), ())
-            outs, out_marks = self._apply(eqn, ins, in_marks, scope)
-            for variable, value, mark in zip(eqn.outvars, outs, out_marks, strict=True):
-                values[variable] = value, mark
-        found = [read(atom) for atom in jaxpr.outvars]
-        return [value for value, _ in found], [mark for _, mark in found]
+def _apply(
+    eqn: Any, ins: Sequence[Any], marks: Sequence[_Mark], scope: str
+) -> tuple[list[Any], list[_Mark]]:
+    outs = _bound(eqn, ins)
+    bad = [not is_finite(out) for out in outs]
+    if not any(bad):
+        return outs, [None] * len(outs)
+    where = "/".join(part for part in (scope, str(eqn.source_info.name_stack)) if part)
+    inner = _inside(eqn, ins, marks, where)
+    if inner is None:
+        inner = [_mark(eqn, ins, marks, out, where) for out in outs]
+    known = next((mark for mark in inner if isinstance(mark, Origin)), None)
+    # A value that is not finite in the whole and was so by rounding alone in the parts.
+    spare = known or next((m for m in marks if isinstance(m, Origin)), _WRITTEN)
+    return outs, [(mark or spare) if b else None for b, mark in zip(bad, inner, strict=True)]
 
-    def _apply(
-        self, eqn: Any, ins: Sequence[Any], marks: Sequence[_Mark], scope: str
-    ) -> tuple[list[Any], list[_Mark]]:
-        outs = _bound(eqn, ins)
-        bad = [not is_finite(out) for out in outs]
-        if not any(bad):
-            return outs, [None] * len(outs)
-        where = "/".join(part for part in (scope, str(eqn.source_info.name_stack)) if part)
-        inner = self._inside(eqn, ins, marks, where)
-        if inner is None:
-            inner = [self._mark(eqn, ins, marks, out, where) for out in outs]
-        known = next((mark for mark in inner if isinstance(mark, Origin)), None)
-        # A value that is not finite in the whole and was so by rounding alone in the parts.
-        spare = known or next((m for m in marks if isinstance(m, Origin)), _WRITTEN)
-        return outs, [(mark or spare) if b else None for b, mark in zip(bad, inner, strict=True)]
 
-    def _inside(
-        self, eqn: Any, ins: Sequence[Any], marks: Sequence[_Mark], scope: str
-    ) -> list[_Mark] | None:
-        """Returns the marks of a nested program's results; None if the operation has no program."""
-        name, params = eqn.primitive.name, eqn.params
-        if name in _CALLS:
-            return self.run(params[_CALLS[name]], ins, marks, scope=scope)[1]
-        if name == "cond":
-            branch = params["branches"][int(ins[0])]
-            return self.run(branch, ins[1:], marks[1:], scope=scope)[1]
-        if name == "scan":
-            return self._loop(eqn, ins, marks, scope)
+def _inside(eqn: Any, ins: Sequence[Any], marks: Sequence[_Mark], scope: str) -> list[_Mark] | None:
+    """Returns the marks of a nested program's results; None if the operation has no program."""
+    name, params = eqn.primitive.name, eqn.params
+    if name in _CALLS:
+        return _run(params[_CALLS[name]], ins, marks, scope=scope)[1]
+    if name == "cond":
+        branch = params["branches"][int(ins[0])]
+        return _run(branch, ins[1:], marks[1:], scope=scope)[1]
+    if name == "scan":
+        return _loop(eqn, ins, marks, scope)
+    return None
+
+
+def _loop(eqn: Any, ins: Sequence[Any], marks: Sequence[_Mark], scope: str) -> list[_Mark]:
+    """Runs a loop, iteration by iteration, up to the first that makes a value not finite."""
+    body, length = eqn.params["jaxpr"], eqn.params["length"]
+    turn = jax.jit(jex.jaxpr_as_fun(body))
+    # Constants, then what is carried, then columns: these alone have a dim more outside.
+    columns = sum(map(_is_column, eqn.invars, body.jaxpr.invars))
+    carried = len(eqn.outvars) - sum(map(_is_column, eqn.outvars, body.jaxpr.outvars))
+    first = len(ins) - columns - carried
+    args, arg_marks = list(ins), list(marks)
+    found: list[_Mark] = [None] * len(eqn.outvars)
+    for n in range(length):
+        at = length - 1 - n if eqn.params["reverse"] else n
+        for i in range(first + carried, len(ins)):
+            args[i] = ins[i][at]
+            arg_marks[i] = None if is_finite(args[i]) else marks[i]
+        outs = turn(*args)
+        out_marks: list[_Mark] = [None] * len(outs)
+        if not is_finite(outs):
+            outs, out_marks = _run(body, args, arg_marks, scope=scope)
+        found = [new or old for new, old in zip(out_marks, found, strict=True)]
+        found[:carried] = out_marks[:carried]
+        if any(isinstance(mark, Origin) for mark in out_marks):
+            break
+        args[first : first + carried] = outs[:carried]
+        arg_marks[first : first + carried] = out_marks[:carried]
+    return found
+
+
+def _mark(eqn: Any, ins: Sequence[Any], marks: Sequence[_Mark], out: Any, scope: str) -> _Mark:
+    """Marks the results of an operation that has no program inside."""
+    if is_finite(out):
         return None
-
-    def _loop(
-        self, eqn: Any, ins: Sequence[Any], marks: Sequence[_Mark], scope: str
-    ) -> list[_Mark]:
-        """Runs a loop, iteration by iteration, up to the first that makes a value not finite."""
-        body, length = eqn.params["jaxpr"], eqn.params["length"]
-        turn = jax.jit(jex.jaxpr_as_fun(body))
-        # Constants, then what is carried, then columns: these alone have a dim more outside.
-        columns = sum(map(_is_column, eqn.invars, body.jaxpr.invars))
-        carried = len(eqn.outvars) - sum(map(_is_column, eqn.outvars, body.jaxpr.outvars))
-        first = len(ins) - columns - carried
-        args, arg_marks = list(ins), list(marks)
-        found: list[_Mark] = [None] * len(eqn.outvars)
-        for n in range(length):
-            at = length - 1 - n if eqn.params["reverse"] else n
-            for i in range(first + carried, len(ins)):
-                args[i] = ins[i][at]
-                arg_marks[i] = None if is_finite(args[i]) else marks[i]
-            outs = turn(*args)
-            out_marks: list[_Mark] = [None] * len(outs)
-            if not is_finite(outs):
-                outs, out_marks = self.run(body, args, arg_marks, scope=scope)
-            found = [new or old for new, old in zip(out_marks, found, strict=True)]
-            found[:carried] = out_marks[:carried]
-            if any(isinstance(mark, Origin) for mark in out_marks):
-                break
-            args[first : first + carried] = outs[:carried]
-            arg_marks[first : first + carried] = out_marks[:carried]
-        return found
-
-    def _mark(
-        self, eqn: Any, ins: Sequence[Any], marks: Sequence[_Mark], out: Any, scope: str
-    ) -> _Mark:
-        """Marks the results of an operation that has no program inside."""
-        if is_finite(out):
-            return None
-        if known := [mark for mark in marks if isinstance(mark, Origin)]:
-            return known[0]
-        if any(marks) and not bool(jnp.isnan(out).any()):
-            return _WRITTEN  # the mask's infinity, moved or chosen
-        return Origin(
-            operation=eqn.primitive.name,
-            scope=scope,
-            source=_source(eqn),
-            inputs=tuple(_described(value) for value in ins),
-            made=_made(out),
-        )
+    if known := [mark for mark in marks if isinstance(mark, Origin)]:
+        return known[0]
+    if any(marks) and not bool(jnp.isnan(out).any()):
+        return _WRITTEN  # the mask's infinity, moved or chosen
+    return Origin(
+        operation=eqn.primitive.name,
+        scope=scope,
+        source=_source(eqn),
+        inputs=tuple(_described(value) for value in ins),
+        made=_made(out),
+    )
 
 
 def _bound(eqn: Any, ins: Sequence[Any]) -> list[Any]:
@@ -247,12 +237,10 @@ class StepPiece:
     arrays: Parameters  # trained parameters and state
     others: tuple[Any, ...]  # further arguments
     function: _Function
-    compiled: Callable[..., tuple[jax.Array, jax.Array]]
-    compiled_backward: Callable[..., tuple[Parameters, jax.Array]]
 
     def forward(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the residual stream after the piece, and the piece's share of the objective."""
-        return self.compiled(self.arrays, x, *self.others)
+        return _called(self.function, self.arrays, x, *self.others)
 
     def backward(self, x: jax.Array, dx: jax.Array) -> tuple[Parameters, jax.Array]:
         """Returns the gradients of the piece's arrays, and the cotangent of its input.
@@ -261,11 +249,7 @@ class StepPiece:
             x: the piece's input.
             dx: the cotangent of its output.
         """
-        return self.compiled_backward(self.arrays, x, dx, *self.others)
-
-    def backward_function(self, *args: Any) -> tuple[Parameters, jax.Array]:
-        """Computes ``backward`` from explicit arguments, so that it can be traced."""
-        return _backward(self.function, *args)
+        return _compiled_backward(self.function, self.arrays, x, dx, *self.others)
 
 
 def _backward(
@@ -273,6 +257,11 @@ def _backward(
 ) -> tuple[Parameters, jax.Array]:
     (_, objective), pull = jax.vjp(lambda a, x: function(a, x, *others), arrays, x)
     return pull((dx, jnp.ones_like(objective)))
+
+
+# Compiled once for each function.
+_compiled_backward = jax.jit(_backward, static_argnums=0)
+_called = jax.jit(lambda function, *args: function(*args), static_argnums=0)
 
 
 @final
@@ -293,12 +282,7 @@ class StepPieces:
             (i, policy.in_eight_bits(number, config.num_layers))
             for number, (i, _) in enumerate(config.layer_places)
         ]
-        self._functions: dict[Any, _Function] = {"embedding": self._embed, "loss": self._loss}
-        self._functions |= {key: functools.partial(self._layer, *key) for key in set(self._layers)}
-        self._compiled = {
-            key: (jax.jit(each), jax.jit(functools.partial(_backward, each)))
-            for key, each in self._functions.items()
-        }
+        self._functions = {key: functools.partial(self._layer, *key) for key in set(self._layers)}
 
     def of(
         self,
@@ -328,8 +312,12 @@ class StepPieces:
         frozen = self._model.frozen
         shared, still = _without_blocks(tree), _without_blocks(frozen)
         pieces = [
-            self._piece(
-                "embedding", "embedding", "", shared, still, batch.tokens, positions, embed_key
+            StepPiece(
+                name="embedding",
+                path="",
+                arrays=shared,
+                others=(still, batch.tokens, positions, embed_key),
+                function=self._embed,
             )
         ]
         for number, (i, repetition) in enumerate(config.layer_places):
@@ -340,24 +328,18 @@ class StepPieces:
                 dropout_key=layer_keys[number],
             )
             own, rest = (_repetition(each, i, repetition) for each in (tree, frozen))
-            which, name, path = self._layers[number], f"layer {number}", f"blocks/{i}/"
-            pieces.append(self._piece(which, name, path, own, rest, given, scale))
-        pieces.append(self._piece("loss", "loss", "", shared, still, batch, scale))
-        return pieces
-
-    def _piece(
-        self, which: Any, name: str, path: str, arrays: Parameters, *others: Any
-    ) -> StepPiece:
-        forward, backward = self._compiled[which]
-        return StepPiece(
-            name=name,
-            path=path,
-            arrays=arrays,
-            others=others,
-            function=self._functions[which],
-            compiled=forward,
-            compiled_backward=backward,
-        )
+            pieces.append(
+                StepPiece(
+                    name=f"layer {number}",
+                    path=f"blocks/{i}/",
+                    arrays=own,
+                    others=(rest, given, scale),
+                    function=self._functions[self._layers[number]],
+                )
+            )
+        others = (still, batch, scale)
+        last = StepPiece(name="loss", path="", arrays=shared, others=others, function=self._loss)
+        return [*pieces, last]
 
     def _embed(self, arrays, x, frozen, tokens_BT, positions_BT, key):
         del x
@@ -471,7 +453,7 @@ def _of_pieces(pieces: list[StepPiece]) -> NonFiniteCause | None:
         if not is_finite((gradients, before)):
             args = (piece.arrays, x, dx, *piece.others)
             bad = tuple(path for path, g in by_path(gradients).items() if not is_finite(g))
-            found = _cause(piece, "backward", piece.backward_function, args)
+            found = _cause(piece, "backward", functools.partial(_backward, piece.function), args)
             return dataclasses.replace(found, arrays=tuple(piece.path + path for path in bad))
         dx = before
     return None

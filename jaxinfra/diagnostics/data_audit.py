@@ -5,7 +5,6 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Iterable
-from typing import Any
 
 from jaxinfra.data.readers import Document
 from jaxinfra.diagnostics.machine.finding import Finding, Grade, judged
@@ -79,10 +78,6 @@ class DataAudit:
                 rule="characters per document, by powers of two",
             ),
         ]
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns the audit's counts and names as JSON values."""
-        return dataclasses.asdict(self)
 
 
 def audit(documents: Iterable[Document]) -> DataAudit:

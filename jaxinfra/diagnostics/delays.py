@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfra.checkpoint.run_directory import RunDirectory
-from jaxinfra.diagnostics.delay import Delay, Explanation
-from jaxinfra.diagnostics.host_delays import evaluation_delays, host_delays, rarely
+from jaxinfra.diagnostics.host_delays import Delay, evaluation_delays, host_delays, rarely
 from jaxinfra.diagnostics.traced_run import TracedRun
 from jaxinfra.diagnostics.waterfall import IDLE, Waterfall
 from jaxinfra.hlo.program import MatmulShape
@@ -276,6 +275,34 @@ _LINE = 0.02
 """Share of a step under which a device's delay is not worth a line."""
 _STALL_S = 1.0
 """Seconds of a save under which it is what every save takes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    """A training step's time and its delays, the largest first."""
+
+    step_ms: float
+    delays: tuple[Delay, ...]
+
+    def paragraph(self) -> str:
+        """Returns the summary of a step's delays that ``jaxinfra trace`` prints first."""
+        if not self.delays:
+            return (
+                f"A step takes {self.step_ms:.1f} ms, and nothing that could be avoided delays it."
+            )
+        won = [
+            f"{each.ms:.1f} ms ({each.ms / self.step_ms:.0%}) to {each.cause}: {each.text}. "
+            f"Remedy: {each.remedy}."
+            for each in self.delays
+        ]
+        return f"A step takes {self.step_ms:.1f} ms. It loses " + " It loses ".join(won)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the step's time and its delays as JSON values."""
+        return {
+            "step_ms": self.step_ms,
+            "delays": [dataclasses.asdict(each) for each in self.delays],
+        }
 
 
 def explain_step(directory: Path, traced: TracedRun | None = None) -> Explanation | None:

@@ -1,8 +1,9 @@
-"""Comparison of two traced training steps: where one takes longer than the other."""
+"""Comparison of a traced training step with another, and with the parts that a plan predicts."""
 
 import collections
 import dataclasses
 import statistics
+from collections.abc import Mapping
 from typing import Any
 
 from jaxinfra.diagnostics.waterfall import IDLE, KernelTime, Waterfall
@@ -260,3 +261,51 @@ def _slower_alike(first: Waterfall, second: Waterfall) -> float | None:
     middle = statistics.median(ratio for ratio, _ in ratios)
     alike = sum(ms for ratio, ms in ratios if abs(ratio - middle) <= _ALIKE * middle)
     return middle if abs(middle - 1) > _ALIKE and alike > 0.8 * covered else None
+
+
+_ENDS = ("loss", "embedding")
+_PASSES = ("memory", "weights and gradients")  # the planner's, of one kind in a trace
+
+
+def measured_parts(waterfall: Waterfall) -> dict[str, float]:
+    """Returns a traced step's milliseconds by part of a plan; they add up to the step time."""
+    found: dict[str, float] = collections.defaultdict(float)
+    for (scope, kind), ms in waterfall.exposed_ms.items():
+        if kind != "collective" or not waterfall.by_axis:
+            found[_part(scope, kind)] += ms
+    for axes, time in waterfall.by_axis.items():
+        found[f"{axes} communication"] += time.exposed_ms
+    return dict(found)
+
+
+def _part(scope: str, kind: str) -> str:
+    if kind == IDLE:
+        return IDLE
+    if kind == "collective":
+        return "communication"
+    if scope.endswith(" recomputed"):
+        return "recomputation"
+    place = scope.removesuffix(" backward")
+    if place in _ENDS:
+        return "loss and embedding"
+    if place == "optimizer":
+        return place
+    return kind if kind in ("matmul", "attention", "copy") else "memory passes"
+
+
+def predicted_beside_measured(
+    predicted_s: Mapping[str, float], waterfall: Waterfall
+) -> dict[str, tuple[float, float]]:
+    """Returns a step's predicted and measured milliseconds by part, the largest first.
+
+    Args:
+        predicted_s: seconds by part, from a plan's time.
+    """
+    planned: dict[str, float] = collections.defaultdict(float)
+    for name, seconds in predicted_s.items():
+        planned["memory passes" if name in _PASSES else name] += 1e3 * seconds
+    measured = measured_parts(waterfall)
+    rows = {
+        name: (planned.get(name, 0.0), measured.get(name, 0.0)) for name in {**planned, **measured}
+    }
+    return dict(sorted(rows.items(), key=lambda item: -max(item[1])))

@@ -7,13 +7,24 @@ comparison of copies, a save or an evaluation.
 """
 
 import collections
+import dataclasses
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from jaxinfra.diagnostics.delay import Delay
 from jaxinfra.runtime.recorder import BUSY_READERS, READY_BATCHES, Event, RankRecord
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Delay:
+    """One cause of delay in a training step, and the time per step that its removal saves."""
+
+    cause: str
+    ms: float  # per step
+    text: str  # what was seen
+    remedy: str
+
 
 _PHASES = ("input", "place", "step", "wait", "host", "compile", "evaluate", "save", "probe")
 _ALONE = ("input", "place", "step", "host")
@@ -24,6 +35,8 @@ _OVERHEAD = 0.25
 """Least share for batch placement and step records: a step of a millisecond has little else."""
 _BUSY = 0.25
 """Share of the readers' time above which they compute, and do not wait for a disk."""
+_FEW_STEPS = 4
+"""Number of steps under which a run says too little of its hosts."""
 _RARE = 0.02
 """Share of a step that evaluations should take at most."""
 
@@ -132,11 +145,9 @@ def _phases(record: RankRecord) -> list[Event]:
     return [event for event in record.events if event.name in _PHASES]
 
 
-def host_delays(
-    records: Sequence[RankRecord], *, step_ms: float, steps: int, least_steps: int = 4
-) -> list[Delay]:
+def host_delays(records: Sequence[RankRecord], *, step_ms: float, steps: int) -> list[Delay]:
     """Finds a rank that other ranks wait for, or a host phase that the devices wait for."""
-    if steps < least_steps:
+    if steps < _FEW_STEPS:
         return []
     phases = {record.rank: _without_ready_input(record) for record in records}
     phases = {rank: each for rank, each in phases.items() if each}
@@ -212,9 +223,7 @@ def _busy_readers(records: Sequence[RankRecord]) -> float | None:
     return statistics.median(shares) if shares else None
 
 
-def evaluation_delays(
-    records: Sequence[RankRecord], *, step_ms: float, least: int = 2
-) -> list[Delay]:
+def evaluation_delays(records: Sequence[RankRecord], *, step_ms: float) -> list[Delay]:
     """Finds evaluations that take a large part of a run's time; the first one is left out."""
     spent: dict[int, float] = collections.defaultdict(float)
     if not records:
@@ -223,7 +232,7 @@ def evaluation_delays(
         if begun.name == "evaluate":
             spent[begun.step] += 1e3 * ended.value
     steps = sorted(spent)
-    if len(steps) < least + 1:
+    if len(steps) < 3:
         return []
     every = statistics.median(later - step for step, later in itertools.pairwise(steps))
     ms = statistics.median(spent[step] for step in steps[1:])

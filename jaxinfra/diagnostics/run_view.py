@@ -9,8 +9,7 @@ from typing import Any, TypedDict
 
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config import codec
-from jaxinfra.diagnostics.delay import Explanation
-from jaxinfra.diagnostics.delays import explain_step
+from jaxinfra.diagnostics.delays import Explanation, explain_step
 from jaxinfra.diagnostics.host_delays import phase_ms
 from jaxinfra.errors import ConfigError
 from jaxinfra.runtime.files import read_bytes, read_json, read_log

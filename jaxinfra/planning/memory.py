@@ -1,7 +1,6 @@
 """Bytes per device by role: weights, gradients, optimizer, activations and KV caches."""
 
 import dataclasses
-import functools
 from typing import Any
 
 from jaxinfra.config.cache import CacheFormat
@@ -11,9 +10,9 @@ from jaxinfra.errors import ConfigError, nearest
 from jaxinfra.model.cache import cached_numbers
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.layout import Layout
-from jaxinfra.planning.model import LayerKind, PlannedModel, shards
+from jaxinfra.planning.model import LayerKind, PlannedModel
 from jaxinfra.planning.operations import loss_form, saved_bytes
-from jaxinfra.planning.step import device_parameters, gathered_elements
+from jaxinfra.planning.step import device_parameters, gathered_elements, layer_elements
 
 CACHE_BITS = {"fp32": 32.0, "bf16": 16.0, "fp16": 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4.0}
 """Bits of a cached element."""
@@ -186,11 +185,7 @@ def _working_set(layer: LayerKind, layout: Layout) -> float:
         again = dots - saved_bytes(layer, layout) + 2 * hidden
     gathered = 0.0
     if layout.zero == 3 and layout.mesh.fsdp > 1:
-        one = _layer_elements(layer, layout.mesh.tensor, layout.mesh.expert)
+        tensor, expert = layout.mesh.tensor, layout.mesh.expert
+        one = sum(layer_elements(layer, tensor, expert, experts=each) for each in (False, True))
         gathered = 2 * item * one  # this layer's weights, and the next one's on their way
     return again + gathered + routed + hidden + 2 * stream
-
-
-@functools.lru_cache(maxsize=1 << 10)
-def _layer_elements(layer: LayerKind, tensor: int, expert: int) -> float:
-    return sum(each.size / shards(each, tensor=tensor, expert=expert) for each in layer.parameters)

@@ -1,7 +1,9 @@
 """Pictures of a plan: memory, time, rooflines, the search and number formats."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from jaxinfra.planning.devices import Device
@@ -13,74 +15,73 @@ from jaxinfra.planning.search import Found
 from jaxinfra.runtime.picture_style import COLORS, new_picture
 
 
-def draw_plan(plan: Plan, directory: Path, *, found: Found | None = None) -> list[Path]:
-    """Writes memory.png, time.png, roofline.png and, if searched, pareto.png; returns the paths."""
+def draw_plan(plan: Plan, directory: Path, *, found: Found | None = None) -> None:
+    """Writes memory.png, time.png, roofline.png and, if searched, pareto.png."""
+    others = [other for other, _ in found.runners_up] if found else []
     figures = {
-        "memory": memory_figure(
-            [plan, *(other for other, _ in found.runners_up)] if found else [plan]
-        ),
+        "memory": memory_figure([plan, *others]),
         "time": time_figure(plan),
         "roofline": roofline_figure(plan.model, plan.device),
     }
     if found is not None:
         figures["pareto"] = pareto_figure(found)
-    return _write(figures, directory)
+    _write(figures, directory)
 
 
 def draw_serving(
     model: PlannedModel, device: Device, serving: Serving, directory: Path, *, context: int
-) -> list[Path]:
-    """Writes roofline.png and decode.png of a served model; returns their paths."""
+) -> None:
+    """Writes roofline.png and decode.png of a served model."""
     figures = {
         "roofline": roofline_figure(model, device, serving, context=context),
         "decode": decode_figure(model, device, serving, context=context),
     }
-    return _write(figures, directory)
+    _write(figures, directory)
 
 
-def draw_formats(directory: Path) -> list[Path]:
-    """Writes formats.png and recipes.png into a directory; returns their paths."""
-    return _write({"formats": formats_figure(), "recipes": recipes_figure()}, directory)
+def draw_formats(directory: Path) -> None:
+    """Writes formats.png and recipes.png into a directory."""
+    _write({"formats": formats_figure(), "recipes": recipes_figure()}, directory)
 
 
-def _write(figures: dict[str, Figure], directory: Path) -> list[Path]:
+def _write(figures: dict[str, Figure], directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    paths = []
     for name, figure in figures.items():
-        paths.append(directory / f"{name}.png")
-        figure.savefig(paths[-1], dpi=120)
-    return paths
-
-
-def _axes(width: float, height: float):
-    figure, axes = new_picture(width, height)
-    return figure, axes
+        figure.savefig(directory / f"{name}.png", dpi=120)
 
 
 def memory_figure(plans: list[Plan]) -> Figure:
     """Plots bytes of the busiest device by role, one bar per plan, beside the device's memory."""
-    figure, axes = _axes(8, 1.4 + 0.6 * len(plans))
+    figure, axes = new_picture(8, 1.4 + 0.6 * len(plans))
+    bars = {f"{p.layout.describe()}\nremat {p.layout.remat}": p.memory for p in plans}
     roles = ("weights", "gradients", "optimizer", "activations", "buffers", "reserved")
-    names = [f"{plan.layout.describe()}\nremat {plan.layout.remat}" for plan in plans]
-    left = [0.0] * len(plans)
-    for color, role in zip(COLORS, roles, strict=False):
-        sizes = [getattr(plan.memory, role) / 1e9 for plan in plans]
-        axes.barh(names, sizes, left=left, color=color, label=role)
-        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    _stacked(axes, bars, roles, unit=1e9)
     limit = plans[0].device.hbm_bytes / 1e9
     axes.axvline(limit, color="black", linestyle="--", linewidth=1)
     axes.text(limit, -0.6, f" {limit:.0f} GB", va="top", ha="right", fontsize=9)
-    axes.invert_yaxis()
     axes.set_xlabel("GB on the busiest device")
     axes.set_title(f"{plans[0].model.name} on {plans[0].layout.devices} {plans[0].device.name}")
     figure.legend(ncols=6, loc="outside lower center", frameon=False, fontsize=9)
     return figure
 
 
+def _stacked(
+    axes: Axes, bars: Mapping[str, object], parts: Sequence[str], *, unit: float = 1.0
+) -> list[float]:
+    """Draws a bar per name, a colored stretch per attribute in ``parts``; returns their lengths."""
+    left = [0.0] * len(bars)
+    for color, part in zip(COLORS, parts, strict=False):
+        sizes = [getattr(bar, part) / unit for bar in bars.values()]
+        axes.barh(list(bars), sizes, left=left, color=color, label=part)
+        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    axes.invert_yaxis()
+    return left
+
+
 def time_figure(plan: Plan) -> Figure:
     """Plots a step's time as a waterfall: each part begins where the one before it ends."""
     parts = sorted(plan.time.parts.items(), key=lambda each: -each[1])
-    figure, axes = _axes(8, 1.6 + 0.35 * len(parts))
+    figure, axes = new_picture(8, 1.6 + 0.35 * len(parts))
     total, start = plan.time.total_s, 0.0
     for i, (name, seconds) in enumerate(parts):
         waits = "communication" in name or name.startswith("pipeline")
@@ -103,7 +104,7 @@ def time_figure(plan: Plan) -> Figure:
 
 def decode_figure(model: PlannedModel, device: Device, serving: Serving, *, context: int) -> Figure:
     """Plots decode tokens/s by batch size, one line per context length, as far as caches fit."""
-    figure, axes = _axes(8, 4.5)
+    figure, axes = new_picture(8, 4.5)
     for color, length in zip(COLORS, sorted({1024, 8192, context}), strict=False):
         steps = by_batch(model, device, serving, context=length)
         fitting = [each for each in steps if each["fits"]]
@@ -146,7 +147,7 @@ def roofline_figure(
     model: PlannedModel, device: Device, serving: Serving | None = None, *, context: int = 4096
 ) -> Figure:
     """Plots attainable FLOP/s by intensity, with prefill and decode at several batch sizes."""
-    figure, axes = _axes(8, 5)
+    figure, axes = new_picture(8, 5)
     serving = serving or Serving()
     point = ridge(device, serving.compute)
     intensities = sorted([point, *(2.0**i for i in range(-1, 15))])
@@ -180,7 +181,7 @@ def roofline_figure(
 
 def pareto_figure(found: Found) -> Figure:
     """Plots step time against memory of the layouts that no other layout beats in both."""
-    figure, axes = _axes(8, 4.5)
+    figure, axes = new_picture(8, 4.5)
     sizes = [each.bytes_total / 1e9 for each in found.pareto]
     seconds = [each.seconds for each in found.pareto]
     axes.step(sizes, seconds, where="post", color=COLORS[0], linewidth=1)
@@ -210,7 +211,7 @@ def pareto_figure(found: Found) -> Figure:
 
 def formats_figure() -> Figure:
     """Plots each number format's range on a logarithmic axis, and its resolution."""
-    figure, axes = _axes(9, 4.2)
+    figure, axes = new_picture(9, 4.2)
     for i, each in enumerate(FORMATS):
         for low, high, alpha in (
             (each.smallest, each.smallest_normal, 0.35),
@@ -233,17 +234,11 @@ def formats_figure() -> Figure:
 
 def recipes_figure() -> Figure:
     """Plots bytes per parameter of each training recipe, by role."""
-    figure, axes = _axes(8, 4.2)
-    names = list(RECIPES)
-    left = [0.0] * len(names)
+    figure, axes = new_picture(8, 4.2)
     roles = ("weights", "gradients", "accumulated", "master", "moments")
-    for color, role in zip(COLORS, roles, strict=False):
-        sizes = [float(getattr(recipe, role)) for recipe in RECIPES.values()]
-        axes.barh(names, sizes, left=left, color=color, label=role)
-        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    left = _stacked(axes, RECIPES, roles)
     for i, total in enumerate(left):
         axes.text(total + 0.2, i, f"{total:.0f}", va="center", fontsize=9)
-    axes.invert_yaxis()
     axes.set_xlabel("bytes per parameter")
     axes.set_xlim(0, 23)
     axes.legend(ncols=5, loc="upper center", bbox_to_anchor=(0.4, -0.15), frameon=False, fontsize=9)

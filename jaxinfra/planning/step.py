@@ -302,30 +302,32 @@ def device_parameters(
     even where the tensor axis has more devices than heads. The first and last stage hold the
     embedding tables; the larger of both counts.
     """
-    return _stage_parameters(
-        model, layout.mesh.pipe, layout.mesh.tensor, layout.mesh.expert, experts=experts, used=used
+    mesh = layout.mesh
+    layers = sum(
+        layer.count * layer_elements(layer, mesh.tensor, mesh.expert, experts=experts, used=used)
+        for layer in model.layers
     )
+    ends = [0.0 if experts else _elements(each, mesh.tensor, 1, used=used) for each in model.ends]
+    return layers / mesh.pipe + (sum(ends) if mesh.pipe == 1 else max(ends))
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _stage_parameters(
-    model: PlannedModel, pipe: int, tensor: int, expert: int, *, experts: bool, used: bool
+def layer_elements(
+    layer: LayerKind, tensor: int, expert: int, *, experts: bool, used: bool = False
 ) -> float:
-    def elements(parameter: ParameterInfo) -> float:
-        if is_expert(parameter) != experts:
-            return 0.0
-        if used:
-            return _used_elements(parameter, tensor, expert)
-        return parameter.size / shards(parameter, tensor=tensor, expert=expert)
-
-    layers = sum(layer.count * sum(map(elements, layer.parameters)) for layer in model.layers)
-    ends = [elements(each) for each in model.ends]
-    return layers / pipe + (sum(ends) if pipe == 1 else max(ends))
+    """Counts one layer's stored or used elements on a device: of its experts, or of the rest."""
+    return sum(
+        _elements(each, tensor, expert, used=used)
+        for each in layer.parameters
+        if is_expert(each) == experts
+    )
 
 
-def _used_elements(parameter: ParameterInfo, tensor: int, expert: int) -> float:
-    by_expert = expert if is_expert(parameter) else 1
-    return parameter.size / (used_shards(parameter, tensor=tensor) * by_expert)
+def _elements(parameter: ParameterInfo, tensor: int, expert: int, *, used: bool) -> float:
+    if used:
+        by_expert = expert if is_expert(parameter) else 1
+        return parameter.size / (used_shards(parameter, tensor=tensor) * by_expert)
+    return parameter.size / shards(parameter, tensor=tensor, expert=expert)
 
 
 def gathered_elements(model: PlannedModel, layout: Layout) -> float:
@@ -333,16 +335,9 @@ def gathered_elements(model: PlannedModel, layout: Layout) -> float:
 
     Experts are not among them: they are gathered where their tokens arrive.
     """
-    return _gathered_elements(model, layout.mesh.tensor)
-
-
-@functools.lru_cache(maxsize=1 << 10)
-def _gathered_elements(model: PlannedModel, tensor: int) -> float:
     return sum(
-        layer.count * _used_elements(each, tensor, expert=1)
+        layer.count * layer_elements(layer, layout.mesh.tensor, 1, experts=False, used=True)
         for layer in model.layers
-        for each in layer.parameters
-        if not is_expert(each)
     )
 
 
@@ -442,7 +437,7 @@ def _sharded_weights(
 def _layer_calls(layer: LayerKind, tensor: int, expert: int, item: float, *, experts: bool) -> int:
     """Collectives of one layer's weights: matrices of less than XLA's threshold share one."""
     sizes = [
-        item * _used_elements(each, tensor, expert)
+        item * _elements(each, tensor, expert, used=True)
         for each in layer.parameters
         if is_expert(each) == experts
     ]

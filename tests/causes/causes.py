@@ -9,7 +9,7 @@ import dataclasses
 import re
 from collections.abc import Callable
 
-from jaxinfra.diagnostics.delay import Explanation
+from jaxinfra.diagnostics.delays import Explanation
 from jaxinfra.diagnostics.machine.finding import Finding, Grade, headline, worst
 from jaxinfra.errors import JaxinfraError
 from jaxinfra.faults.arena import Arena, require
