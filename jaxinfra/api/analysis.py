@@ -6,8 +6,8 @@ from pathlib import Path
 from jaxinfra.config import codec
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import ModelConfig
-from jaxinfra.diagnostics.trace import device_events, mesh_axes
-from jaxinfra.diagnostics.waterfall import Waterfall, explain
+from jaxinfra.diagnostics.traced_run import read_traced_run
+from jaxinfra.diagnostics.waterfall import Waterfall
 from jaxinfra.planning.devices import find_device, with_bench_results
 from jaxinfra.planning.layout import Layout
 from jaxinfra.planning.model import find_model, plan_model
@@ -81,5 +81,4 @@ def trace(run: str | Path, *, device: int = 0, steps: int | None = None) -> Wate
         >>> jaxinfra.trace("profiled", steps=1).by_kind()
         {'matmul': 4.0, 'idle': 1.0, 'elementwise': 2.0}
     """
-    path = Path(run)
-    return explain(device_events(path, device=device), steps=steps, axes=mesh_axes(path))
+    return read_traced_run(Path(run), device=device, steps=steps).waterfall

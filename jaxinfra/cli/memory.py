@@ -34,7 +34,6 @@ from jaxinfra.diagnostics.memory.report import (
     MemoryReport,
     bytes_per_parameter,
     gib,
-    is_counted,
     report_memory,
 )
 from jaxinfra.diagnostics.memory.serving import ServingCase, serving_memory, serving_remedies
@@ -98,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         config = fixed_remat(config)
     job = make_job(config)
     report = report_memory(lower_step(job))
-    arrays = bytes_per_parameter(job) if is_counted(job) else None
+    arrays = bytes_per_parameter(job)
     limit = None if args.limit is None else int(args.limit * 2**30)
     too_much = limit is not None and report.total_bytes > limit
     remedies = _remedies(config, limit) if too_much and limit is not None else []

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if args.second is not None:
         first, second = (_traced(args, each) for each in (args.directory, args.second))
         found = compare_steps(first.waterfall, second.waterfall, first.step, second.step)
-        text = json.dumps(found.as_json(), indent=1) if args.json else found.paragraph()
+        text = json.dumps(dataclasses.asdict(found), indent=1) if args.json else found.paragraph()
         print(text)
         return 0
     try:
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         explained = explain_step(args.directory)
         if explained is None or args.picture is not None:
             raise  # the run's own records do not tell
-        whole = {"explanation": explained.as_json()}
+        whole = {"explanation": dataclasses.asdict(explained)}
         print(json.dumps(whole, indent=1) if args.json else explained.paragraph())
         return 0
     return _show(args, traced)
@@ -77,7 +77,7 @@ def _show(args: argparse.Namespace, traced: TracedRun) -> int:
     if args.json:
         more = {"devices": [dataclasses.asdict(each) for each in times], "parts_ms": parts}
         tables = traced.waterfall.as_json(top=args.top) | more
-        print(json.dumps({"explanation": explained.as_json(), **tables}, indent=1))
+        print(json.dumps({"explanation": dataclasses.asdict(explained), **tables}, indent=1))
         return 0
     print(explained.paragraph())
     _print(traced.waterfall, top=args.top)

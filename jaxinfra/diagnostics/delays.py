@@ -297,13 +297,6 @@ class Explanation:
         ]
         return f"A step takes {self.step_ms:.1f} ms. It loses " + " It loses ".join(won)
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns the step's time and its delays as JSON values."""
-        return {
-            "step_ms": self.step_ms,
-            "delays": [dataclasses.asdict(each) for each in self.delays],
-        }
-
 
 def explain_step(directory: Path, traced: TracedRun | None = None) -> Explanation | None:
     """Explains what delays a run's step, from its device traces, if any, and its records.

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import statistics
 from collections.abc import Mapping
-from typing import Any
 
 from jaxinfra.diagnostics.waterfall import IDLE, KernelTime, Waterfall
 from jaxinfra.training.profile import TracedStep
@@ -52,10 +51,6 @@ class Difference:
         if not self.changes:
             return f"{begin} No part differs by more than {_LEAST:.0%} of a step."
         return " ".join([begin, *map(_sentence, self.changes[:4])])
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns both step times and their differences as JSON values."""
-        return dataclasses.asdict(self)
 
 
 def _sentence(change: Change) -> str:

@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from jaxinfra.runtime.recorder import BUSY_READERS, READY_BATCHES, Event, RankRecord
 
@@ -40,37 +39,35 @@ _FEW_STEPS = 4
 _RARE = 0.02
 """Share of a step that evaluations should take at most."""
 
-
-class _HostCause(NamedTuple):
-    cause: str
-    text: str
-    remedy: str
-
-
 _CAUSES = {
-    "input": _HostCause(
-        "waiting for input",
-        "no batch is ready when the step could begin",
-        "raise data.num_prefetch_threads and data.prefetch_batches, or read from a faster disk",
+    "input": Delay(
+        cause="waiting for input",
+        ms=0.0,
+        text="no batch is ready when the step could begin",
+        remedy="raise data.num_prefetch_threads and data.prefetch_batches, or read from a faster "
+        "disk",
     ),
-    "place": _HostCause(
-        "placing batches",
-        "each batch takes so long to reach the devices",
-        "look at what else runs on the host's cores and on its links to the devices (jaxinfra "
-        "doctor)",
+    "place": Delay(
+        cause="placing batches",
+        ms=0.0,
+        text="each batch takes so long to reach the devices",
+        remedy="look at what else runs on the host's cores and on its links to the devices "
+        "(jaxinfra doctor)",
     ),
-    "host": _HostCause(
-        "host work between steps",
-        "callbacks, loggers or the metrics' file keep the next step from being launched",
-        "let callbacks and loggers work in a thread of their own, or at fewer steps, and write "
-        "runs to a fast disk",
+    "host": Delay(
+        cause="host work between steps",
+        ms=0.0,
+        text="callbacks, loggers or the metrics' file keep the next step from being launched",
+        remedy="let callbacks and loggers work in a thread of their own, or at fewer steps, and "
+        "write runs to a fast disk",
     ),
 }
-_COMPUTING = _HostCause(
-    "waiting for input, whose readers compute",
-    "no batch is ready when the step could begin, and its readers compute",
-    "do this work once, before training: tokenize and transform ahead (data.source as arrays of "
-    "tokens)",
+_COMPUTING = Delay(
+    cause="waiting for input, whose readers compute",
+    ms=0.0,
+    text="no batch is ready when the step could begin, and its readers compute",
+    remedy="do this work once, before training: tokenize and transform ahead (data.source as arrays "
+    "of tokens)",
 )
 
 
@@ -206,7 +203,7 @@ def _slow_phase(
     found, text = _CAUSES[worst], _CAUSES[worst].text
     if worst == "input" and busy is not None and busy > _BUSY:
         found, text = _COMPUTING, f"{_COMPUTING.text} for {busy:.0%} of their time"
-    return Delay(cause=found.cause, ms=won, text=text, remedy=found.remedy)
+    return dataclasses.replace(found, ms=won, text=text)
 
 
 def _won(ms: float, ahead: float, devices: float | None, step_ms: float) -> float:

@@ -75,6 +75,7 @@ def read_view(directory: Path) -> RunView:
     run = RunDirectory(directory)
     config = run.read_config()
     lines, _ = read_log(run.metrics_file, holds=dict[str, Any])
+    picture = directory / OUT_OF_MEMORY_PICTURE
     causes = sum_causes(read_sessions(run.goodput_file))
     evaluations = [line for line in lines if "heldout_loss" in line]
     return RunView(
@@ -104,7 +105,7 @@ def read_view(directory: Path) -> RunView:
         layer_statistics=_statistics(run),
         environments=read_log(run.environments_file, holds=dict[str, Any])[0],
         spikes=_spikes(run),
-        out_of_memory=_bytes_of(directory / OUT_OF_MEMORY_PICTURE),
+        out_of_memory=read_bytes(picture) if picture.is_file() else None,
     )
 
 
@@ -141,10 +142,6 @@ class _SpikeReport(TypedDict):
     text: str
     done: str
     samples: list[dict[str, Any]]
-
-
-def _bytes_of(file: Path) -> bytes | None:
-    return read_bytes(file) if file.is_file() else None
 
 
 def _flat(values: Mapping[str, Any] | Sequence[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

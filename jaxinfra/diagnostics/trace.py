@@ -73,31 +73,18 @@ def traced_ranks(trace: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def device_events(trace: Path, *, device: int = 0, rank: int = 0) -> list[TraceEvent]:
-    """Reads the kernels and copies of one GPU from a rank's newest trace, by start time.
-
-    Raises DataError where there is no trace, or no such GPU in it.
-    """
-    found = events_by_device(trace, rank=rank, only=device)
-    return found[device]
-
-
-def events_by_device(
-    trace: Path, *, rank: int = 0, only: int | None = None
-) -> dict[int, list[TraceEvent]]:
+def events_by_device(trace: Path, *, rank: int = 0) -> dict[int, list[TraceEvent]]:
     """Reads the kernels and copies of each GPU from a rank's newest trace, by start time.
 
-    Raises DataError where there is no trace, or no such GPU in it.
+    Raises DataError where there is no trace, or no GPU in it.
     """
     file, profile = _read(trace, rank)
     try:
         devices = [int(match[1]) for p in profile.planes if (match := _GPU.match(p.name))]
-        if only is not None or not devices:
-            devices = [only or 0]
         starts = _starts(profile)
         return {
             each: _launches(profile, f"/device:GPU:{each}", starts, where=file)
-            for each in sorted(devices)
+            for each in sorted(devices) or [0]
         }
     except (RuntimeError, UnicodeDecodeError) as error:
         raise DataError(f"{file} is no trace, or a damaged one ({error})") from error
@@ -276,5 +263,11 @@ def mesh_axes(trace: Path) -> CollectiveAxes | None:
 
     Returns None if no description exists: for a run on one device, or another program's trace.
     """
-    files = sorted(trace.rglob(COLLECTIVES_FILE), key=lambda file: file.stat().st_mtime)
-    return CollectiveAxes(read_json(files[-1], holds=list[_Collective])) if files else None
+    found = newest(trace, COLLECTIVES_FILE, holds=list[_Collective])
+    return None if found is None else CollectiveAxes(found)
+
+
+def newest(trace: Path, name: str, *, holds: Any) -> Any:
+    """Reads the newest JSON file of this name below a trace's directory; None if there is none."""
+    files = sorted(trace.rglob(name), key=lambda file: file.stat().st_mtime)
+    return read_json(files[-1], holds=holds) if files else None

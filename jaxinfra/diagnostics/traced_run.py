@@ -12,11 +12,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import final
 
-from jaxinfra.diagnostics.trace import TraceEvent, events_by_device, mesh_axes, traced_ranks
+from jaxinfra.diagnostics.trace import TraceEvent, events_by_device, mesh_axes, newest, traced_ranks
 from jaxinfra.diagnostics.waterfall import Waterfall, explain
 from jaxinfra.errors import DataError
 from jaxinfra.hlo.program import Launch
-from jaxinfra.runtime.files import read_json
 from jaxinfra.training.profile import LAUNCHES_FILE, STEP_FILE, TracedStep
 
 _GRAPH = "command_buffer"
@@ -30,8 +29,7 @@ def read_launches(trace: Path) -> list[Launch]:
 
     Returns an empty list if there is no file.
     """
-    files = sorted(trace.rglob(LAUNCHES_FILE), key=lambda file: file.stat().st_mtime)
-    return read_json(files[-1], holds=list[Launch]) if files else []
+    return newest(trace, LAUNCHES_FILE, holds=list[Launch]) or []
 
 
 def with_names(events: Sequence[TraceEvent], launches: Sequence[Launch]) -> list[TraceEvent]:
@@ -171,11 +169,10 @@ def read_traced_run(
         for number, each in by_device.items()
     }
     names = {key: _name(*key, ranks=len(ranks), events=events) for key in found}
-    files = sorted(directory.rglob(STEP_FILE), key=lambda file: file.stat().st_mtime)
     return TracedRun(
         waterfall=found[rank, device],
         by_device={names[key]: each for key, each in found.items()},
-        step=read_json(files[-1], holds=TracedStep) if files else None,
+        step=newest(directory, STEP_FILE, holds=TracedStep),
     )
 
 

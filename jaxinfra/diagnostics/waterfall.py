@@ -120,7 +120,7 @@ def explain(
     ("exposed"); the rest of its time is hidden under computation.
 
     Args:
-        events: events of one device, as ``trace.device_events`` returns them.
+        events: events of one device, as ``trace.events_by_device`` returns them.
         steps: number of steps in the trace; by default, how often the operations outside loops of
             the longest program ran.
         axes: axes of the traced program's collectives, where it ran on a mesh.

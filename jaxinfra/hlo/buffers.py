@@ -254,30 +254,10 @@ class Life:
         return self.buffer.allocation, self.buffer.offset, self.buffer.size
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Lives:
-    """All buffers of a program, and its instructions in the order they run."""
-
-    lives: dict[int, Life]  # by the buffer's id
-    order: list[HloOperation]
-    by_place: dict[tuple[int, int, int], list[Life]]
-    made_by: dict[int, list[Life]]  # by the instruction's id
-
-
-def follow(program: CompiledProgram) -> Lives:
-    """Computes the lifetime of each of a program's buffers."""
-    walk = _Walk(program)
-    walk.run()
-    by_place: dict[tuple[int, int, int], list[Life]] = collections.defaultdict(list)
-    made_by: dict[int, list[Life]] = collections.defaultdict(list)
-    for life in walk.lives.values():
-        by_place[life.place].append(life)
-        made_by[life.operation.id].append(life)
-    return Lives(lives=walk.lives, order=walk.order, by_place=by_place, made_by=made_by)
-
-
 @final
-class _Walk:
+class Lives:
+    """Lifetimes of a program's buffers, from a walk of its instructions in the order they run."""
+
     def __init__(self, program: CompiledProgram):
         self._program = program
         self._own: dict[int, list[LogicalBuffer]] = collections.defaultdict(list)
@@ -285,15 +265,16 @@ class _Walk:
             self._own[buffer.instruction].append(buffer)
         self._values: dict[int, _Value] = {}
         self._from_batch: dict[int, bool] = {}
-        self.lives: dict[int, Life] = {}
+        self.lives: dict[int, Life] = {}  # by the buffer's id
         self.order: list[HloOperation] = []
-
-    def run(self) -> None:
-        self._compute(self._program.entry, [])
-        end = len(self.order)
-        root = self._program.computations[self._program.entry].root
-        for number in _all(self._values[root]):
-            self.lives[number].dies = end
+        self._compute(program.entry, [])
+        for number in _all(self._values[program.computations[program.entry].root]):
+            self.lives[number].dies = len(self.order)
+        self.by_place: dict[tuple[int, int, int], list[Life]] = collections.defaultdict(list)
+        self.made_by: dict[int, list[Life]] = collections.defaultdict(list)  # by instruction's id
+        for life in self.lives.values():
+            self.by_place[life.place].append(life)
+            self.made_by[life.operation.id].append(life)
 
     def _compute(self, computation: int, arguments: list[int]) -> None:
         """Runs a computation on the values of these instructions; none for the entry."""

@@ -5,40 +5,29 @@ classes come with no package that JAX needs. The wire format is protobuf.dev/pro
 encoding.
 """
 
-from collections.abc import Iterator
-
 type Field = int | bytes
 
 
-def fields(data: bytes) -> Iterator[tuple[int, Field]]:
-    """Yields number and value of every field, in order; text and messages are bytes.
+def message(data: bytes) -> dict[int, list[Field]]:
+    """Parses a message; returns all values of each field by its number; texts are bytes.
 
     Raises ValueError for data that is no protocol buffer.
     """
+    found: dict[int, list[Field]] = {}
     place = 0
     while place < len(data):
         key, place = _varint(data, place)
         number, kind = key >> 3, key & 7
-        if kind == 0:
-            value, place = _varint(data, place)
-            yield number, value
-        elif kind in (1, 2, 5):
-            size = {1: 8, 5: 4}.get(kind)
-            if size is None:
-                size, place = _varint(data, place)
-            yield number, data[place : place + size]
-            place += size
-        else:
+        if kind not in (0, 1, 2, 5):
             raise ValueError(f"wire type {kind} at byte {place}")
+        size = {1: 8, 5: 4}.get(kind)
+        if size is None:  # a number, or the length of what follows
+            size, place = _varint(data, place)
+        value = size if kind == 0 else data[place : place + size]
+        found.setdefault(number, []).append(value)
+        place += 0 if kind == 0 else size
     if place != len(data):
         raise ValueError(f"{len(data)} bytes end within a field")
-
-
-def message(data: bytes) -> dict[int, list[Field]]:
-    """Parses a message; returns all values of each field by the field's number."""
-    found: dict[int, list[Field]] = {}
-    for number, value in fields(data):
-        found.setdefault(number, []).append(value)
     return found
 
 

@@ -98,16 +98,6 @@ def stored_format(name: str) -> tuple[str, int]:
     )
 
 
-def require_format(weights: str, group: int) -> None:
-    """Raises ConfigError for an unknown weight format, or a group size it does not support."""
-    if weights not in WEIGHTS:
-        raise ConfigError(
-            f"unknown weight format {weights!r}{nearest(weights, WEIGHTS)}; known: "
-            f"{', '.join(WEIGHTS)}"
-        )
-    quantization_recipe(RECIPES[0], group=group)
-
-
 @functools.lru_cache(maxsize=64)
 def served_arrays(
     model: PlannedModel, weights: str, group: int, kind: str | None
@@ -124,14 +114,9 @@ def served_arrays(
     """
     recipe = None if weights == PLAIN else quantization_recipe(weights, group=group)
     held = by_path(held_shapes(model.config, recipe), is_leaf=is_weight)
-    table = _table(model)
+    table = {info.path: info for info in define_model(model.config, execution_on()).table()}
     is_tied = model.config.tie_embeddings
     return tuple(_served(table[path], leaf, kind, is_tied=is_tied) for path, leaf in held.items())
-
-
-@functools.lru_cache(maxsize=8)
-def _table(model: PlannedModel) -> dict[str, ParameterInfo]:
-    return {info.path: info for info in define_model(model.config, execution_on()).table()}
 
 
 def _served(info: ParameterInfo, leaf: Any, kind: str | None, *, is_tied: bool) -> ServedArray:
@@ -163,7 +148,12 @@ class Serving:
     cache: str = "bf16"
 
     def __post_init__(self) -> None:
-        require_format(self.weights, self.group)
+        if self.weights not in WEIGHTS:
+            raise ConfigError(
+                f"unknown weight format {self.weights!r}{nearest(self.weights, WEIGHTS)}; known: "
+                f"{', '.join(WEIGHTS)}"
+            )
+        quantization_recipe(RECIPES[0], group=self.group)
         element_bits(self.cache, width=1.0)
 
     @property

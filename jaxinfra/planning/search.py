@@ -1,5 +1,6 @@
 """Search of the best layout of a model on a number of devices, and why the others lose."""
 
+import collections
 import dataclasses
 import heapq
 import itertools
@@ -144,7 +145,7 @@ def search(
     for recipe in question.recipes:
         if recipe not in RECIPES:
             raise ConfigError(f"unknown recipe {recipe!r}{nearest(recipe, RECIPES)}")
-    reasons: dict[str, int] = {}
+    reasons: collections.Counter[str] = collections.Counter()
     ranking = _Ranking(device)
     for number, (layout, size) in enumerate(_sized(model, question, device, reasons)):
         require_within(layouts=number, remedy="narrow the search with --fix, --zero or --remat")
@@ -176,7 +177,7 @@ def search(
 
 
 def _sized(
-    model: PlannedModel, question: Question, device: Device, reasons: dict[str, int]
+    model: PlannedModel, question: Question, device: Device, reasons: collections.Counter[str]
 ) -> Iterator[tuple[Layout, float]]:
     """Yields layouts, with their recomputation policy chosen, and the bytes that each takes.
 
@@ -202,7 +203,7 @@ def _sized(
 
 
 def layouts(
-    model: PlannedModel, question: Question, device: Device, reasons: dict[str, int]
+    model: PlannedModel, question: Question, device: Device, reasons: collections.Counter[str]
 ) -> Iterator[Layout]:
     """Yields layouts that the model's widths allow; counts each refusal in ``reasons``."""
     for mesh in _meshes(model, question, device):
@@ -220,7 +221,7 @@ def layouts(
         if reason is None:
             yield from _variants(model, question, base, device, reasons)
         else:
-            reasons[reason] = reasons.get(reason, 0) + 1
+            reasons[reason] += 1
 
 
 def _meshes(model: PlannedModel, question: Question, device: Device) -> Iterator[MeshConfig]:
@@ -248,7 +249,11 @@ def _meshes(model: PlannedModel, question: Question, device: Device) -> Iterator
 
 
 def _variants(
-    model: PlannedModel, question: Question, base: Layout, device: Device, reasons: dict[str, int]
+    model: PlannedModel,
+    question: Question,
+    base: Layout,
+    device: Device,
+    reasons: collections.Counter[str],
 ) -> Iterator[Layout]:
     """Yields a mesh's layouts over recipes, ZeRO stages, micro-batches and interleaving.
 
@@ -280,7 +285,7 @@ def _variants(
             is_other = zero == 3 or layout.keep_gathered
             reason = (refusal(model, layout) if is_other else None) or untrainable(model, layout)
             if reason is not None:
-                reasons[reason] = reasons.get(reason, 0) + 1
+                reasons[reason] += 1
                 break
             yield layout
             if sum(state_bytes(model, layout)) > device.hbm_bytes:
@@ -322,7 +327,7 @@ def _nothing(
     question: Question,
     device: Device,
     smallest: Candidate | None,
-    reasons: dict[str, int],
+    reasons: collections.Counter[str],
 ) -> str:
     what = f"{model.name} on {question.devices} {device.name}"
     if smallest is not None:
@@ -333,7 +338,7 @@ def _nothing(
             "recipe of fewer bytes per parameter"
         )
     if reasons:
-        return f"{what}: no layout can run; most often: {max(reasons, key=lambda r: reasons[r])}"
+        return f"{what}: no layout can run; most often: {reasons.most_common(1)[0][0]}"
     return (
         f"{what}: no layout can run: give sizes that divide the devices, and a --batch that is a "
         f"multiple of them in place of {question.batch}"

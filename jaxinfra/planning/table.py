@@ -33,6 +33,11 @@ def grid(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -
     return table
 
 
+def _cells(rows: Iterable[object], *forms: str) -> list[list[str]]:
+    """Formats each row by the same forms, such as ``{0.name}`` or ``{0[seconds]:.3g}``."""
+    return [[form.format(row) for form in forms] for row in rows]
+
+
 def show(*parts: RenderableType) -> None:
     """Prints tables to the terminal, or 110 columns wide if output is not a terminal."""
     console = Console(width=None if Console().is_terminal else 110, highlight=False)
@@ -223,15 +228,10 @@ def serving_tables(
         for name, value in figures.items()
         if not isinstance(value, list)
     ]
-    caches = [
-        (
-            row["form"],
-            row["cache_format"],
-            f"{row['bytes_per_token']:,.0f}",
-            f"{row['over_mha']:.1f}x",
-        )
-        for row in kv_table(model)
-    ]
+    caches = _cells(
+        kv_table(model),
+        *("{0[form]}", "{0[cache_format]}", "{0[bytes_per_token]:,.0f}", "{0[over_mha]:.1f}x"),
+    )
     fits = [
         (
             each["cache"],
@@ -277,19 +277,12 @@ def _figure(value: object) -> str:
 
 def format_tables() -> list[RenderableType]:
     """Builds tables of number formats, and of bytes per parameter in each training recipe."""
-    formats = [
-        (
-            each.name,
-            each.bits,
-            f"{each.exponent_bits}, {each.fraction_bits}",
-            f"{each.largest:.6g}",
-            f"{each.smallest_normal:.4g}",
-            f"{each.smallest:.4g}",
-            f"{each.epsilon:.4g}",
-            f"{each.decimal_digits:.1f}",
-        )
-        for each in FORMATS
-    ]
+    formats = _cells(
+        FORMATS,
+        *("{0.name}", "{0.bits}", "{0.exponent_bits}, {0.fraction_bits}", "{0.largest:.6g}"),
+        *("{0.smallest_normal:.4g}", "{0.smallest:.4g}", "{0.epsilon:.4g}"),
+        "{0.decimal_digits:.1f}",
+    )
     recipes = [(*dataclasses.astuple(each), each.total) for each in RECIPES.values()]
     columns = ("format", "bits", "exp, frac", "largest", "normal", "smallest", "epsilon", "digits")
     parts = ("recipe", "matmul", "weights", "grads", "summed", "master", "moments", "bytes")

@@ -16,7 +16,7 @@ from jaxinfra.cli.plan import headline, train_command
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.run import Remat
 from jaxinfra.config.validate import validate
-from jaxinfra.diagnostics.trace import device_events, jax
+from jaxinfra.diagnostics.trace import events_by_device, jax
 from jaxinfra.errors import ConfigError, DataError, nearest
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.layout import Layout
@@ -191,7 +191,7 @@ def test_a_profile_of_a_cpu_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setattr(jax.profiler, "ProfileData", Profile)
     (tmp_path / "a.xplane.pb").touch()
     with pytest.raises(DataError, match=r"tensorboard --logdir.*jaxinfra trace --example"):
-        device_events(tmp_path)
+        events_by_device(tmp_path)
 
 
 def test_the_held_out_loss_shown_says_of_which_step_it_is():

@@ -27,7 +27,7 @@ from jaxinfra.diagnostics.memory.report import (
 )
 from jaxinfra.errors import DeviceMemoryError
 from jaxinfra.hlo import wire
-from jaxinfra.hlo.buffers import follow, read_program, step_bytes
+from jaxinfra.hlo.buffers import Lives, read_program, step_bytes
 from jaxinfra.training import loop
 from jaxinfra.training.job import lower_step, make_job
 
@@ -53,7 +53,7 @@ def steps():
         job = make_job(codec.override(run_preset("tiny"), [*SMALL, *settings]))
         lowered = lower_step(job)
         program = read_program(lowered)
-        lives = follow(program)
+        lives = Lives(program)
         found[name] = lowered, program, lives, report_program(program, lives)
     return found
 
@@ -119,7 +119,7 @@ def test_recomputation_keeps_less(steps):
     """Of an unrolled step with everything recomputed little is kept, and its lives hold too."""
     job = make_job(codec.override(run_preset("tiny"), [*SMALL, *UNROLLED]))
     program = read_program(lower_step(job))
-    lives = follow(program)
+    lives = Lives(program)
     require_apart(program, lives)
     again = report_program(program, lives).by_role()[ACTIVATIONS]
     assert again < 0.5 * steps["scanned"][3].by_role()[ACTIVATIONS]
@@ -148,7 +148,7 @@ def test_a_donated_argument_counts_once():
 
     lowered = jax.jit(step, donate_argnums=0).lower(jnp.ones((64, 64)), jnp.ones((8, 64)))
     program = read_program(lowered)
-    report = report_program(program, follow(program))
+    report = report_program(program, Lives(program))
     assert sum(part.bytes for part in report.parts) == step_bytes(lowered.compile())
     assert report.by_role()[WEIGHTS] == 64 * 64 * 4
 

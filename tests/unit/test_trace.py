@@ -10,7 +10,7 @@ from jaxinfra.diagnostics.trace import (
     UNKNOWN,
     CollectiveAxes,
     TraceEvent,
-    device_events,
+    events_by_device,
     kind_of,
     scope_of,
 )
@@ -211,7 +211,7 @@ def test_an_asynchronous_one_is_known_by_what_started_it(tmp_path):
     device = XSPACE.replace("fusion.7", "all_gather.30.1").replace("jit(step)/mlp/mul", "renamed")
     serialized = jax.profiler.ProfileData.text_proto_to_serialized_xspace(device + HOST)
     (tmp_path / "host.xplane.pb").write_bytes(serialized)
-    (gather,) = device_events(tmp_path)
+    (gather,) = events_by_device(tmp_path)[0]
     assert (gather.hlo_op, gather.started_by) == ("all_gather.30.1", "all-gather-start.2")
     other = {**PROGRAM[1], "instruction": "all-gather-start.9", "axes": ["tensor"]}
     assert CollectiveAxes([*PROGRAM, other]).of(gather) == "fsdp"
@@ -219,6 +219,6 @@ def test_an_asynchronous_one_is_known_by_what_started_it(tmp_path):
 
 def test_no_trace(tmp_path):
     with pytest.raises(DataError, match="make one with --profile"):
-        device_events(tmp_path)
+        events_by_device(tmp_path)[0]
     with pytest.raises(DataError, match="no GPU operation"):
         explain([])

@@ -170,7 +170,7 @@ def test_a_slower_clock_is_told_from_slower_kernels():
     assert "power cap" in found.paragraph()
     same = compare_steps(waterfall(*HEALTHY), waterfall(*HEALTHY))
     assert "No part differs" in same.paragraph()
-    assert json.loads(json.dumps(same.as_json()))["changes"] == []
+    assert json.loads(json.dumps(dataclasses.asdict(same)))["changes"] == []
 
 
 @pytest.fixture(scope="module")

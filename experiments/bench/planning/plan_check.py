@@ -35,7 +35,7 @@ from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.presets import MODELS
 from jaxinfra.config.run import AttentionImplementation, Remat
 from jaxinfra.data.batch import Batch
-from jaxinfra.diagnostics.trace import device_events
+from jaxinfra.diagnostics.trace import events_by_device
 from jaxinfra.diagnostics.waterfall import explain
 from jaxinfra.planning.devices import Device, find_device
 from jaxinfra.planning.layout import UNROLLED, Layout, refusal, run_config
@@ -169,7 +169,7 @@ def measure(program: Program, *, steps: int, rounds: int, trace: bool) -> dict[s
                 for _ in range(2):
                     state, metrics = program.compiled(state, batch)
                 metrics.loss.block_until_ready()
-            events = device_events(pathlib.Path(directory))
+            events = events_by_device(pathlib.Path(directory))[0]
         found["waterfall"] = explain(events, steps=2).as_json(top=40)
     return found
 

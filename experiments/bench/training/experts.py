@@ -41,7 +41,7 @@ from jaxinfra.config.precision import (
 )
 from jaxinfra.config.presets import deepseek, mixtures, runs
 from jaxinfra.config.run import Remat, RunConfig
-from jaxinfra.diagnostics.trace import device_events
+from jaxinfra.diagnostics.trace import events_by_device
 from jaxinfra.diagnostics.waterfall import explain
 from jaxinfra.model.definition import define_model
 from jaxinfra.model.flops import training_flops_per_token
@@ -122,7 +122,7 @@ class Ours:
         with tempfile.TemporaryDirectory() as directory:
             with jax.profiler.trace(directory):
                 jax.block_until_ready([self._advance() for _ in range(TRACED_STEPS)])
-            waterfall = explain(device_events(pathlib.Path(directory)), steps=TRACED_STEPS)
+            waterfall = explain(events_by_device(pathlib.Path(directory))[0], steps=TRACED_STEPS)
         found = waterfall.as_json(top=25)
         exposed = found["by_kind_ms"].get("collective", 0.0)
         hidden = found["hidden_ms"].get("collective", 0.0)

@@ -29,7 +29,7 @@ from experiments.bench.training.step_programs import (
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import Fp8Matmuls, Fp8Scaling
 from jaxinfra.config.presets import MODELS
-from jaxinfra.diagnostics.trace import device_events
+from jaxinfra.diagnostics.trace import events_by_device
 from jaxinfra.diagnostics.waterfall import explain
 from jaxinfra.model.definition import define_model
 from jaxinfra.model.flops import training_flops_per_token
@@ -137,7 +137,7 @@ def _trace(shared: SharedState, name: str, directory: pathlib.Path) -> dict[str,
     with jax.profiler.trace(str(directory)):
         for _ in range(steps):
             jax.block_until_ready(shared.advance(name))
-    found = explain(device_events(directory), steps=steps)
+    found = explain(events_by_device(directory)[0], steps=steps)
     print(name, {k: round(ms, 2) for k, ms in found.by_scope().items()}, flush=True)
     quantizing = sum(each.ms for each in found.kernels if "quantize" in each.kernel)
     return {"quantizing_ms": quantizing} | found.as_json(top=60)

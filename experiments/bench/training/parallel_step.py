@@ -29,7 +29,7 @@ from experiments.bench.environment import clocks, environment
 from experiments.bench.training.parallel_contenders import Contender, Setting, contender
 from experiments.bench.training.step_programs import without_rope_scaling
 from jaxinfra.config.presets import MODELS
-from jaxinfra.diagnostics.trace import device_events
+from jaxinfra.diagnostics.trace import events_by_device
 from jaxinfra.diagnostics.waterfall import explain
 from jaxinfra.hlo.program import collectives
 
@@ -164,7 +164,7 @@ def _measure(of: Contender, steps: int, *, is_traced: bool) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as directory:
             with jax.profiler.trace(directory):
                 jax.block_until_ready([advance() for _ in range(3)])
-            events = device_events(pathlib.Path(directory))
+            events = events_by_device(pathlib.Path(directory))[0]
         found["waterfall"] = explain(events, steps=3).as_json(top=25)
     return found
 

@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 
 from experiments.bench.environment import environment
 from jaxinfra.config.pipeline import PipelineConfig, PipelineSchedule
-from jaxinfra.diagnostics.trace import TraceEvent, device_events
+from jaxinfra.diagnostics.trace import TraceEvent, events_by_device
 from jaxinfra.parallel.pipeline.schedule import Kind, make_schedule
 from jaxinfra.parallel.pipeline.tick_program import make_tick_program, run
 
@@ -53,7 +53,8 @@ def intervals(events: list[TraceEvent]) -> list[tuple[str, float, float]]:
 
 def summarize(trace: pathlib.Path, stages: int) -> dict[str, Any]:
     """Milliseconds by stage, and the intervals from the first kernel of the step on."""
-    by_stage = [intervals(device_events(trace, device=stage)) for stage in range(stages)]
+    traced = events_by_device(trace)
+    by_stage = [intervals(traced[stage]) for stage in range(stages)]
     start = min(spans[0][1] for spans in by_stage)
     end = max(spans[-1][2] for spans in by_stage)
     rows: list[dict[str, Any]] = []

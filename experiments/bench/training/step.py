@@ -37,7 +37,7 @@ from experiments.bench.training.step_programs import (
 )
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.presets import MODELS
-from jaxinfra.diagnostics.trace import device_events
+from jaxinfra.diagnostics.trace import events_by_device
 from jaxinfra.diagnostics.waterfall import explain
 from jaxinfra.model.definition import define_model
 from jaxinfra.model.flops import training_flops_per_token
@@ -265,7 +265,7 @@ def _trace(contender: Contender, directory: pathlib.Path) -> dict[str, Any]:
     with jax.profiler.trace(str(directory)):
         for _ in range(steps):
             jax.block_until_ready(contender.advance())
-    found = explain(device_events(directory), steps=steps)
+    found = explain(events_by_device(directory)[0], steps=steps)
     scopes = {k: round(ms, 2) for k, ms in found.by_scope().items()}
     print(contender.program.name, scopes, flush=True)
     return found.as_json(top=60)

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from jaxinfra.diagnostics.machine.finding import Finding, Grade
+from jaxinfra.diagnostics.machine.finding import Finding, not_known
 from jaxinfra.diagnostics.machine.gpu import (
     driver_findings,
     gpu_findings,
@@ -37,7 +37,14 @@ def machine_findings(
         answers: a recording of GPU readings, examined in place of this machine's GPUs.
         record: file to save this machine's GPU readings to.
     """
-    source, found = (answers, []) if answers is not None else _live()
+    source, found = answers, []
+    if source is None:
+        try:
+            source = LiveAnswers()
+        except NoAnswerError as error:
+            source = RecordedAnswers({})
+            why = f"no GPU here ({error}); the rest is checked"
+            found.append(not_known("gpus", why, rule="NVIDIA's driver answers"))
     gpus = num_gpus(source)
     if gpus:
         found += driver_findings(source) + gpu_findings(source)
@@ -53,14 +60,3 @@ def machine_findings(
     found += host_findings(read_host(directory), gpu_bytes=gpu_bytes, gpus=gpus)
     found += software_findings(installed(), num_gpus=gpus)
     return found + unknown_flag_findings(os.environ) + setting_findings(os.environ, num_gpus=gpus)
-
-
-def _live() -> tuple[Answers, list[Finding]]:
-    rule = "NVIDIA's driver answers"
-    try:
-        return LiveAnswers(), []
-    except NoAnswerError as error:
-        why = f"no GPU here ({error}); the rest is checked"
-        return RecordedAnswers({}), [
-            Finding(subject="gpus", grade=Grade.UNKNOWN, value=why, rule=rule)
-        ]

@@ -238,7 +238,15 @@ def gpu_findings(answers: Answers) -> list[Finding]:
         try:
             gpu.ask("Name")
         except NoAnswerError as error:
-            found.append(_lost(number, str(error)))
+            found.append(
+                Finding(
+                    subject=f"gpu {number}",
+                    grade=Grade.FAIL,
+                    value=f"does not answer: {error}",
+                    rule="the driver reaches every GPU of the node",
+                    remedy="reset the GPU or restart the node; where it happens again, replace it",
+                )
+            )
             continue
         for subject, (rule, check) in _CHECKS.items():
             subject = f"gpu {number}: {subject}"
@@ -250,16 +258,6 @@ def gpu_findings(answers: Answers) -> list[Finding]:
             rated = judged(subject, value, ok=ok, rule=rule, remedy=remedy, otherwise=otherwise)
             found.append(rated)
     return found
-
-
-def _lost(gpu: int, why: str) -> Finding:
-    return Finding(
-        subject=f"gpu {gpu}",
-        grade=Grade.FAIL,
-        value=f"does not answer: {why}",
-        rule="the driver reaches every GPU of the node",
-        remedy="reset the GPU or restart the node; where it happens again, replace the GPU",
-    )
 
 
 def _others(gpu: _Gpu) -> _Verdict:

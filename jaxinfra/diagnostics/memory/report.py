@@ -14,8 +14,7 @@ import numpy as np
 
 from jaxinfra.data.batch import Batch
 from jaxinfra.diagnostics.trace import scope_of
-from jaxinfra.errors import UnsupportedError
-from jaxinfra.hlo.buffers import CompiledProgram, Life, Lives, LogicalBuffer, follow, read_program
+from jaxinfra.hlo.buffers import CompiledProgram, Life, Lives, LogicalBuffer, read_program
 from jaxinfra.training.gradients import AccumulatedGradient, GradientFunction
 from jaxinfra.training.job import Job
 
@@ -148,23 +147,14 @@ class BytesPerParameter:
         return f"{self.total:.4g} bytes per parameter: {', '.join(parts)}"
 
 
-def is_counted(job: Job) -> bool:
-    """Tells whether a job trains all parameters on tokens without pipeline stages."""
-    config = job.config
-    return not job.model.frozen and config.mesh.num_stages == 1 and config.preferences is None
-
-
-def bytes_per_parameter(job: Job) -> BytesPerParameter:
+def bytes_per_parameter(job: Job) -> BytesPerParameter | None:
     """Counts the bytes of a job's state and gradients per parameter, from their traced shapes.
 
-    Raises:
-        UnsupportedError: the job is not ``is_counted``.
+    Returns None unless the job trains all parameters on tokens without pipeline stages.
     """
-    if not is_counted(job):
-        raise UnsupportedError(
-            "bytes per parameter are counted where all parameters are trained on tokens, without "
-            "a pipeline; leave out lora, preferences and mesh.pipe"
-        )
+    config = job.config
+    if job.model.frozen or config.mesh.num_stages > 1 or config.preferences is not None:
+        return None
     state, training = job.abstract_state(), job.config.training
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.parameters))
 
@@ -278,7 +268,7 @@ def report_memory(lowered: jax.stages.Lowered) -> MemoryReport:
     Raises UnsupportedError where the compiler reports no memory.
     """
     program = read_program(lowered)
-    return report_program(program, follow(program))
+    return report_program(program, Lives(program))
 
 
 def report_program(program: CompiledProgram, lives: Lives) -> MemoryReport:
