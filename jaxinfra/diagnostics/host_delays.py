@@ -66,8 +66,8 @@ _COMPUTING = Delay(
     cause="waiting for input, whose readers compute",
     ms=0.0,
     text="no batch is ready when the step could begin, and its readers compute",
-    remedy="do this work once, before training: tokenize and transform ahead (data.source as arrays "
-    "of tokens)",
+    remedy="do this work once, before training: tokenize and transform ahead (data.source as "
+    "arrays of tokens)",
 )
 
 
