@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -34,7 +34,7 @@ class Device:
     matmul_half_depth: float  # contraction depth at which half of that is reached
     memory_efficiency: float  # of the peak, elementwise kernels
     # Head width: causal forward, backward, of long sequences.
-    attention_flops: Mapping[str, tuple[float, float]]
+    attention_flops: Mapping[str, Sequence[float]]
     attention_half_length: float  # sequence length at which half of that is reached
     kernel_s: float  # launch and tail of one kernel
     node_devices: int
@@ -86,9 +86,6 @@ def find_device(name: str) -> Device:
         name=name,
         hbm_bytes=peak.hbm_bytes,
         hbm_bytes_per_s=peak.hbm_bytes_per_s,
-        attention_flops={
-            width: (pair[0], pair[1]) for width, pair in values.pop("attention_flops").items()
-        },
         **values,
     )
 
@@ -101,21 +98,17 @@ def with_measurements(device: Device, measured: Mapping[str, Any], *, source: st
         raise ConfigError(f"{source}: unknown constant {unknown[0]!r}{nearest(unknown[0], known)}")
     for name, value in measured.items():
         ours = getattr(device, name)
-        has_pairs = isinstance(ours, Mapping) and tuple in map(type, ours.values())
+        has_pairs = isinstance(ours, Mapping) and list in map(type, ours.values())
         table = dict[str, list[float]] if has_pairs else dict[str, float]
         holds = {str: str, int: float, float: float}.get(type(ours), table)
         require_type(value, holds, where=f"{source}, {name}", error=ConfigError)
     sources = {**device.sources, **dict.fromkeys(measured, source)}
-    changes = {name: _merged(getattr(device, name), value) for name, value in measured.items()}
+    changes: dict[str, Any] = {
+        # Tables keep entries that were not measured.
+        name: {**ours, **value} if isinstance(ours := getattr(device, name), Mapping) else value
+        for name, value in measured.items()
+    }
     return dataclasses.replace(device, **changes, sources=sources)
-
-
-def _merged(ours: Any, measured: Any) -> Any:
-    """Merges a measured value into a built-in one; tables keep entries that were not measured."""
-    if not isinstance(ours, Mapping):
-        return measured
-    pairs = {key: tuple(v) if isinstance(v, list) else v for key, v in measured.items()}
-    return {**ours, **pairs}
 
 
 _LARGEST_BYTES = 2**28  # of a training step's collectives; larger ones run somewhat faster

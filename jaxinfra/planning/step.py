@@ -6,7 +6,7 @@ Each operation has a roofline of its own: matmuls by shape, memory passes, atten
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from jaxinfra.config.mesh import EXPERT, NODES
 from jaxinfra.hlo.collective_bytes import sent_bytes
@@ -119,33 +119,6 @@ def collective_s(device: Device, layout: Layout, each: PlannedCollective) -> flo
     return each.count * (sent / rate + latency + turns)
 
 
-def compute_s(device: Device, operations: Iterable[Operation]) -> dict[str, float]:
-    """Returns seconds of operations by class: matmul, attention and memory."""
-    total = {"matmul": 0.0, "attention": 0.0, "memory": 0.0}
-    for each in operations:
-        match each:
-            case PlannedMatmul():
-                total["matmul"] += matmul_s(device, each)
-            case Core():
-                total["attention"] += attention_s(device, each)
-            case MemoryPass():
-                total["memory"] += memory_s(device, each)
-            case PlannedCollective():
-                pass
-    return total
-
-
-def communication_s(
-    device: Device, layout: Layout, operations: Iterable[Operation], *, hidden: bool
-) -> dict[str, float]:
-    """Returns seconds of collectives by axis: the hideable ones, or else the exposed ones."""
-    total: dict[str, float] = {}
-    for each in operations:
-        if isinstance(each, PlannedCollective) and each.hidden == hidden:
-            total[each.axis] = total.get(each.axis, 0.0) + collective_s(device, layout, each)
-    return total
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
     """A training step's seconds by cause, which add up to ``total_s``."""
@@ -188,7 +161,9 @@ def step_time(model: PlannedModel, layout: Layout, device: Device) -> StepTime:
     parts["context communication"], hidden_ring = _hide(
         layout, ring, window=attention, share=device.beside
     )
-    parts["pipeline transfers"] = _transfers(model, layout, device)
+    # Activations and gradients between stages; without a pipeline they go nowhere.
+    sends = stage_sends(model, layout, micro + stages - 1)
+    parts["pipeline transfers"] = collective_s(device, layout, sends)
     busy = body.total + passes + parts["context communication"] / micro
     parts["pipeline bubble"] = (once - micro) * busy
     window = micro * (sum(body.compute.values()) + passes)
@@ -231,12 +206,22 @@ def _layer_seconds(layer: LayerKind, layout: Layout, device: Device) -> _Seconds
     return _Seconds(compute, exposed, _sum((seconds.hidden, 1.0), (again.hidden, 1.0)))
 
 
-def _price(operations: Sequence[Operation], layout: Layout, device: Device) -> _Seconds:
-    return _Seconds(
-        compute_s(device, operations),
-        communication_s(device, layout, operations, hidden=False),
-        communication_s(device, layout, operations, hidden=True),
-    )
+def _price(operations: Iterable[Operation], layout: Layout, device: Device) -> _Seconds:
+    compute = {"matmul": 0.0, "attention": 0.0, "memory": 0.0}
+    exposed: dict[str, float] = {}
+    hidden: dict[str, float] = {}
+    for each in operations:
+        match each:
+            case PlannedMatmul():
+                compute["matmul"] += matmul_s(device, each)
+            case Core():
+                compute["attention"] += attention_s(device, each)
+            case MemoryPass():
+                compute["memory"] += memory_s(device, each)
+            case PlannedCollective():
+                axes = hidden if each.hidden else exposed
+                axes[each.axis] = axes.get(each.axis, 0.0) + collective_s(device, layout, each)
+    return _Seconds(compute, exposed, hidden)
 
 
 def _sum(*terms: tuple[dict[str, float], float]) -> dict[str, float]:
@@ -272,14 +257,6 @@ def _hide(layout: Layout, seconds: float, *, window: float, share: float) -> tup
         return seconds, 0.0
     hidden = min(seconds * share, window)
     return seconds - hidden, hidden
-
-
-def _transfers(model: PlannedModel, layout: Layout, device: Device) -> float:
-    """Returns seconds of sending activations and gradients between pipeline stages."""
-    if layout.mesh.pipe == 1:
-        return 0.0
-    turns = layout.accumulation + layout.mesh.pipe - 1
-    return collective_s(device, layout, stage_sends(model, layout, turns))
 
 
 def stage_sends(model: PlannedModel, layout: Layout, turns: int) -> PlannedCollective:

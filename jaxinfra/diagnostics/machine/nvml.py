@@ -10,7 +10,7 @@ import importlib.metadata
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import pynvml
 
@@ -25,25 +25,6 @@ _MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
 class NoAnswerError(Exception):
     """Raised for a reading that the driver or GPU does not provide; the message says why."""
-
-
-class Answers(Protocol):
-    """Interface of NVML readings, from this machine's driver or from a recording."""
-
-    def ask(self, function: str, gpu: int | None = None, *args: Any) -> Any:
-        """Returns the result of ``pynvml.FUNCTION`` for one GPU, or for the driver (None).
-
-        Raises NoAnswerError if the driver or GPU does not provide it.
-        """
-        ...
-
-
-def asked_or_none(answers: Answers, function: str, gpu: int | None = None, *args: Any) -> Any:
-    """Returns an NVML reading, or None if the driver or GPU does not provide it."""
-    try:
-        return answers.ask(function, gpu, *args)
-    except NoAnswerError:
-        return None
 
 
 @final
@@ -63,7 +44,10 @@ class LiveAnswers:
         self._kept: dict[str, Any] = {_LIBRARY: f"nvidia-ml-py {version}"}
 
     def ask(self, function: str, gpu: int | None = None, *args: Any) -> Any:
-        """Calls ``pynvml.FUNCTION`` for one GPU or the driver, and keeps its result."""
+        """Calls ``pynvml.FUNCTION`` for one GPU or the driver (None), and keeps its result.
+
+        Raises NoAnswerError if the driver or GPU does not provide it.
+        """
         name = _question(function, gpu, args)
         try:
             if gpu is not None and gpu not in self._handles:
@@ -124,3 +108,15 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bool | int | float | str) or value is None:
         return value
     return {name: _plain(item) for name, item in vars(value).items()}
+
+
+type Answers = LiveAnswers | RecordedAnswers
+"""NVML readings, from this machine's driver or from a recording."""
+
+
+def asked_or_none(answers: Answers, function: str, gpu: int | None = None, *args: Any) -> Any:
+    """Returns an NVML reading, or None if the driver or GPU does not provide it."""
+    try:
+        return answers.ask(function, gpu, *args)
+    except NoAnswerError:
+        return None

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jaxinfra.config import codec
 from jaxinfra.config.run import Remat, RunConfig
 from jaxinfra.diagnostics.memory.report import gib
 from jaxinfra.errors import JaxinfraError
@@ -96,7 +97,8 @@ def compiled_bytes(config: RunConfig) -> int:
 def _changes(config: RunConfig) -> Iterator[Change[RunConfig]]:
     """Yields changes to try, alternating between kinds, the mildest of each kind first."""
     kinds = [list(_recomputing(config)), list(_accumulating(config)), list(_sharding(config))]
-    kinds.append([_halved(config)] if config.training.batch_size > 1 else [])
+    half = config.training.batch_size // 2
+    kinds.append([_set(config, f"training.batch_size={half}")] if half else [])
     for place in range(max(map(len, kinds))):
         for kind in kinds:
             if place < len(kind):
@@ -104,34 +106,25 @@ def _changes(config: RunConfig) -> Iterator[Change[RunConfig]]:
 
 
 def _recomputing(config: RunConfig) -> Iterator[Change[RunConfig]]:
-    training = config.training
-    weaker = CHEAPEST_FIRST.index(training.remat) if training.remat in CHEAPEST_FIRST else -1
+    remat = config.training.remat
+    weaker = CHEAPEST_FIRST.index(remat) if remat in CHEAPEST_FIRST else -1
     stronger = CHEAPEST_FIRST[weaker + 1 :]
     # The strongest says whether recomputation helps at all.
-    for remat in (*stronger[-1:], *stronger[:-1]):
-        yield (
-            _option("training.remat", remat.value),
-            dataclasses.replace(config, training=dataclasses.replace(training, remat=remat)),
-        )
+    for each in (*stronger[-1:], *stronger[:-1]):
+        yield _set(config, f"training.remat={each.value}")
 
 
 def _accumulating(config: RunConfig) -> Iterator[Change[RunConfig]]:
-    training = config.training
     for factor in (2, 4, 8):
-        parts = factor * training.accumulation
-        if training.batch_size % (parts * config.mesh.num_data_shards) == 0:
-            changed = dataclasses.replace(training, accumulation=parts)
-            yield (
-                _option("training.accumulation", parts),
-                dataclasses.replace(config, training=changed),
-            )
+        parts = factor * config.training.accumulation
+        if config.training.batch_size % (parts * config.mesh.num_data_shards) == 0:
+            yield _set(config, f"training.accumulation={parts}")
 
 
 def _sharding(config: RunConfig) -> Iterator[Change[RunConfig]]:
     mesh, sharding = config.mesh, config.sharding
     if mesh.shards_state and sharding.zero < 3:
-        changed = dataclasses.replace(config, sharding=dataclasses.replace(sharding, zero=3))
-        yield _option("sharding.zero", 3), changed
+        yield _set(config, "sharding.zero=3")
     if jax.process_count() > 1:
         return  # the job's devices are all in use
     for factor in (2, 4, 8):
@@ -141,18 +134,9 @@ def _sharding(config: RunConfig) -> Iterator[Change[RunConfig]]:
         yield ("--mesh", wider.option), dataclasses.replace(config, mesh=wider)
 
 
-def _halved(config: RunConfig) -> Change[RunConfig]:
-    training = config.training
-    changed = dataclasses.replace(training, batch_size=training.batch_size // 2)
-    return (
-        _option("training.batch_size", changed.batch_size),
-        dataclasses.replace(config, training=changed),
-    )
-
-
-def _option(path: str, value: object) -> tuple[str, ...]:
-    """The form that counts after whatever else a command names."""
-    return (f"--set={path}={value}",)
+def _set(config: RunConfig, setting: str) -> Change[RunConfig]:
+    """Returns a changed setting, in the form that counts after whatever else a command names."""
+    return (f"--set={setting}",), codec.override(config, [setting])
 
 
 def fixed_remat(config: RunConfig) -> RunConfig:
