@@ -85,7 +85,6 @@ class Collective:
     shape: tuple[int, ...]  # of one device's result
     times: int  # executions: the product of trip counts of the loops around it
     group: tuple[int, ...]  # devices of one group; of a permute a sender and its receiver
-    covered_by: int  # matmuls, kernels and loops that the schedule runs between start and end
     scope: str
     instruction: str  # its name in the program, by which a trace knows it
 
@@ -150,7 +149,7 @@ def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
     instructions, entry = compiled_instructions(compiled)
     times = _executions(instructions, entry)
     found = []
-    for position, each in enumerate(instructions):
+    for each in instructions:
         kind = _COLLECTIVES.get(each.opcode)
         if kind is None or each.computation not in times:
             continue
@@ -161,7 +160,6 @@ def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
         if len(group) == 1:
             continue  # over mesh axes of one device: a copy
         results = _results(each, kind)
-        covered = _covered_by(instructions, position)
         # Each device sends an array to each other: one logical array, cut along a dim.
         if kind == "all-to-all":
             results = [(results[0][0], (len(results), *results[0][1]))]
@@ -172,7 +170,6 @@ def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
                 shape=shape,
                 times=count,
                 group=group,
-                covered_by=covered,
                 scope=each.op_name,
                 instruction=each.name,
             )
@@ -240,22 +237,6 @@ def _shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:
 def _first(pattern: re.Pattern[str], text: str) -> str:
     match = pattern.search(text)
     return match[1] if match else ""
-
-
-def _covered_by(instructions: list[CompiledInstruction], start: int) -> int:
-    """Matmuls and kernels that run beside a collective on a GPU; 0 where it is synchronous."""
-    started = instructions[start]
-    if not started.opcode.endswith("-start"):
-        return 0
-    end = started.opcode.removesuffix("-start") + "-done"
-    covered = 0
-    for each in instructions[start + 1 :]:
-        if each.opcode == end and re.match(rf"%?{re.escape(started.name)}\b", each.rest):
-            return covered
-        covered += each.opcode in ("custom-call", "while", "dot", "conditional") or (
-            each.opcode == "fusion" and "gemm" in each.rest
-        )
-    raise ValueError(f"{started.name} starts and does not end")
 
 
 def element_bytes(dtype: str) -> int:

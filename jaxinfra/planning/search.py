@@ -86,54 +86,6 @@ CHOICES: dict[str, Callable[[Layout], object]] = {
 """Searched properties of a layout, by name."""
 
 
-class _Ranking:
-    """The fastest layouts found, overall and for each value of each choice."""
-
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self.tried = self.fitting = 0
-        self.fastest: list[tuple[float, int, Candidate]] = []  # a heap, slowest on top
-        self.by_value: dict[tuple[str, object], tuple[tuple[float, float], Candidate]] = {}
-        self.by_size: dict[int, Candidate] = {}  # by hundredths of the device's memory
-        self.smallest: Candidate | None = None
-
-    def add(self, model: PlannedModel, layout: Layout, size: float) -> None:
-        """Predicts a layout's time if it fits, and adds it to the ranking."""
-        self.tried += 1
-        fits = size <= self.device.hbm_bytes
-        seconds = step_time(model, layout, self.device).total_s if fits else math.inf
-        candidate = Candidate(layout=layout, seconds=seconds, bytes_total=size)
-        rank = seconds, size  # of those that do not fit, the smallest
-        for name, value_of in CHOICES.items():
-            key = name, value_of(layout)
-            best = self.by_value.get(key)
-            if best is None or rank < best[0]:
-                self.by_value[key] = rank, candidate
-        if self.smallest is None or size < self.smallest.bytes_total:
-            self.smallest = candidate
-        if not fits:
-            return
-        self.fitting += 1
-        heapq.heappush(self.fastest, (-seconds, -self.fitting, candidate))
-        if len(self.fastest) > _KEPT:
-            heapq.heappop(self.fastest)
-        bucket = int(size / self.device.hbm_bytes * 100)
-        if bucket not in self.by_size or seconds < self.by_size[bucket].seconds:
-            self.by_size[bucket] = candidate
-
-    def other_than(self, best: Layout) -> Iterator[tuple[str, str, Candidate]]:
-        """Returns, for each choice, the best candidate that differs from ``best`` in it."""
-        for name, value_of in CHOICES.items():
-            others = {
-                key[1]: entry
-                for key, entry in self.by_value.items()
-                if key[0] == name and key[1] != value_of(best)
-            }
-            if others:
-                value = min(others, key=lambda value: others[value][0])
-                yield name, str(value), others[value][1]
-
-
 def search(
     model: PlannedModel, question: Question, device: Device, *, runners_up: int = 5
 ) -> Found:
@@ -146,13 +98,16 @@ def search(
         if recipe not in RECIPES:
             raise ConfigError(f"unknown recipe {recipe!r}{nearest(recipe, RECIPES)}")
     reasons: collections.Counter[str] = collections.Counter()
-    ranking = _Ranking(device)
+    found: list[Candidate] = []
     for number, (layout, size) in enumerate(_sized(model, question, device, reasons)):
         require_within(layouts=number, remedy="narrow the search with --fix, --zero or --remat")
-        ranking.add(model, layout, size)
-    if not ranking.fastest:
-        raise ConfigError(_nothing(model, question, device, ranking.smallest, reasons))
-    ranked = [each for _, _, each in sorted(ranking.fastest, key=lambda entry: -entry[0])]
+        fits = size <= device.hbm_bytes
+        seconds = step_time(model, layout, device).total_s if fits else math.inf
+        found.append(Candidate(layout=layout, seconds=seconds, bytes_total=size))
+    fitting = [each for each in found if each.bytes_total <= device.hbm_bytes]
+    if not fitting:
+        raise ConfigError(_nothing(model, question, device, found, reasons))
+    ranked = heapq.nsmallest(_KEPT, fitting, key=lambda each: each.seconds)
 
     def plan_of(each: Candidate) -> Plan:
         asked = dataclasses.replace(each.layout, keep_gathered=question.keep_gathered)
@@ -161,7 +116,7 @@ def search(
     winner = plan_of(ranked[0])
     others = [plan_of(each) for each in _distinct(ranked)[: runners_up + 1]]
     alternatives = []
-    for choice, value, each in ranking.other_than(winner.layout):
+    for choice, value, each in _others(found, winner.layout):
         plan = plan_of(each)
         why = why_slower(plan, winner)
         alternatives.append(Alternative(choice=choice, value=value, plan=plan, why=why))
@@ -169,9 +124,9 @@ def search(
         best=winner,
         runners_up=tuple((plan, why_slower(plan, winner)) for plan in others[1:]),
         alternatives=tuple(alternatives),
-        pareto=_front(ranking.by_size),
-        tried=ranking.tried,
-        fitting=ranking.fitting,
+        pareto=_front(fitting, device),
+        tried=len(found),
+        fitting=len(fitting),
         question=question,
     )
 
@@ -314,9 +269,26 @@ def _distinct(ranked: list[Candidate]) -> list[Candidate]:
     return list(found.values())
 
 
-def _front(buckets: dict[int, Candidate]) -> tuple[Candidate, ...]:
+def _others(found: list[Candidate], best: Layout) -> Iterator[tuple[str, str, Candidate]]:
+    """Yields, for each choice, the best candidate that differs from ``best`` in it."""
+    for name, value_of in CHOICES.items():
+        mine = value_of(best)
+        others = [each for each in found if value_of(each.layout) != mine]
+        if others:
+            # Of those that do not fit, the smallest.
+            first = min(others, key=lambda each: (each.seconds, each.bytes_total))
+            yield name, str(value_of(first.layout)), first
+
+
+def _front(fitting: list[Candidate], device: Device) -> tuple[Candidate, ...]:
+    """Returns candidates that no other beats in time and memory, by percents of the memory."""
+    fastest: dict[int, Candidate] = {}
+    for each in fitting:
+        percent = int(each.bytes_total / device.hbm_bytes * 100)
+        if percent not in fastest or each.seconds < fastest[percent].seconds:
+            fastest[percent] = each
     found: list[Candidate] = []
-    for each in sorted(buckets.values(), key=lambda each: (each.bytes_total, each.seconds)):
+    for each in sorted(fastest.values(), key=lambda each: (each.bytes_total, each.seconds)):
         if not found or each.seconds < found[-1].seconds:
             found.append(each)
     return tuple(found)
@@ -326,11 +298,12 @@ def _nothing(
     model: PlannedModel,
     question: Question,
     device: Device,
-    smallest: Candidate | None,
+    found: list[Candidate],
     reasons: collections.Counter[str],
 ) -> str:
     what = f"{model.name} on {question.devices} {device.name}"
-    if smallest is not None:
+    if found:
+        smallest = min(found, key=lambda each: each.bytes_total)
         return (
             f"{what}: no layout fits {device.hbm_bytes / 1e9:.0f} GB; the smallest, "
             f"{smallest.layout.describe()} with remat {smallest.layout.remat}, needs "

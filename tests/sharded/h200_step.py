@@ -17,6 +17,7 @@ import re
 
 import jax
 
+from experiments.bench.training.overlap import covered_by
 from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.mesh import ShardingConfig, parse_mesh
 from jaxinfra.config.model import ExpertsConfig, stacked
@@ -89,8 +90,14 @@ def main() -> None:
     if args.kept:
         options |= KNOWN_GOOD[0].options
     compiled = lowered.compile(options or None)
+    instructions, _ = compiled_instructions(compiled)
     found = [
-        dataclasses.asdict(each) | {"sent_bytes": each.sent_bytes} for each in collectives(compiled)
+        dataclasses.asdict(each)
+        | {
+            "sent_bytes": each.sent_bytes,
+            "covered_by": covered_by(instructions, each.instruction),
+        }
+        for each in collectives(compiled)
     ]
     # The embedding's all-to-all is along the width.
     width_first = [

@@ -173,7 +173,6 @@ def call(kind, shape, group) -> Collective:
         shape=shape,
         times=3,
         group=group,
-        covered_by=0,
         scope="a scope",
         instruction="name",
     )

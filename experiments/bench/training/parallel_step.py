@@ -26,12 +26,13 @@ from typing import Any
 import jax
 
 from experiments.bench.environment import clocks, environment
+from experiments.bench.training.overlap import covered_by
 from experiments.bench.training.parallel_contenders import Contender, Setting, contender
 from experiments.bench.training.step_programs import without_rope_scaling
 from jaxinfra.config.presets import MODELS
 from jaxinfra.diagnostics.trace import events_by_device
 from jaxinfra.diagnostics.waterfall import explain
-from jaxinfra.hlo.program import collectives
+from jaxinfra.hlo.program import collectives, compiled_instructions
 
 PARTS = {
     "fsdp": (
@@ -140,7 +141,8 @@ def _program(of: Contender) -> dict[str, Any]:
     found = collectives(of.compiled)
     large = [each for each in found if each.sent_bytes > 2**20]
     sent = sum(each.sent_bytes for each in large)
-    hidden = sum(each.sent_bytes for each in large if each.covered_by)
+    instructions, _ = compiled_instructions(of.compiled)
+    hidden = sum(e.sent_bytes for e in large if covered_by(instructions, e.instruction))
     memory = of.compiled.memory_analysis()
     return {
         "devices": of.num_devices,
