@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
@@ -154,8 +155,6 @@ def _box(axes: Axes, program: TickProgram, timeline: Timeline, tick: int, stage:
 
 
 def _colour(kind: Kind, chunk: int) -> tuple[float, float, float]:
-    text = _COLOURS[kind].lstrip("#")
-    base = [int(text[i : i + 2], 16) / 255 for i in (0, 2, 4)]
     white = 1.0 - (1.0 - _CHUNK_LIGHTENING) ** chunk
-    red, green, blue = (part + (1.0 - part) * white for part in base)
+    red, green, blue = (part + (1.0 - part) * white for part in to_rgb(_COLOURS[kind]))
     return red, green, blue
