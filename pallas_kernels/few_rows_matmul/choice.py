@@ -17,7 +17,7 @@ Dims: as in ``config``.
 import functools
 import math
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from pallas_kernels.common import device, tables
 from pallas_kernels.quantized_weight import QuantizedWeight
@@ -33,7 +33,7 @@ from .config import (
 )
 from .reference import FewRowsCall
 
-OP, QUESTION = "few_rows_matmul", "dispatch"
+QUESTION = "dispatch"
 TUNED = pathlib.Path(__file__).parent / "tuned"
 LEAST_GAIN = 1.03
 """Least measured speedup of a kernel over separate operations, or over XLA."""
@@ -49,27 +49,17 @@ type KernelConfig = FusedConfig | SkinnyConfig | QuantizedConfig
 type Fields = dict[str, tables.Value]
 
 
-def fused_case(call: FewRowsCall) -> Fields:
-    """Returns the tuning table's case for a fused kernel that computes this call."""
-    return _case(call.shape, weight=weight_name(call), fused=call.fused)
-
-
 def weight_name(call: FewRowsCall) -> str:
     """Names the weight's format as the tuning table of fused kernels does."""
     weight = call.weight
     return weight.format.name if isinstance(weight, QuantizedWeight) else _bits(16)
 
 
-def product_case(s: ProductShape) -> Fields:
-    """Returns the tuning table's case for the product alone, with nothing fused but SwiGLU."""
-    return _case(s, weight=_bits(s.bits), fused="swiglu" if s.swiglu else "")
-
-
 def fused_config(call: FewRowsCall) -> FusedConfig | QuantizedConfig | None:
     """Returns the fused kernel's tiles if they were faster at the nearest size, else None."""
     if call.is_plain:
         return None
-    faster = _fused(call.shape, weight_name(call), call.fused, *_table())
+    faster = _fused(call.shape, weight_name(call), call.fused, device.target().slug)
     return next((config for config in faster if fuses(call, config) is None), None)
 
 
@@ -91,21 +81,12 @@ def product_config(s: ProductShape) -> SkinnyConfig | QuantizedConfig | None:
 
     For a quantized weight, sizes and formats far from the table's rows get the default tiles.
     """
-    return (_skinny if s.bits == 16 else _quantized)(s, *_table())
+    return (_skinny if s.bits == 16 else _quantized)(s, device.target().slug)
 
 
 def takes_kernel(weight: QuantizedWeight) -> bool:
     """Returns whether to arrange a weight here: where any quantized product was measured."""
     return product_config(ProductShape.of(1, weight)) is not None
-
-
-def _table() -> tuple[str, str]:
-    """Device and user folder, which the table depends on."""
-    return device.target().slug, str(tables.user_folder())
-
-
-def _case(s: ProductShape, *, weight: str, fused: str) -> Fields:
-    return {"weight": weight, "rows": s.M, "depth": s.K, "columns": s.N, "fused": fused}
 
 
 def _bits(bits: int) -> str:
@@ -114,10 +95,10 @@ def _bits(bits: int) -> str:
 
 @functools.cache
 def _fused(
-    s: ProductShape, weight: str, fused: str, slug: str, folder: str
+    s: ProductShape, weight: str, fused: str, slug: str
 ) -> list[FusedConfig | QuantizedConfig]:
     """Tiles that were measured to be faster at the nearest size, the fastest first."""
-    del slug, folder
+    del slug
     kind = FusedConfig if s.bits == 16 else QuantizedConfig
     same: Fields = {"weight": weight, "fused": fused}
     sizes = {"depth": s.K, "columns": s.N}
@@ -127,8 +108,8 @@ def _fused(
 
 
 @functools.cache
-def _skinny(s: ProductShape, slug: str, folder: str) -> SkinnyConfig | None:
-    del slug, folder
+def _skinny(s: ProductShape, slug: str) -> SkinnyConfig | None:
+    del slug
     same: Fields = {"weight": _bits(16), "fused": "swiglu" if s.swiglu else ""}
     sizes = {"rows": s.padded_rows, "depth": s.K, "columns": s.N}
     rows = [row for _, case in _nearest_first(same, sizes, _WITHIN)[:1] for row in case]
@@ -142,8 +123,8 @@ def _skinny(s: ProductShape, slug: str, folder: str) -> SkinnyConfig | None:
 
 
 @functools.cache
-def _quantized(s: ProductShape, slug: str, folder: str) -> QuantizedConfig | None:
-    del slug, folder
+def _quantized(s: ProductShape, slug: str) -> QuantizedConfig | None:
+    del slug
     sizes = {"rows": s.M, "depth": s.K, "columns": s.N}
     plain: Fields = {"fused": ""}
     if not any(_nearest_first({"weight": _bits(bits)} | plain, {}, {}) for bits in (4, 8)):
@@ -162,18 +143,18 @@ def _nearest_first(
     same: Fields, sizes: dict[str, int], farthest: dict[str, float]
 ) -> list[tuple[float, list[tables.Row]]]:
     """Rows of the measured cases that are near enough, as ``tables.by_nearness``."""
-    table = tables.find(TUNED, OP, QUESTION)
-    return [] if table is None else tables.by_nearness(table, same, sizes, farthest)
+    return tables.by_nearness(tables.find(TUNED, QUESTION), same, sizes, farthest)
 
 
-def _timed[C](kind: type[C], rows: Iterable[tables.Row], kernel: str) -> list[tuple[C, float]]:
+def _timed[C](
+    kind: Callable[..., C], rows: Iterable[tables.Row], kernel: str
+) -> list[tuple[C, float]]:
     """Tiles of a kernel with their times, the fastest first."""
     found = []
     for row in rows:
         choice = dict(row.choice)
         if choice.pop("implementation") == kernel:
-            where = f"the table {QUESTION} of {OP}, case {dict(row.case)},"
-            found.append((tables.config_of(kind, choice, where), row.ms))
+            found.append((kind(**choice), row.ms))
     return sorted(found, key=lambda each: each[1])
 
 

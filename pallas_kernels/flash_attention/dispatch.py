@@ -113,8 +113,7 @@ def _automatic(call: AttentionCall, *, gradient: bool) -> str:
 
 def preferences(call: AttentionCall, *, gradient: bool) -> list[str]:
     """Returns all implementations for a call: first the measured ones, the fastest first."""
-    table = tables.find(TUNED, "flash_attention", QUESTION)
-    measured = [] if table is None else rank(table, case_of(call, gradient=gradient))
+    measured = rank(tables.find(TUNED, QUESTION), case_of(call, gradient=gradient))
     return measured + [name for name in UNMEASURED if name not in measured]
 
 
@@ -141,24 +140,16 @@ def case_of(call: AttentionCall, *, gradient: bool) -> dict[str, tables.Value]:
     }
 
 
-def rank(table: tables.Table, case: dict[str, tables.Value]) -> list[str]:
+def rank(rows: tuple[tables.Row, ...], case: dict[str, tables.Value]) -> list[str]:
     """Ranks the implementations that were measured, fastest first.
 
     Times of different cases do not compare. So each implementation's slowdown against the case's
     fastest is averaged over the cases, and nearer cases weigh more. Only dtype and gradient must
     be the same: a width or mask with few measurements is ranked by those of others, too.
-
-    Raises:
-        TableError: rows with other fields than ``case_of`` has.
     """
     measured: dict[tuple[tuple[str, tables.Value], ...], dict[str, float]] = {}
-    for row in table.rows:
+    for row in rows:
         other = dict(row.case)
-        if other.keys() != case.keys():
-            raise tables.TableError(
-                f"a table of attention has cases of {', '.join(other)}, where "
-                f"{', '.join(sorted(case))} are expected; measure again"
-            )
         if all(other[name] == case[name] for name in _EXACT):
             measured.setdefault(row.case, {})[str(dict(row.choice)["implementation"])] = row.ms
     if not measured:

@@ -25,7 +25,7 @@ from .hopper_both_ways import WithTranspose, both_ways_hopper, unsupported
 from .xla import quantize_across_xla
 
 TUNED = pathlib.Path(__file__).parent / "tuned"
-OP, QUESTION = "quantize", "both-ways"
+QUESTION = "both-ways"
 """``tuned/both-ways-DEVICE.json``: a row's case is ``case_of``, its choice {"implementation":
 "hopper" or "apart"}: one kernel, or what "auto" takes where no measurement says so."""
 LEAST_GAIN = 1.03
@@ -197,7 +197,7 @@ def takes_one_kernel(
     """Returns whether "auto" takes the one kernel: it supports the call and was measured faster."""
     reason = unsupported(inputs, scaling, power_of_two=power_of_two, num_devices=num_devices)
     case = case_of(source, scaling, inputs[0].shape)
-    faster = reason is None and _was_faster(case)
+    faster = reason is None and _was_faster({**case})
     told = " ".join(map(str, case.values()))
     because = None if reason is None else f"not hopper: {reason}"
     announce("quantize_both_ways", "hopper" if faster else "apart", told, because=because)
@@ -205,12 +205,8 @@ def takes_one_kernel(
 
 
 def _was_faster(case: dict[str, tables.Value]) -> bool:
-    table = tables.find(TUNED, OP, QUESTION)
-    if table is None:
-        return False
-    sizes = {name: tables.count(case[name]) for name in _FARTHEST}
-    same = {name: case[name] for name in case if name not in sizes}
-    nearest = tables.by_nearness(table, same, sizes, _FARTHEST)[:1]
+    sizes = {name: case.pop(name) for name in _FARTHEST}
+    nearest = tables.by_nearness(tables.find(TUNED, QUESTION), case, sizes, _FARTHEST)[:1]
     ms = {dict(row.choice)["implementation"]: row.ms for _, rows in nearest for row in rows}
     return {"hopper", "apart"} <= set(ms) and ms["apart"] >= LEAST_GAIN * ms["hopper"]
 

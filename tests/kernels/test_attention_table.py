@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from experiments.bench.kernels import attention, attention_table
+from experiments.bench.tuned_table import load, save
 from pallas_kernels.common import device, tables
 from pallas_kernels.flash_attention import dispatch
 from pallas_kernels.flash_attention.spec import AttentionCall, AttentionMasks
@@ -53,29 +54,29 @@ def test_auto_follows_the_table(result, tmp_path, monkeypatch):
     monkeypatch.setattr(dispatch, "TUNED", tmp_path)
     table = attention_table.table_of(result)
     assert len(table.rows) == 6
-    tables.save(table, tmp_path / f"dispatch-{device.H200.slug}.json")
-    loaded = tables.load(tmp_path / f"dispatch-{device.H200.slug}.json")
+    save(table, tmp_path / f"dispatch-{device.H200.slug}.json")
+    loaded = load(tmp_path / f"dispatch-{device.H200.slug}.json")
     assert set(loaded.rows) == set(table.rows)
-    tables._find.cache_clear()
+    tables.read.cache_clear()
     assert chosen(CASE) == "cudnn"
     assert chosen(CASE, gradient=False) == "hopper"
     assert chosen(PACKED) == "xla"
     times = {"cudnn": "hopper", "hopper": "cudnn", "xla": "xla"}
     for row in result["rows"]:
         row["implementation"] = times[row["implementation"]]
-    tables.save(attention_table.table_of(result), tmp_path / f"dispatch-{device.H200.slug}.json")
-    tables._find.cache_clear()
+    save(attention_table.table_of(result), tmp_path / f"dispatch-{device.H200.slug}.json")
+    tables.read.cache_clear()
     assert chosen(CASE) == "hopper"
     assert chosen(CASE, gradient=False) == "cudnn"
-    tables._find.cache_clear()
+    tables.read.cache_clear()
 
 
 def test_the_shipped_table_is_what_was_measured():
     files = (RESULTS / f"attention-{name}h200.json" for name in ("", "sweep-"))
     made = attention_table.table_of(*(json.loads(path.read_text()) for path in files))
-    shipped = tables.load(dispatch.TUNED / f"dispatch-{device.H200.slug}.json")
+    shipped = load(dispatch.TUNED / f"dispatch-{device.H200.slug}.json")
     assert set(made.rows) == set(shipped.rows)
-    assert dict(made.environment) == dict(shipped.environment)
+    assert made.environment == shipped.environment
 
 
 def test_a_partial_measurement_makes_no_table(result):

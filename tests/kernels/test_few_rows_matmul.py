@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from experiments.bench.kernels.few_rows_matmul import case_of
 from pallas_kernels import InputError, UnsupportedError, few_rows_matmul, quantized_matmul
 from pallas_kernels.common import device, tables
 from pallas_kernels.common.row_inputs import RmsNorm
+from pallas_kernels.few_rows_matmul import choice
 from pallas_kernels.few_rows_matmul.choice import (
-    OP,
-    QUESTION,
-    fused_case,
     fused_config,
     product_config,
 )
@@ -250,27 +249,25 @@ FUSED, QUANTIZED = FusedConfig(tiles=2, split=2), QuantizedConfig(split=2, group
 
 
 @pytest.fixture
-def measured(tmp_path, monkeypatch):
-    """Calls of which the user's table says that a kernel takes a tenth of the time."""
+def measured(monkeypatch):
+    """Calls of which a table says that a kernel takes a tenth of the time."""
     x, w, given = operands(1, 256, 512, OPTIONS["norm"])
     weights = jnp.asarray(w), arranged(round_weight(jnp.asarray(w), FORMATS["int4 of 64"]))
     calls = [FewRowsCall(x=jnp.asarray(x), weight=each, **given) for each in weights]
-    monkeypatch.setenv(tables.USER_FOLDER_VARIABLE, str(tmp_path))
     rows = [
-        tables.Row.of(case=fused_case(call), choice={"implementation": name, **tiles}, ms=ms)
+        tables.Row.of(case=case_of(call, True), choice={"implementation": name, **tiles}, ms=ms)
         for call, config in zip(calls, (FUSED, QUANTIZED), strict=True)
         for name, tiles, ms in (("apart", {}, 1.0), ("fused", dataclasses.asdict(config), 0.1))
     ]
+    monkeypatch.setattr(tables, "find", lambda folder, question: tuple(rows))
+    choice._fused.cache_clear()
     with device.compiling_for(device.H200):
-        table = tables.Table(
-            op=OP, question=QUESTION, device_kind=device.H200.kind, environment=(), rows=tuple(rows)
-        )
-        tables.save(table, tables.user_file(OP, QUESTION))
         yield calls
+    choice._fused.cache_clear()
 
 
 @pytest.mark.parametrize(("which", "config"), [(0, FUSED), (1, QUANTIZED)])
-def test_auto_fuses_what_the_users_table_says(measured, which, config):
+def test_auto_fuses_what_the_table_says(measured, which, config):
     call = measured[which]
     assert fused_config(call) == config
     computed = jax.make_jaxpr(functools.partial(few_rows_matmul, norm=call.norm))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pathlib
 import types
 
 import hypothesis
@@ -11,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.bench import timing
+import pallas_kernels
+from experiments.bench import timing, tuned_table
 from pallas_kernels.common import device, tables
 from pallas_kernels.common.dot import einsum_f32
 from tests.rounding import Rounded
@@ -85,84 +87,34 @@ rows = st.builds(
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 def test_tables_survive_a_file(tmp_path, some_rows):
-    table = tables.Table(
+    table = tuned_table.Table(
         op="norm",
         question="forward",
         device_kind="NVIDIA H200",
-        environment=(("jax", "0.11.2"),),
+        environment={"jax": "0.11.2"},
         rows=(),
     ).with_rows(some_rows)
     path = tmp_path / "deep" / "table.json"
-    tables.save(table, path)
-    loaded = tables.load(path)
-    assert set(loaded.rows) == set(table.rows)
+    tuned_table.save(table, path)
+    loaded = tuned_table.load(path)
+    tables.read.cache_clear()
+    assert set(loaded.rows) == set(table.rows) == set(tables.read(path))
     assert loaded.environment == table.environment
     text = path.read_text()
-    tables.save(loaded, path)
+    tuned_table.save(loaded, path)
     assert path.read_text() == text
 
 
-def good_document():
-    row = {"case": {"n": 3}, "choice": {"tile": 64}, "ms": 0.5}
-    return {
-        "schema": 1,
-        "op": "norm",
-        "question": "forward",
-        "device_kind": "cpu",
-        "environment": {"jax": "0.11.2"},
-        "rows": [row],
-    }
-
-
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (lambda d: d.update(schema=2), "has schema 2, not 1"),
-        (lambda d: d.update(extra=1), "has other fields"),
-        (lambda d: d.pop("environment"), "has other fields"),
-        (lambda d: d.update(op=3), "non-text name"),
-        (lambda d: d.update(environment={"jax": 1}), "bad environment"),
-        (lambda d: d["rows"][0].update(ms=0), "ms=0"),
-        (lambda d: d["rows"][0].update(ms=True), "ms=True"),
-        (lambda d: d["rows"][0].update(note=""), "row 0 has other fields"),
-        (lambda d: d["rows"][0].update(case={"n": [1]}), "not of plain values"),
-        (lambda d: d["rows"].append(d["rows"][0]), "twice"),
-    ],
-)
-def test_damaged_tables_are_refused(tmp_path, damage, words):
-    document = good_document()
-    damage(document)
-    path = tmp_path / "table.json"
-    path.write_text(json.dumps(document))
-    with pytest.raises(tables.TableError, match=words):
-        tables.load(path)
-    path.write_text("{")
-    with pytest.raises(tables.TableError, match="not JSON"):
-        tables.load(path)
-
-
-def test_the_users_table_overlays_the_packaged_one(tmp_path, monkeypatch):
-    packaged, user = tmp_path / "tuned", tmp_path / "user"
-    document = good_document()
-    document["rows"].append({"case": {"n": 3}, "choice": {"tile": 128}, "ms": 0.7})
-    packaged.mkdir()
-    (packaged / "forward-cpu.json").write_text(json.dumps(document))
-    assert tables.find(packaged, "norm", "backward") is None
-    best = tables.find(packaged, "norm", "forward").best({"n": 3})
-    assert dict(best.choice) == {"tile": 64}
-    # On this machine the other tile is faster.
-    document["rows"] = [{"case": {"n": 3}, "choice": {"tile": 128}, "ms": 0.2}]
-    (user / "norm").mkdir(parents=True)
-    (user / "norm" / "forward-cpu.json").write_text(json.dumps(document))
-    monkeypatch.setenv(tables.USER_FOLDER_VARIABLE, str(user))
-    found = tables.find(packaged, "norm", "forward")
-    assert dict(found.best({"n": 3}).choice) == {"tile": 128}
-    assert found.best({"n": 4}) is None
-    document["op"] = "softmax"
-    (user / "norm" / "forward-cpu.json").write_text(json.dumps(document))
-    tables._find.cache_clear()
-    with pytest.raises(tables.TableError, match="answers forward of softmax"):
-        tables.find(packaged, "norm", "forward")
+def test_shipped_tables_have_what_the_kernels_read():
+    for path in pathlib.Path(pallas_kernels.__path__[0]).glob("*/tuned/*.json"):
+        rows = tables.read(path)
+        assert len({(row.case, row.choice) for row in rows}) == len(rows) > 0
+        assert len({tuple(dict(row.case)) for row in rows}) == 1
+        assert all(row.ms > 0 for row in rows)
+        assert path.name.endswith(
+            f"-{device.Facts(kind=tuned_table.load(path).device_kind, is_gpu=True).slug}.json"
+        )
+    assert tables.read(pathlib.Path("none.json")) == ()
 
 
 def test_candidates_take_turns():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from experiments.bench.tuned_table import Table, save
 from pallas_kernels import InputError, UnsupportedError, quantize_swiglu
 from pallas_kernels.common import device, tables
 from pallas_kernels.fp8 import both_ways
@@ -90,12 +91,12 @@ def test_auto_takes_the_kernel_where_it_was_measured_to_be_faster(monkeypatch, t
         for name, ms in (("hopper", 1.0), ("apart", 1.2))
     ]
     assert not takes("1x128")
-    table = tables.Table(
-        op=both_ways.OP, question=both_ways.QUESTION, device_kind="NVIDIA H200",
-        environment=(), rows=tuple(rows),
+    table = Table(
+        op="quantize", question=both_ways.QUESTION, device_kind="NVIDIA H200",
+        environment={}, rows=tuple(rows),
     )  # fmt: skip
-    tables.save(table, tmp_path / "both-ways-nvidia-h200.json")
-    tables._find.cache_clear()
+    save(table, tmp_path / "both-ways-nvidia-h200.json")
+    tables.read.cache_clear()
     assert takes("1x128")
     assert not takes("128x128")
 

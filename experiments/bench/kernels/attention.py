@@ -229,7 +229,7 @@ def main() -> None:
     parser.add_argument(
         "--tune",
         nargs=argparse.REMAINDER,
-        help="find this GPU's fastest tiles and keep them; what follows is the tuner's",
+        help="find this GPU's fastest tiles; what follows is the tuner's",
     )
     args = parser.parse_args()
     if args.tune is not None:

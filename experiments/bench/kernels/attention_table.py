@@ -12,7 +12,6 @@ of the sweep is left out of the table, and what "auto" takes there is held besid
 """
 
 import argparse
-import dataclasses
 import itertools
 import json
 import pathlib
@@ -20,6 +19,7 @@ import re
 from typing import Any
 
 from experiments.bench.kernels.attention_sweep import Shape, spread
+from experiments.bench.tuned_table import Table, save
 from pallas_kernels.common import device, tables
 from pallas_kernels.flash_attention import dispatch
 
@@ -28,7 +28,7 @@ GRADIENT = {"fwd": False, "fwd+bwd": True}
 _BATCH_AND_HEADS = re.compile(r"b(\d+) s\d+ h(\d+)/\d+ d\d+/\d+ \w+( window(\d+))?")
 
 
-def table_of(*results: dict[str, Any]) -> tables.Table:
+def table_of(*results: dict[str, Any]) -> Table:
     """The dispatch table of what several runs wrote.
 
     Raises:
@@ -44,16 +44,16 @@ def table_of(*results: dict[str, Any]) -> tables.Table:
         if len(found := {json.dumps(source[key], sort_keys=True) for source in sources}) > 1:
             raise ValueError(f"runs differ in {key}: {', '.join(sorted(found))}; measure together")
     last = sources[-1]
-    table = tables.Table(
+    table = Table(
         op="flash_attention",
         question=dispatch.QUESTION,
         device_kind=last["device"],
-        environment=(
-            ("clocks", str(last["clocks"])),
-            ("command", " && ".join(dict.fromkeys(source["command"] for source in sources))),
-            ("date", last["date"]),
-            *last["versions"].items(),
-        ),
+        environment={
+            "clocks": str(last["clocks"]),
+            "command": " && ".join(dict.fromkeys(source["command"] for source in sources)),
+            "date": last["date"],
+            **last["versions"],
+        },
         rows=(),
     )
     return table.with_rows(rows)
@@ -100,7 +100,7 @@ def _of_sweep(result: dict[str, Any]) -> list[tables.Row]:
     ]
 
 
-def left_out(table: tables.Table, rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def left_out(table: Table, rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Leave-one-out check: speed of the choice of "auto" without a case's own row, over the
     fastest."""
     found: dict[str, list[tuple[float, str]]] = {}
@@ -108,8 +108,8 @@ def left_out(table: tables.Table, rows: list[dict[str, Any]]) -> dict[str, dict[
         if not (ms := row["ms"][direction]):
             continue
         case = dispatch.case_of(Shape.of(row).call(), gradient=gradient)
-        others = [each for each in table.rows if dict(each.case) != case]
-        ranked = dispatch.rank(dataclasses.replace(table, rows=tuple(others)), case)
+        others = tuple(each for each in table.rows if dict(each.case) != case)
+        ranked = dispatch.rank(others, case)
         taken = next(name for name in (*ranked, *dispatch.UNMEASURED) if name in ms)
         found.setdefault(direction, []).append((min(ms.values()) / ms[taken], row["name"]))
     return {direction: spread(each) for direction, each in found.items()}
@@ -129,7 +129,7 @@ def main() -> None:
         return
     slug = device.Facts(kind=table.device_kind, is_gpu=True).slug
     path = args.folder / f"{dispatch.QUESTION}-{slug}.json"
-    tables.save(table, path)
+    save(table, path)
     print(f"{path}: {len(table.rows)} rows")
 
 

@@ -1,11 +1,10 @@
-"""Finds the fastest tiles on this GPU and keeps them where the kernels look for them.
+"""Finds the fastest tiles on this GPU, for ``SHIPPED`` of ``flash_attention/hopper/config.py``.
 
     python -m experiments.bench.kernels.attention_tune --widths 128/128 \\
         --directions forward backward
 
 Every candidate of a small declared space is run on a full and a causal call, checked against the
-shipped tiles' values, and timed beside them in one process. ``--folder`` (or the environment
-variable PALLAS_KERNELS_TABLES) says where the result is kept; kernels then read it from there.
+shipped tiles' values, and timed beside them in one process.
 """
 
 import argparse
@@ -13,7 +12,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -21,13 +19,10 @@ import jax
 import jax.numpy as jnp
 
 from experiments.bench import timing
-from experiments.bench.tuned_table import add_rows
-from pallas_kernels.common import device, tables
+from pallas_kernels.common import device
 from pallas_kernels.common.errors import InputError, UnsupportedError
 from pallas_kernels.flash_attention import hopper
 from pallas_kernels.flash_attention.hopper.config import (
-    OP,
-    QUESTION,
     SHIPPED,
     UNGROUPED,
     WIDTHS,
@@ -105,25 +100,6 @@ def _fits(config: TileConfig, H: int, V: int) -> bool:
     return True
 
 
-def tune(direction: str, key: str, times: Times) -> list[tables.Row]:
-    """A row for each candidate that is right, with its time."""
-    measured = times(candidates(direction, key))
-    return [
-        tables.Row.of(
-            case={"direction": direction, "key": key},
-            choice=dataclasses.asdict(config),
-            ms=round(ms, 4),
-        )
-        for config, ms in measured.items()
-    ]
-
-
-def keep(rows: list[tables.Row]) -> None:
-    """Rows into the user's own table, in place of those of the same cases."""
-    path, cases = tables.user_file(OP, QUESTION), {row.case for row in rows}
-    add_rows(path.parent, rows, op=OP, question=QUESTION, without=cases)
-
-
 def on_this_gpu(direction: str, key: str) -> Times:
     """Times by running: kernel time of a full and a causal call together."""
     H, V = widths(key)
@@ -184,24 +160,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--widths", nargs="+", default=["64/64", "128/128"], metavar="H/V")
     parser.add_argument("--directions", nargs="+", default=[*SPACE], choices=[*SPACE])
-    parser.add_argument("--folder", help="where the result is kept and read from")
     args = parser.parse_args(arguments)
-    if args.folder:
-        os.environ[tables.USER_FOLDER_VARIABLE] = args.folder
     facts = device.target()
     if facts.capability != (9, 0):
         raise UnsupportedError(
             f"tuning needs the GPU it is for, of compute capability 9.0 (Hopper), not {facts.kind}"
         )
-    path = tables.user_file(OP, QUESTION)
     for direction, width in itertools.product(args.directions, args.widths):
         keys = [width, width + UNGROUPED] if direction == "backward" else [width]
         for key in keys:
-            rows = tune(direction, key, on_this_gpu(direction, key))
-            for row in sorted(rows, key=lambda row: row.ms):
-                print(f"{direction} {key} {row.ms:.3f} ms {dict(row.choice)}", flush=True)
-            keep(rows)
-            print(f"kept in {path}", flush=True)
+            times = on_this_gpu(direction, key)(candidates(direction, key))
+            for config, ms in sorted(times.items(), key=lambda each: each[1]):
+                print(f"{direction} {key} {ms:.3f} ms {config}", flush=True)
 
 
 if __name__ == "__main__":

@@ -32,13 +32,7 @@ from experiments.bench.tuned_table import add_rows
 from pallas_kernels import few_rows_matmul
 from pallas_kernels.common import tables
 from pallas_kernels.common.row_inputs import RmsNorm
-from pallas_kernels.few_rows_matmul.choice import (
-    OP,
-    QUESTION,
-    KernelConfig,
-    fused_case,
-    product_case,
-)
+from pallas_kernels.few_rows_matmul.choice import QUESTION, KernelConfig, weight_name
 from pallas_kernels.few_rows_matmul.config import (
     MOST_RESIDENT,
     SKINNY_DEPTHS,
@@ -278,8 +272,15 @@ class Case:
         if isinstance(key, FusedConfig | SkinnyConfig | QuantizedConfig):
             choice = {"implementation": "fused" if self.is_fused else "hopper"}
             choice |= dataclasses.asdict(key)
-        case = fused_case(self.call) if self.is_fused else product_case(self.call.shape)
-        return tables.Row.of(case=case, choice=choice, ms=us / 1e3)
+        return tables.Row.of(case=case_of(self.call, self.is_fused), choice=choice, ms=us / 1e3)
+
+
+def case_of(call: FewRowsCall, is_fused: bool) -> dict[str, tables.Value]:
+    """The tuned table's case of a whole call, or of the product alone."""
+    s = call.shape
+    weight = weight_name(call) if is_fused else f"{s.bits} bits"
+    fused = call.fused if is_fused else "swiglu" * s.swiglu
+    return {"weight": weight, "rows": s.M, "depth": s.K, "columns": s.N, "fused": fused}
 
 
 def taken_us(rotation: Rotation, given: Any, weights: list[Any]) -> float:
@@ -333,7 +334,7 @@ def main() -> None:
     if args.tables is not None:
         # Tiles of a case that were timed before, and are not now, were of another kernel.
         timed = {row.case for row in rows}
-        add_rows(args.tables, rows, op=OP, question=QUESTION, without=timed)
+        add_rows(args.tables, rows, op="few_rows_matmul", question=QUESTION, without=timed)
 
 
 if __name__ == "__main__":

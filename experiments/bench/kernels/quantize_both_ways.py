@@ -189,7 +189,7 @@ def main() -> None:
     ]  # fmt: skip
     are_right = all(row.get("ok", False) for row in held)
     if args.table is not None and are_right:
-        add_rows(args.table, measured_rows(found), op=both_ways.OP, question=both_ways.QUESTION)
+        add_rows(args.table, measured_rows(found), op="quantize", question=both_ways.QUESTION)
     for *_, row in found:
         print(row.get("name"), row.get("ms"), row.get("of_copy"), row.get("faster"), flush=True)
     print("all checks held" if are_right else "A CHECK FAILED", flush=True)

@@ -1,25 +1,14 @@
 """Configurations of the Hopper attention kernels: refusals, sizes, and the tiles of a call."""
 
 import dataclasses
-import functools
-import logging
-import pathlib
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common import tables
 from pallas_kernels.common.errors import UnsupportedError
 from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec
 from pallas_kernels.hopper.machine import SMEM_BYTES
-
-_logger = logging.getLogger(__name__)
-
-OP, QUESTION = "flash_attention", "tiles"
-"""Names in the user's own table: a case is {"direction", "key"}, a choice the fields of a config.
-"""
-TUNED = pathlib.Path(__file__).parents[1] / "tuned"
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 WIDTHS = (
@@ -89,10 +78,6 @@ class BackwardConfig:
 
 type TileConfig = ForwardConfig | BackwardConfig
 
-KINDS: dict[str, type[TileConfig]] = {
-    "forward": ForwardConfig,
-    "backward": BackwardConfig,
-}
 SHIPPED: dict[tuple[str, str], TileConfig] = {
     ("forward", "64/64"): ForwardConfig(block_kv=128, num_warpgroups=3, overlap=False),
     ("forward", "64/64 short"): ForwardConfig(
@@ -113,7 +98,8 @@ SHIPPED: dict[tuple[str, str], TileConfig] = {
     ("backward", "64/64"): BackwardConfig(register_ds=True, dq_warpgroup=True, num_stages=3),
     ("backward", "128/128"): BackwardConfig(own_copies=True),
 }
-"""Tiles that were the fastest on an H200, by kernel and key.
+"""Tiles that were the fastest on an H200, by kernel and key
+(``experiments.bench.kernels.attention_tune``).
 
 A key is the head widths of query and value as "128/128", perhaps with ``UNGROUPED``, ``SHORT``
 or ``SHORT_CAUSAL``."""
@@ -157,50 +143,6 @@ def exceeds_shared_memory(config: TileConfig, head_dim: int, value_dim: int) -> 
     return f"{config} takes {used} bytes of shared memory, and a block has {SMEM_BYTES}"
 
 
-def fastest(direction: str, key: str) -> TileConfig | None:
-    """Returns the fastest tiles by key: the user's own (``bench.attention_tune``) or the shipped.
-
-    Args:
-        direction: a name in ``KINDS``, such as "forward".
-        key: the case, as a key of ``SHIPPED``.
-
-    Raises:
-        TableError: the user's table has a case or a choice that no kernel understands.
-    """
-    table = tables.find(TUNED, OP, QUESTION)
-    times: dict[TileConfig, float] = {}
-    for row in () if table is None else table.rows:
-        case, config = _read(row)
-        if case == (direction, key):
-            times[config] = row.ms
-    if not times:
-        return SHIPPED.get((direction, key))
-    config = min(times, key=times.__getitem__)
-    _announce(direction, key, str(config), str(tables.user_file(OP, QUESTION)))
-    return config
-
-
-def _read(row: tables.Row) -> tuple[tuple[str, str], TileConfig]:
-    """A row's (direction, key), and its tiles."""
-    case, path = dict(row.case), tables.user_file(OP, QUESTION)
-    direction, key = case.get("direction"), case.get("key")
-    known = isinstance(direction, str) and direction in KINDS and isinstance(key, str)
-    if set(case) != {"direction", "key"} or not known:
-        raise tables.TableError(
-            f"{path} has a case {case}: a direction of {', '.join(KINDS)} and a key are expected; "
-            "tune again, or delete it"
-        )
-    direction, key = str(direction), str(key)
-    found = tables.config_of(KINDS[direction], dict(row.choice), f"{path}: {direction} {key}")
-    return (direction, key), found
-
-
-@functools.cache
-def _announce(direction: str, key: str, config: str, path: str) -> None:
-    """Logs the user's own tiles; the cache makes it once for each."""
-    _logger.info("%s %s %s: %s, from %s", OP, direction, key, config, path)
-
-
 def forward_config(head_dim: int, value_dim: int, endings: Sequence[str] = ()) -> ForwardConfig:
     """Returns the fastest forward tiles measured for this pair of head widths.
 
@@ -209,8 +151,7 @@ def forward_config(head_dim: int, value_dim: int, endings: Sequence[str] = ()) -
         endings: result of ``short_endings``; the first one in the table is used.
     """
     widths = f"{head_dim}/{value_dim}"
-    found = (fastest("forward", widths + ending) for ending in (*endings, ""))
-    config = next((config for config in found if config is not None), None)
+    config = next(c for end in (*endings, "") if (c := SHIPPED.get(("forward", widths + end))))
     assert isinstance(config, ForwardConfig)
     return config
 
@@ -239,7 +180,7 @@ def backward_config(head_dim: int, value_dim: int, group: int) -> BackwardConfig
         group: query heads per key/value head. A block then loops that much longer.
     """
     widths = f"{head_dim}/{value_dim}"
-    alone = fastest("backward", widths + UNGROUPED) if group == 1 else None
-    config = alone or fastest("backward", widths) or BackwardConfig()
+    alone = SHIPPED.get(("backward", widths + UNGROUPED)) if group == 1 else None
+    config = alone or SHIPPED.get(("backward", widths)) or BackwardConfig()
     assert isinstance(config, BackwardConfig)
     return config
