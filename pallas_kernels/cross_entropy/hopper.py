@@ -275,9 +275,6 @@ def exponentials(
         grid=(kernel.num_blocks,),
         grid_names=("worker",),
         num_threads=NUM_COMPUTE + 1,
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
     )
     sums_R = jnp.sum(found["sums"], axis=0)[:num_rows]
     return found.get("matrix"), sums_R

@@ -196,9 +196,6 @@ class LayersKernel:
             num_threads=GROUPS + 1,
             grid=(self.blocks,),
             grid_names=("block",),
-            compiler_params=plgpu.CompilerParams(
-                approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-            ),
         )["y"]
 
     def run(self, gmem, smem) -> None:

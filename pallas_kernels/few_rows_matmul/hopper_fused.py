@@ -98,9 +98,6 @@ class FusedMatmulKernel:
             grid_names=("columns", "rows"),
             cluster=(self.c.split,),
             cluster_names=("cluster",),
-            compiler_params=plgpu.CompilerParams(
-                approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-            ),
         )["out"]
 
     def scratch(self) -> dict[str, Any]:

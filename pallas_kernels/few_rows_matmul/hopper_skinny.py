@@ -91,9 +91,6 @@ class SkinnyKernel:
             num_threads=c.num_warpgroups(self.s) + 1,
             grid=(self.s.N // c.tile_n, c.splits),
             grid_names=("block", "part"),
-            compiler_params=plgpu.CompilerParams(
-                approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-            ),
         )["out"]
 
     def scratch(self) -> dict[str, Any]:

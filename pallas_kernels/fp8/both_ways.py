@@ -204,7 +204,7 @@ def takes_one_kernel(
     return faster
 
 
-def _was_faster(case: dict[str, tables.Value]) -> bool:
+def _was_faster(case: dict[str, Any]) -> bool:
     sizes = {name: case.pop(name) for name in _FARTHEST}
     nearest = tables.by_nearness(tables.find(TUNED, QUESTION), case, sizes, _FARTHEST)[:1]
     ms = {dict(row.choice)["implementation"]: row.ms for _, rows in nearest for row in rows}

@@ -102,9 +102,6 @@ def both_ways_hopper(
         num_threads=WARPGROUPS,
         grid=(R // BLOCK, C // BLOCK),
         grid_names=("rows", "columns"),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
     )
     each = zip(*found.values(), strict=True)
     return tuple((Quantized(v, s), Quantized(va, sa)) for v, s, va, sa in each)

@@ -168,9 +168,7 @@ class ScaledKernel:
             operands=operands,
             results={"out": out},
             scratch=self.scratch(),
-            compiler_params=plgpu.CompilerParams(
-                unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-            ),
+            params=dict(unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
             grid=(self.num_workers,),
             grid_names=("worker",),
             cluster=(self.c.cluster,),

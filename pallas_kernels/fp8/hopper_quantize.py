@@ -90,7 +90,7 @@ def quantize_hopper(
         num_threads=1,
         grid=(R // kernel.rows, C // (BLOCK * kernel.tiles)),
         grid_names=("rows", "columns"),
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        params=dict(unsafe_no_auto_barriers=True),
     )
     return Quantized(found["values"], found["scale"])
 

@@ -9,6 +9,9 @@ from .mosaic import plgpu
 
 type Named = Mapping[str, Any]
 
+PARAMS: Named = dict(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
+"""The compiler's parameters for kernels with barriers of their own."""
+
 
 def launch(
     run: Callable[[types.SimpleNamespace, types.SimpleNamespace], None],
@@ -18,7 +21,7 @@ def launch(
     results: Named,
     scratch: Named,
     num_threads: int,
-    compiler_params: "plgpu.CompilerParams",
+    params: Named = PARAMS,
     **grid: Any,
 ) -> dict[str, Any]:
     """Runs a kernel on arrays in global memory and shared memory buffers; returns results by name.
@@ -30,6 +33,7 @@ def launch(
         results: shapes and dtypes of the results, by name, or lists of them.
         scratch: buffers and barriers, in the order in which they are allocated.
         num_threads: number of warpgroups per block.
+        params: parameters of ``plgpu.CompilerParams``.
         grid: sizes and names of the block and cluster grid, as ``plgpu.kernel`` takes them.
     """
     arrays = {**operands, **results}
@@ -45,7 +49,7 @@ def launch(
         scratch_types=tuple(scratch.values()),
         num_threads=num_threads,
         thread_name="wg",
-        compiler_params=compiler_params,
+        compiler_params=plgpu.CompilerParams(**params),
         kernel_name=name,
         **grid,
     )(*_flat(operands))

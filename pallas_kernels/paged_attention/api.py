@@ -27,14 +27,13 @@ _IMPLEMENTATIONS = {
 def paged_attention(
     q: jax.Array,
     k_pages: jax.Array,
-    v_pages: jax.Array | None,
+    v_pages: jax.Array,
     page_tables: jax.Array | np.ndarray,
     lengths: jax.Array,
     *,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     query_lengths: jax.Array | None = None,
-    value_width: int | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
@@ -52,15 +51,13 @@ def paged_attention(
         k_pages: [P, S, K, H] of q's dtype: a pool of P pages of S slots. K divides N. With scales,
             codes: float8_e4m3fn, int8, or uint8 [P, S, K, H / 2] of two codes of 4 bits each, each
             plus 8, with the first half of a head in the low bits.
-        v_pages: [P, S, K, V]; None where values are the first ``value_width`` columns of the keys
-            (absorbed latent attention: one kv head, 576 and 512 wide).
+        v_pages: [P, S, K, V], of the keys' dtype.
         page_tables: int32 [B, M]; entries beyond a row's length may be anything.
         lengths: int32 [B]: positions in the row's pages, those of its queries among them.
         k_scale, v_scale: [P, S, K] of q's dtype: an element of ``k_pages`` or ``v_pages`` is a code
             times its slot's and head's scale.
         query_lengths: int32 [B]: number of a row's queries, the first of its T; default T. Results
             of the others are 0.
-        value_width: number of key columns that are values, where ``v_pages`` is None.
         window: most keys that a query sees, with the key at its own position among them.
         soft_cap: scores become ``cap * tanh(scale * q k^T / cap)``.
         sinks: floats [N]: one logit per head that joins the softmax's denominator, without a value.
@@ -85,14 +82,12 @@ def paged_attention(
         >>> pallas_kernels.paged_attention(q, pool, pool, tables, lengths).shape
         (1, 4, 8)
     """
-    q, k_pages = jnp.asarray(q), jnp.asarray(k_pages)
-    v_pages, k_scale, v_scale = (
-        None if x is None else jnp.asarray(x) for x in (v_pages, k_scale, v_scale)
-    )
+    q, k_pages, v_pages = map(jnp.asarray, (q, k_pages, v_pages))
+    k_scale, v_scale = (None if x is None else jnp.asarray(x) for x in (k_scale, v_scale))
     call = make_call(
         q[:, None] if q.ndim == 3 else q, k_pages, v_pages, page_tables, lengths,
-        k_scale=k_scale, v_scale=v_scale, query_lengths=query_lengths, value_width=value_width,
-        window=window, soft_cap=soft_cap, sinks=sinks, scale=scale,
+        k_scale=k_scale, v_scale=v_scale, query_lengths=query_lengths, window=window,
+        soft_cap=soft_cap, sinks=sinks, scale=scale,
     )  # fmt: skip
     out_BTNV = _compute(implementation, call)
     return out_BTNV[:, 0] if q.ndim == 3 else out_BTNV
@@ -105,9 +100,7 @@ def attends_chunk(
 
     Arguments are those of ``paged_attention``; the pages are not quantized.
     """
-    unset = ("query_lengths", "value_width", "window", "soft_cap", "sinks", "scale")
-    lengths = jnp.zeros(len(q), jnp.int32)
-    call = make_call(q, k_pages, v_pages, page_tables, lengths, **dict.fromkeys(unset))
+    call = make_call(q, k_pages, v_pages, page_tables, jnp.zeros(len(q), jnp.int32))
     return unsupported(call) is None and is_chunk(call)
 
 

@@ -23,28 +23,28 @@ type AppendImplementation = Literal["auto", "hopper", "xla"]
 
 def append_to_pages(
     k_new: jax.Array,
-    v_new: jax.Array | None,
+    v_new: jax.Array,
     k_pages: jax.Array,
-    v_pages: jax.Array | None,
+    v_pages: jax.Array,
     page_tables: jax.Array,
     positions: jax.Array,
     *,
     rope: tuple[jax.Array, jax.Array] | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array]:
     """Writes new tokens' keys and values into page pools at their positions; donate the pools.
 
     Args:
         k_new: [B, T, K, H], cast to the pool's dtype.
-        v_new: [B, T, K, V]; None where values are part of the keys.
+        v_new: [B, T, K, V].
         k_pages: [P, S, K, H].
-        v_pages: [P, S, K, V]; None with ``v_new``.
+        v_pages: [P, S, K, V].
         page_tables: int32 [B, M], page numbers; below 0 where a row has no page.
         positions: int32 [B, T]. A token at a position below 0, or without a page, is not written.
         rope: cos and sin, float32 [B, T, R]: pairs (i, i + R) of the keys' first 2 R columns are
             rotated, in float32.
 
     Returns:
-        ``k_pages`` and ``v_pages`` (None where none were given), of their shapes and dtypes.
+        ``k_pages`` and ``v_pages``, of their shapes and dtypes.
 
     Raises:
         InputError: shapes that disagree.
@@ -54,16 +54,11 @@ def append_to_pages(
 
         >>> new, pool = jnp.ones((1, 3, 1, 4)), jnp.zeros((2, 2, 1, 4))
         >>> tables, positions = jnp.array([[1, 0]]), jnp.array([[0, 1, 2]])
-        >>> k, _ = pallas_kernels.append_to_pages(new, None, pool, None, tables, positions)
+        >>> k, _ = pallas_kernels.append_to_pages(new, new, pool, pool, tables, positions)
         >>> k[..., 0, 0].tolist()
         [[1.0, 0.0], [1.0, 1.0]]
     """
-    if (v_new is None) != (v_pages is None):
-        raise InputError("v_new and v_pages come together: only one was given")
-    new = [("k_new", k_new, k_pages)]
-    if v_new is not None and v_pages is not None:
-        new.append(("v_new", v_new, v_pages))
-    for name, x, pages in new:
+    for name, x, pages in (("k_new", k_new, k_pages), ("v_new", v_new, v_pages)):
         if x.shape[:2] != positions.shape or x.shape[2:] != pages.shape[2:]:
             raise InputError(
                 f"{name} has shape {x.shape}; positions {positions.shape} and pages {pages.shape} "
@@ -82,10 +77,7 @@ def append_to_pages(
     def appended(pages: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.asarray(pages).at[pages_BT, slots_BT].set(x.astype(pages.dtype), mode="drop")
 
-    k_pages = appended(k_pages, k_new)
-    if v_new is None or v_pages is None:
-        return k_pages, None
-    return k_pages, appended(v_pages, v_new)
+    return appended(k_pages, k_new), appended(v_pages, v_new)
 
 
 def append_heads(
@@ -169,9 +161,7 @@ def append_heads(
             new[name], new[f"{name}_scale"] = codes_of(new[name], code, dtype)
     done = [_rotated(q, cos, sin)]
     for k, v in [("k", "v"), ("k_scale", "v_scale")][: len(pools) // 2]:
-        k_pool, v_pool = append_to_pages(new[k], new[v], pools[k], pools[v], page_tables, positions)
-        assert v_pool is not None, "values were given"
-        done += [k_pool, v_pool]
+        done += append_to_pages(new[k], new[v], pools[k], pools[v], page_tables, positions)
     return tuple(done)
 
 

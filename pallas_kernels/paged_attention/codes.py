@@ -47,9 +47,8 @@ def rows_as_pages(call: PagedCall) -> PagedCall:
     """Dequantizes each row's pages into pages of the row's own, for calls with many queries."""
     tables_BM = jnp.clip(call.tables_BM, 0, call.k_PSKH.shape[0] - 1)
 
-    def widened(codes_PSKW: jax.Array | None, scale_PSK: jax.Array | None) -> jax.Array:
+    def widened(codes_PSKW: jax.Array, scale_PSK: jax.Array | None) -> jax.Array:
         assert call.code is not None
-        assert codes_PSKW is not None
         assert scale_PSK is not None
         codes, scale = (x[tables_BM].reshape(-1, *x.shape[1:]) for x in (codes_PSKW, scale_PSK))
         return numbers_of(codes, scale, call.code, call.q_BTNH.dtype)

@@ -57,7 +57,4 @@ def rows(call: PagedCall) -> tuple[jax.Array, jax.Array]:
             x = numbers_of(x, scale_BLK, call.code, call.q_BTNH.dtype)
         return jnp.where(there_BL[:, :, None, None], x, 0)
 
-    k_BLKH = gathered(call.k_PSKH, call.k_scale_PSK)
-    if call.v_PSKV is None:
-        return k_BLKH, k_BLKH[..., : call.spec.value_width]
-    return k_BLKH, gathered(call.v_PSKV, call.v_scale_PSK)
+    return gathered(call.k_PSKH, call.k_scale_PSK), gathered(call.v_PSKV, call.v_scale_PSK)

@@ -25,10 +25,9 @@ CODES = {code.storage.name: code for code in (WeightCode.E4M3, WeightCode.INT8, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PagedSpec:
-    """The static part of a paged attention call: scale, soft cap, window and value width."""
+    """The static part of a paged attention call: scale, soft cap and window."""
 
     scale: float
-    value_width: int
     window: int | None = None  # keys that a query sees, its own position's among them
     soft_cap: float | None = None  # scores become cap * tanh(scale * q.k / cap)
 
@@ -40,7 +39,7 @@ class PagedCall:
 
     q_BTNH: jax.Array
     k_PSKH: jax.Array
-    v_PSKV: jax.Array | None  # None: values are the first ``value_width`` columns of the keys
+    v_PSKV: jax.Array
     k_scale_PSK: jax.Array | None = None  # of quantized pages, as is v_scale_PSK
     v_scale_PSK: jax.Array | None = None
     tables_BM: jax.Array  # int32
@@ -53,6 +52,11 @@ class PagedCall:
     def code(self) -> WeightCode | None:
         """Format of quantized pages; None where pages hold elements of the queries' dtype."""
         return None if self.k_scale_PSK is None else CODES[self.k_PSKH.dtype.name]
+
+    @property
+    def value_width(self) -> int:
+        """Number of columns of a value."""
+        return self.v_PSKV.shape[3] * (1 if self.code is None else 8 // self.code.bits)
 
     @property
     def group(self) -> int:
@@ -85,10 +89,9 @@ class PagedCall:
         """Returns one line of shapes and options for logs and errors."""
         B, T, N, H = self.q_BTNH.shape
         num_pages, size, K, _ = self.k_PSKH.shape
-        s, form = self.spec, "latent" if self.v_PSKV is None else "keys and values"
-        form = form if self.code is None else f"{self.code} {form}"
+        s, form = self.spec, "" if self.code is None else f"{self.code} "
         return (
-            f"{self.q_BTNH.dtype} b{B} t{T} heads {N}/{K} width {H}/{s.value_width} {form} in "
+            f"{self.q_BTNH.dtype} b{B} t{T} heads {N}/{K} width {H}/{self.value_width} {form}in "
             f"{num_pages} pages of {size}, window={s.window} cap={s.soft_cap} "
             f"sinks={self.sinks_N is not None}"
         )

@@ -17,21 +17,20 @@ DTYPES = ("bfloat16", "float16", "float32")
 def make_call(
     q: jax.Array,
     k_pages: jax.Array,
-    v_pages: jax.Array | None,
+    v_pages: jax.Array,
     page_tables: jax.Array | np.ndarray,
     lengths: jax.Array,
     *,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
-    query_lengths: jax.Array | None,
-    value_width: int | None,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: jax.Array | None,
-    scale: float | None,
+    query_lengths: jax.Array | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    scale: float | None = None,
 ) -> PagedCall:
     """Validates the arguments of ``paged_attention`` and returns the call; q is [B, T, N, H]."""
-    value_width = _check_shapes(q, k_pages, v_pages, k_scale, v_scale, value_width)
+    _check_shapes(q, k_pages, v_pages, k_scale, v_scale)
     B, _, N, H = q.shape
     if sinks is not None and (sinks.shape != (N,) or not jnp.issubdtype(sinks.dtype, jnp.floating)):
         raise InputError(
@@ -55,7 +54,6 @@ def make_call(
         sinks_N=None if sinks is None else sinks.astype(jnp.float32),
         spec=PagedSpec(
             scale=_positive("scale", 1 / math.sqrt(H) if scale is None else scale),
-            value_width=value_width,
             window=None if window is None else _window(window),
             soft_cap=None if soft_cap is None else _positive("soft_cap", soft_cap),
         ),
@@ -65,14 +63,12 @@ def make_call(
 def _check_shapes(
     q: jax.Array,
     k_pages: jax.Array,
-    v_pages: jax.Array | None,
+    v_pages: jax.Array,
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
-    value_width: int | None,
-) -> int:
-    """Raises InputError unless queries and pools agree; returns the values' width."""
-    pools = [("k_pages", k_pages, "P,S,K,H")]
-    pools += [] if v_pages is None else [("v_pages", v_pages, "P,S,K,V")]
+) -> None:
+    """Raises InputError unless queries and pools agree."""
+    pools = ("k_pages", k_pages, "P,S,K,H"), ("v_pages", v_pages, "P,S,K,V")
     for name, x, dims in (("q", q, "B,T,N,H"), *pools):
         if x.ndim != 4:
             raise InputError(f"{name} has shape {x.shape}; it must have four dims [{dims}]")
@@ -86,36 +82,23 @@ def _check_shapes(
             f"q {q.shape} and k_pages {k_pages.shape}: the {N} query heads must share the {K} kv "
             "heads in equal groups, and no dim may be 0"
         )
-    if v_pages is not None:
-        if v_pages.shape[:3] != k_pages.shape[:3]:
-            raise InputError(
-                f"k_pages {k_pages.shape} and v_pages {v_pages.shape} must agree in [P,S,K]"
-            )
-        if value_width not in (None, packed * v_pages.shape[3]):
-            raise InputError(
-                f"value_width={value_width} is not v_pages' {packed * v_pages.shape[3]}; give it "
-                "only where v_pages is None and values are the first columns of the keys"
-            )
-        value_width = packed * v_pages.shape[3]
-    elif value_width is None or not 1 <= value_width <= H:
+    if v_pages.shape[:3] != k_pages.shape[:3] or not v_pages.shape[3]:
         raise InputError(
-            f"value_width={value_width} without v_pages: give the columns of the keys, 1..{H}, "
-            "that are the values"
+            f"k_pages {k_pages.shape} and v_pages {v_pages.shape} must agree in [P,S,K]"
         )
-    return value_width
 
 
 def _check_dtypes(
     q: jax.Array,
     k_pages: jax.Array,
-    v_pages: jax.Array | None,
+    v_pages: jax.Array,
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
 ) -> int:
     """Numbers in an element of the pages: 2 where they are bytes of two codes, else 1."""
     if q.dtype.name not in DTYPES:
         raise InputError(f"q is {q.dtype}; it must be one of {', '.join(DTYPES)}")
-    pools = {"k_pages": k_pages} | ({} if v_pages is None else {"v_pages": v_pages})
+    pools = {"k_pages": k_pages, "v_pages": v_pages}
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     if k_scale is None and v_scale is None:
         for name, x in pools.items():
@@ -125,11 +108,8 @@ def _check_dtypes(
                     f"values must all be the same one of {', '.join(DTYPES)}"
                 )
         return 1
-    if k_scale is None or v_scale is None or v_pages is None:
-        raise InputError(
-            "k_scale and v_scale come together, with k_pages and v_pages: values that are columns "
-            "of keys have no scales of their own"
-        )
+    if k_scale is None or v_scale is None:
+        raise InputError("k_scale and v_scale come together: only one was given")
     for name, x in pools.items():
         if x.dtype != k_pages.dtype or x.dtype.name not in CODES:
             raise InputError(

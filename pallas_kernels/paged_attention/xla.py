@@ -37,7 +37,7 @@ def paged_attention_xla(call: PagedCall) -> jax.Array:
     q = blocks(jnp.pad(call.q_BTNH, (*padding, (0, 0), (0, 0))))
     positions = blocks(jnp.pad(call.positions_BT(), padding, constant_values=-1))
     out = jnp.moveaxis(lax.map(block, (q, positions)), 0, 1)
-    return out.reshape(B, -1, N, call.spec.value_width)[:, :T]
+    return out.reshape(B, -1, N, call.value_width)[:, :T]
 
 
 def _attend(call: PagedCall, positions_BT: jax.Array) -> jax.Array:
@@ -65,9 +65,7 @@ def _attend(call: PagedCall, positions_BT: jax.Array) -> jax.Array:
             return jnp.where(there_BL11, x, 0)
 
         k_BLKH = gathered(call.k_PSKH, call.k_scale_PSK)
-        v = k_BLKH[..., : call.spec.value_width]
-        if call.v_PSKV is not None:
-            v = gathered(call.v_PSKV, call.v_scale_PSK)
+        v_BLKV = gathered(call.v_PSKV, call.v_scale_PSK)
         s_BTKGL = einsum_f32("BTKGH,BLKH->BTKGL", q_BTKGH, k_BLKH) * scale
         if cap is not None:
             s_BTKGL = cap * jnp.tanh(s_BTKGL / cap)
@@ -78,7 +76,7 @@ def _attend(call: PagedCall, positions_BT: jax.Array) -> jax.Array:
         shift_BTKG = jnp.where(jnp.isneginf(top_BTKG), 0.0, top_BTKG)
         p_BTKGL = jnp.exp(s_BTKGL - shift_BTKG[..., None])
         shrink_BTKG = jnp.exp(peak_BTKG - shift_BTKG)
-        part_BTKGV = einsum_f32("BTKGL,BLKV->BTKGV", p_BTKGL.astype(v.dtype), v)
+        part_BTKGV = einsum_f32("BTKGL,BLKV->BTKGV", p_BTKGL.astype(v_BLKV.dtype), v_BLKV)
         total_BTKG = total_BTKG * shrink_BTKG + jnp.sum(p_BTKGL, axis=-1)
         return top_BTKG, total_BTKG, out_BTKGV * shrink_BTKG[..., None] + part_BTKGV
 
@@ -92,7 +90,7 @@ def _attend(call: PagedCall, positions_BT: jax.Array) -> jax.Array:
         (
             jnp.full(shape, -jnp.inf, jnp.float32),
             jnp.zeros(shape, jnp.float32),
-            jnp.zeros((*shape, call.spec.value_width), jnp.float32),
+            jnp.zeros((*shape, call.value_width), jnp.float32),
         ),
     )
     if call.sinks_N is not None:

@@ -84,9 +84,6 @@ class _DequantizingKernel:
             num_threads=1,
             grid=(self.K // DEPTH // self.stages, self.N // WIDTH),
             grid_names=("depth", "columns"),
-            compiler_params=plgpu.CompilerParams(
-                approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-            ),
         )["out"]
 
     def run(self, gmem, smem) -> None:

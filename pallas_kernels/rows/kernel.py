@@ -92,7 +92,7 @@ def apply_rows(
         cluster=(c.cluster,),
         cluster_names=("cluster",),
         num_threads=c.group,
-        compiler_params=plgpu.CompilerParams(
+        params=dict(
             # Exponentials and roots to 2**-22, one instruction each, are enough for 16 bits alone.
             approx_math=call.dtype.itemsize == 2,
             unsafe_no_auto_barriers=True,

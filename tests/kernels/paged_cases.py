@@ -25,7 +25,6 @@ class PagedCase:
     H: int = 64
     V: int | None = None
     size: int = 16
-    latent: bool = False
     window: int | None = None
     cap: float | None = None
     sinks: bool = False
@@ -41,10 +40,7 @@ class PagedCase:
 
     @property
     def options(self):
-        chosen = {"window": self.window, "soft_cap": self.cap, "scale": self.scale}
-        if self.latent:
-            chosen["value_width"] = self.value_width
-        return chosen
+        return {"window": self.window, "soft_cap": self.cap, "scale": self.scale}
 
     def arrays(self, dtype, *, hidden=np.nan):
         """Arguments and array options; ``hidden`` lies where nobody put anything."""
@@ -69,7 +65,7 @@ class PagedCase:
         if self.query_lengths is not None:
             arrays["query_lengths"] = np.array(self.query_lengths, np.int32)
         lengths = np.array(self.lengths, np.int32)
-        arguments = (q, k, None if self.latent else v, tables.astype(np.int32), lengths)
+        arguments = (q, k, v, tables.astype(np.int32), lengths)
         return arguments, arrays
 
 
@@ -91,7 +87,7 @@ def expected(case, arguments, arrays):
             for n in range(case.N):
                 head = n // (case.N // case.K)
                 keys = k[*where, head]
-                values = keys[:, : case.value_width] if v is None else v[*where, head]
+                values = v[*where, head]
                 scores = (rounded(keys) @ Rounded(q[b, t, n][:, None])) * scale
                 if case.cap is not None:
                     scores = np.tanh(scores / case.cap) * case.cap
@@ -151,8 +147,6 @@ CASES = [
     PagedCase(name="sinks", lengths=(100, 7), sinks=True, N=16, K=2),
     PagedCase(name="everything", lengths=(150, 70), T=3, query_lengths=(3, 1), window=40, cap=3.0,
               sinks=True, scale=0.3, size=32),
-    PagedCase(name="latent", lengths=(90, 64, 5), latent=True, K=1, N=16, H=576, V=512, size=64),
-    PagedCase(name="latent-128", lengths=(70,), T=2, latent=True, K=1, N=3, H=192, V=128),
     PagedCase(name="chunk", lengths=(90, 40, 12), T=12, query_lengths=(12, 7, 0)),
     PagedCase(name="more-queries-than-keys", lengths=(4, 30), T=8),
     PagedCase(name="wide", lengths=(70, 33), H=256, size=32),

@@ -19,7 +19,7 @@ from tests.tolerance import assert_within_rounding
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 
-FP16 = ("pages-16", "everything", "latent")
+FP16 = ("pages-16", "everything")
 LONG = cases.PagedCase(
     name="long", lengths=(9000, 1, 64, 0, 5000), N=16, K=2, H=128, size=64, sinks=True
 )

@@ -33,8 +33,7 @@ from tests.tolerance import assert_within_rounding
 
 
 def call_of(case, arguments, arrays):
-    options = {"value_width": None, "query_lengths": None, "sinks": None} | case.options | arrays
-    return make_call(*map(jnp.asarray, arguments[:2]), *arguments[2:], **options)
+    return make_call(*map(jnp.asarray, arguments[:3]), *arguments[3:], **case.options, **arrays)
 
 
 def kernels_of(case):
@@ -56,7 +55,7 @@ def kernels_of(case):
     return jax.jit(attend), jax.jit(merge)
 
 
-INTERPRETED = ["everything", "latent-128", "pages-16"]
+INTERPRETED = ["everything", "pages-16"]
 SLOW = ["pages-128", "window", "chunk", "empty-rows"]
 
 
@@ -112,7 +111,6 @@ def test_who_takes_a_chunk():
     assert is_taken(T=128)
     assert not is_taken(T=64, B=8)
     assert not is_taken(T=128, N=8)  # 8 tiles leave most of a GPU idle
-    assert not is_taken(latent=True, K=1)
 
 
 def test_a_wrong_weight_of_a_part_is_caught():
@@ -142,8 +140,7 @@ def test_a_plan_gives_every_tile_to_one_team(num_heads, window):
     pool = np.zeros((1, 64, num_heads, 64), jnp.bfloat16)
     call = make_call(
         np.zeros(shape, jnp.bfloat16), pool, pool, np.zeros((9, 80), np.int32), lengths,
-        query_lengths=counts, value_width=None, window=window, soft_cap=None, sinks=None,
-        scale=None,
+        query_lengths=counts, window=window,
     )  # fmt: skip
     layout = QueryLayout.of(call)
     plan = jax.jit(plan_pages, static_argnums=(1, 2))(call, layout, config)
@@ -175,7 +172,7 @@ def test_a_plan_gives_every_tile_to_one_team(num_heads, window):
 
 
 def test_a_tile_sees_nothing_before_its_row_begins():
-    layout = QueryLayout(B=1, T=8, N=8, K=1, H=64, V=64, size=16, latent=False)
+    layout = QueryLayout(B=1, T=8, N=8, K=1, H=64, V=64, size=16)
     got = extent_of(1000, layout, None, jnp.int32(3), jnp.int32(8), jnp.int32(0))
     assert (int(got.position), int(got.tokens), int(got.end)) == (-5, 8, 3)
 
@@ -186,7 +183,7 @@ SHAPES = [
     (128, 1, 32, 32, 128, 128, 16, {"window": 1000, "soft_cap": 30.0}),
     (1, 1, 64, 8, 128, 128, 128, {"query_lengths": True}),
     (4, 7, 6, 2, 256, 256, 32, {"sinks": True}),
-    (2, 2, 128, 1, 576, 512, 64, {"value_width": 512}),
+    (2, 2, 128, 1, 192, 128, 64, {}),
     (8, 300, 24, 8, 64, 64, 256, {}),
 ]
 
@@ -210,8 +207,7 @@ def test_lowers(shape, dtype):
     mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
     struct = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, P()))
     arguments = [struct((B, T, N, H), dtype), struct((99, size, K, H), dtype)]
-    latent = "value_width" in options
-    arguments += [None if latent else struct((99, size, K, V), dtype)]
+    arguments += [struct((99, size, K, V), dtype)]
     arguments += [struct((B, 40), jnp.int32), struct((B,), jnp.int32)]
     if options.pop("sinks", False):
         options["sinks"] = jnp.zeros(N)
@@ -230,7 +226,7 @@ def test_lowers(shape, dtype):
         ((1, 8, 2, 64, 64, 16), jnp.float32, "float32 is neither bfloat16 nor float16"),
         ((1, 8, 2, 64, 64, 48), jnp.bfloat16, "pages of 48 slots are none of 16"),
         ((1, 8, 2, 80, 80, 16), jnp.bfloat16, "widths 80/80 are not multiples of 64"),
-        ((1, 8, 2, 64, 576, 16), jnp.bfloat16, "values of 576 columns are wider than 512"),
+        ((1, 8, 2, 64, 576, 16), jnp.bfloat16, "values of 576 columns are wider than 256"),
         ((1, 100, 1, 64, 64, 16), jnp.bfloat16, "100 query heads to a kv head are above 64"),
         (None, jnp.bfloat16, "it needs a GPU of compute capability 9.0"),
     ],

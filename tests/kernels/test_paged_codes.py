@@ -48,7 +48,7 @@ def swizzled(rows: np.ndarray) -> np.ndarray:
 def tile_of(code, width, *, keys=128, rows=8, tokens=1, **options):
     return CodeTile(
         H=width, V=width, keys=keys, rows=rows, tokens=tokens, span=8, scale_heads=HEADS,
-        spec=PagedSpec(scale=width**-0.5, value_width=width, **options),
+        spec=PagedSpec(scale=width**-0.5, **options),
         dequantizer=Dequantizer(code=code, dtype=jnp.dtype(jnp.bfloat16)),
     )  # fmt: skip
 

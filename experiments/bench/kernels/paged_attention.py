@@ -49,7 +49,6 @@ class Workload:
     V: int = 128
     size: int = 64
     T: int = 1
-    latent: bool = False
 
     def lengths(self, *, equal: bool = True) -> np.ndarray:
         """int32 [B]."""
@@ -63,15 +62,15 @@ class Workload:
     @property
     def elements(self) -> int:
         """Elements of keys and values that each step reads at least."""
-        return self.B * self.length * self.K * (self.H if self.latent else self.H + self.V)
+        return self.B * self.length * self.K * (self.H + self.V)
 
-    def pools(self, num_pages: int) -> list[jax.Array | None]:
+    def pools(self, num_pages: int) -> list[jax.Array]:
         """Queries and pools."""
         keys = jax.random.split(jax.random.key(0), 3)
         pages = (num_pages, self.size, self.K)
         q = jax.random.normal(keys[0], (self.B, self.T, self.N, self.H), BF16)
         k = jax.random.normal(keys[1], (*pages, self.H), BF16)
-        return [q, k, None if self.latent else jax.random.normal(keys[2], (*pages, self.V), BF16)]
+        return [q, k, jax.random.normal(keys[2], (*pages, self.V), BF16)]
 
     def tables(self, lengths: np.ndarray) -> tuple[np.ndarray, int]:
         """int32 [B, M] of pages in random order, and how many there are."""
@@ -83,7 +82,6 @@ class Workload:
         return tables, int(counts.sum())
 
 
-LATENT = {"K": 1, "H": 576, "V": 512, "latent": True}
 DECODE = (
     Workload(name="b64 x 8192 x 32/8", B=64, length=8192, N=32, K=8),
     Workload(name="b16 x 32768 x 64/8", B=16, length=32768, N=64, K=8),
@@ -91,8 +89,6 @@ DECODE = (
     Workload(name="b1 x 32768 x 32/8", B=1, length=32768, N=32, K=8),
     Workload(name="b256 x 2048 x 32/8", B=256, length=2048, N=32, K=8),
     Workload(name="b64 x 2048 x 32/8 of 64", B=64, length=2048, N=32, K=8, H=64, V=64),
-    Workload(name="latent b64 x 8192 x 16", B=64, length=8192, N=16, **LATENT),
-    Workload(name="latent b64 x 8192 x 128", B=64, length=8192, N=128, **LATENT),
 )
 QUANTIZED = (DECODE[1], DECODE[0])
 TOKENS, BEFORE = (64, 128, 256, 512, 1024), (0, 2048, 30720)
@@ -105,8 +101,7 @@ CHUNKS = tuple(
 
 def decode(w: Workload, copy: float) -> dict[str, dict]:
     """A row for each form of a decode step."""
-    options = {"value_width": w.V} if w.latent else {}
-    attend = functools.partial(paged_attention, **options, implementation="hopper")
+    attend = functools.partial(paged_attention, implementation="hopper")
     num_calls = ROTATED if 2 * w.elements < 2**29 else 1
 
     def several(q, k, v, tables, lengths):
@@ -124,7 +119,7 @@ def decode(w: Workload, copy: float) -> dict[str, dict]:
         for name, (tables, lengths, _) in given.items()
     }
     q, *pools = arrays
-    if not w.latent and w.B > 1:
+    if w.B > 1:
         whole = -(-w.B * w.length // w.size)
         k, v = (x[:whole].reshape(w.B, w.length, w.K, w.H) for x in pools)
         cudnn = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
@@ -175,12 +170,8 @@ def quantized(w: Workload, copy: float) -> dict[str, dict]:
 def chunk_forms() -> dict[str, Callable]:
     """Functions of (q, k, v, tables, lengths)."""
 
-    def call(q, k, v, tables, lengths):
-        unset = ("query_lengths", "value_width", "window", "soft_cap", "sinks", "scale")
-        return make_call(q, k, v, tables, lengths, **dict.fromkeys(unset))
-
     def heads(*arrays):
-        made = call(*arrays)
+        made = make_call(*arrays)
         return paged_attention_hopper(made, config=config_for(QueryLayout.of(made)))
 
     def whole(q, k, v, tables, lengths):
@@ -189,7 +180,11 @@ def chunk_forms() -> dict[str, Callable]:
         k, v = (x[: B * M].reshape(B, -1, *x.shape[2:]) for x in (k, v))
         return flash_attention(q, k, v, is_causal=True, implementation="hopper")
 
-    return {"heads": heads, "chunk": lambda *arrays: attend_chunk(call(*arrays)), "whole": whole}
+    return {
+        "heads": heads,
+        "chunk": lambda *arrays: attend_chunk(make_call(*arrays)),
+        "whole": whole,
+    }
 
 
 def chunks(w: Workload, copy: float) -> dict[str, dict]:

@@ -154,7 +154,7 @@ class AttentionKernel:
             grid=(num_tiles,),
             grid_names=("tile",),
             num_threads=num_threads,
-            compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+            params=dict(approx_math=True, unsafe_no_auto_barriers=True),
         )
 
     def probabilities(self, s, lse, *, lse_dim: int):

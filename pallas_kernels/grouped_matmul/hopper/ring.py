@@ -147,9 +147,6 @@ class RingKernel(abc.ABC):
             grid=(NUM_PROCESSORS,),
             grid_names=("worker",),
             num_threads=NUM_COMPUTE + 1,
-            compiler_params=plgpu.CompilerParams(
-                approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-            ),
         )
 
     @abc.abstractmethod

@@ -89,7 +89,7 @@ def append_heads_hopper(
         grid=(tokens, num_heads // WARPS),
         grid_names=("token", "part"),
         num_threads=1,
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        params=dict(approx_math=True, reduction_scratch_bytes=0),
     )  # fmt: skip
     q_BTNH = found["q"].reshape(batch, length, kernel.N, width)
     return q_BTNH, *(jax.freeze(ref) for ref in refs.values())

@@ -2,22 +2,20 @@
 
 Decoding reads each key and value once and multiplies it with a few queries, so memory is all that
 counts. A block stays on its SM; each of its workers has a warpgroup that fills a ring
-of tiles and one (or two, where an accumulator is too wide for one) that computes. Workers never
-wait for each other: while one computes, the tiles of all are on their way.
+of tiles and one that computes. Workers never wait for each other: while one computes, the tiles of
+all are on their way.
 
 Dims: as in ``pallas_kernels.paged_attention.spec``.
 """
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.registers import write_registers, write_rows
 from pallas_kernels.hopper.tile import (
@@ -35,7 +33,7 @@ from pallas_kernels.paged_attention.spec import PagedCall, PagedSpec
 
 from .config import GROUP_ROWS, ROWS, PagedConfig, QueryLayout
 from .plan import PagePlan
-from .reader import PageReader, Segment
+from .reader import PageKernel, Partials, Segment
 
 # Finite, so that exp2(old maximum - new maximum) of a row that has seen no key is 1 and not NaN.
 NO_MAXIMUM = -1e30
@@ -49,7 +47,7 @@ def attend_pages(
     layout: QueryLayout,
     config: PagedConfig,
     interpretable: bool = False,
-) -> "Partials":
+) -> Partials:
     """Computes normalized partial attention results, with logsumexps, for each worker's segments.
 
     A team's worker ``member`` writes the result of a segment (an entry of the plan for a block of
@@ -68,46 +66,7 @@ def attend_pages(
         interpretable=interpretable,
         finishes=finishes(call, layout),
     )  # fmt: skip
-    # One more: the second kernel reads a few rows at a time, perhaps beyond a partial's last.
-    num_partials = (
-        config.num_teams(layout) * config.team(layout) + layout.num_entries * layout.K + 1
-    )
-    operands = {"q": call.q_BTNH, "k": call.k_PSKH}
-    operands |= {} if call.v_PSKV is None else {"v": call.v_PSKV}
-    operands |= {"tables": call.tables_BM, "lengths": call.lengths_B}
-    operands |= {} if call.query_lengths_B is None else {"queries": call.query_lengths_B}
-    operands |= {"before": plan.before_E1, "starts": plan.entry_W}
-    results = {
-        "out": jax.ShapeDtypeStruct((num_partials, layout.rows, layout.V), jnp.float32),
-        "lse": jax.ShapeDtypeStruct((num_partials, ROWS), jnp.float32),
-    }
-    if kernel.finishes:
-        shape = (layout.B, layout.T, layout.N, layout.V)
-        results["whole"] = jax.ShapeDtypeStruct(shape, call.q_BTNH.dtype)
-    found = launch(
-        kernel.run,
-        name="paged_attention",
-        operands=operands,
-        results=results,
-        scratch=kernel.scratch(),
-        grid=(config.num_blocks,),
-        grid_names=("block",),
-        num_threads=config.num_workers * (config.value_parts + 1),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
-    )
-    return Partials(**found)
-
-
-class Partials(NamedTuple):
-    """Results of the page-reading kernel: partial ones by segment, and finished rows."""
-
-    out: jax.Array  # float32 [partials, rows, V]
-    lse: jax.Array  # float32 [partials, 64], in units of log2
-    whole: jax.Array | None = None
-    """[B, T, N, V] in the queries' dtype: rows that one worker has read have their results here and
-    no partial ones; others have nothing here yet."""
+    return kernel.partials(call, plan, rows=layout.rows, whole=kernel.finishes)
 
 
 def finishes(call: PagedCall, layout: QueryLayout) -> bool:
@@ -120,138 +79,46 @@ def finishes(call: PagedCall, layout: QueryLayout) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _AttendPages:
-    """Kernel of one call over pages; methods are its phases, written once per trace."""
+class _AttendPages(PageKernel):
+    """Kernel of one call over pages whose elements are multiplied as they are."""
 
-    g: QueryLayout
-    c: PagedConfig
-    spec: PagedSpec
-    dtype: jnp.dtype
-    capacity: int
-    ragged_queries: bool
     interpretable: bool
     finishes: bool
 
-    @property
-    def reader(self) -> PageReader:
-        """The reader of its workers."""
-        return PageReader(
-            g=self.g, c=self.c, window=self.spec.window, capacity=self.capacity,
-            ragged_queries=self.ragged_queries,
-        )  # fmt: skip
-
-    @property
-    def part_width(self) -> int:
-        """Number of columns of values that each compute warpgroup multiplies."""
-        return self.g.V // self.c.value_parts
-
-    def scratch(self) -> dict:
-        """Returns a block's buffers and barriers; slot s of worker w is ``w * num_stages + s``."""
+    def scratch(self) -> dict[str, Any]:
         g, c = self.g, self.c
         slots = c.num_workers * c.num_stages
-        compute_groups = c.num_workers * c.value_parts
 
         def tiles(*shape: int):
             return plgpu.SMEM(shape, self.dtype, transforms=tiled(swizzle_bytes(shape[-1])))
 
-        ring = functools.partial(plgpu.Barrier, num_barriers=slots)
-        each = functools.partial(plgpu.Barrier, num_barriers=c.num_workers)
         buffers = {
             "q": tiles(c.num_workers, ROWS, g.H),
             "k": tiles(slots, c.block_kv, g.H),
+            "v": tiles(slots, c.block_kv, g.V),
         }
-        if not g.latent:
-            buffers["v"] = tiles(slots, c.block_kv, g.V)
         if self.interpretable:
-            buffers["p"] = tiles(compute_groups, ROWS, c.block_kv)
-        buffers |= {
-            "q_full": each(num_arrivals=g.tokens),
-            "q_empty": each(num_arrivals=c.value_parts),
-            "k_full": ring(num_arrivals=self.reader.pieces.count),
-            "k_empty": ring(num_arrivals=c.value_parts),
-        }
-        if not g.latent:
-            buffers["v_full"] = ring(num_arrivals=self.reader.pieces.count)
-            buffers["v_empty"] = ring(num_arrivals=c.value_parts)
-        return buffers
+            buffers["p"] = tiles(c.num_workers, ROWS, c.block_kv)
+        return buffers | self.barriers()
 
-    def run(self, gmem, smem) -> None:
-        """Runs one block: a role for each warpgroup."""
-        c = self.c
-        wg = lax.axis_index("wg")
-        num_compute = c.num_workers * c.value_parts
-        # What all warpgroups hold together must not exceed an SM's registers: asking for
-        # more does not fail, it waits for ever.
-        most, least = (216, 40) if c.num_workers == 2 else (240, 24)
-        for part in range(c.value_parts):
-
-            @pl.when((wg < num_compute) & (lax.rem(wg, c.value_parts) == part))
-            def _(part=part):
-                plgpu.set_max_registers(most, action="increase")
-                self.compute(gmem, smem, lax.div(wg, c.value_parts), part)
-
-        @pl.when(wg >= num_compute)
-        def _():
-            plgpu.set_max_registers(least, action="decrease")
-            self.load(gmem, smem, wg - num_compute)
-
-    def load(self, gmem, smem, worker) -> None:
-        """Fills a worker's ring with the tiles of its segments."""
-        g, c, pieces = self.g, self.c, self.reader.pieces
-
-        def segment(seg: Segment, done):
-            plgpu.barrier_wait(smem.q_empty.at[worker])
-            self.reader.copy_queries(gmem, smem.q.at[worker], smem.q_full.at[worker], seg)
-
-            def step(i, _):
-                slot = worker * c.num_stages + lax.rem(done + i, c.num_stages)
-                places = pieces.places(gmem, seg.row, seg.first + i)
-                plgpu.barrier_wait(smem.k_empty.at[slot])
-                pieces.copy(gmem.k, smem.k.at[slot], smem.k_full.at[slot], places, seg.head)
-                if not g.latent:
-                    plgpu.barrier_wait(smem.v_empty.at[slot])
-                    pieces.copy(gmem.v, smem.v.at[slot], smem.v_full.at[slot], places, seg.head)
-
-            lax.fori_loop(0, seg.count, step, None)
-
-        self.reader.each_segment(gmem, worker, segment)
-        plgpu.barrier_wait(smem.q_empty.at[worker])
-        for i in range(c.num_stages):
-            slot = worker * c.num_stages + i
-            plgpu.barrier_wait(smem.k_empty.at[slot])
-            if not g.latent:
-                plgpu.barrier_wait(smem.v_empty.at[slot])
-
-    def compute(self, gmem, smem, worker, part: int) -> None:
-        """Computes the attention of a worker's segments."""
-        c = self.c
-        plgpu.barrier_arrive(smem.q_empty.at[worker])
-        for i in range(c.num_stages):
-            slot = worker * c.num_stages + i
-            plgpu.barrier_arrive(smem.k_empty.at[slot])
-            if not self.g.latent:
-                plgpu.barrier_arrive(smem.v_empty.at[slot])
-
+    def compute(self, gmem, smem, worker) -> None:
         def segment(seg: Segment, done):
             plgpu.barrier_wait(smem.q_full.at[worker])
-            attend = functools.partial(self.attend, smem, worker, part, seg, done)
+            attend = functools.partial(self.attend, smem, worker, seg, done)
             if self.interpretable:
                 o, peak, total = attend(None)
             else:
-                o, peak, total = pl.run_scoped(
-                    attend, plgpu.ACC((ROWS, self.part_width), jnp.float32)
-                )
+                o, peak, total = pl.run_scoped(attend, plgpu.ACC((ROWS, self.g.V), jnp.float32))
             plgpu.barrier_arrive(smem.q_empty.at[worker])
-            self.leave(gmem, part, seg, o, peak, total)
+            self.leave(gmem, seg, o, peak, total)
 
-        self.reader.each_segment(gmem, worker, segment)
+        self.each_segment(gmem, worker, segment)
 
-    def attend(self, smem, worker, part: int, seg: Segment, done, acc):
+    def attend(self, smem, worker, seg: Segment, done, acc):
         """Loops over a segment's tiles: unnormalized output, row maxima, row sums."""
         c, key_start, key_stop = self.c, seg.extent.begin, seg.extent.end
         positions = positions_less_columns(seg, self.g)
         q_smem = smem.q.at[worker]
-        columns = pl.ds(part * self.part_width, self.part_width)
 
         def step(i, carry):
             peak, total, *o = carry
@@ -264,27 +131,21 @@ class _AttendPages:
                 return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
 
             s = pl.run_scoped(scores, plgpu.ACC((ROWS, c.block_kv), jnp.float32))
-            if not self.g.latent:
-                plgpu.barrier_arrive(smem.k_empty.at[slot])
+            plgpu.barrier_arrive(smem.k_empty.at[slot])
             p, peak, total, alpha = softmax_step(self.spec, s, peak, total, positions - key0)
-            if self.g.latent:
-                v_smem, empty = smem.k.at[slot, :, columns], smem.k_empty
-            else:
-                plgpu.barrier_wait(smem.v_full.at[slot])
-                v_smem, empty = smem.v.at[slot, :, columns], smem.v_empty
+            plgpu.barrier_wait(smem.v_full.at[slot])
+            v_smem = smem.v.at[slot]
             ragged = (key0 < key_start) | (key0 + c.block_kv > key_stop)
             pl.when(ragged)(lambda: clean(v_smem, key_start - key0, key_stop - key0))
-            o = self.add_product(smem, acc, worker * c.value_parts + part, p, v_smem, alpha, o)
-            plgpu.barrier_arrive(empty.at[slot])
+            o = self.add_product(smem, acc, worker, p, v_smem, alpha, o)
+            plgpu.barrier_arrive(smem.v_empty.at[slot])
             return peak, total, *o
 
         peak = plgpu.layout_cast(jnp.full((ROWS,), NO_MAXIMUM, jnp.float32), row_layout())
         total = plgpu.layout_cast(jnp.full((ROWS, STRIP), 0.0, jnp.float32), tile_layout())
         carry = (peak, total)
         if acc is None:
-            carry += (
-                plgpu.layout_cast(jnp.zeros((ROWS, self.part_width), jnp.float32), tile_layout()),
-            )
+            carry += (plgpu.layout_cast(jnp.zeros((ROWS, self.g.V), jnp.float32), tile_layout()),)
         peak, total, *o = lax.fori_loop(0, seg.count, step, carry)
         o = o[0] if acc is None else plgpu.wgmma_accumulator_load(acc, wait_n=0)
         return o, peak, total.sum(axis=1)
@@ -305,10 +166,10 @@ class _AttendPages:
             plgpu.wgmma(acc, smem.p.at[mine], v_smem)
             return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
-        new = pl.run_scoped(product, plgpu.ACC((ROWS, self.part_width), jnp.float32))
+        new = pl.run_scoped(product, plgpu.ACC((ROWS, self.g.V), jnp.float32))
         return [o[0] * lax.broadcast_in_dim(alpha, new.shape, [0]) + new]
 
-    def leave(self, gmem, part: int, seg: Segment, o, peak, total) -> None:
+    def leave(self, gmem, seg: Segment, o, peak, total) -> None:
         """Normalizes a segment's result and writes it.
 
         Registers are written directly: TMA takes one request after another. A result would wait for
@@ -316,20 +177,18 @@ class _AttendPages:
         """
         factor = jnp.where(total == 0.0, 0.0, 1.0 / total)
         o = o * lax.broadcast_in_dim(factor, o.shape, [0])
-        columns = pl.ds(part * self.part_width, self.part_width)
 
         def leave_part():
-            self.write(o, gmem.out.at[seg.partial, :, columns])
-            if part == 0:
-                lse = jnp.where(total == 0.0, -jnp.inf, peak + jnp.log2(total))
-                write_registers(lse, gmem.lse.at[seg.partial])
+            self.write(o, gmem.out.at[seg.partial])
+            lse = jnp.where(total == 0.0, -jnp.inf, peak + jnp.log2(total))
+            write_registers(lse, gmem.lse.at[seg.partial])
 
         if not self.finishes:
             leave_part()
             return
         pl.when(jnp.logical_not(seg.whole))(leave_part)
         group = self.g.group
-        heads = gmem.whole.at[seg.row, 0, pl.ds(seg.head * group, group), columns]
+        heads = gmem.whole.at[seg.row, 0, pl.ds(seg.head * group, group)]
         # Where the group begins among the heads that were copied.
         for first in sorted({head * group % GROUP_ROWS for head in range(self.g.K)}):
             here = lax.rem(seg.head * group, GROUP_ROWS) == first

@@ -8,7 +8,6 @@ Dims: as in ``pallas_kernels.paged_attention.spec``.
 """
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -19,7 +18,6 @@ from jax.experimental import pallas as pl
 from jaxlib.mlir import ir
 
 from pallas_kernels.hopper.held import Held
-from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.mosaic import llvm, mgpu_utils, plgpu
 from pallas_kernels.hopper.threads import address, thread
 from pallas_kernels.hopper.tile import tiled
@@ -28,9 +26,9 @@ from pallas_kernels.quantized_weight.fragments import Dequantizer
 
 from .attend import NO_MAXIMUM
 from .code_tile import F32, WARPS, CodeResult, CodeTile, f32
-from .config import RESULT_PADDING, ROWS, PagedConfig, QueryLayout
+from .config import RESULT_PADDING, PagedConfig, QueryLayout
 from .plan import PagePlan
-from .reader import PageReader, Segment
+from .reader import PageKernel, Partials, Segment
 
 I32 = jnp.dtype("int32")
 LINE = 64  # scales of a row in shared memory, where a slot has few
@@ -42,7 +40,7 @@ def attend_codes(
     *,
     layout: QueryLayout,
     config: PagedConfig,
-) -> tuple[jax.Array, jax.Array]:
+) -> Partials:
     """Computes partial results as ``attend_pages`` does, for a call whose pages are quantized."""
     assert call.code is not None
     tile = CodeTile(
@@ -51,59 +49,22 @@ def attend_codes(
         dequantizer=Dequantizer(code=call.code, dtype=call.q_BTNH.dtype),
     )  # fmt: skip
     kernel = _AttendCodes(
-        g=layout, c=config, tile=tile, dtype=call.q_BTNH.dtype, codes=call.k_PSKH.dtype,
-        capacity=call.capacity, ragged_queries=call.query_lengths_B is not None,
+        g=layout, c=config, spec=call.spec, tile=tile, dtype=call.q_BTNH.dtype,
+        codes=call.k_PSKH.dtype, capacity=call.capacity,
+        ragged_queries=call.query_lengths_B is not None,
     )  # fmt: skip
-    num_partials = (
-        config.num_teams(layout) * config.team(layout) + layout.num_entries * layout.K + 1
-    )
-    operands = {"q": call.q_BTNH, "k": call.k_PSKH, "v": call.v_PSKV}
-    operands |= {
-        "k_scale": kernel.lines(call.k_scale_PSK),
-        "v_scale": kernel.lines(call.v_scale_PSK),
-        "tables": call.tables_BM,
-        "lengths": call.lengths_B,
-    }
-    operands |= {} if call.query_lengths_B is None else {"queries": call.query_lengths_B}
-    operands |= {"before": plan.before_E1, "starts": plan.entry_W}
-    found = launch(
-        kernel.run,
-        name="paged_attention",
-        operands=operands,
-        results={
-            "out": jax.ShapeDtypeStruct((num_partials, layout.tile, layout.V), F32),
-            "lse": jax.ShapeDtypeStruct((num_partials, ROWS), F32),
-        },
-        scratch=kernel.scratch(),
-        grid=(config.num_blocks,),
-        grid_names=("block",),
-        num_threads=2 * config.num_workers,
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
-    )
-    return found["out"], found["lse"]
+    return kernel.partials(
+        call, plan, rows=layout.tile,
+        k_scale=kernel.lines(call.k_scale_PSK), v_scale=kernel.lines(call.v_scale_PSK),
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _AttendCodes:
-    """Kernel of one call over quantized pages; methods are its phases, written once per trace."""
+class _AttendCodes(PageKernel):
+    """Kernel of one call over quantized pages."""
 
-    g: QueryLayout
-    c: PagedConfig
     tile: CodeTile
-    dtype: jnp.dtype
     codes: jnp.dtype
-    capacity: int
-    ragged_queries: bool
-
-    @property
-    def reader(self) -> PageReader:
-        """The reader of its workers."""
-        return PageReader(
-            g=self.g, c=self.c, window=self.tile.spec.window, capacity=self.capacity,
-            ragged_queries=self.ragged_queries,
-        )  # fmt: skip
 
     @property
     def line(self) -> int:
@@ -119,7 +80,6 @@ class _AttendCodes:
         return scale_PSK.reshape(scale_PSK.shape[0], -1, self.line)
 
     def scratch(self) -> dict[str, Any]:
-        """Returns a block's buffers and barriers; slot s of worker w is ``w * num_stages + s``."""
         g, c, tile = self.g, self.c, self.tile
         slots, workers = c.num_workers * c.num_stages, c.num_workers
         scales = plgpu.SMEM((slots, c.block_kv * g.scale_heads // self.line, self.line), self.dtype)
@@ -128,10 +88,7 @@ class _AttendCodes:
             shape = (slots, c.block_kv, row_bytes)
             return plgpu.SMEM(shape, self.codes, transforms=tiled(row_bytes, itemsize=1))
 
-        ring = functools.partial(plgpu.Barrier, num_barriers=slots)
-        each = functools.partial(plgpu.Barrier, num_barriers=workers)
         width = g.V + RESULT_PADDING
-        pieces = self.reader.pieces.count
         return {
             "q": plgpu.SMEM((workers, g.tile, g.H), self.dtype, transforms=tiled(128)),
             "k": codes(tile.key_bytes),
@@ -140,67 +97,19 @@ class _AttendCodes:
             "v_scale": scales,
             "numbers": plgpu.SMEM((workers, 2, WARPS, g.tile), F32),
             "parts": plgpu.SMEM((workers, WARPS, g.tile, width), F32),
-            "q_full": each(num_arrivals=g.tokens),
-            "q_empty": each(num_arrivals=1),
-            "k_full": ring(num_arrivals=3 * pieces),
-            "k_empty": ring(num_arrivals=1),
-            "v_full": ring(num_arrivals=pieces),
-            "v_empty": ring(num_arrivals=1),
+            **self.barriers(key_copies=3),
         }
 
-    def run(self, gmem, smem) -> None:
-        """Runs one block: a role for each warpgroup."""
-        workers = self.c.num_workers
-        wg = lax.axis_index("wg")
-        # What all warpgroups hold together must not exceed an SM's registers.
-        most, least = (216, 40) if workers == 2 else (240, 24)
-
-        @pl.when(wg < workers)
-        def _():
-            plgpu.set_max_registers(most, action="increase")
-            self.compute(gmem, smem, wg)
-
-        @pl.when(wg >= workers)
-        def _():
-            plgpu.set_max_registers(least, action="decrease")
-            self.load(gmem, smem, wg - workers)
-
-    def load(self, gmem, smem, worker) -> None:
-        """Fills a worker's ring with the tiles of its segments."""
-        c, reader = self.c, self.reader
-
-        def segment(seg: Segment, done):
-            plgpu.barrier_wait(smem.q_empty.at[worker])
-            reader.copy_queries(gmem, smem.q.at[worker], smem.q_full.at[worker], seg)
-
-            def step(i, _):
-                slot = worker * c.num_stages + lax.rem(done + i, c.num_stages)
-                places = reader.pieces.places(gmem, seg.row, seg.first + i)
-                k_full, v_full = smem.k_full.at[slot], smem.v_full.at[slot]
-                plgpu.barrier_wait(smem.k_empty.at[slot])
-                reader.pieces.copy(gmem.k, smem.k.at[slot], k_full, places, seg.head)
-                self.copy_scales(gmem.k_scale, smem.k_scale.at[slot], k_full, places, seg.head)
-                self.copy_scales(gmem.v_scale, smem.v_scale.at[slot], k_full, places, seg.head)
-                plgpu.barrier_wait(smem.v_empty.at[slot])
-                reader.pieces.copy(gmem.v, smem.v.at[slot], v_full, places, seg.head)
-
-            lax.fori_loop(0, seg.count, step, None)
-
-        reader.each_segment(gmem, worker, segment)
-        self.each_barrier(smem, worker, plgpu.barrier_wait)
-
-    def each_barrier(self, smem, worker, action) -> None:
-        """Applies ``action`` to the barriers of buffers that a worker's warpgroup empties."""
-        action(smem.q_empty.at[worker])
-        for i in range(self.c.num_stages):
-            slot = worker * self.c.num_stages + i
-            action(smem.k_empty.at[slot])
-            action(smem.v_empty.at[slot])
+    def copy_keys(self, gmem, smem, slot, places: list[tuple[Any, Any]], head) -> None:
+        """Starts the copies of a tile's keys, and of the scales of its keys and values."""
+        PageKernel.copy_keys(self, gmem, smem, slot, places, head)
+        for scale, to in ((gmem.k_scale, smem.k_scale), (gmem.v_scale, smem.v_scale)):
+            self.copy_scales(scale, to.at[slot], smem.k_full.at[slot], places, head)
 
     def copy_scales(self, scale_gmem, tile_smem, full, places: list, head) -> None:
         """Starts the copies of a tile's scales, of heads side by side."""
         g, heads = self.g, self.g.scale_heads
-        lines = self.reader.pieces.slots * heads // self.line
+        lines = self.pieces.slots * heads // self.line
         for j, (page, slot) in enumerate(places):
             if heads < g.K:
                 at = page, pl.ds(slot, lines), pl.ds(lax.div(head, heads) * heads, heads)
@@ -209,9 +118,6 @@ class _AttendCodes:
             plgpu.copy_gmem_to_smem(scale_gmem.at[*at], tile_smem.at[pl.ds(j * lines, lines)], full)
 
     def compute(self, gmem, smem, worker) -> None:
-        """Computes the attention of a worker's segments."""
-        self.each_barrier(smem, worker, plgpu.barrier_arrive)
-
         def segment(seg: Segment, done):
             plgpu.barrier_wait(smem.q_full.at[worker])
             queries = self.queries(smem.q.at[worker])
@@ -239,7 +145,7 @@ class _AttendCodes:
             softmax, sums = lax.fori_loop(0, seg.count, step, (softmax, sums))
             self.leave(gmem, smem, worker, seg.partial, softmax, sums)
 
-        self.reader.each_segment(gmem, worker, segment)
+        self.each_segment(gmem, worker, segment)
 
     @property
     def held(self) -> dict[str, Held]:

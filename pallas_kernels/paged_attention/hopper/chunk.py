@@ -40,8 +40,8 @@ LEAST_TOKENS, LEAST_TILES = 128, 32
 def is_chunk(call: PagedCall) -> bool:
     """Tells whether this kernel takes a call that ``forward.unsupported`` accepts."""
     B, T, N, H = call.q_BTNH.shape
-    V, size = call.spec.value_width, call.k_PSKH.shape[1]
-    if call.v_PSKV is None or call.code is not None or f"{H}/{V}" not in WIDTHS:
+    V, size = call.value_width, call.k_PSKH.shape[1]
+    if call.code is not None or f"{H}/{V}" not in WIDTHS:
         return False
     config = forward_config(H, V)
     many = T >= LEAST_TOKENS and B * N * -(-T // config.block_q) >= LEAST_TILES
@@ -61,10 +61,9 @@ def attend_chunk(
     """
     B, T, N, H = call.q_BTNH.shape
     _, size, K, _ = call.k_PSKH.shape
-    spec, V = call.spec, call.spec.value_width
+    spec, V = call.spec, call.value_width
     config = config or forward_config(H, V)
-    q, v = pad_rows(call.q_BTNH), call.v_PSKV
-    assert v is not None, "is_chunk"
+    q = pad_rows(call.q_BTNH)
     lengths_B = jnp.clip(call.lengths_B, 0, call.capacity)
     queries_B = jnp.full((B,), T, jnp.int32)
     if call.query_lengths_B is not None:
@@ -72,7 +71,7 @@ def attend_chunk(
     operands = {
         "q": q,
         "k": call.k_PSKH,
-        "v": v,
+        "v": call.v_PSKV,
         "tables": jnp.asarray(call.tables_BM),
         # A row's first query is at this position, and it has so many.
         "rows": jnp.stack([lengths_B - queries_B, queries_B], axis=1),

@@ -14,7 +14,7 @@ ROWS = 64  # of a tile of queries: what the tensor cores multiply at a time
 CODE_ROWS = (8, 16)  # where a quantized cache is multiplied: columns of a warp's product
 GROUP_ROWS = 8  # which copies cannot divide
 MERGED_ROWS = 4  # that the second kernel takes at a time, a warp each
-WIDEST_PART = 256  # columns of an accumulator
+WIDEST_VALUES = 256  # columns of an accumulator
 BARRIER_BYTES = 1024
 RING_BYTES = 128 * 1024
 CODE_RING_BYTES = 160 * 1024  # scales are a tenth, or a fifth
@@ -30,7 +30,6 @@ class PagedConfig:
     block_kv: int = 64  # keys of a tile
     num_stages: int = 3  # tiles of keys, and of values, in flight for each worker
     num_workers: int = 2
-    value_parts: int = 1  # compute warpgroups of a worker, each with a part of the values' columns
     num_blocks: int = NUM_PROCESSORS
 
     def team(self, layout: "QueryLayout") -> int:
@@ -66,7 +65,6 @@ class QueryLayout:
     H: int
     V: int
     size: int
-    latent: bool
     tile: int = ROWS  # rows of a tile at most
     bits: int = 16  # of an element of pages
 
@@ -75,8 +73,7 @@ class QueryLayout:
         """Returns the layout of a call whose number of heads is a multiple of 8."""
         B, T, N, H = call.q_BTNH.shape
         _, size, K, _ = call.k_PSKH.shape
-        V, latent = call.spec.value_width, call.v_PSKV is None
-        layout = cls(B=B, T=T, N=N, K=K, H=H, V=V, size=size, latent=latent)
+        layout = cls(B=B, T=T, N=N, K=K, H=H, V=call.value_width, size=size)
         if call.code is None:
             return layout
         least, most = CODE_ROWS
@@ -91,7 +88,7 @@ class QueryLayout:
     @property
     def slot_bytes(self) -> int:
         """Number of bytes per slot in a tile: key, value, and scales where pages have them."""
-        elements = (self.H + (0 if self.latent else self.V)) * self.bits // 8
+        elements = (self.H + self.V) * self.bits // 8
         return elements + (4 * self.scale_heads if self.bits < 16 else 0)
 
     @property
@@ -147,15 +144,10 @@ def config_for(layout: QueryLayout) -> PagedConfig:
     """
     if layout.bits < 16:
         return _config_for_codes(layout)
-    parts = -(-layout.V // WIDEST_PART)
     tile_bytes = PagedConfig().block_kv * layout.slot_bytes
     configs = [
-        PagedConfig(
-            num_stages=max(2, RING_BYTES // (workers * tile_bytes)),
-            num_workers=workers,
-            value_parts=parts,
-        )
-        for workers in ((2, 1) if parts == 1 else (1,))
+        PagedConfig(num_stages=max(2, RING_BYTES // (workers * tile_bytes)), num_workers=workers)
+        for workers in (2, 1)
     ]
     return next((c for c in configs if c.smem_bytes(layout) <= SMEM_BYTES), configs[-1])
 

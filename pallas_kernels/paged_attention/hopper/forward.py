@@ -15,7 +15,7 @@ from pallas_kernels.hopper.machine import COPY_ALIGNMENT, SMEM_BYTES
 from pallas_kernels.paged_attention.codes import rows_as_pages
 from pallas_kernels.paged_attention.spec import PagedCall
 
-from .attend import Partials, attend_pages
+from .attend import attend_pages
 from .attend_codes import attend_codes
 from .chunk import attend_chunk, is_chunk
 from .config import (
@@ -23,7 +23,7 @@ from .config import (
     GROUP_ROWS,
     ROWS,
     SCALE_HEADS,
-    WIDEST_PART,
+    WIDEST_VALUES,
     PagedConfig,
     QueryLayout,
     config_for,
@@ -59,8 +59,8 @@ def unsupported(call: PagedCall) -> str | None:
         return f"pages of {layout.size} slots are none of {', '.join(map(str, SIZES))}"
     if layout.H % WIDTH_MULTIPLE or layout.V % WIDTH_MULTIPLE:
         return f"widths {layout.H}/{layout.V} are not multiples of {WIDTH_MULTIPLE}"
-    if layout.V > 2 * WIDEST_PART:
-        return f"values of {layout.V} columns are wider than {2 * WIDEST_PART}"
+    if layout.V > WIDEST_VALUES:
+        return f"values of {layout.V} columns are wider than {WIDEST_VALUES}"
     if layout.group > layout.tile and layout.group % GROUP_ROWS:
         most = layout.tile
         return f"{layout.group} query heads to a kv head are above {most} and no multiple of 8"
@@ -143,8 +143,7 @@ def paged_attention_hopper(
         q_BTNH = jnp.pad(call.q_BTNH, ((0, 0), (0, 0), (0, pad), (0, 0)))
         padded = dataclasses.replace(call, q_BTNH=q_BTNH)
     if call.code is not None:
-        found = attend_codes(padded, plan, layout=layout, config=config)
-        partials = Partials(*found)
+        partials = attend_codes(padded, plan, layout=layout, config=config)
     else:
         partials = attend_pages(
             padded, plan, layout=layout, config=config, interpretable=interpretable

@@ -19,9 +19,10 @@ from pallas_kernels.hopper.tile import LOG2E
 from pallas_kernels.paged_attention.spec import PagedCall
 from pallas_kernels.rows.config import tile_layout
 
-from .attend import NO_MAXIMUM, Partials
+from .attend import NO_MAXIMUM
 from .config import MERGED_ROWS, PagedConfig, QueryLayout
 from .plan import PagePlan, team_of
+from .reader import Partials
 
 HELD = 1024  # columns of partial results that a warp reads at a time
 
@@ -56,7 +57,7 @@ def merge_pages(
         grid=(g.B * g.T * g.K * g.merged_group // MERGED_ROWS,),
         grid_names=("unit",),
         num_threads=1,
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        params=dict(approx_math=True, reduction_scratch_bytes=0),
     )
     if partials.whole is not None:
         return jax.freeze(found["merged"])

@@ -1,20 +1,25 @@
-"""Reading side of the paged kernels: a worker's segments, their queries, and a tile's pages.
+"""What the kernels that read pages share: a block's roles, a worker's segments, a tile's pages.
 
 Dims: as in ``pallas_kernels.paged_attention.spec``.
 """
 
+import abc
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.mosaic import plgpu
+from pallas_kernels.paged_attention.spec import PagedCall, PagedSpec
 
-from .config import PagedConfig, QueryLayout
-from .plan import Extent, extent_of, piece_start
+from .config import ROWS, PagedConfig, QueryLayout
+from .plan import Extent, PagePlan, extent_of, piece_start
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,15 +77,138 @@ class Segment:
     whole: Any  # whether they are all that the query tile sees
 
 
+class Partials(NamedTuple):
+    """Results of the page-reading kernels: partial ones by segment, and finished rows."""
+
+    out: jax.Array  # float32 [partials, rows, V]
+    lse: jax.Array  # float32 [partials, 64], in units of log2
+    whole: jax.Array | None = None
+    """[B, T, N, V] in the queries' dtype: rows that one worker has read have their results here and
+    no partial ones; others have nothing here yet."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class PageReader:
-    """Finds a worker's segments and copies their queries, for the kernels that read pages."""
+class PageKernel(abc.ABC):
+    """Base class of the kernels that read pages, of one call; subclasses multiply.
+
+    Methods are phases, written once per trace. A worker has a warpgroup that fills a ring and one
+    that computes; slot s of worker w is ``w * num_stages + s``.
+    """
 
     g: QueryLayout
     c: PagedConfig
-    window: int | None
+    spec: PagedSpec
+    dtype: jnp.dtype
     capacity: int
     ragged_queries: bool
+
+    @abc.abstractmethod
+    def scratch(self) -> dict[str, Any]:
+        """Returns a block's shared memory buffers and ``barriers``, by name."""
+
+    @abc.abstractmethod
+    def compute(self, gmem, smem, worker) -> None:
+        """Computes the attention of a worker's segments."""
+
+    def copy_keys(self, gmem, smem, slot, places: list[tuple[Any, Any]], head) -> None:
+        """Starts the copies that arrive with a tile's keys."""
+        self.pieces.copy(gmem.k, smem.k.at[slot], smem.k_full.at[slot], places, head)
+
+    def barriers(self, *, key_copies: int = 1) -> dict[str, Any]:
+        """Returns a block's barriers; a tile's keys come in ``key_copies`` copies of each piece."""
+        slots, pieces = self.c.num_workers * self.c.num_stages, self.pieces.count
+        ring = functools.partial(plgpu.Barrier, num_barriers=slots)
+        each = functools.partial(plgpu.Barrier, num_barriers=self.c.num_workers)
+        return {
+            "q_full": each(num_arrivals=self.g.tokens),
+            "q_empty": each(num_arrivals=1),
+            "k_full": ring(num_arrivals=key_copies * pieces),
+            "k_empty": ring(num_arrivals=1),
+            "v_full": ring(num_arrivals=pieces),
+            "v_empty": ring(num_arrivals=1),
+        }
+
+    def partials(
+        self, call: PagedCall, plan: PagePlan, *, rows: int, whole: bool = False, **scales: Any
+    ) -> Partials:
+        """Launches the kernel.
+
+        Args:
+            rows: rows of a segment's result.
+            whole: whether rows that one worker has read are finished.
+            scales: other operands, by name.
+        """
+        g, c = self.g, self.c
+        # One more: the second kernel reads a few rows at a time, perhaps beyond a partial's last.
+        count = c.num_teams(g) * c.team(g) + g.num_entries * g.K + 1
+        operands = {"q": call.q_BTNH, "k": call.k_PSKH, "v": call.v_PSKV, **scales}
+        operands |= {"tables": call.tables_BM, "lengths": call.lengths_B}
+        operands |= {} if call.query_lengths_B is None else {"queries": call.query_lengths_B}
+        operands |= {"before": plan.before_E1, "starts": plan.entry_W}
+        results = {
+            "out": jax.ShapeDtypeStruct((count, rows, g.V), jnp.float32),
+            "lse": jax.ShapeDtypeStruct((count, ROWS), jnp.float32),
+        }
+        if whole:
+            results["whole"] = jax.ShapeDtypeStruct((g.B, g.T, g.N, g.V), self.dtype)
+        found = launch(
+            self.run,
+            name="paged_attention",
+            operands=operands,
+            results=results,
+            scratch=self.scratch(),
+            grid=(c.num_blocks,),
+            grid_names=("block",),
+            num_threads=2 * c.num_workers,
+        )
+        return Partials(**found)
+
+    def run(self, gmem, smem) -> None:
+        """Runs one block: a role for each warpgroup."""
+        workers, wg = self.c.num_workers, lax.axis_index("wg")
+        # What all warpgroups hold together must not exceed an SM's registers: asking for
+        # more does not fail, it waits for ever.
+        most, least = (216, 40) if workers == 2 else (240, 24)
+
+        @pl.when(wg < workers)
+        def _():
+            plgpu.set_max_registers(most, action="increase")
+            self.each_barrier(smem, wg, plgpu.barrier_arrive)
+            self.compute(gmem, smem, wg)
+
+        @pl.when(wg >= workers)
+        def _():
+            plgpu.set_max_registers(least, action="decrease")
+            self.load(gmem, smem, wg - workers)
+
+    def load(self, gmem, smem, worker) -> None:
+        """Fills a worker's ring with the tiles of its segments."""
+        c = self.c
+
+        def segment(seg: Segment, done):
+            plgpu.barrier_wait(smem.q_empty.at[worker])
+            self.copy_queries(gmem, smem.q.at[worker], smem.q_full.at[worker], seg)
+
+            def step(i, _):
+                slot = worker * c.num_stages + lax.rem(done + i, c.num_stages)
+                places = self.pieces.places(gmem, seg.row, seg.first + i)
+                plgpu.barrier_wait(smem.k_empty.at[slot])
+                self.copy_keys(gmem, smem, slot, places, seg.head)
+                plgpu.barrier_wait(smem.v_empty.at[slot])
+                self.pieces.copy(gmem.v, smem.v.at[slot], smem.v_full.at[slot], places, seg.head)
+
+            lax.fori_loop(0, seg.count, step, None)
+
+        self.each_segment(gmem, worker, segment)
+        self.each_barrier(smem, worker, plgpu.barrier_wait)
+
+    def each_barrier(self, smem, worker, action: Callable[[Any], None]) -> None:
+        """Applies ``action`` to the barriers of buffers that a worker's warpgroup empties."""
+        action(smem.q_empty.at[worker])
+        for i in range(self.c.num_stages):
+            slot = worker * self.c.num_stages + i
+            action(smem.k_empty.at[slot])
+            action(smem.v_empty.at[slot])
 
     @property
     def pieces(self) -> PagePieces:
@@ -113,7 +241,7 @@ class PageReader:
             count = jnp.minimum(tiles - lo, stop - at)
             row, tile = lax.div(entry, g.num_q_tiles), lax.rem(entry, g.num_q_tiles)
             queries = gmem.queries[row] if self.ragged_queries else None
-            extent = extent_of(self.capacity, g, self.window, gmem.lengths[row], queries, tile)
+            extent = extent_of(self.capacity, g, self.spec.window, gmem.lengths[row], queries, tile)
             segment = Segment(
                 partial=(team + s) * members + member,
                 row=row,
