@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common import device
+from pallas_kernels.common.chosen import choose
 from pallas_kernels.common.errors import InputError, UnsupportedError
 
 from . import hopper, xla
@@ -45,7 +46,6 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     logit_soft_cap: float | None = None,
     label_smoothing: float = 0.0,
-    ignore_index: int | None = None,
     implementation: str = "auto",
     chunk_bytes: int | None = None,
     batch_shards: int = 1,
@@ -67,7 +67,6 @@ def linear_cross_entropy(
         logit_soft_cap: logits become cap * tanh(logits / cap) (Gemma-2).
         label_smoothing: s in [0, 1): the target has probability 1 - s, and s is spread evenly over
             all ids, the target's too (arXiv 1512.00567, section 7).
-        ignore_index: targets equal to it do not count, whatever their weight.
         implementation: "xla" computes fp32 logits by chunks; "hopper" (Mosaic GPU, bf16)
             exponentials by chunks; "reference" materializes all; "auto" takes hopper where it can
             and was measured to be 1.15 times as fast (from 100,000 ids), else xla.
@@ -91,8 +90,6 @@ def linear_cross_entropy(
         hidden, table, targets, weights,
         batch_shards=batch_shards, sequence_shards=sequence_shards, label_smoothing=label_smoothing,
     )  # fmt: skip
-    if ignore_index is not None:
-        weights = jnp.where(targets == ignore_index, 0.0, weights)
     if implementation == "reference":
         if vocabulary_axes:
             raise UnsupportedError(
@@ -104,25 +101,41 @@ def linear_cross_entropy(
             z_loss=z_loss, logit_soft_cap=logit_soft_cap, label_smoothing=label_smoothing,
         )  # fmt: skip
         return CrossEntropySums(*sums)
-    reason = hopper.unsupported(
-        hidden, num_devices=max(num_devices, batch_shards * sequence_shards),
-        label_smoothing=label_smoothing, logit_soft_cap=logit_soft_cap,
+    vocab = table.shape[0]
+    is_small = implementation == "auto" and vocab < HOPPER_LEAST_IDS
+    chosen = choose(
+        "cross entropy", "xla" if is_small else implementation, ("hopper", "xla", "reference"),
+        lambda: hopper.unsupported(
+            hidden, num_devices=max(num_devices, batch_shards * sequence_shards),
+            label_smoothing=label_smoothing, logit_soft_cap=logit_soft_cap,
+        ),
     )  # fmt: skip
-    chosen = _choose(implementation, reason, num_ids=table.shape[0])
     if chosen == "hopper":
         # It runs on one device: one row of tokens, so that a chunk is a slice and not a copy.
         hidden = hidden.reshape(1, -1, hidden.shape[-1])
         targets, weights = targets.reshape(1, -1), weights.reshape(1, -1)
-    num_vocabulary_shards = 1
+    rows, length = hidden.shape[0] // batch_shards, hidden.shape[1] // sequence_shards
+    static = Static(
+        chunk_loss=xla.chunk_loss,
+        chunk_length=_chunk_length(chosen, rows, length, vocab, chunk_bytes),
+        batch_shards=batch_shards,
+        sequence_shards=sequence_shards,
+        num_ids=vocab,
+        z_loss=z_loss,
+        logit_soft_cap=logit_soft_cap,
+        label_smoothing=label_smoothing,
+        vocabulary_axes=vocabulary_axes,
+    )
     if vocabulary_axes:
-        num_vocabulary_shards = jax.lax.axis_size(vocabulary_axes)
-        targets = targets - jax.lax.axis_index(vocabulary_axes) * table.shape[0]
-    static = _static(
-        chosen, hidden, table,
-        z_loss=z_loss, logit_soft_cap=logit_soft_cap, label_smoothing=label_smoothing,
-        chunk_bytes=chunk_bytes, batch_shards=batch_shards, sequence_shards=sequence_shards,
-        vocabulary_axes=vocabulary_axes, num_vocabulary_shards=num_vocabulary_shards,
-    )  # fmt: skip
+        static = static._replace(num_vocabulary_shards=jax.lax.axis_size(vocabulary_axes))
+        targets = targets - jax.lax.axis_index(vocabulary_axes) * vocab
+    if chosen == "hopper":
+        static = static._replace(
+            chunk_loss=hopper.chunk_loss,
+            table_multiple=hopper.TABLE_MULTIPLE,
+            first_apart=True,
+            uniform_apart=label_smoothing > 0.0,
+        )
     return CrossEntropySums(*chunked_loss(static, hidden, table, targets, weights))
 
 
@@ -158,19 +171,6 @@ def _check(
         raise InputError(f"weights are {weights.dtype}; they must be float32, as the sums are")
     if not 0.0 <= label_smoothing < 1.0:
         raise InputError(f"label_smoothing={label_smoothing} must be at least 0 and below 1")
-
-
-def _choose(implementation: str, reason: str | None, *, num_ids: int) -> str:
-    """The implementation that computes a call; ``reason``: why the kernel cannot."""
-    if implementation not in ("auto", "xla", "hopper"):
-        raise InputError(
-            f"implementation={implementation!r} is unknown; choose auto, hopper, xla or reference"
-        )
-    if implementation == "auto":
-        return "hopper" if reason is None and num_ids >= HOPPER_LEAST_IDS else "xla"
-    if implementation == "hopper" and reason is not None:
-        raise UnsupportedError(f"Hopper cross entropy: {reason}; implementation='xla' can")
-    return implementation
 
 
 class Chunks(NamedTuple):
@@ -209,50 +209,13 @@ def hopper_chunks(*, tokens: int, num_ids: int, chunk_bytes: int | None = None) 
     return Chunks(size, -(-tokens // size))
 
 
-def _static(
-    chosen: str,
-    hidden: jax.Array,
-    table: jax.Array,
-    *,
-    chunk_bytes: int | None,
-    batch_shards: int,
-    sequence_shards: int,
-    z_loss: float,
-    logit_soft_cap: float | None,
-    label_smoothing: float,
-    vocabulary_axes: tuple[str, ...],
-    num_vocabulary_shards: int,
-) -> Static:
-    batch, length, _ = hidden.shape
-    rows, length, vocab = batch // batch_shards, length // sequence_shards, table.shape[0]
+def _chunk_length(
+    chosen: str, rows: int, length: int, num_ids: int, chunk_bytes: int | None
+) -> int:
     if chosen == "hopper":
-        chunks = hopper_chunks(tokens=length, num_ids=vocab, chunk_bytes=chunk_bytes)
-    else:
-        chunks = xla_chunks(
-            rows=rows, length=length, num_ids=vocab, platform=_platform(), chunk_bytes=chunk_bytes
-        )
-    static = Static(
-        chunk_loss=xla.chunk_loss,
-        chunk_length=chunks.length,
-        batch_shards=batch_shards,
-        sequence_shards=sequence_shards,
-        num_ids=vocab,
-        z_loss=z_loss,
-        logit_soft_cap=logit_soft_cap,
-        label_smoothing=label_smoothing,
-        vocabulary_axes=vocabulary_axes,
-        num_vocabulary_shards=num_vocabulary_shards,
-    )
-    if chosen == "xla":
-        return static
-    return static._replace(
-        chunk_loss=hopper.chunk_loss,
-        table_multiple=hopper.TABLE_MULTIPLE,
-        first_apart=True,
-        uniform_apart=label_smoothing > 0.0,
-    )
-
-
-def _platform() -> str:
-    """Platform of the device that a trace is for; a planner traces for another than its own."""
-    return "gpu" if device.target().is_gpu else jax.default_backend()
+        return hopper_chunks(tokens=length, num_ids=num_ids, chunk_bytes=chunk_bytes).length
+    # A planner traces for another device than its own.
+    platform = "gpu" if device.target().is_gpu else jax.default_backend()
+    return xla_chunks(
+        rows=rows, length=length, num_ids=num_ids, platform=platform, chunk_bytes=chunk_bytes
+    ).length

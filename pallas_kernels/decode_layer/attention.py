@@ -145,7 +145,7 @@ class Attention:
 
                 return self.add_tile(held, smem, slots, turn, left)
 
-            held = lax.fori_loop(first, last, step, self.nothing())
+            held = lax.fori_loop(first, last, step, self.held.started(self.sizes.nothing))
             part = lax.axis_index("block") - plan.first_block(h)
             self.leave(held, smem.x, gmem.attended, gmem.stats, h, part)
 
@@ -201,13 +201,3 @@ class Attention:
             self.sizes.leave(self.held.apart(held), x, attended, stats, h, part)
 
         put(held, x_smem, attended, stats, splat(h), splat(part))
-
-    def nothing(self) -> jax.Array:
-        """Returns the initial attention state, of no keys."""
-
-        @plgpu.inline_mgpu(return_type=self.held.array)
-        def start(ctx):
-            del ctx
-            return self.held.together(self.sizes.nothing())
-
-        return start()

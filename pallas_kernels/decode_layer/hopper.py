@@ -16,10 +16,9 @@ from jax.experimental import pallas as pl
 from pallas_kernels.common import device
 from pallas_kernels.common.row_inputs import RmsNorm
 from pallas_kernels.hopper.grid import GridBarrier, meet_in_block
-from pallas_kernels.hopper.launch import launch
+from pallas_kernels.hopper.launch import launch, references
 from pallas_kernels.hopper.machine import NUM_PROCESSORS
 from pallas_kernels.hopper.mosaic import arith, mgpu_utils, plgpu
-from pallas_kernels.hopper.references import references
 from pallas_kernels.hopper.threads import assembly, constant, global_place
 from pallas_kernels.quantized_weight import Arrangement, QuantizedWeight
 

@@ -294,7 +294,8 @@ class TileStream:
                     sums, smem, before + j * down + i, (base + i) * self.form.depth
                 )
 
-            sums = lax.fori_loop(0, down, step, _nothing())
+            zeros = _HELD.started(lambda: [number(0.0)] * _COLUMNS)
+            sums = lax.fori_loop(0, down, step, zeros)
             parts = getattr(gmem, product.parts)
             self.leave(sums, smem.sums, parts, j, part, column, product.share)
 
@@ -375,12 +376,3 @@ class TileStream:
             out = global_place(parts, total((part, share.N), (column, WIDTH), mine), 4)
             both = [out, functools.reduce(arith.addf, found)]
             assembly(None, both, "st.global.f32 [$0], $1;", "l,f", pure=False)
-
-
-def _nothing() -> jax.Array:
-    @plgpu.inline_mgpu(return_type=_HELD.array)
-    def zeros(ctx):
-        del ctx
-        return _HELD.together([number(0.0)] * _COLUMNS)
-
-    return zeros()

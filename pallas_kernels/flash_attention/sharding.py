@@ -35,10 +35,6 @@ DIMS = {
     "q": "BTNH",
     "k": "BSKH",
     "v": "BSKV",
-    "q_scale": "BTN",
-    "k_scale": "BJK",
-    "v_t": "BKVP",
-    "v_scale": "BJK",
     "q_segment_ids": "BT",
     "kv_segment_ids": "BS",
     "q_lengths": "B",
@@ -55,8 +51,7 @@ DIMS = {
     "d_sinks": "N",
     "d_bias": "BNTS",
 }
-"""Dims of each operand and result of an attention kernel; those of a bias may have size 1. Of FP8
-operands J counts blocks of keys, P keys padded to whole blocks."""
+"""Dims of each operand and result of an attention kernel; those of a bias may have size 1."""
 
 GRADIENT_OF = {"q": "dq", "k": "dk", "v": "dv", "sinks": "d_sinks", "bias": "d_bias"}
 
@@ -318,7 +313,7 @@ def _shardy_rule(
 
     rule = f"{side(names)} -> {side(results)}"
     # Shardy wants them in order of appearance.
-    return rule, tuple(dict.fromkeys(letter for letter in rule if letter in "TSHVJP"))
+    return rule, tuple(dict.fromkeys(letter for letter in rule if letter in "TSHV"))
 
 
 _sealed_p = Primitive("sealed")

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.errors import InputError, UnsupportedError
+from pallas_kernels.common.chosen import choose
+from pallas_kernels.common.errors import InputError
 from pallas_kernels.common.no_gradient import without_gradient
 from pallas_kernels.common.scales import FORMATS, Quantized, Scaling
 from pallas_kernels.common.varying import results_vary, vary_alike
@@ -65,37 +66,22 @@ def quantize(
         >>> values[0, 0].item(), scale.tolist()
         (448.0, [[0.015625, 0.015625]])
     """
-    form, dtype = checked(x, scaling, jnp.dtype(dtype), implementation)
+    form, dtype = checked(x, scaling, jnp.dtype(dtype))
     (x,) = vary_alike(without_gradient((x,), WHY_NO_GRADIENT))
     options = {"dtype": dtype, "power_of_two": power_of_two}
-    if _takes_hopper(implementation, x, form, power_of_two, num_devices):
+    chosen = choose(
+        "quantization", implementation, NAMES,
+        lambda: hopper_quantize.unsupported(
+            x, form, power_of_two=power_of_two, num_devices=num_devices
+        ),
+    )  # fmt: skip
+    if chosen == "hopper":
         call = functools.partial(hopper_quantize.quantize_hopper, scaling=form, **options)
         return results_vary(call)(x)
     return quantize_xla(x, form, **options)
 
 
-def _takes_hopper(
-    implementation: str,
-    x: jax.Array,
-    form: Scaling,
-    power_of_two: bool,
-    num_devices: int,
-) -> bool:
-    if implementation == "xla":
-        return False
-    reason = hopper_quantize.unsupported(
-        x, form, power_of_two=power_of_two, num_devices=num_devices
-    )
-    if implementation == "hopper" and reason is not None:
-        raise UnsupportedError(
-            f"implementation='hopper' cannot quantize this: {reason}. implementation='xla' can"
-        )
-    return reason is None
-
-
-def checked(
-    x: jax.Array, scaling: Scaling | str, dtype: jnp.dtype, implementation: str
-) -> tuple[Scaling, jnp.dtype]:
+def checked(x: jax.Array, scaling: Scaling | str, dtype: jnp.dtype) -> tuple[Scaling, jnp.dtype]:
     """Validates the arguments of ``quantize``, and returns the scaling and the 8-bit dtype.
 
     Raises:
@@ -110,10 +96,6 @@ def checked(
         raise InputError(f"scaling={scaling!r} must be one of {', '.join(Scaling)}")
     if dtype not in FORMATS:
         raise InputError(f"dtype={dtype.name} must be float8_e4m3fn or float8_e5m2")
-    if implementation not in ("auto", *NAMES):
-        raise InputError(
-            f"implementation={implementation!r} is unknown; choose auto, {', '.join(NAMES)}"
-        )
     return Scaling(scaling), dtype
 
 
@@ -157,19 +139,10 @@ def scaled_matmul(
         [128.0, 128.0, 128.0]
     """
     spec = make_scaled_spec(a, b, a_scale, b_scale, out_dtype=jnp.dtype(out_dtype))
-    if implementation not in ("auto", *PRODUCTS):
-        raise InputError(
-            f"implementation={implementation!r} is unknown; choose auto, {', '.join(PRODUCTS)}"
-        )
-    chosen = implementation
-    if implementation in ("auto", "hopper"):
-        reason = hopper_matmul.unsupported(a, b, spec=spec, num_devices=num_devices)
-        if implementation == "hopper" and reason is not None:
-            raise UnsupportedError(
-                f"implementation='hopper' cannot compute this scaled matmul: {reason}. "
-                "implementation='xla' can"
-            )
-        chosen = "hopper" if reason is None else "xla"
+    chosen = choose(
+        "scaled matmul", implementation, PRODUCTS,
+        lambda: hopper_matmul.unsupported(a, b, spec=spec, num_devices=num_devices),
+    )  # fmt: skip
     arrays = without_gradient(
         (a, b, a_scale, b_scale),
         "scaled_matmul has no gradient: a recipe quantizes the cotangent and calls it again for "

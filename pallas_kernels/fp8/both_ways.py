@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common import tables
-from pallas_kernels.common.chosen import announce
-from pallas_kernels.common.errors import InputError, UnsupportedError
+from pallas_kernels.common.chosen import announce, choose
+from pallas_kernels.common.errors import InputError
 from pallas_kernels.common.no_gradient import without_gradient
 from pallas_kernels.common.scales import Quantized, Scaling
 from pallas_kernels.common.varying import results_vary, vary_alike
 
 from . import formula
-from .api import WHY_NO_GRADIENT, checked, quantize
+from .api import NAMES, WHY_NO_GRADIENT, checked, quantize
 from .hopper_both_ways import WithTranspose, both_ways_hopper, unsupported
 from .xla import quantize_across_xla
 
@@ -221,7 +221,7 @@ def _both_ways(
     implementation: str,
     num: int,
 ) -> tuple[WithTranspose, ...]:
-    form, dtype = checked(inputs[0], scaling, jnp.dtype(dtype), implementation)
+    form, dtype = checked(inputs[0], scaling, jnp.dtype(dtype))
     for x in inputs[1:]:
         if (x.shape, x.dtype) != (inputs[0].shape, inputs[0].dtype):
             raise InputError(
@@ -230,7 +230,13 @@ def _both_ways(
             )
     inputs = vary_alike(without_gradient(inputs, WHY_NO_GRADIENT))
     options: dict[str, Any] = {"dtype": dtype, "power_of_two": power_of_two}
-    if _chosen(source, inputs, form, power_of_two, implementation, num) != "hopper":
+    given: dict[str, Any] = {"power_of_two": power_of_two, "num_devices": num}
+    if implementation == "auto":
+        is_one = takes_one_kernel(source, inputs, form, **given)
+    else:
+        why_not = functools.partial(unsupported, inputs, form, **given)
+        is_one = choose("cast both ways", implementation, NAMES, why_not) == "hopper"
+    if not is_one:
         return apart(source, inputs, form, implementation=implementation, num=num, **options)
     call = functools.partial(
         both_ways_hopper,
@@ -240,25 +246,6 @@ def _both_ways(
         **options,
     )
     return results_vary(lambda *x: call(x))(*inputs)
-
-
-def _chosen(
-    source: CastSource,
-    inputs: tuple[jax.Array, ...],
-    form: Scaling,
-    power_of_two: bool,
-    implementation: str,
-    num: int,
-) -> str:
-    given: dict[str, Any] = {"power_of_two": power_of_two, "num_devices": num}
-    if implementation == "auto":
-        return "hopper" if takes_one_kernel(source, inputs, form, **given) else "apart"
-    if implementation == "hopper" and (reason := unsupported(inputs, form, **given)) is not None:
-        raise UnsupportedError(
-            f"implementation='hopper' cannot quantize this both ways: {reason}. "
-            "implementation='xla' can"
-        )
-    return implementation
 
 
 def apart(

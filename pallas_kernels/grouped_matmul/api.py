@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels.common.errors import InputError, UnsupportedError
+from pallas_kernels.common.chosen import choose
+from pallas_kernels.common.errors import InputError
 from pallas_kernels.common.no_gradient import without_gradient
 from pallas_kernels.common.scales import BLOCK, FORMATS
 from pallas_kernels.common.varying import vary_alike
@@ -24,11 +25,10 @@ from .reference import (
     grouped_swiglu_reference,
     scaled_grouped_matmul_reference,
 )
-from .validate import check_operands, counts_within
 
 type GroupedImplementation = Literal["auto", "hopper", "xla", "reference"]
 
-SCALED_NAMES = ("hopper", "xla", "reference")
+NAMES = ("hopper", "xla", "reference")
 OUT_DTYPES = ("bfloat16", "float16", "float32")
 
 IMPLEMENTATIONS = {"hopper": hopper, "xla": xla}
@@ -81,7 +81,7 @@ def grouped_matmul(
         >>> pallas_kernels.grouped_matmul(x, w, jnp.array([3, 1]))[:, 0].tolist()
         [8.0, 8.0, 8.0, 0.0]
     """
-    check_operands(x, {"w": w}, group_sizes, rows, positions)
+    _check_operands(x, {"w": w}, group_sizes, rows, positions)
     dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise InputError(f"out_dtype={dtype} is not a float")
@@ -122,7 +122,7 @@ def grouped_swiglu(
         >>> pallas_kernels.grouped_swiglu(x, gate, gate, jnp.array([3, 1])).shape
         (4, 3)
     """
-    check_operands(x, {"gate": gate, "up": up}, group_sizes, rows, positions)
+    _check_operands(x, {"gate": gate, "up": up}, group_sizes, rows, positions)
     chosen = _choose(implementation, x, gate)
     x, (gate, up), group_sizes, rows, positions = _prepared(
         chosen, x, (gate, up), group_sizes, rows, positions
@@ -163,7 +163,7 @@ def grouped_weight_gradient(
         [3.0, 1.0]
     """
     like: Any = jax.ShapeDtypeStruct((group_sizes.size, x.shape[-1], d.shape[-1]), x.dtype)
-    check_operands(x, {"the gradient": like}, group_sizes, rows, None)
+    _check_operands(x, {"the gradient": like}, group_sizes, rows, None)
     num_rows = x.shape[0] if rows is None else rows.shape[0]
     if d.shape != (num_rows, like.shape[2]):
         raise InputError(f"d is {list(d.shape)}; {num_rows} rows ask for [{num_rows}, N]")
@@ -219,14 +219,16 @@ def scaled_grouped_matmul(
     """
     out_dtype = jnp.dtype(out_dtype)
     _check_scaled(a, b, a_scale, b_scale, group_sizes, out_dtype)
-    chosen = _choose_scaled(implementation, b)
+    chosen = choose(
+        "scaled grouped matmul", implementation, NAMES, lambda: hopper.scaled_unsupported(b)
+    )
     arrays = without_gradient(
         (a, b, a_scale, b_scale),
         "scaled_grouped_matmul has no gradient: a recipe quantizes the cotangent and calls it "
         "again with the weights transposed, inside its own jax.custom_vjp; or train in bfloat16 "
         "with grouped_matmul",
     )
-    sizes = group_sizes if chosen == "hopper" else counts_within(group_sizes, a.shape[0])
+    sizes = group_sizes if chosen == "hopper" else _counts_within(group_sizes, a.shape[0])
     operands = vary_alike((*arrays, sizes))
     match chosen:
         case "reference":
@@ -237,22 +239,52 @@ def scaled_grouped_matmul(
             return xla.scaled_product(*operands, out_dtype=out_dtype)
 
 
-def _choose_scaled(implementation: str, b: jax.Array) -> str:
-    if implementation not in ("auto", *SCALED_NAMES):
+def _check_operands(
+    x: jax.Array,
+    weights: dict[str, jax.Array],
+    group_sizes: jax.Array,
+    rows: jax.Array | None,
+    positions: jax.Array | None,
+) -> None:
+    """Raises InputError unless x, weights, group sizes and row indices agree in shape and dtype."""
+    if x.ndim != 2 or x.dtype.name not in ("bfloat16", "float16", "float32"):
         raise InputError(
-            f"implementation={implementation!r} is unknown; choose auto, {', '.join(SCALED_NAMES)}"
+            f"x is {x.dtype}{list(x.shape)}; it must be bfloat16, float16 or float32 [M, K]"
         )
-    if implementation not in ("auto", "hopper"):
-        return implementation
-    reason = hopper.scaled_unsupported(b)
-    if reason is None:
-        return "hopper"
-    if implementation == "hopper":
-        raise UnsupportedError(
-            f"implementation='hopper' cannot compute this scaled grouped matmul: {reason}. "
-            "implementation='xla' can"
+    for name, w in weights.items():
+        if w.ndim != 3 or w.shape[1] != x.shape[1] or not jnp.issubdtype(w.dtype, jnp.floating):
+            raise InputError(
+                f"{name} is {w.dtype}{list(w.shape)}; x {list(x.shape)} asks for floats "
+                f"[G, {x.shape[1]}, N]"
+            )
+    first, *others = weights.items()
+    for name, w in others:
+        if w.shape != first[1].shape:
+            raise InputError(
+                f"{name} is {list(w.shape)} and {first[0]} {list(first[1].shape)}; they must be "
+                "of one shape"
+            )
+    num_groups = first[1].shape[0]
+    if group_sizes.shape != (num_groups,) or group_sizes.dtype != jnp.int32 or not num_groups:
+        raise InputError(
+            f"group_sizes is {group_sizes.dtype}{list(group_sizes.shape)}; {first[0]} "
+            f"{list(first[1].shape)} asks for int32 [{num_groups}], at least one"
         )
-    return "xla"
+    if rows is None and positions is not None:
+        raise InputError("positions are given without rows; they are the rows' inverse: give both")
+    if rows is None:
+        return
+    if rows.ndim != 1 or rows.dtype != jnp.int32:
+        raise InputError(f"rows is {rows.dtype}{list(rows.shape)}; it must be int32 [M]")
+    if not x.shape[0]:
+        raise InputError(f"rows {list(rows.shape)} name rows of x, which has none")
+    if positions is None:
+        return
+    if positions.shape[:1] != x.shape[:1] or positions.ndim != 2 or positions.dtype != jnp.int32:
+        raise InputError(
+            f"positions is {positions.dtype}{list(positions.shape)}; x {list(x.shape)} asks for "
+            f"int32 [{x.shape[0]}, J], where each of its rows went"
+        )
 
 
 def _check_scaled(
@@ -294,30 +326,25 @@ def _check_scaled(
         raise InputError(f"out_dtype={out_dtype.name} must be one of {', '.join(OUT_DTYPES)}")
 
 
+def _counts_within(group_sizes_G: jax.Array, num_rows: int) -> jax.Array:
+    """Clips group sizes to at least 0 and, in sum, at most ``num_rows``."""
+    ends_G = jnp.minimum(jnp.cumsum(jnp.maximum(group_sizes_G, 0)), num_rows)
+    return jnp.diff(ends_G, prepend=0).astype(jnp.int32)
+
+
 def _prepared(
     chosen: str, x: jax.Array, w: Any, group_sizes: jax.Array, rows: Any, positions: Any
 ) -> Any:
     num_rows = x.shape[0] if rows is None else rows.shape[0]
     if chosen != "hopper":  # whose kernels cut sizes themselves
-        group_sizes = counts_within(group_sizes, num_rows)
+        group_sizes = _counts_within(group_sizes, num_rows)
     if rows is not None:
         rows = jnp.clip(rows, 0, x.shape[0] - 1)
     return vary_alike((x, w, group_sizes, rows, positions))
 
 
 def _choose(implementation: str, x: jax.Array, w: jax.Array) -> str:
-    if implementation not in ("auto", "reference", *IMPLEMENTATIONS):
-        raise InputError(
-            f"implementation={implementation!r} is unknown; choose auto, hopper, xla or reference"
-        )
-    if implementation not in ("auto", "hopper"):
-        return implementation
-    reason = hopper.unsupported(x, w)
-    if reason is None:
-        return "hopper"
-    if implementation == "hopper":
-        raise UnsupportedError(f"Hopper grouped matmul: {reason}; implementation='xla' can")
-    return "xla"
+    return choose("grouped matmul", implementation, NAMES, lambda: hopper.unsupported(x, w))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -20,8 +20,6 @@ from jax import lax
 from pallas_kernels.common.errors import InputError
 from pallas_kernels.common.varying import vary_alike
 
-from .validate import check_inverse
-
 
 def combine(
     y: jax.Array,
@@ -66,7 +64,11 @@ def combine(
             f"weights is {weights.dtype}{list(weights.shape)}; positions {list(positions.shape)} "
             "ask for as many float32"
         )
-    check_inverse(inverse, num_rows=y.shape[0])
+    if inverse is not None and (inverse.shape != y.shape[:1] or inverse.dtype != jnp.int32):
+        raise InputError(
+            f"inverse is {inverse.dtype}{list(inverse.shape)}; it must be int32 [{y.shape[0]}], an "
+            "entry for each row of y"
+        )
     return _combine(*vary_alike((y, positions, weights, inverse)))
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxlib.mlir import ir
 
-from .cluster import meet
+from .grid import meet_in_cluster
 from .held import Held
 from .machine import WARPGROUP
 from .mosaic import arith, mgpu, mgpu_utils, plgpu
@@ -74,13 +74,7 @@ class ClusterSums:
 
     def nothing(self) -> jax.Array:
         """Returns sums that are all zero, to which products are added."""
-
-        @plgpu.inline_mgpu(return_type=self.held.array)
-        def zeros(ctx):
-            del ctx
-            return self.held.together([mgpu.c(0.0, ir.F32Type.get())] * self.count)
-
-        return zeros()
+        return self.held.started(lambda: [mgpu.c(0.0, ir.F32Type.get())] * self.count)
 
     def finish(self, sums: jax.Array, gmem, smem, group: jax.Array) -> None:
         """Adds the sums of all blocks and warpgroups and writes this block's result columns."""
@@ -91,7 +85,7 @@ class ClusterSums:
             self.keep(self.held.apart(sums), ref)
 
         keep(sums, smem.sums.at[group])
-        meet(ordered=True)
+        meet_in_cluster(ordered=True)
         refs = [smem.sums, gmem.out]
         refs += [] if self.scale_dtype is None else [gmem.scales]
         refs += [gmem.residual] if self.has_residual else []
@@ -108,7 +102,7 @@ class ClusterSums:
         column = lax.axis_index("columns") * self.width
         row = lax.axis_index("rows") * self.rows_at_a_time
         add(*(jnp.broadcast_to(x, ()) for x in (column, row, group)), *refs)
-        meet(ordered=False)
+        meet_in_cluster(ordered=False)
 
     def keep(self, numbers: list[Any], sums) -> None:
         """Stores a thread's fp32 sums in its warpgroup's buffer in shared memory."""
@@ -119,8 +113,8 @@ class ClusterSums:
 
     def meet_as_bystander(self) -> None:
         """Joins both cluster barriers of ``finish`` in a warpgroup that has no sums."""
-        meet(ordered=False)
-        meet(ordered=False)
+        meet_in_cluster(ordered=False)
+        meet_in_cluster(ordered=False)
 
     def write(self, column, row, group, sums, out, scales, residual=None) -> None:
         """Writes this block's columns of the result, two neighboring ones per thread at a time."""

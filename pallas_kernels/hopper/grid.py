@@ -1,6 +1,7 @@
-"""A barrier of all blocks of a grid, which must all be resident: one block on each SM.
+"""Barriers of the blocks of a cluster, and of all blocks of a grid, on a Hopper GPU.
 
-A counter in global memory, 0 when the launch begins, goes up by one for each block that arrives.
+All blocks of a grid must be resident: one block on each SM. A counter in global memory, 0 when the
+launch begins, goes up by one for each block that arrives.
 """
 
 import dataclasses
@@ -13,6 +14,19 @@ from .threads import assembly, constant, global_place, total
 
 _SOME, _ALL = 8, 9
 """Hardware barriers that Mosaic does not use: it takes 0, and one per warpgroup."""
+
+
+def meet_in_cluster(*, ordered: bool) -> None:
+    """Waits for every thread of the cluster; if ordered, their earlier writes are then visible."""
+    order = "release" if ordered else "relaxed"
+
+    @plgpu.inline_mgpu()
+    def meet(ctx):
+        del ctx
+        assembly(None, [], f"barrier.cluster.arrive.{order}.aligned;", "", pure=False)
+        assembly(None, [], "barrier.cluster.wait.acquire.aligned;", "", pure=False)
+
+    meet()
 
 
 def meet_in_block(threads: int, *, everyone: bool = False) -> None:

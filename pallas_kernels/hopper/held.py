@@ -1,8 +1,10 @@
 """Per-thread registers of a warpgroup, wrapped as one array that Pallas loops can carry."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxlib.mlir import ir
@@ -28,6 +30,15 @@ class Held:
         """Shape, dtype and layout of the Pallas array that all threads' registers form."""
         shape = (self.count * LANES * WARPS,)
         return plgpu.ShapeDtypeStruct(shape, self.dtype, layout=self.layout)
+
+    def started(self, numbers: Callable[[], list[Any]]) -> jax.Array:
+        """Returns the array that each thread's ``numbers()`` make, for a loop to begin with."""
+
+        @plgpu.inline_mgpu(return_type=self.array)
+        def start(_):
+            return self.together(numbers())
+
+        return start()
 
     def together(self, numbers: list[Any]) -> Any:
         """Wraps a thread's list of registers as Mosaic's array."""

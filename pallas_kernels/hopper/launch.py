@@ -1,9 +1,12 @@
-"""Launch of a Mosaic GPU kernel that reads its arrays and buffers by name."""
+"""Launch of a Mosaic GPU kernel that reads its arrays by name, or updates them in place."""
 
 import itertools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import jax
+from jax import lax
 
 from .mosaic import plgpu
 
@@ -54,6 +57,16 @@ def launch(
         **grid,
     )(*_flat(operands))
     return _grouped(results, outs)[0]
+
+
+def references(arrays: Sequence[jax.Array]) -> list[Any]:
+    """Makes a mutable reference to each array, without a copy where the caller donates the array.
+
+    All references of a call are made at once, so that arrays of one value, such as pools of zeros,
+    stay apart. Where another operand is a slice of a larger array, XLA makes a fusion of the
+    kernel's call and passes each value once: two references would be one buffer.
+    """
+    return [jax.new_ref(array) for array in lax.optimization_barrier(tuple(arrays))]
 
 
 def _flat(arrays: Named) -> list[Any]:

@@ -10,8 +10,6 @@ from pallas_kernels.quantized_weight import WeightCode
 
 from .spec import PagedCall
 
-LARGEST = {WeightCode.E4M3: 448.0, WeightCode.INT8: 127.0, WeightCode.INT4: 7.0}
-"""The code of a head's largest element."""
 LEAST_SCALE = 2.0**-20  # in float16 too it is not 0
 
 
@@ -21,7 +19,7 @@ def codes_of(x: jax.Array, code: WeightCode, scale_dtype: jnp.dtype) -> tuple[ja
     An element that is not finite makes its head's scale not finite.
     """
     wide = x.astype(jnp.float32)
-    top = LARGEST[code]
+    top = code.largest
     size = jnp.maximum(jnp.max(jnp.abs(wide), axis=-1), LEAST_SCALE * top)
     scale = keep_rounded((size / top).astype(scale_dtype))
     scaled = jnp.clip(wide / scale.astype(jnp.float32)[..., None], -top, top)

@@ -21,7 +21,6 @@ from .weight import (
     spread_rows,
 )
 
-_LARGEST = {WeightCode.INT4: 7.0, WeightCode.INT8: 127.0, WeightCode.E4M3: 448.0}
 _LEAST = 2.0**-60  # of a group's largest element: no scale is 0
 
 
@@ -66,7 +65,7 @@ def round_weight(
         zeros = jnp.clip(jnp.round(-least / scales.astype(jnp.float32)), 0.0, 15.0)
     else:
         size = jnp.maximum(jnp.maximum(-least, largest), _LEAST)
-        scales = keep_rounded((size / _LARGEST.get(form.code, 1.0)).astype(kept))
+        scales = keep_rounded((size / form.code.largest).astype(kept))
     each = spread_rows(scales.astype(jnp.float32), form.group_rows, rows)
     if form.group_columns > 1:
         each = jnp.repeat(each, form.group_columns, axis=-1)[..., :columns]

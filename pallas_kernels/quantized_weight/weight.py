@@ -72,6 +72,11 @@ class WeightCode(enum.StrEnum):
         return 4 if self in (WeightCode.INT4, WeightCode.NF4) else 8
 
     @property
+    def largest(self) -> float:
+        """The number that the largest element of a group is quantized to."""
+        return {"int4": 7.0, "int8": 127.0, "e4m3": 448.0}.get(self.value, 1.0)
+
+    @property
     def storage(self) -> jnp.dtype:
         """Dtype in which the packed elements are stored."""
         return jnp.dtype({"int8": jnp.int8, "e4m3": jnp.float8_e4m3fn}.get(self.value, jnp.uint8))

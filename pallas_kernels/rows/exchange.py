@@ -11,7 +11,7 @@ import jax
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.hopper.cluster import meet
+from pallas_kernels.hopper.grid import meet_in_cluster
 from pallas_kernels.hopper.machine import LANES, WARPS
 from pallas_kernels.hopper.mosaic import arith, mgpu_utils, plgpu
 from pallas_kernels.hopper.mosaic import vector as vectors
@@ -36,7 +36,7 @@ def begin(c: RowConfig, smem) -> None:
         assembly(None, [], "fence.mbarrier_init.release.cluster;", "", pure=False)
 
     make(smem.exchanged)
-    meet(ordered=False)
+    meet_in_cluster(ordered=False)
 
 
 def send(c: RowConfig, smem, me, i, numbers: tuple[jax.Array, ...]) -> None:

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.hopper.references import references
+from pallas_kernels.hopper.launch import references
 
 
 def test_arrays_of_one_value_are_apart():

@@ -121,26 +121,6 @@ def test_targets_of_weight_0_do_not_count(implementation):
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_ignored_targets_are_those_of_weight_0(implementation):
-    hidden, table, targets, weights = jax.device_get(inputs("float32"))
-    ignored = (targets % 3) == 0
-    assert (weights[ignored] != 0.0).any()
-
-    def total(hidden, table, targets, weights, ignore_index=None):
-        return linear_cross_entropy(
-            hidden, table, targets, weights, implementation=implementation,
-            ignore_index=ignore_index,
-        ).total  # fmt: skip
-
-    def run(*arguments):
-        return jax.jit(jax.value_and_grad(total, (0, 1)), static_argnums=4)(*arguments)
-
-    got = run(hidden, table, np.where(ignored, np.int32(-100), targets), weights, -100)
-    want = run(hidden, table, targets, np.where(ignored, np.float32(0), weights))
-    chex.assert_trees_all_equal(got, want)
-
-
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_cotangent_scales_and_nll_has_no_gradient(implementation):
     hidden, table, targets, weights = inputs("float32")
 

@@ -15,12 +15,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.common import device
-from pallas_kernels.hopper.launch import launch
+from pallas_kernels.hopper.launch import launch, references
 from pallas_kernels.hopper.machine import LANES, WARPS
 from pallas_kernels.hopper.mosaic import plgpu
-from pallas_kernels.hopper.references import references
 from pallas_kernels.hopper.registers import write_registers
-from pallas_kernels.paged_attention.codes import LARGEST, LEAST_SCALE
+from pallas_kernels.paged_attention.codes import LEAST_SCALE
 from pallas_kernels.quantized_weight import WeightCode
 from pallas_kernels.rows.config import tile_layout
 
@@ -145,7 +144,7 @@ class _AppendHeads:
     def write_codes(self, halves: list, pages, scales, at: tuple) -> None:
         """Writes the codes and scales of ``codes_of``; a warp has a head."""
         assert self.code is not None
-        top = LARGEST[self.code]
+        top = self.code.largest
         wide = [half.astype(jnp.float32) for half in halves]
         sizes = functools.reduce(jnp.maximum, [jnp.abs(x) for x in wide])
         # A maximum in hardware passes over NaN.
