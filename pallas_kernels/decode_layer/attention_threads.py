@@ -29,6 +29,7 @@ from pallas_kernels.hopper.threads import (
     loaded,
     number,
     packed_pair,
+    power,
     total,
     widened_pair,
 )
@@ -195,8 +196,8 @@ class HeadSizes:
             mine = [row[g] for row in scores]
             peak = _over_lanes(functools.reduce(arith.maximumf, mine), arith.maximumf, (8, 16))
             peak = arith.maximumf(peak, peaks[g])
-            shrink = _power(arith.subf(peaks[g], peak))
-            found.append([_power(arith.subf(s, peak)) for s in mine])
+            shrink = power(arith.subf(peaks[g], peak))
+            found.append([power(arith.subf(s, peak)) for s in mine])
             totals[g] = functools.reduce(arith.addf, found[g], arith.mulf(totals[g], shrink))
             sums[g] = [arith.mulf(each, shrink) for each in sums[g]]
             peaks[g] = peak
@@ -346,11 +347,11 @@ def _put_factors(stats, factors, parts: int, block, plan, sizes: HeadSizes, shar
         # Where nothing is seen, the result is 0.
         is_nothing = arith.cmpf(arith.CmpFPredicate.OEQ, below_all, number(0.0))
         below_all = arith.select(is_nothing, number(1.0), below_all)
-        for part, power in enumerate(powers):
-            power = arith.select(below(constant(part), count), power, number(0.0))
+        for part, each in enumerate(powers):
+            each = arith.select(below(constant(part), count), each, number(0.0))
             place = total(factors, (mine, 4 * parts), constant(4 * part))
             text = "st.shared.f32 [$0], $1;"
-            assembly(None, [place, arith.divf(power, below_all)], text, "r,f", pure=False)
+            assembly(None, [place, arith.divf(each, below_all)], text, "r,f", pure=False)
 
 
 def most_parts(heads: int, blocks: int) -> int:
@@ -361,7 +362,7 @@ def most_parts(heads: int, blocks: int) -> int:
 def _factors(peaks: list[Any]) -> tuple[Any, list[Any]]:
     """The largest maximum, and what sums below others are multiplied with."""
     peak = functools.reduce(arith.maximumf, peaks)
-    return peak, [_power(arith.subf(each, peak)) for each in peaks]
+    return peak, [power(arith.subf(each, peak)) for each in peaks]
 
 
 def _dot(xs: list[Any], ys: list[Any]) -> Any:
@@ -374,10 +375,6 @@ def _over_lanes(x: Any, combine: Any, distances: tuple[int, ...]) -> Any:
     for distance in distances:
         x = combine(x, from_lane_xor(x, distance))
     return x
-
-
-def _power(x: Any) -> Any:
-    return assembly(ir.F32Type.get(), [x], "ex2.approx.ftz.f32 $0, $1;", "=f,f", pure=True)
 
 
 def _shared_number(place, offset: int) -> Any:

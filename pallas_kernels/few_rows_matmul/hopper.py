@@ -117,9 +117,9 @@ def _quantized_tiles(s: ProductShape) -> SkinnyConfig | QuantizedConfig | None:
 
 
 def _unsupported_operands(call: FewRowsCall, out_dtype: jnp.dtype) -> str | None:
-    facts, weight = device.target(), call.weight
-    if facts.capability != (9, 0):
-        return f"it needs a GPU of compute capability 9.0 (Hopper), not {facts.kind}"
+    weight = call.weight
+    if reason := device.why_not_one_hopper():
+        return reason
     if call.x.dtype.name not in DTYPES:
         return f"x is {call.x.dtype}: it multiplies bfloat16 and float16"
     if not isinstance(weight, QuantizedWeight):

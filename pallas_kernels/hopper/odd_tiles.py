@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 
 from .mosaic import arith, copies, mgpu, mgpu_utils, plgpu
-from .threads import constant
+from .threads import barrier_at, constant, one_thread
 
 GROUP = 8
 """Rows of one group."""
@@ -41,7 +41,7 @@ def make_arrivals(ref: Any) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def make(_, ref):
-        place, one = mgpu_utils.memref_ptr(ref), _one_thread()
+        place, one = mgpu_utils.memref_ptr(ref), one_thread()
         for i in range(ref.type.shape[0] // 2):
             ptx = f"mbarrier.init.shared::cta.b64 [$0 + {8 * i}], 1;"
             mgpu_utils.inline_ptx(ptx, place, predicate=one, has_side_effects=True)
@@ -64,7 +64,7 @@ def wait(ref: Any, which: Any, use: Any) -> None:
     @plgpu.inline_mgpu(arg_types=(splat, splat, plgpu.RefType()))
     def wait(_, which, use, ref):
         odd = arith.trunci(ir.IntegerType.get_signless(1), _value(use))
-        _barrier(ref, _value(which)).wait_parity(odd)
+        barrier_at(ref, _value(which)).wait_parity(odd)
 
     wait(*_numbers((which, use)), ref)
 
@@ -87,7 +87,7 @@ def load_tile(
 
     @plgpu.inline_mgpu(arg_types=(splat, *types, plgpu.RefType()))
     def load(ctx, which, numbers, source, tile, ref):
-        barrier, one = _barrier(ref, _value(which)), _one_thread()
+        barrier, one = barrier_at(ref, _value(which)), one_thread()
         barrier.arrive_expect_tx(_bytes(tile), predicate=one)
 
         def copy(part, window, transforms):
@@ -109,7 +109,7 @@ def store_tile(tile: Any, sink: Any, place: TilePlace, transforms: Any) -> None:
 
     @plgpu.inline_mgpu(arg_types=_types(transforms))
     def store(ctx, numbers, sink, tile):
-        one = _one_thread()
+        one = one_thread()
 
         def copy(part, window, transforms):
             ctx.async_copy(
@@ -171,12 +171,3 @@ def _index(x: Any) -> Any:
 
 def _bytes(tile: Any) -> int:
     return math.prod(tile.type.shape) * mgpu_utils.bytewidth(tile.type.element_type)
-
-
-def _one_thread() -> Any:
-    return mgpu_utils.single_thread_predicate(mgpu_utils.ThreadSubset.WARPGROUP)
-
-
-def _barrier(ref: Any, which: Any) -> Any:
-    phases: Any = None  # a wait is given its parity
-    return mgpu_utils.BarrierRef(mgpu_utils.memref_ptr(ref), which, phases, 1)

@@ -42,6 +42,17 @@ def thread() -> Any:
     return arith.remui(mgpu_utils.thread_idx(), constant(WARPGROUP))
 
 
+def one_thread() -> Any:
+    """Returns whether this is the one thread of its warpgroup that issues copies."""
+    return mgpu_utils.single_thread_predicate(mgpu_utils.ThreadSubset.WARPGROUP)
+
+
+def barrier_at(ref: Any, which: Any) -> Any:
+    """Returns barrier number ``which`` of those in shared memory, whose waits give their parity."""
+    phases: Any = None
+    return mgpu_utils.BarrierRef(mgpu_utils.memref_ptr(ref), which, phases, 1)
+
+
 def total(*terms: Any) -> Any:
     """Returns the sum of i32 values; a pair (value, int) stands for their product."""
     values = [arith.muli(x[0], constant(x[1])) if isinstance(x, tuple) else x for x in terms]
@@ -159,11 +170,14 @@ def from_lane_xor(x: Any, distance: int) -> Any:
     return assembly(ir.F32Type.get(), [x], text, "=f,f", pure=False)
 
 
+def power(x: Any) -> Any:
+    """Computes 2 to the power of an f32 with the hardware's exponential."""
+    return assembly(ir.F32Type.get(), [x], "ex2.approx.ftz.f32 $0, $1;", "=f,f", pure=True)
+
+
 def swiglu(gate: Any, up: Any) -> Any:
     """Computes ``silu(gate) * up`` in f32 with the hardware's exponential."""
     f32 = ir.F32Type.get()
-    power = arith.mulf(gate, number(-LOG2E))
-    shrunk = assembly(f32, [power], "ex2.approx.ftz.f32 $0, $1;", "=f,f", pure=True)
-    below = arith.addf(shrunk, number(1.0))
+    below = arith.addf(power(arith.mulf(gate, number(-LOG2E))), number(1.0))
     silu = assembly(f32, [gate, below], "div.approx.ftz.f32 $0, $1, $2;", "=f,f,f", pure=True)
     return arith.mulf(silu, up)

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.common.chosen import announce
-from pallas_kernels.common.errors import InputError, UnsupportedError
+from pallas_kernels.common.chosen import announce, choose
 
 from .hopper import is_chunk, numbers_first, paged_attention_hopper, unsupported
 from .reference import paged_attention_reference
@@ -105,18 +104,10 @@ def attends_chunk(
 
 
 def _compute(implementation: str, call: PagedCall) -> jax.Array:
-    if implementation not in ("auto", *_IMPLEMENTATIONS):
-        raise InputError(
-            f"implementation={implementation!r} must be auto or {', '.join(_IMPLEMENTATIONS)}"
-        )
-    reason = unsupported(call) if implementation in ("auto", "hopper") else None
+    what = f"paged attention ({call.describe()})"
+    name = choose(what, implementation, [*_IMPLEMENTATIONS], lambda: unsupported(call))
     if implementation == "auto":
-        implementation = "hopper" if reason is None else "xla"
-        because = numbers_first(call) if reason is None else f"not hopper: {reason}"
-        announce("paged_attention", implementation, call.describe(), because=because)
-    elif reason is not None:
-        raise UnsupportedError(
-            f"implementation='hopper' cannot compute this paged attention: {reason}. Call: "
-            f"{call.describe()}. These can: xla, reference"
-        )
-    return _IMPLEMENTATIONS[implementation](call)
+        is_hopper = name == "hopper"
+        because = numbers_first(call) if is_hopper else f"not hopper: {unsupported(call)}"
+        announce("paged_attention", name, call.describe(), because=because)
+    return _IMPLEMENTATIONS[name](call)

@@ -4,14 +4,15 @@ Dims: B row, T new token, K kv heads, H key width, V value width, P page of the 
 page, M page of a row, R rotated pair.
 """
 
+import functools
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.common.chosen import announce
-from pallas_kernels.common.errors import InputError, UnsupportedError
+from pallas_kernels.common.chosen import announce, choose
+from pallas_kernels.common.errors import InputError
 from pallas_kernels.quantized_weight import WeightCode
 
 from .codes import codes_of
@@ -141,16 +142,13 @@ def append_heads(
             f"heads {heads.shape}, positions {positions.shape} and page_tables "
             f"{page_tables.shape}: positions are [B, T] as heads begin, and tables [B, M]"
         )
-    if implementation not in ("auto", "hopper", "xla"):
-        raise InputError(f"implementation={implementation!r} must be auto, hopper or xla")
-    reason = "" if implementation == "xla" else unsupported_append(heads, k_pages, rope, code)
-    if implementation == "hopper" and reason:
-        raise UnsupportedError(f"implementation='hopper' cannot append: {reason}; xla can")
+    why_not = functools.partial(unsupported_append, heads, k_pages, rope, code)
+    name = choose("append", implementation, ("hopper", "xla"), why_not)
     if implementation == "auto":
         case = f"{heads.dtype}{list(heads.shape)} into {k_pages.dtype} pages {list(k_pages.shape)}"
-        because = f"not hopper: {reason}" if reason else None
-        announce("append_heads", "xla" if reason else "hopper", case, because=because)
-    if implementation != "xla" and not reason:
+        because = None if name == "hopper" else f"not hopper: {why_not()}"
+        announce("append_heads", name, case, because=because)
+    if name == "hopper":
         return append_heads_hopper(heads, pools, page_tables, positions, rope, code=code)
     q, k, v = jnp.split(heads, (num_q_heads, num_q_heads + num_kv_heads), axis=2)
     cos, sin = (jnp.broadcast_to(x, (*positions.shape, x.shape[-1])) for x in rope)

@@ -21,8 +21,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxlib.mlir import ir
 
-from pallas_kernels.hopper.mosaic import arith, mgpu, mgpu_utils, plgpu
-from pallas_kernels.hopper.threads import address, address_of, assembly, constant, total
+from pallas_kernels.hopper.mosaic import arith, mgpu, plgpu
+from pallas_kernels.hopper.threads import (
+    address,
+    address_of,
+    assembly,
+    barrier_at,
+    constant,
+    one_thread,
+    total,
+)
 
 from .config import BARRIER_BYTES
 
@@ -47,7 +55,7 @@ class Copies:
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
         def begin(_, ref):
-            one = _one_thread()
+            one = one_thread()
             for i in range(count):
                 text = f"@$1 mbarrier.init.shared::cta.b64 [$0+{BARRIER_BYTES * i}], 1;"
                 assembly(None, [address(ref), one], text, "r,b", pure=False)
@@ -62,7 +70,7 @@ class Copies:
         @plgpu.inline_mgpu(arg_types=kinds(1, 1))
         def wait(_, turn, ref):
             odd = arith.trunci(ir.IntegerType.get_signless(1), value(turn))
-            _barrier(ref).wait_parity(odd)
+            barrier_at(ref, constant(0)).wait_parity(odd)
 
         wait(turn, barrier)
 
@@ -84,13 +92,13 @@ class Copies:
         @plgpu.inline_mgpu(arg_types=kinds(3, 1 + 2 * count))
         def load(_, row, column, wanted, barrier, *refs):
             row, column = value(row), value(column)
-            one = both(_one_thread(), value(wanted))
+            one = both(one_thread(), value(wanted))
             shift, first, end = self.bounds(row, column)
             size = arith.andi(total(end, constant(self.word - 1)), constant(2**32 - self.word))
             size = arith.select(less(first, end), size, constant(0))
             asks = both(one, less(constant(0), size))
             expected = arith.muli(size, constant(sum(self.itemsizes)))
-            _barrier(barrier).arrive_expect_tx(expected, predicate=one)
+            barrier_at(barrier, constant(0)).arrive_expect_tx(expected, predicate=one)
             arrives = address(barrier)
             for x, slot, itemsize in zip(refs[:count], refs[count:], self.itemsizes, strict=True):
                 source = self.place(x, row, arith.subi(column, shift), itemsize)
@@ -182,12 +190,3 @@ def less(a: Any, b: Any) -> Any:
 def both(*conditions: Any) -> Any:
     """Returns whether all conditions hold, as an MLIR value."""
     return functools.reduce(arith.andi, conditions)
-
-
-def _one_thread() -> Any:
-    return mgpu_utils.single_thread_predicate(mgpu_utils.ThreadSubset.WARPGROUP)
-
-
-def _barrier(ref: Any) -> Any:
-    phases: Any = None  # a wait is given its parity
-    return mgpu_utils.BarrierRef(mgpu_utils.memref_ptr(ref), constant(0), phases, 1)

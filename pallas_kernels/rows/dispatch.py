@@ -1,5 +1,6 @@
 """The choice between the Hopper kernel, XLA and the reference for norms and softmaxes."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -7,8 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common import device
-from pallas_kernels.common.chosen import announce
+from pallas_kernels.common import chosen, device
 from pallas_kernels.common.errors import InputError, UnsupportedError
 from pallas_kernels.common.varying import results_vary
 
@@ -36,24 +36,15 @@ def choose(
         InputError: the implementation is unknown.
         UnsupportedError: "hopper" is named but cannot compute the call.
     """
-    if implementation not in ("auto", *NAMES):
-        raise InputError(
-            f"implementation={implementation!r} is unknown; choose auto, {', '.join(NAMES)}"
-        )
-    if implementation not in ("auto", "hopper"):
-        return implementation
-    reason = why_not_hopper(rows, call, num_devices=num_devices)
+    why_not = functools.partial(why_not_hopper, rows, call, num_devices=num_devices)
+    name = chosen.choose(f"{direction} of {form}", implementation, NAMES, why_not)
     if implementation == "auto":
+        reason = why_not()
         name = "hopper" if reason is None and _is_faster(direction, call) else "xla"
         told = f"{direction} of {rows}x{call.columns} {call.dtype}"
-        announce(form, name, told, because=None if reason is None else f"not hopper: {reason}")
-        return name
-    if reason is not None:
-        raise UnsupportedError(
-            f"implementation='hopper' cannot compute the {direction} of this {form}: "
-            f"{reason}. implementation='xla' can"
-        )
-    return "hopper"
+        because = None if reason is None else f"not hopper: {reason}"
+        chosen.announce(form, name, told, because=because)
+    return name
 
 
 def why_not_hopper(rows: int, call: RowCall, *, num_devices: int = 1) -> str | None:

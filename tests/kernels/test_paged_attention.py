@@ -126,7 +126,7 @@ def test_faults_are_caught(fault, dtype):
         ({"q": jnp.zeros((4, 8, 64), jnp.bfloat16)}, "k_pages is float32 and q is bfloat16"),
         ({"lengths": jnp.zeros(4)}, "lengths is float32"),
         ({"sinks": jnp.zeros(3)}, "must be one float per head"),
-        ({"implementation": "cudnn"}, "implementation='cudnn' must be auto"),
+        ({"implementation": "cudnn"}, "implementation='cudnn' is unknown; choose auto"),
         ({"k_scale": jnp.zeros((19, 16, 2))}, "k_scale and v_scale come together"),
         (
             {"k_scale": jnp.zeros((19, 16, 2)), "v_scale": jnp.zeros((19, 16, 2))},

@@ -28,11 +28,10 @@ from .config import DTYPES
 
 def unsupported_append(
     heads: jax.Array, k_pages: jax.Array, rope: tuple[jax.Array, ...], code: WeightCode | None
-) -> str:
-    """Returns why the kernel cannot take this call of ``append_heads``; empty if it can."""
-    facts = device.target()
-    if facts.capability != (9, 0):
-        return f"it needs a GPU of compute capability 9.0 (Hopper), not {facts.kind}"
+) -> str | None:
+    """Returns why the kernel cannot take this call of ``append_heads``; None if it can."""
+    if reason := device.why_not_one_hopper():
+        return reason
     is_plain = code is None
     if heads.dtype.name not in DTYPES or (is_plain and k_pages.dtype != heads.dtype):
         return f"heads {heads.dtype} and pages {k_pages.dtype} are not one of {', '.join(DTYPES)}"
@@ -44,7 +43,7 @@ def unsupported_append(
         return f"{2 * rope[0].shape[-1]} of {width} columns rotate; all must, in multiples of 64"
     if width // 2 // LANES not in (1, 2, 4):
         return f"heads of {width} columns are none of 64, 128, 256"
-    return ""
+    return None
 
 
 def append_heads_hopper(

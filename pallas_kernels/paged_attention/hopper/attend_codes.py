@@ -19,13 +19,13 @@ from jaxlib.mlir import ir
 
 from pallas_kernels.hopper.held import Held
 from pallas_kernels.hopper.mosaic import llvm, mgpu_utils, plgpu
-from pallas_kernels.hopper.threads import address, thread
+from pallas_kernels.hopper.threads import address, number, thread
 from pallas_kernels.hopper.tile import tiled
 from pallas_kernels.paged_attention.spec import PagedCall
 from pallas_kernels.quantized_weight.fragments import Dequantizer
 
 from .attend import NO_MAXIMUM
-from .code_tile import F32, WARPS, CodeResult, CodeTile, f32
+from .code_tile import F32, WARPS, CodeResult, CodeTile
 from .config import RESULT_PADDING, PagedConfig, QueryLayout
 from .plan import PagePlan
 from .reader import PageKernel, Partials, Segment
@@ -194,7 +194,7 @@ class _AttendCodes(PageKernel):
         def body(numbers):
             del numbers
             count = self.tile.num_softmax
-            zero, no_maximum = f32(0.0), f32(NO_MAXIMUM)
+            zero, no_maximum = number(0.0), number(NO_MAXIMUM)
             return [no_maximum] * count + [zero] * count, [zero] * self.tile.num_sums
 
         return self.inlined("", "softmax sums", [], body)()

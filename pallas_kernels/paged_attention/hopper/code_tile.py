@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 
 from pallas_kernels.hopper.mosaic import arith, mgpu
-from pallas_kernels.hopper.threads import assembly, constant, fused, i32, total
+from pallas_kernels.hopper.threads import assembly, constant, fused, i32, number, power, total
 from pallas_kernels.hopper.tile import LOG2E
 from pallas_kernels.paged_attention.spec import PagedSpec
 from pallas_kernels.quantized_weight import WeightCode
@@ -250,7 +250,7 @@ class CodeTile:
                 cell = (block, half, *at)
                 seen[cell] = self._is_seen(ahead[at], offset)
                 x = self._scaled(products[block, at[0]][2 * half + at[1]], scale)
-                scores[cell] = arith.select(seen[cell], x, f32(-float("inf")))
+                scores[cell] = arith.select(seen[cell], x, number(-float("inf")))
         return self._weighed(scores, seen, total(v_scale, scale_at), softmax)
 
     def _weighed(
@@ -262,10 +262,10 @@ class CodeTile:
             mine = [scores[block, half, *at] for block, half in self._halves()]
             top = over_lanes(functools.reduce(maximum, mine), MAX)
             tops.append(maximum(peaks[i], top))
-            alphas.append(exp2(arith.subf(peaks[i], tops[i])))
+            alphas.append(power(arith.subf(peaks[i], tops[i])))
             sums[i] = arith.mulf(sums[i], alphas[i])
             for block, half in self._halves():
-                p = exp2(arith.subf(scores[block, half, *at], tops[i]))
+                p = power(arith.subf(scores[block, half, *at], tops[i]))
                 sums[i] = arith.addf(sums[i], p)
                 weights[block, half, *at] = p
         right = []
@@ -276,7 +276,7 @@ class CodeTile:
                 cells = [(block, half, strip, e) for e in (0, 1)]
                 # What nobody put there may be scaled by anything, even NaN, and 0 * NaN is none.
                 pair = [
-                    arith.select(seen[c], arith.mulf(weights[c], scale), f32(0.0)) for c in cells
+                    arith.select(seen[c], arith.mulf(weights[c], scale), number(0.0)) for c in cells
                 ]
                 right.append(_transposed(_both(*pair)))
         return tops + sums, alphas, right
@@ -292,7 +292,7 @@ class CodeTile:
         # A row of 128 bytes is read in two halves.
         places = [place, arith.xori(place, constant(64))][: row_bytes // 64 or 1]
         sums = {
-            (block, strip): [f32(0.0)] * 4
+            (block, strip): [number(0.0)] * 4
             for block in range(self.blocks)
             for strip in range(self.strips)
         }
@@ -400,12 +400,12 @@ class CodeTile:
         """A score in units of log2."""
         cap = self.spec.soft_cap
         if cap is None:
-            return arith.mulf(product, arith.mulf(scale, f32(self.spec.scale * LOG2E)))
+            return arith.mulf(product, arith.mulf(scale, number(self.spec.scale * LOG2E)))
         # As ``pallas_kernels.hopper.tile.soft_cap``.
-        factor = arith.mulf(scale, f32(2.0 * LOG2E * self.spec.scale / cap))
-        above = arith.addf(exp2(arith.mulf(product, factor)), f32(1.0))
+        factor = arith.mulf(scale, number(2.0 * LOG2E * self.spec.scale / cap))
+        above = arith.addf(power(arith.mulf(product, factor)), number(1.0))
         part = assembly(ir.F32Type.get(), [above], "rcp.approx.ftz.f32 $0, $1;", "=f,f", pure=True)
-        return fused(part, f32(-2.0 * cap * LOG2E), f32(cap * LOG2E))
+        return fused(part, number(-2.0 * cap * LOG2E), number(cap * LOG2E))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -446,7 +446,7 @@ class CodeResult:
         factors = []
         for column, peak in zip(columns, peaks, strict=True):
             top, weight = self._merged(total(numbers, (t, 8)), column)
-            factors.append(arith.mulf(exp2(arith.subf(peak, top)), _inverse(weight)))
+            factors.append(arith.mulf(power(arith.subf(peak, top)), _inverse(weight)))
         width = tile.V + RESULT_PADDING
         row = total((warp_of(thread), tile.rows), (t, 2))
         place = total(parts, (row, 4 * width), (g, 4))
@@ -479,7 +479,7 @@ class CodeResult:
         )
         top = functools.reduce(maximum, peaks)
         weighed = [
-            arith.mulf(x, exp2(arith.subf(peak, top))) for x, peak in zip(sums, peaks, strict=True)
+            arith.mulf(x, power(arith.subf(peak, top))) for x, peak in zip(sums, peaks, strict=True)
         ]
         return top, functools.reduce(arith.addf, weighed)
 
@@ -517,11 +517,6 @@ def warp_of(thread: Any) -> Any:
     return arith.shrui(thread, constant(5))
 
 
-def f32(x: float) -> Any:
-    """Returns a Python float as an f32 constant."""
-    return mgpu.c(x, ir.F32Type.get())
-
-
 def _join(low: Any, high: Any) -> Any:
     return arith.ori(low, arith.shli(high, constant(16)))
 
@@ -534,11 +529,6 @@ def _permuted(low: Any, high: Any, selection: int) -> Any:
 def maximum(a: Any, b: Any) -> Any:
     """Returns the larger of two f32 values."""
     return assembly(ir.F32Type.get(), [a, b], MAX, "=f,f,f", pure=True)
-
-
-def exp2(x: Any) -> Any:
-    """Computes 2 to the power of an f32."""
-    return assembly(ir.F32Type.get(), [x], "ex2.approx.ftz.f32 $0, $1;", "=f,f", pure=True)
 
 
 def _both(low: Any, high: Any) -> Any:
@@ -565,8 +555,8 @@ def _inverse(x: Any) -> Any:
     """Computes 1 / x, and 0 for 0."""
     text = "rcp.approx.ftz.f32 $0, $1;"
     inverse = assembly(ir.F32Type.get(), [x], text, "=f,f", pure=True)
-    is_zero = arith.cmpf(arith.CmpFPredicate.OEQ, x, f32(0.0))
-    return arith.select(is_zero, f32(0.0), inverse)
+    is_zero = arith.cmpf(arith.CmpFPredicate.OEQ, x, number(0.0))
+    return arith.select(is_zero, number(0.0), inverse)
 
 
 def _store_shared(place: Any, offset: int, x: Any) -> None:

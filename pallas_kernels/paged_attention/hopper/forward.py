@@ -39,10 +39,7 @@ MOST_CODE_TILES = 8  # query tiles of a row, each of which makes numbers of all 
 
 def unsupported(call: PagedCall) -> str | None:
     """Returns why the Hopper kernels cannot compute this call; None if they can."""
-    facts = device.target()
-    if facts.capability != (9, 0):
-        return f"it needs a GPU of compute capability 9.0 (Hopper), not {facts.kind}"
-    reason = device.miscompiled(device.CAUSAL_ATTENTION)
+    reason = device.why_not_one_hopper() or device.miscompiled(device.CAUSAL_ATTENTION)
     if reason is not None:
         return reason
     layout = QueryLayout.of(call)
