@@ -1,4 +1,4 @@
-"""What the kernels that read pages share: a block's roles, a worker's segments, a tile's pages.
+"""Base of the kernels that read pages: a block's roles, a worker's segments, a tile's pages.
 
 Dims: as in ``pallas_kernels.paged_attention.spec``.
 """
