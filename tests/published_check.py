@@ -54,10 +54,11 @@ def exact_values() -> Iterator[Exact]:
         ours = total_parameters(find_model(name))
         yield Exact(name=f"{name} parameters", published=f"{count:,}", ours=f"{ours:,}")
     deepseek = find_model("deepseek_v3")
+    active, shape = active_parameters(deepseek), deepseek.config
     counts = {
         "total": total_parameters(deepseek),
-        "active": active_parameters(deepseek),
-        "active without input embedding": active_parameters(deepseek, with_embedding=False),
+        "active": active,
+        "active without input embedding": active - shape.vocab_size * shape.model_dim,
     }
     for (name, what), printed in published_figures.BILLIONS.items():
         yield _printed(f"{name} billions {what}", printed, counts[what] / 1e9)

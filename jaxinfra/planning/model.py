@@ -137,17 +137,12 @@ def total_parameters(model: PlannedModel) -> int:
     return sum(each.size * count for each, count in model.rows)
 
 
-def active_parameters(model: PlannedModel, *, with_embedding: bool = True) -> int:
+def active_parameters(model: PlannedModel) -> int:
     """Counts the parameters used per token: all but the routed experts it is not sent to.
 
-    Args:
-        with_embedding: count the whole input table, as DeepSeek-V3's "37B activated" does, though
-            a token reads one row of it. A tied table always counts: the logits multiply with it.
+    The whole input table counts, as in DeepSeek-V3's "37B activated", though a token reads one row.
     """
-    skipped = () if with_embedding or model.config.tie_embeddings else ("embedding/table",)
-    return round(
-        sum(each.size * each.active * n for each, n in model.rows if each.path not in skipped)
-    )
+    return round(sum(each.size * each.active * count for each, count in model.rows))
 
 
 def parameters_by_role(model: PlannedModel) -> dict[str, int]:
