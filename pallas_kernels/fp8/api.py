@@ -17,8 +17,7 @@ from pallas_kernels.common.scales import FORMATS, Quantized, Scaling
 from pallas_kernels.common.varying import results_vary, vary_alike
 
 from . import hopper_matmul, hopper_quantize
-from .reference import scaled_matmul_reference
-from .spec import make_scaled_spec
+from .reference import make_scaled_spec, scaled_matmul_reference
 from .xla import quantize_xla, scaled_matmul_xla
 
 NAMES = ("hopper", "xla")

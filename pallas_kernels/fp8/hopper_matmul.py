@@ -32,7 +32,7 @@ from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.product import no_sum, product
 from pallas_kernels.hopper.tile import column_layout, row_layout, tiled
 
-from .spec import ScaledSpec
+from .reference import ScaledSpec
 
 DEPTH = 128  # of a step: one block of scales, and 128 bytes, one row of a swizzle
 NUM_COMPUTE = 2  # warpgroups that multiply

@@ -1,13 +1,54 @@
-"""The reference of scaled matmuls: ``sum_k (a scale_a) (b scale_b)``, from dequantized operands.
+"""The static part of a scaled matmul, and its reference: ``sum_k (a scale_a) (b scale_b)``.
 
-Dims: M row of a, N row of b, K contracted.
+Dims: M row of a and of the result, N row of b and column of the result, K contracted.
 """
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.common.scales import dequantized
+from pallas_kernels.common.errors import InputError
+from pallas_kernels.common.scales import Scaling, dequantized, scaling_of
+
+OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ScaledSpec:
+    """Scalings of both operands of a scaled matmul, and the dtype of its result."""
+
+    a: Scaling
+    b: Scaling
+    out_dtype: jnp.dtype
+
+
+def make_scaled_spec(
+    a: jax.Array,
+    b: jax.Array,
+    a_scale: jax.Array,
+    b_scale: jax.Array,
+    *,
+    out_dtype: jnp.dtype,
+) -> ScaledSpec:
+    """Returns the spec of a scaled matmul from its arrays.
+
+    Raises:
+        InputError: shapes or dtypes disagree.
+    """
+    forms = scaling_of("a", a, a_scale), scaling_of("b", b, b_scale)
+    (M, K), N = a.shape, b.shape[0]
+    if b.shape[1] != K:
+        raise InputError(
+            f"a is {list(a.shape)} and b {list(b.shape)}; both end in the contracted dim: a [M, "
+            "K], b [N, K]. Transpose b if it is [K, N]"
+        )
+    if min(M, N, K) == 0:
+        raise InputError(f"a is {list(a.shape)} and b {list(b.shape)}; no dim may be empty")
+    if out_dtype not in OUT_DTYPES:
+        raise InputError(f"out_dtype={out_dtype.name} must be bfloat16, float16 or float32")
+    return ScaledSpec(a=forms[0], b=forms[1], out_dtype=out_dtype)
 
 
 def scaled_matmul_reference(

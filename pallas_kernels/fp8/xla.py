@@ -17,8 +17,7 @@ from pallas_kernels.common.rounding import keep_rounded
 from pallas_kernels.common.scales import BLOCK, Quantized, Scaling, dequantized, spread
 
 from .formula import cast, magnitude, scale_and_inverse
-from .reference import scaled_matmul_reference
-from .spec import ScaledSpec
+from .reference import ScaledSpec, scaled_matmul_reference
 
 
 def quantize_xla(

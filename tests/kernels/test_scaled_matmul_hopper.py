@@ -19,7 +19,7 @@ from pallas_kernels.fp8.hopper_matmul import (
     scaled_matmul_hopper,
     shared_memory_bytes,
 )
-from pallas_kernels.fp8.spec import make_scaled_spec
+from pallas_kernels.fp8.reference import make_scaled_spec
 from pallas_kernels.hopper.machine import SMEM_BYTES
 from tests.kernels.test_scaled_matmul import E4M3, E5M2, exact, operands
 from tests.tolerance import assert_within_rounding
