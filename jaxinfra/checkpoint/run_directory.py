@@ -1,21 +1,4 @@
-"""The layout of a run directory: its files and folders.
-
-    config.json        what the run computes; with it alone the run can be repeated
-    tokenizer.json     the tokenizer of its tokens; beside it, files of the model it started from:
-                       chat template, separators, hf_config.json
-    metrics.jsonl      one line per step
-    summary.json       the outcome
-    loss.png           training and held-out loss
-    recomputation.png  what recomputation costs by budget, of a run with remat=optimal
-    tensorboard/       the same curves as events
-    checkpoints/       verified checkpoints (jaxinfra.checkpoint)
-    trace/             profiler traces, where asked for
-    incidents.jsonl    what went wrong and what was done (jaxinfra.runtime.recorder)
-    environments.jsonl the environment that each session's steps were computed in
-    spikes/            why a loss was far above those before it, by step
-    goodput.jsonl      where the wall time went, by session and cause
-    metrics.prom       the same as a Prometheus text file
-    recorder/          every rank's flight recorder and, after a hang, all stacks and a report
+"""The layout of a run directory: its files and folders (``RunDirectory``).
 
 JSON files are written whole or not at all (``write_atomically``).
 """
@@ -28,7 +11,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from jaxinfra.checkpoint.model_directory import TOKENIZER_FILES
 from jaxinfra.config import codec
@@ -42,92 +25,49 @@ _RECORDERS = 3  # of earlier sessions
 _LATER_OF_LORA = ("kind", "scaling", "base")  # settings that first checkpoints of this format lack
 
 
+@final
+class _Place:
+    """The path of a file or folder of a run directory; a class attribute that is read of a run."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: "RunDirectory", owner: type["RunDirectory"]) -> Path:
+        return run.path / self._name
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunDirectory:
     """Paths in a run directory, with functions to read and write its small JSON files."""
 
     path: Path
 
-    @property
-    def config_file(self) -> Path:
-        """Path of the run's config.json."""
-        return self.path / "config.json"
-
-    @property
-    def tokenizer_file(self) -> Path:
-        """Path of the run's tokenizer.json."""
-        return self.path / "tokenizer.json"
-
-    @property
-    def hf_config_file(self) -> Path:
-        """Path of the Hugging Face config of the model that the run started from, if that had
-        one.
-        """
-        return self.path / "hf_config.json"
-
-    @property
-    def metrics_file(self) -> Path:
-        """Path of the metrics, one JSON line per step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def summary_file(self) -> Path:
-        """Path of summary.json, the outcome of the run."""
-        return self.path / "summary.json"
-
-    @property
-    def picture_file(self) -> Path:
-        """Path of the plot of training and held-out losses."""
-        return self.path / "loss.png"
-
-    @property
-    def loads_picture_file(self) -> Path:
-        """Path of the plot of how evenly tokens are routed to experts, if the model has any."""
-        return self.path / "loads.png"
-
-    @property
-    def recomputation_picture_file(self) -> Path:
-        """Path of the plot of recomputation's cost by memory budget, if remat=optimal chose one."""
-        return self.path / "recomputation.png"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Path of the directory of checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def trace(self) -> Path:
-        """Path of the directory of profiler traces."""
-        return self.path / "trace"
-
-    @property
-    def incidents_file(self) -> Path:
-        """Path of the log of incidents: what went wrong and what was done."""
-        return self.path / "incidents.jsonl"
+    # What the run computes; with it alone the run can be repeated.
+    config_file = _Place("config.json")
+    # The tokenizer of its tokens; beside it, files of the model it started from: chat template,
+    # separators, and that model's Hugging Face config, if it had one.
+    tokenizer_file = _Place("tokenizer.json")
+    hf_config_file = _Place("hf_config.json")
+    metrics_file = _Place("metrics.jsonl")  # one line per step
+    tensorboard = _Place("tensorboard")  # the same curves as events
+    summary_file = _Place("summary.json")  # the outcome
+    picture_file = _Place("loss.png")  # training and held-out loss
+    loads_picture_file = _Place("loads.png")  # how evenly tokens are routed to experts, if any
+    # What recomputation costs by memory budget, of a run with remat=optimal.
+    recomputation_picture_file = _Place("recomputation.png")
+    checkpoints = _Place("checkpoints")  # verified ones (``checkpointer.py``)
+    trace = _Place("trace")  # profiler traces, where asked for
+    reference = _Place("reference")  # the reference model's log probabilities of answers
+    incidents_file = _Place("incidents.jsonl")  # what went wrong and what was done
+    environments_file = _Place("environments.jsonl")  # that each session's steps were computed in
+    goodput_file = _Place("goodput.jsonl")  # where the wall time went, by session and cause
+    prometheus_file = _Place("metrics.prom")  # the same as a Prometheus text file
+    # Every rank's flight recorder and, after a hang, all stacks and a report.
+    recorder = _Place("recorder")
 
     def spike_file(self, step: int) -> Path:
-        """Returns the path of the report on the loss spike at this step."""
+        """Returns the path of the report on why the loss of this step was far above the others."""
         return self.path / "spikes" / f"step-{step:08d}.json"
-
-    @property
-    def environments_file(self) -> Path:
-        """Path of the log of the environments that each session's steps were computed in."""
-        return self.path / "environments.jsonl"
-
-    @property
-    def goodput_file(self) -> Path:
-        """Path of the ledger of wall time by cause."""
-        return self.path / "goodput.jsonl"
-
-    @property
-    def prometheus_file(self) -> Path:
-        """Path of the ledger of wall time as a Prometheus text file."""
-        return self.path / "metrics.prom"
-
-    @property
-    def recorder(self) -> Path:
-        """Path of the directory of all ranks' flight recorders."""
-        return self.path / "recorder"
 
     def set_aside_odd_logs(self) -> None:
         """Renames log files that are not plain files: a pipe could block for ever, and a link may
@@ -160,16 +100,6 @@ class RunDirectory:
                 shutil.rmtree(older, ignore_errors=True)
                 newer.rename(older)
         self.recorder.mkdir()
-
-    @property
-    def tensorboard(self) -> Path:
-        """Path of the directory of TensorBoard events."""
-        return self.path / "tensorboard"
-
-    @property
-    def reference(self) -> Path:
-        """Path of the directory of the reference model's log probabilities of answers."""
-        return self.path / "reference"
 
     def create(self, config: RunConfig, files: Mapping[str, bytes] | None = None) -> None:
         """Makes the run directory and writes the config; raises if the directory is not empty.
