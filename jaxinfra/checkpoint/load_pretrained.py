@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxinfra.checkpoint.finite import require_finite
 from jaxinfra.checkpoint.model_directory import read_model_directory
-from jaxinfra.checkpoint.onto_mesh import place_parameters
+from jaxinfra.checkpoint.onto_mesh import place_parameters, read_shards
 from jaxinfra.checkpoint.parameter_sources import MappedParameters, ParameterSource
 from jaxinfra.checkpoint.stored_weights import DequantizedFiles, StoredWeight
 from jaxinfra.config.mesh import MeshConfig
@@ -185,7 +185,12 @@ def place_packed(
 
     def place(packed: PackedParameter, shapes: QuantizedWeight) -> QuantizedWeight:
         parts: dict[str, Any] = {
-            name: _place(packed, name, part, part.sharding) for name, part in shapes.parts.items()
+            name: read_shards(
+                part.shape,
+                part.sharding,
+                lambda index, name=name, part=part: packed.read(name, index).astype(part.dtype),
+            )
+            for name, part in shapes.parts.items()
         }
         require_finite({packed.path: parts["scales"]}, where="the model's files")
         return dataclasses.replace(shapes, **parts).check()
@@ -224,21 +229,6 @@ def _each_packed(
             }
             result[keys] = make(packed, dataclasses.replace(shapes, **placed))
     return nest(result)
-
-
-def _place(packed: PackedParameter, name: str, part: Any, sharding: Any) -> jax.Array:
-    read: dict[Index, np.ndarray] = {}  # devices that hold the same shard read it once
-
-    def shard(index: Index | None) -> np.ndarray:
-        assert index is not None
-        bounds = tuple(
-            slice(*each.indices(size)[:2]) for each, size in zip(index, part.shape, strict=True)
-        )
-        if bounds not in read:
-            read[bounds] = packed.read(name, bounds).astype(part.dtype)
-        return read[bounds]
-
-    return jax.make_array_from_callback(part.shape, sharding, shard)
 
 
 def _packed(source: ParameterSource, path: str, shape: tuple[int, ...]) -> PackedParameter | None:

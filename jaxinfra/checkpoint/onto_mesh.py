@@ -74,20 +74,12 @@ def _place(
 ) -> jax.Array:
     def piece(start: int, stop: int, sharding: Any) -> jax.Array:
         """The parameter's slice [start, stop) along its leading dim."""
-        shape = (stop - start, *leaf.shape[1:])
-        read: dict[Index, np.ndarray] = {}  # devices that hold the same shard read it once
 
-        def shard(index: Index | None) -> np.ndarray:
-            assert index is not None
-            bounds = tuple(
-                slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True)
-            )
-            if bounds not in read:
-                rows = slice(bounds[0].start + start, bounds[0].stop + start)
-                read[bounds] = source.read(name, (rows, *bounds[1:])).astype(leaf.dtype)
-            return read[bounds]
+        def read(index: Index) -> np.ndarray:
+            rows = slice(index[0].start + start, index[0].stop + start)
+            return source.read(name, (rows, *index[1:])).astype(leaf.dtype)
 
-        return jax.make_array_from_callback(shape, sharding, shard)
+        return read_shards((stop - start, *leaf.shape[1:]), sharding, read)
 
     num_rows = leaf.shape[0]
     row_bytes = math.prod(leaf.shape[1:]) * jnp.dtype(leaf.dtype).itemsize
@@ -106,8 +98,34 @@ def _place(
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _write_rows(stacked: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(stacked, rows, start, axis=0)
+def _write_rows[Arrays: (jax.Array, QuantizedWeight)](
+    stacked: Arrays, rows: Arrays, start: jax.Array
+) -> Arrays:
+    def write(into: jax.Array, part: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(into, part, start, axis=0)
+
+    return jax.tree.map(write, stacked, rows)
+
+
+def read_shards(
+    shape: tuple[int, ...], sharding: Any, read: Callable[[Index], np.ndarray]
+) -> jax.Array:
+    """Makes an array of the slices that ``read`` returns, each device its shard only.
+
+    Devices that hold the same shard read it once.
+    """
+    found: dict[Index, np.ndarray] = {}
+
+    def shard(index: Index | None) -> np.ndarray:
+        assert index is not None
+        bounds = tuple(
+            slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True)
+        )
+        if bounds not in found:
+            found[bounds] = read(bounds)
+        return found[bounds]
+
+    return jax.make_array_from_callback(shape, sharding, shard)
 
 
 _STORED = np.dtype(np.float32)
@@ -162,9 +180,15 @@ def _rounded(
         lambda: jax.tree.map(lambda x: jnp.zeros((num_layers, *x.shape[1:]), x.dtype), shapes),
         out_shardings=sharding,
     )()
+
+    def read(layer: int, index: Index) -> np.ndarray:
+        found = source.read(info.path, (slice(layer, layer + 1), *index[1:]))
+        require_finite_piece(found, name=info.path)
+        return found.astype(_STORED)
+
     for layer in range(num_layers):
-        weight = _layer_of(source, info.path, (1, *sizes), layer, whole)
-        stacked = _write_layer(stacked, to_few_bits(weight), layer)
+        weight = read_shards((1, *sizes), whole, functools.partial(read, layer))
+        stacked = _write_rows(stacked, to_few_bits(weight), layer)
     return stacked
 
 
@@ -196,33 +220,3 @@ def _rounding(
         return dataclasses.replace(plain, scales=placed(second(gathered(plain.scales))))
 
     return rounded
-
-
-def _layer_of(
-    source: ParameterSource, name: str, shape: tuple[int, ...], layer: int, sharding: NamedSharding
-) -> jax.Array:
-    """A layer of a weight as it is stored, fp32, each device its shard."""
-    read: dict[Index, np.ndarray] = {}  # devices that hold the same shard read it once
-
-    def shard(index: Index | None) -> np.ndarray:
-        assert index is not None
-        inner = tuple(
-            slice(*part.indices(size)[:2]) for part, size in zip(index[1:], shape[1:], strict=True)
-        )
-        if inner not in read:
-            piece = source.read(name, (slice(layer, layer + 1), *inner))
-            require_finite_piece(piece, name=name)
-            read[inner] = piece.astype(_STORED)
-        return read[inner]
-
-    return jax.make_array_from_callback(shape, sharding, shard)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _write_layer(
-    stacked: QuantizedWeight, layer: QuantizedWeight, at: jax.Array
-) -> QuantizedWeight:
-    def write(into: jax.Array, part: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(into, part, at, axis=0)
-
-    return jax.tree.map(write, stacked, layer)
