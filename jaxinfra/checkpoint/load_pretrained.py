@@ -7,6 +7,7 @@ inputs]. All other quantized weights are dequantized, and a log line says so.
 
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -53,45 +54,27 @@ class PackedParameter:
     source: MappedParameters
     weights: Mapping[str, StoredWeight]  # by the files' names
     path: str
-    shape: tuple[int, ...]
-    form: WeightFormat
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    scale_dtype: np.dtype
-    has_zeros: bool
-    has_order: bool
-
-    @property
-    def shapes(self) -> QuantizedWeight:
-        """Shapes and dtypes of the packed parameter's parts, such as elements and scales."""
-        return shapes_in_few_bits(
-            self.shape,
-            self.form,
-            inputs=self.inputs,
-            outputs=self.outputs,
-            scale_dtype=self.scale_dtype,
-            has_zeros=self.has_zeros,
-            has_order=self.has_order,
-        )
+    shapes: QuantizedWeight  # of the packed parameter's parts, such as elements and scales
 
     def read(self, name: str, index: Index) -> np.ndarray:
         """Reads a slice of the packed parameter's part ``name``."""
-        num_leading = len(self.shape) - len(self.inputs) - len(self.outputs)
+        num_leading = self.shapes.data.ndim - 2
         leading, inner = index[:num_leading], index[num_leading:]
         ranges = [range(part.start, part.stop) for part in leading]
         read = functools.partial(self._read_one, name, inner)
-        found = np.stack([read(at) for at in np.ndindex(*map(len, ranges))])
+        found = np.stack([read(at) for at in itertools.product(*ranges)])
         return found.reshape(*map(len, ranges), *found.shape[1:])
 
     def _read_one(self, name: str, index: Index, at: tuple[int, ...]) -> np.ndarray:
         """Reads part ``name`` of one layer, or of one of its experts."""
-        rows_of = self.form.group_rows or math.prod(self.inputs)
-        columns_of = self.form.group_columns or math.prod(self.outputs)
+        form = self.shapes.format
+        whole = math.prod(self.shapes.inputs), math.prod(self.shapes.outputs)
+        rows_of, columns_of = form.group_rows or whole[0], form.group_columns or whole[1]
         match name:
             case "order":
                 return self._order(at)[index[0]].astype(np.int32)
             case "data":
-                (rows, columns), pairs = index, 8 // self.form.code.bits
+                (rows, columns), pairs = index, 8 // form.code.bits
                 rows = slice(rows.start * pairs, rows.stop * pairs)
                 codes = self._matrix(at, rows, columns, lambda weight, i: weight.codes(i))
                 return codes if pairs == 1 else _packed_pairs(codes, rows_of)
@@ -101,19 +84,18 @@ class PackedParameter:
             case _:
                 (groups, blocks), columns_of = index, 1
                 read = _each_zero
-        whole = math.prod(self.inputs), math.prod(self.outputs)
         rows = slice(groups.start * rows_of, min(groups.stop * rows_of, whole[0]))
         columns = slice(blocks.start * columns_of, min(blocks.stop * columns_of, whole[1]))
         return self._matrix(at, rows, columns, read)[::rows_of, ::columns_of]
 
     def _matrix(self, at: tuple[int, ...], rows: slice, columns: slice, read: _Read) -> np.ndarray:
         """A slice [rows, columns], rows in the order of their groups."""
-        order = self._order(at) if self.has_order else None
-        wanted = rows if order is None else slice(0, math.prod(self.inputs))
+        order = None if self.shapes.order is None else self._order(at)
+        wanted = rows if order is None else slice(0, math.prod(self.shapes.inputs))
         index = (
             *(slice(i, i + 1) for i in at),
-            *_of_dims(wanted, self.inputs),
-            *_of_dims(columns, self.outputs),
+            *_of_dims(wanted, self.shapes.inputs),
+            *_of_dims(columns, self.shapes.outputs),
         )
         found = self.source.gather(
             self.path, index, lambda name, theirs: read(self.weights[name], theirs)
@@ -125,8 +107,8 @@ class PackedParameter:
         """Rows of the weight by group."""
         index = (
             *(slice(i, i + 1) for i in at),
-            *(slice(0, size) for size in self.inputs),
-            *(slice(0, 1) for _ in self.outputs),
+            *(slice(0, size) for size in self.shapes.inputs),
+            *(slice(0, 1) for _ in self.shapes.outputs),
         )
 
         def numbers(weight: StoredWeight, theirs: Index) -> np.ndarray:
@@ -255,18 +237,16 @@ def _packed(source: ParameterSource, path: str, shape: tuple[int, ...]) -> Packe
         return None
     sizes = places[0][1].layout.sizes
     scale = source.files.files.tensors[_scales_name(stored[0])].dtype
-    return PackedParameter(
-        source=source,
-        weights=weights,
-        path=path,
-        shape=shape,
-        form=forms.pop(),
+    shapes = shapes_in_few_bits(
+        shape,
+        forms.pop(),
         inputs=tuple(sizes[letter] for letter in theirs[1]),
         outputs=tuple(sizes[letter] for letter in theirs[0]),
         scale_dtype=scale if scale.itemsize > 1 else np.dtype(np.float32),  # powers of two
         has_zeros=has_zeros.pop(),
         has_order=any(weight.groups() is not None for weight in stored),
     )
+    return PackedParameter(source=source, weights=weights, path=path, shapes=shapes)
 
 
 def form_of_part(form: WeightFormat, tensor: Tensor, part: Part) -> WeightFormat:
