@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, final
+from typing import Self, final
 
 import jax
 import jax.numpy as jnp
@@ -103,12 +103,8 @@ def read_newest(
             "places each array directly: pass jax.ShapeDtypeStruct(shape, dtype, sharding=...)"
         )
     # One process reads all files to verify them; the others would load the disks N times over.
-    found = processes.on_first(lambda: _choose(directory, step, reject))
-    rejected = tuple(
-        Rejected(step=item["step"], path=Path(item["path"]), reasons=tuple(item["reasons"]))
-        for item in found["rejected"]
-    )
-    checkpoint = directory / directory_layout.step_name(found["step"])
+    chosen, rejected = processes.on_first(lambda: _choose(directory, step, reject))
+    checkpoint = directory / directory_layout.step_name(chosen)
     saved = metadata.read(checkpoint)
     if identity is not None:
         metadata.require_same_identity(saved.identity, identity, where=checkpoint)
@@ -130,7 +126,7 @@ def read_newest(
         data_state=saved.data_state,
         heldout_loss=saved.heldout_loss,
         settings=saved.settings,
-        quarantined=rejected,
+        quarantined=tuple(rejected),
     )
 
 
@@ -148,8 +144,8 @@ def require_finite_parameters(checkpoint: Path) -> None:
             require_finite(arrays.read(stored, {path: wanted}), where=checkpoint)
 
 
-def _choose(directory: Path, step: int | None, reject: Reject) -> dict[str, Any]:
-    """The step to read, as JSON: the one asked for or the newest good one; and the bad ones."""
+def _choose(directory: Path, step: int | None, reject: Reject) -> tuple[int, list[Rejected]]:
+    """The step to read: the one asked for or the newest good one; and those found damaged."""
     available = directory_layout.steps(directory)
     candidates = list(reversed(available)) if step is None else [step]
     rejected: list[Rejected] = []
@@ -158,16 +154,10 @@ def _choose(directory: Path, step: int | None, reject: Reject) -> dict[str, Any]
             continue
         problems = directory_layout.verify(directory, candidate)
         if not problems:
-            return {
-                "step": candidate,
-                "rejected": [
-                    {"step": bad.step, "path": str(bad.path), "reasons": list(bad.reasons)}
-                    for bad in rejected
-                ],
-            }
+            return candidate, rejected
         if candidate not in directory_layout.steps(directory):
             continue  # a training run that is still going on pruned it meanwhile
-        rejected.append(reject(directory, candidate, [str(problem) for problem in problems]))
+        rejected.append(reject(directory, candidate, problems))
     if rejected:
         found = "; ".join(f"{bad}, kept in {bad.path}" for bad in rejected)
         raise CheckpointError(f"no good checkpoint in {directory}: {found}{_others(directory)}")

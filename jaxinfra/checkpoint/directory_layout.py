@@ -21,7 +21,6 @@ against a person who recomputes them.
 
 import concurrent.futures
 import dataclasses
-import enum
 import errno
 import fcntl
 import hashlib
@@ -212,29 +211,6 @@ _BLOCK_BYTES = 4 << 20
 MAX_THREADS = 16
 
 
-class FileFault(enum.StrEnum):
-    """Kinds of damage that a checkpoint's file can have."""
-
-    MISSING = "missing"
-    EXTRA = "extra"
-    SIZE = "size"
-    CONTENT = "content"
-    UNREADABLE = "unreadable"
-    MANIFEST = "manifest"  # the manifest itself is damaged: nothing can be vouched for
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
-    """One reason why a checkpoint cannot be trusted."""
-
-    file: str  # relative to the checkpoint's directory
-    fault: FileFault
-    detail: str
-
-    def __str__(self) -> str:
-        return f"{self.file}: {self.fault}: {self.detail}"
-
-
 def write_manifest(checkpoint: Path, *, step: int) -> None:
     """Forces every file of a checkpoint to disk, then writes their sizes and SHA-256 sums to its
     manifest.
@@ -253,8 +229,9 @@ def write_manifest(checkpoint: Path, *, step: int) -> None:
         sync(Path(directory))
 
 
-def verify(directory: Path, step: int) -> list[Problem]:
-    """Compares every file of a checkpoint with its manifest; returns no problem if all match.
+def verify(directory: Path, step: int) -> list[str]:
+    """Compares every file of a checkpoint with its manifest; returns what is wrong with which file,
+    nothing if all match.
 
     It changes nothing. Sizes are compared first, so a truncated file is found without reading the
     other files.
@@ -269,47 +246,38 @@ def verify(directory: Path, step: int) -> list[Problem]:
             raise ValueError(f"{size:,} bytes")
         expected = _decode((checkpoint / MANIFEST).read_bytes(), step=step)
     except OSError as error:
-        return [_of_manifest(FileFault.UNREADABLE, _reason(error))]
+        return [f"{MANIFEST}: unreadable: {_reason(error)}"]
     except (ValueError, CheckpointError) as error:
-        return [_of_manifest(FileFault.MANIFEST, str(error))]
+        return [f"{MANIFEST}: manifest: {error}"]  # nothing can be vouched for
     problems = [
-        Problem(file=name, fault=FileFault.MISSING, detail="listed in the manifest, not there")
+        f"{name}: missing: listed in the manifest, not there"
         for name in sorted(expected.keys() - actual.keys())
     ]
     problems += [
-        Problem(file=name, fault=FileFault.EXTRA, detail="there, but not listed in the manifest")
+        f"{name}: extra: there, but not listed in the manifest"
         for name in sorted(actual.keys() - expected.keys() - {MANIFEST})
     ]
     common = sorted(expected.keys() & actual.keys())
     problems += [
-        Problem(
-            file=name,
-            fault=FileFault.SIZE,
-            detail=f"{actual[name]} bytes, written with {expected[name]['size']}",
-        )
+        f"{name}: size: {actual[name]} bytes, written with {expected[name]['size']}"
         for name in common
         if actual[name] != expected[name]["size"]
     ]
     if problems:
         return problems
     with concurrent.futures.ThreadPoolExecutor(MAX_THREADS) as pool:
-        found = pool.map(lambda name: _check(checkpoint, name, expected[name]["sha256"]), common)
-        return [problem for problem in found if problem is not None]
+        found = pool.map(lambda name: _check(checkpoint / name, expected[name]["sha256"]), common)
+        return [f"{name}: {each}" for name, each in zip(common, found, strict=True) if each]
 
 
-def _of_manifest(fault: FileFault, detail: str) -> Problem:
-    return Problem(file=MANIFEST, fault=fault, detail=detail)
-
-
-def _check(checkpoint: Path, name: str, expected: str) -> Problem | None:
+def _check(file: Path, expected: str) -> str:
     try:
-        digest = sha256(checkpoint / name)
+        digest = sha256(file)
     except OSError as error:
-        return Problem(file=name, fault=FileFault.UNREADABLE, detail=_reason(error))
+        return f"unreadable: {_reason(error)}"
     if digest == expected:
-        return None
-    detail = f"SHA-256 {digest[:16]}…, written with {expected[:16]}…"
-    return Problem(file=name, fault=FileFault.CONTENT, detail=detail)
+        return ""
+    return f"content: SHA-256 {digest[:16]}…, written with {expected[:16]}…"
 
 
 def _files(checkpoint: Path) -> dict[str, int]:

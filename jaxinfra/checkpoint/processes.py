@@ -1,8 +1,7 @@
 """Synchronization of a run's processes. With one process its functions are trivial."""
 
-import json
+import pickle
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +15,7 @@ _BARRIER_TIMEOUT_S = 1800
 
 
 def on_first[T](work: Callable[[], T]) -> T:
-    """Runs ``work`` on process 0 alone; every process returns its JSON value or raises its error.
+    """Runs ``work`` on process 0 alone; every process returns its value or raises its error.
 
     A collective: all processes call it, in the same order, from their main threads.
     """
@@ -28,19 +27,15 @@ def on_first[T](work: Callable[[], T]) -> T:
             outcome = {"value": work()}
         except Exception as error:  # the others wait for an answer, whatever happened here
             failure, outcome = error, {"error": f"process 0: {error}"}
-    outcome = _broadcast(outcome)
+    data = np.frombuffer(pickle.dumps(outcome), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(data.size)))
+    padded = data if jax.process_index() == 0 else np.zeros(size, np.uint8)
+    outcome = pickle.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))))
     if failure is not None:
         raise failure
     if "error" in outcome:
         raise CheckpointError(outcome["error"])
     return outcome["value"]
-
-
-def _broadcast(value: Any) -> Any:
-    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(data.size)))
-    padded = data if jax.process_index() == 0 else np.zeros(size, np.uint8)
-    return json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))))
 
 
 def barrier(name: str) -> None:

@@ -20,7 +20,7 @@ from jaxinfra.checkpoint.stored_weights import (
     DequantizedFiles,
     FindWeight,
     StoredWeight,
-    found_tensor,
+    require_tensor,
 )
 from jaxinfra.checkpoint.tensor_files import DTYPES, StoredTensor, TensorFiles
 from jaxinfra.errors import CheckpointError, ConfigError
@@ -34,11 +34,12 @@ from jaxinfra.hf.quantization import (
     TensorScaledFp8,
 )
 from jaxinfra.hf.tensor_layout import Index
-from jaxinfra.ops.quantized import WeightCode, WeightFormat
+from jaxinfra.ops.quantized import Activations, WeightCode, WeightFormat
 
 _FLOATS = ("float16", "bfloat16", "float32")
 _POWERS = "float8_e8m0fnu"  # of two alone, where scale_fmt is ue8m0
 _WORDS = ("int32",)
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each 4 bits of 32 hold, the lowest first
 _Found = tuple[str, StoredWeight] | None
 
 
@@ -54,13 +55,13 @@ def find_scaled_fp8(
     if isinstance(config, TensorScaledFp8):
         names = (f"{name}_scale_inv", f"{name}_scale")
         scale = next((each for each in names if each in files.tensors), names[-1])
-        return name, _plain(files, name, scale, tensor, WeightCode.E4M3, per_tensor=True)
+        return name, _plain(files, name, scale, WeightCode.E4M3, per_tensor=True)
     outputs, inputs = config.block
     form = WeightFormat(code=WeightCode.E4M3, group_rows=inputs, group_columns=outputs)
     scale = f"{name}_scale_inv"
-    shape = _matrix(files, name, tensor)
+    shape = _matrix(files, name)
     grid = form.scales_shape(*shape[::-1])[::-1]
-    stored.found_tensor(files, scale, grid, of=name, kinds=(*_FLOATS, _POWERS))
+    stored.require_tensor(files, scale, grid, of=name, kinds=(*_FLOATS, _POWERS))
     return name, StoredWeight(
         shape=shape,
         form=form,
@@ -75,22 +76,18 @@ def find_awq(files: TensorFiles, name: str, *, config: Awq) -> _Found:
     """Finds the tensors of an AWQ weight: ``qweight``, ``qzeros`` and ``scales``."""
     if not name.endswith(".qweight"):
         return None
-    module, tensor = name.removesuffix("qweight"), files.tensors[name]
-    inputs, words = _matrix(files, name, tensor)
-    outputs = words * 8
-    group = _group_of(files, name, config.group, inputs)
-    found = functools.partial(stored.found_tensor, files, of=name)
-    found(name, tensor.shape, kinds=_WORDS)
-    found(f"{module}qzeros", (inputs // group, words), kinds=_WORDS)
-    found(f"{module}scales", (inputs // group, outputs), kinds=_FLOATS)
-    return f"{module}weight", StoredWeight(
-        shape=(outputs, inputs),
-        form=WeightFormat(code=WeightCode.INT4, group_rows=group),
-        parts=(name, f"{module}qzeros", f"{module}scales"),
-        first=tensor,
-        codes=functools.partial(stored.awq_codes, files, name),
-        scales=lambda: stored.read_whole(files, f"{module}scales").T,
-        zeros=functools.partial(stored.awq_zeros, files, f"{module}qzeros"),
+    module = name.removesuffix("qweight")
+    inputs, words = _matrix(files, name)
+    return f"{module}weight", _integers(
+        files,
+        name,
+        stored.Packing(dim=0, transposed=True, order=_AWQ_ORDER),
+        shape=(words * 8, inputs),
+        code=WeightCode.INT4,
+        group=config.group,
+        scales=f"{module}scales",
+        zeros=f"{module}qzeros",
+        order="",  # its groups are in sequence
     )
 
 
@@ -100,62 +97,96 @@ def find_gptq(files: TensorFiles, name: str, *, config: Gptq) -> _Found:
     """
     if not name.endswith(".qweight"):
         return None
-    module, tensor = name.removesuffix("qweight"), files.tensors[name]
-    count = 32 // config.bits
-    words, outputs = _matrix(files, name, tensor)
-    inputs = words * count
-    group = _group_of(files, name, config.group, inputs)
-    zeros, scales, order = (f"{module}{part}" for part in ("qzeros", "scales", "g_idx"))
-    found = functools.partial(stored.found_tensor, files, of=name)
-    found(name, tensor.shape, kinds=_WORDS)
-    found(zeros, (inputs // group, -(-outputs // count)), kinds=_WORDS)
-    found(scales, (inputs // group, outputs), kinds=_FLOATS)
-    parts = [name, zeros, scales]
-    groups = None
-    if order in files.tensors:
-        found(order, (inputs,), kinds=_WORDS)
-        parts.append(order)
-        groups = functools.partial(stored.group_numbers, files, order, group=group)
-    elif config.act_order and group < inputs:
+    module = name.removesuffix("qweight")
+    words, outputs = _matrix(files, name)
+    inputs, order = words * 32 // config.bits, f"{module}g_idx"
+    if order not in files.tensors and config.act_order and 0 < config.group < inputs:
         raise CheckpointError(
             f"{files.directory}: {order} is missing, which says the group of each input where "
             "desc_act is true; copy all files again, or correct desc_act"
         )
-    code = WeightCode.INT4 if config.bits == 4 else WeightCode.INT8
-    middle = 0 if config.bits == 4 else 128
-
-    def read_codes(index):
-        codes = stored.row_codes(files, name, index, bits=config.bits)
-        return codes if not middle else (codes.astype(np.int16) - middle).astype(np.int8)
-
-    def read_zeros() -> np.ndarray:
-        return _gptq_zeros(files, zeros, outputs, config) - middle
-
-    return f"{module}weight", StoredWeight(
+    return f"{module}weight", _integers(
+        files,
+        name,
+        stored.Packing(transposed=True),
         shape=(outputs, inputs),
-        form=WeightFormat(code=code, group_rows=group),
-        parts=tuple(parts),
-        first=tensor,
-        codes=read_codes,
-        scales=lambda: stored.read_whole(files, scales).T,
-        zeros=read_zeros,
-        groups=groups or (lambda: None),
+        code=WeightCode.INT4 if config.bits == 4 else WeightCode.INT8,
+        group=config.group,
+        scales=f"{module}scales",
+        zeros=f"{module}qzeros",
+        zeros_less_one=config.adds_one,
+        order=order,
     )
 
 
-def _gptq_zeros(files: TensorFiles, name: str, outputs: int, config: Gptq) -> np.ndarray:
-    """[outputs, groups]; the first version of the format stores one less."""
-    read = stored.unpacked(stored.read_whole(files, name), bits=config.bits, dim=1)
-    read = read[:, :outputs].T.astype(np.int16)
-    if not config.adds_one:
-        return read
-    if (read == (1 << config.bits) - 1).any():
+def _integers(
+    files: TensorFiles,
+    name: str,
+    packing: stored.Packing,
+    *,
+    shape: tuple[int, int],
+    code: WeightCode,
+    group: int,
+    scales: str,
+    zeros: str | None,
+    order: str,
+    zeros_less_one: bool = False,
+    activations: Activations | None = None,
+    by_channel: bool = False,
+) -> StoredWeight:
+    """Makes the weight whose elements, several in each word, are the tensor ``name``.
+
+    Args:
+        shape: outputs and inputs.
+        group: number of inputs that share a scale; -1: all.
+        order: name of the tensor of each input's group, if the files have it.
+        zeros_less_one: zero points are stored as one less than they are.
+        by_channel: one group has all inputs of an output, however many.
+    """
+    outputs, inputs = shape
+    bits, middle = code.bits, 0 if code.bits == 4 else 128
+    group = _group_of(files, name, group, inputs)
+    turn = -1 if packing.transposed else 1
+    found = functools.partial(stored.require_tensor, files, of=name, kinds=_WORDS)
+    found(name, files.tensors[name].shape)
+    found(scales, (outputs, inputs // group)[::turn], kinds=_FLOATS)
+    if zeros is not None:
+        found(zeros, (-(-outputs * bits // 32), inputs // group)[::turn])
+    has_order = order in files.tensors
+    if has_order:
+        found(order, (inputs,))
+
+    def read_codes(index: Index) -> np.ndarray:
+        read = packing.codes(files, name, index, bits=bits)
+        return read if not middle else (read.astype(np.int16) - middle).astype(np.int8)
+
+    def read_zeros() -> np.ndarray:
+        read = packing.zeros(files, zeros or "", bits=bits)[:outputs]
+        if zeros_less_one:
+            read = _one_more(read, bits, where=f"{files.directory}: {zeros}")
+        return read - middle
+
+    rows = 0 if by_channel else group
+    return StoredWeight(
+        shape=shape,
+        form=WeightFormat(code=code, group_rows=rows, activations=activations),
+        parts=(name, scales, *filter(None, (zeros, order if has_order else None))),
+        first=files.tensors[name],
+        codes=read_codes,
+        scales=lambda: stored.read_whole(files, scales).transpose((0, 1)[::turn]),
+        zeros=None if zeros is None else read_zeros,
+        groups=lambda: stored.group_numbers(files, order, group=group) if has_order else None,
+    )
+
+
+def _one_more(zeros: np.ndarray, bits: int, *, where: str) -> np.ndarray:
+    most = (1 << bits) - 1
+    if (zeros == most).any():
         raise CheckpointError(
-            f"{files.directory}: {name} has zero points stored as {(1 << config.bits) - 1}, one "
-            "less than what some programs read as 0 and others do not; save the checkpoint with "
-            "checkpoint_format gptq_v2"
+            f"{where} has zero points stored as {most}, one less than what some programs read as "
+            "0 and others do not; save the checkpoint with checkpoint_format gptq_v2"
         )
-    return read + 1
+    return zeros + 1
 
 
 def find_compressed(files: TensorFiles, name: str, *, config: CompressedTensors) -> _Found:
@@ -164,90 +195,58 @@ def find_compressed(files: TensorFiles, name: str, *, config: CompressedTensors)
     """
     tensor = files.tensors[name]
     if config.packed:
-        return _packed(files, name, tensor, config) if name.endswith(".weight_packed") else None
+        return _packed(files, name, config) if name.endswith(".weight_packed") else None
     if not name.endswith(".weight") or tensor.dtype.name != config.code.storage.name:
         return None
     return name, _plain(
         files,
         name,
         f"{name}_scale",
-        tensor,
         config.code,
         per_tensor=config.per_tensor,
         config=config,
     )
 
 
-def _packed(
-    files: TensorFiles, name: str, tensor: StoredTensor, config: CompressedTensors
-) -> _Found:
+def _packed(files: TensorFiles, name: str, config: CompressedTensors) -> _Found:
     weight = name.removesuffix("_packed")
-    bits = config.code.bits
-    count, middle = 32 // bits, 1 << (bits - 1)
-    outputs, words = _matrix(files, name, tensor)
-    found = functools.partial(stored.found_tensor, files, of=name)
-    found(name, tensor.shape, kinds=_WORDS)
-    found(f"{weight}_shape", (2,), kinds=("int64", "int32"))
-    shape = tuple(int(n) for n in stored.read_whole(files, f"{weight}_shape"))
+    count = 32 // config.code.bits
+    outputs, words = _matrix(files, name)
+    shape_name = f"{weight}_shape"
+    stored.require_tensor(files, shape_name, (2,), of=name, kinds=("int64", "int32"))
+    shape = tuple(int(n) for n in stored.read_whole(files, shape_name))
     if shape[0] != outputs or not (words - 1) * count < shape[1] <= words * count:
         raise CheckpointError(
-            f"{files.directory}: {weight}_shape says {list(shape)}, and {name} has room for "
+            f"{files.directory}: {shape_name} says {list(shape)}, and {name} has room for "
             f"[{outputs}, {words * count}]; one of them is of another model"
         )
-    inputs = shape[1]
-    group = _group_of(files, name, config.group, inputs)
-    scale = f"{weight}_scale"
-    found(scale, (outputs, inputs // group), kinds=_FLOATS)
-    parts = [name, scale, f"{weight}_shape"]
-    zeros, groups = None, None
-    if not config.symmetric:
-        zero = f"{weight}_zero_point"
-        found(zero, (-(-outputs // count), inputs // group), kinds=_WORDS)
-        parts.append(zero)
-
-        def zeros() -> np.ndarray:
-            read = stored.unpacked(stored.read_whole(files, zero), bits=bits, dim=0)[:outputs]
-            return read.astype(np.int16) - (0 if bits == 4 else middle)
-
-    if f"{weight}_g_idx" in files.tensors:
-        order = f"{weight}_g_idx"
-        found(order, (inputs,), kinds=_WORDS)
-        parts.append(order)
-        groups = functools.partial(stored.group_numbers, files, order, group=group)
-
-    def codes(index) -> np.ndarray:
-        read = stored.column_codes(files, name, index, bits=bits)
-        return read if bits == 4 else (read.astype(np.int16) - middle).astype(np.int8)
-
-    by_channel = config.code is WeightCode.INT8 and config.group < 0
-    return weight, StoredWeight(
-        shape=(outputs, inputs),
-        form=WeightFormat(
-            code=config.code,
-            group_rows=0 if by_channel else group,
-            activations=config.activations,
-        ),
-        parts=tuple(parts),
-        first=tensor,
-        codes=codes,
-        scales=functools.partial(stored.read_whole, files, scale),
-        zeros=zeros,
-        groups=groups or (lambda: None),
+    found = _integers(
+        files,
+        name,
+        stored.Packing(),
+        shape=(outputs, shape[1]),
+        code=config.code,
+        group=config.group,
+        scales=f"{weight}_scale",
+        zeros=None if config.symmetric else f"{weight}_zero_point",
+        order=f"{weight}_g_idx",
+        activations=config.activations,
+        by_channel=config.code is WeightCode.INT8 and config.group < 0,
     )
+    return weight, dataclasses.replace(found, parts=(*found.parts, shape_name))
 
 
 def _plain(
     files: TensorFiles,
     name: str,
     scale: str,
-    tensor: StoredTensor,
     code: WeightCode,
     *,
     per_tensor: bool,
     config: CompressedTensors | None = None,
 ) -> StoredWeight:
     """Elements of 8 bits as they are, with scales of the tensor, its outputs, groups or blocks."""
-    outputs, inputs = shape = _matrix(files, name, tensor)
+    outputs, inputs = shape = _matrix(files, name)
     activations = None if config is None else config.activations
     parts, zeros = [name, scale], None
     if config is not None and config.block is not None:
@@ -261,13 +260,13 @@ def _plain(
     found = files.tensors.get(scale)
     # One number may be stored without dims, or with one.
     flat = found is not None and np.prod(found.shape) == 1 == np.prod(grid)
-    stored.found_tensor(
+    stored.require_tensor(
         files, scale, found.shape if flat and found is not None else grid, of=name, kinds=_FLOATS
     )
     if config is not None and not config.symmetric:
         zero = f"{name}_zero_point"
         shape_of_zeros = (1,) if per_tensor else (outputs, grid[1])
-        stored.found_tensor(files, zero, shape_of_zeros, of=name, kinds=("int8",))
+        stored.require_tensor(files, zero, shape_of_zeros, of=name, kinds=("int8",))
         parts.append(zero)
 
         def zeros() -> np.ndarray:
@@ -278,14 +277,15 @@ def _plain(
         shape=shape,
         form=form,
         parts=tuple(parts),
-        first=tensor,
+        first=files.tensors[name],
         codes=functools.partial(files.read, name),
         scales=lambda: stored.read_whole(files, scale).reshape(grid),
         zeros=zeros,
     )
 
 
-def _matrix(files: TensorFiles, name: str, tensor: StoredTensor) -> tuple[int, int]:
+def _matrix(files: TensorFiles, name: str) -> tuple[int, int]:
+    tensor = files.tensors[name]
     if len(tensor.shape) != 2 or 0 in tensor.shape:
         raise CheckpointError(
             f"{files.directory}: {name} has shape {list(tensor.shape)}; quantized weights are "
@@ -392,7 +392,7 @@ class _Mxfp4Files:
                         "uint8 [experts, outputs, inputs / 32, 16]: copy all files again"
                     )
                 experts, outputs, groups, _ = shape
-                found_tensor(
+                require_tensor(
                     self.files,
                     weight + _SCALES,
                     tensor.shape[:3],

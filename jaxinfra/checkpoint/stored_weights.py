@@ -16,7 +16,6 @@ from jaxinfra.errors import CheckpointError
 from jaxinfra.hf.tensor_layout import Index
 from jaxinfra.ops.quantized import WeightFormat
 
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each 4 bits of 32 hold, the lowest first
 _WORD = 32
 
 
@@ -66,11 +65,11 @@ class FindWeight(Protocol):
         ...
 
 
-def found_tensor(
+def require_tensor(
     files: TensorFiles, name: str, shape: tuple[int, ...], *, of: str, kinds: tuple[str, ...]
-) -> StoredTensor:
-    """Returns a tensor that a quantized weight needs; raises CheckpointError if it is missing or of
-    another shape or dtype.
+) -> None:
+    """Raises CheckpointError if a tensor of a quantized weight is missing, or of another shape or
+    dtype.
     """
     found = files.tensors.get(name)
     if found is None:
@@ -88,7 +87,6 @@ def found_tensor(
             f"{files.directory}: {name} has elements of type {found.dtype.name}, {of} asks for "
             f"{' or '.join(kinds)}; copy all files again"
         )
-    return found
 
 
 def read_whole(files: TensorFiles, name: str) -> np.ndarray:
@@ -96,73 +94,40 @@ def read_whole(files: TensorFiles, name: str) -> np.ndarray:
     return files.read(name, tuple(slice(0, size) for size in files.tensors[name].shape))
 
 
-def unpacked(words: np.ndarray, *, bits: int, dim: int, order: tuple[int, ...] = ()) -> np.ndarray:
-    """Unpacks unsigned elements from 32-bit words along a dim, as uint8.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Packing:
+    """How the elements of a weight [outputs, inputs] and its zero points share 32-bit words."""
 
-    Args:
-        order: position of each element of a word, from the lowest bits; by default in sequence.
-    """
-    count = _WORD // bits
-    words = words.view(np.uint32) if words.dtype == np.int32 else words.astype(np.uint32)
-    words = np.moveaxis(words, dim, -1)
-    found = np.empty((*words.shape, count), np.uint8)
-    for i in range(count):
-        place = order[i] if order else i
-        found[..., place] = (words >> np.uint32(bits * i)) & np.uint32((1 << bits) - 1)
-    return np.moveaxis(found.reshape(*words.shape[:-1], -1), -1, dim)
+    dim: int = 1  # of the weight, along which elements share a word; zero points always along 0
+    transposed: bool = False  # files hold the inputs, or their groups, before the outputs
+    order: tuple[int, ...] = ()  # element of a word, from the lowest bits; in sequence by default
 
+    def codes(self, files: TensorFiles, name: str, index: Index, *, bits: int) -> np.ndarray:
+        """Reads a slice of unsigned elements, as uint8 [outputs, inputs]."""
+        part, count = index[self.dim], _WORD // bits
+        words = slice(part.start // count, -(-part.stop // count))
+        found = self._read(files, name, (*index[: self.dim], words, *index[self.dim + 1 :]))
+        start = part.start - words.start * count
+        wanted = slice(start, start + part.stop - part.start)
+        return self._unpacked(found, bits, self.dim)[(slice(None),) * self.dim + (wanted,)]
 
-def _covering(part: slice, count: int) -> tuple[slice, slice]:
-    """Words that hold these elements, and the elements among those of the words."""
-    words = slice(part.start // count, -(-part.stop // count))
-    start = part.start - words.start * count
-    return words, slice(start, start + part.stop - part.start)
+    def zeros(self, files: TensorFiles, name: str, *, bits: int) -> np.ndarray:
+        """Reads all zero points, as int16 [outputs, groups]; their last word may hold too many."""
+        shape = files.tensors[name].shape[:: -1 if self.transposed else 1]
+        words = self._read(files, name, tuple(slice(0, size) for size in shape))
+        return self._unpacked(words, bits, 0).astype(np.int16)
 
+    def _read(self, files: TensorFiles, name: str, index: Index) -> np.ndarray:
+        return files.read(name, index[::-1]).T if self.transposed else files.read(name, index)
 
-def _read_words(
-    files: TensorFiles,
-    name: str,
-    index: Index,
-    *,
-    bits: int,
-    dim: int,
-    order: tuple[int, ...] = (),
-) -> np.ndarray:
-    """A slice of elements, several in each word along ``dim``."""
-    words, wanted = _covering(index[dim], _WORD // bits)
-    moved = list(index)
-    moved[dim] = words
-    read = unpacked(files.read(name, tuple(moved)), bits=bits, dim=dim, order=order)
-    return read[(slice(None),) * dim + (wanted,)]
-
-
-def transposed(index: Index) -> Index:
-    """Reads a slice of a matrix [outputs, inputs] that is stored as [inputs, outputs]."""
-    return index[::-1]
-
-
-def awq_codes(files: TensorFiles, name: str, index: Index) -> np.ndarray:
-    """Reads a slice of the codes of AWQ's ``qweight`` as [outputs, inputs]."""
-    return _read_words(files, name, transposed(index), bits=4, dim=1, order=_AWQ_ORDER).T
-
-
-def awq_zeros(files: TensorFiles, name: str) -> np.ndarray:
-    """Reads the zero points of AWQ's ``qzeros`` as [outputs, groups]."""
-    return unpacked(read_whole(files, name), bits=4, dim=1, order=_AWQ_ORDER).T
-
-
-def row_codes(files: TensorFiles, name: str, index: Index, *, bits: int) -> np.ndarray:
-    """Reads a slice of the codes of GPTQ's ``qweight`` as [outputs, inputs]; a word packs
-    consecutive inputs.
-    """
-    return _read_words(files, name, transposed(index), bits=bits, dim=0).T
-
-
-def column_codes(files: TensorFiles, name: str, index: Index, *, bits: int) -> np.ndarray:
-    """Reads a slice of the codes of compressed-tensors' ``weight_packed`` as [outputs, inputs]; a
-    word packs consecutive inputs.
-    """
-    return _read_words(files, name, index, bits=bits, dim=1)
+    def _unpacked(self, words: np.ndarray, bits: int, dim: int) -> np.ndarray:
+        count = _WORD // bits
+        words = np.moveaxis(words.astype(np.uint32), dim, -1)
+        found = np.empty((*words.shape, count), np.uint8)
+        for i in range(count):
+            place = self.order[i] if self.order else i
+            found[..., place] = (words >> np.uint32(bits * i)) & np.uint32((1 << bits) - 1)
+        return np.moveaxis(found.reshape(*words.shape[:-1], -1), -1, dim)
 
 
 def group_numbers(files: TensorFiles, name: str, *, group: int) -> np.ndarray | None:

@@ -2,35 +2,18 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxinfra.config.model import BlockConfig, ExpertsConfig, ModelConfig
 from jaxinfra.config.routing import BalanceConfig
 from jaxinfra.errors import ConfigError, nearest
-from jaxinfra.hf import deepseek, sparse
-from jaxinfra.hf.families import (
-    read_gemma2,
-    read_gpt2,
-    read_llama,
-    read_mistral,
-    read_phi3,
-    read_qwen2,
-    read_qwen3,
-    write_gemma2,
-    write_gpt2,
-    write_llama,
-    write_mistral,
-    write_phi3,
-    write_qwen2,
-    write_qwen3,
-)
+from jaxinfra.hf import deepseek, families, sparse
 from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.quantization import Quantization, read_quantization
 from jaxinfra.runtime.files import is_of_type
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Family:
+class Family(NamedTuple):
     """One architecture: its name, and the reader and writer of its configs."""
 
     architecture: str
@@ -38,39 +21,23 @@ class Family:
     write: Callable[[ModelConfig], dict[str, Any]]
 
 
-FAMILIES: dict[str, Family] = {
-    "llama": Family(architecture="LlamaForCausalLM", read=read_llama, write=write_llama),
-    "mistral": Family(architecture="MistralForCausalLM", read=read_mistral, write=write_mistral),
-    "qwen2": Family(architecture="Qwen2ForCausalLM", read=read_qwen2, write=write_qwen2),
-    "qwen3": Family(architecture="Qwen3ForCausalLM", read=read_qwen3, write=write_qwen3),
-    "gemma2": Family(architecture="Gemma2ForCausalLM", read=read_gemma2, write=write_gemma2),
-    "phi3": Family(architecture="Phi3ForCausalLM", read=read_phi3, write=write_phi3),
-    "gpt2": Family(architecture="GPT2LMHeadModel", read=read_gpt2, write=write_gpt2),
-    "mixtral": Family(
-        architecture="MixtralForCausalLM", read=sparse.read_mixtral, write=sparse.write_mixtral
-    ),
-    "qwen2_moe": Family(
-        architecture="Qwen2MoeForCausalLM",
-        read=sparse.read_qwen2_moe,
-        write=sparse.write_qwen2_moe,
-    ),
-    "qwen3_moe": Family(
-        architecture="Qwen3MoeForCausalLM",
-        read=sparse.read_qwen3_moe,
-        write=sparse.write_qwen3_moe,
-    ),
-    "gpt_oss": Family(
-        architecture="GptOssForCausalLM", read=sparse.read_gpt_oss, write=sparse.write_gpt_oss
-    ),
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", families.read_llama, families.write_llama),
+    "mistral": Family("MistralForCausalLM", families.read_mistral, families.write_mistral),
+    "qwen2": Family("Qwen2ForCausalLM", families.read_qwen2, families.write_qwen2),
+    "qwen3": Family("Qwen3ForCausalLM", families.read_qwen3, families.write_qwen3),
+    "gemma2": Family("Gemma2ForCausalLM", families.read_gemma2, families.write_gemma2),
+    "phi3": Family("Phi3ForCausalLM", families.read_phi3, families.write_phi3),
+    "gpt2": Family("GPT2LMHeadModel", families.read_gpt2, families.write_gpt2),
+    "mixtral": Family("MixtralForCausalLM", sparse.read_mixtral, sparse.write_mixtral),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", sparse.read_qwen2_moe, sparse.write_qwen2_moe),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", sparse.read_qwen3_moe, sparse.write_qwen3_moe),
+    "gpt_oss": Family("GptOssForCausalLM", sparse.read_gpt_oss, sparse.write_gpt_oss),
     "deepseek_v2": Family(
-        architecture="DeepseekV2ForCausalLM",
-        read=deepseek.read_deepseek_v2,
-        write=deepseek.write_deepseek_v2,
+        "DeepseekV2ForCausalLM", deepseek.read_deepseek_v2, deepseek.write_deepseek_v2
     ),
     "deepseek_v3": Family(
-        architecture="DeepseekV3ForCausalLM",
-        read=deepseek.read_deepseek_v3,
-        write=deepseek.write_deepseek_v3,
+        "DeepseekV3ForCausalLM", deepseek.read_deepseek_v3, deepseek.write_deepseek_v3
     ),
 }
 """Readers by ``model_type``, in the order in which an export looks for one that says the model."""

@@ -26,6 +26,7 @@ from jaxinfra.hf.shared import (
     dense_block,
     layer_windows,
     typed_windows,
+    window_keys,
 )
 
 _ACTIVATIONS = {
@@ -138,17 +139,7 @@ def read_qwen3(keys: Keys) -> ModelConfig:
 
 def write_qwen2(config: ModelConfig) -> dict[str, Any]:
     """Writes Qwen 2; inverse of ``read_qwen2``."""
-    windows = [block.mixer.window for block in config.layers]
-    widths = {window for window in windows if window is not None}
-    return decoder_keys(config) | {
-        "use_sliding_window": bool(widths),
-        "sliding_window": max(widths, default=None),
-        # What releases before layer_types read: the layers from here on have windows.
-        "max_window_layers": next(
-            (i for i, window in enumerate(windows) if window is not None), len(windows)
-        ),
-        "layer_types": [FULL if window is None else SLIDING for window in windows],
-    }
+    return decoder_keys(config) | window_keys(config)
 
 
 def write_qwen3(config: ModelConfig) -> dict[str, Any]:

@@ -187,6 +187,21 @@ def layer_windows(keys: Keys) -> tuple[int | None, ...]:
     return typed_windows(types, window, num_layers=num_layers)
 
 
+def window_keys(config: ModelConfig) -> dict[str, Any]:
+    """Writes the keys that ``layer_windows`` reads."""
+    windows = [block.mixer.window for block in config.layers]
+    widths = {window for window in windows if window is not None}
+    return {
+        "use_sliding_window": bool(widths),
+        "sliding_window": max(widths, default=None),
+        # What releases before layer_types read: the layers from here on have windows.
+        "max_window_layers": next(
+            (i for i, window in enumerate(windows) if window is not None), len(windows)
+        ),
+        "layer_types": [FULL if window is None else SLIDING for window in windows],
+    }
+
+
 def typed_windows(
     types: Sequence[str], window: int | None, *, num_layers: int
 ) -> tuple[int | None, ...]:

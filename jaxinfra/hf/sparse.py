@@ -28,6 +28,7 @@ from jaxinfra.hf.shared import (
     routed,
     routes,
     typed_windows,
+    window_keys,
 )
 
 _LOSSES = ("router_aux_loss_coef", "output_router_logits")
@@ -121,14 +122,10 @@ def _read_qwen(keys: Keys, dense: ModelConfig, **shared: Any) -> ModelConfig:
 def write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
     """Writes Qwen 2 with experts; inverse of ``read_qwen2_moe``."""
     attention, experts, _ = _layers(config)
-    windows = [block.mixer.window for block in config.layers]
-    widths = {window for window in windows if window is not None}
     return _qwen_keys(config) | {
+        **window_keys(config),
         "qkv_bias": attention.qkv_bias,
-        "use_sliding_window": bool(widths),
-        "sliding_window": max(widths, default=None),
         "max_window_layers": config.num_layers,
-        "layer_types": [FULL if window is None else SLIDING for window in windows],
         "shared_expert_intermediate_size": experts.shared_hidden_dim,
     }
 
@@ -194,19 +191,19 @@ def read_gpt_oss(keys: Keys) -> ModelConfig:
 def write_gpt_oss(config: ModelConfig) -> dict[str, Any]:
     """Writes gpt-oss; inverse of ``read_gpt_oss``."""
     attention, experts, _ = _layers(config)
-    windows = [block.mixer.window for block in config.layers]
     wide = dataclasses.replace(_as_wide(experts), kind=MlpKind.SWIGLU)
     keys = decoder_keys(config, mlp=wide)
     # Null would be read as YaRN.
     scaling = keys.get("rope_scaling") or {"rope_type": "default"}
+    windows = window_keys(config)
     return keys | {
         "rope_scaling": scaling,
         "num_local_experts": experts.num_experts,
         "num_experts_per_tok": experts.top_k,
         "attention_bias": attention.out_bias,
         # The reference makes a mask of windows whether a layer has one or not.
-        "sliding_window": max((w for w in windows if w is not None), default=config.max_positions),
-        "layer_types": [FULL if window is None else SLIDING for window in windows],
+        "sliding_window": windows["sliding_window"] or config.max_positions,
+        "layer_types": windows["layer_types"],
         **_GATE,
     }
 
