@@ -10,11 +10,10 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict, Unpack
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +23,6 @@ from jaxinfra.checkpoint.parameter_sources import (
     ParameterSource,
     assemble_rows,
     mapped_parameters,
-    stored_parameters,
 )
 from jaxinfra.checkpoint.quantized_files import plain_tensors
 from jaxinfra.checkpoint.tensor_files import (
@@ -37,9 +35,10 @@ from jaxinfra.config import codec
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.errors import CheckpointError, ConfigError, nearest
 from jaxinfra.hf import (
-    by_path,
+    WeightMap,
     computed,
     from_hf_config,
+    own_weight_map,
     plain_hf_config,
     quantization_of,
     to_hf_config,
@@ -75,8 +74,7 @@ class ModelDirectory:
             files = plain_tensors(files, quantization_of(self.hf))
             weights = weight_map(self.hf["model_type"], self.config, definition.arrays)
             return mapped_parameters(files, weights)
-        shapes = {path: leaf.shape for path, leaf in by_path(definition.arrays).items()}
-        return stored_parameters(plain_tensors(files, None), shapes)
+        return mapped_parameters(plain_tensors(files, None), own_weight_map(definition.arrays))
 
 
 def is_model_directory(path: Path) -> bool:
@@ -101,12 +99,6 @@ def read_model_directory(path: Path) -> ModelDirectory:
     except ConfigError as error:
         raise ConfigError(f"{path / 'config.json'}: {error}") from error
     return ModelDirectory(path=path, config=config, is_hf=False, hf=values["hf"])
-
-
-def config_json(config: ModelConfig, hf: Mapping[str, Any] | None) -> str:
-    """Returns the text of a config.json in our layout."""
-    values = {"format": FORMAT, "model": codec.to_dict(config), "hf": hf}
-    return json.dumps(values, indent=2) + "\n"
 
 
 def _values(path: Path) -> Any:
@@ -143,45 +135,32 @@ def parse_dtype(name: str) -> np.dtype:
     return jnp.dtype(name)
 
 
+class WriteOptions(TypedDict):
+    """Options of writing a model directory."""
+
+    tokenizer_directory: Path
+    dtype: np.dtype | None  # of all elements; None: as they are stored
+    max_shard_bytes: int
+    piece_bytes: NotRequired[int]
+
+
 def write_ours(
     source: ParameterSource,
     definition: ModelDefinition,
     path: Path,
     *,
     hf: Mapping[str, Any] | None,
-    tokenizer_directory: Path,
-    dtype: np.dtype | None,
-    max_shard_bytes: int,
-    piece_bytes: int = _PIECE_BYTES,
+    **options: Unpack[WriteOptions],
 ) -> None:
     """Writes a model directory in our layout.
 
     Args:
         hf: Hugging Face config that the model was converted from, stored for converting back.
-        dtype: dtype of all elements; None: as they are stored.
     """
-    shapes = {name: leaf.shape for name, leaf in by_path(definition.arrays).items()}
-
-    def pieces(name: str, kind: np.dtype) -> Iterator[np.ndarray]:
-        shape = shapes[name]
-        row_bytes = math.prod(shape[1:]) * kind.itemsize
-        step = max(1, piece_bytes // row_bytes)
-        whole = tuple(slice(0, size) for size in shape[1:])
-        for start in range(0, shape[0], step):
-            rows = slice(start, min(start + step, shape[0]))
-            yield cast(source.read(name, (rows, *whole)), kind, name)
-
-    with filled_directory(path, tokenizer_directory) as directory:
-        (directory / "config.json").write_text(config_json(definition.config, hf))
-        kinds = {name: dtype or source.dtype(name) for name in shapes}
-        write_tensor_files(
-            directory,
-            {
-                name: (shape, kinds[name], functools.partial(pieces, name, kinds[name]))
-                for name, shape in shapes.items()
-            },
-            max_shard_bytes=max_shard_bytes,
-        )
+    values = {"format": FORMAT, "model": codec.to_dict(definition.config), "hf": hf}
+    weights = own_weight_map(definition.arrays)
+    kinds = _kinds(source, weights, options["dtype"])
+    _write(source, weights, path, values=values, kinds=kinds, options=options)
 
 
 def write_hf(
@@ -190,32 +169,38 @@ def write_hf(
     path: Path,
     *,
     hf: Mapping[str, Any] | None,
-    tokenizer_directory: Path,
-    dtype: np.dtype | None,
-    max_shard_bytes: int,
-    piece_bytes: int = _PIECE_BYTES,
+    **options: Unpack[WriteOptions],
 ) -> None:
     """Writes a model directory in the layout of Hugging Face.
 
     Args:
         hf: Hugging Face config that describes this model; None: one is made.
-        dtype: dtype of all elements; None: as they are stored.
     """
     values = plain_hf_config(hf) if hf is not None else to_hf_config(definition.config)
     weights = weight_map(values["model_type"], definition.config, definition.arrays)
-    kinds = {
-        tensor.name: dtype or _common_dtype(source, tensor) for tensor in weights.tensors.values()
-    }
+    kinds = _kinds(source, weights, options["dtype"])
     # The older name of the key is the one that all releases read.
     key = "dtype" if "dtype" in values else "torch_dtype"
     (vocabulary, _) = weights.places["embedding/table", ()]
     values[key] = kinds[vocabulary.name].name
+    _write(source, weights, path, values=values, kinds=kinds, options=options)
 
+
+def _write(
+    source: ParameterSource,
+    weights: WeightMap,
+    path: Path,
+    *,
+    values: Mapping[str, Any],
+    kinds: Mapping[str, np.dtype],
+    options: WriteOptions,
+) -> None:
     def pieces(tensor: Tensor) -> Iterator[np.ndarray]:
+        piece_bytes = options.get("piece_bytes", _PIECE_BYTES)
         for rows in assemble_rows(source, tensor, piece_bytes=piece_bytes):
             yield cast(rows, kinds[tensor.name], tensor.name)
 
-    with filled_directory(path, tokenizer_directory) as directory:
+    with filled_directory(path, options["tokenizer_directory"]) as directory:
         (directory / "config.json").write_text(json.dumps(values, indent=2) + "\n")
         write_tensor_files(
             directory,
@@ -223,8 +208,16 @@ def write_hf(
                 name: (tensor.shape, kinds[name], functools.partial(pieces, tensor))
                 for name, tensor in weights.tensors.items()
             },
-            max_shard_bytes=max_shard_bytes,
+            max_shard_bytes=options["max_shard_bytes"],
         )
+
+
+def _kinds(
+    source: ParameterSource, weights: WeightMap, dtype: np.dtype | None
+) -> dict[str, np.dtype]:
+    return {
+        tensor.name: dtype or _common_dtype(source, tensor) for tensor in weights.tensors.values()
+    }
 
 
 def describes(hf: Mapping[str, Any], config: ModelConfig) -> bool:

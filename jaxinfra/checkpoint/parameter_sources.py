@@ -37,23 +37,8 @@ class ParameterSource(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StoredParameters:
-    """Parameters from files in our layout, where tensors are named by our parameters' paths."""
-
-    files: TensorReader
-
-    def dtype(self, path: str) -> np.dtype:
-        """Returns the element type of a parameter in the file."""
-        return self.files.tensors[path].dtype
-
-    def read(self, path: str, index: Index) -> np.ndarray:
-        """Reads a slice of a parameter as the file stores it."""
-        return self.files.read(path, index)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MappedParameters:
-    """Parameters from files in the layout of Hugging Face, mapped to ours."""
+    """Parameters from files in the layout of Hugging Face or in ours, mapped to the model's."""
 
     files: TensorReader
     weights: WeightMap
@@ -129,7 +114,7 @@ class LiveParameters:
 
 
 def mapped_parameters(files: TensorReader, weights: WeightMap) -> MappedParameters:
-    """Maps Hugging Face tensors to our parameters; raises CheckpointError naming tensors of wrong
+    """Maps the files' tensors to our parameters; raises CheckpointError naming tensors of wrong
     name or shape.
 
     Files of the bare model lack the prefix of all names. A tied tensor may be present if it equals
@@ -185,25 +170,6 @@ def mapped_parameters(files: TensorReader, weights: WeightMap) -> MappedParamete
             ", ".join(map(str, left_out)),
         )
     return MappedParameters(files=files, weights=weights, names=names)
-
-
-def stored_parameters(
-    files: TensorReader, shapes: Mapping[str, tuple[int, ...]]
-) -> StoredParameters:
-    """Opens parameters in our layout; raises CheckpointError naming tensors of wrong name or
-    shape.
-    """
-    found = {name: tensor.shape for name, tensor in files.tensors.items()}
-    wrong = sorted(
-        name for name in found.keys() | shapes.keys() if found.get(name) != shapes.get(name)
-    )
-    if wrong:
-        name = wrong[0]
-        raise CheckpointError(
-            f"{files.directory}: {_listed(wrong)} not what the config asks for: {name} has shape "
-            f"{found.get(name, 'none')}, expected {shapes.get(name, 'none')}"
-        )
-    return StoredParameters(files=files)
 
 
 def _listed(names: list[str]) -> str:

@@ -6,5 +6,6 @@ from jaxinfra.hf.config import plain_hf_config as plain_hf_config
 from jaxinfra.hf.config import quantization_of as quantization_of
 from jaxinfra.hf.config import to_hf_config as to_hf_config
 from jaxinfra.hf.mapping import WeightMap as WeightMap
+from jaxinfra.hf.mapping import own_weight_map as own_weight_map
 from jaxinfra.hf.mapping import weight_map as weight_map
 from jaxinfra.model.definition import by_path as by_path

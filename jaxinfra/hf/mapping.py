@@ -126,6 +126,24 @@ def weight_map(model_type: str, config: ModelConfig, shapes: Parameters) -> Weig
     )
 
 
+def own_weight_map(shapes: Parameters) -> WeightMap:
+    """Returns the map of our own layout, in which each parameter is a tensor of its path's name.
+
+    Args:
+        shapes: ``ModelDefinition.arrays`` of the model.
+    """
+    tensors: dict[str, Tensor] = {}
+    places: dict[tuple[str, tuple[int, ...]], tuple[Tensor, Part]] = {}
+    for path, leaf in by_path(shapes).items():
+        dims = tuple(map(str, range(len(leaf.shape))))
+        sizes = dict(zip(dims, leaf.shape, strict=True))
+        layout = TensorLayout(theirs=tuple((dim,) for dim in dims), ours=dims, sizes=sizes)
+        part = Part(path=path, index=(), layout=layout, start=0)
+        tensors[path] = Tensor(name=path, shape=leaf.shape, fused_dim=0, parts=(part,))
+        places[path, ()] = tensors[path], part
+    return WeightMap(tensors=tensors, places=places, root="", ignored=None, extra=None, tied={})
+
+
 def _layer_names(table: WeightTable) -> re.Pattern[str]:
     prefix, suffix = map(re.escape, table.layer_prefix.split("{}"))
     return re.compile(rf"{prefix}(\d+){suffix}")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from jaxinfra.checkpoint import directory_layout, metadata
-from jaxinfra.checkpoint.model_directory import config_json, read_model_directory
+from jaxinfra.checkpoint.model_directory import FORMAT, read_model_directory
 from jaxinfra.checkpoint.tensor_files import open_tensor_files
 from jaxinfra.config import codec
 from jaxinfra.config.presets import run_preset
@@ -123,7 +123,7 @@ def of_separators(place: Path) -> tuple[Any, Read]:
 
 
 def of_model_config(place: Path) -> tuple[Any, Read]:
-    values = json.loads(config_json(run_preset("tiny").model, None))
+    values = {"format": FORMAT, "model": codec.to_dict(run_preset("tiny").model), "hf": None}
     return values, of_file(place / "config.json", read_model_directory)
 
 

@@ -12,7 +12,7 @@ from adapter_runs import train
 from jaxinfra.checkpoint.initial import read_initial
 from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.checkpoint.model_directory import write_ours
-from jaxinfra.checkpoint.parameter_sources import LiveParameters, StoredParameters
+from jaxinfra.checkpoint.parameter_sources import LiveParameters, MappedParameters
 from jaxinfra.config.finetune import AdapterKind, BaseWeights, LoraConfig
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.precision import Fp8Matmuls, PolicyName
@@ -157,14 +157,14 @@ def test_it_trains_beside_what_the_bits_stand_for(directory, tmp_path):
 def test_what_devices_hold_of_it(directory, monkeypatch):
     """The table's bytes are those of the arrays, and no read is of more than a layer."""
     config = run_config(directory)
-    read, sizes = StoredParameters.read, []
+    read, sizes = MappedParameters.read, []
 
     def watched(self, path, index):
         value = read(self, path, index)
         sizes.append((path, value.shape))
         return value
 
-    monkeypatch.setattr(StoredParameters, "read", watched)
+    monkeypatch.setattr(MappedParameters, "read", watched)
     job = with_frozen(make_job(config))
     projections = [each for each in sizes if each[0].split("/")[-2] in ("query", "up", "down")]
     assert len(projections) == 6
