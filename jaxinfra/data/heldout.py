@@ -7,7 +7,7 @@ from typing import final
 import numpy as np
 
 from jaxinfra.data.batch import Batch
-from jaxinfra.data.pieces import DocumentPieces, best_fit, piece_rows
+from jaxinfra.data.pieces import DocumentPieces, best_fit, numbered, piece_rows
 from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.data.train_iterator import process_rows
 from jaxinfra.errors import DataError
@@ -93,8 +93,7 @@ def _pack(arrays: TokenArrays, length: int, stride: int) -> DocumentPieces:
     num_pieces = np.where(
         arrays.lengths > 0, 1 + -(-np.maximum(arrays.lengths - length, 0) // stride), 0
     )
-    document = np.repeat(np.arange(arrays.num_documents), num_pieces)
-    nth = np.arange(len(document)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    document, nth = numbered(num_pieces)
     start = nth * stride
     piece_length = np.minimum(length, arrays.lengths[document] - start)
     row, column = best_fit(piece_length, length)

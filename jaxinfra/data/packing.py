@@ -11,7 +11,7 @@ epoch and, where the arrays say which tokens count, all other tokens and these s
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import numpy as np
@@ -19,6 +19,7 @@ from jaxtyping import Int64
 
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.permutation import permute
+from jaxinfra.data.pieces import DocumentPieces, numbered, piece_rows
 from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.errors import DataError
 
@@ -51,15 +52,7 @@ class PackedWindows:
 
     def batch(self, samples: Int64[np.ndarray, "B"]) -> Batch[np.ndarray]:
         """Returns the windows of these sample numbers, in this order."""
-        epochs, index = np.divmod(samples, self.num_windows)
-        parts = []
-        for epoch in np.unique(epochs):
-            rows = np.flatnonzero(epochs == epoch)
-            windows = permute(
-                index[rows], size=self.num_windows, key=f"windows/{self._seed}/{epoch}"
-            )
-            parts.append((rows, self._rows(self._epoch(int(epoch)), windows)))
-        return rows_together(parts)
+        return epochs_together(samples, self.num_windows, self._rows)
 
     def num_read(self, num_samples: int) -> int:
         """Counts tokens and separators in the first ``num_samples`` samples, padding excluded."""
@@ -81,51 +74,45 @@ class PackedWindows:
         np.cumsum(lengths[order] + 1, out=bounds[1:])
         return _Epoch(order=order, bounds=bounds)
 
-    def _rows(self, epoch: _Epoch, windows: np.ndarray) -> Batch[np.ndarray]:
-        arrays, bounds, length = self._arrays, epoch.bounds, self._sequence_length
-        column = np.arange(length)
-        start = windows * length
+    def _rows(self, epoch: int, index: np.ndarray) -> Batch[np.ndarray]:
+        """The windows of these numbers in an epoch."""
+        key, length = f"windows/{self._seed}/{epoch}", self._sequence_length
+        start = permute(index, size=self.num_windows, key=key) * length
         end = np.minimum(start + length, self._stream_length)
+        bounds = self._epoch(epoch).bounds
         first = np.searchsorted(bounds, start, side="right") - 1
         last = np.searchsorted(bounds, end - 1, side="right") - 1
-
-        # Segments: count the document starts at or left of each column, the first one aside.
-        num_inside = last - first
-        row = np.repeat(np.arange(len(windows)), num_inside)
-        nth = np.arange(len(row)) - np.repeat(np.cumsum(num_inside) - num_inside, num_inside)
-        begins = np.zeros((len(windows), length), np.int32)
-        begins[row, bounds[first[row] + 1 + nth] - start[row]] = 1
-        segment_ids = np.cumsum(begins, axis=1, dtype=np.int32)
-
-        nth_document = first[:, None] + segment_ids
-        begin = bounds[nth_document]
-        offset = start[:, None] + column[None, :] - begin  # 0 at the separator
-        document = epoch.order[nth_document]
-        ends = offset == arrays.lengths[document]
-        source = arrays.starts[document] + offset
-        # The index past a document's end is never used, but must stay inside the array.
-        following = arrays.tokens[np.minimum(source, len(arrays.tokens) - 1)].astype(np.int32)
-        tokens = np.empty_like(following)
-        tokens[:, 1:] = following[:, :-1]
-        tokens[:, 0] = arrays.tokens[np.maximum(source[:, 0] - 1, 0)]
-        tokens[offset == 0] = arrays.bos_id
-        weights = np.ones(tokens.shape, np.float32)
-        if arrays.counted is not None:
-            weights[:] = arrays.counted[np.minimum(source, len(arrays.tokens) - 1)]
-            weights[ends] = 0.0  # a conversation ends with the model's turn, which says so itself
-        following[ends] = arrays.eos_id
-        positions = np.minimum(offset, column[None, :]).astype(np.int32)
-
-        if (padding := column[None, :] >= (end - start)[:, None]).any():
-            segment_ids[padding], positions[padding], weights[padding] = -1, 0, 0.0
-            tokens[padding], following[padding] = arrays.eos_id, arrays.eos_id
-        return Batch(
-            tokens=tokens,
-            targets=following,
-            segment_ids=segment_ids,
-            positions=positions,
-            weights=weights,
+        row, nth = numbered(last - first + 1)
+        place = first[row] + nth
+        begin = np.maximum(bounds[place], start[row])
+        pieces = DocumentPieces(
+            document=self._epoch(epoch).order[place],
+            start=begin - bounds[place],
+            length=np.minimum(bounds[place + 1], end[row]) - begin,
+            context=np.zeros(len(row), np.int64),
+            row=row,
+            column=begin - start[row],
         )
+        return piece_rows(self._arrays, pieces, num_rows=len(index), sequence_length=length)
+
+
+def epochs_together(
+    samples: Int64[np.ndarray, "B"],
+    num_rows: int,
+    rows_of: Callable[[int, np.ndarray], Batch[np.ndarray]],
+) -> Batch[np.ndarray]:
+    """Makes the rows of these sample numbers, in this order.
+
+    Args:
+        num_rows: number of rows of an epoch.
+        rows_of: makes the rows of these numbers of an epoch.
+    """
+    epochs, index = np.divmod(samples, num_rows)
+    parts = []
+    for epoch in np.unique(epochs):
+        mine = np.flatnonzero(epochs == epoch)
+        parts.append((mine, rows_of(int(epoch), index[mine])))
+    return rows_together(parts)
 
 
 def rows_together(parts: Sequence[tuple[np.ndarray, Batch[np.ndarray]]]) -> Batch[np.ndarray]:

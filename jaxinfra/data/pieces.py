@@ -38,7 +38,8 @@ def piece_rows(
     padding.
 
     Args:
-        pieces: pieces sorted by row, then by column.
+        pieces: pieces sorted by row, then by column; one may reach beyond its document, to the
+            separator, which the loss counts as a target unless the arrays say what counts.
     """
     shape = (num_rows, sequence_length)
     tokens = np.full(shape, arrays.eos_id, np.int32)
@@ -47,18 +48,21 @@ def piece_rows(
     positions = np.zeros(shape, np.int32)
     weights = np.zeros(shape, np.float32)
     which, position, target = piece_targets(arrays, pieces)
+    document = pieces.document[which]
     offset = pieces.start[which] + position  # of the target within its document
+    ends = offset == arrays.lengths[document]
     cell = (pieces.row[which], pieces.column[which] + position)
     first_of_row = np.searchsorted(pieces.row, pieces.row)
     tokens[cell] = np.where(
         offset == 0, arrays.bos_id, arrays.tokens[np.maximum(target - 1, 0)].astype(np.int32)
     )
-    targets[cell] = arrays.tokens[target]
+    target = np.minimum(target, len(arrays.tokens) - 1)  # unused where it is past the document
+    targets[cell] = np.where(ends, arrays.eos_id, arrays.tokens[target].astype(np.int32))
     segment_ids[cell] = (np.arange(len(pieces.row)) - first_of_row)[which]
     positions[cell] = position
     weights[cell] = position >= pieces.context[which]
     if arrays.counted is not None:
-        weights[cell] *= arrays.counted[target]
+        weights[cell] *= arrays.counted[target] * ~ends
     reference = None
     if arrays.reference is not None:
         reference = np.zeros(shape, np.float32)
@@ -81,10 +85,19 @@ def piece_targets(
     They are the number of the token's piece, its position in the piece, and the index of its target
     among the tokens of ``arrays``.
     """
-    which = np.repeat(np.arange(len(pieces.row)), pieces.length)
-    position = np.arange(len(which)) - (np.cumsum(pieces.length) - pieces.length)[which]
+    which, position = numbered(pieces.length)
     target = arrays.starts[pieces.document[which]] + pieces.start[which] + position
     return which, position, target
+
+
+def numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the group of each element of groups that follow one another, and its number in it.
+
+    Args:
+        counts: number of elements of each group.
+    """
+    group = np.repeat(np.arange(len(counts)), counts)
+    return group, np.arange(len(group)) - (np.cumsum(counts) - counts)[group]
 
 
 def best_fit(

@@ -15,9 +15,9 @@ from jaxtyping import Int64
 
 from jaxinfra.config.data import Packing, TooLong
 from jaxinfra.data.batch import Batch
-from jaxinfra.data.packing import rows_together
+from jaxinfra.data.packing import epochs_together
 from jaxinfra.data.permutation import permute
-from jaxinfra.data.pieces import DocumentPieces, best_fit, next_fit, piece_rows
+from jaxinfra.data.pieces import DocumentPieces, best_fit, next_fit, numbered, piece_rows
 from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.errors import DataError
 
@@ -143,12 +143,7 @@ class WholeRows:
 
     def batch(self, samples: Int64[np.ndarray, "B"]) -> Batch[np.ndarray]:
         """Returns the rows of these sample numbers, in this order."""
-        epochs, index = np.divmod(samples, self.num_windows)
-        parts = []
-        for epoch in np.unique(epochs):
-            mine = np.flatnonzero(epochs == epoch)
-            parts.append((mine, self._rows(self._order(int(epoch), index[mine]))))
-        return rows_together(parts)
+        return epochs_together(samples, self.num_windows, self._rows)
 
     def num_read(self, num_samples: int) -> int:
         """Counts the tokens in the first ``num_samples`` samples, padding excluded."""
@@ -163,11 +158,10 @@ class WholeRows:
         key = f"{self._kind}/{self._seed}/{epoch}"
         return permute(index, size=self.num_windows, key=key)
 
-    def _rows(self, rows: np.ndarray) -> Batch[np.ndarray]:
-        first, num = self._bounds[rows], self._bounds[rows + 1] - self._bounds[rows]
-        place = np.repeat(np.arange(len(rows)), num)
-        nth = np.arange(len(place)) - np.repeat(np.cumsum(num) - num, num)
-        pieces = self._pieces.select(first[place] + nth)
+    def _rows(self, epoch: int, index: np.ndarray) -> Batch[np.ndarray]:
+        rows = self._order(epoch, index)
+        place, nth = numbered(self._bounds[rows + 1] - self._bounds[rows])
+        pieces = self._pieces.select(self._bounds[rows][place] + nth)
         pieces.row[:] = place
         return piece_rows(
             self._arrays, pieces, num_rows=len(rows), sequence_length=self._sequence_length
