@@ -10,7 +10,6 @@ import functools
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -312,24 +311,6 @@ _E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], _FP32)
 _NUMBERS = np.concatenate([_E2M1, -_E2M1])  # the highest of four bits is the sign
 
 
-class TensorReader(Protocol):
-    """A reader of a directory's tensors by name, one slice at a time."""
-
-    @property
-    def directory(self) -> Path:
-        """Directory of the weight files."""
-        ...
-
-    @property
-    def tensors(self) -> Mapping[str, StoredTensor]:
-        """Shapes and dtypes of all tensors by name, as ``read`` returns them."""
-        ...
-
-    def read(self, name: str, index: Index) -> np.ndarray:
-        """Reads a slice of the tensor ``name``."""
-        ...
-
-
 def plain_tensors(files: TensorFiles, quantization: Quantization | None) -> TensorReader:
     """Returns a reader that shows the files' quantized weights dequantized.
 
@@ -337,7 +318,7 @@ def plain_tensors(files: TensorFiles, quantization: Quantization | None) -> Tens
         CheckpointError: scales are missing, or shapes are wrong.
         ConfigError: elements are not in the format that the config states.
     """
-    reader: TensorReader = _reader(files, quantization)
+    reader = _reader(files, quantization)
     for name, tensor in reader.tensors.items():
         if tensor.dtype.name not in DTYPES.values():
             raise ConfigError(
@@ -420,3 +401,7 @@ class _Mxfp4Files:
         start = inputs.start % _GROUP
         numbers = numbers[..., start : start + inputs.stop - inputs.start]
         return numbers.transpose(0, 2, 1).astype(_BF16)
+
+
+type TensorReader = TensorFiles | DequantizedFiles | _Mxfp4Files
+"""A reader of a directory's tensors by name, one slice at a time."""

@@ -7,7 +7,6 @@ zero points are small, and are read whole.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import numpy as np
 
@@ -57,12 +56,8 @@ class StoredWeight:
         return values * self.spread(self.scales(), index).astype(np.float32)
 
 
-class FindWeight(Protocol):
-    """Function that finds the tensors that make up a quantized weight in one format."""
-
-    def __call__(self, files: TensorFiles, name: str) -> tuple[str, StoredWeight] | None:
-        """Returns the weight's name and form if this tensor is its first one; else None."""
-        ...
+type FindWeight = Callable[[TensorFiles, str], tuple[str, StoredWeight] | None]
+"""Returns a quantized weight's name and form if the named tensor is its first one; else None."""
 
 
 def require_tensor(

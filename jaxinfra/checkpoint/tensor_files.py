@@ -84,7 +84,7 @@ def open_tensor_files(directory: Path) -> TensorFiles:
     index = directory / INDEX_FILE
     single = directory / SINGLE_FILE
     if index.is_file():
-        indexed = _read_index(index)
+        indexed = read_json(index, holds=_Index, error=CheckpointError)["weight_map"]
         files = sorted({_listed(index, name) for name in indexed.values()})
     elif single.is_file():
         indexed = None
@@ -115,7 +115,7 @@ def open_tensor_file(file: Path) -> TensorFiles:
 
 def _listed(index: Path, name: str) -> Path:
     """A file that an index names; raises CheckpointError for one that is not beside it."""
-    if name in ("", ".", "..") or "/" in name or len(name.encode()) > _NAME_BYTES:
+    if name in ("", ".", "..") or name != Path(name).name or len(name.encode()) > _NAME_BYTES:
         raise CheckpointError(
             f"{index} names {name[:60]!r} for a file beside it; copy it again from its source"
         )
@@ -162,16 +162,6 @@ def _read_bytes(file: Path, name: str) -> np.ndarray:
     start, stop = entry["data_offsets"]
     raw = np.memmap(file, np.uint8, "r", offset=8 + length + start, shape=stop - start)
     return raw.view(jnp.dtype(STORED[entry["dtype"]])).reshape(entry["shape"])
-
-
-def _read_index(file: Path) -> dict[str, str]:
-    names = read_json(file, holds=_Index, error=CheckpointError)["weight_map"]
-    for name in sorted(set(names.values())):
-        if name != Path(name).name:
-            raise CheckpointError(
-                f"{file}: {name!r} is no name of a file beside it; copy it again from its source"
-            )
-    return names
 
 
 class _Index(TypedDict):

@@ -12,14 +12,14 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypedDict, final
 
 from jaxinfra.data import template_program
 from jaxinfra.data.special_tokens import named_tokens, read_settings
 from jaxinfra.data.template_program import BEGIN, END
 from jaxinfra.data.tokenizer import GUARD, Tokenizer
 from jaxinfra.errors import ConfigError, DataError
-from jaxinfra.runtime.files import is_text, read_bytes
+from jaxinfra.runtime.files import is_text, read_bytes, require_type
 
 type Message = Mapping[str, Any]
 """Message of a conversation: ``{"role": ..., "content": ...}`` and further keys that templates
@@ -199,6 +199,11 @@ class ChatTemplate:
             raise DataError(f"the chat template refuses the messages: {error}") from error
 
 
+class _Named(TypedDict):
+    name: str
+    template: str
+
+
 def load_chat_template(path: Path) -> ChatTemplate:
     """Loads a model directory's chat template, and the template named ``tool_use``, for tools.
 
@@ -211,6 +216,8 @@ def load_chat_template(path: Path) -> ChatTemplate:
     found = {name: _text(file) for name, file in files.items() if file.exists()}
     if not found:
         given = read_settings(path).get("chat_template") or []
+        kinds = str | list[_Named]
+        require_type(given, kinds, where=f"{path}, chat_template", error=ConfigError)
         named = [{"name": "default", "template": given}] if isinstance(given, str) else given
         found = {each["name"]: each["template"] for each in named}
     tools = found.get("tool_use")

@@ -7,9 +7,8 @@ file names, as in vLLM.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import tokenizers
 
@@ -61,10 +60,10 @@ def read_special_tokens(tokenizer: tokenizers.Tokenizer, directory: Path | None)
 
 def named_tokens(directory: Path) -> dict[str, str]:
     """Returns the special tokens that a directory's files name, by role, for chat templates."""
-    settings: Mapping[str, Any] = read_settings(directory)
+    settings = read_settings(directory)
     if "added_tokens_decoder" not in settings:
         file = directory / "special_tokens_map.json"
-        settings = {**settings, **(read_json(file) if file.is_file() else {})}
+        settings |= read_json(file) if file.is_file() else {}
     named = {}
     for role in _NAMED:
         token = settings.get(role)
@@ -76,12 +75,10 @@ def named_tokens(directory: Path) -> dict[str, str]:
     return named
 
 
-def read_settings(directory: Path) -> "TokenizerSettings":
-    """Reads the fields of ``tokenizer_config.json`` that are used here; defaults if there is no
-    file.
-    """
+def read_settings(directory: Path) -> dict[str, Any]:
+    """Reads ``tokenizer_config.json``; an empty dict where there is none."""
     file = directory / SETTINGS
-    return read_json(file, holds=TokenizerSettings) if file.is_file() else {}
+    return read_json(file) if file.is_file() else {}
 
 
 def read_generation_config(directory: Path) -> dict[str, Any]:
@@ -116,24 +113,3 @@ def _prefix(tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
         if 0 in encoded.sequence_ids:
             return tuple(encoded.ids[: encoded.sequence_ids.index(0)])
     return tuple(tokenizer.encode("", add_special_tokens=True).ids)
-
-
-class _Named(TypedDict):
-    name: str
-    template: str
-
-
-type _Token = str | dict[str, Any] | None
-
-
-class TokenizerSettings(TypedDict, total=False):
-    """The fields of ``tokenizer_config.json`` that this package uses."""
-
-    chat_template: str | list[_Named] | None
-    added_tokens_decoder: dict[str, Any]
-    bos_token: _Token
-    eos_token: _Token
-    unk_token: _Token
-    pad_token: _Token
-    sep_token: _Token
-    cls_token: _Token

@@ -1,6 +1,5 @@
 """Conversion of text to token ids and back without loss."""
 
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -64,7 +63,7 @@ class Tokenizer:
         self._json = tokenizer.to_str()
         self._bytes: dict[int, bytes] = {}
         self.vocab_size: int = num_ids(tokenizer)
-        with panics():
+        with Panics():
             special = read_special_tokens(tokenizer, directory)
         if special.eos_id is None:
             raise DataError(
@@ -104,7 +103,7 @@ class Tokenizer:
         for text in texts:
             pieces += split_at_lines(text) if self._splits_at_lines else [text]
             ends.append(len(pieces))
-        with panics():
+        with Panics():
             encoded = self._tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
         ids = [np.array(piece.ids, np.int32) for piece in encoded]
         starts = [0, *ends[:-1]]
@@ -123,7 +122,7 @@ class Tokenizer:
                 self._spellings.sub(lambda found: _renamed(found[0]), text).replace(GUARD, "")
                 for text in texts
             ]
-        with panics():
+        with Panics():
             encoded = encode(list(texts), add_special_tokens=False)
         return [np.array([own.get(i, i) for i in each.ids], np.int32) for each in encoded]
 
@@ -166,7 +165,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of token ids; separators appear as their names."""
-        with panics():
+        with Panics():
             return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def token_bytes(self, token: int) -> bytes:
@@ -186,14 +185,6 @@ class Tokenizer:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-    def stream_decoder(self, before: Sequence[int] = ()) -> "StreamDecoder":
-        """Makes a decoder that takes one token at a time.
-
-        Args:
-            before: tokens of the text that the new tokens continue.
-        """
-        return StreamDecoder(self, before)
 
     def _bytes_of(self, token: int) -> bytes:
         name = self._tokenizer.id_to_token(token) or ""
@@ -230,7 +221,7 @@ class Tokenizer:
     def load(path: Path) -> "Tokenizer":
         """Reads a ``tokenizer.json``; raises DataError if it is not one."""
         try:
-            with panics():
+            with Panics():
                 return Tokenizer(read_tokenizer(path), directory=path.parent)
         except DataError as error:
             raise DataError(f"{path}: {error}") from error
@@ -245,6 +236,9 @@ class StreamDecoder:
 
     The concatenated results of all ``push`` and the final ``flush`` are the text that the tokens
     add to the text before them.
+
+    Args:
+        before: tokens of the text that the new tokens continue.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
@@ -337,7 +331,7 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     data = read_bytes(path, error=DataError)
     parse_json(data, where=f"tokenizer {path}", error=DataError)
     try:
-        with panics():
+        with Panics():
             return tokenizers.Tokenizer.from_str(data.decode())
     except DataError as error:  # a malformed file, or what makes the library panic
         raise DataError(
@@ -347,8 +341,11 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
 
 
 @final
-class _Panics:
-    """A class, as a generator's context takes as long as decoding a token."""
+class Panics:
+    """Context that raises any error or panic of the tokenizers library as a DataError.
+
+    A class, as a generator's context takes as long as decoding a token.
+    """
 
     def __enter__(self) -> None:
         return
@@ -360,14 +357,6 @@ class _Panics:
                 "a pattern that backtracks without end, or an empty one, does so: use another "
                 "tokenizer"
             ) from error
-
-
-_PANICS = _Panics()
-
-
-def panics() -> contextlib.AbstractContextManager[None]:
-    """Raises any error or panic of the tokenizers library in a ``with`` block as a DataError."""
-    return _PANICS
 
 
 def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:

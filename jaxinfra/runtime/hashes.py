@@ -50,19 +50,10 @@ def require_same(parts: Mapping[str, str]) -> dict[str, str]:
     table = table.reshape(-1, len(parts), _BYTES)
     for number, name in enumerate(parts):
         prints = [bytes(row[number]).hex() for row in table]
-        if odd := deviating(prints):
+        odd, _ = odd_ones(prints)
+        if odd:
             raise ConfigError(describe(name, prints, odd))
     return {name: fingerprint(text).hex()[:16] for name, text in parts.items()}
-
-
-def deviating(prints: Sequence[str]) -> list[int]:
-    """Returns the ranks whose value differs from the commonest one; on a tie, from the lowest
-    rank's.
-    """
-    counts = Counter(prints)
-    common = max(counts.values())
-    expected = next(value for value in prints if counts[value] == common)
-    return [rank for rank, value in enumerate(prints) if value != expected]
 
 
 def describe(name: str, prints: Sequence[str], odd: Sequence[int]) -> str:
@@ -119,7 +110,7 @@ class StateHash:
             for group in groups:
                 odd, is_tie = odd_ones([int(table[row, number]) for row in group])
                 if odd:
-                    rows = tuple(group[position] for position in odd)
+                    rows = tuple(group if is_tie else (group[position] for position in odd))
                     found.append(Mismatch(tensor=self._names[number], odd=rows, is_tie=is_tie))
         return found
 
@@ -128,17 +119,14 @@ class StateHash:
         return sorted({self.devices[row].process_index for row in rows})
 
 
-def odd_ones(sums: Sequence[int]) -> tuple[list[int], bool]:
-    """Returns the positions of sums that differ from the majority, and False; without a majority,
-    all positions and True.
+def odd_ones(values: Sequence[int | str]) -> tuple[list[int], bool]:
+    """Returns the positions of values that differ from the commonest one, and whether others are as
+    common; then the first of them counts as the commonest.
     """
-    counts = Counter(sums)
-    if len(counts) <= 1:
-        return [], False
-    (value, most), *others = counts.most_common()
-    if others[0][1] == most:
-        return list(range(len(sums))), True
-    return [position for position, seen in enumerate(sums) if seen != value], False
+    counts = Counter(values)
+    common = [value for value, count in counts.items() if count == max(counts.values())]
+    odd = [position for position, value in enumerate(values) if value != common[0]]
+    return odd, len(common) > 1
 
 
 def _copies(leaf: jax.ShapeDtypeStruct, devices: Sequence[jax.Device]) -> list[list[int]]:

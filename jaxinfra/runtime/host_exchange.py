@@ -80,6 +80,9 @@ _CAUSES = {
 
 
 _PROBES = 4  # of a rank, before they tell anything
+_WINDOW = 16  # steps that medians are taken over
+_MARGIN_S, _SHARE = 0.05, 0.1  # least excess, in seconds and of the others' median step
+_PROBE_SHARE = 0.5  # least excess of a probe, of the others' probe
 
 
 @final
@@ -88,27 +91,14 @@ class Stragglers:
     reported once.
 
     Args:
-        window: number of steps that the medians are taken over.
-        margin_s: least excess in seconds that is reported.
-        share: least excess that is reported, as a share of the other ranks' median step.
         probe_margin_s: least excess in seconds of a probe, which takes a device milliseconds.
-        probe_share: least excess of a probe, as a share of the other ranks' probe.
     """
 
-    def __init__(
-        self,
-        *,
-        window: int = 16,
-        margin_s: float = 0.05,
-        share: float = 0.1,
-        probe_margin_s: float = 0.001,
-        probe_share: float = 0.5,
-    ):
-        self._rows: deque[list[ProcessRow]] = deque(maxlen=window)
+    def __init__(self, *, probe_margin_s: float = 0.001):
+        self._rows: deque[list[ProcessRow]] = deque(maxlen=_WINDOW)
         self._probes: deque[list[ProcessRow]] = deque(maxlen=2 * _PROBES)  # they are rarer
-        self._steps: deque[float] = deque(maxlen=window)
-        self._margin_s, self._share = margin_s, share
-        self._probe_margin_s, self._probe_share = probe_margin_s, probe_share
+        self._steps: deque[float] = deque(maxlen=_WINDOW)
+        self._probe_margin_s = probe_margin_s
         self._named: set[tuple[int, str]] = set()
 
     def add(
@@ -122,7 +112,7 @@ class Stragglers:
             self._probes.append(list(rows))
         if step_s is not None:
             self._steps.append(step_s)
-        if len(self._rows) < (self._rows.maxlen or 0) // 2 or len(rows) < 2 or not self._steps:
+        if len(self._rows) < _WINDOW // 2 or len(rows) < 2 or not self._steps:
             return []
         return [found for name in _CAUSES for found in self._compare(name, len(rows))]
 
@@ -147,9 +137,9 @@ class Stragglers:
             others = statistics.median(medians[:rank] + medians[rank + 1 :])
             excess = mine - others
             if is_probe:
-                least = max(self._probe_margin_s, self._probe_share * others)
+                least = max(self._probe_margin_s, _PROBE_SHARE * others)
             else:
-                least = max(self._margin_s, self._share * statistics.median(self._steps))
+                least = max(_MARGIN_S, _SHARE * statistics.median(self._steps))
             if excess <= least:
                 self._named.discard((rank, name))
             elif (rank, name) not in self._named:

@@ -28,17 +28,14 @@ _BACK = b"\0"
 
 @final
 class StopRequest:
-    """Request to stop this process: the signal that asked for it, if one did.
+    """Request to stop this process: the signal that asked for it, if one did."""
 
-    Args:
-        code: exit code if no signal is held; None: 128 + the signal's number.
-        words: text that is printed at that exit, after "stopped by SIGINT"; it begins with a space
-            or a comma.
-    """
-
-    def __init__(self, *, code: int | None = None, words: Callable[[], str] = str):
+    def __init__(self) -> None:
         self.asked: signal.Signals | None = None
-        self.code, self.words = code, words
+        # Exit code if no signal is held; None: 128 + the signal's number.
+        self.code: int | None = None
+        # Makes the text printed at that exit, after "stopped by SIGINT": " ..." or ", ...".
+        self.words: Callable[[], str] = str
         self._held = False
         self._elsewhere = False
         self._back = threading.Event()

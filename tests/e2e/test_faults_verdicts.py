@@ -82,8 +82,8 @@ BREAKS = {
     ),
     10: (
         "runtime/hashes.py",
-        "return [rank for rank, value in enumerate(prints) if value != expected]",
-        "return []",
+        "return odd, len(common) > 1",
+        "return [], False",
         "exit 0",
     ),
     11: (

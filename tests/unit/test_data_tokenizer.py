@@ -14,6 +14,7 @@ import tokenizers
 
 from jaxinfra.data.tokenizer import (
     SEPARATOR,
+    StreamDecoder,
     Tokenizer,
     bytes_tokenizer,
     split_at_lines,
@@ -45,7 +46,7 @@ def test_the_stream_is_the_text_in_whole_characters(tokenizer: Tokenizer, text: 
     assert ids.dtype == np.int32
     assert all(0 <= i < tokenizer.vocab_size for i in ids)
     hypothesis.assume("\ufffd" not in text)
-    decoder = tokenizer.stream_decoder()
+    decoder = StreamDecoder(tokenizer)
     shown = [decoder.push(int(i)) for i in ids]
     assert not any("\ufffd" in piece for piece in shown)
     assert "".join(shown) == text
@@ -56,13 +57,13 @@ def test_the_stream_is_the_text_in_whole_characters(tokenizer: Tokenizer, text: 
 @hypothesis.given(st.lists(st.integers(0, 256), max_size=30))
 @hypothesis.settings(deadline=None, derandomize=True)
 def test_the_stream_of_arbitrary_tokens_is_their_decoding(tokenizer: Tokenizer, ids: list[int]):
-    decoder = tokenizer.stream_decoder()
+    decoder = StreamDecoder(tokenizer)
     streamed = "".join(decoder.push(i) for i in ids) + decoder.flush()
     assert streamed == tokenizer.decode(ids)
 
 
 def test_an_incomplete_character_is_held_back_and_flushed():
-    decoder = BYTES.stream_decoder()
+    decoder = StreamDecoder(BYTES)
     smile = "🙂".encode()
     assert [decoder.push(b) for b in b"a" + smile] == ["a", "", "", "", "🙂"]
     assert decoder.push(smile[0]) == ""
@@ -194,7 +195,7 @@ def test_a_tokenizer_that_marks_starts_sees_texts_whole_and_streams():
     text = "a b a🙂a ba"
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
-    decoder = tokenizer.stream_decoder()
+    decoder = StreamDecoder(tokenizer)
     shown = [decoder.push(int(i)) for i in ids]
     assert "".join(shown) + decoder.flush() == text
     assert not any("\ufffd" in piece for piece in shown)

@@ -21,7 +21,7 @@ from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.runtime import injected_faults as faults
 from jaxinfra.runtime.files import read_json_lines
 from jaxinfra.runtime.goodput import CAUSES, Goodput, goodput, read_sessions, sum_causes
-from jaxinfra.runtime.hashes import StateHash, describe, deviating, odd_ones
+from jaxinfra.runtime.hashes import StateHash, describe, odd_ones
 from jaxinfra.runtime.host_exchange import Exchange, ProcessRow, Stragglers
 from jaxinfra.runtime.recorder import (
     CAPACITY,
@@ -193,9 +193,9 @@ def test_all_processes_see_one_table():
     [
         ([5, 5, 5], [], False),
         ([5, 6, 5], [1], False),
-        ([5, 6], [0, 1], True),
+        ([5, 6], [1], True),
         ([5, 6, 7, 5], [1, 2], False),
-        ([5, 5, 6, 6], [0, 1, 2, 3], True),
+        ([5, 5, 6, 6], [2, 3], True),
         ([5], [], False),
     ],
 )
@@ -260,10 +260,7 @@ def test_without_copies_there_is_nothing_to_compare():
     assert not StateHash({"x": jax.ShapeDtypeStruct((8,), np.float32, sharding=sharding)}).compares
 
 
-def test_programs_are_compared_by_most():
-    assert deviating(["a", "a", "b", "a"]) == [2]
-    assert deviating(["a", "b"]) == [1]
-    assert deviating(["a", "a"]) == []
+def test_the_program_of_the_minority_is_named():
     text = describe("program", ["a", "a", "b"], [2])
     assert "the program of rank 2 (b) is not that of rank 0 (a)" in text
 

@@ -8,7 +8,7 @@ from typing import Self, final
 
 import numpy as np
 
-from jaxinfra.data.tokenizer import Tokenizer
+from jaxinfra.data.tokenizer import StreamDecoder, Tokenizer
 from jaxinfra.errors import ConfigError, DataError
 from jaxinfra.model.decoder import Decoder
 from jaxinfra.serving.adapter_bank import AdapterBank
@@ -39,7 +39,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str]):
-        self._decoder = tokenizer.stream_decoder(prompt_ids)
+        self._decoder = StreamDecoder(tokenizer, prompt_ids)
         self._stop = tuple(stop)
         self._held = ""
         self.is_stopped = False

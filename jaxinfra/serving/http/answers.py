@@ -226,11 +226,11 @@ class CompletionForm(AnswerForm):
         if index in self._texts:
             decoder, length = self._texts[index]
         elif self._echoes is None:
-            decoder, length = self._tokenizer.stream_decoder(prompt), 0
+            decoder, length = StreamDecoder(self._tokenizer, prompt), 0
         else:
             whole = self._tokenizer.decode(prompt)
             decoder, length = (
-                self._tokenizer.stream_decoder(),
+                StreamDecoder(self._tokenizer),
                 len(self._echoes[place]) - len(whole),
             )
         offsets = []
