@@ -1,10 +1,11 @@
 """Reading and writing of sharded arrays in files by Orbax; no other module uses Orbax."""
 
 import asyncio
+import functools
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,51 +111,38 @@ def _detached(leaf: jax.Array) -> jax.Array:
     return leaf
 
 
-class _OrbaxFilter(logging.Filter):
-    """Drops Orbax's progress lines, and its tracebacks of failures that we raise ourselves."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        parts = Path(record.pathname).parts
-        if "orbax" not in parts:
-            return True
-        raised_by_result = "futures" in parts and record.exc_info is not None
-        return record.levelno >= logging.WARNING and not raised_by_result
+def _is_for_users(record: logging.LogRecord) -> bool:
+    """Whether a record is no progress line of Orbax, and no traceback of what we raise."""
+    parts = Path(record.pathname).parts
+    if "orbax" not in parts:
+        return True
+    raised_by_result = "futures" in parts and record.exc_info is not None
+    return record.levelno >= logging.WARNING and not raised_by_result
 
 
-class _UnretrievedFilter(logging.Filter):
-    """Drops asyncio's word on the further writes of a save whose first failure we raise."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if "exception was never retrieved" not in record.getMessage() or not record.exc_info:
-            return True
-        frames = traceback.walk_tb(record.exc_info[2])
-        return not any("orbax" in Path(at.f_code.co_filename).parts for at, _ in frames)
+def _is_retrieved(record: logging.LogRecord) -> bool:
+    """Whether a record is not asyncio's word on further writes of a save whose failure we raise."""
+    if "exception was never retrieved" not in record.getMessage() or not record.exc_info:
+        return True
+    frames = traceback.walk_tb(record.exc_info[2])
+    return not any("orbax" in Path(at.f_code.co_filename).parts for at, _ in frames)
 
 
-_FILTER, _UNRETRIEVED = _OrbaxFilter(), _UnretrievedFilter()
-
-
-class _LateCallbacks:
-    """An unraisable-exception hook that passes over TensorStore's calls into a closed event loop.
-
-    When one write of a save fails, Orbax raises it and closes its loop; the writes that end later
-    still call back, and Python would print a traceback for each.
-    """
-
-    def __init__(self, following: Callable[["sys.UnraisableHookArgs"], object]) -> None:
-        self._following = following
-
-    def __call__(self, unraisable: "sys.UnraisableHookArgs") -> None:
-        closed = str(unraisable.exc_value) == "Event loop is closed"
-        if not (closed and unraisable.exc_type is RuntimeError and unraisable.object is None):
-            self._following(unraisable)
-
-
+@functools.cache  # once in a process
 def silence_orbax() -> None:
     """Limits Orbax's log to warnings; only its records are filtered, as others share the absl
     logger.
+
+    When one write of a save fails, Orbax raises it and closes its event loop. TensorStore's writes
+    that end later still call back, and Python would print a traceback for each: dropped too.
     """
-    logging.getLogger("absl").addFilter(_FILTER)  # adding it twice does nothing
-    logging.getLogger("asyncio").addFilter(_UNRETRIEVED)
-    if not isinstance(sys.unraisablehook, _LateCallbacks):
-        sys.unraisablehook = _LateCallbacks(sys.unraisablehook)
+    logging.getLogger("absl").addFilter(_is_for_users)
+    logging.getLogger("asyncio").addFilter(_is_retrieved)
+    following = sys.unraisablehook
+
+    def unless_late(unraisable: "sys.UnraisableHookArgs") -> None:
+        closed = str(unraisable.exc_value) == "Event loop is closed"
+        if not (closed and unraisable.exc_type is RuntimeError and unraisable.object is None):
+            following(unraisable)
+
+    sys.unraisablehook = unless_late

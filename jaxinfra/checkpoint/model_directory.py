@@ -259,11 +259,6 @@ def filled_directory(path: Path, tokenizer_directory: Path) -> Iterator[Path]:
     """Makes a model directory with the tokenizer's files; it appears under its name when
     complete.
     """
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ConfigError(
-            f"{path} exists and is not an empty directory; a conversion overwrites nothing: "
-            "name another"
-        )
     with new_directory(path) as directory:
         for name in TOKENIZER_FILES:
             if (tokenizer_directory / name).is_file():

@@ -157,11 +157,6 @@ def write_peft(
         source: the base model's weights: with DoRA, a fused tensor's projections without adapter
             get the norm of their own weights as magnitude.
     """
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ConfigError(
-            f"{path} exists and is not an empty directory; an export overwrites nothing: "
-            "name another"
-        )
     lora = adapters.lora
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}

@@ -310,6 +310,9 @@ _BIAS = 127
 _E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], _FP32)
 _NUMBERS = np.concatenate([_E2M1, -_E2M1])  # the highest of four bits is the sign
 
+type TensorReader = TensorFiles | DequantizedFiles | _Mxfp4Files
+"""A reader of a directory's tensors by name, one slice at a time."""
+
 
 def plain_tensors(files: TensorFiles, quantization: Quantization | None) -> TensorReader:
     """Returns a reader that shows the files' quantized weights dequantized.
@@ -401,7 +404,3 @@ class _Mxfp4Files:
         start = inputs.start % _GROUP
         numbers = numbers[..., start : start + inputs.stop - inputs.start]
         return numbers.transpose(0, 2, 1).astype(_BF16)
-
-
-type TensorReader = TensorFiles | DequantizedFiles | _Mxfp4Files
-"""A reader of a directory's tensors by name, one slice at a time."""

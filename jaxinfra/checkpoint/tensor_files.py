@@ -268,7 +268,15 @@ def _write_elements(file: BinaryIO, piece: np.ndarray) -> int:
 
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """Makes a directory to fill: it gets its name when complete, and is removed on an error."""
+    """Makes a directory to fill: it gets its name when complete, and is removed on an error.
+
+    Raises:
+        ConfigError: there is something of this name already.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(
+            f"{path} exists and is not an empty directory; nothing is overwritten: name another"
+        )
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

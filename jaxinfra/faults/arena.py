@@ -24,7 +24,7 @@ from jaxinfra.checkpoint.checkpointer import load_state
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.errors import JaxinfraError
-from jaxinfra.runtime.files import read_json_lines
+from jaxinfra.runtime.files import read_log
 from jaxinfra.runtime.injected_faults import VARIABLE
 from jaxinfra.runtime.recorder import RankRecord, read_record, read_records, record_file
 from jaxinfra.training.job import make_job
@@ -325,7 +325,13 @@ def combined(sums: Mapping[str, str]) -> str:
 
 def metrics(run: Path) -> list[dict[str, Any]]:
     """Reads all lines of a run's ``metrics.jsonl``."""
-    return read_json_lines(run / "metrics.jsonl")
+    return _lines(run / "metrics.jsonl")
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    found, damaged = read_log(file, holds=dict[str, Any])
+    require(not damaged, f"{file} has damaged lines: {damaged}")
+    return found
 
 
 def values(run: Path) -> list[dict[str, Any]]:
@@ -349,14 +355,14 @@ def ledger(run: Path) -> list[tuple[int, int, int, str, bool]]:
 
 def incidents(run: Path, kind: str) -> list[dict[str, Any]]:
     """Reads a run's incidents of one kind from its ``incidents.jsonl``."""
-    return [found for found in read_json_lines(run / "incidents.jsonl") if found["kind"] == kind]
+    return [found for found in _lines(run / "incidents.jsonl") if found["kind"] == kind]
 
 
 def the_incident(run: Path, kind: str) -> dict[str, Any]:
     """Returns a run's only incident of a kind; raises NotProvenError if there are more or none."""
     found = incidents(run, kind)
     if len(found) != 1:
-        every = [(one["kind"], one["step"]) for one in read_json_lines(run / "incidents.jsonl")]
+        every = [(one["kind"], one["step"]) for one in _lines(run / "incidents.jsonl")]
         raise NotProvenError(f"{len(found)} incidents {kind!r}, expected one; there are {every}")
     return found[0]
 

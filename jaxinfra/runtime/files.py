@@ -235,24 +235,6 @@ LINES_BYTES = 4 << 30
 """Largest file of lines read: ten million steps have a tenth of it."""
 
 
-def read_json_lines(file: Path) -> list[dict[str, Any]]:
-    """Reads all JSON lines of a file; empty if there is no file. A last line that was cut short is
-    left out.
-
-    Raises CheckpointError if any other line is not a JSON object: a kill cannot have caused that.
-    """
-    lines = _lines(file)
-    found = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            found.append(parse_json(line, where=f"{file}, line {number}", error=CheckpointError))
-        except CheckpointError as error:
-            if number == len(lines):
-                break
-            raise CheckpointError(f"{error}, or remove that line") from error
-    return found
-
-
 def read_log(file: Path, *, holds: Any) -> tuple[list[dict[str, Any]], list[int]]:
     """Reads a log's lines that are objects of type ``holds``, and the line numbers of damaged ones.
 

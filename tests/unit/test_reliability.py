@@ -19,7 +19,7 @@ from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.runtime import injected_faults as faults
-from jaxinfra.runtime.files import read_json_lines
+from jaxinfra.runtime.files import read_log
 from jaxinfra.runtime.goodput import CAUSES, Goodput, goodput, read_sessions, sum_causes
 from jaxinfra.runtime.hashes import StateHash, describe, odd_ones
 from jaxinfra.runtime.host_exchange import Exchange, ProcessRow, Stragglers
@@ -267,16 +267,16 @@ def test_the_program_of_the_minority_is_named():
 
 def test_incidents_outlive_a_cut_line(tmp_path):
     file = tmp_path / "incidents.jsonl"
-    assert read_json_lines(file) == []
+    assert read_log(file, holds=dict)[0] == []
     record_incident(file, EXCLUDED, step=7, text="bad", samples=[48, 55])
     record_incident(file, "slow rank", step=9, text="slow")
     with file.open("a") as lines:
         lines.write('{"kind": "batch ex')
-    assert [found["step"] for found in read_json_lines(file)] == [7, 9]
+    assert [found["step"] for found in read_log(file, holds=dict)[0]] == [7, 9]
     assert excluded_steps(file) == {7}
     # The next session's line must not be joined to the cut one.
     record_incident(file, EXCLUDED, step=11, text="bad too")
-    assert [found["step"] for found in read_json_lines(file)] == [7, 9, 11]
+    assert [found["step"] for found in read_log(file, holds=dict)[0]] == [7, 9, 11]
     assert excluded_steps(file) == {7, 11}
 
 

@@ -12,7 +12,7 @@ import jaxinfra
 from jaxinfra.diagnostics.bisect import StepPieces
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.definition import by_path
-from jaxinfra.runtime.files import read_json_lines
+from jaxinfra.runtime.files import read_log
 from jaxinfra.training.gradients import count_targets
 from jaxinfra.training.job import lower_step, make_job, step_programs
 from jaxinfra.training.metrics import MetricsLog
@@ -105,7 +105,7 @@ def test_they_have_a_file_of_their_own(tmp_path):
         log.write({"step": 1, "loss": 2.0})
         assert not (tmp_path / "statistics.jsonl").exists()
         log.write({"step": 2, "loss": 2.0, "statistics": table})
-    assert read_json_lines(tmp_path / "statistics.jsonl") == [{"step": 2, **table}]
+    assert read_log(tmp_path / "statistics.jsonl", holds=dict)[0] == [{"step": 2, **table}]
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1]) == {
         "step": 2,
         "loss": 2.0,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxinfra.model.passes import Sums
-from jaxinfra.runtime.files import read_json_lines
+from jaxinfra.runtime.files import read_log
 from jaxinfra.training.metrics import MetricsLog, finite
 from jaxinfra.training.step import StepMetrics, step_record
 from jaxinfra.training.summary import draw_loads, draw_loss, loss_unit
@@ -32,7 +32,7 @@ def file_size_limit():
 def test_lines_are_there_at_once(open_log, tmp_path):
     with open_log() as log:
         log.write({"step": 1, "loss": 2.5})
-        assert read_json_lines(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.5}]
+        assert read_log(tmp_path / "metrics.jsonl", holds=dict)[0] == [{"step": 1, "loss": 2.5}]
 
 
 def test_a_resumed_log_drops_what_will_be_repeated(open_log, tmp_path):
@@ -45,7 +45,12 @@ def test_a_resumed_log_drops_what_will_be_repeated(open_log, tmp_path):
     with open_log(after_step=2) as log:
         assert [record["step"] for record in log.records] == [1, 2, 2]
         log.write({"step": 3, "loss": 3.5})
-    assert [r.get("loss") for r in read_json_lines(tmp_path / "metrics.jsonl")] == [1, 2, None, 3.5]
+    assert [r.get("loss") for r in read_log(tmp_path / "metrics.jsonl", holds=dict)[0]] == [
+        1,
+        2,
+        None,
+        3.5,
+    ]
 
 
 SPOILT = (b"nonsense\n", b"\xff\xfe\n", b"[[[\n", b"null\n", b'{"step": "3"}\n', b'{"loss": 1}\n')
@@ -71,7 +76,7 @@ def test_a_line_that_a_kill_cut_short_is_no_damage(tmp_path, open_log):
 def test_what_is_not_finite_is_null(open_log, tmp_path):
     with open_log() as log:
         log.write({"step": 1, "loss": math.nan, "gradient_norm": math.inf, "skipped": 1})
-        assert log.records == read_json_lines(tmp_path / "metrics.jsonl")
+        assert log.records == read_log(tmp_path / "metrics.jsonl", holds=dict)[0]
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert line == '{"step": 1, "loss": null, "gradient_norm": null, "skipped": 1}'
     assert finite({"a": -math.inf, "b": 1.5, "c": None}) == {"a": None, "b": 1.5, "c": None}
@@ -187,5 +192,5 @@ def test_what_layers_emit_is_recorded_by_name(open_log, tmp_path):
     with open_log() as log:
         log.write({"step": 1, **record})
         (events,) = (tmp_path / "tensorboard").iterdir()
-    assert expected.items() <= read_json_lines(tmp_path / "metrics.jsonl")[0].items()
+    assert expected.items() <= read_log(tmp_path / "metrics.jsonl", holds=dict)[0][0].items()
     assert all(name.encode() in events.read_bytes() for name in expected)
