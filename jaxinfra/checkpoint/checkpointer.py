@@ -170,57 +170,37 @@ def _others(directory: Path) -> str:
     return f". Other steps there: {', '.join(map(str, others))}" if others else ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SaveTarget:
-    """The directories of a save, and the rule for deleting older checkpoints."""
-
-    directory: Path
-    step: int
-    unique: str  # the same on all processes, never used before
-    config: CheckpointConfig
-
-    @property
-    def partial(self) -> Path:
-        """Directory that the checkpoint is written to before the commit."""
-        return self.directory / f"{directory_layout.step_name(self.step)}.partial-{self.unique}"
-
-    @property
-    def final(self) -> Path:
-        """Directory of the checkpoint after the commit."""
-        return self.directory / directory_layout.step_name(self.step)
-
-    def written_marker(self, process: int) -> Path:
-        """Path of the file that marks a process's part as written; removed before checksums are
-        computed.
-        """
-        return self.partial / f"written.{process}"
-
-    def prepare(self) -> None:
-        """Makes the empty partial directory; process 0 calls it before any process writes."""
-        if self.final.exists():
-            raise CheckpointError(
-                f"step {self.step} is already saved in {self.final}; a saved step is never "
-                "overwritten. Compare with latest() before saving, or set_aside() the old one"
-            )
-        # A failed save's last threads may have outlived its clean-up.
-        directory_layout.sweep(self.directory)
-        try:
-            (self.partial / directory_layout.ARRAYS).mkdir(parents=True)
-        except OSError as error:
-            directory_layout.discard(self.partial)
-            raise failed(self, error) from error
-
-
 class Save:
-    """A save in flight: it starts when it is constructed, and a background thread finishes it."""
+    """A save in flight: it starts when it is constructed, and a background thread finishes it.
 
-    def __init__(self, target: SaveTarget, flat: Mapping[str, jax.Array], record: bytes) -> None:
-        self._target, self._record = target, record
+    Constructing it is a collective.
+
+    Args:
+        unique: name of the save, the same on all processes and never used before.
+        config: the rule for deleting older checkpoints after the commit.
+        record: the encoded metadata.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        step: int,
+        flat: Mapping[str, jax.Array],
+        record: bytes,
+        *,
+        unique: str,
+        config: CheckpointConfig,
+    ) -> None:
+        self._directory, self._unique, self._config = directory, unique, config
+        self._step, self._record = step, record
+        self._final = directory / directory_layout.step_name(step)
+        self._partial = self._final.with_name(f"{self._final.name}.partial-{unique}")
         self._flat: Mapping[str, jax.Array] | None = flat
         self._copied = threading.Event()
         self.failure: CheckpointError | None = None
+        processes.on_first(self._prepare)
         # The whole save runs there, so that no event loop or mesh of the caller gets in its way.
-        self._thread = threading.Thread(target=self._run, name=f"save step {target.step}")
+        self._thread = threading.Thread(target=self._run, name=f"save step {step}")
         self._thread.start()
 
     def wait_until_copied(self) -> None:
@@ -234,69 +214,85 @@ class Save:
         self._thread.join()
         return self.failure
 
+    def _prepare(self) -> None:
+        if self._final.exists():
+            raise CheckpointError(
+                f"step {self._step} is already saved in {self._final}; a saved step is never "
+                "overwritten. Compare with latest() before saving, or set_aside() the old one"
+            )
+        # A failed save's last threads may have outlived its clean-up.
+        directory_layout.sweep(self._directory)
+        try:
+            (self._partial / directory_layout.ARRAYS).mkdir(parents=True)
+        except OSError as error:
+            directory_layout.discard(self._partial)
+            raise self._failed(error) from error
+
     def _run(self) -> None:
         try:
             self._write_and_commit()
         except Exception as error:  # carried to the main thread, which raises it
-            self.failure = failed(self._target, error)
+            self.failure = self._failed(error)
             self.failure.__cause__ = error
             if jax.process_index() == 0:
-                directory_layout.discard(self._target.partial)
+                directory_layout.discard(self._partial)
             else:  # what process 0 raises sends its reader to this process's log
                 _log.error("%s", self.failure)
         finally:
             self._copied.set()
 
     def _write_and_commit(self) -> None:
-        target = self._target
         write, own_failure = None, None
         try:
-            write = arrays.Write(target.partial / directory_layout.ARRAYS, self._flat or {})
+            write = arrays.Write(self._partial / directory_layout.ARRAYS, self._flat or {})
             self._flat = None  # the caller may want the memory back before the files are written
             self._copied.set()
             write.finish()
-            target.written_marker(jax.process_index()).touch()
+            self._written_marker(jax.process_index()).touch()
         except Exception as error:  # the other processes wait at the barrier: go there first
             own_failure = error
         self._copied.set()
-        processes.barrier(f"checkpoint-written-{target.unique}")
+        processes.barrier(f"checkpoint-written-{self._unique}")
         if own_failure is not None:
             raise own_failure
         if jax.process_index() == 0 and write is not None:
             self._commit(write)
 
+    def _written_marker(self, process: int) -> Path:
+        """Says that a process has written its part; removed before checksums are computed."""
+        return self._partial / f"written.{process}"
+
     def _commit(self, write: arrays.Write) -> None:
-        target = self._target
-        markers = [target.written_marker(process) for process in range(jax.process_count())]
+        markers = [self._written_marker(process) for process in range(jax.process_count())]
         absent = [process for process, marker in enumerate(markers) if not marker.exists()]
         if absent:
             raise CheckpointError(f"processes {absent} could not write; their logs say why")
         for marker in markers:
             marker.unlink()
         write.merge()
-        (target.partial / directory_layout.METADATA).write_bytes(self._record)
-        directory_layout.write_manifest(target.partial, step=target.step)
-        directory_layout.commit(target.partial, target.final)
+        (self._partial / directory_layout.METADATA).write_bytes(self._record)
+        directory_layout.write_manifest(self._partial, step=self._step)
+        directory_layout.commit(self._partial, self._final)
         # Only now: until the new one is committed, the newest good one is an older one.
-        losses = metadata.heldout_losses(target.directory)
-        for step in losses.keys() - directory_layout.retained(losses, target.config):
-            directory_layout.delete(target.directory, step)
+        losses = metadata.heldout_losses(self._directory)
+        for step in losses.keys() - directory_layout.retained(losses, self._config):
+            directory_layout.delete(self._directory, step)
 
-
-def failed(target: SaveTarget, error: Exception) -> CheckpointError:
-    """Makes the error of a failed save: its step, path and cause, and that no older checkpoint is
-    lost.
-    """
-    # TensorStore puts the number among a page of its own state; the exception's cause has it all.
-    in_text = re.search(r"os_error_code='(\d+)'", str(error))
-    code = error.errno if isinstance(error, OSError) else int(in_text[1]) if in_text else None
-    cause = os.strerror(code) if code else re.sub(r" \[\w+='.*", "", str(error), flags=re.DOTALL)
-    full = code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    remedy = " Free some space there, or keep fewer checkpoints." if full else ""
-    return CheckpointError(
-        f"step {target.step} was not saved to {target.final}: {cause.rstrip('. ')}. "
-        f"Earlier checkpoints are untouched.{remedy}"
-    )
+    def _failed(self, error: Exception) -> CheckpointError:
+        """The error of a failed save: its step, path and cause, and that no older checkpoint is
+        lost.
+        """
+        # TensorStore puts the number among a page of its own state; the exception's cause has it.
+        in_text = re.search(r"os_error_code='(\d+)'", str(error))
+        code = error.errno if isinstance(error, OSError) else int(in_text[1]) if in_text else None
+        text = re.sub(r" \[\w+='.*", "", str(error), flags=re.DOTALL)
+        cause = os.strerror(code) if code else text
+        full = code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        remedy = " Free some space there, or keep fewer checkpoints." if full else ""
+        return CheckpointError(
+            f"step {self._step} was not saved to {self._final}: {cause.rstrip('. ')}. "
+            f"Earlier checkpoints are untouched.{remedy}"
+        )
 
 
 @final
@@ -402,14 +398,10 @@ class Checkpointer:
             tree=metadata.describe(flat),
         ).encode()
         self._num_saves += 1
-        target = SaveTarget(
-            directory=self._directory,
-            step=step,
-            unique=f"{self._unique}{self._num_saves:04d}",
-            config=self._config,
+        unique = f"{self._unique}{self._num_saves:04d}"
+        self._in_flight = Save(
+            self._directory, step, flat, record, unique=unique, config=self._config
         )
-        processes.on_first(target.prepare)
-        self._in_flight = Save(target, flat, record)
         self._in_flight.wait_until_copied()
 
     def wait(self) -> None:

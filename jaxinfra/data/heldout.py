@@ -97,12 +97,11 @@ def _pack(arrays: TokenArrays, length: int, stride: int) -> DocumentPieces:
     start = nth * stride
     piece_length = np.minimum(length, arrays.lengths[document] - start)
     row, column = best_fit(piece_length, length)
-    pieces = DocumentPieces(
+    return DocumentPieces(
         document=document,
         start=start,
         length=piece_length,
         context=np.where(nth == 0, 0, length - stride),
         row=row,
         column=column,
-    )
-    return pieces.select(np.lexsort((column, row)))
+    ).in_rows()

@@ -20,8 +20,7 @@ from jaxtyping import Float64, Int64
 
 from jaxinfra.config.mixture import MixtureBetween, MixtureSource, MixtureUnit, turning_points
 from jaxinfra.data.batch import Batch
-from jaxinfra.data.packing import PackedWindows, rows_together
-from jaxinfra.data.permutation import permute
+from jaxinfra.data.packing import PackedWindows, permute, rows_together
 from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.data.whole_rows import WholeRows
 from jaxinfra.errors import DataError

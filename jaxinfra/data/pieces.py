@@ -25,6 +25,10 @@ class DocumentPieces:
     row: np.ndarray
     column: np.ndarray
 
+    def in_rows(self) -> "DocumentPieces":
+        """Returns the pieces sorted by row, then by column."""
+        return self.select(np.lexsort((self.column, self.row)))
+
     def select(self, index: np.ndarray) -> "DocumentPieces":
         """Returns the pieces of these indices, in this order."""
         fields = dataclasses.fields(self)

@@ -15,8 +15,7 @@ from jaxtyping import Int64
 
 from jaxinfra.config.data import Packing, TooLong
 from jaxinfra.data.batch import Batch
-from jaxinfra.data.packing import epochs_together
-from jaxinfra.data.permutation import permute
+from jaxinfra.data.packing import epochs_together, permute
 from jaxinfra.data.pieces import DocumentPieces, best_fit, next_fit, numbered, piece_rows
 from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.errors import DataError
@@ -48,15 +47,14 @@ def pair_pieces(arrays: TokenArrays, *, sequence_length: int) -> DocumentPieces:
             "prompt before both answers; raise training.sequence_length, or leave these pairs out"
         )
     row, column = best_fit(lengths, sequence_length, most=MOST_PAIRS)
-    pieces = DocumentPieces(
+    return DocumentPieces(
         document=np.arange(arrays.num_documents),
         start=np.zeros(arrays.num_documents, np.int64),
         length=arrays.lengths,
         context=np.zeros(arrays.num_documents, np.int64),
         row=np.repeat(row, 2),
         column=np.stack([column, column + arrays.lengths[0::2]], axis=1).ravel(),
-    )
-    return pieces.select(np.lexsort((pieces.column, pieces.row)))
+    ).in_rows()
 
 
 def conversation_pieces(
@@ -105,7 +103,7 @@ def conversation_pieces(
     pieces = DocumentPieces(
         document=document, start=zeros, length=length, context=zeros, row=row, column=column
     )
-    return pieces.select(np.lexsort((column, row))), "; ".join(said)
+    return pieces.in_rows(), "; ".join(said)
 
 
 @final

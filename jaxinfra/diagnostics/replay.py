@@ -18,9 +18,8 @@ from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.pipeline import PipelineConfig
 from jaxinfra.config.run import ContextMethod, RunConfig
-from jaxinfra.data.batch import Batch
+from jaxinfra.data.batch import Batch, rows_sum, whole_sum
 from jaxinfra.data.corpora import Corpora, open_corpora
-from jaxinfra.data.ledger import rows_sum, whole_sum
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.data.train_iterator import TrainIterator, train_batches
 from jaxinfra.errors import CheckpointError, ConfigError

@@ -10,7 +10,7 @@ import jax
 
 from jaxinfra.checkpoint import processes
 from jaxinfra.checkpoint.run_directory import RunDirectory
-from jaxinfra.data.ledger import rows_sum, whole_sum
+from jaxinfra.data.batch import rows_sum, whole_sum
 from jaxinfra.errors import CheckpointError
 from jaxinfra.runtime.host_exchange import ProcessTable
 from jaxinfra.runtime.recorder import EXCLUDED

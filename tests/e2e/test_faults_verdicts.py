@@ -46,8 +46,8 @@ BREAKS = {
     ),
     4: (
         "checkpoint/checkpointer.py",
-        'return self.directory / f"{directory_layout.step_name(self.step)}.partial-{self.unique}"',
-        "return self.final",
+        'self._final.with_name(f"{self._final.name}.partial-{unique}")',
+        "self._final",
         "it did not go on from step 4",
     ),
     5: (

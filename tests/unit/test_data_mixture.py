@@ -14,8 +14,7 @@ from jaxinfra.config.data import DataConfig
 from jaxinfra.config.mixture import MixtureBetween, MixtureSource, MixtureUnit, ValidationSet
 from jaxinfra.config.presets import run_preset
 from jaxinfra.data.mixture import MixedWindows, MixtureSchedule
-from jaxinfra.data.packing import PackedWindows
-from jaxinfra.data.permutation import permute
+from jaxinfra.data.packing import PackedWindows, permute
 from jaxinfra.data.train_iterator import train_batches
 from jaxinfra.errors import ConfigError, DataError
 from jaxinfra.training.summary import describe_mixture, mixture_read

@@ -7,8 +7,7 @@ import pytest
 from numbered_documents import BOS, EOS, numbered_documents
 
 from jaxinfra.data.batch import Batch
-from jaxinfra.data.packing import PackedWindows
-from jaxinfra.data.permutation import permute
+from jaxinfra.data.packing import PackedWindows, permute
 from jaxinfra.errors import DataError
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from numbered_documents import numbered_documents
 
-from jaxinfra.data.batch import Batch
-from jaxinfra.data.ledger import MODULUS, rows_sum, whole_sum
+from jaxinfra.data.batch import MODULUS, Batch, rows_sum, whole_sum
 from jaxinfra.data.packing import PackedWindows
 from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.data.train_iterator import TrainIterator, sample_ids, train_batches

@@ -14,7 +14,7 @@ import pytest
 import jaxinfra
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config.parts import part
-from jaxinfra.data.ledger import rows_sum, whole_sum
+from jaxinfra.data.batch import rows_sum, whole_sum
 from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.diagnostics.bisect import StepPieces, find_nonfinite, first_nonfinite
 from jaxinfra.diagnostics.replay import replay_step

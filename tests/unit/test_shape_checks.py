@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
 
-from jaxinfra.data.ledger import rows_sum
-from jaxinfra.data.permutation import permute
+from jaxinfra.data.batch import rows_sum
+from jaxinfra.data.packing import permute
 from jaxinfra.model.rope import apply_rope
 from jaxinfra.parallel.zigzag import chunks_in_sequence, to_zigzag
 
