@@ -42,9 +42,7 @@ def _unsavable(leaf: Any) -> str:
 
 
 class Write:
-    """An asynchronous write of arrays to files. Once constructed, the caller may donate or delete
-    the arrays.
-    """
+    """An asynchronous write of arrays, which the caller may donate once it is constructed."""
 
     def __init__(self, directory: Path, flat: Mapping[str, jax.Array]) -> None:
         silence_orbax()
@@ -65,23 +63,17 @@ class Write:
         self._futures = futures or []
 
     def finish(self) -> None:
-        """Blocks until this process has written its part of the arrays; raises the error if that
-        failed.
-        """
+        """Blocks until this process has written its part; raises the error if that failed."""
         for future in self._futures:
             future.result()
 
     def merge(self) -> None:
-        """Joins the parts that all processes have written; process 0 calls it after all have
-        finished.
-        """
+        """Joins the parts of all processes; process 0 calls it after all have finished."""
         self._handler.finalize(self._directory)
 
 
 def read(directory: Path, flat: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Reads the named arrays from a checkpoint into the given shardings; its other arrays are not
-    read.
-    """
+    """Reads the named arrays of a checkpoint into the given shardings, and no other arrays."""
     silence_orbax()
     arguments = {
         path: ocp.ArrayRestoreArgs(

@@ -92,9 +92,7 @@ def read_newest(
     reject: Reject,
     subset: bool,
 ) -> Restored:
-    """Reads the newest verified checkpoint, after checking that its tree and identity match; a
-    collective.
-    """
+    """Reads the newest verified checkpoint if its tree and identity match; a collective."""
     wanted, treedef = metadata.flatten(abstract_state)
     unplaced = [path for path, leaf in wanted.items() if leaf.sharding is None]
     if unplaced:
@@ -204,9 +202,7 @@ class Save:
         self._thread.start()
 
     def wait_until_copied(self) -> None:
-        """Blocks until the arrays are copied to the host; from then on their buffers may be
-        donated.
-        """
+        """Blocks until the arrays are copied to the host; then their buffers may be donated."""
         self._copied.wait()
 
     def join(self) -> CheckpointError | None:
@@ -279,9 +275,7 @@ class Save:
             directory_layout.delete(self._directory, step)
 
     def _failed(self, error: Exception) -> CheckpointError:
-        """The error of a failed save: its step, path and cause, and that no older checkpoint is
-        lost.
-        """
+        """The error of a failed save: step, path, cause, and that older checkpoints are whole."""
         # TensorStore puts the number among a page of its own state; the exception's cause has it.
         in_text = re.search(r"os_error_code='(\d+)'", str(error))
         code = error.errno if isinstance(error, OSError) else int(in_text[1]) if in_text else None
@@ -425,9 +419,7 @@ class Checkpointer:
             raise failure
 
     def steps(self) -> list[int]:
-        """Returns the committed steps, ascending; ``verify`` checks whether their files are
-        intact.
-        """
+        """Returns the committed steps, ascending; ``verify`` checks whether files are intact."""
         return directory_layout.steps(self._directory)
 
     def latest(self) -> int | None:
@@ -458,9 +450,7 @@ class Checkpointer:
         )
 
     def set_aside(self, step: int, reason: str) -> None:
-        """Moves a committed step into ``quarantine/``, as a roll-back does with the steps it
-        undoes.
-        """
+        """Moves a committed step into ``quarantine/``, as a roll-back does with what it undoes."""
         self._join()
         processes.on_first(lambda: self._set_aside(step, reason))
 

@@ -62,9 +62,7 @@ def step_name(step: int) -> str:
 
 
 def steps(directory: Path) -> list[int]:
-    """Returns a directory's committed steps, ascending, without checking that their files are
-    intact.
-    """
+    """Returns a directory's committed steps, ascending, whether or not their files are intact."""
     if not directory.is_dir():
         return []
     matches = (_COMMITTED.fullmatch(path.name) for path in directory.iterdir() if path.is_dir())
@@ -141,9 +139,7 @@ class Rejected:
 
 
 def set_aside(directory: Path, step: int, reasons: Sequence[str]) -> Rejected:
-    """Moves a step's checkpoint into quarantine, with the reasons in a JSON file beside it. Deletes
-    nothing.
-    """
+    """Moves a step's checkpoint into quarantine, with a JSON file of reasons; deletes nothing."""
     name = f"{step_name(step)}-{secrets.token_hex(4)}"
     source, target = directory / step_name(step), directory / QUARANTINE / name
     rejected = Rejected(step=step, path=target, reasons=tuple(reasons))
@@ -164,9 +160,7 @@ def set_aside(directory: Path, step: int, reasons: Sequence[str]) -> Rejected:
 
 
 def retained(losses: Mapping[int, float | None], config: CheckpointConfig) -> set[int]:
-    """Returns the steps to keep: the newest, and those with the lowest held-out losses (on a tie
-    the newer).
-    """
+    """Returns the steps to keep: the newest, and those of lowest held-out loss (ties: the newer)."""
     newest = sorted(losses)[-config.keep_last :]
     ranked = sorted(
         (loss, -step) for step, loss in losses.items() if loss is not None and math.isfinite(loss)
@@ -212,9 +206,7 @@ MAX_THREADS = 16
 
 
 def write_manifest(checkpoint: Path, *, step: int) -> None:
-    """Forces every file of a checkpoint to disk, then writes their sizes and SHA-256 sums to its
-    manifest.
-    """
+    """Forces a checkpoint's files to disk, then writes a manifest of sizes and SHA-256 sums."""
     names = sorted(_files(checkpoint))
     with concurrent.futures.ThreadPoolExecutor(MAX_THREADS) as pool:
         sums = pool.map(lambda name: _sha256(checkpoint / name, sync=True), names)

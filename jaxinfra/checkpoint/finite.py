@@ -53,9 +53,7 @@ def _all_finite(leaves: tuple[jax.Array, ...]) -> jax.Array:
 
 
 def require_finite_piece(piece: np.ndarray, *, name: str) -> None:
-    """Raises CheckpointError if elements of the tensor ``name``, which are on the host, are not
-    finite.
-    """
+    """Raises CheckpointError if elements of the tensor ``name``, on the host, are not finite."""
     kind: Any = piece.dtype
     if not jnp.issubdtype(kind, jnp.floating) or _allowed.get():
         return

@@ -183,9 +183,7 @@ def place_packed(
 def packed_shapes(
     source: ParameterSource, definition: ModelDefinition, placement: Placement
 ) -> Parameters:
-    """Returns shapes, dtypes and shardings of the arrays that ``place_packed`` would read; reads
-    nothing.
-    """
+    """Returns shapes, dtypes and shardings of what ``place_packed`` would read; reads nothing."""
     return _each_packed(source, definition, placement, lambda _, shapes: shapes)
 
 
@@ -195,9 +193,7 @@ def _each_packed(
     placement: Placement,
     make: Callable[[PackedParameter, QuantizedWeight], QuantizedWeight],
 ) -> Parameters:
-    """Applies ``make`` to each quantized parameter and the shapes of its parts, and places the
-    result.
-    """
+    """Applies ``make`` to each quantized parameter and its parts' shapes, and places the result."""
     result: dict[tuple[Any, ...], QuantizedWeight] = {}
     for info in definition.table():
         packed = _packed(source, info.path, info.shape) if info.matmul else None
@@ -282,9 +278,7 @@ def _of_dims(part: slice, sizes: tuple[int, ...]) -> Index:
 
 
 def _packed_pairs(codes: np.ndarray, group: int) -> np.ndarray:
-    """Packs 4-bit codes as ``pallas_kernels.quantized_weight`` does: the halves of a group share
-    bytes.
-    """
+    """Packs 4-bit codes as ``quantized_weight`` of kernels does: halves of a group share bytes."""
     rows, columns = codes.shape
     halves = codes.astype(np.uint8).reshape(rows // group, 2, group // 2, columns)
     return (halves[:, 0] | (halves[:, 1] << 4)).reshape(rows // 2, columns)

@@ -1,6 +1,4 @@
-"""Metadata of a checkpoint (``metadata.json``): its step, identity and settings, and the tree of
-its arrays.
-"""
+"""Metadata of a checkpoint (``metadata.json``): step, identity, settings, tree of arrays."""
 
 import dataclasses
 import json
@@ -133,9 +131,7 @@ def _require_json(name: str, value: JSON) -> None:
 
 
 def flatten(state: Any) -> tuple[dict[str, Any], Any]:
-    """Returns a state's leaves by path, such as ``params/blocks/kernel``, and the tree's
-    structure.
-    """
+    """Returns a state's leaves by path, such as ``params/blocks/kernel``, and its structure."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
     flat = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
     if len(flat) != len(leaves):
@@ -154,9 +150,7 @@ def describe(flat: Mapping[str, Any]) -> dict[str, Leaf]:
 def require_same_tree(
     saved: Mapping[str, Leaf], wanted: Mapping[str, Leaf], *, subset: bool, where: Path
 ) -> None:
-    """Raises CheckpointError naming the first leaves that differ; ``subset`` allows leaves to be
-    left out.
-    """
+    """Raises CheckpointError naming leaves that differ; ``subset`` allows some to be left out."""
     wrong = [
         f"{path}: saved {saved.get(path, 'nothing')}, wanted {wanted.get(path, 'nothing')}"
         for path in {**wanted, **saved}

@@ -127,9 +127,7 @@ TOKENIZER_FILES = (
 
 
 def parse_dtype(name: str) -> np.dtype:
-    """Parses the name of an element type that weight files may have; raises ConfigError for
-    others.
-    """
+    """Parses an element type that weight files may have; raises ConfigError for others."""
     if name not in DTYPES.values():
         raise ConfigError(f"unknown dtype {name!r}{nearest(name, DTYPES.values())}")
     return jnp.dtype(name)
@@ -226,9 +224,7 @@ def describes(hf: Mapping[str, Any], config: ModelConfig) -> bool:
 
 
 def cast(x: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
-    """Casts to ``dtype``, rounding to nearest; raises CheckpointError for a NaN, or if a finite
-    number overflows.
-    """
+    """Casts to the nearest; raises CheckpointError for a NaN, or if a finite number overflows."""
     require_finite_piece(x, name=name)
     if x.dtype == dtype:
         return x
@@ -256,9 +252,7 @@ def _common_dtype(source: ParameterSource, tensor: Tensor) -> np.dtype:
 
 @contextlib.contextmanager
 def filled_directory(path: Path, tokenizer_directory: Path) -> Iterator[Path]:
-    """Makes a model directory with the tokenizer's files; it appears under its name when
-    complete.
-    """
+    """Makes a model directory with a tokenizer's files; it gets its name when complete."""
     with new_directory(path) as directory:
         for name in TOKENIZER_FILES:
             if (tokenizer_directory / name).is_file():

@@ -45,9 +45,7 @@ class MappedParameters:
     names: Mapping[str, str]  # of the map's tensors, as these files spell them
 
     def dtype(self, path: str) -> np.dtype:
-        """Returns the element type of a parameter in the files; raises CheckpointError if layers
-        differ.
-        """
+        """Returns a parameter's stored element type; raises CheckpointError if layers differ."""
         found = {
             self.files.tensors[self.names[tensor.name]].dtype
             for tensor, part in self.weights.parts_of(path)
@@ -60,17 +58,13 @@ class MappedParameters:
         return found.pop()
 
     def read(self, path: str, index: Index) -> np.ndarray:
-        """Reads a parameter's slice layer by layer, and expert by expert if experts have separate
-        tensors.
-        """
+        """Reads a slice by layers, and by experts where they have separate tensors."""
         return self.gather(path, index, self.files.read)
 
     def gather(
         self, path: str, index: Index, read: Callable[[str, Index], np.ndarray]
     ) -> np.ndarray:
-        """Assembles a slice of a parameter from slices of tensors, which ``read`` returns by
-        name.
-        """
+        """Assembles a slice of a parameter from slices of tensors that ``read`` returns."""
         return self._gathered(path, (), index, read)
 
     def _gathered(

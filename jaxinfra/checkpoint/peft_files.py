@@ -115,9 +115,7 @@ class MergedParameters:
         return weight.astype(np.float32) + delta
 
     def gain(self, path: str, found: AdapterArrays, layer: int) -> np.ndarray:
-        """Returns DoRA's factor on each output of a layer; it is cached, as its norm needs all
-        inputs.
-        """
+        """Returns DoRA's factor on each output of a layer; cached, as its norm needs all inputs."""
         if (path, layer) not in self._gains:
             assert found.magnitude is not None
             shape = (*found.a.shape[1:-1], *found.b.shape[2:])
@@ -128,17 +126,13 @@ class MergedParameters:
 
 
 def column_norms(weight: np.ndarray, num_inner: int) -> np.ndarray:
-    """Returns the L2 norm of each output's weights over all inputs: fp32 [...O] from a weight
-    [...I, ...O].
-    """
+    """Returns the L2 norm of each output's weights: fp32 [...O] from a weight [...I, ...O]."""
     squares = np.square(weight.astype(np.float32))
     return np.sqrt(squares.sum(axis=tuple(range(num_inner)), dtype=np.float32))
 
 
 def host_adapters(lora: LoraConfig, arrays: Mapping[str, jax.Array]) -> Adapters:
-    """Copies adapters from the devices to the host; other parameters among ``arrays`` are not
-    copied.
-    """
+    """Copies adapters, and no other parameters among ``arrays``, to the host."""
     chosen = {path: np.asarray(x) for path, x in arrays.items() if "/adapter/" in path}
     return Adapters(lora=lora, arrays=chosen)
 
@@ -325,9 +319,7 @@ def is_peft_directory(path: Path) -> bool:
 
 
 def read_settings(path: Path) -> PeftSettings:
-    """Reads ``adapter_config.json``; raises ConfigError for a setting that changes more than W + s
-    B A.
-    """
+    """Reads ``adapter_config.json``; refuses a setting that changes more than W + s B A."""
     values = read_json(path / CONFIG)
     keys = Keys(values, what=str(path / CONFIG))
     keys.expect("peft_type", ("LORA",), "adapters of this kind are read")

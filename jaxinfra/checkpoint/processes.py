@@ -39,7 +39,5 @@ def on_first[T](work: Callable[[], T]) -> T:
 
 
 def barrier(name: str) -> None:
-    """Waits for all processes, from any thread and without using devices; a name may be used
-    once.
-    """
+    """Waits for all processes, in any thread and without devices; a name is used once."""
     ocp.multihost.get_barrier_sync_fn()(key=name, timeout_ms=_BARRIER_TIMEOUT_S * 1000)

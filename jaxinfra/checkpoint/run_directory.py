@@ -90,9 +90,7 @@ class RunDirectory:
             _log.warning("%s is no log of ours, and is now %s", path, aside.name)
 
     def new_recorder(self) -> None:
-        """Makes an empty recorder directory; earlier sessions' are renamed to recorder.1, .2,
-        ...
-        """
+        """Makes an empty recorder directory; earlier ones become recorder.1, .2, ..."""
         for number in range(_RECORDERS, 0, -1):
             older = self.path / f"recorder.{number}"
             newer = self.path / f"recorder.{number - 1}" if number > 1 else self.recorder
@@ -121,9 +119,7 @@ class RunDirectory:
         write_atomically(self.config_file, codec.to_json(config))
 
     def discard(self) -> None:
-        """Removes the files of a new run that could not begin, so that the directory can be used
-        again.
-        """
+        """Removes the files of a run that could not begin, so that its directory is free again."""
         for name in TOKENIZER_FILES:
             (self.path / name).unlink(missing_ok=True)
         for file in (self.config_file, self.hf_config_file):
@@ -144,16 +140,12 @@ class RunDirectory:
         return read_config(self.config_file)
 
     def read_hf_config(self) -> dict[str, Any] | None:
-        """Reads the Hugging Face config of the model that the run started from; None if there is
-        none.
-        """
+        """Reads the Hugging Face config of the run's start model; None if there is none."""
         file = self.hf_config_file
         return read_json(file) if file.exists() else None
 
     def update_config(self, config: RunConfig) -> None:
-        """Replaces the config of a run that continues with other settings, and keeps the old
-        one.
-        """
+        """Replaces the config of a run that continues with other settings; keeps the old one."""
         if self.read_config() == config:
             return
         number = 1 + len(list(self.path.glob("config.before-*.json")))
@@ -161,9 +153,7 @@ class RunDirectory:
         write_atomically(self.config_file, codec.to_json(config))
 
     def read_summary(self) -> dict[str, Any] | None:
-        """Reads the run's summary.json; None if it is missing or damaged, as it can be computed
-        again.
-        """
+        """Reads the run's summary.json; None if missing or damaged, as it can be computed again."""
         try:
             return read_json(self.summary_file) if self.summary_file.exists() else None
         except ConfigError:

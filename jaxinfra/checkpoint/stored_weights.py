@@ -63,9 +63,7 @@ type FindWeight = Callable[[TensorFiles, str], tuple[str, StoredWeight] | None]
 def require_tensor(
     files: TensorFiles, name: str, shape: tuple[int, ...], *, of: str, kinds: tuple[str, ...]
 ) -> None:
-    """Raises CheckpointError if a tensor of a quantized weight is missing, or of another shape or
-    dtype.
-    """
+    """Raises CheckpointError if a weight's tensor is missing, or of another shape or dtype."""
     found = files.tensors.get(name)
     if found is None:
         raise CheckpointError(
@@ -91,7 +89,7 @@ def read_whole(files: TensorFiles, name: str) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """How the elements of a weight [outputs, inputs] and its zero points share 32-bit words."""
+    """The packing of a weight [outputs, inputs] and its zero points in 32-bit words."""
 
     dim: int = 1  # of the weight, along which elements share a word; zero points always along 0
     transposed: bool = False  # files hold the inputs, or their groups, before the outputs

@@ -235,9 +235,7 @@ def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_conversation(document: Document) -> ChatRow:
-    """Returns the messages and tools of a conversation in a JSON line; raises DataError if it is
-    invalid.
-    """
+    """Returns messages and tools of a JSON line; raises DataError if it is invalid."""
     where = document.name
     row = parse_json(document.text, where=where, error=DataError, remedy=EACH_LINE)
     messages = as_messages(row, where=where)

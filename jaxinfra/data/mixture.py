@@ -32,9 +32,7 @@ _BLOCK = 1024  # steps whose rows are summed at a time
 
 @final
 class MixtureSchedule:
-    """The sources' shares of the batch by step, and the rows of each source that follow from
-    them.
-    """
+    """The sources' shares of the batch by step, and the rows of each that follow from them."""
 
     def __init__(
         self,
@@ -170,9 +168,7 @@ class MixedWindows:
         return source[drawn], sample[drawn]
 
     def read(self, step: int) -> dict[str, float]:
-        """Counts the rows and tokens of each source in all steps before ``step``, as
-        ``mixture/SOURCE/WHAT``.
-        """
+        """Counts each source's rows and tokens before ``step``, as ``mixture/SOURCE/WHAT``."""
         record: dict[str, float] = {}
         rows = self._schedule.rows_before(step).tolist()
         for (name, windows), num_rows in zip(self._windows.items(), rows, strict=True):
@@ -182,9 +178,7 @@ class MixedWindows:
         return record
 
     def state(self, step: int) -> dict[str, Any]:
-        """Returns the mixture's state for a checkpoint: the sources' identities, and the rows read
-        of each.
-        """
+        """Returns a checkpoint's state of the mixture: each source's identity and rows read."""
         rows = self._schedule.rows_before(step).tolist()
         return {
             name: {"data": fingerprint, "samples": num_rows}

@@ -116,9 +116,7 @@ def epochs_together(
 
 
 def rows_together(parts: Sequence[tuple[np.ndarray, Batch[np.ndarray]]]) -> Batch[np.ndarray]:
-    """Joins parts of a batch into one; each part is given with the numbers of its rows in the
-    batch.
-    """
+    """Joins parts of a batch; each is given with the numbers of its rows in the batch."""
     if len(parts) == 1 and (np.diff(parts[0][0]) == 1).all():
         return parts[0][1]
     merged = {}

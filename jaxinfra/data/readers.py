@@ -43,9 +43,7 @@ class Document:
 
 
 def read_documents(path: Path, *, name: str, text_field: str) -> Iterator[Document]:
-    """Reads the documents of a file in the format of its suffix; a file's rows are named
-    ``name:number``.
-    """
+    """Reads a file's documents in the format of its suffix; rows are named ``name:number``."""
     require_plain(path, error=DataError)
     try:
         if _kind(name) in _TABLES:

@@ -1,6 +1,4 @@
-"""The files that a corpus's text comes from: the standard library, a directory, a glob or one
-file.
-"""
+"""The files of a corpus's text: the standard library, a directory, a glob or one file."""
 
 import dataclasses
 import glob

@@ -20,9 +20,7 @@ _SALT = "jaxinfra/"
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """The documents of a corpus, each assigned to one side by its source or by the hash of its
-    name.
-    """
+    """The documents of a corpus, each on one side by its source or by its name's hash."""
 
     source: Source
     heldout_source: Source | None

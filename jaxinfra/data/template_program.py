@@ -42,9 +42,7 @@ class Generation(ext.Extension):
 
 
 def compiled(source: str) -> tuple[jinja2.Template, bool]:
-    """Compiles a chat template; also returns whether it marks the model's messages by ``{%
-    generation %}``.
-    """
+    """Compiles a chat template; also returns whether it has ``{% generation %}``."""
     # As the reference implementation sets it up: templates depend on every one of these.
     environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
@@ -74,9 +72,7 @@ class Nothing(str):
 
 
 class Arguments(dict[str, Any]):
-    """A tool call's arguments that came as JSON text: templates may read their values or print the
-    text.
-    """
+    """A tool call's arguments from JSON text: templates read their values or print the text."""
 
     def __init__(self, text: str):
         try:

@@ -122,9 +122,7 @@ class TokenWriter:
     def append(
         self, tokens: np.ndarray, *, num_bytes: int, counted: np.ndarray | None = None
     ) -> None:
-        """Appends a document: its tokens, its text's size in UTF-8 bytes, and which tokens the loss
-        counts.
-        """
+        """Appends a document's tokens, its text's UTF-8 bytes, and which tokens the loss counts."""
         vocab_size = self._settings["vocab_size"]
         tokens = np.asarray(tokens)
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
@@ -204,9 +202,7 @@ def write_token_arrays(
 
 
 def open_token_arrays(directory: Path, *, vocab_size: int | None = None) -> TokenArrays:
-    """Opens token arrays, memory-mapped; ``vocab_size`` is the model's, if known, and is
-    checked.
-    """
+    """Opens token arrays, memory-mapped; checks the model's ``vocab_size``, if given."""
     meta = _read_meta(directory)
     tokens_path = directory / "tokens.bin"
     try:

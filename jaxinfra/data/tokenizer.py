@@ -127,9 +127,7 @@ class Tokenizer:
         return [np.array([own.get(i, i) for i in each.ids], np.int32) for each in encoded]
 
     def guard(self, text: str) -> str:
-        """Marks each special token that is spelled out in a text, so that it is encoded as plain
-        text.
-        """
+        """Marks special tokens spelled out in a text, so that they are encoded as plain text."""
         return self._spellings.sub(lambda found: found[0][0] + GUARD + found[0][1:], text)
 
     @functools.cached_property
@@ -169,17 +167,13 @@ class Tokenizer:
             return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def token_bytes(self, token: int) -> bytes:
-        """Returns the UTF-8 bytes that one token adds within a text; they may be part of a
-        character.
-        """
+        """Returns the UTF-8 bytes that a token adds to a text, maybe part of a character."""
         if (data := self._bytes.get(token)) is None:
             data = self._bytes[token] = self._bytes_of(token)
         return data
 
     def spelled(self, token: int) -> str:
-        """Returns the text that one token adds within a text; part of a character is shown as
-        bytes.
-        """
+        """Returns the text that a token adds to a text; part of a character is shown as bytes."""
         data = self.token_bytes(token)
         try:
             return data.decode()
@@ -211,9 +205,7 @@ class Tokenizer:
             settings.write_text(json.dumps(self.separators(), indent=2) + "\n")
 
     def separators(self) -> dict[str, str]:
-        """Names of the tokens that documents begin and end with, as other libraries' configs have
-        them.
-        """
+        """Names of the tokens that documents begin and end with, as config files have them."""
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id}
         return {role: str(self._tokenizer.id_to_token(each)) for role, each in ids.items()}
 

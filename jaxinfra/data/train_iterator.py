@@ -169,9 +169,7 @@ class TrainIterator:
         return {} if self._mixture is None else self._mixture.read(step)
 
     def row_sources(self, step: int) -> list[str] | None:
-        """Returns the source's name for each row of a step's global batch, or None without a
-        mixture.
-        """
+        """Returns the source of each row of a step's global batch; None without a mixture."""
         return None if self._mixture is None else self._mixture.row_sources(step)
 
     def state(self, step: int | None = None) -> dict[str, Any]:

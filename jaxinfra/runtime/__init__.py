@@ -1,3 +1,1 @@
-"""The runtime of every process of a job: its place in the job, signals, files, records and
-watchdogs.
-"""
+"""The runtime of a job's processes: places, signals, files, records and watchdogs."""

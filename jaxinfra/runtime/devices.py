@@ -1,6 +1,4 @@
-"""Published peak FLOP/s and bandwidths of devices (vendor datasheets, dense), to compare
-measurements with.
-"""
+"""Published peak FLOP/s and bandwidths of devices (vendor datasheets, dense)."""
 
 import dataclasses
 
@@ -36,7 +34,5 @@ REFERENCE_PEAK = _PEAKS["H200"]
 
 
 def device_peak(device_kind: str) -> DevicePeak | None:
-    """Returns the peaks of a JAX ``device_kind`` such as "NVIDIA H200"; None for a device not in
-    the table.
-    """
+    """Returns the peaks of a JAX ``device_kind`` such as "NVIDIA H200"; None if not listed."""
     return next((peak for name, peak in _PEAKS.items() if name in device_kind), None)

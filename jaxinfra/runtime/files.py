@@ -17,16 +17,12 @@ _DIGITS = 18  # those of any size; Python itself refuses to read thousands
 
 
 def whole_number(text: str) -> int | None:
-    """Parses decimal digits into an integer; returns None for any other text, or more than 18
-    digits.
-    """
+    """Parses up to 18 decimal digits into an integer; returns None for any other text."""
     return int(text) if text.isdecimal() and len(text) <= _DIGITS else None
 
 
 def is_text(word: str) -> bool:
-    """Whether a command-line word is valid Unicode: bytes that are not UTF-8 become lone
-    surrogates.
-    """
+    """Whether a word of a command line is Unicode: other bytes become lone surrogates."""
     try:
         word.encode()
     except UnicodeEncodeError:
@@ -123,9 +119,7 @@ def parse_json(
 def require_type(
     value: Any, holds: Any, *, where: str, error: type[JaxinfraError], remedy: str = "correct it"
 ) -> None:
-    """Raises ``error`` naming the first part of a JSON value that does not match the type
-    ``holds``.
-    """
+    """Raises ``error`` naming the first part of a JSON value that is not of its type."""
     found = _mismatch(value, holds, "")
     if found is not None:
         path, part, wanted = found
@@ -257,9 +251,7 @@ def _lines(file: Path) -> list[bytes]:
 
 
 def drop_cut_line(file: Path) -> None:
-    """Truncates a file after its last line break, so that the next line appended begins on its
-    own.
-    """
+    """Truncates a file after its last line break, so that the next line stands alone."""
     if not file.exists():
         return
     data = file.read_bytes()
@@ -283,9 +275,7 @@ def local_path(place: str | Path) -> Path:
 
 
 def user_cache() -> Path:
-    """Returns the user's cache directory for tokenized corpora, compiled programs and
-    measurements.
-    """
+    """Returns the user's cache directory of corpora, programs and measurements."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxinfra"
 
 

@@ -98,9 +98,7 @@ class StateHash:
         return any(len(group) > 1 for groups in self._copies for group in groups)
 
     def __call__(self, state: Any) -> UInt32[Array, "devices tensors"]:
-        """Computes the hash of each device's shard of each tensor, replicated, without waiting for
-        it.
-        """
+        """Computes the hash of each device's shard of each tensor, without waiting for it."""
         return self._hash(jax.tree.leaves(state))
 
     def compare(self, table: UInt32[np.ndarray, "devices tensors"]) -> list[Mismatch]:

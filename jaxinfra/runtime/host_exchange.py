@@ -52,9 +52,7 @@ class ProcessTable:
 
 @final
 class Exchange:
-    """All-gather of one row per process: every process calls ``start`` at the same points, in the
-    same order.
-    """
+    """All-gather of a row per process; all call ``start`` at the same points, in one order."""
 
     def __init__(self) -> None:
         devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
@@ -104,9 +102,7 @@ class Stragglers:
     def add(
         self, rows: Sequence[ProcessRow], *, step_s: float | None
     ) -> list[tuple[int, str, str]]:
-        """Adds a step's table and time; returns newly found slow ranks as (rank, cause,
-        sentence).
-        """
+        """Adds a step's table and time; returns new slow ranks as (rank, cause, sentence)."""
         self._rows.append(list(rows))
         if rows and all(row.probe_s > 0 for row in rows):
             self._probes.append(list(rows))

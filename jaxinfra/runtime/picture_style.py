@@ -1,6 +1,4 @@
-"""The common style of all pictures: colors that color-blind readers can tell apart, and few
-lines.
-"""
+"""The style of all pictures: few lines, and colors that color-blind readers tell apart."""
 
 from typing import Any
 

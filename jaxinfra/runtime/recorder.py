@@ -103,9 +103,7 @@ class Recorder:
         struct.pack_into("<Q", self._ring, _EVENTS_AT, self._events)
 
     def phase(self, name: str, *, step: int) -> float:
-        """Begins a phase of a step; returns the seconds of the phase before it, which the event
-        also holds.
-        """
+        """Begins a phase; returns the seconds of the one before it, which the event holds."""
         now = time.perf_counter()
         seconds, self._began = now - self._began, now
         self.spent[self.phase_name] += seconds
@@ -115,9 +113,7 @@ class Recorder:
         return seconds
 
     def beat(self) -> None:
-        """Updates the heartbeat that shows that this process runs; the watchdog's thread calls
-        it.
-        """
+        """Updates the heartbeat of this process; the watchdog's thread calls it."""
         self._beats += 1
         struct.pack_into("<Qd", self._ring, _BEATS_AT, self._beats, time.time())
 

@@ -47,9 +47,7 @@ class StopRequest:
 
     @property
     def is_held(self) -> bool:
-        """Whether signals are only noted, because ``hold`` was called, and the caller obeys
-        them.
-        """
+        """Whether signals are only noted, after ``hold``, and the caller obeys them."""
         return self._held
 
     def hold(self) -> None:
@@ -77,9 +75,7 @@ class StopRequest:
             self._elsewhere = False
 
     def come_back(self) -> None:
-        """Marks that all signals from an ``elsewhere`` block are read; the thread that obeys calls
-        it.
-        """
+        """Marks that signals from an ``elsewhere`` block are read; the watching thread calls it."""
         self._elsewhere = False
         self._back.set()
 
@@ -93,16 +89,12 @@ class StopRequest:
             self._unfinished.discard(path)
 
     def note(self, number: int) -> None:
-        """Notes a signal; handlers call it. If signals are held, the caller obeys it at its next
-        step.
-        """
+        """Notes a signal, in a handler; if held, the caller obeys it at its next step."""
         if not self._elsewhere:
             self.asked = self.asked or signal.Signals(number)
 
     def obey(self, number: int) -> None:
-        """Obeys a signal: ends the process unless signals are held. Called in the thread that reads
-        signals.
-        """
+        """Obeys a signal, in the watching thread: ends the process unless signals are held."""
         if self._elsewhere:
             return
         self.note(number)

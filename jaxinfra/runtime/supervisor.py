@@ -90,9 +90,7 @@ def is_halted(pid: int) -> bool:
 
 
 def own_memory_group(root: Path = Path("/sys/fs/cgroup")) -> Path | None:
-    """Returns the directory of this process's memory cgroup, of version 2 or 1; None if it has
-    none.
-    """
+    """Returns this process's memory cgroup, of version 2 or 1; None if it has none."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -172,9 +170,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NodePlace:
-    """The place of this node's processes in a job of several nodes; by default they are the whole
-    job.
-    """
+    """The place of this node's processes in a job; by default they are the whole job."""
 
     host: str = "127.0.0.1"
     port: int | None = None  # None: a free one
