@@ -160,7 +160,7 @@ def set_aside(directory: Path, step: int, reasons: Sequence[str]) -> Rejected:
 
 
 def retained(losses: Mapping[int, float | None], config: CheckpointConfig) -> set[int]:
-    """Returns the steps to keep: the newest, and those of lowest held-out loss (ties: the newer)."""
+    """Returns the steps to keep: the newest, and those of lowest held-out loss (ties: newer)."""
     newest = sorted(losses)[-config.keep_last :]
     ranked = sorted(
         (loss, -step) for step, loss in losses.items() if loss is not None and math.isfinite(loss)

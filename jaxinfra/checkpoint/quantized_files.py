@@ -25,12 +25,11 @@ from jaxinfra.checkpoint.tensor_files import DTYPES, StoredTensor, TensorFiles
 from jaxinfra.errors import CheckpointError, ConfigError
 from jaxinfra.hf.quantization import (
     Awq,
-    BlockScaledFp8,
     CompressedTensors,
     Gptq,
     Mxfp4,
     Quantization,
-    TensorScaledFp8,
+    ScaledFp8,
 )
 from jaxinfra.hf.tensor_layout import Index
 from jaxinfra.ops.quantized import Activations, WeightCode, WeightFormat
@@ -42,33 +41,21 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each 4 bits of 32 hold,
 _Found = tuple[str, StoredWeight] | None
 
 
-def find_scaled_fp8(
-    files: TensorFiles, name: str, *, config: BlockScaledFp8 | TensorScaledFp8
-) -> _Found:
-    """Finds an e4m3 weight ``NAME`` with block scales ``NAME_scale_inv``, or one tensor scale,
-    which may be called ``NAME_scale``.
-    """
-    tensor = files.tensors[name]
-    if tensor.dtype.name != "float8_e4m3fn":
+def find_scaled_fp8(files: TensorFiles, name: str, *, config: ScaledFp8) -> _Found:
+    """Finds an e4m3 weight and its scales."""
+    if files.tensors[name].dtype.name != "float8_e4m3fn":
         return None
-    if isinstance(config, TensorScaledFp8):
-        names = (f"{name}_scale_inv", f"{name}_scale")
-        scale = next((each for each in names if each in files.tensors), names[-1])
-        return name, _plain(files, name, scale, WeightCode.E4M3, per_tensor=True)
-    outputs, inputs = config.block
-    form = WeightFormat(code=WeightCode.E4M3, group_rows=inputs, group_columns=outputs)
-    scale = f"{name}_scale_inv"
-    shape = _matrix(files, name)
-    grid = form.scales_shape(*shape[::-1])[::-1]
-    stored.require_tensor(files, scale, grid, of=name, kinds=(*_FLOATS, _POWERS))
-    return name, StoredWeight(
-        shape=shape,
-        form=form,
-        parts=(name, scale),
-        first=tensor,
-        codes=functools.partial(files.read, name),
-        scales=functools.partial(stored.read_whole, files, scale),
+    scale, other = f"{name}_scale_inv", f"{name}_scale"
+    if config.block is None and scale not in files.tensors:
+        scale = other
+    form = CompressedTensors(
+        code=WeightCode.E4M3,
+        packed=False,
+        group=-1,
+        block=config.block,
+        per_tensor=config.block is None,
     )
+    return name, _plain(files, name, scale, form)
 
 
 def find_awq(files: TensorFiles, name: str, *, config: Awq) -> _Found:
@@ -197,14 +184,7 @@ def find_compressed(files: TensorFiles, name: str, *, config: CompressedTensors)
         return _packed(files, name, config) if name.endswith(".weight_packed") else None
     if not name.endswith(".weight") or tensor.dtype.name != config.code.storage.name:
         return None
-    return name, _plain(
-        files,
-        name,
-        f"{name}_scale",
-        config.code,
-        per_tensor=config.per_tensor,
-        config=config,
-    )
+    return name, _plain(files, name, f"{name}_scale", config)
 
 
 def _packed(files: TensorFiles, name: str, config: CompressedTensors) -> _Found:
@@ -235,34 +215,31 @@ def _packed(files: TensorFiles, name: str, config: CompressedTensors) -> _Found:
     return weight, dataclasses.replace(found, parts=(*found.parts, shape_name))
 
 
-def _plain(
-    files: TensorFiles,
-    name: str,
-    scale: str,
-    code: WeightCode,
-    *,
-    per_tensor: bool,
-    config: CompressedTensors | None = None,
-) -> StoredWeight:
+def _plain(files: TensorFiles, name: str, scale: str, config: CompressedTensors) -> StoredWeight:
     """Elements of 8 bits as they are, with scales of the tensor, its outputs, groups or blocks."""
     outputs, inputs = shape = _matrix(files, name)
-    activations = None if config is None else config.activations
-    parts, zeros = [name, scale], None
-    if config is not None and config.block is not None:
-        rows, columns = config.block[1], config.block[0]
-    elif config is not None and config.group > 0:
+    per_tensor = config.per_tensor
+    if config.block is not None:
+        columns, rows = config.block
+    elif config.group > 0:
         rows, columns = _group_of(files, name, config.group, inputs), 1
     else:
         rows, columns = 0, 0 if per_tensor else 1
-    form = WeightFormat(code=code, group_rows=rows, group_columns=columns, activations=activations)
+    form = WeightFormat(
+        code=config.code,
+        group_rows=rows,
+        group_columns=columns,
+        activations=config.activations,
+    )
     grid = form.scales_shape(inputs, outputs)[::-1]
     found = files.tensors.get(scale)
     # One number may be stored without dims, or with one.
     flat = found is not None and np.prod(found.shape) == 1 == np.prod(grid)
-    stored.require_tensor(
-        files, scale, found.shape if flat and found is not None else grid, of=name, kinds=_FLOATS
-    )
-    if config is not None and not config.symmetric:
+    of_scales = found.shape if flat and found is not None else grid
+    kinds = _FLOATS if config.block is None else (*_FLOATS, _POWERS)
+    stored.require_tensor(files, scale, of_scales, of=name, kinds=kinds)
+    parts, zeros = [name, scale], None
+    if not config.symmetric:
         zero = f"{name}_zero_point"
         shape_of_zeros = (1,) if per_tensor else (outputs, grid[1])
         stored.require_tensor(files, zero, shape_of_zeros, of=name, kinds=("int8",))
@@ -334,7 +311,7 @@ def plain_tensors(files: TensorFiles, quantization: Quantization | None) -> Tens
 
 def _reader(files: TensorFiles, quantization: Quantization | None) -> TensorReader:
     match quantization:
-        case BlockScaledFp8() | TensorScaledFp8():
+        case ScaledFp8():
             find: FindWeight = functools.partial(find_scaled_fp8, config=quantization)
         case Awq():
             find = functools.partial(find_awq, config=quantization)

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -313,8 +313,14 @@ def num_ids(tokenizer: tokenizers.Tokenizer) -> int:
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     if not vocabulary:
         raise DataError("the tokenizer has no tokens at all; copy it again from its source")
-    if len(set(vocabulary.values())) < len(vocabulary):
-        raise DataError(_two_of_one_id(vocabulary))
+    seen: dict[int, str] = {}
+    for token, number in vocabulary.items():
+        if number in seen:
+            raise DataError(
+                f"the tokenizer has two tokens of id {number}, {seen[number]!r} and {token!r}; "
+                "each needs one of its own"
+            )
+        seen[number] = token
     return 1 + max(vocabulary.values())
 
 
@@ -415,18 +421,6 @@ def _byte_characters() -> list[str]:
 
 
 _BYTES = {character: byte for byte, character in enumerate(_byte_characters())}
-
-
-def _two_of_one_id(vocabulary: Mapping[str, int]) -> str:
-    seen: dict[int, str] = {}
-    for token, number in vocabulary.items():
-        if number in seen:
-            break
-        seen[number] = token
-    return (
-        f"the tokenizer has two tokens of id {number}, {seen[number]!r} and {token!r}; each needs "
-        "one of its own"
-    )
 
 
 def _renamed(name: str) -> str:

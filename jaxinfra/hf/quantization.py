@@ -10,15 +10,12 @@ from jaxinfra.ops.quantized import Activations, WeightCode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BlockScaledFp8:
-    """e4m3 elements with one scale per block: ``NAME`` times ``NAME_scale_inv`` (DeepSeek-V3)."""
+class ScaledFp8:
+    """e4m3 elements ``NAME`` with a scale per block, ``NAME_scale_inv`` (DeepSeek-V3), or one scale
+    per tensor, which may be ``NAME_scale``.
+    """
 
-    block: tuple[int, int]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TensorScaledFp8:
-    """e4m3 elements with one scale per tensor: ``NAME`` times ``NAME_scale``."""
+    block: tuple[int, int] | None  # outputs and inputs that share a scale; None: all
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +66,7 @@ class CompressedTensors:
     activations: Activations | None = None
 
 
-type Quantization = BlockScaledFp8 | TensorScaledFp8 | Mxfp4 | Awq | Gptq | CompressedTensors
+type Quantization = ScaledFp8 | Mxfp4 | Awq | Gptq | CompressedTensors
 
 # Of what is left as it is: the files say it as well. Of how the reference implementation computes.
 _NEUTRAL_NAMES = """
@@ -122,7 +119,7 @@ def read_quantization(keys: Keys) -> Quantization | None:
     return found
 
 
-def _fp8(keys: Keys) -> BlockScaledFp8 | TensorScaledFp8:
+def _fp8(keys: Keys) -> ScaledFp8:
     keys.expect("fmt", ("e4m3",), "elements are read as e4m3")
     keys.expect(
         "activation_scheme",
@@ -132,9 +129,7 @@ def _fp8(keys: Keys) -> BlockScaledFp8 | TensorScaledFp8:
     )
     keys.expect("expert_dtype", ("fp8", None), "experts are read in the format of the others")
     size = keys.sequence("weight_block_size", None)
-    if size is None:
-        return TensorScaledFp8()
-    return BlockScaledFp8(block=_block(size, "weight_block_size"))
+    return ScaledFp8(block=None if size is None else _block(size, "weight_block_size"))
 
 
 def _block(size: tuple[Any, ...], name: str) -> tuple[int, int]:

@@ -10,7 +10,6 @@ The absent rank is in another phase, or at an earlier step, or does not run at a
 """
 
 import contextlib
-import dataclasses
 import faulthandler
 import json
 import os
@@ -39,17 +38,9 @@ _ORDER = {"input": 0, "place": 1, "compile": 2, "step": 2, "wait": 3, "evaluate"
 ENDED = ("done",)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Absence:
-    """The verdict on a job that hangs: the ranks that the others wait for, and why."""
-
-    ranks: tuple[int, ...]  # empty: all wait in one collective
-    text: str
-
-
 def find_absent(
     records: Sequence[RankRecord], *, num_ranks: int, not_running: Collection[int] = (), now: float
-) -> Absence:
+) -> str:
     """Names the ranks that the other ranks wait for, and what they do instead.
 
     Args:
@@ -59,21 +50,19 @@ def find_absent(
     there = {record.rank: record for record in records}
     unseen = [rank for rank in range(num_ranks) if rank not in there]
     if unseen:
-        return Absence(ranks=tuple(unseen), text=f"{_ranks(unseen)} never began to record")
+        return f"{_ranks(unseen)} never began to record"
     if not_running:
-        absent = sorted(not_running)
-        text = "; ".join(
+        return "; ".join(
             f"rank {rank} does not run: its process is stopped, dead or cut off, last in "
             f"{_where(there[rank])}"
-            for rank in absent
+            for rank in sorted(not_running)
         )
-        return Absence(ranks=tuple(absent), text=text)
     places = {record.rank: _place(record) for record in records if record.phase not in ENDED}
     behind = min(places.values(), default=(0, 0))
     absent = sorted(rank for rank, place in places.items() if place == behind)
     if len(absent) == num_ranks:
         text = f"no rank is behind: all {num_ranks} are in {_where(there[absent[0]])}"
-        return Absence(ranks=(), text=f"{text}; a device or a link between them stands still")
+        return f"{text}; a device or a link between them stands still"
     others = [there[rank] for rank in sorted(places) if rank not in absent]
     waiting = (
         f"; {_ranks([record.rank for record in others])} in {_where(others[0])}" if others else ""
@@ -82,7 +71,7 @@ def find_absent(
         f"rank {rank} is absent: for {now - there[rank].since:.0f} s in {_where(there[rank])}"
         for rank in absent
     )
-    return Absence(ranks=tuple(absent), text=text + waiting)
+    return text + waiting
 
 
 def _place(record: RankRecord) -> tuple[int, int]:
@@ -206,7 +195,7 @@ class Watchdog:
         records = read_records(self._directory)
         now = time.time()
         verdict = find_absent(records, num_ranks=self._num_ranks, not_running=not_running, now=now)
-        lines = [verdict.text, f"noticed by rank {self._recorder.rank}: {reason}", ""]
+        lines = [verdict, f"noticed by rank {self._recorder.rank}: {reason}", ""]
         for record in records:
             lines.append(
                 f"rank {record.rank} on {record.host}, process {record.pid}: {record.phase} of "
@@ -217,7 +206,7 @@ class Watchdog:
             lines += [f"    {line}" for line in describe_events(record, last=_LAST_EVENTS)]
         with contextlib.suppress(OSError):
             (self._directory / REPORT).write_text("\n".join(lines) + "\n")
-        print(f"jaxinfra watchdog: {verdict.text}; see {self._directory / REPORT}", file=sys.stderr)
+        print(f"jaxinfra watchdog: {verdict}; see {self._directory / REPORT}", file=sys.stderr)
         self._abort()
 
     def _ask_those_that_run_no_python(self, *, skip: list[int]) -> None:

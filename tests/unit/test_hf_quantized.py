@@ -16,7 +16,7 @@ from jaxinfra.checkpoint.model_directory import read_model_directory, write_hf
 from jaxinfra.checkpoint.quantized_files import plain_tensors
 from jaxinfra.checkpoint.tensor_files import open_tensor_files
 from jaxinfra.errors import CheckpointError, ConfigError
-from jaxinfra.hf.quantization import BlockScaledFp8, Mxfp4
+from jaxinfra.hf.quantization import Mxfp4, ScaledFp8
 from jaxinfra.model.definition import by_path
 from tests.raw_tensors import save
 
@@ -97,7 +97,7 @@ def test_fp8_weights_are_what_they_stand_for(fp8, tmp_path, caplog):
 
 
 def test_any_slice_has_its_own_scales(fp8):
-    reader = plain_tensors(open_tensor_files(fp8[0]), BlockScaledFp8(block=BLOCK))
+    reader = plain_tensors(open_tensor_files(fp8[0]), ScaledFp8(block=BLOCK))
     name = "model.layers.1.self_attn.q_b_proj.weight"
     rows, columns = reader.tensors[name].shape
     whole = reader.read(name, (slice(0, rows), slice(0, columns)))
