@@ -42,41 +42,34 @@ class Document:
     text: str
 
 
-def read_documents(path: Path, *, name: str, text_field: str) -> Iterator[Document]:
-    """Reads a file's documents in the format of its suffix; rows are named ``name:number``."""
+def read_documents(path: Path, *, name: str, text_field: str | None) -> Iterator[Document]:
+    """Reads a file's documents in the format of its suffix; rows are named ``name:number``.
+
+    Args:
+        text_field: field of a row that holds its text; None: each document is a row as JSON.
+    """
     require_plain(path, error=DataError)
     try:
-        if _kind(name) in _TABLES:
-            rows = enumerate(_table_rows(path, columns=[text_field]), start=1)
-            found = ((number, f"{path}: row {number}", row) for number, row in rows)
-        elif not holds_one_document(name):
-            found = (
-                (number, where, parse_json(line, where=where, error=DataError, remedy=EACH_LINE))
-                for number, where, line in _json_rows(path, name)
-            )
-        else:
+        if holds_one_document(name):
+            if text_field is None:
+                raise DataError(
+                    f"{path}: conversations are read from {', '.join((*_JSON, *_CSV, *_TABLES))}; "
+                    "convert it, or name the files by a glob"
+                )
             yield Document(name=name, text=_text(path))
-            return
-        for number, where, row in found:
-            yield Document(name=f"{name}:{number}", text=_field(row, where, text_field))
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
-
-
-def read_lines(path: Path, *, name: str) -> Iterator[Document]:
-    """Reads the rows of a file as JSON objects, one per line."""
-    if holds_one_document(name):
-        raise DataError(
-            f"{path}: conversations are read from {', '.join((*_JSON, *_CSV, *_TABLES))}; "
-            "convert it, or name the files by a glob"
-        )
-    require_plain(path, error=DataError)
-    try:
-        for number, where, line in _json_rows(path, name):
-            text = decode(line) if isinstance(line, bytes) else line
-            if text is None:
-                raise DataError(f"{where}: not UTF-8 text; {EACH_LINE}")
-            yield Document(name=f"{name}:{number}", text=text)
+        elif text_field is not None and _kind(name) in _TABLES:
+            for number, row in enumerate(_table_rows(path, columns=[text_field]), start=1):
+                text = _field(row, f"{path}: row {number}", text_field)
+                yield Document(name=f"{name}:{number}", text=text)
+        else:
+            for number, where, line in _json_rows(path, name):
+                text = decode(line) if isinstance(line, bytes) else line
+                if text is None:
+                    raise DataError(f"{where}: not UTF-8 text; {EACH_LINE}")
+                if text_field is not None:
+                    row = parse_json(text, where=where, error=DataError, remedy=EACH_LINE)
+                    text = _field(row, where, text_field)
+                yield Document(name=f"{name}:{number}", text=text)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 

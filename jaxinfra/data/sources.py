@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import final
 
 from jaxinfra.config.data import STDLIB
-from jaxinfra.data.readers import Document, decode, read_documents, read_lines
+from jaxinfra.data.readers import Document, decode, read_documents
 from jaxinfra.errors import DataError
 
 _LOG = logging.getLogger(__name__)
@@ -33,14 +33,13 @@ class Source:
         stats = [(name, self._stat(name)) for name in self.names]
         return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
-    def lines(self) -> Iterator[Document]:
-        """Reads the lines of all files, which must hold JSON lines, in a fixed order."""
-        for name in self.names:
-            yield from read_lines(self.root / name, name=name)
+    def documents(self, *, text_field: str | None) -> Iterator[Document]:
+        """Reads the documents of all files in a fixed order; empty ones are left out.
 
-    def documents(self, *, text_field: str) -> Iterator[Document]:
-        """Reads the documents of all files in a fixed order; empty ones are left out."""
-        if self.spec == STDLIB:
+        Args:
+            text_field: field of a row that holds its text; None: each document is a row as JSON.
+        """
+        if self.spec == STDLIB and text_field is not None:
             found = self._stdlib_documents()
         else:
             found = (

@@ -61,9 +61,8 @@ class Split:
                 yield document.text
 
     def _of(self, source: Source) -> Iterator[Document]:
-        if self.config.format is DataFormat.TEXT:
-            return source.documents(text_field=self.config.text_field)
-        return source.lines()
+        is_text = self.config.format is DataFormat.TEXT
+        return source.documents(text_field=self.config.text_field if is_text else None)
 
     def _is_heldout(self, name: str) -> bool:
         return self.heldout_source is None and name_hash(name) < self.config.heldout_fraction

@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from jaxinfra.data.chat import parse_conversation
-from jaxinfra.data.readers import Document, read_documents, read_lines
+from jaxinfra.data.readers import Document, read_documents
 from jaxinfra.data.sources import scan
 from jaxinfra.errors import DataError
 
@@ -79,7 +79,7 @@ def test_conversations_in_three_forms_and_files_are_the_same(form, kind, tmp_pat
         pa.parquet.write_table(pa.Table.from_pylist([row]), path)
     else:
         write_stream(path, pa.Table.from_pylist([row]))
-    (line,) = read_lines(path, name=path.name)
+    (line,) = read_documents(path, name=path.name, text_field=None)
     found = parse_conversation(line)
     messages, tools = found.messages, found.tools
     assert messages == ROWS["messages"]["messages"]
@@ -149,7 +149,10 @@ def plain(kind):
 @pytest.mark.parametrize("table", [pa.Table.from_pylist, spelled], ids=["structs", "json"])
 def test_tables_have_the_keys_of_their_rows_alone(tmp_path, table):
     pa.parquet.write_table(table(CALLS), tmp_path / "a.parquet")
-    found = [json.loads(line.text) for line in read_lines(tmp_path / "a.parquet", name="a.parquet")]
+    found = [
+        json.loads(line.text)
+        for line in read_documents(tmp_path / "a.parquet", name="a.parquet", text_field=None)
+    ]
     assert found == CALLS
 
 
@@ -164,7 +167,10 @@ FILES = {
 @pytest.mark.parametrize("name", FILES)
 def test_json_is_rows_whatever_it_is_called(tmp_path, name):
     (tmp_path / name).write_text(FILES[name], newline="")
-    found = [json.loads(line.text) for line in read_lines(tmp_path / name, name=name)]
+    found = [
+        json.loads(line.text)
+        for line in read_documents(tmp_path / name, name=name, text_field=None)
+    ]
     assert found == list(ROWS.values())
 
 
@@ -174,7 +180,7 @@ def test_cells_are_rows_too(tmp_path):
     assert [each.text for each in found] == ['one, "x"\ny']
     talk = json.dumps(ROWS["messages"]["messages"]).replace('"', '""')
     (tmp_path / "b.csv").write_text(f'messages,system\n"{talk}",be brief\n')
-    (line,) = read_lines(tmp_path / "b.csv", name="b.csv")
+    (line,) = read_documents(tmp_path / "b.csv", name="b.csv", text_field=None)
     assert [each["content"] for each in parse_conversation(line).messages] == ["be brief", "a", "b"]
     (tmp_path / "c.tsv").write_text("text\tn\na\n")
     with pytest.raises(DataError, match="row 1 has another number of cells"):
