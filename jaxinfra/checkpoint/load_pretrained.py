@@ -131,9 +131,7 @@ def shapes_in_few_bits(
     has_zeros: bool,
     has_order: bool = False,
 ) -> QuantizedWeight:
-    """Returns shapes and dtypes of the parts of a quantized weight, such as elements and scales, as
-    loading stores them.
-    """
+    """Returns shapes and dtypes of a quantized weight's parts, as loading stores them."""
     leading = shape[: len(shape) - len(inputs) - len(outputs)]
     rows, columns = math.prod(inputs), math.prod(outputs)
     grid = form.scales_shape(rows, columns)

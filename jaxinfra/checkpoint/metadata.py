@@ -60,9 +60,7 @@ class Metadata:
     tree: dict[str, Leaf]
 
     def encode(self) -> bytes:
-        """Encodes the metadata as JSON text, one leaf per line; raises CheckpointError if a value
-        would not survive decoding.
-        """
+        """Encodes the metadata as JSON; refuses a value that would not survive decoding."""
         _require_json("data_state", self.data_state)
         _require_json("identity", self.identity)
         tree = [

@@ -1,6 +1,4 @@
-"""Reading of parameters directly onto a mesh: each device reads its shard only. Projections may be
-quantized meanwhile.
-"""
+"""Reading of parameters onto a mesh: each device its shard, quantized if asked for."""
 
 import dataclasses
 import functools

@@ -92,9 +92,7 @@ class LiveParameters:
     arrays: Mapping[str, jax.Array | QuantizedWeight]  # by path
 
     def dtype(self, path: str) -> np.dtype:
-        """Returns the element type of a parameter in memory; fp32 for quantized weights, which are
-        read dequantized.
-        """
+        """Returns a parameter's element type; fp32 for quantized weights, read dequantized."""
         leaf = self.arrays[path]
         return _DEQUANTIZED if isinstance(leaf, QuantizedWeight) else np.dtype(leaf.dtype)
 

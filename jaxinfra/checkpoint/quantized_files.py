@@ -78,9 +78,7 @@ def find_awq(files: TensorFiles, name: str, *, config: Awq) -> _Found:
 
 
 def find_gptq(files: TensorFiles, name: str, *, config: Gptq) -> _Found:
-    """Finds the tensors of a GPTQ weight: ``qweight``, ``qzeros``, ``scales`` and ``g_idx``, with
-    or without act-order.
-    """
+    """Finds a GPTQ weight: ``qweight``, ``qzeros``, ``scales`` and ``g_idx``, if there."""
     if not name.endswith(".qweight"):
         return None
     module = name.removesuffix("qweight")

@@ -80,9 +80,7 @@ class MixtureSchedule:
         return self._sums[block] + self.rows(np.arange(block * _BLOCK, step)).sum(axis=0)
 
     def mean_shares(self, num_steps: int) -> Float64[np.ndarray, "S"]:
-        """Returns each source's share of all batches before step ``num_steps``, as the config's
-        weights define it.
-        """
+        """Returns each source's share of all batches before ``num_steps``, by its weights."""
         total = np.zeros(len(self.names))
         for first in range(0, num_steps, 1 << 16):
             total += self.shares(np.arange(first, min(first + (1 << 16), num_steps))).sum(axis=0)

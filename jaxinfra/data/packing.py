@@ -34,9 +34,7 @@ class _Epoch:
 
 @final
 class PackedWindows:
-    """Windows of packed documents for all epochs; sample ``n`` is number ``n % num_windows`` in its
-    epoch's order.
-    """
+    """Windows of all epochs; sample ``n`` is ``n % num_windows`` in its epoch's order."""
 
     def __init__(self, arrays: TokenArrays, *, sequence_length: int, seed: int):
         if not arrays.num_tokens:

@@ -14,9 +14,7 @@ from jaxinfra.data.token_arrays import TokenArrays
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class DocumentPieces:
-    """Pieces of documents: each has ``length`` input tokens from ``start``, of which the first
-    ``context`` do not count.
-    """
+    """Pieces: ``length`` input tokens from ``start``; the first ``context`` do not count."""
 
     document: np.ndarray
     start: np.ndarray

@@ -168,9 +168,7 @@ def _dumped(row: Mapping[str, object], where: str) -> str:
 
 
 def _without_nulls(value: Any, kind: pyarrow.DataType) -> Any:
-    """A value of a table as JSON has it: keys that other rows alone have are absent, and columns
-    of JSON are what they spell.
-    """
+    """A table's value as JSON has it: without keys of other rows, JSON columns parsed."""
     if value is None:
         return None
     if isinstance(kind, pyarrow.BaseExtensionType) and kind.extension_name == "arrow.json":

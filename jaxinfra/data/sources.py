@@ -115,9 +115,7 @@ _ABOUT_TABLES = ("state.json", "dataset_info.json", "dataset_dict.json")
 
 
 def _tables_of(names: list[str]) -> list[str]:
-    """Drops the metadata and cache of a directory that ``datasets`` has saved; keeps all names of
-    any other directory.
-    """
+    """Drops the metadata and cache of a directory that ``datasets`` saved, if it did."""
     if not any(name.endswith("/state.json") or name == "state.json" for name in names):
         return names
     if not any(name.endswith(".arrow") for name in names):

@@ -181,9 +181,7 @@ def pair_rows(arrays: TokenArrays, *, sequence_length: int, seed: int) -> WholeR
 def conversation_rows(
     arrays: TokenArrays, *, sequence_length: int, seed: int, packing: Packing, too_long: TooLong
 ) -> WholeRows:
-    """Makes training rows of conversations and logs how many were cut or dropped; raises DataError
-    if none is left.
-    """
+    """Makes rows of conversations, logs how many were cut; raises DataError if none is left."""
     pieces, said = conversation_pieces(
         arrays, sequence_length=sequence_length, packing=packing, too_long=too_long
     )

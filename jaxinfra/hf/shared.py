@@ -170,9 +170,7 @@ def routes(config: ModelConfig) -> list[bool]:
 
 
 def layer_windows(keys: Keys) -> tuple[int | None, ...]:
-    """Returns each Qwen layer's attention window: by its type if given, else from layer
-    ``max_window_layers`` on.
-    """
+    """Returns each Qwen layer's window: by its type, or from ``max_window_layers`` on."""
     use_windows = keys.flag("use_sliding_window", False)
     if use_windows:
         keys.require("sliding_window", "max_window_layers")

@@ -22,9 +22,7 @@ LOOK = {
 
 
 def new_picture(width: float, height: float, *, rows: int = 1) -> tuple[Any, Any]:
-    """Makes a figure of this size in inches, in the common style, and its axes; with several rows,
-    an array of axes.
-    """
+    """Makes a figure of this size in inches, and its axes; an array of several rows."""
     # Here and not above: it takes a second, of every start of every process, for one's end.
     from matplotlib import rc_context
     from matplotlib.figure import Figure

@@ -205,9 +205,7 @@ def handled_elsewhere() -> Iterator[None]:
 
 @contextlib.contextmanager
 def raised_signals() -> Iterator[None]:
-    """Makes SIGINT and SIGTERM raise KeyboardInterrupt within a ``with`` block, for a command that
-    has jobs to end.
-    """
+    """Makes SIGINT and SIGTERM raise KeyboardInterrupt, for a command with jobs to end."""
     with handled_elsewhere():
         before = {number: signal.signal(number, signal.default_int_handler) for number in _ASKING}
         try:
