@@ -13,58 +13,41 @@ from jaxinfra.data.train_iterator import process_rows
 from jaxinfra.errors import DataError
 
 
-def heldout_batches(
-    arrays: TokenArrays,
-    *,
-    sequence_length: int,
-    batch_size: int,
-    stride: int | None = None,
-    process_index: int = 0,
-    process_count: int = 1,
-) -> "HeldoutBatches":
-    """Returns the batches for a held-out loss over exactly the tokens of ``arrays``.
-
-    A document longer than ``sequence_length`` is read in windows that advance by ``stride``
-    (default: half a window). All windows but the first begin with ``sequence_length - stride``
-    tokens of context that do not count. Documents, and last pieces of documents, share rows as
-    segments. The separator before a document is given, the one after it is not predicted: the sum
-    of weights is ``arrays.num_counted``, and bits per byte divide by ``arrays.num_bytes``.
-    """
-    stride = max(1, sequence_length // 2) if stride is None else stride
-    if not 1 <= stride <= sequence_length:
-        raise DataError(
-            f"stride={stride} must be between 1 and sequence_length={sequence_length}: windows "
-            "that advance further would skip tokens"
-        )
-    return HeldoutBatches(
-        arrays,
-        _pack(arrays, sequence_length, stride),
-        sequence_length=sequence_length,
-        batch_size=batch_size,
-        rows=process_rows(
-            batch_size=batch_size, process_index=process_index, process_count=process_count
-        ),
-    )
-
-
 @final
 class HeldoutBatches:
-    """Sequence of held-out batches of equal shape; the last is padded with rows of weight 0."""
+    """Sequence of held-out batches, whose loss is over exactly the tokens of ``arrays``.
+
+    Batches have equal shapes; the last is padded with rows of weight 0. A document longer than
+    ``sequence_length`` is read in windows that advance by ``stride`` (default: half a window). All
+    windows but the first begin with ``sequence_length - stride`` tokens of context that do not
+    count. Documents, and last pieces of documents, share rows as segments. The separator before a
+    document is given, the one after it is not predicted: the sum of weights is
+    ``arrays.num_counted``, and bits per byte divide by ``arrays.num_bytes``.
+    """
 
     def __init__(
         self,
         arrays: TokenArrays,
-        pieces: DocumentPieces,
         *,
         sequence_length: int,
         batch_size: int,
-        rows: slice,
+        stride: int | None = None,
+        process_index: int = 0,
+        process_count: int = 1,
     ):
+        stride = max(1, sequence_length // 2) if stride is None else stride
+        if not 1 <= stride <= sequence_length:
+            raise DataError(
+                f"stride={stride} must be between 1 and sequence_length={sequence_length}: windows "
+                "that advance further would skip tokens"
+            )
         self._arrays = arrays
-        self._pieces = pieces
+        self._pieces = pieces = _pack(arrays, sequence_length, stride)
         self._sequence_length = sequence_length
         self._batch_size = batch_size
-        self._rows = rows
+        self._rows = process_rows(
+            batch_size=batch_size, process_index=process_index, process_count=process_count
+        )
         self._num_rows = int(pieces.row[-1]) + 1 if len(pieces.row) else 0
 
     def __len__(self) -> int:

@@ -47,83 +47,60 @@ def process_rows(*, batch_size: int, process_index: int, process_count: int) -> 
     return slice(process_index * rows, (process_index + 1) * rows)
 
 
-def train_batches(
-    source: TokenArrays | WholeRows | MixedWindows,
-    *,
-    sequence_length: int,
-    batch_size: int,
-    seed: int,
-    process_index: int = 0,
-    process_count: int = 1,
-    num_threads: int = 2,
-    prefetch: int = 4,
-) -> "TrainIterator":
-    """Iterates without end over this process's rows of batches; ``batch_size`` counts all
-    processes' rows.
+@final
+class TrainIterator:
+    """Iterator without end over this process's rows of the batches of step 0, 1, 2, ..., with a
+    state from which a later run continues.
 
     ``num_threads`` threads make ``prefetch`` batches ahead; with 0 threads a batch is made when it
     is asked for.
-    """
-    rows = process_rows(
-        batch_size=batch_size, process_index=process_index, process_count=process_count
-    )
-    identity = {
-        "sequence_length": sequence_length,
-        "batch_size": batch_size,
-        "seed": seed,
-        "order_version": ORDER_VERSION,
-    }
-    if isinstance(source, MixedWindows):
-        mixture, make = source, functools.partial(source.batch, rows=rows)
-        identity = {"mixture_version": MIXTURE_VERSION, **identity}
-    else:
-        mixture = None
-        identity = {"data": source.fingerprint, **identity}
-        if isinstance(source, WholeRows):
-            windows = source
-            identity = {**source.identity, **identity}
-        else:
-            windows = PackedWindows(source, sequence_length=sequence_length, seed=seed)
-
-        def make(step: int) -> Batch[np.ndarray]:
-            return windows.batch(sample_ids(step, batch_size=batch_size)[rows])
-
-    readers = _Readers()
-
-    def read(step: int) -> Batch[np.ndarray]:
-        with readers.working():
-            return make(step)
-
-    steps = grain.MapDataset.range(_NUM_STEPS).map(read)
-    options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch)
-    return TrainIterator(
-        steps, options=options, identity=identity, readers=readers, mixture=mixture
-    )
-
-
-@final
-class TrainIterator:
-    """Iterator over the batches of step 0, 1, 2, ..., with a state from which a later run
-    continues.
 
     Args:
-        mixture: the mixture that makes the batches; None for a single source.
+        batch_size: number of rows of all processes.
     """
 
     def __init__(
         self,
-        steps: grain.MapDataset,
+        source: TokenArrays | WholeRows | MixedWindows,
         *,
-        options: grain.ReadOptions,
-        identity: dict[str, Any],
-        readers: "_Readers",
-        mixture: MixedWindows | None = None,
+        sequence_length: int,
+        batch_size: int,
+        seed: int,
+        process_index: int = 0,
+        process_count: int = 1,
+        num_threads: int = 2,
+        prefetch: int = 4,
     ):
-        self._steps = steps
-        self._readers = readers
-        self._options = options
-        self._identity = identity
-        self._mixture = mixture
+        rows = process_rows(
+            batch_size=batch_size, process_index=process_index, process_count=process_count
+        )
+        self._identity: dict[str, Any] = {
+            "sequence_length": sequence_length,
+            "batch_size": batch_size,
+            "seed": seed,
+            "order_version": ORDER_VERSION,
+        }
+        self._mixture = source if isinstance(source, MixedWindows) else None
+        if isinstance(source, MixedWindows):
+            self._identity |= {"mixture_version": MIXTURE_VERSION}
+            make = functools.partial(source.batch, rows=rows)
+        else:
+            windows = source
+            if isinstance(windows, TokenArrays):
+                windows = PackedWindows(windows, sequence_length=sequence_length, seed=seed)
+            self._identity |= {"data": source.fingerprint, **windows.identity}
+
+            def make(step: int) -> Batch[np.ndarray]:
+                return windows.batch(sample_ids(step, batch_size=batch_size)[rows])
+
+        self._readers = _Readers()
+
+        def read(step: int) -> Batch[np.ndarray]:
+            with self._readers.working():
+                return make(step)
+
+        self._steps = grain.MapDataset.range(_NUM_STEPS).map(read)
+        self._options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch)
         self._step = self._first = 0
         self._made = _Count()
         self._iterator = self._start()

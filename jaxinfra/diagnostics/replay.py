@@ -21,7 +21,7 @@ from jaxinfra.config.run import ContextMethod, RunConfig
 from jaxinfra.data.batch import Batch, rows_sum, whole_sum
 from jaxinfra.data.corpora import Corpora, open_corpora
 from jaxinfra.data.tokenizer import Tokenizer
-from jaxinfra.data.train_iterator import TrainIterator, train_batches
+from jaxinfra.data.train_iterator import TrainIterator
 from jaxinfra.errors import CheckpointError, ConfigError
 from jaxinfra.runtime.files import read_log
 from jaxinfra.runtime.recorder import excluded_steps
@@ -207,7 +207,7 @@ def _open_data(job: Job, run: RunDirectory, cache_dir: Path) -> tuple[Corpora, T
         tokenizer=Tokenizer.load(run.tokenizer_file),
         template_directory=run.path,
     )
-    batches = train_batches(
+    batches = TrainIterator(
         corpora.train_source(training),
         sequence_length=training.sequence_length,
         batch_size=training.batch_size,

@@ -19,7 +19,7 @@ from jaxinfra.data.baseline import CompressionBaseline, compressed_bits_per_byte
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.corpora import Corpora, open_corpora
 from jaxinfra.data.corpus import open_corpus
-from jaxinfra.data.heldout import heldout_batches
+from jaxinfra.data.heldout import HeldoutBatches
 from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.errors import ConfigError
@@ -146,7 +146,7 @@ def evaluate_heldout(
         return _evaluate_pairs(job, tree, arrays, stop=stop)
     training = job.config.training
     part, parts = job.process_share()
-    batches = heldout_batches(
+    batches = HeldoutBatches(
         arrays,
         sequence_length=training.sequence_length,
         batch_size=training.batch_size // training.accumulation,
@@ -304,7 +304,7 @@ def evaluate_pretrained(
         tokenizer=Tokenizer.load(directory / "tokenizer.json"),
     )
     length = min(_SEQUENCE_LENGTH, model.definition.config.max_positions)
-    batches = heldout_batches(
+    batches = HeldoutBatches(
         corpus.heldout,
         sequence_length=length,
         batch_size=mesh.num_data_shards * max(1, _TOKENS_A_SHARD // length),

@@ -15,7 +15,7 @@ from jaxinfra.data.corpora import Corpora, open_corpora
 from jaxinfra.data.pieces import DocumentPieces, piece_rows, piece_targets
 from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.data.tokenizer import Tokenizer
-from jaxinfra.data.train_iterator import TrainIterator, train_batches
+from jaxinfra.data.train_iterator import TrainIterator
 from jaxinfra.data.whole_rows import pair_pieces
 from jaxinfra.errors import DataError
 from jaxinfra.model.definition import Parameters
@@ -177,7 +177,7 @@ def open_data(
 def batches_of(job: Job, corpora: Corpora) -> TrainIterator:
     """Iterates without end over this process's rows of each step's batch, from step 0."""
     config, (part, parts) = job.config, job.process_share()
-    return train_batches(
+    return TrainIterator(
         corpora.train_source(config.training),
         sequence_length=config.training.sequence_length,
         batch_size=config.training.batch_size,

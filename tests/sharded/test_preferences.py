@@ -12,7 +12,7 @@ from numbered_documents import numbered_documents
 
 import jaxinfra
 from jaxinfra.checkpoint.initial import read_initial
-from jaxinfra.data.train_iterator import train_batches
+from jaxinfra.data.train_iterator import TrainIterator
 from jaxinfra.data.whole_rows import pair_rows
 from jaxinfra.training import preferences
 from jaxinfra.training.preferences import preference_loss
@@ -184,9 +184,9 @@ def test_rows_are_the_same_for_any_number_of_processes():
     """As those of text: contiguous parts of one batch."""
     windows = pair_rows(numbered_documents([3, 4] * 20), sequence_length=16, seed=2)
     settings = {"sequence_length": 16, "batch_size": 4, "seed": 2, "num_threads": 0}
-    whole = next(train_batches(windows, **settings))
+    whole = next(TrainIterator(windows, **settings))
     halves = [
-        next(train_batches(windows, **settings, process_index=i, process_count=2)) for i in (0, 1)
+        next(TrainIterator(windows, **settings, process_index=i, process_count=2)) for i in (0, 1)
     ]
     joined = np.concatenate([each.tokens for each in halves])
     np.testing.assert_array_equal(joined, whole.tokens)

@@ -12,7 +12,7 @@ from jaxinfra.config.data import DataConfig, DataFormat, TokenizerConfig, Tokeni
 from jaxinfra.data.chat import ChatEncoder, rendered_spans
 from jaxinfra.data.chat_template import ChatTemplate
 from jaxinfra.data.corpus import open_corpus
-from jaxinfra.data.heldout import heldout_batches
+from jaxinfra.data.heldout import HeldoutBatches
 from jaxinfra.data.packing import PackedWindows
 from jaxinfra.data.readers import Document
 from jaxinfra.errors import ConfigError, DataError
@@ -181,7 +181,7 @@ def test_packed_and_held_out(tmp_path):
     texts = [text.decode() for text in corpus.heldout_documents()]
     assert all(text.endswith("!<|im_end|>\n") for text in texts)
     assert corpus.heldout.num_bytes == sum(len(text.encode()) for text in texts)
-    batches = heldout_batches(corpus.heldout, sequence_length=16, batch_size=4)
+    batches = HeldoutBatches(corpus.heldout, sequence_length=16, batch_size=4)
     assert sum(each.weights.sum() for each in batches) == corpus.heldout.num_counted
     plain = dataclasses.replace(corpus.heldout, counted=None)
     assert 0 < corpus.heldout.num_counted < plain.num_counted == corpus.heldout.num_tokens

@@ -12,7 +12,7 @@ import pytest
 from numbered_documents import BOS, numbered_documents
 
 from jaxinfra.data.baseline import compressed_bits_per_byte
-from jaxinfra.data.heldout import heldout_batches
+from jaxinfra.data.heldout import HeldoutBatches
 from jaxinfra.errors import DataError
 
 LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=10)
@@ -25,7 +25,7 @@ def test_every_token_counts_once_with_its_context(
 ):
     stride = data.draw(st.integers(1, sequence_length))
     arrays = numbered_documents(lengths)
-    batches = heldout_batches(
+    batches = HeldoutBatches(
         arrays, sequence_length=sequence_length, batch_size=batch_size, stride=stride
     )
     counted: list[int] = []
@@ -58,28 +58,27 @@ def test_every_token_counts_once_with_its_context(
 
 def test_small_documents_share_rows():
     arrays = numbered_documents([3, 5, 2, 6, 8, 1, 7])
-    batches = heldout_batches(arrays, sequence_length=8, batch_size=2)
+    batches = HeldoutBatches(arrays, sequence_length=8, batch_size=2)
     assert len(batches) == 2  # 32 tokens in four rows of 8
     assert all((batch.weights == 1).all() for batch in batches)
-    again = heldout_batches(arrays, sequence_length=8, batch_size=2)
+    again = HeldoutBatches(arrays, sequence_length=8, batch_size=2)
     chex.assert_trees_all_equal(list(batches), list(again))
 
 
 def test_the_last_batch_is_filled_with_weightless_rows():
-    (batch,) = heldout_batches(numbered_documents([5]), sequence_length=8, batch_size=3)
+    (batch,) = HeldoutBatches(numbered_documents([5]), sequence_length=8, batch_size=3)
     assert batch.weights.sum() == 5
     assert (batch.segment_ids[1:] == -1).all()
     with pytest.raises(IndexError, match="batch 1 of 1"):
-        heldout_batches(numbered_documents([5]), sequence_length=8, batch_size=3)[1]
+        HeldoutBatches(numbered_documents([5]), sequence_length=8, batch_size=3)[1]
 
 
 def test_processes_split_the_rows():
     arrays = numbered_documents([30, 9, 4, 17])
     settings = {"sequence_length": 8, "batch_size": 4}
-    whole = list(heldout_batches(arrays, **settings))
+    whole = list(HeldoutBatches(arrays, **settings))
     parts = [
-        list(heldout_batches(arrays, **settings, process_index=i, process_count=2))
-        for i in range(2)
+        list(HeldoutBatches(arrays, **settings, process_index=i, process_count=2)) for i in range(2)
     ]
     for batch, first, second in zip(whole, *parts, strict=True):
         merged = jax.tree.map(lambda *p: np.concatenate(p), first, second)
@@ -89,7 +88,7 @@ def test_processes_split_the_rows():
 @pytest.mark.parametrize("stride", [0, 9, -1])
 def test_a_stride_that_skips_is_refused(stride: int):
     with pytest.raises(DataError, match="must be between 1 and sequence_length=8"):
-        heldout_batches(numbered_documents([5]), sequence_length=8, batch_size=1, stride=stride)
+        HeldoutBatches(numbered_documents([5]), sequence_length=8, batch_size=1, stride=stride)
 
 
 def test_the_compression_baseline_is_that_of_the_tools():

@@ -15,7 +15,7 @@ from jaxinfra.config.mixture import MixtureBetween, MixtureSource, MixtureUnit, 
 from jaxinfra.config.presets import run_preset
 from jaxinfra.data.mixture import MixedWindows, MixtureSchedule
 from jaxinfra.data.packing import PackedWindows, permute
-from jaxinfra.data.train_iterator import train_batches
+from jaxinfra.data.train_iterator import TrainIterator
 from jaxinfra.errors import ConfigError, DataError
 from jaxinfra.training.summary import describe_mixture, mixture_read
 
@@ -61,7 +61,7 @@ def mixed(sources=SOURCES, **changes) -> MixedWindows:
 
 def iterate(mixture: MixedWindows | None = None, **changes: int):
     settings = {"sequence_length": LENGTH, "batch_size": BATCH, "seed": SEED, "num_threads": 0}
-    return train_batches(mixture or mixed(), **(settings | changes))
+    return TrainIterator(mixture or mixed(), **(settings | changes))
 
 
 def take(iterator, count: int):

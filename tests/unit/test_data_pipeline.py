@@ -12,7 +12,7 @@ from numbered_documents import numbered_documents
 from jaxinfra.data.batch import MODULUS, Batch, rows_sum, whole_sum
 from jaxinfra.data.packing import PackedWindows
 from jaxinfra.data.token_arrays import TokenArrays
-from jaxinfra.data.train_iterator import TrainIterator, sample_ids, train_batches
+from jaxinfra.data.train_iterator import TrainIterator, sample_ids
 from jaxinfra.errors import DataError
 
 ARRAYS = numbered_documents([13, 40, 1, 0, 7, 22, 5, 9])
@@ -22,7 +22,7 @@ STEPS = 3 * NUM_WINDOWS // 4 + 2  # more than three epochs, and batches across t
 
 
 def iterate(arrays: TokenArrays = ARRAYS, **changes: int) -> TrainIterator:
-    return train_batches(arrays, **(SETTINGS | {"num_threads": 0} | changes))
+    return TrainIterator(arrays, **(SETTINGS | {"num_threads": 0} | changes))
 
 
 def take(iterator: TrainIterator, count: int) -> list[Batch]:

@@ -12,7 +12,7 @@ from numbered_documents import BOS, numbered_documents
 
 from jaxinfra.config.data import DataConfig, Packing, TooLong
 from jaxinfra.data.pieces import best_fit
-from jaxinfra.data.train_iterator import train_batches
+from jaxinfra.data.train_iterator import TrainIterator
 from jaxinfra.data.whole_rows import conversation_rows
 from jaxinfra.errors import ConfigError, DataError
 
@@ -113,7 +113,7 @@ def test_another_packing_does_not_resume_a_run():
     arrays = marked([5, 6, 7, 8])
     settings = dict(sequence_length=20, batch_size=2, seed=0, num_threads=0)
     sources = [rows(arrays), rows(arrays, packing=Packing.ALONE), arrays]
-    first, *others = (train_batches(source, **settings) for source in sources)
+    first, *others = (TrainIterator(source, **settings) for source in sources)
     state = first.state(1)
     first.restore(state)
     with pytest.raises(DataError, match="the saved data order had packing"):
