@@ -191,12 +191,8 @@ def discard(partial: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    shutil.rmtree(path, onexc=_could_not_delete)
-
-
-def _could_not_delete(_: object, path: str, error: BaseException) -> None:
-    # Not worth failing a save for: the name already says that it is no checkpoint.
-    _log.warning("could not delete %s: %s", path, error)
+    # A failure is not worth failing a save for: the name already says that it is no checkpoint.
+    shutil.rmtree(path, onexc=lambda _, at, why: _log.warning("could not delete %s: %s", at, why))
 
 
 _FORMAT = 1

@@ -318,14 +318,12 @@ def load_pretrained(
     )
 
 
-def pretrained_shapes(
-    path: Path, *, policy: PolicyName | None = None, placement: Placement | None = None
-) -> PretrainedModel:
+def pretrained_shapes(path: Path) -> PretrainedModel:
     """Returns the model with shapes instead of arrays, packed weights included, to plan its memory.
 
     Only the files' headers are read.
     """
-    source, definition, placement = _opened(path, policy, placement)
+    source, definition, placement = _opened(path, None, None)
     shardings = merged(placement.parameters(definition), placement.model_state(definition))
     packed = packed_shapes(source, definition, placement)
     plain = jax.tree.map(

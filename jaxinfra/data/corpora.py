@@ -62,13 +62,8 @@ class Corpora:
 
     def train_source(self, training: TrainingConfig) -> TokenArrays | WholeRows | MixedWindows:
         """Makes the source of training batches: windows, whole rows or a mixture."""
-        data, order = (
-            self.config,
-            {
-                "sequence_length": training.sequence_length,
-                "seed": training.seed,
-            },
-        )
+        data = self.config
+        order = {"sequence_length": training.sequence_length, "seed": training.seed}
         if data.format is DataFormat.PREFERENCES:
             return pair_rows(self.sources[OWN].train, **order)
         rows_of = None

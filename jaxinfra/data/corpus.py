@@ -39,12 +39,40 @@ from jaxinfra.data.tokenizer import (
 from jaxinfra.errors import DataError
 from jaxinfra.runtime.files import read_json
 
+_LOG = logging.getLogger(__name__)
 
-def open_pretokenized(
+type RowEncoder = ChatEncoder | PairEncoder
+
+_BPE_SAMPLE_BYTES = 10_000_000
+_BPE_PIECE_CHARS = 1 << 16
+_ENCODE_CHARS = 1 << 22  # text encoded at a time
+
+
+@final
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Corpus:
+    """Tokenized documents of a corpus, divided into a training and a held-out side."""
+
+    tokenizer: Tokenizer
+    train: TokenArrays
+    heldout: TokenArrays
+    heldout_names: tuple[str, ...]
+    heldout_text: Path | None  # the held-out documents' bytes, one after another, where kept
+
+    def heldout_documents(self) -> list[bytes]:
+        """Texts of the held-out documents in UTF-8; pre-tokenized arrays are decoded."""
+        if self.heldout_text is None:
+            documents = (self.heldout.document(i) for i in range(self.heldout.num_documents))
+            return [self.tokenizer.decode(tokens).encode() for tokens in documents]
+        data = self.heldout_text.read_bytes()
+        bounds = [0, *itertools.accumulate(self.heldout.document_bytes.tolist())]
+        return [data[start:end] for start, end in itertools.pairwise(bounds)]
+
+
+def _open_pretokenized(
     config: DataConfig, *, vocab_size: int, tokenizer: Tokenizer | None
-) -> tuple[Tokenizer, TokenArrays, TokenArrays, tuple[str, ...]]:
-    """Opens pre-tokenized arrays: returns the tokenizer, the training side, the held-out side, and
-    names of the held-out documents.
+) -> Corpus:
+    """Opens pre-tokenized arrays.
 
     A document's name is its number. The tokenizer is the one given, the configured one, or the
     ``tokenizer.json`` beside the arrays.
@@ -70,7 +98,13 @@ def open_pretokenized(
         names = [str(i) for i in numbers[out]]
     for side in (train, heldout):
         _require_same_vocabulary(tokenizer, side, config)
-    return tokenizer, train, heldout, tuple(names)
+    return Corpus(
+        tokenizer=tokenizer,
+        train=train,
+        heldout=heldout,
+        heldout_names=tuple(names),
+        heldout_text=None,
+    )
 
 
 def tokenizer_of_arrays(config: DataConfig, directory: Path) -> Tokenizer:
@@ -102,36 +136,6 @@ def _require_same_vocabulary(tokenizer: Tokenizer, side: TokenArrays, config: Da
         )
 
 
-_LOG = logging.getLogger(__name__)
-
-type RowEncoder = ChatEncoder | PairEncoder
-
-_BPE_SAMPLE_BYTES = 10_000_000
-_BPE_PIECE_CHARS = 1 << 16
-_ENCODE_CHARS = 1 << 22  # text encoded at a time
-
-
-@final
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Corpus:
-    """Tokenized documents of a corpus, divided into a training and a held-out side."""
-
-    tokenizer: Tokenizer
-    train: TokenArrays
-    heldout: TokenArrays
-    heldout_names: tuple[str, ...]
-    heldout_text: Path | None  # the held-out documents' bytes, one after another, where kept
-
-    def heldout_documents(self) -> list[bytes]:
-        """Texts of the held-out documents in UTF-8; pre-tokenized arrays are decoded."""
-        if self.heldout_text is None:
-            documents = (self.heldout.document(i) for i in range(self.heldout.num_documents))
-            return [self.tokenizer.decode(tokens).encode() for tokens in documents]
-        data = self.heldout_text.read_bytes()
-        bounds = [0, *itertools.accumulate(self.heldout.document_bytes.tolist())]
-        return [data[start:end] for start, end in itertools.pairwise(bounds)]
-
-
 def open_corpus(
     config: DataConfig,
     *,
@@ -149,12 +153,7 @@ def open_corpus(
     split, the tokenizer and the template.
     """
     if is_token_arrays(Path(config.source).expanduser()):
-        saved, train, heldout, names = open_pretokenized(
-            config, vocab_size=vocab_size, tokenizer=tokenizer
-        )
-        return Corpus(
-            tokenizer=saved, train=train, heldout=heldout, heldout_names=names, heldout_text=None
-        )
+        return _open_pretokenized(config, vocab_size=vocab_size, tokenizer=tokenizer)
     split = _split_of(config)
     if tokenizer is None:
         tokenizer = _make_tokenizer([split], vocab_size=vocab_size, cache_dir=cache_dir)

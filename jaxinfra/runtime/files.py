@@ -142,29 +142,27 @@ def _mismatch(value: Any, hint: Any, path: str) -> tuple[str, Any, Any] | None:
     if origin in (typing.Union, types.UnionType):
         fits = any(_mismatch(value, each, path) is None for each in arguments)
         return None if fits else (path, value, hint)
+    parts: list[tuple[str, Any, Any]] = []  # name, value and type of each
     if typing.is_typeddict(hint):
         if not isinstance(value, dict):
             return path, value, dict
         for name, kind in typing.get_type_hints(hint).items():
-            if name not in value:
-                if name in hint.__required_keys__:
-                    return f"{path}.{name}".lstrip("."), None, kind
-                continue
-            if found := _mismatch(value[name], kind, f"{path}.{name}".lstrip(".")):
-                return found
-        return None
-    kind = origin or hint
-    # JSON's true is an int in Python, and no number; a whole number is a number.
-    fits = type(value) is kind or (kind is float and type(value) is int)
-    if value is None:
-        fits = kind is type(None)
-    if not fits:
-        return path, value, hint
-    parts = ()
-    if kind is list and arguments:
-        parts = ((str(number), each, arguments[0]) for number, each in enumerate(value))
-    elif kind is dict and arguments:
-        parts = ((name, each, arguments[1]) for name, each in value.items())
+            if name in value:
+                parts.append((name, value[name], kind))
+            elif name in hint.__required_keys__:
+                return f"{path}.{name}".lstrip("."), None, kind
+    else:
+        kind = origin or hint
+        # JSON's true is an int in Python, and no number; a whole number is a number.
+        fits = type(value) is kind or (kind is float and type(value) is int)
+        if value is None:
+            fits = kind is type(None)
+        if not fits:
+            return path, value, hint
+        if kind is list and arguments:
+            parts = [(str(number), each, arguments[0]) for number, each in enumerate(value)]
+        elif kind is dict and arguments:
+            parts = [(name, each, arguments[1]) for name, each in value.items()]
     for name, each, inner in parts:
         if found := _mismatch(each, inner, f"{path}.{name}".lstrip(".")):
             return found

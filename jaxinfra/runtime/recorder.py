@@ -79,20 +79,8 @@ class Recorder:
         self._events = self._beats = 0
         self.phase_name, self.step, self.since = "setup", 0, time.time()
         self.began = self._began = time.perf_counter()
-        _HEADER.pack_into(
-            self._ring,
-            0,
-            _MAGIC,
-            rank,
-            os.getpid(),
-            0,
-            0,
-            self.since,
-            0,
-            self.since,
-            b"setup",
-            host,
-        )
+        now = (0, 0, self.since, 0, self.since, b"setup")
+        _HEADER.pack_into(self._ring, 0, _MAGIC, rank, os.getpid(), *now, host)
         self.event("setup", step=0)
 
     def event(self, name: str, *, step: int, value: float = 0.0) -> None:
