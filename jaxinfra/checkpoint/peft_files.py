@@ -156,18 +156,20 @@ def write_peft(
     ranks: dict[str, int] = {}
     transposed = False
     for tensor in weights.tensors.values():
-        adapted = [part for part in tensor.parts if adapters.of(part.path) is not None]
+        found = [(part, adapters.of(part.path)) for part in tensor.parts]
+        adapted = [(part, each) for part, each in found if each is not None]
         if not adapted:
             continue
         module = tensor.name.removesuffix(".weight")
-        a_RI, b_OR = _peft_pair(adapters, tensor, adapted)
+        in_dim = _input_dim(adapted[0][0], adapted[0][1].num_inner)
+        a_RI, b_OR = _peft_pair(adapted, tensor.shape[1 - in_dim], in_dim, rank=lora.rank)
         tensors[f"{PREFIX}{module}.lora_A.weight"] = a_RI
         tensors[f"{PREFIX}{module}.lora_B.weight"] = b_OR
         if lora.kind is AdapterKind.DORA:
-            vector = _peft_magnitude(adapters, tensor, source, input_dim(adapters, adapted[0]))
+            vector = _peft_magnitude(adapters, tensor, source, in_dim)
             tensors[f"{PREFIX}{module}.lora_magnitude_vector"] = vector
         ranks[".".join(module.split(".")[-2:])] = lora.rank * len(adapted)
-        transposed |= input_dim(adapters, adapted[0]) == 0
+        transposed |= in_dim == 0
     fused = {name: each for name, each in ranks.items() if each != lora.rank}
     values = _peft_config(
         lora, base=base, modules=sorted(ranks), fused=fused, transposed=transposed
@@ -212,20 +214,17 @@ def _peft_config(
 
 
 def _peft_pair(
-    adapters: Adapters, tensor: Tensor, adapted: list[Part]
+    adapted: list[tuple[Part, AdapterArrays]], num_outputs: int, in_dim: int, *, rank: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """A [k R, I] and B [O, k R] of one of PEFT's tensors, which holds k adapted projections."""
-    rank = adapters.lora.rank
-    out_dim = 1 - input_dim(adapters, adapted[0])
-    b_OR = np.zeros((tensor.shape[out_dim], rank * len(adapted)), np.float32)
+    b_OR = np.zeros((num_outputs, rank * len(adapted)), np.float32)
     rows = []
-    for number, part in enumerate(adapted):
-        found = _found(adapters, part)
+    for number, (part, found) in enumerate(adapted):
         a, b = found.a[part.index], found.b[part.index]
         ours, theirs = part.layout.ours, part.layout.theirs
         inner, outer = ours[: found.num_inner], ours[found.num_inner :]
-        a = a.transpose(-1, *(inner.index(letter) for letter in theirs[1 - out_dim]))
-        b = b.transpose(*(1 + outer.index(letter) for letter in theirs[out_dim]), 0)
+        a = a.transpose(-1, *(inner.index(letter) for letter in theirs[in_dim]))
+        b = b.transpose(*(1 + outer.index(letter) for letter in theirs[1 - in_dim]), 0)
         rows.append(a.reshape(rank, -1))
         block = b.reshape(-1, rank)
         columns = slice(number * rank, (number + 1) * rank)
@@ -255,16 +254,10 @@ def _peft_magnitude(
     return np.concatenate(vectors).astype(np.float32)
 
 
-def _found(adapters: Adapters, part: Part) -> AdapterArrays:
-    found = adapters.of(part.path)
-    assert found is not None
-    return found
-
-
-def input_dim(adapters: Adapters, part: Part) -> int:
-    """Returns which dim of a part's Hugging Face matrix is the inputs."""
-    inner = part.layout.ours[: _found(adapters, part).num_inner]
-    return next(i for i, dim in enumerate(part.layout.theirs) if set(dim) == set(inner))
+def _input_dim(part: Part, num_inner: int) -> int:
+    """Which dim of a part's Hugging Face matrix is the inputs."""
+    inner = set(part.layout.ours[:num_inner])
+    return next(i for i, dim in enumerate(part.layout.theirs) if set(dim) == inner)
 
 
 _NO_EFFECT = frozenset(
@@ -506,7 +499,7 @@ def _fill(arrays: dict[str, np.ndarray], module: _Module, part: Part, *, ratio: 
     (layer,), rank, sizes = part.index, len(module.a_RI), part.layout.sizes
     num_inner = a.ndim - 2
     inner, outer = part.layout.ours[:num_inner], part.layout.ours[num_inner:]
-    in_dim = next(i for i, dim in enumerate(part.layout.theirs) if set(dim) == set(inner))
+    in_dim = _input_dim(part, num_inner)
     theirs_in, theirs_out = part.layout.theirs[in_dim], part.layout.theirs[1 - in_dim]
     rows = slice(part.start, part.start + math.prod(sizes[letter] for letter in outer))
     a_theirs = module.a_RI.reshape(rank, *(sizes[letter] for letter in theirs_in))

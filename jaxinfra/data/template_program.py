@@ -7,6 +7,7 @@ it.
 """
 
 import datetime
+import functools
 import json
 import resource
 import sys
@@ -49,7 +50,8 @@ def compiled(source: str) -> tuple[jinja2.Template, bool]:
         lstrip_blocks=True,
         extensions=[Generation, "jinja2.ext.loopcontrols"],
     )
-    environment.filters["tojson"] = _to_json
+    # Jinja's own filter escapes HTML.
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.tests["none"] = lambda value: value is None or isinstance(value, Nothing)
     environment.tests["string"] = lambda value: type(value) is str
     functions = {"raise_exception": _refuse, "strftime_now": _now}
@@ -125,23 +127,6 @@ def reads_parts(template: jinja2.Template, variables: Mapping[str, Any]) -> bool
         return False
     # Others write the parts as Python or JSON spells them.
     return _ASKED in text and "'type'" not in text and '"type"' not in text
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes HTML.
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
 
 
 def _refuse(message: str) -> NoReturn:

@@ -16,6 +16,7 @@ of the job and no other program, and JAXINFRA_BIND, the address that process 0 l
 
 import dataclasses
 import re
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -243,3 +244,10 @@ def _expand(part: str) -> list[str]:
         for number in range(lowest, highest + 1):
             names += _expand(f"{head}{number:0{len(first)}d}{tail}")
     return names
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """Returns a TCP port that is free on an address of this machine; empty: on all."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]

@@ -23,7 +23,7 @@ from typing import Any, NotRequired, TypedDict
 import jax
 
 from jaxinfra.errors import ConfigError, JaxinfraError, LostPeerError
-from jaxinfra.runtime.cluster import BIND, PORT, TOKEN, Cluster, detect_cluster
+from jaxinfra.runtime.cluster import BIND, PORT, TOKEN, Cluster, detect_cluster, free_port
 from jaxinfra.runtime.files import parse_json
 
 _log = logging.getLogger(__name__)
@@ -94,7 +94,11 @@ def _host(cluster: Cluster, deadline: float, timeout_s: float) -> dict[str, Any]
                     break
                 here[process] = connections.enter_context(connection)
             absent = sorted(set(range(1, cluster.num_processes)) - here.keys())
-            answer: dict[str, Any] = {"greeting": _GREETING, "port": _free_port(cluster)}
+            # Another port than ours: it may not be bound again while our own connections linger.
+            answer: dict[str, Any] = {
+                "greeting": _GREETING,
+                "port": free_port(bind_address(cluster)),
+            }
             if absent:
                 answer["error"] = (
                     f"{_numbers(absent)} of {cluster.num_processes} did not come to "
@@ -233,13 +237,6 @@ def bind_address(cluster: Cluster) -> str:
 
 def _is_loopback(host: str) -> bool:
     return host == "localhost" or host.startswith("127.")
-
-
-def _free_port(cluster: Cluster) -> int:
-    # Another than ours: it may not be bound again while our own connections linger.
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((bind_address(cluster), 0))
-        return probe.getsockname()[1]
 
 
 def _numbers(processes: list[int]) -> str:

@@ -12,7 +12,6 @@ import os
 import re
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -304,7 +303,7 @@ class Supervisor:
 
     def _start(self, number: int) -> None:
         place = self._place
-        port = place.port if place.port is not None else free_port()
+        port = place.port if place.port is not None else cluster.free_port()
         num_ranks = place.num_ranks or self._num
         self._tails = []
         for local in range(self._num):
@@ -437,10 +436,3 @@ class Supervisor:
 
     def _say(self, text: str) -> None:
         print(f"jaxinfra launch: {text}", file=sys.stderr, flush=True)
-
-
-def free_port() -> int:
-    """Returns a TCP port that is free on the loopback address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

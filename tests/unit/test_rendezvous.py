@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable
 
 from jaxinfra.errors import LostPeerError
-from jaxinfra.runtime.cluster import Cluster
+from jaxinfra.runtime.cluster import Cluster, free_port
 from jaxinfra.runtime.rendezvous import PortTakenError, meet
-from jaxinfra.runtime.supervisor import free_port
 
 
 def meet_all(
