@@ -162,37 +162,28 @@ def place_packed(
         ConfigError: a group of elements that share a scale would be split over devices.
         CheckpointError: scales are not finite.
     """
-
-    def place(packed: PackedParameter, shapes: QuantizedWeight) -> QuantizedWeight:
+    result: dict[tuple[Any, ...], QuantizedWeight] = {}
+    for keys, (packed, shapes) in _packed_parameters(source, definition, placement).items():
         parts: dict[str, Any] = {
             name: read_shards(
                 part.shape,
                 part.sharding,
-                lambda index, name=name, part=part: packed.read(name, index).astype(part.dtype),
+                lambda index, name=name, part=part, packed=packed: packed.read(name, index).astype(
+                    part.dtype
+                ),
             )
             for name, part in shapes.parts.items()
         }
         require_finite({packed.path: parts["scales"]}, where="the model's files")
-        return dataclasses.replace(shapes, **parts).check()
+        result[keys] = dataclasses.replace(shapes, **parts).check()
+    return nest(result)
 
-    return _each_packed(source, definition, placement, place)
 
-
-def packed_shapes(
+def _packed_parameters(
     source: ParameterSource, definition: ModelDefinition, placement: Placement
-) -> Parameters:
-    """Returns shapes, dtypes and shardings of what ``place_packed`` would read; reads nothing."""
-    return _each_packed(source, definition, placement, lambda _, shapes: shapes)
-
-
-def _each_packed(
-    source: ParameterSource,
-    definition: ModelDefinition,
-    placement: Placement,
-    make: Callable[[PackedParameter, QuantizedWeight], QuantizedWeight],
-) -> Parameters:
-    """Applies ``make`` to each quantized parameter and its parts' shapes, and places the result."""
-    result: dict[tuple[Any, ...], QuantizedWeight] = {}
+) -> dict[tuple[Any, ...], tuple[PackedParameter, QuantizedWeight]]:
+    """Each quantized parameter, by its keys, and shapes, dtypes and shardings of its parts."""
+    result = {}
     for info in definition.table():
         packed = _packed(source, info.path, info.shape) if info.matmul else None
         if packed is not None:
@@ -203,8 +194,8 @@ def _each_packed(
                 name: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=shardings.parts[name])
                 for name, part in shapes.parts.items()
             }
-            result[keys] = make(packed, dataclasses.replace(shapes, **placed))
-    return nest(result)
+            result[keys] = packed, dataclasses.replace(shapes, **placed)
+    return result
 
 
 def _packed(source: ParameterSource, path: str, shape: tuple[int, ...]) -> PackedParameter | None:
@@ -325,7 +316,8 @@ def pretrained_shapes(path: Path) -> PretrainedModel:
     """
     source, definition, placement = _opened(path, None, None)
     shardings = merged(placement.parameters(definition), placement.model_state(definition))
-    packed = packed_shapes(source, definition, placement)
+    found = _packed_parameters(source, definition, placement)
+    packed = nest({keys: shapes for keys, (_, shapes) in found.items()})
     plain = jax.tree.map(
         lambda leaf, to: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to),
         without(merged(definition.shapes, definition.state_shapes), packed),

@@ -62,24 +62,21 @@ class MappedParameters:
         return self.gather(path, index, self.files.read)
 
     def gather(
-        self, path: str, index: Index, read: Callable[[str, Index], np.ndarray]
-    ) -> np.ndarray:
-        """Assembles a slice of a parameter from slices of tensors that ``read`` returns."""
-        return self._gathered(path, (), index, read)
-
-    def _gathered(
         self,
         path: str,
-        leading: tuple[int, ...],
         index: Index,
         read: Callable[[str, Index], np.ndarray],
+        leading: tuple[int, ...] = (),
     ) -> np.ndarray:
+        """Assembles a slice of a parameter from slices of tensors that ``read`` returns.
+
+        Args:
+            leading: layer, and expert, that the slice is of; by default it spans several.
+        """
         if (path, leading) not in self.weights.places:
             first, *rest = index
             numbers = range(first.start, first.stop)
-            return np.stack(
-                [self._gathered(path, (*leading, i), tuple(rest), read) for i in numbers]
-            )
+            return np.stack([self.gather(path, tuple(rest), read, (*leading, i)) for i in numbers])
         tensor, part = self.weights.places[path, leading]
         name = self.names[tensor.name]
         return tensor.read(part, lambda theirs: read(name, theirs), index)

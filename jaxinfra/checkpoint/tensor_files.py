@@ -13,7 +13,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO, TypedDict
+from typing import TypedDict
 
 import jax.numpy as jnp
 import numpy as np
@@ -255,15 +255,11 @@ def _write_file(
             written = 0
             for piece in pieces():
                 assert piece.dtype == dtype, f"{name}: {piece.dtype}, expected {dtype}"
-                written += _write_elements(file, piece)
+                # NumPy does not export the buffers of bfloat16; as bytes it does.
+                elements = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
+                written += file.write(elements.data)
             expected = math.prod(shape) * dtype.itemsize
             assert written == expected, f"{name}: {written} bytes, expected {expected}"
-
-
-def _write_elements(file: BinaryIO, piece: np.ndarray) -> int:
-    # NumPy does not export the buffers of bfloat16; as bytes it does.
-    elements = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
-    return file.write(elements.data)
 
 
 @contextlib.contextmanager
