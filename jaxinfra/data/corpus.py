@@ -19,7 +19,7 @@ from jaxinfra.data.chat import ChatEncoder
 from jaxinfra.data.chat_template import load_chat_template
 from jaxinfra.data.pairs import PairEncoder
 from jaxinfra.data.readers import Document
-from jaxinfra.data.sources import Source, scan
+from jaxinfra.data.sources import scan
 from jaxinfra.data.split import Split, name_hash, require_both_sides
 from jaxinfra.data.token_arrays import (
     VERSION,
@@ -82,11 +82,6 @@ def _open_pretokenized(
     tokenizer = tokenizer or tokenizer_of_arrays(config, directory)
     if config.heldout_source is not None:
         heldout_directory = Path(config.heldout_source).expanduser()
-        if not is_token_arrays(heldout_directory):
-            raise DataError(
-                f"source {config.source!r} holds token arrays and heldout_source "
-                f"{config.heldout_source!r} does not; both must be text, or both token arrays"
-            )
         train = arrays
         heldout = open_token_arrays(heldout_directory, vocab_size=vocab_size)
         names = [str(i) for i in range(heldout.num_documents)]
@@ -152,7 +147,7 @@ def open_corpus(
     instead of the config's. The cache's key is the files' names, sizes and modification times, the
     split, the tokenizer and the template.
     """
-    if is_token_arrays(Path(config.source).expanduser()):
+    if _holds_arrays(config):
         return _open_pretokenized(config, vocab_size=vocab_size, tokenizer=tokenizer)
     split = _split_of(config)
     if tokenizer is None:
@@ -181,9 +176,8 @@ def shared_tokenizer(
     or byte-level BPE trained on equal parts of all.
     """
     for config in configs:
-        directory = Path(config.source).expanduser()
-        if is_token_arrays(directory):
-            return tokenizer_of_arrays(config, directory)
+        if _holds_arrays(config):
+            return tokenizer_of_arrays(config, Path(config.source).expanduser())
     splits = [_split_of(config) for config in configs]
     return _make_tokenizer(splits, vocab_size=vocab_size, cache_dir=cache_dir)
 
@@ -191,21 +185,23 @@ def shared_tokenizer(
 def _split_of(config: DataConfig) -> Split:
     split = Split(
         source=scan(config.source),
-        heldout_source=None if config.heldout_source is None else _scan_heldout(config),
+        heldout_source=None if config.heldout_source is None else scan(config.heldout_source),
         config=config,
     )
     split.check_names()
     return split
 
 
-def _scan_heldout(config: DataConfig) -> Source:
-    spec = str(config.heldout_source)
-    if is_token_arrays(Path(spec).expanduser()):
+def _holds_arrays(config: DataConfig) -> bool:
+    """Whether a source is token arrays; raises DataError if only one side of it is."""
+    places = [place for place in (config.source, config.heldout_source) if place is not None]
+    found = [is_token_arrays(Path(place).expanduser()) for place in places]
+    if len(set(found)) > 1:
         raise DataError(
-            f"heldout_source {spec!r} holds token arrays and source {config.source!r} text; "
-            "both must be text, or both token arrays"
+            f"source {config.source!r} and heldout_source {config.heldout_source!r}: one holds "
+            "token arrays, the other does not; both must be text, or both token arrays"
         )
-    return scan(spec)
+    return found[0]
 
 
 def _make_tokenizer(splits: Sequence[Split], *, vocab_size: int, cache_dir: Path) -> Tokenizer:
