@@ -122,8 +122,7 @@ def _is_retrieved(record: logging.LogRecord) -> bool:
 
 @functools.cache  # once in a process
 def silence_orbax() -> None:
-    """Limits Orbax's log to warnings; only its records are filtered, as others share the absl
-    logger.
+    """Limits Orbax's log to warnings; others share its absl logger, and stay as they are.
 
     When one write of a save fails, Orbax raises it and closes its event loop. TensorStore's writes
     that end later still call back, and Python would print a traceback for each: dropped too.

@@ -60,8 +60,7 @@ def load_state(
     checkpoints are skipped with a warning. For the rest see ``Checkpointer.restore``.
 
     Args:
-        settings: the run's settings now; those that differ from the checkpoint's are named in a
-            warning.
+        settings: the run's settings now; a warning names those that differ from the checkpoint's.
     """
     restored = read_newest(
         directory, abstract_state, step=step, identity=identity, reject=_skip, subset=True
@@ -300,8 +299,7 @@ class Checkpointer:
     ``last_stall_s`` is how many seconds the last ``save`` blocked its caller.
 
     Args:
-        directory: directory of checkpoints, made if absent. Remains of killed saves are removed,
-            with a warning.
+        directory: directory of checkpoints, made if absent; remains of killed saves are removed.
         config: how many checkpoints to keep.
         identity: plain JSON that must match on restore, such as the model's config.
         settings: plain JSON that may change between sessions, stored to report later changes.
@@ -344,8 +342,7 @@ class Checkpointer:
         data_state: dict[str, JSON],
         heldout_loss: float | None = None,
     ) -> None:
-        """Copies ``state`` to the host and returns; writing, hashing and commit follow in the
-        background.
+        """Copies ``state`` to the host and returns; the rest follows in the background.
 
         The caller may donate the state's buffers as soon as this returns. If the save before is
         still in flight, this waits for it first: two copies on the host are one too many.
@@ -360,8 +357,7 @@ class Checkpointer:
             step: number of optimizer steps done.
             state: pytree of arrays.
             data_state: position in the data as plain JSON, equal on all processes.
-            heldout_loss: loss by which ``keep_best`` ranks the checkpoint; None: it is never among
-                the best.
+            heldout_loss: loss by which ``keep_best`` ranks the checkpoint; None: it is never kept.
         """
         started = time.perf_counter()
         try:

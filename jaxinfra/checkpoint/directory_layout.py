@@ -221,8 +221,7 @@ def verify(directory: Path, step: int) -> list[str]:
     """Compares every file of a checkpoint with its manifest; returns what is wrong with which file,
     nothing if all match.
 
-    It changes nothing. Sizes are compared first, so a truncated file is found without reading the
-    other files.
+    It changes nothing. Sizes are compared first, as a truncated file is found without reading.
     """
     checkpoint = directory / step_name(step)
     try:

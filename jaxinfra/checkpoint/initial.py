@@ -49,8 +49,7 @@ class InitialModel:
 def read_initial(path: Path) -> InitialModel:
     """Reads the model config of a directory or a run, and computes the checksum of its weights.
 
-    For a model directory that reads its weight files whole; for a run only the checkpoint's
-    manifest.
+    For a model directory that reads its weight files whole; for a run only a manifest.
 
     Raises:
         ConfigError, CheckpointError: a run cannot start from this model; the message says why.
@@ -91,8 +90,7 @@ def place_initial(
     *,
     kept: BaseWeights = BaseWeights.COMPUTE,
 ) -> Parameters:
-    """Reads a run's initial weights in the definition's dtypes, each device its shard only; a
-    collective.
+    """Reads a run's initial weights in the definition's dtypes onto devices; a collective.
 
     Args:
         shardings: shardings of the arrays to read: parameters, model state or both.

@@ -1,5 +1,4 @@
-"""Loads a model from a directory of safetensors, as Hugging Face or ``jaxinfra convert`` writes
-them.
+"""Loads a model from safetensors, as Hugging Face or ``jaxinfra convert`` writes them.
 
 Quantized projections stay packed if all layers store them in one format, as a matrix [outputs,
 inputs]. All other quantized weights are dequantized, and a log line says so.
@@ -155,8 +154,7 @@ def shapes_in_few_bits(
 def place_packed(
     source: ParameterSource, definition: ModelDefinition, placement: Placement
 ) -> Parameters:
-    """Reads the quantized parameters of the files, each device its shard only; empty if there are
-    none.
+    """Reads the files' quantized parameters, each device its shard only; empty without any.
 
     Raises:
         ConfigError: a group of elements that share a scale would be split over devices.

@@ -44,8 +44,7 @@ def place_parameters(
     Args:
         shardings: shardings of the arrays to read, a part of the structure of
             ``definition.arrays``.
-        piece_bytes: most bytes of a stacked parameter on the host at a time, but at least one
-            layer.
+        piece_bytes: most bytes of a stacked parameter on the host at a time, or one layer.
 
     Raises:
         CheckpointError: a parameter is not finite.

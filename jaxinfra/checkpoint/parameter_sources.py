@@ -1,7 +1,6 @@
 """Sources of parameters: files in the layout of Hugging Face or in ours, or a live model.
 
-A source gives a slice of one of our parameters, stacked over layers. No more than that slice is
-read from disk.
+A source reads a slice of one of our parameters, stacked over layers, and nothing else.
 """
 
 import dataclasses
@@ -103,8 +102,7 @@ class LiveParameters:
 
 
 def mapped_parameters(files: TensorReader, weights: WeightMap) -> MappedParameters:
-    """Maps the files' tensors to our parameters; raises CheckpointError naming tensors of wrong
-    name or shape.
+    """Maps files' tensors to parameters; raises CheckpointError for wrong names and shapes.
 
     Files of the bare model lack the prefix of all names. A tied tensor may be present if it equals
     the one it is tied to. A bias that the model does not have may be present if it is 0, as

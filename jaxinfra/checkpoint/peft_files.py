@@ -356,8 +356,7 @@ def read_peft(
     Args:
         weights: weight map of the model's architecture.
         definition: the model without adapters.
-        source: the model's weights, from which magnitudes of layers without an adapter are
-            computed.
+        source: the model's weights, which give magnitudes of layers without an adapter.
 
     Raises:
         ConfigError: settings are not supported.

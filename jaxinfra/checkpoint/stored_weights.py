@@ -20,8 +20,7 @@ _WORD = 32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredWeight:
-    """A quantized weight in files: its shape as a matrix, and functions that read its elements and
-    scales.
+    """A quantized weight in files: its shape, and functions that read elements and scales.
 
     Codes are 0 to 15 for 4 bits (minus a zero point, 8 by default), -128 to 127 for 8 bits, or
     e4m3.

@@ -1,5 +1,4 @@
-"""Directories of safetensors files, read one slice of one tensor at a time, and written as a
-stream.
+"""Directories of safetensors files, read by slices of tensors and written as a stream.
 
 A file is eight bytes with the header's length, a JSON header with every tensor's dtype, shape and
 offsets, and the elements (https://github.com/huggingface/safetensors#format). Shapes are known

@@ -1,5 +1,4 @@
-"""Conversations to tokens, with a mark on the tokens of the model's own messages, which the loss
-counts.
+"""Conversations to tokens, with a mark on those of the model's messages, which count.
 
 If the template encloses the model's messages in ``{% generation %}``, the enclosed tokens count.
 Otherwise a message is rendered twice: the conversation up to it, and the conversation before it
@@ -47,8 +46,7 @@ class ChatRow:
 
 @final
 class ChatEncoder:
-    """Renders conversations by a chat template, tokenizes them and marks the tokens that the loss
-    counts.
+    """Renders conversations by a chat template, tokenizes them and marks what the loss counts.
 
     ``bos_id`` is the token that every conversation begins with.
     """

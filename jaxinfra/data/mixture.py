@@ -186,8 +186,7 @@ class MixedWindows:
     def require_same(self, saved: Any, step: int) -> None:
         """Raises DataError unless a saved run's steps before this one read the same samples.
 
-        Weights of later steps may change, and sources that no row was read of may be added or
-        removed.
+        Later weights may change, and sources of which no row was read may come and go.
         """
 
         def of(sources: Any, name: str) -> tuple[Any, Any]:

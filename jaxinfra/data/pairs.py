@@ -27,8 +27,7 @@ _FORMS = (
 
 @final
 class PairEncoder:
-    """Tokenizes pairs of answers: a prompt with a chosen and a rejected answer becomes two
-    documents.
+    """Tokenizes pairs: a prompt with a chosen and a rejected answer becomes two documents.
 
     Args:
         chat: encoder that renders pairs as conversations; None: an answer's text follows the

@@ -36,8 +36,7 @@ class DocumentPieces:
 def piece_rows(
     arrays: TokenArrays, pieces: DocumentPieces, *, num_rows: int, sequence_length: int
 ) -> Batch[np.ndarray]:
-    """Makes a batch's rows of these pieces; each piece is one segment, the rest of a row is
-    padding.
+    """Makes a batch's rows; each piece is one segment, the rest of a row is padding.
 
     Args:
         pieces: pieces sorted by row, then by column; one may reach beyond its document, to the
@@ -105,8 +104,7 @@ def numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def best_fit(
     lengths: np.ndarray, capacity: int, *, most: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Assigns pieces to rows best-fit decreasing: longest first, each into the fullest row with
-    room for it.
+    """Assigns pieces to rows best-fit decreasing: longest first, each into the fullest that fits.
 
     Args:
         most: most pieces per row; None: no limit.

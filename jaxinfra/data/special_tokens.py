@@ -35,8 +35,7 @@ class SpecialTokens:
 
 
 def read_special_tokens(tokenizer: tokenizers.Tokenizer, directory: Path | None) -> SpecialTokens:
-    """Reads the special tokens from a directory's files and a tokenizer, or from the tokenizer
-    alone.
+    """Reads the special tokens from a directory's files, if any, and a tokenizer.
 
     Raises:
         ConfigError: a file is not a valid file of its kind.

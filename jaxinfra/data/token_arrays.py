@@ -184,8 +184,7 @@ def write_token_arrays(
     bos_id: int,
     eos_id: int,
 ) -> None:
-    """Writes documents, each given as (tokens, UTF-8 bytes of its text), in the format of this
-    module.
+    """Writes documents, each given as (tokens, UTF-8 bytes of its text).
 
     ``bos_id`` is put before each document when it is read, ``eos_id`` is the target of its last
     token; both may be one separator. The directory appears only when complete, and an existing
@@ -262,8 +261,7 @@ def is_token_arrays(directory: Path) -> bool:
 
 @contextlib.contextmanager
 def new_directory(final_path: Path) -> Iterator[Path]:
-    """Makes a directory to fill, which gets its name only when the ``with`` block ends without
-    error.
+    """Makes a directory to fill, which gets its name when the ``with`` block ends well.
 
     If another process finished the same directory first, its result is kept.
     """

@@ -50,8 +50,7 @@ class Tokenizer:
     that a model writes.
 
     Args:
-        directory: directory of config files that name these special tokens; None: tokens with usual
-            names are used.
+        directory: directory of files that name special tokens; None: usual names are used.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, *, directory: Path | None = None):
@@ -195,8 +194,7 @@ class Tokenizer:
     def save(self, path: Path) -> None:
         """Writes a ``tokenizer.json`` that this and other libraries load.
 
-        If there is no ``tokenizer_config.json`` beside it, one that names the separators is
-        written.
+        A ``tokenizer_config.json`` that names the separators is written if there is none.
         """
         path.write_text(self._json, encoding="utf-8")
         alone, settings = read_special_tokens(self._spelled_out, None), path.with_name(SETTINGS)

@@ -52,8 +52,7 @@ class TrainIterator:
     """Iterator without end over this process's rows of the batches of step 0, 1, 2, ..., with a
     state from which a later run continues.
 
-    ``num_threads`` threads make ``prefetch`` batches ahead; with 0 threads a batch is made when it
-    is asked for.
+    ``num_threads`` threads make ``prefetch`` batches ahead; 0 make them when asked.
 
     Args:
         batch_size: number of rows of all processes.

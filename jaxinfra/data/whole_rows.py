@@ -28,8 +28,7 @@ MOST_PAIRS = 32
 
 
 def pair_pieces(arrays: TokenArrays, *, sequence_length: int) -> DocumentPieces:
-    """Assigns both answers of each pair to one row, packed best-fit decreasing; sorted by row and
-    column.
+    """Assigns both answers of each pair to one row, best-fit decreasing; sorted by place.
 
     Args:
         arrays: token arrays in which documents 2i and 2i + 1 are the answers of pair i.
@@ -108,8 +107,7 @@ def conversation_pieces(
 
 @final
 class WholeRows:
-    """Rows of whole documents for all epochs; sample ``n`` is number ``n % num_windows`` of its
-    epoch.
+    """Rows of whole documents; sample ``n`` is number ``n % num_windows`` of its epoch.
 
     Documents share the same rows in every epoch; the order of rows changes.
 

@@ -93,8 +93,7 @@ class Keys:
     def require(self, *names: str) -> None:
         """Refuses a config without these keys; null counts as present.
 
-        Releases of the reference implementation have different defaults for them, so none is
-        assumed.
+        Releases of the reference implementation differ in their defaults, so none is assumed.
         """
         for name in names:
             if name not in self._values:

@@ -1,7 +1,6 @@
 """Rotary embedding in Hugging Face configs, both ways.
 
-Older files have ``rope_theta`` and ``rope_scaling``, those of transformers 5 one
-``rope_parameters``.
+Files have ``rope_theta`` and ``rope_scaling``, or of transformers 5 ``rope_parameters``.
 """
 
 import math

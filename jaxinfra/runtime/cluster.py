@@ -1,5 +1,4 @@
-"""The place of a process in its job (rank, number of processes, coordinator), from environment
-variables.
+"""The place of a process in its job (rank, size, coordinator), from the environment.
 
 Launchers are tried in this order; the first whose variables are set is used:
 

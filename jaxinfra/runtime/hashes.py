@@ -36,8 +36,7 @@ def fingerprint(text: str) -> bytes:
 
 
 def require_same(parts: Mapping[str, str]) -> dict[str, str]:
-    """Checks that all processes have the same texts; returns the texts' shortened fingerprints. A
-    collective.
+    """Checks that all processes have the same texts; returns short fingerprints. A collective.
 
     Args:
         parts: texts by name, such as the config and the program; all processes pass the same names.

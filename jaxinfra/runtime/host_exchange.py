@@ -1,13 +1,10 @@
-"""A small table that all processes of a job share, with one row per process and step, and the slow
-ranks it reveals.
+"""A table that all processes share, with a row of each per step, and the slow ranks in it.
 
 An all-gather of a few floats per process is dispatched beside the step and read with its metrics,
-so no host waits for it. All processes decide from the same table: when to stop, and which ranks are
-slow.
+so no host waits. All decide from the same table: when to stop, and which ranks are slow.
 
 After a collective all ranks look equally slow. So each sends the time it spent alone: waiting for
-its batch, handing the step to its devices, and at times running a small program on its own devices
-only.
+its batch, handing the step to its devices, and at times a small program on its devices.
 """
 
 import dataclasses
@@ -85,8 +82,7 @@ _PROBE_SHARE = 0.5  # least excess of a probe, of the others' probe
 
 @final
 class Stragglers:
-    """Finds slow ranks: a rank whose median over the window exceeds the other ranks' by a margin is
-    reported once.
+    """Finds slow ranks: those whose median exceeds the others' by a margin, reported once.
 
     Args:
         probe_margin_s: least excess in seconds of a probe, which takes a device milliseconds.

@@ -1,5 +1,4 @@
-"""The flight recorder of a rank, in a memory-mapped file that outlives its process, and the run's
-log of incidents.
+"""The flight recorder of a rank, in a mapped file that outlives it, and the log of incidents.
 
 A ring buffer holds the last 2,048 events; a header holds the present step and phase. An event costs
 about a microsecond and no system call, and the kernel keeps the written pages of a killed process.

@@ -1,5 +1,4 @@
-"""The rendezvous: all processes of a job meet before any of them starts JAX, then join it, and
-leave it at the end.
+"""The rendezvous: a job's processes meet before JAX starts, join it, and leave it at the end.
 
 JAX's own start does not name the process that it waits for. Here a missing process or a taken port
 is reported by name within bounded time. Each process sends one line of JSON to process 0, which
@@ -40,8 +39,7 @@ class PortTakenError(JaxinfraError):
 
 
 def meet(cluster: Cluster, *, timeout_s: float = TIMEOUT_S) -> int:
-    """Waits until every process of the job has come; returns the port for JAX's coordination
-    service.
+    """Waits until every process of the job has come; returns the port for JAX's service.
 
     Raises:
         PortTakenError: another program uses the port on process 0's host.

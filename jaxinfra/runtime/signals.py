@@ -132,8 +132,7 @@ _notice = -1  # where signals' numbers are written
 def guard_process() -> StopRequest:
     """Starts to obey signals, until the process ends; call it before anything else.
 
-    It raises nothing and returns the process's stop request, which ``process_request`` returns
-    later.
+    It raises nothing and returns what ``process_request`` returns later.
     """
     global _of_process, _notice
     if _of_process is not None:

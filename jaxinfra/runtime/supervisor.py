@@ -1,5 +1,4 @@
-"""The supervisor of a job's processes on this node: it starts them, watches them, and restarts
-them.
+"""The supervisor of a job's processes on this node: it starts, watches and restarts them.
 
 Every rank writes to files of its own, so that the job outlives its supervisor's terminal; rank 0's
 output and all errors are also shown. If a rank fails, the whole job is ended and restarted from its
@@ -179,16 +178,14 @@ class NodePlace:
 
 @final
 class Supervisor:
-    """Runs ``command`` in ``num_processes`` processes on this node, and restarts them after
-    failures.
+    """Runs ``command`` in ``num_processes`` processes here, and restarts them after failures.
 
     Args:
         command: command line of the first start.
         again: command line of restarts, which continues the run.
         logs: directory for the processes' output and for ``report.json``.
         recorder: directory of the ranks' flight recorders, if they have some.
-        environment: environment variables of the processes; those by which they find each other are
-            added.
+        environment: variables of the processes, to which those of their places are added.
         memory_group: cgroup whose count of OOM kills shows that a process was killed for memory.
     """
 
