@@ -255,7 +255,7 @@ def _peft_magnitude(
 
 
 def _input_dim(part: Part, num_inner: int) -> int:
-    """Which dim of a part's Hugging Face matrix is the inputs."""
+    """The number of the dim of a part's Hugging Face matrix that is the inputs."""
     inner = set(part.layout.ours[:num_inner])
     return next(i for i, dim in enumerate(part.layout.theirs) if set(dim) == inner)
 

@@ -49,8 +49,7 @@ def process_rows(*, batch_size: int, process_index: int, process_count: int) -> 
 
 @final
 class TrainIterator:
-    """Iterator without end over this process's rows of the batches of step 0, 1, 2, ..., with a
-    state from which a later run continues.
+    """Endless iterator over this process's rows of batches, from whose state a later run goes on.
 
     ``num_threads`` threads make ``prefetch`` batches ahead; 0 make them when asked.
 
