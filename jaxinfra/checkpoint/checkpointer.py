@@ -357,7 +357,7 @@ class Checkpointer:
             step: number of optimizer steps done.
             state: pytree of arrays.
             data_state: position in the data as plain JSON, equal on all processes.
-            heldout_loss: ``keep_best`` ranks the checkpoint by it; None: it is never among the best.
+            heldout_loss: ``keep_best`` ranks by it; None: the checkpoint is never among the best.
         """
         started = time.perf_counter()
         try:
