@@ -30,8 +30,16 @@ class Source:
 
     def listing(self) -> list[tuple[str, int, int]]:
         """Name, size and modification time (ns) of each file, which are part of the cache's key."""
-        stats = [(name, self._stat(name)) for name in self.names]
-        return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+        found = []
+        for name in self.names:
+            try:
+                stat = (self.root / name).stat()
+            except OSError as error:
+                raise DataError(
+                    f"{self.root / name}: cannot be read ({error.strerror}); remove it or fix it"
+                ) from error
+            found.append((name, stat.st_size, stat.st_mtime_ns))
+        return found
 
     def documents(self, *, text_field: str | None) -> Iterator[Document]:
         """Reads the documents of all files in a fixed order; empty ones are left out.
@@ -60,14 +68,6 @@ class Source:
         if skipped:
             # Tests of source encodings: written to be undecodable.
             _LOG.info("standard library: %d files not in UTF-8 skipped: %s", len(skipped), skipped)
-
-    def _stat(self, name: str) -> os.stat_result:
-        try:
-            return (self.root / name).stat()
-        except OSError as error:
-            raise DataError(
-                f"{self.root / name}: cannot be read ({error.strerror}); remove it or fix it"
-            ) from error
 
 
 def scan(spec: str) -> Source:

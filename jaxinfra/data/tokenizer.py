@@ -242,7 +242,9 @@ class StreamDecoder:
         self._is_free = tokenizer.is_byte_level
         for token in self._end_of(before):
             self.push(token)
-        self._show(self._pending())
+        # What is held counts as said, incomplete as it may be.
+        self._before += self._pending()
+        self._shown, self._held = [*self._shown, *self._held], []
 
     def push(self, token: int) -> str:
         """Returns the text that this token completes; empty while a character is incomplete."""
@@ -275,11 +277,6 @@ class StreamDecoder:
                 break
             num *= 2
         return tokens[-num:]
-
-    def _show(self, text: str) -> None:
-        """Takes what is held as said, incomplete as it may be."""
-        self._shown, self._held = [*self._shown, *self._held], []
-        self._before += text
 
     def _release(self, text: str) -> str:
         """Returns the text of tokens that complete no character, without the last of them."""

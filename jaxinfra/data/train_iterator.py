@@ -99,7 +99,7 @@ class TrainIterator:
 
         self._steps = grain.MapDataset.range(_NUM_STEPS).map(read)
         self._options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch)
-        self._step = self._first = 0
+        self.step = self._first = 0  # of the next batch
         self._made = _Count()
         self._iterator = self._start()
 
@@ -108,18 +108,13 @@ class TrainIterator:
 
     def __next__(self) -> Batch[np.ndarray]:
         batch = next(self._iterator)
-        self._step += 1
+        self.step += 1
         return batch
-
-    @property
-    def step(self) -> int:
-        """Step that the iterator's next batch is for."""
-        return self._step
 
     @property
     def num_ready(self) -> int:
         """Number of prefetched batches; if it stays 0, the readers are slow."""
-        return max(0, self._made.value - (self._step - self._first))
+        return max(0, self._made.value - (self.step - self._first))
 
     @property
     def busy_share(self) -> float:
@@ -153,7 +148,7 @@ class TrainIterator:
         Args:
             step: the step to continue with; by default this iterator's next one.
         """
-        step = self._step if step is None else step
+        step = self.step if step is None else step
         state = {"step": step, **self._identity}
         return state if self._mixture is None else {**state, "mixture": self._mixture.state(step)}
 
@@ -171,7 +166,7 @@ class TrainIterator:
         if self._mixture is not None:
             self._mixture.require_same(state.get("mixture"), step)
         self.close()
-        self._step = step
+        self.step = step
         self._iterator = self._start()
 
     def close(self) -> None:
@@ -180,8 +175,8 @@ class TrainIterator:
 
     def _start(self) -> grain.DatasetIterator:
         # A slice rather than Grain's own iterator state, whose layout is not ours to promise.
-        self._first, self._made = self._step, _Count()
-        steps = self._steps[self._step :].map(self._made.passed)
+        self._first, self._made = self.step, _Count()
+        steps = self._steps[self.step :].map(self._made.passed)
         return iter(steps.to_iter_dataset(self._options))
 
 

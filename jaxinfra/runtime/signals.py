@@ -36,7 +36,7 @@ class StopRequest:
         self.code: int | None = None
         # Makes the text printed at that exit, after "stopped by SIGINT": " ..." or ", ...".
         self.words: Callable[[], str] = str
-        self._held = False
+        self.is_held = False  # after ``hold``: signals are only noted, and the caller obeys them
         self._elsewhere = False
         self._back = threading.Event()
         self._num_seen = 0
@@ -45,16 +45,11 @@ class StopRequest:
     def __bool__(self) -> bool:
         return self.asked is not None
 
-    @property
-    def is_held(self) -> bool:
-        """Whether signals are only noted, after ``hold``, and the caller obeys them."""
-        return self._held
-
     def hold(self) -> None:
         """Makes signals be noted from now on, for the caller to obey. A second SIGINT still ends
         the process at once: a user does not want to wait for the save.
         """
-        self._held = True
+        self.is_held = True
 
     @contextlib.contextmanager
     def elsewhere(self, notice: int) -> Iterator[None]:
@@ -100,7 +95,7 @@ class StopRequest:
         self.note(number)
         self._num_seen += 1
         asked = signal.Signals(number)
-        if not self._held:
+        if not self.is_held:
             self._end(asked, self.code or 128 + number)
         elif self._num_seen > 1 and asked is signal.SIGINT:
             self._end(asked, 128 + number)

@@ -24,7 +24,7 @@ from jaxinfra.runtime.recorder import read_record, record_file
 from jaxinfra.runtime.signals import RESUMABLE_EXIT, handled_elsewhere
 from jaxinfra.runtime.watchdog import read_report
 
-_FATAL = (1, 2)
+_FATAL = (1, 2)  # a restart would end in the same failure
 # Where a peer goes, the others end so: by JAX's own abort, or by our word for it. A rank that ended
 # otherwise was there first.
 _CONSEQUENCES = (74, -signal.SIGABRT)
@@ -44,11 +44,6 @@ class Ending:
     def exit_code(self) -> int:
         """Exit code of the process as a shell reports it."""
         return self.code if self.code >= 0 else 128 - self.code
-
-    @property
-    def is_fatal(self) -> bool:
-        """Whether a restart would end in the same failure."""
-        return self.code in _FATAL
 
     def describe(self) -> str:
         """Describes how the process ended in words."""
@@ -277,7 +272,7 @@ class Supervisor:
                 "attempt": number,
                 "exit": code,
                 "first": None if failed is None else failed.rank,
-                "fatal": failed is not None and failed.is_fatal,
+                "fatal": failed is not None and failed.code in _FATAL,
                 "text": text,
                 "ranks": {str(end.rank): end.exit_code for end in endings},
             }
