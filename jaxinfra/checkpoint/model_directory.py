@@ -194,9 +194,10 @@ def _write(
     options: WriteOptions,
 ) -> None:
     def pieces(tensor: Tensor) -> Iterator[np.ndarray]:
-        piece_bytes = options.get("piece_bytes", _PIECE_BYTES)
-        for rows in assemble_rows(source, tensor, piece_bytes=piece_bytes):
-            yield cast(rows, kinds[tensor.name], tensor.name)
+        kind = kinds[tensor.name]
+        most = options.get("piece_bytes", _PIECE_BYTES) // kind.itemsize
+        for rows in assemble_rows(source, tensor, piece_elements=most):
+            yield cast(rows, kind, tensor.name)
 
     with filled_directory(path, options["tokenizer_directory"]) as directory:
         (directory / "config.json").write_text(json.dumps(values, indent=2) + "\n")

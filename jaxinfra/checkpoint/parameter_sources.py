@@ -205,18 +205,15 @@ def _read_part(
 
 
 def assemble_rows(
-    source: ParameterSource, tensor: Tensor, *, piece_bytes: int
+    source: ParameterSource, tensor: Tensor, *, piece_elements: int
 ) -> Iterator[np.ndarray]:
-    """Assembles one Hugging Face tensor in pieces of whole rows, of about ``piece_bytes`` each."""
+    """Assembles one tensor of files in pieces of whole rows, about ``piece_elements`` each."""
     # Fused along another dim, every row has elements of all parts.
     groups = [tensor.parts] if tensor.fused_dim > 0 else [(part,) for part in tensor.parts]
     for parts in groups:
         (cut,) = {part.layout.theirs[0][0] for part in parts}
         size = parts[0].layout.sizes[cut]
-        num_bytes = sum(
-            math.prod(part.layout.our_shape) * source.dtype(part.path).itemsize for part in parts
-        )
-        step = max(1, piece_bytes * size // num_bytes)
+        step = max(1, piece_elements * size // sum(math.prod(p.layout.our_shape) for p in parts))
         for start in range(0, size, step):
             rows = slice(start, min(start + step, size))
             read = [_read_part(source, part, cut, rows) for part in parts]
