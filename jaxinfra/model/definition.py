@@ -6,12 +6,13 @@ everywhere (checkpoints, tables, weight maps).
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxinfra.axes import Dims
 from jaxinfra.config.finetune import AdapterKind, LoraConfig
@@ -114,10 +115,10 @@ class ModelDefinition:
             emitted: cotangents of the state, from ``Gradients.state``.
         """
         template = nnx.to_flat_state(nnx.filter_state(self.template, ModelState))
-        after = {}
+        after, values, emissions = {}, flatten_dict(state), flatten_dict(emitted)
         for path, variable in template:
             rule = variable.get_metadata()["rule"]
-            value, given = _at(state, path), _at(emitted, path)
+            value, given = values[path], emissions[path]
             if path[0] == "blocks":
                 after[path] = jax.vmap(rule)(value, sums[path[1]], given)
             else:
@@ -262,49 +263,24 @@ def is_weight(leaf: Any) -> bool:
     return isinstance(leaf, QuantizedWeight)
 
 
-def nest(leaves: Mapping[tuple[Any, ...], Any]) -> Parameters:
-    """Builds a nested dict from a flat dict whose keys are paths."""
-    result: Parameters = {}
-    for (*parents, last), leaf in leaves.items():
-        node = result
-        for name in parents:
-            node = node.setdefault(name, {})
-        node[last] = leaf
-    return result
-
-
-def _at(tree: Parameters, path: tuple[Any, ...]) -> Any:
-    for name in path:
-        tree = tree[name]
-    return tree
+nest = unflatten_dict
+"""Builds a nested dict from a flat dict whose keys are paths: tuples of names."""
 
 
 def merged(first: Parameters, second: Parameters) -> Parameters:
     """Merges two nested dicts of parameters that have no parameter in common."""
-    result = dict(first)
-    for name, value in second.items():
-        result[name] = merged(result[name], value) if name in result else value
-    return result
+    return nest(flatten_dict(first) | flatten_dict(second))
 
 
 def only(tree: Parameters, others: Parameters) -> Parameters:
     """Returns the parameters of ``tree`` whose paths ``others`` has too."""
-    result = {}
-    for name, value in tree.items():
-        if name in others and isinstance(value, dict):
-            if inner := only(value, others[name]):
-                result[name] = inner
-        elif name in others:
-            result[name] = value
-    return result
+    paths = flatten_dict(others).keys()
+    return nest({path: leaf for path, leaf in flatten_dict(tree).items() if path in paths})
 
 
 def without(parameters: Parameters, others: Parameters) -> Parameters:
     """Returns the parameters whose paths are not in ``others``."""
-    result = {}
-    for name, value in parameters.items():
-        if name not in others:
-            result[name] = value
-        elif isinstance(value, dict) and (rest := without(value, others[name])):
-            result[name] = rest
-    return result
+    paths = flatten_dict(others).keys()
+    return nest(
+        {path: leaf for path, leaf in flatten_dict(parameters).items() if path not in paths}
+    )

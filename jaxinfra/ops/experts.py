@@ -317,7 +317,8 @@ def _hidden(
 
     if recipe.fp8 is None:
         return hidden([_product(x_ND, w, copies, recipe, rows_M=rows_M) for w in weights])
-    y_MF = _product_fp8(x_ND, weights, copies, recipe, rows_M=rows_M)
+    stored = tuple(_stored(weight, recipe) for weight in weights)
+    y_MF = multiply_groups_fp8(x_ND, stored, copies, rows_M, recipe=recipe)
 
     @jax.checkpoint  # keeps the products in their format, and nothing of what becomes of them
     def hidden_of_all(y_MF: jax.Array) -> jax.Array:
@@ -336,7 +337,7 @@ def _product(
 ) -> jax.Array:
     """Each copy, a row of x or one that is named, times its expert's weight."""
     if recipe.fp8 is not None:
-        return _product_fp8(x, (weight,), copies, recipe, rows_M=rows_M)
+        return multiply_groups_fp8(x, (_stored(weight, recipe),), copies, rows_M, recipe=recipe)
     return grouped_matmul(
         x,
         _stored(weight, recipe),
@@ -344,19 +345,6 @@ def _product(
         rows=rows_M,
         positions=None if rows_M is None else copies.place_NK,
     )
-
-
-def _product_fp8(
-    x: jax.Array,
-    weights: tuple[jax.Array | QuantizedWeight, ...],
-    copies: TokenCopies,
-    recipe: Recipe,
-    *,
-    rows_M: jax.Array | None,
-) -> jax.Array:
-    """Multiplies each copy with all weights side by side, in 8 bits."""
-    stored = tuple(_stored(weight, recipe) for weight in weights)
-    return multiply_groups_fp8(x, stored, copies, rows_M, recipe=recipe)
 
 
 def _stored(weight: jax.Array | QuantizedWeight, recipe: Recipe) -> jax.Array:

@@ -145,42 +145,30 @@ def _einsum(
     def dot(dot_spec: str, a: jax.Array, b: jax.Array, result: jnp.dtype) -> jax.Array:
         return pinned_einsum(dot_spec, a.astype(compute), b.astype(compute), result=result)
 
-    @jax.custom_vjp
-    def product(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return dot(spec, x, weight, out or compute)
-
-    def forward(x: jax.Array, weight: jax.Array):
-        return product(x, weight), (x, weight)
-
-    def backward(residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array):
-        return gradients(*residuals, cotangent, residuals[1].dtype)
-
-    def gradients(x: jax.Array, weight: jax.Array, cotangent: jax.Array, dtype: jnp.dtype):
-        operands, out_dims = spec.split("->")
-        x_dims, weight_dims = operands.split(",")
-        dx = dot(f"{out_dims},{weight_dims}->{x_dims}", cotangent, weight, x.dtype)
-        handed_on = dtype if gradient is None else gradient
-        dweight = dot(f"{x_dims},{out_dims}->{weight_dims}", x, cotangent, handed_on)
-        return dx, dweight.astype(dtype)
-
-    product.defvjp(forward, backward)
-    if not isinstance(weight, GatheredWeight):
-        return product(x, weight)
+    # A plain weight is its own share, and read where no gradient is taken.
+    if isinstance(weight, GatheredWeight):
+        share, value = weight.share, weight.value
+    else:
+        share, value = weight, jax.lax.stop_gradient(weight)
 
     @jax.custom_vjp
-    def product_with(x: jax.Array, share: jax.Array, value: jax.Array) -> jax.Array:
+    def product(x: jax.Array, share: jax.Array, value: jax.Array) -> jax.Array:
         return dot(spec, x, value, out or compute)
 
-    def forward_with(x: jax.Array, share: jax.Array, value: jax.Array):
-        return product_with(x, share, value), (x, value)
+    def forward(x: jax.Array, share: jax.Array, value: jax.Array):
+        return product(x, share, value), (x, value)
 
-    dtype = weight.share.dtype
+    def backward(residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array):
+        x, value = residuals
+        operands, out_dims = spec.split("->")
+        x_dims, weight_dims = operands.split(",")
+        dx = dot(f"{out_dims},{weight_dims}->{x_dims}", cotangent, value, x.dtype)
+        handed_on = share.dtype if gradient is None else gradient
+        d_share = dot(f"{x_dims},{out_dims}->{weight_dims}", x, cotangent, handed_on)
+        return dx, d_share.astype(share.dtype), None
 
-    def backward_with(residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array):
-        return (*gradients(*residuals, cotangent, dtype), jnp.zeros_like(residuals[1]))
-
-    product_with.defvjp(forward_with, backward_with)
-    return product_with(x, weight.share, weight.value)
+    product.defvjp(forward, backward)
+    return product(x, share, value)
 
 
 MOST_ROWS = 256
