@@ -15,7 +15,7 @@ from jaxinfra.planning.plan import Plan, make_plan
 from jaxinfra.planning.search import Question, search
 from jaxinfra.runtime.files import user_cache
 
-_TOKENS_A_STEP = 4 * 2**20
+TOKENS_A_STEP = 4 * 2**20  # of a search, by default
 
 
 def plan(
@@ -57,7 +57,7 @@ def plan(
     if mesh is not None:
         layout = Layout(length=length, mesh=mesh, batch=1)
         return make_plan(planned, dataclasses.replace(layout, batch=batch or layout.data), kind)
-    rows = max(devices, _TOKENS_A_STEP // length // devices * devices)
+    rows = max(devices, TOKENS_A_STEP // length // devices * devices)
     question = Question(devices=devices, length=length, batch=batch or rows)
     return search(planned, question, kind).best
 

@@ -13,6 +13,7 @@ from jaxinfra.checkpoint.parameter_sources import LiveParameters
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.preferences import PreferenceConfig
+from jaxinfra.config.presets import runs
 from jaxinfra.config.run import RunConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.definition import by_path, define_model, is_weight
@@ -24,7 +25,6 @@ from jaxinfra.serving.generate import generate as generated
 from jaxinfra.serving.generate import request_of
 from jaxinfra.serving.load import LoadedModel, load
 from jaxinfra.training.evaluation import RunEvaluation, evaluate_pretrained, evaluate_run
-from jaxinfra.training.start import finetuning_config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,8 +129,14 @@ def start_from(
         >>> config.lora.rank
         4
     """
-    return finetuning_config(
-        read_initial(Path(model)), lora=lora, chat=chat, preferences=preferences
+    start = read_initial(Path(model))
+    return runs.finetuning(
+        start.config,
+        init=start.init,
+        policy=start.policy,
+        lora=lora,
+        chat=chat,
+        preferences=preferences,
     )
 
 

@@ -173,7 +173,7 @@ def require_same_identity(saved: dict[str, JSON], wanted: dict[str, JSON], *, wh
 
 def differences(saved: dict[str, JSON], wanted: dict[str, JSON]) -> list[str]:
     """Lists the keys in which two nested objects differ, with both values."""
-    before, now = _by_dotted_key(saved), _by_dotted_key(wanted)
+    before, now = codec.flattened(saved), codec.flattened(wanted)
     return [
         f"{key}: saved {before.get(key, 'nothing')!r}, now {now.get(key, 'nothing')!r}"
         for key in {**before, **now}
@@ -191,19 +191,6 @@ def setting_changes(saved: dict[str, JSON], now: dict[str, JSON]) -> list[str]:
     except ConfigError:  # of a version that is not read any more: compared as it is
         return differences(saved, now)
     return differences(saved, codec.to_dict(codec.from_dict(RunConfig, now)))
-
-
-def _by_dotted_key(value: JSON, prefix: str = "") -> dict[str, JSON]:
-    if isinstance(value, dict) and value:
-        items = value.items()
-    elif isinstance(value, list) and value:
-        items = ((str(index), child) for index, child in enumerate(value))
-    else:
-        return {prefix.removesuffix("."): value}
-    flat: dict[str, JSON] = {}
-    for key, child in items:
-        flat |= _by_dotted_key(child, f"{prefix}{key}.")
-    return flat
 
 
 def _refuse(found: list[str], what: str, remedy: str) -> None:

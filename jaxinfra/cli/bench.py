@@ -47,7 +47,6 @@ PLANNED = ("constants", "collectives")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command-line options of ``jaxinfra bench``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     known = "; ".join(f"{name}: {text}" for name, text in BENCHMARKS.items())
     parser.add_argument("what", nargs="?", help=known)
     parser.add_argument("options", nargs=argparse.REMAINDER, help="options of the benchmark")

@@ -21,7 +21,6 @@ from jaxinfra.serving.load import load
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command-line options of ``jaxinfra chat``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run", metavar="RUN", type=Path, help="run, or a Hugging Face model")
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
     parser.add_argument("--plain", action="store_true", help="continue text without a template")

@@ -16,7 +16,6 @@ from jaxinfra.diagnostics.run_view import differing_settings, read_view
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command-line options of ``jaxinfra compare``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("runs", type=Path, metavar="RUN", nargs="+", help="run directories")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the losses of the runs")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -39,7 +39,6 @@ _OF_A_RUN = ("checkpoint", "data", "recorder")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command-line options of ``jaxinfra doctor``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "what",
         nargs="?",

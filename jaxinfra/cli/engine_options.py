@@ -1,14 +1,20 @@
-"""Options of the commands that build a serving engine or show its memory."""
+"""Options of the commands that load a model, build its serving engine or show its memory."""
 
 import argparse
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
 
+from jaxinfra.checkpoint.finite import ALLOW_HELP, nonfinite_allowed
+from jaxinfra.config.cache import CacheFormat
+from jaxinfra.config.mesh import parse_mesh
+from jaxinfra.config.precision import PolicyName
 from jaxinfra.errors import ConfigError
 from jaxinfra.serving.engine.options import EngineOptions, Preemption, options_on
+from jaxinfra.serving.load import LoadedModel, load
 
 _CPU, _GPU = options_on("cpu"), options_on("gpu")
 _OPTIONS: tuple[tuple[str, str], ...] = (
@@ -22,6 +28,40 @@ _OPTIONS: tuple[tuple[str, str], ...] = (
     ),
     ("num_drafts", "draft tokens per step of speculative decoding"),
 )
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of commands that load a model onto a mesh and generate with it."""
+    parser.add_argument(
+        "--policy",
+        choices=[name.value for name in PolicyName],
+        help="compute dtype; default: that of the training run",
+    )
+    parser.add_argument(
+        "--mesh",
+        default="",
+        metavar="AXES",
+        help="mesh of devices that share the model, such as tensor=2",
+    )
+    parser.add_argument(
+        "--cache",
+        choices=[form.value for form in CacheFormat],
+        default=CacheFormat.PLAIN.value,
+        help="format of the KV cache; plain: the compute dtype (default: plain)",
+    )
+    parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_HELP)
+
+
+def load_models(
+    args: argparse.Namespace, *paths: Path, step: int | None = None
+) -> list[LoadedModel]:
+    """Loads models as ``add_model_arguments`` says; of a run the newest checkpoint or ``step``."""
+    policy, mesh = None if args.policy is None else PolicyName(args.policy), parse_mesh(args.mesh)
+    with nonfinite_allowed(allowed=args.allow_nonfinite):
+        return [
+            load(path, policy=policy, step=step, mesh=mesh).with_cache(CacheFormat(args.cache))
+            for path in paths
+        ]
 
 
 def add_engine_arguments(group: argparse._ArgumentGroup) -> None:

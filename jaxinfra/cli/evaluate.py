@@ -6,19 +6,13 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+from jaxinfra.api.models import evaluate
 from jaxinfra.checkpoint.finite import ALLOW_HELP, nonfinite_allowed
-from jaxinfra.checkpoint.model_directory import is_model_directory
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.errors import CheckpointError, ConfigError
-from jaxinfra.runtime.files import user_cache
 from jaxinfra.serving.harness import evaluate_tasks
 from jaxinfra.serving.load import load
-from jaxinfra.training.evaluation import (
-    Evaluation,
-    RunEvaluation,
-    evaluate_pretrained,
-    evaluate_run,
-)
+from jaxinfra.training.evaluation import Evaluation
 from jaxinfra.training.metrics import finite
 
 
@@ -63,7 +57,13 @@ def run(args: argparse.Namespace) -> int:
             option = name.replace("_", "-")
             raise ConfigError(f"--{option} is of tasks: name them with --tasks, or leave it out")
     with nonfinite_allowed(allowed=args.allow_nonfinite):
-        result = _evaluated(args)
+        result = evaluate(
+            args.run,
+            data=args.data,
+            step=args.step,
+            mesh=parse_mesh(args.mesh),
+            cache_dir=args.cache,
+        )
     evaluation, baseline = result.evaluation, result.baseline
     values = {
         "step": result.step,
@@ -131,12 +131,3 @@ def _print_sets(sets: Mapping[str, Evaluation]) -> None:
             for what, value in _figures(evaluation).items()
         )
         print(f"{name:20s} {', '.join(figures)}")
-
-
-def _evaluated(args: argparse.Namespace) -> RunEvaluation:
-    mesh, cache_dir = parse_mesh(args.mesh), args.cache or user_cache()
-    if is_model_directory(args.run):
-        if args.step is not None:
-            raise ConfigError(f"--step {args.step}: {args.run} is a single model, without steps")
-        return evaluate_pretrained(args.run, mesh=mesh, cache_dir=cache_dir, source=args.data)
-    return evaluate_run(args.run, mesh=mesh, cache_dir=cache_dir, source=args.data, step=args.step)

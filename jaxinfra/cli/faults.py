@@ -35,7 +35,6 @@ _LISTS = (deaths, wrong_or_slow, damage, serving, replicas)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command-line options of ``jaxinfra faults``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--all", action="store_true", help="every fault")
     parser.add_argument("--list", action="store_true", help="list the faults, and stop")
     parser.add_argument("--logs", type=Path, help="runs and logs (default: faults/TIME)")

@@ -5,21 +5,17 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from jaxinfra.checkpoint.finite import ALLOW_HELP, nonfinite_allowed
+from jaxinfra.cli.engine_options import add_model_arguments, load_models
 from jaxinfra.cli.terminal import printable
-from jaxinfra.config.cache import CacheFormat
-from jaxinfra.config.mesh import parse_mesh
-from jaxinfra.config.precision import PolicyName
 from jaxinfra.data.chat_template import load_chat_template
 from jaxinfra.errors import CheckpointError, ConfigError, DataError
 from jaxinfra.runtime.files import parse_json, read_bytes
 from jaxinfra.serving.engine.requests import EndReason
 from jaxinfra.serving.generate import engine_for, generate_text, request_of
-from jaxinfra.serving.load import LoadedModel, load
+from jaxinfra.serving.load import LoadedModel
 from jaxinfra.serving.sampling import SamplingConfig
 
 
@@ -29,10 +25,7 @@ def read_prompts(file: Path) -> list[Any]:
     Raises:
         DataError: a JSON line has neither field; the error names the line.
     """
-    try:
-        text = read_bytes(file, error=DataError).decode()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not UTF-8 text ({error})") from error
+    text = _decoded(read_bytes(file, error=DataError), what=str(file))
     lines = [(number, each) for number, each in enumerate(text.split("\n"), 1) if each.strip()]
     if file.suffix != ".jsonl":
         return [each for _, each in lines]
@@ -44,56 +37,6 @@ def read_prompts(file: Path) -> list[Any]:
             raise DataError(f'{file}:{number}: neither a "prompt" of text nor "messages"')
         found.append(prompt)
     return found
-
-
-def generate_file(
-    model: LoadedModel,
-    path: Path,
-    prompts: list[Any],
-    out: TextIO,
-    *,
-    max_new_tokens: int,
-    sampling: SamplingConfig,
-    seed: int,
-    chat: bool,
-) -> int:
-    """Writes one JSON line per prompt, in order; returns the number of generated tokens.
-
-    Raises:
-        CheckpointError: some prompts ended with an error; raised after all are done.
-    """
-    if not prompts:
-        raise ConfigError("the file of prompts is empty; give a prompt on each line")
-    template = None
-    if chat or any(isinstance(each, list) for each in prompts):
-        template = load_chat_template(path)
-
-    def encoded() -> Iterator[list[int]]:
-        for prompt in prompts:
-            if template is None:
-                yield model.prompt(prompt)
-                continue
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            yield template.encode(model.tokenizer, messages)
-
-    requests = [
-        request_of(model, ids, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
-        for ids in encoded()
-    ]
-    num_tokens, errors = 0, []
-    engine = engine_for(model, requests, consumes=True, share_prefixes=True)
-    for prompt, told in zip(prompts, engine.run(requests), strict=True):
-        tokens = sum(len(each.tokens) for each in told)
-        num_tokens += tokens
-        line = {"prompt": prompt, "text": "".join(each.text for each in told), "tokens": tokens}
-        line["finish"] = told[-1].end
-        if told[-1].error is not None:
-            line["error"] = told[-1].error
-            errors.append(told[-1].error)
-        out.write(json.dumps(line, ensure_ascii=False) + "\n")
-    if errors:
-        raise CheckpointError(f"{len(errors)} of {len(prompts)} prompts failed: {errors[0]}")
-    return num_tokens
 
 
 _PROMPT_BYTES = 64 << 20
@@ -133,37 +76,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--top-p", type=float, metavar="P", help="sample from the top tokens of mass P"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="random seed (default: 0)")
-    parser.add_argument(
-        "--policy",
-        choices=[name.value for name in PolicyName],
-        help="compute dtype; default: that of the training run",
-    )
-    parser.add_argument(
-        "--mesh",
-        default="",
-        metavar="AXES",
-        help="mesh of devices that share the model, such as tensor=2",
-    )
-    parser.add_argument(
-        "--cache",
-        choices=[form.value for form in CacheFormat],
-        default=CacheFormat.PLAIN.value,
-        help="format of the KV cache; plain: the compute dtype (default: plain)",
-    )
-    parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_HELP)
+    add_model_arguments(parser)
     parser.add_argument("--step", type=int, metavar="N", help="checkpoint (default: the newest)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Streams generated text to standard output and its speed to standard error."""
     started = time.perf_counter()
-    policy = None if args.policy is None else PolicyName(args.policy)
     if args.out is not None and args.prompts is None:
         raise ConfigError("--out is where the answers to --prompts go; give both")
     prompts = None if args.prompts is None else read_prompts(args.prompts)
-    with nonfinite_allowed(allowed=args.allow_nonfinite):
-        model = load(args.run, policy=policy, step=args.step, mesh=parse_mesh(args.mesh))
-        model = model.with_cache(CacheFormat(args.cache))
+    (model,) = load_models(args, args.run, step=args.step)
     sampling = model.sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     if prompts is not None:
         return _file(args, model, prompts, sampling)
@@ -206,24 +129,54 @@ def _standard_input() -> str:
     data = sys.stdin.buffer.read(_PROMPT_BYTES + 1)
     if len(data) > _PROMPT_BYTES:
         raise DataError(f"the prompt on standard input has more than {_PROMPT_BYTES:,} bytes")
+    return _decoded(data, what="the prompt on standard input")
+
+
+def _decoded(data: bytes, *, what: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise DataError(f"the prompt on standard input is not UTF-8 text ({error})") from error
+        raise DataError(f"{what} is not UTF-8 text ({error})") from error
 
 
 def _file(
     args: argparse.Namespace, model: LoadedModel, prompts: list[Any], sampling: SamplingConfig
 ) -> int:
-    """Answers every prompt of a file, and prints the speed."""
-    began = time.perf_counter()
-    options = {"max_new_tokens": args.max_new_tokens, "seed": args.seed, "chat": args.chat}
+    """Writes one JSON line per prompt, in order, and prints the speed; raises CheckpointError after
+    all are done if some ended with an error.
+    """
+    if not prompts:
+        raise ConfigError("the file of prompts is empty; give a prompt on each line")
+    began, template = time.perf_counter(), None
+    if args.chat or any(isinstance(each, list) for each in prompts):
+        template = load_chat_template(args.run)
+
+    def encoded(prompt: Any) -> list[int]:
+        if template is None:
+            return model.prompt(prompt)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return template.encode(model.tokenizer, messages)
+
+    options = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed}
+    requests = [request_of(model, encoded(prompt), **options) for prompt in prompts]
+    engine = engine_for(model, requests, consumes=True, share_prefixes=True)
+    num_tokens, errors = 0, []
     with contextlib.ExitStack() as closing:
         out = sys.stdout if args.out is None else closing.enter_context(args.out.open("x"))
-        count = generate_file(model, args.run, prompts, out, sampling=sampling, **options)
-    seconds = time.perf_counter() - began
+        for prompt, told in zip(prompts, engine.run(requests), strict=True):
+            tokens = sum(len(each.tokens) for each in told)
+            num_tokens += tokens
+            line = {"prompt": prompt, "text": "".join(each.text for each in told), "tokens": tokens}
+            line["finish"] = told[-1].end
+            if told[-1].error is not None:
+                line["error"] = told[-1].error
+                errors.append(told[-1].error)
+            out.write(json.dumps(line, ensure_ascii=False) + "\n")
+    if errors:
+        raise CheckpointError(f"{len(errors)} of {len(prompts)} prompts failed: {errors[0]}")
     print(
-        f"{len(prompts)} prompts, {count} tokens in {seconds:.1f} s (with compiling)",
+        f"{len(prompts)} prompts, {num_tokens} tokens in {time.perf_counter() - began:.1f} s (with "
+        "compiling)",
         file=sys.stderr,
     )
     return 0

@@ -32,7 +32,6 @@ _PROCESS_BYTES = 250_000_000  # of one that has loaded JAX
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command-line options of ``jaxinfra launch``."""
     defaults = Limits()
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("-n", "--processes", type=int, required=True, help="processes on this node")
     parser.add_argument(
         "--restarts",

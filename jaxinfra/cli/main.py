@@ -92,7 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         request.code = RESUMABLE_EXIT
     try:
         command = importlib.import_module(f"jaxinfra.cli.{name}")
-        parser = Parser(prog=f"jaxinfra {name}", description=command.__doc__, allow_abbrev=False)
+        parser = Parser(
+            prog=f"jaxinfra {name}",
+            description=command.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
         command.add_arguments(parser)
         given = argparse.Namespace(command_line=rest)
         return command.run(parser.parse_args(rest, namespace=given))

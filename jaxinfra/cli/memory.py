@@ -12,7 +12,9 @@ jaxinfra memory small --remat optimal --set training.memory_budget_gib=8    what
 import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -48,7 +50,6 @@ from jaxinfra.training.recompute.optimal import draw_choice
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command-line options of ``jaxinfra memory``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     train.add_arguments(parser)
     serving = parser.add_argument_group("engine that serves the model")
     serving.add_argument(
@@ -88,36 +89,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compiles a step and prints its memory by role; returns 1 if it exceeds the limit."""
-    if args.limit is not None and not args.limit > 0:
-        raise ConfigError(f"--limit {args.limit} must be above 0 GiB")
-    if args.serve:
-        return _of_engine(args)
+    limit = None
+    if args.limit is not None:
+        if not args.limit > 0:
+            raise ConfigError(f"--limit {args.limit} must be above 0 GiB")
+        limit = int(args.limit * 2**30)
+    found = (_of_engine if args.serve else _of_step)(args, limit)
+    if args.picture is not None:
+        draw_memory(found.report, args.picture, limit_bytes=limit)
+    if args.json:
+        remedies = [each.as_json() for each in found.remedies]
+        values = found.values | {"limit_bytes": limit, "remedies": remedies}
+        print(json.dumps(values, indent=1))
+    else:
+        _print(found, top=args.top)
+    return 1 if _exceeds(found.report, limit) else 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Found:
+    """The memory of a step or an engine, as it is printed."""
+
+    report: MemoryReport
+    values: dict[str, Any]  # of --json
+    remedies: Sequence[Remedy]
+    before: Sequence[str] = ()  # lines before the tables
+    after: Sequence[str] = ()  # lines behind them
+
+
+def _exceeds(report: MemoryReport, limit: int | None) -> bool:
+    return limit is not None and report.total_bytes > limit
+
+
+def _of_step(args: argparse.Namespace, limit: int | None) -> _Found:
     config = _config_of(args)
     if config.training.remat is not Remat.OPTIMAL:
         config = fixed_remat(config)
     job = make_job(config)
     report = report_memory(lower_step(job))
     arrays = bytes_per_parameter(job)
-    limit = None if args.limit is None else int(args.limit * 2**30)
-    too_much = limit is not None and report.total_bytes > limit
-    remedies = _remedies(config, limit) if too_much and limit is not None else []
     if args.picture is not None:
-        draw_memory(report, args.picture, limit_bytes=limit)
         draw_choice(job.choice, args.picture.with_suffix(".recomputation.png"))
-    if args.json:
-        found = {"limit_bytes": limit, "remedies": [each.as_json() for each in remedies]}
-        chosen = {} if job.choice is None else {"recomputation": dataclasses.asdict(job.choice)}
-        counted = {"bytes_per_parameter": dataclasses.asdict(arrays)} if arrays else {}
-        print(json.dumps(report.as_json() | counted | chosen | found, indent=1))
-    else:
-        if job.choice is not None:
-            print(job.choice.describe())
-        _print(report, top=args.top)
-        if arrays is not None:
-            print(arrays.describe())
-        for each in remedies:
-            print(f"remedy: {each.describe()}")
-    return 1 if too_much else 0
+    counted = {"bytes_per_parameter": dataclasses.asdict(arrays)} if arrays else {}
+    chosen = {} if job.choice is None else {"recomputation": dataclasses.asdict(job.choice)}
+    remedies = []
+    if limit is not None and _exceeds(report, limit):
+        remedies = find_remedies(config, limit_bytes=limit, price=step_price)
+    return _Found(
+        report=report,
+        values=report.as_json() | counted | chosen,
+        remedies=remedies,
+        before=[] if job.choice is None else [job.choice.describe()],
+        after=[] if arrays is None else [arrays.describe()],
+    )
 
 
 def _config_of(args: argparse.Namespace) -> RunConfig:
@@ -156,7 +180,7 @@ def _served(args: argparse.Namespace) -> tuple[ModelConfig, Policy, Parameters |
     return config.model, held_as_computed(policy) if config.lora else policy, None
 
 
-def _of_engine(args: argparse.Namespace) -> int:
+def _of_engine(args: argparse.Namespace, limit: int | None) -> _Found:
     model, policy, weights = _served(args)
     case = ServingCase(
         model=model,
@@ -167,33 +191,18 @@ def _of_engine(args: argparse.Namespace) -> int:
         is_straight=jax.default_backend() == "gpu",
         weights=weights,
     )
-    needs = serving_memory(case)
-    limit = None if args.limit is None else int(args.limit * 2**30)
-    too_much = limit is not None and needs.bytes > limit
-    remedies = []
-    if limit is not None and too_much:
+    needs, remedies = serving_memory(case), []
+    if limit is not None and _exceeds(needs.report, limit):
         remedies = serving_remedies(case, needs, limit_bytes=limit)
-    if args.picture is not None:
-        draw_memory(needs.report, args.picture, limit_bytes=limit)
-    if args.json:
-        found = {"limit_bytes": limit, "remedies": [each.as_json() for each in remedies]}
-        print(json.dumps(needs.as_json() | found, indent=1))
-        return 1 if too_much else 0
-    _print(needs.report, top=args.top)
-    for name, size in needs.totals.items():
-        print(f"program {name}: {gib(size)} in all")
-    print(f"pages: {case.limits.num_pages:,} of {gib(needs.page_bytes)}")
-    for each in remedies:
-        print(f"remedy: {each.describe()}")
-    return 1 if too_much else 0
+    lines = [f"program {name}: {gib(size)} in all" for name, size in needs.totals.items()]
+    lines.append(f"pages: {case.limits.num_pages:,} of {gib(needs.page_bytes)}")
+    return _Found(report=needs.report, values=needs.as_json(), remedies=remedies, after=lines)
 
 
-def _remedies(config: RunConfig, limit: int) -> list[Remedy]:
-    return find_remedies(config, limit_bytes=limit, price=step_price)
-
-
-def _print(report: MemoryReport, *, top: int) -> None:
-    console = Console()
+def _print(found: _Found, *, top: int) -> None:
+    report, console = found.report, Console()
+    for line in found.before:
+        print(line)
     console.print(report.explained())
     roles = Table("role", "bytes", "share")
     for role, size in report.by_role().items():
@@ -206,3 +215,7 @@ def _print(report: MemoryReport, *, top: int) -> None:
         )
     for table in (roles, parts):
         console.print(table)
+    for line in found.after:
+        print(line)
+    for each in found.remedies:
+        print(f"remedy: {each.describe()}")

@@ -5,6 +5,7 @@ A report is ``out-of-memory.json`` and its picture.
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from jaxinfra.checkpoint.run_directory import write_atomically
 from jaxinfra.cli.price import step_price
 from jaxinfra.config.run import RunConfig
 from jaxinfra.diagnostics.memory.picture import draw_memory
-from jaxinfra.diagnostics.memory.remedies import find_remedies, fixed_remat
-from jaxinfra.diagnostics.memory.report import gib, report_memory
+from jaxinfra.diagnostics.memory.remedies import Remedy, find_remedies, fixed_remat
+from jaxinfra.diagnostics.memory.report import MemoryReport, gib, report_memory
 from jaxinfra.diagnostics.memory.serving import ServingCase, serving_memory, serving_remedies
 from jaxinfra.diagnostics.run_view import OUT_OF_MEMORY_PICTURE
 from jaxinfra.errors import JaxinfraError
@@ -35,31 +36,17 @@ def explain_out_of_memory(config: RunConfig, directory: Path, error: JaxinfraErr
 
     Returns the report in a few lines.
     """
-    config = fixed_remat(config)
+    config, remedies = fixed_remat(config), []
     report = report_memory(lower_step(make_job(config)))
     limit = _limit(str(error))
-    remedies = []
     if limit is not None and jax.process_count() == 1:
         remedies = find_remedies(config, limit_bytes=limit, price=step_price)
-    asked = _asked(str(error))
-    found: dict[str, Any] = {
-        "error": str(error),
-        "asked_bytes": asked,
+    found = {
         "asked_by": {"operation": report.peak_operation, "scope": report.peak_scope},
-        "limit_bytes": limit,
         "explained": report.explained(),
-        "remedies": [each.as_json() for each in remedies],
         **report.as_json(),
     }
-    directory.mkdir(parents=True, exist_ok=True)
-    write_atomically(directory / REPORT, json.dumps(found, indent=1) + "\n")
-    draw_memory(report, directory / PICTURE, limit_bytes=limit)
-    lines = [f"out of memory: {report.explained()}"]
-    if asked is not None:
-        lines.append(f"asked for: {gib(asked)}")
-    lines += [f"holds {gib(each.bytes)}: {each.shape} {each.name}" for each in report.largest[:3]]
-    lines += [f"remedy: {each.describe()}" for each in remedies]
-    return "\n".join([*lines, f"report: {directory / REPORT}"])
+    return _write(directory, report, found, remedies, error=error)
 
 
 def explain_serving_out_of_memory(case: ServingCase, directory: Path, error: Exception) -> str:
@@ -67,33 +54,48 @@ def explain_serving_out_of_memory(case: ServingCase, directory: Path, error: Exc
 
     Returns the report in a few lines.
     """
-    needs = serving_memory(case)
-    limit, asked = _limit(str(error)), _asked(str(error))
-    remedies = []
+    needs, limits, remedies = serving_memory(case), case.limits, []
+    limit = _limit(str(error))
     if limit is not None:
         remedies = serving_remedies(case, needs, limit_bytes=limit)
-    limits = case.limits
-    found: dict[str, Any] = {
-        "error": str(error),
-        "asked_bytes": asked,
-        "limit_bytes": limit,
-        "pages": limits.num_pages,
-        "remedies": [each.as_json() for each in remedies],
-        **needs.as_json(),
-    }
-    write_atomically(directory / REPORT, json.dumps(found, indent=1) + "\n")
-    draw_memory(needs.report, directory / PICTURE, limit_bytes=limit)
-    lines = [f"out of memory: {needs.program}: {needs.report.explained()}"]
-    if asked is not None:
-        lines.append(f"asked for: {gib(asked)}")
     held = limits.num_pages * needs.page_bytes
-    lines.append(
+    pages = (
         f"pages: {limits.num_pages:,} of {limits.page_size} tokens hold {gib(held)}, "
         f"{gib(needs.page_bytes)} each"
     )
-    lines += [f"holds {gib(e.bytes)}: {e.shape} {e.name}" for e in needs.report.largest[:3]]
-    lines += [f"remedy: {each.describe()}" for each in remedies]
-    return "\n".join([*lines, f"report: {directory / REPORT}"])
+    found = {"pages": limits.num_pages, **needs.as_json()}
+    return _write(
+        directory, needs.report, found, remedies, error=error, of=f"{needs.program}: ", more=[pages]
+    )
+
+
+def _write(
+    directory: Path,
+    report: MemoryReport,
+    found: dict[str, Any],
+    remedies: Sequence[Remedy],
+    *,
+    error: Exception,
+    of: str = "",
+    more: Sequence[str] = (),
+) -> str:
+    """Writes ``found`` and the picture of the memory; returns both in a few lines."""
+    asked, limit = _asked(str(error)), _limit(str(error))
+    found |= {"error": str(error), "asked_bytes": asked, "limit_bytes": limit}
+    found["remedies"] = [each.as_json() for each in remedies]
+    directory.mkdir(parents=True, exist_ok=True)
+    write_atomically(directory / REPORT, json.dumps(found, indent=1) + "\n")
+    draw_memory(report, directory / PICTURE, limit_bytes=limit)
+    return "\n".join(
+        [
+            f"out of memory: {of}{report.explained()}",
+            *([] if asked is None else [f"asked for: {gib(asked)}"]),
+            *more,
+            *(f"holds {gib(each.bytes)}: {each.shape} {each.name}" for each in report.largest[:3]),
+            *(f"remedy: {each.describe()}" for each in remedies),
+            f"report: {directory / REPORT}",
+        ]
+    )
 
 
 def _asked(text: str) -> int | None:

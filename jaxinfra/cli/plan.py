@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from jaxinfra.api.analysis import TOKENS_A_STEP
 from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.limits import require_within
 from jaxinfra.config.mesh import parse_axes, parse_mesh
@@ -158,9 +159,6 @@ def formats(args: argparse.Namespace) -> int:
 
 def schedule(args: argparse.Namespace) -> int:
     """Prints a pipeline schedule's bubble and memory, and draws it."""
-    if args.schedule not in list(PipelineSchedule):
-        known = nearest(args.schedule, map(str, PipelineSchedule))
-        raise ConfigError(f"unknown --schedule {args.schedule!r}{known}")
     # Of the interleaved schedule; the others have one or two.
     chunks = max(args.chunks, 2)
     require_within(schedule_boxes=args.p * args.m * chunks)
@@ -185,7 +183,6 @@ _SMALLEST, _LARGEST = 1e-9, 1e18
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command-line options of ``jaxinfra plan``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("model", nargs="?", help="a preset, a config.json or its directory; or: formats")
     add("--devices", type=_count, default=1, help="number of GPUs (default: 1)")
@@ -209,7 +206,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="keep gathered weights for the backward pass (default: if they fit)",
     )
     add("--sequence-parallel", action="store_true", help="shard norms over the tensor axis too")
-    add("--remat", help=f"recomputation: {', '.join(BY_STRENGTH)}")
+    add("--remat", choices=list(map(str, BY_STRENGTH)), help="recomputation")
     add("--room", type=_positive, metavar="FACTOR", help="exchange.room_factor of experts")
     add("--node-size", type=_count, metavar="N", help="exchange.node_size of experts")
     add("--unroll", action="store_true", help="unroll the loop over layers")
@@ -228,7 +225,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--context", type=_count, default=8192, help="cached tokens of --inference (default: 8192)")
     add("--compile", choices=("cpu", "gpu"), help="compile the real step and compare with it")
     add("--pictures", type=Path, metavar="DIR", help="directory for pictures of the plan")
-    add("--schedule", help=f"show a pipeline schedule: {', '.join(PipelineSchedule)}")
+    add("--schedule", choices=list(map(str, PipelineSchedule)), help="show a pipeline schedule")
     add("-p", type=_count, default=4, metavar="STAGES", help="stages of --schedule (default: 4)")
     add("-m", type=_count, default=8, metavar="MICRO", help="micro-batches (default: 8)")
     add("--json", action="store_true", help="print JSON")
@@ -318,15 +315,6 @@ def _device(args: argparse.Namespace) -> Device:
     return with_measurements(device, changes, source="the command line") if changes else device
 
 
-def _remat(args: argparse.Namespace) -> Remat | None:
-    if args.remat is None:
-        return None
-    if args.remat not in list(BY_STRENGTH):
-        known = nearest(args.remat, map(str, BY_STRENGTH))
-        raise ConfigError(f"unknown --remat {args.remat!r}{known}")
-    return Remat(args.remat)
-
-
 def _recipes(args: argparse.Namespace) -> tuple[str, ...]:
     names = tuple(RECIPES) if args.recipe == "all" else tuple(args.recipe.split(","))
     for name in names:
@@ -335,37 +323,28 @@ def _recipes(args: argparse.Namespace) -> tuple[str, ...]:
     return names
 
 
-def _traits(args: argparse.Namespace) -> Traits:
-    return UNROLLED if args.unroll else Traits()
-
-
-def _length(args: argparse.Namespace, model: PlannedModel) -> int:
-    return args.length or min(model.config.max_positions, 8192)
-
-
-def _exchange(args: argparse.Namespace) -> ExchangeConfig:
-    return ExchangeConfig(room_factor=args.room, node_size=args.node_size)
-
-
-def _keep_gathered(args: argparse.Namespace) -> bool | None:
-    return None if args.keep_gathered is None else args.keep_gathered == "yes"
+def _common(args: argparse.Namespace, model: PlannedModel) -> dict[str, Any]:
+    """Fields that a layout and a search's question have in common."""
+    gathered = None if args.keep_gathered is None else args.keep_gathered == "yes"
+    return {
+        "length": args.length or min(model.config.max_positions, 8192),
+        "exchange": ExchangeConfig(room_factor=args.room, node_size=args.node_size),
+        "keep_gathered": gathered,
+        "traits": UNROLLED if args.unroll else Traits(),
+    }
 
 
 def _layout(args: argparse.Namespace, model: PlannedModel) -> Layout:
-    length = _length(args, model)
     layout = Layout(
-        length=length,
         mesh=parse_mesh(args.mesh),
         batch=1,
         zero=3 if args.zero is None else args.zero,
         chunks=args.chunks,
         sequence_parallel=args.sequence_parallel,
         accumulation=args.accumulation or 1,
-        remat=_remat(args) or Remat.DOTS,
+        remat=Remat(args.remat or Remat.DOTS),
         recipe=_recipes(args)[0],
-        exchange=_exchange(args),
-        keep_gathered=_keep_gathered(args),
-        traits=_traits(args),
+        **_common(args, model),
     )
     if args.fix or len(_recipes(args)) > 1:
         raise ConfigError("--fix and several recipes are for a search; leave --mesh out")
@@ -380,20 +359,16 @@ def _layout(args: argparse.Namespace, model: PlannedModel) -> Layout:
 
 
 def _question(args: argparse.Namespace, model: PlannedModel) -> Question:
-    length = _length(args, model)
-    tokens = 4 * 2**20
-    batch = args.batch or max(args.devices, tokens // length // args.devices * args.devices)
+    common = _common(args, model)
+    rows = TOKENS_A_STEP // common["length"] // args.devices * args.devices
     return Question(
         devices=args.devices,
-        length=length,
-        batch=batch,
+        batch=args.batch or max(args.devices, rows),
         recipes=_recipes(args),
-        remat=_remat(args),
+        remat=None if args.remat is None else Remat(args.remat),
         zero=args.zero,
         fixed=tuple(parse_axes(args.fix).items()),
-        exchange=_exchange(args),
-        keep_gathered=_keep_gathered(args),
-        traits=_traits(args),
+        **common,
     )
 
 

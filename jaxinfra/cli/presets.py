@@ -19,7 +19,6 @@ from jaxinfra.errors import ConfigError, nearest
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command-line options of ``jaxinfra presets``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("name", nargs="?", default="", help="text that the listed names contain")
     parser.add_argument("--json", action="store_true", help="print JSON")
 

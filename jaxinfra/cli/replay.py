@@ -23,7 +23,6 @@ from jaxinfra.training.metrics import finite
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command-line options of ``jaxinfra replay``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="counted from 1")
     parser.add_argument(

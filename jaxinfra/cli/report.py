@@ -13,7 +13,6 @@ from jaxinfra.diagnostics.run_view import read_view
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command-line options of ``jaxinfra report``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: RUN/report.html")
 

@@ -19,12 +19,15 @@ from typing import Any
 
 import jax
 
-from jaxinfra.checkpoint.finite import ALLOW_HELP, nonfinite_allowed
+from jaxinfra.checkpoint.finite import nonfinite_allowed
 from jaxinfra.checkpoint.run_directory import RunDirectory
-from jaxinfra.cli.engine_options import add_engine_arguments, engine_options
-from jaxinfra.config.cache import CacheFormat
+from jaxinfra.cli.engine_options import (
+    add_engine_arguments,
+    add_model_arguments,
+    engine_options,
+    load_models,
+)
 from jaxinfra.config.mesh import MeshConfig, parse_mesh
-from jaxinfra.config.precision import PolicyName
 from jaxinfra.errors import (
     ConfigError,
     DeviceMemoryError,
@@ -39,7 +42,7 @@ from jaxinfra.runtime.rendezvous import connect, leave
 from jaxinfra.runtime.signals import noted_signals
 from jaxinfra.serving.adapter_bank import MAX_RANK, AdapterBank, load_bank
 from jaxinfra.serving.engine.options import EngineOptions, Preemption
-from jaxinfra.serving.load import LoadedModel, load
+from jaxinfra.serving.load import LoadedModel
 from jaxinfra.serving.replicas.processes import REPLICA, end_with_front, environments
 from jaxinfra.training.job import keep_compiled_programs
 from jaxinfra.training.watch import attempt
@@ -51,7 +54,6 @@ _RUNS, _PRESET = Path("runs"), "tiny"  # where ``jaxinfra train`` leaves what it
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command-line options of ``jaxinfra serve``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -77,18 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         most.add_argument(f"--{option}", type=int, default=default, metavar="N", help=said)
     _add_defaults(parser)
     _add_companions(parser)
-    parser.add_argument(
-        "--policy",
-        choices=[name.value for name in PolicyName],
-        help="compute dtype; default: that of the training run",
-    )
-    parser.add_argument("--mesh", default="", metavar="AXES", help="devices, such as tensor=2")
-    parser.add_argument(
-        "--cache",
-        choices=[form.value for form in CacheFormat],
-        default=CacheFormat.PLAIN.value,
-        help="format of the KV cache; plain: the compute dtype (default: plain)",
-    )
+    add_model_arguments(parser)
     parser.add_argument(
         "--replicas",
         type=int,
@@ -103,7 +94,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds without a response after which a replica is killed and restarted "
         f"(default: {_HANG_S:g})",
     )
-    parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_HELP)
 
 
 def _add_network(parser: argparse.ArgumentParser) -> None:
@@ -177,15 +167,12 @@ def _require_extra() -> None:
 def _options(args: argparse.Namespace, path: Path) -> Any:
     """Returns the ``ServeOptions`` of a command line."""
     start = importlib.import_module("jaxinfra.serving.http.start")
-    server = importlib.import_module("jaxinfra.serving.http.server")
     service = importlib.import_module("jaxinfra.serving.http.service")
     return start.ServeOptions(
         path=path,
         name=args.name or path.resolve().name,
         engine=engine_options(args),
-        server=server.ServerOptions(
-            host=args.host, port=args.port, api_key=args.api_key, drain_s=args.drain_seconds
-        ),
+        server=_server(args),
         limits=service.ServiceLimits(
             max_new_tokens=args.max_new_tokens,
             max_body_bytes=args.max_body_mb << 20,
@@ -193,6 +180,13 @@ def _options(args: argparse.Namespace, path: Path) -> Any:
             uses_defaults=args.sampling_defaults == "model",
         ),
         max_open=args.max_open,
+    )
+
+
+def _server(args: argparse.Namespace) -> Any:
+    server = importlib.import_module("jaxinfra.serving.http.server")
+    return server.ServerOptions(
+        host=args.host, port=args.port, api_key=args.api_key, drain_s=args.drain_seconds
     )
 
 
@@ -231,13 +225,9 @@ def run(args: argparse.Namespace) -> int:
         end_with_front()
     rank = whole_number(number or "0") or 0 if cluster is None else cluster.process_id
     faults.arm(os.environ, rank=rank, attempt=attempt())
-    policy = None if args.policy is None else PolicyName(args.policy)
+    drafts = [] if args.draft is None else [args.draft]
+    model, *drafts = load_models(args, path, *drafts)
     with nonfinite_allowed(allowed=args.allow_nonfinite):
-        form = CacheFormat(args.cache)
-        model = load(path, policy=policy, mesh=mesh).with_cache(form)
-        draft = None
-        if args.draft is not None:
-            draft = load(args.draft, policy=policy, mesh=mesh).with_cache(form)
         bank = _bank(model, path, args)
 
     def say(text: str) -> None:
@@ -248,7 +238,7 @@ def run(args: argparse.Namespace) -> int:
             if rank > 0 and cluster is not None:
                 start.serve_part(model, options.engine, request, cluster)
             else:
-                given = {"draft": draft, "bank": bank, "cluster": cluster}
+                given = {"draft": drafts[0] if drafts else None, "bank": bank, "cluster": cluster}
                 start.serve(model, options, request, **given, say=say)
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
@@ -318,7 +308,6 @@ def _too_large(
 
 def _run_replicas(args: argparse.Namespace, path: Path) -> int:
     start = importlib.import_module("jaxinfra.serving.replicas.start")
-    server = importlib.import_module("jaxinfra.serving.http.server")
     hang_s = _HANG_S if args.hang_seconds is None else args.hang_seconds
     if not 0 < hang_s < math.inf:
         raise ConfigError(f"--hang-seconds {hang_s:g} must be a time above 0")
@@ -332,9 +321,7 @@ def _run_replicas(args: argparse.Namespace, path: Path) -> int:
         start.serve_replicas(
             words,
             environments(args.replicas, parse_mesh(args.mesh).num_devices),
-            server.ServerOptions(
-                host=args.host, port=args.port, api_key=args.api_key, drain_s=args.drain_seconds
-            ),
+            _server(args),
             request,
             name=args.name or path.resolve().name,
             max_body_bytes=args.max_body_mb << 20,

@@ -10,7 +10,6 @@ jaxinfra trace --example                   a trace that comes with jaxinfra
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -18,7 +17,7 @@ from rich.table import Table
 
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.cli.price import step_plan
-from jaxinfra.diagnostics.delays import DeviceTime, device_times, explain_step
+from jaxinfra.diagnostics.delays import device_times, explain_step
 from jaxinfra.diagnostics.difference import compare_steps, predicted_beside_measured
 from jaxinfra.diagnostics.traced_run import TracedRun, read_traced_run
 from jaxinfra.diagnostics.waterfall import EXAMPLE, IDLE, Waterfall, draw
@@ -28,7 +27,6 @@ from jaxinfra.runtime.files import read_json
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command-line options of ``jaxinfra trace``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("directory", nargs="?", type=Path, help="run, or a directory with a trace")
     parser.add_argument("second", nargs="?", type=Path, help="another run to compare with")
     parser.add_argument(
@@ -88,7 +86,11 @@ def _show(args: argparse.Namespace, traced: TracedRun) -> int:
             table.add_row(name, *(f"{ms:.2f}" for ms in both))
         console.print(table)
     if len(times) > 1:
-        console.print(_devices(times))
+        table = Table("device", "ms computing", "ms idle", "ms waiting in communication")
+        for each in times:
+            cells = (each.computing_ms, each.idle_ms, each.waiting_ms)
+            table.add_row(each.name, *(f"{ms:.2f}" for ms in cells))
+        console.print(table)
     return 0
 
 
@@ -99,14 +101,6 @@ def _parts(directory: Path, traced: TracedRun) -> dict[str, tuple[float, float]]
         return {}
     plan = step_plan(run.read_config(), traced.step["device_kind"])
     return {} if plan is None else predicted_beside_measured(plan.time.parts, traced.waterfall)
-
-
-def _devices(times: Sequence[DeviceTime]) -> Table:
-    table = Table("device", "ms computing", "ms idle", "ms waiting in communication")
-    for each in times:
-        cells = (each.computing_ms, each.idle_ms, each.waiting_ms)
-        table.add_row(each.name, *(f"{ms:.2f}" for ms in cells))
-    return table
 
 
 def _show_example(args: argparse.Namespace) -> int:

@@ -22,53 +22,36 @@ from typing import Any
 
 from jaxinfra.config import codec
 from jaxinfra.config.files import read_run_config
-from jaxinfra.config.finetune import parse_lora
+from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.pipeline import PipelineSchedule
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.config.preferences import parse_preferences
+from jaxinfra.config.preferences import PreferenceConfig
 from jaxinfra.config.presets import run_preset
 from jaxinfra.config.run import AttentionImplementation, Remat, RunConfig
 from jaxinfra.config.validate import validate
 from jaxinfra.errors import ConfigError
 from jaxinfra.runtime.files import local_path
 
-# Option to the setting it is short for.
 _SHORTHANDS = {
-    "steps": "training.steps",
-    "batch_size": "training.batch_size",
-    "sequence_length": "training.sequence_length",
-    "accumulation": "training.accumulation",
-    "remat": "training.remat",
-    "attention": "training.attention",
-    "seed": "training.seed",
-    "evaluate_every": "training.evaluate_every",
-    "learning_rate": "optimizer.learning_rate",
-    "policy": "precision.policy",
-    "schedule": "pipeline.schedule",
-    "data": "data.source",
-    "checkpoint_every": "checkpoint.every",
-    "zero": "sharding.zero",
-    "sequence_parallel": "sharding.sequence_parallel",
+    "steps": ("training.steps", "optimizer steps of the run"),
+    "batch_size": ("training.batch_size", "sequences per step, over all devices"),
+    "sequence_length": ("training.sequence_length", "tokens per sequence"),
+    "accumulation": ("training.accumulation", "micro-batches per step"),
+    "remat": ("training.remat", "what the backward pass recomputes"),
+    "attention": ("training.attention", "attention kernel"),
+    "seed": ("training.seed", "random seed of weights and data order"),
+    "evaluate_every": ("training.evaluate_every", "steps between evaluations"),
+    "learning_rate": ("optimizer.learning_rate", "peak learning rate"),
+    "policy": ("precision.policy", "compute dtype"),
+    "schedule": ("pipeline.schedule", "pipeline schedule, with a pipe axis"),
+    "data": ("data.source", "directory, file or glob of texts"),
+    "checkpoint_every": ("checkpoint.every", "steps between checkpoints"),
+    "zero": ("sharding.zero", "ZeRO stage: what the fsdp axis shards"),
+    "sequence_parallel": ("sharding.sequence_parallel", "shard norms over the tensor axis too"),
 }
+"""Options to the settings that they are short for, and their help."""
 
-_HELP = {
-    "steps": "optimizer steps of the run",
-    "batch_size": "sequences per step, over all devices",
-    "sequence_length": "tokens per sequence",
-    "accumulation": "micro-batches per step",
-    "remat": "what the backward pass recomputes",
-    "attention": "attention kernel",
-    "seed": "random seed of weights and data order",
-    "evaluate_every": "steps between evaluations",
-    "learning_rate": "peak learning rate",
-    "policy": "compute dtype",
-    "schedule": "pipeline schedule, with a pipe axis",
-    "data": "directory, file or glob of texts",
-    "checkpoint_every": "steps between checkpoints",
-    "zero": "ZeRO stage: what the fsdp axis shards",
-    "sequence_parallel": "shard norms over the tensor axis too",
-}
 _CHOICES = {
     option: "{" + ",".join(values) + "}"
     for option, values in {
@@ -84,7 +67,6 @@ _CHOICES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command-line options of ``jaxinfra train``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("preset", nargs="?", help="name of a preset (default: tiny)")
     parser.add_argument(
         "--config",
@@ -141,11 +123,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     settings = parser.add_argument_group("settings of the run (default: the preset's)")
     settings.add_argument("--mesh", metavar="AXES", help="mesh of devices: fsdp=4,tensor=2")
-    for option, path in _SHORTHANDS.items():
+    for option, (path, text) in _SHORTHANDS.items():
         settings.add_argument(
             f"--{option.replace('_', '-')}",
             metavar=_CHOICES.get(option, "X"),
-            help=f"{_HELP[option]} ({path})",
+            help=f"{text} ({path})",
         )
     settings.add_argument(
         "--set",
@@ -204,8 +186,13 @@ def config_of(args: argparse.Namespace) -> RunConfig:
             f"{named} beside --init {args.init}: the model is that of the directory; leave it out, "
             "and change training with --set"
         )
-    lora = None if args.lora is None else parse_lora(args.lora)
-    pairs = None if args.preferences is None else parse_preferences(args.preferences)
+    lora = pairs = None
+    if args.lora is not None:
+        lora = codec.parse_record(LoraConfig, args.lora, what="lora")
+    if args.preferences is not None:
+        pairs = codec.parse_record(
+            PreferenceConfig, args.preferences, what="preferences", first="loss"
+        )
     change = functools.partial(_with_options, args=args)
     config = _job().initial_config(args.init, lora, args.chat, pairs, change)
     return _with_warmup(config, args)
@@ -214,7 +201,7 @@ def config_of(args: argparse.Namespace) -> RunConfig:
 def _with_options(config: RunConfig, args: argparse.Namespace) -> RunConfig:
     settings = [
         f"{path}={getattr(args, option)}"
-        for option, path in _SHORTHANDS.items()
+        for option, (path, _) in _SHORTHANDS.items()
         if getattr(args, option) is not None
     ]
     config = codec.override(config, [*settings, *args.set])

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxinfra.checkpoint.initial import read_initial
+from jaxinfra.api.models import start_from
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.cli.out_of_memory import explain_out_of_memory
 from jaxinfra.cli.terminal import printable
@@ -23,12 +23,12 @@ from jaxinfra.runtime.signals import RESUMABLE_EXIT
 from jaxinfra.serving.generate import generate_text
 from jaxinfra.serving.load import load_run
 from jaxinfra.serving.sampling import SamplingConfig
-from jaxinfra.training.describe import placement_table
+from jaxinfra.training.describe import aligned, placement_table
 from jaxinfra.training.job import make_job
 from jaxinfra.training.profile import parse_profile_range
 from jaxinfra.training.session import train
-from jaxinfra.training.start import finetuning_config, require_same_start
-from jaxinfra.training.summary import SourceRead, describe_mixture
+from jaxinfra.training.start import require_same_start
+from jaxinfra.training.summary import SourceRead, mixture_cells
 
 
 def resumed_config(directory: Path) -> RunConfig:
@@ -44,9 +44,7 @@ def initial_config(
     change: Callable[[RunConfig], RunConfig],
 ) -> RunConfig:
     """Returns the config of a run that ``--init`` starts from a model, changed by options."""
-    start = finetuning_config(
-        read_initial(directory), lora=lora, chat=chat, preferences=preferences
-    )
+    start = start_from(directory, lora=lora, chat=chat, preferences=preferences)
     config = change(start)
     require_same_start(config, start)
     return config
@@ -112,7 +110,8 @@ def _report(summary: dict) -> None:
         f"xz -9 of all together {summary['xz_bits_per_byte']:.3f}"
     )
     if "mixture" in summary:
-        print(f"\n{describe_mixture([SourceRead(**each) for each in summary['mixture']])}\n")
+        cells = mixture_cells([SourceRead(**each) for each in summary["mixture"]])
+        print(f"\n{aligned(cells, left=1)}\n")
     causes = summary["wall_s_by_cause"]
     whole = sum(causes.values())
     shares = sorted(((seconds, cause) for cause, seconds in causes.items()), reverse=True)

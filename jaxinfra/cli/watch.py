@@ -16,7 +16,6 @@ from jaxinfra.diagnostics.run_view import RunView, read_view
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command-line options of ``jaxinfra watch``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument(
         "--every", type=float, default=2.0, metavar="S", help="seconds between updates (default: 2)"

@@ -1,5 +1,6 @@
 """Conversion of configs to and from JSON, and of single fields by dotted path; strict both ways."""
 
+import dataclasses
 import enum
 import functools
 import json
@@ -134,6 +135,20 @@ def to_json(config: Any) -> str:
     return json.dumps(to_dict(config), indent=2) + "\n"
 
 
+def flattened(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns single values by their dotted path in JSON values: ``model.stacks.0.repeats``."""
+    if isinstance(value, dict) and value:
+        items = value.items()
+    elif isinstance(value, list | tuple) and value:
+        items = ((str(index), child) for index, child in enumerate(value))
+    else:
+        return {prefix.removesuffix("."): value}
+    flat: dict[str, Any] = {}
+    for key, child in items:
+        flat |= flattened(child, f"{prefix}{key}.")
+    return flat
+
+
 def override[C](config: C, settings: typing.Sequence[str]) -> C:
     """Returns a copy of a config with settings changed, each written as ``"training.steps=100"``.
 
@@ -162,6 +177,30 @@ def override[C](config: C, settings: typing.Sequence[str]) -> C:
         _child(node, leaf, path)
         node[int(leaf) if isinstance(node, list | tuple) else leaf] = _value(text.strip())
     return from_dict(type(config), values)
+
+
+def parse_record[C](kind: type[C], text: str, *, what: str, first: str | None = None) -> C:
+    """Parses a config record written as ``"rank=8,targets=query+value"``; fields left out have
+    their defaults.
+
+    Args:
+        kind: the record's class.
+        what: the record's name in errors.
+        first: field whose name may be left out at the beginning.
+    """
+    fields = {field.name: field.default for field in dataclasses.fields(kind)}  # pyrefly: ignore
+    values: dict[str, Any] = {}
+    for number, item in enumerate(text.split(",")):
+        name, separator, value = (part.strip() for part in item.partition("="))
+        if not separator:
+            if number or first is None:
+                raise ConfigError(f"{what} {item!r} has no value; write name=value")
+            name, value = first, name
+        if name not in fields:
+            raise ConfigError(f"unknown {what} setting {name!r}{nearest(name, fields)}")
+        is_list = isinstance(fields[name], tuple)
+        values[name] = value.split("+") if is_list else _value(value)
+    return from_dict(kind, values)
 
 
 def _child(node: Any, name: str, path: str) -> Any:

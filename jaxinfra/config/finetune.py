@@ -3,7 +3,6 @@
 import dataclasses
 import enum
 import math
-from typing import Any
 
 from jaxinfra.config.limits import require_within
 from jaxinfra.errors import ConfigError, nearest
@@ -91,41 +90,3 @@ class LoraConfig:
         if self.scaling is AdapterScaling.RSLORA:
             return self.alpha / math.sqrt(self.rank)
         return self.alpha / self.rank
-
-
-def parse_lora(text: str) -> LoraConfig:
-    """Parses ``"rank=8,alpha=16,targets=query+value"``; keys left out have their defaults."""
-    values: dict[str, Any] = {}
-    for item in text.split(","):
-        name, separator, value = item.partition("=")
-        if not separator:
-            raise ConfigError(f"lora {item!r} has no value; write name=value")
-        try:
-            match name.strip():
-                case "rank":
-                    values["rank"] = int(value)
-                case "alpha":
-                    values["alpha"] = float(value)
-                case "targets":
-                    values["targets"] = tuple(value.strip().split("+"))
-                case "kind":
-                    values["kind"] = _choice(AdapterKind, "kind", value)
-                case "scaling":
-                    values["scaling"] = _choice(AdapterScaling, "scaling", value)
-                case "base":
-                    values["base"] = _choice(BaseWeights, "base", value)
-                case other:
-                    known = ("rank", "alpha", "targets", "kind", "scaling", "base")
-                    raise ConfigError(f"unknown lora setting {other!r}{nearest(other, known)}")
-        except ValueError as error:
-            raise ConfigError(f"lora {item!r}: {value!r} is not a number") from error
-    return LoraConfig(**values)
-
-
-def _choice[E: enum.StrEnum](choices: type[E], name: str, value: str) -> E:
-    known = [each.value for each in choices]
-    if value.strip() not in known:
-        raise ConfigError(
-            f"lora {name}={value!r} is none of {', '.join(known)}{nearest(value, known)}"
-        )
-    return choices(value.strip())

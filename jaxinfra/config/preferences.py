@@ -3,10 +3,8 @@
 import dataclasses
 import enum
 import math
-from typing import Any
 
-from jaxinfra.config.data import DataConfig, DataFormat
-from jaxinfra.errors import ConfigError, nearest
+from jaxinfra.errors import ConfigError
 
 
 class PreferenceLoss(enum.StrEnum):
@@ -91,70 +89,3 @@ class PreferenceConfig:
     def has_reference(self) -> bool:
         """Tells whether the loss needs log probabilities of the model at the start."""
         return self.loss in (PreferenceLoss.DPO, PreferenceLoss.IPO)
-
-
-def check_preferences(
-    preferences: PreferenceConfig | None,
-    data: DataConfig,
-    *,
-    cross_entropy: tuple[str, ...],
-    pipe: int,
-    is_initialized: bool,
-) -> None:
-    """Raises ConfigError where a run cannot train on pairs of answers.
-
-    Args:
-        cross_entropy: names of the cross entropy's settings that the run sets.
-        is_initialized: whether the run starts from a model.
-    """
-    if (preferences is None) != (data.format is not DataFormat.PREFERENCES):
-        given = "none" if preferences is None else f"loss={preferences.loss.value}"
-        raise ConfigError(
-            f"data format={data.format.value} with preferences {given}: pairs of answers and a "
-            "loss of pairs go together; set data.format=preferences and preferences, or neither"
-        )
-    if preferences is None:
-        return
-    if data.mixture:
-        raise ConfigError(
-            f"preferences with a mixture of {len(data.mixture)} sources: pairs are read from one "
-            "source; put the files into one directory"
-        )
-    if cross_entropy:
-        raise ConfigError(
-            f"preferences with {', '.join(cross_entropy)}: pairs have a loss of their own; leave "
-            "these out"
-        )
-    if pipe > 1:
-        raise ConfigError(
-            f"preferences with pipe={pipe}: stages take the loss of a part of the tokens, and a "
-            "pair's is of both answers; use fsdp and tensor"
-        )
-    if preferences.has_reference and not is_initialized:
-        raise ConfigError(
-            f"preferences loss={preferences.loss.value} compares with the model that the run "
-            "starts from: name it with --init DIR, or choose simpo, orpo or cpo"
-        )
-
-
-def parse_preferences(text: str) -> PreferenceConfig:
-    """Parses ``"dpo"`` or ``"loss=simpo,beta=2,margin=1"``; keys left out have their defaults."""
-    values: dict[str, Any] = {}
-    known = [field.name for field in dataclasses.fields(PreferenceConfig)]
-    for number, item in enumerate(text.split(",")):
-        name, separator, value = (part.strip() for part in item.partition("="))
-        if number == 0 and not separator:
-            name, value = "loss", name
-        if name not in known:
-            raise ConfigError(f"unknown preferences setting {name!r}{nearest(name, known)}")
-        if name == "loss":
-            losses = [each.value for each in PreferenceLoss]
-            if value not in losses:
-                raise ConfigError(f"no preference loss {value!r}{nearest(value, losses)}")
-            values[name] = PreferenceLoss(value)
-            continue
-        try:
-            values[name] = float(value)
-        except ValueError as error:
-            raise ConfigError(f"preferences {item!r}: {value!r} is not a number") from error
-    return PreferenceConfig(**values)

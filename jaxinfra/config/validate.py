@@ -1,5 +1,8 @@
 """Checks across the configs of a run, such as that sizes divide over mesh axes."""
 
+from collections.abc import Iterator
+
+from jaxinfra.config.data import DataFormat
 from jaxinfra.config.finetune import BaseWeights
 from jaxinfra.config.mesh import EXPERT, MeshConfig
 from jaxinfra.config.model import (
@@ -10,7 +13,6 @@ from jaxinfra.config.model import (
 )
 from jaxinfra.config.own import OwnMixer
 from jaxinfra.config.precision import StoredWeights
-from jaxinfra.config.preferences import check_preferences
 from jaxinfra.config.run import (
     LATENT_METHODS,
     AttentionImplementation,
@@ -57,10 +59,6 @@ def _check_experts(model: ModelConfig, mesh: MeshConfig) -> None:
         )
 
 
-_OF_TOKENS = ("loss", "z_loss", "label_smoothing")
-"""Settings of training that are of losses of tokens."""
-
-
 def validate(run: RunConfig) -> None:
     """Checks rules that span configs; raises ConfigError naming values, rule and remedy."""
     training, mesh, model = run.training, run.mesh, run.model
@@ -80,36 +78,41 @@ def validate(run: RunConfig) -> None:
         raise ConfigError(
             f"warmup_steps={run.optimizer.warmup_steps} exceeds steps={training.steps}"
         )
-    check_preferences(
-        run.preferences,
-        run.data,
-        cross_entropy=tuple(n for n in _OF_TOKENS if getattr(training, n)),
-        pipe=mesh.pipe,
-        is_initialized=run.init is not None,
-    )
+    _validate_preferences(run)
     _validate_own(run)
     _validate_sharding(run)
     _validate_context(run)
     _validate_pipeline(run)
     _validate_lora(run)
     _validate_fp8(run)
-    _validate_stored_weights(run)
-    _validate_recomputation(run)
     check_divides(model, mesh)
     run.exchange.num_nodes(mesh.expert)  # raises where experts' devices are not whole nodes
 
 
-def _validate_recomputation(run: RunConfig) -> None:
-    remat = run.training.remat
-    if remat in (Remat.OPTIMAL, Remat.CHOSEN) and run.mesh.pipe > 1:
+def _validate_preferences(run: RunConfig) -> None:
+    preferences, data, training = run.preferences, run.data, run.training
+    if (preferences is None) != (data.format is not DataFormat.PREFERENCES):
+        given = "none" if preferences is None else f"loss={preferences.loss.value}"
         raise ConfigError(
-            f"remat={remat} with pipe={run.mesh.pipe}: layers of a pipeline's stages are one "
-            "program and keep the same; choose remat=auto or a policy"
+            f"data format={data.format.value} with preferences {given}: pairs of answers and a "
+            "loss of pairs go together; set data.format=preferences and preferences, or neither"
         )
-    if remat is Remat.OPTIMAL and run.lora is not None:
+    if preferences is None:
+        return
+    if data.mixture:
         raise ConfigError(
-            "remat=optimal with lora: what is computed again is priced for layers whose weights "
-            "are trained; choose remat=auto or a policy"
+            f"preferences with a mixture of {len(data.mixture)} sources: pairs are read from one "
+            "source; put the files into one directory"
+        )
+    if of_tokens := [n for n in ("loss", "z_loss", "label_smoothing") if getattr(training, n)]:
+        raise ConfigError(
+            f"preferences with {', '.join(of_tokens)}: pairs have a loss of their own; leave these "
+            "out"
+        )
+    if preferences.has_reference and run.init is None:
+        raise ConfigError(
+            f"preferences loss={preferences.loss.value} compares with the model that the run "
+            "starts from: name it with --init DIR, or choose simpo, orpo or cpo"
         )
 
 
@@ -130,18 +133,10 @@ def _validate_lora(run: RunConfig) -> None:
             f"lora base={kept} with keep_gathered: quantized weights are dequantized in each "
             "pass; leave one of them out"
         )
-    if run.lora is not None and run.mesh.pipe > 1:
+    if run.lora is not None and run.training.remat is Remat.OPTIMAL:
         raise ConfigError(
-            f"lora with pipe={run.mesh.pipe}: stages train all of their parameters; use fsdp and "
-            "tensor instead"
-        )
-
-
-def _validate_stored_weights(run: RunConfig) -> None:
-    if run.precision.weights is StoredWeights.BF16 and run.mesh.pipe > 1:
-        raise ConfigError(
-            f"weights=bf16 with pipe={run.mesh.pipe}: stages sum gradients of micro-batches in the "
-            "format of the weights; use fsdp and tensor, or weights=fp32"
+            "remat=optimal with lora: what is computed again is priced for layers whose weights "
+            "are trained; choose remat=auto or a policy"
         )
 
 
@@ -152,13 +147,6 @@ def _validate_fp8(run: RunConfig) -> None:
         raise ConfigError(
             "keep_gathered keeps weights of the policy's format, and fp8 gathers them in 8 bits; "
             "leave one of them out"
-        )
-    first, last = run.precision.fp8.first_layers_out, run.precision.fp8.last_layers_out
-    if first + last and run.mesh.pipe > 1:
-        raise ConfigError(
-            f"fp8 first_layers_out={first}, last_layers_out={last} with pipe={run.mesh.pipe}: "
-            "layers of a pipeline's stages are one program; use fsdp and tensor, or leave no layer "
-            "out of 8 bits"
         )
     latent = any(isinstance(each.mixer, LatentAttentionConfig) for each in run.model.blocks)
     if latent and run.mesh.context > 1:
@@ -175,8 +163,11 @@ def _validate_sharding(run: RunConfig) -> None:
             f"zero={sharding.zero} shards over the fsdp axis, which has one device here; give it "
             "some, as in --mesh fsdp=8"
         )
-    if sharding.keep_gathered:
-        _validate_keep_gathered(run)
+    if sharding.keep_gathered and (mesh.fsdp == 1 or sharding.zero < 3):
+        raise ConfigError(
+            f"keep_gathered keeps weights that are gathered, and with fsdp={mesh.fsdp}, zero="
+            f"{sharding.zero} none are; leave it out, or give --mesh fsdp=N at stage 3"
+        )
     if sharding.sequence_parallel:
         if mesh.tensor == 1:
             raise ConfigError(
@@ -189,20 +180,6 @@ def _validate_sharding(run: RunConfig) -> None:
                 f"{mesh.tensor}, which sequence_parallel asks for; make it a multiple of "
                 f"{mesh.context * mesh.tensor}"
             )
-
-
-def _validate_keep_gathered(run: RunConfig) -> None:
-    sharding, mesh = run.sharding, run.mesh
-    if mesh.fsdp == 1 or sharding.zero < 3:
-        raise ConfigError(
-            f"keep_gathered keeps weights that are gathered, and with fsdp={mesh.fsdp}, zero="
-            f"{sharding.zero} none are; leave it out, or give --mesh fsdp=N at stage 3"
-        )
-    if mesh.pipe > 1:
-        raise ConfigError(
-            f"keep_gathered would keep a stage's weights of every micro-batch in flight with "
-            f"pipe={mesh.pipe}; leave it out"
-        )
 
 
 def may_keep_gathered(run: RunConfig) -> bool:
@@ -226,11 +203,6 @@ def _validate_own(run: RunConfig) -> None:
         raise ConfigError(
             f"attention={training.attention.value} with {functions[0]}, which computes it: leave "
             "training.attention out"
-        )
-    if mesh.pipe > 1 and training.loss is not None:
-        raise ConfigError(
-            f"pipe={mesh.pipe} with loss={training.loss}: stages take the loss of a part of the "
-            "tokens with the built-in cross entropy; use fsdp and tensor"
         )
 
 
@@ -278,35 +250,69 @@ def _validate_context_of_latents(run: RunConfig) -> None:
             )
 
 
-def _validate_context_of_stages(run: RunConfig) -> None:
-    """Refuses ring attention in a pipeline, whose stages do different work at the same time."""
-    if run.mesh.context > 1 and run.training.context_method is ContextMethod.RING:
-        raise ConfigError(
-            f"context_method=ring is not supported with pipe={run.mesh.pipe}: stages would wait "
-            "for each other's sends; choose context_method=all_gather or ulysses"
-        )
-
-
 def _validate_pipeline(run: RunConfig) -> None:
-    mesh, pipeline = run.mesh, run.pipeline
-    if mesh.pipe == 1:
+    pipe = run.mesh.pipe
+    if pipe == 1:
         return
-    if len(run.model.stacks) > 1:
+    for text in _refused_by_stages(run):
+        raise ConfigError(text)
+    groups, pipeline = run.model.stacks[0].repeats, run.pipeline
+    if groups < pipe * pipeline.chunks_a_stage:
         raise ConfigError(
-            f"pipe={mesh.pipe} with {len(run.model.stacks)} stacks of layers: stages share out the "
-            "repetitions of one; use fsdp and tensor instead"
-        )
-    groups = run.model.stacks[0].repeats
-    runs = mesh.pipe * pipeline.chunks_a_stage
-    if groups < runs:
-        raise ConfigError(
-            f"{groups} repetitions of the block pattern are too few for pipe={mesh.pipe} stages x "
+            f"{groups} repetitions of the block pattern are too few for pipe={pipe} stages x "
             f"{pipeline.chunks_a_stage} chunks of schedule={pipeline.schedule.value}; each needs "
             f"one: choose a pipe size or schedule of at most {groups}"
         )
-    _validate_context_of_stages(run)
-    if run.training.unroll > 1:
-        raise ConfigError(
-            f"unroll={run.training.unroll} with pipe={mesh.pipe}: stages loop over their layers "
-            "one by one; set training.unroll=1"
+
+
+def _refused_by_stages(run: RunConfig) -> Iterator[str]:
+    """Messages about settings of the run that stages of a pipeline cannot have."""
+    training, fp8, pipe = run.training, run.precision.fp8, f"with pipe={run.mesh.pipe}"
+    first, last = (fp8.first_layers_out, fp8.last_layers_out) if fp8 is not None else (0, 0)
+    if len(run.model.stacks) > 1:
+        yield (
+            f"{len(run.model.stacks)} stacks of layers {pipe}: stages share out the repetitions of "
+            "one; use fsdp and tensor instead"
+        )
+    if training.remat in (Remat.OPTIMAL, Remat.CHOSEN):
+        yield (
+            f"remat={training.remat} {pipe}: layers of stages are one program and keep the same; "
+            "choose remat=auto or a policy"
+        )
+    if training.unroll > 1:
+        yield (
+            f"unroll={training.unroll} {pipe}: stages loop over their layers one by one; set "
+            "training.unroll=1"
+        )
+    if training.context_method is ContextMethod.RING and run.mesh.context > 1:
+        yield (
+            f"context_method=ring {pipe}: stages do different work at a time, and would wait for "
+            "each other's sends; choose context_method=all_gather or ulysses"
+        )
+    if run.sharding.keep_gathered:
+        yield (
+            f"keep_gathered {pipe}: a stage would keep its weights for every micro-batch in "
+            "flight; leave it out"
+        )
+    if run.lora is not None:
+        yield f"lora {pipe}: stages train all of their parameters; use fsdp and tensor instead"
+    if run.preferences is not None:
+        yield (
+            f"preferences {pipe}: stages take the loss of a part of the tokens, and a pair's is of "
+            "both answers; use fsdp and tensor"
+        )
+    if training.loss is not None:
+        yield (
+            f"loss={training.loss} {pipe}: stages take the loss of a part of the tokens with the "
+            "built-in cross entropy; use fsdp and tensor"
+        )
+    if run.precision.weights is StoredWeights.BF16:
+        yield (
+            f"weights=bf16 {pipe}: stages sum gradients of micro-batches in the format of the "
+            "weights; use fsdp and tensor, or weights=fp32"
+        )
+    if first + last > 0:
+        yield (
+            f"fp8 first_layers_out={first}, last_layers_out={last} {pipe}: layers of stages are "
+            "one program; use fsdp and tensor, or leave no layer out of 8 bits"
         )

@@ -26,7 +26,7 @@ from jaxinfra.data.batch import Batch
 from jaxinfra.model.definition import ModelDefinition, Parameters, by_path, merged
 from jaxinfra.model.passes import Pass
 from jaxinfra.model.repetition import out_of_eight_bits
-from jaxinfra.training.gradients import count_targets, hidden_loss, own_loss, split_batch
+from jaxinfra.training.gradients import count_targets, hidden_loss, split_batch
 from jaxinfra.training.job import Job
 from jaxinfra.training.state import State
 from jaxinfra.training.step import step_key
@@ -355,11 +355,15 @@ class StepPieces:
     def _loss(self, arrays, x_BTD, frozen, batch, scale):
         training, tree = self._training, merged(frozen, arrays)
         hidden_BTD = self._whole.bind(tree).normalized(x_BTD)
-        if training.loss is None:
-            options = {"z_loss": training.z_loss, "label_smoothing": training.label_smoothing}
-            sums = hidden_loss(self._whole, tree, hidden_BTD, batch, **options)
-        else:
-            sums = own_loss(self._whole, tree, hidden_BTD, batch, loss=training.loss)
+        sums = hidden_loss(
+            self._whole,
+            tree,
+            hidden_BTD,
+            batch,
+            z_loss=training.z_loss,
+            label_smoothing=training.label_smoothing,
+            loss=training.loss,
+        )
         return self._zero, sums.total * scale
 
 

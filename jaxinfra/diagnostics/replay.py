@@ -26,7 +26,7 @@ from jaxinfra.errors import CheckpointError, ConfigError
 from jaxinfra.runtime.files import read_log
 from jaxinfra.runtime.recorder import excluded_steps
 from jaxinfra.training.describe import Environment, environment_of
-from jaxinfra.training.job import Job, keep_compiled_programs, make_job, step_programs
+from jaxinfra.training.job import Job, StepPrograms, keep_compiled_programs, make_job
 from jaxinfra.training.start import excluded_batches, first_state, with_frozen
 from jaxinfra.training.state import State
 from jaxinfra.training.step import step_record
@@ -246,7 +246,7 @@ def _steps(
     excluded: set[int],
 ) -> tuple[State, Batch, dict[str, Any]]:
     """Returns the state before the last step, that step's batch, and its metrics."""
-    programs = step_programs(job)
+    programs = StepPrograms(job)
     for step in range(first + 1, last):
         if step in excluded:
             state = job.pass_over(state)

@@ -1,5 +1,6 @@
 """The style of all pictures: few lines, and colors that color-blind readers tell apart."""
 
+from pathlib import Path
 from typing import Any
 
 # Okabe and Ito 2008.
@@ -30,3 +31,10 @@ def new_picture(width: float, height: float, *, rows: int = 1) -> tuple[Any, Any
     with rc_context(LOOK):
         figure = Figure(figsize=(width, height), layout="constrained")
         return figure, figure.subplots(rows)
+
+
+def save_picture(figure: Any, file: Path) -> None:
+    """Writes a figure to a file, which is replaced at once: a reader never sees half of it."""
+    partial = file.with_name(f"{file.stem}.partial{file.suffix}")
+    figure.savefig(partial, dpi=120)
+    partial.rename(file)

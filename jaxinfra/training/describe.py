@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.parallel.place import path_name
 from jaxinfra.runtime.files import drop_cut_line, read_log
 from jaxinfra.training.job import Job
-from jaxinfra.training.state import TrainState
 from jaxinfra.training.xla_options import describe_options
 
 
@@ -123,83 +123,57 @@ def placement_table(job: Job) -> str:
     """Formats one row per parameter: bytes per device of the parameter, its summed gradient and its
     optimizer moments. Nothing is allocated.
     """
-    state = job.abstract_state()
-    gradients = jax.tree.leaves(job.placement.gradients(job.model))
+    state, leaves_of = job.abstract_state(), jax.tree_util.tree_leaves_with_path
+    moments = [(path_name(path), leaf) for path, leaf in leaves_of(state.optimizer)]
+    moments += [(f"average/{path_name(path)}", leaf) for path, leaf in leaves_of(state.average)]
     updates = jax.tree.leaves(job.placement.updates(job.model))
-    moments = [
-        (path_name(path), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state.optimizer)
-    ]
-    moments += [
-        (f"average/{path_name(path)}", leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state.average)
-    ]
-    rows: list[tuple[str, ...]] = [
-        ("parameter", "shape", "dtype", "lies over", "its moments", *_HELD)
-    ]
-    totals = [0, 0, 0]
+    gradients = jax.tree.leaves(job.placement.gradients(job.model))
+    # Name, shape, sharding, what is said of its moments, and bytes: its own, gradient, moments.
+    entries: list[tuple[str, Any, Any, str, tuple[int, int, int]]] = []
     for (path, leaf), gradient, update in zip(
-        jax.tree_util.tree_leaves_with_path(state.parameters), gradients, updates, strict=True
+        leaves_of(state.parameters), gradients, updates, strict=True
     ):
         name = path_name(path)
-        held = (
-            _bytes_per_device(leaf),
-            _bytes_per_device(leaf, gradient),
-            sum(_bytes_per_device(each) for path, each in moments if path.endswith("/" + name)),
-        )
-        totals = [total + bytes_ for total, bytes_ in zip(totals, held, strict=True)]
-        rows.append(
-            (
-                name,
-                " x ".join(map(str, leaf.shape)),
-                leaf.dtype.name,
-                _spec(leaf.sharding),
-                _spec(update),
-                *(f"{bytes_:,}" for bytes_ in held),
-            )
-        )
-    for path, leaf, sharding, why in _untrained(job, state):
-        held = _bytes_per_device(leaf, sharding)
-        totals[0] += held
-        shape, lies = " x ".join(map(str, leaf.shape)), _spec(sharding)
-        rows.append((path_name(path), shape, leaf.dtype.name, lies, why, f"{held:,}", "0", "0"))
-    rows.append(("total", "", "", "", "", *(f"{total:,}" for total in totals)))
-    lines = _aligned(rows)
+        own = [each for of, each in moments if of.endswith("/" + name)]
+        held = (_bytes_per_device(leaf, gradient), sum(map(_bytes_per_device, own)))
+        entries.append((name, leaf, leaf.sharding, _spec(update), (_bytes_per_device(leaf), *held)))
+    for why, tree, shardings in (
+        ("frozen", job.model.frozen, job.frozen_shardings),
+        ("changed by rule", state.model_state, job.shardings.model_state),
+    ):
+        for (path, leaf), lies in zip(leaves_of(tree), jax.tree.leaves(shardings), strict=True):
+            held = (_bytes_per_device(leaf, lies), 0, 0)
+            entries.append((path_name(path), leaf, lies, why, held))
+    totals = [sum(column) for column in zip(*(held for *_, held in entries), strict=True)]
+    rows = [
+        ("parameter", "shape", "dtype", "lies over", "its moments"),
+        *(
+            (name, " x ".join(map(str, leaf.shape)), leaf.dtype.name, _spec(lies), note)
+            for name, leaf, lies, note, _ in entries
+        ),
+        ("total", "", "", "", ""),
+    ]
+    held = ("parameter bytes", "gradient bytes", "moment bytes")
+    sizes = [held, *([f"{each:,}" for each in held] for *_, held in entries)]
+    sizes.append([f"{total:,}" for total in totals])
+    table = aligned([(*row, *each) for row, each in zip(rows, sizes, strict=True)], left=5)
     devices = job.placement.mesh.size
-    lines.append(
-        f"{job.model.num_parameters:,} parameters; bytes on each of {devices} device"
+    return (
+        f"{table}\n{job.model.num_parameters:,} parameters; bytes on each of {devices} device"
         f"{'s' if devices > 1 else ''}, activations apart: {sum(totals):,}"
     )
-    return "\n".join(lines)
 
 
-def _untrained(job: Job, state: TrainState[Any]) -> list[tuple[Any, Any, Any, str]]:
-    """Arrays that the optimizer does not change: path, shape, sharding, and why."""
-    return [
-        (path, leaf, sharding, why)
-        for why, tree, shardings in (
-            ("frozen", job.model.frozen, job.frozen_shardings),
-            ("changed by rule", state.model_state, job.shardings.model_state),
-        )
-        for (path, leaf), sharding in zip(
-            jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(shardings), strict=True
-        )
-    ]
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    """Rows as lines of columns, the last ones to the right."""
+def aligned(rows: Sequence[Sequence[str]], *, left: int) -> str:
+    """Formats rows as lines of columns; all but the first ``left`` columns are right-justified."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
+    return "\n".join(
         "  ".join(
-            cell.rjust(width) if index >= len(row) - len(_HELD) else cell.ljust(width)
+            cell.ljust(width) if index < left else cell.rjust(width)
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows
-    ]
-
-
-_HELD = ("parameter bytes", "gradient bytes", "moment bytes")
+    )
 
 
 def _spec(sharding: NamedSharding) -> str:

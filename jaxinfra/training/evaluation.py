@@ -1,6 +1,8 @@
 """Held-out losses of a run while it trains, of a saved run, and of a model trained elsewhere."""
 
+import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -17,7 +19,7 @@ from jaxinfra.config.data import DataConfig
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.data.baseline import CompressionBaseline, compressed_bits_per_byte
 from jaxinfra.data.batch import Batch
-from jaxinfra.data.corpora import Corpora, open_corpora
+from jaxinfra.data.corpora import Corpora
 from jaxinfra.data.corpus import open_corpus
 from jaxinfra.data.heldout import HeldoutBatches
 from jaxinfra.data.token_arrays import TokenArrays
@@ -28,7 +30,8 @@ from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 from jaxinfra.training.gradients import make_evaluation_step
 from jaxinfra.training.job import Job, keep_compiled_programs, make_job
-from jaxinfra.training.run_data import sum_pairs, with_reference
+from jaxinfra.training.preferences import pair_sums
+from jaxinfra.training.run_data import open_data, pair_rows
 from jaxinfra.training.start import first_state, with_frozen
 from jaxinfra.training.step import pair_record
 
@@ -159,19 +162,31 @@ def evaluate_heldout(
 def _evaluate_pairs(
     job: Job, tree: Parameters, arrays: TokenArrays, *, stop: Callable[[], bool] | None
 ) -> Evaluation:
-    def ask() -> None:
-        if stop is not None and stop():
-            raise Interrupted
-
-    total = sum_pairs(job, tree, arrays, before=ask)
-    record = pair_record(total.figures)
+    """Sums the loss over all pairs of a text, each counted once; a collective."""
+    preferences = job.config.preferences
+    assert preferences is not None, "a run of pairs"
+    of_rows = jax.jit(functools.partial(pair_sums, config=preferences))
+    loss, figures = 0.0, collections.defaultdict[str, float](float)
+    _ask(stop)
+    for batch, each_BT, _ in pair_rows(job, tree, arrays):
+        found = jax.device_get(of_rows(each_BT, batch))
+        loss += float(found.loss)
+        for name, value in found.figures.items():
+            figures[name] += float(value)
+        _ask(stop)
+    record = pair_record(figures)
     return Evaluation(
-        loss=total.loss / total.figures["pairs"],
-        num_tokens=round(total.figures["chosen_tokens"]),
+        loss=loss / figures["pairs"],
+        num_tokens=round(figures["chosen_tokens"]),
         num_bytes=int(arrays.document_bytes[0::2].sum()),
         nll=record["preferences/chosen_nll"],
         pairs=record,
     )
+
+
+def _ask(stop: Callable[[], bool] | None) -> None:
+    if stop is not None and stop():
+        raise Interrupted
 
 
 def evaluate(
@@ -202,8 +217,7 @@ def evaluate(
             count += float(weight)
 
     for batch in batches:
-        if stop is not None and stop():
-            raise Interrupted
+        _ask(stop)
         pending.append(step(tree, put(batch)))
         drain(keep=2)  # the host prepares the next batch while the device works
     drain(keep=0)
@@ -232,23 +246,23 @@ def evaluate_run(
     """
     run = RunDirectory(directory)
     as_it_is = run.read_config()
-    config = dataclasses.replace(as_it_is, mesh=mesh)
+    data = as_it_is.data
     if not run.tokenizer_file.exists():
         raise ConfigError(f"{directory} has no tokenizer.json: the run was stopped before it began")
     keep_compiled_programs(cache_dir)
-    data = config.data
     if source is not None:
         # As both sides: the run's own training text, which may be gone, is not needed.
         data = dataclasses.replace(
             data, source=source, heldout_source=source, mixture=(), validation=(), best_by=None
         )
+    config = dataclasses.replace(as_it_is, mesh=mesh, data=data)
     job = with_frozen(make_job(config))
-    corpora = open_corpora(
-        data,
-        vocab_size=config.model.vocab_size,
+    corpora = open_data(
+        job,
         cache_dir=cache_dir,
+        initial=lambda: first_state(job),
+        run=run,
         tokenizer=Tokenizer.load(run.tokenizer_file),
-        template_directory=run.path,
     )
     state = job.abstract_state()
     weights = "average" if state.average else "parameters"
@@ -260,11 +274,8 @@ def evaluate_run(
             **{weights: getattr(state, weights)},
         ),
         step=step,
-        identity=identity(run, config),
+        identity=identity(run, as_it_is),
         settings=codec.to_dict(as_it_is),
-    )
-    corpora = with_reference(
-        job, corpora, initial=lambda: first_state(job).evaluated, kept=run.reference
     )
     result = evaluate_sets(job, restored.state.evaluated, corpora)
     return RunEvaluation(

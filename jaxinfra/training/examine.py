@@ -7,7 +7,8 @@ Dims: B sequence of the batch, T position, D model width, K micro-batch, R row o
 import dataclasses
 import functools
 import json
-from typing import Any, final
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +19,13 @@ from jaxinfra.axes import BATCH, LAYERS
 from jaxinfra.checkpoint import processes
 from jaxinfra.checkpoint.run_directory import RunDirectory, write_atomically
 from jaxinfra.data.batch import Batch
-from jaxinfra.data.corpora import Corpora
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.data.train_iterator import TrainIterator
-from jaxinfra.model.definition import ModelDefinition, Parameters, only
+from jaxinfra.model.definition import Parameters, only
 from jaxinfra.parallel.place import path_name
 from jaxinfra.parallel.zigzag import from_zigzag
 from jaxinfra.runtime.recorder import EXCLUDED, read_incidents
-from jaxinfra.training.gradients import hidden_loss, own_loss, split_batch
+from jaxinfra.training.gradients import hidden_loss, split_batch
 from jaxinfra.training.job import Job
 from jaxinfra.training.metrics import finite
 from jaxinfra.training.state import State
@@ -33,15 +33,9 @@ from jaxinfra.training.step import step_key
 from jaxinfra.training.watch import Watch
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class NonFinite:
-    """A finding that says, in words and as data, which number of a step was not finite."""
-
-    text: str
-    details: dict[str, Any]
-
-
-def locate_nonfinite(job: Job, state: State, batches: TrainIterator, *, step: int) -> NonFinite:
+def locate_nonfinite(
+    job: Job, state: State, batches: TrainIterator, *, step: int
+) -> dict[str, Any]:
     """Finds where a step was not finite: computes the gradient from each rank's rows alone. A
     collective.
 
@@ -50,6 +44,9 @@ def locate_nonfinite(job: Job, state: State, batches: TrainIterator, *, step: in
 
     Args:
         state: before the step, or after it: a step that is not finite changes no parameter.
+
+    Returns:
+        What ``Watch.incident`` records: text, cause, ranks, and the tensors of their gradients.
     """
     parts = job.placement.batch_shards
     batch = job.put(batches.batch(step - 1))
@@ -65,18 +62,16 @@ def locate_nonfinite(job: Job, state: State, batches: TrainIterator, *, step: in
         if tensors or not np.isfinite(loss):
             found.append((part, float(loss), tensors))
     if not found:
-        return NonFinite(
-            text="computed again, the batch's loss and gradient are finite: a fault that passed",
-            details={"cause": "transient", "ranks": [], "tensors": []},
-        )
+        text = "computed again, the batch's loss and gradient are finite: a fault that passed"
+        return {"text": text, "cause": "transient", "ranks": [], "tensors": []}
     ranks = sorted({rank for part, _, _ in found for rank in _ranks(job, part, parts)})
     first = next((tensors for _, _, tensors in found if tensors), [])
     where = f"first in {first[0]} ({len(first)} tensors in all)" if first else "in the loss only"
-    return NonFinite(
-        text=f"the rows of rank {', '.join(map(str, ranks))} make it so, {where}; the batch is "
-        f"skipped; jaxinfra replay RUN --step {step} names the operation",
-        details={"cause": "batch", "ranks": ranks, "tensors": first[:20]},
+    text = (
+        f"the rows of rank {', '.join(map(str, ranks))} make it so, {where}; the batch is "
+        f"skipped; jaxinfra replay RUN --step {step} names the operation"
     )
+    return {"text": text, "cause": "batch", "ranks": ranks, "tensors": first[:20]}
 
 
 def _gradient_of(
@@ -91,26 +86,37 @@ def _gradient_of(
     learned = job.gradient(state.parameters, state.model_state, kept, key=key, loss_scale=scale)
 
     def flags(gradient: jax.Array, leaf: Any) -> jax.Array:
-        first = 1 if leaf.dims and leaf.dims[0] == LAYERS else 0
-        return ~jnp.all(jnp.isfinite(gradient), axis=tuple(range(first, gradient.ndim)))
+        return ~jnp.all(jnp.isfinite(gradient), axis=_own_axes(gradient, leaf))
 
     return learned.loss, jax.tree.map(flags, learned.gradients, job.model.dims)
 
 
 def _names(job: Job, flags: Parameters) -> list[str]:
     """Tensors that are not finite, deepest layer first: the backward pass starts there."""
-    found = []
-    numbers = {place: number for number, place in enumerate(job.config.model.layer_places)}
-    for path, flag in jax.tree_util.tree_leaves_with_path(flags):
-        name = path_name(path)
-        if flag.ndim == 0:
-            found += [(-1, name)] if flag else []
-            continue
-        position = name.split("/")[1] if name.startswith("blocks/") else "0"
-        for repetition in np.nonzero(flag)[0]:
-            layer = numbers[int(position), int(repetition)]
-            found.append((layer, f"layer {layer}: {name}"))
+    found = [
+        (-1, name) if layer is None else (layer, f"layer {layer}: {name}")
+        for name, layer, flag in _each(job, flags)
+        if flag
+    ]
     return [name for _, name in sorted(found, reverse=True)]
+
+
+def _each(job: Job, tree: Parameters) -> Iterator[tuple[str, int | None, Any]]:
+    """Path, number of the layer (None: of none) and value of all values, stacked ones apart."""
+    numbers = {place: number for number, place in enumerate(job.config.model.layer_places)}
+    for path, value in jax.tree_util.tree_leaves_with_path(tree):
+        name = path_name(path)
+        if value.ndim == 0:
+            yield name, None, value
+            continue
+        block = int(name.split("/")[1]) if name.startswith("blocks/") else 0
+        for repetition, each in enumerate(value):
+            yield name, numbers[block, repetition], each
+
+
+def _own_axes(array: jax.Array, leaf: Any) -> tuple[int, ...]:
+    """Axes of one layer's part of an array, whose layers may be stacked."""
+    return tuple(range(bool(leaf.dims) and leaf.dims[0] == LAYERS, array.ndim))
 
 
 def _ranks(job: Job, part: int, parts: int) -> list[int]:
@@ -270,7 +276,8 @@ def sample_losses(
         def of_row(row: jax.Array) -> jax.Array:
             alone = jnp.where((rows == row)[:, None], micro.weights, jnp.zeros_like(micro.weights))
             one = dataclasses.replace(micro, weights=alone)
-            return _nll(model, tree, hidden_RTD, one, loss=training.loss)
+            options = {"z_loss": 0.0, "label_smoothing": 0.0, "loss": training.loss}
+            return hidden_loss(model, tree, hidden_RTD, one, **options).nll
 
         return jax.lax.map(of_row, rows)
 
@@ -282,14 +289,6 @@ def sample_losses(
     return nll_KR.T.reshape(-1), jnp.sum(batch.weights, axis=1), batch.tokens, documents_B
 
 
-def _nll(
-    model: ModelDefinition, tree: Parameters, hidden: jax.Array, batch: Batch, *, loss: str | None
-) -> jax.Array:
-    if loss is not None:
-        return own_loss(model, tree, hidden, batch, loss=loss).nll
-    return hidden_loss(model, tree, hidden, batch, z_loss=0.0, label_smoothing=0.0).nll
-
-
 def _squares(job: Job, state: State, batch: Batch) -> Parameters:
     """The sum of squares of each array's gradient, by layer where it is stacked."""
     scale = state.loss_scale.value
@@ -298,28 +297,20 @@ def _squares(job: Job, state: State, batch: Batch) -> Parameters:
     )
 
     def squares(gradient: jax.Array, leaf: Any) -> jax.Array:
-        first = 1 if leaf.dims and leaf.dims[0] == LAYERS else 0
         exact = gradient.astype(scale.dtype) / scale
-        return jnp.sum(jnp.square(exact), axis=tuple(range(first, gradient.ndim)))
+        return jnp.sum(jnp.square(exact), axis=_own_axes(gradient, leaf))
 
     return jax.tree.map(squares, learned.gradients, job.model.dims)
 
 
 def _by_layer(job: Job, squares: Parameters) -> dict[str, float]:
     """The norm of each layer's gradient: what comes before the layers, the layers, the rest."""
-    numbers = {place: number for number, place in enumerate(job.config.model.layer_places)}
     sums: dict[str, float] = {}
-    for path, value in jax.tree_util.tree_leaves_with_path(squares):
-        parts = path_name(path).split("/")
-        if value.ndim == 0:
-            sums[parts[0]] = sums.get(parts[0], 0.0) + float(value)
-            continue
-        block = int(parts[1]) if parts[0] == "blocks" else 0
-        for repetition, each in enumerate(value):
-            name = f"layer {numbers[block, repetition]}"
-            sums[name] = sums.get(name, 0.0) + float(each)
+    for path, layer, value in _each(job, squares):
+        name = path.split("/")[0] if layer is None else f"layer {layer}"
+        sums[name] = sums.get(name, 0.0) + float(value)
     before = [name for name in ("embedding", "positions") if name in sums]
-    layers = [name for n in range(len(numbers)) if (name := f"layer {n}") in sums]
+    layers = [name for n in range(job.config.model.num_layers) if (name := f"layer {n}") in sums]
     after = [name for name in sums if name not in (*before, *layers)]
     return {name: float(np.sqrt(sums[name])) for name in (*before, *layers, *after)}
 
@@ -327,69 +318,48 @@ def _by_layer(job: Job, squares: Parameters) -> dict[str, float]:
 SPIKE = "loss spike"
 
 
-@final
-class SpikeReports:
-    """Writer of one report for each batch that was skipped because of its loss.
+def explain_spike(
+    job: Job,
+    state: State,
+    batches: TrainIterator,
+    tokenizer: Tokenizer,
+    *,
+    run: RunDirectory,
+    watch: Watch,
+    step: int,
+) -> None:
+    """Writes the report of a step that is skipped because of its loss, if there is none yet; a
+    collective.
 
     After the roll-back the run reaches the skipped batch again, and the state from before that step
     is at hand. So the report needs no saved state and no replay.
+
+    Args:
+        state: before the step.
+        step: number of the skipped step.
     """
+    file = run.spike_file(step)
 
-    def __init__(
-        self,
-        *,
-        job: Job,
-        run: RunDirectory,
-        batches: TrainIterator,
-        corpora: Corpora,
-        watch: Watch,
-    ):
-        self._job, self._run, self._watch = job, run, watch
-        self._batches, self._tokenizer = batches, corpora.tokenizer
-
-    def explain(self, state: State, *, step: int) -> None:
-        """Writes the report of a skipped step if there is none yet; a collective.
-
-        Args:
-            state: before the step.
-            step: number of the skipped step.
-        """
-        found = processes.on_first(lambda: self._judged(step))
-        if found is None:
-            return
-        self._watch.phase("rollback", step)
-        examined = examine_step(
-            self._job,
-            state,
-            self._batches,
-            self._tokenizer,
-            step=step,
-            usual_step=self._usual(step),
-        )
-        done = "the run went back to before it, and its batch is left out from now on"
-        report = {**examined.as_json(), "seen": found, "done": done}
-        file = self._run.spike_file(step)
-
-        def write() -> None:
-            file.parent.mkdir(exist_ok=True)
-            write_atomically(file, json.dumps(report, indent=1, allow_nan=False) + "\n")
-
-        processes.on_first(write)
-        self._watch.incident(
-            SPIKE, step=step, text=f"{examined.describe()}; {done}", report=str(file)
-        )
-
-    def _judged(self, step: int) -> str | None:
-        """Incident text of a step's rejected loss, unless an examination explained it already."""
-        if self._run.spike_file(step).exists():
+    def rejected() -> str | None:
+        """Incident text of the step's rejected loss, unless it was explained already."""
+        if file.exists():
             return None
-        lines = read_incidents(self._run.incidents_file)
-        return next(
-            (each["text"] for each in lines if (each["kind"], each["step"]) == (EXCLUDED, step)),
-            None,
-        )
+        told = ((e["kind"], e["step"], e["text"]) for e in read_incidents(run.incidents_file))
+        return next((text for kind, at, text in told if (kind, at) == (EXCLUDED, step)), None)
 
-    def _usual(self, step: int) -> int:
-        """The nearest step before that is trained on; the first one has the next."""
-        before = (number for number in range(step - 1, 0, -1) if number not in self._watch.excluded)
-        return next(before, step + 1)
+    found = processes.on_first(rejected)
+    if found is None:
+        return
+    watch.phase("rollback", step)
+    # The nearest step before that is trained on; the first one has the next.
+    usual = next((n for n in range(step - 1, 0, -1) if n not in watch.excluded), step + 1)
+    examined = examine_step(job, state, batches, tokenizer, step=step, usual_step=usual)
+    done = "the run went back to before it, and its batch is left out from now on"
+    report = {**examined.as_json(), "seen": found, "done": done}
+
+    def write() -> None:
+        file.parent.mkdir(exist_ok=True)
+        write_atomically(file, json.dumps(report, indent=1, allow_nan=False) + "\n")
+
+    processes.on_first(write)
+    watch.incident(SPIKE, step=step, text=f"{examined.describe()}; {done}", report=str(file))

@@ -74,17 +74,7 @@ class BatchSums:
     objective: Float[Array, ""]  # what is differentiated
     nll: Float[Array, ""]  # of pairs their loss
     layers: Any  # what layers emit, as ``Gradients.sums``
-    figures: dict[str, Float[Array, ""]] = dataclasses.field(default_factory=dict)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BatchCounts:
-    """Numbers of a batch's counted targets and pairs, by which its loss sums are divided."""
-
-    terms: Float[Array, ""]  # of the loss: counted targets, or pairs
-    # Terms per counted target, by which layers count; None: each is one.
-    per_target: Float[Array, ""] | None = None
+    figures: dict[str, Float[Array, ""]]  # of pairs; else empty
 
 
 def batch_loss(
@@ -95,12 +85,20 @@ def batch_loss(
     z_loss: float,
     label_smoothing: float = 0.0,
     loss: str | None = None,
+    preferences: PreferenceConfig | None = None,
+    sequence_shards: int = 1,
+    per_target: Float[Array, ""] | None = None,
     dropout_key: Key[Array, ""] | None = None,
 ) -> BatchSums:
-    """Computes the training objective of a batch; ``tree`` has the model's parameters and state.
+    """Computes the training objective of a batch of tokens or of answer pairs; ``tree`` has the
+    model's parameters and state.
 
     Args:
         loss: the part that computes it in place of the cross entropy, whose sum is then the nll's.
+        preferences: the loss of pairs, if the batch has pairs.
+        sequence_shards: number of devices that a sequence of pairs is split over.
+        per_target: pairs per counted target of the whole batch: the weight of losses that layers
+            add; None stands for 1.
     """
     decoder = model.bind(tree)
     out = decoder.run(
@@ -108,56 +106,33 @@ def batch_loss(
         segment_ids=batch.segment_ids,
         positions=batch.positions,
         dropout_key=dropout_key,
-        behind=decoder.vocabulary_table if loss is None else None,
+        behind=decoder.vocabulary_table if loss is None and preferences is None else None,
     )
-    if loss is None:
-        options = {"z_loss": z_loss, "label_smoothing": label_smoothing}
+    if preferences is None:
+        options = {"z_loss": z_loss, "label_smoothing": label_smoothing, "loss": loss}
         sums = hidden_loss(model, tree, out.x, batch, table=out.behind, **options)
+        objective, nll, figures = sums.total, sums.nll, {}
     else:
-        sums = own_loss(model, tree, out.x, batch, loss=loss)
-    objective = sums.total
+        _require_reference(preferences, batch)
+        each_BT = log_probabilities(
+            model, tree, out.x, batch.targets, sequence_shards=sequence_shards
+        )
+        with jax.named_scope("loss"):
+            found = pair_sums(each_BT, batch, preferences)
+        objective, nll, figures = found.loss, found.loss, found.figures
     for emitted in jax.tree.leaves([block.losses for block in out.sums]):
-        objective = objective + jnp.sum(emitted)
-    return BatchSums(objective=objective, nll=sums.nll, layers=out.sums)
+        added_loss = jnp.sum(emitted)
+        objective = objective + (added_loss if per_target is None else added_loss * per_target)
+    return BatchSums(objective=objective, nll=nll, layers=out.sums, figures=figures)
 
 
-def batch_of_pairs_loss(
-    model: ModelDefinition,
-    tree: Parameters,
-    batch: Batch,
-    *,
-    preferences: PreferenceConfig,
-    sequence_shards: int = 1,
-    per_target: Float[Array, ""] | None = None,
-    dropout_key: Key[Array, ""] | None = None,
-) -> BatchSums:
-    """Computes the objective of a batch of answer pairs; ``tree`` has the model's parameters and
-    state.
-
-    Args:
-        sequence_shards: number of devices that a sequence is split over.
-        per_target: pairs per counted target of the whole batch: the weight of losses that layers
-            add.
-    """
+def _require_reference(preferences: PreferenceConfig, batch: Batch) -> None:
     if preferences.has_reference != (batch.reference is not None):
         raise ConfigError(
             f"preferences loss={preferences.loss.value} with a batch "
             f"{'without' if batch.reference is None else 'of'} reference log probabilities: "
             "take batches from Steps.batches, or train"
         )
-    out = model.bind(tree).run(
-        batch.tokens,
-        segment_ids=batch.segment_ids,
-        positions=batch.positions,
-        dropout_key=dropout_key,
-    )
-    each_BT = log_probabilities(model, tree, out.x, batch.targets, sequence_shards=sequence_shards)
-    with jax.named_scope("loss"):
-        found = pair_sums(each_BT, batch, preferences)
-    objective = found.loss
-    for emitted in jax.tree.leaves([block.losses for block in out.sums]):
-        objective = objective + jnp.sum(emitted) * (1.0 if per_target is None else per_target)
-    return BatchSums(objective=objective, nll=found.loss, layers=out.sums, figures=found.figures)
 
 
 def hidden_loss(
@@ -168,41 +143,33 @@ def hidden_loss(
     *,
     z_loss: float,
     label_smoothing: float,
+    loss: str | None,
     table: Float[Array, "V D"] | None = None,
 ) -> CrossEntropySums:
-    """Computes the cross entropy of a batch from the normalized output of the last layer.
+    """Computes the loss of a batch's tokens from the normalized output of the last layer.
 
     Args:
+        loss: the user's function in place of the cross entropy. It gets all logits of a
+            micro-batch: ``(logits [B, T, V], targets [B, T], *, weights) -> [B, T]`` in fp32.
         table: vocabulary matrix as ``Decoder.run`` returns it; by default that of ``parameters``.
     """
-    if table is None:
-        table = model.bind(parameters).vocabulary_table
+    decoder = model.bind(parameters)
+    if table is None and loss is None:
+        table = decoder.vocabulary_table
     with jax.named_scope("loss"):
-        return model.execution.kernels.cross_entropy(
-            hidden_BTD,
-            table,
-            batch.targets,
-            batch.weights,
-            policy=model.execution.policy,
-            z_loss=z_loss,
-            label_smoothing=label_smoothing,
-            logit_soft_cap=model.config.logit_soft_cap,
-        )
-
-
-def own_loss(
-    model: ModelDefinition,
-    tree: Parameters,
-    hidden_BTD: Float[Array, "B T D"],
-    batch: Batch,
-    *,
-    loss: str,
-) -> CrossEntropySums:
-    """Sums a user-defined loss over a batch's tokens. The function gets all logits of a
-    micro-batch: ``(logits [B, T, V], targets [B, T], *, weights) -> [B, T]`` in fp32.
-    """
-    with jax.named_scope("loss"):
-        logits_BTV = model.bind(tree).logits(hidden_BTD)
+        if table is not None:
+            return model.execution.kernels.cross_entropy(
+                hidden_BTD,
+                table,
+                batch.targets,
+                batch.weights,
+                policy=model.execution.policy,
+                z_loss=z_loss,
+                label_smoothing=label_smoothing,
+                logit_soft_cap=model.config.logit_soft_cap,
+            )
+        logits_BTV = decoder.logits(hidden_BTD)
+        assert loss is not None
         each_BT = find_part(loss)(logits_BTV, batch.targets, weights=batch.weights)
         if each_BT.shape != batch.targets.shape:
             raise ConfigError(
@@ -241,16 +208,16 @@ class AccumulatedGradient(GradientFunction):
         loss_scale: Float[Array, ""],
     ) -> Gradients:
         """Sums the gradients of all micro-batches, over all devices."""
-        counts = BatchCounts(terms=count_targets(batch))
+        terms, per_target = count_targets(batch), None
         if self.preferences is not None:
             pairs = count_pairs(batch)
-            counts = BatchCounts(terms=pairs, per_target=pairs / counts.terms)
+            terms, per_target = pairs, pairs / terms
         total, placement = self._accumulated, self.placement
         if placement is not None:
             axes = placement.summed_last(self.model, accumulation=self.training.accumulation)
             if axes:
                 total = summed_once(total, placement=placement, model=self.model, axes=axes)
-        return total(parameters, state, batch, key, loss_scale, counts)
+        return total(parameters, state, batch, key, loss_scale, terms, per_target)
 
     def _accumulated(
         self,
@@ -259,7 +226,8 @@ class AccumulatedGradient(GradientFunction):
         batch: Batch,
         key: Key[Array, ""],
         loss_scale: Float[Array, ""],
-        counts: BatchCounts,
+        terms: Float[Array, ""],
+        per_target: Float[Array, ""] | None,
     ) -> Gradients:
         """The sum over micro-batches, of this device's rows where devices run apart."""
         model, num_parts = self.model, self.training.accumulation
@@ -269,7 +237,7 @@ class AccumulatedGradient(GradientFunction):
         read = model.as_read(parameters) if is_unrolled else parameters
 
         def part(batch: Batch, key: jax.Array) -> Gradients:
-            found = self._micro_batch(read, state, batch, key, loss_scale, counts)
+            found = self._micro_batch(read, state, batch, key, loss_scale, terms, per_target)
             gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), found.gradients, parameters)
             return dataclasses.replace(found, gradients=gradients)
 
@@ -296,45 +264,33 @@ class AccumulatedGradient(GradientFunction):
         batch: Batch,
         key: Key[Array, ""],
         loss_scale: Float[Array, ""],
-        counts: BatchCounts,
+        terms: Float[Array, ""],
+        per_target: Float[Array, ""] | None,
     ) -> Gradients:
-        """One micro-batch's share of the mean."""
-        dropout_key = key if self.model.config.dropout_rate > 0.0 else None
+        """One micro-batch's share of the mean over ``terms``: counted targets, or pairs."""
+        model, training = self.model, self.training
 
         def scaled_loss(trained: tuple[Parameters, Parameters]) -> tuple[jax.Array, Any]:
-            sums = self._loss(merged(*trained), batch, dropout_key, counts)
-            aux = sums.nll / counts.terms, sums.layers, sums.figures
-            return sums.objective * (loss_scale / counts.terms), aux
+            sums = batch_loss(
+                model,
+                merged(*trained),
+                batch,
+                z_loss=training.z_loss,
+                label_smoothing=training.label_smoothing,
+                loss=training.loss,
+                preferences=self.preferences,
+                sequence_shards=1 if self.placement is None else self.placement.sequence_shards,
+                per_target=per_target,
+                dropout_key=key if model.config.dropout_rate > 0.0 else None,
+            )
+            aux = sums.nll / terms, sums.layers, sums.figures
+            return sums.objective * (loss_scale / terms), aux
 
         (_, (loss, sums, figures)), (gradients, emitted) = jax.value_and_grad(
             scaled_loss, has_aux=True
         )((parameters, state))
         return Gradients(
             loss=loss, gradients=self._placed(gradients), sums=sums, state=emitted, figures=figures
-        )
-
-    def _loss(
-        self, tree: Parameters, batch: Batch, key: Key[Array, ""] | None, counts: BatchCounts
-    ) -> BatchSums:
-        training = self.training
-        if self.preferences is not None:
-            return batch_of_pairs_loss(
-                self.model,
-                tree,
-                batch,
-                preferences=self.preferences,
-                sequence_shards=1 if self.placement is None else self.placement.sequence_shards,
-                per_target=counts.per_target,
-                dropout_key=key,
-            )
-        return batch_loss(
-            self.model,
-            tree,
-            batch,
-            z_loss=training.z_loss,
-            label_smoothing=training.label_smoothing,
-            loss=training.loss,
-            dropout_key=key,
         )
 
     def _placed(self, gradients: Parameters) -> Parameters:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ from jaxinfra.axes import BATCH
 from jaxinfra.checkpoint import processes
 from jaxinfra.config.exchange import ExchangeImplementation
 from jaxinfra.config.finetune import AdapterKind
-from jaxinfra.config.precision import LossScaling
 from jaxinfra.config.run import KeptValues, Remat, RunConfig
 from jaxinfra.config.validate import may_keep_gathered, validate
 from jaxinfra.data.batch import Batch
@@ -47,17 +46,14 @@ from jaxinfra.training.recompute.budget import (
     agreed_bytes,
     budget_bytes,
     keeping,
-    known_budget,
 )
 from jaxinfra.training.recompute.optimal import KeptChoice, choose
 from jaxinfra.training.state import (
     State,
     TrainState,
-    initial_state,
     state_around,
     state_shardings,
 )
-from jaxinfra.training.statistics import StepPrograms
 from jaxinfra.training.step import TrainStep, make_train_step, pass_over
 from jaxinfra.training.xla_options import Options, compiler_options
 
@@ -153,6 +149,11 @@ class Job:
         measured = self.model.frozen if lora and lora.kind is AdapterKind.DORA else {}
         return jax.jit(self._initial, out_shardings=self.shardings)(measured)
 
+    def _initial(self, beside: Parameters) -> TrainState[jax.Array]:
+        key, _ = jax.random.split(jax.random.key(self.config.training.seed))
+        parameters = self.model.initialize(key, beside=beside)
+        return self._around(parameters, self.model.initial_state())
+
     def start_from(self, tree: Parameters) -> TrainState[jax.Array]:
         """Returns the training state of step 0 with the parameters and model state in ``tree``,
         whose buffers it takes over.
@@ -196,16 +197,6 @@ class Job:
             averages=self.config.optimizer.average is not None,
         )
 
-    def _initial(self, beside: Parameters) -> TrainState[jax.Array]:
-        return initial_state(
-            self.model,
-            self.optimizer,
-            precision=self.config.precision,
-            seed=self.config.training.seed,
-            averages=self.config.optimizer.average is not None,
-            beside=beside,
-        )
-
     def put(self, batch: Batch) -> Batch:
         """Builds the global batch on the mesh from this process's rows; in zig-zag order if
         sequences are sharded.
@@ -225,13 +216,6 @@ class Job:
             return jax.make_array_from_callback(shape, sharding, piece)
 
         return jax.tree.map(place, batch)
-
-    @property
-    def scales_dynamically(self) -> bool:
-        """Whether the loss scale is adjusted at run time, so that some steps overflow and are
-        skipped.
-        """
-        return self.config.precision.loss_scaling is LossScaling.DYNAMIC
 
     def process_share(self) -> tuple[int, int]:
         """Returns the part of a batch's rows that this process's devices hold, as (index, number of
@@ -289,7 +273,7 @@ def make_job(
     if not gathering_is_open:
         return job
     if devices is None and may_keep_gathered(config):  # of devices elsewhere nobody knows
-        job = _gathering_job(job, build)
+        job = _gathering_job(job, build, gib=config.training.memory_budget_gib)
     named = keeping(job.config, gathered=None)
     return dataclasses.replace(job, config=named)
 
@@ -306,15 +290,20 @@ def _fitting_job(config: RunConfig, build: Callable[[RunConfig], Job], *, device
         return agreed_bytes(lower_step(with_policy(remat, kept)).compile())
 
     limit = processes.on_first(lambda: budget_bytes(training.memory_budget_gib, device))
+    if limit is None:
+        raise ConfigError(
+            f"remat=auto and optimal: a {device.device_kind} device does not say how much memory "
+            "it has; give training.memory_budget_gib, or name a remat"
+        )
     full = with_policy(Remat.FULL)
     choice = choose(config, full.model, full.placement, budget_bytes=limit, need=need)
     return dataclasses.replace(with_policy(choice.remat, choice.kept), choice=choice)
 
 
-def _gathering_job(job: Job, build: Callable[[RunConfig], Job]) -> Job:
+def _gathering_job(job: Job, build: Callable[[RunConfig], Job], *, gib: float | None) -> Job:
     """The job that keeps gathered weights, if that fits; else the one given."""
-    gib, device = job.config.training.memory_budget_gib, jax.local_devices()[0]
-    limit = processes.on_first(lambda: known_budget(gib, device))
+    device = jax.local_devices()[0]
+    limit = processes.on_first(lambda: budget_bytes(gib, device))
     if not limit:
         return job
     kept = build(keeping(job.config, gathered=True))
@@ -328,19 +317,26 @@ def _build_job(config: RunConfig, *, traceable: bool, devices: Sequence[jax.Devi
     placement = _placement(config, devices)
     model, frozen = _model(config, placement)
     optimizer = make_optimizer(config.optimizer, dims=model.dims, steps=config.training.steps)
-    averages = config.optimizer.average is not None
-    shardings = state_shardings(model, optimizer, placement, averages=averages)
+    average = config.optimizer.average
+    shardings = state_shardings(model, optimizer, placement, averages=average is not None)
     gradient = _gradient(config, model, placement)
     options = compiler_options(
         config,
-        device_kind=placement.mesh.devices.flat[0].device_kind,
         on_gpu=jax.default_backend() == "gpu",
         traceable=traceable,
     )
     whole, rows, base = placement.replicated, placement.batch, (frozen,) if frozen else ()
 
     def train_step(model: ModelDefinition, dims: Parameters | None = None) -> TrainStep:
-        return _train_step(config, gradient.of(model), optimizer, placement, dims=dims)
+        return make_train_step(
+            gradient.of(model),
+            optimizer,
+            learning_rate=learning_rate(config.optimizer, steps=config.training.steps),
+            precision=config.precision,
+            updates=placement.updates(model),
+            average=average,
+            dims=dims,
+        )
 
     def statistics_step(model: ModelDefinition) -> TrainStep:
         execution = dataclasses.replace(model.execution, statistics=True)
@@ -359,9 +355,8 @@ def _build_job(config: RunConfig, *, traceable: bool, devices: Sequence[jax.Devi
     def evaluated(make: Callable[[ModelDefinition], Callable], **out: Any) -> Wrapped:
         return jax.jit(of_frozen(make, model), in_shardings=(*base, shardings.tree, rows), **out)
 
-    log_probability_step = functools.partial(
-        make_log_probability_step, sequence_shards=placement.sequence_shards
-    )
+    shards = placement.sequence_shards
+    log_probability_step = functools.partial(make_log_probability_step, sequence_shards=shards)
     return Job(
         config=config,
         options=options,
@@ -427,31 +422,31 @@ def _gradient(config: RunConfig, model: ModelDefinition, placement: Placement) -
     )
 
 
-def _train_step(
-    config: RunConfig,
-    gradient: GradientFunction,
-    optimizer: optax.GradientTransformation,
-    placement: Placement,
-    *,
-    dims: Parameters | None,
-) -> TrainStep:
-    return make_train_step(
-        gradient,
-        optimizer,
-        learning_rate=learning_rate(config.optimizer, steps=config.training.steps),
-        precision=config.precision,
-        next_model_state=gradient.model.next_state,
-        updates=placement.updates(gradient.model),
-        average=config.optimizer.average,
-        dims=dims,
-    )
+@final
+class StepPrograms:
+    """A job's compiled steps, with and without statistics, and the rule which one a step runs.
 
-
-def step_programs(job: Job) -> StepPrograms:
-    """Returns a job's compiled steps, with and without statistics, and the rule which one a step
-    runs.
+    ``plain`` may be replaced before its first call.
     """
-    return StepPrograms(job.train_step, job.statistics_step, every=job.config.statistics.every)
+
+    def __init__(self, job: Job):
+        self.plain: Any = job.train_step
+        self._statistics: Any = job.statistics_step
+        self._every = job.config.statistics.every
+        self._has_run: set[bool] = set()
+
+    def asks(self, step: int) -> bool:
+        """Whether this step is one that computes statistics."""
+        return self._every is not None and step % self._every == 0
+
+    def phase(self, step: int) -> str:
+        """Returns "compile" if this step's program has not run yet, else "step"."""
+        return "step" if self.asks(step) in self._has_run else "compile"
+
+    def __call__(self, step: int, state: Any, batch: Batch) -> Any:
+        """Runs the program that this step needs; ``state`` is donated."""
+        self._has_run.add(self.asks(step))
+        return (self._statistics if self.asks(step) else self.plain)(state, batch)
 
 
 def lower_step(job: Job, *, platforms: tuple[str, ...] | None = None) -> jax.stages.Lowered:

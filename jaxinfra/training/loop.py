@@ -10,16 +10,17 @@ import jax
 
 from jaxinfra.checkpoint import processes
 from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.config.precision import LossScaling
 from jaxinfra.data.batch import rows_sum, whole_sum
 from jaxinfra.errors import CheckpointError
 from jaxinfra.runtime.host_exchange import ProcessTable
 from jaxinfra.runtime.recorder import EXCLUDED
 from jaxinfra.training.evaluation import Interrupted, evaluate_sets
-from jaxinfra.training.examine import SpikeReports, locate_nonfinite
-from jaxinfra.training.job import Job, step_programs
+from jaxinfra.training.examine import explain_spike, locate_nonfinite
+from jaxinfra.training.job import Job, StepPrograms
 from jaxinfra.training.metrics import MetricsLog
 from jaxinfra.training.profile import Profiler
-from jaxinfra.training.progress import Clock, Progress, Status
+from jaxinfra.training.progress import Clock, Progress
 from jaxinfra.training.start import Start, first_state
 from jaxinfra.training.step import StepMetrics, step_record
 from jaxinfra.training.summary import Outcome, draw_run, summarize
@@ -48,22 +49,21 @@ class _Pending:
     table: ProcessTable | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Outputs:
-    """Outputs of a run: its metrics log, clock, display and profiler."""
-
-    log: MetricsLog
-    clock: Clock
-    progress: Progress
-    profiler: Profiler
-
-
 @final
 class Trainer:
     """The loop over a run's remaining steps; it evaluates, saves and records when due."""
 
     def __init__(
-        self, *, job: Job, run: RunDirectory, start: Start, outputs: Outputs, watch: Watch
+        self,
+        *,
+        job: Job,
+        run: RunDirectory,
+        start: Start,
+        log: MetricsLog,
+        clock: Clock,
+        progress: Progress,
+        profiler: Profiler,
+        watch: Watch,
     ):
         self._job = job
         self._training = job.config.training
@@ -72,17 +72,13 @@ class Trainer:
         self._state = start.state
         self._step = start.batches.step
         self._saved_step = self._step if start.saved else None
-        self._log, self._clock = outputs.log, outputs.clock
-        self._progress, self._profiler = outputs.progress, outputs.profiler
+        self._log, self._clock, self._progress, self._profiler = log, clock, progress, profiler
         self._watch, self._stop = watch, watch.stop
-        self._spikes = SpikeReports(
-            job=job, run=run, batches=self._batches, corpora=self._corpora, watch=watch
-        )
         self._guards = Guards(job.config.reliability, job.abstract_state())
         self._doubt: Doubt | None = None  # being replayed
         self._share = job.process_share()  # which part of a batch this process reads, of how many
         self.has_trained = False  # whether a step of this session is done
-        self._programs = step_programs(job)
+        self._programs = StepPrograms(job)
         self._stall_s = 0.0  # of a save since the last step recorded
         self._pending: collections.deque[_Pending] = collections.deque()
 
@@ -168,7 +164,15 @@ class Trainer:
             read = rows_sum(batch.tokens, first=self._share[0] * len(batch.tokens))
             metrics = None
             if step + 1 in self._watch.excluded:
-                self._spikes.explain(self._state, step=step + 1)
+                explain_spike(
+                    self._job,
+                    self._state,
+                    self._batches,
+                    self._corpora.tokenizer,
+                    run=self._run,
+                    watch=self._watch,
+                    step=step + 1,
+                )
                 self._state = self._job.pass_over(self._state)
                 host_s = self._watch.phase("step", step + 1)
             else:
@@ -206,7 +210,7 @@ class Trainer:
             if values is not None:
                 self._require_undoubted(step, record["loss"])
             step_s = self._clock.lap()
-            rows = self._watch.read(pending.table)
+            rows = self._stop.read(pending.table)
             sums = [row.rows_sum for row in rows] or [pending.rows_sum]
             copies = len(sums) // self._share[1]
             record |= {"samples": pending.samples, "batch": whole_sum(sums, copies=copies)}
@@ -219,13 +223,9 @@ class Trainer:
             self._watch.look_for_slow(rows, step=step, step_s=step_s)
             self._watch.snapshot(step=step, record=record)
             if values is not None:
+                heldout = self._log.find("heldout_loss")
                 self._progress.show(
-                    Status.of(
-                        record,
-                        self._clock,
-                        steps=self._training.steps,
-                        heldout=self._log.find("heldout_loss"),
-                    )
+                    record, self._clock, steps=self._training.steps, heldout=heldout
                 )
                 if int(values.skipped_in_a_row) == 1:
                     self._explain_skip(step, values)
@@ -250,10 +250,11 @@ class Trainer:
 
     def _explain_skip(self, step: int, values: StepMetrics) -> None:
         """A step that was not applied because something in it was not finite: what, and where."""
-        if self._job.scales_dynamically and float(values.loss_scale) > 1.0:
+        is_dynamic = self._job.config.precision.loss_scaling is LossScaling.DYNAMIC
+        if is_dynamic and float(values.loss_scale) > 1.0:
             return  # too large a loss scale: found by trying, and no fault
         found = locate_nonfinite(self._job, self._state, self._batches, step=step)
-        self._watch.incident("not finite", step=step, text=found.text, **found.details)
+        self._watch.incident("not finite", step=step, **found)
 
     def _watch_copies(self) -> None:
         """Compares replicated state where that is due, or where a replay has come to judge it."""

@@ -87,16 +87,15 @@ class MetricsLogger(Callback):
 
     def on_step(self, record: Record) -> None:
         """Writes the numbers of a training step's record."""
-        numbers = {
-            name: value
-            for name, value in record.items()
-            if name != "step" and isinstance(value, int | float)
-        }
-        self.write(numbers, step=record["step"])
+        self.write(_numbers(record), step=record["step"])
 
     def on_evaluation(self, record: Record) -> None:
         """Writes the numbers of an evaluation's record."""
         MetricsLogger.on_step(self, record)
+
+
+def _numbers(record: Record) -> dict[str, float]:
+    return {n: v for n, v in record.items() if n != "step" and isinstance(v, int | float)}
 
 
 @final
@@ -308,7 +307,7 @@ class MetricsLog:
         if not self._writes:
             return
         self._lines.append(json.dumps(record, allow_nan=False).encode() + b"\n")
-        numbers = {n: v for n, v in record.items() if n != "step" and isinstance(v, int | float)}
+        numbers = _numbers(record)
         if statistics is not None:
             line = {"step": record["step"], **statistics}
             self._statistics.append(json.dumps(line, allow_nan=False).encode() + b"\n")

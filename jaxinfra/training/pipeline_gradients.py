@@ -98,6 +98,9 @@ class PipelineGradient(GradientFunction):
 
     Every micro-batch is divided by the number of counted targets of the whole batch, and gradients
     are summed in place, as without a pipeline.
+
+    It has the decoder as the functions that stages run (``StageFunctions``); a layer is one
+    repetition of its block pattern.
     """
 
     placement: Placement
@@ -162,7 +165,7 @@ class PipelineGradient(GradientFunction):
         schedule = self.schedule
         result = run_pipeline(
             self.program,
-            DecoderStages(model=self.model, training=self.training, places=self.places),
+            self,
             layers=to_stage_order(blocks, schedule, axis=STAGES),
             shared=shared,
             micro_batches=micro,
@@ -170,24 +173,6 @@ class PipelineGradient(GradientFunction):
         )
         d_layers, sums = to_natural_order((result.d_layers, result.sums), schedule, axis=STAGES)
         return dataclasses.replace(result, d_layers=d_layers, sums=sums)
-
-
-def _split(tree: Parameters) -> tuple[Parameters, Parameters]:
-    """Splits a tree into the layers' part and the rest."""
-    rest = {name: value for name, value in tree.items() if name != "blocks"}
-    return tree.get("blocks", {}), rest
-
-
-@final
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class DecoderStages:
-    """A decoder split into the functions that pipeline stages run; a layer is one repetition of its
-    block pattern.
-    """
-
-    model: ModelDefinition
-    training: TrainingConfig
-    places: np.ndarray  # of ``layer_places``
 
     def embed(self, shared: Arrays, micro: _Micro) -> jax.Array:
         """Embeds a micro-batch's tokens as x [B, T, D]."""
@@ -259,6 +244,7 @@ class DecoderStages:
             micro.batch,
             z_loss=self.training.z_loss,
             label_smoothing=self.training.label_smoothing,
+            loss=None,
         )
         return HeadSums(objective=sums.total * micro.scale, loss=sums.nll * micro.weight)
 
@@ -269,6 +255,12 @@ class DecoderStages:
         embed_key, blocks_key = jax.random.split(micro.key)
         config = self.model.config
         return embed_key, jax.random.split(blocks_key, (config.repeats[0], len(config.blocks)))
+
+
+def _split(tree: Parameters) -> tuple[Parameters, Parameters]:
+    """Splits a tree into the layers' part and the rest."""
+    rest = {name: value for name, value in tree.items() if name != "blocks"}
+    return tree.get("blocks", {}), rest
 
 
 def _positions(batch: Batch) -> jax.Array:

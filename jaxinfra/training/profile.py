@@ -3,9 +3,8 @@
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict, final
+from typing import NotRequired, TypedDict, final
 
 import jax
 from jaxtyping import Array, Float
@@ -51,22 +50,6 @@ def rank_directory(directory: Path, rank: int) -> Path:
 def _xla_options(job: Job) -> list[str]:
     own = describe_options(job.options).split(", ") if job.options else []
     return own + os.environ.get("XLA_FLAGS", "").split()
-
-
-def describe_collectives(compiled: Any, mesh: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Lists a compiled program's collectives for ``COLLECTIVES_FILE``, with the bytes per device
-    and call.
-    """
-    return [
-        {
-            "instruction": each.instruction,
-            "kind": each.kind,
-            "scope": each.scope,
-            "axes": each.axes(mesh),
-            "sent_bytes": each.sent_bytes,
-        }
-        for each in collectives(compiled)
-    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +111,16 @@ class Profiler:
         )
         (self._directory / STEP_FILE).write_text(json.dumps(traced))
         if mesh.size > 1:
-            found = describe_collectives(compiled, mesh.shape)
+            found = [
+                {
+                    "instruction": each.instruction,
+                    "kind": each.kind,
+                    "scope": each.scope,
+                    "axes": each.axes(mesh.shape),
+                    "sent_bytes": each.sent_bytes,  # per device and call
+                }
+                for each in collectives(compiled)
+            ]
             (self._directory / COLLECTIVES_FILE).write_text(json.dumps(found))
 
     def before_step(self, step: int) -> None:

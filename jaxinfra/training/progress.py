@@ -1,7 +1,6 @@
 """Progress of a run: its time, throughput and memory, and their display while it trains."""
 
 import contextlib
-import dataclasses
 import resource
 import statistics
 import sys
@@ -98,75 +97,40 @@ def peak_bytes() -> int:
     return int(counters.get("peak_bytes_in_use", resident))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Status:
-    """The figures of one moment of a run that its display shows."""
+def status_cells(
+    record: Mapping[str, Any], clock: Clock, *, steps: int, heldout: Mapping[str, Any] | None
+) -> list[tuple[str, str]]:
+    """Formats what a run's display shows after a step: names and values, in the order shown.
 
-    step: int
-    steps: int
-    loss: float
-    gradient_norm: float
-    learning_rate: float
-    tokens_per_s: float | None  # None until a step is timed
-    mfu: float | None
-    loss_scale: float
-    skipped: int
-    heldout: Mapping[str, Any] | None  # the newest record of an evaluation
-    remaining_s: float | None
-    accuracy: float | None = None  # share of pairs whose chosen answer has the larger reward
-    left_out: float = 0.0  # choices of experts, dropped or without room in the exchange
-
-    @classmethod
-    def of(
-        cls,
-        record: Mapping[str, Any],
-        clock: Clock,
-        *,
-        steps: int,
-        heldout: Mapping[str, Any] | None,
-    ) -> Self:
-        """Makes the status after a step's record, with the clock's moving average of step times."""
-        step_s = clock.step_s
-        return cls(
-            step=record["step"],
-            steps=steps,
-            loss=record["loss"],
-            gradient_norm=record["gradient_norm"],
-            learning_rate=record["learning_rate"],
-            tokens_per_s=clock.tokens_per_s(step_s),
-            mfu=clock.mfu(step_s),
-            loss_scale=record["loss_scale"],
-            skipped=record["skipped"],
-            heldout=heldout,
-            remaining_s=None if step_s is None else (steps - record["step"]) * step_s,
-            accuracy=record.get("preferences/accuracy"),
-            left_out=record.get("layers/dropped", 0.0) + record.get("layers/overflowed", 0.0),
-        )
-
-    def cells(self) -> list[tuple[str, str]]:
-        """Returns the figures' names and formatted values, in the order shown."""
-        cells = [
-            ("step", f"{self.step}/{self.steps}"),
-            ("loss", f"{self.loss:.4f}"),
-            ("grad norm", f"{self.gradient_norm:.3f}"),
-            ("lr", f"{self.learning_rate:.2e}"),
-            ("tokens/s", _or_unknown(self.tokens_per_s, lambda rate: f"{rate:,.0f}")),
-            ("MFU", _or_unknown(self.mfu, lambda share: f"{share:.1%}")),
-            ("left", _or_unknown(self.remaining_s, duration)),
-        ]
-        if self.loss_scale != 1.0:
-            cells.append(("loss scale", f"{self.loss_scale:g}"))
-        if self.accuracy is not None:
-            cells.append(("in order", f"{self.accuracy:.0%}"))
-        if self.skipped:
-            cells.append(("skipped", str(self.skipped)))
-        if self.left_out:
-            cells.append(("choices left out", f"{self.left_out:,.0f}"))
-        if self.heldout is not None:
-            loss = _or_unknown(self.heldout["heldout_loss"], lambda value: f"{value:.4f}")
-            when = "" if self.heldout["step"] == self.step else f" (step {self.heldout['step']})"
-            cells.append(("held-out", f"{loss}{when}"))
-        return cells
+    Args:
+        record: the step's record; times are the clock's moving average.
+        heldout: the newest record of an evaluation.
+    """
+    step, step_s = record["step"], clock.step_s
+    remaining_s = None if step_s is None else (steps - step) * step_s
+    left_out = record.get("layers/dropped", 0.0) + record.get("layers/overflowed", 0.0)
+    cells = [
+        ("step", f"{step}/{steps}"),
+        ("loss", f"{record['loss']:.4f}"),
+        ("grad norm", f"{record['gradient_norm']:.3f}"),
+        ("lr", f"{record['learning_rate']:.2e}"),
+        ("tokens/s", _or_unknown(clock.tokens_per_s(step_s), lambda rate: f"{rate:,.0f}")),
+        ("MFU", _or_unknown(clock.mfu(step_s), lambda share: f"{share:.1%}")),
+        ("left", _or_unknown(remaining_s, duration)),
+    ]
+    if record["loss_scale"] != 1.0:
+        cells.append(("loss scale", f"{record['loss_scale']:g}"))
+    if "preferences/accuracy" in record:  # of pairs whose chosen answer has the larger reward
+        cells.append(("in order", f"{record['preferences/accuracy']:.0%}"))
+    if record["skipped"]:
+        cells.append(("skipped", str(record["skipped"])))
+    if left_out:  # choices of experts, dropped or without room in the exchange
+        cells.append(("choices left out", f"{left_out:,.0f}"))
+    if heldout is not None:
+        loss = _or_unknown(heldout["heldout_loss"], lambda value: f"{value:.4f}")
+        when = "" if heldout["step"] == step else f" (step {heldout['step']})"
+        cells.append(("held-out", f"{loss}{when}"))
+    return cells
 
 
 def _or_unknown(value: float | None, show: Callable[[float], str]) -> str:
@@ -213,13 +177,22 @@ class Progress:
             self._console.print(text, markup=False, soft_wrap=True)
             sys.stdout.flush()
 
-    def show(self, status: Status) -> None:
-        """Shows a status of the run."""
+    def show(
+        self,
+        record: Mapping[str, Any],
+        clock: Clock,
+        *,
+        steps: int,
+        heldout: Mapping[str, Any] | None,
+    ) -> None:
+        """Shows a run's status after a step, as ``status_cells`` formats it."""
+        if self._live is None and record["step"] % self._every and record["step"] != steps:
+            return
+        cells = status_cells(record, clock, steps=steps, heldout=heldout)
         if self._live is not None:
             table = Table.grid(padding=(0, 2))
-            cells = status.cells()
             table.add_row(*(name for name, _ in cells), style="dim")
             table.add_row(*(value for _, value in cells))
             self._live.update(table)
-        elif status.step % self._every == 0 or status.step == status.steps:
-            self.message("  ".join(f"{name} {value}" for name, value in status.cells()))
+        else:
+            self.message("  ".join(f"{name} {value}" for name, value in cells))

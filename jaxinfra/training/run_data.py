@@ -21,59 +21,22 @@ from jaxinfra.errors import DataError
 from jaxinfra.model.definition import Parameters
 from jaxinfra.parallel.zigzag import from_zigzag
 from jaxinfra.training.job import Job
-from jaxinfra.training.preferences import pair_sums
 from jaxinfra.training.state import State
-
-
-def with_reference(
-    job: Job,
-    corpora: Corpora,
-    *,
-    initial: Callable[[], Parameters],
-    kept: Path | None = None,
-) -> Corpora:
-    """Adds each token's log probability under the run's start model, if the loss of pairs needs it;
-    a collective.
-
-    They are computed once, before the first step: one forward pass over all pairs.
-
-    Args:
-        initial: returns parameters and state of the start model, as a state of step 0 has them;
-            called only if something is to be computed.
-        kept: directory of log probabilities that are computed already, and of new ones.
-    """
-    preferences = job.config.preferences
-    if preferences is None or not preferences.has_reference:
-        return corpora
-    tree: Parameters | None = None
-
-    def known(arrays: TokenArrays) -> TokenArrays:
-        nonlocal tree
-        file = None if kept is None else kept / f"{arrays.fingerprint}.npy"
-        if file is not None and processes.on_first(file.exists):
-            return dataclasses.replace(arrays, reference=_read(file, arrays))
-        tree = initial() if tree is None else tree
-        found = _reference(job, tree, arrays)
-        if file is not None:
-            processes.on_first(functools.partial(_write, file, found))
-        return dataclasses.replace(arrays, reference=found)
-
-    return corpora.changed(known)
 
 
 def _reference(job: Job, tree: Parameters, arrays: TokenArrays) -> np.ndarray:
     found = np.zeros(len(arrays.tokens), np.float32)
-    for _, each_BT, pieces in _rows(job, tree, arrays):
+    for _, each_BT, pieces in pair_rows(job, tree, arrays):
         which, position, target = piece_targets(arrays, pieces)
         found[target] = each_BT[pieces.row[which], pieces.column[which] + position]
     return found
 
 
-def _rows(
+def pair_rows(
     job: Job, tree: Parameters, arrays: TokenArrays
 ) -> Iterator[tuple[Batch[np.ndarray], np.ndarray, DocumentPieces]]:
-    """Batches of all pairs, each once, with the log probabilities of their targets; all processes
-    get all rows.
+    """Iterates over batches of all pairs of a text, each once, with the log probabilities of their
+    targets; a collective, and all processes get all rows.
     """
     training, (part, parts) = job.config.training, job.process_share()
     length, size = training.sequence_length, training.batch_size // training.accumulation
@@ -110,36 +73,6 @@ def _write(file: Path, found: np.ndarray) -> None:
     partial.rename(file)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class PairTotals:
-    """The loss and the logged figures of preference training, summed over all pairs of a text."""
-
-    loss: float
-    figures: dict[str, float]  # as ``PairSums.figures``
-
-
-def sum_pairs(
-    job: Job, tree: Parameters, arrays: TokenArrays, *, before: Callable[[], None]
-) -> PairTotals:
-    """Sums the loss over all pairs of a text, each counted once; a collective.
-
-    Args:
-        before: called before each batch; an exception from it ends the sum.
-    """
-    preferences = job.config.preferences
-    assert preferences is not None, "a run of pairs"
-    of_rows = jax.jit(functools.partial(pair_sums, config=preferences))
-    loss, figures = 0.0, dict[str, float]()
-    before()
-    for batch, each_BT, _ in _rows(job, tree, arrays):
-        found = jax.device_get(of_rows(each_BT, batch))
-        loss += float(found.loss)
-        for name, value in found.figures.items():
-            figures[name] = figures.get(name, 0.0) + float(value)
-        before()
-    return PairTotals(loss=loss, figures=figures)
-
-
 def open_data(
     job: Job,
     *,
@@ -151,7 +84,8 @@ def open_data(
     """Opens the corpora that a job's config names; a collective.
 
     Args:
-        initial: returns the state of step 0, whose model is the reference of a loss of pairs.
+        initial: returns the state of step 0, whose model is the reference of a loss of pairs;
+            called only if the loss has one that is not computed yet.
         run: run directory that holds files of the start model and the computed log probabilities.
         tokenizer: tokenizer of a checkpoint, if the run continues from one.
     """
@@ -166,12 +100,30 @@ def open_data(
     )
     if jax.process_count() > 1:  # the others find in the cache what the first has tokenized
         processes.on_first(lambda: open_it() and None)
-    return with_reference(
-        job,
-        open_it(),
-        initial=lambda: initial().evaluated,
-        kept=None if run is None else run.reference,
-    )
+    preferences = config.preferences
+    if preferences is None or not preferences.has_reference:
+        return open_it()
+    tree = functools.cache(lambda: initial().evaluated)
+    kept = None if run is None else run.reference
+    return open_it().changed(lambda arrays: _with_reference(job, tree, kept, arrays))
+
+
+def _with_reference(
+    job: Job, tree: Callable[[], Parameters], kept: Path | None, arrays: TokenArrays
+) -> TokenArrays:
+    """Adds each token's log probability under the run's start model: one forward pass over all
+    pairs, once, before the first step. A collective.
+
+    Args:
+        kept: directory of log probabilities that are computed already, and of new ones.
+    """
+    file = None if kept is None else kept / f"{arrays.fingerprint}.npy"
+    if file is not None and processes.on_first(file.exists):
+        return dataclasses.replace(arrays, reference=_read(file, arrays))
+    found = _reference(job, tree(), arrays)
+    if file is not None:
+        processes.on_first(functools.partial(_write, file, found))
+    return dataclasses.replace(arrays, reference=found)
 
 
 def batches_of(job: Job, corpora: Corpora) -> TrainIterator:

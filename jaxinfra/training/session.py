@@ -35,12 +35,18 @@ from jaxinfra.training.describe import (
     record_environment,
 )
 from jaxinfra.training.job import Job, keep_compiled_programs, make_job
-from jaxinfra.training.loop import Outputs, Trainer
+from jaxinfra.training.loop import Trainer
 from jaxinfra.training.metrics import Callback, MetricsLog
 from jaxinfra.training.profile import Profiler, ProfileRange
 from jaxinfra.training.progress import Clock, Progress
 from jaxinfra.training.recompute.optimal import draw_choice
-from jaxinfra.training.start import kept_from_start, new_start, resumed_start, with_frozen
+from jaxinfra.training.start import (
+    Start,
+    kept_from_start,
+    new_start,
+    resumed_start,
+    with_frozen,
+)
 from jaxinfra.training.summary import Outcome, final_summary
 from jaxinfra.training.watch import Agreement, Stopped, Watch, attempt, compute_s
 
@@ -192,13 +198,11 @@ class _Session:
             progress.message(f"resumed at step {start.batches.step}")
         if start.changes:
             progress.message(f"settings changed since it was saved: {'; '.join(start.changes)}")
-        outputs = self._outputs(job, step=start.batches.step)
-        watch = self._watch(recorder, outputs.log, excluded=start.excluded)
-        return Trainer(job=job, run=run, start=start, outputs=outputs, watch=watch)
+        return self._trainer(job, start, recorder)
 
-    def _outputs(self, job: Job, *, step: int) -> Outputs:
-        """Opens what the steps after that step are recorded and shown in."""
-        run, resources = self.run, self.resources
+    def _trainer(self, job: Job, start: Start, recorder: Recorder) -> Trainer:
+        """Opens what the steps to come are recorded and shown in."""
+        run, resources, step = self.run, self.resources, start.batches.step
         log = resources.enter_context(
             MetricsLog(
                 run.metrics_file,
@@ -213,19 +217,25 @@ class _Session:
             callback.on_begin(run.path, job.config)
         profiler = Profiler(self.profile, run.trace)
         resources.callback(profiler.close)
-        clock = Clock(job, log.records, began=self.began)
-        return Outputs(log=log, clock=clock, progress=self.progress, profiler=profiler)
-
-    def _watch(self, recorder: Recorder, log: MetricsLog, *, excluded: frozenset[int]) -> Watch:
-        return Watch(
-            run=self.run,
+        watch = Watch(
+            run=run,
             recorder=recorder,
             stop=Agreement(self.stop, Exchange() if jax.process_count() > 1 else None),
             config=self.config.reliability,
             progress=self.progress,
             began=time.time() - (time.perf_counter() - self.began),
             lost_s=compute_s(log.undone),
-            excluded=excluded,
+            excluded=start.excluded,
+        )
+        return Trainer(
+            job=job,
+            run=run,
+            start=start,
+            log=log,
+            clock=Clock(job, log.records, began=self.began),
+            progress=self.progress,
+            profiler=profiler,
+            watch=watch,
         )
 
 

@@ -5,7 +5,6 @@ read directly onto the mesh.
 import contextlib
 import dataclasses
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,9 @@ import jax
 
 from jaxinfra.checkpoint import directory_layout, metadata, processes
 from jaxinfra.checkpoint.checkpointer import Checkpointer, Restored
-from jaxinfra.checkpoint.initial import InitialModel, kept_files, place_initial
+from jaxinfra.checkpoint.initial import kept_files, place_initial
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.config import codec
-from jaxinfra.config.finetune import LoraConfig
-from jaxinfra.config.preferences import PreferenceConfig
-from jaxinfra.config.presets import runs
 from jaxinfra.config.run import RunConfig
 from jaxinfra.data.corpora import Corpora
 from jaxinfra.data.tokenizer import Tokenizer
@@ -70,31 +66,13 @@ def kept_from_start(config: RunConfig) -> dict[str, bytes]:
     return files
 
 
-def finetuning_config(
-    start: InitialModel,
-    *,
-    lora: LoraConfig | None,
-    chat: bool,
-    preferences: PreferenceConfig | None = None,
-) -> RunConfig:
-    """Makes a default config for fine-tuning this model; options may change it afterwards."""
-    return runs.finetuning(
-        start.config,
-        init=start.init,
-        policy=start.policy,
-        lora=lora,
-        chat=chat,
-        preferences=preferences,
-    )
-
-
 def require_same_start(config: RunConfig, start: RunConfig) -> None:
     """Raises ConfigError if a setting that weights or tokens depend on has changed since the run's
     start, and names it.
 
     Rotary embedding, context length and dropout may differ.
     """
-    before, now = (_flat(json.loads(codec.to_json(each))) for each in (start, config))
+    before, now = (codec.flattened(codec.to_dict(each)) for each in (start, config))
     free = ("model.dropout_rate", "model.init_std")
     for key in {**before, **now}:
         if before.get(key) == now.get(key) or key in free or ".rope." in key:
@@ -107,19 +85,6 @@ def require_same_start(config: RunConfig, start: RunConfig) -> None:
                 f"{key}={now.get(key)!r}: the model in {start.init.path} has "
                 f"{before.get(key)!r}, and its weights and tokens mean nothing else; leave it out"
             )
-
-
-def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(values, dict):
-        items = values.items()
-    elif isinstance(values, list):
-        items = ((str(i), value) for i, value in enumerate(values))
-    else:
-        return {prefix.removesuffix("."): values}
-    flat: dict[str, Any] = {}
-    for name, value in items:
-        flat |= _flat(value, f"{prefix}{name}.")
-    return flat
 
 
 def restore_newest(job: Job, run: RunDirectory, saver: Checkpointer) -> Restored | None:
@@ -195,7 +160,7 @@ def new_start(
             run.discard()
         raise
     processes.on_first(lambda: corpora.tokenizer.save(run.tokenizer_file))
-    saver = _open_checkpoints(job, run, resources)
+    saver = resources.enter_context(open_checkpoints(job, run))
     return Start(corpora=corpora, batches=batches, saver=saver, state=state, saved=False)
 
 
@@ -208,7 +173,7 @@ def resumed_start(
     profile: ProfileRange | None,
 ) -> Start:
     """Prepares a run at its newest good checkpoint, or at step 0 if it has none yet."""
-    saver = _open_checkpoints(job, run, resources)
+    saver = resources.enter_context(open_checkpoints(job, run))
     if saver.latest() is not None and not run.tokenizer_file.exists():
         raise ConfigError(
             f"{run.path} has no tokenizer.json; restore the one that the run was trained with"
@@ -245,12 +210,11 @@ def resumed_start(
     )
 
 
-def _open_checkpoints(job: Job, run: RunDirectory, resources: contextlib.ExitStack) -> Checkpointer:
-    return resources.enter_context(
-        Checkpointer(
-            run.checkpoints,
-            job.config.checkpoint,
-            identity=identity(run, job.config),
-            settings=codec.to_dict(job.config),
-        )
+def open_checkpoints(job: Job, run: RunDirectory) -> Checkpointer:
+    """Opens the checkpoints of a run directory for saves of this job's states; close it after."""
+    return Checkpointer(
+        run.checkpoints,
+        job.config.checkpoint,
+        identity=identity(run, job.config),
+        settings=codec.to_dict(job.config),
     )

@@ -47,32 +47,6 @@ class TrainState[Leaf]:
 type State = TrainState[jax.Array]
 
 
-def initial_state(
-    model: ModelDefinition,
-    optimizer: optax.GradientTransformation,
-    *,
-    precision: PrecisionConfig,
-    seed: int,
-    averages: bool = False,
-    beside: Parameters | None = None,
-) -> State:
-    """Initializes the parameters and zeroes the optimizer state; jit it with ``state_shardings`` as
-    out_shardings.
-
-    Args:
-        beside: frozen parameters, as ``ModelDefinition.initialize`` takes them.
-    """
-    init_key, _ = jax.random.split(jax.random.key(seed))
-    return state_around(
-        model.initialize(init_key, beside=beside),
-        model.initial_state(),
-        optimizer,
-        precision=precision,
-        seed=seed,
-        averages=averages,
-    )
-
-
 def state_around(
     parameters: Parameters,
     model_state: Parameters,

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfra.axes import LAYERS
-from jaxinfra.data.batch import Batch
 from jaxinfra.model.definition import Parameters, by_path
 from jaxinfra.model.passes import STATISTICS, Sums
 from jaxinfra.model.projection import QUANTIZATION
@@ -116,39 +115,6 @@ def flat_statistics(record: dict[str, Any]) -> dict[str, float]:
                     if one is not None:
                         found[f"{STATISTICS}{path}/{name}{suffix}"] = one
     return found
-
-
-@final
-class StepPrograms:
-    """The two compiled steps of a run, with and without statistics, and the rule which one a step
-    runs.
-
-    ``plain`` may be replaced before its first call.
-
-    Args:
-        plain: training step without statistics.
-        statistics: training step that also returns statistics; None: the run has no such step.
-        every: number of steps between two steps with statistics.
-    """
-
-    def __init__(self, plain: Any, statistics: Any, *, every: int | None):
-        self.plain = plain
-        self._statistics = statistics
-        self._every = every
-        self._has_run: set[bool] = set()
-
-    def asks(self, step: int) -> bool:
-        """Whether this step is one that computes statistics."""
-        return self._every is not None and step % self._every == 0
-
-    def phase(self, step: int) -> str:
-        """Returns "compile" if this step's program has not run yet, else "step"."""
-        return "step" if self.asks(step) in self._has_run else "compile"
-
-    def __call__(self, step: int, state: Any, batch: Batch) -> Any:
-        """Runs the program that this step needs; ``state`` is donated."""
-        self._has_run.add(self.asks(step))
-        return (self._statistics if self.asks(step) else self.plain)(state, batch)
 
 
 LARGEST, VANISHED, LOST = "largest", "vanished", "lost"

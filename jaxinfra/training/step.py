@@ -1,9 +1,10 @@
 """The pure training step: (state, batch) -> (state, metrics)."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxinfra.config.precision import PrecisionConfig
 from jaxinfra.data.batch import Batch
-from jaxinfra.model.definition import Parameters
+from jaxinfra.model.definition import ModelDefinition, Parameters
 from jaxinfra.model.gradients import Gradients
 from jaxinfra.model.passes import STATISTICS, Sums
 from jaxinfra.numerics.loss_scale import next_loss_scale
@@ -63,7 +64,6 @@ def make_train_step(
     *,
     learning_rate: optax.Schedule,
     precision: PrecisionConfig,
-    next_model_state: Callable[[Parameters, Any, Parameters], Parameters],
     updates: Any = None,
     average: float | None = None,
     dims: Parameters | None = None,
@@ -74,17 +74,17 @@ def make_train_step(
     no token of its batch counts.
 
     Args:
-        next_model_state: the function ``ModelDefinition.next_state``.
         updates: shardings in which the optimizer works, a tree like the parameters'; if the
             parameters are sharded otherwise, each device updates its shard and the shards are
             gathered.
         average: decay of the parameters' running mean; None: no mean is kept.
         dims: names of the parameters' dims, if the step computes parameter statistics.
     """
-    update = _Update(
+    update = functools.partial(
+        _updated,
         optimizer=optimizer,
         precision=precision,
-        next_model_state=next_model_state,
+        model=gradient.model,
         updates=updates,
         average=average,
         dims=dims,
@@ -116,66 +116,57 @@ def make_train_step(
     return train_step
 
 
-@final
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Update:
-    """The optimizer's part of a step: from gradients to the next state."""
+def _updated(
+    state: State,
+    learned: Gradients,
+    counted: Float[Array, ""],
+    key: Key[Array, ""],
+    *,
+    optimizer: optax.GradientTransformation,
+    precision: PrecisionConfig,
+    model: ModelDefinition,
+    updates: Any,
+    average: float | None,
+    dims: Parameters | None,
+) -> tuple[State, Float[Array, ""], StatisticsTable]:
+    """The next state, the norm of the gradients, and statistics where they are asked for."""
+    gradients, old = learned.gradients, state.parameters
+    if updates is not None:
+        gradients, old = jax.lax.with_sharding_constraint((gradients, old), (updates,) * 2)
+    scale = state.loss_scale.value
+    gradients = jax.tree.map(lambda g: g.astype(scale.dtype) / scale, gradients)
+    norm = optax.tree_utils.tree_norm(gradients)
+    finite = jnp.isfinite(learned.loss) & jnp.isfinite(norm)
+    applies = finite & (counted > 0)
+    steps, moments = optimizer.update(gradients, state.optimizer, old)
+    parameters = _after_updates(old, steps, key)
+    statistics: StatisticsTable = {}
+    if dims is not None:
+        statistics = parameter_statistics(dims, gradients=gradients, before=old, after=parameters)
 
-    optimizer: optax.GradientTransformation
-    precision: PrecisionConfig
-    next_model_state: Callable[[Parameters, Any, Parameters], Parameters]
-    updates: Any
-    average: float | None
-    dims: Parameters | None
+    def applied(new, before):
+        return jax.tree.map(lambda a, b: jnp.where(applies, a, b), new, before)
 
-    def __call__(
-        self,
-        state: State,
-        learned: Gradients,
-        counted: Float[Array, ""],
-        key: Key[Array, ""],
-    ) -> tuple[State, Float[Array, ""], StatisticsTable]:
-        """The next state, the norm of the gradients, and statistics where they are asked for."""
-        gradients, old = learned.gradients, state.parameters
-        if self.updates is not None:
-            gradients, old = jax.lax.with_sharding_constraint((gradients, old), (self.updates,) * 2)
-        scale = state.loss_scale.value
-        gradients = jax.tree.map(lambda g: g.astype(scale.dtype) / scale, gradients)
-        norm = optax.tree_utils.tree_norm(gradients)
-        finite = jnp.isfinite(learned.loss) & jnp.isfinite(norm)
-        applies = finite & (counted > 0)
-        steps, moments = self.optimizer.update(gradients, state.optimizer, old)
-        parameters = _after_updates(old, steps, key)
-        statistics: StatisticsTable = {}
-        if self.dims is not None:
-            statistics = parameter_statistics(
-                self.dims, gradients=gradients, before=old, after=parameters
-            )
-
-        def applied(new, before):
-            return jax.tree.map(lambda a, b: jnp.where(applies, a, b), new, before)
-
-        skip = jnp.where(applies, 0, 1)
-        new_state = TrainState(
-            step=state.step + 1,
-            skipped=state.skipped + skip,
-            skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
-            parameters=applied(parameters, old),
-            model_state=applied(
-                self.next_model_state(state.model_state, learned.sums, learned.state),
-                state.model_state,
-            ),
-            optimizer=applied(moments, state.optimizer),
-            loss_scale=next_loss_scale(state.loss_scale, finite=finite, config=self.precision),
-            rng=state.rng,
+    skip = jnp.where(applies, 0, 1)
+    new_state = TrainState(
+        step=state.step + 1,
+        skipped=state.skipped + skip,
+        skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
+        parameters=applied(parameters, old),
+        model_state=applied(
+            model.next_state(state.model_state, learned.sums, learned.state),
+            state.model_state,
+        ),
+        optimizer=applied(moments, state.optimizer),
+        loss_scale=next_loss_scale(state.loss_scale, finite=finite, config=precision),
+        rng=state.rng,
+    )
+    if average is not None:
+        mean = jax.tree.map(
+            lambda a, b: average * a + (1.0 - average) * b, state.average, new_state.parameters
         )
-        if self.average is not None:
-            decay = self.average
-            mean = jax.tree.map(
-                lambda a, b: decay * a + (1.0 - decay) * b, state.average, new_state.parameters
-            )
-            new_state = dataclasses.replace(new_state, average=applied(mean, state.average))
-        return new_state, norm, statistics
+        new_state = dataclasses.replace(new_state, average=applied(mean, state.average))
+    return new_state, norm, statistics
 
 
 def step_key(state: State) -> Key[Array, ""]:

@@ -1,15 +1,17 @@
 """The training step for a loop of your own: (state, batch) -> (state, metrics)."""
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 
-from jaxinfra.checkpoint.checkpointer import Checkpointer, load_state
+from jaxinfra.checkpoint.checkpointer import load_state
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.config import codec
 from jaxinfra.config.run import RunConfig
+from jaxinfra.config.validate import validate
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.corpora import Corpora
 from jaxinfra.errors import ConfigError
@@ -17,7 +19,7 @@ from jaxinfra.model.decoder import Decoder
 from jaxinfra.runtime.files import user_cache
 from jaxinfra.training.job import make_job
 from jaxinfra.training.run_data import batches_of, open_data
-from jaxinfra.training.start import first_state, with_frozen
+from jaxinfra.training.start import first_state, open_checkpoints, with_frozen
 from jaxinfra.training.state import State
 from jaxinfra.training.step import StepMetrics
 
@@ -108,12 +110,7 @@ class Steps:
             run.create(self.config)
         if self._corpora is not None and not run.tokenizer_file.exists():
             self._corpora.tokenizer.save(run.tokenizer_file)
-        with Checkpointer(
-            run.checkpoints,
-            self.config.checkpoint,
-            identity=identity(run, self.config),
-            settings=codec.to_dict(self.config),
-        ) as saver:
+        with open_checkpoints(self._job, run) as saver:
             step = int(state.step)
             saver.save(step, state, data_state={"step": step})
 
@@ -142,26 +139,16 @@ class Steps:
         return self._corpora
 
     def _check(self, batch: Batch, *, parts: int) -> None:
-        """Raises ConfigError where this process's rows do not divide over its devices."""
-        mesh, (_, processes) = self.config.mesh, self._job.process_share()
+        """Raises ConfigError for rows that a run of their number and length could not have."""
+        _, processes = self._job.process_share()
         rows, length = batch.tokens.shape
-        shards = mesh.num_data_shards // processes * parts
-        if rows % shards:
-            raise ConfigError(
-                f"a batch of {rows} rows does not divide over {mesh.data_axes} devices "
-                f"and {parts} micro-batches; give a multiple of {shards} rows"
-            )
-        sequence_shards = mesh.sequence_shards
-        if length % (2 * sequence_shards) and sequence_shards > 1:
-            raise ConfigError(
-                f"rows of {length} tokens do not divide into 2 x {mesh.sequence_axes} chunks; "
-                f"give a multiple of {2 * sequence_shards} tokens"
-            )
-        if length > self.config.model.max_positions:
-            raise ConfigError(
-                f"rows of {length} tokens exceed the model's max_positions="
-                f"{self.config.model.max_positions}; give shorter ones"
-            )
+        training = dataclasses.replace(
+            self.config.training,
+            batch_size=rows * processes,
+            sequence_length=length,
+            accumulation=parts,
+        )
+        validate(dataclasses.replace(self.config, training=training))
 
 
 def batch_of(tokens: Any, *, weights: Any = None) -> Batch[np.ndarray]:

@@ -18,7 +18,7 @@ from jaxinfra.data.corpora import Corpora, schedule_of
 from jaxinfra.errors import JaxinfraError
 from jaxinfra.runtime.files import read_log
 from jaxinfra.runtime.goodput import goodput
-from jaxinfra.runtime.picture_style import BLUE, GRAY, RED, new_picture
+from jaxinfra.runtime.picture_style import BLUE, GRAY, RED, new_picture, save_picture
 from jaxinfra.training.job import Job
 from jaxinfra.training.metrics import MetricsLog, finite
 from jaxinfra.training.progress import Clock, median_step_s, peak_bytes
@@ -60,9 +60,7 @@ def draw_loads(records: Sequence[dict[str, Any]], file: Path) -> None:
         right.legend(loc="upper left")
     axes.grid(alpha=0.3)
     axes.legend(loc="upper right")
-    partial = file.with_suffix(".partial.png")
-    figure.savefig(partial, dpi=120)
-    partial.rename(file)
+    save_picture(figure, file)
 
 
 def draw_run(records: Sequence[dict[str, Any]], run: RunDirectory) -> None:
@@ -87,9 +85,7 @@ def draw_loss(records: Sequence[dict[str, Any]], file: Path) -> None:
     axes.set_ylabel(f"loss, {loss_unit(records)}")
     axes.grid(alpha=0.3)
     axes.legend()
-    partial = file.with_suffix(".partial.png")
-    figure.savefig(partial, dpi=120)
-    partial.rename(file)
+    save_picture(figure, file)
 
 
 def loss_unit(records: Sequence[dict[str, Any]]) -> str:
@@ -178,17 +174,6 @@ def mixture_read(config: RunConfig, records: Iterable[Mapping[str, Any]]) -> tup
         )
         for name, share in zip(names, wanted, strict=True)
     )
-
-
-def describe_mixture(rows: Sequence[SourceRead]) -> str:
-    """Formats the table of a mixture's sources in plain text."""
-    cells = mixture_cells(rows)
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for name, *figures in cells:
-        shown = (each.rjust(width) for each, width in zip(figures, widths[1:], strict=True))
-        lines.append("  ".join([name.ljust(widths[0]), *shown]))
-    return "\n".join(lines)
 
 
 def mixture_cells(rows: Sequence[SourceRead]) -> list[list[str]]:

@@ -381,7 +381,7 @@ class Watch:
         is_shared = jax.default_backend() == "cpu"
         self._stragglers = Stragglers(probe_margin_s=0.05 if is_shared else 0.001)
         self._fp8 = Fp8Watch()
-        self._probe = DeviceProbe() if jax.process_count() > 1 else None
+        self._probe = device_probe() if jax.process_count() > 1 else None
         self._probe_s = 0.0
         self._shapes: dict[str, str] = {}  # of the last batch
         self.excluded = {*config.exclude_steps, *excluded, *excluded_steps(run.incidents_file)}
@@ -428,12 +428,6 @@ class Watch:
         self._probe_s = 0.0
         return self.stop.start(row)
 
-    def read(self, table: ProcessTable | None) -> list[ProcessRow]:
-        """Returns the rows that all processes sent with a step, and learns from them whether to
-        stop.
-        """
-        return self.stop.read(table)
-
     def look_for_slow(self, rows: Sequence[ProcessRow], *, step: int, step_s: float | None) -> None:
         """Reports slow ranks, for which the others wait."""
         for rank, cause, text in self._stragglers.add(rows, step_s=step_s):
@@ -447,7 +441,7 @@ class Watch:
         """Times a small matmul on this process's devices, which must be idle."""
         assert self._probe is not None
         self.phase("probe", step)
-        self._probe_s = self._probe.seconds()
+        self._probe_s = self._probe()
         self._recorder.event("probe_s", step=step, value=self._probe_s)
 
     def incident(self, kind: str, *, step: int, text: str, **details: Any) -> None:
@@ -489,27 +483,24 @@ def compute_s(records: Sequence[dict[str, Any]]) -> float:
     return sum(record.get("step_s") or 0.0 for record in records)
 
 
-@final
-class DeviceProbe:
-    """Times a matmul of a few milliseconds on each local device, to find a slow device."""
+def device_probe() -> Callable[[], float]:
+    """Returns a function that times a matmul of a few milliseconds on all local devices, to find a
+    slow one; they must be idle.
+    """
+    size = 256 if jax.default_backend() == "cpu" else 4096
+    inputs = [
+        jax.device_put(jnp.full((size, size), 1.0 / size), device) for device in jax.local_devices()
+    ]
+    work = jax.jit(lambda x: x @ x @ x @ x)
 
-    def __init__(self) -> None:
-        size = 256 if jax.default_backend() == "cpu" else 4096
-        self._inputs = [
-            jax.device_put(jnp.full((size, size), 1.0 / size), device)
-            for device in jax.local_devices()
-        ]
-        self._work = jax.jit(lambda x: x @ x @ x @ x)
-        self.seconds()  # compiles
-
-    def seconds(self) -> float:
-        """Returns the seconds that all local devices together take for the matmul; they must be
-        idle.
-        """
-        jax.block_until_ready(self._inputs)
+    def seconds() -> float:
+        jax.block_until_ready(inputs)
         began = time.perf_counter()
-        jax.block_until_ready([self._work(x) for x in self._inputs])
+        jax.block_until_ready([work(x) for x in inputs])
         return time.perf_counter() - began
+
+    seconds()  # compiles
+    return seconds
 
 
 def attempt(environment: Any = os.environ) -> int:

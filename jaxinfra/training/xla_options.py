@@ -4,8 +4,7 @@ They apply to one program's compilation, unlike ``XLA_FLAGS``, which ends the pr
 name.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import jax
 import jaxlib
@@ -17,61 +16,32 @@ from jaxinfra.runtime.files import whole_number
 type Options = dict[str, str | int | bool]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class KnownGood:
-    """XLA options that made a program faster in a measurement, and the devices where it was
-    measured.
-    """
-
-    options: Options
-    device: str  # part of JAX's device_kind; "" for any GPU
-    jaxlib: tuple[str, ...]  # versions; empty for any
-    helps: Callable[[RunConfig], bool]
-    source: str  # of the measurement
-
-
-def _unrolled_on_a_mesh(config: RunConfig) -> bool:
-    unrolled = config.training.unroll >= config.model.num_layers
-    return unrolled and config.mesh.num_devices > 1
-
-
-KNOWN_GOOD = (
-    # Larger messages take a quarter less of the links' time (1.4% of the 1.2B step on four H200s).
-    # Gradients no further than a layer's: at 2**28 they leave when the last matmuls are over. In a
-    # loop over layers messages would be a whole turn's, nothing beside them.
-    KnownGood(
-        options={
-            "xla_gpu_all_gather_combine_threshold_bytes": 2**27,
-            "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**26,
-        },
-        device="",
-        jaxlib=(),
-        helps=_unrolled_on_a_mesh,
-        source="docs/parallelism.md",
-    ),
-)
+# Larger messages take a quarter less of the links' time (1.4% of the 1.2B step on four H200s:
+# docs/parallelism.md). Gradients no further than a layer's: at 2**28 they leave when the last
+# matmuls are over. In a loop over layers messages would be a whole turn's, nothing beside them.
+LARGE_MESSAGES: Options = {
+    "xla_gpu_all_gather_combine_threshold_bytes": 2**27,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**26,
+}
+"""Options of a step on several GPUs whose layers are unrolled."""
 
 # XLA replays whole stretches of a GPU program as CUDA graphs, and a trace then names the graph
 # where it would name the operation and its scope.
 _TRACEABLE_ON_GPU: Options = {"xla_gpu_enable_command_buffer": ""}
 
 
-def compiler_options(
-    config: RunConfig, *, device_kind: str, on_gpu: bool, traceable: bool
-) -> Options | None:
-    """Returns a training step's XLA options: measured defaults for these devices, overridden by the
-    config's; None for none.
+def compiler_options(config: RunConfig, *, on_gpu: bool, traceable: bool) -> Options | None:
+    """Returns a training step's XLA options: measured defaults, overridden by the config's; None
+    for none.
 
     Args:
-        device_kind: the devices' kind, as JAX names it.
         traceable: whether a profiler's trace must name every operation, at some cost in launches.
     """
     options: Options = {}
     if on_gpu:
-        for known in KNOWN_GOOD:
-            versions = not known.jaxlib or jaxlib.__version__ in known.jaxlib
-            if known.device in device_kind and versions and known.helps(config):
-                options |= known.options
+        unrolled = config.training.unroll >= config.model.num_layers
+        if unrolled and config.mesh.num_devices > 1:
+            options |= LARGE_MESSAGES
         options |= _TRACEABLE_ON_GPU if traceable else {}
     named = parse_options(config.training.xla_options)
     require_known(named)

@@ -41,7 +41,7 @@ from jaxinfra.training.gradients import AccumulatedGradient
 from jaxinfra.training.job import in_zigzag
 from jaxinfra.training.optim.learning_rate import learning_rate
 from jaxinfra.training.optim.optimizer import make_optimizer
-from jaxinfra.training.state import TrainState, initial_state, state_around, state_shardings
+from jaxinfra.training.state import TrainState, state_around, state_shardings
 from jaxinfra.training.step import make_train_step
 from tests.seeds import seeded
 
@@ -215,7 +215,14 @@ class Built:
 
     def initialize(self) -> TrainState:
         """To be jitted."""
-        return initial_state(self.model, self.optimizer, precision=self.precision, seed=0)
+        key, _ = jax.random.split(jax.random.key(0))
+        return state_around(
+            self.model.initialize(key),
+            self.model.initial_state(),
+            self.optimizer,
+            precision=self.precision,
+            seed=0,
+        )
 
     @property
     def shapes(self) -> TrainState:
@@ -289,7 +296,6 @@ def build(
         optimizer,
         learning_rate=learning_rate(optimizer_config, steps=STEPS),
         precision=precision,
-        next_model_state=model.next_state,
         updates=placement.updates(model),
     )
     shardings = state_shardings(model, optimizer, placement)

@@ -177,5 +177,5 @@ def test_stacks_in_a_pipeline_are_refused():
     config = Case(mesh=MeshConfig(pipe=2), accumulation=2).config
     stack = config.model.stacks[0]
     two = dataclasses.replace(config.model, stacks=(stack, stack))
-    with pytest.raises(ConfigError, match="pipe=2 with 2 stacks"):
+    with pytest.raises(ConfigError, match="2 stacks of layers with pipe=2"):
         make_job(dataclasses.replace(config, model=two))

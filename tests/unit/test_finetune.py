@@ -80,7 +80,7 @@ def test_it_starts_from_those_weights_and_draws_none(full, place, monkeypatch):
     assert len(config.init.sha256) == 64
     monkeypatch.undo()
     job = make_job(config)
-    monkeypatch.setattr("jaxinfra.training.job.initial_state", None)
+    monkeypatch.setattr("jaxinfra.training.job.Job.initialize", None)
     state = first_state(job)
     want = by_path(load_pretrained(place / "hf").parameters)
     got = by_path(state.parameters)

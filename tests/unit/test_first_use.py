@@ -24,7 +24,7 @@ from jaxinfra.planning.model import find_model
 from jaxinfra.planning.plan import make_plan
 from jaxinfra.planning.search import Question, search
 from jaxinfra.runtime.files import local_path
-from jaxinfra.training.progress import Status
+from jaxinfra.training.progress import status_cells
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -208,7 +208,7 @@ def test_the_held_out_loss_shown_says_of_which_step_it_is():
 
     def cells(step):
         heldout = {"step": step, "heldout_loss": 2.5}
-        return dict(Status.of(values, Stopped(), steps=10, heldout=heldout).cells())
+        return dict(status_cells(values, Stopped(), steps=10, heldout=heldout))
 
     assert cells(9)["held-out"] == "2.5000"
     assert cells(4)["held-out"] == "2.5000 (step 4)"

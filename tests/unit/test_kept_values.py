@@ -36,7 +36,7 @@ from jaxinfra.training.recompute.block_graph import (
     peak_bytes,
     trace_repetition,
 )
-from jaxinfra.training.recompute.optimal import KeptSearch, choose_kept
+from jaxinfra.training.recompute.optimal import KeptSearch
 from tests.sharded.cases import build, gradients_of, llama_like, packed_batch
 from tests.unit.test_recompute import small_run
 
@@ -93,14 +93,14 @@ SETS = [
 def test_the_graph_says_what_jax_computes_again_and_keeps():
     everything = (*graph().names, *kept_by(Remat.DOTS))
     least_dots, _ = traced(everything)
-    assert keeping(graph(), frozenset(everything)).matmuls == 0
+    assert keeping(graph(), frozenset(everything), REFERENCE_PEAK).matmuls == 0
     for names in SETS:
         dots, size = traced(names)
-        kept = keeping(graph(), frozenset(names))
+        kept = keeping(graph(), frozenset(names), REFERENCE_PEAK)
         assert dots - least_dots == kept.matmuls, names
         # Beside what is kept by name JAX holds tables of rotary embeddings and segments.
         assert 0 <= size - kept.bytes <= 4 * ROWS * LENGTH * 64, names
-    assert keeping(graph(), frozenset()).bytes == 0
+    assert keeping(graph(), frozenset(), REFERENCE_PEAK).bytes == 0
 
 
 def test_fixed_policies_are_not_better_than_the_options():
@@ -108,7 +108,7 @@ def test_fixed_policies_are_not_better_than_the_options():
     assert options[0].bytes == 0
     assert options[-1].seconds == 0.0
     for remat in (Remat.DOTS, Remat.MLP, Remat.NAMED, Remat.FULL):
-        kept = keeping(graph(), frozenset(kept_by(remat)))
+        kept = keeping(graph(), frozenset(kept_by(remat)), REFERENCE_PEAK)
         beside = [each for each in options if each.bytes <= kept.bytes]
         assert min(each.matmuls for each in beside) <= kept.matmuls
 
@@ -238,7 +238,7 @@ def test_a_search_learns_what_steps_need(budget):
         each = [run.names for run in kept for _ in range(run.layers)]
         return 5_000 + 50 * 8 + int(1.2 * sum(100 * len(names) for names in each))
 
-    choice = choose_kept(search, need)
+    choice = search.run(need)
     assert need(choice.kept) == choice.need_bytes <= budget
     assert sum(run.layers for run in choice.kept) == 8
     assert choice.need_bytes > budget - 400  # three more values of 100 at most would fit
@@ -255,7 +255,7 @@ def test_a_search_learns_what_steps_need(budget):
 def test_a_budget_below_the_least_is_refused():
     search = KeptSearch([(alike(2), 2)], budget_bytes=2**30)
     with pytest.raises(ConfigError, match=r"needs 2\.00 GiB at least .* 1\.00 GiB; more training"):
-        choose_kept(search, lambda kept: 2 * 2**30)
+        search.run(lambda kept: 2 * 2**30)
 
 
 def test_layers_that_are_alike_lie_in_order():

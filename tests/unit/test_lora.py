@@ -12,13 +12,14 @@ from adapter_runs import batch, train
 from safetensors.numpy import load_file, save_file
 from tolerance import assert_no_worse
 
-from jaxinfra.checkpoint.initial import read_initial
+from jaxinfra.api.models import start_from
 from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.checkpoint.model_directory import read_model_directory, write_ours
 from jaxinfra.checkpoint.onto_mesh import place_parameters
 from jaxinfra.checkpoint.parameter_sources import LiveParameters
 from jaxinfra.checkpoint.peft_files import MergedParameters, host_adapters, write_peft
-from jaxinfra.config.finetune import AdapterKind, AdapterScaling, LoraConfig, parse_lora
+from jaxinfra.config import codec
+from jaxinfra.config.finetune import AdapterKind, AdapterScaling, LoraConfig
 from jaxinfra.config.mesh import MeshConfig, parse_mesh
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import Remat
@@ -30,7 +31,7 @@ from jaxinfra.model.flops import matmul_parameters, training_flops_per_token
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.training.describe import describe_job, placement_table
 from jaxinfra.training.job import make_job
-from jaxinfra.training.start import finetuning_config, first_state, with_frozen
+from jaxinfra.training.start import first_state, with_frozen
 from tests.small_models import dense
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "hf"
@@ -133,7 +134,7 @@ def directory(tmp_path_factory):
 
 
 def run_config(directory, *, lora=NO_GATE, **training):
-    config = finetuning_config(read_initial(directory), lora=lora, chat=False)
+    config = start_from(directory, lora=lora)
     settings = dict(steps=20, batch_size=8, sequence_length=32, remat=Remat.DOTS) | training
     optimizer = dataclasses.replace(config.optimizer, learning_rate=1e-2, warmup_steps=0)
     return dataclasses.replace(
@@ -267,6 +268,10 @@ def test_the_table_has_what_is_frozen(directory):
     assert training_flops_per_token(job.model, 32) == attention + 4 * base + 6 * adapters
 
 
+def parse_lora(text):
+    return codec.parse_record(LoraConfig, text, what="lora")
+
+
 def test_settings_as_text():
     assert parse_lora("rank=4,alpha=8.5,targets=query+up") == LoraConfig(
         rank=4, alpha=8.5, targets=("query", "up")
@@ -276,13 +281,13 @@ def test_settings_as_text():
     assert chosen.scale == 4.0
     for text, message in {
         "rank": "no value",
-        "rank=x": "not a number",
+        "rank=x": "'x' is a str, expected int",
         "rank=0": "at least 1",
         "ranks=3": "did you mean 'rank'",
         "kind=dor": "did you mean 'dora'",
         "targets=queri": "did you mean 'query'",
         "targets=up+up": "each projection once",
-        "alpha=nan": "alpha=nan positive",
+        "alpha=NaN": "not a finite number",
     }.items():
         with pytest.raises(ConfigError, match=message):
             parse_lora(text)

@@ -13,7 +13,7 @@ from numbered_documents import numbered_documents
 
 from jaxinfra.config import codec
 from jaxinfra.config.data import DataConfig, DataFormat, TokenizerConfig, TokenizerKind
-from jaxinfra.config.preferences import PreferenceConfig, PreferenceLoss, parse_preferences
+from jaxinfra.config.preferences import PreferenceConfig, PreferenceLoss
 from jaxinfra.config.presets import run_preset
 from jaxinfra.config.validate import validate
 from jaxinfra.data.batch import Batch
@@ -310,15 +310,19 @@ def test_pairs_from_a_file_to_rows(tmp_path):
     assert float(jax.jit(count_pairs)(batch)) == corpus.train.num_documents // 2
 
 
+def parse_preferences(text):
+    return codec.parse_record(PreferenceConfig, text, what="preferences", first="loss")
+
+
 def test_settings_on_the_command_line():
     assert parse_preferences("dpo") == PreferenceConfig()
     simpo = parse_preferences("simpo, beta=2.5, margin=1")
     assert simpo == PreferenceConfig(loss=PreferenceLoss.SIMPO, beta=2.5, margin=1.0)
     assert (parse_preferences("loss=orpo").likelihood_weight, simpo.likelihood_weight) == (1.0, 0.0)
     for text, what in (
-        ("dpp", "no preference loss 'dpp'; did you mean 'dpo'"),
+        ("dpp", "'dpp' is no PreferenceLoss; did you mean 'dpo'"),
         ("dpo,bet=1", "did you mean 'beta'"),
-        ("dpo,beta=x", "'x' is not a number"),
+        ("dpo,beta=x", "'x' is a str, expected float"),
         ("dpo,beta=-1", "beta=-1.0 must be 0 or more"),
         ("dpo,margin=1", "only simpo has one"),
         ("ipo,label_smoothing=0.1", "defined for dpo, cpo and simpo"),

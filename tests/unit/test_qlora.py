@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from adapter_runs import train
 
-from jaxinfra.checkpoint.initial import read_initial
+from jaxinfra.api.models import start_from
 from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.checkpoint.model_directory import write_ours
 from jaxinfra.checkpoint.parameter_sources import LiveParameters, MappedParameters
@@ -23,7 +23,7 @@ from jaxinfra.model.quantized_base import base_shapes, quantized_weight
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.training.describe import placement_table
 from jaxinfra.training.job import make_job
-from jaxinfra.training.start import finetuning_config, with_frozen
+from jaxinfra.training.start import with_frozen
 from pallas_kernels.quantized_weight.weight import NF4_VALUES, unpacked_pairs
 from tests.small_models import dense
 
@@ -116,7 +116,7 @@ def written(path, parameters):
 
 
 def run_config(directory, lora=LORA):
-    config = finetuning_config(read_initial(directory), lora=lora, chat=False)
+    config = start_from(directory, lora=lora)
     training = dataclasses.replace(config.training, steps=20, batch_size=8, sequence_length=32)
     optimizer = dataclasses.replace(config.optimizer, learning_rate=1e-2, warmup_steps=0)
     return dataclasses.replace(config, training=training, optimizer=optimizer)

@@ -14,7 +14,7 @@ from jaxinfra.errors import ConfigError
 from jaxinfra.model.definition import by_path
 from jaxinfra.runtime.files import read_log
 from jaxinfra.training.gradients import count_targets
-from jaxinfra.training.job import lower_step, make_job, step_programs
+from jaxinfra.training.job import StepPrograms, lower_step, make_job
 from jaxinfra.training.metrics import MetricsLog
 from jaxinfra.training.step import step_key, step_record
 from tests.small_run import config_of
@@ -45,7 +45,7 @@ def test_the_ordinary_step_is_the_same_program():
 
 def test_programs_are_chosen_by_step():
     job = make_job(config_of(ASKED))
-    programs = step_programs(job)
+    programs = StepPrograms(job)
     assert [programs.asks(step) for step in (1, 2, 3, 4)] == [False, True, False, True]
     assert programs.phase(2) == "compile"
     with pytest.raises(ConfigError, match="every=0 must be at least 1"):

@@ -97,7 +97,7 @@ def test_a_run_is_written_for_other_libraries(trained, tmp_path):
 
 @pytest.mark.parametrize(
     ("shape", "words"),
-    [((2, 17), "multiple of 4 rows"), ((4, 15), "multiple of 4 tokens"), ((4, 4097), "max_pos")],
+    [((2, 17), "a multiple of 2"), ((4, 15), "a multiple of 4"), ((4, 4097), "max_pos")],
     ids=["rows", "chunks", "positions"],
 )
 def test_a_batch_that_does_not_divide_is_refused_in_words(config, shape, words):

@@ -104,7 +104,10 @@ def test_placement_table_of_each_stage(zero, shards):
         (["sharding.sequence_parallel=true"], "the tensor axis, which has one device"),
         (["sharding.keep_gathered=true"], "with fsdp=1, zero=3 none are"),
         (["sharding.keep_gathered=true", "mesh.fsdp=2", "sharding.zero=2"], "zero=2 none are"),
-        (["sharding.keep_gathered=true", "mesh.fsdp=2", "mesh.pipe=2"], "in flight with pipe=2"),
+        (
+            ["sharding.keep_gathered=true", "mesh.fsdp=2", "mesh.pipe=2"],
+            "keep_gathered with pipe=2",
+        ),
     ],
 )
 def test_sharding_that_shards_nothing_is_refused(settings, said):

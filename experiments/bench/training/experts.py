@@ -39,7 +39,7 @@ from jaxinfra.config.precision import (
     StoredWeights,
     WeightGradients,
 )
-from jaxinfra.config.presets import deepseek, mixtures, runs
+from jaxinfra.config.presets import mixtures, runs
 from jaxinfra.config.run import Remat, RunConfig
 from jaxinfra.diagnostics.trace import events_by_device
 from jaxinfra.diagnostics.waterfall import explain
@@ -61,7 +61,7 @@ def cut(config: ModelConfig, layers: int) -> ModelConfig:
 MODELS: dict[str, Callable[[], ModelConfig]] = {
     "qwen3": lambda: cut(mixtures.qwen3_30b_a3b(), 4),
     "mixtral": lambda: cut(mixtures.mixtral_8x7b(), 2),
-    "v2_lite": lambda: cut(deepseek.deepseek_v2_lite(), 5),
+    "v2_lite": lambda: cut(mixtures.deepseek_v2_lite(), 5),
     "small": lambda: mixtures.tiny_moe().with_layers(2),
 }
 

@@ -23,7 +23,7 @@ from jaxinfra.parallel.execution import execution_on
 from jaxinfra.training.gradients import AccumulatedGradient
 from jaxinfra.training.optim.learning_rate import learning_rate as schedule_of
 from jaxinfra.training.optim.optimizer import make_optimizer
-from jaxinfra.training.state import initial_state
+from jaxinfra.training.state import state_around
 from jaxinfra.training.step import make_train_step
 from jaxinfra.training.xla_options import Options
 
@@ -178,12 +178,13 @@ def ours(
         optimizer,
         learning_rate=schedule_of(optimizer_config, steps=steps),
         precision=precision,
-        next_model_state=model.next_state,
     )
 
     @jax.jit
     def start(seed: int) -> Any:
-        return initial_state(model, optimizer, precision=precision, seed=seed)
+        key, _ = jax.random.split(jax.random.key(seed))
+        parameters, model_state = model.initialize(key), model.initial_state()
+        return state_around(parameters, model_state, optimizer, precision=precision, seed=seed)
 
     def put(tokens: np.ndarray, targets: np.ndarray) -> Batch:
         weights = np.ones(tokens.shape, np.float32)

@@ -1,20 +1,23 @@
-"""Mixtures of experts: Mixtral, Qwen 3, gpt-oss, and a shape of a trillion parameters."""
+"""Mixtures of experts: Mixtral, Qwen 3, gpt-oss, DeepSeek, and a shape of a trillion parameters."""
 
 import dataclasses
+import math
 
 from jaxinfra.config.kinds import MlpKind
 from jaxinfra.config.model import (
     BlockConfig,
     ExpertsConfig,
     GroupedAttentionConfig,
+    LatentAttentionConfig,
     MlpConfig,
     ModelConfig,
     NormConfig,
+    Stack,
     stacked,
 )
 from jaxinfra.config.presets import models
-from jaxinfra.config.rope import RopeConfig, YarnScaling
-from jaxinfra.config.routing import BalanceConfig, RoutingConfig
+from jaxinfra.config.rope import RopeConfig, RopePairs, YarnScaling
+from jaxinfra.config.routing import BalanceConfig, GroupScore, RoutingConfig, Scoring
 
 _NORM = NormConfig(epsilon=1e-6)
 
@@ -37,22 +40,22 @@ def small_moe() -> ModelConfig:
 
 def mixtral_8x7b() -> ModelConfig:
     """Mixtral-8x7B (arXiv 2401.04088): 46,702,792,704 parameters, 12.9B active."""
-    return _mixtral(width=4096, hidden=14_336, layers=32, heads=32, max_positions=32_768)
+    return _mixtral(4096, 32, (32, 8), hidden=14_336, positions=32_768)
 
 
 def mixtral_8x22b() -> ModelConfig:
     """Mixtral-8x22B: 140,620,634,112 parameters, 39.2B active."""
-    return _mixtral(width=6144, hidden=16_384, layers=56, heads=48, max_positions=65_536)
+    return _mixtral(6144, 56, (48, 8), hidden=16_384, positions=65_536)
 
 
 def qwen3_30b_a3b() -> ModelConfig:
     """Qwen3-30B-A3B (arXiv 2505.09388, table 2): 30,532,122,624 parameters, 3.3B active."""
-    return _qwen3(width=2048, hidden=768, layers=48, heads=(32, 4))
+    return _qwen3(2048, 48, (32, 4), hidden=768)
 
 
 def qwen3_235b_a22b() -> ModelConfig:
     """Qwen3-235B-A22B (arXiv 2505.09388, table 2): 235,093,634,560 parameters, 22B active."""
-    return _qwen3(width=4096, hidden=1536, layers=94, heads=(64, 4))
+    return _qwen3(4096, 94, (64, 4), hidden=1536)
 
 
 def gpt_oss_20b() -> ModelConfig:
@@ -90,19 +93,59 @@ def gpt_oss_20b() -> ModelConfig:
     )
 
 
+def deepseek_v2_lite() -> ModelConfig:
+    """DeepSeek-V2-Lite (arXiv 2405.04434, appendix B): 15,706,484,224 parameters, 2.7B active."""
+    experts = ExpertsConfig(
+        num_experts=64,
+        top_k=6,
+        hidden_dim=1408,
+        shared_hidden_dim=2 * 1408,
+        routing=RoutingConfig(renormalize=False),
+    )
+    return _deepseek(
+        _latent(num_heads=16, query_rank=None, all_dim=0.707),
+        experts,
+        vocab_size=102_400,
+        width=2048,
+        dense_hidden=10_944,
+        layers=(1, 26),
+    )
+
+
+def deepseek_v3() -> ModelConfig:
+    """DeepSeek-V3 (arXiv 2412.19437, section 4.2): 671,026,419,200 parameters, 37B active."""
+    routing = RoutingConfig(
+        scoring=Scoring.SIGMOID,
+        scale=2.5,
+        num_groups=8,
+        top_groups=4,
+        group_score=GroupScore.TOP2_SUM,
+        correction_bias=True,
+    )
+    experts = ExpertsConfig(
+        num_experts=256, top_k=8, hidden_dim=2048, shared_hidden_dim=2048, routing=routing
+    )
+    return _deepseek(
+        _latent(num_heads=128, query_rank=1536, all_dim=1.0),
+        experts,
+        vocab_size=129_280,
+        width=7168,
+        dense_hidden=18_432,
+        layers=(3, 58),
+    )
+
+
 def moe_1t() -> ModelConfig:
     """A model of 128 experts, 8 of them active per token: 998,736,158,720 parameters.
 
     The docs' example, not a published model: 64 layers of width 8192, grouped heads, experts of
     width 4864.
     """
-    attention = GroupedAttentionConfig(
-        num_q_heads=64, num_kv_heads=8, head_dim=128, rope=RopeConfig(), qk_norm=_NORM
-    )
     experts = ExpertsConfig(num_experts=128, top_k=8, hidden_dim=4864, shared_hidden_dim=4864)
-    return _model(
-        attention, experts, vocab_size=128_256, width=8192, layers=64, max_positions=131_072
+    dense = models.dense(
+        8192, 64, (64, 8), 4864, vocab=128_256, positions=131_072, norm=_NORM, qk_norm=_NORM
     )
+    return _routed(dense, experts)
 
 
 def _with_experts(dense: ModelConfig, *, num_experts: int, top_k: int) -> ModelConfig:
@@ -115,59 +158,70 @@ def _with_experts(dense: ModelConfig, *, num_experts: int, top_k: int) -> ModelC
         hidden_dim=block.feed_forward.hidden_dim // top_k,
         balance=BalanceConfig(switch_loss=0.01, z_loss=1e-3),
     )
+    return _routed(dense, experts)
+
+
+def _mixtral(
+    width: int, layers: int, heads: tuple[int, int], *, hidden: int, positions: int
+) -> ModelConfig:
+    rope, norm = RopeConfig(theta=1e6), NormConfig(epsilon=1e-5)
+    dense = models.dense(
+        width, layers, heads, hidden, vocab=32_000, positions=positions, rope=rope, norm=norm
+    )
+    return _routed(dense, ExpertsConfig(num_experts=8, top_k=2, hidden_dim=hidden))
+
+
+def _qwen3(width: int, layers: int, heads: tuple[int, int], *, hidden: int) -> ModelConfig:
+    experts = ExpertsConfig(num_experts=128, top_k=8, hidden_dim=hidden)
+    return _routed(models.qwen3(width, layers, heads, hidden), experts)
+
+
+def _routed(dense: ModelConfig, experts: ExpertsConfig) -> ModelConfig:
+    """A dense model with these experts in place of each mlp."""
+    (block,) = dense.blocks
     routed = dataclasses.replace(block, feed_forward=experts)
     return dataclasses.replace(dense, stacks=stacked(routed, num_layers=dense.num_layers))
 
 
-def _mixtral(
-    *, width: int, hidden: int, layers: int, heads: int, max_positions: int
-) -> ModelConfig:
-    attention = GroupedAttentionConfig(
-        num_q_heads=heads, num_kv_heads=8, head_dim=128, rope=RopeConfig(theta=1e6)
-    )
-    experts = ExpertsConfig(num_experts=8, top_k=2, hidden_dim=hidden)
-    return _model(
-        attention,
-        experts,
-        vocab_size=32_000,
-        width=width,
-        layers=layers,
-        max_positions=max_positions,
-        norm=NormConfig(epsilon=1e-5),
-    )
-
-
-def _qwen3(*, width: int, hidden: int, layers: int, heads: tuple[int, int]) -> ModelConfig:
-    num_q_heads, num_kv_heads = heads
-    attention = GroupedAttentionConfig(
-        num_q_heads=num_q_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=128,
-        rope=RopeConfig(theta=1e6),
-        qk_norm=_NORM,
-    )
-    experts = ExpertsConfig(num_experts=128, top_k=8, hidden_dim=hidden)
-    return _model(
-        attention, experts, vocab_size=151_936, width=width, layers=layers, max_positions=40_960
+def _latent(*, num_heads: int, query_rank: int | None, all_dim: float) -> LatentAttentionConfig:
+    """Heads of 128 + 64 over a latent of 512; YaRN's temperature is in the scores."""
+    scaling = YarnScaling(factor=40.0, original_max_positions=4096, attention_factor=1.0)
+    temperature = 0.1 * all_dim * math.log(scaling.factor) + 1.0
+    return LatentAttentionConfig(
+        num_q_heads=num_heads,
+        query_rank=query_rank,
+        kv_rank=512,
+        nope_dim=128,
+        rope_dim=64,
+        value_dim=128,
+        rope=RopeConfig(scaling=scaling, pairs=RopePairs.NEIGHBOURS),
+        norm=_NORM,
+        scale=192**-0.5 * temperature * temperature,
     )
 
 
-def _model(
-    attention: GroupedAttentionConfig,
+def _deepseek(
+    attention: LatentAttentionConfig,
     experts: ExpertsConfig,
     *,
     vocab_size: int,
     width: int,
-    layers: int,
-    max_positions: int,
-    norm: NormConfig = _NORM,
+    dense_hidden: int,
+    layers: tuple[int, int],
 ) -> ModelConfig:
-    block = BlockConfig(mixer=attention, feed_forward=experts, norm=norm)
+    """A few dense layers, then layers with fine-grained experts, all with latent attention."""
+    dense = BlockConfig(
+        mixer=attention, feed_forward=MlpConfig(hidden_dim=dense_hidden), norm=_NORM
+    )
+    routed = dataclasses.replace(dense, feed_forward=experts)
     return ModelConfig(
         vocab_size=vocab_size,
         model_dim=width,
-        max_positions=max_positions,
-        stacks=stacked(block, num_layers=layers),
+        max_positions=163_840,
+        stacks=tuple(
+            Stack(pattern=(block,), repeats=repeats)
+            for block, repeats in zip((dense, routed), layers, strict=True)
+        ),
         tie_embeddings=False,
-        final_norm=norm,
+        final_norm=_NORM,
     )

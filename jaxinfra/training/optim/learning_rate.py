@@ -1,9 +1,12 @@
 """Learning-rate schedules: warm-up, then the configured shape, as a function of the step."""
 
+import functools
+from collections.abc import Callable
+
+import jax
 import optax
 
 from jaxinfra.config.optimizer import LearningRateSchedule, OptimizerConfig
-from jaxinfra.training.optim.promotion import standard_promotion
 
 
 def learning_rate(config: OptimizerConfig, *, steps: int) -> optax.Schedule:
@@ -35,3 +38,17 @@ def learning_rate(config: OptimizerConfig, *, steps: int) -> optax.Schedule:
     if config.warmup_steps > 0:
         after = optax.join_schedules([warmup, after], [config.warmup_steps])
     return standard_promotion(after)
+
+
+def standard_promotion[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """Runs ``function`` under JAX's standard dtype promotion, whatever its caller has set.
+
+    Optax raises Python floats to int32 counts, which strict promotion refuses.
+    """
+
+    @functools.wraps(function)
+    def promoting(*args: P.args, **kwargs: P.kwargs) -> R:
+        with jax.numpy_dtype_promotion("standard"):
+            return function(*args, **kwargs)
+
+    return promoting

@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import optax
 
 from jaxinfra.axes import Dims
-from jaxinfra.config.optimizer import MomentFormat, MuonConfig, OptimizerConfig, OptimizerKind
+from jaxinfra.config.optimizer import MomentFormat, OptimizerConfig, OptimizerKind
 from jaxinfra.numerics.storage import empty_moment, empty_scales, exact, read_moment, stored_moment
 from jaxinfra.training.optim.adafactor import scale_by_adafactor
-from jaxinfra.training.optim.learning_rate import learning_rate
+from jaxinfra.training.optim.learning_rate import learning_rate, standard_promotion
 from jaxinfra.training.optim.muon import is_hidden_matrix, is_matrix, orthogonalized
-from jaxinfra.training.optim.promotion import standard_promotion
 
 _SEED = 0  # of rounding
 
@@ -105,10 +104,14 @@ def make_optimizer(
         else optax.clip_by_global_norm(config.clip_norm)
     )
     rate = learning_rate(config, steps=steps)
+    updates = [
+        *_scaled(config, dims),
+        optax.add_decayed_weights(config.weight_decay, _where(is_matrix, dims)),
+    ]
     if config.muon is not None:
-        chain = optax.chain(clip, _muon(config, config.muon, rate, dims))
-    else:
-        chain = optax.chain(clip, _CHAINS[config.kind](config, rate, dims))
+        at_rate = optax.scale(config.muon.rate)
+        updates.append(optax.masked(at_rate, _where(is_hidden_matrix, dims)))
+    chain = optax.chain(clip, optax.chain(*updates, optax.scale_by_learning_rate(rate)))
     # Weights may be kept in fewer bits than moments and updates are computed in.
     return optax.GradientTransformationExtraArgs(
         lambda params: chain.init(exact(params)),
@@ -120,64 +123,19 @@ def make_optimizer(
     )
 
 
-def _adamw(
-    config: OptimizerConfig, rate: optax.Schedule, dims: Any
-) -> optax.GradientTransformation:
-    if config.keeps_short_moments:
-        return optax.chain(
-            scale_by_stored_adam(config),
-            optax.add_decayed_weights(config.weight_decay, _where(is_matrix, dims)),
-            optax.scale_by_learning_rate(rate),
-        )
-    return optax.adamw(
-        rate,
-        b1=config.beta1,
-        b2=config.beta2,
-        eps=config.epsilon,
-        weight_decay=config.weight_decay,
-        mask=_where(is_matrix, dims),
-    )
-
-
-def _lion(config: OptimizerConfig, rate: optax.Schedule, dims: Any) -> optax.GradientTransformation:
-    return optax.lion(
-        rate,
-        b1=config.beta1,
-        b2=config.beta2,
-        weight_decay=config.weight_decay,
-        mask=_where(is_matrix, dims),
-    )
-
-
-def _adafactor(
-    config: OptimizerConfig, rate: optax.Schedule, dims: Any
-) -> optax.GradientTransformation:
-    """Adafactor with the paper's constants; rates of AdamW carry over."""
-    return optax.chain(
-        scale_by_adafactor(dims),
-        optax.add_decayed_weights(config.weight_decay, _where(is_matrix, dims)),
-        optax.scale_by_learning_rate(rate),
-    )
-
-
-_CHAINS = {
-    OptimizerKind.ADAMW: _adamw,
-    OptimizerKind.LION: _lion,
-    OptimizerKind.ADAFACTOR: _adafactor,
-}
-
-
-def _muon(
-    config: OptimizerConfig, muon: MuonConfig, rate: optax.Schedule, dims: Any
-) -> optax.GradientTransformation:
+def _scaled(config: OptimizerConfig, dims: Any) -> list[optax.GradientTransformation]:
+    """The updates of a kind of optimizer, before weight decay and learning rate."""
     adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)
-    return optax.chain(
-        orthogonalized(muon, dims),
-        optax.masked(adam, _where(lambda dims: not is_hidden_matrix(dims), dims)),
-        optax.add_decayed_weights(config.weight_decay, _where(is_matrix, dims)),
-        optax.masked(optax.scale(muon.rate), _where(is_hidden_matrix, dims)),
-        optax.scale_by_learning_rate(rate),
-    )
+    if config.muon is not None:
+        others = _where(lambda dims: not is_hidden_matrix(dims), dims)
+        return [orthogonalized(config.muon, dims), optax.masked(adam, others)]
+    match config.kind:
+        case OptimizerKind.LION:
+            return [optax.scale_by_lion(b1=config.beta1, b2=config.beta2)]
+        case OptimizerKind.ADAFACTOR:  # with the paper's constants
+            return [scale_by_adafactor(dims)]
+        case OptimizerKind.ADAMW:
+            return [scale_by_stored_adam(config) if config.keeps_short_moments else adam]
 
 
 def _where(holds: Callable[[Dims], bool], dims: Any) -> Any:

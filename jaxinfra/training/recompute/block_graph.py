@@ -8,7 +8,7 @@ bytes and time. Which layer takes which is found by dynamic programming over lay
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -69,16 +69,13 @@ class BlockGraph:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
-    """The cost of keeping a set of values for one repetition: bytes, and work to recompute the
-    others.
-    """
+class Option:
+    """A set of values that a repetition may keep, with its cost."""
 
     names: tuple[str, ...]  # of those that the backward pass comes to read
-    bytes: int
-    flops: float  # of matmuls and attention that are computed again
-    moved_bytes: int  # written and read by what is computed again
-    matmuls: int  # that are computed again
+    bytes: int  # per device and repetition
+    seconds: float  # predicted, of what is computed again, per repetition
+    matmuls: int  # that are computed again, per repetition
 
 
 def block_graph(jaxpr: Any, *, attention: float) -> BlockGraph:
@@ -115,11 +112,21 @@ def block_graph(jaxpr: Any, *, attention: float) -> BlockGraph:
     )
 
 
-def keeping(graph: BlockGraph, names: frozenset[str]) -> Kept:
+def keeping(
+    graph: BlockGraph, names: Collection[str] | None, peak: DevicePeak, *, shards: int = 1
+) -> Option:
     """Prices keeping values of these names: the backward pass recomputes from kept values and
     inputs to what it reads.
+
+    Args:
+        names: such as those of a fixed policy (``kept_by``); None: all values that the backward
+            pass reads.
+        shards: number of devices that values and work are divided over.
     """
     pending = [value for value in graph.needed if value in graph.makers]
+    if names is None:
+        size = sum(graph.sizes[value] for value in pending)
+        return Option(names=(), bytes=size // shards, seconds=0.0, matmuls=0)
     seen, again, kept = set(pending), set(), set()
     size = 0
     while pending:
@@ -142,11 +149,12 @@ def keeping(graph: BlockGraph, names: frozenset[str]) -> Kept:
         for value in (*each.outputs, *(each.inputs if each.is_kernel else ()))
         if value in graph.stored
     }
-    return Kept(
+    matmul_s = sum(each.flops for each in operations) / (MATMUL_SHARE * peak.bf16_flops)
+    moved_bytes = sum(graph.sizes[value] for value in moved)
+    return Option(
         names=tuple(name for name in graph.names if name in kept),
-        bytes=size,
-        flops=sum(each.flops for each in operations),
-        moved_bytes=sum(graph.sizes[value] for value in moved),
+        bytes=size // shards,
+        seconds=(matmul_s + moved_bytes / (MEMORY_SHARE * peak.hbm_bytes_per_s)) / shards,
         matmuls=sum(each.flops > 0 for each in operations),
     )
 
@@ -349,16 +357,6 @@ MEMORY_SHARE = 0.85
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Option:
-    """A set of values that a repetition may keep, with its cost."""
-
-    names: tuple[str, ...]
-    bytes: int  # per device and repetition
-    seconds: float  # of what is computed again, per repetition
-    matmuls: int  # that are computed again, per repetition
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Layers:
     """Consecutive repetitions that keep the same values."""
 
@@ -370,23 +368,13 @@ class Layers:
     policies: tuple[Option, ...] = ()  # what fixed policies keep, to be compared with
 
 
-def seconds_of(kept: Kept, peak: DevicePeak, *, shards: int = 1) -> float:
-    """Returns the predicted seconds of recomputing the values that are not kept.
-
-    Args:
-        shards: number of devices that the work is divided over.
-    """
-    matmuls = kept.flops / (MATMUL_SHARE * peak.bf16_flops)
-    return (matmuls + kept.moved_bytes / (MEMORY_SHARE * peak.hbm_bytes_per_s)) / shards
-
-
 def best_options(graph: BlockGraph, peak: DevicePeak, *, shards: int = 1) -> tuple[Option, ...]:
     """Selects the sets of kept values that no other beats in both bytes and time, fewest bytes
     first.
     """
 
     def option(names: frozenset[str]) -> Option:
-        return option_of_policy(graph, tuple(names), peak, shards=shards)
+        return keeping(graph, names, peak, shards=shards)
 
     names = _worth_keeping(graph, option)
     found = {
@@ -401,26 +389,6 @@ def best_options(graph: BlockGraph, peak: DevicePeak, *, shards: int = 1) -> tup
         if not best or each.seconds < best[-1].seconds:
             best.append(each)
     return tuple(best)
-
-
-def option_of_policy(
-    graph: BlockGraph, names: Sequence[str] | None, peak: DevicePeak, *, shards: int = 1
-) -> Option:
-    """Returns the set of values that a fixed remat policy keeps.
-
-    Args:
-        names: names from ``kept_by``; None: all values that the backward pass reads.
-    """
-    if names is None:
-        size = sum(graph.sizes[value] for value in graph.needed if value in graph.makers)
-        return Option(names=(), bytes=size // shards, seconds=0.0, matmuls=0)
-    kept = keeping(graph, frozenset(names))
-    return Option(
-        names=kept.names,
-        bytes=kept.bytes // shards,
-        seconds=seconds_of(kept, peak, shards=shards),
-        matmuls=kept.matmuls,
-    )
 
 
 def _worth_keeping(graph: BlockGraph, option) -> list[str]:

@@ -98,28 +98,14 @@ def keeping(config: RunConfig, *, gathered: bool | None) -> RunConfig:
     return dataclasses.replace(config, sharding=sharding)
 
 
-def budget_bytes(gib: float | None, device: jax.Device) -> int:
+def budget_bytes(gib: float | None, device: jax.Device) -> int | None:
     """Returns a budget in bytes; for None, the memory that JAX may take of the device, less
-    ``FREE_SHARE``.
-
-    Raises:
-        ConfigError: the device does not say how much memory it has.
+    ``FREE_SHARE``, or None where the device does not say.
     """
     if gib is not None:
         return int(gib * 2**30)
     limit = (device.memory_stats() or {}).get("bytes_limit")
-    if limit is None:
-        raise ConfigError(
-            f"remat=auto and optimal: a {device.device_kind} device does not say how much memory "
-            "it has; give training.memory_budget_gib, or name a remat"
-        )
-    return int((1 - FREE_SHARE) * limit)
-
-
-def known_budget(gib: float | None, device: jax.Device) -> int:
-    """Returns the budget as ``budget_bytes`` does; 0 where the device's memory is not known."""
-    limited = gib is not None or "bytes_limit" in (device.memory_stats() or {})
-    return budget_bytes(gib, device) if limited else 0
+    return None if limit is None else int((1 - FREE_SHARE) * limit)
 
 
 def agreed_bytes(compiled: jax.stages.Compiled) -> int:

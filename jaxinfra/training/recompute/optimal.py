@@ -10,7 +10,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import jax
 import numpy as np
@@ -23,14 +22,14 @@ from jaxinfra.model.recomputation import as_kept, kept_by, repeats_in_body
 from jaxinfra.model.repetition import in_eight_bits
 from jaxinfra.parallel.place import Placement
 from jaxinfra.runtime.devices import REFERENCE_PEAK, device_peak
-from jaxinfra.runtime.picture_style import BLUE, GRAY, ORANGE, RED, new_picture
+from jaxinfra.runtime.picture_style import BLUE, GRAY, ORANGE, RED, new_picture, save_picture
 from jaxinfra.training.recompute.block_graph import (
     BINS,
     Layers,
     Option,
     best_options,
     cheapest,
-    option_of_policy,
+    keeping,
     peak_bytes,
     trace_repetition,
 )
@@ -104,12 +103,42 @@ class KeptSearch:
         # ``peak_bytes`` of what was compiled, and what its step needs beside them.
         self._beside: dict[int, int] = {}
         self._needs: dict[tuple[Option, ...], int] = {}
-        self._predicted: dict[tuple[Option, ...], int] = {}
 
-    def propose(self) -> tuple[Option, ...] | None:
-        """Returns the next set of kept values to compile; None if no better one is expected."""
-        if not self._beside:
-            return self.least
+    def run(self, need: Callable[[tuple[KeptValues, ...]], int]) -> KeptChoice:
+        """Compiles steps until no better one is expected; returns the best that fits.
+
+        Args:
+            need: returns the bytes per device of a step that keeps these values, state included.
+
+        Raises:
+            ConfigError: even the step that keeps least does not fit.
+        """
+        chosen: tuple[Option, ...] | None = self.least
+        predicted: dict[tuple[Option, ...], int] = {}
+        while chosen is not None:
+            peak, needs = peak_bytes(self.layers, chosen), need(self.kept(chosen))
+            predicted[chosen] = int(self._need_of(np.array(peak))) if self._beside else needs
+            self._needs[chosen], self._beside[peak] = needs, needs - peak
+            chosen = self._next()
+        best = self.best
+        if best is None:
+            need_bytes = min(self._needs.values())
+            raise ConfigError(
+                f"remat=optimal: a device needs {in_gib(need_bytes)} at least (all is computed "
+                f"again), and its budget is {in_gib(self.budget_bytes)}; {NEED_LESS}"
+            )
+        return KeptChoice(
+            kept=self.kept(best),
+            seconds=self.seconds(best),
+            predicted_bytes=predicted[best],
+            need_bytes=self._needs[best],
+            budget_bytes=self.budget_bytes,
+            options=tuple(dict.fromkeys(each.options for each in self.layers)),
+            tradeoff=self.tradeoff(),
+        )
+
+    def _next(self) -> tuple[Option, ...] | None:
+        """The next set of kept values to compile; None if no better one is expected."""
         if len(self._needs) >= MOST_PROGRAMS:
             return None
         chosen = cheapest(self.layers, room=self._room()) or self.least
@@ -122,20 +151,7 @@ class KeptSearch:
                 return None
             if self.seconds(chosen) >= self.seconds(best):
                 return None
-        peak = np.array(peak_bytes(self.layers, chosen))
-        self._predicted[chosen] = int(self._need_of(peak))
         return chosen
-
-    def learn(self, chosen: tuple[Option, ...], need_bytes: int) -> None:
-        """Records the bytes of a compiled step that may not be chosen itself."""
-        peak = peak_bytes(self.layers, chosen)
-        self._beside[peak] = need_bytes - peak
-
-    def observe(self, chosen: tuple[Option, ...], need_bytes: int) -> None:
-        """Records the bytes of a compiled step that keeps the values ``chosen``."""
-        self._predicted.setdefault(chosen, need_bytes)
-        self._needs[chosen] = need_bytes
-        self.learn(chosen, need_bytes)
 
     def _need_of(self, peaks: np.ndarray) -> np.ndarray:
         """Predicted: between what was compiled what a step needs beside changes evenly."""
@@ -159,12 +175,6 @@ class KeptSearch:
             option.seconds * each.count for each, option in zip(self.layers, chosen, strict=True)
         )
 
-    def predicted(self, chosen: tuple[Option, ...]) -> int:
-        """Returns the bytes that were predicted for a step with this choice before it was
-        compiled.
-        """
-        return self._predicted[chosen]
-
     def kept(self, chosen: Sequence[Option]) -> tuple[KeptValues, ...]:
         """Returns a choice in the form that a config stores."""
         each = [
@@ -173,29 +183,6 @@ class KeptSearch:
             for _ in range(repeats)
         ]
         return as_kept(each)
-
-    def choice(self) -> KeptChoice:
-        """Returns the best choice among the compiled steps.
-
-        Raises:
-            ConfigError: even the step that keeps least does not fit.
-        """
-        best = self.best
-        if best is None:
-            need = min(self._needs.values())
-            raise ConfigError(
-                f"remat=optimal: a device needs {in_gib(need)} at least (all is computed again), "
-                f"and its budget is {in_gib(self.budget_bytes)}; {NEED_LESS}"
-            )
-        return KeptChoice(
-            kept=self.kept(best),
-            seconds=self.seconds(best),
-            predicted_bytes=self._predicted[best],
-            need_bytes=self._needs[best],
-            budget_bytes=self.budget_bytes,
-            options=tuple(dict.fromkeys(each.options for each in self.layers)),
-            tradeoff=self.tradeoff(),
-        )
 
     def tradeoff(self) -> Tradeoff:
         """Returns the cheapest choices for budgets from least to most, and the fixed policies;
@@ -228,37 +215,19 @@ class KeptSearch:
         return Tradeoff(cheapest=tuple(best), policies=policies)
 
 
-def choose_kept(search: KeptSearch, need: Callable[[tuple[KeptValues, ...]], int]) -> KeptChoice:
-    """Compiles the steps that the search proposes until it proposes none; returns the best.
-
-    Args:
-        need: returns the bytes per device of a step that keeps these values, its state included.
-
-    Raises:
-        ConfigError: the budget is below the least that is possible.
-    """
-    while (chosen := search.propose()) is not None:
-        search.observe(chosen, need(search.kept(chosen)))
-    return search.choice()
-
-
-class Need(Protocol):
-    """Function that returns the bytes per device of a compiled step."""
-
-    def __call__(self, remat: Remat, kept: tuple[KeptValues, ...] = ()) -> int:
-        """Returns bytes per device that a step takes with a policy, its state included."""
-        ...
-
-
 def choose(
     config: RunConfig,
     model: ModelDefinition,
     placement: Placement,
     *,
     budget_bytes: int,
-    need: Need,
+    need: Callable[..., int],
 ) -> Choice | KeptChoice:
     """Chooses the recomputation of a config with ``auto`` or ``optimal``.
+
+    Args:
+        need: returns the bytes per device of a step with a remat policy and, for the policy
+            ``chosen``, the values that it keeps; its state included.
 
     Raises:
         ConfigError: the budget is below the least that is possible.
@@ -266,7 +235,7 @@ def choose(
     if config.training.remat is Remat.AUTO:
         return choose_remat(budget_bytes=budget_bytes, need=need)
     search = KeptSearch(layers_of(config, model, placement), budget_bytes=budget_bytes)
-    return choose_kept(search, functools.partial(need, Remat.CHOSEN))
+    return search.run(functools.partial(need, Remat.CHOSEN))
 
 
 def layers_of(
@@ -296,8 +265,7 @@ def layers_of(
             )
             options[kind] = best_options(graph, peak, shards=shards)
             policies[kind] = tuple(
-                option_of_policy(graph, kept_by(remat), peak, shards=shards)
-                for remat in CHEAPEST_FIRST
+                keeping(graph, kept_by(remat), peak, shards=shards) for remat in CHEAPEST_FIRST
             )
         blocks = [model.shapes["blocks"][first + i] for i in range(pattern)]
         first += pattern
@@ -375,6 +343,4 @@ def draw_choice(choice: Choice | KeptChoice | None, file: Path) -> None:
     axes.set_ylabel("ms computed again in a step, predicted")
     axes.grid(alpha=0.3)
     axes.legend(loc="upper right")
-    partial = file.with_suffix(".partial.png")
-    figure.savefig(partial, dpi=120)
-    partial.rename(file)
+    save_picture(figure, file)
