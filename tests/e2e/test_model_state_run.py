@@ -6,13 +6,11 @@ The kind of layer is the tests' own (``tests/tally.py``), which their configs na
 import functools
 import json
 
-import jax
 import numpy as np
 import pytest
 from e2e.runs import killed_and_resumed, metrics, state_sums
 
 from jaxinfra.serving.load import load_model
-from tests import tally
 
 STEPS = 4
 FEED_FORWARD = json.dumps({"type": "tests.tally:TallyConfig", "hidden_dim": 64, "num_gains": 4})
@@ -24,11 +22,6 @@ SETTINGS = {
 }
 # Of the layer that the feed-forward layer of these runs replaces.
 REPLACED = "model.stacks.0.pattern.0.feed_forward.hidden_dim"
-
-
-def on_two_devices() -> None:
-    """Before the backend starts."""
-    jax.config.update("jax_num_cpu_devices", 2)
 
 
 def new(bench, name: str) -> list[object]:
@@ -54,25 +47,3 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(bench):
     state = own(run)
     assert np.any(state["bias"] != 0)
     assert np.all(state["history"] > 0)
-
-
-@pytest.mark.slow
-def test_a_run_moves_to_a_pipeline_and_is_evaluated_on_a_mesh(bench):
-    ended = bench.run(new(bench, "run"))
-    assert ended.code == 0, ended
-    evaluate = ["evaluate", bench / "run", "--cache", bench.cache, "--json"]
-    losses = []
-    for mesh in ("fsdp=1", "fsdp=2"):
-        said = bench.run([*evaluate, "--mesh", mesh], before=on_two_devices)
-        assert said.code == 0, said
-        losses.append(json.loads(said.stdout)["heldout_loss"])
-    np.testing.assert_allclose(*losses, rtol=1e-5)
-    before = own(bench / "run")
-    ended = bench.run(
-        bench.resume("run", "--mesh", "pipe=2", "--steps", STEPS + 2),
-        before=on_two_devices,
-    )
-    assert ended.code == 0, ended
-    after = own(bench / "run")
-    assert np.max(np.abs(after["bias"] - before["bias"])) <= 2 * tally.BIAS_STEP
-    assert np.any(after["bias"] != before["bias"])

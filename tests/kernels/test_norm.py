@@ -7,12 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import InputError, UnsupportedError, layer_norm, rms_norm
-from pallas_kernels.common import device
+from pallas_kernels import InputError, layer_norm, rms_norm
 from pallas_kernels.norm import formulas
 from pallas_kernels.rows.config import RowConfig
 from tests.kernels.row_cases import (
-    REFUSALS,
     TILES,
     WHOLE_TILES,
     interpreted_hopper,
@@ -231,18 +229,6 @@ def abstract(shape, dtype=jnp.bfloat16):
     x = jax.ShapeDtypeStruct(shape, dtype)
     vector = jax.ShapeDtypeStruct(shape[-1:], jnp.float32)
     return (x, x), (vector, vector), (x, x)
-
-
-@pytest.mark.parametrize(("change", "words"), REFUSALS, ids=str)
-def test_refuses(change, words):
-    shape, dtype = change.get("shape", (8, 128)), change.get("dtype", jnp.bfloat16)
-    (x, _), (scale, _), _ = abstract(shape, dtype)
-    f = functools.partial(rms_norm, epsilon=EPSILON, num_devices=change.get("num_devices", 1))
-    with device.compiling_for(change.get("facts", device.H200)):
-        with pytest.raises(UnsupportedError, match=words) as refusal:
-            jax.eval_shape(functools.partial(f, implementation="hopper"), x, scale)
-        jax.eval_shape(f, x, scale)  # "auto" computes what the kernel refuses
-    assert "implementation='xla' can" in str(refusal.value)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import InputError, UnsupportedError, log_softmax, softmax
+from pallas_kernels import InputError, UnsupportedError, log_softmax, rms_norm, softmax
 from pallas_kernels.common import device
 from pallas_kernels.rows.dispatch import DTYPES
 from pallas_kernels.rows.kernel import apply_rows
@@ -196,20 +196,20 @@ def test_portable_forms_are_the_formula(dtype, f, implementation):
     assert_within_rounding(got, exact(x, d_y, f=f))
 
 
+def of_ones(x, **options):
+    return rms_norm(x, jnp.ones(x.shape[-1]), epsilon=1e-6, **options)
+
+
+@pytest.mark.parametrize("f", [softmax, of_ones], ids=["softmax", "rms_norm"])
 @pytest.mark.parametrize(("change", "words"), REFUSALS, ids=str)
-def test_refuses(change, words):
+def test_refuses(change, words, f):
     x = jax.ShapeDtypeStruct(change.get("shape", (8, 128)), change.get("dtype", jnp.bfloat16))
-    options = {"num_devices": change.get("num_devices", 1)}
-    f = functools.partial(softmax, implementation="hopper", **options)
-    with (
-        device.compiling_for(change.get("facts", device.H200)),
-        pytest.raises(UnsupportedError, match=words) as refusal,
-    ):
-        jax.eval_shape(f, x)
-    assert "implementation='xla' can" in str(refusal.value)
-    # "auto" computes what the kernel refuses.
+    f = functools.partial(f, num_devices=change.get("num_devices", 1))
     with device.compiling_for(change.get("facts", device.H200)):
-        jax.eval_shape(functools.partial(softmax, **options), x)
+        with pytest.raises(UnsupportedError, match=words) as refusal:
+            jax.eval_shape(functools.partial(f, implementation="hopper"), x)
+        jax.eval_shape(f, x)  # "auto" computes what the kernel refuses
+    assert "implementation='xla' can" in str(refusal.value)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ Bounds: counts and biases are exact. Sums differ by their order alone; a token t
 expert, was left out or counted twice would move them by parts in a hundred.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -13,23 +12,17 @@ import jax
 import numpy as np
 import pytest
 
-from jaxinfra.config.data import DataConfig
 from jaxinfra.config.exchange import ExchangeConfig, ExchangeForm
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import (
     BlockConfig,
     ExpertsConfig,
-    GroupedAttentionConfig,
-    ModelConfig,
     NormConfig,
-    Stack,
 )
-from jaxinfra.config.pipeline import PipelineConfig, PipelineSchedule
-from jaxinfra.config.rope import RopeConfig
+from jaxinfra.config.pipeline import PipelineSchedule
 from jaxinfra.config.routing import BalanceConfig, RoutingConfig, Scoring
-from jaxinfra.config.run import Remat, RunConfig, TrainingConfig
-from tests.sharded.cases import OPTIMIZER
-from tests.sharded.two_steps import STEPS, assert_near, first_state, two_steps
+from jaxinfra.config.run import Remat
+from tests.sharded.two_steps import MIXER, Case, assert_near, first_state, model_of, two_steps
 
 EXPERTS = ExpertsConfig(
     num_experts=8,
@@ -43,65 +36,22 @@ EXPERTS = ExpertsConfig(
 )
 
 
-def model(*, num_layers: int) -> ModelConfig:
-    mixer = GroupedAttentionConfig(num_q_heads=4, num_kv_heads=2, head_dim=4, rope=RopeConfig())
-    block = BlockConfig(mixer=mixer, feed_forward=EXPERTS, norm=NormConfig())
-    return ModelConfig(
-        vocab_size=64,
-        model_dim=16,
-        max_positions=64,
-        stacks=(Stack(pattern=(block,), repeats=num_layers),),
-        tie_embeddings=True,
-        init_std=0.2,
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """How the steps run."""
-
-    mesh: MeshConfig = MeshConfig()
-    sharding: ShardingConfig = ShardingConfig()
-    exchange: ExchangeConfig = ExchangeConfig()
-    accumulation: int = 1
-    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
-    remat: Remat = Remat.NONE
-    unroll: int = 1
-
-    @property
-    def config(self) -> RunConfig:
-        return RunConfig(
-            model=model(num_layers=2),
-            data=DataConfig(),
-            optimizer=OPTIMIZER,
-            training=TrainingConfig(
-                steps=STEPS,
-                batch_size=8,
-                sequence_length=16,
-                accumulation=self.accumulation,
-                remat=self.remat,
-                unroll=self.unroll,
-            ),
-            mesh=self.mesh,
-            sharding=self.sharding,
-            exchange=self.exchange,
-            pipeline=PipelineConfig(schedule=self.schedule),
-        )
+MODEL = model_of(BlockConfig(mixer=MIXER, feed_forward=EXPERTS, norm=NormConfig()), repeats=2)
 
 
 @functools.cache
 def start() -> Any:
-    return first_state(Case().config)
+    return first_state(Case().config(MODEL))
 
 
 @functools.cache
 def alone(accumulation: int) -> dict[str, Any]:
     """Loads are evened out within a micro-batch, so that their number is part of the objective."""
-    return two_steps(Case(accumulation=accumulation).config, start())
+    return two_steps(Case(accumulation=accumulation).config(MODEL), start())
 
 
 def check(case: Case) -> None:
-    got, want = two_steps(case.config, start()), alone(case.accumulation)
+    got, want = two_steps(case.config(MODEL), start()), alone(case.accumulation)
     np.testing.assert_array_equal(
         *([added["expert_tokens"] for added in each["added"]] for each in (got, want))
     )
@@ -164,12 +114,10 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "case",
+    [*CASES.values(), *(pytest.param(case, marks=pytest.mark.slow) for case in MORE.values())],
+    ids=[*CASES, *MORE],
+)
 def test_equals_one_device(case):
-    check(case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", MORE.values(), ids=MORE)
-def test_equals_one_device_on_more_meshes(case):
     check(case)

@@ -26,9 +26,10 @@ from jaxinfra.serving.load import serving_placement
 from jaxinfra.serving.sampling import GREEDY
 from jaxinfra.training.job import make_job
 from tests.generation import served
-from tests.sharded.test_experts import Case, model, start
+from tests.sharded.test_experts import MODEL as CONFIG
+from tests.sharded.test_experts import start
+from tests.sharded.two_steps import Case
 
-CONFIG = model(num_layers=2)
 LENGTH, PROMPTS = 16, [[5], [7, 25, 3, 29, 4, 8], [1, 2, 3]]
 
 
@@ -94,7 +95,7 @@ def test_a_checkpoint_moves_between_meshes_of_experts(tmp_path):
         MeshConfig(tensor=2),
     )
     for number, mesh in enumerate(meshes):
-        job = make_job(Case(mesh=mesh).config, devices=jax.devices()[: mesh.num_devices])
+        job = make_job(Case(mesh=mesh).config(CONFIG), devices=jax.devices()[: mesh.num_devices])
         with Checkpointer(tmp_path / "run", CheckpointConfig(keep_last=5), identity={}) as saver:
             if number == 0:
                 saver.save(1, jax.device_put(host, job.shardings), data_state={})
@@ -148,7 +149,7 @@ def test_refused(run, message):
 
 def test_a_ragged_exchange_is_refused_where_there_is_none():
     exchange = ExchangeConfig(implementation=ExchangeImplementation.RAGGED)
-    config = Case(mesh=MeshConfig(fsdp=2, expert=2), exchange=exchange).config
+    config = Case(mesh=MeshConfig(fsdp=2, expert=2), exchange=exchange).config(CONFIG)
     with pytest.raises(UnsupportedError, match="the CPU backend has no ragged_all_to_all"):
         make_job(config, devices=jax.devices()[:2])
 

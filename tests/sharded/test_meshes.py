@@ -33,7 +33,6 @@ from tests.sharded.cases import (
 from tests.tolerance import SPREADS, assert_within_rounding
 
 MESHES = {
-    "replica8": MeshConfig(replica=8),
     "fsdp8": MeshConfig(fsdp=8),
     "fsdp2-tensor4": MeshConfig(fsdp=2, tensor=4),
     "replica2-fsdp2-tensor2": MeshConfig(replica=2, fsdp=2, tensor=2),
@@ -122,22 +121,6 @@ def test_replicas_shards_and_stage_2_equal_one_device():
     start, result = on_three_axes()
     chex.assert_trees_all_equal(start, drawn(gpt_like()))
     assert_as_one_device(result, "untied", what="on three axes")
-
-
-# Replicas alone, and each other model with more tensor shards than its smaller dims would like.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "mesh"),
-    [
-        ("tied", "replica8"),
-        *((case, "fsdp2-tensor4") for case in ("untied", "capped", "latent")),
-        ("capped", "replica2-fsdp2-tensor2"),
-    ],
-)
-def test_mesh_equals_one_device(case, mesh):
-    start, result = run(case, MESHES[mesh])
-    chex.assert_trees_all_equal(start, drawn(CASES[case][0]()))
-    assert_as_one_device(result, case, what=f"{case} on {mesh}")
 
 
 @pytest.mark.parametrize(

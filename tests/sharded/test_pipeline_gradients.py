@@ -54,64 +54,37 @@ def test_pipeline_equals_one_device(case):
     check(case)
 
 
-ALL = [
-    (schedule, pipe, multiple)
-    for schedule, pipe, multiple in itertools.product(PipelineSchedule, (2, 4), (1, 2, 4))
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "pipe", "multiple"), ALL)
-def test_every_schedule_and_size_equals_one_device(schedule, pipe, multiple):
-    check(
-        Case(
-            model=with_layers(llama_like, 8),
-            mesh=MeshConfig(pipe=pipe),
-            micro_batches=pipe * multiple,
-            schedule=schedule,
-        )
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", PipelineSchedule)
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        MeshConfig(pipe=2, fsdp=2),
-        MeshConfig(pipe=2, tensor=2),
-        MeshConfig(pipe=2, fsdp=2, tensor=2),
-        MeshConfig(pipe=2, replica=2, fsdp=2),
-    ],
-    ids=str,
-)
-def test_every_schedule_composes_with_other_axes(schedule, mesh):
-    model = with_layers(llama_like, 4)
-    check(Case(model=model, mesh=mesh, micro_batches=4, schedule=schedule, remat=Remat.DOTS))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", PipelineSchedule)
-@pytest.mark.parametrize(
-    ("make", "method", "others"),
-    [
+def cases():
+    """Of every schedule: sizes, other axes, sequences over devices, layers that do not divide over
+    the stages; and every recomputation and model.
+    """
+    each, deep = PipelineSchedule, with_layers(llama_like, 8)
+    for schedule, pipe, multiple in itertools.product(each, (2, 4), (1, 2, 4)):
+        yield deep, {"pipe": pipe}, {"schedule": schedule, "micro_batches": pipe * multiple}
+    meshes = ({"fsdp": 2}, {"tensor": 2}, {"fsdp": 2, "tensor": 2}, {"replica": 2, "fsdp": 2})
+    for schedule, others in itertools.product(each, meshes):
+        yield with_layers(llama_like, 4), others, {"schedule": schedule, "remat": Remat.DOTS}
+    sequences = (
         (llama_like, ContextMethod.ALL_GATHER, {}),
         (llama_like, ContextMethod.AUTO, {"fsdp": 2}),
         (gemma_like, ContextMethod.ULYSSES, {"tensor": 2}),
         (gemma_like, ContextMethod.ALL_GATHER, {"fsdp": 2}),
         (mla_like, ContextMethod.AUTO, {"tensor": 2}),
-    ],
-)
-def test_every_schedule_composes_with_sequences_over_devices(make, schedule, method, others):
-    check(
-        Case(
-            model=with_layers(make, 4 * len(make().blocks)),
-            mesh=MeshConfig(pipe=2, context=2, **others),
-            micro_batches=4,
-            schedule=schedule,
-            context_method=method,
-        )
     )
+    for schedule, (make, method, others) in itertools.product(each, sequences):
+        model, how = with_layers(make, 4 * len(make().blocks)), {"context_method": method}
+        yield model, {"context": 2, **others}, {"schedule": schedule, **how}
+    for schedule, num, make in itertools.product(each, (5, 7), (llama_like, gemma_like)):
+        yield with_layers(make, num * len(make().blocks)), {}, {"schedule": schedule}
+    makes = (llama_like, gpt_like, gemma_like)
+    for remat, schedule, make in itertools.product(CHEAPEST_FIRST, (ONE, ZB_H1), makes):
+        yield with_layers(make, 4), {}, {"schedule": schedule, "remat": remat}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "axes", "how"), list(cases()))
+def test_every_schedule_equals_one_device(model, axes, how):
+    check(Case(model=model, mesh=MeshConfig(**{"pipe": 2, **axes}), **{"micro_batches": 4, **how}))
 
 
 def test_sends_between_devices_of_a_stage_are_refused():
@@ -148,26 +121,6 @@ def test_the_last_stage_takes_the_loss_of_own_tokens(monkeypatch, make, mesh):
     monkeypatch.setattr(loss_on_meshes, "takes_own_tokens", taken)
     check(Case(model=with_layers(make, 4), mesh=mesh, micro_batches=4))
     assert taken.called
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_layers", [5, 7])
-@pytest.mark.parametrize("schedule", PipelineSchedule)
-@pytest.mark.parametrize("make", [llama_like, gemma_like])
-def test_layers_that_do_not_divide_over_the_stages(make, schedule, num_layers):
-    pattern = len(make().blocks)
-    model = with_layers(make, num_layers * pattern)
-    check(Case(model=model, mesh=MeshConfig(pipe=2), micro_batches=4, schedule=schedule))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("remat", CHEAPEST_FIRST)
-@pytest.mark.parametrize("schedule", [ONE, ZB_H1])
-@pytest.mark.parametrize("make", [llama_like, gpt_like, gemma_like])
-def test_every_recomputation_and_model(remat, schedule, make):
-    model = with_layers(make, 4)
-    mesh = MeshConfig(pipe=2)
-    check(Case(model=model, mesh=mesh, micro_batches=4, schedule=schedule, remat=remat))
 
 
 @pytest.mark.slow

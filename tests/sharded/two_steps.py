@@ -6,12 +6,62 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfra.config.run import RunConfig
+from jaxinfra.config.data import DataConfig
+from jaxinfra.config.exchange import ExchangeConfig
+from jaxinfra.config.mesh import MeshConfig, ShardingConfig
+from jaxinfra.config.model import BlockConfig, GroupedAttentionConfig, ModelConfig, Stack
+from jaxinfra.config.pipeline import PipelineConfig, PipelineSchedule
+from jaxinfra.config.rope import RopeConfig
+from jaxinfra.config.run import Remat, RunConfig, TrainingConfig
 from jaxinfra.training.job import make_job
-from tests.sharded.cases import gradients_of, packed_batch
+from tests.sharded.cases import OPTIMIZER, gradients_of, packed_batch
 
 STEPS = 2
 EPSILON = float(np.finfo(np.float32).eps)
+MIXER = GroupedAttentionConfig(num_q_heads=4, num_kv_heads=2, head_dim=4, rope=RopeConfig())
+
+
+def model_of(*pattern: BlockConfig, repeats: int) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=64,
+        model_dim=16,
+        max_positions=64,
+        stacks=(Stack(pattern=pattern, repeats=repeats),),
+        tie_embeddings=True,
+        init_std=0.2,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """How the steps run."""
+
+    mesh: MeshConfig = MeshConfig()
+    sharding: ShardingConfig = ShardingConfig()
+    exchange: ExchangeConfig = ExchangeConfig()
+    accumulation: int = 1
+    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
+    remat: Remat = Remat.NONE
+    unroll: int = 1
+
+    def config(self, model: ModelConfig) -> RunConfig:
+        return RunConfig(
+            model=model,
+            data=DataConfig(),
+            optimizer=OPTIMIZER,
+            training=TrainingConfig(
+                steps=STEPS,
+                batch_size=8,
+                sequence_length=16,
+                accumulation=self.accumulation,
+                remat=self.remat,
+                unroll=self.unroll,
+            ),
+            mesh=self.mesh,
+            sharding=self.sharding,
+            exchange=self.exchange,
+            pipeline=PipelineConfig(schedule=self.schedule),
+        )
 
 
 def first_state(config: RunConfig) -> Any:

@@ -167,8 +167,10 @@ def test_a_cancelled_request_leaves_no_page():
         ({"prompt": (300,)}, DataError, r"token ids 300\.\.300"),
         ({"prompt": (1,), "new": 0}, ConfigError, "max_new_tokens=0"),
         ({"prompt": (1,), "stop": ("",)}, ConfigError, "empty stop string"),
+        ({"prompt": (1,), "seed": -1}, ConfigError, "seed=-1"),
+        ({"prompt": (1,), "seed": 2**80}, ConfigError, "seed="),
     ],
-    ids=["empty", "long", "outside", "none_new", "empty_stop"],
+    ids=["empty", "long", "outside", "none_new", "empty_stop", "below", "above"],
 )
 def test_bad_requests_are_refused_at_once(options, error, message):
     with pytest.raises(error, match=message):

@@ -12,7 +12,7 @@ import pytest
 from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
 from jaxinfra.model.layer_loop import one_by_one, opened, take_apart, take_in_place
 from tests.sharded.cases import build, gradients_of, packed_batch
-from tests.sharded.test_experts import model
+from tests.sharded.test_experts import MODEL
 
 COUNT, WIDTH = 3, 4
 EPSILON = 2.0**-8  # of bf16
@@ -113,7 +113,7 @@ ROUNDED = PrecisionConfig(policy=PolicyName.BF16, weight_gradients=WeightGradien
 
 
 def built(*, unroll: int):
-    return build(model(num_layers=2), precision=ROUNDED, unroll=unroll, accumulation=2)
+    return build(MODEL, precision=ROUNDED, unroll=unroll, accumulation=2)
 
 
 def learned(*, unroll: int):

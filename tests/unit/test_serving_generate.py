@@ -1,4 +1,4 @@
-"""Generation: greedy is argmax, rows are independent, streams end where and as they should."""
+"""Generation: greedy is argmax, an engine is kept, streams end where and as they should."""
 
 import dataclasses
 import itertools
@@ -12,14 +12,14 @@ from jaxinfra.config.data import DataConfig
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.run import RunConfig, TrainingConfig
 from jaxinfra.data.tokenizer import bytes_tokenizer
-from jaxinfra.errors import CheckpointError, ConfigError, DataError
+from jaxinfra.errors import CheckpointError, DataError
 from jaxinfra.model.decoder import Decoder
 from jaxinfra.model.definition import define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.engine.requests import EndReason
 from jaxinfra.serving.generate import bucket, engine_for, generate, generate_text, request_of
 from jaxinfra.serving.load import LoadedModel
-from jaxinfra.serving.sampling import GREEDY, SamplingConfig
+from jaxinfra.serving.sampling import GREEDY
 from tests.generation import served
 from tests.small_models import dense
 
@@ -104,89 +104,11 @@ def test_greedy_is_argmax_without_a_cache(model):
     assert len({token for tokens in got.values() for token in tokens}) > 6, "a telling sequence"
 
 
-SAMPLING = SamplingConfig(temperature=1.5, top_k=100, top_p=0.95)
-
-
-def test_seeded_draws_repeat_and_ignore_the_rest_of_the_batch(model):
-    def drawn(prompts, seed):
-        tokens = served(model, prompts, max_new_tokens=10, sampling=SAMPLING, seed=seed)
-        return rows(tokens)
-
-    first = drawn(PROMPTS, seed=3)
-    assert drawn(PROMPTS, seed=3) == first
-    assert drawn(PROMPTS, seed=4) != first
-    # Other neighbours, longer ones that need another bucket, or fewer.
-    assert drawn([[9] * 20, PROMPTS[1], [8] * 18], seed=3)[1] == first[1]
-    assert drawn(PROMPTS[:2], seed=3) == {0: first[0], 1: first[1]}
-    # Equal prompts of one batch are drawn separately.
-    twins = drawn([PROMPTS[2], PROMPTS[1], PROMPTS[2]], seed=3)
-    assert twins[0] != twins[2]
-
-
-def test_rows_of_one_batch_draw_by_their_own_settings(model):
-    settings = [GREEDY, SAMPLING, SamplingConfig(temperature=0.7)]
-    mixed = rows(served(model, PROMPTS, max_new_tokens=10, sampling=settings, seed=3))
-    for row, config in enumerate(settings):
-        alone = rows(served(model, PROMPTS, max_new_tokens=10, sampling=config, seed=3))
-        assert mixed[row] == alone[row]
-
-
-def test_a_row_ends_at_the_end_token_and_the_others_go_on(model):
-    free = rows(served(model, PROMPTS, max_new_tokens=12, sampling=GREEDY))
-    eos_id = free[1][4]
-    tokens = list(served(model, PROMPTS, max_new_tokens=12, sampling=GREEDY, eos_ids=[eos_id]))
-    for row, ids in rows(tokens).items():
-        end = free[row].index(eos_id) + 1 if eos_id in free[row] else 12
-        assert ids == free[row][:end]
-        last = [new for new in tokens if new.row == row][-1]
-        assert last.end is (EndReason.EOS if end < 12 else EndReason.LENGTH)
-
-
-def test_rows_end_where_the_model_has_no_positions_left(model):
-    prompts = [[1] * POSITIONS, [2] * (POSITIONS - 2), [3]]
-    tokens = list(served(model, prompts, max_new_tokens=5, sampling=GREEDY))
-    assert [len(ids) for ids in rows(tokens).values()] == [1, 3, 5]
-    finishes = {new.row: new.end for new in tokens if new.end}
-    assert finishes == {0: EndReason.CONTEXT, 1: EndReason.CONTEXT, 2: EndReason.LENGTH}
-    # The full row's last token is what the uncached model says of the whole context.
-    assert tokens[0].token == int(np.argmax(jax.jit(model)(np.array(prompts[:1]))[0, -1]))
-
-
-def test_ids_without_a_meaning_are_never_drawn(model):
-    hot = SamplingConfig(temperature=100.0)
-    tokens = served(model, PROMPTS, max_new_tokens=20, sampling=hot, num_ids=4)
-    assert {new.token for new in tokens} == {0, 1, 2, 3}
-
-
 def asked(model: LoadedModel, prompts, *, new: int, sampling=GREEDY, seed=0):
     return [
         request_of(model, ids, max_new_tokens=new, sampling=sampling, seed=seed, choice=number)
         for number, ids in enumerate(prompts)
     ]
-
-
-@pytest.mark.parametrize("seed", [-1, 2**80])
-def test_a_seed_out_of_range_is_refused(seed):
-    model = loaded()
-    with pytest.raises(ConfigError, match="seed="):
-        generate(model, asked(model, [[1]], new=1, seed=seed))
-
-
-@pytest.mark.parametrize(
-    ("prompts", "new", "error", "message"),
-    [
-        ([], 1, DataError, "no prompts"),
-        ([[1], []], 1, DataError, "prompt 1: the prompt has no tokens"),
-        ([[1] * 33], 1, DataError, "33 tokens, more than the 32 positions"),
-        ([[1, VOCABULARY]], 1, DataError, r"token ids 1\.\.300, the model's vocabulary is 0\.\."),
-        ([[-1]], 1, DataError, r"token ids -1\.\.-1"),
-        ([[1]], 0, ConfigError, "max_new_tokens=0 must be at least 1"),
-    ],
-)
-def test_bad_requests_are_refused_at_once(prompts, new, error, message):
-    model = loaded()
-    with pytest.raises(error, match=message):
-        generate(model, asked(model, prompts, new=new))
 
 
 def test_a_model_keeps_its_engine_and_its_programs():
@@ -208,6 +130,11 @@ def test_a_model_keeps_its_engine_and_its_programs():
     halfway.close()
     assert not engine.is_busy
     assert dataclasses.replace(model).kept == {}
+
+
+def test_no_prompts_are_refused():
+    with pytest.raises(DataError, match="no prompts"):
+        generate(loaded(), [])
 
 
 def test_an_engine_that_shares_prefixes_is_not_for_texts_alone():
@@ -246,15 +173,6 @@ def test_text_begins_as_a_document_does():
     model = successor_model([bytes_tokenizer().bos_id, ord("x"), ord("y"), ord("z")])
     pieces = generate_text(model, "", max_new_tokens=3, sampling=GREEDY)
     assert "".join(piece.text for piece in pieces) == "xyz"
-
-
-def test_text_is_the_decoding_of_the_tokens():
-    model, prompt = loaded(), "naïve"
-    pieces = [*generate_text(model, prompt, max_new_tokens=20, sampling=SAMPLING, seed=1)]
-    text = "".join(piece.text for piece in pieces)
-    tokenizer, ids = model.tokenizer, model.prompt(prompt)
-    drawn = [token for piece in pieces for token in piece.tokens if token != tokenizer.eos_id]
-    assert tokenizer.decode([*ids, *drawn]) == tokenizer.decode(ids) + text
 
 
 def test_logits_that_are_no_numbers_end_it_with_an_error():
