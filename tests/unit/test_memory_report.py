@@ -28,7 +28,6 @@ from jaxinfra.diagnostics.memory.report import (
 from jaxinfra.errors import DeviceMemoryError
 from jaxinfra.hlo import wire
 from jaxinfra.hlo.buffers import Lives, read_program, step_bytes
-from jaxinfra.training import loop
 from jaxinfra.training.job import lower_step, make_job
 
 SMALL = (
@@ -185,47 +184,6 @@ def test_remedies_fit_and_are_compiled(steps):
     shares = [each.figures["time_share"] for each in found if each.fits]
     assert shares == sorted(shares)
     assert len({each.options[0].split("=")[1] for each in found}) >= 2
-
-
-@pytest.mark.slow
-def test_a_first_remedy_applied_fits(tmp_path, capsys, monkeypatch):
-    """A run on a device that is too small ends with a report, and runs as the report says."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text").mkdir()
-    for number in range(8):
-        (tmp_path / "text" / f"{number}.txt").write_text(f"text number {number} " * 200)
-    sets = [
-        *SMALL,
-        "training.steps=2",
-        "optimizer.warmup_steps=1",
-        "data.heldout_fraction=0.4",
-        "data.tokenizer.kind=bytes",
-        "model.vocab_size=300",
-    ]
-    words = ["train", "tiny", "--data", "text", "--cache", "cache", "--no-sample"]
-    words += [f"--set={each}" for each in sets]
-    config = codec.override(run_preset("tiny"), sets)
-    limit = int(0.8 * compiled_bytes(config))
-    fault = {
-        "target": "jaxinfra.training.loop:same_program",
-        "action": "jaxinfra.faults.corruption:exceed_memory",
-        "limit": limit,
-        "until": 100,
-    }
-    same_program = loop.same_program
-    monkeypatch.setenv("JAXINFRA_FAULTS", json.dumps([fault]))
-    assert main([*words, "--run", "run"]) == 1
-    assert "remedy: --set=" in capsys.readouterr().err
-    report = json.loads((tmp_path / "run" / "out-of-memory.json").read_text())
-    assert report["limit_bytes"] == limit
-    assert report["asked_bytes"] > limit
-    assert len(report["largest"]) == 10
-    assert report["asked_by"]["scope"]
-    first = report["remedies"][0]
-    assert first["fits"]
-    monkeypatch.setattr(loop, "same_program", same_program)
-    monkeypatch.setenv("JAXINFRA_FAULTS", json.dumps([fault]))
-    assert main([*words, "--run", "again", *first["options"]]) == 0
 
 
 @pytest.mark.slow
