@@ -22,7 +22,7 @@ from tests.seeds import seeded
 from tests.tolerance import assert_within_rounding
 
 EPSILON = 1e-6
-QUICK_TILES = ("turns", "ahead")
+QUICK_TILES = ("turns",)  # softmax has what is read ahead
 
 
 def inputs(shape, offset=0.0, dtype=jnp.bfloat16):
@@ -104,7 +104,7 @@ def test_kernels_are_no_worse_than_the_plain_form(shape, epsilon, form):
     [
         pytest.param(dtype, shape, marks=[pytest.mark.slow] * slow, id=f"{dtype.__name__}-{shape}")
         for dtype, shape, slow in (
-            (jnp.float16, (8, 32), False),
+            (jnp.float16, (8, 32), True),
             (jnp.float32, (2, 2048), False),
             (jnp.float16, (2, 2048), True),
             (jnp.float32, (8, 32), True),
@@ -140,7 +140,8 @@ def test_rows_between_words_are_no_worse_than_the_plain_form(name, f):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("once", marks=pytest.mark.slow), "turns", "persistent"]
+    "name",
+    ["turns", *(pytest.param(name, marks=pytest.mark.slow) for name in ("once", "persistent"))],
 )
 def test_whole_rows_are_no_worse_than_the_plain_form(name):
     case = inputs((32, 64), offset=30.0)

@@ -166,8 +166,10 @@ def shapes(T: int, S: int, H: int) -> list[jax.ShapeDtypeStruct]:
     ("T", "S", "H"),
     [
         (131, 77, 64),
-        (77, 131, 128),
-        pytest.param(131, 131, 256, marks=pytest.mark.slow),
+        *(
+            pytest.param(*sizes, marks=pytest.mark.slow)
+            for sizes in ((77, 131, 128), (131, 131, 256))
+        ),
     ],
 )
 def test_arrays_of_odd_lengths_are_read_where_they_lie(T, S, H):
