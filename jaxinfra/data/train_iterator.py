@@ -80,13 +80,14 @@ class TrainIterator:
         }
         self._mixture = source if isinstance(source, MixedWindows) else None
         if isinstance(source, MixedWindows):
-            self._identity |= {"mixture_version": MIXTURE_VERSION}
+            self._identity = {"mixture_version": MIXTURE_VERSION, **self._identity}
             make = functools.partial(source.batch, rows=rows)
         else:
             windows = source
             if isinstance(windows, TokenArrays):
                 windows = PackedWindows(windows, sequence_length=sequence_length, seed=seed)
-            self._identity |= {"data": source.fingerprint, **windows.identity}
+            first = {**windows.identity, "data": source.fingerprint}
+            self._identity = {**first, **self._identity}
 
             def make(step: int) -> Batch[np.ndarray]:
                 return windows.batch(sample_ids(step, batch_size=batch_size)[rows])
