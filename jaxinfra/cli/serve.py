@@ -307,7 +307,7 @@ def _too_large(
 
 
 def _run_replicas(args: argparse.Namespace, path: Path) -> int:
-    start = importlib.import_module("jaxinfra.serving.replicas.start")
+    front = importlib.import_module("jaxinfra.serving.replicas.front")
     hang_s = _HANG_S if args.hang_seconds is None else args.hang_seconds
     if not 0 < hang_s < math.inf:
         raise ConfigError(f"--hang-seconds {hang_s:g} must be a time above 0")
@@ -318,7 +318,7 @@ def _run_replicas(args: argparse.Namespace, path: Path) -> int:
     if args.model is None:
         words.append(str(path))
     with noted_signals() as request:
-        start.serve_replicas(
+        front.serve_replicas(
             words,
             environments(args.replicas, parse_mesh(args.mesh).num_devices),
             _server(args),

@@ -19,7 +19,6 @@ from jaxinfra.serving.engine.background import EngineThread
 from jaxinfra.serving.engine.requests import EndReason, GenerationRequest, RequestProgress
 from jaxinfra.serving.http.guards import RequestGuards
 from jaxinfra.serving.http.server import HttpServer, ServerOptions
-from jaxinfra.serving.replicas import front as hangs
 from jaxinfra.serving.replicas import processes
 from jaxinfra.serving.replicas.front import ReplicaChoice, ReplicaFront, blocks_of
 from jaxinfra.serving.replicas.processes import NoReplicaError, Replicas, environments
@@ -258,7 +257,7 @@ def test_a_replica_that_hangs_is_taken_out(fronted, answer, stalled_s, why):
 
 def test_without_looks_whoever_asked_a_hung_replica_would_wait(fronted, monkeypatch):
     """What the tests above see is the watch's doing."""
-    monkeypatch.setattr(hangs.HangWatch, "_take_out", lambda *_: None)
+    monkeypatch.setattr(ReplicaFront, "_take_out", lambda *_: None)
     made = fronted(b"", whole(b"{}"), hang_s=0.3, hangs=True, stalled_s=None)
     with pytest.raises(TimeoutError):
         made.ask(timeout=1.0)

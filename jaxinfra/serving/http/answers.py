@@ -7,6 +7,10 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, final
 
+import prometheus_client
+from fastapi import responses
+from prometheus_client.registry import CollectorRegistry
+
 from jaxinfra.data.tokenizer import StreamDecoder, Tokenizer
 from jaxinfra.serving.engine.requests import (
     EndReason,
@@ -283,3 +287,22 @@ def event(body: dict[str, Any]) -> str:
 def error_body(message: str, *, kind: str, code: str | None = None) -> dict[str, Any]:
     """Returns an error's JSON body in the format that OpenAI's clients expect."""
     return {"message": message, "type": kind, "param": None, "code": code}
+
+
+def error_response(
+    status: int,
+    message: str,
+    *,
+    kind: str,
+    code: str | None = None,
+    headers: dict[str, str] | None = None,
+) -> responses.Response:
+    """Returns the HTTP response that reports an error to a client."""
+    body = {"error": error_body(message, kind=kind, code=code)}
+    return responses.JSONResponse(body, status_code=status, headers=headers)
+
+
+def metrics_response(registry: CollectorRegistry) -> responses.Response:
+    """Returns the HTTP response with all of a registry's metrics in Prometheus's text format."""
+    text = prometheus_client.generate_latest(registry)
+    return responses.Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

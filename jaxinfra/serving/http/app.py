@@ -12,13 +12,14 @@ from fastapi.exceptions import RequestValidationError
 
 from jaxinfra.errors import JaxinfraError
 from jaxinfra.serving.engine.background import OverloadError, StoppedError
-from jaxinfra.serving.engine.requests import GenerationRequest
+from jaxinfra.serving.engine.requests import GenerationRequest, RequestProgress
 from jaxinfra.serving.http.answers import (
     AnswerForm,
     ChatForm,
     CompletionForm,
     GenerationFailedError,
-    error_body,
+    error_response,
+    metrics_response,
 )
 from jaxinfra.serving.http.bodies import (
     ChatBody,
@@ -26,14 +27,12 @@ from jaxinfra.serving.http.bodies import (
     DetokenizeBody,
     TokenizeBody,
 )
-from jaxinfra.serving.http.guards import Application, RequestGuards
+from jaxinfra.serving.http.guards import Application, RequestGuards, unless_gone
 from jaxinfra.serving.http.service import Service
 
 PAGE = Path(__file__).with_name("page.html")
 _RETRY_AFTER_S = 1
 _UNREADABLE = (400, 404, 405)  # that the framework itself answers
-_CLIENT_GONE = 499  # as nginx has it; nobody reads it
-_LOOK_S = 0.2  # between looks whether a client is still there
 
 
 class UnknownModelError(JaxinfraError):
@@ -43,58 +42,42 @@ class UnknownModelError(JaxinfraError):
 def application(service: Service, *, api_key: str | None) -> Application:
     """Makes the HTTP application, behind guards that check the API key and the body's size."""
     app = fastapi.FastAPI(title="jaxinfra", docs_url=None, redoc_url=None)
-    _handle_errors(app)
+    for kind in (JaxinfraError, RequestValidationError, *_UNREADABLE, Exception):
+        app.add_exception_handler(kind, _refused)
     _add_generation(app, service)
     _add_information(app, service)
     limit = service.limits.max_body_bytes
     return RequestGuards(app, api_key=api_key, max_body_bytes=limit)
 
 
-def _handle_errors(app: fastapi.FastAPI) -> None:
-    @app.exception_handler(JaxinfraError)
-    async def refused(request: fastapi.Request, error: JaxinfraError) -> responses.Response:
-        del request
-        match error:
-            case OverloadError():
-                headers = {"Retry-After": str(_RETRY_AFTER_S)}
-                return _error(429, str(error), kind="rate_limit_error", headers=headers)
-            case StoppedError():
-                return _error(503, str(error), kind="server_error")
-            case UnknownModelError():
-                kind, code = "invalid_request_error", "model_not_found"
-                return _error(404, str(error), kind=kind, code=code)
-        return _error(400, str(error), kind="invalid_request_error")
-
-    @app.exception_handler(GenerationFailedError)
-    async def failed(request: fastapi.Request, error: Exception) -> responses.Response:
-        del request
-        return _error(500, str(error), kind="server_error")
-
-    @app.exception_handler(Exception)
-    async def broken(request: fastapi.Request, error: Exception) -> responses.Response:
-        """Answers an unforeseen error; the server's log has the details."""
-        del request
-        return _error(500, f"the server failed: {type(error).__name__}", kind="server_error")
-
-    @app.exception_handler(RequestValidationError)
-    async def malformed(
-        request: fastapi.Request, error: RequestValidationError
-    ) -> responses.Response:
-        del request
-        said = [
-            f"{'.'.join(map(str, each['loc'][1:])) or 'body'}: {each['msg']}"
-            for each in error.errors()[:4]
-        ]
-        return _error(400, "; ".join(said), kind="invalid_request_error")
-
-    async def unreadable(request: fastapi.Request, error: Exception) -> responses.Response:
-        """A body that is no text, and paths and methods that are not served."""
-        del request
-        assert isinstance(error, fastapi.exceptions.StarletteHTTPException)
-        return _error(error.status_code, str(error.detail), kind="invalid_request_error")
-
-    for status in _UNREADABLE:
-        app.add_exception_handler(status, unreadable)
+async def _refused(request: fastapi.Request, error: Exception) -> responses.Response:
+    """Answers an error; of an unforeseen one the server's log has the details."""
+    del request
+    match error:
+        case OverloadError():
+            headers = {"Retry-After": str(_RETRY_AFTER_S)}
+            return error_response(429, str(error), kind="rate_limit_error", headers=headers)
+        case StoppedError():
+            return error_response(503, str(error), kind="server_error")
+        case UnknownModelError():
+            kind, code = "invalid_request_error", "model_not_found"
+            return error_response(404, str(error), kind=kind, code=code)
+        case JaxinfraError():
+            status, text = 400, str(error)
+        case fastapi.exceptions.StarletteHTTPException():
+            status, text = error.status_code, str(error.detail)
+        case RequestValidationError():
+            said = [
+                f"{'.'.join(map(str, each['loc'][1:])) or 'body'}: {each['msg']}"
+                for each in error.errors()[:4]
+            ]
+            status, text = 400, "; ".join(said)
+        case GenerationFailedError():
+            return error_response(500, str(error), kind="server_error")
+        case _:
+            text = f"the server failed: {type(error).__name__}"
+            return error_response(500, text, kind="server_error")
+    return error_response(status, text, kind="invalid_request_error")
 
 
 async def _answer(
@@ -106,19 +89,8 @@ async def _answer(
 ) -> responses.Response:
     """Generates, and answers at once or as a stream of events, as the body asks."""
     given = service.stream(requests)
-    try:
-        async with _while_connected(http):
-            if not body.stream:
-                async with contextlib.aclosing(given):
-                    return responses.JSONResponse(await form.at_once(requests, given))
-            # Asked for before the status is sent: overload is told by it.
-            first = await anext(given)
-    except asyncio.CancelledError:
-        if await http.is_disconnected():
-            return responses.Response(status_code=_CLIENT_GONE)
-        raise
 
-    async def events() -> AsyncIterator[str]:
+    async def events(first: tuple[int, RequestProgress]) -> AsyncIterator[str]:
         async def again():
             yield first
             async for each in given:
@@ -128,8 +100,16 @@ async def _answer(
             async for each in form.events(again()):
                 yield each
 
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return responses.StreamingResponse(events(), media_type="text/event-stream", headers=headers)
+    async def answered() -> responses.Response:
+        if not body.stream:
+            async with contextlib.aclosing(given):
+                return responses.JSONResponse(await form.at_once(requests, given))
+        # Asked for before the status is sent: overload is told by it.
+        stream = events(await anext(given))
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return responses.StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+
+    return await unless_gone(http, answered())
 
 
 def _add_generation(app: fastapi.FastAPI, service: Service) -> None:
@@ -162,7 +142,9 @@ def _add_generation(app: fastapi.FastAPI, service: Service) -> None:
     @app.post("/v1/embeddings")
     async def embeddings() -> responses.Response:
         message = f"{service.name} generates text; this server makes no embeddings"
-        return _error(400, message, kind="invalid_request_error", code="unsupported_endpoint")
+        return error_response(
+            400, message, kind="invalid_request_error", code="unsupported_endpoint"
+        )
 
 
 def _add_information(app: fastapi.FastAPI, service: Service) -> None:
@@ -198,15 +180,13 @@ def _add_information(app: fastapi.FastAPI, service: Service) -> None:
     @app.get("/health")
     async def health() -> responses.Response:
         if not service.engine.is_serving:
-            return _error(503, "the server is stopping, or has failed", kind="server_error")
+            return error_response(503, "the server is stopping, or has failed", kind="server_error")
         stalled_s = round(service.engine.stalled_s, 3)
         return responses.JSONResponse({"status": "ok", "stalled_s": stalled_s})
 
     @app.get("/metrics")
     async def metrics() -> responses.Response:
-        return responses.Response(
-            service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8"
-        )
+        return metrics_response(service.metrics.registry)
 
     @app.get("/")
     async def page() -> responses.Response:
@@ -232,33 +212,3 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "chat": not service.no_chat,
     }
     return card if name == service.name else card | {"parent": service.name}
-
-
-@contextlib.asynccontextmanager
-async def _while_connected(request: fastapi.Request) -> AsyncIterator[None]:
-    """Context manager that cancels the task when the client disconnects."""
-    working = asyncio.current_task()
-    assert working is not None
-
-    async def look() -> None:
-        while not await request.is_disconnected():
-            await asyncio.sleep(_LOOK_S)
-        working.cancel()
-
-    looking = asyncio.create_task(look())
-    try:
-        yield
-    finally:
-        looking.cancel()
-
-
-def _error(
-    status: int,
-    message: str,
-    *,
-    kind: str,
-    code: str | None = None,
-    headers: dict[str, str] | None = None,
-) -> responses.Response:
-    body = {"error": error_body(message, kind=kind, code=code)}
-    return responses.JSONResponse(body, status_code=status, headers=headers)

@@ -1,11 +1,14 @@
-"""Checks every HTTP request's API key and body size before the application sees it."""
+"""Checks of every HTTP request: its API key, its body's size, and whether its client is there."""
 
 import asyncio
 import contextlib
 import hmac
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any, final
+
+import fastapi
+from fastapi import responses
 
 from jaxinfra.serving.http.answers import error_body
 
@@ -18,6 +21,9 @@ _OPEN = ("/", "/health")  # without a key, for people and for load balancers
 
 _LINGER_S = 5.0
 """Seconds for which the rest of a refused request is read and dropped."""
+
+_CLIENT_GONE = 499  # as nginx has it; nobody reads it
+_LOOK_S = 0.2  # between looks whether a client is still there
 
 
 @final
@@ -93,3 +99,17 @@ async def _refuse(receive: Receive, send: Send, status: int, message: str, *, co
             while (await receive()).get("more_body", False):
                 pass
     await send({"type": "http.response.body", "body": b""})
+
+
+async def unless_gone(
+    request: fastapi.Request, answering: Coroutine[Any, Any, responses.Response]
+) -> responses.Response:
+    """Waits for an answer to a request, and cancels it when the client disconnects."""
+    working = asyncio.create_task(answering)
+    try:
+        while not (await asyncio.wait({working}, timeout=_LOOK_S))[0]:
+            if await request.is_disconnected():
+                return responses.Response(status_code=_CLIENT_GONE)
+        return await working
+    finally:
+        working.cancel()

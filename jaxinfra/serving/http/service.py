@@ -80,33 +80,15 @@ class EngineMetrics:
             return made.labels(model)
 
         seconds = "Seconds from a request's arrival to"
-        self._first = histogram(
+        self.first_s = histogram(
             "time_to_first_token_seconds", f"{seconds} its first token.", _LATENCIES_S
         )
-        self._between = histogram(
+        self.between_s = histogram(
             "inter_token_latency_seconds", "Seconds between steps with tokens.", _LATENCIES_S
         )
-        self._end = histogram("e2e_request_latency_seconds", f"{seconds} its end.", _LATENCIES_S)
-        self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt.", _LENGTHS)
-        self._answer = histogram("request_generation_tokens", "Tokens of an answer.", _LENGTHS)
-
-    def first_token(self, seconds: float) -> None:
-        """Records the seconds from a request's arrival to its first token."""
-        self._first.observe(seconds)
-
-    def next_token(self, seconds: float) -> None:
-        """Records the seconds between a request's new tokens and those before."""
-        self._between.observe(seconds)
-
-    def ended(self, seconds: float, *, prompt_tokens: int, new_tokens: int) -> None:
-        """Records an ended request: seconds since its arrival, and its numbers of tokens."""
-        self._end.observe(seconds)
-        self._prompt.observe(prompt_tokens)
-        self._answer.observe(new_tokens)
-
-    def text(self) -> bytes:
-        """Returns all metrics in Prometheus's text format."""
-        return prometheus_client.generate_latest(self.registry)
+        self.end_s = histogram("e2e_request_latency_seconds", f"{seconds} its end.", _LATENCIES_S)
+        self.prompt_tokens = histogram("request_prompt_tokens", "Tokens of a prompt.", _LENGTHS)
+        self.new_tokens = histogram("request_generation_tokens", "Tokens of an answer.", _LENGTHS)
 
 
 @final
@@ -127,7 +109,7 @@ class _EngineCollector(Collector):
             ("jaxinfra:cached_pages", "Pages kept for prompts to come.", allocator.num_idle),
             ("jaxinfra:host_pages", "Pages of preempted requests on the host.", host.num_used),
         ):
-            yield self._gauge(name, text, value)
+            yield self._labelled(GaugeMetricFamily(name, text, labels=["model_name"]), value)
         late, preempted = engine.runner.num_late, scheduler.num_preemptions
         for name, text, value in (
             ("vllm:prompt_tokens", "Tokens of prompts.", counts.prompt_tokens),
@@ -142,7 +124,7 @@ class _EngineCollector(Collector):
             ("jaxinfra:steps", "Steps of the engine.", counts.steps),
             ("jaxinfra:late_compiles", "Programs compiled while requests waited.", late),
         ):
-            yield self._counter(name, text, value)
+            yield self._labelled(CounterMetricFamily(name, text, labels=["model_name"]), value)
         ended = CounterMetricFamily(
             "vllm:request_success", "Requests ended.", labels=["model_name", "finished_reason"]
         )
@@ -150,13 +132,7 @@ class _EngineCollector(Collector):
             ended.add_metric([self._model, str(reason)], number)
         yield ended
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        metric = GaugeMetricFamily(name, text, labels=["model_name"])
-        metric.add_metric([self._model], value)
-        return metric
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        metric = CounterMetricFamily(name, text, labels=["model_name"])
+    def _labelled(self, metric: GaugeMetricFamily | CounterMetricFamily, value: float) -> Metric:
         metric.add_metric([self._model], value)
         return metric
 
@@ -343,16 +319,14 @@ class Service:
                 place, progress = await queue.get()
                 now = time.perf_counter()
                 if progress.tokens:
-                    if place in last:
-                        self.metrics.next_token(now - last[place])
-                    else:
-                        self.metrics.first_token(now - begun)
+                    seconds = self.metrics.between_s if place in last else self.metrics.first_s
+                    seconds.observe(now - last.get(place, begun))
                     last[place] = now
                     drawn[place] += len(progress.tokens)
                 if progress.end is not None:
-                    prompt = len(requests[place].prompt_ids)
-                    new = drawn.pop(place)
-                    self.metrics.ended(now - begun, prompt_tokens=prompt, new_tokens=new)
+                    self.metrics.end_s.observe(now - begun)
+                    self.metrics.prompt_tokens.observe(len(requests[place].prompt_ids))
+                    self.metrics.new_tokens.observe(drawn.pop(place))
                 yield place, progress
         finally:
             if drawn:

@@ -13,18 +13,21 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, final
 
-import prometheus_client
+import fastapi
+from fastapi import responses
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from jaxinfra.serving.http.answers import error_body, event
-from jaxinfra.serving.http.guards import Receive, Scope, Send
-from jaxinfra.serving.replicas.processes import ReplicaProcess, Replicas
-from jaxinfra.serving.replicas.upstream import Headers, LostReplicaError, UpstreamAnswer, asked
+from jaxinfra.runtime.signals import StopRequest
+from jaxinfra.serving.http.answers import error_body, error_response, event, metrics_response
+from jaxinfra.serving.http.guards import Receive, RequestGuards, Scope, Send, unless_gone
+from jaxinfra.serving.http.server import HttpServer, ServerOptions
+from jaxinfra.serving.replicas.processes import ReplicaProcess, Replicas, serve_command
+from jaxinfra.serving.replicas.upstream import LostReplicaError, Upstream
 
 _CHARACTERS = 64  # of a block of text; a page of tokens, roughly
 _IDS = 16  # of a block of token ids
@@ -113,103 +116,20 @@ _LOOKS = 3
 """Number of failed polls in a row after which a replica counts as hanging. One poll alone may fail
 for other reasons, as on a machine that slept."""
 
-
-class HungReplicaError(LostReplicaError):
-    """The replica that had a request hangs, and was taken out."""
-
-
-@final
-class HangWatch:
-    """Polls each replica's ``/health``, and tracks each replica's open requests.
-
-    A replica hangs if it does not answer, or if its engine does not finish a step. It is detected
-    between ``hang_s`` and twice as many seconds after its last sign of life.
-    """
-
-    def __init__(self, replicas: Replicas, *, hang_s: float):
-        self._replicas = replicas
-        self._look_s = hang_s / _LOOKS
-        self._lent: dict[int, set[asyncio.Timeout]] = {each.number: set() for each in replicas.all}
-
-    async def run(self) -> None:
-        """Polls the replicas until this task is cancelled."""
-        async with asyncio.TaskGroup() as group:
-            for each in self._replicas.all:
-                group.create_task(self._watch(each))
-
-    @contextlib.asynccontextmanager
-    async def lent(self, replica: ReplicaProcess) -> AsyncIterator[None]:
-        """Context manager around a request that a replica answers; counts it as open.
-
-        Raises:
-            HungReplicaError: the replica was taken out meanwhile. This does not wait for the
-                process's end, as a process within a driver call may outlive its kill.
-        """
-        limits = self._lent[replica.number]
-        with replica.taken():
-            try:
-                async with asyncio.timeout(None) as limit:
-                    limits.add(limit)
-                    try:
-                        yield
-                    finally:
-                        limits.discard(limit)
-            except TimeoutError as error:
-                raise HungReplicaError from error
-
-    async def _watch(self, replica: ReplicaProcess) -> None:
-        loop = asyncio.get_running_loop()
-        misses, seen = 0, replica.num_starts
-        while True:
-            begun = loop.time()
-            start, address = replica.num_starts, replica.address
-            missed = "" if address is None else await self._missed(address)
-            if not missed or start != seen:
-                misses = 0
-            misses += bool(missed)
-            seen = start
-            if misses == _LOOKS:
-                self._take_out(replica, start, missed)
-                misses = 0
-            await asyncio.sleep(max(0.0, begun + self._look_s - loop.time()))
-
-    async def _missed(self, address: str) -> str:
-        """Polls a replica; returns which sign of life is missing, or "" if it lives."""
-        try:
-            async with (
-                asyncio.timeout(self._look_s),
-                asked(address, "GET", "/health", [], b"") as answer,
-            ):
-                if answer.status != 200:
-                    return ""  # it stops, or has too many connections
-                stalled_s = json.loads(await answer.whole())["stalled_s"]
-        except TimeoutError:
-            return f"/health was not answered within {self._look_s:g} s, {_LOOKS} times in a row"
-        except LostReplicaError:
-            return f"/health ended without an answer, {_LOOKS} times in a row"
-        if stalled_s > self._look_s:
-            return f"its engine has been at one step for {stalled_s:.1f} s"
-        return ""
-
-    def _take_out(self, replica: ReplicaProcess, start: int, why: str) -> None:
-        replica.take_out(start, why)
-        now = asyncio.get_running_loop().time()
-        for limit in self._lent[replica.number]:
-            limit.reschedule(now)
-
-
 _MOST_TRIES = 3  # replicas that a request may be given to: one that ends them all is not to
 _METRICS_S = 10.0
-_KEPT = (b"content-type", b"authorization", b"accept")
-_PASSED = (b"content-type", b"retry-after", b"cache-control", b"x-accel-buffering")
-_GENERATES = ("/v1/completions", "/v1/chat/completions")
-_AGAIN: Headers = [(b"retry-after", b"2")]
-_JSON = (b"content-type", b"application/json")
+_KEPT = ("content-type", "authorization", "accept")
+_PASSED = ("content-type", "retry-after", "cache-control", "x-accel-buffering")
+_GENERATES = (b"/v1/completions", b"/v1/chat/completions")
 
 
 @final
 class ReplicaFront:
     """ASGI application that forwards each request to one of several replicas.
+
+    It polls each replica's ``/health``. A replica hangs if it does not answer, or if its engine
+    does not finish a step. It is detected between ``hang_s`` and twice as many seconds after its
+    last sign of life.
 
     Args:
         replicas: the replica processes; the caller starts them.
@@ -218,10 +138,9 @@ class ReplicaFront:
 
     def __init__(self, replicas: Replicas, *, api_key: str | None, hang_s: float):
         self._replicas, self._choice = replicas, ReplicaChoice()
-        self._watch = HangWatch(replicas, hang_s=hang_s)
-        self._key: Headers = (
-            [] if api_key is None else [(b"authorization", f"Bearer {api_key}".encode())]
-        )
+        self._look_s = hang_s / _LOOKS
+        self._key = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        self._upstreams = [Upstream() for _ in replicas.all]
         self._starts = [0] * len(replicas.all)
         self._is_draining = False
         self.num_open = self.num_repeated = 0
@@ -232,13 +151,27 @@ class ReplicaFront:
             await self._live(receive, send)
         if scope["type"] != "http":
             return
-        match scope["method"], scope["path"]:
-            case "GET", "/health":
-                await self._health(send)
-            case "GET", "/metrics":
-                await self._metrics(send)
-            case _:
-                await self._forward(scope, receive, send)
+        request = fastapi.Request(scope, receive)
+        # What the answer is read from stays open until it is sent.
+        async with contextlib.AsyncExitStack() as held:
+            match request.method, scope["path"]:
+                case "GET", "/health":
+                    answer = self._health()
+                case "GET", "/metrics":
+                    answer = await self._metrics()
+                case _:
+                    held.enter_context(self._counted())
+                    body = await request.body()
+                    answer = await unless_gone(request, self._answer(request, body, held))
+            await answer(scope, receive, send)
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        self.num_open += 1
+        try:
+            yield
+        finally:
+            self.num_open -= 1
 
     def drain(self, timeout_s: float) -> bool:
         """Accepts no more requests, and waits for open ones; returns whether all ended in time.
@@ -253,65 +186,94 @@ class ReplicaFront:
     async def _live(self, receive: Receive, send: Send) -> None:
         """Watches replicas from the server's start to its end."""
         await receive()
-        watching = asyncio.create_task(self._watch.run())
+        watching = [asyncio.create_task(self._watch(each)) for each in self._replicas.all]
         await send({"type": "lifespan.startup.complete"})
         await receive()
-        watching.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watching
+        for each in watching:
+            each.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
         await send({"type": "lifespan.shutdown.complete"})
 
-    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends a request to replicas until one answers or the client disconnects."""
-        body = (await receive()).get("body", b"")
-        self.num_open += 1
-        working = asyncio.create_task(self._answer(scope, body, send))
-        leaving = asyncio.create_task(_gone(receive))
-        try:
-            await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                await working
-        finally:
-            for task in (working, leaving):
-                task.cancel()
-            await asyncio.gather(working, leaving, return_exceptions=True)
-            self.num_open -= 1
+    async def _watch(self, replica: ReplicaProcess) -> None:
+        loop = asyncio.get_running_loop()
+        misses, seen = 0, replica.num_starts
+        while True:
+            begun = loop.time()
+            start, address = replica.num_starts, replica.address
+            missed = "" if address is None else await self._missed(replica.number, address)
+            if not missed or start != seen:
+                misses = 0
+            misses += bool(missed)
+            seen = start
+            if misses == _LOOKS:
+                self._take_out(replica, start, missed)
+                misses = 0
+            await asyncio.sleep(max(0.0, begun + self._look_s - loop.time()))
 
-    async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
-        path = scope["path"] + (
-            "?" + scope["query_string"].decode() if scope["query_string"] else ""
-        )
-        headers = [each for each in scope["headers"] if each[0] in _KEPT]
-        blocks = blocks_of(body) if path in _GENERATES else ()
+    async def _missed(self, number: int, address: str) -> str:
+        """Polls a replica; returns which sign of life is missing, or "" if it lives."""
+        try:
+            async with (
+                asyncio.timeout(self._look_s),
+                self._upstreams[number].ask(address, "GET", b"/health", headers={}) as answer,
+            ):
+                if answer.status != 200:
+                    return ""  # it stops, or has too many connections
+                stalled_s = json.loads(await answer.whole())["stalled_s"]
+        except TimeoutError:
+            return f"/health was not answered within {self._look_s:g} s, {_LOOKS} times in a row"
+        except LostReplicaError:
+            return f"/health ended without an answer, {_LOOKS} times in a row"
+        if stalled_s > self._look_s:
+            return f"its engine has been at one step for {stalled_s:.1f} s"
+        return ""
+
+    def _take_out(self, replica: ReplicaProcess, start: int, why: str) -> None:
+        """Kills a replica, and ends its requests. This does not wait for the process's end, as a
+        process within a driver call may outlive its kill.
+        """
+        replica.take_out(start, why)
+        self._upstreams[replica.number].close()
+        self._upstreams[replica.number] = Upstream()
+
+    async def _answer(
+        self, request: fastapi.Request, body: bytes, held: contextlib.AsyncExitStack
+    ) -> responses.Response:
+        """Sends a request to replicas until one answers.
+
+        Args:
+            held: closed once the answer is sent.
+        """
+        path, query = request.scope["raw_path"], request.scope["query_string"]
+        headers = {name: request.headers[name] for name in _KEPT if name in request.headers}
+        blocks = blocks_of(body) if path in _GENERATES and not query else ()
+        target = path + (b"?" + query if query else b"")
         tried: set[int] = set()
-        num_lost = 0
-        refused: tuple[int, Headers, bytes] | None = None
+        num_lost, refused = 0, None
         while len(tried) < _MOST_TRIES and (replica := self._chosen(blocks, tried)) is not None:
             tried.add(replica.number)
             assert replica.address is not None
-            passing = _Passing(send)
+            upstream = self._upstreams[replica.number]
+            ask = upstream.ask(replica.address, request.method, target, headers=headers, body=body)
             try:
-                async with (
-                    self._watch.lent(replica),
-                    asked(replica.address, scope["method"], path, headers, body) as answer,
-                ):
-                    if answer.status in (429, 503):
-                        refused = answer.status, answer.headers, await answer.whole()
-                        continue  # another may have room
-                    await passing.all_of(answer)
-                    return
-            except LostReplicaError as error:
-                if passing.has_begun:
-                    how = "hangs" if isinstance(error, HungReplicaError) else "has ended"
-                    text = f"the replica that answered {how}; send the request again"
-                    await passing.end(event({"error": error_body(text, kind="server_error")}))
-                    return
+                async with contextlib.AsyncExitStack() as asked:
+                    asked.enter_context(replica.taken())
+                    answer = await asked.enter_async_context(ask)
+                    status, said = answer.status, answer.headers
+                    passed = {name: said[name] for name in _PASSED if name in said}
+                    if said.get("content-type", "").startswith("text/event-stream"):
+                        parts = answer.parts()
+                        events = _events(await anext(parts, b""), parts, upstream)
+                        held.push_async_exit(asked.pop_all())
+                        return responses.StreamingResponse(events, status, passed)
+                    whole = responses.Response(await answer.whole(), status, passed)
+                    if status not in (429, 503):
+                        return whole
+                    refused = whole  # another may have room
+            except LostReplicaError:
                 num_lost += 1
                 self.num_repeated += 1
-        if refused is not None:
-            await _send(send, *refused)
-        else:
-            await self._unanswered(send, num_lost)
+        return refused or self._unanswered(num_lost)
 
     def _chosen(self, blocks: PromptBlocks, tried: Collection[int]) -> ReplicaProcess | None:
         ready = {each.number: each for each in self._replicas.ready if each.number not in tried}
@@ -325,40 +287,35 @@ class ReplicaFront:
         self._choice.note(number, blocks)
         return ready[number]
 
-    async def _unanswered(self, send: Send, num_lost: int) -> None:
-        """Answers with an error if no replica is left to ask.
+    def _unanswered(self, num_lost: int) -> responses.Response:
+        """Returns the error if no replica is left to ask.
 
         Args:
             num_lost: replicas that ended or hung with this request.
         """
         if self._is_draining:
-            status, text = 503, "the server is stopping; ask another one"
+            text = "the server is stopping; ask another one"
         elif num_lost == _MOST_TRIES:
-            status = 502
             text = (
                 f"{num_lost} replicas ended or hung before they answered this request; it may be "
                 "the reason, so no other one is asked"
             )
+            return error_response(502, text, kind="server_error")
         elif num_lost:
-            status = 503
             text = (
                 "the replica that was asked ended or hung before it answered, and no other one is "
                 "ready; send the request again"
             )
         else:
-            status, text = 503, "no replica is ready; they are being started again"
-        body = json.dumps({"error": error_body(text, kind="server_error")})
-        await _send(send, status, [_JSON, *(_AGAIN if status == 503 else [])], body.encode())
+            text = "no replica is ready; they are being started again"
+        return error_response(503, text, kind="server_error", headers={"retry-after": "2"})
 
-    async def _health(self, send: Send) -> None:
+    def _health(self) -> responses.Response:
         ready = self._replicas.ready
         is_well = bool(ready) and not self._is_draining
+        ill = "stopping" if self._is_draining else "no replica is ready"
         body = {
-            "status": "ok"
-            if is_well
-            else "stopping"
-            if self._is_draining
-            else "no replica is ready",
+            "status": "ok" if is_well else ill,
             "replicas": [
                 {
                     "ready": each in ready,
@@ -369,9 +326,9 @@ class ReplicaFront:
                 for each in self._replicas.all
             ],
         }
-        await _send(send, 200 if is_well else 503, [_JSON], json.dumps(body).encode())
+        return responses.JSONResponse(body, 200 if is_well else 503)
 
-    async def _metrics(self, send: Send) -> None:
+    async def _metrics(self) -> responses.Response:
         ready = self._replicas.ready
         texts = await asyncio.gather(*(self._series(each) for each in ready))
         by_replica = {
@@ -379,46 +336,34 @@ class ReplicaFront:
         }
         registry = CollectorRegistry()
         registry.register(_Joined(by_replica, self._replicas, self.num_repeated))
-        headers = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
-        await _send(send, 200, headers, prometheus_client.generate_latest(registry))
+        return metrics_response(registry)
 
     async def _series(self, replica: ReplicaProcess) -> str | None:
         """Returns a replica's own metrics; None if it does not answer."""
         if replica.address is None:
             return None
+        asked = self._upstreams[replica.number].ask(
+            replica.address, "GET", b"/metrics", headers=self._key
+        )
         try:
-            async with (
-                asyncio.timeout(_METRICS_S),
-                asked(replica.address, "GET", "/metrics", self._key, b"") as answer,
-            ):
+            async with asyncio.timeout(_METRICS_S), asked as answer:
                 return (await answer.whole()).decode()
         except (LostReplicaError, TimeoutError):
             return None
 
 
-@final
-class _Passing:
-    """An answer that is being passed from a replica to a client."""
-
-    def __init__(self, send: Send):
-        self._send = send
-        self.has_begun = False
-
-    async def all_of(self, answer: UpstreamAnswer) -> None:
-        """Events as they come; any other body once all of it is there."""
-        if answer.header(b"content-type").startswith(b"text/event-stream"):
-            async for part in answer.parts():
-                if not self.has_begun:
-                    self.has_begun = True
-                    await self._send(_start(answer.status, answer.headers))
-                await self._send({"type": "http.response.body", "body": part, "more_body": True})
-            await self.end("")
-            return
-        await _send(self._send, answer.status, answer.headers, await answer.whole())
-
-    async def end(self, text: str) -> None:
-        """The last part."""
-        await self._send({"type": "http.response.body", "body": text.encode()})
+async def _events(
+    first: bytes, parts: AsyncIterator[bytes], upstream: Upstream
+) -> AsyncIterator[bytes]:
+    """Yields an answer's parts as they come; an error event ends them if the replica is lost."""
+    yield first
+    try:
+        async for part in parts:
+            yield part
+    except LostReplicaError:
+        how = "hangs" if upstream.is_closed else "has ended"
+        text = f"the replica that answered {how}; send the request again"
+        yield event({"error": error_body(text, kind="server_error")}).encode()
 
 
 @final
@@ -458,16 +403,42 @@ class _Joined(Collector):
         return [*families.values(), up, starts, hangs, repeated]
 
 
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+_STOP_S = 5.0  # beyond what open requests have, for a replica to end
 
 
-def _start(status: int, headers: Headers) -> dict[str, Any]:
-    kept = [each for each in headers if each[0] in _PASSED]
-    return {"type": "http.response.start", "status": status, "headers": kept}
+def serve_replicas(
+    words: Sequence[str],
+    environments: Sequence[Mapping[str, str]],
+    options: ServerOptions,
+    request: StopRequest,
+    *,
+    name: str,
+    max_body_bytes: int,
+    hang_s: float,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Serves until a stop is requested; open requests are then answered to their end.
 
+    Args:
+        words: arguments of a replica's command line.
+        environments: each replica's environment variables, added to those of this process.
+        hang_s: seconds without a sign of life after which a replica is killed and restarted.
 
-async def _send(send: Send, status: int, headers: Headers, body: bytes) -> None:
-    await send(_start(status, [*headers]))
-    await send({"type": "http.response.body", "body": body})
+    Raises:
+        NoReplicaError: a replica ended before it served.
+    """
+    key = {} if options.api_key is None else {"JAXINFRA_API_KEY": options.api_key}
+    each_has = [{**environment, **key} for environment in environments]
+    replicas = Replicas(serve_command(words), each_has, say=say)
+    front = ReplicaFront(replicas, api_key=options.api_key, hang_s=hang_s)
+    guarded = RequestGuards(front, api_key=options.api_key, max_body_bytes=max_body_bytes)
+    server = HttpServer(guarded, options, drain=front.drain)
+    request.hold()
+    try:
+        replicas.start(lambda: request.asked)
+        if not request.asked:
+            say(f"{name} at {server.address}: {len(replicas.all)} replicas")
+            server.run_until_asked(lambda: request.asked)
+    finally:
+        replicas.stop(options.drain_s + _STOP_S)
+    say(f"stopped by {request.asked.name if request.asked else 'the server'}")
