@@ -181,5 +181,5 @@ def _of_run(model: LoadedModel, path: Path, directory: Path) -> Adapters:
         )
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shardings = jax.tree.map(lambda _: device, trained.shapes)
-    restored = restore_trained(directory, config, trained, shardings, {})
-    return host_adapters(config.lora, by_path(restored.parameters))
+    _, parameters = restore_trained(directory, config, trained, shardings, {})
+    return host_adapters(config.lora, by_path(parameters))

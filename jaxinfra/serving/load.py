@@ -277,7 +277,7 @@ def load_run(
         shardings = base_shardings(placement, base, base_shapes(base, kept))
         frozen = place_initial(config.init, base, shardings, kept=kept)
     trained = definition.freeze(frozen)
-    restored = restore_trained(
+    step, parameters = restore_trained(
         path,
         config,
         trained,
@@ -287,21 +287,13 @@ def load_run(
     )
     return LoadedModel(
         definition=definition,
-        parameters=merged(frozen, restored.parameters),
+        parameters=merged(frozen, parameters),
         tokenizer=tokenizer,
         config=config,
-        step=restored.step,
+        step=step,
         placement=placement,
         defaults=sampling_defaults(path),
     )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TrainedParameters:
-    """A run's trained parameters, and the step of the checkpoint that they come from."""
-
-    step: int
-    parameters: Parameters  # with the state, as ``ModelDefinition.bind`` takes them
 
 
 def restore_trained(
@@ -312,8 +304,8 @@ def restore_trained(
     state: Parameters,
     *,
     step: int | None = None,
-) -> TrainedParameters:
-    """Restores the parameters and the state of a run's newest intact checkpoint.
+) -> tuple[int, Parameters]:
+    """Restores the step and the parameters, with the state, of a run's newest intact checkpoint.
 
     Args:
         config: the run's config.
@@ -343,9 +335,7 @@ def restore_trained(
         identity=identity(RunDirectory(path), config),
         settings=codec.to_dict(config),
     )
-    return TrainedParameters(
-        step=restored.step, parameters=functools.reduce(merged, restored.state.values())
-    )
+    return restored.step, functools.reduce(merged, restored.state.values())
 
 
 def _read_config(path: Path) -> RunConfig:

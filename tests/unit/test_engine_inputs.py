@@ -41,9 +41,10 @@ def a_row(*, slot, number=0, **said):
 
 @jax.jit
 def read(rows):
-    fields = (rows.slots_B, rows.starts_B, rows.counts_B, rows.contexts_B, rows.choices_B)
-    more = (rows.adapters_B, rows.key_positions_B, rows.is_masked_B, rows.is_counted_B)
-    return (*fields, *more), rows.seeds_B, rows.draws_B, rows.tables_BM, rows.ids_BT
+    names = ("slot", "start", "count", "context", "choice", "adapter", "key_position")
+    fields = [rows.field(name) for name in (*names, "is_masked", "is_counted")]
+    seeds = jax.lax.bitcast_convert_type(rows.field("seed"), jnp.uint32)
+    return fields, seeds, rows.field("draws") != 0, rows.tables_BM, rows.ids_BT
 
 
 def test_one_array_holds_what_was_said_of_the_rows():

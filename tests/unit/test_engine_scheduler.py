@@ -85,13 +85,13 @@ def check_invariants(scheduler):
     allocator, tree = scheduler.allocator, scheduler.tree
     holders = collections.Counter(page for s in scheduler.running for page in s.pages)
     for page in range(1, allocator.num_pages):
-        assert allocator.references(page) == holders[page] + (page in tree._nodes)
+        assert allocator._references[page] == holders[page] + (page in tree._nodes)
     assert all(not stream.pages for stream in scheduler.waiting)
     assert len({s.slot for s in scheduler.running}) == len(scheduler.running)
     assert all(stream.saved is None for stream in scheduler.running)
     kept = collections.Counter(slot for s in scheduler.waiting if s.saved for slot in s.saved.slots)
     for slot in range(scheduler.limits.num_host_pages):
-        assert scheduler.host.users(slot) == kept[slot]
+        assert scheduler.host._users[slot] == kept[slot]
     assert scheduler.host.num_used == len(kept)
 
 

@@ -49,7 +49,7 @@ class EngineThread:
         self._arrived: list[Ticket] = []
         self._cancelled: list[Ticket] = []
         self._open: dict[int, Ticket] = {}
-        self._num_open = 0
+        self.num_open = 0  # submitted requests that have not ended
         self._is_draining = self._is_closed = False
         self._step_begun: float | None = None  # None while there is nothing to do
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -57,11 +57,6 @@ class EngineThread:
     def start(self) -> None:
         """Starts the thread, which then runs submitted requests."""
         self._thread.start()
-
-    @property
-    def num_open(self) -> int:
-        """Number of submitted requests that have not ended."""
-        return self._num_open
 
     @property
     def stalled_s(self) -> float:
@@ -97,12 +92,12 @@ class EngineThread:
         with self._changed:
             if not self.is_serving:
                 raise StoppedError("the server is stopping; ask another one")
-            if self._num_open + len(tickets) > self.max_open:
+            if self.num_open + len(tickets) > self.max_open:
                 raise OverloadError(
-                    f"{self._num_open} requests run or wait and {len(tickets)} more would exceed "
+                    f"{self.num_open} requests run or wait and {len(tickets)} more would exceed "
                     f"{self.max_open}; try again later"
                 )
-            self._num_open += len(tickets)
+            self.num_open += len(tickets)
             self._arrived += tickets
             self._changed.notify()
         return tickets
@@ -120,7 +115,7 @@ class EngineThread:
         with self._changed:
             self._is_draining = True
             return self._changed.wait_for(
-                lambda: self._num_open == 0 or self.failure is not None, timeout_s
+                lambda: self.num_open == 0 or self.failure is not None, timeout_s
             )
 
     def close(self) -> None:
@@ -194,5 +189,5 @@ class EngineThread:
     def _end(self, ticket: Ticket, progress: RequestProgress) -> None:
         ticket.listen(progress)
         with self._changed:
-            self._num_open -= 1
+            self.num_open -= 1
             self._changed.notify_all()

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Self, final
 
 import numpy as np
@@ -189,8 +189,8 @@ class Engine:
         lookup = None
         if draft is None and options.num_drafts:
             lookup = NgramLookup(num_drafts=options.num_drafts)
-        self._scheduler = Scheduler(self.limits, propose=lookup)
-        self._runner = ModelRunner(
+        self.scheduler = Scheduler(self.limits, propose=lookup)
+        self.runner = ModelRunner(
             model,
             self.limits,
             num_ids=self.num_ids,
@@ -231,16 +231,6 @@ class Engine:
             draft=None if draft is None else draft.serving_decoder(consumes=consumes),
         )
 
-    @property
-    def scheduler(self) -> Scheduler:
-        """The scheduler, with running and waiting requests and their pages; read-only."""
-        return self._scheduler
-
-    @property
-    def runner(self) -> ModelRunner:
-        """The runner, which holds the compiled programs and the device state; read-only."""
-        return self._runner
-
     def has_room(self, max_running: int, context: int) -> bool:
         """Returns whether ``max_running`` requests of ``context`` tokens each can run at a time."""
         pages = -(-context // self.limits.page_size) * max_running
@@ -258,7 +248,7 @@ class Engine:
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compiles every program that a step may need, so that no request waits for compilation."""
-        self._runner.warm_up(progress)
+        self.runner.warm_up(progress)
 
     def check(self, request: GenerationRequest) -> None:
         """Checks a request, and raises the DataError or ConfigError that ``submit`` would raise."""
@@ -316,7 +306,7 @@ class Engine:
         text = None
         if self.tokenizer is not None:
             text = TextStream(self.tokenizer, request.prompt_ids, request.stop)
-        self._scheduler.add(stream)
+        self.scheduler.add(stream)
         self._requests[number] = _Told(stream=stream, text=text)
         self._unadmitted.add(number)
         self.counts.prompt_tokens += len(request.prompt_ids)
@@ -334,20 +324,20 @@ class Engine:
         So the device computes a step while the host reads results and plans, if requests allow it.
         """
         result, self._ended = self._ended, []
-        plan = self._scheduler.plan()
+        plan = self.scheduler.plan()
         if not plan.is_empty:
             masks = {
                 row.slot: row.stream.request.constraint.mask()
                 for row in plan.rows
                 if row.draws and row.stream.request.constraint is not None
             }
-            self._unread.append((self._runner.dispatch(plan, masks), plan))
+            self._unread.append((self.runner.dispatch(plan, masks), plan))
             self._count(plan)
             if len(self._unread) < 2:
                 return result
         if self._unread:
             dispatched, _ = self._unread.popleft()
-            for drawn in self._runner.read(dispatched):
+            for drawn in self.runner.read(dispatched):
                 progress = self._take(drawn)
                 if progress is not None:
                     result.append(progress)
@@ -357,13 +347,10 @@ class Engine:
         """Runs requests until all have ended; returns each request's list of progress."""
         places = {self.submit(request): place for place, request in enumerate(requests)}
         result: list[list[RequestProgress]] = [[] for _ in requests]
-        for progress in self._until_idle():
-            result[places[progress.request]].append(progress)
-        return result
-
-    def _until_idle(self) -> Iterator[RequestProgress]:
         while self.is_busy:
-            yield from self.step()
+            for progress in self.step():
+                result[places[progress.request]].append(progress)
+        return result
 
     def _count(self, plan: StepPlan) -> None:
         self.counts.steps += 1
@@ -387,7 +374,7 @@ class Engine:
                 told.prompt_scores += drawn.prompt_scores[known : known + wanted]
         if not drawn.row.draws:
             return None
-        taken = self._scheduler.take(drawn.row, drawn.tokens, drawn.num_held)
+        taken = self.scheduler.take(drawn.row, drawn.tokens, drawn.num_held)
         if told is None:
             return None
         self.counts.drafted_tokens += drawn.row.num_drafts
@@ -451,7 +438,7 @@ class Engine:
         stream = told.stream
         del self._requests[stream.number]
         self._unadmitted.discard(stream.number)
-        self._scheduler.end(stream, poisoned=poisoned)
+        self.scheduler.end(stream, poisoned=poisoned)
         self.counts.ended[end] += 1
         if told.text is not None and not told.text.is_stopped:
             text += told.text.flush()

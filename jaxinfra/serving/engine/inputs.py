@@ -10,31 +10,46 @@ from typing import final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, UInt32
+from jaxtyping import Array, Int
 
 from jaxinfra.serving.engine.plan import PlannedRow, SchedulerLimits
 from jaxinfra.serving.engine.requests import RequestStream
 from jaxinfra.serving.sampling import SamplingRows
 
-_OF_REQUEST = ("slot", "seed", "choice", "adapter")
-_OF_STEP = ("start", "count", "context", "key_position", "draws")
-_FIELDS = (*_OF_REQUEST, *_OF_STEP, "is_masked", "is_counted")
+_OF_REQUEST = (
+    "slot",  # one beyond the last marks padding
+    "seed",  # the lower 32 bits of the request's seed, reinterpreted
+    "choice",  # tells apart requests with equal prompt and seed
+    "adapter",  # number in the adapter bank; 0: none
+)
+_OF_STEP = (
+    "start",  # position of the row's first token
+    "count",  # its new tokens
+    "context",  # tokens of its request so far, prompt included
+    "key_position",  # of its first sampled token, from which the PRNG key is derived
+    "draws",  # 1: it samples a token that the engine uses; chunks in a prompt's middle do not
+)
+FIELDS = (
+    *_OF_REQUEST,
+    *_OF_STEP,
+    "is_masked",  # 1: its sampled token is limited by the token mask in its slot
+    "is_counted",  # 1: its input token is yet to be counted in its slot's token history
+)
+"""Numbers of each row, in the order of the packed array's columns."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RowInputs:
-    """Inputs of a call's rows as one packed int32 array, with a property per field.
-
-    Rows with a slot beyond the last are padding. Properties are used inside jit.
-    """
+    """Inputs of a call's rows as one packed int32 array, to be unpacked inside jit."""
 
     numbers_BC: Int[Array, "B C"] | np.ndarray  # int32: fields, pages (0: none), token ids
     sampling: SamplingRows
     length: int = dataclasses.field(metadata=dict(static=True))  # tokens of a row
 
-    def _field(self, name: str) -> Int[Array, "B"]:
-        return jnp.asarray(self.numbers_BC)[:, _FIELDS.index(name)]
+    def field(self, name: str) -> Int[Array, "B"]:
+        """Returns one of the ``FIELDS`` of each row, int32."""
+        return jnp.asarray(self.numbers_BC)[:, FIELDS.index(name)]
 
     @property
     def ids_BT(self) -> Int[Array, "B T"] | np.ndarray:
@@ -44,64 +59,7 @@ class RowInputs:
     @property
     def tables_BM(self) -> Int[Array, "B M"] | np.ndarray:
         """The page table, int32: the page numbers of each row, filled up with 0."""
-        return self.numbers_BC[:, len(_FIELDS) : -self.length]
-
-    @property
-    def slots_B(self) -> Int[Array, "B"]:
-        """The slot of each row; a slot beyond the last marks padding."""
-        return self._field("slot")
-
-    @property
-    def starts_B(self) -> Int[Array, "B"]:
-        """The position of each row's first token."""
-        return self._field("start")
-
-    @property
-    def counts_B(self) -> Int[Array, "B"]:
-        """The number of new tokens in each row."""
-        return self._field("count")
-
-    @property
-    def contexts_B(self) -> Int[Array, "B"]:
-        """The number of tokens of each row's request so far, prompt included."""
-        return self._field("context")
-
-    @property
-    def seeds_B(self) -> UInt32[Array, "B"]:
-        """The lower 32 bits of each request's seed."""
-        return jax.lax.bitcast_convert_type(self._field("seed"), jnp.uint32)
-
-    @property
-    def choices_B(self) -> Int[Array, "B"]:
-        """The number that tells apart requests with equal prompt and seed."""
-        return self._field("choice")
-
-    @property
-    def key_positions_B(self) -> Int[Array, "B"]:
-        """The position of each row's first sampled token, from which its PRNG key is derived."""
-        return self._field("key_position")
-
-    @property
-    def draws_B(self) -> Bool[Array, "B"]:
-        """Whether each row samples a token that the engine uses; chunks in a prompt's middle do
-        not.
-        """
-        return self._field("draws") != 0
-
-    @property
-    def is_masked_B(self) -> Bool[Array, "B"]:
-        """Whether each row's sampled token is limited by the token mask in its slot."""
-        return self._field("is_masked") != 0
-
-    @property
-    def adapters_B(self) -> Int[Array, "B"]:
-        """Each row's LoRA adapter, as its number in the adapter bank; 0 for none."""
-        return self._field("adapter")
-
-    @property
-    def is_counted_B(self) -> Bool[Array, "B"]:
-        """Whether each row's input token is yet to be counted in its slot's token history."""
-        return self._field("is_counted") != 0
+        return self.numbers_BC[:, len(FIELDS) : -self.length]
 
 
 @final
@@ -115,7 +73,7 @@ class RowWriter:
     def __init__(self, limits: SchedulerLimits, adapters: Sequence[str] = ()):
         self._padding = limits.max_running
         self._adapters = {name: place for place, name in enumerate((None, *adapters))}
-        width = len(_FIELDS) + limits.table_width
+        width = len(FIELDS) + limits.table_width
         self._kept_SC = np.zeros((limits.max_running + 1, width), np.int32)
         self._kept_SC[self._padding, 0] = self._padding
         # Of whom it is kept, by slot: a request, and its pages.
@@ -160,9 +118,9 @@ class RowWriter:
                     ids_T[: len(row.ids) or 1] = row.ids or -1
         if masks:
             is_masked = [row.slot in masks for row in rows]
-            numbers_BC[:count, _FIELDS.index("is_masked")] = is_masked
+            numbers_BC[:count, FIELDS.index("is_masked")] = is_masked
         for place in counted:
-            numbers_BC[place, _FIELDS.index("is_counted")] = True
+            numbers_BC[place, FIELDS.index("is_counted")] = True
         return written
 
     def _keep(self, row: PlannedRow) -> None:
@@ -171,5 +129,5 @@ class RowWriter:
         # The seed keeps its bits.
         seed = np.uint32(request.seed & 0xFFFFFFFF).astype(np.int32)
         kept_C[: len(_OF_REQUEST)] = row.slot, seed, request.choice, self._adapters[request.adapter]
-        kept_C[len(_FIELDS) :] = 0
-        kept_C[len(_FIELDS) : len(_FIELDS) + len(row.pages)] = row.pages
+        kept_C[len(FIELDS) :] = 0
+        kept_C[len(FIELDS) : len(FIELDS) + len(row.pages)] = row.pages

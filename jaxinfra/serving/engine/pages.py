@@ -56,10 +56,6 @@ class PageAllocator:
         """Number of pages that at least one sequence holds."""
         return self.num_usable - self.num_free - self.num_idle
 
-    def references(self, page: int) -> int:
-        """Returns the number of a page's holders, the prefix tree among them."""
-        return self._references[page]
-
     def allocate(self) -> int:
         """Takes a free page, and returns it with one holder."""
         page = self._free.pop()
@@ -302,10 +298,6 @@ class HostPages:
     def num_used(self) -> int:
         """Number of host slots that at least one request uses."""
         return self.num_slots - len(self._free)
-
-    def users(self, slot: int) -> int:
-        """Returns the number of requests that use a slot."""
-        return self._users[slot]
 
     def save(self, stream: RequestStream, *, tree: Container[int]) -> list[tuple[int, int]]:
         """Assigns host slots to a request's pages, and returns the copies to make: (page, slot).

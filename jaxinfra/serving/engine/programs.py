@@ -217,7 +217,7 @@ def _drawn(
     """Samples the token after each row's last one; returns it, its score and the new state."""
     model = _model(weights, rows, config)
     # Only the last token's logits are needed: all of them would be T times as large.
-    last_B11 = jnp.maximum(rows.counts_B - 1, 0)[:, None, None]
+    last_B11 = jnp.maximum(rows.field("count") - 1, 0)[:, None, None]
     logits_BV = _logits(model, jnp.take_along_axis(x_BTD, last_B11, axis=1), config)[:, 0]
     needs, allowed_BW, history = _PLAIN, None, None
     if is_full:
@@ -232,7 +232,7 @@ def _drawn(
         allowed_BW=allowed_BW,
     )
     tokens_B = jnp.where(drawn.is_finite_B, drawn.ids_B, NO_TOKEN)
-    slots_B = jnp.where(rows.draws_B, rows.slots_B, state.last_S.shape[0])
+    slots_B = jnp.where(rows.field("draws") != 0, rows.field("slot"), state.last_S.shape[0])
     last_S = state.last_S.at[slots_B].set(jnp.maximum(tokens_B, 0), mode="drop")
     return (tokens_B, drawn.logprobs), dataclasses.replace(state, last_S=last_S)
 
@@ -240,9 +240,9 @@ def _drawn(
 def _history(state: DeviceState, rows: RowInputs) -> tuple[TokenHistory, DeviceState]:
     """Returns the rows' token history for penalties, and the state; both count the input tokens."""
     kept, num_slots = state.history, state.last_S.shape[0]
-    counted_B = jnp.where(rows.is_counted_B, rows.slots_B, num_slots)
+    counted_B = jnp.where(rows.field("is_counted") != 0, rows.field("slot"), num_slots)
     drawn_SV = kept.drawn_BV.at[counted_B, _known_ids(state, rows)[:, 0]].add(1, mode="drop")
-    slots_B = jnp.minimum(rows.slots_B, num_slots - 1)
+    slots_B = jnp.minimum(rows.field("slot"), num_slots - 1)
     history = TokenHistory(drawn_BV=drawn_SV[slots_B], prompted_BV=kept.prompted_BV[slots_B])
     kept = dataclasses.replace(kept, drawn_BV=drawn_SV)
     return history, dataclasses.replace(state, history=kept)
@@ -283,7 +283,7 @@ def verify(
     holds_BT = (ids_BT[:, 1:] == tokens_BT[:, :-1]) & is_there_BT[:, 1:]
     num_held_B = jnp.sum(jnp.cumprod(holds_BT.astype(jnp.int32), axis=1), axis=1)
     last_B = jnp.take_along_axis(tokens_BT, num_held_B[:, None], axis=1)[:, 0]
-    slots_B = jnp.where(rows.draws_B, rows.slots_B, state.last_S.shape[0])
+    slots_B = jnp.where(rows.field("draws") != 0, rows.field("slot"), state.last_S.shape[0])
     state = dataclasses.replace(
         state,
         pools=pools,
@@ -316,19 +316,19 @@ def begin_history(
 
 
 def _model(weights: Weights, rows: RowInputs, config: ProgramConfig) -> Decoder:
-    chosen_B = rows.adapters_B
+    chosen_B = rows.field("adapter")
     return nnx.merge(config.graphdef, with_chosen(weights.model.state, chosen_B))
 
 
 def _known_ids(state: DeviceState, rows: RowInputs) -> jax.Array:
-    slots_B = jnp.minimum(rows.slots_B, state.last_S.shape[0] - 1)
+    slots_B = jnp.minimum(rows.field("slot"), state.last_S.shape[0] - 1)
     return jnp.where(rows.ids_BT < 0, state.last_S[slots_B][:, None], rows.ids_BT)
 
 
 def _positions(rows: RowInputs, length: int) -> jax.Array:
     offsets_1T = jnp.arange(length)[None]
-    positions_BT = rows.starts_B[:, None] + offsets_1T
-    return jnp.where(offsets_1T < rows.counts_B[:, None], positions_BT, -1)
+    positions_BT = rows.field("start")[:, None] + offsets_1T
+    return jnp.where(offsets_1T < rows.field("count")[:, None], positions_BT, -1)
 
 
 def _run(
@@ -346,7 +346,7 @@ def _run(
         PagedCache(arrays=pool, tables_BM=tables_BM, is_empty=is_fresh, format=form)
         for pool in pools
     )
-    contexts_B = rows.contexts_B
+    contexts_B = rows.field("context")
     out = model.run(ids_BT, positions=positions_BT, cache=cache, contexts=contexts_B)
     stored = tuple(
         _placed(each.arrays, block.mixer, model.execution)
@@ -370,8 +370,8 @@ def _drafted(
 
     def draw(carry: tuple[jax.Array, Pools], offset: jax.Array):
         ids_B, pools = carry
-        is_there_B = offset < rows.counts_B
-        positions_B1 = jnp.where(is_there_B, rows.starts_B + offset, -1)[:, None]
+        is_there_B = offset < rows.field("count")
+        positions_B1 = jnp.where(is_there_B, rows.field("start") + offset, -1)[:, None]
         x_B1D, pools = _run(draft, pools, ids_B[:, None], positions_B1, rows, is_fresh=False)
         logits_BV = _logits(draft, x_B1D, config)[:, 0]
         # Drafts that are not finite are judged as any others.
@@ -392,9 +392,9 @@ def _logits(model: Decoder, x_BTD: jax.Array, config: ProgramConfig) -> jax.Arra
 
 def _allowed(state: DeviceState, rows: RowInputs) -> jax.Array:
     """Returns mask words of the ids that each row's structure allows, [B, W]; else all ones."""
-    slots_B = jnp.minimum(rows.slots_B, state.masks_SW.shape[0] - 1)
+    slots_B = jnp.minimum(rows.field("slot"), state.masks_SW.shape[0] - 1)
     every = jnp.uint32(0xFFFFFFFF)
-    return jnp.where(rows.is_masked_B[:, None], state.masks_SW[slots_B], every)
+    return jnp.where(rows.field("is_masked")[:, None] != 0, state.masks_SW[slots_B], every)
 
 
 def _keys(rows: RowInputs, *, offset: jax.Array | int) -> jax.Array:
@@ -403,8 +403,9 @@ def _keys(rows: RowInputs, *, offset: jax.Array | int) -> jax.Array:
     def key(seed: jax.Array, choice: jax.Array, position: jax.Array) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), choice), position)
 
-    positions_B = rows.key_positions_B + offset
-    return jax.vmap(key)(rows.seeds_B, rows.choices_B, positions_B)
+    seeds_B = jax.lax.bitcast_convert_type(rows.field("seed"), jnp.uint32)
+    positions_B = rows.field("key_position") + offset
+    return jax.vmap(key)(seeds_B, rows.field("choice"), positions_B)
 
 
 def _placed(

@@ -356,13 +356,10 @@ class ModelRunner:
         if key not in self._compiled:
             if self._is_warm:
                 _log.warning("compiling %s while requests wait; it is not among those listed", key)
-            self._compile(key)
+            self.num_compiled += 1
+            self.num_late += 1
+            self._compiled[key] = self.lowered(key).compile()
         return self._compiled[key]
-
-    def _compile(self, key: ProgramKey) -> None:
-        self.num_compiled += 1
-        self.num_late += 1
-        self._compiled[key] = self.lowered(key).compile()
 
     def lowered(self, key: ProgramKey) -> jax.stages.Lowered:
         """Lowers a program with its shapes, to compile or inspect it."""
