@@ -5,14 +5,19 @@ from pathlib import Path
 
 from jaxinfra.checkpoint.finite import ALLOW_HELP, nonfinite_allowed
 from jaxinfra.errors import ConfigError
-from jaxinfra.quantize.quantize import LayerReport, QuantizationReport, quantize_model
+from jaxinfra.quantize.quantize import (
+    LayerReport,
+    QuantizationReport,
+    calibration_ids,
+    quantize_model,
+    source_model,
+)
 from jaxinfra.quantize.recipes import (
     DEFAULT_GROUP,
     GROUPS,
     RECIPES,
     quantization_recipe,
 )
-from jaxinfra.quantize.source import calibration_ids, source_model
 
 _MOST_TOKENS = 1 << 24
 

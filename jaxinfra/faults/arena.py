@@ -76,6 +76,11 @@ def record_of(recorder: Path, rank: int) -> RankRecord:
     return record
 
 
+def injected(target: str, action: str, value: float = 0, *, call: int = 1, **more: Any) -> dict:
+    """Returns the plan of a fault in a call of a function (``runtime/injected_faults.py``)."""
+    return {"target": target, "action": action, "value": value, "call": call} | more
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
     """A finished job's exit code, output and duration."""
@@ -84,6 +89,16 @@ class Ended:
     said: str  # stdout and stderr
     seconds: float
     at: float  # wall time
+
+    def require(self, code: int, *texts: str) -> None:
+        """Requires the job's exit code, and that it said these texts."""
+        require(self.code == code, f"exit {self.code}, expected {code}: {self.said[-2000:]}")
+        for text in texts:
+            require(text in self.said, f"it did not say {text!r}: {self.said[-2000:]}")
+
+    def line(self, words: str) -> str:
+        """Returns the first line of the output that has these words."""
+        return next(line for line in self.said.splitlines() if words in line)[:400]
 
 
 @final
@@ -236,8 +251,7 @@ class Arena:
         with making:
             if not (run / "summary.json").exists():
                 command = self.settings(*settings, processes=count)
-                ended = self.run(run.name, command, restarts=0, processes=count)
-                require(ended.code == 0, f"the undisturbed run failed: {ended.said[-2000:]}")
+                self.run(run.name, command, restarts=0, processes=count).require(0)
         return run
 
     def longest_phase_s(self) -> float:

@@ -4,6 +4,7 @@ Each takes the result of the wrapped function and the fault's plan, and returns 
 """
 
 import dataclasses
+import itertools
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -34,38 +35,26 @@ def poison_weights(batch: Any, plan: Mapping[str, Any]) -> Any:
 def flipping_step(step: Callable[..., Any], plan: Mapping[str, Any]) -> Callable[..., Any]:
     """Returns a training step that flips one weight bit on this process after its ``at``-th call.
 
-    The plan's ``devices`` lists which of the process's devices to change, by position (all if
+    Without ``at`` it flips the bit after each call, as a broken device would. The plan's
+    ``devices`` lists which of the process's devices to change, by position (all if
     absent).
     """
-    calls = 0
-
-    def flipping(state: Any, batch: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        state, metrics = step(state, batch)
-        return (_flip_weight(state, plan) if calls == plan["at"] else state), metrics
-
-    return flipping
-
-
-def always_flipping_step(step: Callable[..., Any], plan: Mapping[str, Any]) -> Callable[..., Any]:
-    """Returns a training step that flips a weight bit after each call, as a broken device would."""
+    calls = itertools.count(1)
 
     def flipping(state: Any, batch: Any) -> Any:
         state, metrics = step(state, batch)
-        return _flip_weight(state, plan), metrics
+        call = next(calls)
+        return (_flip_weight(state, plan) if plan.get("at", call) == call else state), metrics
 
     return flipping
 
 
 def poisoning_step(step: Callable[..., Any], plan: Mapping[str, Any]) -> Callable[..., Any]:
     """Returns a training step that corrupts the batch of its ``at``-th call in memory only."""
-    calls = 0
+    calls = itertools.count(1)
 
     def poisoning(state: Any, batch: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return step(state, poison_targets(batch, plan) if calls == plan["at"] else batch)
+        return step(state, poison_targets(batch, plan) if next(calls) == plan["at"] else batch)
 
     return poisoning
 

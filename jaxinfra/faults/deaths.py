@@ -14,8 +14,8 @@ from jaxinfra.faults.arena import (
     SAVE_EVERY,
     STEPS,
     Arena,
-    Ended,
     RunningJob,
+    injected,
     record_of,
     require,
     saved_steps,
@@ -30,14 +30,7 @@ _GRACE_S = 120.0  # the most that a stop may take, on a busy machine
 
 
 def _kill_at(target: str, *, rank: int, call: int) -> dict[str, Any]:
-    return {
-        "rank": rank,
-        "attempt": 0,
-        "target": target,
-        "call": call,
-        "action": "signal",
-        "value": int(signal.SIGKILL),
-    }
+    return injected(target, "signal", signal.SIGKILL.value, call=call, rank=rank, attempt=0)
 
 
 def _kill_in_step(arena: Arena, run: str, *, rank: int) -> dict[str, Any]:
@@ -48,15 +41,8 @@ def _kill_in_step(arena: Arena, run: str, *, rank: int) -> dict[str, Any]:
 
 def _hold(arena: Arena, run: str, *, rank: int, step: int) -> dict[str, Any]:
     """Returns a fault that holds the rank in a step until ``_release``."""
-    return {
-        "rank": rank,
-        "attempt": 0,
-        "target": _SEND,
-        "call": step,
-        "action": "sleep",
-        "value": 0,
-        "once": str(_gate(arena, run)),
-    }
+    gate = str(_gate(arena, run))
+    return injected(_SEND, "sleep", call=step, rank=rank, attempt=0, once=gate)
 
 
 def _release(arena: Arena, run: str) -> None:
@@ -75,40 +61,36 @@ def _wait_until_in(job: RunningJob, *, rank: int, phase: str, step: int) -> None
     job.wait_until(is_there, f"{phase} of rank {rank} in step {step}")
 
 
-def _survives_kill(arena: Arena, run: str, plan: dict[str, Any], *, resumed_at: int) -> str:
+def _survives_kill(arena: Arena, run: str, plan: dict[str, Any]) -> str:
     ended = arena.run(run, arena.settings(), faults=[plan])
-    _require_code(ended, 0)
     rank = plan["rank"]
+    ended.require(0, f"rank {rank} was ended by SIGKILL (exit 137) first")
     require(
-        f"rank {rank} was ended by SIGKILL (exit 137) first" in ended.said,
-        f"the report does not name rank {rank}: {_reports(ended)}",
-    )
-    expected = f"resumed at step {resumed_at}" if resumed_at else "compiled in"
-    require(
-        expected in ended.said, f"it did not go on from step {resumed_at}: {ended.said[-1500:]}"
+        f"resumed at step {SAVE_EVERY}" in ended.said,
+        f"it did not go on from step {SAVE_EVERY}: {ended.said[-1500:]}",
     )
     left = [path.name for path in (arena.place / run / "checkpoints").glob("step_*.*")]
     require(not left, f"a killed save left {left}")
-    return f"rank {rank} named, resumed at step {resumed_at}; {arena.require_same(run)}"
+    return f"rank {rank} named, resumed at step {SAVE_EVERY}; {arena.require_same(run)}"
 
 
 @fault(1, "SIGKILL of a worker in mid-step")
 def kill_worker(arena: Arena) -> str:
     """Kills a worker at step 7; requires a resume from the checkpoint of step 4."""
-    return _survives_kill(arena, "f1", _kill_in_step(arena, "f1", rank=1), resumed_at=SAVE_EVERY)
+    return _survives_kill(arena, "f1", _kill_in_step(arena, "f1", rank=1))
 
 
 @fault(2, "SIGKILL of process 0")
 def kill_first(arena: Arena) -> str:
     """Kills rank 0, the job's coordinator, and requires what ``kill_worker`` requires."""
-    return _survives_kill(arena, "f2", _kill_in_step(arena, "f2", rank=0), resumed_at=SAVE_EVERY)
+    return _survives_kill(arena, "f2", _kill_in_step(arena, "f2", rank=0))
 
 
 @fault(3, "SIGKILL during an asynchronous save")
 def kill_in_save(arena: Arena) -> str:
     """Kills a rank during the second checkpoint save, and requires later saves to work."""
     plan = _kill_at("jaxinfra.checkpoint.arrays:Write.finish", rank=1, call=2)
-    evidence = _survives_kill(arena, "f3", plan, resumed_at=SAVE_EVERY)
+    evidence = _survives_kill(arena, "f3", plan)
     return _require_all_saved(arena, "f3") + evidence
 
 
@@ -116,7 +98,7 @@ def kill_in_save(arena: Arena) -> str:
 def kill_before_commit(arena: Arena) -> str:
     """Kills a rank before the second checkpoint's commit; requires a resume from the first."""
     plan = _kill_at("jaxinfra.checkpoint.directory_layout:commit", rank=0, call=2)
-    evidence = _survives_kill(arena, "f4", plan, resumed_at=SAVE_EVERY)
+    evidence = _survives_kill(arena, "f4", plan)
     return _require_all_saved(arena, "f4") + evidence
 
 
@@ -137,13 +119,13 @@ def stop_one(arena: Arena) -> str:
         began = time.monotonic()
         ended = job.end()
         took_s = time.monotonic() - began
-    _require_code(ended, 75)
+    ended.require(75)
     require(took_s < _GRACE_S, f"it took {took_s:.0f} s")
-    ranks = _report(job)[-1]["ranks"]
+    ranks = _report(job.run)[-1]["ranks"]
     require(set(ranks.values()) == {75}, f"exit codes {ranks}")
     step = max(saved_steps(job.run))
-    require(f"stopped by SIGTERM at step {step}, saved" in ended.said, ended.said[-1500:])
-    _require_code(arena.run("f5", ["--resume"]), 0)
+    ended.require(75, f"stopped by SIGTERM at step {step}, saved")
+    arena.run("f5", ["--resume"]).require(0)
     return f"all exit 75 after {took_s:.1f} s with step {step} saved; {arena.require_same('f5')}"
 
 
@@ -159,12 +141,11 @@ def stop_at_any_time(arena: Arena) -> str:
     }
     seen = []
     for moment, (phase, target, call) in moments.items():
-        ask: dict[str, Any] = {"rank": 1, "target": target, "call": call}
-        plans = [ask | {"action": "signal", "value": int(signal.SIGTERM)}]
+        plans = [injected(target, "signal", signal.SIGTERM.value, call=call, rank=1)]
         if phase == "input":  # what is armed last acts first: the signal comes, the data do not
-            plans.insert(0, ask | {"action": "sleep", "value": 5})
+            plans.insert(0, injected(target, "sleep", 5, call=call, rank=1))
         if phase == "compile":  # where no handler of Python's runs, for longer than any grace
-            plans = [ask | {"action": "sleep", "value": 3600, "in_c": True}]
+            plans = [injected(target, "sleep", 3600, call=call, rank=1, in_c=True)]
         command = [*arena.settings(), "--continue"]
         with arena.launch("f6", command, faults=plans, options=["--grace", f"{_GRACE_S:g}"]) as job:
             if phase == "compile":
@@ -179,20 +160,15 @@ def stop_at_any_time(arena: Arena) -> str:
         done = f"step {steps[-1]} saved" if steps else "nothing to save"
         seen.append(f"{moment} ({done}, {took_s:.1f} s)")
         require(steps or phase in ("setup", "compile"), f"{moment}: nothing saved")
-    _require_code(arena.run("f6", ["--resume"]), 0)
+    arena.run("f6", ["--resume"]).require(0)
     return f"exit 75 at {', '.join(seen)}; {arena.require_same('f6')}"
 
 
 @fault(7, "the grace expires in mid-save")
 def grace_expires(arena: Arena) -> str:
     """Blocks a save beyond the grace period; requires the previous checkpoint to stay intact."""
-    slow = {
-        "rank": 0,
-        "target": "jaxinfra.checkpoint.directory_layout:write_manifest",
-        "call": 2,
-        "action": "sleep",
-        "value": 3600,
-    }
+    write = "jaxinfra.checkpoint.directory_layout:write_manifest"
+    slow = injected(write, "sleep", 3600, call=2, rank=0)
     with arena.launch("f7", arena.settings(), faults=[slow], options=["--grace", "5"]) as job:
         job.wait_for_step(2 * SAVE_EVERY)
         partial = job.run / "checkpoints"
@@ -201,13 +177,12 @@ def grace_expires(arena: Arena) -> str:
         job.process.send_signal(signal.SIGTERM)
         ended = job.end()
         took_s = time.monotonic() - began
-    _require_code(ended, 137)
+    ended.require(137, "the grace of 5 s was not enough")
     require(took_s < 5 + 10, f"it took {took_s:.1f} s")
-    require("the grace of 5 s was not enough" in ended.said, ended.said[-1500:])
     require(saved_steps(job.run) == [SAVE_EVERY], f"saved steps are {saved_steps(job.run)}")
     problems = verify(job.run / "checkpoints", SAVE_EVERY)
     require(not problems, f"the checkpoint of step {SAVE_EVERY} is damaged: {problems}")
-    _require_code(arena.run("f7", ["--resume"]), 0)
+    arena.run("f7", ["--resume"]).require(0)
     return (
         f"killed {took_s:.1f} s after SIGTERM (exit 137), step {SAVE_EVERY} verifies; "
         f"{arena.require_same('f7')}"
@@ -222,8 +197,7 @@ def halt_one(arena: Arena) -> str:
     with arena.launch("f8", command, faults=[_hold(arena, "f8", rank=1, step=6)]) as job:
         _wait_until_in(job, rank=1, phase="step", step=6)
         os.kill(job.pid_of(1), signal.SIGSTOP)
-        ended = job.end()
-    _require_code(ended, 0)
+        job.end().require(0)
     before = arena.place / "f8" / "recorder.1"
     text = _report_of(before)
     require(text.startswith("rank 1 does not run"), f"the report says: {text}")
@@ -246,9 +220,9 @@ def _noticed_at(recorder: Path) -> float:
 def stuck_rank(arena: Arena) -> str:
     """Blocks one rank in a step; requires all ranks' stacks, the rank's name, and an abort."""
     hang_s = max(20.0, 5 * arena.longest_phase_s())
-    plan = {"rank": 1, "attempt": 0, "target": _SEND, "call": 7, "action": "sleep", "value": 3600}
-    ended = arena.run("f9", arena.settings(f"reliability.hang_s={hang_s}"), faults=[plan])
-    _require_code(ended, 0)
+    plan = injected(_SEND, "sleep", 3600, call=7, rank=1, attempt=0)
+    command = arena.settings(f"reliability.hang_s={hang_s}")
+    arena.run("f9", command, faults=[plan]).require(0, "exit 74")
     before = arena.place / "f9" / "recorder.1"
     text = _report_of(before)
     require("rank 1 is absent" in text, f"the report says: {text}")
@@ -257,7 +231,6 @@ def stuck_rank(arena: Arena) -> str:
     stacks = [(before / f"rank-{rank:05d}.stacks").read_text() for rank in range(arena.processes)]
     require(all("training/loop.py" in stack for stack in stacks), "not all stacks are there")
     require("faults.py" in stacks[1], f"rank 1's stack does not show where it is: {stacks[1]}")
-    require("exit 74" in ended.said, _reports(ended))
     return (
         f"T: {took_s:.1f} s (bound {hang_s:g} s); W: {text}; stacks of {len(stacks)} ranks; "
         f"{arena.require_same('f9')}"
@@ -276,11 +249,9 @@ def missing_rank(arena: Arena) -> str:
         arena.start(words, run="f21-0", environment={**plain, "JAXINFRA_PROCESS_ID": "0"}) as zero,
         arena.start(words, run="f21-2", environment={**plain, "JAXINFRA_PROCESS_ID": "2"}) as two,
     ):
-        ends = [zero.end(), two.end()]
+        for job in (zero, two):
+            job.end().require(74, "process 1 of 3 did not come")
     took_s = time.monotonic() - began
-    require(all(end.code == 74 for end in ends), f"exit codes {[end.code for end in ends]}")
-    for end in ends:
-        require("process 1 of 3 did not come" in end.said, end.said[-1000:])
     # Python and JAX are imported before the clock of the meeting starts.
     bound_s = 60 + 3 * arena.start_s()
     require(took_s < bound_s, f"it took {took_s:.0f} s, bound {bound_s:.0f} s")
@@ -289,10 +260,8 @@ def missing_rank(arena: Arena) -> str:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         number = taken.getsockname()[1]
-        options = ["--port", str(number)]
-        ended = arena.run("f21", arena.settings(), options=options)
-    require(ended.code == 1, f"exit {ended.code}: {ended.said[-1000:]}")
-    require(f"cannot listen on port {number}" in ended.said, ended.said[-1000:])
+        ended = arena.run("f21", arena.settings(), options=["--port", str(number)])
+    ended.require(1, f"cannot listen on port {number}")
     require(ended.seconds < bound_s, f"it took {ended.seconds:.0f} s, bound {bound_s:.0f} s")
     evidence.append(f"taken port {number} named after {ended.seconds:.0f} s")
     return "; ".join(evidence)
@@ -314,37 +283,25 @@ def killed_for_memory(arena: Arena) -> str:
         _wait_until_in(job, rank=1, phase="step", step=6)
         events.write_text("oom 1\noom_kill 1\n")
         os.kill(job.pid_of(1), signal.SIGKILL)
-        ended = job.end()
-    _require_code(ended, 137)
-    text = _report(job)[-1]["text"]
+        job.end().require(137)
+    text = _report(job.run)[-1]["text"]
     require("rank 1" in text and "killed it for host memory" in text, text)
-    _require_code(arena.run("f22", ["--resume"]), 0)
+    arena.run("f22", ["--resume"]).require(0)
     return f"exit 137, W: {text.split(';')[1].strip()}; {arena.require_same('f22')}"
 
 
 @fault(23, "a normal end of 8 ranks", devices=8)
 def normal_end(arena: Arena) -> str:
     """Lets a run end normally, and requires that no process aborts."""
-    ended = arena.run(
-        "f23", arena.settings("training.steps=4", processes=8), processes=8, restarts=0
-    )
-    _require_code(ended, 0)
-    job = arena.place / "f23.launch" / "report.json"
-    ranks = json.loads(job.read_text())[-1]["ranks"]
+    command = arena.settings("training.steps=4", processes=8)
+    arena.run("f23", command, processes=8, restarts=0).require(0)
+    ranks = _report(arena.place / "f23")[-1]["ranks"]
     require(set(ranks.values()) == {0} and len(ranks) == 8, f"exit codes {ranks}")
     return f"exit codes {sorted(ranks.values())}"
 
 
-def _require_code(ended: Ended, code: int) -> None:
-    require(ended.code == code, f"exit {ended.code}, expected {code}: {ended.said[-2000:]}")
-
-
-def _report(job: RunningJob) -> list[dict[str, Any]]:
-    return json.loads((job.run.with_name(job.run.name + ".launch") / "report.json").read_text())
-
-
-def _reports(ended: Ended) -> str:
-    return "; ".join(line for line in ended.said.splitlines() if line.startswith("jaxinfra launch"))
+def _report(run: Path) -> list[dict[str, Any]]:
+    return json.loads((run.with_name(run.name + ".launch") / "report.json").read_text())
 
 
 def _free_port() -> int:

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxinfra.faults.arena import Arena, NotProvenError, require
+from jaxinfra.faults.arena import Arena, NotProvenError, injected, require
 from jaxinfra.faults.servers import PROMPTS, STEP, GymServer, Reply, body, serving
 from jaxinfra.faults.verdict import fault
 
@@ -38,7 +38,7 @@ def hang_replica(arena: Arena) -> str:
 
     Both must be detected, killed and restarted, while no client waits for them.
     """
-    stuck = {"rank": 1, "attempt": 0, "target": STEP, "call": 20, "action": "sleep", "value": 3600}
+    stuck = injected(STEP, "sleep", 3600, call=20, rank=1, attempt=0)
     options = ("--replicas", "2", "--hang-seconds", f"{_HANG_S:g}")
     with serving(arena, "f32", *options, faults=[stuck]) as server:
         texts = server.texts()

@@ -189,10 +189,6 @@ class GymServer:
                 found[key] = found.get(key, 0.0) + float(value)
         return found
 
-    def said_addresses(self) -> int:
-        """Counts log lines in which the server or a replica announces its address."""
-        return self.job.said().count(" at http://")
-
     def wait_until_idle(self) -> dict[str, float]:
         """Waits until the server has no open request, and returns its metrics.
 

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from jaxinfra.faults.arena import Arena, require
+from jaxinfra.faults.arena import Arena, injected, require
 from jaxinfra.faults.servers import (
     POISON,
     PROMPTS,
@@ -58,7 +58,7 @@ def engine_fails(arena: Arena) -> str:
     """Fails the engine; requires errors to clients, and the process to exit for a restart."""
     # After the undisturbed answers, in the midst of what is asked then.
     gate = arena.place / "f25.go"
-    plan = {"target": STEP, "call": 400, "action": "raise", "value": 5, "once": str(gate)}
+    plan = injected(STEP, "raise", 5, call=400, once=str(gate))
     gate.touch()
     with serving(arena, "f25", faults=[plan]) as server:
         asked = [body(p, new=_LONG, n=_CHOICES, stream=n % 2 > 0) for n, p in enumerate(PROMPTS)]
@@ -230,7 +230,7 @@ def clock_jump(arena: Arena) -> str:
     The server's waits must be measured by a monotonic clock.
     """
     action = "jaxinfra.faults.corruption:jump_clock"
-    plan = {"target": "time:time", "call": 1, "until": 10**9, "action": action}
+    plan = injected("time:time", action, until=10**9)
     with serving(arena, "f30", faults=[plan]) as server:
         texts = server.texts()
         began = time.monotonic()

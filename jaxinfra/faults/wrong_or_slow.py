@@ -5,37 +5,33 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfra.checkpoint.run_directory import RunDirectory
-from jaxinfra.faults.arena import Arena, Ended, incidents, ledger, metrics, require, the_incident
+from jaxinfra.faults.arena import Arena, incidents, injected, ledger, metrics, require, the_incident
 from jaxinfra.faults.verdict import fault
 
 _BATCH = "jaxinfra.data.packing:PackedWindows.batch"
+_STEP = "jaxinfra.training.loop:same_program"
+_CORRUPTION = "jaxinfra.faults.corruption"
 _WINDOW = 4  # losses before a spike can be told
 
 
 @fault(10, "one rank compiles a different program")
 def other_program(arena: Arena) -> str:
     """Gives one rank another program; requires the run to be refused before step 1."""
-    plan = {
-        "rank": 1,
-        "target": "jaxinfra.training.session:make_job",
-        "action": "jaxinfra.faults.corruption:other_program",
-    }
+    plan = injected("jaxinfra.training.session:make_job", f"{_CORRUPTION}:other_program", rank=1)
     ended = arena.run("f10", arena.settings(), faults=[plan])
-    require(ended.code == 1, f"exit {ended.code}: {ended.said[-2000:]}")
-    require("the program of the training step of rank 1" in ended.said, ended.said[-2000:])
-    require("starting it again would not help" in ended.said, ended.said[-2000:])
+    named = "the program of the training step of rank 1"
+    ended.require(1, named, "starting it again would not help")
     done = metrics(arena.place / "f10")
     require(not done, f"steps were done: {done}")
-    return f"W: {_line(ended, 'the program of the training step of rank 1')}"
+    return f"W: {ended.line(named)}"
 
 
 @fault(11, "NaN in one rank's gradient")
 def not_a_number(arena: Arena) -> str:
     """Makes values NaN; requires the step to be skipped, and the rank and layer to be named."""
     step = 10
-    plan = _poison(arena, step, rank=1, action="jaxinfra.faults.corruption:poison_weights")
-    ended = arena.run("f11", arena.settings(), faults=[plan], restarts=0)
-    _require_done(ended)
+    plan = _poison(arena, step, rank=1, action=f"{_CORRUPTION}:poison_weights")
+    arena.run("f11", arena.settings(), faults=[plan], restarts=0).require(0)
     found = the_incident(arena.place / "f11", "not finite")
     require(found["step"] == step and found["ranks"] == [1], f"found {found}")
     require(found["tensors"] and "layer 0" in found["text"], f"found {found}")
@@ -47,10 +43,9 @@ def not_a_number(arena: Arena) -> str:
 def poison_batch(arena: Arena) -> str:
     """Corrupts a batch; requires the run to roll back and to leave out exactly that batch."""
     step = 10
-    action = "jaxinfra.faults.corruption:poison_targets"
+    action = f"{_CORRUPTION}:poison_targets"
     plans = [_poison(arena, step, rank=rank, action=action) for rank in range(arena.processes)]
-    ended = arena.run("f12", arena.settings(*_spike(arena)), faults=plans, restarts=0)
-    _require_done(ended)
+    arena.run("f12", arena.settings(*_spike(arena)), faults=plans, restarts=0).require(0)
     _require_spike(arena, "f12", step, kind="batch excluded")
     found = the_incident(arena.place / "f12", "batch excluded")
     require(found["step"] == step, f"found {found}")
@@ -63,15 +58,9 @@ def poison_batch(arena: Arena) -> str:
 @fault(13, "a bit flips in one replica's weights", devices=4)
 def flipped_weight(arena: Arena) -> str:
     """Flips a weight's bit in one of four replicas; requires their comparison to name the rank."""
-    plan = {
-        "rank": 1,
-        "target": "jaxinfra.training.loop:same_program",
-        "action": "jaxinfra.faults.corruption:flipping_step",
-        "at": 6,
-    }
+    plan = injected(_STEP, f"{_CORRUPTION}:flipping_step", rank=1, at=6)
     command = arena.settings(processes=4)
-    ended = arena.run("f13", command, faults=[plan], restarts=0, processes=4)
-    _require_done(ended)
+    arena.run("f13", command, faults=[plan], restarts=0, processes=4).require(0)
     back = the_incident(arena.place / "f13", "went back")
     require(back["step"] == 8, f"seen at step {back['step']}, flipped at 6, compared every 4")
     found = the_incident(arena.place / "f13", "transient fault")
@@ -83,15 +72,9 @@ def flipped_weight(arena: Arena) -> str:
 def transient(arena: Arena) -> str:
     """Corrupts one step's computation once; requires a repetition whose result is kept."""
     step = 10
-    plan = {
-        "rank": 1,
-        "target": "jaxinfra.training.loop:same_program",
-        "action": "jaxinfra.faults.corruption:poisoning_step",
-        "at": step,
-        "token": RunDirectory(arena.reference()).read_config().model.vocab_size - 1,
-    }
-    ended = arena.run("f14", arena.settings(*_spike(arena)), faults=[plan], restarts=0)
-    _require_done(ended)
+    rare = RunDirectory(arena.reference()).read_config().model.vocab_size - 1
+    plan = injected(_STEP, f"{_CORRUPTION}:poisoning_step", rank=1, at=step, token=rare)
+    arena.run("f14", arena.settings(*_spike(arena)), faults=[plan], restarts=0).require(0)
     _require_spike(arena, "f14", step, kind="transient fault")
     found = the_incident(arena.place / "f14", "transient fault")
     require(found["step"] == step, f"found {found}")
@@ -111,12 +94,10 @@ def starved(arena: Arena) -> str:
     """Starves the run of input; requires the verdict "input" and an end by the worker's error."""
     plan = _slow(arena, "jaxinfra.data.train_iterator:TrainIterator.__next__")
     named = _slow_is_named(arena, "f20", plan, cause="input")
-    dead = {"rank": 1, "target": _BATCH, "call": 7, "action": "raise", "value": 5}
+    dead = injected(_BATCH, "raise", 5, call=7, rank=1)
     ended = arena.run("f20-dead", arena.settings(), faults=[dead], restarts=0)
-    require(ended.code == 1, f"exit {ended.code}: {ended.said[-2000:]}")
-    require("rank 1 failed (exit 1) first" in ended.said, ended.said[-2000:])
-    require("Input/output error" in ended.said, ended.said[-2000:])
-    return f"{named}; the dead worker: {_line(ended, 'rank 1 failed')}"
+    ended.require(1, "rank 1 failed (exit 1) first", "Input/output error")
+    return f"{named}; the dead worker: {ended.line('rank 1 failed')}"
 
 
 def _spike(arena: Arena) -> tuple[str, str]:
@@ -153,15 +134,12 @@ def _slow(arena: Arena, target: str) -> dict[str, Any]:
     # On a busy machine a step takes seconds, and 200 ms are within what it varies by.
     laps = [record["step_s"] for record in metrics(arena.reference()) if record.get("step_s")]
     value = max(0.2, statistics.median(laps))
-    return {"rank": 1, "target": target, "call": 3, "until": 1000, "action": "sleep"} | {
-        "value": value
-    }
+    return injected(target, "sleep", value, call=3, rank=1, until=1000)
 
 
 def _slow_is_named(arena: Arena, run: str, plan: dict[str, Any], *, cause: str) -> str:
     settings = ["training.steps=20", "training.evaluate_every=20"]
-    ended = arena.run(run, arena.settings(*settings), faults=[plan], restarts=0)
-    _require_done(ended)
+    arena.run(run, arena.settings(*settings), faults=[plan], restarts=0).require(0)
     found = [(one["rank"], one["cause"]) for one in incidents(arena.place / run, "slow rank")]
     require((1, cause) in found, f"named: {found or 'no rank'}")
     # Another cause may be true too: on a machine that is busy elsewhere any rank may be slow.
@@ -177,16 +155,8 @@ def _poison(arena: Arena, step: int, *, rank: int, action: str) -> dict[str, Any
     size = config.training.batch_size
     samples = list(range((step - 1) * size, step * size))
     rare = config.model.vocab_size - 1
-    return {"rank": rank, "target": _BATCH, "samples": samples, "action": action, "token": rare}
-
-
-def _require_done(ended: Ended) -> None:
-    require(ended.code == 0, f"exit {ended.code}: {ended.said[-2000:]}")
+    return injected(_BATCH, action, rank=rank, samples=samples, token=rare)
 
 
 def _require_like_excluded(arena: Arena, run: str, step: int) -> str:
     return arena.require_same(run, f"reliability.exclude_steps=[{step}]")
-
-
-def _line(ended: Ended, words: str) -> str:
-    return next(line for line in ended.said.splitlines() if words in line)[:400]

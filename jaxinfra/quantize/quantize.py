@@ -4,6 +4,7 @@ One layer's weights are on the device and on the host at a time, beside the hidd
 text; quantized weights are on disk until all are written.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -19,21 +20,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfra.checkpoint.model_directory import cast, filled_directory
-from jaxinfra.checkpoint.parameter_sources import ParameterSource, assemble
+from jaxinfra.checkpoint.model_directory import (
+    cast,
+    describes,
+    filled_directory,
+    is_model_directory,
+    read_model_directory,
+)
+from jaxinfra.checkpoint.parameter_sources import LiveParameters, ParameterSource, assemble
+from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.checkpoint.tensor_files import write_tensor_files
 from jaxinfra.config.precision import PolicyName
+from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.errors import ConfigError, DataError
-from jaxinfra.hf import WeightMap, weight_map
-from jaxinfra.hf.mapping import Part, Tensor
-from jaxinfra.model.definition import ModelDefinition
+from jaxinfra.hf import WeightMap, quantization_of, to_hf_config, weight_map
+from jaxinfra.hf.mapping import Part
+from jaxinfra.model.definition import ModelDefinition, by_path, define_model
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.numerics.storage import EXACT
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.quantize import matrices
 from jaxinfra.quantize.layers import CalibrationModel, LayerPlace, places_of, read_layer
 from jaxinfra.quantize.prepare import cut_ranges, with_scaled_inputs
 from jaxinfra.quantize.recipes import QuantizationRecipe, config_of
 from jaxinfra.quantize.statistics import InputStatistics
+from jaxinfra.serving.convert import hf_config_of, write_tokenizer
+from jaxinfra.serving.load import load_run
 
 _ALIGNMENT = 64
 
@@ -90,6 +102,70 @@ class SourceModel:
     source: ParameterSource
     hf: Mapping[str, Any]  # a config that describes it
     tokenizer_directory: Path
+
+
+@contextlib.contextmanager
+def source_model(path: Path) -> Iterator[SourceModel]:
+    """Opens the model of a directory or a run to quantize it.
+
+    Raises:
+        ConfigError: the weights are quantized already, or the run trained adapters.
+    """
+    if is_model_directory(path):
+        directory = read_model_directory(path)
+        if directory.is_hf and directory.hf is not None and quantization_of(directory.hf):
+            raise ConfigError(
+                f"{path} is quantized already; quantize the checkpoint that it was made from"
+            )
+        definition = define_model(directory.config, execution_on())
+        hf = directory.hf
+        if hf is None or not describes(hf, directory.config):
+            hf = to_hf_config(directory.config)
+        yield SourceModel(
+            definition=definition,
+            source=directory.open(definition),
+            hf=hf,
+            tokenizer_directory=path,
+        )
+        return
+    run = load_run(path, policy=PolicyName.FP32)
+    config = run.definition.config
+    if run.definition.lora is not None:
+        raise ConfigError(
+            f"{path} trained adapters; merge them first (jaxinfra convert {path} DST), and quantize"
+            " that"
+        )
+    with tempfile.TemporaryDirectory() as made:
+        write_tokenizer(run.tokenizer, Path(made))
+        yield SourceModel(
+            definition=define_model(config, execution_on()),
+            source=LiveParameters(arrays=by_path(run.parameters)),
+            hf=hf_config_of(run, RunDirectory(path).read_hf_config()),
+            tokenizer_directory=Path(made),
+        )
+
+
+def calibration_ids(
+    file: Path, tokenizer_directory: Path, *, sequence_length: int, num_sequences: int
+) -> np.ndarray:
+    """Returns token ids of a text's beginning, int32 [sequences, length].
+
+    Raises:
+        DataError: no such text, or one shorter than a sequence.
+    """
+    tokenizer = Tokenizer.load(tokenizer_directory / "tokenizer.json")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} cannot be read as UTF-8 text: {error}") from error
+    # Of a token there are at most a few dozen characters; what is not needed is not encoded.
+    ids = tokenizer.encode(text[: 64 * sequence_length * num_sequences])
+    count = min(num_sequences, len(ids) // sequence_length)
+    if count == 0:
+        raise DataError(
+            f"{file} has {len(ids)} tokens, and a sequence is {sequence_length}; give a longer text"
+        )
+    return np.asarray(ids[: count * sequence_length], np.int32).reshape(count, sequence_length)
 
 
 def quantize_model(
@@ -298,12 +374,9 @@ class _Quantization:
                 for part, value in self.quantized[name].items():
                     found[part] = (value.shape, value.dtype, functools.partial(list, (value,)))
             else:
-                pieces = functools.partial(self._assembled, tensor)
-                found[name] = (tensor.shape, self.dtype(tensor.parts[0].path), pieces)
+                dtype = self.dtype(tensor.parts[0].path)
+                found[name] = (tensor.shape, dtype, lambda tensor=tensor: [assemble(self, tensor)])
         return found
-
-    def _assembled(self, tensor: Tensor) -> list[np.ndarray]:
-        return [assemble(self, tensor)]
 
     def kept_modules(self) -> list[str]:
         """Returns names of the matrices that stay unquantized, for the config."""

@@ -148,7 +148,7 @@ def test_a_fault_that_passes_is_told_from_a_bad_batch(shared, undisturbed):
 
 
 def test_a_fault_that_stays_ends_the_run_and_names_the_device(bench):
-    flip = {"target": STEP, "action": "jaxinfra.faults.corruption:always_flipping_step"}
+    flip = {"target": STEP, "action": "jaxinfra.faults.corruption:flipping_step"}
     ended = started(bench, "run", faults=[flip | {"devices": [1]}])
     assert ended.code == 1
     (line,) = ended.lines()

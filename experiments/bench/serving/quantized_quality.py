@@ -23,9 +23,8 @@ import numpy as np
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.model.definition import Parameters
-from jaxinfra.quantize.quantize import quantize_model
+from jaxinfra.quantize.quantize import calibration_ids, quantize_model, source_model
 from jaxinfra.quantize.recipes import RECIPES, quantization_recipe
-from jaxinfra.quantize.source import calibration_ids, source_model
 from jaxinfra.serving.load import LoadedModel, load
 
 _ROWS = 8
