@@ -67,7 +67,7 @@ def find_awq(files: TensorFiles, name: str, *, config: Awq) -> _Found:
     return f"{module}weight", _integers(
         files,
         name,
-        stored.Packing(dim=0, transposed=True, order=_AWQ_ORDER),
+        stored.BitPacking(dim=0, transposed=True, order=_AWQ_ORDER),
         shape=(words * 8, inputs),
         code=WeightCode.INT4,
         group=config.group,
@@ -92,7 +92,7 @@ def find_gptq(files: TensorFiles, name: str, *, config: Gptq) -> _Found:
     return f"{module}weight", _integers(
         files,
         name,
-        stored.Packing(transposed=True),
+        stored.BitPacking(transposed=True),
         shape=(outputs, inputs),
         code=WeightCode.INT4 if config.bits == 4 else WeightCode.INT8,
         group=config.group,
@@ -106,7 +106,7 @@ def find_gptq(files: TensorFiles, name: str, *, config: Gptq) -> _Found:
 def _integers(
     files: TensorFiles,
     name: str,
-    packing: stored.Packing,
+    packing: stored.BitPacking,
     *,
     shape: tuple[int, int],
     code: WeightCode,
@@ -200,7 +200,7 @@ def _packed(files: TensorFiles, name: str, config: CompressedTensors) -> _Found:
     found = _integers(
         files,
         name,
-        stored.Packing(),
+        stored.BitPacking(),
         shape=(outputs, shape[1]),
         code=config.code,
         group=config.group,

@@ -87,7 +87,7 @@ def read_whole(files: TensorFiles, name: str) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Packing:
+class BitPacking:
     """The packing of a weight [outputs, inputs] and its zero points in 32-bit words."""
 
     dim: int = 1  # of the weight, along which elements share a word; zero points always along 0
