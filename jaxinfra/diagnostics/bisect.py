@@ -1,9 +1,9 @@
 """Search of the layer, pass and operation that first make a step not finite.
 
-A traced program (a jaxpr) is run operation by operation. Where a result is not finite, its origin
-is noted and handed on to the results computed from it. So the origin of a NaN is the overflow that
-caused it, not the last operation. An infinity that the program itself writes, such as an attention
-mask's, is no fault until a NaN comes of it.
+A traced program (a jaxpr) is run operation by operation. A result that is not finite is marked with
+the operation that made it, and results computed from it inherit the mark. So a NaN is traced to
+the overflow that caused it, not to the last operation. An infinity that the program itself writes,
+such as an attention mask's, counts as a fault only once a NaN is computed from it.
 """
 
 import dataclasses
@@ -37,10 +37,10 @@ class Origin:
     """The operation that produced the first value that is NaN or infinite."""
 
     operation: str  # JAX's name, such as "dot_general"
-    scope: str  # of named scopes, such as "attention/qk_norm"
+    scope: str  # named scopes around the operation, such as "attention/qk_norm"
     source: str  # file, line and function
     inputs: tuple[str, ...]  # shapes and dtypes, with the largest absolute value
-    made: str  # what came out
+    made: str  # its number of NaN and infinite elements
 
     def describe(self) -> str:
         """Describes the operation, its source line and its values in one line."""
@@ -68,8 +68,8 @@ _CALLS = {
 def first_nonfinite(function: Callable[..., Any], *args: Any) -> Origin | None:
     """Returns the operation that first makes a NaN or infinity; None if all results are finite.
 
-    Programs within it, such as loop bodies, run whole first. They are searched only where their
-    results are not finite.
+    Inner programs, such as loop bodies, first run as a whole. They are searched operation by
+    operation only if their results are not finite.
 
     >>> import jax.numpy as jnp
     >>> first_nonfinite(lambda x: jnp.sum(jnp.log(x - x)), jnp.ones(2)).operation
@@ -229,17 +229,18 @@ type _Function = Callable[..., tuple[jax.Array, jax.Array]]
 class StepPiece:
     """One piece of a training step (embedding, layer or loss), with the arrays that it reads.
 
-    ``x`` is the residual stream [B, T, D]; the first piece takes and the last gives a zero instead.
+    A piece maps the residual stream ``x`` [B, T, D] to the next one. The embedding ignores its
+    input, and the loss returns a zero in place of the stream.
     """
 
     name: str  # "embedding", "layer 0", ..., "loss"
-    path: str  # of its arrays among the parameters, "" for those of no layer
+    path: str  # prefix of the layer's parameter paths, such as "blocks/0/"; else ""
     arrays: Parameters  # trained parameters and state
-    others: tuple[Any, ...]  # further arguments
+    others: tuple[Any, ...]  # further arguments of ``function``: frozen parameters, batch, keys
     function: _Function
 
     def forward(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the residual stream after the piece, and the piece's share of the objective."""
+        """Returns the residual stream after the piece, and the piece's term of the objective."""
         return _called(self.function, self.arrays, x, *self.others)
 
     def backward(self, x: jax.Array, dx: jax.Array) -> tuple[Parameters, jax.Array]:
@@ -388,11 +389,11 @@ class NonFiniteCause:
     (each gradient is finite, and their sum or its norm is not).
     """
 
-    where: str  # "embedding", "layer 3", "loss"; of weights their path
+    where: str  # "embedding", "layer 3", "loss"; for phase "weights" the parameter's path
     phase: str
     micro_batch: int | None = None
     arrays: tuple[str, ...] = ()  # the piece's gradients that are not finite
-    origin: Origin | None = None  # None: only the compiled piece is not finite, no operation alone
+    origin: Origin | None = None  # None: run one by one, all operations of the piece are finite
 
     def describe(self) -> str:
         """Describes in one line the phase, layer and operation that are not finite."""
@@ -414,7 +415,7 @@ class NonFiniteCause:
 
 
 def find_nonfinite(job: Job, state: State, batch: Batch) -> NonFiniteCause | None:
-    """Finds the first piece of a step that is not finite, then its first such operation.
+    """Finds a step's first piece with a NaN or infinity, then the operation that made it.
 
     Args:
         job: a job on one device, with values of its frozen parameters.

@@ -22,14 +22,14 @@ _NAMES = 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DataAudit:
-    """Counts of unusual documents in a data source, with the names of some."""
+    """Counts of a data source's documents, and the names of the unusual ones."""
 
     documents: int
     characters: int
     empty: list[str]
     duplicates: list[tuple[str, str]]  # a document, and the first that has its text
     duplicate_characters: int
-    cut: list[str]  # as long as the longest, which several are, and not at a line's end
+    cut: list[str]  # end within a word at the length of the longest; empty if only few do
     longest: int  # characters
     unreadable: list[str]
     lengths: dict[int, int]  # power of two to documents with at most so many characters
@@ -81,7 +81,7 @@ class DataAudit:
 
 
 def audit(documents: Iterable[Document]) -> DataAudit:
-    """Counts duplicates and other oddities of documents; keeps a hash, length and name of each."""
+    """Finds duplicate, cut, unreadable and empty documents; memory holds hashes, not texts."""
     first: dict[bytes, str] = {}
     duplicates, empty, unreadable = [], [], []
     ends: dict[int, list[str]] = collections.defaultdict(list)

@@ -1,4 +1,4 @@
-"""Causes of a training step's delay: milliseconds saved without each, and the remedy."""
+"""Causes of a training step's delay, each with the milliseconds that it costs and its remedy."""
 
 import collections
 import dataclasses
@@ -30,7 +30,7 @@ class DeviceTime:
     name: str
     computing_ms: float  # copies too
     idle_ms: float
-    waiting_ms: float  # communication that nothing hides: for the others, or for the wire
+    waiting_ms: float  # exposed communication: waiting for other devices, or for the link
 
     @property
     def own_ms(self) -> float:
@@ -87,9 +87,10 @@ def straggler_delays(ranks: Mapping[str, Waterfall]) -> list[Delay]:
 def without_waiting(
     delays: Sequence[Delay], stragglers: Sequence[Delay], *, least_ms: float
 ) -> list[Delay]:
-    """Returns a device's delays, less the time in which it waits for slow devices.
+    """Subtracts waiting for slow devices from a device's communication delays.
 
     Args:
+        stragglers: delays by slow devices, from ``straggler_delays``.
         least_ms: smallest delay to return, in milliseconds.
     """
     waits = sum(each.ms for each in stragglers)
@@ -182,7 +183,7 @@ def _communication(waterfall: Waterfall, least: float) -> Iterator[Delay]:
 
 
 def matmul_ms(shape: MatmulShape, peak: DevicePeak) -> float:
-    """Returns milliseconds of a well-shaped matmul with this one's number of FLOPs and bytes."""
+    """Returns the milliseconds of a matmul with these FLOPs and bytes, if its shape were ideal."""
     rate = next((rate for name, rate in _RATES.items() if shape["dtype"].startswith(name)), 1.0)
     computing = shape["flops"] / (_REACHED * rate * peak.bf16_flops)
     moving = shape["bytes"] / (_REACHED_BYTES * peak.hbm_bytes_per_s)
@@ -328,7 +329,7 @@ def explain_step(directory: Path, traced: TracedRun | None = None) -> Explanatio
 
 
 def checkpoint_delays(lines: Sequence[Mapping[str, Any]], *, step_ms: float) -> list[Delay]:
-    """Returns the delay by checkpoint saves that steps waited for, averaged over all steps."""
+    """Returns the delay per step by checkpoint saves, from the lines of ``metrics.jsonl``."""
     stalls = [line["stall_s"] for line in lines if line.get("stall_s")]
     # A job of a few steps saves at its end alone.
     if len(stalls) < 2 or statistics.median(stalls) < _STALL_S:
@@ -352,7 +353,7 @@ def checkpoint_delays(lines: Sequence[Mapping[str, Any]], *, step_ms: float) -> 
 def incident_delays(
     incidents: Sequence[Mapping[str, Any]], *, steps_ms: Sequence[float]
 ) -> list[Delay]:
-    """Returns the delay by steps that were recompiled because an argument's shape changed."""
+    """Returns the delay per step by recompilations, from a run's incidents and step times."""
     found = [each for each in incidents if each["kind"] == RECOMPILED]
     if not found or not steps_ms:
         return []

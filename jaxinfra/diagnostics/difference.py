@@ -23,7 +23,7 @@ class Change:
     ms: float
     text: str
     remedy: str  # empty where the second step is the faster one
-    gain_ms: float | None = None  # that the remedy wins, of all places that have it
+    gain_ms: float | None = None  # saved by the remedy, over all changes with the same remedy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,8 +32,8 @@ class Difference:
 
     first_ms: float
     second_ms: float
-    clock_ratio: float | None  # of all kernels' times alike, where they differ alike
-    options: tuple[tuple[str, ...], tuple[str, ...]]  # of XLA, that only one of the steps has
+    clock_ratio: float | None  # factor between kernel times, if it is the same for all kernels
+    options: tuple[tuple[str, ...], tuple[str, ...]]  # XLA options only in the first, the second
     changes: tuple[Change, ...]  # largest first, by their size
 
     def paragraph(self) -> str:
@@ -69,7 +69,8 @@ def compare_steps(
     """Explains why two training steps of one model differ in time.
 
     Args:
-        first_step: the traced program of the first step, for the formats of its matmuls.
+        first_step: the first step's compiled program, for its matmuls' formats and XLA options.
+        second_step: the second step's compiled program.
     """
     before, after = _by_part(first), _by_part(second)
     steps = (first_step, second_step)
@@ -263,7 +264,7 @@ _PASSES = ("memory", "weights and gradients")  # the planner's, of one kind in a
 
 
 def measured_parts(waterfall: Waterfall) -> dict[str, float]:
-    """Returns a traced step's milliseconds by part of a plan; they add up to the step time."""
+    """Returns a traced step's milliseconds by ``StepTime.parts``; they add up to the step time."""
     found: dict[str, float] = collections.defaultdict(float)
     for (scope, kind), ms in waterfall.exposed_ms.items():
         if kind != "collective" or not waterfall.by_axis:

@@ -1,9 +1,9 @@
 """Delays by a run's hosts, from the flight recorders of its ranks.
 
-A step takes as long as its devices or its host, whichever is longer: a host prepares the next step
-while its devices compute. So the gain without one of the host's phases is bounded by the time of
-the devices alone. That is read from steps that the loop waited for at once: before a probe, a
-comparison of copies, a save or an evaluation.
+A host prepares the next step while its devices compute. So a step takes as long as the slower of
+the two, and no remedy on the host makes it shorter than the device time. The device time is
+measured at steps whose end the host awaits before it launches the next: those before a probe, a
+comparison of replicas, a save or an evaluation.
 """
 
 import collections
@@ -72,9 +72,9 @@ _COMPUTING = Delay(
 
 
 def phase_ms(record: RankRecord) -> dict[str, float]:
-    """Returns a rank's milliseconds per step in each host phase, from its ring buffer.
+    """Returns a rank's median milliseconds per step in each host phase, from its ring buffer.
 
-    The first step is left out, since it may have compiled.
+    The first step is left out, since its time may include compilation.
     """
     phases = _phases(record)
     steps = sorted({event.step for event in phases})[1:-1]
@@ -102,9 +102,9 @@ def _without_ready_input(record: RankRecord) -> dict[str, float]:
 
 
 def devices_ms(records: Sequence[RankRecord]) -> float | None:
-    """Returns device milliseconds per step; None if the host waited for no step right away.
+    """Returns device milliseconds per step; None if the host never awaited a step's end at once.
 
-    The least of all ranks counts, since the last rank to reach a step's collectives waits for none.
+    The shortest time among the ranks counts: other ranks' times include waiting in collectives.
     """
     by_step: dict[int, list[float]] = collections.defaultdict(list)
     for record in records:
@@ -248,7 +248,7 @@ def evaluation_delays(records: Sequence[RankRecord], *, step_ms: float) -> list[
 
 
 def rarely(ms: float, step_ms: float) -> int:
-    """Returns how many steps apart work of ``ms`` must be to cost 2% of the step time."""
+    """Returns every how many steps work of ``ms`` may be done, to cost 2% of the step time."""
     exact = max(1.0, ms / (_RARE * step_ms))
     digits = 10 ** max(0, len(str(int(exact))) - 1)
     return int(-(-exact // digits) * digits)

@@ -51,9 +51,9 @@ class Replayed:
     record: dict[str, Any]  # of the step, as computed here
     recorded: dict[str, Any] | None  # by the run; None: it recorded no such step
     is_excluded: bool  # the run left the step's batch out
-    data_differ: bool  # its batch has other tokens than the run's had
-    differences: tuple[str, ...]  # of the environments; "" alone: the run's is not known
-    tolerances: Mapping[str, float]  # by name; 0 where equal bits are asked for
+    data_differ: bool  # the replayed batch has other tokens than the run's batch had
+    differences: tuple[str, ...]  # between environments; ("",) if the run's is not known
+    tolerances: Mapping[str, float]  # by compared value; 0 where equal bits are required
 
     @property
     def reproduces(self) -> bool | None:
@@ -125,10 +125,10 @@ def _recorded(job: Job, run: RunDirectory, step: int) -> tuple[dict[str, Any] | 
 def replay_step(directory: Path, *, step: int, cache_dir: Path, on_mesh: bool = False) -> Replayed:
     """Computes a run's step again, from the newest good checkpoint before it.
 
-    Nothing in the run's directory is changed, and it may still be training. Where the replay runs
-    on other devices or sums in another order than the run did, bits may differ. Then ``_TWINS``
-    further replays start from weights moved by half a unit in the last place of the format that
-    matmuls read. Their difference shows how far rounding reaches.
+    Nothing in the run's directory is changed, and the run may still be training. If the replay
+    runs on other devices or sums in another order than the run, its results may differ by rounding.
+    The tolerance is then measured by ``_TWINS`` further replays. They start from weights moved by
+    half a unit in the last place of the matmuls' format.
 
     Args:
         step: number of the step, counted from 1 as in ``metrics.jsonl``.

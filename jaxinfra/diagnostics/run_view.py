@@ -32,18 +32,18 @@ class RunView:
     records: list[dict[str, Any]]  # of steps, oldest first
     heldout: list[tuple[int, float]]  # step and loss
     heldout_sets: dict[str, float | None]  # the newest loss of each, where there are several
-    mixture: tuple[SourceRead, ...]  # what was read of each source, where there are several
+    mixture: tuple[SourceRead, ...]  # how much was read of each source, if there are several
     causes: dict[str, float]  # seconds of wall time
     goodput: float | None
     incidents: list[dict[str, Any]]
     ranks: dict[int, dict[str, float]]  # milliseconds per step by phase
     summary: dict[str, Any] | None
     explanation: Explanation | None
-    places: tuple[tuple[int, int], ...]  # of layers, as ``ModelConfig.layer_places``
+    places: tuple[tuple[int, int], ...]  # block and repetition of each layer
     layer_statistics: list[dict[str, Any]]  # of ``statistics.jsonl``, by step
     environments: list[dict[str, Any]]  # of each session
     spikes: list[dict[str, Any]]  # reports
-    out_of_memory: bytes | None  # the picture of a first step that did not fit
+    out_of_memory: bytes | None  # picture (PNG) of a first step that did not fit in memory
 
     @property
     def step_s(self) -> float | None:

@@ -46,11 +46,11 @@ class TraceEvent:
 
     kernel: str
     hlo_op: str  # the HLO instruction that launched it
-    op_name: str  # where in the source program that comes from: jit(train_step)/layer/.../dot
+    op_name: str  # place in the source program: jit(train_step)/layer/.../dot
     program: str  # the compiled module
     start_ns: float
     duration_ns: float
-    started_by: str = ""  # of an asynchronous one the instruction that starts it, if known
+    started_by: str = ""  # for an asynchronous event, the instruction that starts it, if known
 
     @property
     def end_ns(self) -> float:
@@ -268,6 +268,10 @@ def mesh_axes(trace: Path) -> CollectiveAxes | None:
 
 
 def newest(trace: Path, name: str, *, holds: Any) -> Any:
-    """Reads the newest JSON file of this name below a trace's directory; None if there is none."""
+    """Reads the newest JSON file called ``name`` under a trace's directory, or returns None.
+
+    Args:
+        holds: the type to read the JSON values as.
+    """
     files = sorted(trace.rglob(name), key=lambda file: file.stat().st_mtime)
     return read_json(files[-1], holds=holds) if files else None

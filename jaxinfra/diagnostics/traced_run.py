@@ -1,8 +1,8 @@
 """Traces of a run's ranks and devices, each read beside its compiled program.
 
-A replayed CUDA graph's kernels carry the graph's name instead of their instruction's. They run in
-the program's order, so each is matched with the list of what the program launches: an XLA kernel is
-the next instruction of its name, a library's kernel the next call of a library.
+In a CUDA graph's replay, the trace names the graph instead of each kernel's HLO instruction. The
+kernels run in program order, so they are matched with the program's list of launches. An XLA kernel
+matches the next instruction with its name, a library's kernel the next call of a library.
 """
 
 import bisect
@@ -33,7 +33,7 @@ def read_launches(trace: Path) -> list[Launch]:
 
 
 def with_names(events: Sequence[TraceEvent], launches: Sequence[Launch]) -> list[TraceEvent]:
-    """Returns events by start time, each with its HLO instruction and source operation."""
+    """Fills in each event's HLO instruction and source operation from the list of launches."""
     if not launches:
         return list(events)
     walk = _Walk(launches)
@@ -141,7 +141,7 @@ class TracedRun:
     """One training step of a run, traced on its ranks' devices."""
 
     waterfall: Waterfall  # of the device that was asked for
-    by_device: dict[str, Waterfall]  # of all, by name: rank 1, GPU 3, rank 1 GPU 3
+    by_device: dict[str, Waterfall]  # of all devices, by names such as "rank 1 GPU 3"
     step: TracedStep | None  # None: no description was written
 
 

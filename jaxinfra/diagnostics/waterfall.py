@@ -26,17 +26,17 @@ class KernelTime:
     scope: str
     kind: str
     launches: int
-    ms: float  # of all launches, a step
+    ms: float  # per step, over all launches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AxisTime:
     """Communication time and bytes per step over one or more mesh axes."""
 
-    exposed_ms: float  # that nothing hides
+    exposed_ms: float  # not hidden under computation
     hidden_ms: float
     launches: float
-    sent_bytes: float | None  # by this device, as the program says
+    sent_bytes: float | None  # by this device, from the compiled program
 
     @property
     def sent_gb_per_s(self) -> float | None:
@@ -121,8 +121,7 @@ def explain(
 
     Args:
         events: events of one device, as ``trace.events_by_device`` returns them.
-        steps: number of steps in the trace; by default, how often the operations outside loops of
-            the longest program ran.
+        steps: number of steps in the trace; by default, the number of runs of its longest program.
         axes: axes of the traced program's collectives, where it ran on a mesh.
 
     Raises:

@@ -9,9 +9,9 @@ class Grade(enum.StrEnum):
     """Grades of a finding: ok, unknown, warn or fail."""
 
     OK = "ok"
-    UNKNOWN = "unknown"  # nothing here says
+    UNKNOWN = "unknown"  # the machine does not provide the reading
     WARN = "warn"  # works, and costs speed or may change results
-    FAIL = "fail"  # jobs here hang, end or give wrong numbers
+    FAIL = "fail"  # jobs here hang, crash or give wrong numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

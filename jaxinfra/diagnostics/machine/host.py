@@ -26,19 +26,19 @@ _UNSYNCHRONIZED = 0x40  # STA_UNSYNC of adjtimex(2)
 class HostState:
     """Readings of one host; a reading that the host does not provide is None."""
 
-    memory_bytes: int  # that can be had
+    memory_bytes: int  # available to new processes
     total_bytes: int
     cgroup_limit: int | None  # of the control group; None where there is none
     cgroup_used: int | None
-    cpus: int  # that this process may run on
-    cpu_limit: float | None  # processors' worth of time of the control group; None: no limit
-    cpu_held: float | None  # share of the periods in which that limit made it wait
+    cpus: int  # cores that this process may run on
+    cpu_limit: float | None  # CPU quota of the control group, in cores; None: no limit
+    cpu_held: float | None  # fraction of scheduling periods throttled by that quota
     shared_bytes: int | None  # free in /dev/shm
-    open_files: int  # that a process may have
+    open_files: int  # most files that a process may have open
     disk_free: int
     write_rate: float | None  # bytes/s of the run directory's disk
     clock_synchronized: bool | None
-    clock_error_s: float | None  # the kernel's estimate of its most
+    clock_error_s: float | None  # largest error of the clock, as the kernel estimates it
 
 
 def read_host(directory: Path) -> HostState:

@@ -1,8 +1,8 @@
 """GPU readings from NVIDIA's management library (NVML), live or recorded.
 
-Every reading is one question: a function of ``pynvml``, the index of a GPU, further arguments. A
-recording is a JSON object from questions to answers. So another machine can examine a faulty one,
-and tests need no GPU.
+Every reading is one call: a function of ``pynvml``, the index of a GPU, further arguments. A
+recording is a JSON object from calls to their results. So a faulty machine's recording can be
+examined on another machine, and tests need no GPU.
 """
 
 import ctypes

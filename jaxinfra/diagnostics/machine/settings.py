@@ -25,7 +25,7 @@ def installed() -> dict[str, str]:
 
 
 def software_findings(versions: Mapping[str, str], *, num_gpus: int) -> list[Finding]:
-    """Checks that versions of JAX and its CUDA packages fit one another and the machine.
+    """Checks that versions of JAX and its CUDA packages match each other and the machine.
 
     Args:
         versions: package versions by name, from ``installed``.

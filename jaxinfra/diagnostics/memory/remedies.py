@@ -1,4 +1,4 @@
-"""Remedies for what does not fit: settings changed one at a time, each change compiled."""
+"""Remedies for programs that do not fit in memory: settings changed one at a time, and compiled."""
 
 import contextlib
 import dataclasses
@@ -27,8 +27,8 @@ class Remedy[C]:
     case: C
     bytes: int  # compiled
     fits: bool
-    cost: str  # in words
-    figures: Mapping[str, Any]  # of the cost, for JSON
+    cost: str  # a phrase, such as a step time or tokens of cache
+    figures: Mapping[str, Any]  # the cost's numbers, for JSON
 
     def describe(self) -> str:
         """Describes in one line the changed setting and the bytes per device."""
@@ -50,7 +50,7 @@ COUNT = 3
 def compiled_changes[C](
     changes: Iterable[Change[C]], needs: Callable[[C], int]
 ) -> Iterator[tuple[tuple[str, ...], C, int]]:
-    """Yields changes that can be, each with its bytes per device."""
+    """Yields the changes that can run, each with its bytes per device from ``needs``."""
     for options, case in changes:
         with contextlib.suppress(JaxinfraError):  # a combination that cannot run
             yield options, case, needs(case)

@@ -95,7 +95,7 @@ def _of_loop(life: Life, lives: Lives) -> Life:
 
 
 def buffer_name(life: Life, lives: Lives, *, depth: int = 3) -> str:
-    """Returns a buffer's named scope, such as ``mlp``; of a loop's result, that of its reader."""
+    """Returns the named scope that makes a buffer, such as ``mlp``, or else one that reads it."""
     life = _of_loop(life, lives)
     name = _scope([life.operation.op_name])
     if name == "other":
@@ -129,10 +129,10 @@ class BytesPerParameter:
     """
 
     weights: float  # as kept between steps
-    gradients: float  # of a micro-batch, as the backward pass hands them on
-    summed: float  # a second array, in which micro-batches are summed; 0 without
-    moments: float  # of the optimizer, with their scales
-    average: float  # a running mean of the weights; 0 without
+    gradients: float  # of one micro-batch, in the dtype that the backward pass returns
+    summed: float  # gradients summed over micro-batches; 0 with one micro-batch
+    moments: float  # of the optimizer, with their quantization scales
+    average: float  # running mean of the weights; 0 if none is kept
 
     @property
     def total(self) -> float:
@@ -209,7 +209,7 @@ class HeldBuffer:
     name: str
     shape: str
     bytes: int
-    made_by: str  # an operation in the source program; of an argument its path
+    made_by: str  # the operation in the source program; for an argument, its path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,10 +219,10 @@ class MemoryReport:
     total_bytes: int  # as the compiler reports: arguments, results, temporaries
     parts: tuple[MemoryPart, ...]  # sum exactly to the total; largest first
     largest: tuple[HeldBuffer, ...]  # largest first
-    peak_operation: str  # that runs when memory is fullest
+    peak_operation: str  # the operation that runs when memory is fullest
     peak_scope: str  # its named scope, such as "mlp backward"
     moments: tuple[int, ...]  # instructions of the program at which memory changes
-    timeline: dict[str, tuple[int, ...]]  # role to bytes at each of those
+    timeline: dict[str, tuple[int, ...]]  # role to bytes at each of ``moments``
     peak_moment: int  # an index into ``moments``
 
     def by_role(self) -> dict[str, int]:

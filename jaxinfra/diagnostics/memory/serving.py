@@ -1,7 +1,7 @@
 """Prediction of a serving engine's memory: pages, weights and programs, and what fits.
 
-An engine's weights and pages are arguments of all its programs, so a device needs as much as the
-largest program's total. The programs that may be largest are compiled for shapes alone.
+An engine's weights and pages are arguments of all its programs, so a device needs as much memory as
+the program with the largest total. The candidates are compiled from shapes, without arrays.
 """
 
 import dataclasses
@@ -41,9 +41,9 @@ class ServingCase:
     cache: CacheFormat = CacheFormat.PLAIN
     mesh: MeshConfig = MeshConfig()
     num_ids: int | None = None  # ids that may be sampled; None: all
-    is_straight: bool = False  # in the form of GPUs: layer by layer, projections packed
-    # As they are loaded: shapes, or arrays, some of them quantized. None: all in the policy's
-    # dtype.
+    is_straight: bool = False  # as on GPUs: layers unrolled, projections packed
+    # Shapes or arrays of the loaded weights, which may be quantized. None: all weights in the
+    # policy's dtype.
     weights: Parameters | None = None
 
     @property
@@ -156,7 +156,7 @@ def _largest(runner: ModelRunner) -> list[ProgramKey]:
 def serving_remedies(
     case: ServingCase, now: ServingMemory, *, limit_bytes: int, count: int = COUNT
 ) -> list[Remedy[ServingCase]]:
-    """Finds single changes of settings; first those that fit, by tokens in the KV cache.
+    """Finds single changes of settings; those that fit come first, most KV cache tokens first.
 
     Args:
         now: memory of the unchanged engine.
