@@ -1,10 +1,10 @@
 """A compiled program's instructions in execution order, its buffers, and when each is alive.
 
 Instructions and sizes are read from XLA's own records: the module (``hlo.proto``: HloModuleProto)
-and its buffer assignment (BufferAssignmentProto). Executables do not hand out lifetimes, so uses
-are followed through the scheduled program: through tuples, loops and branches to the last
-instruction that reads a buffer. A loop's body is walked once; what all its iterations read stays
-alive until it ends.
+and its buffer assignment (BufferAssignmentProto). These do not contain lifetimes. So each buffer is
+followed through the scheduled program, with its tuples, loops and branches, to the last instruction
+that reads it. A loop's body is walked once; a buffer that every iteration reads stays alive until
+the loop ends.
 """
 
 import collections
@@ -34,8 +34,8 @@ class HloOperation:
     id: int
     name: str
     opcode: str
-    op_name: str  # where in the source program it comes from; of an argument its path
-    shapes: tuple[str, ...]  # such as "bf16[8,128]"; of a tuple those of its parts
+    op_name: str  # its place in the source program; for an argument, its path
+    shapes: tuple[str, ...]  # such as "bf16[8,128]"; for a tuple, those of its parts
     operands: tuple[int, ...]
     calls: tuple[int, ...]  # ids of computations
     tuple_index: int
@@ -52,7 +52,7 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LogicalBuffer:
-    """An array that an instruction produces, and its part of an allocation."""
+    """An array that an instruction produces, and its place in an allocation."""
 
     id: int
     instruction: int
@@ -88,10 +88,10 @@ class CompiledProgram:
 def read_program(lowered: jax.stages.Lowered) -> CompiledProgram:
     """Compiles a program, and reads its instructions and buffers.
 
-    The compiler writes its records to a temporary directory, since compiled programs give out their
-    buffers on the CPU only, not through CUDA's plugin.
+    The compiler dumps its records to a temporary directory, since on GPUs a compiled program does
+    not give access to its buffers.
 
-    Raises UnsupportedError where the compiler writes none.
+    Raises UnsupportedError if the compiler writes no records.
     """
     with tempfile.TemporaryDirectory(prefix="jaxinfra-memory-") as directory, _no_cache():
         options = {"xla_dump_to": directory, "xla_dump_hlo_as_proto": True}
@@ -236,7 +236,7 @@ class Life:
     """The time in which a buffer is alive, counted in instructions."""
 
     buffer: LogicalBuffer
-    operation: HloOperation
+    operation: HloOperation  # that produces it
     born: int
     dies: int
     uses: list[HloOperation]

@@ -11,12 +11,13 @@ _ROUNDS = {
 def sent_bytes(kind: str, array_bytes: float, num_devices: int) -> float:
     """Returns the bytes that one of N devices sends, in a ring or a direct exchange.
 
-    ``rounds * array (N - 1) / N``; a permute or shift sends the array as it is.
+    The bytes are ``rounds * array_bytes (N - 1) / N``, with two rounds in an all-reduce and one in
+    the others. A permute or shift sends ``array_bytes``.
 
     Args:
         kind: as HLO (``all-gather``) or as ``parallel.collectives`` (``all_gather``) writes it.
-        array_bytes: bytes of the whole array, as a device has it after an all-gather, before a
-            reduce-scatter, and on either side of the others.
+        array_bytes: bytes of the whole array: an all-gather's output, a reduce-scatter's input,
+            either side of other collectives.
         num_devices: N.
     """
     if num_devices == 1:

@@ -2,8 +2,8 @@
 
 Collectives exist only after partitioning, so they are read from compiled HLO. XLA writes their
 groups of devices in three ways: listed (``{{0,1},{2,3}}``), as a reshaped and transposed iota
-(``[2,2]<=[2,2]T(1,0)``), and as axes of a mesh whose names it made up (``mesh['a'=2,'b'=2]
-{'b'}``). Its device numbers are positions in the mesh's order.
+(``[2,2]<=[2,2]T(1,0)``), and as axes of a mesh with names of its own (``mesh['a'=2,'b'=2]
+{'b'}``). Its device numbers are positions in the JAX mesh's device order.
 """
 
 import dataclasses
@@ -67,10 +67,11 @@ def _numbers(text: str) -> list[int]:
 
 
 def axes_between(group: tuple[int, ...], mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the mesh axes over which these devices differ.
+    """Returns the mesh axes in whose coordinate the devices of a group differ.
 
     Args:
-        mesh: axes and sizes in the mesh's order, in which the devices are numbered.
+        group: positions of devices in the mesh's order.
+        mesh: axes and their sizes, the slowest-varying axis first.
     """
     places = np.array(np.unravel_index(group, tuple(mesh.values())))
     return tuple(axis for axis, each in zip(mesh, places, strict=True) if len(np.unique(each)) > 1)
@@ -84,9 +85,9 @@ class Collective:
     dtype: str
     shape: tuple[int, ...]  # of one device's result
     times: int  # executions: the product of trip counts of the loops around it
-    group: tuple[int, ...]  # devices of one group; of a permute a sender and its receiver
+    group: tuple[int, ...]  # devices of one group; for a permute, a sender and its receiver
     scope: str
-    instruction: str  # its name in the program, by which a trace knows it
+    instruction: str  # its name in the program, which traces show too
 
     @property
     def num_devices(self) -> int:
@@ -94,18 +95,18 @@ class Collective:
         return len(self.group)
 
     def axes(self, mesh: Mapping[str, int]) -> tuple[str, ...]:
-        """Returns the mesh axes that the collective goes over."""
+        """Returns the mesh axes over which the collective communicates."""
         return axes_between(self.group, mesh)
 
     @property
     def array_bytes(self) -> float:
-        """Bytes of the whole array in all executions, as ``sent_bytes`` takes it."""
+        """Bytes of the whole array, summed over all executions, as ``sent_bytes`` expects."""
         result = math.prod(self.shape) * element_bytes(self.dtype) * self.times
         return result * (self.num_devices if self.kind == "reduce-scatter" else 1)
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that a device sends in all executions."""
+        """Bytes that a device sends, summed over all executions."""
         return sent_bytes(self.kind, self.array_bytes, self.num_devices)
 
 
@@ -144,7 +145,7 @@ class CompiledInstruction:
 def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
     """Lists every collective of a compiled program, with its number of executions per call.
 
-    Raises ValueError for a loop of unknown length around one.
+    Raises ValueError if a collective is in a loop of unknown length.
     """
     instructions, entry = compiled_instructions(compiled)
     times = _executions(instructions, entry)
@@ -263,7 +264,7 @@ class MatmulShape(TypedDict):
 
 
 def matmul_shapes(compiled: jax.stages.Compiled) -> list[MatmulShape]:
-    """Lists every matmul: a dot, a fusion (by its largest dot), or a call of cuBLAS."""
+    """Lists a program's matmuls: dots, fusions (their largest dot only) and cuBLAS calls."""
     instructions, _ = compiled_instructions(compiled)
     arrays = {(each.computation, each.name): _shapes(each.result) for each in instructions}
     callers = {
@@ -330,8 +331,8 @@ class Launch(TypedDict):
     """One instruction that runs on the device."""
 
     instruction: str
-    kernel: str  # what its kernel would be called, if it is XLA's own; "" for a library's
-    alike: str  # equal for instructions that compute alike: they may share the kernel of one
+    kernel: str  # name of its kernel if XLA generates it; "" for a library's kernel
+    alike: str  # equal for instructions of the same computation, which may share one kernel
     target: str  # of a custom call
     op_name: str
     loops: list[int]  # numbers of the loops around it, outermost first
@@ -340,7 +341,7 @@ class Launch(TypedDict):
 def launches(compiled: jax.stages.Compiled) -> list[Launch]:
     """Lists instructions of a compiled program that launch kernels, in the order scheduled.
 
-    Those of a loop are listed once.
+    Instructions in a loop's body are listed once.
     """
     instructions, entry = compiled_instructions(compiled)
     by_computation: dict[str, list[CompiledInstruction]] = {}

@@ -1,15 +1,14 @@
-"""Reading of a serialized protocol buffer, without its classes.
+"""Reading of a serialized protocol buffer, without its generated classes.
 
-XLA's executables hand out their buffer assignment and their module as protocol buffers, and their
-classes come with no package that JAX needs. The wire format is protobuf.dev/programming-guides/
-encoding.
+XLA writes its modules and buffer assignments as protocol buffers, but no package that JAX depends
+on has their generated classes. The wire format is at protobuf.dev/programming-guides/encoding.
 """
 
 type Field = int | bytes
 
 
 def message(data: bytes) -> dict[int, list[Field]]:
-    """Parses a message; returns all values of each field by its number; texts are bytes.
+    """Parses a message into ``{field number: values}``; texts are returned as bytes.
 
     Raises ValueError for data that is no protocol buffer.
     """
@@ -32,31 +31,31 @@ def message(data: bytes) -> dict[int, list[Field]]:
 
 
 def number(message: dict[int, list[Field]], field: int) -> int:
-    """Returns a number that occurs at most once; 0 where it is left out."""
+    """Returns the number in a field that occurs at most once; 0 if it is absent."""
     value = message.get(field, [0])[-1]
     assert isinstance(value, int)
     return value
 
 
 def text(message: dict[int, list[Field]], field: int) -> str:
-    """Returns a text that occurs at most once."""
+    """Returns the text in a field that occurs at most once."""
     return blob(message, field).decode(errors="replace")
 
 
 def blob(message: dict[int, list[Field]], field: int) -> bytes:
-    """Returns bytes that occur at most once."""
+    """Returns the bytes in a field that occurs at most once."""
     value = message.get(field, [b""])[-1]
     assert isinstance(value, bytes)
     return value
 
 
 def blobs(message: dict[int, list[Field]], field: int) -> list[bytes]:
-    """Returns all messages or texts of a field."""
+    """Returns all messages or texts of a repeated field."""
     return [value for value in message.get(field, []) if isinstance(value, bytes)]
 
 
 def numbers(message: dict[int, list[Field]], field: int) -> list[int]:
-    """Returns all numbers of a field, written one by one or packed."""
+    """Returns all numbers of a repeated field, whether written one by one or packed."""
     found = []
     for value in message.get(field, []):
         if isinstance(value, int):

@@ -1,6 +1,6 @@
 """Constants of each GPU type and its links, read from ``constants/*.json`` with their sources.
 
-Measurements by ``jaxinfra bench`` on the user's own GPUs replace them.
+Measurements of the user's own GPUs by ``jaxinfra bench`` take precedence over them.
 """
 
 import dataclasses
@@ -30,21 +30,21 @@ class Device:
     flops: Mapping[str, float]  # dense tensor-core peak by format
     hbm_bytes: int
     hbm_bytes_per_s: float
-    matmul_efficiency: Mapping[str, float]  # of the peak, large matmuls within a step, by format
+    matmul_efficiency: Mapping[str, float]  # fraction of peak in large matmuls, by format
     matmul_half_depth: float  # contraction depth at which half of that is reached
-    memory_efficiency: float  # of the peak, elementwise kernels
-    # Head width: causal forward, backward, of long sequences.
+    memory_efficiency: float  # fraction of peak bandwidth in elementwise kernels
+    # Head dim to FLOP/s of causal attention on long sequences: forward, backward.
     attention_flops: Mapping[str, Sequence[float]]
     attention_half_length: float  # sequence length at which half of that is reached
     kernel_s: float  # launch and tail of one kernel
     node_devices: int
-    node_bytes_per_s: float  # bus bandwidth a device within a node
+    node_bytes_per_s: float  # bus bandwidth per device within a node
     node_latency_s: float
-    node_hop_s: float  # one turn of a ring
-    network_bytes_per_s: float  # bus bandwidth a device between nodes, its own adapter
+    node_hop_s: float  # one hop of a ring collective
+    network_bytes_per_s: float  # bus bandwidth per device between nodes, by its own adapter
     network_latency_s: float
     network_hop_s: float
-    overlap: float  # share of the data axes' collectives that compute really hides
+    overlap: float  # fraction of the data axes' collectives that compute hides in practice
     collective_sms: int  # SMs that a running collective takes from compute
     reserved_bytes: int  # context, NCCL buffers, fragmentation
     dollars_per_hour: float
@@ -52,17 +52,21 @@ class Device:
 
     @property
     def beside(self) -> float:
-        """Share of its speed that computation keeps while a collective runs beside it.
+        """Fraction of full speed at which computation runs while a collective runs too.
 
         The collective takes ``collective_sms`` SMs from the computation.
         """
         return 1 - self.collective_sms / self.num_sms
 
     def link(self, members_in_node: int, members: int) -> tuple[float, float]:
-        """Returns the bus bandwidth and latency of a group of GPUs with so many members per node.
+        """Returns a collective's bus bandwidth and latency for a group of GPUs.
 
-        A ring through several nodes uses as many network adapters of each node as it has members
-        there. So it runs at the slower of the node's links and those adapters together.
+        Between nodes, the group uses one network adapter per member in a node. So its bandwidth is
+        that of these adapters together, or of the links within a node if those are slower.
+
+        Args:
+            members_in_node: number of the group's GPUs in each node.
+            members: number of GPUs in the group.
         """
         if members <= members_in_node:
             return self.node_bytes_per_s, self.node_latency_s

@@ -9,8 +9,8 @@ import math
 class NumberFormat:
     """A number format, given by its exponent and fraction bits and its largest finite value.
 
-    Formats differ in what they give up for infinities and NaN: IEEE's the top exponent, e4m3fn
-    the all-ones fraction of it, e2m1 nothing. An integer has no exponent.
+    Formats reserve different codes for infinities and NaN. IEEE formats reserve the largest
+    exponent, e4m3fn only its all-ones fraction, e2m1 none. An integer format has no exponent bits.
     """
 
     name: str
@@ -61,20 +61,20 @@ class TrainingRecipe:
 
     name: str
     compute: str  # format of matmul operands: bf16, fp8, ...
-    weights: int  # what the model is stored in
+    weights: int  # as the model stores them
     gradients: int
-    accumulated: int  # a second, longer copy that micro-batches are summed in
-    master: int  # a second, longer copy of the weights, kept by the optimizer
-    moments: int  # both of Adam's
+    accumulated: int  # another array of gradients, summed over micro-batches; 0 if none
+    master: int  # another, wider copy of the weights in the optimizer; 0 if none
+    moments: int  # both moments of Adam
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes per parameter of gradients, with the copy that micro-batches are summed in."""
+        """Bytes per parameter of gradients, including their sum over micro-batches."""
         return self.gradients + self.accumulated
 
     @property
     def summed_bytes(self) -> int:
-        """Bytes per parameter of the gradients' sum over micro-batches, read by the optimizer."""
+        """Bytes per parameter of the summed gradients that the optimizer reads."""
         return self.accumulated or self.gradients
 
     @property
@@ -126,7 +126,7 @@ class Correspondence:
     published: str  # in ``RECIPES``
     ours: str  # in ``RECIPES``
     settings: tuple[str, ...]  # as ``--set`` takes them
-    differs: tuple[str, ...] = ()  # what our design does not hold, or holds in other formats
+    differs: tuple[str, ...] = ()  # arrays that jaxinfra lacks, or keeps in another format
 
 
 _BF16 = "precision.policy=bf16"
@@ -199,7 +199,7 @@ OURS = frozenset({"bf16", "fp32", *(each.ours for each in CORRESPONDENCES)})
 
 @functools.cache
 def recipe_of(name: str, *, sums: bool) -> TrainingRecipe:
-    """Returns a recipe by name; ``sums`` says if gradients are summed over micro-batches.
+    """Returns a recipe by name; if ``sums``, jaxinfra's recipes add fp32 gradient sums.
 
     Examples:
         >>> recipe_of("bf16", sums=True) == dataclasses.replace(RECIPES["bf16-summed"], name="bf16")

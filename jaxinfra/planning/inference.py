@@ -1,4 +1,4 @@
-"""Serving on one or more GPUs: what fits beside the weights, and how fast it prefills and decodes.
+"""Predictions for serving on GPUs: the KV caches that fit, and prefill and decode times.
 
 Weights have the bytes of their stored format; times are rooflines of bytes read and FLOPs.
 """
@@ -41,12 +41,12 @@ _PLAIN_BYTES = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ServedArray:
-    """One of a served model's arrays, counted over all layers that have it."""
+    """One of a served model's arrays, stacked over all layers that have it."""
 
-    held: jax.ShapeDtypeStruct | QuantizedWeight  # shapes, as an engine keeps them
-    active: float = 1.0  # share of it that a token meets
-    num_rows: int | None = None  # of a table that tokens read rows of; None: it is read whole
-    is_dequantized: bool = False  # even where rows are few
+    held: jax.ShapeDtypeStruct | QuantizedWeight  # shapes in the engine's stored format
+    active: float = 1.0  # fraction that one token uses; below 1 for experts
+    num_rows: int | None = None  # rows of a table that tokens look up; None: it is read whole
+    is_dequantized: bool = False  # no kernel multiplies it in its stored format
     is_expert: bool = False
 
     @property
@@ -55,7 +55,7 @@ class ServedArray:
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self.held))
 
     def traffic(self, tokens: int) -> float:
-        """Returns the bytes of memory traffic for this array in a pass over so many tokens.
+        """Returns the bytes of memory traffic for this array in a pass over ``tokens`` tokens.
 
         The pass reads the array. Where a weight is dequantized first, the pass also writes and
         reads the 16-bit copy.
@@ -138,8 +138,8 @@ def _served(info: ParameterInfo, leaf: Any, kind: str | None, *, is_tied: bool) 
 class Serving:
     """Settings of serving one model copy on ``devices`` GPUs, weights and KV cache split evenly.
 
-    Times are rooflines of one device's share; communication between devices is not in them. Where a
-    quantized weight has no kernel, they include writing and reading it in 16 bits.
+    Predicted times are rooflines of one device's part, without communication between devices. A
+    quantized weight without a kernel adds the time to write and read it in 16 bits.
     """
 
     devices: int = 1
@@ -267,8 +267,8 @@ def crossover_batch(
     """Returns the smallest batch whose decode step is compute-bound, or None if no batch is.
 
     Every sequence adds its own cache to the bytes read, so with long contexts no batch is large
-    enough. Without caches the batch is the ridge point times the bytes per weight over two: H100
-    295, H200 206.
+    enough. Without caches, the batch is half the ridge point times the bytes per weight: in bf16,
+    295 on an H100 and 206 on an H200.
     """
     compute = serving.compute
     rate, bandwidth = device.flops[compute], device.hbm_bytes_per_s
@@ -328,7 +328,7 @@ def by_weights(
 ) -> list[dict[str, Any]]:
     """Compares weight formats by their bytes, the KV cache that fits, and a decode step's time.
 
-    ``unsupported`` says why a format does not exist for this model.
+    A format that this model cannot have gets an entry ``unsupported`` with the reason instead.
     """
     plain = dataclasses.replace(serving, weights=PLAIN)
     slowest = decode(model, device, plain, batch=batch, context=context).seconds

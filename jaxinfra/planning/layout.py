@@ -1,4 +1,4 @@
-"""The layout of a training step over devices and micro-batches, which a plan prices."""
+"""The layout of a training step over devices and micro-batches: the input of a plan."""
 
 import dataclasses
 from typing import Any
@@ -22,19 +22,19 @@ BY_STRENGTH = (Remat.NONE, Remat.DOTS, Remat.MLP, Remat.NAMED, Remat.FULL)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Traits:
-    """Properties in which training software stacks differ; the defaults are jaxinfra's."""
+    """Implementation choices in which training stacks differ; the defaults are jaxinfra's."""
 
-    fused_attention: bool = True  # no scores in memory (Dao et al. 2022)
-    dropout: bool = False  # on scores and residual branches
+    fused_attention: bool = True  # attention scores are not stored (Dao et al. 2022)
+    dropout: bool = False  # on attention scores and residual branches
     overlap: bool = True  # collectives of the fsdp and replica axes run beside compute
     casts_weights: bool = True  # fp32 masters are the model, cast to the compute dtype at use
     fused_loss: bool = True  # logits in chunks, their gradient formed in the forward pass
-    loss_kernel: bool = True  # no logits: their exponentials, in bf16, where it is the faster form
+    loss_kernel: bool = True  # a kernel stores bf16 exponentials, not logits, where it is faster
     scans_layers: bool = True  # saved activations are copied into a stack over layers
-    saves_fp32: bool = True  # elementwise intermediates are kept in fp32 where nothing recomputes
+    saves_fp32: bool = True  # without recomputation, elementwise intermediates are saved in fp32
     overlaps_tensor: bool = False  # tensor collectives run beside the matmuls they feed
-    recomputes_scores: bool = False  # attention's, where they are in memory, whatever else is kept
-    sums_apart: bool = True  # micro-batches' gradients are added by a pass of their own
+    recomputes_scores: bool = False  # stored attention scores are recomputed under any policy
+    sums_apart: bool = True  # a separate memory pass adds each micro-batch's gradients to the sum
 
 
 UNROLLED = Traits(scans_layers=False, saves_fp32=False)
@@ -47,12 +47,12 @@ finds cheap to recompute.
 class Layout:
     """Mesh, batch size and recomputation policy of one training step.
 
-    The ``zero`` stage says what the ``fsdp`` axis shards (1: optimizer, 2: and gradients, 3: and
-    weights; Rajbhandari et al. 2020), at stage 0 nothing; ``replica`` copies everything.
+    The ``fsdp`` axis shards nothing at ``zero`` stage 0, optimizer state from stage 1, gradients
+    from stage 2 and weights at 3 (Rajbhandari et al. 2020). The ``replica`` axis shards none.
     """
 
-    length: int
-    batch: int  # sequences a step, over everything
+    length: int  # tokens per sequence
+    batch: int  # sequences per step, over all devices and micro-batches
     mesh: MeshConfig = MeshConfig()
     zero: int = 3
     chunks: int = 1  # model chunks per stage: interleaved 1F1B
@@ -61,8 +61,8 @@ class Layout:
     remat: Remat = Remat.DOTS
     recipe: str = "bf16"
     exchange: ExchangeConfig = ExchangeConfig()  # of tokens between experts
-    # Gathered weights of layers stay for the backward pass. None: ``make_plan`` finds out whether
-    # they fit; formulas take it for no.
+    # Whether layers' all-gathered weights stay for the backward pass. None: ``make_plan`` keeps
+    # them if they fit; other functions of this package take None as False.
     keep_gathered: bool | None = None
     traits: Traits = Traits()
 
@@ -77,7 +77,7 @@ class Layout:
         return self.mesh.num_data_shards
 
     def data_shards(self, *, experts: bool) -> int:
-        """Returns into how many shards the data axes cut a weight; experts are cut into fewer."""
+        """Returns the number of fsdp shards of a weight; fewer if ``experts``: routed experts'."""
         return self.mesh.fsdp_beside_experts if experts else self.mesh.fsdp
 
     @property
@@ -123,14 +123,17 @@ class Layout:
         return {**self.mesh.sizes(), EXPERT: self.mesh.expert}
 
     def members(self, axis: str) -> int:
-        """Returns the number of devices in a collective over an axis, per level of an exchange."""
+        """Returns the number of devices in a collective over a mesh axis.
+
+        The expert exchange has two: ``EXPERT`` within nodes and ``NODES`` between them.
+        """
         num_nodes = self.exchange.num_nodes(self.mesh.expert)
         levels = {EXPERT: self.mesh.expert // num_nodes, NODES: num_nodes}
         return levels[axis] if axis in levels else self.axes[axis]
 
     @property
     def of_one_layer(self) -> "Layout":
-        """Returns a simpler layout with equal costs per layer and micro-batch, as a cache key."""
+        """Returns a layout of fewer devices with equal costs per layer; serves as a cache key."""
         expert, accumulation = self.mesh.expert, 2 if self.accumulation > 1 else 1
         return dataclasses.replace(
             self,

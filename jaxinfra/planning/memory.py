@@ -21,7 +21,7 @@ _SCALE_BITS = 16  # of a token and a head, in the formats that CacheFormat names
 
 
 def element_bits(cache_format: str, *, width: float) -> float:
-    """Returns the bits per cached element, including its share of a scale.
+    """Returns the bits per cached element, including its part of the quantization scale.
 
     Args:
         width: number of elements that share a scale, which is the head dim.
@@ -84,7 +84,7 @@ class Memory:
     gradients: float
     optimizer: float
     activations: float  # kept from forward to backward, all micro-batches in flight
-    buffers: float  # one layer's working set and gathered weights, or the loss's
+    buffers: float  # working set and gathered weights of one layer, or of the loss if larger
     reserved: float  # context, communication buffers, fragmentation
 
     @property
@@ -137,8 +137,8 @@ def state_bytes(model: PlannedModel, layout: Layout) -> tuple[float, float, floa
 def micro_batches_in_flight(layout: Layout) -> float:
     """Counts micro-batches whose activations the pipeline's first stage holds at once.
 
-    With p stages of v chunks there are p in 1F1B (flat in the number of micro-batches), and 1 +
-    (p-1)/(p v) times as many interleaved.
+    With p stages, 1F1B holds p, however many micro-batches a step has. Interleaved 1F1B with v
+    chunks per stage holds 1 + (p-1)/(p v) times as many.
     """
     pipe, chunks = layout.mesh.pipe, layout.chunks
     held = min(pipe, layout.accumulation) if pipe > 1 else 1

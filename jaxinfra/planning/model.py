@@ -1,4 +1,4 @@
-"""A model for planning: its parameter table by kind of layer, derived once."""
+"""A model for planning: its parameter table, grouped into layers of equal structure."""
 
 import dataclasses
 import functools
@@ -75,7 +75,7 @@ class PlannedModel:
     name: str
     config: ModelConfig
     layers: tuple[LayerKind, ...]
-    ends: tuple[ParameterInfo, ...]  # tables and the final norm
+    ends: tuple[ParameterInfo, ...]  # embedding, output head and final norm
 
     @functools.cached_property
     def num_experts(self) -> int:
@@ -95,7 +95,7 @@ class PlannedModel:
 
     @functools.cached_property
     def matmul_parameters(self) -> int:
-        """Number of parameters that each token is multiplied with in matmuls."""
+        """Number of parameters that take part in each token's matmuls."""
         return sum(count * flops.matmul_parameters((each,)) for each, count in self.rows)
 
     def forward_flops(self, length: int, *, batch: int = 1) -> float:
@@ -112,7 +112,10 @@ class PlannedModel:
 
 
 def shards(parameter: ParameterInfo, *, tensor: int, expert: int) -> int:
-    """Returns into how many shards tensor and expert parallelism cut an array."""
+    """Returns the number of stored shards of an array under tensor and expert parallelism.
+
+    With fewer KV heads than tensor devices, KV weights are stored whole on each device.
+    """
     by_tensor = used_shards(parameter, tensor=tensor)
     # Heads fewer than the axis are kept whole, and repeated where they are used.
     by_tensor = by_tensor if by_tensor == tensor else 1
@@ -120,7 +123,10 @@ def shards(parameter: ParameterInfo, *, tensor: int, expert: int) -> int:
 
 
 def used_shards(parameter: ParameterInfo, *, tensor: int) -> int:
-    """Returns into how many parts tensor parallelism cuts a matmul: at most one per KV head."""
+    """Returns into how many parts tensor parallelism splits a parameter's matmul.
+
+    A matmul of keys or values has at most one part per KV head.
+    """
     for dim, size in zip(parameter.dims, parameter.shape, strict=True):
         if dim in TENSOR_DIMS:
             return min(tensor, size) if dim == axes.KV_HEADS else tensor
@@ -138,7 +144,7 @@ def total_parameters(model: PlannedModel) -> int:
 
 
 def active_parameters(model: PlannedModel) -> int:
-    """Counts the parameters used per token: all but the routed experts it is not sent to.
+    """Counts the parameters used per token: all but the experts that the token is not routed to.
 
     The whole input table counts, as in DeepSeek-V3's "37B activated", though a token reads one row.
     """
@@ -168,7 +174,7 @@ def _role(parameter: ParameterInfo) -> str:
 
 @functools.cache
 def plan_model(config: ModelConfig, *, name: str = "model") -> PlannedModel:
-    """Returns a model's parameter table for planning, traced abstractly without allocation."""
+    """Returns a model for planning; its parameters are traced as shapes, without allocation."""
     layers: dict[BlockConfig, LayerKind] = {}
     table = define_model(config, execution_on()).table()
     for i, (block, repeats) in enumerate(zip(config.blocks, config.repeats, strict=True)):
@@ -197,7 +203,7 @@ def plan_model(config: ModelConfig, *, name: str = "model") -> PlannedModel:
 
 
 def find_model(name: str) -> PlannedModel:
-    """Returns the model of a preset's name, of a ``config.json``, or of a directory with one."""
+    """Returns the model that a preset's name, a ``config.json`` or its directory describes."""
     if name in MODELS:
         return plan_model(MODELS[name](), name=name)
     file = config_file(name)
@@ -207,7 +213,7 @@ def find_model(name: str) -> PlannedModel:
 
 
 def config_file(name: str) -> Path | None:
-    """Returns the ``config.json`` path that a model's name stands for; None for preset names."""
+    """Returns the ``config.json`` if ``name`` is its path or its directory's; None for presets."""
     path = Path(name)
     if name not in MODELS and path.is_dir():
         return path / "config.json"

@@ -1,8 +1,9 @@
 """A training step as lists of matmuls, memory passes and collectives of one device.
 
-Bytes are what a kernel must read and write once, activations in 2 bytes. The loss takes the form
-that ``linear_cross_entropy`` takes on a Hopper GPU: its kernel where a device has enough ids, in
-bf16; else fp32 logits by XLA. Dims: M tokens of a micro-batch on this device.
+Every array that a kernel reads or writes counts once, activations with 2 bytes per element. The
+loss is computed as ``linear_cross_entropy`` does on a Hopper GPU. That is a kernel in bf16 if a
+device has enough vocabulary ids, else fp32 logits by XLA. Dims: M tokens of a micro-batch on this
+device.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from jaxinfra.planning.model import LayerKind, PlannedModel, is_expert, shards, 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedMatmul:
-    """A number of equal matmuls [m, k] x [k, n]; ``out`` is bytes per element of the result."""
+    """``count`` equal matmuls [m, k] x [k, n]; ``out`` is bytes per element of the result."""
 
     name: str
     m: float
@@ -38,7 +39,7 @@ class PlannedMatmul:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryPass:
-    """An elementwise pass over memory, with the sum of bytes that it reads and writes."""
+    """An elementwise kernel; ``size`` is the sum of the bytes that it reads and writes."""
 
     name: str
     size: float
@@ -51,7 +52,7 @@ class Core:
     name: str
     flops: float
     width: int
-    length: int  # positions of a sequence that one kernel sees
+    length: int  # tokens of a sequence in one kernel call
     backward: bool
 
 
@@ -59,15 +60,15 @@ class Core:
 class PlannedCollective:
     """One kind of collective over a mesh axis, with its bytes and number of calls.
 
-    Its ``size`` is the whole array's bytes on one device: after an all-gather, before a
-    reduce-scatter, and on either side of an all-reduce or exchange.
+    Its ``size`` is the bytes of the whole array on one device: an all-gather's output, a
+    reduce-scatter's input, or either side of an all-reduce or exchange.
     """
 
     name: str
     kind: str
     axis: str
     size: float
-    hidden: bool = False  # runs beside compute where the stack overlaps
+    hidden: bool = False  # runs at the same time as compute if ``Traits`` overlap its axis
     count: float = 1
 
 
@@ -338,9 +339,9 @@ def _tensor(
 def saved_bytes(layer: LayerKind, layout: Layout, *, remat: Remat | None = None) -> float:
     """Returns bytes that one layer and micro-batch keep on a device from forward to backward.
 
-    Unfused attention without recomputation: sbh (10 + 24/t + 5as/(ht)), sequence parallel
-    sbh (34/t + 5as/(ht)) (arXiv 2205.05198, equations 2 and 4). Otherwise the tensors that the
-    backward pass reads and does not recompute, 2 bytes per element.
+    Unfused attention without recomputation keeps sbh (10 + 24/t + 5as/(ht)), with sequence
+    parallelism sbh (34/t + 5as/(ht)) (arXiv 2205.05198, equations 2 and 4). Otherwise the sum is
+    over tensors that the backward pass reads and does not recompute, 2 bytes per element.
 
     Args:
         remat: recomputation policy in place of the layout's.
@@ -398,9 +399,9 @@ def embedding_operations(model: PlannedModel, layout: Layout) -> Iterator[Operat
 class LossForm:
     """The loss's implementation on one device, kernel or XLA, and its number of chunks."""
 
-    kernel: bool  # bf16 exponentials; else fp32 logits and their 16-bit gradient
+    kernel: bool  # stores bf16 exponentials; else XLA stores fp32 logits and a 16-bit gradient
     chunks: int
-    chunk_bytes: float  # what of [tokens, ids] lives at a time
+    chunk_bytes: float  # of the part of [tokens, vocabulary ids] in memory at a time
 
 
 def loss_form(model: PlannedModel, layout: Layout) -> LossForm:

@@ -1,4 +1,4 @@
-"""Report on a pipeline schedule: its bubble, its memory, and its picture."""
+"""Report on a pipeline schedule: idle time (bubble), activation memory and a picture."""
 
 import dataclasses
 from pathlib import Path
@@ -38,10 +38,10 @@ class ScheduleReport:
     stages: int
     micro_batches: int
     chunks: int
-    bubble: float  # idle over working time
-    bubble_formula: float  # where forward, input and weight gradient take equally long
-    time: float  # in micro-batches: m without a pipeline
-    peak_activations: list[float]  # by stage, in those of one whole stage for one micro-batch
+    bubble: float  # idle time over working time
+    bubble_formula: float  # the same if forward, input gradient and weight gradient take equal time
+    time: float  # in units of one micro-batch's time without a pipeline
+    peak_activations: list[float]  # by stage, in units of one stage's for one micro-batch
     picture: str | None
 
     def lines(self) -> list[str]:

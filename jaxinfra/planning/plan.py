@@ -1,8 +1,8 @@
 """The plan of a model and a layout on a device: predicted memory, communication and time.
 
-Whether fully sharded weights, once gathered, stay for the backward pass follows the rule of a job
-(``training.job``), with predicted bytes in the place of compiled ones: what a step needs is at most
-what JAX may take of a device, less a share that stays free.
+A plan decides like a job (``training.job``) whether all-gathered weights of fsdp stay for the
+backward pass, but from predicted instead of compiled bytes. They stay if the step then fits in
+JAX's part of the device memory, with the fraction ``FREE_SHARE`` left free.
 """
 
 import dataclasses
@@ -41,9 +41,9 @@ class GatherForms:
     """Predicted memory of a step with and without kept all-gathered weights, and the choice."""
 
     kept: Memory
-    again: Memory  # where the backward pass gathers again
-    budget_bytes: float  # without what is reserved
-    asked: bool | None  # None: the default, which looks whether they fit
+    again: Memory  # if the backward pass gathers weights again
+    budget_bytes: float  # memory that a step may use
+    asked: bool | None  # the user's choice; None: kept if they fit
 
     @property
     def keeps(self) -> bool:
@@ -79,11 +79,11 @@ class Sized:
 
     layout: Layout
     memory: Memory
-    gathers: GatherForms | None  # None where no gathered weights could stay
+    gathers: GatherForms | None  # None if the layout has no gathered weights that could stay
 
 
 def sized(model: PlannedModel, layout: Layout, device: Device) -> Sized:
-    """Predicts a layout's memory; decides ``keep_gathered`` as a job would where it is None."""
+    """Predicts a layout's memory; if ``keep_gathered`` is None, decides it as a job would."""
     if not layout.may_keep_gathered:
         layout = dataclasses.replace(layout, keep_gathered=False)
         return Sized(layout=layout, memory=memory(model, layout, device), gathers=None)
@@ -121,7 +121,7 @@ class Plan:
     memory: Memory
     time: StepTime
     traffic: tuple[Traffic, ...]
-    gathers: GatherForms | None = None  # of weights that could stay for the backward pass
+    gathers: GatherForms | None = None  # memory if all-gathered weights stay, and if not
 
     @property
     def fits(self) -> bool:
@@ -155,7 +155,7 @@ class Plan:
 
     @property
     def asked(self) -> Layout:
-        """The layout as the user requested it; ``keep_gathered`` is None if it was left open."""
+        """The layout as the user requested it; its ``keep_gathered`` may still be None."""
         asked = None if self.gathers is None else self.gathers.asked
         return dataclasses.replace(self.layout, keep_gathered=asked)
 

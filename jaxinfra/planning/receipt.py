@@ -1,14 +1,14 @@
-"""Predictions beside the real training step, compiled for devices that are not present.
+"""Comparison of a plan with the real training step, compiled for devices that are not present.
 
-The compiled step's arguments, communication and temporaries are read. Communication is compared by
-mesh axis and purpose, in bytes of whole arrays. So the compiler may choose its form: a sum is one
-sum whether it is reduce-scattered, or all-reduced and cut. The report shows the form beside it,
-with the bytes that a device sends. Where the bytes differ by more than ``TOLERANCE``, it lists the
-program's largest calls by name.
+The comparison covers the compiled step's arguments, temporaries and communication. Communication
+is compared by mesh axis and purpose, in bytes of whole arrays. So it does not matter whether XLA
+sums by a reduce-scatter, or by an all-reduce and a slice. The report also shows the collectives and
+the bytes that a device sends. Where bytes differ by more than ``TOLERANCE``, it lists the program's
+largest collectives by name.
 
-The CUDA plugin compiles for a topology from a description of the chip. These entry points are
-private to JAX and to its plugin (seen to work in 0.11.2), so all of them are here. Each one that is
-absent raises an error that names it.
+The CUDA plugin compiles for absent GPUs from a description of the chip. Its entry points are
+private to JAX and the plugin (seen to work in 0.11.2), so this module is the only one to use them.
+Each one that is absent raises an error that names it.
 """
 
 import collections
@@ -52,10 +52,10 @@ _CHIPS = {"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}
 
 
 def compile_only_devices(device: Device, count: int) -> tuple[list[Any], Facts]:
-    """Returns descriptions of absent GPUs to compile for, and the facts that select kernels.
+    """Returns ``count`` absent GPUs to compile for, and their ``Facts``, which select kernels.
 
     Raises:
-        UnsupportedError: no CUDA plugin, one already in use, or a GPU without a description.
+        UnsupportedError: no CUDA plugin, a plugin already in use, or an undescribed GPU.
     """
     if device.name not in _CHIPS:
         raise UnsupportedError(
@@ -148,7 +148,7 @@ _PURPOSES = {
 class Exchanged:
     """Bytes that one device exchanges per step over a mesh axis for a purpose."""
 
-    array_bytes: float = 0.0  # of whole arrays, in all executions
+    array_bytes: float = 0.0  # of whole arrays, over all executions
     sent_bytes: float = 0.0
     kinds: set[str] = dataclasses.field(default_factory=set)
     by_name: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -334,9 +334,10 @@ def exchanged(
 ) -> dict[tuple[str, str], Exchanged]:
     """Sums the bytes of a program's collectives by axis and purpose, leaving out scalars.
 
-    A call over several axes is split into one over the first axis, which shards weights, and a
-    smaller one over the next; the total of bytes sent is unchanged. Experts' tokens count for the
-    expert axis or its nodes. Other traffic over a part of an axis counts for that axis.
+    A call over several axes counts as one call per axis, ``fsdp`` first. Each further call's array
+    is divided by the sizes of the axes before it, so the total of bytes sent is unchanged. An
+    exchange of expert tokens counts for the expert axis, or for its nodes. Other calls over a part
+    of an axis count for that axis.
 
     Args:
         mesh: axis sizes in mesh order, with the expert axis last.

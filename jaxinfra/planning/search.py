@@ -28,7 +28,7 @@ _MICRO_ROWS = (1, 2, 4, 8, 16)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """The layout choices that a search is given; it tries all values of a choice that is None."""
+    """The layout choices that the user fixes; a search tries all values of those that are None."""
 
     devices: int
     length: int
@@ -38,7 +38,7 @@ class Question:
     zero: int | None = None
     fixed: tuple[tuple[str, int], ...] = ()  # mesh axes that are not searched
     exchange: ExchangeConfig = ExchangeConfig()
-    keep_gathered: bool | None = None  # None: where it fits, as a run decides
+    keep_gathered: bool | None = None  # None: kept if it fits, as a run decides
     traits: Traits = Traits()
 
 
@@ -53,22 +53,22 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Alternative:
-    """The best layout with another value of one choice than the winner has."""
+    """The best layout among those that differ from the winner in a given choice."""
 
     choice: str  # tensor, remat, ...
     value: str
     plan: Plan
-    why: str  # it is not chosen
+    why: str  # reason why it is not chosen
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """Ranking of a search's layouts, fastest first, each with why it is slower than the best."""
+    """Result of a layout search: the fastest layouts, and why each is slower than the best."""
 
     best: Plan
-    runners_up: tuple[tuple[Plan, str], ...]
-    alternatives: tuple[Alternative, ...]  # one a choice that was searched
-    pareto: tuple[Candidate, ...]  # no other is both faster and smaller
+    runners_up: tuple[tuple[Plan, str], ...]  # fastest first, with the reason
+    alternatives: tuple[Alternative, ...]  # one per searched choice
+    pareto: tuple[Candidate, ...]  # layouts that no other beats in both time and memory
     tried: int
     fitting: int
     question: Question
@@ -160,7 +160,7 @@ def _sized(
 def layouts(
     model: PlannedModel, question: Question, device: Device, reasons: collections.Counter[str]
 ) -> Iterator[Layout]:
-    """Yields layouts that the model's widths allow; counts each refusal in ``reasons``."""
+    """Yields the layouts that can run for this model; counts the others in ``reasons``."""
     for mesh in _meshes(model, question, device):
         base = Layout(
             length=question.length,

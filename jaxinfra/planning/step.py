@@ -1,6 +1,6 @@
 """Predicted seconds of a training step and of its parts.
 
-Each operation has a roofline of its own: matmuls by shape, memory passes, attention, collectives.
+Each operation has its own roofline: a matmul by its shape, a memory pass, attention, a collective.
 """
 
 import dataclasses
@@ -32,8 +32,8 @@ _TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.93), (64, 256, 0.9), (6
 def matmul_s(device: Device, each: PlannedMatmul) -> float:
     """Returns seconds of a matmul: the larger of arithmetic and memory time, plus a launch.
 
-    Arithmetic runs at the large-matmul rate, less what a partial last wave of output tiles idles
-    and what filling the pipeline over a short contraction costs.
+    Arithmetic runs at the rate of large matmuls, reduced by two losses: SMs idle in the last wave
+    of output tiles, and a short contraction does not fill the tensor cores' pipeline.
     """
     peak = device.flops[each.number_format] * device.matmul_efficiency[each.number_format]
     depth = each.k / (each.k + device.matmul_half_depth)
@@ -65,7 +65,7 @@ def _filled(m: int, n: int, count: int, num_sms: int) -> float:
 def attention_s(device: Device, each: Core) -> float:
     """Returns seconds of fused attention, at the measured rate of the nearest head width.
 
-    Partly masked tiles and filling the pipeline slow a short sequence.
+    The rate is lower for short sequences, for partly masked tiles and the pipeline's start.
     """
     width = min(device.attention_flops, key=lambda known: abs(int(known) - each.width))
     share = each.length / (each.length + device.attention_half_length)
@@ -80,7 +80,7 @@ def memory_s(device: Device, each: MemoryPass) -> float:
 
 
 def members_in_node(device: Device, layout: Layout, axis: str) -> int:
-    """Returns how many devices along a mesh axis share a node; faster axes fill a node first."""
+    """Returns how many devices along a mesh axis are in one node; inner axes fill it first."""
     inner, node = 1, device.node_devices
     for faster in _INNER[axis]:
         inner *= layout.members(faster)
@@ -124,7 +124,7 @@ class StepTime:
     """A training step's seconds by cause, which add up to ``total_s``."""
 
     parts: dict[str, float]
-    hidden: dict[str, float]  # communication behind compute, by axis; not part of the total
+    hidden: dict[str, float]  # communication hidden by compute, by axis; not part of the total
     bubble_fraction: float  # (p-1)/(m v + p-1): idle share of the pipeline's own time
     model_flops: float  # of the whole step, over all devices
 
@@ -260,9 +260,12 @@ def _hide(layout: Layout, seconds: float, *, window: float, share: float) -> tup
 
 
 def stage_sends(model: PlannedModel, layout: Layout, turns: int) -> PlannedCollective:
-    """Returns the sends of activations by one pipeline stage in so many rounds.
+    """Returns one pipeline stage's sends of activations and their gradients.
 
-    A tensor shard sends its own part (scatter/gather optimization, arXiv 2104.04473, section 4.1).
+    Each tensor shard sends its own part (scatter/gather optimization, arXiv 2104.04473, 4.1).
+
+    Args:
+        turns: number of rounds; in each, a stage sends one micro-batch per chunk in both passes.
     """
     size = (
         layout.activation_bytes * layout.micro_tokens * model.config.model_dim / layout.mesh.tensor
@@ -275,9 +278,12 @@ def device_parameters(
 ) -> float:
     """Counts parameters of one device's pipeline stage before any data-parallel sharding.
 
-    The count is of stored parameters, or of used ones (``used``): a device uses one key/value head
-    even where the tensor axis has more devices than heads. The first and last stage hold the
-    embedding tables; the larger of both counts.
+    The first stage has the embedding and the last one the output head; the larger of both counts.
+
+    Args:
+        experts: whether to count routed experts' parameters, or all others.
+        used: whether to count used instead of stored parameters. With fewer KV heads than tensor
+            devices, a device stores all KV heads and uses one.
     """
     mesh = layout.mesh
     layers = sum(
@@ -292,7 +298,7 @@ def device_parameters(
 def layer_elements(
     layer: LayerKind, tensor: int, expert: int, *, experts: bool, used: bool = False
 ) -> float:
-    """Counts one layer's stored or used elements on a device: of its experts, or of the rest."""
+    """Counts one layer's elements on a device; ``experts`` and ``used`` as in device_parameters."""
     return sum(
         _elements(each, tensor, expert, used=used)
         for each in layer.parameters
@@ -310,7 +316,7 @@ def _elements(parameter: ParameterInfo, tensor: int, expert: int, *, used: bool)
 def gathered_elements(model: PlannedModel, layout: Layout) -> float:
     """Counts the all-gathered elements of all layers' weights that ``keep_gathered`` keeps.
 
-    Experts are not among them: they are gathered where their tokens arrive.
+    Routed experts are not counted: their exchange gathers them.
     """
     return sum(
         layer.count * layer_elements(layer, layout.mesh.tensor, 1, experts=False, used=True)
@@ -319,7 +325,7 @@ def gathered_elements(model: PlannedModel, layout: Layout) -> float:
 
 
 def weight_passes(model: PlannedModel, layout: Layout) -> list[MemoryPass]:
-    """Lists memory passes over weights and gradients, outside matmuls, of one micro-batch."""
+    """Lists a micro-batch's memory passes over weights and gradients, apart from matmuls."""
     found: list[MemoryPass] = []
     for experts in (False, True):
         elements = device_parameters(model, layout, experts=experts)
