@@ -15,7 +15,7 @@ from jaxinfra.hlo.buffers import step_bytes
 from jaxinfra.training.job import lower_step, make_job
 from jaxinfra.training.recompute.budget import CHEAPEST_FIRST
 
-type Change[C] = tuple[tuple[str, ...], C]
+type Trial[C] = tuple[tuple[str, ...], C]
 """Options of a command, and the case that they lead to."""
 
 
@@ -48,7 +48,7 @@ COUNT = 3
 
 
 def compiled_changes[C](
-    changes: Iterable[Change[C]], needs: Callable[[C], int]
+    changes: Iterable[Trial[C]], needs: Callable[[C], int]
 ) -> Iterator[tuple[tuple[str, ...], C, int]]:
     """Yields the changes that can run, each with its bytes per device from ``needs``."""
     for options, case in changes:
@@ -94,7 +94,7 @@ def compiled_bytes(config: RunConfig) -> int:
     return step_bytes(lower_step(make_job(config)).compile())
 
 
-def _changes(config: RunConfig) -> Iterator[Change[RunConfig]]:
+def _changes(config: RunConfig) -> Iterator[Trial[RunConfig]]:
     """Yields changes to try, alternating between kinds, the mildest of each kind first."""
     kinds = [list(_recomputing(config)), list(_accumulating(config)), list(_sharding(config))]
     half = config.training.batch_size // 2
@@ -105,7 +105,7 @@ def _changes(config: RunConfig) -> Iterator[Change[RunConfig]]:
                 yield kind[place]
 
 
-def _recomputing(config: RunConfig) -> Iterator[Change[RunConfig]]:
+def _recomputing(config: RunConfig) -> Iterator[Trial[RunConfig]]:
     remat = config.training.remat
     weaker = CHEAPEST_FIRST.index(remat) if remat in CHEAPEST_FIRST else -1
     stronger = CHEAPEST_FIRST[weaker + 1 :]
@@ -114,14 +114,14 @@ def _recomputing(config: RunConfig) -> Iterator[Change[RunConfig]]:
         yield _set(config, f"training.remat={each.value}")
 
 
-def _accumulating(config: RunConfig) -> Iterator[Change[RunConfig]]:
+def _accumulating(config: RunConfig) -> Iterator[Trial[RunConfig]]:
     for factor in (2, 4, 8):
         parts = factor * config.training.accumulation
         if config.training.batch_size % (parts * config.mesh.num_data_shards) == 0:
             yield _set(config, f"training.accumulation={parts}")
 
 
-def _sharding(config: RunConfig) -> Iterator[Change[RunConfig]]:
+def _sharding(config: RunConfig) -> Iterator[Trial[RunConfig]]:
     mesh, sharding = config.mesh, config.sharding
     if mesh.shards_state and sharding.zero < 3:
         yield _set(config, "sharding.zero=3")
@@ -134,7 +134,7 @@ def _sharding(config: RunConfig) -> Iterator[Change[RunConfig]]:
         yield ("--mesh", wider.option), dataclasses.replace(config, mesh=wider)
 
 
-def _set(config: RunConfig, setting: str) -> Change[RunConfig]:
+def _set(config: RunConfig, setting: str) -> Trial[RunConfig]:
     """Returns a changed setting, in the form that counts after whatever else a command names."""
     return (f"--set={setting}",), codec.override(config, [setting])
 

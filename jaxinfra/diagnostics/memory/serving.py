@@ -16,7 +16,7 @@ from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.diagnostics.memory.remedies import COUNT, Change, Remedy, compiled_changes
+from jaxinfra.diagnostics.memory.remedies import COUNT, Remedy, Trial, compiled_changes
 from jaxinfra.diagnostics.memory.report import CACHES, MemoryReport, report_memory
 from jaxinfra.errors import UnsupportedError
 from jaxinfra.model.definition import ModelDefinition, Parameters, define_model, merged
@@ -185,10 +185,10 @@ def serving_remedies(
 
 def _changes_of(
     case: ServingCase, now: ServingMemory, limit_bytes: int
-) -> Iterator[Change[ServingCase]]:
+) -> Iterator[Trial[ServingCase]]:
     engine, limits = case.engine, case.limits
 
-    def with_engine(name: str, value: int) -> Change[ServingCase]:
+    def with_engine(name: str, value: int) -> Trial[ServingCase]:
         settings: dict[str, Any] = {name: value}
         changed = dataclasses.replace(engine, **settings)
         option = f"--{name.replace('_', '-')}"
