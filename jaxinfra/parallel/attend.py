@@ -1,5 +1,6 @@
-"""Attention and decoding on a mesh whose devices hold whole sequences; where the context axis
-shards them, attention is in ``context.methods``.
+"""Attention and decoding on a mesh whose devices have whole sequences.
+
+Attention over sequences that the context axis shards is in ``context.methods``.
 
 Dims: B batch, T position, N query heads, K key/value heads, H head width.
 """
@@ -20,12 +21,12 @@ from jaxinfra.parallel.place import Placement
 class ShardedAttention:
     """Attention on a mesh: each device computes its own rows and heads without communication.
 
-    Kernels are custom calls, which the compiler cannot split. The placement of rows and heads is
-    known here, so nothing is left to ``custom_partitioning``.
+    The compiler cannot partition kernels, which are custom calls. So they run in a ``shard_map``
+    with the placement's sharding of rows and heads.
     """
 
     placement: Placement
-    attend: Callable[..., jax.Array]  # of one device
+    attend: Callable[..., jax.Array]  # attention on one device, as ``ops.attention.attention``
 
     def __call__(
         self,
@@ -60,8 +61,8 @@ class ShardedAttention:
 class ShardedDecode:
     """Attention to a KV cache on a mesh: each device reads its own heads, without communication.
 
-    Rows of a contiguous cache are on the devices of the batch's rows. Pages of a pool are whole on
-    every device of the data axes, as any row may read any of them.
+    A contiguous cache is sharded over the batch as its rows are. A pool of pages is replicated over
+    the data axes, since any row may read any page.
     """
 
     placement: Placement

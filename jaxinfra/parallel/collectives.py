@@ -1,8 +1,8 @@
 """Collectives for use inside ``shard_map``, and the bytes that each device sends in them.
 
-``axis`` is one mesh axis or several, outermost first; N their devices. Every function takes and
-returns this device's block, of whatever shape and dtype, and has a gradient. D is the bytes
-of a device's block; ``collective_bytes`` counts what a device sends.
+``axis`` is one mesh axis or several, outermost first; N is their number of devices. Every function
+takes and returns this device's block, of any shape and dtype, and has a gradient. D is the bytes of
+a device's block; ``collective_bytes`` computes the bytes that a device sends.
 """
 
 import itertools
@@ -20,7 +20,7 @@ type Groups = tuple[tuple[int, ...], ...]
 
 
 def num_devices(axis: Axis) -> int:
-    """Counts the devices along these axes, N; static."""
+    """Returns the number N of devices along these axes, as a Python int."""
     return math.prod(jax.lax.axis_size(name) for name in _names(axis))
 
 
@@ -35,7 +35,7 @@ def all_gather(x: jax.Array, axis: Axis, *, dim: int = 0) -> jax.Array:
 
 
 def reduce_scatter(x: jax.Array, axis: Axis, *, dim: int = 0) -> jax.Array:
-    """Gives device i the i-th of N parts along ``dim`` of the sum over devices. Sends D (N-1)/N."""
+    """Sums over devices; device i gets the i-th of N parts along ``dim``. Sends D (N-1)/N."""
     return jax.lax.psum_scatter(x, _names(axis), scatter_dimension=dim, tiled=True)
 
 
@@ -52,8 +52,10 @@ def all_to_all(
     concat_dim: int = 0,
     groups: Groups | None = None,
 ) -> jax.Array:
-    """Sends part j along ``split_dim`` to device j; joins received parts along ``concat_dim`` in
-    the senders' order. Sends D (N-1)/N, where N is the devices of a group if there are groups.
+    """Sends part j along ``split_dim`` to device j, and concatenates what arrives.
+
+    Received parts are in the senders' order along ``concat_dim``. Sends D (N-1)/N; with ``groups``,
+    N is the number of devices in a group.
     """
     return jax.lax.all_to_all(
         x,
@@ -66,7 +68,7 @@ def all_to_all(
 
 
 def shift[T](tree: T, axis: Axis) -> T:
-    """Receives the arrays of the device before this one in the ring. Sends D."""
+    """Returns the arrays of the previous device in the ring. Sends D."""
     size = num_devices(axis)
     permutation = [(source, (source + 1) % size) for source in range(size)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, _names(axis), permutation), tree)
@@ -75,8 +77,8 @@ def shift[T](tree: T, axis: Axis) -> T:
 def shift_together[T](tree: T, axis: Axis) -> T:
     """Shifts arrays [B, T, ...] of any dtypes in one send; it has no gradient.
 
-    XLA keeps one collective in flight: of several sends that should hide behind one computation,
-    all but one would be waited for. They travel as integers, because copies may quiet a NaN.
+    XLA keeps only one collective in flight, so only one of several sends would overlap with a
+    computation. Arrays are sent as integers, because a copy of floats may change a NaN's bits.
     """
     arrays, structure = jax.tree.flatten(tree)
     if not arrays:

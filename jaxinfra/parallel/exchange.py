@@ -1,13 +1,15 @@
 """Expert parallelism: tokens are sent to the devices that have their experts, and results back.
 
-Each device has its own tokens, and of each layer some of the experts. Rows of x travel out and
-back, in one of two forms (``ExchangeForm``), in buffers of as many rows for each device, or as many
-as there are. In two levels a row first crosses to the device of its own number in a node. That
-device sends it on within the node, and returns the sum of what comes back. Where the rules give all
-of these devices the same tokens, nothing travels: each computes what its experts add, and the sum
-of that is theirs.
+Each device has its own tokens, and some of each layer's experts. An all-to-all sends rows of x to
+the experts' devices, and another returns the results. A row is a token per device or a token per
+expert (``ExchangeForm``). The all-to-all is padded to equal buffers per device, or ragged.
 
-Of n tokens on each of N devices, which have E/N of E experts each, of which a token chooses K:
+An exchange may have two levels. A row first goes to another node, to the device with the sender's
+number there. That device sends it on within the node, and returns the sum of the results. If the
+sharding rules give all these devices the same tokens, nothing is exchanged: each device computes
+its own experts, and the results are summed over the devices.
+
+The table is for n tokens on each of N devices, which have E/N of E experts each; a token chooses K:
 
 | level | rows that a device has to send | a row is | sent |
 |---|---|---|---|
@@ -16,12 +18,12 @@ Of n tokens on each of N devices, which have E/N of E experts each, of which a t
 | two: across O nodes | n O p(O) | a token, once per node | (O-1)/O |
 | two: within a node of I | n N p(N), or n K | as in one level | (I-1)/I |
 
-p(P) is the probability that a token chooses some of one of P equal shares of the experts
-(``visits``). Buffers have ``room_factor`` times these rows, or room for all: n per destination, and
-K or E/N times that per expert. Where a token chooses from M of G groups, and nodes are groups, it
-crosses to M nodes at most: n O p(O) <= n M.
+Of P equal parts of the experts, p(P) is the probability that a token chooses one in a given part
+(``visits``). Buffers have ``room_factor`` times these rows, or space for all possible rows: n per
+destination, in the form per expert min(K, E/N) times as many. If a token chooses from M of G groups
+of experts, and a group's experts are in one node, it is sent to at most M nodes: n O p(O) <= n M.
 
-Dims: N token of a device, K choice of a token, J copy of a token that may travel, I = N J of them,
+Dims: N token of a device, K choice of a token, J copy of a token that may be sent, I = N J copies,
 S row that is sent, R row that is received, C row of one pair's buffer, E expert, D model width (of
 a row) or device (of a buffer), F hidden width; lower case of one device.
 """
@@ -50,7 +52,7 @@ from jaxinfra.parallel.place_quantized import quantized_shardings
 
 
 class Level(NamedTuple):
-    """One level of the exchange: rows that a device sends to each of ``members`` devices."""
+    """One level of the exchange: a device sends up to ``slots`` rows to each of ``members``."""
 
     members: int
     slots: int
@@ -58,19 +60,19 @@ class Level(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Numbers of rows in one device's buffers."""
+    """Sizes of one device's exchange buffers, in rows."""
 
-    levels: tuple[Level, ...]  # the one across nodes first
-    choices: int  # that a device's experts compute
+    levels: tuple[Level, ...]  # across nodes, then within a node
+    choices: int  # rows that a device's experts compute: one per choice of an expert
 
 
 def room_for(
     num_tokens: int, *, num_devices: int, experts: ExpertsConfig, exchange: ExchangeConfig
 ) -> Room:
-    """Computes buffer sizes for one device's tokens, if all choices are equally likely.
+    """Computes buffer sizes: ``room_factor`` times the mean rows if all choices are equally likely.
 
     Raises:
-        ConfigError: the devices are not whole nodes.
+        ConfigError: the number of devices is not a multiple of the devices per node.
     """
     own, top_k = experts.num_experts // num_devices, experts.top_k
     num_nodes = exchange.num_nodes(num_devices)
@@ -95,15 +97,17 @@ def room_for(
 
 
 def visits(experts: ExpertsConfig, shares: int) -> float:
-    """Returns the probability that a token chooses some expert of one of so many equal shares. It
-    chooses M of G groups, then K of their experts, each equally likely.
+    """Returns the probability that a token chooses an expert of a given part of all experts.
 
-    A share that has s experts in each of g groups of S is passed over with probability
+    A token chooses M of G groups, then K of their experts, each equally likely. If a part has s
+    experts in each of g groups of S experts, it is not chosen with probability
 
         sum_j C(g, j) C(G - g, M - j) / C(G, M)  C(M S - j s, K) / C(M S, K).
 
-    Shares that neither
-    divide a group nor are whole ones are taken as if there were no groups.
+    If a part is neither a divisor nor a multiple of a group, the formula assumes one group.
+
+    Args:
+        shares: number of equal parts that the experts are divided into.
     """
     share, top_k = experts.num_experts // shares, experts.top_k
     num_groups, top_groups = experts.routing.num_groups, experts.routing.top_groups
@@ -124,8 +128,8 @@ def visits(experts: ExpertsConfig, shares: int) -> float:
 def exchanged_bytes(level: Level, *, model_dim: int, itemsize: int, top_k: int) -> dict[str, int]:
     """Counts the bytes of one device's all-to-all buffers in a layer's forward pass, for a level.
 
-    They hold rows out and back, the rows' experts, and in the form per device the experts'
-    weights. The device sends (members - 1) / members of them.
+    The buffers hold rows in both directions and the rows' experts; in the form per device, also
+    the experts' weights. A device sends (members - 1) / members of these bytes.
     """
     rows = level.slots * level.members
     per_expert = level.form is ExchangeForm.PER_EXPERT
@@ -138,7 +142,7 @@ def exchanged_bytes(level: Level, *, model_dim: int, itemsize: int, top_k: int) 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Peers:
-    """Devices that exchange rows with each other: all along some mesh axes, or a group of them."""
+    """Devices that exchange rows with each other: all along mesh axes, or groups of those."""
 
     axis: tuple[str, ...]
     groups: Groups | None = None
@@ -156,7 +160,7 @@ class Peers:
 def peers_of(axis: tuple[str, ...], *, num_devices: int, num_nodes: int) -> tuple[Peers, ...]:
     """Returns the peers of each level: across nodes, then within a node; one level for one node.
 
-    A node is a run of neighbours along these axes.
+    A node is a run of consecutive devices along these axes.
     """
     if num_nodes == 1:
         return (Peers(axis=axis),)
@@ -169,21 +173,21 @@ def peers_of(axis: tuple[str, ...], *, num_devices: int, num_nodes: int) -> tupl
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Travel:
-    """Exchange of token copies between devices: each copy's row in the send buffer, and its way."""
+    """A planned all-to-all of token copies: each copy's row in the send buffer, and the sends."""
 
-    choice_S: jax.Array  # int32: the copy n J + j in a row; N J in an empty one
-    place_NJ: jax.Array  # int32: the row of a copy; S for one that does not travel
-    send: Callable[[jax.Array, jax.Array], jax.Array]  # (rows that are sent, what is there before)
-    back: Callable[[jax.Array], jax.Array]  # computed rows to their senders, in their own order
-    received: int  # R
+    choice_S: jax.Array  # int32: the copy n J + j in each row; N J in an empty row
+    place_NJ: jax.Array  # int32: the row of each copy; S if the copy is not sent
+    send: Callable[[jax.Array, jax.Array], jax.Array]  # (rows to send, initial receive buffer)
+    back: Callable[[jax.Array], jax.Array]  # returns received rows to the senders' rows
+    received: int  # R, rows of the receive buffer
 
     def there(self, rows: jax.Array, *, nothing: int = 0) -> jax.Array:
-        """Sends rows to their devices; returns the received rows, ``nothing`` in empty ones."""
+        """Sends rows to their devices; unfilled rows of the receive buffer have ``nothing``."""
         shape = (self.received, *rows.shape[1:])
         return self.send(rows, jnp.full(shape, nothing, rows.dtype))
 
     def of_copies(self, values: jax.Array, nothing: int) -> jax.Array:
-        """Orders values of the copies as the send buffer's rows; empty rows have ``nothing``."""
+        """Orders the copies' values as the send buffer's rows, with ``nothing`` in empty rows."""
         count = values.shape[0]
         found = values[jnp.minimum(self.choice_S, count - 1)]
         return jnp.where(self.choice_S[:, None] < count, found, nothing)
@@ -193,7 +197,7 @@ def equal(device_NJ: Int[Array, "N J"], num_devices: int, room: int, *, peers: P
     """Plans an all-to-all with padded buffers of ``room`` rows for each device.
 
     Args:
-        device_NJ: the device that each copy goes to; num_devices for none.
+        device_NJ: the device that each copy is sent to; num_devices means it is not sent.
     """
     copies = sorted_copies(device_NJ, num_experts=num_devices, room=device_NJ.size)
     starts_D = jnp.cumsum(copies.sizes_E) - copies.sizes_E
@@ -215,10 +219,10 @@ def equal(device_NJ: Int[Array, "N J"], num_devices: int, room: int, *, peers: P
 def ragged(device_NJ: Int[Array, "N J"], num_devices: int, room: int, *, peers: Peers) -> Travel:
     """Plans a ragged all-to-all without padding into one buffer of num_devices x ``room`` rows.
 
-    Where the buffer is full, rows of the last senders are not sent.
+    If the buffer is too small, rows of the last senders are not sent.
 
     Args:
-        device_NJ: the device that each copy goes to; num_devices for none.
+        device_NJ: the device that each copy is sent to; num_devices means it is not sent.
     """
     copies = sorted_copies(device_NJ, num_experts=num_devices, room=device_NJ.size)
     # Of every sender and receiver.
@@ -268,13 +272,12 @@ _DIMS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedExchange:
-    """The experts' exchange on a mesh, inside ``shard_map``: two all-to-alls of rows over the
-    axes that shard experts, in one or two levels, or a sum over these axes.
+    """The experts' exchange on a mesh: all-to-alls of rows there and back, or a sum.
 
-    Weights are gathered over the axes that split their width, where they are used. Over ``tensor``
-    each device has a part of every expert's hidden layer, and their results are summed. Quantized
-    weights reach a device in their stored form; where their width is split, which gathers plain
-    weights, all are dequantized first.
+    Both are over the mesh axes that shard experts, inside ``shard_map``. Weights sharded by width
+    are all-gathered before use. The ``tensor`` axis shards every expert's hidden width, so results
+    are summed over it. Quantized weights stay quantized, unless they are sharded by width: then all
+    are dequantized before the all-gather.
     """
 
     placement: Placement

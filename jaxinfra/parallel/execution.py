@@ -1,4 +1,4 @@
-"""``execution_on`` puts together a decoder's ``Execution``, for one device and for meshes."""
+"""``execution_on`` builds a decoder's ``Execution``, for one device and for meshes."""
 
 import functools
 
@@ -51,15 +51,15 @@ def execution_on(
         placement: the mesh and its rules; None for one device, or for shapes without devices.
         policy: numeric formats.
         attention, context_method: attention's implementation, and its method over a context axis.
-        keep_gathered: gather weights once for both passes.
-        exchange: form and room of the experts' exchange; room for all by default.
-        remat, kept: values that are kept for the backward pass.
+        keep_gathered: whether to keep all-gathered weights from forward to backward pass.
+        exchange: form and buffer sizes of the experts' exchange; by default no token is dropped.
+        remat, kept: recomputation policy, and the values that ``remat=chosen`` keeps.
         unroll: number of layers per loop body.
         cache_format: storage format of cached keys and values, or latents.
-        decode_form: the serving form, which takes no gradient; None: the form of training.
+        decode_form: settings for serving, without gradients; None: the decoder for training.
 
     Raises:
-        UnsupportedError: packed weights where heads are split between devices, or in 8 bits.
+        UnsupportedError: packed weights with heads sharded over devices, or with 8-bit matmuls.
     """
     packed = decode_form is not None and decode_form.packed
     if packed and any(recipe.fp8 is not None for _, recipe in policy.sites):

@@ -1,16 +1,16 @@
-"""Matmuls in 8 bits on a mesh: each device multiplies its share of tokens with its share of a
+"""Matmuls in 8 bits on a mesh: each device multiplies its shard of the tokens with its shard of a
 weight, by the kernels of one device.
 
-What devices tell each other, N being those of an axis:
+Devices communicate:
 
     weights    gathered over ``fsdp`` in 8 bits, with their scales
-    x, g       of a residual stream split by sequence: gathered over ``tensor`` in 8 bits; twice,
-               along rows and across, where these are rounded apart
-    y, dx      where ``tensor`` shares out what is contracted, summed in the dtype of the result: an
-               all-reduce, or for a residual stream split by sequence a reduce-scatter
-    dw         summed over the axes of the tokens in the dtype that gradients are handed on in,
-               reduce-scattered over those that split the gradient
-    counts     of what was lost: three numbers
+    x, g       if the residual stream is sharded by sequence, gathered over ``tensor`` in 8 bits;
+               gathered twice if rows and columns are quantized separately
+    y, dx      if ``tensor`` shards the contracted dim, summed in the result's dtype by an
+               all-reduce; for a residual stream sharded by sequence, by a reduce-scatter
+    dw         summed over the axes that shard tokens, in the dtype of gradients; reduce-scattered
+               over the axes that shard the gradient
+    counts     of elements lost by rounding: three numbers
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ type _Axes = Mapping[str, tuple[str, ...]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class OnEachDevice(Devices):
-    """Devices of a mesh that each compute their share of an 8-bit matmul by kernels."""
+    """Devices of a mesh that each compute their shard of an 8-bit matmul by kernels."""
 
     placement: Placement
     axes: Mapping[Hold, _Axes]  # of dims that are sharded
@@ -61,7 +61,10 @@ class OnEachDevice(Devices):
         return Devices(num=self.num, gather=self.gather)
 
     def unfit(self, sides: tuple[Side, ...]) -> str | None:
-        """Returns why a device's share would cut a block or not be contiguous; None if it fits."""
+        """Returns why kernels cannot run on shards of these operands; None if they can.
+
+        A shard must consist of whole blocks of scales, and be contiguous.
+        """
         for dims, sizes in sides:
             if dims in (TOKENS, STREAM_TOKENS):
                 if len(sizes) != len(TOKENS):
@@ -83,7 +86,7 @@ class OnEachDevice(Devices):
         return None
 
     def each(self, part: Callable, *, takes: Any, gives: Any) -> Callable:
-        """Returns ``part`` wrapped to run on each device with its shares of the arrays."""
+        """Returns ``part`` wrapped to run on each device with its shards of the arrays."""
         specs = [jax.tree.map(self._spec, tree) for tree in (takes, gives)]
         # A kernel does not say over which axes its results vary; parts sum what there is to sum.
         return self.placement.on_each_device(
@@ -91,12 +94,12 @@ class OnEachDevice(Devices):
         )
 
     def share(self, shape: tuple[int, ...], dims: Dims) -> tuple[int, ...]:
-        """Returns the shape of one device's share of an array of this shape."""
+        """Returns the shape of one device's shard of an array of this shape."""
         each = zip(shape, dims, strict=True)
         return tuple(size // self._shards((dim,), Hold.USED) for size, dim in each)
 
     def of_all(self, x: jax.Array, dims: Dims, held: Hold) -> jax.Array:
-        """Gathers the devices' shares of x along a new first dim."""
+        """Gathers the devices' shards of x along a new first dim."""
         over = self._over(dims, held)
         return all_gather(x[None], over) if over else x[None]
 
@@ -112,8 +115,8 @@ class OnEachDevice(Devices):
         return Quantized(jax.lax.bitcast_convert_type(values, weight.values.dtype), scale)
 
     def joined(self, x: jax.Array, tokens: Dims, *, dim: int, sequences: int) -> jax.Array:
-        """Gathers x's tokens over the devices that share a sequence: D (N-1) bytes per device for
-        shares of D bytes.
+        """Gathers x's tokens over the devices that shard a sequence. Sends D (N-1) bytes per device
+        for shards of D bytes.
         """
         used = self.axes[Hold.USED]
         by_all = used.get(SEQUENCE, ())
@@ -177,7 +180,7 @@ class OnEachDevice(Devices):
 
 
 def fp8_devices_on(placement: Placement | None) -> FindDevices:
-    """Returns a function that finds the devices which share an 8-bit matmul on this mesh."""
+    """Returns a function that returns the ``Devices`` for 8-bit matmuls on this mesh."""
     if placement is None or placement.mesh.size == 1:
         return one_device
     rules = placement.rules

@@ -1,8 +1,8 @@
 """Gathers weights over the ``fsdp`` axis once, for both the forward and the backward pass.
 
-Left to the compiler, a projection's weight is gathered where it is multiplied with, and what the
-backward pass needs of it is the share that a device holds: it gathers again. Here the gathered
-weight is a value of its own, which recomputation keeps (``ops.multiply.GATHERED``).
+The compiler would gather a projection's weight before its matmul, save only the device's shard for
+the backward pass, and gather again there. Here the gathered weight is a named value, which a remat
+policy keeps (``ops.multiply.GATHERED``).
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jaxinfra.parallel.place import Placement
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class KeptWeights:
-    """Gather of weights in the compute dtype, with gradients reduce-scattered in their own."""
+    """All-gather of weights in the compute dtype; gradients are reduce-scattered in their dtype."""
 
     placement: Placement
     compute: jnp.dtype
@@ -36,10 +36,10 @@ class KeptWeights:
         )
 
     def whole(self, vector: jax.Array, dims: Dims) -> jax.Array:
-        """Gathers a norm's scale or bias; its gradient is all-reduced, then cut into shares.
+        """Gathers a norm's scale or bias once; its gradient is all-reduced, then cut into shards.
 
-        Gathered again for the backward pass, these few bytes would wait for the gradients that are
-        on their way, and the layer for them.
+        A second all-gather in the backward pass would be small, but it would queue behind the
+        gradients' collectives and delay the layer.
         """
         whole = self.placement.sharding(dims, self.placement.rules.used)
         return jax.lax.with_sharding_constraint(vector, whole)

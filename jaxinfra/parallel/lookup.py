@@ -21,11 +21,11 @@ from jaxinfra.parallel.place import Placement
 class ShardedLookup:
     """Vocabulary-parallel lookup (Shoeybi et al. 2019, section 3), also of tables split by width.
 
-    A device that holds v rows reads those of its ids and zeros for the others; the sum over the
-    devices is exact, as one of them is not zero. With the residual stream split by sequence it is a
-    reduce-scatter, else an all-reduce. A device that holds a part of the width reads it for all
-    devices that hold the others; an all-to-all brings each its own tokens. Both move rows of the
-    tokens, in the compute dtype, and never the table.
+    If rows are sharded, a device reads the ids that it has and zeros for others. The sum over
+    devices is exact, since one term is not zero. It is a reduce-scatter if the residual stream is
+    sharded by sequence, else an all-reduce. If the width is sharded, a device reads its part of the
+    width for the tokens of all these devices, and an all-to-all returns whole rows. So token rows
+    in the compute dtype are communicated, never the table.
     """
 
     placement: Placement

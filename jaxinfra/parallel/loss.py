@@ -1,11 +1,10 @@
-"""``Kernels.cross_entropy``: the loss of each device's own tokens, where a kernel computes it
-that runs on one device; elsewhere the compiler spreads it.
+"""``Kernels.cross_entropy`` on a mesh, by a kernel on each device's tokens or by the compiler.
 
-The compiler cannot split a kernel. A device gathers the vocabulary's table along its width, in the
-compute dtype, takes the loss of its tokens, and sums over the devices follow: two scalars forward,
-and backward the table's gradient, reduce-scattered in its own dtype over the axes that split the
-table. Where the table's rows are split too, devices that share the vocabulary exchange five numbers
-per token on the way. They also sum the parts of hidden's gradient, in its dtype.
+The compiler cannot partition the loss kernel. So each device all-gathers the vocabulary table along
+its width, in the compute dtype, and computes the loss of its own tokens. The forward pass then sums
+two scalars over devices. The backward pass reduce-scatters the table's gradient over the axes that
+shard the table, in the gradient's dtype. If the table's rows are sharded too, the devices that
+shard them exchange five numbers per token. They also sum their parts of hidden's gradient.
 
 Dims: B batch, T position, D model width, V vocabulary; lower case of one device.
 """
@@ -125,12 +124,12 @@ def cross_entropy_of_own_tokens(
     policy: Policy,
     **options: Any,
 ) -> CrossEntropySums:
-    """Computes ``linear_cross_entropy`` of the whole batch, each device by its own tokens.
+    """Computes the whole batch's ``linear_cross_entropy``; each device computes its own tokens.
 
     Args:
         table_VD: vocabulary projection as stored, sharded by width, by rows, or not at all.
-        policy: the table is gathered in ``compute``, which rounds its values and not its gradients;
-            those are rounded to ``gradient`` before they are summed over devices, if anything.
+        policy: the table is gathered in its ``compute`` dtype. Gradients are rounded to its
+            ``gradient`` dtype, if there is one, before they are summed over devices.
         options: as in ``TokenLoss``.
     """
     tokens, by_width = (BATCH, SEQUENCE), placement.gathered_axes(EMBED)

@@ -14,10 +14,10 @@ from jaxinfra.errors import ConfigError
 
 
 def make_mesh(config: MeshConfig, *, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Makes a mesh of all axes in link order; raises ConfigError unless it uses every device.
+    """Makes a mesh of all axes, slowest link first; raises ConfigError unless it uses all devices.
 
     Args:
-        devices: devices to use, by default all; a one-device mesh takes the first.
+        devices: devices of the mesh, by default all; a mesh of size 1 uses the first.
     """
     available = list(jax.devices() if devices is None else devices)
     sizes = config.device_axes
@@ -76,8 +76,8 @@ SERVING_AXES = (MeshAxis.REPLICA, MeshAxis.FSDP, MeshAxis.TENSOR)
 class StateRules:
     """Sharding rules of a training step's arrays; ZeRO's stages differ only in these."""
 
-    parameters: Rules  # as they are kept, and activations
-    used: Rules  # parameters as layers compute with them: what more shards them is gathered
+    parameters: Rules  # of stored parameters, and of activations
+    used: Rules  # of parameters in a layer's computation: other axes are all-gathered
     gradients: Rules
     optimizer: Rules
 
@@ -86,7 +86,7 @@ def state_rules(config: ShardingConfig, mesh: MeshConfig | None = None) -> State
     """Returns the sharding rules of a ZeRO stage (Rajbhandari et al. 2020).
 
     Args:
-        mesh: says which of its axes shard experts; by default the ``expert`` axis.
+        mesh: the mesh whose ``expert_axes`` shard experts; by default the ``expert`` axis does.
     """
     sharded = dict(FSDP_TENSOR)
     if mesh is not None:
@@ -103,13 +103,12 @@ def state_rules(config: ShardingConfig, mesh: MeshConfig | None = None) -> State
 
 
 def serving_rules(mesh: MeshConfig) -> StateRules:
-    """Returns the sharding rules for generation, where devices that shard experts also shard every
-    other matmul.
+    """Returns the sharding rules for generation: axes that shard experts act like ``tensor``.
 
-    A decode step has few tokens and reads all weights. So tokens do not travel between the devices
-    that have experts: each has all of them, computes its own experts' part, and one sum serves both
-    experts and tensor parallelism. Attention, its cache, dense layers and the vocabulary are split
-    over these devices as over ``tensor``; only what is left of the data axes has rows of its own.
+    A decode step has few tokens and reads all weights. So tokens are replicated over the devices
+    that shard experts, and no exchange is needed. Each device computes its own experts, and one sum
+    serves both experts and tensor parallelism. Attention, KV cache, dense layers and vocabulary are
+    sharded over these devices too. Only the remaining data axes shard the batch.
     """
     among = mesh.expert_axes
     rules = {

@@ -1,5 +1,6 @@
-"""Placement maps logical dims onto the mesh: parameters, activations and batches get their
-shardings here and nowhere else.
+"""``Placement`` maps logical dims onto mesh axes.
+
+Shardings of parameters, activations and batches are defined here and nowhere else.
 """
 
 import dataclasses
@@ -37,19 +38,19 @@ from jaxinfra.parallel.zigzag import zigzag_indices
 class Placement:
     """A mesh and the rules that map logical dims onto it."""
 
-    mesh: Mesh | AbstractMesh  # abstract: for shapes alone
+    mesh: Mesh | AbstractMesh  # AbstractMesh: to lower programs without devices
     rules: StateRules = dataclasses.field(default_factory=lambda: state_rules(ShardingConfig()))
 
     def spec(self, dims: Dims, rules: Rules | None = None) -> PartitionSpec:
         """Returns the PartitionSpec of a tensor with these logical dims, without axes of size 1.
 
         Args:
-            rules: mesh axes of each logical dim; by default those of parameters and activations.
+            rules: mesh axes of each logical dim; by default ``StateRules.parameters``.
         """
         return _partition(dims, self.sharded_axes(dims, rules))
 
     def sharded_axes(self, dims: Dims, rules: Rules | None) -> list[tuple[str, ...]]:
-        """Returns the mesh axes that shard each dim; the experts' dim takes its axes first."""
+        """Returns the mesh axes that shard each dim; axes of the experts' dim shard no other."""
         found = [self.axes(dim, rules) for dim in dims]
         if EXPERTS not in dims:
             return found
@@ -62,7 +63,7 @@ class Placement:
     def axes(self, dim: str | None, rules: Rules | None = None) -> tuple[str, ...]:
         """Returns the mesh axes of more than one device that shard this dim.
 
-        Axes of a ``shard_map`` around this trace are left out, since they shard nothing further.
+        Inside a ``shard_map``, its manual axes are left out.
         """
         rules = self.rules.parameters if rules is None else rules
         taken = jax.sharding.get_abstract_mesh().manual_axes
@@ -73,14 +74,18 @@ class Placement:
         )
 
     def copies(self, dim: str | None, size: int, rules: Rules | None = None) -> int:
-        """Counts the copies of each of ``size`` elements of a dim so that every device that shards
-        it has one: key/value heads may be repeated.
+        """Returns how often each element of a dim is repeated, so that all its shards have one.
+
+        The number is 1, except for key/value heads that are fewer than the devices.
+
+        Args:
+            size: number of elements of the dim.
         """
         shards = self._count(self.axes(dim, rules))
         return shards // size if dim == KV_HEADS and size < shards and not shards % size else 1
 
     def gathered_axes(self, dim: str) -> tuple[str, ...]:
-        """Returns mesh axes that shard this dim of a stored parameter, but not where it is used."""
+        """Returns mesh axes over which this dim of a stored parameter is gathered before use."""
         used = self.axes(dim, self.rules.used)
         return tuple(axis for axis in self.axes(dim) if axis not in used)
 
@@ -96,11 +101,11 @@ class Placement:
 
     @property
     def sequence_shards(self) -> int:
-        """Number of devices that the compiler shards a sequence over where layers mix positions."""
+        """Number of devices that the compiler shards a sequence over inside attention."""
         return self._count(self.axes(SEQUENCE))
 
     def sharding(self, dims: Dims, rules: Rules | None = None) -> NamedSharding:
-        """Returns the NamedSharding of these dims, without axes of an enclosing ``shard_map``."""
+        """Returns the NamedSharding of these dims, without an enclosing ``shard_map``'s axes."""
         return NamedSharding(self.current_mesh, self.spec(dims, rules))
 
     @property
@@ -112,11 +117,10 @@ class Placement:
     def on_each_device(
         self, function: Callable, *, in_specs: Any, out_specs: Any, check_vma: bool = True
     ) -> Callable:
-        """Wraps a function of one device's blocks in ``shard_map`` over all axes that are not
-        already taken by an enclosing ``shard_map``.
+        """Wraps a function of one device's blocks in ``shard_map`` over all axes of the mesh.
 
-        Axes of one device are included: without them, XLA's CPU compiler aborts on sums of bf16,
-        and the partitioner would have to handle custom calls.
+        Axes of an enclosing ``shard_map`` are left out. Axes of size 1 are included: without them,
+        XLA's CPU compiler aborts on sums of bf16, and the partitioner sees custom calls.
         """
         taken = jax.sharding.get_abstract_mesh().manual_axes
         free = {axis for axis in self.mesh.axis_names if axis not in taken}
@@ -133,7 +137,7 @@ class Placement:
 
     @property
     def replicated(self) -> NamedSharding:
-        """Sharding of an array that is whole on every device."""
+        """Sharding of an array that is replicated on all devices."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
@@ -142,7 +146,7 @@ class Placement:
         return self.sharding((BATCH, SEQUENCE))
 
     def parameters(self, model: ModelDefinition) -> Parameters:
-        """Returns shardings of all parameters; raises ConfigError where a dim does not divide."""
+        """Returns all parameters' shardings; raises ConfigError if shards of a dim are unequal."""
         return self._place(model, self.rules.parameters)
 
     def gradients(self, model: ModelDefinition) -> Parameters:
@@ -154,11 +158,11 @@ class Placement:
         return self._place(model, self.rules.optimizer)
 
     def summed_last(self, model: ModelDefinition, *, accumulation: int) -> tuple[str, ...]:
-        """Returns the mesh axes over which gradients are summed once, after the last micro-batch:
-        the batch's axes that shard no parameter's gradient.
+        """Returns the mesh axes over which gradients are summed once, after the last micro-batch.
 
-        With one micro-batch the compiler sums each layer's gradient while the backward pass goes
-        on, unless a share of the sum is all that is wanted (ZeRO 1): it would sum the whole.
+        These are the batch's axes that shard no gradient. With one micro-batch there are none: the
+        compiler sums each layer's gradient during the backward pass. ZeRO 1 is an exception, since
+        the compiler would all-reduce where a reduce-scatter is enough.
         """
         sharded = self._axes_of(model, self.rules.gradients)
         over = tuple(axis for axis in self.axes(BATCH) if axis not in sharded)
@@ -177,7 +181,7 @@ class Placement:
         return self.of_dims(model.shapes, model.dims, rules)
 
     def model_state(self, model: ModelDefinition) -> Parameters:
-        """Returns the shardings of the model's state, as of parameters with its logical dims."""
+        """Returns the shardings of the model's state, by the same rules as of parameters."""
         return self.of_dims(model.state_shapes, model.state_dims, self.rules.parameters)
 
     def of_dims(self, shapes: Parameters, dims: Parameters, rules: Rules) -> Parameters:
@@ -211,9 +215,10 @@ class Placement:
     def optimizer(
         self, optimizer: optax.GradientTransformation, model: ModelDefinition
     ) -> optax.OptState:
-        """Returns shardings of the optimizer's state: a moment is sharded as its parameter. A
-        moment of another shape, such as sums of rows or a scale, is replicated, and so are
-        counters.
+        """Returns the shardings of the optimizer's state.
+
+        A moment is sharded as its parameter is in the update. A moment of another shape, such as
+        sums of rows or a scale, is replicated, and so are counters.
         """
 
         def placed(moment: Any, sharding: NamedSharding, parameter: Any) -> Any:
@@ -238,7 +243,7 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ActivationPlacement(Place):
-    """Sharding of activations inside a traced function; hashed by identity, as layers hold it."""
+    """Sharding of activations inside a traced function; hashed by identity."""
 
     placement: Placement
 
@@ -248,12 +253,16 @@ class ActivationPlacement(Place):
         return self.placement.batch_shards
 
     def first_row(self, num_rows: int) -> jax.Array | int:
-        """Returns the index in the whole batch of this device's first row inside shard_map."""
+        """Returns the index of this device's first row in the whole batch, inside shard_map.
+
+        Args:
+            num_rows: number of rows per device.
+        """
         apart = self._apart
         return num_rows * jax.lax.axis_index(apart) if apart else 0
 
     def over_batch(self, x: jax.Array) -> jax.Array:
-        """Sums x over the devices that hold different rows of the batch inside shard_map."""
+        """Sums x over the devices that have different rows of the batch, inside shard_map."""
         return jax.lax.psum(x, self._apart) if self._apart else x
 
     @property
@@ -263,11 +272,14 @@ class ActivationPlacement(Place):
         return tuple(axis for axis in self.placement.rules.parameters[BATCH] if axis in taken)
 
     def copies(self, dim: str | None, size: int) -> int:
-        """Counts the copies of each element of a dim, so that every device has one."""
+        """Returns how often each element of a dim is repeated, as ``Placement.copies``."""
         return self.placement.copies(dim, size)
 
     def places(self, num_tokens: int) -> jax.Array:
-        """Returns the tokens' positions in memory order, which a context axis makes zig-zag."""
+        """Returns each token's position in the sequence, int32 [T], in the tokens' memory order.
+
+        The order is zig-zag if the context axis shards sequences.
+        """
         shards = self.placement.sequence_shards
         if shards == 1:
             return jnp.arange(num_tokens)

@@ -1,4 +1,4 @@
-"""Shardings of a quantized weight's arrays, which follow the weight and may cut no group."""
+"""Shardings of a quantized weight's arrays: as the weight's, without splitting a scale's group."""
 
 import dataclasses
 import math
@@ -17,18 +17,18 @@ from jaxinfra.parallel.place import Placement, path_name
 def quantized_shardings(
     placement: Placement, weight: QuantizedWeight, dims: Dims, *, path: str
 ) -> QuantizedWeight:
-    """Returns the sharding of each part, in the structure of the weight.
+    """Returns shardings of the weight's codes, scales and zero points, as a ``QuantizedWeight``.
 
-    Rows and columns of a part are sharded as the first of the dims that they are made of. Scales
-    and zero points are sharded as the groups that they belong to.
+    If several dims are merged into rows or columns, the first one's sharding applies. Scales and
+    zero points are sharded as the groups that they belong to.
 
     Args:
         weight: arrays or shapes.
-        dims: logical dims of the weight, including those in front of the matrix.
-        path: path of the parameter, for messages.
+        dims: logical dims of the weight, including leading ones such as layers.
+        path: path of the parameter, for error messages.
 
     Raises:
-        ConfigError: devices would have parts of a group, or of a dim other than the first.
+        ConfigError: a shard would cut a group, or a merged dim other than the first is sharded.
     """
     found = [
         () if placement.copies(dim, size) > 1 else names
@@ -95,7 +95,7 @@ def base_shardings(placement: Placement, model: ModelDefinition, shapes: Paramet
     """Returns shardings of frozen parameters, some of them quantized.
 
     Args:
-        model: defines the same parameters before quantization.
+        model: definition of the same parameters before quantization.
         shapes: a ``jax.ShapeDtypeStruct`` per parameter, or a ``QuantizedWeight`` of them.
     """
     dims, plain = by_path(model.dims), placement.parameters(model)

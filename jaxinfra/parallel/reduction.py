@@ -1,8 +1,7 @@
-"""Gradients of data shards, which are summed in one communication after the last micro-batch.
+"""Gradients of data shards, which are summed over devices once, after the last micro-batch.
 
-Left to the compiler, a sum over the batch is communicated where it is taken: in every
-micro-batch. Here the devices of some mesh axes run apart (``shard_map``, the other axes are still
-the compiler's) until their sums are complete.
+The compiler would sum gradients over devices in every micro-batch. So a ``shard_map`` over some
+mesh axes lets their devices add up own gradients first; the compiler partitions the other axes.
 """
 
 from collections.abc import Callable
@@ -24,11 +23,11 @@ def summed_once(
     model: ModelDefinition,
     axes: tuple[str, ...],
 ) -> Callable[..., Gradients]:
-    """Wraps a gradient function so that devices along ``axes`` compute it apart, each for its own
-    rows of the batch, and sum once. Gradients are sharded as ``Placement.updates``.
+    """Wraps a gradient function so that gradients are summed over ``axes`` once, at its end.
 
-    A gradient of D bytes is reduce-scattered over those axes that its update is sharded over:
-    D (N-1)/N bytes per device for their N devices. It is all-reduced over the others: 2 D (N-1)/N.
+    Devices along ``axes`` each compute their own rows of the batch. The results are sharded as
+    ``Placement.updates``. A gradient of D bytes is reduce-scattered over the axes that shard its
+    update (D (N-1)/N bytes per device, N devices) and all-reduced over others (2 D (N-1)/N).
     """
     shares = placement.updates(model)
 

@@ -1,13 +1,12 @@
 """Windowed attention over a sequence in zig-zag order: each chunk fetches the tokens before it.
 
-A query sees ``left`` keys before its own, so that a chunk needs the last ``left`` tokens of the
-chunks before it and no others: whole chunks and the end of one. They are sent by the devices that
-own them, to each chunk's own device in one hop; every other step of the ring is left out. Where
-devices may not permute (stages of a pipeline), all keys are gathered and these are cut out. One
-attention over [fetched | own] keys follows, whose mask is the plain causal window.
+A query sees ``left`` keys before its own. So a chunk needs only the keys of the last ``left``
+tokens before it. The devices that have these tokens send them to the chunk's device in one hop.
+In a pipeline, whose stages may not permute, all keys are gathered and these are sliced out. Then
+one attention over [fetched | own] keys follows, with the usual mask of a causal window.
 
-Bytes per device forward, at most: 2 chunks x ``left`` tokens x 2 K H b (chunks that do not
-exist are not sent); gathered, (P-1) t x 2 K H b. As many backward.
+Bytes per device forward: at most 2 chunks x ``left`` tokens x 2 K H b by permutes, or
+(P-1) t x 2 K H b by the all-gather, with P devices. The backward pass sends as many.
 
 Dims: B batch, t tokens of a device, c = t/2 of a chunk, N query heads, K key/value heads, H head
 width.
@@ -33,13 +32,12 @@ def windowed_attention(
     left: int,
     permutes: bool,
 ) -> Float[Array, "B t N H"]:
-    """Computes causal attention of this device's queries to the ``left`` keys before each and
-    its own.
+    """Computes windowed causal attention: a query sees its own key and ``left`` keys before it.
 
     Args:
         axis: the mesh axis that shards the sequence, inside ``shard_map``.
         ids_Bt: each token's document, int32, below 0 for padding; None: one document per row.
-        permutes: whether keys are sent from device to device; else all are gathered.
+        permutes: whether devices send keys by permutes; otherwise all keys are gathered.
 
     Returns:
         [B, t, N, H] in q's dtype.

@@ -1,22 +1,22 @@
-"""Attention over a sequence that devices share, by one of two methods or by the ring (``ring``).
+"""Attention over a sequence sharded over the context axis: Ulysses, gathered keys, or ``ring``.
 
-Ulysses (Jacobs et al. 2023) has heads instead of tokens on each device while attention runs. An
-all-to-all gives each of P devices N/P heads of the whole sequence. Attention is local, by any
-implementation, and a second all-to-all brings the tokens back. P must divide the key/value heads
-of a tensor shard. Bytes per device: (2 N + 2 K) t H b (P-1)/P forward, as many backward. The ring
-sends 2 K t H b (P-1), which is more where P > (N + K)/K. Nothing overlaps them within a layer.
+Ulysses (Jacobs et al. 2023) shards heads instead of tokens while attention runs. An all-to-all
+gives each of P devices N/P heads of the whole sequence. Attention is local, by any implementation,
+and a second all-to-all restores the sharding by tokens. P must divide the key/value heads of a
+tensor shard. Bytes per device: (2 N + 2 K) t H b (P-1)/P forward, as many backward. The ring sends
+2 K t H b (P-1), which is more if P > (N + K)/K. No computation of the layer hides the all-to-alls.
 
-Gathered keys: each device holds all keys and values, and its own queries. It is simple, and what
-Llama 3 trained with (section 3.3.2): few large kernels, and memory for the whole sequence's keys,
-which nothing overlaps with. The keys before a chunk are one unmasked part whose length differs by
-device, its own are causal; both merge by logsumexp. Bytes per device: 2 (P-1) t K H b to gather
-keys and values, as many to reduce their gradients.
+Gathered keys (Llama 3, section 3.3.2): each device has all keys and values, and its own queries.
+Kernels are few and large, but all keys must fit in memory, and no computation hides the all-gather.
+The keys before a chunk are one unmasked part, of another length on each device; the chunk's own
+keys are causal. Both parts merge by logsumexp. Bytes per device: 2 (P-1) t K H b to gather keys
+and values, as many to reduce their gradients.
 
 Latent attention gathers latents, and each device rebuilds from them the keys and values of its
-heads. A token's latent and rotated key are 576 numbers in DeepSeek-V3, its keys and values 40,960:
-what is sent is a seventieth, and each key's projection is computed once per device instead of
-once. That is 2 R (Hk + Hv) FLOPs per key and head beside the attention's (Hk + Hv) t: little where
-a device has more tokens than the latent has numbers. Bytes per device: (P-1) t (R + Hp) b.
+heads. In DeepSeek-V3 a token's latent and rotated key are 576 numbers, its keys and values 40,960:
+a seventieth is sent. In return, every device projects every key. That costs 2 R (Hk + Hv) FLOPs
+per key and head, against (Hk + Hv) t of attention: little if a device has more tokens than the
+latent has numbers. Bytes per device: (P-1) t (R + Hp) b.
 
 Dims: B batch, T position in zig-zag order, t tokens of a device, c = t/2 of a chunk, N query
 heads, n = N/P of one device, K key/value heads, k = K/P of one device, H head width, R latent
@@ -142,9 +142,9 @@ class ContextAttention:
 
     Args:
         placement: the mesh, and which of its axes shard batch, sequence and heads.
-        method: how keys reach queries; "auto" is the ring, or all_gather in a pipeline. Windowed
-            layers fetch only the keys in their window (``halo``) under ring and all_gather;
-            in a pipeline all_gather gathers all keys for them too.
+        method: how keys reach queries; "auto" is the ring, or all_gather in a pipeline. With ring
+            and all_gather, windowed layers fetch only the keys in their window (``halo``), except
+            in a pipeline.
         implementation: kernel for the attention on one device.
     """
 
@@ -221,7 +221,7 @@ class ContextAttention:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ContextLatentAttention:
-    """Latent attention where the context axis shards sequences, whose order is zig-zag.
+    """Latent attention over sequences that the context axis shards, in zig-zag order.
 
     Args:
         placement: the mesh, and which of its axes shard batch, sequence and heads.
@@ -307,13 +307,13 @@ def context_bytes(
 ) -> tuple[float, float]:
     """Counts the bytes that a device sends in a layer's full-length (not windowed) attention.
 
-    Returns those of the forward pass, and those of the backward pass.
+    Returns the bytes of the forward pass and of the backward pass.
 
     Args:
-        num_shards: P, the context axis.
-        tokens: of one device, all its rows: B t.
-        q_width, kv_width: of queries, and of keys and values together, over all heads of one
-            device (its tensor shard).
+        num_shards: P, the size of the context axis.
+        tokens: number of tokens on one device, over all its rows: B t.
+        q_width, kv_width: width of queries, and of keys and values together, over all heads of
+            one device (its tensor shard).
         itemsize: bytes of an activation's element.
         is_packed: whether rows have segment ids, 4 bytes per token.
     """

@@ -1,15 +1,15 @@
 """Ring attention: keys and values travel round the devices, queries stay (Liu et al. 2023).
 
-P devices hold a sequence in zig-zag order (``zigzag``). In step t a device works on the keys of the
-device t before it, while those of step t + 1 arrive. Its queries are two chunks, a the early and b
-the late one; the keys are lo and hi. Exactly two blocks are visible in every step, both entirely:
-b sees lo, and either a sees lo too (keys from an earlier device) or b sees hi (from a
-later one). So a step is one unmasked attention of two blocks, equal work on all devices, and no
-masked block is computed. Partial results merge by their fp32 logsumexp.
+P devices hold a sequence in zig-zag order (``zigzag``). In step s a device attends to the keys of
+the device s places before it, while the keys of step s + 1 arrive. Its queries are two chunks, a
+(early) and b (late); so are the keys, lo and hi. In every step but the first, exactly two blocks
+are visible, both unmasked. b sees lo; and a sees lo if the keys are of an earlier device, else b
+sees hi. So every device has equal work, and no masked block is computed. Partial results merge by
+their fp32 logsumexp.
 
-The backward pass sends keys and values round again, with the sums of their gradients in fp32. These
-sums are one step behind, so that both travel while a step computes. It needs the merged (out, lse)
-and no copy of other devices' keys.
+The backward pass sends keys and values round again, with the sums of their gradients in fp32. The
+sums are sent one step later than the keys, so that both sends overlap with computation. A device
+saves the merged (out, lse), but no other device's keys.
 
 Bytes per device, with t tokens, K kv heads of width H, b bytes per element (GQA heads are never
 expanded): forward 2 (P-1) t K H b; backward 2 (P-1) t K H (b + 4). Packed rows add 4 bytes of
@@ -39,7 +39,7 @@ type KeyBlock = tuple[jax.Array, jax.Array, jax.Array | None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Ring:
-    """Static arguments of ring attention: the attention to one device's keys, and the mesh axis."""
+    """Static arguments of ring attention: attention to one device's keys, axis and its size."""
 
     part: PartialAttention
     axis: str
@@ -54,7 +54,7 @@ def ring_attention(
     v_BtKH: Float[Array, "B t K Hv"],
     ids_Bt: Int32[Array, "B t"] | None,
 ) -> Float[Array, "B t N Hv"]:
-    """Computes causal attention of this device's queries to the sequence, inside ``shard_map``.
+    """Computes causal attention of this device's queries to all keys, inside ``shard_map``.
 
     Args:
         q_BtNH, k_BtKH, v_BtKH: this device's tokens, in zig-zag order.

@@ -1,13 +1,12 @@
 """Runs any pipeline schedule: a loop over ticks, with branches for a stage's action and sends.
 
-Runs inside a ``shard_map`` over the pipe axis, without ``check_vma``; other axes may be left to the
-compiler. Gradients are computed and summed here, so nothing differentiates the loop. A stage that
-idles skips its work. The table is data, so a program does not grow with
-the number of micro-batches.
+The executor runs inside a ``shard_map`` over the pipe axis, without ``check_vma``; other axes may
+be left to the compiler. It computes and sums gradients itself, so the loop is never differentiated.
+An idle stage computes nothing. The schedule is an input table, so the size of the compiled program
+does not depend on the number of micro-batches.
 
-Collectives over other axes, which the compiler puts into the branches, are legal there: what a
-stage does is the same for all devices of the stage. The exchange between stages is the same branch
-on every device.
+The compiler may put collectives over other axes into the branches, since all devices of a stage
+take the same branch. For sends between stages, all devices of the mesh take the same branch.
 """
 
 import dataclasses
@@ -30,15 +29,15 @@ from jaxinfra.parallel.pipeline.tick_program import Pairs, TickProgram
 class HeadSums(NamedTuple):
     """The loss of one micro-batch, as fp32 scalars."""
 
-    objective: jax.Array  # what is differentiated
-    loss: jax.Array  # what is reported
+    objective: jax.Array  # the value to differentiate
+    loss: jax.Array  # the value to report
 
 
 class Arrays(NamedTuple):
     """Arrays with respect to which the loss is differentiated, or their cotangents."""
 
-    weights: Tree  # gradients add up
-    state: Tree  # cotangents are messages of the backward pass, of which the largest counts
+    weights: Tree  # cotangents are summed over micro-batches
+    state: Tree  # cotangents carry statistics out of the backward pass; their maximum is kept
 
 
 class StageFunctions(Protocol):
@@ -48,7 +47,7 @@ class StageFunctions(Protocol):
     """
 
     def embed(self, shared: Arrays, micro: Tree, /) -> jax.Array:
-        """Computes the x that the first layer takes."""
+        """Computes the first layer's input from a micro-batch."""
         ...
 
     def context(self, micro: Tree, /) -> Tree:
@@ -71,12 +70,13 @@ class StageFunctions(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineResult:
-    """Losses and gradients over all micro-batches of a step. Values of layers are sharded over
-    stages as the layers are; all others are equal on every stage.
+    """Losses and gradients over all micro-batches of a step.
+
+    ``d_layers`` and ``sums`` are sharded over stages like the layers; the others are replicated.
     """
 
-    loss: jax.Array  # the sum
-    d_layers: Arrays  # of the sum of objectives
+    loss: jax.Array  # summed over micro-batches
+    d_layers: Arrays  # gradients of the summed objectives
     d_shared: Arrays
     sums: Tree  # of every layer
 
@@ -118,7 +118,7 @@ def run_pipeline(
     """Computes the losses and gradients of all micro-batches.
 
     Args:
-        layers: this stage's layers, [chunks * layers of a chunk, ...], chunk by chunk.
+        layers: this stage's layers, [chunks * layers per chunk, ...], chunk by chunk.
         shared: parameters outside the layers, equal on every stage.
         micro_batches: [micro-batches, ...], equal on every stage.
         axis: the mesh axis of the stages, inside ``shard_map``.

@@ -1,26 +1,23 @@
 """A pipeline schedule as a table: which stage does what at which tick.
 
-A tick is a place in the program, not a duration: a stage that idles in a tick passes it at once,
-and stages wait for each other only where one sends to the other.
+A tick is a row of the table, not a duration: a stage that idles in a tick takes no time for it, and
+stages wait for each other only if one sends to the other.
 
 Dims of tables: [ticks, stages].
 
-Generates schedules: one list scheduler on a grid of unit times, a few rules for each kind.
+One list scheduler makes all schedules, with a few rules per kind. In every tick, each stage takes
+the action that its rule prefers among those that can run. An action needs its inputs and memory:
+``capacity`` bounds the chunks whose activations a stage keeps.
 
-Every stage takes, tick by tick, the action its rule prefers among those whose inputs are there and
-whose memory is: ``capacity`` bounds the chunks that a stage holds between their forward and the
-action that frees them.
+All schedules but GPipe keep at most ``stages * chunks`` chunks, for any number of micro-batches.
+1F1B and the zero-bubble schedules need as much as published; interleaved 1F1B as published keeps
+``stages * (chunks + 1) - 1`` (Narayanan et al. 2021, section 2.2). Here, its stages alternate
+forward and backward passes from the first backward pass on, and prefer the deepest chunk that can
+run. They process the last ``stages`` micro-batches chunk by chunk. The bubble stays the same.
 
-All but GPipe hold at most ``stages * chunks`` chunks, the activations of ``stages`` whole stages,
-for any number of micro-batches. For 1F1B and the zero-bubble schedules that is what their authors
-need; interleaved 1F1B as published (Narayanan et al. 2021, section 2.2) holds
-``stages * (chunks + 1) - 1``. Here a stage alternates forward and backward from its first backward
-on, starts the deepest chunk that it can, and works off the last ``stages`` micro-batches chunk by
-chunk: the same bubble, in less memory, and independent of the number of micro-batches.
-
-Splitting a backward costs time: what its halves share is written and read. ZB-H1's bubble is filled
-by the weight gradients that the first ``stages - 1`` micro-batches leave and by those of the last
-as many; only these are split here, for the same bubble.
+A backward pass that is split in two takes longer, since its halves exchange values through memory.
+ZB-H1 fills its bubble with weight gradients of the first and last ``stages - 1`` micro-batches. So
+only these backward passes are split here.
 """
 
 import dataclasses
@@ -34,15 +31,13 @@ from jaxinfra.errors import ConfigError
 
 
 class Kind(enum.IntEnum):
-    """The kind of action of a stage in one tick, on one micro-batch and one of its chunks of
-    layers.
-    """
+    """The kind of work that a stage does in one tick, for one micro-batch and chunk of layers."""
 
     IDLE = 0
     FORWARD = 1
     BACKWARD = 2  # the gradients of the input and of the weights
-    INPUT = 3  # of the input alone
-    WEIGHT = 4  # of the weights, some time after the input's
+    INPUT = 3  # the gradient of the input only
+    WEIGHT = 4  # the gradients of the weights, in a later tick than INPUT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,8 +53,8 @@ class Action:
 class Schedule:
     """A pipeline schedule: the table of actions, and the stage and chunk of each run of layers.
 
-    A model is cut into ``num_positions`` equal runs of layers; ``stage_of[j], chunk_of[j]`` is
-    where run j lives.
+    A model is cut into ``num_positions`` equal runs of consecutive layers; run j is chunk
+    ``chunk_of[j]`` of stage ``stage_of[j]``.
     """
 
     name: str
@@ -72,7 +67,7 @@ class Schedule:
 
     @property
     def num_ticks(self) -> int:
-        """Rows of the table."""
+        """Number of ticks, which are the rows of the table."""
         return self.kind.shape[0]
 
     @property
@@ -87,12 +82,12 @@ class Schedule:
 
     @property
     def num_chunks(self) -> int:
-        """Number of runs of layers that one stage holds."""
+        """Number of runs of layers per stage."""
         return self.num_positions // self.num_stages
 
     @property
     def position(self) -> np.ndarray:
-        """Index of the run of layers in each stage's chunks, int [stages, chunks]."""
+        """Index of the run of layers in each chunk of each stage, int [stages, chunks]."""
         table = np.empty((self.num_stages, self.num_chunks), np.int32)
         table[self.stage_of, self.chunk_of] = np.arange(self.num_positions)
         return table
@@ -109,7 +104,7 @@ class Schedule:
         )
 
     def ticks(self) -> dict[Action, int]:
-        """Maps each action to its tick, the later one for an action with two entries."""
+        """Maps each action to its tick; to the last one for an action of several ticks."""
         return {
             action: tick
             for tick in range(self.num_ticks)
@@ -119,11 +114,11 @@ class Schedule:
 
 
 def violations(schedule: Schedule) -> list[str]:
-    """Lists in words the rules that a schedule breaks; empty for a correct schedule.
+    """Describes the rules that a schedule breaks; empty for a correct schedule.
 
     Every run of layers has one forward per micro-batch, and one backward or its two halves.
-    A forward follows the forward of the run before it. A backward follows its own forward and the
-    backward of the run after it; a weight gradient follows the gradient of its input.
+    A forward comes after the forward of the previous run. A backward comes after its own forward
+    and the next run's backward; a weight gradient after its input gradient.
     """
     when = schedule.ticks()
     expected = {
@@ -202,13 +197,12 @@ def make_schedule(
     chunks: int = 1,
     backward_ticks: int = 1,
 ) -> Schedule:
-    """Makes the schedule of that name; raises ConfigError for a number of chunks it does
-    not have.
+    """Makes the schedule called ``name``; raises ConfigError if it cannot have so many chunks.
 
     Args:
-        backward_ticks: duration of a backward pass in forward passes. A wrong ratio costs time
-            only in the interleaved schedule, where each stage waits in every tick for the slower
-            neighbour. An action of several ticks is entered in its last tick.
+        backward_ticks: assumed duration of a backward pass, in forward passes. A wrong value costs
+            time only in the interleaved schedule, whose neighbouring stages exchange in every
+            tick. The table has an action of several ticks in its last tick.
     """
     _check(name, stages=stages, micro_batches=micro_batches, chunks=chunks)
     is_gpipe, is_v = name is PipelineSchedule.GPIPE, name is PipelineSchedule.ZB_V

@@ -1,22 +1,20 @@
 """A layer cut into programs that run at different times: forward, gradient of the input, gradient
 of the weights.
 
-Differentiating gives one list of equations. Those that depend on the cotangent, or that
-recomputation put next to them, are the backward pass. Of these, the products that the input's
-gradient does not need are the weight gradient, which may run any time later (Qi et al. 2024 do this
-by hand, module by module). Gradients that take no product, of biases and norms, are not worth
-keeping anything for: they go with the input's. What one program computes and a later one reads is
-what must be kept between: nothing is computed twice but what is cheaper to compute than to keep.
+Differentiation gives one list of equations. The backward pass is those that depend on the cotangent
+or were added by recomputation. Its matmuls that the input gradient does not need are the weight
+gradient, which may run at any later time (Qi et al. 2024 do this by hand, module by module).
+Gradients without matmuls, of biases and norms, are computed with the input gradient. Values that
+one program computes and a later one reads are saved, unless they are cheaper to recompute.
 
 Layers are also moved between the order of checkpoints and the order of a schedule's stages. The
-executor's runs of layers are equally long. Where the layers do not divide over them, later runs
-have one layer less, and one whose weights are zero instead. With nothing added to the residual
-stream it is the identity, and its gradients are not looked at. It costs what the longest run's
-last layer does, for which its stage would wait.
+executor's runs of layers have equal length. If the number of layers is no multiple, later runs get
+a padding layer with zero weights. It adds nothing to the residual stream, and its gradients are
+ignored. It costs no time, since its stage would else wait for the longest run.
 
-Parameters are stored in natural order, stage s holding the s-th part of the stack, so that a
-checkpoint does not depend on the schedule. A schedule with several chunks per stage wants other
-layers there; they are exchanged before and after a step, each run of layers sent once:
+Parameters are stored in natural order, with the s-th part of the stack on stage s, so that a
+checkpoint does not depend on the schedule. A schedule with several chunks per stage needs other
+layers on a stage. So layers are exchanged before and after a step, each run of layers sent once:
 bytes per device = parameters of a stage * (1 - 1/stages), in both directions.
 """
 
@@ -38,11 +36,11 @@ type Tree = Any
 
 
 class LayerResult(NamedTuple):
-    """Result of a layer: its output, its share of the objective, and its sums."""
+    """Result of a layer: its output, its own term of the objective, and its sums."""
 
     x: jax.Array  # of the shape and dtype of its input
-    objective: jax.Array | None  # fp32 scalar: what the layer itself adds to what is differentiated
-    sums: Tree  # arrays that leave with the forward pass and carry no gradient
+    objective: jax.Array | None  # fp32 scalar that the layer adds to the objective, if any
+    sums: Tree  # statistics of the forward pass, without gradient
 
 
 type Layer = Callable[[Tree, Tree, jax.Array], LayerResult]
@@ -87,13 +85,13 @@ def _is_program(node: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Equations:
-    """Equations of a jaxpr in order, run on values that are identified by number."""
+    """Equations of a jaxpr in order; each value is identified by a number."""
 
     equations: tuple[_Equation, ...]
     constants: Mapping[int, Any]
 
     def run(self, values: Mapping[int, jax.Array]) -> dict[int, Any]:
-        """Runs the equations; returns the given and the computed values by number."""
+        """Runs the equations on ``values``; returns these and all computed values by number."""
         env: dict[int, Any] = {**self.constants, **values}
         for equation in self.equations:
             source = equation.source
@@ -116,12 +114,12 @@ def _scope(name: str) -> contextlib.AbstractContextManager[Any]:
 class LayerParts:
     """One layer as separate programs: forward, input gradient and weight gradient.
 
-    ``saved`` and ``pending`` are lists of arrays in a fixed order; gradients of weights are keyed
-    by their leaf's number.
+    ``saved`` is the list of arrays that forward passes to backward, ``pending`` that the input
+    gradient passes to the weight gradient. Weight gradients are keyed by the number of their leaf.
 
     Args:
-        layer, weights, context, x: the layer, and arrays or shapes of its arguments; it is traced
-            with its gradient once.
+        layer: function of the layer, traced once with its gradient.
+        weights, context, x: arrays or shapes of its arguments.
     """
 
     def __init__(self, layer: Layer, weights: Tree, context: Tree, x: jax.Array):
@@ -196,7 +194,7 @@ class LayerParts:
     def input_gradient(
         self, weights: Tree, context: Tree, saved: Sequence[jax.Array], dy: jax.Array
     ):
-        """Computes (dx, the weight gradients that take no product, pending)."""
+        """Computes (dx, the weight gradients without a matmul, pending)."""
         given = self._given(weights, context) | dict(zip(self._saved, saved, strict=True))
         env = self._input.run({**given, self._dy: dy})
         d_some = self._weight_gradients(env, self._with_input)
@@ -388,7 +386,7 @@ def _is_cheap(made: Mapping[int, _Equation], from_dy: set[int], value: int) -> b
 
 
 def layer_places(num_layers: int, runs: int) -> np.ndarray:
-    """Returns the layer at each place of the runs, int [runs * longest run], -1 for padding."""
+    """Splits layers into runs; returns layer indices, int [runs * longest run], -1 for padding."""
     longest, first_short = -(-num_layers // runs), num_layers % runs or runs
     places = np.full((runs, longest), -1)
     start = 0
@@ -400,7 +398,11 @@ def layer_places(num_layers: int, runs: int) -> np.ndarray:
 
 
 def pad_layers(tree: Tree, places: np.ndarray) -> Tree:
-    """Pads stacked layers [layers, ...] to [places, ...], with zeros where no layer is."""
+    """Pads stacked layers [layers, ...] to [places, ...], with zeros where ``places`` is -1.
+
+    Args:
+        places: indices from ``layer_places``.
+    """
     if np.all(places >= 0):
         return tree
 
@@ -414,19 +416,19 @@ def pad_layers(tree: Tree, places: np.ndarray) -> Tree:
 
 
 def unpad_layers(tree: Tree, places: np.ndarray) -> Tree:
-    """Undoes ``pad_layers``."""
+    """Removes the padding that ``pad_layers`` added."""
     if np.all(places >= 0):
         return tree
     return jax.tree.map(lambda x: jnp.take(x, np.flatnonzero(places >= 0), axis=0), tree)
 
 
 def to_stage_order(tree: Tree, schedule: Schedule, *, axis: str) -> Tree:
-    """Exchanges layers [layers of a stage, ...] from natural order into each stage's chunks."""
+    """Exchanges layers [layers per stage, ...] between stages, from natural to schedule order."""
     return _move(tree, schedule, axis=axis, back=False)
 
 
 def to_natural_order(tree: Tree, schedule: Schedule, *, axis: str) -> Tree:
-    """Undoes ``to_stage_order``."""
+    """Exchanges layers [layers per stage, ...] between stages, from schedule to natural order."""
     return _move(tree, schedule, axis=axis, back=True)
 
 
@@ -461,13 +463,12 @@ type _Place = tuple[int, int]
 
 
 def exchange_rounds(schedule: Schedule) -> list[list[tuple[_Place, _Place]]]:
-    """Plans the exchange of layers: (from, to) of each run, in rounds of one send and one receive
-    per stage.
+    """Plans the exchange of layers in rounds, in which each stage sends and receives one run.
 
-    Stage j // chunks sends run j in round (j + j // period) % chunks, so that its runs leave in
-    different rounds. So do the runs that a stage receives: they are ``stages`` apart, and their
-    rounds repeat after lcm(stages, chunks) runs, where they move on by one. A stage of a V receives
-    runs j and 2 stages - 1 - j, one even and one odd: there the round is j % 2.
+    Returns (from, to) of each run, by round. Stage j // chunks sends run j in round
+    (j + j // lcm(stages, chunks)) % chunks, so that a stage's runs are sent in different rounds.
+    The runs that a stage receives, which are ``stages`` apart, also arrive in different rounds. In
+    ZB-V a stage receives runs j and 2 stages - 1 - j, one even and one odd, so the round is j % 2.
     """
     stages, chunks = schedule.num_stages, schedule.num_chunks
     is_v = schedule.name == PipelineSchedule.ZB_V.value

@@ -1,14 +1,14 @@
 """Executable schedule: the buffer slots that each action reads and writes, and the sends.
 
-Three buffers on each stage. *Inbox*: activations and cotangents on their way in. *Saved*: what a
-forward leaves for its backward. *Pending*: what a backward leaves for its weight gradient. Slots
-are shared out by lifetime, so their number is the schedule's peak.
+Each stage has three buffers. The inbox has received activations and cotangents. ``saved`` has
+values that a forward pass saves for its backward pass. ``pending`` has values that an input
+gradient saves for its weight gradient. A slot is reused once its value is dead, so the number of
+slots is the peak number of live values.
 
-Within a tick, a stage first acts and then exchanges: an action reads what earlier ticks delivered.
+Within a tick, a stage first computes and then exchanges, so it reads what earlier ticks sent.
 
-What a schedule costs: its bubble, by formula and by running it, and its memory.
-
-Bubbles are fractions of the time that the same work takes without a pipeline.
+The module also computes what a schedule costs: its bubble, by formula and by simulation, and its
+memory. Bubbles are fractions of the time that the same work takes without a pipeline.
 """
 
 import dataclasses
@@ -26,21 +26,22 @@ type Pairs = tuple[tuple[int, int], ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TickProgram:
-    """Tables by tick and stage that the executor follows: actions, buffer slots and sends. The last
-    slot of each buffer means that there is nothing to read or write.
+    """Tables by tick and stage that the executor follows: actions, buffer slots and sends.
+
+    The last slot of each buffer means that there is nothing to read or write.
     """
 
     schedule: Schedule
-    num_inbox: int  # slots, the last one for what nobody reads
+    num_inbox: int  # slots, including the last one, which is never read
     num_saved: int
     num_pending: int
     read: np.ndarray  # int [ticks, stages]: inbox slot of the action's input
     write: np.ndarray  # int [ticks, stages]: inbox slot of an output that stays on its stage
     saved: np.ndarray  # int [ticks, stages]
     pending: np.ndarray  # int [ticks, stages]
-    receive: np.ndarray  # int [ticks, 2, stages]: inbox slots of what comes from before and after
+    receive: np.ndarray  # int [ticks, 2, stages]: inbox slots for the previous and next stage
     exchange: np.ndarray  # int [ticks]: index into ``exchanges``
-    exchanges: tuple[tuple[Pairs, Pairs], ...]  # to the next stage, to the one before
+    exchanges: tuple[tuple[Pairs, Pairs], ...]  # sends to the next and to the previous stage
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,7 +191,7 @@ class Timeline:
     start: np.ndarray  # [ticks, stages]
     end: np.ndarray  # [ticks, stages]
     total: float
-    bubble: float  # idle over working time of the busiest stage
+    bubble: float  # idle time over working time, of the busiest stage
 
 
 def run(
@@ -199,11 +200,11 @@ def run(
     durations: Mapping[Kind, float] = UNIT_TIMES,
     head: float = 0.0,
 ) -> Timeline:
-    """Computes a program's timeline, where stages wait only for those they exchange with.
+    """Simulates a program's timeline; a stage waits only for stages that it exchanges with.
 
     Args:
         durations: duration of one chunk's action, by its kind.
-        head: time of loss and its gradient, added to the forward of the last run of layers.
+        head: time of the loss and its gradient, added to the last run's forward pass.
     """
     schedule = program.schedule
     shape = schedule.kind.shape
@@ -232,9 +233,9 @@ def bubble_formula(
     """Returns the bubble, idle over working time, of p stages, m micro-batches and v chunks.
 
     GPipe, 1F1B: (p-1)/m. ZB-H1: (p-1)/(3m) (Qi et al. 2024, table 2). ZB-V: (p-1)/(6m), the time
-    until the last stage begins. Interleaved: (p-1)/(m v) (Narayanan et al. 2021, 2.2), a little
-    more where forward and backward passes differ in time. The zero-bubble formulas take forward,
-    input gradient and weight gradient as equally long.
+    until the last stage begins. Interleaved: (p-1)/(m v) (Narayanan et al. 2021, 2.2), or a little
+    more if forward and backward passes take different times. The formulas of ZB-H1 and ZB-V assume
+    that forward, input gradient and weight gradient take equal time.
     """
     match name:
         case PipelineSchedule.GPIPE | PipelineSchedule.ONE_F_ONE_B:
@@ -248,12 +249,12 @@ def bubble_formula(
 
 
 def held_chunks(schedule: Schedule) -> np.ndarray:
-    """Counts the chunks whose activations a stage holds after each tick, int [ticks, stages]."""
+    """Counts chunks whose activations each stage keeps after each tick, int [ticks, stages]."""
     frees = (schedule.kind == Kind.BACKWARD) | (schedule.kind == Kind.WEIGHT)
     return np.cumsum((schedule.kind == Kind.FORWARD).astype(int) - frees, axis=0)
 
 
 def peak_activations(schedule: Schedule) -> np.ndarray:
-    """Computes each stage's peak activations, in whole stages of one micro-batch: [stages]."""
+    """Computes each stage's peak activations, in units of a stage's for one micro-batch."""
     # A chunk holds its activations in the tick that frees them, too.
     return held_chunks(schedule).max(axis=0) / schedule.num_chunks
