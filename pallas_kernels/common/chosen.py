@@ -13,10 +13,10 @@ _logger = logging.getLogger(__name__)
 def choose(
     op: str, implementation: str, names: Sequence[str], why_not_hopper: Callable[[], str | None]
 ) -> str:
-    """Returns the implementation of a call; "auto" is hopper where that can compute it, else xla.
+    """Returns the implementation to run: "auto" is "hopper" if that supports the call, else "xla".
 
     Args:
-        op: what is computed, for messages.
+        op: name of the op in error messages.
         names: implementations of the op, besides "auto".
         why_not_hopper: why the kernels cannot compute this call; None if they can.
 

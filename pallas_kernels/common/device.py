@@ -33,9 +33,9 @@ _compiling_for: contextvars.ContextVar[Facts | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def compiling_for(facts: Facts) -> Iterator[None]:
-    """Sets, within a context, the device for which kernels are chosen in place of the present one.
+    """Context manager that replaces the device for which kernels are chosen.
 
-    For lowering to a GPU on a machine without one. JAX's caches ignore this context: lower a
+    It allows lowering for a GPU on a machine without one. JAX's caches ignore this context: lower a
     function that this process has not traced before.
     """
     token = _compiling_for.set(facts)
@@ -64,8 +64,8 @@ def facts_of(device: jax.Device) -> Facts:
 def target() -> Facts:
     """Returns the facts of the device that the current trace compiles for.
 
-    A trace does not know its device. This takes the one of ``compiling_for``, else JAX's default
-    device, as set by ``jax.default_device`` or ``JAX_PLATFORMS``.
+    A trace does not know its device. This function takes the device of ``compiling_for``, else
+    JAX's default device (``jax.default_device`` or ``JAX_PLATFORMS``).
     """
     override = _compiling_for.get()
     if override is not None:
@@ -78,7 +78,7 @@ def why_not_one_hopper(num_devices: int = 1) -> str | None:
     """Returns why a kernel for one Hopper GPU cannot run here; None if it can.
 
     Args:
-        num_devices: number that the compiler spreads the call over.
+        num_devices: number of devices that the call is partitioned over.
     """
     facts = target()
     if facts.capability != (9, 0):
@@ -90,10 +90,10 @@ def why_not_one_hopper(num_devices: int = 1) -> str | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Miscompilation:
-    """A known bug: the CUDA versions whose ptxas compiles a kernel wrongly."""
+    """A known compiler bug: the CUDA versions whose ptxas compiles a kernel wrongly."""
 
-    first: int  # inclusive, counted as in ``Facts.cuda``
-    fixed: int  # the first version that is right again
+    first: int  # first CUDA version with the bug, numbered as ``Facts.cuda``
+    fixed: int  # first later version without the bug
     what: str
 
 
@@ -102,7 +102,7 @@ CAUSAL_ATTENTION = Miscompilation(first=12080, fixed=12091, what="causal attenti
 
 
 def miscompiled(known: Miscompilation) -> str | None:
-    """Returns why the target's CUDA compiles a kernel wrongly; None if it does not."""
+    """Returns why the target's CUDA version would miscompile a kernel; None if it does not."""
     version = target().cuda
     if version is None or not known.first <= version < known.fixed:
         return None

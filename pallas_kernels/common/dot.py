@@ -1,4 +1,4 @@
-"""Matrix products whose accumulator is fp32 by construction, not by the backend's habit."""
+"""Matrix products whose accumulator is fp32 by request, not by the backend's default."""
 
 import functools
 import math
@@ -23,7 +23,8 @@ ACCUMULATOR = jnp.dtype("float32")
 def pinned_einsum(spec: str, a: jax.Array, b: jax.Array, *, result: jnp.dtype) -> jax.Array:
     """Computes ``einsum(spec, a, b)`` of operands of one dtype, summed in float32, then rounded.
 
-    The caller must define its gradient, as JAX's own would multiply cotangents of another dtype.
+    The caller must define the gradient: JAX's own would multiply a cotangent of dtype ``result``
+    with operands of another dtype.
 
     Args:
         spec: two operands and an explicit output.

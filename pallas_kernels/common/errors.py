@@ -14,7 +14,7 @@ class InputError(ValueError):
 
 
 class UnsupportedError(NotImplementedError):
-    """Error for a valid call that the named implementation cannot serve; it names one that can.
+    """Error for a valid call that the named implementation cannot compute; it names one that can.
 
     Examples:
         >>> x, w = jnp.ones((3, 64)), jnp.ones((64, 32))

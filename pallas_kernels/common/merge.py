@@ -20,9 +20,9 @@ def merge_partials(
 ) -> tuple[jax.Array, jax.Array]:
     """Merges attention over two disjoint sets of keys into attention over their union.
 
-    Differentiable in all four arguments; where a row of a part (or of both) saw no key, its
-    logsumexp is -inf and gradients are zero instead of NaN. Merge in float32 and cast once at the
-    end: casting between steps rounds every step.
+    Differentiable in all four arguments. A row that sees no key in a part has logsumexp -inf there;
+    its gradients are zero instead of NaN. Merge in float32 and cast once at the end, since every
+    cast rounds.
 
     Args:
         out_a: floats [..., V], normalized by its own softmax.
@@ -37,7 +37,7 @@ def merge_partials(
         InputError: shapes that do not match.
 
     Examples:
-        A row that saw keys in part a alone keeps what it got there:
+        A row that sees keys in part a alone keeps its result of part a:
 
         >>> a, b = jnp.ones((1, 4)), jnp.zeros((1, 4))
         >>> out, lse = pallas_kernels.merge_partials(a, jnp.zeros(1), b, jnp.full(1, -jnp.inf))

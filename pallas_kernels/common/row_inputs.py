@@ -13,7 +13,7 @@ class RmsNorm:
 
     scale: jax.Array  # [K], bfloat16, float16 or float32
     epsilon: float = dataclasses.field(metadata=dict(static=True))
-    offset: float = dataclasses.field(default=0.0, metadata=dict(static=True))  # of the scale
+    offset: float = dataclasses.field(default=0.0, metadata=dict(static=True))  # plus scale
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns the RMSNorm of x's rows, computed in fp32 and rounded to x's dtype.

@@ -1,11 +1,11 @@
-"""Matrices in 8-bit floats with fp32 scales: forms of scales, their layout, their meaning.
+"""Matrices in 8-bit floats with fp32 scales per block: the shapes of blocks and of scales.
 
-    x = values * scale,   the scale of an element being that of its block
+    x = values * scale,   where all elements of a block share one scale
 
 A matrix is [R, C]; C is the dim that a matmul contracts. Scales are stored with the blocks of C
-first: those of one step of a matmul, all in one column, are neighbours.
+first, so that the scales which one step of a matmul reads are contiguous.
 
-| form | scale | one number for |
+| form | shape of the scales | elements that share a scale |
 |---|---|---|
 | 1x128 | [J, R] | 128 columns of a row |
 | 128x128 | [J, I] | 128 rows of 128 columns |
@@ -49,7 +49,7 @@ class Quantized(NamedTuple):
 def scaling_of(name: str, values: jax.Array, scale: jax.Array) -> Scaling:
     """Returns which elements share a scale in an 8-bit matrix, from the shape of its scales.
 
-    A matrix of one row has no forms to tell apart: blocks of rows and of the matrix are the same.
+    For a matrix of one row both forms have the same scales, so either answer is right.
 
     Args:
         name: the matrix's name in error messages.
@@ -84,7 +84,7 @@ def dequantized(
 def spread(form: Scaling, scale: jax.Array, rows: int, columns: int) -> jax.Array:
     """Returns each element's scale, as [R, C] or a shape that broadcasts to it.
 
-    Scales may be those of several matrices, whose dims stay in front.
+    Scales of several matrices have leading dims, which the result keeps in front.
     """
     each = jnp.repeat(jnp.swapaxes(scale, -1, -2), BLOCK, axis=-1)[..., :columns]
     if form is Scaling.BLOCK_OF_ROW:

@@ -1,7 +1,8 @@
-"""Tuning tables: measured times of choices, in a JSON file per op, question and kind of device.
+"""Tuning tables: measured times of an op's alternatives, in JSON files.
 
-A row gives the milliseconds that a choice took in a case. The benchmarks write the files, in the
-``tuned`` folder of an op.
+A row gives the milliseconds that one choice (an implementation or tile sizes) took in one case
+(shapes, dtype). The benchmarks write the files to an op's ``tuned`` folder, one per kind of device
+and question, such as "dispatch".
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ type Value = str | int | float | bool | None
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One measurement of a tuning table: the time in ms of a choice (tiles, form) in a case."""
+    """One measurement of a tuning table: the time of a choice (such as tiles) in a case."""
 
     case: tuple[tuple[str, Value], ...]  # sorted by name
     choice: tuple[tuple[str, Value], ...]
@@ -52,12 +53,12 @@ def by_nearness(
 ) -> list[tuple[float, list[Row]]]:
     """Returns the rows of measured cases near a call, grouped by case, the nearest case first.
 
-    Each case is given with its distance from the call in powers of two.
+    Each case comes with its distance from the call: the sum over ``sizes`` of ``|log2(ratio)|``.
 
     Args:
         same: fields, with their values, in which a case must equal the call.
         sizes: sizes of the call, by name.
-        farthest: powers of two within which a measured size is trusted, by name.
+        farthest: largest ``|log2(ratio)|`` of a size at which a measurement still counts, by name.
     """
     found: dict[tuple, list[Row]] = {}
     for row in rows:

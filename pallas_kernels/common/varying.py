@@ -1,4 +1,4 @@
-"""Marks of mesh axes for the results of custom calls inside ``shard_map(check_vma=True)``.
+"""Marks results of custom calls as varying over mesh axes, for ``shard_map(check_vma=True)``.
 
 ``shard_map`` types an array by the mesh axes over which devices hold different values. A custom
 call's results lack this type, so ``shard_map`` takes them for equal on all devices and sums the
@@ -15,8 +15,8 @@ import jax
 def vary_alike[T](arrays: T) -> T:
     """Marks arrays inside ``shard_map`` as varying over every axis that one of them varies on.
 
-    The transpose of that mark is a psum: so the gradient of a key that is the same on every device
-    sums the devices' parts, wherever the kernel's own gradient rule does not know of the mesh.
+    The transpose of this mark is a psum. So the gradient of an array that all devices hold alike,
+    such as a key, is summed over devices, although the kernel's gradient rule ignores the mesh.
     """
     leaves = jax.tree.leaves(arrays)
     varying = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))

@@ -1,4 +1,4 @@
-"""Cross entropy fused with the projection onto a vocabulary; no full logits in memory."""
+"""Cross entropy fused with the projection onto the vocabulary, without full logits in memory."""
 
 from .api import HOPPER_LEAST_IDS as HOPPER_LEAST_IDS
 from .api import CrossEntropySums as CrossEntropySums

@@ -1,4 +1,4 @@
-"""Public function of the vocabulary loss: it validates a call and chooses its chunks.
+"""Public function of the vocabulary loss: it validates a call and chooses the chunk size.
 
 Dims: B batch, T position, D model width, V vocabulary.
 """
@@ -53,34 +53,34 @@ def linear_cross_entropy(
     num_devices: int = 1,
     vocabulary_axes: tuple[str, ...] = (),
 ) -> CrossEntropySums:
-    """Computes weighted cross entropy of ``hidden table^T`` and targets, by chunks of logits.
+    """Computes weighted cross entropy between logits ``hidden table^T`` and targets, in chunks.
 
-    Beyond inputs and gradients it needs memory for one chunk of logits; a materialized loss keeps
-    B*T*V fp32 values and their gradient.
+    Besides inputs and gradients, only one chunk of logits is in memory. A loss of full logits would
+    keep B*T*V fp32 values and their gradient.
 
     Args:
         hidden: [B, T, D], bf16, fp16 or fp32; matmul operands have its dtype, sums are fp32.
         table: [V, D], any float dtype; its gradient is summed in fp32.
-        targets: int [B, T], in [0, V); a target outside contributes lse alone, so give it weight 0.
-        weights: float32 [B, T]; data, not differentiated.
+        targets: int [B, T], in [0, V); for a target outside, nll is lse: give it weight 0.
+        weights: float32 [B, T], of each token's loss; not differentiated.
         z_loss: weight of lse^2 (PaLM, arXiv 2204.02311, section 5).
         logit_soft_cap: logits become cap * tanh(logits / cap) (Gemma-2).
         label_smoothing: s in [0, 1): the target has probability 1 - s, and s is spread evenly over
             all ids, the target's too (arXiv 1512.00567, section 7).
-        implementation: "xla" computes fp32 logits by chunks; "hopper" (Mosaic GPU, bf16)
-            exponentials by chunks; "reference" materializes all; "auto" takes hopper where it can
-            and was measured to be 1.15 times as fast (from 100,000 ids), else xla.
-        chunk_bytes: most logits of a shard at a time (fp32; bf16 for "hopper"); by default 2 MiB
-            on a CPU, elsewhere 1 GiB ("hopper" 470 MiB).
-        batch_shards: devices that the batch dim is spread over. The table's gradient is summed
-            apart for each, so that it is communicated once and not once a chunk.
-        sequence_shards: devices that the positions are spread over; sums are kept apart for each.
-        num_devices: number of devices over which the compiler spreads the call; "hopper" needs 1.
-        vocabulary_axes: mesh axes that the vocabulary is spread over, inside ``shard_map``: table
-            is this device's [V/N, D] of N equal parts in the axes' order, hidden, targets (ids of
-            the whole vocabulary) and weights are the same on all N. Each gets a part of the
-            sums, and of hidden's gradient, to be summed over the axes; targets that no device has
-            count as above.
+        implementation: "xla" computes fp32 logits in chunks, "hopper" (Mosaic GPU) bf16
+            exponentials in chunks, "reference" all logits at once. "auto" takes "hopper" for
+            supported calls with 100,000 ids or more, where it was measured 1.15 times as fast, else
+            "xla".
+        chunk_bytes: most bytes of a chunk's logits per shard (fp32; bf16 for "hopper"); by default
+            2 MiB on a CPU, elsewhere 1 GiB ("hopper" 470 MiB).
+        batch_shards: number of shards of the batch dim. The table's gradient is summed per shard,
+            so that it is communicated once, not once per chunk.
+        sequence_shards: number of shards of the positions dim; sums are per shard here, too.
+        num_devices: number of devices that the call is partitioned over; "hopper" needs 1.
+        vocabulary_axes: mesh axes that shard the vocabulary evenly, for a call inside
+            ``shard_map``. Then ``table`` is this device's shard [V/N, D]; hidden, weights and
+            targets (ids of the whole vocabulary) are replicated. Results and hidden's gradient are
+            partial sums: add them over the axes.
 
     Raises:
         InputError: shapes or dtypes that disagree, or an unknown implementation.
@@ -176,17 +176,17 @@ def _check(
 class Chunks(NamedTuple):
     """Length and number of chunks into which token positions are cut."""
 
-    length: int  # positions of one; the last, or the first, may have fewer
+    length: int  # positions per chunk; the last (or first) chunk may have fewer
     count: int
 
 
 def xla_chunks(
     *, rows: int, length: int, num_ids: int, platform: str, chunk_bytes: int | None = None
 ) -> Chunks:
-    """Returns the fewest chunks of even length whose fp32 logits, of ``rows`` rows, fit the bound.
+    """Returns the fewest chunks of equal length whose fp32 logits fit the bound.
 
     Args:
-        num_ids: size of the whole vocabulary, over however many devices it is spread.
+        rows, length: sequences and positions per shard. num_ids: rows of this device's table.
         platform: JAX platform, such as "cpu" or "gpu", that decides the default bound.
         chunk_bytes: bound on the bytes of a chunk's logits; None takes the platform's.
     """
@@ -197,7 +197,7 @@ def xla_chunks(
 
 
 def hopper_chunks(*, tokens: int, num_ids: int, chunk_bytes: int | None = None) -> Chunks:
-    """Returns chunks of tokens whose bf16 exponentials fit the bound, in whole tiles if one fits.
+    """Returns chunks of tokens whose bf16 exponentials fit the bound, of whole tiles if one fits.
 
     Args:
         num_ids: number of rows of the device's own table.

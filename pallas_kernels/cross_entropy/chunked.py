@@ -1,20 +1,19 @@
 """Vocabulary loss chunked over positions: a chunk's logits live only while its gradient is formed.
 
-The loss is a sum, so its gradient is known up to one scalar as soon as the logits are: the forward
-pass of a differentiated call computes both gradients chunk by chunk and the backward pass only
-scales them. Three matmuls instead of four, and no logits kept.
+The loss is a sum, so its gradient is known up to one scalar as soon as the logits are. The forward
+pass of a differentiated call computes both gradients chunk by chunk; the backward pass only scales
+them. This takes three matmuls instead of four and keeps no logits.
 
-Every sum over tokens is kept apart for each of their shards until the last chunk, and a chunk takes
-an equal part of each. Were it one sum, tokens spread over devices would be communicated in every
-turn of the loop: the table's gradient once a chunk.
+Tokens may be sharded over devices. Every chunk takes equally many tokens of each shard, and sums
+over tokens are kept per shard until the last chunk. A single sum would be all-reduced in every
+iteration of the loop, which for the table's gradient means once per chunk.
 
 A last chunk that is not full is padded. ``first_apart`` instead computes the remainder, or one
 chunk, before the loop: more code, but no matmul is wasted and the table's gradient starts as a
 product instead of zeros.
 
-The vocabulary may be spread over mesh axes (``vocabulary_axes``, inside ``shard_map``): a device
-then has some rows of the table and all of its tokens' hidden states. A few numbers a token are
-exchanged, the logits never are.
+The vocabulary may be sharded over mesh axes (``vocabulary_axes``, inside ``shard_map``): a device
+then has a shard of the table's rows. Devices exchange a few numbers per token, never logits.
 
 Dims: B batch, T position, Z shard of the batch times shard of the positions, b row within a shard,
 C position within a chunk, D model width, V vocabulary.
@@ -31,18 +30,18 @@ from pallas_kernels.common.dot import einsum_f32
 
 
 class ChunkLoss(NamedTuple):
-    """Loss sums of one chunk per shard of tokens; the total's gradient by raw logits if asked for.
+    """Loss sums of one chunk per shard of tokens, and optionally the gradient by raw logits.
 
-    The gradient is ``scale * slope + coefficient * [v = target] + uniform``; None stands for 1, 0
-    and 0. With a ``uniform``, the total lacks ``uniform * sum of the logits``: the caller adds it
-    from the sum of the table's rows.
+    The gradient of the total is ``scale * slope + coefficient * [v = target] + uniform``. Where
+    None, scale is 1, coefficient and uniform are 0. With a ``uniform``, the total lacks
+    ``uniform * sum of the logits``: the caller adds it from the sum of the table's rows.
     """
 
     total_Z: jax.Array
     nll_Z: jax.Array
     slope_ZbCV: jax.Array | None = None  # hidden's dtype
     scale_ZbC: jax.Array | None = None  # fp32
-    coefficient_ZbC: jax.Array | None = None  # fp32, 0 where no such target exists
+    coefficient_ZbC: jax.Array | None = None  # fp32, 0 for a target outside the table
     uniform_ZbC: jax.Array | None = None  # fp32
 
 
@@ -60,25 +59,25 @@ class Static(NamedTuple):
     z_loss: float
     logit_soft_cap: float | None
     label_smoothing: float = 0.0
-    vocabulary_axes: tuple[str, ...] = ()  # mesh axes that split the table's rows evenly
-    num_vocabulary_shards: int = 1  # devices along them
+    vocabulary_axes: tuple[str, ...] = ()  # mesh axes that shard the table's rows evenly
+    num_vocabulary_shards: int = 1  # devices along ``vocabulary_axes``
     table_multiple: int = 1  # the table is padded with rows of zeros to a multiple of it
-    first_apart: bool = False
+    first_apart: bool = False  # computes the remainder, or one chunk, before the loop
     uniform_apart: bool = False  # ``chunk_loss`` returns a ``uniform``
 
     @property
     def num_shards(self) -> int:
-        """Number of shards of the tokens, each with its own sums."""
+        """Number of shards of the tokens; each has its own sums."""
         return self.batch_shards * self.sequence_shards
 
     @property
     def num_ids_of_all(self) -> int:
-        """Number of rows of the whole vocabulary's table, over all devices that share it."""
+        """Number of rows of the table in all shards of the vocabulary together."""
         return self.num_ids * self.num_vocabulary_shards
 
 
 def over_shards(static: Static, x: jax.Array, reduce: Callable) -> jax.Array:
-    """Reduces x over the devices that share the vocabulary; returns x if one device has it all."""
+    """Reduces x over the shards of the vocabulary; returns x unchanged if it is not sharded."""
     return reduce(x, static.vocabulary_axes) if static.vocabulary_axes else x
 
 
@@ -98,10 +97,9 @@ def chunked_loss(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the loss sums (total, nll), ``chunk_length`` positions per shard at a time.
 
-    The last chunk is padded. The second result carries no gradient. The table's gradient is summed
-    in fp32. B must be a multiple of ``batch_shards``, T of ``sequence_shards``. Where devices share
-    the vocabulary, targets count from the device's own first id, and the sums and hidden's gradient
-    are its part.
+    The last chunk is padded. The nll carries no gradient. The table's gradient is summed in fp32. B
+    must be a multiple of ``batch_shards``, T of ``sequence_shards``. Where the vocabulary is
+    sharded, targets count from the shard's first id; the sums and hidden's gradient are partial.
     """
     table = _operand(static, table_VD, like=hidden_BTD)
     row_sum_111D = _row_sum(static, table)

@@ -23,7 +23,7 @@ def linear_cross_entropy_reference(
 
     logits = hidden table^T, operands in hidden's dtype, sums in fp32; nll = lse(logits) -
     logits[target]; smoothed = (1 - s) nll + s (lse - mean of the logits), s = ``label_smoothing``.
-    The first is differentiable by JAX; the second is for reporting and carries no gradient.
+    JAX differentiates the first sum; the second is for reporting and carries no gradient.
     """
     logits_BTV = einsum_f32("BTD,VD->BTV", hidden_BTD, table_VD.astype(hidden_BTD.dtype))
     if logit_soft_cap is not None:

@@ -1,6 +1,6 @@
-"""The public norms, which validate their input and choose who computes each direction.
+"""The public norms, which validate inputs and choose an implementation for forward and gradient.
 
-The model keeps XLA's norms, which XLA fuses with the residual before and the rounding after them.
+The model uses XLA's norms, since XLA fuses them with the residual before and the cast after.
 
 Dims: R row, C column.
 """
@@ -42,7 +42,7 @@ def rms_norm(
         implementation: "hopper" (Mosaic GPU; bf16, fp16, fp32; one pass over memory), "xla", or
             "reference", whose gradient is JAX's own; "auto" takes hopper where the kernel was
             measured to be faster than XLA (``rows.dispatch``), else xla.
-        num_devices: number that the compiler spreads the call over; "hopper" runs on one.
+        num_devices: number of devices that the call is partitioned over; "hopper" needs 1.
 
     Returns:
         The norm, or with a residual (norm of the sum, sum).

@@ -49,9 +49,9 @@ def hopper_gradient(
 
 
 def forward(norm: NormForm) -> Formula:
-    """Returns a norm's formula: from x, or two addends of x, to y, and x if it is a sum.
+    """Returns a norm's formula: maps x to y, or x and a residual to y and their sum.
 
-    LayerNorm's sums are of ``d = x - pivot``, since sums of squares about 0 would cancel:
+    LayerNorm sums ``d = x - pivot``, since ``mean(x**2) - mean(x)**2`` would cancel:
     ``mean = pivot + sum(d) / C``, ``variance = sum(d**2) / C - (sum(d) / C)**2``.
     """
 
@@ -90,12 +90,12 @@ def forward(norm: NormForm) -> Formula:
 def backward(norm: NormForm) -> Formula:
     """Returns the formula of a norm's gradient: d_x, and the sums d_scale and d_bias.
 
-    Inputs are x, d_y, the gradient of x if x is a result too, and the scale.
+    Inputs are x, d_y, the cotangent of x + residual if there is one, and the scale.
 
     With ``r`` the reciprocal root, ``n = (x - mean) * r`` and ``g = scale * d_y``:
     ``d_x = r * (g - mean(g) - n * mean(g * n))``, ``d_scale = sum_R(d_y * n)``,
-    ``d_bias = sum_R(d_y)``; RMSNorm has no means of x and g. Mean and root are computed again: x is
-    read anyway.
+    ``d_bias = sum_R(d_y)``; RMSNorm omits mean(x) and mean(g). Mean and root are recomputed, since
+    x is read anyway.
     """
 
     def fold(load: Load, vector: Load, tile: Tile):

@@ -1,6 +1,6 @@
-"""The public softmaxes, which validate their input and choose who computes each direction.
+"""The public softmaxes: they validate inputs and choose implementations of forward and gradient.
 
-The model keeps XLA's softmaxes: sampling, routing and the loss fuse them with what is around them.
+The model uses XLA's softmaxes, which XLA fuses into sampling, routing and the loss.
 
 Dims: R row, C column.
 """
@@ -35,11 +35,11 @@ def softmax(
     Args:
         x: [..., C], floats.
         axis: must be the last dim.
-        where: bool, broadcast to x: the columns that count; others give 0.
+        where: bool, broadcast to x: False excludes a column from the sum and sets its result to 0.
         implementation: "hopper" (Mosaic GPU; bf16, fp16, fp32; one pass over memory), "xla", or
             "reference", whose gradient is JAX's own; "auto" takes hopper where the kernel was
             measured to be faster than XLA (``rows.dispatch``), else xla.
-        num_devices: number that the compiler spreads the call over; "hopper" runs on one.
+        num_devices: number of devices that the call is partitioned over; "hopper" needs 1.
 
     Raises:
         InputError: not floats, another axis than the last, a mask that is not bool or does not
@@ -76,7 +76,7 @@ def log_softmax(
         x: [..., C], floats.
         axis: must be the last dim.
         implementation: as in ``softmax``.
-        num_devices: number that the compiler spreads the call over.
+        num_devices: as in ``softmax``.
 
     Raises:
         InputError, UnsupportedError: as ``softmax``.

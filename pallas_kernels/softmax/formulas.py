@@ -11,8 +11,8 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 def forward(*, log: bool, masked: bool) -> Formula:
     """Returns the formula of a softmax or, if ``log``, of its logarithm.
 
-    Inputs are x and, if masked, where, which is 1 or 0; there is no masked logarithm. One pass
-    (Milakov and Gimelshein 2018): each part subtracts its own maximum.
+    Inputs are x and, if masked, ``where`` as 1 or 0; ``log`` cannot be masked. One pass suffices,
+    as each part of a row subtracts its own maximum (Milakov and Gimelshein 2018).
     """
     assert not (log and masked)
 

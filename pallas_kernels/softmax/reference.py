@@ -10,8 +10,8 @@ import jax.numpy as jnp
 def softmax_reference(x: jax.Array, where: jax.Array | None = None) -> jax.Array:
     """Computes ``exp(x - max) / sum`` over the last dim in fp32, rounded to the dtype of ``x``.
 
-    Columns that are not ``where`` do not count and give 0. A row of nothing else but -inf, or with
-    inf or NaN in it, is NaN in the columns that count.
+    Columns where ``where`` is False are left out and give 0. In the other columns, a row is NaN if
+    it holds only -inf, or any inf or NaN.
     """
     wide = x.astype(jnp.float32)
     if where is None:
