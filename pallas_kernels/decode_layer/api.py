@@ -30,23 +30,25 @@ def decode_layers(
     implementation: LayerImplementation,
     scale: float | None = None,
 ) -> tuple[jax.Array, KeyAndValuePools]:
-    """Computes decoder layers for one new token per row, and writes its keys and values to pages.
+    """Computes decoder layers for one new token per row, and writes its key and value to pages.
 
-    Both branches of each layer are computed: attention to pages and SwiGLU. There is no gradient.
+    Each layer is attention over the row's pages, then a SwiGLU MLP, both with RMSNorm before them
+    and a residual. There is no gradient.
 
     Args:
         x: [M, D], bfloat16 or float16: the residual stream.
         layers: weights, stacked over layers, in x's dtype or all in one quantized format.
         pages: pools of all layers' keys and values, [L, P, S, K, H] in x's dtype; donate them.
-        page_tables: int32 [M, pages of a row], pages 0 to P - 1 of each layer; below 0 where a row
-            has no page.
-        positions: int32 [M]; below 0 in a row that has no token. Its pages have room for it.
+        page_tables: int32 [M, pages of a row], page numbers 0 to P - 1, the same in every layer;
+            below 0 where a row has no page.
+        positions: int32 [M], each new token's position, for which the row must have a page; below 0
+            for a row without a token.
         rope: cos and sin, float32 [M, H / 2]; pairs as in ``append_to_pages``.
-        implementation: "hopper" is one launch of a Mosaic GPU kernel for all layers: of one row,
-            heads of 64 or 128 columns which are all rotated, quantized weights without zero points
-            and ``arranged``, on one device of 132 SMs that it has to itself; "reference" is the
-            formula in fp32.
-        scale: of the scores; default 1 / sqrt(H).
+        implementation: "hopper" is one launch of a Mosaic GPU kernel for all layers. It needs one
+            row, heads of 64 or 128 columns that RoPE rotates whole, and one GPU of 132 SMs on which
+            nothing else runs. Quantized weights must be ``arranged`` and without zero points.
+            "reference" is the formula in fp32.
+        scale: factor of the scores; default 1 / sqrt(H).
 
     Returns:
         [M, D] in x's dtype, and ``pages``.
@@ -56,7 +58,7 @@ def decode_layers(
         UnsupportedError: the kernel is named and cannot compute this call, or a gradient is taken.
 
     Examples:
-        A layer whose weights are 0 adds nothing to the stream, and its key is 0:
+        A layer whose weights are 0 adds nothing to x, and its key is 0:
 
         >>> from pallas_kernels.common.row_inputs import RmsNorm
         >>> from pallas_kernels.decode_layer import LayerWeights

@@ -1,11 +1,11 @@
 """Attention of one new token to the pages of its row, as a phase of a decoder layer.
 
-Key tiles of all kv heads, head after head, are divided evenly among the blocks. A block's tiles of
-keys and values come through the ring of weights, as earlier steps wrote them. The block with a
-head's last tile rotates the new key (RoPE), and puts it and the new value into that tile in shared
-memory and into their page. A warp has some keys of each tile, and a softmax of its own. A block
-leaves its sums unnormalized, with their maximum and sum, and the next product's readers merge
-(``merged``).
+The key tiles of all kv heads, head after head, are divided evenly among the blocks. Tiles of cached
+keys and values come through the same ring buffer as weights. The block with a head's last tile
+rotates the new key (RoPE); it stores the new key and value in that tile in shared memory and in
+their page. Each warp has some keys of each tile, and its own running softmax. A block writes its
+unnormalized sums with the softmax's maximum and sum. The blocks that read them for the next product
+merge them (``put_attended``).
 
 Dims: N query heads, K kv heads, G query heads per kv head, H width, P page, S slot of a page.
 """
@@ -31,16 +31,16 @@ from .per_thread import COPIED_ROWS, copied_place, each_thread, row_place, splat
 class KeyPlan(NamedTuple):
     """Division of a step's key tiles among blocks, int32; each role of a block reads it once."""
 
-    length: jax.Array  # keys, the new one among them
-    tiles: jax.Array  # of a head
-    line: jax.Array  # of all heads
-    blocks: jax.Array  # that have tiles
-    start: jax.Array  # the block's
-    stop: jax.Array
-    place: jax.Array  # slot of a layer's pool that the new token goes into; below 0: none
+    length: jax.Array  # number of keys, including the new one
+    tiles: jax.Array  # number of key tiles per head
+    line: jax.Array  # number of key tiles of all heads
+    blocks: jax.Array  # number of blocks that have key tiles
+    start: jax.Array  # this block's first tile
+    stop: jax.Array  # the tile after this block's last
+    place: jax.Array  # the new token's slot in a layer's pool; below 0: none
 
     def first_block(self, head: jax.Array) -> jax.Array:
-        """Returns the number of the block that has the first key tile of a head."""
+        """Returns the index of the block that has a head's first key tile."""
         return lax.div((head * self.tiles + 1) * self.blocks - 1, jnp.maximum(self.line, 1))
 
 
@@ -50,13 +50,13 @@ class Attention:
 
     sizes: HeadSizes
     num_pages: int
-    page: int  # slots
-    table: int  # pages of the row at most
+    page: int  # slots per page
+    table: int  # most pages per row
     blocks: int
 
     @property
     def held(self) -> Held:
-        """Layout of a thread's sums, maxima and sums of probabilities in registers."""
+        """Register layout of each thread's accumulated values, softmax maxima and softmax sums."""
         return Held(count=self.sizes.num_held, dtype=jnp.dtype(jnp.float32))
 
     def unsupported(self) -> str | None:
@@ -84,7 +84,7 @@ class Attention:
         return KeyPlan(length, tiles, line, blocks, start, stop, place)
 
     def load(self, gmem, smem, plan: KeyPlan, layer, before, slots) -> None:
-        """Loads the block's tiles of keys and values into the ring, from turn ``before`` on."""
+        """Loads the block's key and value tiles into the ring, behind ``before`` other tiles."""
 
         def body(tables, barriers, ring, k, v, turn, head, tile):
             self.fetch(tables, [k, v], barriers, ring, slots, turn, head, tile)
@@ -98,7 +98,7 @@ class Attention:
         lax.fori_loop(plan.start, plan.stop, step, None)
 
     def fetch(self, tables, pools, barriers, ring, slots: Slots, turn, head, tile) -> None:
-        """Starts one thread's copies of a tile of keys and of a tile of values."""
+        """Starts one thread's part of the copies of a tile of keys and of a tile of values."""
         s, (down, across) = self.sizes, copied_place()
         rows = []
         for first in range(0, s.keys, COPIED_ROWS):
@@ -155,7 +155,7 @@ class Attention:
             lax.fori_loop(lax.div(plan.start, plan.tiles), stop, head, None)
 
     def prepare(self, gmem, smem, layer, h, plan: KeyPlan, *, is_last) -> None:
-        """Puts a head's rotated queries, and the new key and value, into shared memory."""
+        """Stores a head's rotated queries, and the new key and value, in shared memory."""
 
         def body(heads, cos, sin, x, k, v, h, place):
             self.sizes.put_heads(heads, cos, sin, x, [k, v], h, place)
@@ -172,9 +172,9 @@ class Attention:
         return [slots.place(ring, each) for each in both]
 
     def add_tile(self, held, smem, slots: Slots, turn, left) -> jax.Array:
-        """Adds the ring's next tiles of keys and values to the sums.
+        """Adds attention to one tile of keys and values to the sums ``held``.
 
-        ``left`` is the number of the row's keys from the tile's first one on.
+        ``turn`` is the key tile's number in the ring; ``left`` counts the row's keys from there on.
         """
         kinds = (self.held.layout, *[plgpu.RefType()] * 3, *[plgpu.Layout.WG_SPLAT(())] * 2)
 

@@ -1,8 +1,8 @@
-"""The code of one thread in a layer's attention.
+"""Per-thread code of a layer's attention.
 
-In a tile, 8 lanes hold one key, 8 columns each, and the lanes below hold other keys, so that reads
-of shared memory have no bank conflicts. Probabilities of a key are in the lanes that have its
-value.
+Eight lanes hold one key of a tile, 8 columns each; the warp's other lanes hold other keys. So reads
+of shared memory have no bank conflicts. The lanes of a key also hold its value and compute its
+probability.
 
 Dims: as in ``attention``.
 """
@@ -48,14 +48,14 @@ _PADDING = 4  # numbers of a warp's result beside its columns: its maximum and s
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HeadSizes:
-    """Sizes of attention heads, and the code of one thread on its i32 and f32 values."""
+    """Sizes of attention heads, and the per-thread code on i32 and f32 registers."""
 
     N: int
     K: int
     H: int
     scale: float
     dtype: jnp.dtype
-    share: Share  # of the product that the heads come from: queries, keys, values
+    share: Share  # division of the QKV product among blocks
 
     @property
     def group(self) -> int:
@@ -69,34 +69,35 @@ class HeadSizes:
 
     @property
     def keys(self) -> int:
-        """Number of keys in a tile, which is as large as a weight's tile."""
+        """Number of keys per tile: as many as make it as large as a weight tile."""
         return DEPTH // self.halves
 
     @property
     def rows(self) -> int:
-        """Number of keys of a tile that one thread has."""
+        """Number of keys per tile that one thread handles."""
         return self.keys // (SLICES * _DOWN)
 
     @property
     def num_held(self) -> int:
-        """Count of a thread's numbers: each query head's columns, maximum and sum."""
+        """Number of accumulators per thread: each query head's columns, maximum and sum."""
         return self.group * (_COLUMNS * self.halves + 2)
 
     @property
     def x_numbers(self) -> int:
-        """Count of shared-memory numbers: queries, the new key and value, warps' results."""
+        """Number of fp32 elements in shared memory: queries, new key and value, warps' results."""
         return (self.group + 2) * self.H + SLICES * self.group * (self.H + _PADDING)
 
     def nothing(self) -> list[Any]:
-        """Returns a thread's sums, maxima and sums of probabilities before any key."""
+        """Returns a thread's initial accumulators: values, softmax maxima and softmax sums."""
         sums = self.group * _COLUMNS * self.halves
         none = [number(0.0)] * sums
         return none + [number(_NO_MAXIMUM)] * self.group + [number(0.0)] * self.group
 
     def put_heads(self, heads, cos, sin, x, pages: Sequence[Any], h, place) -> None:
-        """Stores a kv head's rotated queries and key, and its value, in fp32 into ``x``.
+        """Stores a kv head's rotated queries and new key, and its new value, in fp32 into ``x``.
 
-        The new key and value are rounded to slot ``place`` of the pages, unless that is below 0.
+        The new key and value are also rounded and written to slot ``place`` of the pages, unless
+        ``place`` is below 0.
         """
         per_head, columns = self.H // (2 * QUAD), Columns(share=self.share)
         for unit in quads((self.group + 2) * per_head):
@@ -144,7 +145,7 @@ class HeadSizes:
         meet_in_block(THREADS)
 
     def put_token(self, x, k, v, row) -> None:
-        """Stores the new key and value, rounded, into ``row`` of their tiles, at k and v."""
+        """Stores the new key and value, rounded, in row ``row`` of the tiles at k and v."""
         across = self.H // _COLUMNS
         mine = mgpu_utils.thread_idx()
         with mgpu_utils.when(below(mine, constant(across))):
@@ -161,7 +162,7 @@ class HeadSizes:
         meet_in_block(THREADS)
 
     def tile(self, held: list[Any], x, k, v, left) -> list[Any]:
-        """Adds attention to a tile's keys and values to a thread's sums."""
+        """Adds attention to a tile's keys and values to a thread's accumulators ``held``."""
         warp, lane = warp_and_lane()
         across = arith.remui(lane, constant(_ACROSS))
         first = total((warp, self.rows * _DOWN), (arith.divui(lane, constant(_ACROSS)), self.rows))
@@ -210,7 +211,7 @@ class HeadSizes:
         return [*(x for each in sums for x in each), *peaks, *totals]
 
     def leave(self, held: list[Any], x, attended, stats, h, part) -> None:
-        """Writes sums of all warps: unnormalized columns, and each head's maximum and sum."""
+        """Merges all warps' accumulators; writes unnormalized columns, maximum and sum per head."""
         warp, lane = warp_and_lane()
         per_head, width = _COLUMNS * self.halves, self.H + _PADDING
         results = total(address(x), constant(4 * (self.group + 2) * self.H))
@@ -279,13 +280,14 @@ class HeadSizes:
 def put_attended(
     attended, stats, x: Rows, block, plan: Sequence[Any], sizes: HeadSizes, share: Share
 ) -> None:
-    """Stores attention's result into shared memory, as the input of a block's units of a product.
+    """Merges attention's partial results into shared memory, as input of the block's next product.
 
-    One thread per head computes the factors of the head's parts while all wait for columns.
+    One thread per head computes the factors of the head's partial results, while all threads wait
+    for their reads of columns.
 
     Args:
-        plan: number of tiles per head, of all tiles, and of blocks that have tiles.
-        share: division of the product among blocks.
+        plan: numbers of key tiles per head, of all key tiles, and of blocks that have any.
+        share: division of the next product among blocks.
     """
     parts = most_parts(sizes.K, share.blocks)
     factors = total(address(x.smem), constant(4 * share.most_rows))
@@ -355,7 +357,7 @@ def _put_factors(stats, factors, parts: int, block, plan, sizes: HeadSizes, shar
 
 
 def most_parts(heads: int, blocks: int) -> int:
-    """Returns how many blocks can have tiles of one head, at most."""
+    """Returns the largest number of blocks that can have key tiles of one head."""
     return math.ceil(blocks / heads) + 1
 
 

@@ -23,15 +23,15 @@ _PART_COST = 0.01  # of the time of a product, for each part that readers add
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TileForm:
-    """Layout of a weight tile: lines of 64 columns, each of one row or of 32 rows of codes."""
+    """Layout of a weight tile: lines of 64 columns by one row, or by 32 rows of codes."""
 
-    code: WeightCode | None = None  # of quantized weights
-    group_rows: int = 0  # that share a scale; 0: all
+    code: WeightCode | None = None  # None: a 16-bit weight
+    group_rows: int = 0  # rows that share a scale; 0: all
     scale_bytes: int = 2
 
     @classmethod
     def of(cls, weight: jax.Array | QuantizedWeight) -> "TileForm":
-        """Returns the tile layout of a weight; a quantized one is in the order of fragments."""
+        """Returns the tile layout of a weight; a quantized one must be ``arranged``."""
         if not isinstance(weight, QuantizedWeight):
             return cls()
         form, scale_bytes = weight.format, weight.scales.dtype.itemsize
@@ -44,7 +44,7 @@ class TileForm:
 
     @property
     def row_bits(self) -> int:
-        """Number of bits per column of a line."""
+        """Number of bits per column of a line, over all its rows."""
         return self.line_rows * (16 if self.code is None else self.code.bits)
 
     @property
@@ -59,7 +59,7 @@ class TileForm:
 
     @property
     def groups(self) -> int:
-        """Number of groups in a tile, whose rows share a scale."""
+        """Number of groups in a tile; the rows of a group share a scale."""
         if self.code is None:
             return 0
         return max(1, self.depth // self.group_rows) if self.group_rows else 1
@@ -72,16 +72,16 @@ class TileForm:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """The division of a product among blocks by units: a column of tiles, or a part of its K.
+    """Division of a product among blocks into units: a unit is a column of tiles or a split of it.
 
-    Blocks work on neighboring columns at the same time, so that neighbors in memory are read
-    together. If K is split in parts, each column's sum is left in as many parts.
+    Blocks work on neighboring columns at the same time, so that neighboring memory is read
+    together. If K is split into parts, each part writes its own partial sums of the columns.
     """
 
     K: int
     N: int
     blocks: int = NUM_PROCESSORS
-    depth: int = DEPTH  # rows of a tile
+    depth: int = DEPTH  # rows per tile
 
     @property
     def across(self) -> int:

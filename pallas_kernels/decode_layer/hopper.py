@@ -1,4 +1,4 @@
-"""The kernel that computes all layers for one token: its blocks meet between a layer's phases.
+"""The kernel that computes all layers for one token, with a grid barrier between phases.
 
 Dims: L layer, D width of the stream, A width of all query heads, F hidden width; as in
 ``attention``.
@@ -95,7 +95,7 @@ def decode_layers_hopper(call: LayersCall) -> tuple[jax.Array, KeyAndValuePools]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayersKernel:
-    """The decode-layer kernel of one launch; methods are phases, written once per trace."""
+    """The decode-layer kernel of one launch; its methods emit the kernel's phases."""
 
     products: tuple[Product, ...]
     attention: Attention
@@ -135,7 +135,7 @@ class LayersKernel:
 
     @property
     def x_bytes(self) -> int:
-        """Most bytes of shared memory that a phase's input to products takes, beside tiles."""
+        """Most bytes of shared memory that the input of any phase takes, beside the ring."""
         counts = [p.share.K if p.is_whole else p.share.most_rows for p in self.products]
         rows, sizes = self.products[1].share.most_rows, self.attention.sizes
         factors = rows // sizes.H * most_parts(sizes.K, self.blocks)
@@ -158,7 +158,7 @@ class LayersKernel:
 
     @property
     def stream(self) -> TileStream:
-        """The ring that brings all weights, keys and values in the order of their use."""
+        """The ring buffer that receives all weights, keys and values in the order of their use."""
         return TileStream(
             products=self.products, attention=self.attention, num_layers=self.num_layers,
             num_stages=num_stages(self.x_bytes, self.form.stage_bytes), dtype=self.dtype,
@@ -215,7 +215,7 @@ class LayersKernel:
             self.stream.load(gmem, smem, plan)
 
     def compute(self, gmem, smem, plan: KeyPlan) -> None:
-        """Computes all layers in turn; blocks meet before they read each other's results."""
+        """Computes all layers in order; a grid barrier precedes reads of other blocks' results."""
         stream, (_, out, wide, down) = self.stream, self.products
         grid = GridBarrier(blocks=self.blocks, threads=THREADS)
         put_normed = functools.partial(self.put_normed, gmem, smem)
@@ -248,7 +248,7 @@ class LayersKernel:
         self.write(gmem, down)
 
     def put_hidden(self, gmem, smem, wide: Product, down: Product) -> None:
-        """Stores the MLP's hidden values into shared memory, from all blocks' gates and ups."""
+        """Computes the MLP's hidden values from all blocks' gates and ups, into shared memory."""
 
         def body(parts, x, block):
             inputs.put_hidden(parts, self.rows(x), block, down.share, wide.share)
@@ -270,7 +270,7 @@ class LayersKernel:
         each_thread(body, [gmem.attended, gmem.stats, smem.x], numbers)
 
     def ask_for_scale(self, gmem, layer: jax.Array, row: int) -> None:
-        """Prefetches a norm's scale to L2, as reads are slow while the ring is filled."""
+        """Prefetches a norm's scale to L2, since reads are slow while the ring is being filled."""
         scales = getattr(gmem, _SCALES[row])
         lines = -(-scales.shape[1] * scales.dtype.itemsize // _LINE)
 
@@ -282,7 +282,7 @@ class LayersKernel:
         each_thread(body, [], [], layer=layer, stacks=[scales])
 
     def put_normed(self, gmem, smem, layer: jax.Array, row: int, product: Product | None) -> None:
-        """Adds a product to the residual stream, and stores its norm into shared memory."""
+        """Adds a product to the residual stream, and stores the stream's norm in shared memory."""
         share, parts = None, []
         if product is not None:
             share, parts = product.share, [getattr(gmem, product.parts)]

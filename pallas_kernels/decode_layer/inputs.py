@@ -1,8 +1,8 @@
-"""Inputs of a block's products, which its threads compute into shared memory in fp32.
+"""Inputs of a block's products, which its threads compute in fp32 and store in shared memory.
 
-Products leave parts of their columns, and each reader of a column adds them in one order, so no
-phase is only for sums. A thread takes four neighboring numbers (a quad) at a time, and issues all
-its reads before it adds.
+A product split over K writes partial sums of its columns. Every reader of a column adds them
+itself, always in the same order, so no extra phase is needed for the sums. A thread handles four
+neighboring elements (a quad) at a time, and issues all its reads before it adds.
 
 Dims: D width of the stream, F hidden width.
 """
@@ -41,7 +41,7 @@ QUAD = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Columns:
-    """The columns of an earlier product's result in this launch."""
+    """Reader of the columns of an earlier product's result in this launch."""
 
     share: Share
 
@@ -76,7 +76,7 @@ def quads(count: int) -> list[Any]:
 
 
 def put_hidden(parts, x: "Rows", block, share: Share, gates_and_ups: Share) -> None:
-    """Stores the MLP's hidden values that the block's units multiply into shared memory."""
+    """Computes the MLP's hidden values that this block multiplies, into shared memory."""
     columns = Columns(share=gates_and_ups)
     for quad in quads(share.most_rows // QUAD):
         at, gate = place_of(quad, block, share)
@@ -89,11 +89,12 @@ def put_normed(
     own, parts, stream, scale, squares_smem, x: "Rows", block, *, row: int, share: Share | None,
     norm: RmsNorm, blocks: int, dtype: jnp.dtype,
 ) -> None:  # fmt: skip
-    """Stores ``norm(x)`` into shared memory, and the block's quads of x into the stream.
+    """Stores ``norm(x)`` in shared memory, and this block's part of x in the residual stream.
 
     Args:
-        own: x in 16 bits, read where no product precedes.
-        parts, share: a product's results, which are added to the stream's other row to give x.
+        own: x in 16 bits; read only before the first product, where ``share`` is None.
+        parts, share: partial sums of a product and its division; x is their sum plus the stream's
+            other row.
         stream: two rows of the residual stream, fp32 [2, D], used alternately.
         squares_smem: fp32 [warps], for warps' sums of squares.
         scale: the layer's norm scale; ``norm`` may hold all layers' scales.
@@ -131,7 +132,7 @@ def put_normed(
 
 
 def write_result(parts, stream, y, block, *, row: int, share: Share, dtype: jnp.dtype) -> None:
-    """Writes this block's groups of four elements: residual row plus product, rounded once."""
+    """Writes this block's quads of the result: residual stream plus product, rounded once."""
     count = share.N // QUAD
     each = -(-count // share.blocks)
     assert each <= THREADS, "a thread has a quad"
@@ -147,7 +148,7 @@ def write_result(parts, stream, y, block, *, row: int, share: Share, dtype: jnp.
 
 
 def place_of(quad, block, share: Share) -> tuple[Any, Any]:
-    """Returns a quad's offset in the input of a block's units, and its row of K."""
+    """Returns a quad's offset in the block's input in shared memory, and its index along K."""
     per_unit = constant(share.rows // QUAD)
     unit = total(block, (arith.divui(quad, per_unit), share.blocks))
     unit = arith.minui(unit, constant(share.units - 1))
@@ -164,11 +165,11 @@ class Rows:
 
     @property
     def size(self) -> int:
-        """Number of bytes per number."""
+        """Number of bytes per element."""
         return 4 if self.packed is None else 2
 
     def store(self, at, numbers: list[Any]) -> None:
-        """Stores four fp32 numbers from index ``at`` on."""
+        """Stores four fp32 numbers from index ``at`` on, rounded to 16 bits if ``packed``."""
         if self.packed is None:
             store_quad(self.smem, at, numbers)
             return

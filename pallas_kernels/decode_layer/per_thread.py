@@ -1,4 +1,4 @@
-"""Calls of code that is written for one thread, which Pallas cannot express."""
+"""Wrappers that call per-thread code, which Pallas cannot express."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ COPIED_ROWS = WARPGROUP // _ACROSS
 
 
 def splat(x: Any) -> jax.Array:
-    """Converts a number to a scalar argument of ``plgpu.inline_mgpu``."""
+    """Converts a number to an int32 scalar argument of ``plgpu.inline_mgpu``."""
     return jnp.broadcast_to(x, ())
 
 
@@ -36,7 +36,8 @@ def each_thread(
     """Runs ``body(*refs, *arrays, *numbers)`` in every thread, numbers as int32 registers.
 
     Args:
-        layer, stacks: ``arrays`` are the addresses of this layer's arrays in the stacks.
+        layer, stacks: a layer's index, and arrays with a leading dim of layers; ``arrays`` are the
+            addresses of that layer's entries.
     """
     first = len(refs) + len(stacks)
     kinds = [plgpu.RefType()] * first + [plgpu.Layout.WG_SPLAT(())] * (1 + len(numbers))
@@ -59,31 +60,31 @@ def layer_array(stack: Any, layer: Any, size: int) -> Address:
 
 
 def thread_anew() -> Any:
-    """Reads this thread's number in its block anew, so that nothing derived from it is hoisted.
+    """Reads this thread's index in its block again, so that values derived from it are not hoisted.
 
-    All layers derive the same from it, and the compiler would keep that for all of them: in memory,
-    as registers are too few.
+    All layers derive the same values from the index. The compiler would compute them once and, as
+    registers are too few, keep them in local memory.
     """
     return assembly(i32(), [], "mov.u32 $0, %tid.x;", "=r", pure=False)
 
 
 def warp_and_lane() -> tuple[Any, Any]:
-    """Returns the number of this thread's warp in its block, and of its lane in the warp."""
+    """Returns the index of this thread's warp in its block, and of its lane in the warp."""
     thread = mgpu_utils.thread_idx()
     return arith.divui(thread, constant(LANES)), arith.remui(thread, constant(LANES))
 
 
 def copied_place() -> tuple[Any, Any]:
-    """Returns the row, and the 16-byte chunk in it, that this thread copies of a tile first."""
+    """Returns the row, and the 16-byte chunk of it, that this thread copies first in a tile."""
     mine = arith.remui(mgpu_utils.thread_idx(), constant(WARPGROUP))
     return arith.divui(mine, constant(_ACROSS)), arith.remui(mine, constant(_ACROSS))
 
 
 def row_place(pool: Any, row: Any, column: Any, width: int) -> Any:
-    """Returns the address of a head's column in a pool, which may exceed 2**31 elements.
+    """Returns the address of a head's column in a pool, which may have more than 2**31 elements.
 
     Args:
-        row: slot * K + head: the index of a head of a slot in the pool.
+        row: ``slot * K + head``, the index of a slot's head in the pool.
         width: number of columns of a head, 16 bits each.
     """
     i64 = ir.IntegerType.get_signless(64)

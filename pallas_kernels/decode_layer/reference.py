@@ -24,9 +24,9 @@ type KeyAndValuePools = tuple[jax.Array, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
-    """The weights of all layers, stacked, in x's dtype or all in one quantized format."""
+    """The weights of all layers, stacked: all in x's dtype, or all in one quantized format."""
 
-    attention_norm: RmsNorm  # scales [L, D], as the other norm's
+    attention_norm: RmsNorm  # scale [L, D], as ``mlp_norm``
     # [L, D, (N + 2 K) H]: heads of queries, then of keys, then of values
     qkv: jax.Array | QuantizedWeight
     out: jax.Array | QuantizedWeight  # [L, N H, D]
@@ -52,15 +52,15 @@ class LayerWeights:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayersCall:
-    """A validated ``decode_layers`` call: one new token per row, through layers alike."""
+    """A validated ``decode_layers`` call: one new token per row through identical layers."""
 
-    x: jax.Array  # [M, D]: the stream
+    x: jax.Array  # [M, D]: the residual stream
     layers: LayerWeights
     pages: KeyAndValuePools
-    tables: jax.Array  # int32 [M, pages of a row], of each layer's pages
+    tables: jax.Array  # int32 [M, pages of a row], the same for every layer
     positions: jax.Array  # int32 [M]
     rope: tuple[jax.Array, jax.Array]  # fp32 [M, R]: cosines, sines
-    scale: float  # of scores
+    scale: float  # factor of the scores
 
     def arrays(self) -> dict[str, Any]:
         """Returns the arrays that the kernel reads, by name."""
@@ -77,14 +77,14 @@ class LayersCall:
         }  # fmt: skip
 
     def tables_of(self, i: int) -> jax.Array:
-        """Returns layer ``i``'s page table, for pools [L P, S, K, H] of all layers' pages."""
+        """Returns layer ``i``'s page table, offset for pools [L P, S, K, H] of all layers."""
         P = self.pages[0].shape[1]
         # What is no page of this layer must not be one of its neighbor's.
         is_page = (self.tables >= 0) & (self.tables < P)
         return jnp.where(is_page, self.tables + i * P, -1)
 
     def per_token(self) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Returns positions [M, 1] and RoPE [M, 1, R], with a dim for the tokens of a row."""
+        """Returns positions [M, 1] and RoPE factors [M, 1, R], with a dim of one token per row."""
         cos, sin = self.rope
         return self.positions[:, None], (cos[:, None], sin[:, None])
 
@@ -99,7 +99,7 @@ class LayersCall:
 
 
 def decode_layers_reference(call: LayersCall) -> tuple[jax.Array, KeyAndValuePools]:
-    """Computes the stream after all layers, in fp32 and rounded once, and the updated pages."""
+    """Computes x after all layers (in fp32, rounded once) and the updated pages."""
     x, M, shape = call.x.astype(jnp.float32), len(call.x), call.pages[0].shape
     k, v = (pool.reshape(-1, *shape[2:]).astype(jnp.float32) for pool in call.pages)
     for i in range(shape[0]):

@@ -1,9 +1,9 @@
-"""The ring of tiles that runs through all layers of a launch, and the products of weights.
+"""The ring buffer of weight tiles for all layers of a launch, and the products with them.
 
-A warpgroup copies tiles of one product after another and waits only for free slots: weights depend
-on nothing, so it loads the next product or layer while others still wait for all blocks. Two
-warpgroups multiply. A warp has 16 rows of every tile, a lane 8 columns; of each unit the sums are
-added in one order and written in fp32.
+One warpgroup copies tiles of one product after another and waits only for free slots. Weights
+depend on no result, so it loads the next product or layer while other warpgroups wait at a grid
+barrier. Two warpgroups multiply: a warp has 16 rows of every tile, a lane 8 columns. The sums of a
+unit (``Share``) are added in a fixed order and written in fp32.
 
 Dims: L layer, K contracted, N column of the weight.
 """
@@ -69,15 +69,15 @@ _LANES = 4  # that have the same columns
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedTile:
-    """The multiplication of a tile of codes by MMA fragments, as in few_rows_matmul.
+    """Multiplication by a quantized weight tile with MMA fragments, as in few_rows_matmul.
 
-    A warp has one or two blocks of 32 rows of every tile, and all 64 columns. The right operand has
-    the one row of x in all its eight places: every lane ``4 g + t`` has the sums of columns g and
-    g + 8 of each block of 16.
+    A warp has one or two blocks of 32 rows of every tile, and all 64 columns. The right operand
+    repeats the one row of x eight times. So every lane ``4 g + t`` has the sums of columns ``g``
+    and ``g + 8`` of each 16.
     """
 
     form: TileForm
-    dtype: jnp.dtype  # of x
+    dtype: jnp.dtype  # dtype of x
     scale_dtype: jnp.dtype
 
     @property
@@ -92,7 +92,7 @@ class QuantizedTile:
         return self.form.depth // BLOCK_ROWS // SLICES
 
     def tile(self, sums: list[Any], place, x, row) -> list[Any]:
-        """Adds the products of the tile at ``place`` and of x from ``row`` on to sums."""
+        """Adds the product of x, from index ``row`` on, and the tile at ``place`` to sums."""
         warp, lane = warp_and_lane()
         g, t = (f(lane, constant(_LANES)) for f in (arith.divui, arith.remui))
         first = total((warp, self.blocks * BLOCK_ROWS))
@@ -141,19 +141,19 @@ class QuantizedTile:
 class Product:
     """One matrix product of a layer, with its weight and results in global memory."""
 
-    weight: str  # names in global memory, of all layers' weights [L, K, N]
-    parts: str  # and of what blocks leave, fp32 [parts, N]
+    weight: str  # name in global memory of all layers' weights [L, K, N]
+    parts: str  # name in global memory of the partial sums, fp32 [parts, N]
     share: Share
-    scales: str  # name of all layers' scales, of weights in few bits
-    is_whole: bool  # all of x is in shared memory; else what the block's units are multiplied with
+    scales: str  # name of all layers' scales, if the weights are quantized
+    is_whole: bool  # all of x is in shared memory, not only the block's rows of K
 
     def count(self) -> jax.Array:
-        """Counts the tiles of the weight that this block multiplies."""
+        """Returns the number of weight tiles that this block multiplies."""
         s, block = self.share, lax.axis_index("block")
         return lax.div(s.units - block + (s.blocks - 1), jnp.int32(s.blocks)) * s.down
 
     def place(self, i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Locates the block's tile ``i`` in the weight: its part of K, row and column of tiles."""
+        """Returns the part of K, tile row and tile column of the block's ``i``-th tile."""
         s = self.share
         unit = lax.axis_index("block") + lax.div(i, jnp.int32(s.down)) * s.blocks
         part, column = lax.div(unit, jnp.int32(s.across)), lax.rem(unit, jnp.int32(s.across))
@@ -162,10 +162,10 @@ class Product:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TileStream:
-    """The ring of tiles that a launch's blocks fill and multiply by."""
+    """The ring buffer of tiles that each block of a launch fills and multiplies by."""
 
-    products: tuple[Product, ...]  # of heads, then others
-    attention: Attention  # whose keys and values come after those of heads
+    products: tuple[Product, ...]  # the QKV product, then the others
+    attention: Attention  # its tiles come after those of the QKV product
     num_layers: int
     num_stages: int
     dtype: jnp.dtype
@@ -190,7 +190,7 @@ class TileStream:
         }
 
     def begin(self, smem) -> None:
-        """Initializes the ring, by all threads of a block, before they take their roles."""
+        """Initializes the ring; all threads of a block call it before they take their roles."""
         threads = (GROUPS + 1) * WARPGROUP
 
         def body(barriers):
@@ -202,7 +202,7 @@ class TileStream:
         each_thread(body, [smem.barriers], [])
 
     def before(self, layer: jax.Array, which: int, plan: KeyPlan) -> jax.Array:
-        """Returns how many of the block's tiles pass the ring before those of a product."""
+        """Returns the number of the block's tiles in the ring before those of a product."""
         counts = [self.products[0].count(), 2 * (plan.stop - plan.start)]
         counts += [product.count() for product in self.products[1:]]
         before = functools.reduce(jnp.add, counts[: which and which + 1], jnp.int32(0))
@@ -238,7 +238,7 @@ class TileStream:
         lax.fori_loop(0, self.num_layers, each_layer, None)
 
     def fetch(self, barriers, ring, arrays: list[Any], turn, row, column, share: Share) -> None:
-        """Starts one thread's copies of a weight tile and of its scales."""
+        """Starts one thread's part of the copies of a weight tile and its scales."""
         form, line = self.form, self.form.line_bytes
         across, mine = line // COPIED, arith.remui(mgpu_utils.thread_idx(), constant(WARPGROUP))
         down, at = (f(mine, constant(across)) for f in (arith.divui, arith.remui))
@@ -261,7 +261,7 @@ class TileStream:
         self.slots.fill(barriers, turn, copies)
 
     def fetch_scales(self, place, scales, row, column, share: Share) -> None:
-        """Starts one thread's copy of the scales of a tile."""
+        """Starts one thread's part of the copy of a tile's scales."""
         form, mine = self.form, arith.remui(mgpu_utils.thread_idx(), constant(WARPGROUP))
         across = WIDTH * form.scale_bytes // COPIED
         assert form.groups * across <= WARPGROUP, "a thread has a copy"
@@ -302,7 +302,7 @@ class TileStream:
         lax.fori_loop(0, lax.div(product.count(), jnp.int32(down)), unit, None)
 
     def add_tile(self, sums: jax.Array, smem, turn: jax.Array, row: jax.Array) -> jax.Array:
-        """Adds the products of the ring's next tile and of x from ``row`` on to sums."""
+        """Adds the product of x, from index ``row`` on, and tile number ``turn`` to sums."""
         kinds = (_HELD.layout, *[plgpu.RefType()] * 3, *[plgpu.Layout.WG_SPLAT(())] * 2)
 
         @plgpu.inline_mgpu(arg_types=kinds, return_type=_HELD.array)
@@ -318,7 +318,7 @@ class TileStream:
         return add(sums, smem.w, smem.x, smem.barriers, splat(turn), splat(row))
 
     def tile(self, sums: list[Any], place, x, row) -> list[Any]:
-        """Does ``add_tile`` in one thread; ``place`` is the tile's in shared memory."""
+        """Does one thread's part of ``add_tile``; ``place`` is the tile's shared-memory address."""
         warp, lane = warp_and_lane()
         mine = total((warp, DEPTH // SLICES), (arith.divui(lane, constant(_ACROSS)), _ROWS))
         x_place = total(address(x), (total(mine, row), 4))
@@ -335,7 +335,7 @@ class TileStream:
         return sums
 
     def leave(self, sums, sums_smem: Any, parts: Any, j, part, column, share: Share) -> None:
-        """Writes a unit's sums, over all warps, to its part of its columns."""
+        """Adds a unit's sums over all warps and writes them to ``parts[part]`` at its columns."""
         numbers = (j, part, column)
         kinds = (_HELD.layout, *[plgpu.RefType()] * 2, *[plgpu.Layout.WG_SPLAT(())] * 3)
 
@@ -348,9 +348,10 @@ class TileStream:
         put(sums, sums_smem, parts, *map(splat, numbers))
 
     def put(self, sums: list[Any], sums_smem, parts, j, part, column, share: Share) -> None:
-        """Writes a unit's sums by one thread, as ``leave`` does in all.
+        """Does one thread's part of ``leave``.
 
-        Units alternate between two buffers: a barrier separates reads of one from its next write.
+        Units alternate between two buffers, so one barrier per unit separates reads of a buffer
+        from the next writes to it.
         """
         warp, lane = warp_and_lane()
         turn = total(address(sums_smem), (arith.remui(j, constant(2)), 4 * SLICES * WIDTH))
