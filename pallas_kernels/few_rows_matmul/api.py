@@ -34,25 +34,26 @@ def few_rows_matmul(
 ) -> jax.Array:
     """Computes ``residual + act(input(x) w)`` for few rows, where reading the weight dominates.
 
-    For one row, the operations before and after a product take as long to launch as the product.
-    The op has no gradient.
+    With one row, launching the operations before and after the product takes as long as the
+    product. The op has no gradient.
 
     Args:
         x: [M, K], bfloat16 or float16 for the kernels; [M, 2 K] with ``swiglu_input``.
         weight: [K, N] of x's dtype, or a quantized weight of that shape.
-        norm: RMSNorm of x's rows: ``input`` is the norm.
+        norm: ``input(x)`` is this RMSNorm of x's rows.
         swiglu_input: ``input(x)`` is ``silu(gate) * up`` of x's halves, gates first.
-        swiglu: ``act`` is ``silu(gate) * up`` of the product's halves (arXiv 2002.05202): the
-            result has half of its columns.
+        swiglu: ``act`` is ``silu(gate) * up`` of the product's halves (arXiv 2002.05202); the
+            result has half the product's columns.
         residual: array added to the result, of its shape and x's dtype.
         implementation: "fused": one Mosaic GPU kernel for the whole op, 1 to 8 rows. "hopper": a
             kernel for the product alone, up to 256 rows; XLA does the rest. Both run on one device.
-            "xla": XLA alone. "auto": the first of these that was measured at least 1.03 times as
-            fast as the next (``choice``).
+            "xla": XLA alone. "auto": "fused", else "hopper", if measured 1.03 times as fast as the
+            alternative (``choice``), else "xla".
 
     Returns:
-        [M, N] or [M, N / 2] in x's dtype, rounded from sums in fp32. ``input(x)`` is rounded, too.
-        All but "fused" also round the product before they add the residual.
+        [M, N] or [M, N / 2] in x's dtype, rounded from fp32 sums. ``input(x)`` is rounded to x's
+        dtype before the product. All but "fused" also round the product before they add the
+        residual.
 
     Raises:
         InputError: shapes or dtypes that disagree, or an unknown implementation.

@@ -1,15 +1,15 @@
-"""The choice of a kernel and its tiles for a product of few rows, from measurements.
+"""Choice of a kernel and its tile sizes for a product of few rows, from measurements.
 
 Measurements are in one table, ``tuned/dispatch-DEVICE.json``. A case has
 
-- ``weight``: "16 bits", or the name of a format for a fused kernel, "4 bits" or "8 bits" for a
-  product alone;
+- ``weight``: "16 bits"; of a quantized weight its format's name for a fused kernel, "4 bits" or "8
+  bits" for the product alone;
 - ``rows``, ``depth`` and ``columns`` of the product;
-- ``fused``: the operations beside the product, as ``FewRowsCall.fused`` names them.
+- ``fused``: the other operations of the call, as ``FewRowsCall.fused`` names them.
 
-A choice has ``implementation``: "fused" or "hopper", with the kernel's tiles; "apart" (what comes
-before and after the product as operations of their own) is what "fused" is held against, "xla" what
-"hopper" of a 16-bit weight is held against.
+A choice has ``implementation``: "fused" or "hopper", with the kernel's tile sizes, or a baseline.
+The baseline of "fused" is "apart": separate operations before and after the product. That of
+"hopper" with a 16-bit weight is "xla".
 
 Dims: as in ``config``.
 """
@@ -50,13 +50,13 @@ type Fields = dict[str, tables.Value]
 
 
 def weight_name(call: FewRowsCall) -> str:
-    """Names the weight's format as the tuning table of fused kernels does."""
+    """Returns the name of the weight's format in the tuning table of fused kernels."""
     weight = call.weight
     return weight.format.name if isinstance(weight, QuantizedWeight) else _bits(16)
 
 
 def fused_config(call: FewRowsCall) -> FusedConfig | QuantizedConfig | None:
-    """Returns the fused kernel's tiles if they were faster at the nearest size, else None."""
+    """Returns the fused kernel's tiles if it was faster at the nearest measured size, else None."""
     if call.is_plain:
         return None
     faster = _fused(call.shape, weight_name(call), call.fused, device.target().slug)
@@ -66,7 +66,8 @@ def fused_config(call: FewRowsCall) -> FusedConfig | QuantizedConfig | None:
 def fuses(call: FewRowsCall, config: KernelConfig | None) -> str | None:
     """Returns why these tiles cannot fuse the norm, SwiGLU or residual; None if they can.
 
-    Rows of x must stay whole in shared memory.
+    A quantized kernel fuses only if all rows of x fit in shared memory, and the weight's rows are
+    in order.
     """
     s, weight = call.shape, call.weight
     if isinstance(weight, QuantizedWeight):
@@ -79,13 +80,13 @@ def fuses(call: FewRowsCall, config: KernelConfig | None) -> str | None:
 def product_config(s: ProductShape) -> SkinnyConfig | QuantizedConfig | None:
     """Returns tiles for the product alone; None where XLA was as fast or nothing was measured.
 
-    For a quantized weight, sizes and formats far from the table's rows get the default tiles.
+    A quantized weight of a size or format far from all measured ones gets the default tiles.
     """
     return (_skinny if s.bits == 16 else _quantized)(s, device.target().slug)
 
 
 def takes_kernel(weight: QuantizedWeight) -> bool:
-    """Returns whether to arrange a weight here: where any quantized product was measured."""
+    """Returns whether to rearrange a weight for the kernel: if it was measured on this device."""
     return product_config(ProductShape.of(1, weight)) is not None
 
 

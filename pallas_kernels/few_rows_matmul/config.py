@@ -1,4 +1,4 @@
-"""Tile sizes of the few-row kernels: which fit a product, and the defaults where none is tuned.
+"""Tile sizes of the few-row kernels: which ones fit a product, and defaults without measurements.
 
 Dims: M row of x, K contracted, N column of the weight.
 """
@@ -29,8 +29,8 @@ class ProductShape:
     M: int
     K: int
     N: int
-    swiglu: bool = False  # the weight's halves are gates and ups of the result
-    bits: int = 16  # of an element of the weight; below 16 it is quantized
+    swiglu: bool = False  # the weight's columns are gates, then ups
+    bits: int = 16  # per element of the weight; below 16 it is quantized
     group_rows: int = 0  # rows of a quantized weight that share a scale; 0: all
     scale_bytes: int = 4
     has_zeros: bool = False
@@ -61,12 +61,12 @@ class ProductShape:
 
     @property
     def num_groups(self) -> int:
-        """Number of warpgroups needed when each multiplies 64 rows of x."""
+        """Number of warpgroups that multiply, at 64 rows of x each."""
         return -(-self.M // GROUP_ROWS)
 
     @property
     def rows_at_a_time(self) -> int:
-        """Number of rows of x that a block multiplies by a quantized weight at once."""
+        """Number of rows of x that a block multiplies by a quantized weight in one pass."""
         return min(self.M, MOST_ROWS_AT_A_TIME)
 
     @property
@@ -76,22 +76,22 @@ class ProductShape:
 
     @property
     def places(self) -> int:
-        """Number of rows stored per strip where x is resident: 1 if x is one row, else 8."""
+        """Number of rows stored per strip if x stays in shared memory: 1 if M is 1, else 8."""
         return 1 if self.M == 1 else STRIP
 
     @property
     def words_per_lane(self) -> int:
-        """Number of 32-bit words per lane in a block of codes, 32 rows by 16 columns."""
+        """Number of 32-bit words per lane in a block of codes (32 rows by 16 columns)."""
         return self.bits // 2
 
     @property
     def scale_arrays(self) -> tuple[str, ...]:
-        """Names of a stage's arrays of scales and zero points."""
+        """Names of the arrays of scales and zero points that a stage of the ring has."""
         return ("scales", "zeros")[: bool(self.scaled_parts) + self.has_zeros]
 
     @property
     def scaled_parts(self) -> int:
-        """Number of groups in a stage with scales of their own; 0 where all rows share one."""
+        """Number of scale groups in a stage of the ring; 0 if all rows of K share a scale."""
         return DEPTH // self.group_rows if self.group_rows else 0
 
 
@@ -103,13 +103,13 @@ _PART_BYTES = 8 * 1024  # read in the time that another block's sums take
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FusedConfig:
-    """Tile sizes of the fused kernel, whose blocks have ``64 tiles`` columns.
+    """Tile sizes of the fused kernel, whose blocks have ``64 * tiles`` columns.
 
-    The kernel multiplies 1 to 8 rows by a 16-bit weight; a cluster has all of K.
+    The kernel multiplies 1 to 8 rows by a 16-bit weight; the blocks of a cluster split K.
     """
 
-    tiles: int = 1  # of 64 columns; of a gated product half of them are gates
-    split: int = 4  # blocks of a cluster: each has a part of K
+    tiles: int = 1  # of 64 columns per block; with ``swiglu`` half the columns are gates
+    split: int = 4  # blocks per cluster, each with a part of K
 
     @property
     def depth(self) -> int:
@@ -128,15 +128,15 @@ class FusedConfig:
     def block_bytes(self, s: ProductShape) -> int:
         """Returns the bytes of shared memory that a block may use.
 
-        Two blocks share an SM: one multiplies while the other begins or ends. Unsplit blocks that
-        are fewer than SMs have all of an SM's shared memory.
+        Two blocks share an SM: one multiplies while the other begins or ends. If K is not split and
+        there are at most as many blocks as SMs, a block gets all of an SM's shared memory.
         """
         if self.split == 1 and self.num_blocks(s) <= NUM_PROCESSORS:
             return SMEM_BYTES
         return (SMEM_BYTES + _SYSTEM_BYTES) // 2 - _SYSTEM_BYTES
 
     def num_stages(self, s: ProductShape) -> int:
-        """Returns the number of weight tiles in the ring, after x and sums have their space."""
+        """Returns the number of weight tiles that fit in the ring beside x and the sums."""
         x = 2 * MOST_RESIDENT * (s.K // self.split)
         sums = 4 * 4 * self.tiles * WARPGROUP
         left = self.block_bytes(s) - _RESERVE - x - sums
@@ -187,15 +187,15 @@ SKINNY_SUMS = 128  # of a thread of these two, beside what else it needs
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SkinnyConfig:
-    """Tile sizes of the skinny kernel, whose blocks have all rows of x and ``tile_n`` columns.
+    """Tile sizes of the skinny kernel; a block has all rows of x and ``tile_n`` columns.
 
-    The kernel multiplies 1 to 256 rows by a 16-bit weight; a block has all or part of K.
+    The kernel multiplies 1 to 256 rows by a 16-bit weight; a block has all of K or one split.
     """
 
     tile_n: int = 64
-    depth: int = 64  # of K, in a tile
-    splits: int = 1  # parts of K; above 1 sums leave in fp32, and whoever reads them adds them
-    transposed: bool = False  # columns of the weight are the left operand of tensor cores
+    depth: int = 64  # length of a tile along K
+    splits: int = 1  # parts of K; if above 1, partial sums are written in fp32 and XLA adds them
+    transposed: bool = False  # the weight's columns are the MMA's left operand
 
     @property
     def out_bytes(self) -> int:
@@ -247,7 +247,7 @@ class SkinnyConfig:
 def default_skinny(s: ProductShape) -> SkinnyConfig | None:
     """Returns tiles that make about as many blocks as SMs; None where none fits.
 
-    Tiles have 64 columns at least, where they divide N: a step of the ring takes as long with less.
+    Tiles have at least 64 columns if 64 divides N: a step of the ring is no faster with fewer.
     """
 
     def waves(config: SkinnyConfig) -> int:
@@ -269,11 +269,11 @@ QUANTIZED_SUMS = 64  # of a thread's products; with scales of groups as many aga
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedConfig:
-    """Tile sizes of the quantized kernel, whose blocks have ``64 tiles`` columns."""
+    """Tile sizes of the quantized kernel, whose blocks have ``64 * tiles`` columns."""
 
-    tiles: int = 2  # fragments of 16 columns that a warp has
-    split: int = 4  # blocks of a cluster: each has a part of K
-    groups: int = 2  # warpgroups that multiply: they take turns at a block's stages
+    tiles: int = 2  # fragments of 16 columns per warp
+    split: int = 4  # blocks per cluster, each with a part of K
+    groups: int = 2  # warpgroups that multiply alternate stages
     stages: int = 4  # tiles of the weight in the ring
 
     def steps(self, s: ProductShape) -> int:
@@ -285,15 +285,15 @@ class QuantizedConfig:
         return -(-self.steps(s) // self.groups)
 
     def is_resident(self, s: ProductShape) -> bool:
-        """Returns whether a block copies its part of x at once, not in stages."""
+        """Returns whether a block's part of x stays in shared memory, not copied stage by stage."""
         return s.M <= MOST_RESIDENT and self.x_bytes(s) <= SMEM_BYTES // 2
 
     def x_bytes(self, s: ProductShape) -> int:
-        """Returns the bytes of shared memory of a block's part of x."""
+        """Returns the bytes of shared memory for a block's part of x if it is resident."""
         return 2 * s.strips * s.places * DEPTH * self.turns(s) * self.groups
 
     def shared_bytes(self, s: ProductShape) -> int:
-        """Returns the bytes of shared memory of all buffers."""
+        """Returns the total bytes of shared memory that a block uses."""
         columns = WIDTH * self.tiles
         stage = columns * DEPTH * s.bits // 8
         stage += s.scaled_parts * columns * (s.scale_bytes + 2 * s.has_zeros)

@@ -33,7 +33,7 @@ SCALES = (*DTYPES, "float32")
 def unsupported_product(call: FewRowsCall, out_dtype: jnp.dtype) -> str | None:
     """Returns why no kernel can compute the product alone; None if one can.
 
-    Beyond 256 rows of a quantized weight, this is about the kernel that dequantizes.
+    With a quantized weight and over 256 rows, the kernel in question is the dequantizing one.
     """
     reason = _unsupported_operands(call, out_dtype)
     if reason is not None:

@@ -1,11 +1,10 @@
-"""The fused kernel for Hopper GPUs: 1 to 8 rows times a 16-bit weight, with what comes before and
-after the product.
+"""The fused kernel for Hopper GPUs: 1 to 8 rows times a 16-bit weight, with norm, SwiGLU, residual.
 
-The transposed product is computed: WGMMA's left operand is 64 columns of the weight, its right one
-the rows of x, which all stay in shared memory, normalized where a norm is given. A block has
-some columns and, with the blocks of its cluster, all of K: one warpgroup fills a ring with tiles of
-the weight, another multiplies. The cluster's sums are added in one order, with a residual if there
-is one, and rounded once.
+The transposed product is computed: WGMMA's left operand is 64 columns of the weight, its right
+operand all rows of x. These stay in shared memory, normalized if the call has a norm. A cluster has
+some columns and splits K among its blocks. In a block one warpgroup fills a ring with tiles of the
+weight and another multiplies. The cluster's sums are added in a fixed order, with the residual if
+any, and rounded once.
 
 Dims: M row, K contracted, N column of the weight, F column of the result.
 """
@@ -62,7 +61,7 @@ def fused_matmul(call: FewRowsCall, *, config: FusedConfig) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FusedMatmulKernel:
-    """The fused kernel of one call; its methods are phases, written once per trace."""
+    """The fused kernel of one call; its methods emit the kernel's phases."""
 
     c: FusedConfig
     s: ProductShape
@@ -139,7 +138,7 @@ class FusedMatmulKernel:
         self.sums.meet_as_bystander()
 
     def compute(self, gmem, smem, first) -> None:
-        """Stores x in shared memory, multiplies by the ring's tiles, adds the cluster's sums."""
+        """Stores x in shared memory, multiplies it by the ring's tiles, adds the cluster's sums."""
         offer(smem.empty, self.num_stages)
         self.rows.place(gmem, smem, smem.x, first, jnp.int32(0), transforms=tiled(128))
         plgpu.commit_smem()

@@ -1,14 +1,14 @@
-"""The quantized kernel for Hopper GPUs: 1 to 256 rows times an arranged weight of 4 or 8 bits.
+"""The quantized kernel for Hopper GPUs: 1 to 256 rows times an ``arranged`` 4- or 8-bit weight.
 
-Codes become numbers in registers, and are multiplied there by ``mma.m16n8k16``. The transposed
-product is computed: a warp's left operand is 16 columns of the weight, its right one 8 rows of x,
-so one row of x costs as much as eight. A block has some columns and, with the blocks of its
-cluster, all of K; its warpgroups alternate in its stages. Their sums are added in one order
-(``ClusterSums``). Scales multiply fp32 sums of a group, not numbers: nothing is rounded but the
-result.
+Codes are dequantized in registers and multiplied by ``mma.m16n8k16``. The transposed product is
+computed: a warp's left operand is 16 columns of the weight, its right operand 8 rows of x, so one
+row of x costs as much as eight. A cluster has some columns and splits K among its blocks; the
+warpgroups of a block multiply alternate stages. Their sums are added in a fixed order
+(``ClusterSums``). Scales multiply the fp32 sums of a group, not single elements: only the result is
+rounded.
 
-Of more rows than eight x comes in stages with the weight, and sums of a cluster of four or more
-are slow: 4096 x 14,336 at 16 rows takes 22.9 us split in two, 45.8 in four (13.2 unsplit).
+With more than eight rows, x is copied in stages with the weight, and adding the sums of a cluster
+is slow: 4096 x 14,336 at 16 rows takes 13.2 us unsplit, 22.9 split in two, 45.8 in four.
 
 Dims: M row of x, K contracted, N column of the weight, G group of rows.
 """
@@ -52,7 +52,7 @@ def quantized_product(
 ) -> jax.Array:
     """Computes the call, [M, N], by the quantized kernel with tiles that fit.
 
-    It fuses a norm, SwiGLU of the input and a residual where ``fuses`` has no objection.
+    It fuses a norm, SwiGLU of the input and a residual; ``choice.fuses`` tells whether it can.
     """
     x_MK, weight = call.x, call.weight
     assert isinstance(weight, QuantizedWeight), "16-bit weights have kernels of their own"
@@ -78,14 +78,14 @@ def quantized_product(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedKernel:
-    """The quantized kernel of one call; its methods are phases, written once per trace."""
+    """The quantized kernel of one call; its methods emit the kernel's phases."""
 
     c: QuantizedConfig
     s: ProductShape
     dequantizer: Dequantizer
     scale_dtype: jnp.dtype
     out_dtype: jnp.dtype
-    norm: RmsNorm | None = None  # of x, as ``gated``: where it is resident
+    norm: RmsNorm | None = None  # of x; like ``gated``, only if x is resident
     gated: bool = False
     has_residual: bool = False
 
@@ -125,9 +125,9 @@ class QuantizedKernel:
 
     @property
     def chains(self) -> int:
-        """Number of independent sums per element, 2 where a warp has a single fragment.
+        """Number of independent sums per element: 2 if a warp has a single fragment, else 1.
 
-        Each MMA waits for the one before it in its chain.
+        An MMA waits for the one before it that adds to the same sum.
         """
         return 2 if self.sums.count == 4 else 1
 
@@ -227,7 +227,7 @@ class QuantizedKernel:
         return self.sums.count > 32 and self.c.groups == 2
 
     def compute(self, gmem, smem, first, group: jax.Array) -> None:
-        """Multiplies a warpgroup's stages, then adds its share of all warpgroups' sums."""
+        """Multiplies a warpgroup's stages, then adds its columns of all warpgroups' sums."""
         c, s = self.c, self.s
         if self.has_many_sums:
             plgpu.set_max_registers(232, action="increase")
@@ -251,7 +251,7 @@ class QuantizedKernel:
         self.sums.finish(sums, gmem, smem, group)
 
     def add_stage(self, sums: jax.Array, refs: list[Any]) -> jax.Array:
-        """Adds the products of one stage to a warpgroup's sums."""
+        """Adds the product of one stage to a warpgroup's sums."""
         x_kind = plgpu.RefType(() if self.is_resident else tiled(128))
         kinds = [plgpu.RefType(), x_kind] + [plgpu.RefType()] * (len(refs) - 2)
 
@@ -265,7 +265,7 @@ class QuantizedKernel:
         return add(sums, *refs)
 
     def stage(self, totals: list[Any], words, x, scales=None, zeros=None) -> list[Any]:
-        """Adds the products of one stage to one thread's totals."""
+        """Adds the product of one stage to one thread's totals."""
         s, per_lane = self.s, self.s.words_per_lane
         warp, lane = arith.shrui(thread(), constant(5)), arith.andi(thread(), constant(31))
         row = arith.andi(lane, constant(s.places - 1))
@@ -301,7 +301,7 @@ class QuantizedKernel:
     def add_block(
         self, apart: list[list[Any]], rows: list[Any], place, block: int, taken: list[Any]
     ) -> list[list[Any]]:
-        """Adds the products of 32 rows of the weight to a thread's chains of sums."""
+        """Adds the products of 32 rows of the weight to a thread's sums, one list per chain."""
         apart = [[*sums] for sums in apart]
         per_lane, strips = self.s.words_per_lane, self.s.strips
         across = WIDTH * self.c.tiles // COLUMNS
@@ -330,7 +330,7 @@ class QuantizedKernel:
         return [(pair(tile, 0), pair(tile, 1)) for tile in range(self.c.tiles)]
 
     def scaled(self, totals: list[Any], sums: list[Any], place: Any, part: int) -> list[Any]:
-        """Adds the sums of one group, times its scales, to totals."""
+        """Adds one group's sums, multiplied by its scales, to totals."""
         totals, size = [*totals], self.scale_dtype.itemsize
         for tile in range(self.c.tiles):
             at = WIDTH * (part * self.c.tiles + tile)

@@ -1,15 +1,15 @@
 """The skinny kernel for Hopper GPUs: 1 to 256 rows times a 16-bit weight, which is read once.
 
 A block has some columns of the weight and all rows of x: one warpgroup fills a ring with tiles of
-both, others multiply 64 rows each. Where columns are too few for all SMs, K is split: parts leave
-in fp32, and XLA adds them in the operation that reads the product. Results are rounded once either
-way. A step of the ring takes about 165 ns whatever its tile, so steps of 128 rows of the weight
-are faster up to 64 rows of x.
+both, others multiply 64 rows each. If there are too few columns for all SMs, K is split: partial
+sums are written in fp32, and XLA adds them in the operation that reads the product. Results are
+rounded once either way. A step of the ring takes about 165 ns whatever its tile, so up to 64 rows
+of x, steps of 128 rows of the weight are faster.
 
-The transposed form is for rows that the weight's columns are too few for. Tensor cores read both
-operands out of shared memory, the left one 64 rows at a time: 64 columns of a tile by 64 rows of x
-take as long to read as to multiply, and what TMA writes comes on top. There 64 columns of the
-weight are the left operand and half of all rows the right one: of 256 rows 4 to 17% less time.
+The transposed form is for many rows of x and narrow tiles. WGMMA reads both operands from shared
+memory, 64 rows of the left one at a time: a 64 x 64 product takes as long to read as to multiply,
+and TMA writes add to that. So 64 columns of the weight are the left operand, and half of all rows
+of x the right one. With 256 rows this takes 4 to 17% less time.
 
 Dims: M row, K contracted, N column of the weight, F column of the result of a gated product, P part
 of K.
@@ -49,11 +49,11 @@ def skinny_matmul(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SkinnyKernel:
-    """The skinny kernel of one call; its methods are phases, written once per trace."""
+    """The skinny kernel of one call; its methods emit the kernel's phases."""
 
     c: SkinnyConfig
     s: ProductShape
-    rows: int  # of x and of the result; tiles have more, which are read as zeros and not written
+    rows: int  # of x and the result; further rows of tiles are read as zeros and not written
     dtype: jnp.dtype
 
     @property
@@ -130,7 +130,7 @@ class SkinnyKernel:
         pl.when(wg == groups)(functools.partial(self.load, gmem, smem, block))
 
     def all_rows(self, first: int, count: int) -> Any:
-        """Returns a row slice that may pass the last row: TMA reads zeros there, writes nothing."""
+        """Returns a slice of rows; TMA reads zeros and writes nothing beyond the last row."""
         return pl.ds(first + 0 * lax.axis_index("block"), count)
 
     def load(self, gmem, smem, block) -> None:
@@ -156,7 +156,7 @@ class SkinnyKernel:
             plgpu.barrier_wait(smem.empty.at[slot])
 
     def compute(self, gmem, smem, block, group: int) -> None:
-        """Computes a warpgroup's share of the block's results."""
+        """Computes a warpgroup's part of the block's results."""
         for slot in range(self.num_stages):
             plgpu.barrier_arrive(smem.empty.at[slot])
 
@@ -183,7 +183,7 @@ class SkinnyKernel:
         self.leave(gmem, smem, block, group, sums)
 
     def accumulators(self) -> list[Any]:
-        """Returns a warpgroup's accumulators: those of gates before those of ups."""
+        """Returns a warpgroup's accumulators, those of gates first."""
         return [plgpu.ACC((GROUP_ROWS, self.part_n), jnp.float32)] * self.parts
 
     def issue(self, smem, slot, group: int, accs: Sequence[Any]) -> None:

@@ -1,9 +1,9 @@
 """Matmuls with 4-bit and 8-bit weights, for any number of rows, with a gradient of x.
 
-Formats that round activations bring a row of x to 8 bits by its own largest element. The codes of
-both sides are numbers of bfloat16 as well: tensor cores of 16 bits multiply them exactly, and any
-way to multiply with a quantized weight serves these. The price is the tensor cores' double rate
-for 8 bits; in return the weight is stored once, in the kernel's order.
+Formats that round activations quantize each row of x to 8 bits, scaled by its largest element. The
+8-bit values of both operands are exact in bfloat16, so they are multiplied exactly by the same
+16-bit kernels as other quantized weights. This forgoes the tensor cores' double rate for 8 bits,
+but the weight is stored only once, in the kernel's order.
 
 Dims: M row of x, K contracted, N column.
 """
@@ -75,21 +75,21 @@ def quantized_matmul(
     """Computes the matrix product ``x w`` with a weight quantized to 4 or 8 bits.
 
     The weight is dequantized to x's dtype; products are summed in fp32 and rounded once. Where the
-    format rounds activations, each row of x is brought to 8 bits by its own largest element. 8-bit
-    numbers are multiplied as the bfloat16 that they are too, summed in fp32 (int8 by XLA in int32).
-    The gradient of x dequantizes again; the weight is a constant. A product that rounds activations
-    has no gradient.
+    format rounds activations, each row of x is quantized to 8 bits, scaled by its largest element;
+    the 8-bit values are multiplied as bfloat16 and summed in fp32 (int8 by XLA in int32). The
+    gradient of x dequantizes again; the weight gets none. A product that rounds activations has no
+    gradient.
 
     Args:
         x: [M, K], bfloat16, float16 or float32.
-        weight: a matrix [K, N], without dims in front.
+        weight: a matrix [K, N] without leading dims.
         out_dtype: dtype of the result; x's by default.
-        implementation: "hopper" (Mosaic GPU; rows of bfloat16 or float16 and a weight that
-            ``arranged`` gave; of more than 256 rows the kernel only dequantizes) or "xla"; "auto"
-            takes hopper for an arranged weight on a device where the kernel was measured
-            (``tuned``; beyond 64 rows it only dequantizes there), else xla.
-        most_bytes: bytes of the dequantized weight at a time. None: all, as on a mesh, whose
-            devices have parts of it.
+        implementation: "hopper" (Mosaic GPU; x in bfloat16 or float16 and a weight from
+            ``arranged``; with more than 256 rows the kernel only dequantizes) or "xla". "auto"
+            takes "hopper" for an arranged weight on a device with measurements (``tuned``; from 65
+            rows on it only dequantizes), else "xla".
+        most_bytes: most bytes of the weight that XLA dequantizes at a time; None dequantizes it
+            whole, as for a sharded weight.
 
     Raises:
         InputError: shapes or dtypes that disagree, or an unknown implementation.
@@ -158,7 +158,7 @@ def quantized_matmul(
 
 
 def rounded_rows(x_MK: jax.Array, activations: Activations) -> tuple[jax.Array, jax.Array]:
-    """Rounds each row of x to 8 bits; returns codes and scales, float32 [M, 1]."""
+    """Quantizes each row of x to 8 bits; returns codes [M, K] and scales, float32 [M, 1]."""
     x = x_MK.astype(jnp.float32)
     largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
     scale = jnp.maximum(largest, _LEAST) / _LARGEST[activations]
@@ -173,8 +173,8 @@ def product_of_rounded(
 ) -> jax.Array:
     """Multiplies the codes of x and of the weight, and scales the sums: [M, N].
 
-    Sums are the int32 of XLA for int8 codes in rows, else fp32. Scales that change along the
-    contracted dim cannot leave the sum: there both sides are dequantized, to fp32.
+    Int8 codes in rows are summed in int32 by XLA, others in fp32. If scales vary along the
+    contracted dim, they cannot be applied to the sum: then both operands are dequantized to fp32.
     """
     activations = weight.format.activations
     assert activations is not None

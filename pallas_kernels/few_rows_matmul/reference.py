@@ -38,7 +38,7 @@ class FewRowsCall:
 
     @property
     def fused(self) -> str:
-        """Names of the operations beside the product, as in tuning tables: ``norm+swiglu``."""
+        """Names of the call's other operations, as in tuning tables: ``norm+swiglu``."""
         parts = {
             "norm": self.norm is not None,
             "swiglu_input": self.swiglu_input,
@@ -49,7 +49,7 @@ class FewRowsCall:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the call is only the product of x, with or without SwiGLU of the result."""
+        """Whether the call is only the product, with or without SwiGLU of the result."""
         return self.fused in ("", "swiglu")
 
     def describe(self) -> str:

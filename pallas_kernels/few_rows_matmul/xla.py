@@ -1,4 +1,4 @@
-"""Products with a quantized weight by XLA, dequantized some columns at a time where it is large.
+"""Products with a quantized weight by XLA, which dequantizes a large weight some columns at a time.
 
 Dims: M row of x, K contracted, N column.
 """
@@ -30,7 +30,7 @@ def quantized_matmul_xla(
     """Multiplies x by a quantized weight, dequantizing at most ``most_bytes`` at once.
 
     Args:
-        transposed: function that dequantizes to the transposed matrix; None: by XLA.
+        transposed: function that dequantizes the weight to its transpose; None takes XLA.
     """
 
     def product(piece: QuantizedWeight) -> jax.Array:
