@@ -100,8 +100,8 @@ def flash_attention(
     Layout and argument names follow ``jax.nn.dot_product_attention``. Differences: positions are
     aligned bottom-right (query t with key t + S - T) where T != S; the logsumexp is float32 and
     differentiable; segment ids, a soft cap and sinks exist; bias is added after the cap, so that it
-    can mask; a row that sees no key is 0. Keys and values that are hidden must be finite all the
-    same: a weight of 0 does not silence a NaN.
+    can mask; a row that sees no key is 0. Even keys and values that no query sees must be finite,
+    since 0 times NaN is NaN.
 
     Algorithms: FlashAttention-2 (Dao 2023); on Hopper FlashAttention-3 (Shah et al. 2024).
 
@@ -124,19 +124,19 @@ def flash_attention(
             stay those of the whole arrays.
         logit_soft_cap: scores become ``cap * tanh(scale * q k^T / cap)``.
         sinks: floats [N]: one logit per head that joins the softmax denominator, without a value.
-        implementation: "auto" takes the fastest for the case on this device and logs it once, for a
-            call that is not differentiated the fastest forward;
-            "hopper" (Mosaic GPU kernels), "cudnn", "xla" (portable, linear memory) and "reference"
-            (the formula, T x S memory) compute the call themselves or raise.
+        implementation: "auto" takes the one measured fastest on this device (its forward alone if
+            the call is not differentiated) and logs the choice once. "hopper" (Mosaic GPU kernels),
+            "cudnn", "xla" (portable, linear memory) and "reference" (the formula, T x S memory)
+            compute the call or raise.
         return_residual: also return the logsumexp of each row's scores.
-        mesh_axes: mesh axes (of the batch, of the heads) over which the arrays are split. Read
-            only inside a ``shard_map`` that leaves some axes to the compiler: the Hopper kernels
-            cannot learn their layout there. Elsewhere it is found.
+        mesh_axes: mesh axes that shard the batch and the heads. Needed only for "hopper" inside a
+            ``shard_map`` over some mesh axes, where the layout over the other axes cannot be
+            inferred. Ignored elsewhere.
 
     Returns:
         out [B, T, N, V] in the query's dtype, or (out, logsumexp float32 [B, T, N]). The logsumexp
-        of a row that sees no key is -inf, or the sink. Partial results over disjoint keys combine
-        with ``merge_partials``.
+        of a row that sees no key is -inf, or the sink's logit. ``merge_partials`` combines results
+        over disjoint keys.
 
     Raises:
         InputError: shapes, dtypes or options that disagree (a ValueError).
@@ -194,9 +194,9 @@ def flash_attention_gradient(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes the gradient of attention over a part of the keys, from the results over all keys.
 
-    Softmax over a union of key sets has probabilities ``exp(score - lse)`` with the union's
-    logsumexp. So a part's share of every gradient needs (out, lse) of the union and nothing of the
-    other parts (Dao 2023, algorithm 2; Liu et al. 2023, ring attention):
+    Softmax over all keys has probabilities ``exp(score - lse)`` with the logsumexp of all keys. So
+    a part's contribution to every gradient needs (out, lse) over all keys, but no other part's keys
+    (Dao 2023, algorithm 2; Liu et al. 2023, ring attention):
 
         dS = P (dP - rowsum(dO O)),  P = exp(S - lse),  dP = dO V^T
 
@@ -209,7 +209,7 @@ def flash_attention_gradient(
         d_out: the cotangent of ``out``, of its shape and dtype.
         scale: factor of the scores; default 1 / sqrt(H).
         is_causal: a query sees no key of this part after its own position, aligned bottom-right.
-        local_window_size: keys seen before and after that position.
+        local_window_size: as in ``flash_attention``, relative to that alignment.
         q_segment_ids: integers [B, T].
         kv_segment_ids: integers [B, S], given with ``q_segment_ids``.
         logit_soft_cap: scores become ``cap * tanh(score / cap)``.

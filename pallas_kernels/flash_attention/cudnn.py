@@ -1,4 +1,4 @@
-"""cuDNN's fused attention through JAX, for calls on which it agrees with ``reference.py``."""
+"""cuDNN's fused attention through JAX, for calls on which cuDNN agrees with ``reference.py``."""
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,9 @@ from .spec import AttentionCall, AttentionMasks, AttentionSpec
 def unsupported(call: AttentionCall) -> str | None:
     """Returns why cuDNN, called through JAX, cannot serve a call; None if it can.
 
-    Some of this cuDNN can do but JAX does not expose: packed segments by offsets, another value
-    width. Some it does differently: a causal mask with T != S is aligned top-left, the logsumexp
-    is rounded to the query's dtype.
+    JAX does not expose some of cuDNN's features: packed segments by offsets, another value width.
+    cuDNN differs in others: it aligns a causal mask with T != S top-left, and rounds the logsumexp
+    to the query's dtype.
     """
     capability = device.target().capability
     spec, masks = call.spec, call.masks

@@ -1,9 +1,9 @@
-"""Choice of an attention call's implementation: the named one, or the fastest that can serve it.
+"""Choice of an attention call's implementation: the named one, or the fastest that supports it.
 
-An implementation answers with a reason why it cannot serve a call, or None. "auto" tries first the
-one measured to be fastest around the case, by ``tuned/dispatch-DEVICE.json``. A row of it has
-the case (``case_of``), the choice {"implementation": name}, and the time of a forward, or of
-forward and backward together where the case has a gradient.
+"auto" takes the first implementation that supports the call, in the order of times measured for
+similar calls (``tuned/dispatch-DEVICE.json``). A row of that table has the case (``case_of``), the
+choice {"implementation": name} and the time of the forward pass. If the case has a gradient, this
+includes the backward pass.
 """
 
 import math
@@ -41,11 +41,11 @@ def choose(implementation: str, call: AttentionCall, *, gradient: bool = True) -
     """Returns the implementation that will run: the named one, or what "auto" prefers here.
 
     Args:
-        gradient: whether the call is differentiated; then the time of both passes counts.
+        gradient: whether the call is differentiated; "auto" then compares times of both passes.
 
     Raises:
         InputError: no such implementation.
-        UnsupportedError: the named implementation cannot serve the call.
+        UnsupportedError: the named implementation cannot compute the call.
     """
     if implementation == "auto":
         return _automatic(call, gradient=gradient)
@@ -62,7 +62,7 @@ def choose(implementation: str, call: AttentionCall, *, gradient: bool = True) -
 
 
 def why_not(name: str, call: AttentionCall) -> str | None:
-    """Returns why implementation ``name`` cannot compute a call with gradient; None if it can."""
+    """Returns why ``name`` cannot compute a call and its gradient; None if it can."""
     match name:
         case "hopper":
             reasons = (
@@ -78,7 +78,7 @@ def why_not(name: str, call: AttentionCall) -> str | None:
 
 
 def why_not_this_device(*, causal: bool) -> str | None:
-    """Returns why the device cannot run or compile the Hopper kernels; None if it can."""
+    """Returns why the target device cannot run the Hopper kernels; None if it can."""
     facts = device.target()
     if facts.capability != (9, 0):
         return f"it needs a GPU of compute capability 9.0 (Hopper), not {facts.kind}"
@@ -112,7 +112,7 @@ def _automatic(call: AttentionCall, *, gradient: bool) -> str:
 
 
 def preferences(call: AttentionCall, *, gradient: bool) -> list[str]:
-    """Returns all implementations for a call: first the measured ones, the fastest first."""
+    """Returns all implementations in the order to try: measured ones by speed, then the others."""
     measured = rank(tables.find(TUNED, QUESTION), case_of(call, gradient=gradient))
     return measured + [name for name in UNMEASURED if name not in measured]
 
@@ -143,9 +143,10 @@ def case_of(call: AttentionCall, *, gradient: bool) -> dict[str, tables.Value]:
 def rank(rows: tuple[tables.Row, ...], case: dict[str, tables.Value]) -> list[str]:
     """Ranks the implementations that were measured, fastest first.
 
-    Times of different cases do not compare. So each implementation's slowdown against the case's
-    fastest is averaged over the cases, and nearer cases weigh more. Only dtype and gradient must
-    be the same: a width or mask with few measurements is ranked by those of others, too.
+    Times of different cases are not comparable. So an implementation's slowdown against the fastest
+    one of each case is averaged over cases, weighted by similarity to ``case``. Only cases of the
+    same dtype and gradient count. All widths and masks count, since each alone has few
+    measurements.
     """
     measured: dict[tuple[tuple[str, tables.Value], ...], dict[str, float]] = {}
     for row in rows:

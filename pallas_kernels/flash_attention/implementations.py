@@ -36,9 +36,9 @@ _RESIDUALS = ("q", "k", "v", "out", "lse", "d_out", "d_lse")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Implementation:
-    """An implementation's forward and backward pass on one device; they match ``reference.py``.
+    """Forward and backward pass of an implementation on one device; both match ``reference.py``.
 
-    Forward and backward of different implementations combine, as they share only (out, lse).
+    The passes of different implementations can be combined, as only (out, lse) is passed on.
     """
 
     forward: Forward
@@ -123,7 +123,7 @@ def by_use(
     """Runs ``alone`` where the call is not differentiated, and ``with_gradient`` where it is.
 
     Args:
-        alone: function of (q, k, v, masks) that holds no traced array.
+        alone: function of (q, k, v, masks) that closes over no traced array.
         with_gradient: function with the same arguments and results, and its own gradient.
     """
     del with_gradient
@@ -142,7 +142,7 @@ by_use.defvjp(_by_use_fwd, _by_use_bwd)
 
 
 def attend_gradient(plan: AttentionPlan, operands: BackwardOperands) -> AttentionGradients:
-    """Computes the gradients of q, k, v, sinks and bias, batched and sharded if need be."""
+    """Computes the gradients of q, k, v, sinks and bias, also under ``vmap`` and sharding."""
     masks = operands.masks
     results = ("dq", "dk", "dv")
     results += ("d_sinks",) * (masks.sinks is not None) + ("d_bias",) * (masks.bias is not None)
@@ -166,7 +166,7 @@ def attend_traceable(
     *,
     results: tuple[str, ...],
 ) -> tuple[jax.Array, ...]:
-    """Computes a forward that JAX differentiates by itself, batched and sharded if need be."""
+    """Computes a forward pass that JAX itself differentiates, also under ``vmap`` and sharding."""
     operands = {"q": q, "k": k, "v": v, **masks.arrays()}
     return call_traceable(_by_name(forward), operands, results, MeshAxes())
 

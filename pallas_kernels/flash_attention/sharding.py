@@ -1,11 +1,11 @@
 """Attention sharded over a mesh by batch and heads: each device calls the kernel on its own shard.
 
-One table (``DIMS``) and one rule (``HeadSplit``) give the layout of operands and results. They are
-applied where the layout of the query is known. In a trace it is known on Explicit axes, from the
-array's type, and on axes that a ``shard_map`` leaves out, from the caller: there ``shard_map``
-applies them. On Auto axes only the compiler knows it: ``custom_partitioning`` applies them.
-Only two sums cross devices: dk and dv where the query heads of one kv head are split, and the
-gradients of what the batch shares over the batch.
+One table (``DIMS``) and one rule (``HeadSplit``) derive the layout of operands and results from the
+query's. On Explicit axes the query's type has its layout; on axes that a surrounding ``shard_map``
+leaves out, the caller passes it (``MeshAxes``). In both cases the call runs under ``shard_map``. On
+Auto axes only the compiler knows the layout, so ``custom_partitioning`` applies the rule. Only two
+sums cross devices: dk and dv over query heads of one kv head, and gradients of sinks and a
+broadcast bias over the batch or heads.
 
 Dims: B batch, T query, S key, N query heads, K kv heads, G query heads per kv head, H query and key
 width, V value width.
@@ -58,7 +58,7 @@ GRADIENT_OF = {"q": "dq", "k": "dk", "v": "dv", "sinks": "d_sinks", "bias": "d_b
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HeadSplit:
-    """Mesh axes that split the batch, the kv heads, and the query heads of one kv head."""
+    """Mesh axes that shard the batch, the kv heads, and the query heads within one kv head."""
 
     batch: tuple[str, ...]
     kv: tuple[str, ...]
@@ -69,11 +69,11 @@ class HeadSplit:
     def nearest(
         cls, q_spec: PartitionSpec, mesh_shape: Mapping[str, int], operands: Operands
     ) -> "HeadSplit":
-        """Returns the split nearest to the query's layout under which a kernel can run per device.
+        """Returns the split nearest to the query's layout under which each device can run a kernel.
 
-        Axes of the batch and of the heads stay while they divide them; a query head's axes split
-        first the kv heads, then, if each device is left with one kv head, the queries that share
-        it. Axes that do not divide are gathered by the caller.
+        Batch axes and head axes are kept as long as they divide the dim. Axes of the query heads
+        shard the kv heads first; if each device is left with one kv head, the others shard its
+        query heads. The caller gathers over axes that do not divide.
         """
         B, _, N, _ = operands["q"].shape
         kv_heads = operands["k"].shape[2]
@@ -91,7 +91,7 @@ class HeadSplit:
         return PartitionSpec(*(axes.get(dim) or None for dim in self._dims(name)))
 
     def sum_axes(self, name: str) -> tuple[str, ...]:
-        """Returns the mesh axes over which devices' blocks of a result are partial sums."""
+        """Returns the mesh axes over which a result's shards are partial sums."""
         match name:
             case "dk" | "dv":
                 return self.group
@@ -128,7 +128,7 @@ def _dividing(
 
 
 def axes_left_to_the_compiler() -> tuple[str, ...]:
-    """Returns mesh axes that a ``shard_map`` around this trace leaves to the compiler, else ()."""
+    """Returns the mesh axes that a surrounding ``shard_map`` leaves to the compiler, or ()."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     left = (name for name, kind in kinds if kind == AxisType.Auto and mesh.shape[name] > 1)
@@ -138,7 +138,7 @@ def axes_left_to_the_compiler() -> tuple[str, ...]:
 def call_traceable(
     compute: Compute, operands: Operands, results: tuple[str, ...], axes: MeshAxes
 ) -> tuple[jax.Array, ...]:
-    """Runs plain JAX code, partitioned by the compiler, or by ``shard_map`` over Explicit axes."""
+    """Runs plain JAX code: the compiler partitions Auto axes, ``shard_map`` Explicit ones."""
     if _is_explicit(operands):
         return _by_shard_map(compute, operands, results, axes)
     return compute(operands)
@@ -149,13 +149,13 @@ def call_opaque(
 ) -> tuple[jax.Array, ...]:
     """Runs custom calls under any of jit, vmap, scan, shard_map and sharded arrays.
 
-    vmap folds its dim into the batch. A call with sinks, which have no batch dim, becomes a loop.
+    vmap folds its dim into the batch; a call with sinks, which have no batch dim, becomes a loop.
 
     Args:
-        compute: works on any batch and any heads; called on each device's block.
+        compute: function for any batch and number of heads; called on each device's shards.
         operands: by their names in ``DIMS``, "q" and "k" among them.
         results: names in ``DIMS`` of the results of ``compute``.
-        axes: mesh axes of batch and heads, where neither types nor the compiler can tell them.
+        axes: mesh axes of batch and heads, if neither types nor the compiler provide them.
     """
     names = tuple(operands)
 

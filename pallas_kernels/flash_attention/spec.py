@@ -18,7 +18,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
-    """The static part of an attention call; it is hashable, so it can key caches and tuned tables.
+    """The static part of an attention call; hashable, so that it can key caches and tuned tables.
 
     Key s is visible to query t if ``t + S - T - left <= s <= t + S - T + right``; None is no bound.
     Causal attention is ``right = 0``. A model's "sliding window of w tokens" is ``left = w - 1``.
@@ -35,16 +35,16 @@ class AttentionSpec:
 class AttentionMasks:
     """The arrays of an attention call besides q, k and v; None where the call has none.
 
-    A query attends only to keys of its own segment, and segment ids below zero mark padding: such
-    queries have no keys and no query sees such keys. A row with no visible key yields zeros
-    and logsumexp -inf (with a sink, the sink's logit).
+    A query attends only to keys of its own segment, and segment ids below zero mark padding:
+    padding queries see no keys and no query sees padding keys. A row with no visible key yields
+    zeros and logsumexp -inf (with a sink, the sink's logit).
     """
 
     q_segment_ids: jax.Array | None = None  # int32 [B, T]
     kv_segment_ids: jax.Array | None = None  # int32 [B, S]
     q_lengths: jax.Array | None = None  # int32 [B]: queries at and after are padding
     kv_lengths: jax.Array | None = None  # int32 [B]: keys at and after are padding
-    sinks: jax.Array | None = None  # float32 [N]: a logit a head that joins the softmax denominator
+    sinks: jax.Array | None = None  # float32 [N]: logit per head added to the softmax denominator
     bias: jax.Array | None = None  # [B|1, N|1, T|1, S|1], added to the capped scores
 
     def arrays(self) -> dict[str, jax.Array]:
@@ -64,8 +64,7 @@ class MeshAxes(NamedTuple):
 class AttentionCall:
     """One validated call of ``flash_attention``, from which an implementation is chosen.
 
-    An implementation that cannot compute a call says why, so that a named one never silently
-    becomes another.
+    A named implementation that cannot compute a call raises an error and is never replaced.
     """
 
     spec: AttentionSpec
@@ -77,7 +76,7 @@ class AttentionCall:
     mesh_axes: MeshAxes | None = None
 
     def describe(self) -> str:
-        """Returns a line of shapes and options for logs and errors; equal lines are equal cases."""
+        """Returns one line of shapes and options for logs and errors, equal for equal cases."""
         B, T, N, H = self.q.shape
         S, K = self.k.shape[1:3]
         return (
@@ -99,7 +98,7 @@ class BackwardOperands:
     out: jax.Array  # [B, T, N, Hv] in q's dtype
     lse: jax.Array  # float32 [B, T, N]
     d_out: jax.Array  # as out
-    d_lse: jax.Array | None  # float32 [B, T, N]; None for a logsumexp that nobody used
+    d_lse: jax.Array | None  # float32 [B, T, N]; None if the logsumexp is unused
 
 
 class AttentionGradients(NamedTuple):

@@ -68,8 +68,8 @@ def make_spec(
 ) -> AttentionSpec:
     """Returns the static part of an attention call, from the arguments of ``flash_attention``.
 
-    A bound that hides nothing at these lengths is left out: equal calls then are one case, to
-    compilers and to tables of what was measured, and no bound is too large for an int32.
+    A window bound that hides nothing at these lengths becomes None. So equivalent calls share a
+    compiled kernel and a row of the tuning table, and every bound fits an int32.
     """
     if scale is None:
         scale = 1.0 / math.sqrt(head_width)

@@ -2,8 +2,8 @@
 
 The score matrix is cut into tiles of a query chunk by a key chunk. One loop visits the tiles that
 the positional masks leave visible, from a list made at trace time. A hidden tile costs nothing, and
-the compiler knows the trip count. Forward keeps a running (maximum, sum, accumulator) a
-row (Milakov and Gimelshein 2018; Dao et al. 2022, algorithm 1); backward recomputes each tile from
+the compiler knows the trip count. Forward keeps a running (maximum, sum, accumulator) per row
+(Milakov and Gimelshein 2018; Dao et al. 2022, algorithm 1); backward recomputes each tile from
 logsumexp (Dao 2023, algorithm 2) and sums dq, dk, dv in float32.
 
 Dims: B batch, T query, S key, N query heads, K kv heads, G query heads per kv head, H query and key

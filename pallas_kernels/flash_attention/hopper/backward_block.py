@@ -1,4 +1,4 @@
-"""The operands of the backward kernels, and the base class that they share.
+"""The operands of the backward kernels, and their base class.
 
 Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width of
 query and key, Hv head width of value.
@@ -28,7 +28,7 @@ def kernel_operands(
 ) -> dict[str, Any]:
     """Returns a backward kernel's operands by name, with ids and tile ranges if tokens have ids.
 
-    A block owns a key tile and visits ``ranges`` of query tiles.
+    A block owns a key tile and visits the query tiles of its entry in ``ranges``.
 
     Args:
         o: the backward pass's operands.
@@ -63,13 +63,14 @@ def row_statistics(o: BackwardOperands, padded: int) -> tuple[jax.Array, jax.Arr
 class BackwardKernel(AttentionKernel):
     """Backward kernel whose blocks own key tiles and add to dQ in global memory.
 
-    ``g.K`` counts a key/value head once for each part of its query heads that has own blocks.
+    The query heads of a key/value head may be split into parts with blocks of their own
+    (``split_heads``); ``g.K`` then counts the head once per part.
     """
 
     parts: int = 1
 
     def shared(self, kv_head: jax.Array) -> jax.Array:
-        """Returns the key/value head of a part of its query heads, where these are split."""
+        """Returns the index in k and v of a key/value head that ``g.K`` counts once per part."""
         return lax.div(kv_head, self.parts) if self.parts > 1 else kv_head
 
     def place(self, gmem) -> tuple[jax.Array, jax.Array, jax.Array, TileRange]:
@@ -127,7 +128,7 @@ class BackwardKernel(AttentionKernel):
         )
 
     def of_parts(self, x: jax.Array) -> jax.core.ShapedArray:
-        """Returns shape and dtype of a gradient of keys or values that is apart for each part."""
+        """Returns shape and dtype of the gradient of keys or values before its sum over parts."""
         like = jax.typeof(x)
         return like.update(shape=(*x.shape[:2], self.g.K, x.shape[3]))
 
@@ -141,9 +142,9 @@ class BackwardKernel(AttentionKernel):
 
 
 def split_heads(g: Geometry, kv_tile: int) -> tuple[Geometry, int]:
-    """Splits a kv head's query heads in parts with own blocks: (geometry, number of parts).
+    """Splits a kv head's query heads into parts with own blocks: (geometry, number of parts).
 
-    With few key tiles, some SMs would have no block, or under a causal mask only a long one.
+    With few key tiles, some SMs would otherwise be idle, or under a causal mask have a long block.
     """
     blocks = g.B * g.K * -(-g.S // kv_tile)
     divisors = [n for n in range(1, g.group + 1) if g.group % n == 0]

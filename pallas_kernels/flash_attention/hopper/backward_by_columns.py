@@ -3,8 +3,8 @@
 Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width of
 query and key, Hv head width of value.
 
-Gradients of 64 keys by 256 columns fill the registers of two warpgroups, so both work on the same
-64 keys: each owns half the columns of dK, of dV and of dQ. Warpgroup 0 computes the scores and P,
+dK and dV of 64 keys by 256 columns fill the registers of two warpgroups. So both work on the same
+64 keys, and each owns half the columns of dK, dV and dQ. Warpgroup 0 computes the scores and P,
 warpgroup 1 computes dO V' and dS; each hands its result to the other through shared memory.
 """
 

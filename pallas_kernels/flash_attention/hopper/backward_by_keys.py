@@ -3,16 +3,17 @@
 Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width of
 query and key, Hv head width of value.
 
-A block owns 128 keys of one key/value head, 64 a warpgroup, whose dK and dV stay in registers over
-all query heads of the group. Scores are computed transposed, keys by queries: P and dS leave the
-softmax as left operands of dV += P dO and dK += dS Q. dQ sums over key tiles and so over blocks:
-TMA adds it to a float32 array in global memory, in no fixed order. It has two forms:
+A block owns 128 keys of one key/value head, 64 per warpgroup. Their dK and dV stay in registers
+over all query heads of the group. Scores are computed transposed, keys by queries. So P and dS can
+stay in registers as left operands of the products ``dV += P dO`` and ``dK += dS Q``. dQ sums over
+key tiles and so over blocks: TMA adds it to a float32 array in global memory, in no fixed order.
+There are two forms:
 
-- late: both warpgroups put dS in shared memory, and one tile later, when neither need wait for the
-  other, each computes half the columns of that tile's dQ. While it leaves, the next scores are
-  computed.
-- ``dq_warpgroup``: a third warpgroup computes dQ, and the next scores run beside dO V'. Only heads
-  of 64 leave it registers.
+- late: both warpgroups store dS in shared memory. One tile later, when neither has to wait for the
+  other, each computes half the columns of that tile's dQ. The next scores are computed while TMA
+  adds this dQ.
+- ``dq_warpgroup``: a third warpgroup computes dQ, and the next scores are computed during dO V'.
+  Only heads of width 64 leave enough registers.
 """
 
 import dataclasses
@@ -45,7 +46,7 @@ def backward(
     config: BackwardConfig,
     interpretable: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes the gradients of q, k and v, summed over the query heads that share k and v.
+    """Computes dq, dk and dv; dk and dv are summed over the query heads of a kv head.
 
     Args:
         operands: forward's operands, results and cotangents; all heads of one width up to 128.

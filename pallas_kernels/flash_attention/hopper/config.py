@@ -1,4 +1,4 @@
-"""Configurations of the Hopper attention kernels: refusals, sizes, and the tiles of a call."""
+"""Configurations of the Hopper attention kernels: supported calls, sizes, tiles of a call."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ class ForwardConfig:
     """Tile sizes of the forward kernel: ``num_warpgroups * 64`` query rows by ``block_kv`` keys."""
 
     block_kv: int
-    num_warpgroups: int = 2  # compute warpgroups, 64 query rows each; one more feeds them
+    num_warpgroups: int = 2  # compute warpgroups, 64 query rows each; one more loads
     num_stages: int = 2  # K and V tiles in flight
-    overlap: bool = True  # keeps the softmax under the value product of the tile before
+    overlap: bool = True  # computes the softmax during the previous tile's value product
     persistent: bool = False  # one block per SM, which takes many tiles
 
     @property
@@ -48,19 +48,19 @@ class ForwardConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BackwardConfig:
-    """Form of the fused backward of heads up to 128 wide: 128 keys per block, 64 queries each step.
+    """Form of the fused backward for heads up to 128 wide: 128 keys per block, 64 queries per step.
 
     Raises:
         UnsupportedError: from ``check``, for a form that the head width leaves no registers for.
     """
 
     num_stages: int = 2  # query tiles in flight
-    register_ds: bool = False  # dK takes dS from registers
+    register_ds: bool = False  # the product for dK reads dS from registers
     dq_warpgroup: bool = False  # a third warpgroup computes dQ; else both do, one tile late
-    own_copies: bool = False  # of queries, as where 8 does not divide their number
+    own_copies: bool = False  # copies queries by ``odd_tiles`` even if 8 divides their number
 
     def check(self, head_dim: int) -> None:
-        """Raises UnsupportedError for a form measured to serialize its matmuls or to spill."""
+        """Raises UnsupportedError if this form serializes matmuls or spills at these widths."""
         if head_dim > 64 and (self.register_ds or self.dq_warpgroup):
             raise UnsupportedError(
                 f"{self}: register_ds and dq_warpgroup need heads at most 64 wide, not {head_dim};"
@@ -144,11 +144,11 @@ def exceeds_shared_memory(config: TileConfig, head_dim: int, value_dim: int) -> 
 
 
 def forward_config(head_dim: int, value_dim: int, endings: Sequence[str] = ()) -> ForwardConfig:
-    """Returns the fastest forward tiles measured for this pair of head widths.
+    """Returns the forward tiles measured fastest for this pair of head widths.
 
     Args:
         head_dim, value_dim: widths.
-        endings: result of ``short_endings``; the first one in the table is used.
+        endings: suffixes of table keys from ``short_endings``; the first one found is used.
     """
     widths = f"{head_dim}/{value_dim}"
     config = next(c for end in (*endings, "") if (c := SHIPPED.get(("forward", widths + end))))
@@ -157,11 +157,11 @@ def forward_config(head_dim: int, value_dim: int, endings: Sequence[str] = ()) -
 
 
 def short_endings(spec: AttentionSpec, masks: AttentionMasks, T: int, S: int) -> list[str]:
-    """Returns endings of table keys for calls whose query tiles see few keys; [] for others.
+    """Returns suffixes of table keys for calls whose query tiles see few keys; [] for others.
 
-    A short loop makes the work before and after it count, which a persistent block overlaps with
-    its next tile. Only plain calls were measured: as many queries as keys, in whole tiles, without
-    windows, documents, sinks or soft cap.
+    With few keys, the work before and after the loop over keys matters; a persistent block overlaps
+    it with its next tile. Only plain calls were measured: as many queries as keys, in whole tiles,
+    without windows, documents, sinks or soft cap.
     """
     plain = spec.left is None and spec.logit_soft_cap is None and not masks.arrays()
     if not plain or T != S or S % 128:
@@ -173,11 +173,11 @@ def short_endings(spec: AttentionSpec, masks: AttentionMasks, T: int, S: int) ->
 
 
 def backward_config(head_dim: int, value_dim: int, group: int) -> BackwardConfig:
-    """Returns the fastest backward form measured for these widths; the default without one.
+    """Returns the backward form measured fastest for these widths; the default if none was.
 
     Args:
         head_dim, value_dim: widths.
-        group: query heads per key/value head. A block then loops that much longer.
+        group: query heads per key/value head. A block loops over the queries of all of them.
     """
     widths = f"{head_dim}/{value_dim}"
     alone = SHIPPED.get(("backward", widths + UNGROUPED)) if group == 1 else None

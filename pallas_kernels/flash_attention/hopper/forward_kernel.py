@@ -6,12 +6,13 @@ query and key, Hv head width of value.
 A block owns ``64 * num_warpgroups`` queries of one head. It visits the key tiles they see from the
 last to the first, so that the masked diagonal comes before the long unmasked loop. Per tile a
 compute warpgroup issues two matmuls back to back: the scores of this tile and the value product of
-the tile before. It works on the softmax of the first while the second runs. Warpgroups alternate at
-the tensor cores (ping-pong). Scores are in units of log2: an exponential is a multiply-add and ex2.
+the previous one. While the second runs, it computes the softmax of the scores. Warpgroups take the
+tensor cores alternately (ping-pong). Scores are in units of log2: an exponential is a multiply-add
+and ex2.
 
-- The assembler moves plain arithmetic behind ``wgmma.wait_group``; a store to shared memory of a
-  value that needs the whole softmax keeps the softmax under PV (``pin``).
-- An accumulator whose first matmul follows its zeros in the same basic block costs no instruction:
+- ptxas would move the softmax's arithmetic behind ``wgmma.wait_group``. A store to shared memory of
+  a value that depends on the whole softmax keeps it before the wait, while P V runs (``pin``).
+- Zeroing an accumulator is free only if its first matmul follows in the same basic block. So
   barrier waits come before the accumulator is created.
 """
 
@@ -73,9 +74,9 @@ def forward(
 
     Args:
         q, k, v: fp16 or bf16.
-        masks: the array part of the masks; no bias.
-        spec: the static part.
-        config: tiles; the table's where None.
+        masks: the mask arrays; a bias is not supported.
+        spec: the static part of the call.
+        config: tiles; None takes those of the tuning table.
         interpretable: avoids what the interpreter lacks: accumulators that outlive a tile, matmul
             operands in registers and inline code.
 
@@ -114,9 +115,9 @@ def forward(
 class ValueSum:
     """Running sum P V of a query tile, kept in a WGMMA accumulator over all key tiles.
 
-    ``issue`` starts the product with one value tile, ``rescale`` waits for it and multiplies the
-    sum by the factor of a grown row maximum, ``last`` gives the whole sum; each ends a use of the
-    tile's slot. What ``start`` returns is carried through the loop.
+    ``issue`` starts the product with one value tile. ``rescale`` waits for it, frees the tile's
+    slot, and rescales the sum if the row maximum grew. ``last`` adds the last product and returns
+    the sum. The loop carries the value that ``start`` returns.
     """
 
     accumulators = ()
@@ -139,7 +140,7 @@ class ValueSum:
         plgpu.wgmma(self.acc, p, self.smem.v.at[slot])
 
     def collect(self):
-        """Returns the part of a product P V that is outside of the accumulator."""
+        """Returns the carry for ``rescale``: empty here, as the accumulator holds the product."""
         return ()
 
     def rescale(self, carried, part, slot, alpha):
@@ -209,7 +210,7 @@ class StagedValueSum:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardKernel(AttentionKernel):
-    """Forward kernel of one call; a compute warpgroup has 64 queries and visits their keys."""
+    """Forward kernel of one call; a compute warpgroup loops over the key tiles of 64 queries."""
 
     name: ClassVar[str] = "attention_forward"
 
@@ -255,7 +256,7 @@ class ForwardKernel(AttentionKernel):
         return 1
 
     def aligned(self, gmem, b, row0):
-        """Returns the position of the key that query ``row0`` is aligned with."""
+        """Returns the position of the key with which query ``row0`` is aligned (the diagonal)."""
         del gmem, b
         return row0 + self.g.diagonal
 
@@ -295,7 +296,7 @@ class ForwardKernel(AttentionKernel):
         self.wait_tile(smem, self.odd_keys, lax.rem(i, stages), lax.div(i, stages))
 
     def cleaner(self, smem, slot, keys: TileRange, i, *, masked: bool) -> Callable[[], None] | None:
-        """Returns what makes the i-th visited tile's values ready to multiply; None without.
+        """Returns a function to call before the i-th tile's values are multiplied, or None.
 
         Args:
             masked: whether scores of the next visited tile are masked, or no tile is next.
@@ -320,7 +321,7 @@ class ForwardKernel(AttentionKernel):
         return p, top, total, alpha
 
     def normalized(self, gmem, b, n, row0, peak, total):
-        """Returns the factor of each output row, and row maxima and sums that include the sink."""
+        """Returns each row's normalizing factor, and row maxima and sums including the sink."""
         del b, row0
         factor = jnp.where(total == 0.0, 0.0, 1.0 / total)
         if not self.sinks:
@@ -335,8 +336,8 @@ class ForwardKernel(AttentionKernel):
         """Returns buffers with one number per row, and barriers, by name.
 
         Args:
-            copies: number of copies that load a warpgroup's queries and, with ids, their ids. A
-                tile of keys has as many, with its keys in ``pieces``.
+            copies: number of copies that fill a warpgroup's queries, and their ids if the call has
+                ids. A key tile takes as many, except that its keys come in ``pieces`` copies.
         """
         c = self.c
         ring = functools.partial(plgpu.Barrier, num_barriers=c.num_stages)
@@ -428,7 +429,7 @@ class ForwardKernel(AttentionKernel):
     def tile_of(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the head (counted over the batch) and query tile that a block computes.
 
-        Longest first (the last queries, under a causal mask), inside a wave of heads.
+        Heads run in waves. In a wave, the longest tiles come first (the last queries, if causal).
         """
         g = self.g
         wave = heads_per_wave(g.B * g.N, g.group, 2 * g.S * (g.H + g.Hv))
@@ -439,7 +440,7 @@ class ForwardKernel(AttentionKernel):
     def load(self, gmem, smem, b, n, q0, keys: TileRange) -> None:
         """Loads keys and values into the ring, and the queries after the first keys.
 
-        Queries wait until the compute warpgroups are done with those before.
+        Queries are loaded once the compute warpgroups are done with the previous tile's queries.
         """
         c = self.c
         kv_head = lax.div(n, self.g.group)
@@ -461,9 +462,9 @@ class ForwardKernel(AttentionKernel):
     def prefetch(self, gmem, block: jax.Array) -> None:
         """Prefetches into L2 the first keys and queries that a later block reads.
 
-        The first keys are those by position: ids would be waited for. The blocks of this kernel end
-        at about the same time: this SM will run that block or one beside it, whose wait for memory
-        is then the short one for L2. With another number of SMs the prefetch comes early or late.
+        The first keys are found by position alone, as reading ids would take too long. Blocks end
+        at about the same time, so this SM or a neighbor soon runs that block and reads from L2. On
+        a GPU with another number of SMs the prefetch comes too early or too late.
         """
         g, c = self.g, self.c
         count = self.num_tiles
@@ -506,7 +507,7 @@ class ForwardKernel(AttentionKernel):
         plgpu.barrier_arrive(smem.q_empty.at[wg])
 
     def attend(self, smem, aligned, keys: TileRange, product: ValueSum | StagedValueSum):
-        """Loops over key tiles to unnormalized output, row maxima and row sums (of 8 columns).
+        """Loops over key tiles; returns unnormalized output, row maxima, row sums of 8 columns.
 
         Args:
             aligned: position of the key that the first query is aligned with.
@@ -567,7 +568,7 @@ class ForwardKernel(AttentionKernel):
         return product.last(o, p, slot, clean), peak, total
 
     def mask(self, smem, slot, s, aligned, key0, q_ids):
-        """Puts -inf where the query of a row does not see the key of a column."""
+        """Sets scores to -inf where the row's query does not see the column's key."""
         if self.segmented:
             kv_ids = plgpu.load(smem.kv_ids.at[slot], layout=column_layout())
             s = self.mask_ids(s, q_ids, kv_ids, fill=-jnp.inf)

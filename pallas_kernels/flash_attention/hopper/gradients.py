@@ -1,4 +1,4 @@
-"""Gradients of attention on Hopper GPUs: the choice of a call's backward kernel.
+"""Gradients of attention on Hopper GPUs, with the choice of the backward kernel.
 
 Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width of
 query and key, Hv head width of value.
@@ -35,7 +35,7 @@ def backward(
     Args:
         operands: the forward's operands, its results and their cotangents.
         spec: the forward call's static part.
-        config: form for heads up to 128 wide; the table's where None.
+        config: form for heads up to 128 wide; None takes that of the tuning table.
 
     Raises:
         UnsupportedError: ``unsupported`` has a reason, or the tiles exceed shared memory.
@@ -60,9 +60,9 @@ def backward(
 
 
 def sink_gradient(o: BackwardOperands) -> jax.Array:
-    """Computes the sinks' gradient: a sink is a key with no value, so -P delta over all queries.
+    """Computes the sinks' gradient: -P delta summed over queries, as a sink is a key with value 0.
 
-    A row without keys whose sink is -inf has no gradient, whatever its logsumexp's cotangent.
+    A row without keys adds nothing to the gradient of a sink of -inf.
     """
     assert o.masks.sinks is not None
     delta = jnp.einsum("btnh,btnh->btn", o.out.astype(jnp.float32), o.d_out.astype(jnp.float32))

@@ -26,25 +26,25 @@ from .tiles import Geometry
 class AttentionKernel:
     """Base class of the Hopper attention kernels of one call; subclasses add the phases."""
 
-    name: ClassVar[str]  # in traces
+    name: ClassVar[str]  # in profiler traces
     g: Geometry
     spec: AttentionSpec
     dtype: jnp.dtype  # of operands and results
-    q_tile: int  # queries of a tile
-    kv_tile: int  # keys of a tile
-    segmented: bool  # whether tokens have ids, and equal ids see each other
+    q_tile: int  # queries per tile
+    kv_tile: int  # keys per tile
+    segmented: bool  # whether tokens have ids; a query sees keys of its own id
     interpretable: bool  # avoids what the interpreter lacks
     padded: bool = True  # lengths of arrays in global memory are multiples of 8
-    own_copies: bool = False  # tiles of queries are those of ``odd_tiles`` whatever their length
+    own_copies: bool = False  # copies queries by ``odd_tiles`` whatever their length
 
     @property
     def odd_queries(self) -> bool:
-        """Whether tiles of arrays with T rows are copied by ``odd_tiles`` instead of Pallas."""
+        """Whether ``odd_tiles``, not Pallas, copies tiles of arrays with T rows (queries)."""
         return not self.padded and (self.own_copies or self.g.T % odd_tiles.GROUP != 0)
 
     @property
     def odd_keys(self) -> bool:
-        """Whether tiles of keys and values are copied by ``odd_tiles`` instead of Pallas."""
+        """Whether ``odd_tiles``, not Pallas, copies tiles of keys and values."""
         return not self.padded and self.g.S % odd_tiles.GROUP != 0
 
     @property
@@ -64,12 +64,12 @@ class AttentionKernel:
 
     @property
     def ragged(self) -> bool:
-        """Whether the last key tile is only partly filled and no ids mask its padding."""
+        """Whether the last key tile is partly padding that no ids mask."""
         return self.g.S % self.kv_tile != 0 and not self.segmented
 
     @property
     def masked(self) -> bool:
-        """Whether any tile may hold scores of hidden keys."""
+        """Whether any tile may contain scores that must be masked."""
         s = self.spec
         return self.segmented or s.left is not None or s.right is not None or self.ragged
 
@@ -83,7 +83,7 @@ class AttentionKernel:
         raise NotImplementedError
 
     def arrivals(self, count: int) -> dict[str, Any]:
-        """Returns buffers of ``count`` barriers for copies of odd tiles; {} without any."""
+        """Returns a buffer of ``count`` barriers for copies by ``odd_tiles``; {} without such."""
         return {"arrivals": odd_tiles.arrivals(count)} if self.odd_queries or self.odd_keys else {}
 
     def load_tile(
@@ -96,8 +96,8 @@ class AttentionKernel:
             source: the array in global memory.
             place: batch entry, first row and head of the tile.
             tile: the buffer in shared memory.
-            full: the barrier of the tile's arrival; for an odd tile, of the copy's start.
-            which: index in ``arrivals`` of the barrier of an odd tile's arrival.
+            full: barrier that signals the tile's arrival; for an odd tile, the start of its copy.
+            which: index in ``arrivals`` of the barrier that signals an odd tile's arrival.
         """
         if odd:
             odd_tiles.load_tile(source, place, tile, self.tiling, smem.arrivals, which)
@@ -117,15 +117,15 @@ class AttentionKernel:
         Args:
             odd: as in ``load_tile``.
             which: as in ``load_tile``.
-            use: how many tiles came through ``which`` before.
+            use: number of tiles that arrived at barrier ``which`` before.
         """
         if odd:
             odd_tiles.wait(smem.arrivals, which, use)
 
     def only(self, it):
-        """Returns the index 0 of a buffer [1, ...], computed anew in step ``it`` of a loop.
+        """Returns an index 0 into a buffer [1, ...], recomputed in each step ``it`` of a loop.
 
-        Thus no registers hold the buffer's WGMMA descriptors over the whole loop.
+        So no registers hold the buffer's WGMMA descriptors throughout the loop (``fresh_zero``).
         """
         return 0 if self.interpretable else fresh_zero(it)
 
@@ -167,11 +167,12 @@ class AttentionKernel:
         return jnp.exp2(s * unit - lax.broadcast_in_dim(lse, s.shape, [lse_dim])), slope
 
     def mask_ids(self, x, q_ids, kv_ids, *, fill: float, by_keys: bool = False):
-        """Puts ``fill`` where the ids of a query and a key differ.
+        """Sets elements to ``fill`` where the ids of query and key differ.
 
         Args:
             x: a tile, queries by keys; keys by queries if ``by_keys``.
-            q_ids, kv_ids: one of each in the layout of rows, the other in that of columns.
+            q_ids, kv_ids: ids of the tile's queries and keys, in row or column layout as their dim
+                of x.
             fill: the value of a hidden score or probability.
             by_keys: whether rows of ``x`` are keys and columns are queries.
         """
@@ -180,10 +181,11 @@ class AttentionKernel:
         return jnp.where(q_ids == lax.broadcast_in_dim(kv_ids, x.shape, [kv_dim]), x, fill)
 
     def mask_positions(self, x, aligned, key0, *, fill: float, by_keys: bool = False):
-        """Puts ``fill`` where the query does not see the key by position; x as in ``mask_ids``.
+        """Sets elements to ``fill`` where positional masks hide the key; x is as in ``mask_ids``.
 
         Args:
-            aligned: column minus row, in the tile, of a query and the key at its position.
+            aligned: column minus row of the diagonal, on which a query meets the key at its
+                position.
             key0: position of the tile's first key.
         """
         left, right = self.spec.left, self.spec.right
@@ -205,14 +207,14 @@ class AttentionKernel:
 
 
 def fresh_zero(it: Any) -> jax.Array:
-    """Returns an int32 0 that compilers cannot know is constant, so each step computes with it.
+    """Returns an int32 0 that the compiler takes for a value which depends on the loop's step.
 
-    Where a buffer begins, and so each descriptor of it that a WGMMA takes, is constant in a loop.
-    The compiler computes all of them before it, has no registers for them, and loads them from
-    local memory in every step. Of ``buffer.at[fresh_zero(it)]`` it computes them in the step.
+    The WGMMA descriptors of a buffer are constant in a loop. The compiler computes all of them
+    before the loop, runs out of registers, and reloads them from local memory in every step.
+    Indexed as ``buffer.at[fresh_zero(it)]``, it computes them in the step instead.
 
     Args:
-        it: int32 below 2**30, a loop's step.
+        it: the loop's step, int32 below 2**30.
     """
     splat = plgpu.Layout.WG_SPLAT(())
     result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat)

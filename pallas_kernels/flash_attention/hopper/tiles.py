@@ -1,7 +1,7 @@
-"""Order in which blocks compute tiles, and the inner tiles that masks leave each block to visit.
+"""Order in which blocks compute tiles, and the range of tiles that each block must visit.
 
 Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width of
-query and key, Hv head width of value; I tiles of the outer side.
+query and key, Hv head width of value; I outer tiles, which blocks own (inner: visited).
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ class TileRange:
     hi: jax.Array
 
     def meet(self, ids_gmem, b: jax.Array, tile: jax.Array) -> "TileRange":
-        """Returns this range's intersection with the one that ``tile_ranges`` found for a tile."""
+        """Returns the intersection of this range and that of ``tile_ranges`` for a tile."""
         lo, full_lo, full_hi, hi = (ids_gmem[b, tile, i] for i in range(4))
         return TileRange(
             jnp.maximum(self.lo, lo),
@@ -82,7 +82,7 @@ class TileRange:
         )
 
     def after(self, i: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the tile visited after tile i, and its head: after the last, the next head."""
+        """Returns the tile visited after tile i, and its head; the next head follows the last tile."""
         last = i + 1 == self.hi
         return jnp.where(last, self.lo, i + 1), head + last.astype(jnp.int32)
 
@@ -145,9 +145,9 @@ def key_tile_of(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns batch entry, key/value head and key tile of block ``tile`` of a backward kernel.
 
-    Blocks of the same head in flight read the same queries and add to the same dQ at about the
-    same time, which L2 then serves: so heads go in waves, not all of them side by side. Within a
-    wave the first keys come first, which under a causal mask are seen by the most queries.
+    Blocks of one head that run at the same time read the same queries and add to the same dQ in L2.
+    So heads run in waves of a few, not all together. In a wave the first keys come first, since
+    under a causal mask the most queries see them.
     """
     heads = g.B * g.K
     wanted = min(heads, max(1, WAVE_KEYS // g.S))
@@ -158,7 +158,7 @@ def key_tile_of(
 
 
 def heads_per_wave(heads: int, group: int, kv_head_bytes: int) -> int:
-    """Returns how many query heads run at a time: whole groups whose keys and values fit in L2."""
+    """Returns how many query heads run at a time: kv groups whose keys and values fit in L2."""
     wanted = group * max(1, L2_BYTES // kv_head_bytes)
     return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(wanted, group))
 
@@ -172,10 +172,10 @@ def have_ids(masks: AttentionMasks) -> bool:
 def token_ids(
     masks: AttentionMasks, g: Geometry, *, q_tile: int, kv_tile: int, by_keys: bool = False
 ) -> dict[str, jax.Array]:
-    """Returns ids of tokens as operands by name; {} where the call has no segments or lengths.
+    """Returns token ids as kernel operands by name; {} if the call has no segments or lengths.
 
-    "q_ids" [B, T'] and "kv_ids" [B, S'] are padded to whole tiles, and equal ids see each other;
-    "ranges" are those of each query tile, or of each key tile if ``by_keys``.
+    "q_ids" [B, T'] and "kv_ids" [B, S'] are padded to whole tiles; a query sees keys of its own id.
+    "ranges" has the ``tile_ranges`` of each query tile, or of each key tile if ``by_keys``.
     """
     B, T, S = g.B, g.T, g.S
     if not have_ids(masks):
@@ -201,8 +201,8 @@ def _ids(
 def tile_ranges(outer_ids: jax.Array, inner_ids: jax.Array, outer: int, inner: int) -> jax.Array:
     """Returns the inner tiles to visit per outer tile: int32 [B, I, 4] (lo, full_lo, full_hi, hi).
 
-    Tiles outside lo..hi share no id with the outer tile, as far as the least and greatest ids
-    tell; tiles of full_lo..full_hi need no mask. Exact for documents packed one after another.
+    By their least and greatest ids, tiles outside lo..hi have no id of the outer tile; tiles in
+    full_lo..full_hi need no mask. This is exact for documents packed one after another.
     """
     o_lo, o_hi, o_whole = _extent(outer_ids, outer)
     i_lo, i_hi, i_whole = _extent(inner_ids, inner)
