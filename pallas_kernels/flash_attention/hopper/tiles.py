@@ -82,7 +82,7 @@ class TileRange:
         )
 
     def after(self, i: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the tile visited after tile i, and its head; the next head follows the last tile."""
+        """Returns the next tile to visit and its head; after the last tile comes the next head."""
         last = i + 1 == self.hi
         return jnp.where(last, self.lo, i + 1), head + last.astype(jnp.int32)
 
