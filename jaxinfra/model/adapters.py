@@ -23,11 +23,11 @@ from jaxinfra.model.projection import Projection
 def add_adapters(decoder: Decoder, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
     """Adds an adapter to each projection that ``config.targets`` names, in every layer.
 
-    A target is the name that the projection has in its layer: the last but one of its parameters'
-    paths, ``query`` of ``blocks/0/attention/query/weight``.
+    A target is the projection's name in its layer: the last component but one of its weight's
+    path, such as ``query`` in ``blocks/0/attention/query/weight``.
 
     Raises:
-        ConfigError: a block has no projection of such a name.
+        ConfigError: a block has no projection with a target's name.
     """
     for block in decoder.blocks:
         projections = {
@@ -69,7 +69,7 @@ def add_bank(decoder: Decoder, factors: Mapping[str, AdapterFactors]) -> None:
         factors: adapters by the weight's path, such as ``blocks/0/attention/query/weight``.
 
     Raises:
-        ConfigError: the decoder has no such projection by itself.
+        ConfigError: the decoder has no projection of such a path, or has packed it with others.
     """
     known: dict[str, Projection] = {
         f"blocks/{number}/{path}/weight": projection

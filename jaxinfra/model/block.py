@@ -52,13 +52,13 @@ _NORMED = (axes.BATCH, axes.SEQUENCE, axes.STREAM)
 class Block(nnx.Module):
     """Transformer block: x + mixer(norm(x)), then x + feed_forward(norm(x)).
 
-    Sandwich placement also normalizes the branches' outputs. Parameter paths call the two layers
-    ``attention`` and ``mlp``, whatever their kind. Results of projections, norms and activations
-    are named by their paths, so ``remat=chosen`` may keep them.
+    Sandwich placement also normalizes the branches' outputs. In parameter paths the two layers are
+    always called ``attention`` and ``mlp``. Results of projections, norms and activations are named
+    by their paths, so that ``remat=chosen`` can keep them.
 
     Args:
         std, out_std: standard deviation of initial weights, out_std for output projections.
-        dropout_rate: dropout on both residual branches, where a key is given.
+        dropout_rate: dropout rate of both residual branches, if there is a dropout key.
     """
 
     def __init__(
@@ -184,11 +184,11 @@ def dropout(
     """Zeroes elements of [B, T, ...] with probability ``rate`` and scales the rest (Srivastava
     et al. 2014); identity without a key.
 
-    Each token has a key of its own, by its row in the batch and its position in the sequence. So a
-    part of a batch, or a sequence in another order, is treated as within the whole.
+    Each token's key is derived from its row in the batch and its position in the sequence. So the
+    result does not depend on how the batch is sharded, or on the order of tokens in memory.
 
     Args:
-        place: gives the rows' indices in the batch, and their tokens' positions.
+        place: object that returns the rows' indices in the batch, and their tokens' positions.
     """
     if key is None or rate == 0.0:
         return x_BT

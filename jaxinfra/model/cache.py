@@ -1,11 +1,10 @@
 """KV caches of past tokens, contiguous or in pages, and the number of elements they hold.
 
 A cache stacks the arrays of all layers of one kind; ``in_layer`` selects one layer. Every layer
-appends to this one buffer, and reads a view of it. A mixer's ``CacheSpec`` names the arrays.
+appends to the same stacked buffer, and reads a view of it. A mixer's ``CacheSpec`` defines the
+names and widths of the arrays.
 
 Dims: B batch, T new token, S slot, P page, M page of a row, L layers.
-
-The number of cached elements per sequence follows from the mixers' ``CacheSpec``.
 """
 
 import dataclasses
@@ -27,8 +26,8 @@ class ContiguousCache:
     """KV cache without pages: the token at position p of row b is in slot p of row b."""
 
     arrays: dict[str, Shaped[Array, "L B S ..."]]  # by the CacheSpec's names
-    layer: Int[Array | np.ndarray, ""] | None = None  # of the stack, in a layer
-    # Nothing was cached before the pass at hand: its tokens see each other only.
+    layer: Int[Array | np.ndarray, ""] | None = None  # index in the stack; None outside a layer
+    # Whether nothing was cached before this pass, so that its tokens see only each other.
     is_empty: bool = dataclasses.field(default=False, metadata=dict(static=True))
     format: CacheFormat = dataclasses.field(default=CacheFormat.PLAIN, metadata=dict(static=True))
 
@@ -49,7 +48,7 @@ class ContiguousCache:
 
     @property
     def num_slots(self) -> int:
-        """Number of positions that each row has room for."""
+        """Number of tokens that each row can cache."""
         return next(iter(self.arrays.values())).shape[2]
 
     def append(
@@ -57,8 +56,8 @@ class ContiguousCache:
     ) -> "ContiguousCache":
         """Returns the cache with new tokens' arrays [B, T, ...] written at their positions.
 
-        A token whose position is below 0 (padding) or beyond the last slot is not written, so
-        the caller must bound lengths.
+        A token whose position is below 0 (padding) or beyond the last slot is silently not
+        written, so the caller must bound lengths.
         """
         rows_B1 = jnp.arange(len(positions_BT))[:, None]
         # Negative numbers would count from the end.
@@ -70,7 +69,7 @@ class ContiguousCache:
         return Pages(arrays=self.arrays, layer=self.layer, format=self.format)
 
     def places(self) -> Pages:
-        """Returns the pages that this layer appends to, or rows if pages do not divide them."""
+        """Returns the pages that this layer appends to; rows if their slots are no whole pages."""
         pages = self.view()
         return pages.paged() if pages.can_be_paged else pages
 
@@ -78,8 +77,10 @@ class ContiguousCache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PagedCache:
-    """KV cache in pages of a pool: row b's token at position p is in slot
-    ``p % size`` of page ``tables_BM[b, p // size]``. Rows may share pages that they only read.
+    """KV cache in a pool of pages, of ``size`` slots each.
+
+    The token at position p of row b is in slot ``p % size`` of page ``tables_BM[b, p // size]``.
+    Rows may share pages that they only read.
     """
 
     arrays: dict[str, Shaped[Array, "L P size ..."]]  # by the CacheSpec's names
@@ -196,10 +197,10 @@ def _zeros(
 
 
 def cached_numbers(config: ModelConfig, num_tokens: int, *, evicted: bool) -> tuple[int, int]:
-    """Counts the elements, and the scales, that all layers cache per sequence.
+    """Counts the elements and the quantization scales that all layers cache per sequence.
 
     Args:
-        evicted: whether layers with a window drop the tokens that left it.
+        evicted: whether layers with a window drop the tokens outside it.
     """
     elements = scales = 0
     for block, repeats in zip(config.blocks, config.repeats, strict=True):

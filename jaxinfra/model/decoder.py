@@ -63,7 +63,7 @@ class Embedding(nnx.Module):
     """An embedding table [rows, width], whose rows are read by index.
 
     Args:
-        matmul: whether the table is also the weight of a product, as of the logits when tied.
+        matmul: whether the table is also the weight of a matmul, as of tied logits.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Embedding(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Embedding, L repetitions of the block pattern, final norm, projection onto the vocabulary."""
+    """Decoder: embedding, L repetitions of the block pattern, final norm, vocabulary projection."""
 
     def __init__(self, config: ModelConfig, *, execution: Execution, rngs: nnx.Rngs):
         check_recipes(config, execution)
@@ -179,12 +179,12 @@ class Decoder(nnx.Module):
         positions: Int[Array, "B T"] | None = None,
         dropout_key: jax.Array | None = None,
     ) -> Float[Array, "B T D"]:
-        """Computes the final norm's output in the compute dtype, from which the loss is taken.
+        """Computes the final norm's output in the compute dtype, the input of the loss.
 
         Args:
             segment_ids: each token's document, -1 for padding; attention never crosses documents.
             positions: each token's position in its document; 0..T-1 by default.
-            dropout_key: PRNG key of dropout; without one nothing is dropped.
+            dropout_key: PRNG key of dropout; no dropout without one.
         """
         return self.run(
             token_ids, positions=positions, segment_ids=segment_ids, dropout_key=dropout_key
@@ -244,17 +244,17 @@ class Decoder(nnx.Module):
     ) -> LayerOutput:
         """Computes all layers and the final norm.
 
-        Returns ``hidden`` as x, the cache with the new tokens, and one ``Sums`` per distinct block,
-        whose arrays have its repetitions as first dim.
+        Returns the output of ``hidden`` as x, the cache with the new tokens, and one ``Sums`` per
+        distinct block, whose arrays have the block's repetitions as first dim.
 
         Args:
-            positions, segment_ids: as in ``hidden``; with a cache each row counts on from what it
-                has cached, from 0 on in an empty one, and a position below 0 is padding, to the
+            positions, segment_ids: as in ``hidden``. With a cache, a row's positions continue after
+                its cached tokens, from 0 in an empty cache. Positions below 0 are padding, to the
                 right of the row's tokens.
-            contexts: each row's known final length in tokens, by which LongRoPE chooses its
-                factors; by default its length after these tokens.
-            behind: parameters used after the layers, returned unchanged; where gradients of
-                layers are ordered, the gradients of these are ordered with them.
+            contexts: each row's final length in tokens, if known; LongRoPE chooses its factors by
+                it. By default the length after these tokens.
+            behind: parameters used after the layers, returned unchanged. If the layers' gradients
+                are computed in a fixed order, theirs are part of it.
         """
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1])[None], token_ids.shape)
@@ -378,11 +378,12 @@ class Decoder(nnx.Module):
         """Returns one repetition of a stack's pattern as a function, and all parameters.
 
         Args:
-            places, ropes: the pattern's indices among the blocks, and a RoPE table per block.
-            number: index of the repetition; repetitions differ only in 8-bit matmuls.
+            places: indices of the pattern's blocks among the model's blocks.
+            ropes: RoPE table of each block.
+            number: index of the repetition, which says which blocks multiply in 8 bits.
 
         Returns:
-            ``repetition_of`` the blocks; parameters of each block [repeats, ...].
+            The function of ``repetition_of``; the parameters of each block, [repeats, ...].
         """
         kind = in_eight_bits(self.config, self.execution.policy, places)[number]
         graphdefs, parameters = graphdefs_of(self._blocks_at(places), kind)
@@ -398,7 +399,7 @@ class Decoder(nnx.Module):
             return self.execution.place(hidden_BTD, (axes.BATCH, axes.SEQUENCE, axes.STREAM))
 
     def embed(self, ids_BT: jax.Array, positions_BT: jax.Array, key: jax.Array | None) -> jax.Array:
-        """Embeds tokens as the first block's input [B, T, D]; drops out where a key is given."""
+        """Embeds tokens as the first block's input [B, T, D]; applies dropout if there is a key."""
         with jax.named_scope("embedding"):
             x_BTD = self.embedding(ids_BT)
             if self.config.embedding_scale != 1.0:

@@ -36,11 +36,11 @@ class ParameterInfo:
     shape: tuple[int, ...]
     dtype: jnp.dtype
     dims: Dims
-    active: float = 1.0  # share of it that a token is multiplied with
-    matmul: bool = False  # whether activations are multiplied with it, not looked up or scaled
-    trained: bool = True  # False: frozen, or changed by a rule
-    is_parameter: bool = True  # False: state, which is changed by a rule
-    contracted: int = 0  # of a projection that may be kept in few bits: dims of its inputs
+    active: float = 1.0  # fraction that one token uses; below 1 for routed experts
+    matmul: bool = False  # whether it is the weight of a matmul, not a lookup table or a scale
+    trained: bool = True  # False: frozen, or state
+    is_parameter: bool = True  # False: state, which a rule changes instead of the optimizer
+    contracted: int = 0  # number of input dims of a projection that may be quantized; else 0
 
     @property
     def size(self) -> int:
@@ -52,11 +52,12 @@ class ParameterInfo:
 class ModelDefinition:
     """A model's structure without values: initializes parameters, or binds them into a Decoder.
 
-    Some parameters may be frozen: ``bind`` supplies them, and everything else here is about the
-    others. So what trains, places or saves a model's parameters sees the trained ones only.
+    Some parameters may be frozen. ``bind`` adds their values; other methods return the trained
+    parameters only, unless they say otherwise. So the optimizer and checkpoints never see frozen
+    parameters.
 
-    Beside parameters a model may have state (``model.passes.ModelState``): a tree of its own,
-    without paths in common, which ``bind`` takes merged with the parameters.
+    A model may also have state (``model.passes.ModelState``). State is a separate tree with other
+    paths than the parameters'; ``bind`` takes both trees merged.
     """
 
     config: ModelConfig
@@ -83,7 +84,7 @@ class ModelDefinition:
         """Samples initial parameters from a typed PRNG key.
 
         Args:
-            beside: values of the frozen parameters, which DoRA's first magnitudes need.
+            beside: values of the frozen parameters, from which DoRA computes initial magnitudes.
         """
         is_measured = self.lora is not None and self.lora.kind is AdapterKind.DORA
         assert beside or not (is_measured and self.frozen), "DoRA begins at the base's own norms"
@@ -112,7 +113,7 @@ class ModelDefinition:
 
         Args:
             sums: ``sums`` of ``Decoder.run``, combined over the whole batch.
-            emitted: cotangents of the state, from ``Gradients.state``.
+            emitted: cotangents of the state from the backward pass: ``Gradients.state``.
         """
         template = nnx.to_flat_state(nnx.filter_state(self.template, ModelState))
         after, values, emissions = {}, flatten_dict(state), flatten_dict(emitted)
@@ -139,9 +140,7 @@ class ModelDefinition:
         )
 
     def as_read(self, parameters: Parameters) -> Parameters:
-        """Casts parameters to the dtype in which layers read them, where they read no other bits;
-        the gradients then have this dtype too.
-        """
+        """Casts parameters to the dtypes in which layers read them; gradients have these too."""
 
         def dtype(variable: nnx.Variable) -> jnp.dtype:
             return variable.get_metadata().get("read_as") or variable.get_value().dtype
@@ -161,7 +160,7 @@ class ModelDefinition:
 
     @property
     def arrays(self) -> Parameters:
-        """``jax.ShapeDtypeStruct`` of parameters and state: all that the model's files hold."""
+        """``jax.ShapeDtypeStruct`` of parameters and state: all arrays in the model's files."""
         return merged(self.shapes, self.state_shapes)
 
     def _of(self, kind: type[nnx.Variable], read: Callable[[nnx.Variable], Any]) -> Parameters:
@@ -218,7 +217,7 @@ def define_model(
     """Defines the model of a config by tracing its constructor; no parameter is allocated.
 
     Args:
-        lora: adapters to put beside projections; nothing is frozen yet.
+        lora: adapters to add to projections; the result has no frozen parameters yet.
     """
     graphdef, template = jax.eval_shape(
         lambda: nnx.split(_build(config, execution, lora, nnx.Rngs(params=0)))
@@ -250,7 +249,7 @@ def by_path(tree: Parameters, *, is_leaf: Callable[[Any], bool] | None = None) -
     """Flattens nested parameters to a dict by path, such as ``blocks/0/mlp/up/weight``.
 
     Args:
-        is_leaf: ``is_weight`` for quantized weights as a whole, not their parts.
+        is_leaf: ``is_weight`` to keep a quantized weight as one leaf, instead of its arrays.
     """
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
@@ -259,7 +258,7 @@ def by_path(tree: Parameters, *, is_leaf: Callable[[Any], bool] | None = None) -
 
 
 def is_weight(leaf: Any) -> bool:
-    """Tells whether a leaf is a quantized weight, which is several arrays."""
+    """Tells whether a leaf is a quantized weight, which consists of several arrays."""
     return isinstance(leaf, QuantizedWeight)
 
 
@@ -273,7 +272,7 @@ def merged(first: Parameters, second: Parameters) -> Parameters:
 
 
 def only(tree: Parameters, others: Parameters) -> Parameters:
-    """Returns the parameters of ``tree`` whose paths ``others`` has too."""
+    """Returns the parameters of ``tree`` whose paths are also in ``others``."""
     paths = flatten_dict(others).keys()
     return nest({path: leaf for path, leaf in flatten_dict(tree).items() if path in paths})
 

@@ -25,8 +25,8 @@ def take_rows(
 ) -> jax.Array:
     """Reads a table's rows by index, [B, T, D] in the compute dtype; NaN for ids outside it.
 
-    Gathered in the param dtype, then cast, so that the gradient of repeated tokens is summed in the
-    param dtype too.
+    The rows are cast after the lookup, so that gradients of repeated tokens are summed in the param
+    dtype.
     """
     del rows_dim
     return policy.to_compute(table_VD.at[ids_BT].get(mode="fill", fill_value=jnp.nan))
@@ -48,11 +48,11 @@ def within_device(
     """Computes routed experts on one device, where nothing is sent.
 
     Returns each token's weighted sum of its experts' outputs, [B, T, D] in the recipe's compute
-    dtype, and how many choices found no room; None where there is room for all.
+    dtype, and None: no choice is dropped for lack of buffer space.
 
     Args:
-        expert_BTK: int32; num_experts for no expert.
-        weight_BTK: fp32.
+        expert_BTK: each token's chosen experts, int32; num_experts means none.
+        weight_BTK: weight of each choice, fp32.
     """
     batch, length, width = x_BTD.shape
     y_ND, _ = apply_experts(
@@ -67,11 +67,11 @@ def within_device(
 
 
 class Place:
-    """Placement of activations: here on one device, and on a mesh as ``parallel.place`` says."""
+    """Placement of activations on one device; ``parallel.place`` has the subclass for a mesh."""
 
     @property
     def batch_shards(self) -> int:
-        """Number of devices that the rows of a batch are sharded over; it divides their number."""
+        """Number of devices that the batch is sharded over; a divisor of the number of rows."""
         return 1
 
     def first_row(self, num_rows: int) -> jax.Array | int:
@@ -84,12 +84,13 @@ class Place:
         return jnp.arange(num_tokens)
 
     def over_batch(self, x: jax.Array) -> jax.Array:
-        """Sums x over the devices that hold different rows of the batch inside shard_map."""
+        """Sums x over the devices that have different rows of the batch, inside shard_map."""
         return x
 
     def copies(self, dim: str | None, size: int) -> int:
-        """Counts the copies of each element of a dim, so that every device that shards it has one;
-        above 1 where there are fewer key/value heads than devices.
+        """Returns how often each element of a dim is repeated, so that every shard has one.
+
+        The number is above 1 only for key/value heads that are fewer than the devices.
         """
         del dim, size
         return 1
@@ -113,11 +114,12 @@ class Recomputation:
 class Kernels:
     """Implementations of attention, lookup, loss and expert exchange, for a device or a mesh.
 
-    Each is called as the function that is named beside it.
+    Each field has the signature of the function in its comment.
     """
 
     attend: Callable[..., jax.Array]  # ``ops.attention.attention``
-    # ``parallel.context.methods``, where devices share sequences; None: ``attend`` computes it.
+    # ``parallel.context.methods.ContextLatentAttention``, if devices shard sequences; None:
+    # ``attend`` computes latent attention too.
     attend_latents: Callable[..., jax.Array] | None
     decode: Callable[..., jax.Array]  # ``ops.cached_attention.cached_attention``
     lookup: Callable[..., jax.Array]  # ``take_rows``
@@ -127,17 +129,17 @@ class Kernels:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeForm:
-    """Settings of a decoder that serves: with a cache, its layers are unrolled."""
+    """Settings of a decoder for serving, which unrolls its layers when it has a cache."""
 
-    packed: bool  # projections of one input are one weight; without tensor parallelism
+    packed: bool  # projections of the same input are one weight; not with tensor parallelism
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Execution:
-    """Settings by which layers compute: dtypes, recomputation, products, kernels, placement.
+    """Settings of how layers compute: dtypes, recomputation, matmuls, kernels, placement.
 
-    Layers call ``place(x, dims)`` on activations whose placement matters; on one device it is the
-    identity, on a mesh ``jaxinfra.parallel`` supplies it.
+    Layers call ``place(x, dims)`` on activations whose sharding matters. It is the identity on one
+    device, and a sharding constraint on a mesh.
     """
 
     policy: Policy
@@ -145,7 +147,7 @@ class Execution:
     multiply: Multiply
     kernels: Kernels
     place: Place
-    gather: Gather | None  # of weights that are kept as gathered; None: left to the compiler
+    gather: Gather | None  # keeps gathered weights for the backward pass; None: XLA gathers
     cache_format: CacheFormat  # of past tokens' keys and values, or latents
-    decode_form: DecodeForm | None = None  # None: the form of training, with a cache too
+    decode_form: DecodeForm | None = None  # None: layers are computed as in training
     statistics: bool = False  # layers add statistics of their activations to ``Sums``

@@ -27,9 +27,9 @@ from jaxinfra.ops.experts import CHOICE_NAME, ExpertWeights
 class Experts(nnx.Module):
     """A mixture-of-experts layer: a router, routed experts (``top_k`` per token), shared experts.
 
-    It emits the losses that the config asks for, and three counts. ``expert_tokens`` counts each
+    It returns the configured losses and three counts as ``Sums``. ``expert_tokens`` counts each
     expert's tokens before any is dropped. ``dropped`` counts choices beyond an expert's capacity,
-    ``overflowed`` those that a bounded exchange between devices had no room for.
+    ``overflowed`` choices that did not fit in the buffers of the exchange between devices.
 
     Args:
         std: standard deviation of the initial weights, except of the down projections.

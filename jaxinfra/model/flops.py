@@ -1,8 +1,8 @@
 """FLOPs of a decoder's passes, where a multiply and an add count as two.
 
-2 FLOPs for each token and parameter that it is multiplied with (Kaplan et al. 2020, table 1), and
-attention by the query-key pairs that are seen: T (T + 1) / 2 of a causal sequence. Recomputation
-and packing do not count (PaLM, arXiv 2204.02311, appendix B).
+Each token costs 2 FLOPs per parameter of its matmuls (Kaplan et al. 2020, table 1). Attention
+counts the visible query-key pairs: T (T + 1) / 2 of a causal sequence. Recomputation does not
+count (PaLM, arXiv 2204.02311, appendix B), and packed documents count as one sequence.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from jaxinfra.model.definition import ModelDefinition, ParameterInfo
 
 
 def matmul_parameters(table: Iterable[ParameterInfo], *, frozen: bool = False) -> int:
-    """Counts the weight elements that each token is multiplied with: active experts, no lookups.
+    """Counts the parameters in each token's matmuls: active experts only, no lookup tables.
 
     Args:
         table: ``ModelDefinition.table``.
@@ -26,7 +26,7 @@ def visible_pairs(length: int, *, window: int | None = None, start: int = 0) -> 
     """Counts the query-key pairs of ``length`` causal queries from position ``start`` on.
 
     Args:
-        window: most keys a query sees, itself among them.
+        window: largest number of keys that a query sees, including its own.
         start: positions cached before the first query.
     """
     if window is None:
@@ -37,7 +37,10 @@ def visible_pairs(length: int, *, window: int | None = None, start: int = 0) -> 
 
 
 def attention_flops(mixer: MixerConfig, length: int, *, start: int = 0) -> float:
-    """Counts attention's forward FLOPs per sequence and layer: 2 pairs (score + value width)."""
+    """Counts attention's forward FLOPs per sequence and layer: 2 pairs (score + value width).
+
+    Pairs are the ``visible_pairs``; both widths are summed over all heads.
+    """
     pairs = visible_pairs(length, window=mixer.window, start=start)
     return 2.0 * pairs * (mixer.score_width + mixer.value_width)
 
@@ -63,7 +66,7 @@ def training_flops(
     """Counts FLOPs of forward and backward: 3 times the forward, less frozen weights' gradients.
 
     Args:
-        parameters, frozen: ``matmul_parameters`` of all weights, and of the frozen ones.
+        parameters, frozen: ``matmul_parameters`` of all weights and of frozen weights.
     """
     whole = 3.0 * forward_flops(config, parameters, length, batch=batch)
     return whole - 2.0 * frozen * batch * length
@@ -79,8 +82,8 @@ def training_flops_per_token(model: ModelDefinition, length: int) -> float:
 def decode_flops(config: ModelConfig, parameters: int, context: int, *, batch: int = 1) -> float:
     """Counts FLOPs of a decode step: one new token per sequence after ``context`` cached ones.
 
-    Latent attention scores the cached latents themselves, its projections absorbed into queries and
-    outputs (arXiv 2405.04434, section 2.1.2): fewer bytes for more FLOPs.
+    Latent attention is counted with its key and value projections absorbed into queries and outputs
+    (arXiv 2405.04434, section 2.1.2). It then attends to the latents: fewer bytes, more FLOPs.
     """
     flops = forward_flops(config, parameters, 1, batch=batch, start=context)
     for block, repeats in zip(config.blocks, config.repeats, strict=True):
@@ -98,8 +101,8 @@ def palm_flops_per_token(
 ) -> float:
     """Returns PaLM's FLOPs per token, ``6 N + 12 L H Q T`` (arXiv 2204.02311, appendix B).
 
-    All parameters count, and every query is taken to see every key: at most twice the attention of
-    ``training_flops_per_token``.
+    All parameters count, and every query counts as seeing every key. So attention counts at most
+    twice as much as in ``training_flops_per_token``.
     """
     widths = (block.mixer.score_width for block in config.layers)
     return 6.0 * num_parameters + 12.0 * sum(widths) * sequence_length

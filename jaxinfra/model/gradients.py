@@ -18,8 +18,8 @@ class Gradients:
     loss: jax.Array  # fp32 []: mean nll in nats per counted token, or mean loss of pairs
     gradients: Parameters  # of the objective times the loss scale, in the parameters' dtypes
     sums: Any  # a ``model.passes.Sums`` for each distinct block
-    state: Parameters  # what the backward pass emits, in the structure of the model's state
-    # fp32 []: sums that a loss shows beside its value, by name.
+    state: Parameters  # cotangents of the model's state, from which a rule updates it
+    # fp32 []: further sums that a loss reports, by name.
     figures: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
 
@@ -35,7 +35,7 @@ def added(first: Gradients, second: Gradients) -> Gradients:
 
 
 def nothing_added(shapes: Gradients) -> Gradients:
-    """Returns zero gradients, to which those of the first micro-batch are added.
+    """Returns zero gradients, to which the first micro-batch's gradients are added.
 
     Args:
         shapes: shapes of one micro-batch's gradients.
@@ -50,7 +50,7 @@ def nothing_added(shapes: Gradients) -> Gradients:
 
 
 def nothing_summed(shapes: Any) -> Any:
-    """Returns empty ``Sums``, with which those of the first micro-batch are combined."""
+    """Returns neutral ``Sums``, with which the first micro-batch's are combined."""
 
     def empty(sums: Sums) -> Sums:
         return Sums(
@@ -67,5 +67,5 @@ def _zeros(tree: Any) -> Any:
 
 
 def nothing_emitted(tree: Any) -> Any:
-    """Returns the least values, with which a maximum of the state's cotangents begins."""
+    """Returns the smallest values of the dtypes: the start of a maximum of state cotangents."""
     return jax.tree.map(lambda leaf: jnp.full(leaf.shape, -jnp.inf, leaf.dtype), tree)

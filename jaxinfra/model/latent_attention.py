@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-Keys and values of all heads are rebuilt from one latent per token; what carries the position is a
-key of its own, which all heads share. The cache holds these two and no heads.
+Keys and values of all heads are rebuilt from one latent per token. Position is encoded in a
+separate rotated key, which all heads share. The cache has only latents and rotated keys.
 
 Dims: B batch, T position, D model width, N heads, H head width, R compressed (latent) width,
 P rotated width.

@@ -1,4 +1,4 @@
-"""Unrolled layers, computed one after another; parameters are stacked along a first dim."""
+"""Unrolled loop over layers whose parameters are stacked along a first dim."""
 
 import dataclasses
 import functools
@@ -24,13 +24,13 @@ type Take = Callable[[jax.Array, int], Iterator[jax.Array]]
 class LayerOf:
     """One layer's array, which is sliced from the stack of all layers only where it is read.
 
-    Recomputation keeps its inputs from the forward to the backward pass. Weights that were sliced
-    earlier would be kept as copies: for all layers, one more fp32 model.
+    Recomputation saves a layer's inputs for the backward pass. Weights that were sliced before it
+    would be saved as copies: over all layers, one more copy of the fp32 model.
     """
 
     index: jax.Array
-    stack: jax.Array  # without a gradient
-    layer: jax.Array  # the layer as ``Take`` has it; takes the gradient and is not read
+    stack: jax.Array  # has no gradient
+    layer: jax.Array  # the slice from ``Take``: never read, receives the gradient
 
     def read(self) -> jax.Array:
         """Slices the layer's array from the stack."""
@@ -77,10 +77,10 @@ def one_by_one[Carry](
     Args:
         steps: each layer's step, from ``opened``; equal steps are traced once.
         layers: tree of the layers' stacked arrays [count, ...].
-        in_order: a layer's backward pass waits for the gradients of the layer that is ``_LAG`` + 1
-            before it in that pass, and for their sums over devices. Without it the scheduler puts
-            products for gradients off until the end, to have something to compute beside every sum;
-            what they read is held until then.
+        take: function that yields the layers of a stack.
+        in_order: whether a layer's backward pass waits for the weight gradients, summed over
+            devices, of the layer ``_LAG`` + 1 before it in that pass. Otherwise XLA delays weight
+            gradients to overlap them with sums over devices, and their inputs stay in memory.
         behind: parameters used after the layers; ``in_order`` orders their gradients too.
     """
     count = len(steps)

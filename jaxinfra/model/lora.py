@@ -28,16 +28,16 @@ _RANK = "r"  # no letter of a projection
 class Adapter(nnx.Module):
     """A projection's LoRA adapter, which adds scale * (x A) B; with DoRA also a magnitude.
 
-    A's elements are uniform in +-1/sqrt(inputs), as the reference implementation draws them, B's
-    are zero: before the first step nothing is added. Both are stored in the accum dtype, as what is
-    trained is, and cast where they are used, as every weight is.
+    A is sampled uniformly in +-1/sqrt(inputs), as in the reference implementation, and B is zero.
+    So the adapter adds nothing before the first step. Both are stored in the accum dtype and cast
+    to the compute dtype at use.
 
     DoRA (equation 5) multiplies each output with ``magnitude / ||W + scale A B||``, the norm over
     all inputs of that output. Magnitudes begin as the norms of W, so at first the factor is 1.
 
     Args:
-        spec: of the projection, such as ``"BTD,DNH->BTNH"``.
-        weight: the projection's weight, with a leading dim of layers where it is stacked.
+        spec: einsum of the projection, such as ``"BTD,DNH->BTNH"``.
+        weight: the projection's weight, with a leading dim of layers if it is stacked.
         dims: logical dims of the weight.
     """
 
@@ -129,9 +129,9 @@ class Adapter(nnx.Module):
     def gain(self, weight: Float[Array, "..."] | QuantizedWeight) -> Float[Array, "..."] | None:
         """Returns DoRA's factor on each output, in the accum dtype; None without DoRA.
 
-        The norm is a constant to autodiff, as the paper's section 4.3 suggests: it follows A and B
-        and hands no gradient on to them. Where devices share a weight's inputs, each sums its own
-        squares; the compiler adds the sums up (4 bytes an output and device).
+        As the paper's section 4.3 suggests, the norm is computed from A and B but gives them no
+        gradient. If a weight's inputs are sharded, the sums of squares are all-reduced (4 bytes per
+        output and device).
         """
         return None if self.magnitude is None else self._gain(self._changed(weight))
 
@@ -163,7 +163,7 @@ class ChosenAdapters(nnx.Variable):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterFactors:
-    """Factors of one projection's adapters; those of lower rank are padded with zeros."""
+    """Factors of one projection's adapters, padded with zeros to the largest rank."""
 
     a: jax.Array  # [L, S, ...I, R]
     b: jax.Array  # [L, S, R, ...O]
@@ -178,7 +178,7 @@ class RowAdapters(nnx.Module):
     an adapter is unchanged to the last bit.
 
     Args:
-        spec: of the projection, such as ``"BTD,DNH->BTNH"``.
+        spec: einsum of the projection, such as ``"BTD,DNH->BTNH"``.
     """
 
     def __init__(self, factors: AdapterFactors, spec: str, *, multiply: Multiply, policy: Policy):
@@ -228,7 +228,7 @@ class RowAdapters(nnx.Module):
         return jax.lax.optimization_barrier(chosen)
 
     def merged(self, weight: Float[Array, "..."] | QuantizedWeight) -> Float[Array, "..."]:
-        """Refuses: rows have different adapters, so no one weight has them all.
+        """Raises an error: rows have different adapters, so they cannot be merged into one weight.
 
         Raises:
             UnsupportedError: always.

@@ -66,7 +66,7 @@ class Mlp(nnx.Module):
 
     @property
     def abilities(self) -> Abilities:
-        """Steps of a block that this layer does itself; if packed, it fuses norm and sum."""
+        """Steps of a block that this layer does itself: norm and residual sum, if packed."""
         fuses = self.packed is not None and self.execution.multiply.few_rows
         return Abilities(fuses=fuses, quantizes=True)
 

@@ -18,7 +18,7 @@ from jaxinfra.ops.multiply import GATHERED, Deferred, RmsNorm
 class Norm(nnx.Module):
     """Normalization (x - mean) / sqrt(variance + epsilon) * (scale + offset) + bias over a width.
 
-    RMSNorm has mean = 0 and divides by the root of the mean square. Computed in the accum dtype.
+    In RMSNorm, mean is 0 and variance the mean square. All is computed in the accum dtype.
     """
 
     def __init__(self, config: NormConfig, *, width: int, dims: Dims, execution: Execution):
@@ -32,7 +32,7 @@ class Norm(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(width, param), axes=dims) if config.bias else None
 
     def deferred(self, x: Float[Array, "*rows width"]) -> Deferred | None:
-        """Returns rows that the next product normalizes itself; None where no kernel can."""
+        """Returns x as input of a matmul kernel that also normalizes; None if no kernel can."""
         config = self.config
         if config.function is not None or config.kind is not NormKind.RMS or config.bias:
             return None

@@ -21,8 +21,8 @@ from jaxinfra.numerics.policy import Policy
 class Abilities:
     """Steps of a block (norm, residual sum, quantization) that its layer can do itself."""
 
-    fuses: bool = False  # its first product normalizes x, its last one adds the residual
-    quantizes: bool = False  # its projections quantize x where they multiply in 8 bits
+    fuses: bool = False  # its first matmul normalizes x, its last one adds the residual
+    quantizes: bool = False  # it quantizes x for its 8-bit projections itself
 
 
 @jax.tree_util.register_dataclass
@@ -41,8 +41,8 @@ class Pass:
     segment_ids_BT: jax.Array | None = None  # documents of packed rows, -1 for padding
     rope: RopeTable | None = None  # of these positions; None without rotary
     cache: Cache | None = None  # appended to at the positions, then attended to
-    dropout_key: jax.Array | None = None  # drops out where given
-    # [B, T, D] that the layer adds its result to; None: whoever called it does.
+    dropout_key: jax.Array | None = None  # no dropout without one
+    # [B, T, D] that the layer adds its result to; None: its caller adds the residual.
     residual_BTD: jax.Array | None = None
 
 
@@ -51,8 +51,8 @@ class Pass:
 class Sums:
     """Named losses and statistics that layers return beside x, to be combined over the batch.
 
-    ``losses`` and ``added`` are summed over micro-batches and devices, ``largest`` takes the
-    maximum. Layers that emit nothing leave all three empty, and nothing is computed for them.
+    ``losses`` and ``added`` are summed over micro-batches and devices, of ``largest`` the maximum
+    is taken. All three are empty for layers without losses and statistics.
     """
 
     losses: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
@@ -103,8 +103,13 @@ STATISTICS = "statistics/"
 
 
 def site_sums(sites: Mapping[str, jax.Array], *, policy: Policy) -> Sums:
-    """Sums each array's squares and counts its elements, zeros and non-finite ones, and takes its
-    largest absolute value; squares and maximum of finite elements. Complete once combined.
+    """Computes statistics of each array, to be combined over the batch.
+
+    They are the sum of squares and largest absolute value of finite elements, and the numbers of
+    all elements, zeros and non-finite ones.
+
+    Args:
+        sites: arrays by the name of their place in the layer.
     """
     added, largest = {}, {}
     for name, array in sites.items():
@@ -134,9 +139,9 @@ class LayerOutput:
     """
 
     x: jax.Array  # [B, T, D] in the compute dtype
-    cache: Any = None  # as it is after this pass; None where none was given
+    cache: Any = None  # the cache after this pass; None if the pass had none
     sums: Any = dataclasses.field(default_factory=Sums)
-    behind: Any = None  # of all layers, as ``Decoder.run`` was given it
+    behind: Any = None  # the argument ``behind`` of ``Decoder.run``; None for single layers
 
 
 def labelled(x: jax.Array, label: str) -> jax.Array:
@@ -149,10 +154,10 @@ type StateRule = Callable[[jax.Array, Sums, jax.Array], jax.Array]
 
 
 class ModelState(nnx.Variable):
-    """An array of a layer that is placed, saved, resumed and hashed as parameters are, and changed
-    by a rule instead of the optimizer: a router's bias, a record of maxima.
+    """A layer's array that a rule updates instead of the optimizer, such as a router's bias.
 
-    Its metadata are ``axes``, the logical dims, and ``rule``, a ``StateRule`` of one layer. What
-    the backward pass emits is the cotangent by this variable, which a ``custom_vjp`` may use to
-    hand out any number; of micro-batches and devices the maximum is kept.
+    It is sharded and saved like a parameter. Its metadata are ``axes``, the logical dims, and
+    ``rule``, a ``StateRule`` of one layer. A ``custom_vjp`` may return any statistic of the
+    backward pass as the state's cotangent. The rule then gets the maximum of this cotangent over
+    micro-batches and devices.
     """

@@ -32,15 +32,14 @@ class Projection(nnx.Module):
         spec: einsum of x and weight, such as ``"BTD,DNH->BTNH"``.
         shape: shape of the weight.
         dims: logical dims of the weight.
-        bias_rank: trailing dims of the weight that the bias spans; 0 for none.
+        bias_rank: number of the weight's last dims that the bias has; 0 for no bias.
         std: standard deviation of the normal distribution that the weight is sampled from.
         name: name of the output, for recomputation policies.
-        site: kind of matmul, which has its recipe in the policy.
-        whole: whether no tensor axis shards the weight. Left to the compiler, such a weight may be
-            permuted among the devices of a pipeline's stage, which then waits
-            for all other stages; so the weight is gathered before its product.
-        repeated: a dim of weight and result with fewer elements than devices that shard it; each
-            device then computes with a copy of one, and the copies' gradients are summed.
+        site: kind of matmul, by which the policy chooses a recipe.
+        whole: whether no tensor axis shards the weight. It is gathered before its matmul, since
+            the compiler might permute it in a pipeline stage, which would wait for other stages.
+        repeated: a dim of weight and result that may have fewer elements than devices shard it.
+            Each device then computes a copy of one, and the copies' gradients are summed.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class Projection(nnx.Module):
 
     @property
     def merged_weight(self) -> Float[Array, "..."]:
-        """Returns the weight with its adapter merged, for layers that multiply with parts of it."""
+        """Weight with its adapter merged, for layers that use parts of the weight themselves."""
         weight = as_array(self._used, self.policy.compute)
         return weight if self.adapter is None else self.adapter.merged(weight)
 
@@ -116,7 +115,7 @@ class Projection(nnx.Module):
 
     @property
     def factor(self) -> Factor | None:
-        """Returns weight and recipe of an 8-bit product; None with an adapter, a bias or no fp8."""
+        """Weight, record and dims of an 8-bit matmul; None with an adapter, a bias or no fp8."""
         weight = self._multiplied
         is_alone = self.recipe.fp8 is not None and self.adapter is None and self.bias is None
         if not is_alone or not is_plain(weight):

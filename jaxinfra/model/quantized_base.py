@@ -50,7 +50,7 @@ def base_shapes(definition: ModelDefinition, base: BaseWeights) -> Parameters:
     Embeddings, norms, biases, routers and routed experts stay as they are.
 
     Raises:
-        ConfigError: a projection's inputs do not divide into blocks.
+        ConfigError: a projection's number of inputs is no multiple of the block size.
     """
     if base is BaseWeights.COMPUTE:
         return definition.shapes

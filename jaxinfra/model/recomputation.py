@@ -45,8 +45,8 @@ def rematerialized(
 
     Args:
         names: names of values to keep; None keeps everything.
-        in_loop: whether it is the body of a loop. CSE cannot undo recomputation there;
-            forbidding CSE would only cost fusions.
+        in_loop: whether it is the body of a loop. There, XLA's common-subexpression elimination
+            cannot undo recomputation, so it stays allowed; forbidding it would cost fusions.
     """
     if names is None:
         return repetition
@@ -94,7 +94,7 @@ def check_kept(config: ModelConfig, execution: Execution, labels: Iterable[str])
 
 
 def repeats_in_body(stack: Stack, unroll: int) -> int:
-    """Returns how many repetitions of a stack's pattern one loop body has; all means no loop."""
+    """Returns the number of repetitions of a stack's pattern per loop body; all means no loop."""
     return min(max(1, unroll // len(stack.pattern)), stack.repeats)
 
 
@@ -145,7 +145,7 @@ def kept_in_stack(
 
 
 def as_kept(each: Sequence[tuple[str, ...]]) -> tuple[KeptValues, ...]:
-    """Groups the names that each repetition keeps into runs of equal names."""
+    """Groups consecutive repetitions that keep the same names into one ``KeptValues`` each."""
     runs: list[KeptValues] = []
     for names in each:
         if runs and runs[-1].names == names:

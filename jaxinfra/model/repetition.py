@@ -47,7 +47,7 @@ def in_eight_bits(config: ModelConfig, policy: Policy, places: slice) -> list[In
 
 
 def check_recipes(config: ModelConfig, execution: Execution) -> None:
-    """Raises ConfigError where layers of one loop would multiply in different formats."""
+    """Raises ConfigError if layers of one loop body would need different matmul formats."""
     first, last = execution.policy.out_of_eight_bits
     named = f"first_layers_out={first}, last_layers_out={last}"
     unroll = execution.recomputation.unroll
@@ -73,8 +73,8 @@ def check_recipes(config: ModelConfig, execution: Execution) -> None:
 def out_of_eight_bits(block: Block) -> Block:
     """Returns a copy of a block whose projections and experts multiply in the policy's format.
 
-    The records of 8-bit operands stay among its arrays, unread, since all layers of a stack must
-    have equal arrays.
+    The copy keeps its records of 8-bit operands unused, since all layers of a stack must have
+    equal arrays.
     """
     copy = nnx.merge(*nnx.split(block))
     for _, module in nnx.iter_modules(copy):
@@ -106,8 +106,8 @@ def repetition_of(
 
     It maps ((x, cached arrays), (index, parameters, dropout keys)) to ((x, cached arrays), sums).
 
-    The cache is carried, not scanned over: the loop then works in the one buffer, where a scan
-    would read the whole cache from one and write it to another.
+    The cache is part of the carry, so that the loop updates one buffer in place. Scanned over, the
+    whole cache would be read from one buffer and written to another.
     """
 
     def repetition(carry: tuple[jax.Array, list[dict[str, jax.Array]] | None], layer):

@@ -95,8 +95,8 @@ def rope_table(
     """Computes RoPE's cos and sin at these positions, for all layers with this config.
 
     Args:
-        contexts_B: tokens of each row, by which LongRoPE decides for the whole row; by default as
-            many as its largest position says.
+        contexts_B: length of each row in tokens, by which LongRoPE chooses the row's factors; by
+            default the row's largest position plus 1.
     """
     frequencies, factor = rope_frequencies(config, head_dim=head_dim)
     frequencies_R = jnp.asarray(frequencies, dtype=np.float32)
@@ -118,8 +118,9 @@ def rope_table(
 def apply_rope(
     x_BTNH: Float[Array, "B T N H"], table: RopeTable, *, pairs: RopePairs = RopePairs.HALVES
 ) -> Float[Array, "B T N H"]:
-    """Rotates each head's first 2R elements in pairs, (i, i + R) or (2i, 2i + 1); fp32 inside, x's
-    dtype out.
+    """Rotates each head's first 2R elements in pairs, (i, i + R) or (2i, 2i + 1).
+
+    The rotation is computed in fp32 and returned in x's dtype.
     """
     cos_BT1R, sin_BT1R = (part[:, :, None, :] for part in table)
     num_pairs = cos_BT1R.shape[-1]

@@ -1,7 +1,7 @@
 """Routing: the choice of each token's experts and their weights, and losses that balance loads.
 
-All is computed in fp32 by elementwise operations over experts, so on a mesh each device chooses
-for its own tokens.
+All operations are in fp32 and independent per token, so on a mesh each device chooses experts for
+its own tokens.
 
 Dims: B batch, T position, E expert, G group of experts, S expert of a group, K choice.
 """
@@ -26,7 +26,7 @@ class ExpertChoice:
     expert_BTK: jax.Array  # int32, the best first; num_experts for none
     weight_BTK: jax.Array
     is_chosen_BTE: jax.Array  # bool
-    share_BTE: jax.Array  # scores that sum to 1: what balance losses even out
+    share_BTE: jax.Array  # scores normalized to sum 1 over experts, for balance losses
 
 
 def choose(
@@ -39,8 +39,8 @@ def choose(
     """Chooses the ``top_k`` experts of each token that counts; on ties, the lower index.
 
     Args:
-        correction_E: added to scores for the choice, and not for the weights.
-        counts_BT: bool, tokens that count; the others (padding) choose no expert.
+        correction_E: bias added to scores for the choice only, not for the weights.
+        counts_BT: bool, False for padding tokens, which choose no expert.
     """
     routing = config.routing
     scores_BTE = _scores(logits_BTE, routing)
@@ -76,7 +76,7 @@ def choose(
 def within_capacity(
     choice: ExpertChoice, *, config: ExpertsConfig
 ) -> tuple[ExpertChoice, jax.Array]:
-    """Drops choices beyond each expert's capacity, the last of a sequence first; counts them."""
+    """Drops choices beyond each expert's capacity, a sequence's last ones first; counts them."""
     factor = config.balance.capacity_factor
     assert factor is not None
     length, num_experts = choice.is_chosen_BTE.shape[1:]
@@ -134,8 +134,10 @@ def balance_sums(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EvenLoads:
-    """Update rule of a router's correction bias: up by ``rate`` for experts with fewer tokens than
-    their layer's mean, down for experts with more (arXiv 2408.15664, algorithm 1).
+    """Update rule of a router's correction bias (arXiv 2408.15664, algorithm 1).
+
+    The bias rises by ``rate`` for experts with fewer tokens than the layer's mean, and falls by
+    ``rate`` for experts with more.
     """
 
     rate: float

@@ -1,11 +1,11 @@
 """The decoder's form for serving: unrolled layers, and projections of one input packed as one.
 
-Training scans over layers whose parameters are stacked, so that one layer is compiled. In a decode
-step, which should only read memory, a loop costs as much again: the host launches each iteration,
-and a weight is cut out of its stack before a library can multiply with it. Here
-the step is one unrolled program, and queries, keys and values are one product, as gate and up are.
-Parameters stay stacks, as caches do: XLA gives a kernel the part of an array that it asks for, and
-the host hands over 14 arrays at every step of a 1B, not 134.
+Training scans over layers with stacked parameters, so that only one layer is compiled. In a decode
+step, which is bound by memory, such a loop doubles the time. The host launches each iteration, and
+each weight is copied out of its stack before a library multiplies with it. Here the step is one
+unrolled program. Queries, keys and values are one matmul, and so are gate and up. Parameters and
+caches stay stacked: kernels read their slice in place, and the host passes 14 arrays per step of a
+1B model instead of 134.
 """
 
 import functools
@@ -43,11 +43,11 @@ from the end as in biases."""
 
 
 def serving_form(definition: ModelDefinition, execution: Execution) -> ModelDefinition:
-    """Returns the same model in the form that serves: unrolled layers where they have a cache.
+    """Returns the definition of the same model for serving, with layers unrolled in a decode step.
 
     Args:
-        execution: one with a ``decode_form``; with ``packed``, projections of one input are one
-            weight.
+        execution: an execution with a ``decode_form``; if that is ``packed``, projections of the
+            same input are one weight.
 
     Raises:
         UnsupportedError: a model with adapters.
@@ -66,12 +66,13 @@ def serving_parameters(
 ) -> Parameters:
     """Converts a model's parameters and state for the serving form's ``bind``: packs projections.
 
-    Where one device serves, quantized weights are in the order in which its kernel reads them.
+    On one device, quantized weights are also reordered for its kernel.
 
     Args:
-        parameters: as the ``bind`` of the model that ``form`` is of takes them.
-        consumes: free arrays once others have been made of them: never more is held than the
-            parameters and the largest packed stack twice.
+        form: definition from ``serving_form``.
+        parameters: parameters and state for ``bind`` of the original definition.
+        consumes: whether to free each input array once it is converted. Peak memory is then the
+            parameters plus the largest packed stack.
     """
     sources = by_path(parameters, is_leaf=is_weight)
     result: dict[tuple[str, ...], jax.Array | QuantizedWeight] = {}
@@ -94,7 +95,7 @@ def serving_parameters(
 
 
 def can_pack(parameters: Parameters) -> bool:
-    """Tells whether projections of one input can be packed; quantized ones must agree."""
+    """Tells whether projections of one input can be packed; quantized ones need equal formats."""
     weights = by_path(parameters, is_leaf=is_weight)
     for path, weight in weights.items():
         *parents, layer, name, last = ("", "", *path.split("/"))

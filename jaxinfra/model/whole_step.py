@@ -27,7 +27,7 @@ from jaxinfra.ops.quantized import QuantizedWeight
 
 
 def can_be_whole(config: ModelConfig) -> bool:
-    """Tells whether the kernel of all layers can compute this model."""
+    """Tells whether the kernel that computes all layers in one launch supports this model."""
     block, *others = config.blocks
     mixer, fed, norm = block.mixer, block.feed_forward, block.norm
     if others or not isinstance(mixer, GroupedAttentionConfig) or not isinstance(fed, MlpConfig):
@@ -50,7 +50,7 @@ def whole_step(
     ropes: Sequence[RopeTable | None],
     cache: KVCache | None,
 ) -> LayerOutput | None:
-    """Computes all layers of a one-token step in one launch; None where the kernel cannot."""
+    """Computes all layers of a one-token step in one launch; None if the kernel cannot."""
     is_served = execution.decode_form is not None and execution.multiply.few_rows
     if not is_served or execution.statistics or cache is None:
         return None

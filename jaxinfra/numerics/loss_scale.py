@@ -12,10 +12,10 @@ from jaxinfra.config.precision import LossScaling, PrecisionConfig
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LossScale[Leaf]:
-    """The factor on the loss, and the number of steps since its last overflow."""
+    """The factor on the loss, and the number of finite steps since the factor last changed."""
 
     value: Leaf  # float32 []
-    finite_steps: Leaf  # int32 [], since the last change
+    finite_steps: Leaf  # int32 []
 
 
 def initial_loss_scale(config: PrecisionConfig) -> LossScale[jax.Array]:

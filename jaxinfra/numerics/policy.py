@@ -21,9 +21,9 @@ class Policy:
     param: jnp.dtype
     compute: jnp.dtype
     accum: jnp.dtype
-    gradient: jnp.dtype | None = None  # of weights, as a matmul hands it on; None: ``param``
-    sites: tuple[tuple[Site, Recipe], ...] = ()  # that differ from the rest
-    out_of_eight_bits: tuple[int, int] = (0, 0)  # layers at the beginning and the end
+    gradient: jnp.dtype | None = None  # of weight gradients in sums over devices; None: ``param``
+    sites: tuple[tuple[Site, Recipe], ...] = ()  # sites with their own recipe
+    out_of_eight_bits: tuple[int, int] = (0, 0)  # number of first and of last layers without 8 bits
 
     def in_eight_bits(self, layer: int, num_layers: int) -> bool:
         """Tells whether a layer's matmuls may use 8 bits; first and last layers may be exempt."""
@@ -33,8 +33,8 @@ class Policy:
     def recipe(self, site: Site) -> Recipe:
         """Returns the recipe of a site's matmuls.
 
-        A router's scores stay in ``accum`` unless requested: a rounded score sends a token
-        elsewhere.
+        A router's scores are computed in ``accum`` by default, since rounding a score may change
+        the chosen expert.
         """
         for named, recipe in self.sites:
             if named is site:
@@ -64,7 +64,7 @@ POLICIES: dict[PolicyName, Policy] = {
 
 
 def policy_of(config: PrecisionConfig) -> Policy:
-    """Returns a run's policy."""
+    """Returns the precision policy of a run's config."""
     policy = POLICIES[config.policy]
     if config.weight_gradients is WeightGradients.COMPUTE:
         policy = dataclasses.replace(policy, gradient=policy.compute)
@@ -87,9 +87,9 @@ def unquantized(policy: Policy) -> Policy:
 
 
 def held_as_computed(policy: Policy) -> Policy:
-    """Returns the policy of weights without masters of higher precision.
+    """Returns the policy with weights stored in the compute dtype, without fp32 masters.
 
-    Such weights are frozen, or their updates are rounded stochastically.
+    It is for weights that are frozen, or whose updates are rounded stochastically.
     """
     return dataclasses.replace(policy, param=policy.compute)
 

@@ -37,9 +37,9 @@ def fp8_recipe(config: Fp8Matmuls) -> Fp8Recipe:
 class Recipe:
     """Formats of one matmul and of its gradients.
 
-    Operands and the cotangent are cast to ``compute``, products are summed in ``accum``. A weight's
-    gradient is rounded to ``gradient`` where that is given, before it is summed over devices. With
-    ``fp8`` operands are quantized from ``compute``.
+    Operands and the cotangent are cast to ``compute``, products are summed in ``accum``. If
+    ``gradient`` is set, a weight's gradient is rounded to it before it is summed over devices. If
+    ``fp8`` is set, operands are then quantized to 8 bits.
     """
 
     compute: jnp.dtype

@@ -30,9 +30,9 @@ def exact(tree):
 def stochastically_rounded(x: jax.Array, key: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Rounds float32 x to one of its two neighbours in ``dtype``, so that the mean is x.
 
-    Rounded to the nearest, a value that changes by less than half a unit in the last place per step
-    never changes: bf16 weights stop learning, moments of 8 bits stop decaying. Larger than the
-    largest saturates.
+    With rounding to nearest, a value whose update is less than half a unit in the last place never
+    changes: bf16 weights stop learning, 8-bit moments stop decaying. Values above the largest of
+    ``dtype`` saturate.
     """
     info = jnp.finfo(dtype)
     bits = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32) & _EXPONENT_BITS
@@ -50,19 +50,20 @@ def stochastically_rounded(x: jax.Array, key: jax.Array, dtype: jnp.dtype) -> ja
 def after_update(weight: jax.Array, step: jax.Array, key: jax.Array) -> jax.Array:
     """Returns ``weight + step``, computed in float32 and stored in the weight's dtype.
 
-    A dtype of fewer bits is rounded to stochastically, since no master copy has the rest.
+    If that dtype is narrower than float32, the result is rounded stochastically, since there is no
+    master copy with the lost bits.
     """
     after = weight.astype(EXACT) + step.astype(EXACT)
     return after if weight.dtype == EXACT else stochastically_rounded(after, key, weight.dtype)
 
 
 def empty_moment(weight: jax.Array, format_: MomentFormat) -> jax.Array:
-    """Returns a moment of a weight before the first step, 0."""
+    """Returns the initial moment of a weight: zeros in the format."""
     return jnp.zeros_like(weight, _FORMATS[format_])
 
 
 def empty_scales(weights, format_: MomentFormat):
-    """Returns scales of the moments of a tree of weights, float32 [], or None."""
+    """Returns initial scales of the moments of a tree of weights, float32 []; None if unscaled."""
     if format_ not in _SCALED:
         return None
     return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, EXACT, shape=()), weights)
@@ -73,8 +74,8 @@ def stored_moment(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Quantizes a moment to its storage format; returns the values and their scale or None.
 
-    The scale brings the largest element to the format's largest (FP8-LM, Peng et al. 2023). 16 bits
-    with a scale are rounded to the nearest, fewer and bf16 stochastically.
+    The scale maps the largest element to the format's largest value (FP8-LM, Peng et al. 2023).
+    Scaled 16-bit formats round to nearest, bf16 and 8-bit formats stochastically.
     """
     dtype = _FORMATS[format_]
     if format_ is MomentFormat.FP32:
@@ -89,6 +90,6 @@ def stored_moment(
 
 
 def read_moment(values: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """Reads a moment as float32."""
+    """Dequantizes a stored moment to float32."""
     moment = values.astype(EXACT)
     return moment if scale is None else moment * scale
