@@ -1,1 +1,1 @@
-"""One facade over every kernel; the only importer of pallas_kernels."""
+"""Operations that models call; the only package of jaxinfra that imports ``pallas_kernels``."""

@@ -1,5 +1,6 @@
-"""Attention as the models call it, on top of ``pallas_kernels.flash_attention``: to all keys, or to
-a part of them, for results that are merged over several devices.
+"""Attention as the models call it, on top of ``pallas_kernels.flash_attention``.
+
+Queries attend to all keys, or to a part of them, if parts are then merged over several devices.
 
 Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width,
 P rotated width.
@@ -33,8 +34,8 @@ def attention(
 ) -> Float[Array, "B T N Hv"]:
     """Computes self-attention within documents, with the config's window and soft cap.
 
-    Returns [B, T, N, H] in q's dtype. Raises UnsupportedError where the named implementation
-    cannot compute exactly that.
+    Returns [B, T, N, Hv] in q's dtype. Raises UnsupportedError if the named implementation does
+    not support the config.
     """
     if own_function(config) is not None:
         index_T = jnp.arange(q_BTNH.shape[1], dtype=jnp.int32)
@@ -62,7 +63,7 @@ def attention(
 
 
 def own_function(config: MixerConfig) -> str | None:
-    """Names the user's function that replaces a mixer's attention; None without one."""
+    """Returns the name of the user's function in place of a mixer's attention, or None."""
     return config.function if isinstance(config, GroupedAttentionConfig) else None
 
 
@@ -101,10 +102,9 @@ def own_attention(
 
 
 def is_attention_result(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Tells a rematerialization policy to keep the values that attention's backward pass needs.
+    """Remat policy that keeps the results of cuDNN attention, which its backward pass reads.
 
-    Our implementations name their output and logsumexp; cuDNN's residuals are visible only as the
-    results of JAX's own primitive.
+    Other implementations give these results the checkpoint names ``ATTENTION_NAMES``.
     """
     return primitive.name == "dot_product_attention_fwd_wrapper"
 
@@ -119,12 +119,11 @@ def expanded(
     *,
     config: LatentAttentionConfig,
 ) -> tuple[Float[Array, "B T N Hk"], Float[Array, "B T N Hv"]]:
-    """Builds all heads' keys and values from products of the latents and the shared rotated key
-    (DeepSeek-V2, arXiv 2405.04434, equations 9 to 16).
+    """Builds all heads' keys and values for latent attention (arXiv 2405.04434, equations 9 to 16).
 
     Args:
-        up_BTNH: the latents times their weight: each head's key without position, then its value.
-        key_BTP: the rotated key that all heads share.
+        up_BTNH: up projection of the latents: each head's key without position, then its value.
+        key_BTP: the rotated key that all heads share, appended to each head's key.
     """
     nope_BTNH, v_BTNH = jnp.split(up_BTNH, [config.nope_dim], axis=-1)
     shared_BTNP = jnp.broadcast_to(key_BTP[:, :, None], (*nope_BTNH.shape[:-1], key_BTP.shape[-1]))
@@ -133,10 +132,10 @@ def expanded(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PartialAttention:
-    """Attention to a part of the keys, by one implementation; hashable, to key a gradient rule.
+    """Attention to a part of the keys; hashable, so it can be a static argument of a custom_vjp.
 
-    Raises UnsupportedError, when called, where the implementation cannot return a logsumexp in
-    fp32 (cuDNN through JAX) or cannot compute the call.
+    A call raises UnsupportedError if the implementation does not support its arguments, or cannot
+    return a logsumexp in fp32 (cuDNN through JAX).
     """
 
     scale: float | None
@@ -158,8 +157,8 @@ class PartialAttention:
         """Returns (out [B, T, N, H] in q's dtype, logsumexp fp32 [B, T, N]), both differentiable.
 
         Args:
-            is_causal: aligned bottom-right: query t sees no key after t + S - T.
-            left: number of keys seen before that one; None for all.
+            is_causal: whether query t sees only keys up to t + S - T (aligned at the last key).
+            left: number of keys that a query sees before key t + S - T; None for all.
             q_ids_BT, kv_ids_BS: int32 document ids, below 0 for padding; both or neither.
             kv_lengths_B: int32, number of valid keys of each row.
         """
@@ -219,7 +218,7 @@ class PartialAttention:
 def partial_attention(
     config: MixerConfig, implementation: AttentionImplementation
 ) -> PartialAttention:
-    """Returns a layer's attention to parts of the keys; the caller must apply the window."""
+    """Returns the ``PartialAttention`` of a layer; the caller must apply the layer's window."""
     return PartialAttention(
         scale=config.scale, logit_soft_cap=config.logit_soft_cap, implementation=implementation
     )

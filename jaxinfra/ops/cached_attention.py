@@ -1,8 +1,8 @@
 """KV cache operations: storage formats, appending to pages, and attention to cached tokens.
 
-On a Hopper GPU caches are read as they are stored (``pallas_kernels.paged_attention``), contiguous
-ones as pages in their order, and quantized ones as codes; elsewhere the keys of a layer's rows are
-gathered first.
+On a Hopper GPU, kernels read caches in place (``pallas_kernels.paged_attention``). They read a
+contiguous cache as consecutive pages, and dequantize a quantized one themselves. Elsewhere the keys
+of a layer's rows are first gathered into one array.
 
 Dims: B batch, T query, S key, N query heads, K key/value heads, G query heads per key/value head,
 H head width, R width of a latent; P page, M page of a row.
@@ -45,9 +45,10 @@ def storage(form: CacheFormat, compute: jnp.dtype) -> jnp.dtype:
 def stored_tokens(
     x: Float[Array, "*rows H"], form: CacheFormat, scale_dtype: jnp.dtype
 ) -> tuple[Shaped[Array, "*rows _"], Float[Array, "*rows"]]:
-    """Quantizes x to a cache's format: elements and their scales, whose product is close to x.
+    """Quantizes x to a cache's format: codes and a scale per row, whose product is close to x.
 
-    Of 4 bits the first half of a head is in the low bits, the second in the high ones.
+    In a 4-bit format, a byte has an element of the head's first half in its low bits and one of the
+    second half in its high bits.
     """
     return codes_of(x, _CODES[form], scale_dtype)
 
@@ -79,14 +80,14 @@ class Pages:
     """View of one layer's KV cache, from which attention reads without a copy.
 
     With tables, position p of row b is slot ``p % size`` of page ``tables_BM[b, p // size]`` of a
-    pool. Without, it is slot p of row b, in this layer of those that are there.
+    pool. Without tables, it is slot p of row b, in layer ``layer`` of a contiguous cache.
     """
 
     # By the names of the mixer's CacheSpec, [P, size, ...] each; [L, B, slots, ...] without tables.
     arrays: dict[str, jax.Array]
-    # int32; in rows' pages within 0..P-1. Numbers that are known when traced are constants.
+    # int32, 0..P-1 for a row's pages. A NumPy array becomes a constant of the program.
     tables_BM: jax.Array | np.ndarray | None = None
-    layer: jax.Array | np.ndarray | None = None  # int32: without tables
+    layer: jax.Array | np.ndarray | None = None  # int32, only without tables
     format: CacheFormat = dataclasses.field(default=CacheFormat.PLAIN, metadata=dict(static=True))
 
     def tokens(self, dtype: jnp.dtype) -> dict[str, jax.Array]:
@@ -117,11 +118,11 @@ class Pages:
 
     @property
     def can_be_paged(self) -> bool:
-        """Whether rows are in pages, or have slots that divide into pages that kernels can read."""
+        """Whether rows are in pages, or their slots can be divided into pages for the kernels."""
         return self.tables_BM is not None or self._num_slots % _LEAST_PAGE == 0
 
     def paged(self) -> "Pages":
-        """Returns contiguous rows as pages, with tables that number the pages in order."""
+        """Returns a view of contiguous rows as pages, with tables of consecutive page numbers."""
         if self.tables_BM is not None:
             return self
         assert self.layer is not None, "in_layer"
@@ -154,15 +155,15 @@ def cached_attention(
 ) -> jax.Array:
     """Computes attention of new queries to all cached keys, including their own.
 
-    Query t of row b sees positions ``positions_BT[b, t] - window < s <= positions_BT[b, t]``; what
-    is beyond may be anything finite. A query whose position is below 0 is padding: it sees
-    nothing, and its result is 0. A row's positions count on by 1, padding to their right. Scores
-    and softmax are fp32. Memory is linear in the keys: queries are taken 128 at a time.
+    Query t of row b sees positions ``positions_BT[b, t] - window < s <= positions_BT[b, t]``; slots
+    of other positions may have any finite values. A query at a position below 0 is padding: its
+    result is 0. A row's positions are consecutive, with padding to their right. Scores and softmax
+    are fp32. Queries are processed 128 at a time, so memory is linear in the number of keys.
 
-    Of latent attention the cache has latents and rotated keys, which all heads share: the keys are
-    both, side by side, the values the latents. A sink joins its head's softmax and has no value.
+    The cache of latent attention has latents and rotated keys, which all heads share. A key is the
+    two concatenated, a value is the latent. A sink is a logit in a head's softmax without a value.
 
-    Returns [B, T, N, H] in q's dtype; of latent attention [B, T, N, R].
+    Returns [B, T, N, H] in q's dtype; for latent attention [B, T, N, R].
     """
     # A latent cache is two arrays, and the kernels read keys from one.
     is_latent = isinstance(config, LatentAttentionConfig)
@@ -212,7 +213,7 @@ def paged_attention(
     """Computes ``cached_attention`` by kernels that read pages in place, without gathering them.
 
     Args:
-        implementation: "auto" takes the kernels where they apply, and logs its choice.
+        implementation: "auto" uses the kernels if they support the call, and logs its choice.
     """
     pages = pages.paged()
     assert pages.tables_BM is not None
@@ -292,7 +293,7 @@ def append_packed_heads(
 ) -> tuple[jax.Array, dict[str, jax.Array]] | None:
     """Rotates packed q, k, v heads (RoPE) and appends k, v to pages in one Hopper kernel.
 
-    Returns q and the pools, or None where the kernel does not apply.
+    Returns q and the pools, or None if the kernel does not support the call.
     """
     # On a Hopper GPU, where heads turn whole.
     if (

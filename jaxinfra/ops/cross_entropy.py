@@ -11,5 +11,5 @@ from pallas_kernels.cross_entropy.hopper import unsupported
 
 
 def kernel_on_one_device(hidden_BTD: jax.Array, *, num_ids: int) -> bool:
-    """Tells whether "auto" takes the Hopper loss kernel when one device has all tokens."""
+    """Tells whether "auto" would choose the Hopper loss kernel for one device's tokens."""
     return num_ids >= HOPPER_LEAST_IDS and unsupported(hidden_BTD, num_devices=1) is None

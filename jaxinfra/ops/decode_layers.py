@@ -34,8 +34,8 @@ def decode_layers(
         pages: pages of the first layer, in pools of all layers.
 
     Returns:
-        The residual stream and the pools with the new token; None for any other step, or on a GPU
-        where this launch was not measured to be faster than layers one by one.
+        The residual stream and the pools with the new token. None if the step is not of this kind,
+        or if this kernel was not measured on this GPU to be faster than separate layers.
     """
     is_measured = device.target().kind in MEASURED
     if positions_BT.size > 1 or not is_measured or not _as_read(x_BTD, layers, pages):

@@ -1,19 +1,19 @@
 """Routed experts' feed-forward layers, each applied to the tokens that chose it.
 
-Grouped matmuls take plain weights. Quantized weights of all experts are dequantized where
-there are at least as many copies of tokens as experts. Where there are fewer, as in a decode step,
-only as many experts are dequantized as there are copies: those that tokens chose, gathered while
-quantized. Both numbers are static, so a program has one form or the other.
+Grouped matmuls need plain weights, so quantized ones are dequantized first. A token has one copy
+per expert that it chose. With at least as many copies as experts, all experts are dequantized. With
+fewer copies, as in a decode step, only the chosen experts are gathered and dequantized. Both
+numbers are static, so a program has one form or the other.
 
 Products of 8-bit operands, with x [N, D], rows of it for each expert, weights w [E, D, F] and
 cotangents g [M, F]:
 
     y = x w        x by 1x128 along D, w by 128x128
     dx = g w^T     g by 1x128 along F, the same w
-    dw = x^T g     in the compute dtype: both would be quantized along tokens, whose groups begin
-                   anywhere
+    dw = x^T g     in the compute dtype: blocks of 128 tokens would span tokens of two experts
 
-Tokens are quantized before they are copied for their experts, weights once for both directions.
+Tokens are quantized before they are copied for their experts. Weights are quantized once for the
+forward and backward pass.
 
 Dims: N token, K choice of a token, M copy of a token for one of its choices, sorted by expert,
 E expert, S one of the experts that are dequantized, D width in, F width out or hidden width,
@@ -57,10 +57,10 @@ from pallas_kernels.grouped_matmul import GATE_NAME, UP_NAME
 class TokenCopies:
     """Copies of tokens, one for each choice of an expert, sorted by expert."""
 
-    choice_M: jax.Array  # int32: which choice, n K + k, a copy is for; N K where there is none
-    place_NK: jax.Array  # int32: where a choice's copy is; beyond the last for one that has none
-    sizes_E: jax.Array  # int32: copies of each expert
-    left_out: jax.Array  # int32 []: choices without a copy for want of room
+    choice_M: jax.Array  # int32: the choice n K + k of each copy; N K in unused rows
+    place_NK: jax.Array  # int32: row of each choice's copy; M if the choice has no copy
+    sizes_E: jax.Array  # int32: number of copies for each expert
+    left_out: jax.Array  # int32 []: choices without a copy, since all rows are used
 
 
 def multiply_groups_fp8(
@@ -76,8 +76,8 @@ def multiply_groups_fp8(
     Returns [M, F of all weights] in the compute dtype.
 
     Args:
-        x: [M, D], or [N, D] where ``rows_M`` says which of its rows are copied.
-        weights: [E, D, F] each, multiplied side by side; gradients have the weights' dtypes.
+        x: copies [M, D], or tokens [N, D], of which row ``rows_M[m]`` is copied to row m.
+        weights: [E, D, F] each, concatenated along F; gradients have the weights' dtypes.
     """
     fp8 = recipe.fp8
     assert fp8 is not None
@@ -120,7 +120,10 @@ def _quantized_rows(x_MK: jax.Array, fp8: Fp8Recipe, dtype: jnp.dtype) -> Quanti
 
 
 def quantized_weights(weights: tuple[jax.Array, ...], recipe: Recipe) -> Quantized:
-    """Quantizes weights by 128x128 blocks, joined: values [E, D, F of all], scales [E, J, I]."""
+    """Quantizes weights by 128x128 blocks and concatenates them along F.
+
+    Returns values [E, D, F of all] and scales [E, J, I].
+    """
     fp8 = recipe.fp8
     assert fp8 is not None
     w_EDF = jnp.concatenate([w.astype(recipe.compute) for w in weights], axis=-1)
@@ -153,7 +156,7 @@ otherwise, and the backward pass would go to other experts.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertWeights:
-    """Stored weights of all routed experts of a layer, or of those that a device has."""
+    """Stored weights of a layer's routed experts: of all experts, or of one device's."""
 
     gate_EDF: jax.Array | QuantizedWeight | None
     up_EDF: jax.Array | QuantizedWeight
@@ -164,7 +167,7 @@ class ExpertWeights:
 
     @property
     def in_few_bits(self) -> bool:
-        """Tells whether some weights must be dequantized before they are multiplied with."""
+        """Tells whether some of the weights are quantized."""
         weights = (self.gate_EDF, self.up_EDF, self.down_EFD)
         return any(isinstance(weight, QuantizedWeight) for weight in weights)
 
@@ -176,7 +179,7 @@ class ExpertWeights:
 
 
 def sorted_copies(expert_NK: Int[Array, "N K"], *, num_experts: int, room: int) -> TokenCopies:
-    """Sorts tokens' choices by expert, dropping the last beyond ``room`` copies.
+    """Sorts tokens' choices by expert; only the first ``room`` choices of this order get a copy.
 
     Args:
         expert_NK: each choice's expert; num_experts or above means none.
@@ -205,7 +208,7 @@ def sorted_copies(expert_NK: Int[Array, "N K"], *, num_experts: int, room: int) 
 def spread(
     x_ND: Float[Array, "N D"], choice_S: Int[Array, "S"], place_NJ: Int[Array, "N J"]
 ) -> Float[Array, "S D"]:
-    """Copies rows of tokens to slots, 0 to empty ones; the gradient is a gather in a fixed order.
+    """Copies tokens to slots; empty slots are 0. The gradient sums a token's slots in fixed order.
 
     Args:
         choice_S: the copy in each slot: token index times J plus copy index; N J for none.
@@ -239,12 +242,12 @@ def apply_experts(
 ) -> tuple[Float[Array, "N D"], Int[Array, ""]]:
     """Computes each token's weighted sum of its experts' outputs, in the recipe's compute dtype.
 
-    Also returns the number of choices that found no room. Nothing is padded: the grouped matmul
-    takes as many rows for an expert as chose it. Sums over a token's experts are in fp32 and in the
+    Also returns the number of choices that ``room`` drops. Nothing is padded: an expert's grouped
+    matmul has one row per token that chose it. Sums over a token's experts are in fp32 and in the
     order of its choices.
 
     Args:
-        expert_NK: each choice's expert; one beyond the last means none and adds nothing.
+        expert_NK: each choice's expert; num_experts or above means none, which adds nothing.
         weight_NK: weight of each choice, fp32.
         room: maximum number of choices to compute; all by default.
     """

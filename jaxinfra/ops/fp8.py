@@ -7,15 +7,16 @@ product contracts:
     dx = g w^T     g along N, w along N
     dw = x^T g     x and g along M
 
-By blocks of 128 x 128 the directions share values; blocks of 1 x 128 are quantized once for each. x
-is quantized where the layer makes it (``quantized_input``), under a name that recomputation may
-keep (``QUANTIZED``), as is w: nothing is quantized again for the backward pass.
+With blocks of 128 x 128, one quantized array serves both contractions; blocks of 1 x 128 are
+quantized once per contraction. x is quantized by the layer that computes it (``quantized_input``).
+Quantized x and w have a name that remat policies keep (``QUANTIZED``), so nothing is quantized
+again for the backward pass.
 
 The computation has three kinds of parts: an operand is quantized, tokens are multiplied with a
-weight (y, dx), or tokens with tokens (dw). ``Devices.each`` runs a part where its arrays are; on a
-mesh that is each device's share of them. With M sharded, y and dx need no other device and dw is a
-sum over devices. With K sharded y is such a sum, with N sharded dx. Kernels multiply what a device
-has, XLA what its partitioner spreads over a mesh.
+weight (y, dx), or tokens with tokens (dw). On a mesh, ``Devices.each`` runs a part on each device's
+shards. If M is sharded, y and dx need no communication, and dw is summed over devices. If K is
+sharded, y is summed; if N is sharded, dx is. Kernels multiply arrays of one device; XLA multiplies
+arrays that its partitioner shards over a mesh.
 """
 
 import dataclasses
@@ -78,10 +79,10 @@ QUANTIZED = "quantized"
 def named[Tree](tree: Tree) -> Tree:
     """Names the arrays ``QUANTIZED`` for recomputation, with 8-bit floats as bytes.
 
-    ``jax.checkpoint`` rounds what it keeps by the bits of its exponent and mantissa. That takes
-    e4m3fn for a format with infinities, of which 240 is the largest number: values between 240 and
-    448 would become infinite. XLA drops that rounding where it allows excess precision, which it
-    does on GPUs unless told otherwise, and not on CPUs.
+    ``jax.checkpoint`` applies ``reduce_precision`` to saved floats, with their numbers of exponent
+    and mantissa bits. This treats e4m3fn as a format with infinities, whose largest number is 240,
+    so values between 240 and 448 would become infinite. XLA drops the rounding if excess precision
+    is allowed, which is the default on GPUs but not on CPUs.
     """
 
     def leaf(x: jax.Array) -> jax.Array:
@@ -162,8 +163,8 @@ def quantized_input(
     """Quantizes an activation once for all projections that multiply with it.
 
     Args:
-        x: [B, T, ...], with the width at the end.
-        dims: logical dims of the width, as in the weights that x is multiplied with.
+        x: [B, T, ...], with one or more dims of width at the end.
+        dims: logical dims of the width, which are the weights' contracted dims.
         tokens: logical dims of x's tokens.
     """
     fp8 = recipe.fp8
@@ -202,9 +203,9 @@ def multiply_fp8(
     """Computes ``einsum(spec, x, weight)`` of 8-bit operands, and its gradients, by a recipe.
 
     Args:
-        spec: a matmul: dims of x that are not contracted come first.
-        record: statistics of the last step's operands, fp32 [3, 3]; the backward pass returns
-            this step's as its cotangent.
+        spec: einsum of a matmul, in which dims of x that are not contracted come first.
+        record: statistics of the last step's operands, fp32 [3, 3]; its cotangent is the
+            statistics of this step.
         dims: logical dims of the weight; by default none is sharded.
 
     Raises:
@@ -258,7 +259,7 @@ def planned(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One matmul without its arrays: shapes, dims, recipe and devices."""
+    """A planned 8-bit matmul without its arrays: shapes, dims, recipe and devices."""
 
     recipe: Recipe
     fp8: Fp8Recipe
@@ -270,7 +271,7 @@ class Call:
     devices: Devices
 
     def product(self, x, quantized, x_seen, weight, record) -> jax.Array:
-        """Computes the product, [B, T, N]; a gradient needs only the dtype of x."""
+        """Computes the product, [B, T, N], differentiable; of x only the dtype is used."""
         x_dtype = x.dtype
 
         @jax.custom_vjp

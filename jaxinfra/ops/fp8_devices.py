@@ -1,9 +1,9 @@
 """Placement of the parts of a matmul in 8 bits, and their communication.
 
-A part is a function of arrays, such as "quantize these tokens". ``Devices.each`` runs it where the
-arrays are: on one device; of arrays that the compiler spreads over a mesh; or, where kernels take
-part, once on each device of a mesh, of that device's share of each array. In the last case a part
-asks for data beyond its share: a whole weight, sums, other devices' rounding statistics.
+A part is a function of arrays, such as "quantize these tokens". ``Devices.each`` runs it in one of
+three ways: on one device, on arrays that the compiler partitions over a mesh, or in a ``shard_map``
+on each device's shards. The last way is for kernels. There, a part calls the other methods of
+``Devices`` for data of other devices: a whole weight, sums, rounding statistics.
 """
 
 import dataclasses
@@ -24,16 +24,16 @@ of its sequence."""
 
 
 class Hold(enum.Enum):
-    """Ways in which a mesh holds an array."""
+    """Ways in which an array is sharded over a mesh."""
 
     USED = enum.auto()  # activations, and weights as products read them
-    STORED = enum.auto()  # a weight from step to step
+    STORED = enum.auto()  # a weight between steps
     SUMMED = enum.auto()  # a weight's gradient
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placed:
-    """The placement of an array: for each of its dims, the logical dims that are merged in it."""
+    """The placement of an array: the logical dims merged in each of its dims, and its ``Hold``."""
 
     dims: tuple[Dims, ...]
     held: Hold = Hold.USED
@@ -64,12 +64,14 @@ type GatherQuantized = Callable[[jax.Array, jax.Array, Dims], tuple[jax.Array, j
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Devices:
-    """Devices that share a matmul in 8 bits, as a trace sees them. Here parts see whole arrays: of
-    one device, or of several that the compiler partitions them over.
+    """Devices that compute a matmul in 8 bits, and the communication between its parts.
+
+    In this class parts see whole arrays: on one device, or partitioned by the compiler. A subclass
+    runs them in a ``shard_map``.
     """
 
-    num: int = 1  # devices
-    gather: GatherQuantized | None = None  # as the compiler is told to
+    num: int = 1  # number of devices
+    gather: GatherQuantized | None = None  # constrains the compiler to gather a quantized weight
 
     @property
     def spread(self) -> int:
@@ -82,12 +84,12 @@ class Devices:
         return self
 
     def unfit(self, sides: tuple[Side, ...]) -> str | None:
-        """Returns why parts cannot run on shares of a weight with these dims; None if they can."""
+        """Returns why parts cannot run on shards of operands with these dims; None if they can."""
         del sides
         return None
 
     def each(self, part: Callable, *, takes: Any, gives: Any) -> Callable:
-        """Returns a function of whole arrays that runs ``part`` where the arrays are.
+        """Returns a function of whole arrays that runs ``part`` on these devices.
 
         Args:
             takes: placements of its arguments, a tree of ``Placed``.
@@ -97,12 +99,12 @@ class Devices:
         return part
 
     def share(self, shape: tuple[int, ...], dims: Dims) -> tuple[int, ...]:
-        """Returns the shape that a part sees of an array of this shape: one device's share."""
+        """Returns the shape of the shard that a part sees of an array of this shape."""
         del dims
         return shape
 
     def of_all(self, x: jax.Array, dims: Dims, held: Hold) -> jax.Array:
-        """Gathers x from the n devices that hold different shares of these dims: [n, ...]."""
+        """Stacks x of the n devices that have different shards of these dims: [n, ...]."""
         del dims, held
         return x[None]
 
@@ -120,11 +122,12 @@ class Devices:
         return Quantized(values.reshape(weight.values.shape), scale)
 
     def joined(self, x: jax.Array, tokens: Dims, *, dim: int, sequences: int) -> jax.Array:
-        """Gathers x's tokens from the devices that share a sequence.
+        """Gathers x's tokens from the devices that shard a sequence.
 
         Args:
-            tokens: logical dims of the tokens that x has now; the result has ``TOKENS``.
-            dim: dim of x that holds the tokens (or blocks of them) of ``sequences`` sequences.
+            tokens: logical dims of x's tokens before the gather; after it they are ``TOKENS``.
+            dim: dim of x with the tokens (or blocks of tokens).
+            sequences: number of sequences in that dim.
         """
         del tokens, dim, sequences
         return x
@@ -135,12 +138,12 @@ class Devices:
         return TOKENS
 
     def total(self, y: jax.Array, over: Dims) -> jax.Array:
-        """Sums the products of each share of the contracted dims ``over``: [B, T, ...]."""
+        """Sums products y [B, T, ...] over the devices that shard the contracted dims ``over``."""
         del over
         return y
 
     def total_gradient(self, gradient: jax.Array, dims: Dims) -> jax.Array:
-        """Sums a weight's gradient over devices, and returns this device's share of the sum."""
+        """Sums a weight's gradient over devices, and returns this device's shard of the sum."""
         del dims
         return gradient
 
@@ -152,5 +155,5 @@ _ONE_DEVICE = Devices()
 
 
 def one_device() -> Devices:
-    """Returns the devices of arrays on one device, as a ``FindDevices``."""
+    """Returns the ``Devices`` of a program on one device; a ``FindDevices`` function."""
     return _ONE_DEVICE

@@ -1,9 +1,9 @@
 """Quantized operands of 8-bit matmuls: dims, placement, and statistics of rounding.
 
-Where a device has its tokens, of all sequences or of its share, they are a matrix [M, K] and the
-kernels of ``pallas_kernels.fp8`` round it. Where the compiler partitions them over a mesh, they
-keep the sharded dims, [B, T, K]. XLA then rounds them by the same formula to the same bits. Blocks
-of tokens are 128 of one sequence.
+In a program of one device, or in its shard, tokens are a matrix [M, K], which kernels of
+``pallas_kernels.fp8`` quantize. If the compiler partitions tokens over a mesh, they keep the
+sharded dims, [B, T, K]. XLA then quantizes them by the same formula to the same bits. A block has
+128 tokens of one sequence.
 
 Dims: B sequence, T token, M token of all sequences, K contracted, N column of the result, R row and
 C column of a weight.
@@ -37,9 +37,9 @@ finite."""
 
 
 class BothWays(NamedTuple):
-    """A matrix of tokens, quantized for both products that it enters.
+    """A matrix of tokens, quantized for two matmuls: over the width K and over tokens.
 
-    Each of the two contracts its last dim.
+    Each matmul contracts the last dim of its array.
     """
 
     rows: Quantized  # [M, K], or [B, T, K]
@@ -49,9 +49,9 @@ class BothWays(NamedTuple):
 class Input(NamedTuple):
     """An activation that several projections read, quantized once for all of them."""
 
-    x: jax.Array  # as the layer made it; cotangents go back to it
+    x: jax.Array  # before quantization; receives the gradient
     quantized: BothWays
-    seen: jax.Array  # fp32 [3]: as ``seen``
+    seen: jax.Array  # fp32 [3]: rounding statistics from ``seen``
 
     @property
     def is_matrix(self) -> bool:
@@ -98,19 +98,20 @@ class Caster(NamedTuple):
 
     @property
     def held(self) -> Hold:
-        """The way in which a mesh holds the operand."""
+        """The way in which the operand is sharded over the mesh."""
         return Hold.STORED if self.operand == WEIGHT else Hold.USED
 
     def tokens(
         self, x: jax.Array, *, dims: Dims, lie: Dims = TOKENS, sequences: int = 1
     ) -> tuple[BothWays, jax.Array]:
-        """Quantizes tokens along their width and along one another; returns both and ``seen``.
+        """Quantizes tokens along the width and along tokens; returns both and the ``seen`` of x.
 
         Args:
             x: [M, K] or [B, T, K].
             dims: logical dims that are merged in K.
-            ``lie``: logical dims of x's tokens; the result has ``TOKENS``, gathered in 8 bits.
-            sequences: number of sequences that M has tokens of.
+            ``lie``: logical dims of x's tokens. If they are not ``TOKENS``, the quantized tokens
+                are gathered over the devices that shard a sequence.
+            sequences: number of sequences in M.
         """
         if x.ndim == 2:
             # One array for what rounds it, by rows and across: XLA would compute it again for each.
@@ -146,7 +147,7 @@ class Caster(NamedTuple):
         return quantize(x, self.form, **self.options)
 
     def seen(self, x: jax.Array, quantized: Quantized, dims: Dims) -> jax.Array:
-        """Measures x before rounding (fp32 [3]), over the shares of all devices.
+        """Measures x before rounding, as the function ``seen``, over the shards of all devices.
 
         Args:
             dims: logical dims over which x is sharded.
@@ -164,11 +165,11 @@ def transposed(weight: Quantized) -> Quantized:
 def seen(x: jax.Array, quantized: Quantized, *, whole: bool) -> jax.Array:
     """Measures x before rounding, fp32 [3].
 
-    The numbers are its largest element, the share of elements that became 0 without being 0, and
-    the share of elements that were not finite.
+    The numbers are the largest absolute value, the fraction of nonzero elements that became 0, and
+    the fraction of elements that were not finite.
 
     Args:
-        whole: x is on one device, and a sample of its rows is counted.
+        whole: whether x is on one device; then only a sample of its rows is counted.
     """
     values, scale = quantized
     largest = jnp.max(scale) * largest_of(values.dtype)

@@ -1,11 +1,11 @@
 """SwiGLU between 8-bit matmuls, computed and quantized by one kernel.
 
-    hidden = silu(x gate) (x up)          cast along F and along tokens, for down and its gradient
-    d_gate, d_up of d_hidden              cast so too, for the gradients of x and of both weights
+    hidden = silu(x gate) (x up)          quantized along F and tokens, for down and its gradient
+    d_gate, d_up of d_hidden              quantized so too, for gradients of x and both weights
 
-The kernel reads what products wrote in 16 bits and writes 8 bits: neither the hidden values nor
-these cotangents are arrays in between. Casts are those of ``fp8_operands`` and round what it would
-round, in 16 bits.
+The kernel reads the 16-bit results of the matmuls and writes 8 bits. So neither the hidden values
+nor these cotangents are stored in 16 bits. Rounding equals that of ``fp8_operands``: values are
+rounded to 16 bits, then to 8.
 
 Dims: B sequence, T token, M token of all sequences, D width in, F hidden width.
 """
@@ -31,12 +31,12 @@ SPEC = "BTD,DF->BTF"
 
 
 class Factor(NamedTuple):
-    """A weight that x is multiplied with, and its recipe."""
+    """The weight of an 8-bit matmul, with its record and logical dims."""
 
     weight: jax.Array  # [D, F]
-    record: jax.Array | None
-    dims: Dims  # logical, of the weight
-    keep: Callable[[jax.Array], jax.Array]  # the product under its names
+    record: jax.Array | None  # as in ``multiply_fp8``
+    dims: Dims  # logical dims of the weight
+    keep: Callable[[jax.Array], jax.Array]  # gives the product its names for recomputation
 
 
 def swiglu_input(
@@ -50,10 +50,11 @@ def swiglu_input(
 ) -> Input | None:
     """Computes ``silu(x gate) * (x up)`` in 8 bits, as the input of the next product.
 
-    Returns None where separate steps are as fast, or more than one device has a tile.
+    Returns None if separate steps are as fast, or if a tile is sharded over devices.
 
     Args:
-        x: input of both products.
+        x: input of both matmuls.
+        gate, up: the weights of both matmuls.
         implementation: as in ``quantize_swiglu``; "auto" may give None.
     """
     assert recipe.fp8 is not None

@@ -1,9 +1,9 @@
-"""Products of activations and weights, for every kind of weight and of input.
+"""Matmuls of activations and weights, for every kind of weight and of input.
 
-A weight is an array, a ``QuantizedWeight`` in 4 or 8 bits, or a ``GatheredWeight`` beside its
-share. An input is an array, an ``Input`` quantized to 8-bit floats, or a ``Deferred`` one that the
-product itself normalizes or gates. On a Hopper GPU a few rows, as a decode step has them, are
-multiplied by kernels of their own. Operand and accumulator dtypes are part of the program.
+A weight is an array, a ``QuantizedWeight`` in 4 or 8 bits, or a ``GatheredWeight`` with its shard.
+An input is an array, an ``Input`` quantized to 8-bit floats, or a ``Deferred`` that the matmul
+itself normalizes or gates. On a Hopper GPU special kernels multiply the few rows of a decode step.
+Operand and accumulator dtypes are explicit in the program.
 """
 
 import dataclasses
@@ -40,13 +40,13 @@ from pallas_kernels.common.row_inputs import swiglu_of_halves
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Deferred:
-    """Input of one product, which the product itself first normalizes or gates (SwiGLU).
+    """Input of one matmul, whose kernel first normalizes it or applies SwiGLU.
 
-    Only one product may read it, so that nothing is computed twice.
+    Only one matmul may read it, so that nothing is computed twice.
     """
 
-    x: jax.Array  # [B, T, D]; with gates [B, T, 2 D], gates first
-    norm: RmsNorm | None = None  # None: gates and ups of SwiGLU
+    x: jax.Array  # [B, T, D]; for SwiGLU [B, T, 2 D], gate first, then up
+    norm: RmsNorm | None = None  # None: x is for SwiGLU
 
     def value(self) -> jax.Array:
         """Computes the normalized or gated input [B, T, D] in x's dtype, with fp32 inside."""
@@ -62,18 +62,18 @@ GATHERED = "gathered_weight"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatheredWeight:
-    """A weight gathered from all devices, with this device's shard, which takes the gradient.
+    """A weight gathered from all devices, with this device's shard, which receives the gradient.
 
     So gradients are summed over devices in the shard's dtype, not in the compute dtype of the
     gathered weight.
     """
 
-    share: Float[Array, "..."]  # the shard that the device holds; takes the gradient
-    value: Float[Array, "..."]  # whole, in the compute dtype; takes none
+    share: Float[Array, "..."]  # this device's shard; receives the gradient
+    value: Float[Array, "..."]  # the whole weight in the compute dtype; receives no gradient
 
 
 class Gather(Protocol):
-    """A function that gathers a weight from devices' shares, and reduces its gradient to shares."""
+    """A function that all-gathers a weight from its shards, and reduce-scatters its gradient."""
 
     def __call__(self, weight: jax.Array, dims: Dims) -> GatheredWeight:
         """Gathers the weight in the compute dtype."""
@@ -101,16 +101,16 @@ def multiply(
 ) -> Float[Array, "..."]:
     """Computes ``einsum(spec, x, weight)`` in the recipe's dtypes, for any kind of weight or input.
 
-    Gradients: the cotangent and both operands in ``recipe.compute``, sums in ``recipe.accum``; dx
-    is returned in x's dtype, dweight in the weight's (fp32 masters get fp32 gradients right from
-    the accumulator, unless ``recipe.gradient`` rounds them between the two).
+    Gradients are computed from operands in ``recipe.compute``, with sums in ``recipe.accum``. dx is
+    returned in x's dtype, dweight in the weight's. So fp32 masters get the fp32 sums, unless
+    ``recipe.gradient`` rounds these first.
 
     Args:
-        spec: two operands, explicit output, every index of an operand present in the other operand
-            or in the output. In 8 bits a matmul.
+        spec: einsum of two operands with explicit output; every index of an operand is also in the
+            other operand or in the output. With fp8, the spec must be a matmul.
         out: dtype of the result; ``recipe.compute`` by default.
         weight: a quantized weight is a constant (see ``multiply_quantized``); the gradient of a
-            gathered weight goes to its share.
+            gathered weight goes to its shard.
         record, dims, devices: as in ``multiply_fp8``; used only if the recipe has fp8.
     """
     if isinstance(weight, QuantizedWeight):
@@ -185,8 +185,8 @@ def multiply_few_rows(
 ) -> Float[Array, "..."]:
     """Computes ``residual + einsum(spec, x, weight)`` on one device.
 
-    Few rows are multiplied by kernels, which fuse the norm before and the sum after the product
-    where that was measured to be faster. These kernels have no gradient.
+    If x has few rows, a kernel multiplies them. It includes the norm before and the sum after the
+    matmul, if that was measured to be faster. These kernels have no gradient.
     """
     assert recipe.fp8 is None, "execution_on"
     raw, rank = x.x if isinstance(x, Deferred) else x, contracted_dims(spec)
@@ -240,10 +240,10 @@ class Multiply:
     """A matmul of activations and a weight, called as ``multiply(spec, x, weight, recipe=...)``.
 
     Args:
-        devices: where the parts of matmuls in 8 bits run.
-        few_rows: kernels for a few rows multiply, on one device and without a gradient; they also
-            take norms before a product and sums after it.
-        watch: sees each product while a program is traced; quantization records inputs with it.
+        devices: function that returns the ``Devices`` of matmuls in 8 bits.
+        few_rows: whether to use ``multiply_few_rows``, on one device and without gradients.
+        watch: function that is called for each matmul while a program is traced, and may replace
+            its input; calibration of quantization records inputs with it.
     """
 
     devices: FindDevices = one_device
@@ -293,8 +293,9 @@ class Multiply:
     def swiglu(
         self, x_BTD: Float[Array, "B T D"] | Deferred, weight_DF: AnyWeight, *, recipe: Recipe
     ) -> Float[Array, "B T _"] | Deferred:
-        """Returns ``silu(x gate) * (x up)`` in the compute dtype, for ``few_rows`` only; of a
-        quantized weight a ``Deferred`` one that the next product gates.
+        """Returns ``silu(x gate) * (x up)`` in the compute dtype, for ``few_rows`` only.
+
+        With a quantized weight it returns a ``Deferred``, to which the next matmul applies SwiGLU.
 
         Args:
             weight_DF: columns of the gate, then as many of up.
@@ -329,7 +330,7 @@ class Multiply:
 
 
 def as_array(weight: AnyWeight, dtype: jnp.dtype) -> jax.Array:
-    """Returns a weight as an array: dequantized to ``dtype``, or the share of a gathered one."""
+    """Returns a weight as an array: dequantized to ``dtype``, or a gathered weight's shard."""
     if isinstance(weight, QuantizedWeight):
         return weight.dequantize(dtype)
     # Brought together where it is used, as the compiler does.
@@ -349,11 +350,11 @@ def gathered(weight: jax.Array | QuantizedWeight, gather: Gather | None, dims: D
 def copied(
     weight: AnyWeight, copies: int, *, axis: int, of_array: Callable[[jax.Array], jax.Array]
 ) -> AnyWeight:
-    """Returns a weight with ``copies`` of each element of a dim of its outputs.
+    """Returns a weight in which each element of an output dim is repeated ``copies`` times.
 
     Args:
-        axis: the dim, from the end.
-        of_array: makes the copies of an array.
+        axis: the dim, counted from the end.
+        of_array: function that repeats the elements of an array.
     """
     if isinstance(weight, QuantizedWeight):
         return repeated_outputs(weight, copies, axis=axis)

@@ -1,4 +1,4 @@
-"""Products with weights that are kept in 4 or 8 bits, and lowering for a GPU without one."""
+"""Matmuls with weights stored in 4 or 8 bits, and compilation for a GPU that is not present."""
 
 import dataclasses
 import math
@@ -47,7 +47,7 @@ def multiply_quantized(
     Args:
         spec: einsum that contracts x's last dims with the weight's first: ``"BTD,DNH->BTNH"``.
         out: dtype of the result; ``recipe.compute`` by default.
-        is_whole: whether one device has the whole weight and may dequantize it piece by piece.
+        is_whole: whether the weight is whole on one device, where kernels may multiply with it.
 
     Raises:
         UnsupportedError: another spec, dims that the weight was not quantized along, or a gradient
@@ -74,8 +74,9 @@ def multiply_quantized(
 
 
 def as_kernels_read(weight: QuantizedWeight) -> QuantizedWeight:
-    """Reorders a weight for this device's kernel; returns it unchanged where no kernel takes it or
-    none was measured to be faster.
+    """Reorders a weight for this device's kernel.
+
+    The weight is unchanged if no kernel supports it, or none was measured to be faster.
     """
     if why_not_arranged(weight) is not None or not takes_kernel(weight):
         return weight
@@ -89,8 +90,10 @@ def _arranged(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def kept_for_kernel(weight: QuantizedWeight, kind: str) -> QuantizedWeight | None:
-    """Returns a weight's shapes as reordered for the few-row kernel of this kind of device, or
-    None where no kernel takes it.
+    """Returns a weight's shapes after ``as_kernels_read`` on a kind of device; None if unchanged.
+
+    Args:
+        kind: JAX's device_kind.
     """
     with compiling_for(dataclasses.replace(H200, kind=kind)):
         if why_not_arranged(weight) is not None or not takes_kernel(weight):
@@ -99,8 +102,9 @@ def kept_for_kernel(weight: QuantizedWeight, kind: str) -> QuantizedWeight | Non
 
 
 def of_device(weight: QuantizedWeight) -> QuantizedWeight:
-    """Returns a device's share of a sharded quantized weight as a weight of its own, with the rows
-    and columns that this share has.
+    """Corrects ``inputs`` and ``outputs`` of a device's shard of a quantized weight.
+
+    Inside ``shard_map``, a shard's metadata are still those of the whole weight.
     """
     assert weight.arrangement is Arrangement.ROWS, "only one device has another order"
     rows, columns = weight.data.shape[-2:]
@@ -111,7 +115,7 @@ def of_device(weight: QuantizedWeight) -> QuantizedWeight:
 def rounded_input(
     x: Float[Array, "..."], activations: Activations, *, contracted: int
 ) -> Float[Array, "..."]:
-    """Rounds x as a product with quantized activations does; the result has x's dtype.
+    """Rounds x as a matmul with quantized activations would; the result has x's dtype.
 
     Args:
         contracted: number of x's last dims that the product contracts.
