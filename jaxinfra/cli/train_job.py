@@ -96,6 +96,22 @@ def run(args: argparse.Namespace, config: RunConfig) -> int:
 
 
 def _report(summary: dict) -> None:
+    if "heldout_loss" in summary:
+        _report_heldout(summary)
+    if "mixture" in summary:
+        cells = mixture_cells([SourceRead(**each) for each in summary["mixture"]])
+        print(f"\n{aligned(cells, left=1)}\n")
+    causes = summary["wall_s_by_cause"]
+    whole = sum(causes.values())
+    shares = sorted(((seconds, cause) for cause, seconds in causes.items()), reverse=True)
+    parts = [f"{cause} {seconds / whole:.1%}" for seconds, cause in shares if seconds > 0]
+    print(
+        f"wall time {whole:.1f} s: {', '.join(parts)}; saves kept steps waiting for "
+        f"{summary['stall_s']:.3f} s in all"
+    )
+
+
+def _report_heldout(summary: dict) -> None:
     bits = summary["heldout_bits_per_byte"]
     if "heldout_preferences/accuracy" in summary:
         print(
@@ -108,17 +124,6 @@ def _report(summary: dict) -> None:
         f"{'not finite' if bits is None else format(bits, '.3f')}, "
         f"gzip -9 of each file {summary['gzip_bits_per_byte']:.3f}, "
         f"xz -9 of all together {summary['xz_bits_per_byte']:.3f}"
-    )
-    if "mixture" in summary:
-        cells = mixture_cells([SourceRead(**each) for each in summary["mixture"]])
-        print(f"\n{aligned(cells, left=1)}\n")
-    causes = summary["wall_s_by_cause"]
-    whole = sum(causes.values())
-    shares = sorted(((seconds, cause) for cause, seconds in causes.items()), reverse=True)
-    parts = [f"{cause} {seconds / whole:.1%}" for seconds, cause in shares if seconds > 0]
-    print(
-        f"wall time {whole:.1f} s: {', '.join(parts)}; saves kept steps waiting for "
-        f"{summary['stall_s']:.3f} s in all"
     )
 
 

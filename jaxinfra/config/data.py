@@ -80,7 +80,8 @@ class DataConfig:
     glob, or a file. Files hold text, or rows in JSON or CSV (plain, gzip, zstd), Parquet or Arrow.
     Directories may also be saved by Hugging Face's ``datasets``, or hold pre-tokenized arrays
     written by this package. ``heldout_source`` names separate held-out text. Without it
-    ``heldout_fraction`` of the documents is set aside, chosen by a hash of their names.
+    ``heldout_fraction`` of the documents is set aside, chosen by a hash of their names: at least
+    one of two or more, and none if the fraction is 0.
 
     ``mixture`` takes the place of ``source``: several sources, each with its weight.
 
@@ -94,7 +95,7 @@ class DataConfig:
 
     source: str = STDLIB  # text to train on
     heldout_source: str | None = None  # text to evaluate on; None: a part of source
-    heldout_fraction: float = 0.03  # of documents, where it is a part
+    heldout_fraction: float = 0.03  # of documents, where it is a part; 0: none is held out
     mixture: tuple[MixtureSource, ...] = ()  # several sources in the place of source
     mixture_unit: MixtureUnit = MixtureUnit.STEPS  # what times of the mixture's weights count
     mixture_between: MixtureBetween = MixtureBetween.LINEAR  # weights between two points
@@ -114,8 +115,8 @@ class DataConfig:
     prefetch_batches: int = 4  # batches read ahead
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.heldout_fraction < 1.0:
-            raise ConfigError(f"heldout_fraction={self.heldout_fraction} must be in (0, 1)")
+        if not 0.0 <= self.heldout_fraction < 1.0:
+            raise ConfigError(f"heldout_fraction={self.heldout_fraction} must be in [0, 1)")
         if self.mixture and (self.source != STDLIB or self.heldout_source is not None):
             raise ConfigError(
                 f"source={self.source!r} with heldout_source={self.heldout_source!r} beside a "

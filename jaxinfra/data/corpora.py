@@ -32,14 +32,18 @@ class Corpora:
 
     @property
     def heldout(self) -> dict[str, TokenArrays]:
-        """Token arrays of the held-out sets, by name."""
-        return {name: each.heldout for name, each in self._all().items()}
+        """Token arrays of the held-out sets, by name; none of a source that is all trained on."""
+        found = {name: each.heldout for name, each in self._all().items()}
+        return {name: arrays for name, arrays in found.items() if arrays is not None}
 
     @property
     def judged(self) -> tuple[str, ...]:
-        """Names of the held-out sets whose tokens together give the run's held-out loss."""
+        """Names of the held-out sets whose tokens together give the run's held-out loss: the
+        sources', or, if nothing is held out of them, all validation sets.
+        """
         chosen = self.config.best_by
-        return tuple(self.sources) if chosen in (None, OWN) else (chosen,)
+        names = tuple(self.sources) if chosen in (None, OWN) else (chosen,)
+        return tuple(name for name in names if name in self.heldout) or tuple(self.heldout)
 
     def judged_documents(self) -> list[bytes]:
         """Texts of the held-out sets that give the run's held-out loss."""
@@ -47,12 +51,16 @@ class Corpora:
 
     def changed(self, change: Callable[[TokenArrays], TokenArrays]) -> "Corpora":
         """Returns the corpora with ``change`` applied to each of their token arrays."""
+
+        def heldout(each: Corpus) -> TokenArrays | None:
+            return None if each.heldout is None else change(each.heldout)
+
         sources = {
-            name: dataclasses.replace(each, train=change(each.train), heldout=change(each.heldout))
+            name: dataclasses.replace(each, train=change(each.train), heldout=heldout(each))
             for name, each in self.sources.items()
         }
         validation = {
-            name: dataclasses.replace(each, heldout=change(each.heldout))
+            name: dataclasses.replace(each, heldout=heldout(each))
             for name, each in self.validation.items()
         }
         return dataclasses.replace(self, sources=sources, validation=validation)

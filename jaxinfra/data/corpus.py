@@ -20,7 +20,7 @@ from jaxinfra.data.chat_template import load_chat_template
 from jaxinfra.data.pairs import PairEncoder
 from jaxinfra.data.readers import Document
 from jaxinfra.data.sources import scan
-from jaxinfra.data.split import Split, name_hash, require_both_sides
+from jaxinfra.data.split import Split, heldout_limit, name_hash, require_text
 from jaxinfra.data.token_arrays import (
     VERSION,
     TokenArrays,
@@ -55,12 +55,14 @@ class Corpus:
 
     tokenizer: Tokenizer
     train: TokenArrays
-    heldout: TokenArrays
+    heldout: TokenArrays | None  # None: nothing is held out
     heldout_names: tuple[str, ...]
     heldout_text: Path | None  # the held-out documents' bytes, one after another, where kept
 
     def heldout_documents(self) -> list[bytes]:
         """Texts of the held-out documents in UTF-8; pre-tokenized arrays are decoded."""
+        if self.heldout is None:
+            return []
         if self.heldout_text is None:
             documents = (self.heldout.document(i) for i in range(self.heldout.num_documents))
             return [self.tokenizer.decode(tokens).encode() for tokens in documents]
@@ -87,16 +89,17 @@ def _open_pretokenized(
         names = [str(i) for i in range(heldout.num_documents)]
     else:
         numbers = np.arange(arrays.num_documents)
-        out = np.array([name_hash(str(i)) for i in numbers]) < config.heldout_fraction
-        require_both_sides(config, num_train=int((~out).sum()), num_heldout=int(out.sum()))
+        limit = heldout_limit(map(str, numbers), fraction=config.heldout_fraction)
+        out = np.array([name_hash(str(i)) for i in numbers]) < limit
         train, heldout = arrays.select(numbers[~out]), arrays.select(numbers[out])
         names = [str(i) for i in numbers[out]]
     for side in (train, heldout):
-        _require_same_vocabulary(tokenizer, side, config)
+        if side is train or names:
+            _require_same_vocabulary(tokenizer, side, config)
     return Corpus(
         tokenizer=tokenizer,
         train=train,
-        heldout=heldout,
+        heldout=heldout if names else None,
         heldout_names=tuple(names),
         heldout_text=None,
     )
@@ -183,13 +186,11 @@ def shared_tokenizer(
 
 
 def _split_of(config: DataConfig) -> Split:
-    split = Split(
+    return Split(
         source=scan(config.source),
         heldout_source=None if config.heldout_source is None else scan(config.heldout_source),
         config=config,
     )
-    split.check_names()
-    return split
 
 
 def _holds_arrays(config: DataConfig) -> bool:
@@ -254,17 +255,20 @@ def _cached_corpus(
 
 
 def _open_cached(directory: Path, tokenizer: Tokenizer) -> Corpus:
-    heldout = open_token_arrays(directory / "heldout")
+    heldout = None
+    if (directory / "heldout").is_dir():
+        heldout = open_token_arrays(directory / "heldout")
     text_path = directory / "heldout.txt"
     try:
         names = tuple(read_json(directory / "heldout_names.json", holds=list[str], error=DataError))
         num_bytes = text_path.stat().st_size
     except (OSError, ValueError) as error:
         raise DataError(f"{directory}: cannot be read ({error}); remove it") from error
-    if num_bytes != heldout.num_bytes or len(names) != heldout.num_documents:
+    wanted = (0, 0) if heldout is None else (heldout.num_bytes, heldout.num_documents)
+    if (num_bytes, len(names)) != wanted:
         raise DataError(
-            f"{directory}: heldout.txt has {num_bytes} of {heldout.num_bytes} bytes, and there are "
-            f"{len(names)} names for {heldout.num_documents} documents; remove it"
+            f"{directory}: heldout.txt has {num_bytes} of {wanted[0]} bytes, and there are "
+            f"{len(names)} names for {wanted[1]} documents; remove it"
         )
     return Corpus(
         tokenizer=tokenizer,
@@ -291,9 +295,11 @@ def _tokenize(
             else:
                 num_train += 1
                 train.add(document)
-        require_both_sides(split.config, num_train=num_train, num_heldout=len(heldout_names))
+        require_text(split.config, num_train=num_train, num_heldout=len(heldout_names))
         train.finish()
         heldout.finish()
+    if not heldout_names:
+        shutil.rmtree(directory / "heldout")
     (directory / "heldout_names.json").write_text(json.dumps(heldout_names))
 
 

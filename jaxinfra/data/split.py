@@ -1,13 +1,15 @@
 """Assignment of each document to the training or the held-out side."""
 
 import dataclasses
+import functools
 import hashlib
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, final
 
 from jaxinfra.config.data import STDLIB, DataConfig, DataFormat
-from jaxinfra.data.readers import Document, holds_one_document
+from jaxinfra.data.readers import Document
 from jaxinfra.data.sources import Source
 from jaxinfra.errors import DataError
 
@@ -18,7 +20,7 @@ _SALT = "jaxinfra/"
 
 
 @final
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Split:
     """The documents of a corpus, each on one side by its source or by its name's hash."""
 
@@ -36,15 +38,6 @@ class Split:
             "format": self.config.format,
             "fraction": None if self.heldout_source else self.config.heldout_fraction,
         }
-
-    def check_names(self) -> None:
-        """Raises DataError, before any file is read, if the names alone leave a side empty."""
-        names = self.source.names
-        if self.heldout_source is None and all(holds_one_document(name) for name in names):
-            num_heldout = sum(self._is_heldout(name) for name in names)
-            require_both_sides(
-                self.config, num_train=len(names) - num_heldout, num_heldout=num_heldout
-            )
 
     def documents(self) -> Iterator[tuple[Document, bool]]:
         """Reads every document of the corpus, with a flag whether it is held out."""
@@ -65,29 +58,50 @@ class Split:
         return source.documents(text_field=self.config.text_field if is_text else None)
 
     def _is_heldout(self, name: str) -> bool:
-        return self.heldout_source is None and name_hash(name) < self.config.heldout_fraction
+        return name_hash(name) < self._limit
+
+    @functools.cached_property
+    def _limit(self) -> float:
+        if self.heldout_source is not None:
+            return 0.0
+        names = (document.name for document in self._of(self.source))
+        return heldout_limit(names, fraction=self.config.heldout_fraction)
 
 
 def name_hash(name: str) -> float:
     """Hashes a document's name to a number in [0, 1), which decides its side of the split.
 
-    A document is held out if the number is below ``heldout_fraction``: about that part of all
-    documents is, and no document changes sides when others come or go.
+    A document is held out if the number is below ``heldout_limit``: about ``heldout_fraction`` of
+    all documents is, and none changes sides when others come or go, as long as both sides have one.
     """
     return int.from_bytes(hashlib.sha256(f"{_SALT}{name}".encode()).digest()[:6], "big") / (1 << 48)
 
 
-def require_both_sides(config: DataConfig, *, num_train: int, num_heldout: int) -> None:
-    """Raises DataError with a remedy if a side of the split has no document."""
-    if num_train and num_heldout:
-        return
-    num_documents = num_train + num_heldout
-    if not num_documents or config.heldout_source is not None:
-        empty = config.heldout_source if num_train else config.source
-        raise DataError(f"data source {empty!r}: no text in it; every document is empty")
-    side = "held out" if num_train else "trained on"
-    raise DataError(
-        f"none of the {num_documents} documents in {config.source!r} is {side} at "
-        f"heldout_fraction={config.heldout_fraction} (a document goes by the hash of its name): "
-        "change the fraction, add documents, or name a heldout_source of its own"
-    )
+def heldout_limit(names: Iterable[str], *, fraction: float) -> float:
+    """Returns the number below which the hash of a held-out document's name is.
+
+    It is ``fraction`` if that leaves a document on each side. If not, the one or more documents
+    nearest to it change sides: however few there are, one is held out and one is trained on. A
+    single document is trained on, and with ``fraction=0`` all are.
+
+    Args:
+        names: of all documents; no more are taken than it needs to find one of each side.
+    """
+    if not fraction:
+        return 0.0
+    num, lowest, highest = 0, 1.0, 0.0
+    for name in names:
+        found = name_hash(name)
+        num, lowest, highest = num + 1, min(lowest, found), max(highest, found)
+        if lowest < fraction <= highest:
+            return fraction
+    if num < 2:
+        return 0.0
+    return highest if highest < fraction else math.nextafter(lowest, 1.0)
+
+
+def require_text(config: DataConfig, *, num_train: int, num_heldout: int) -> None:
+    """Raises DataError if a source that the config names has no text."""
+    for source, num in ((config.source, num_train), (config.heldout_source, num_heldout)):
+        if source is not None and not num:
+            raise DataError(f"data source {source!r}: no text in it; every document is empty")

@@ -66,12 +66,14 @@ def _in_eight_bits(fp8: Fp8Matmuls | None) -> str:
 def describe_corpora(corpora: Corpora, config: RunConfig) -> str:
     """Describes how much text a run trains on and evaluates on."""
 
-    def side(arrays: TokenArrays) -> str:
+    def side(arrays: TokenArrays | None) -> str:
         counted = ""
+        if arrays is None:
+            return "nothing (data.heldout_source names a text)"
         if arrays.counted is not None:
             counted = f", {_short(arrays.num_counted).rstrip()} of them the model's own"
         return (
-            f"{arrays.num_documents:,} documents, {_short(arrays.num_bytes)}B, "
+            f"{_documents(arrays.num_documents)}, {_short(arrays.num_bytes)}B, "
             f"{_short(arrays.num_tokens).rstrip()} tokens{counted}"
         )
 
@@ -93,6 +95,10 @@ def describe_corpora(corpora: Corpora, config: RunConfig) -> str:
             f"{side(each.heldout)}"
         )
     return "\n".join([*lines, *validation])
+
+
+def _documents(number: int) -> str:
+    return "1 document" if number == 1 else f"{number:,} documents"
 
 
 def _short(number: int) -> str:

@@ -24,7 +24,7 @@ from jaxinfra.data.corpus import open_corpus
 from jaxinfra.data.heldout import HeldoutBatches
 from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.data.tokenizer import Tokenizer
-from jaxinfra.errors import ConfigError
+from jaxinfra.errors import ConfigError, DataError
 from jaxinfra.model.definition import Parameters
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
@@ -264,6 +264,11 @@ def evaluate_run(
         run=run,
         tokenizer=Tokenizer.load(run.tokenizer_file),
     )
+    if not corpora.heldout:
+        raise DataError(
+            f"{directory}: nothing is held out of {data.source!r}, so there is no text to evaluate "
+            "on; name one with --data"
+        )
     state = job.abstract_state()
     weights = "average" if state.average else "parameters"
     restored = load_state(
@@ -314,6 +319,7 @@ def evaluate_pretrained(
         cache_dir=cache_dir,
         tokenizer=Tokenizer.load(directory / "tokenizer.json"),
     )
+    assert corpus.heldout is not None, "the standard library or a text of its own"
     length = min(_SEQUENCE_LENGTH, model.definition.config.max_positions)
     batches = HeldoutBatches(
         corpus.heldout,

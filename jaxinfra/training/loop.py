@@ -326,7 +326,10 @@ class Trainer:
             self._guards.check_state(self._state, step=self._step)
 
     def _is_evaluated(self) -> bool:
-        return self._log.find("heldout_loss", step=self._step) is not None
+        """Whether the newest step has its evaluation, if the run has texts to evaluate on."""
+        return (
+            not self._corpora.heldout or self._log.find("heldout_loss", step=self._step) is not None
+        )
 
     def _evaluate(self) -> None:
         try:

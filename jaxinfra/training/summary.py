@@ -251,29 +251,21 @@ def summarize(
 ) -> dict[str, Any]:
     """Computes the values of ``summary.json``; a figure that is unknown or not finite is None.
 
-    It has ``heldout_sets`` if there are several sets to evaluate on, ``mixture`` for a mixture of
-    sources, and ``heldout_preferences/...`` for pairs of answers.
+    It has figures of the held-out text if there is one, ``heldout_sets`` if there are several,
+    ``mixture`` for a mixture of sources, and ``heldout_preferences/...`` for pairs of answers.
 
     Args:
         causes: seconds of wall time by cause (``jaxinfra.runtime.goodput``).
         stall_s: seconds that training waited for saves after the last recorded step.
     """
     steps = job.config.training.steps
-    last, heldout = log.find("loss"), log.find("heldout_loss", step=steps)
+    last = log.find("loss")
     assert last is not None, "a run has at least one step"
-    assert heldout is not None, "a run is evaluated at its end"
-    loss = heldout["heldout_loss"]
-    baseline = compressed_bits_per_byte(corpora.judged_documents())
     step_s = median_step_s(log.records)
     return finite(
         {
             "final_loss": last["loss"],
-            "heldout_loss": loss,
-            "heldout_perplexity": None if loss is None else math.exp(min(loss, 700.0)),
-            "heldout_bits_per_byte": heldout["heldout_bits_per_byte"],
-            "heldout_bytes": sum(corpora.heldout[name].num_bytes for name in corpora.judged),
-            "gzip_bits_per_byte": baseline.gzip_each,
-            "xz_bits_per_byte": baseline.xz_all,
+            **_heldout(corpora, log, step=steps),
             "tokens_per_s": clock.tokens_per_s(step_s),
             "mfu": clock.mfu(step_s),
             "steps": steps,
@@ -284,16 +276,28 @@ def summarize(
             "goodput": goodput(causes),
             "wall_s_by_cause": causes,
             "num_parameters": job.model.num_parameters,
-            **_several(job, corpora, log, heldout),
+            **_mixture(job, log),
         }
     )
 
 
-def _several(
-    job: Job, corpora: Corpora, log: MetricsLog, heldout: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Figures of several held-out sets, of a mixture and of pairs, where the run has such."""
-    several: dict[str, Any] = {
+def _heldout(corpora: Corpora, log: MetricsLog, *, step: int) -> dict[str, Any]:
+    """Figures of the held-out sets, together and each; none if nothing is held out."""
+    if not corpora.heldout:
+        return {}
+    heldout = log.find("heldout_loss", step=step)
+    assert heldout is not None, "a run is evaluated at its end"
+    loss = heldout["heldout_loss"]
+    baseline = compressed_bits_per_byte(corpora.judged_documents())
+    several = {
+        "heldout_loss": loss,
+        "heldout_perplexity": None if loss is None else math.exp(min(loss, 700.0)),
+        "heldout_bits_per_byte": heldout["heldout_bits_per_byte"],
+        "heldout_bytes": sum(corpora.heldout[name].num_bytes for name in corpora.judged),
+        "gzip_bits_per_byte": baseline.gzip_each,
+        "xz_bits_per_byte": baseline.xz_all,
+    }
+    several |= {
         name: value for name, value in heldout.items() if name.startswith("heldout_preferences/")
     }
     if len(corpora.heldout) > 1:
@@ -307,6 +311,9 @@ def _several(
             )
             for name, arrays in corpora.heldout.items()
         }
-    if read := mixture_read(job.config, log.records):
-        several["mixture"] = [dataclasses.asdict(each) for each in read]
     return several
+
+
+def _mixture(job: Job, log: MetricsLog) -> dict[str, Any]:
+    read = mixture_read(job.config, log.records)
+    return {"mixture": [dataclasses.asdict(each) for each in read]} if read else {}

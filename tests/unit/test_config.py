@@ -75,7 +75,7 @@ WRONG_SETTINGS = {
     "optimizer.learning_rate=NaN": r"nan is not a finite number",
     "optimizer.learning_rate=Infinity": r"inf is not a finite number",
     # Rules of one config.
-    "data.heldout_fraction=1": r"heldout_fraction=1.0 must be in \(0, 1\)",
+    "data.heldout_fraction=1": r"heldout_fraction=1.0 must be in \[0, 1\)",
     "data.prefetch_batches=0": r"prefetch_batches=0 at least 1",
     "data.num_prefetch_threads=-1": r"num_prefetch_threads=-1 must not be negative",
     "data.tokenizer.kind=file": r"kind=file with path=None: a path goes with kind=file",

@@ -201,22 +201,35 @@ def test_json_lines_split_by_row(tmp_path: Path, cache: Path):
 
 
 def test_a_side_without_text(tmp_path: Path, cache: Path):
-    path = tmp_path / "book.txt"
-    path.write_text("one document only")
-    assert "none of the 1 documents" in error(path, cache)
-    assert "heldout_source" in error(path, cache)
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "a"}\n{"text": "b"}\n')
-    assert "is held out at heldout_fraction=1e-09" in error(rows, cache, heldout_fraction=1e-9)
-    assert "is trained on at heldout_fraction=0.9999" in error(
-        rows, cache, heldout_fraction=0.9999999
-    )
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
     assert "every document is empty" in error(empty, cache)
     assert "every document is empty" in error(rows, cache, heldout_source=str(empty))
     assert "every document is empty" in error(empty, cache, heldout_source=str(rows))
     assert not list(cache.rglob("tokens.bin"))
+
+
+@pytest.mark.parametrize("num", [1, 2, 5, 20, 60])
+def test_each_side_has_a_document_whatever_the_file_is_called(tmp_path: Path, num: int):
+    """One document is trained on; of more, at least one is on each side, at any fraction."""
+    for name in range(10):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(f'{{"text": "row {i}"}}\n' for i in range(num)))
+        for fraction in (0.0, 1e-9, 0.03, 0.9999999):
+            corpus = open_it(
+                path, tmp_path / f"cache{name}", tokenizer=BYTES, heldout_fraction=fraction
+            )
+            out = len(corpus.heldout_names)
+            assert corpus.train.num_documents == num - out
+            assert (corpus.heldout is None) == (out == 0) == (num == 1 or fraction == 0.0)
+            assert out == len(corpus.heldout_documents())
+            hashed = sum(name_hash(f"{path.name}:{i + 1}") < fraction for i in range(num))
+            if 0 < hashed < num:
+                assert out == hashed
+            elif out:
+                assert out == (1 if fraction < 0.5 else num - 1)
 
 
 def test_bad_text_reaches_the_caller_and_leaves_no_cache(texts: Path, cache: Path):
@@ -278,4 +291,7 @@ def test_pretokenized_arrays_of_another_vocabulary(tmp_path: Path, cache: Path, 
         source, cache, tokenizer=BYTES, heldout_source=str(texts)
     )
     assert "both must be text, or both" in error(texts, cache, heldout_source=str(source))
-    assert "is held out" in error(source, cache, tokenizer=BYTES, heldout_fraction=1e-9)
+    few = open_it(source, cache, tokenizer=BYTES, heldout_fraction=1e-9)
+    assert (few.train.num_documents, few.heldout.num_documents) == (49, 1)
+    none = open_it(source, cache, tokenizer=BYTES, heldout_fraction=0.0)
+    assert (none.train.num_documents, none.heldout) == (50, None)
