@@ -81,7 +81,7 @@ class DataAudit:
 
 
 def audit(documents: Iterable[Document]) -> DataAudit:
-    """Finds duplicate, cut, unreadable and empty documents; memory holds hashes, not texts."""
+    """Finds duplicate, cut, unreadable and empty documents, without keeping texts in memory."""
     first: dict[bytes, str] = {}
     duplicates, empty, unreadable = [], [], []
     ends: dict[int, list[str]] = collections.defaultdict(list)

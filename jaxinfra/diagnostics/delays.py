@@ -300,7 +300,7 @@ class Explanation:
 
 
 def explain_step(directory: Path, traced: TracedRun | None = None) -> Explanation | None:
-    """Explains what delays a run's step, from its device traces, if any, and its records.
+    """Explains the delays in a run's training step, from its records and any device traces.
 
     Returns None if the run has neither traces nor records.
     """

@@ -28,7 +28,7 @@ class Change:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """The difference in time between two steps, and where the second one takes longer."""
+    """The difference in time between two steps, in total and by scope."""
 
     first_ms: float
     second_ms: float

@@ -1,4 +1,4 @@
-"""KV caches of past tokens, contiguous or in pages, and the number of elements they hold.
+"""KV caches of past tokens, contiguous or in pages, and their number of elements.
 
 A cache stacks the arrays of all layers of one kind; ``in_layer`` selects one layer. Every layer
 appends to the same stacked buffer, and reads a view of it. A mixer's ``CacheSpec`` defines the

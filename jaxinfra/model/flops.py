@@ -37,10 +37,7 @@ def visible_pairs(length: int, *, window: int | None = None, start: int = 0) -> 
 
 
 def attention_flops(mixer: MixerConfig, length: int, *, start: int = 0) -> float:
-    """Counts attention's forward FLOPs per sequence and layer: 2 pairs (score + value width).
-
-    Pairs are the ``visible_pairs``; both widths are summed over all heads.
-    """
+    """Counts forward FLOPs per sequence and layer of attention's two matmuls, over all heads."""
     pairs = visible_pairs(length, window=mixer.window, start=start)
     return 2.0 * pairs * (mixer.score_width + mixer.value_width)
 

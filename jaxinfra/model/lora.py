@@ -111,7 +111,7 @@ class Adapter(nnx.Module):
 
         Args:
             weight: the projection's weight in this layer.
-            repeated: gives outputs the copies of heads that y has.
+            repeated: function that repeats heads of an output as in y.
         """
         y_accum = self.policy.to_accum(y) + repeated(self(x))
         gain = self.gain(weight)
@@ -208,7 +208,7 @@ class RowAdapters(nnx.Module):
 
         Args:
             weight: the projection's weight; DoRA's stored factors already contain its norms.
-            repeated: gives outputs the copies of heads that y has.
+            repeated: function that repeats heads of an output as in y.
         """
         del weight
         y = jax.lax.optimization_barrier(y)

@@ -108,7 +108,7 @@ def balance_sums(
     """Computes the configured balance losses as sums over tokens, and the tokens per expert.
 
     Args:
-        over_batch: sums an array over the devices that hold different rows of the batch.
+        over_batch: function that sums an array over the devices that shard the batch.
     """
     balance, dtype = config.balance, logits_BTE.dtype
     counts_BT = counts_BT.astype(dtype)

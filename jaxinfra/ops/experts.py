@@ -120,10 +120,7 @@ def _quantized_rows(x_MK: jax.Array, fp8: Fp8Recipe, dtype: jnp.dtype) -> Quanti
 
 
 def quantized_weights(weights: tuple[jax.Array, ...], recipe: Recipe) -> Quantized:
-    """Quantizes weights by 128x128 blocks and concatenates them along F.
-
-    Returns values [E, D, F of all] and scales [E, J, I].
-    """
+    """Quantizes weights by 128x128 blocks, joined on F: values [E, D, F], scales [E, J, I]."""
     fp8 = recipe.fp8
     assert fp8 is not None
     w_EDF = jnp.concatenate([w.astype(recipe.compute) for w in weights], axis=-1)

@@ -18,10 +18,10 @@ The table is for n tokens on each of N devices, which have E/N of E experts each
 | two: across O nodes | n O p(O) | a token, once per node | (O-1)/O |
 | two: within a node of I | n N p(N), or n K | as in one level | (I-1)/I |
 
-Of P equal parts of the experts, p(P) is the probability that a token chooses one in a given part
-(``visits``). Buffers have ``room_factor`` times these rows, or space for all possible rows: n per
-destination, in the form per expert min(K, E/N) times as many. If a token chooses from M of G groups
-of experts, and a group's experts are in one node, it is sent to at most M nodes: n O p(O) <= n M.
+If the experts are divided into P equal parts, p(P) is the probability that a token chooses an
+expert of one part (``visits``). Buffers have ``room_factor`` times these rows, or space for n per
+destination, in the form per expert n min(K, E/N). If a token chooses from M of G groups of experts,
+and a group's experts are in one node, it is sent to at most M nodes: n O p(O) <= n M.
 
 Dims: N token of a device, K choice of a token, J copy of a token that may be sent, I = N J copies,
 S row that is sent, R row that is received, C row of one pair's buffer, E expert, D model width (of
@@ -97,7 +97,7 @@ def room_for(
 
 
 def visits(experts: ExpertsConfig, shares: int) -> float:
-    """Returns the probability that a token chooses an expert of a given part of all experts.
+    """Returns the probability that a token chooses any expert of one of ``shares`` equal parts.
 
     A token chooses M of G groups, then K of their experts, each equally likely. If a part has s
     experts in each of g groups of S experts, it is not chosen with probability
@@ -142,7 +142,7 @@ def exchanged_bytes(level: Level, *, model_dim: int, itemsize: int, top_k: int) 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Peers:
-    """Devices that exchange rows with each other: all along mesh axes, or groups of those."""
+    """Devices that exchange rows: all devices along some mesh axes, or groups of them."""
 
     axis: tuple[str, ...]
     groups: Groups | None = None

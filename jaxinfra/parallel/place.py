@@ -110,7 +110,7 @@ class Placement:
 
     @property
     def current_mesh(self) -> Mesh | AbstractMesh:
-        """Returns this mesh, or the mesh that an enclosing ``shard_map`` sees."""
+        """Mesh to build shardings with: this mesh, or that of an enclosing ``shard_map``."""
         around = jax.sharding.get_abstract_mesh()
         return around if around.manual_axes else self.mesh
 

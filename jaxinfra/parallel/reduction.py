@@ -1,7 +1,7 @@
 """Gradients of data shards, which are summed over devices once, after the last micro-batch.
 
-The compiler would sum gradients over devices in every micro-batch. So a ``shard_map`` over some
-mesh axes lets their devices add up own gradients first; the compiler partitions the other axes.
+The compiler would sum gradients over devices in every micro-batch. A ``shard_map`` over some mesh
+axes avoids this: its devices first accumulate local gradients. The compiler handles other axes.
 """
 
 from collections.abc import Callable

@@ -125,7 +125,7 @@ class Correspondence:
 
     published: str  # in ``RECIPES``
     ours: str  # in ``RECIPES``
-    settings: tuple[str, ...]  # as ``--set`` takes them
+    settings: tuple[str, ...]  # values for ``--set``
     differs: tuple[str, ...] = ()  # arrays that jaxinfra lacks, or keeps in another format
 
 

@@ -26,13 +26,13 @@ class Traits:
 
     fused_attention: bool = True  # attention scores are not stored (Dao et al. 2022)
     dropout: bool = False  # on attention scores and residual branches
-    overlap: bool = True  # collectives of the fsdp and replica axes run beside compute
+    overlap: bool = True  # collectives of the fsdp and replica axes overlap with compute
     casts_weights: bool = True  # fp32 masters are the model, cast to the compute dtype at use
     fused_loss: bool = True  # logits in chunks, their gradient formed in the forward pass
     loss_kernel: bool = True  # a kernel stores bf16 exponentials, not logits, where it is faster
     scans_layers: bool = True  # saved activations are copied into a stack over layers
     saves_fp32: bool = True  # without recomputation, elementwise intermediates are saved in fp32
-    overlaps_tensor: bool = False  # tensor collectives run beside the matmuls they feed
+    overlaps_tensor: bool = False  # tensor collectives overlap with the matmuls that use them
     recomputes_scores: bool = False  # stored attention scores are recomputed under any policy
     sums_apart: bool = True  # a separate memory pass adds each micro-batch's gradients to the sum
 
@@ -68,7 +68,7 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """Number of devices: the product of the mesh axes; experts share the data axes."""
+        """Number of devices: the product of the mesh axes; experts are sharded over data axes."""
         return self.mesh.num_devices
 
     @property

@@ -41,7 +41,7 @@ def kv_bytes_per_token(model: PlannedModel, cache_format: str = "bf16") -> float
 
 
 def kv_bytes(model: PlannedModel, *, batch: int, context: int, cache_format: str = "bf16") -> float:
-    """Returns the bytes of ``batch`` KV caches of ``context`` tokens; windowed layers hold less."""
+    """Returns the bytes of ``batch`` KV caches of ``context`` tokens; windowed layers need less."""
     return batch * _bytes(*cached_numbers(model.config, context, evicted=True), cache_format)
 
 
@@ -135,10 +135,10 @@ def state_bytes(model: PlannedModel, layout: Layout) -> tuple[float, float, floa
 
 
 def micro_batches_in_flight(layout: Layout) -> float:
-    """Counts micro-batches whose activations the pipeline's first stage holds at once.
+    """Counts micro-batches whose activations the pipeline's first stage stores at once.
 
-    With p stages, 1F1B holds p, however many micro-batches a step has. Interleaved 1F1B with v
-    chunks per stage holds 1 + (p-1)/(p v) times as many.
+    With p stages, 1F1B stores p, however many micro-batches a step has. Interleaved 1F1B with v
+    chunks per stage stores 1 + (p-1)/(p v) times as many.
     """
     pipe, chunks = layout.mesh.pipe, layout.chunks
     held = min(pipe, layout.accumulation) if pipe > 1 else 1

@@ -56,7 +56,7 @@ class LayerKind:
         return mixer.cache.elements
 
     def kv_width_on(self, tensor: int) -> float:
-        """Returns the KV width on one of ``tensor`` devices, which holds at least one KV head."""
+        """Returns the KV width on one of ``tensor`` devices, which has at least one KV head."""
         return self.kv_width / min(tensor, self.mixer.num_kv_heads)
 
     @functools.cached_property
@@ -123,10 +123,7 @@ def shards(parameter: ParameterInfo, *, tensor: int, expert: int) -> int:
 
 
 def used_shards(parameter: ParameterInfo, *, tensor: int) -> int:
-    """Returns into how many parts tensor parallelism splits a parameter's matmul.
-
-    A matmul of keys or values has at most one part per KV head.
-    """
+    """Returns into how many parts tensor parallelism splits a matmul: at most one per KV head."""
     for dim, size in zip(parameter.dims, parameter.shape, strict=True):
         if dim in TENSOR_DIMS:
             return min(tensor, size) if dim == axes.KV_HEADS else tensor

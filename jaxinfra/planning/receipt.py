@@ -183,7 +183,7 @@ class Line:
 
     @property
     def calls(self) -> dict[str, int]:
-        """Names and bytes of the program's largest collectives, if the prediction does not hold."""
+        """Names and bytes of the program's largest collectives, if the prediction is wrong."""
         return {} if self.holds else dict(self.compiled.by_name.most_common(6))
 
     def as_dict(self) -> dict[str, object]:

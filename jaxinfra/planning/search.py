@@ -53,7 +53,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Alternative:
-    """The best layout among those that differ from the winner in a given choice."""
+    """The best layout that has another value of one choice, such as remat, than the winner."""
 
     choice: str  # tensor, remat, ...
     value: str

@@ -1,8 +1,8 @@
 """Windowed attention over a sequence in zig-zag order: each chunk fetches the tokens before it.
 
 A query sees ``left`` keys before its own. So a chunk needs only the keys of the last ``left``
-tokens before it. The devices that have these tokens send them to the chunk's device in one hop.
-In a pipeline, whose stages may not permute, all keys are gathered and these are sliced out. Then
+tokens before it. The devices that have these keys send them to the chunk's device in one hop. In a
+pipeline, whose stages may not permute, all keys are gathered and the needed ones sliced out. Then
 one attention over [fetched | own] keys follows, with the usual mask of a causal window.
 
 Bytes per device forward: at most 2 chunks x ``left`` tokens x 2 K H b by permutes, or

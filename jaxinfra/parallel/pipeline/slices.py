@@ -1,8 +1,8 @@
 """A layer cut into programs that run at different times: forward, gradient of the input, gradient
 of the weights.
 
-Differentiation gives one list of equations. The backward pass is those that depend on the cotangent
-or were added by recomputation. Its matmuls that the input gradient does not need are the weight
+Differentiation gives one list of equations. Equations that depend on the cotangent, or were added
+by recomputation, are the backward pass. Its matmuls that dx does not need are the weight
 gradient, which may run at any later time (Qi et al. 2024 do this by hand, module by module).
 Gradients without matmuls, of biases and norms, are computed with the input gradient. Values that
 one program computes and a later one reads are saved, unless they are cheaper to recompute.
@@ -398,11 +398,7 @@ def layer_places(num_layers: int, runs: int) -> np.ndarray:
 
 
 def pad_layers(tree: Tree, places: np.ndarray) -> Tree:
-    """Pads stacked layers [layers, ...] to [places, ...], with zeros where ``places`` is -1.
-
-    Args:
-        places: indices from ``layer_places``.
-    """
+    """Pads stacked layers [layers, ...] with zeros to [places, ...], as ``layer_places`` says."""
     if np.all(places >= 0):
         return tree
 

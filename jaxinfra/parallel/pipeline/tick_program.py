@@ -186,7 +186,7 @@ UNIT_TIMES: dict[Kind, float] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """Start and end times of a schedule's actions, in the unit of the given durations."""
+    """Start and end times of a schedule's actions, in the unit of ``run``'s durations."""
 
     start: np.ndarray  # [ticks, stages]
     end: np.ndarray  # [ticks, stages]
