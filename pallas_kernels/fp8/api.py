@@ -1,6 +1,6 @@
-"""The public ``quantize`` and ``scaled_matmul``, which validate and choose an implementation.
+"""The public ``quantize`` and ``scaled_matmul``, which validate calls and choose an implementation.
 
-Dims: R row, C column of a matrix, the dim that a matmul contracts; M row of a and of the result, N
+Dims: R row, C column of a matrix (the dim that a matmul contracts); M row of a and of the result, N
 row of b and column of the result, K contracted; J and I blocks of 128.
 """
 
@@ -40,18 +40,17 @@ def quantize(
 ) -> Quantized:
     """Rounds a matrix to 8 bits; each block's scale comes from its own largest element.
 
-    The module ``formula`` says what becomes of large, small and non-finite elements. It has no
-    gradient: a recipe passes the cotangent through.
+    Module ``formula`` defines the rounding of large, small and non-finite elements. ``quantize``
+    has no gradient: training code passes the cotangent through unchanged.
 
     Args:
         x: [R, C], bfloat16, float16 or float32; computed in fp32.
         scaling: blocks that share a scale: "1x128" or "128x128".
         dtype: float8_e4m3fn or float8_e5m2.
-        power_of_two: scales are powers of two: dividing by them is exact.
+        power_of_two: scales are powers of two, by which division is exact.
         implementation: "hopper" (Mosaic GPU; bf16, R a multiple of 64, or of 128 for
-            128x128, C of 128) or "xla"; "auto" takes hopper where it can.
-        num_devices: that the compiler spreads the call over; "hopper" runs on one.
-
+            128x128, C of 128) or "xla"; "auto" takes hopper if it supports the call.
+        num_devices: number of devices that the call is partitioned over; "hopper" needs 1.
     Returns:
         ``values`` in 8 bits [R, C] and the float32 ``scale`` that multiplies them, whose shape
         ``scaled_matmul`` lists.
@@ -110,11 +109,9 @@ def scaled_matmul(
 ) -> jax.Array:
     """Multiplies 8-bit matrices with block scales: ``sum_k (a scale_a)[m, k] (b scale_b)[n, k]``.
 
-    There is no gradient.
-
-    Scales are those of ``quantize``: 1x128 of a with 128x128 of b (activations and weights,
-    DeepSeek-V3, arXiv 2412.19437, section 3.3), or 1x128 on both (gradients of weights). They
-    multiply fp32 sums of 128 products.
+    There is no gradient. Scales are those that ``quantize`` returns: 1x128 of a with 128x128 of b
+    (activations and weights, DeepSeek-V3, arXiv 2412.19437, section 3.3), or 1x128 on both
+    (gradients of weights). They multiply each sum of 128 products in fp32.
 
     Args:
         a: [M, K], float8_e4m3fn or float8_e5m2.
@@ -124,8 +121,8 @@ def scaled_matmul(
         out_dtype: bfloat16, float16 or float32; fp32 sums are rounded to it once.
         implementation: "hopper" (Mosaic GPU; K a multiple of 128, N of 128 bytes of the result, M
             of 8), "xla" (dequantized, on a GPU to bf16), or "reference" (dequantized, fp32). "auto"
-            takes hopper where it can, else xla.
-        num_devices: that the compiler spreads the call over; "hopper" runs on one.
+            takes hopper if it supports the call, else xla.
+        num_devices: number of devices that the call is partitioned over; "hopper" needs 1.
 
     Raises:
         InputError: shapes or dtypes that disagree, or an unknown implementation.

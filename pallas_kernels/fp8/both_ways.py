@@ -1,6 +1,6 @@
-"""The public functions that cast a matrix and its transpose to 8 bits while reading it once.
+"""The public functions that cast a matrix and its transpose to 8 bits, reading the matrix once.
 
-Dims: R row, C column, the dim that a layer contracts.
+Dims: R row, C column (the dim that a layer contracts).
 """
 
 import dataclasses
@@ -70,17 +70,17 @@ def quantize_both_ways(
 ) -> WithTranspose:
     """Quantizes ``x`` by blocks to 8 bits, and also its transpose by blocks.
 
-    A layer contracts its input over columns, the gradient of its weight over rows.
+    A layer's product contracts the columns of its input; the weight's gradient contracts the rows.
 
     Args:
         x: [R, C], bfloat16, float16 or float32.
-        scaling: "1x128", each way by its own blocks, or "128x128", whose scales are the same.
+        scaling: "1x128", with separate scales for matrix and transpose, or "128x128", with the
+            same.
         dtype, power_of_two: as in ``quantize``.
         implementation: "hopper" (one Mosaic GPU kernel that reads x once; bf16, R and C multiples
-            of 128), "xla", or "auto": that kernel where it was measured to be 1.03 times as fast
-            (``tuned``), else ``quantize``'s for the rows and XLA for the transpose. Results are the
-            same to the last bit.
-        num_devices: number that the compiler spreads the call over; kernels run on one.
+            of 128), "xla", or "auto": that kernel where it was measured 1.03 times as fast
+            (``tuned``), else ``quantize`` for x and XLA for its transpose. All give the same bits.
+        num_devices: number of devices that the call is partitioned over; kernels need 1.
 
     Returns:
         x [R, C] and its transpose [C, R].
@@ -113,14 +113,15 @@ def quantize_swiglu(
 
     The layer's product contracts the result; its weight's gradient contracts the transpose.
 
-    Computed in fp32 and rounded to the dtype of ``gate``, then to 8 bits as ``quantize`` has it: of
-    the same rounded values the results are the same to the last bit. The kernel computes silu with
-    other instructions than XLA, so that one value in some thousands is rounded to its neighbour.
+    The hidden values are computed in fp32, rounded to the dtype of ``gate``, then quantized as by
+    ``quantize``, bit for bit. The kernel computes silu with other instructions than XLA: one value
+    in some thousands is rounded to the next number.
 
     Args:
         gate, up: [R, C], of one dtype.
         scaling, dtype, power_of_two, implementation, num_devices: as in ``quantize_both_ways``;
-            without the one kernel the rounded values are an array in between.
+            other implementations than the one kernel write the rounded hidden values to memory
+            first.
 
     Returns:
         The hidden values [R, C] and their transpose [C, R].
@@ -155,7 +156,7 @@ def quantize_swiglu_gradient(
     """Quantizes the gradients of ``silu(gate) * up``, and also their transposes, by blocks.
 
     Args:
-        gate, up, d_hidden: [R, C], alike; the last is the cotangent of the hidden values.
+        gate, up, d_hidden: [R, C], of one dtype; ``d_hidden`` is the hidden values' cotangent.
         scaling, dtype, power_of_two, implementation, num_devices: as in ``quantize_swiglu``, with
             the same steps of rounding.
 
@@ -181,7 +182,7 @@ def quantize_swiglu_gradient(
 def case_of(
     source: CastSource, scaling: Scaling, shape: tuple[int, ...]
 ) -> dict[str, tables.Value]:
-    """Returns the tuning table's case for a cast both ways: its function, scaling and shape."""
+    """Returns a call's case in the tuning table of casts both ways: function, scaling and shape."""
     rows, columns = shape
     return {"form": source.name, "scaling": str(scaling), "rows": rows, "columns": columns}
 
@@ -194,7 +195,7 @@ def takes_one_kernel(
     power_of_two: bool,
     num_devices: int = 1,
 ) -> bool:
-    """Returns whether "auto" takes the one kernel: it supports the call and was measured faster."""
+    """Returns whether "auto" takes the one kernel, which must support the call and be faster."""
     reason = unsupported(inputs, scaling, power_of_two=power_of_two, num_devices=num_devices)
     case = case_of(source, scaling, inputs[0].shape)
     faster = reason is None and _was_faster({**case})
@@ -257,7 +258,7 @@ def apart(
     num: int,
     **options: Any,
 ) -> tuple[WithTranspose, ...]:
-    """Casts both ways in separate steps: the 16-bit results first, then each of their casts."""
+    """Casts results and transposes in separate steps: first the 16-bit results, then each cast."""
 
     def cast(x: jax.Array) -> WithTranspose:
         rows = quantize(x, form, implementation=implementation, num_devices=num, **options)

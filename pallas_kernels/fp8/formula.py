@@ -2,23 +2,24 @@
 
     scale = max(largest finite |x|, LEAST) / LARGEST(dtype),   value = round(x / scale)
 
-- A finite element is rounded to the nearest, ties to even, and saturates where a given scale leaves
-  it outside the format; below half the least denormal it is 0.
-- An infinity and a NaN become NaN, whatever the format: they are not hidden as large numbers. They
-  do not enter the scale, so their neighbours keep their digits.
-- A block of zeros, or of elements below ``LEAST``, has the scale of ``LEAST``: no scale is 0 and
-  the inverse of none is infinite.
-- A power of two is the least that keeps the largest element inside the format. Multiplying by it is
-  exact, and it is found in the bits, without a logarithm.
+- A finite element is rounded to nearest, ties to even. It saturates where its quotient exceeds the
+  format's range; below half the least denormal it becomes 0.
+- Infinities and NaN become NaN in every format, so that they are not hidden as large numbers. They
+  do not affect the scale, so the block's other elements keep their precision.
+- A block of zeros, or of elements below ``LEAST``, has the scale of ``LEAST``, so that no scale is
+  0 and no inverse of a scale is infinite.
+- A power-of-two scale is the least one that keeps the largest element in range. Multiplying by it
+  is exact; it is computed from exponent bits, without a logarithm.
 
-SwiGLU and its gradient exist as XLA computes them and as kernels do:
+SwiGLU and its gradient have two versions, for XLA and for kernels:
 
     hidden = silu(gate) up
     d_gate = d up s (1 + gate (1 - s)),   d_up = d silu(gate),   s = sigmoid(gate)
 
-Kernels take two hardware functions per number, 2**x and 1 / sqrt(x): the root's square is the
-reciprocal, where a division takes a dozen instructions. Both are right to 2**-22, as is the
-exponent's product up to a gate's magnitude times 2**-24, far below a rounding to bf16, 2**-9.
+Kernels use two hardware functions per element, 2**x and 1 / sqrt(x): the square of the latter is
+the reciprocal, for which a division takes a dozen instructions. Both have a relative error of
+2**-22. The rounded argument of 2**x adds the gate's magnitude times 2**-24. All this is far below
+bf16's rounding, 2**-9.
 """
 
 import math
@@ -67,7 +68,7 @@ def scale_and_inverse(
 
 
 def cast(x: jax.Array, inverse: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Casts ``x * inverse``, float32, to an 8-bit format."""
+    """Casts ``x * inverse`` from float32 to an 8-bit format; ``inverse`` is one over the scale."""
     top = largest_of(dtype)
     scaled = jnp.clip(x * inverse, -top, top)
     return jnp.where(jnp.abs(x) < jnp.inf, scaled, jnp.nan).astype(dtype)
@@ -100,7 +101,7 @@ def gradient_in_kernel(
 
 
 def same(x: jax.Array) -> tuple[jax.Array]:
-    """Returns x unchanged, as the function of a matrix that is cast as it is."""
+    """Returns x unchanged: the element-wise function of a plain cast."""
     return (x,)
 
 

@@ -1,12 +1,11 @@
-"""Casts of matrices and their transposes by blocks on a Hopper GPU, from one read.
+"""Casts matrices and their transposes to 8 bits by blocks on a Hopper GPU, reading inputs once.
 
-A matrix is cast as it is, or after SwiGLU or its gradient. A block of the grid has a tile of
-128 x 128 and two warpgroups. Each brings in 64 rows of the inputs, computes, and writes the results
-over the inputs in 16 bits, as separate steps round them. It casts its rows, half a warp per row.
-Once the other warpgroup has written its rows, it casts 64 columns, which the instruction that
-transposes matrices for the tensor cores brings to registers. Columns are stored by TMA: their bytes
-are neighbours in the transpose alone. Two blocks run on an SM: one's reads and writes overlap the
-other's arithmetic.
+A matrix is cast as it is, or after SwiGLU or its gradient. A block of the grid has a tile of 128 x
+128 and two warpgroups. Each loads 64 rows of the inputs to shared memory, computes, and overwrites
+the inputs with the results, rounded to 16 bits as by separate steps. It casts its rows, half a warp
+per row. Once the other warpgroup has written its rows, too, it loads 64 columns by
+``ldmatrix.trans`` and casts them. TMA stores columns, which are contiguous only in the transpose.
+Two blocks run on an SM, so that one's memory accesses overlap the other's arithmetic.
 
 Dims: R row, C column, J blocks of 128 columns, I blocks of 128 rows.
 """

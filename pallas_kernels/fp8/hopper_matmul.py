@@ -1,14 +1,14 @@
-"""Scaled matmul on a Hopper GPU: 8-bit products, promoted to fp32 after every 128.
+"""Scaled matmul on a Hopper GPU: 8-bit products, whose sums are promoted to fp32 after every 128.
 
-The tensor cores add 8-bit products with about 14 bits. So every 128 of them, which is also how far
-a block's scale reaches, leave the accumulator for a sum in registers: ``total += part * scale``,
-one multiply-add a number. While one warpgroup promotes, the other multiplies.
+The tensor cores add 8-bit products with a precision of about 14 bits. So after every 128 products,
+the length of a block of scales, the accumulator is promoted: added to an fp32 sum in registers by
+``total += part * scale``. While one warpgroup promotes, the other multiplies.
 
 A block has a tile of the result and three warpgroups: one loads, two multiply. A warpgroup's half
-tile is 128 registers a thread, which leaves room for one part of 64 x 128 in the accumulator (64
-registers), not for two: it promotes a part before it begins the next, and what hides the promotion
-is the other warpgroup's product. Blocks stay for many tiles; the loader fetches the next tile while
-results leave.
+tile takes 128 registers per thread. This leaves registers for one 64 x 128 accumulator (64 per
+thread), not two. So a warpgroup promotes a part before it begins the next, which the other
+warpgroup's product hides. Blocks are persistent; the loader fetches the next tile while results are
+stored.
 
 Dims: M row of a and of the result, N row of b and column of the result, K contracted, J blocks of
 128 of K, S splits of K.
@@ -49,18 +49,18 @@ ROW_MULTIPLE = 8  # of a tile that the TMA copies
 class ScaledConfig:
     """Tile sizes of a block of the scaled matmul, and how its warpgroups share a tile."""
 
-    tile_m: int = 128  # 64 a warpgroup, or 64 for both
+    tile_m: int = 128  # 64 rows per warpgroup; 64: both have the same rows
     tile_n: int = 256
-    part_n: int = 128  # columns of one product: what is promoted at a time
+    part_n: int = 128  # columns of one product, promoted at a time
     num_stages: int = 4
-    cluster: int = 1  # blocks of neighbouring rows, which share b
-    num_out_slots: int = 2  # stripes of 128 bytes on their way out, a warpgroup
-    in_turns: bool = True  # a warpgroup's product is issued after the other's last one
-    splits: int = 1  # of the contracted dim, summed by a second kernel
+    cluster: int = 1  # blocks of neighbouring rows, which load b together by multicast
+    num_out_slots: int = 2  # stripes of 128 bytes per warpgroup that TMA is storing
+    in_turns: bool = True  # warpgroups issue products alternately
+    splits: int = 1  # of K, summed by a second kernel
 
     @property
     def by_columns(self) -> bool:
-        """Whether each warpgroup has half the columns of 64 rows, not 64 rows of all columns."""
+        """Whether warpgroups split a tile's columns, not its rows."""
         return self.tile_m == WARPGROUP_ROWS
 
     @property
@@ -124,7 +124,7 @@ def scaled_matmul_hopper(
 ) -> jax.Array:
     """Multiplies 8-bit matrices by the Hopper kernel: [M, N] in the spec's dtype.
 
-    An interpretable kernel uses Pallas's own products, which the interpreter has.
+    If ``interpretable``, products are Pallas's own, which the interpreter can run.
     """
     (M, K), N = a_MK.shape, b_NK.shape[0]
     columns_scaled = spec.b is Scaling.BLOCK_OF_ROW
@@ -150,7 +150,7 @@ def scaled_matmul_hopper(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ScaledKernel:
-    """The scaled-matmul kernel of one call; methods are its phases, written once per trace."""
+    """The scaled-matmul kernel of one call; its methods emit the kernel's phases."""
 
     c: ScaledConfig
     spec: ScaledSpec
@@ -179,13 +179,13 @@ class ScaledKernel:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Numbers of tiles along rows and columns, where a tile belongs to one cluster."""
+        """Numbers of tiles along rows and columns; a cluster computes one tile at a time."""
         c = self.c
         return -(-self.M // (c.tile_m * c.cluster)), -(-self.N // c.tile_n)
 
     @property
     def num_tiles(self) -> int:
-        """Number of the clusters' tiles, where each split of K counts as a tile."""
+        """Number of tiles of all clusters, counting each split of K."""
         return self.grid[0] * self.grid[1] * self.c.splits
 
     @property
@@ -207,8 +207,8 @@ class ScaledKernel:
     def num_pieces(self) -> int:
         """Number of copies per tile of b, each with a barrier: one per part of a warpgroup.
 
-        A part then begins with a wait, which ptxas moves no product across: two accumulators at a
-        time would not fit in the registers.
+        So each part begins with a wait, across which ptxas moves no product. Otherwise two
+        accumulators would be live at a time, for which there are too few registers.
         """
         return self.c.num_parts
 
@@ -266,7 +266,7 @@ class ScaledKernel:
                 plgpu.barrier_wait(smem.empty.at[slot])
 
     def each_tile(self, body) -> None:
-        """Calls ``body(first row, first column, split, steps before)`` for this block's tiles."""
+        """Calls ``body(first row, first column, split, steps of earlier tiles)`` for each tile."""
         c, worker = self.c, lax.axis_index("worker")
 
         def step(i, _):
@@ -280,7 +280,7 @@ class ScaledKernel:
         lax.fori_loop(0, count, step, None)
 
     def load(self, gmem, smem, row0, column0, split, done) -> None:
-        """Loads the steps of one tile into the ring."""
+        """Loads the operands of one tile into the ring, after ``done`` steps of earlier tiles."""
         c = self.c
         width = c.tile_n // self.num_pieces
         sharing = "cluster" if c.cluster > 1 else None
@@ -337,7 +337,7 @@ class ScaledKernel:
             self.store(gmem, smem, wg, total, row, column0, first_column, split, p)
 
     def step_scales(self, gmem, row, column, j) -> tuple[Any, list]:
-        """Returns step j's scales: of 64 rows of a, and of parts' columns that share one."""
+        """Returns step j's scales: of 64 rows of a, and one per part if b has 128x128 blocks."""
         c, spec = self.c, self.spec
         if spec.a is Scaling.BLOCK:
             i = jnp.minimum(lax.div(row, BLOCK), gmem.a_scale.shape[1] - 1)

@@ -1,9 +1,9 @@
-"""Quantization by blocks on a Hopper GPU, which reads the matrix once and writes it once.
+"""Quantization by blocks on a Hopper GPU, which reads the input once and writes the result once.
 
-A block of the grid is one warpgroup. TMA brings its tiles of 128 columns, all at once;
-each goes through registers, half a warp to a row, 16 bytes a thread and load. (Loads from global
-memory are put off by ptxas until their numbers are needed, one after another: half the rate.)
-Blocks are short and several run on an SM: one's writes overlap another's reads.
+A thread block is one warpgroup. TMA loads its tiles of 128 columns, all at once. Half a warp
+quantizes a row in registers, and each thread loads 16 bytes at a time. Without TMA, ptxas would
+delay each load from global memory until its use, at half the rate. Blocks are short and several run
+on an SM, so that one's writes overlap another's reads.
 
 Dims: R row, C column, J blocks of 128 columns, I blocks of 128 rows.
 """
@@ -42,7 +42,7 @@ def unsupported(
     """Returns why the quantization kernel cannot compute this call; None if it can.
 
     Args:
-        row_multiple: what R must be a multiple of; None: this kernel's rows of a tile.
+        row_multiple: required divisor of R; None takes this kernel's tile height.
     """
     if reason := device.why_not_one_hopper(num_devices):
         return reason

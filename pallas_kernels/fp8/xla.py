@@ -1,7 +1,7 @@
 """Quantization and scaled matmuls by XLA.
 
-Quantization in plain jnp is the reference, too. XLA has no matmul with scales of blocks: operands
-are dequantized, to bf16 on a GPU, to fp32 elsewhere.
+Quantization in plain jnp is also the reference. XLA has no matmul with block scales, so operands
+are dequantized: to bf16 on a GPU, to fp32 elsewhere.
 
 Dims: R row, C column of a matrix; M row of a, N row of b, K contracted.
 """
@@ -26,7 +26,7 @@ def quantize_xla(
     """Quantizes a matrix by blocks in plain jnp, computed in fp32.
 
     Args:
-        x: [R, C], or several matrices [..., R, C], whose scales have those dims in front too.
+        x: [R, C], or several matrices [..., R, C], whose scales have the same leading dims.
     """
     x = x.astype(jnp.float32)
     scale, inverse = scale_and_inverse(_largest(x, scaling), dtype, power_of_two=power_of_two)
@@ -37,7 +37,7 @@ def quantize_xla(
 def quantize_across_xla(x: jax.Array, *, dtype: jnp.dtype, power_of_two: bool) -> Quantized:
     """Quantizes the transpose of x by 1x128 blocks, bit for bit as ``quantize_xla`` does.
 
-    The values are transposed as 8 bits.
+    Values are transposed after their cast to 8 bits.
 
     Args:
         x: [..., R, C].
