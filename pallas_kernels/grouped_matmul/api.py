@@ -1,7 +1,7 @@
-"""The public grouped products, which validate, choose an implementation and differentiate.
+"""The public grouped products: validation, choice of an implementation, and gradients.
 
-Dims: M row, T token, J visit of a token, G group, K width in, N width out; of 8-bit operands K is
-contracted and N a column of the result, J and I blocks of 128 of K and N.
+Dims: M row, T token, J visit (one of the experts that a token is routed to), G group, K width in, N
+width out. For 8-bit operands J and I are blocks of 128 of K and N.
 """
 
 import functools
@@ -53,25 +53,23 @@ def grouped_matmul(
     """Multiplies each row by the weight of its group: ``out[m] = x[m] @ w[group(m)]``.
 
     Groups are consecutive: group g has ``group_sizes[g]`` rows, right behind those of group g - 1.
-    Rows beyond the last group are 0 whatever x is there, and add nothing to gradients. Sums are
-    fp32; results and gradients, in x and w, repeat bit for bit.
+    Result rows beyond the last group are 0, whatever x holds there, and add nothing to gradients.
+    Sums are fp32. Results and gradients of x and w repeat bit for bit.
 
     Args:
         x: bfloat16, float16 or float32 [M, K]; [T, K] with ``rows``.
-        w: [G, K, N], any float dtype, multiplied in x's; its gradient is summed in fp32 and rounded
-            to w's dtype: float32 weights get it unrounded.
-        group_sizes: int32 [G], 0 allowed; what exceeds M in sum is cut off.
+        w: [G, K, N], any float dtype, cast to x's before the product. Its gradient is summed in
+            fp32 and rounded to w's dtype.
+        group_sizes: int32 [G], 0 allowed; groups are cut off at row M.
         rows: int32 [M]: row m is ``x[rows[m]]``, read in place; clipped to 0..T-1.
-        positions: int32 [T, J], the inverse of ``rows``: all m of which ``rows[m] == t``, filled up
-            with -1. It spares x's gradient a sort, and is not checked.
+        positions: int32 [T, J], the inverse of ``rows``: row t lists all m with ``rows[m] == t``,
+            padded with -1. It saves a sort in x's gradient, and is not checked.
         out_dtype: dtype of the result; x's by default.
         implementation: "hopper" (Mosaic GPU kernels; bfloat16 and float16, K and N multiples of 64
             from 128), "xla" (linear memory, any device), "reference" (the formula, M * G * N
-            memory), or "auto": hopper where it can, else xla.
-
+            memory), or "auto": hopper if it supports the call, else xla.
     Returns:
         [M, N].
-
     Raises:
         InputError: shapes, dtypes or options that disagree.
         UnsupportedError: the named implementation cannot compute this call.
@@ -104,7 +102,8 @@ def grouped_swiglu(
 ) -> jax.Array:
     """Computes ``silu(x @ gate) * (x @ up)``, each row with its group's gate and up.
 
-    The gradient keeps both products in x's dtype, named ``GATE_NAME`` and ``UP_NAME``.
+    Both products are saved for the gradient, in x's dtype, under the checkpoint names ``GATE_NAME``
+    and ``UP_NAME``.
 
     Args:
         gate: [G, K, N], as w of ``grouped_matmul``.
@@ -143,11 +142,11 @@ def grouped_weight_gradient(
 ) -> jax.Array:
     """Computes ``out[g] = x[rows of g]^T @ d[rows of g]``: the gradient of a product's weights.
 
-    It serves recipes whose other products are not in 16 bits. It has no gradient of its own.
+    It is for training code that computes its other products in FP8. It has no gradient of its own.
 
     Args:
         x, group_sizes, rows: as in ``grouped_matmul``.
-        d: [M, N], multiplied in x's dtype.
+        d: [M, N], the cotangent of the product, cast to x's dtype.
         out_dtype: dtype that fp32 sums are rounded to once; x's by default.
         implementation: "hopper", "xla" or "auto", as in ``grouped_matmul``.
 
@@ -187,25 +186,23 @@ def scaled_grouped_matmul(
 ) -> jax.Array:
     """Multiplies 8-bit rows by the 8-bit weight of their group, with scales of blocks.
 
-    ``out[m, n] = sum_k (a a_scale)[m, k] (b b_scale)[group(m), n, k]``, as ``scaled_matmul`` has it
-    for one group: scales are of 1x128 blocks of a and 128x128 blocks of b, and multiply fp32 sums
-    of 128 products. Rows beyond the last group are 0 whatever a is there. It has no gradient; a
-    layer's input gradient is this product of its quantized cotangent with b transposed.
+    ``out[m, n] = sum_k (a a_scale)[m, k] (b b_scale)[group(m), n, k]``, as ``scaled_matmul`` does
+    for one group. Scales belong to 1x128 blocks of a and 128x128 blocks of b. They multiply each
+    sum of 128 products in fp32. Rows beyond the last group are 0, whatever a holds there. It has no
+    gradient; for a layer's input gradient, pass the quantized cotangent and b transposed.
 
     Args:
         a: [M, K], float8_e4m3fn or float8_e5m2.
         b: [G, N, K], either 8-bit dtype, in any pairing with that of a.
         a_scale: float32 [J, M], as ``quantize(a, "1x128")`` gives it.
         b_scale: float32 [G, J, I], as ``quantize(b[g], "128x128")`` gives it for each group.
-        group_sizes: int32 [G], 0 allowed; what exceeds M in sum is cut off.
+        group_sizes: int32 [G], 0 allowed; groups are cut off at row M.
         out_dtype: bfloat16, float16 or float32; fp32 sums are rounded to it once.
         implementation: "hopper" (Mosaic GPU; K a multiple of 128, N of 64 from 128), "xla"
             (dequantized, on a GPU to bf16), "reference" (dequantized, M * G * N memory), or "auto":
-            hopper where it can, else xla.
-
+            hopper if it supports the call, else xla.
     Returns:
         [M, N].
-
     Raises:
         InputError: shapes, dtypes or options that disagree.
         UnsupportedError: the named implementation cannot compute this call, or a gradient is taken.

@@ -1,13 +1,13 @@
 """Weighted sums of each token's expert outputs: a gather in a fixed order, forward and backward.
 
-The sum is not the product's epilogue: rows of one token are in tiles of different blocks. A fused
-sum would be atomic, in an order that changes from run to run, or would wait for others.
+The sum is not fused into the product, because different blocks compute the rows of one token. A
+fused sum would need atomics, in an order that changes from run to run, or blocks that wait.
 
-In the gradient, rows are also summed in a fixed order: the index is inverted once, so that every
-result reads the rows of its own sum.
+In the gradient, rows are also summed in a fixed order. The index is inverted once, so that every
+element of the result gathers the rows that it sums.
 
-Dims: M row, T token or result, J visit of a token, I visit of any token or entry of an index, N
-width.
+Dims: M row, T token or result, J visit (one of the experts that a token is routed to), I entry of a
+flat index (any token's visit), N width.
 """
 
 from collections.abc import Callable
@@ -34,11 +34,11 @@ def combine(
 
     Args:
         y: [M, N], floats.
-        positions: int32 [T, J]; a position outside 0..M-1, of a dropped visit, adds 0.
+        positions: int32 [T, J]: the row of each visit; one outside 0..M-1 (a dropped visit) adds 0.
         weights: float32 [T, J].
         inverse: int32 [M], ``inverse[positions[t, j]] == t * J + j``; outside 0..T*J-1 for a row
-            that no token names. Spares the gradient a sort. It is trusted: give it only where no
-            row is named twice.
+            that ``positions`` lacks. It saves a sort in the gradient, and is not checked: pass it
+            only if ``positions`` has no row twice.
 
     Returns:
         [T, N] in y's dtype.
@@ -122,11 +122,11 @@ def take_rows(values_MN: jax.Array, rows_T: jax.Array) -> jax.Array:
 
 
 class Entries(NamedTuple):
-    """An inverted index: for each result, the positions in the index that name it."""
+    """An inverted index: for each result t, the entries i with ``index[i] == t``."""
 
-    order_I: jax.Array  # sorted by what they name, then by place
-    starts_T: jax.Array
-    counts_T: jax.Array
+    order_I: jax.Array  # all entries, sorted by result, then ascending
+    starts_T: jax.Array  # of each result's entries in ``order_I``
+    counts_T: jax.Array  # number of each result's entries
 
     def nth(self, j: jax.Array | int) -> jax.Array:
         """Returns the j-th entry of each result, int32 [T]; -1 where a result has fewer."""
@@ -136,8 +136,8 @@ class Entries(NamedTuple):
     def sum(self, values_of: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """Sums the values of each result's entries in ascending order: fp32 [T, N].
 
-        There are as many rounds as the commonest result has entries. The rounds of an even spread
-        are unrolled; a loop has any others.
+        Round j adds every result's j-th entry. The rounds that equal numbers of entries would take
+        are unrolled; a loop runs the others.
 
         Args:
             values_of: maps entries [T], where -1 is none, to values [T, N].
@@ -152,7 +152,7 @@ class Entries(NamedTuple):
 
 
 def entries_by_result(index_I: jax.Array, *, num_results: int) -> Entries:
-    """Groups the entries of an index by the result they name; skips invalid numbers."""
+    """Groups the entries of an index by their result; skips those outside 0..num_results-1."""
     known_I = jnp.where((index_I >= 0) & (index_I < num_results), index_I, num_results)
     counts_T = jnp.zeros(num_results, jnp.int32).at[known_I].add(1, mode="drop")
     return Entries(

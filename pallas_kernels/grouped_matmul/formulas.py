@@ -12,7 +12,7 @@ from pallas_kernels.common.scales import Scaling, spread
 
 
 class SwigluResults(NamedTuple):
-    """The gated product silu(gate) * up and its two factors, [M, N] each."""
+    """The gated product silu(gate) * up, and gate and up if kept, [M, N] each."""
 
     out: Any
     gate: Any = None

@@ -1,8 +1,8 @@
-"""Grouped products in plain JAX, by blocks of rows of one group, in memory linear in the operands.
+"""Grouped products in plain JAX, in blocks of rows of one group, with linear memory.
 
-A loop runs over the blocks that there are, each multiplied with its group's weight. A block reads
-and writes whole blocks; what it writes beyond its group's end the next block, of the next group,
-writes again, since blocks go in the order of their rows.
+A loop multiplies each block of rows with its group's weight. It reads and writes whole blocks, in
+the order of their rows. Rows that a block writes beyond the end of its group are overwritten by the
+next group's block.
 
 Dims: B row of a block, M row, G group, K width in, N width out.
 """

@@ -1,4 +1,4 @@
-"""Grouped products by Mosaic GPU kernels for Hopper, with the functions that ``xla`` has."""
+"""Grouped products by Mosaic GPU kernels for Hopper, with the same functions as ``xla``."""
 
 from .calls import input_gradient as input_gradient
 from .calls import product as product

@@ -1,4 +1,4 @@
-"""Calls of the Hopper kernels, whose operands are padded, gathered or marked for a mesh first.
+"""Calls of the Hopper kernels, which first pad operands, gather rows, or mark mesh axes.
 
 Dims: M row, G group, K width in, N width out.
 """
@@ -58,7 +58,7 @@ def scaled_unsupported(b_GNK: jax.Array) -> str | None:
 
 
 def scaled_config(num_rows: int, num_groups: int) -> ScaledGroupedConfig:
-    """Returns the tiles of an 8-bit product; any tiles give the same bits."""
+    """Returns the tile sizes of an 8-bit product; results do not depend on them."""
     return ScaledGroupedConfig(in_turns=num_rows < LEAST_FREE_ROWS * num_groups)
 
 
@@ -139,7 +139,7 @@ def weight_gradient(
 ) -> jax.Array:
     """Computes x^T d of each group, as ``xla.weight_gradient``, by a Hopper kernel.
 
-    The kernel writes 16 bits or fp32; other dtypes are rounded to from fp32.
+    The kernel writes 16 bits or fp32; for another ``out_dtype``, fp32 results are rounded.
     """
     config = config or DEFAULT
     is_direct = out_dtype in (jnp.float32, x.dtype)

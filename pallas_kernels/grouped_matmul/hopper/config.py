@@ -21,11 +21,11 @@ LINE_BYTES = 128
 class GroupedConfig:
     """Tile sizes of the 16-bit grouped kernels, and the order of tiles."""
 
-    columns: int = 256  # of a tile, all weights' together
+    columns: int = 256  # per tile, of all weights together
     num_stages: int = 4
     in_any_order: bool = True
-    """Each block takes its next tile from a counter in memory; else every 132nd tile. The
-    interpreter knows no counter. Results are the same to the last bit."""
+    """Each block takes its next tile from a counter in memory, otherwise every 132nd tile. The
+    interpreter has no counter. Results are the same to the last bit."""
     gather: bool = True
     """Indexed rows are read in place. Otherwise they are copied in memory first, for the
     interpreter.
@@ -40,4 +40,4 @@ FP8_DEPTH = 128
 class ScaledGroupedConfig(GroupedConfig):
     """Tile sizes of the 8-bit grouped kernel, which promotes its products to fp32 at every step."""
 
-    in_turns: bool = True  # a warpgroup's product is issued after the other's last one
+    in_turns: bool = True  # warpgroups issue products alternately

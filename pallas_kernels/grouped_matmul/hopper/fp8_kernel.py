@@ -1,9 +1,9 @@
 """Grouped products of 8-bit operands with scales of blocks on a Hopper GPU.
 
-The tiles, the ring and the store are those of 16-bit products (``ring``, ``row_tiles``); a step is
-one block of scales, 128 of K, and its product leaves the accumulator for a sum in fp32, as in
-``fp8/hopper_matmul.py``: a part of 64 x 128 is promoted while the other warpgroup
-multiplies. Scales are read from global memory a step ahead, in registers.
+Tiles, ring and stores are those of 16-bit products (``ring``, ``row_tiles``). A step covers 128 of
+K, the length of a block of scales. As in ``fp8/hopper_matmul.py``, each step's product is promoted
+to an fp32 sum, 64 x 128 at a time, while the other warpgroup multiplies. Scales are loaded from
+global memory to registers a step ahead.
 
 Dims: M row, G group, K contraction, N column, J blocks of 128 of K, I blocks of 128 of N.
 """
@@ -52,11 +52,11 @@ def scaled_grouped_product(
     Args:
         a_MK: 8-bit rows; M is a multiple of 8 and at least 128, K a multiple of 128.
         b_GNK: the groups' 8-bit weights; N is a multiple of 64.
-        a_scale_JM: float32 scales of blocks, as b_scale_GJI.
+        a_scale_JM, b_scale_GJI: float32 scales of 1x128 and 128x128 blocks.
         group_sizes_G: int32, rows of each group, in sum at most M.
         out_dtype: dtype of the result; fp32 sums are rounded to it once.
         config: tile sizes.
-        interpretable: uses Pallas's own products, which the interpreter has.
+        interpretable: uses Pallas's own products, which the interpreter can run.
     """
     (M, K), (num_groups, N, _) = a_MK.shape, b_GNK.shape
     kernel = _ScaledProduct(

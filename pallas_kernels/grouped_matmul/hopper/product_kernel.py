@@ -1,8 +1,8 @@
 """The grouped-matmul kernel for Hopper: rows times their group's weight, or SwiGLU of two products.
 
-A block stays on its SM and takes tiles of 128 rows of one group from a list; one
-warpgroup copies tiles of operands ahead, and two multiply 64 rows each, or skip the tile if it has
-no rows for them. Results leave while the next tile is multiplied.
+Blocks are persistent and take tiles of 128 rows of one group. One warpgroup copies tiles of
+operands ahead; two multiply 64 rows each, or skip a tile that has no rows for them. Results are
+stored while the next tile is multiplied.
 
 Dims: M row, G group, K contraction, N column.
 """
@@ -44,13 +44,13 @@ def grouped_product(
     """Multiplies rows by their group's weights, summed over factors: [M, N] per weight.
 
     Args:
-        factors: (a [M, K], weights [G, K, N]); all have as many weights. M is a multiple of 8 and
-            at least 128, K and N are multiples of 64.
+        factors: (a [M, K], weights [G, K, N]); each has equally many weights. M is a multiple of 8
+            and at least 128, K and N are multiples of 64.
         group_sizes_G: int32, in sum at most M; result rows beyond the groups are 0.
         transposed: weights are [G, N, K].
-        gated: returns silu(first) * second of two weights' products instead of them.
+        gated: returns silu(first) * second of the products with two weights.
         keep: also returns both products, after the gated one.
-        rows_M: int32; row m is row ``rows_M[m]`` of the only a, which then has any number of rows.
+        rows_M: int32; row m is row ``rows_M[m]`` of a, of any number of rows; for one factor.
         out_dtype: dtype of all results.
         config: tile sizes.
     """

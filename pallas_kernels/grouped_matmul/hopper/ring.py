@@ -1,13 +1,13 @@
 """The base class of the grouped kernels: a block's warpgroup roles, ring of tiles, and stores.
 
-A block stays on its SM. It takes its next tile from a counter in memory, since tiles differ in
-work. One warpgroup finds the tiles, tells the others by way of shared
-memory, and copies operands ahead; two multiply and send results away. No list of tiles is made
-before the kernel: a launch costs as much as reading the sizes.
+Blocks are persistent. A block takes its next tile from a counter in memory, since tiles differ in
+work. One warpgroup finds the tile, passes its facts to the others through shared memory, and copies
+operands ahead; two multiply and store results. Every block reads the group sizes itself, since a
+kernel that lists the tiles would cost a launch.
 
-Rows that an index names are copied by the loader's 128 threads, since Hopper's TMA has no gather:
-16 bytes per thread, eight times per tile, to where a swizzled tile has them. The threads that asked
-for copies wait for them a few steps later and make them visible to the tensor cores.
+Indexed rows are copied by the loader's 128 threads, since Hopper's TMA has no gather: 16 bytes per
+thread, eight times per tile, to the tile's swizzled layout. The same threads wait for their copies
+a few steps later and make them visible to the tensor cores.
 """
 
 import abc
@@ -37,7 +37,7 @@ def copy_rows(source: Any, rows: Any, target: Any, *, row_bytes: int) -> None:
     """Starts the copies of the indexed rows of a 16 KiB tile into shared memory.
 
     Args:
-        source: [T, columns] in global memory, from the tile's first column on.
+        source: [T, columns] in global memory, which begins at the tile's first column.
         rows: int32 [rows] in global memory: the source row of each row of the tile.
         target: the tile in shared memory, [rows, columns] of 2-byte numbers.
         row_bytes: distance in bytes from one source row to the next.
@@ -98,7 +98,7 @@ def wait_for_rows() -> None:
 
 
 def take_number(counter: Any, taken: Any) -> None:
-    """Takes the next number from a counter in global memory into shared memory, by one thread."""
+    """Increments a counter in global memory, by one thread; stores its old value to ``taken``."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def take(_, counter, taken):
@@ -125,8 +125,8 @@ NUM_FACTS = 8  # numbers that tell of one
 class RingKernel(abc.ABC):
     """The base of the grouped kernels; subclasses find, load and multiply tiles.
 
-    A tile's facts are its steps, its group (above the number of groups behind the last tile), and
-    whatever the subclass adds.
+    A tile is described by its facts, integers in shared memory: number of steps, group, and fields
+    of the subclass. A group above ``num_groups`` means that no tile is left.
     """
 
     name: ClassVar[str]  # in traces
@@ -159,7 +159,7 @@ class RingKernel(abc.ABC):
 
     @abc.abstractmethod
     def find(self, gmem: Any, index: jax.Array, place: Any) -> tuple[tuple[jax.Array, ...], Any]:
-        """Returns the facts of tile ``index``, and the state to search for the next one from."""
+        """Returns the facts of tile ``index``, and the state for the search for the next tile."""
 
     @abc.abstractmethod
     def load(self, gmem: Any, smem: Any, facts: tuple[jax.Array, ...], done: jax.Array) -> None:
@@ -167,11 +167,11 @@ class RingKernel(abc.ABC):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers per thread that multiplies and that loads; 504 suffice for two and one."""
+        """Registers per thread of the two multiplying warpgroups and of the loading one."""
         return 232, 40
 
     def begin(self, gmem: Any, smem: Any, wg: jax.Array) -> Any:
-        """Prepares a multiplying warpgroup; returns constants found from all group sizes."""
+        """Prepares a multiplying warpgroup; returns constants for its calls of ``compute``."""
         del gmem, smem, wg
 
     def finish(self, smem: Any, wg: jax.Array) -> None:
@@ -186,11 +186,11 @@ class RingKernel(abc.ABC):
 
     @property
     def line(self) -> int:
-        """Number of columns of a result that are stored at once."""
+        """Number of columns of a result that one TMA copy stores."""
         return LINE_BYTES // self.out_dtype.itemsize
 
     def shared(self, **operands: tuple[int, int]) -> dict[str, Any]:
-        """Returns buffers and barriers for a ring of such tiles, for results and tile facts."""
+        """Returns buffers of a ring with operand tiles of these shapes, and all barriers."""
         ring = {
             name: plgpu.SMEM((self.c.num_stages, *shape), self.dtype, transforms=tiled(128))
             for name, shape in operands.items()
@@ -209,7 +209,7 @@ class RingKernel(abc.ABC):
         }
 
     def run(self, gmem: Any, smem: Any) -> None:
-        """Runs one block with store buffers: whole tiles are swizzled, partial ones plain."""
+        """Runs one block with buffers for stores: swizzled for whole tiles, plain for others."""
         shape = (NUM_COMPUTE, 2, WARPGROUP_ROWS, self.line)
         transforms = tiled(128, self.out_dtype.itemsize)
         swizzled = plgpu.SMEM(shape, self.out_dtype, transforms=transforms)
@@ -283,7 +283,7 @@ class RingKernel(abc.ABC):
         """Calls ``copy(step, slot, barrier)`` as slots of the ring become free.
 
         Args:
-            gathered: threads copy the left operand, and signal its arrival themselves.
+            gathered: threads, not TMA, copy the left operand, and signal its arrival.
         """
 
         def step(k, _):
@@ -316,7 +316,8 @@ class RingKernel(abc.ABC):
         """Starts the store of a warpgroup's 64 rows of results, without waiting.
 
         Args:
-            parts: (fp32 [64, line], a function to its place, whether it exists) of each line.
+            parts: for each ``line`` columns: fp32 [64, line], a function from (first row, rows) to
+                the destination, and whether those columns exist.
             rows: (first, end) of the rows that are written.
         """
         plain = smem.out[1]

@@ -1,6 +1,6 @@
-"""Tiles of rows that have one group each: found from the group sizes, multiplied and stored.
+"""Tiles of rows of a single group: finding them from the group sizes, products and stores.
 
-Rows of no group are tiles without steps, which are written as zeros.
+Rows beyond the groups are tiles without steps, which are written as zeros.
 
 Dims: M row, G group, N column.
 """
@@ -30,7 +30,7 @@ class RowTilesKernel(RingKernel):
     @property
     @abc.abstractmethod
     def block_columns(self) -> int:
-        """Number of columns that a tile has of one result."""
+        """Number of columns of one result in a tile."""
 
     @property
     @abc.abstractmethod
@@ -68,10 +68,10 @@ class RowTilesKernel(RingKernel):
         return jnp.where(size > 0, count, 0)
 
     def find(self, gmem: Any, index: jax.Array, place: Any) -> Any:
-        """Finds tile ``index`` by walking the groups onward from the last tile's.
+        """Finds tile ``index`` by walking the groups, starting at the previous tile's group.
 
         Facts: steps, group, first row read, first row written, end of rows written, column. Rows
-        of no group are in group number G, whose tiles have no steps.
+        beyond the groups count as group number G, whose tiles have no steps.
         """
 
         def is_later(place):
@@ -133,10 +133,10 @@ class RowTilesKernel(RingKernel):
             )
 
     def send(self, gmem: Any, smem: Any, wg: Any, results: Any, place: Any, rows: Any) -> None:
-        """Stores 64 rows of each result, of which those in ``rows`` (first, end) are written.
+        """Starts the store of rows ``rows`` (first, end) of the 64 rows of each result.
 
         Args:
-            place: first row and column of the rows in the result.
+            place: row and column in the result of the 64 rows' first element.
         """
         row, column = place
         parts = []

@@ -1,8 +1,9 @@
 """The kernel of a group's weight gradient on a Hopper GPU: x^T d over the group's rows.
 
 A tile is 128 rows and 256 columns of one group's gradient; its contraction is as long as the group.
-Rows are copied 64 at a time from the multiple of 8 before the group, so that the first and the last
-step hold rows of other groups: they are zeroed in place, while the step before is multiplied.
+Rows are copied 64 at a time, starting at the multiple of 8 before the group. So the first and the
+last step contain rows of other groups, which are zeroed in shared memory while the previous step is
+multiplied.
 
 Dims: M row, G group, K width of x, N width of d.
 """
@@ -50,7 +51,8 @@ def grouped_weight_gradient(
         x_MK: M is a multiple of 8 and at least 64; K a multiple of 64 and at least 128.
         d_MN: the cotangent; N is a multiple of 64.
         group_sizes_G: int32, in sum at most M; rows beyond may be NaN.
-        rows_M: int32; row m is ``x_MK[rows_M[m]]``, of any number; K is then a multiple of 128.
+        rows_M: int32; row m is ``x_MK[rows_M[m]]``. x then has any number of rows and K is a
+            multiple of 128.
         out_dtype: dtype of the result; fp32 sums are rounded to it once.
         config: tile sizes.
     """
