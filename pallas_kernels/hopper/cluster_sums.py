@@ -1,8 +1,8 @@
-"""Sums of a product's parts over the warpgroups and blocks of a cluster, added in one fixed order.
+"""Sums of a product's parts over the warpgroups and blocks of a cluster, added in a fixed order.
 
-Every warpgroup stores its sums in its block's shared memory, all in the same layout. Then each
-block adds a part of the columns, which it reads from all blocks' shared memory. Nothing goes
-through global memory, and the order is that of ranks and warpgroups, whichever is ready first.
+Every warpgroup stores its sums in its block's shared memory, in one common layout. Then each block
+adds the sums of its part of the columns, which it reads from all blocks' shared memory. Nothing
+goes through global memory. Sums are added by block rank, then warpgroup, whichever is ready first.
 
 Dims: M row of x, N column of the weight.
 """
@@ -42,15 +42,15 @@ class ClusterSums:
     """Partial sums of a product in registers, added over a cluster's blocks in a fixed order."""
 
     rows: int
-    rows_at_a_time: int  # of a block
+    rows_at_a_time: int  # rows that a block computes in one pass
     columns: int  # of the result
-    tiles: int  # of the weight, in a block
-    split: int  # blocks of a cluster, each with a part of K
-    groups: int  # warpgroups of a block that have sums of their own
+    tiles: int  # weight tiles per block, 64 columns each
+    split: int  # blocks per cluster, each with a part of K
+    groups: int  # warpgroups per block that have sums of their own
     out_dtype: jnp.dtype
-    scale_dtype: jnp.dtype | None = None  # of a scale for each column, if there are any
+    scale_dtype: jnp.dtype | None = None  # of scales per column; None without scales
     gated: bool = False  # the first half of the tiles are gates: silu(gate) * up is written
-    has_residual: bool = False  # a number of the result's dtype is added to each sum
+    has_residual: bool = False  # a residual of ``out_dtype`` is added to the sums
 
     @property
     def strips(self) -> int:
@@ -69,11 +69,11 @@ class ClusterSums:
 
     @property
     def held(self) -> Held:
-        """The form in which each thread's fp32 sums are carried as one array."""
+        """Form of the array that carries all threads' fp32 sums."""
         return Held(count=self.count, dtype=jnp.dtype(jnp.float32))
 
     def nothing(self) -> jax.Array:
-        """Returns sums that are all zero, to which products are added."""
+        """Returns an array of zero sums, to which products are added."""
         return self.held.started(lambda: [mgpu.c(0.0, ir.F32Type.get())] * self.count)
 
     def finish(self, sums: jax.Array, gmem, smem, group: jax.Array) -> None:
@@ -112,12 +112,12 @@ class ClusterSums:
             assembly(None, [place, number], text, "r,f", pure=False)
 
     def meet_as_bystander(self) -> None:
-        """Joins both cluster barriers of ``finish`` in a warpgroup that has no sums."""
+        """Arrives at both cluster barriers of ``finish`` for a warpgroup that has no sums."""
         meet_in_cluster(ordered=False)
         meet_in_cluster(ordered=False)
 
     def write(self, column, row, group, sums, out, scales, residual=None) -> None:
-        """Writes this block's columns of the result, two neighboring ones per thread at a time."""
+        """Adds and writes this block's columns of the result, two per thread at a time."""
         width = self.width // self.split
         pairs, threads = width // 2 * self.rows_at_a_time, self.groups * WARPGROUP
         rank = arith.index_cast(i32(), mgpu_utils.cluster_idx())
@@ -170,7 +170,7 @@ class ClusterSums:
         return total((register, 4 * WARPGROUP), (warp, 128), (g, 16), (t, 4))
 
     def everyones(self, bases: list[Any], offset, e: int) -> Any:
-        """Adds an element over blocks and warpgroups, in order; e = 1 takes the next column's."""
+        """Sums the element at ``offset`` (e = 1: the next column's) over blocks and warpgroups."""
         f32 = ir.F32Type.get()
         found = []
         for base in bases:

@@ -1,7 +1,7 @@
-"""Barriers of the blocks of a cluster, and of all blocks of a grid, on a Hopper GPU.
+"""Barriers of all threads of a cluster, and of all blocks of a grid, on a Hopper GPU.
 
-All blocks of a grid must be resident: one block on each SM. A counter in global memory, 0 when the
-launch begins, goes up by one for each block that arrives.
+All blocks of a grid must be resident: one block on each SM. Each block that arrives increments a
+counter in global memory, which is 0 when the launch begins.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ def meet_in_cluster(*, ordered: bool) -> None:
 
 
 def meet_in_block(threads: int, *, everyone: bool = False) -> None:
-    """Waits for the first ``threads`` threads of the block; for use in ``plgpu.inline_mgpu``."""
+    """Barrier of the block's first ``threads`` threads, for use in ``plgpu.inline_mgpu``."""
     name = _ALL if everyone else _SOME
     assembly(None, [], f"bar.sync {name}, {threads};", "~{memory}", pure=False)
 
@@ -43,13 +43,13 @@ class GridBarrier:
     threads: int
 
     def meet(self, counter: jax.Array, before: jax.Array | int) -> None:
-        """Waits until all blocks arrive; what these threads wrote before is then visible to all.
+        """Waits until all blocks arrive; earlier writes of these threads are then visible to all.
 
-        Later reads must be ``ld.relaxed.gpu`` or ``ld.global``, never ``ld.global.nc``, whose
-        cache knows of no writer.
+        Later reads must be ``ld.relaxed.gpu`` or ``ld.global``, never ``ld.global.nc``, whose cache
+        is not coherent.
 
         Args:
-            before: how many times the launch has called this barrier already.
+            before: number of earlier calls of this barrier in the launch.
         """
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))

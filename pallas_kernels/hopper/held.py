@@ -22,17 +22,17 @@ class Held:
 
     @property
     def layout(self) -> Any:
-        """The array's register layout, which gives each thread ``count`` elements of its own."""
+        """Register layout of the array, in which each thread owns ``count`` elements."""
         return plgpu.Layout.WG_STRIDED((self.count * LANES * WARPS,), 1)
 
     @property
     def array(self) -> Any:
-        """Shape, dtype and layout of the Pallas array that all threads' registers form."""
+        """Shape, dtype and layout of the array, as Pallas declares it."""
         shape = (self.count * LANES * WARPS,)
         return plgpu.ShapeDtypeStruct(shape, self.dtype, layout=self.layout)
 
     def started(self, numbers: Callable[[], list[Any]]) -> jax.Array:
-        """Returns the array that each thread's ``numbers()`` make, for a loop to begin with."""
+        """Returns an array, such as a loop's initial carry, of each thread's ``numbers()``."""
 
         @plgpu.inline_mgpu(return_type=self.array)
         def start(_):
@@ -41,7 +41,7 @@ class Held:
         return start()
 
     def together(self, numbers: list[Any]) -> Any:
-        """Wraps a thread's list of registers as Mosaic's array."""
+        """Wraps a thread's list of registers as a Mosaic array."""
         is_signed = None if self.dtype == jnp.float32 else True
         kind = ir.VectorType.get((1,), mgpu_utils.dtype_to_ir_type(self.dtype))
         registers = np.array([vector.broadcast(kind, x) for x in numbers], dtype=object)
@@ -50,7 +50,7 @@ class Held:
         )
 
     def apart(self, array: Any) -> list[Any]:
-        """Splits Mosaic's array, such as a WGMMA accumulator, into this thread's registers."""
+        """Returns this thread's registers of a Mosaic array, such as a WGMMA accumulator."""
         found = []
         for register in array.registers.flat:
             for i in range(ir.VectorType(register.type).shape[0]):

@@ -1,9 +1,9 @@
 """Sums over the lanes of a warp, several at a time, on a Hopper GPU.
 
-One number is summed over 32 lanes in five steps, a shuffle each. Of four numbers, the first two
-steps halve how many a lane still sums rather than how many lanes agree: six shuffles, where one
-number after another takes 20, and four more tell all lanes. An SM shuffles a register of
-one warp a clock, and LayerNorm's gradient spent a sixth of its time on that.
+A sum of one number over 32 lanes takes five shuffles; four numbers one after another take 20.
+Summed together, four numbers take six: each of the first two steps halves the count of numbers that
+a lane still sums. Four more shuffles broadcast the results to all lanes. An SM shuffles one
+register of one warp per clock, and LayerNorm's gradient spent a sixth of its time on shuffles.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Launch of a Mosaic GPU kernel that reads its arrays by name, or updates them in place."""
+"""Launch of a Mosaic GPU kernel whose arrays have names and may be updated in place."""
 
 import itertools
 import types
@@ -62,9 +62,9 @@ def launch(
 def references(arrays: Sequence[jax.Array]) -> list[Any]:
     """Makes a mutable reference to each array, without a copy where the caller donates the array.
 
-    All references of a call are made at once, so that arrays of one value, such as pools of zeros,
-    stay apart. Where another operand is a slice of a larger array, XLA makes a fusion of the
-    kernel's call and passes each value once: two references would be one buffer.
+    Make all references of a call at once, so that arrays of equal value, such as two pools of
+    zeros, keep separate buffers. Otherwise, if another operand is a slice, XLA fuses it with the
+    kernel's call and passes equal values once: two references would share a buffer.
     """
     return [jax.new_ref(array) for array in lax.optimization_barrier(tuple(arrays))]
 

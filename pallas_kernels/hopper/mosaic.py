@@ -1,7 +1,7 @@
 """Lazy access to Mosaic GPU and the MLIR dialects: imported when a kernel first uses a name.
 
-They take two thirds as long to import as JAX. Every process imports the modules of kernels, which
-also say what a kernel cannot compute; few processes trace one.
+Importing them takes two thirds as long as importing JAX. Every process imports the kernel modules,
+which also check whether a kernel supports a call, but few processes trace a kernel.
 """
 
 import importlib

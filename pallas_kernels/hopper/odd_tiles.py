@@ -1,11 +1,11 @@
 """TMA copies of tiles of arrays [B, T, N, H] whose length T is not a multiple of 8.
 
-The rows of a WGMMA operand are in groups of 8. Pallas describes the whole array to TMA in such
-groups, so that T must be a multiple of 8. Here the description of whole tiles ends with the last
-whole group. A tile that reaches further goes group by group, by a description of rows: rows behind
-the array's end are read as zeros, and are not written.
+The rows of a WGMMA operand are in groups of 8. Pallas's TMA descriptor has the whole array in such
+groups, so T must be a multiple of 8. Here one descriptor covers the array up to its last whole
+group. A tile that goes beyond is copied group by group with a second descriptor, of single rows:
+rows after the array's end are read as zeros and not written.
 
-Pallas gives its barriers to no code but its own: such a copy arrives at a barrier of this module.
+Inline code cannot use Pallas's barriers, so these copies arrive at barriers of this module.
 """
 
 import math
@@ -55,9 +55,9 @@ def wait(ref: Any, which: Any, use: Any) -> None:
     """Waits until a copy that ``load_tile`` started has arrived in shared memory.
 
     Args:
-        ref: the barriers, which this warpgroup must know to be initialized.
+        ref: the barriers; a synchronization after ``make_arrivals`` must precede this call.
         which: int32, index of the copy's barrier.
-        use: int32, how many copies arrived at this barrier before.
+        use: int32, number of copies that arrived at this barrier before.
     """
     splat = plgpu.Layout.WG_SPLAT(())
 
@@ -80,8 +80,8 @@ def load_tile(
         tile: [rows, H] in shared memory, rows a multiple of 8.
         transforms: the tile's memory layout, from ``tile.tiled``.
         ref: the barriers of ``make_arrivals``.
-        which: int32, index of the barrier where this copy arrives; all readers must have waited
-            there before another copy uses it.
+        which: int32, index of the barrier where this copy arrives; all readers must wait there
+            before the next copy to this barrier starts.
     """
     splat, types = plgpu.Layout.WG_SPLAT(()), _types(transforms)
 

@@ -1,8 +1,9 @@
 """WGMMA products of 8-bit tiles that start without a zeroed accumulator.
 
-Pallas adds a product to an accumulator that begins as zeros. ptxas drops these zeros only where
-nothing separates them from the product; elsewhere they cost an instruction for two numbers, which
-a promotion after every product cannot afford. Here the first instruction is told not to add.
+Pallas adds a product to an accumulator that begins as zeros. ptxas removes the zeroing only if
+nothing separates it from the product; otherwise it costs an instruction for every two numbers. With
+a promotion after every product that is too slow. Here the first WGMMA instruction overwrites the
+accumulator instead.
 """
 
 import functools
@@ -27,7 +28,7 @@ def product(a_ref: Any, b_ref: Any, *, wg: Any, turn: Any, interpretable: bool) 
     """Computes ``a b^T`` [64, N] in fp32 of 8-bit tiles in shared memory (see ``start_product``).
 
     Args:
-        wg: this warpgroup, 0 or 1.
+        wg: index of this warpgroup, 0 or 1.
         turn: two barriers by which warpgroups issue their products alternately; or None.
         interpretable: multiplies by Pallas's own operations, which the interpreter can run.
     """
@@ -91,7 +92,7 @@ def start_product(a_ref: Any, b_ref: Any) -> jax.Array:
 
 
 def finished(product: jax.Array) -> jax.Array:
-    """Waits for all products that the warpgroup issued; returns this one's result, fp32 [64, N]."""
+    """Waits for all products that the warpgroup issued; returns the given one, fp32 [64, N]."""
 
     @plgpu.inline_mgpu(
         arg_types=(_in_flight(),),

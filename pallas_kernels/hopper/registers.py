@@ -12,10 +12,10 @@ STORES_ARE_CHECKED = jax.__version_info__ >= (0, 12)
 def write_registers(array: jax.Array, ref) -> None:
     """Stores a register array to memory element by element, whatever its layout.
 
-    JAX 0.12 lowers ``ref[...] = array`` only where each thread stores 4 to 16 bytes, a warp fills
-    whole sectors of 32, and no banks of shared memory conflict. A number of each row fills no
-    sector, and fp32 sums of eight columns a thread are two stores of 16 bytes, which L2 joins.
-    JAX 0.11 has neither the rule nor ``plgpu.store``; both write with the same instructions.
+    JAX 0.12 lowers ``ref[...] = array`` only if each thread stores 4 to 16 bytes, a warp fills
+    whole sectors of 32 bytes, and no shared memory banks conflict. One number per row fills no
+    sector. Eight fp32 columns per thread are two stores of 16 bytes, which L2 joins. JAX 0.11 has
+    neither this rule nor ``plgpu.store``, and writes with the same instructions.
     """
     if STORES_ARE_CHECKED:
         plgpu.store(ref, array, optimized=False)  # pyrefly: ignore[missing-attribute]
@@ -27,8 +27,8 @@ def write_rows(tile: jax.Array, ref, *, first: int = 0) -> None:
     """Writes the first rows of a 64-row register tile to an array, as many as the array has.
 
     Args:
-        tile: [64, columns] as WGMMA leaves it: a thread has two numbers side by side, in one row of
-            eight and in the row eight below.
+        tile: [64, columns] as WGMMA leaves it: a thread has two neighboring numbers in one of each
+            16 rows, and two in the row eight below.
         ref: [rows, columns] in global memory.
         first: index of the array's row that the tile's first row is written to.
     """

@@ -1,7 +1,7 @@
 """A few rows of x, loaded into shared memory by the warpgroup that multiplies them.
 
-The rows are loaded unchanged, normalized (RMSNorm), or as SwiGLU of a gated layer. This costs a
-few hundred cycles while the weight is being loaded, and replaces a kernel before the product.
+The rows are stored unchanged, after RMSNorm, or after SwiGLU of their halves. This takes a few
+hundred cycles while the weight is being loaded, and replaces a kernel before the product.
 
 Dims: M row of x, K contracted.
 """
@@ -43,15 +43,15 @@ _EARLY = 4  # chunks of a thread that are read at once
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ResidentRows:
-    """Loader of the columns of x that a warpgroup multiplies: each ``groups``-th chunk of 128."""
+    """Loader of the columns of x that a warpgroup multiplies: every ``groups``-th chunk of 128."""
 
     M: int
     K: int
     dtype: jnp.dtype
-    steps: int  # times 128 columns: the block's part
-    groups: int = 1  # warpgroups that take turns at them
-    places: int = MOST_ROWS  # of rows in shared memory
-    norm: RmsNorm | None = None  # of each row first
+    steps: int  # chunks of 128 columns in the block's part of K
+    groups: int = 1  # warpgroups that multiply alternate chunks
+    places: int = MOST_ROWS  # rows for which shared memory has space
+    norm: RmsNorm | None = None  # applied to each row first
     gated: bool = False  # x is [M, 2 K], gates first: silu(gate) * up is multiplied
 
     @property
@@ -75,14 +75,15 @@ class ResidentRows:
     def place(
         self, gmem, smem, x_smem: Any, first: jax.Array, group: jax.Array, *, transforms=()
     ) -> None:
-        """Loads this warpgroup's columns of x into shared memory, and waits until all are stored.
+        """Stores this warpgroup's columns of x, after norm or SwiGLU, in shared memory, and waits.
 
-        Chunk c (8 columns) of row m is stored at place c xor m, WGMMA's 128-byte swizzle, so that
-        ``ldmatrix`` reads different banks. Rows beyond those of x stay unwritten: no other row's
-        sum reads them.
+        Chunk c (8 columns) of row m is stored at position ``c xor m``, WGMMA's 128-byte swizzle, so
+        that ``ldmatrix`` reads different banks. Rows beyond those of x are not written, as they
+        affect no other row's sums.
 
         Args:
-            x_smem: [``turns``, 2 halves of 128 columns, places, 64], with any dims of 1 between.
+            x_smem: [``turns``, 2 halves of 128 columns, ``places``, 64], possibly with dims of 1
+                between.
             first: index of the block's first chunk of 128 columns of x.
             transforms: tiling and swizzle of ``x_smem``.
         """
@@ -101,7 +102,7 @@ class ResidentRows:
         put(*(jnp.broadcast_to(x, ()) for x in (first, group)), *refs)
 
     def put(self, first, group, x, target, scale=None, squares=None) -> None:
-        """Loads one thread's part of the columns of x, as ``place`` does for the warpgroup."""
+        """Does one thread's part of ``place``."""
         pieces = self.turns * self.M * CHUNKS
         # Threads beyond the last piece write that piece once more.
         places = [

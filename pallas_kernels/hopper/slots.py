@@ -1,8 +1,8 @@
-"""Ring of shared memory slots that threads fill by asynchronous copies and warps read.
+"""Ring buffer of shared memory slots that threads fill by ``cp.async`` and warps read.
 
-Barriers are this module's own. Pallas has every thread arrive, which takes a large part of shared
-memory's time where 256 threads leave a slot every thousand cycles. Its copies are TMA's, whose
-descriptors are of one array each.
+This module has its own barriers, at which one thread per warp arrives. At Pallas's barriers every
+thread arrives, which loads shared memory heavily if 256 threads free a slot every thousand cycles.
+Pallas copies by TMA only, with a descriptor per array.
 """
 
 import dataclasses
@@ -19,24 +19,23 @@ COPIED = 16  # bytes of a copy
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Slots:
-    """Ring of shared memory slots: one warpgroup fills a slot, warps read it. Methods run per
-    thread.
+    """Ring buffer of shared memory slots, filled by one warpgroup; methods emit one thread's code.
 
-    Tile number ``turn`` is stored in slot ``turn % count``. Arguments ``barriers`` are int32
-    [2 numbers] in shared memory: of slots that are full, then of free ones.
+    Tile number ``turn`` is stored in slot ``turn % count``. Argument ``barriers`` is an int32
+    buffer in shared memory with the barriers of full slots, then those of free slots.
     """
 
     count: int
-    warps: int  # that read a slot
-    bytes: int  # of a slot
+    warps: int  # number of warps that read each slot
+    bytes: int  # size of a slot
 
     @property
     def numbers(self) -> int:
-        """Number of int32 in shared memory that the ring's barriers take."""
+        """Size of the buffer of barriers, in int32."""
         return 2 * self.count * _BYTES // 4
 
     def begin(self, barriers: Any) -> None:
-        """Initializes all slots as free, in one thread, before any other uses a slot."""
+        """Initializes all slots as free; one thread calls it before any thread uses a slot."""
         for which, arrivals in enumerate((WARPGROUP, self.warps)):
             for i in range(self.count):
                 place = _BYTES * (which * self.count + i)
@@ -52,7 +51,7 @@ class Slots:
         self._wait(barriers, turn, which=0, parity=0)
 
     def wait_free(self, barriers: Any, turn: Any) -> None:
-        """Waits until all warps have left the slot that tile number ``turn`` is to be copied to."""
+        """Waits until all warps have read the previous tile in the slot of tile number ``turn``."""
         # Of a barrier that nobody has arrived at, the phase before is over.
         self._wait(barriers, turn, which=1, parity=1)
 
@@ -75,7 +74,7 @@ class Slots:
             assembly(None, [place], text, "r,~{memory}", pure=False)
 
     def copy(self, source: Any, target: Any) -> None:
-        """Starts a copy of 16 bytes, which counts for the tile that this thread fills next."""
+        """Starts a copy of 16 bytes, which the next ``fill`` of this thread counts for its tile."""
         text = f"cp.async.cg.shared.global.L2::128B [$0], [$1], {COPIED};"
         assembly(None, [target, source], text, "r,l,~{memory}", pure=False)
 

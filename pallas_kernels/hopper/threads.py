@@ -1,6 +1,6 @@
 """Instructions of a single thread that Pallas cannot express, for use in ``plgpu.inline_mgpu``.
 
-Values are MLIR's: i32 registers, which may hold two 16-bit numbers, f32, and addresses.
+Values are MLIR values: i32 registers (also of two 16-bit numbers), f32, and addresses.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ def address(ref: Any) -> Any:
 
 
 def thread() -> Any:
-    """Returns this thread's number in its warpgroup, i32 from 0 to 127."""
+    """Returns this thread's index in its warpgroup, i32 from 0 to 127."""
     return arith.remui(mgpu_utils.thread_idx(), constant(WARPGROUP))
 
 
@@ -48,7 +48,7 @@ def one_thread() -> Any:
 
 
 def barrier_at(ref: Any, which: Any) -> Any:
-    """Returns barrier number ``which`` of those in shared memory, whose waits give their parity."""
+    """Returns barrier number ``which`` in shared memory; waits on it must pass the parity."""
     phases: Any = None
     return mgpu_utils.BarrierRef(mgpu_utils.memref_ptr(ref), which, phases, 1)
 
@@ -60,7 +60,7 @@ def total(*terms: Any) -> Any:
 
 
 def wait_for(place: Any, odd: Any, *, order: str = "") -> None:
-    """Waits at a barrier in shared memory until its phase of this parity is over.
+    """Waits until a barrier in shared memory has completed its phase of parity ``odd``.
 
     Args:
         order: PTX's memory ordering of the wait; by default the block's writes are then visible.
@@ -77,7 +77,7 @@ mbarrier.try_wait.parity{order}.shared::cta.b64 over, [$0], $1;
 
 
 def loaded(instruction: str, place: Any, count: int, *, kind: str, offset: int = 0) -> list[Any]:
-    """Loads ``count`` words by a PTX load; ``kind`` of its address: r (32 bits) or l (64 bits)."""
+    """Loads ``count`` words; ``kind`` is that of the address: r (32 bits) or l (64 bits)."""
     names = ",".join(f"${i}" for i in range(count))
     where = f"${count}+{offset}" if kind == "r" else f"${count}"
     found = assembly(
@@ -91,7 +91,7 @@ def loaded(instruction: str, place: Any, count: int, *, kind: str, offset: int =
 
 
 def widened(half: Any, dtype: jnp.dtype) -> Any:
-    """Returns a bfloat16 or float16, given as i16 bits, as f32."""
+    """Converts a bfloat16 or float16, in an i16 register, to f32."""
     f32 = ir.F32Type.get()
     if dtype == jnp.bfloat16:
         return arith.bitcast(f32, arith.shli(arith.extui(i32(), half), constant(16)))
@@ -100,7 +100,7 @@ def widened(half: Any, dtype: jnp.dtype) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Address:
-    """An address in global memory (i64), used in place of a reference to the array."""
+    """An address in global memory (i64), accepted in place of a reference to an array."""
 
     value: Any
 

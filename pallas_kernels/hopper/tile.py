@@ -61,10 +61,11 @@ def mask_tile(
     num_cols: jax.Array | None = None,
     num_rows: jax.Array | None = None,
 ) -> jax.Array:
-    """Keeps ``diag_min <= column - row <= diag_max`` within both counts; puts ``fill`` elsewhere.
+    """Sets a tile to ``fill`` except where ``diag_min <= column - row <= diag_max``.
 
-    A bound is kept once, for the first strip, and strip i compares it with the constant 8 * i: a
-    mask built from whole-tile iotas has the compiler keep a register per column across the loop.
+    Columns from ``num_cols`` and rows from ``num_rows`` on are set to ``fill``, too. Strip i
+    compares one bound per row with the constant 8 * i. With whole-tile iotas the compiler would
+    keep a register per column across the loop.
     """
     rows = x.shape[0]
     row, col = _iota(rows, 0), _iota(rows, 1)
