@@ -1,18 +1,19 @@
-"""Attention over a paged cache of keys and values, and writing new ones to it.
+"""Attention over a paged KV cache, and writing new keys and values to the cache.
 
-A decode step reads every cached key and value once and multiplies it with a few queries, so the
-rate of memory is all there is to reach: on an H200 large caches are read at 93 to 102% of a plain
-copy's rate, one row of 32,768 tokens at 77% (``experiments/results/paged-attention-h200.json``).
+A decode step reads every cached key and value once and multiplies it with a few queries, so memory
+bandwidth is the limit. On an H200 large caches are read at 93 to 102% of a plain copy's rate, one
+row of 32,768 tokens at 77% (``experiments/results/paged-attention-h200.json``).
 
-- All key tiles of all rows are one line, cut into equal pieces (``hopper/plan.py``). Nothing is
-  compiled when lengths change.
-- ``hopper/attend.py`` reads pages, ``hopper/attend_codes.py`` quantized ones; both leave a part and
-  its logsumexp for each piece of a row. ``hopper/merge.py`` merges them. Rows that one worker has
-  read get their result at once: a written byte costs more than a byte that is read.
-- Chunks of a prompt take the forward kernel of training, whose copies look up page tables
-  (``hopper/chunk.py``): 624 TFLOP/s for 1,024 tokens behind 2,048, where tiles for decoding reach
-  196.
-- Slots that are not filled may hold NaN: values beyond a row's keys are zeroed in shared memory.
+- The key tiles of all rows are laid end to end and cut into equal pieces, one per team of workers
+  (``hopper/plan.py``). New lengths need no compilation.
+- ``hopper/attend.py`` reads pages, ``hopper/attend_codes.py`` quantized pages. Both write a partial
+  result and its logsumexp for each piece of a row; ``hopper/merge.py`` merges these. For a row that
+  one worker reads alone, the worker writes the final result, which saves the partial one: writing a
+  byte costs more than reading it.
+- Chunks of a prompt take the forward kernel of training, with copies that look up page tables
+  (``hopper/chunk.py``): 624 TFLOP/s for 1,024 tokens after 2,048 cached ones, where the decode
+  kernel reaches 196.
+- Empty slots may hold NaN: values beyond a row's keys are zeroed in shared memory.
 """
 
 from .api import PagedImplementation as PagedImplementation

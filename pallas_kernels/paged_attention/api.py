@@ -39,35 +39,35 @@ def paged_attention(
     scale: float | None = None,
     implementation: PagedImplementation = "auto",
 ) -> jax.Array:
-    """Computes attention of each row's last tokens over all keys and values in the row's pages.
+    """Computes attention of each row's newest tokens over all keys and values in the row's pages.
 
-    Position p of row b is in slot ``p % S`` of page ``page_tables[b, p // S]``. The queries are
-    those of a row's last positions, and see no later position than their own. Not differentiable:
-    it is for generation. The kernels are custom calls: on a mesh, call this inside ``shard_map``.
+    Position p of row b is in slot ``p % S`` of page ``page_tables[b, p // S]``. The queries are at
+    the row's last positions; each sees positions up to its own. There is no gradient, as this is
+    for generation. The kernels are custom calls: on a mesh, call this inside ``shard_map``.
 
     Args:
-        q: bfloat16, float16 or float32 [B, N, H], or [B, T, N, H] for T queries a row.
-        k_pages: [P, S, K, H] of q's dtype: a pool of P pages of S slots. K divides N. With scales,
-            codes: float8_e4m3fn, int8, or uint8 [P, S, K, H / 2] of two codes of 4 bits each, each
-            plus 8, with the first half of a head in the low bits.
+        q: bfloat16, float16 or float32 [B, N, H], or [B, T, N, H] for T queries per row.
+        k_pages: [P, S, K, H] of q's dtype: a pool of P pages of S slots; K divides N. If quantized
+            (with ``k_scale``), codes: float8_e4m3fn, int8, or uint8 [P, S, K, H / 2]. A uint8 packs
+            two 4-bit codes, each stored plus 8, with those of a head's first half in the low bits.
         v_pages: [P, S, K, V], of the keys' dtype.
-        page_tables: int32 [B, M]; entries beyond a row's length may be anything.
-        lengths: int32 [B]: positions in the row's pages, those of its queries among them.
-        k_scale, v_scale: [P, S, K] of q's dtype: an element of ``k_pages`` or ``v_pages`` is a code
-            times its slot's and head's scale.
-        query_lengths: int32 [B]: number of a row's queries, the first of its T; default T. Results
-            of the others are 0.
-        window: most keys that a query sees, with the key at its own position among them.
+        page_tables: int32 [B, M]: page numbers; entries beyond a row's length are ignored.
+        lengths: int32 [B]: number of positions in the row's pages, including its queries'.
+        k_scale, v_scale: [P, S, K] of q's dtype, for quantized pages: an element is its code times
+            the scale of its slot and head.
+        query_lengths: int32 [B]: how many of a row's T queries are valid, from the first on;
+            default T. Results of the others are 0.
+        window: most keys that a query sees, counting the key at its own position.
         soft_cap: scores become ``cap * tanh(scale * q k^T / cap)``.
         sinks: floats [N]: one logit per head that joins the softmax's denominator, without a value.
         scale: factor of the scores; default 1 / sqrt(H).
         implementation: "hopper" (Mosaic GPU kernels), "xla" (a loop over pages, linear memory) and
             "reference" (the formula, all pages at once) compute the call themselves or raise.
-            "auto" takes hopper where it can, else xla, and logs which once.
+            "auto" takes hopper if it supports the call, else xla, and logs its choice once.
 
     Returns:
-        [B, N, V] or [B, T, N, V] in q's dtype. A query that sees nothing, as in a row of length 0,
-        is 0.
+        [B, N, V] or [B, T, N, V] in q's dtype. The result of a query that sees no key, as in a row
+        of length 0, is 0.
 
     Raises:
         InputError: shapes, dtypes or options that disagree.

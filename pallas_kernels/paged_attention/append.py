@@ -1,4 +1,4 @@
-"""Writing new keys and values to pages, with RoPE on keys, or on queries of a packed product, too.
+"""Writes new keys and values to pages, with RoPE on the keys, and optionally on the queries.
 
 Dims: B row, T new token, K kv heads, H key width, V value width, P page of the pool, S slot of a
 page, M page of a row, R rotated pair.
@@ -94,21 +94,20 @@ def append_heads(
     implementation: AppendImplementation = "auto",
 ) -> tuple[jax.Array, ...]:
     """Rotates (RoPE) queries and keys of a packed QKV product; writes keys and values to pages.
-
-    Does as ``append_to_pages`` for a layer's one product of queries, keys and values: on a Hopper
-    GPU by one kernel, which writes in place into donated pools. It has no gradient.
+    On a Hopper GPU, one kernel does the work of ``append_to_pages`` and the rotation of queries,
+    and writes in place into donated pools. There is no gradient.
 
     Args:
-        heads: [B, T, N + 2 K, H]: heads of queries, then of keys, then of values.
+        heads: [B, T, N + 2 K, H]: the product's heads of queries, then of keys, then of values.
         k_pages, v_pages: [P, S, K, H], or codes as ``paged_attention`` reads them.
         page_tables: int32 [B, M], page numbers; below 0 where a row has no page.
         positions: int32 [B, T]. A token at a position below 0, or without a page, is not written;
-            its query has no meaning.
+            its query in the result is undefined.
         rope: cos and sin, float32 [B or 1, T, R]; pairs as in ``append_to_pages``.
-        k_scale, v_scale: [P, S, K], of codes: a head's scale brings its largest element to the
-            largest code.
-        implementation: "hopper" (heads in multiples of 4, of 64, 128 or 256 columns, all
-            rotated), "xla", or "auto", which takes hopper where it can.
+        k_scale, v_scale: [P, S, K], for pages of codes; a head's scale maps its largest element to
+            the largest code.
+        implementation: "hopper" (heads in multiples of 4, of 64, 128 or 256 columns, all rotated),
+            "xla", or "auto": hopper if it supports the call, else xla.
 
     Returns:
         Queries [B, T, N, H], ``k_pages`` and ``v_pages``; ``k_scale`` and ``v_scale`` where given.

@@ -16,7 +16,7 @@ LEAST_SCALE = 2.0**-20  # in float16 too it is not 0
 def codes_of(x: jax.Array, code: WeightCode, scale_dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """Quantizes x [..., W] to codes [..., W] and scales [...], whose product approximates x.
 
-    An element that is not finite makes its head's scale not finite.
+    An infinity or NaN makes the scale of its head not finite, so that it is not hidden.
     """
     wide = x.astype(jnp.float32)
     top = code.largest
@@ -42,7 +42,7 @@ def numbers_of(codes: jax.Array, scale: jax.Array, code: WeightCode, dtype: jnp.
 
 
 def rows_as_pages(call: PagedCall) -> PagedCall:
-    """Dequantizes each row's pages into pages of the row's own, for calls with many queries."""
+    """Returns the call with pages dequantized into new pools, row by row, for many queries."""
     tables_BM = jnp.clip(call.tables_BM, 0, call.k_PSKH.shape[0] - 1)
 
     def widened(codes_PSKW: jax.Array, scale_PSK: jax.Array | None) -> jax.Array:

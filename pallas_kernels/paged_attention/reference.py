@@ -16,7 +16,8 @@ from .spec import PagedCall
 def paged_attention_reference(call: PagedCall) -> jax.Array:
     """Computes softmax(soft_cap(scale q k^T)) v over each query's keys, [B, T, N, V] in q's dtype.
 
-    The softmax is fp32; a sink adds exp(sink) to its denominator. A query that sees nothing is 0.
+    The softmax is fp32; a sink adds exp(sink) to its denominator. The result of a query that sees
+    no key is 0.
     """
     B, T, N, H = call.q_BTNH.shape
     K = call.k_PSKH.shape[2]

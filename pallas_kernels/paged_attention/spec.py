@@ -3,13 +3,13 @@
 Dims: B row, T query, N query heads, K kv heads, P page of the pool, S slot of a page, M page of a
 row, H query and key width, V value width.
 
-Position p of row b is in slot ``p % S`` of page ``tables_BM[b, p // S]``. The row holds positions
-0 .. lengths_B[b] - 1, and the last ``query_lengths_B[b]`` of them are those of its queries. Other
-slots, and entries of tables beyond a row's pages, do not enter any result.
+Position p of row b is in slot ``p % S`` of page ``tables_BM[b, p // S]``. The row holds positions 0
+.. lengths_B[b] - 1, and the last ``query_lengths_B[b]`` of them are those of its queries. Other
+slots, and table entries beyond a row's pages, affect no result.
 
-Quantized pages have codes in the place of elements, and a scale for each slot and kv head: an
-element is their product. With 4-bit codes, a byte has code d, plus 8, in its low bits and
-code d + H / 2, plus 8, in its high bits.
+Quantized pages have codes in place of elements, and a scale per slot and kv head; an element is
+code times scale. With 4-bit codes, a byte has code d, plus 8, in its low bits and code d + H / 2,
+plus 8, in its high bits.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class PagedSpec:
     """The static part of a paged attention call: scale, soft cap and window."""
 
     scale: float
-    window: int | None = None  # keys that a query sees, its own position's among them
+    window: int | None = None  # most keys that a query sees, with its own position's
     soft_cap: float | None = None  # scores become cap * tanh(scale * q.k / cap)
 
 
@@ -43,8 +43,8 @@ class PagedCall:
     k_scale_PSK: jax.Array | None = None  # of quantized pages, as is v_scale_PSK
     v_scale_PSK: jax.Array | None = None
     tables_BM: jax.Array  # int32
-    lengths_B: jax.Array  # int32; above what a table has room for is that
-    query_lengths_B: jax.Array | None  # int32; above T is T, as is None
+    lengths_B: jax.Array  # int32, clipped to ``capacity``
+    query_lengths_B: jax.Array | None  # int32, clipped to T; None: T
     sinks_N: jax.Array | None  # float32: a logit that joins the softmax's denominator
     spec: PagedSpec = dataclasses.field(metadata=dict(static=True))
 
@@ -65,7 +65,7 @@ class PagedCall:
 
     @property
     def capacity(self) -> int:
-        """Number of positions that a row's page table has room for."""
+        """Most positions in a row: slots of all pages in its table."""
         return self.tables_BM.shape[1] * self.k_PSKH.shape[1]
 
     def positions_BT(self) -> jax.Array:
@@ -79,7 +79,7 @@ class PagedCall:
         return jnp.where(t_1T < queries_B1, lengths_B1 - queries_B1 + t_1T, -1)
 
     def visible(self, positions: jax.Array, keys: jax.Array) -> jax.Array:
-        """Tells which queries see which keys, from positions that broadcast against each other."""
+        """Returns the mask of visible keys for query and key positions that broadcast."""
         visible = keys <= positions
         if self.spec.window is not None:
             visible &= keys > positions - self.spec.window

@@ -1,4 +1,4 @@
-"""Paged attention in plain XLA: a loop over pages that needs memory for a few of them only.
+"""Paged attention in plain XLA: a loop over pages, with memory for a few pages only.
 
 Dims: B row, T query, K kv heads, G query heads per kv head, M page of a row, S slot of a page, C
 pages of a step, L key of a step (C S), H query and key width, V value width.

@@ -1,4 +1,4 @@
-"""Paged attention for Hopper GPUs: a balanced plan, a kernel that reads pages, one that merges."""
+"""Paged attention for Hopper GPUs: a balanced plan, kernels that read pages, one that merges."""
 
 from .append_heads import append_heads_hopper as append_heads_hopper
 from .append_heads import unsupported_append as unsupported_append

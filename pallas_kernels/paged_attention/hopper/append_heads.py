@@ -1,7 +1,7 @@
 """The kernel that rotates (RoPE) queries and keys and writes keys and values to pages, in place.
 
-One pass over the packed product of a layer, where the compiler makes four small ones: queries
-rotated, keys rotated, and a scatter for each pool. A block has four heads of a token, a warp each.
+One pass over a layer's packed QKV product replaces XLA's four small kernels: queries rotated, keys
+rotated, and a scatter for each pool. A block has four heads of a token, one per warp.
 
 Dims: A token of all rows, N query heads, K kv heads, H width, R rotated pair, P page, S slot.
 """

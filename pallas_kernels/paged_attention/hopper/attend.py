@@ -1,9 +1,9 @@
-"""The kernel that reads pages: workers stream key tiles and write partial results of segments.
+"""The kernel that reads pages: workers read key tiles and write partial results of segments.
 
-Decoding reads each key and value once and multiplies it with a few queries, so memory is all that
-counts. A block stays on its SM; each of its workers has a warpgroup that fills a ring
-of tiles and one that computes. Workers never wait for each other: while one computes, the tiles of
-all are on their way.
+Decoding reads each key and value once and multiplies it with a few queries, so it is bound by
+memory bandwidth. Blocks are persistent. A block has several workers, each with a warpgroup that
+fills a ring of tiles and one that computes. Workers never wait for each other: while one computes,
+the copies of all continue.
 
 Dims: as in ``pallas_kernels.paged_attention.spec``.
 """
@@ -48,10 +48,11 @@ def attend_pages(
     config: PagedConfig,
     interpretable: bool = False,
 ) -> Partials:
-    """Computes normalized partial attention results, with logsumexps, for each worker's segments.
+    """Computes normalized partial results of attention, with logsumexps, for all workers' segments.
 
-    A team's worker ``member`` writes the result of a segment (an entry of the plan for a block of
-    kv heads) at ``(team + segment) * members + member``.
+    A segment is the part of a plan entry (a query tile, for a block of kv heads) that one team
+    reads. The team's worker ``member`` writes its result at
+    ``(team + segment) * members + member``.
 
     Args:
         call: a call whose number of heads is a multiple of 8.
@@ -70,9 +71,8 @@ def attend_pages(
 
 
 def finishes(call: PagedCall, layout: QueryLayout) -> bool:
-    """Tells whether the kernel writes final results of rows that one worker has read alone.
-
-    This writes a fourth of the bytes, and a written byte costs more than one that is read.
+    """Tells whether the kernel writes final results of rows that one worker reads alone.
+    A final result has a fourth of a partial one's bytes, and writes cost more than reads.
     """
     whole_heads = layout.tiles_per_token == 1 and layout.group == layout.merged_group
     return layout.T == 1 and whole_heads and call.sinks_N is None
@@ -204,7 +204,7 @@ class _AttendPages(PageKernel):
 
 
 def positions_less_columns(seg: Segment, layout: QueryLayout):
-    """Returns int32 [64, 8]: the position of each row's token minus the column number."""
+    """Returns int32 [64, 8]: position of each tile row's token minus the column index."""
     shape = (ROWS, STRIP)
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=tile_layout())
     position = seg.extent.position
@@ -218,13 +218,11 @@ def positions_less_columns(seg: Segment, layout: QueryLayout):
 
 def softmax_step(spec: PagedSpec, s, peak, total, ahead):
     """Computes probabilities by the running row maximum, and the factors of older sums.
-
     Args:
         spec: the call's scale, soft cap and window.
         s: products of queries and keys.
         peak, total: row maxima (in units of log2) and sums so far.
-        ahead: how far the position of a row's token is ahead of the key of a column, of the first
-            8 columns.
+        ahead: position of the row's token minus that of the column's key, for the first 8 columns.
     """
     if spec.soft_cap is None:
         s = s * (spec.scale * LOG2E)

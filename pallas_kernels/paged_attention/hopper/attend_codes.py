@@ -1,8 +1,8 @@
 """The kernel that reads quantized pages and dequantizes codes in registers.
 
-As in ``attend``, a block's workers stream tiles. But each warp has some keys of a tile for itself,
-and dequantized numbers are never written back to shared memory, whose bandwidth would not suffice:
-codes cross it twice, and numbers would cross it twice more at two or four times the size.
+As in ``attend``, a block's workers read tiles. But here each warp has its own keys of a tile, and
+dequantized numbers are never written to shared memory, whose bandwidth would not suffice. Codes are
+written to it and read once; numbers of two or four times the size would be, too.
 
 Dims: as in ``pallas_kernels.paged_attention.spec``.
 """

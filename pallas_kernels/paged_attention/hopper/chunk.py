@@ -1,8 +1,8 @@
 """Attention of many new tokens per row over its pages: flash attention that reads page tables.
 
-Tiles of ``attend`` have a few tokens with all query heads of a kv head, for which there is nothing
-to gain but the reading of pages once. A chunk of a prompt multiplies: here a tile has 128 tokens of
-one head, as in training, and only the place of its keys is looked up. No row is split over blocks.
+``attend`` is bound by reading pages: its tiles have a few tokens with all query heads of a kv head.
+A chunk of a prompt is bound by the products. So a tile here has 128 tokens of one head, as in
+training; only the addresses of keys come from page tables. Keys of a row are not split over blocks.
 
 Dims: as in ``pallas_kernels.paged_attention.spec``.
 """
@@ -56,7 +56,7 @@ def attend_chunk(
     """Computes attention of a call that ``is_chunk`` accepts: [B, T, N, V] in the queries' dtype.
 
     Args:
-        config: tile sizes; None takes those of attention in training.
+        config: tile sizes; None takes those of ``flash_attention``.
         interpretable: see ``flash_attention.hopper.forward_kernel.forward``.
     """
     B, T, N, H = call.q_BTNH.shape

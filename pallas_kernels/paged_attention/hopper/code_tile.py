@@ -1,19 +1,19 @@
-"""Instructions of one thread for a tile of quantized keys and values.
+"""Per-thread instructions for a tile of quantized keys and values.
 
-A warp has a few of the tile's keys and softmax sums of its own, so warps wait for no other until a
-segment ends. Scores are keys times queries; their fragments, transposed, are the right operand of
-values times probabilities. Scales multiply scores and probabilities. Queries are columns of
-products: lane ``4 g + t`` has queries ``8 n + 2 t + e`` for strip n and e in 0, 1.
+A warp has some of the tile's keys and its own softmax sums, so warps wait for no other warp until a
+segment ends. Scores are computed as keys times queries. The score fragments, transposed, are then
+the right operand of values times probabilities. Scales multiply scores and probabilities, not
+codes. Queries are columns of products: lane ``4 g + t`` has queries ``8 n + 2 t + e`` for strip n
+and e in 0, 1.
 
 A warp computes products of 16 keys, or of 16 columns of values, with 8 queries at a time
-(``mma.m16n8k16``). Which key is a product's row, and in which order columns are contracted, is
-free as long as both sides agree. So lane ``4 g + t`` takes words that no other lane
-reads at the same time, and one instruction makes a word's bits into one register:
+(``mma.m16n8k16``). The order of keys in a product's rows, and of contracted columns, is free as
+long as both operands agree. It is chosen so that lanes read different banks, and one instruction
+dequantizes a word's codes to one register:
 
-* keys: of 8, row g of a product is not key g; their scores, in that order, are the contracted dim
-  of the values' product.
-* columns of keys: the lane's words of a row, word by word.
-* columns of values: row g is in the g-th eighth of a value's bytes.
+* keys: row g of a product is not key g of 8; the values' product contracts them in the same order.
+* columns of keys: word by word, in the order of the words of a row that a lane loads.
+* columns of values: row g of a product is a column in the g-th eighth of a value's bytes.
 
 Dims: as in ``pallas_kernels.paged_attention.spec``.
 """
@@ -57,11 +57,11 @@ class CodeOrder:
 
     @property
     def steps(self) -> int:
-        """Number of products (of two registers per lane) that two rows' words of codes take."""
+        """Number of products that two rows' words give operands for, two registers per lane."""
         return 8 // self.code.bits
 
     def bytes_of(self, place: int) -> tuple[int, int]:
-        """Returns the two bytes of a word whose codes register number ``place`` is made of."""
+        """Returns the two bytes of a word that are dequantized to register number ``place``."""
         match self.code:
             case WeightCode.E4M3:
                 return 1 - place, 3 - place
@@ -75,7 +75,7 @@ class CodeOrder:
         return self.code is WeightCode.INT4 and place % 2 == 1
 
     def selection(self, half: int) -> int:
-        """Returns the ``prmt`` selector that joins bytes ``2 half`` and the next of two words."""
+        """Returns the ``prmt`` selector of bytes ``2 half`` and ``2 half + 1`` of two words."""
         in_turn = self.code is WeightCode.INT8
         return ((0x5140, 0x7362) if in_turn else (0x5410, 0x7632))[half]
 
@@ -94,17 +94,18 @@ class CodeOrder:
         return word // at_a_time * 16 * at_a_time + 4 * (word % at_a_time), 4 * at_a_time
 
     def value_column(self, register: int, width: int) -> int:
-        """Returns the column, within an eighth of a value, that a product's register stands for.
+        """Returns the column, within an eighth of a value, to which a product's register belongs.
 
         Args:
-            register: 2 for each product, of rows g and g + 8, in the order of ``value_places``.
+            register: index of the register; a product has two, of rows g and g + 8, in the order of
+                ``value_places``.
         """
         word, half, place = self.value_places(width)[register]
         column = 4 * word + self.byte_of(half, place)
         return column + (width // 16 if self.is_high(place) else 0)
 
     def value_places(self, width: int) -> list[tuple[int, int, int]]:
-        """Returns (word of the lane, its half, place) for each register of two keys' values."""
+        """Returns (index of the lane's word, half, place) for each register of two keys' values."""
         words = width * self.code.bits // 256
         return [
             (word, half, place)
@@ -121,10 +122,10 @@ class CodeTile:
     H: int
     V: int
     keys: int
-    rows: int  # of queries
+    rows: int  # rows of queries
     tokens: int
-    span: int  # rows of a token
-    scale_heads: int  # kv heads whose scales a tile has side by side
+    span: int  # rows per token
+    scale_heads: int  # kv heads whose scales are contiguous in a tile
     spec: PagedSpec
     dequantizer: Dequantizer
 
@@ -150,7 +151,7 @@ class CodeTile:
 
     @property
     def blocks(self) -> int:
-        """Number of products of 16 keys into which a warp's keys of the tile are cut."""
+        """Number of products, of 16 keys each, for a warp's keys of the tile."""
         return self.keys // (KEYS * WARPS)
 
     @property
@@ -160,7 +161,7 @@ class CodeTile:
 
     @property
     def num_softmax(self) -> int:
-        """Number of f32 registers per thread for row maxima; as many for sums and for factors."""
+        """Number of f32 registers per thread for row maxima, and also for sums and for factors."""
         return 2 * self.strips
 
     @property
@@ -177,7 +178,8 @@ class CodeTile:
         """Loads this thread's queries as right operands of the product with keys.
 
         Args:
-            q: address of the tile of queries, rows of 64 columns in eights, their chunks swizzled.
+            q: address of the tile of queries: rows of 64 columns in groups of 8, with swizzled
+                chunks.
         """
         g, t = lane_of(thread)
         found = []
@@ -224,12 +226,12 @@ class CodeTile:
         queries: list[Any],
         softmax: list[Any],
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """Computes the softmax of a tile's keys: maxima and sums, older sums' factors, weights.
+        """Computes a tile's softmax: returns maxima and sums, factors of older sums, and weights.
 
         Args:
             refs: addresses of keys, their scales and the values' scales.
-            numbers: position of the tile's first key, kv head among those of the scales, position
-                of the query tile's first token, its tokens.
+            numbers: position of the tile's first key, kv head's index among ``scale_heads``,
+                position of the query tile's first token, number of its tokens.
             queries: registers that ``queries`` loaded.
             softmax: maxima so far, then sums so far over this lane's keys.
         """
@@ -428,8 +430,8 @@ class CodeResult:
         Args:
             places: fp32 buffers in shared memory: maxima and sums [2, 4, rows], results
                 [4, rows, V + 4].
-            results: where global memory has results and logsumexps, i64, and which partial result
-                this is.
+            results: global-memory addresses of results and logsumexps, i64, and the index of this
+                partial result.
             softmax, sums: registers of the last ``CodeTile.probabilities`` and ``add_values``.
             meet: function that waits for all threads of the warpgroup.
         """

@@ -25,15 +25,15 @@ SCALE_HEADS = 8  # whose scales are copied together: copies are of at least 16 b
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PagedConfig:
-    """Tile sizes of a block that stays on one SM: workers, each with a ring of keys and values."""
+    """Tile sizes of a persistent block: its workers each have a ring of keys and values."""
 
-    block_kv: int = 64  # keys of a tile
-    num_stages: int = 3  # tiles of keys, and of values, in flight for each worker
+    block_kv: int = 64  # keys per tile
+    num_stages: int = 3  # tiles of keys, and of values, in flight per worker
     num_workers: int = 2
     num_blocks: int = NUM_PROCESSORS
 
     def team(self, layout: "QueryLayout") -> int:
-        """Returns the number of workers per team; they read the same pages for various kv heads."""
+        """Returns the number of workers per team; each reads other kv heads of the same pages."""
         return math.gcd(layout.K, self.num_blocks * self.num_workers)
 
     def num_teams(self, layout: "QueryLayout") -> int:
@@ -53,9 +53,8 @@ class PagedConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class QueryLayout:
     """Sizes of a paged attention call, and how its query heads are laid out as rows of tiles.
-
-    A tile has tokens one after another, ``span`` rows each: a kv head's query heads and, because
-    copies begin at multiples of 8 heads, some of their neighbours', whose results are not read.
+    A tile has ``span`` rows per token: the query heads of a kv head. As copies begin at multiples
+    of 8 heads, these include some neighboring heads, whose results are not read.
     """
 
     B: int
@@ -65,8 +64,8 @@ class QueryLayout:
     H: int
     V: int
     size: int
-    tile: int = ROWS  # rows of a tile at most
-    bits: int = 16  # of an element of pages
+    tile: int = ROWS  # most rows per tile
+    bits: int = 16  # per element of pages
 
     @classmethod
     def of(cls, call: PagedCall) -> "QueryLayout":
@@ -82,12 +81,12 @@ class QueryLayout:
 
     @property
     def scale_heads(self) -> int:
-        """Number of kv heads whose scales are copied side by side into a tile."""
+        """Number of kv heads whose scales are copied together into a tile."""
         return min(self.K, SCALE_HEADS)
 
     @property
     def slot_bytes(self) -> int:
-        """Number of bytes per slot in a tile: key, value, and scales where pages have them."""
+        """Number of bytes per slot in a tile: key, value, and scales if pages are quantized."""
         elements = (self.H + self.V) * self.bits // 8
         return elements + (4 * self.scale_heads if self.bits < 16 else 0)
 
@@ -113,7 +112,7 @@ class QueryLayout:
 
     @property
     def tiles_per_token(self) -> int:
-        """Number of tiles that a token takes; above 1 only where a tile has one token."""
+        """Number of tiles that one token's query heads take; if above 1, a tile has one token."""
         return max(1, self.span // self.tile)
 
     @property
@@ -128,7 +127,7 @@ class QueryLayout:
 
     @property
     def num_entries(self) -> int:
-        """Number of query tiles of all batch rows; each is a plan's entry for all kv heads."""
+        """Number of query tiles of all batch rows; the plan has one entry for each."""
         return self.B * self.num_q_tiles
 
     @property

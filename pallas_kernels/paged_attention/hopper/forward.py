@@ -68,12 +68,12 @@ def unsupported(call: PagedCall) -> str | None:
 
 
 def reads_codes(call: PagedCall) -> bool:
-    """Tells whether the kernel reads quantized pages itself, as it does for few queries."""
+    """Tells whether the call takes the kernel for quantized pages, which is for few queries."""
     return call.code is not None and QueryLayout.of(call).num_q_tiles <= MOST_CODE_TILES
 
 
 def numbers_first(call: PagedCall) -> str | None:
-    """Returns why quantized rows are dequantized in memory first; None if they need not be."""
+    """Returns why quantized pages must be dequantized in memory first; None if they need not be."""
     if call.code is None or reads_codes(call):
         return None
     tiles = QueryLayout.of(call).num_q_tiles
@@ -113,7 +113,7 @@ def paged_attention_hopper(
 
     Args:
         call: a call for which ``unsupported`` returns None.
-        plan: result of ``plan_pages``, if it was made before.
+        plan: result of ``plan_pages``; None computes it.
         config: tile sizes; None takes the default.
         interpretable: see ``attend_pages``.
 

@@ -1,7 +1,7 @@
 """The kernel that merges each query head's partial results by their logsumexps.
 
-The rule is that of ``pallas_kernels.common.merge``. A block has four heads of a token, a warp each,
-and reads several partial results at a time: it waits for memory once for all of them.
+The rule is that of ``pallas_kernels.common.merge``. A block has four heads of a token, one per
+warp. It reads several partial results at a time, to wait for memory only once.
 """
 
 import dataclasses

@@ -1,11 +1,10 @@
-"""Plan of which worker reads which key tiles: all rows' tiles in one line, cut in equal pieces.
-
-A piece may end in the middle of a row, so that every worker has as many tiles as any other,
-whatever the lengths. A piece belongs to a team of workers, one for each of a few kv heads, which
-read the same pages at about the same time: neighbours in memory are read together.
-
-A plan depends on lengths, never on how they compile, and is two small operations; layers of a model
-that have the same window share one.
+"""Plan of which worker reads which key tiles: all rows' tiles end to end, cut in equal pieces.
+This sequence of all tiles is the line. A piece may end in the middle of a row, so that every worker
+has equally many tiles, whatever the lengths. A piece belongs to a team of workers, one for each of
+a few kv heads. They read the same pages at about the same time, so neighboring memory is read
+together.
+Lengths are inputs of a plan, not compiled into it. Computing it takes two small operations, and
+layers of a model with the same window share one plan.
 
 Dims: E entry (a query tile of a row), W team.
 """
@@ -23,19 +22,19 @@ from .config import PagedConfig, QueryLayout
 
 
 class PagePlan(NamedTuple):
-    """Plan of a call: the line's tiles before each entry (query tile and kv heads); team starts."""
+    """Plan of a call: the tiles of the line before each entry, and where each team begins."""
 
-    before_E1: jax.Array  # int32: tiles of the line before each entry; last, all of them
-    entry_W: jax.Array  # int32: the entry that each team begins in; E where it has no tile
+    before_E1: jax.Array  # int32: tiles of the line before each entry; the last is their total
+    entry_W: jax.Array  # int32: the entry in which each team begins; E if it has no tile
 
 
 class Extent(NamedTuple):
     """Tokens of one query tile, and the range of keys that they see."""
 
     position: Any  # of the first token
-    tokens: Any
-    begin: Any  # of the keys that any of them sees
-    end: Any
+    tokens: Any  # number of tokens
+    begin: Any  # first key that any of the tokens sees
+    end: Any  # end of the keys that any of them sees
 
 
 def extent_of(
@@ -46,10 +45,11 @@ def extent_of(
     queries: Any,
     tile: Any,
 ) -> Extent:
-    """Returns the tokens of a query tile and the keys they see, from arrays or a kernel's scalars.
+    """Returns a query tile's tokens and the keys they see; takes arrays or a kernel's scalars.
 
     Args:
-        length, queries: the row's numbers of positions and of queries; None: T queries.
+        capacity: most positions per row.
+        length, queries: the row's numbers of positions and of queries (None: T).
         tile: index among the row's query tiles.
     """
 
@@ -93,7 +93,7 @@ def plan_pages(call: PagedCall, layout: QueryLayout, config: PagedConfig) -> Pag
 
 
 def piece_start(team: Any, total: Any, num_teams: int) -> Any:
-    """Returns the line's first tile of a team; the first teams have one tile more than others."""
+    """Returns the first tile, in the line, of a team; the first teams may have one tile more."""
     each, more = lax.div(total, jnp.int32(num_teams)), lax.rem(total, jnp.int32(num_teams))
     return team * each + jnp.minimum(team, more)
 

@@ -1,4 +1,4 @@
-"""Base of the kernels that read pages: a block's roles, a worker's segments, a tile's pages.
+"""Base class of the kernels that read pages: roles of warpgroups, segments, copies of pages.
 
 Dims: as in ``pallas_kernels.paged_attention.spec``.
 """
@@ -24,7 +24,7 @@ from .plan import Extent, PagePlan, extent_of, piece_start
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PagePieces:
-    """A tile of ``block`` keys as pieces of pages of ``size`` slots; one size divides the other."""
+    """Division of a tile of ``block`` keys into pieces of pages of ``size`` slots."""
 
     size: int
     block: int
@@ -36,7 +36,7 @@ class PagePieces:
 
     @property
     def slots(self) -> int:
-        """Number of slots of a page that one piece of a tile covers."""
+        """Number of slots of a page in one piece."""
         return min(self.size, self.block)
 
     def places(self, gmem, row, tile) -> list[tuple[Any, Any]]:
@@ -65,20 +65,20 @@ class PagePieces:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Consecutive key tiles that a worker reads for one query tile, as a kernel's scalars."""
+    """Consecutive key tiles that a worker reads for one query tile; fields are kernel scalars."""
 
-    partial: Any  # where its result goes
-    row: Any  # of the batch
-    tile: Any  # of the row's queries
-    head: Any  # of keys and values
+    partial: Any  # index of its partial result
+    row: Any  # row of the batch
+    tile: Any  # index among the row's query tiles
+    head: Any  # kv head
     extent: Extent
-    first: Any  # key tile of the row
-    count: Any  # key tiles
-    whole: Any  # whether they are all that the query tile sees
+    first: Any  # first key tile, counted in the row
+    count: Any  # number of key tiles
+    whole: Any  # whether the query tile sees no other key tiles
 
 
 class Partials(NamedTuple):
-    """Results of the page-reading kernels: partial ones by segment, and finished rows."""
+    """Results of the page-reading kernels: partial results by segment, and final ones of rows."""
 
     out: jax.Array  # float32 [partials, rows, V]
     lse: jax.Array  # float32 [partials, 64], in units of log2
@@ -89,9 +89,8 @@ class Partials(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PageKernel(abc.ABC):
-    """Base class of the kernels that read pages, of one call; subclasses multiply.
-
-    Methods are phases, written once per trace. A worker has a warpgroup that fills a ring and one
+    """Base class of the kernels that read pages; subclasses define the computation.
+    Methods emit the kernel's phases. A worker has a warpgroup that fills a ring and one
     that computes; slot s of worker w is ``w * num_stages + s``.
     """
 
@@ -134,9 +133,9 @@ class PageKernel(abc.ABC):
         """Launches the kernel.
 
         Args:
-            rows: rows of a segment's result.
-            whole: whether rows that one worker has read are finished.
-            scales: other operands, by name.
+            rows: number of rows in a segment's result.
+            whole: whether to write final results of rows that one worker reads alone.
+            scales: scales of quantized pages, by operand name.
         """
         g, c = self.g, self.c
         # One more: the second kernel reads a few rows at a time, perhaps beyond a partial's last.
@@ -203,7 +202,7 @@ class PageKernel(abc.ABC):
         self.each_barrier(smem, worker, plgpu.barrier_wait)
 
     def each_barrier(self, smem, worker, action: Callable[[Any], None]) -> None:
-        """Applies ``action`` to the barriers of buffers that a worker's warpgroup empties."""
+        """Applies ``action`` to the barriers that signal empty buffers of a worker."""
         action(smem.q_empty.at[worker])
         for i in range(self.c.num_stages):
             slot = worker * self.c.num_stages + i
@@ -216,7 +215,7 @@ class PageKernel(abc.ABC):
         return PagePieces(size=self.g.size, block=self.c.block_kv)
 
     def each_segment(self, gmem, worker, body: Callable[[Segment, Any], None]) -> None:
-        """Calls ``body(segment, tiles done before)`` for each segment of a worker's piece."""
+        """Calls ``body(segment, tiles before it)`` for each segment of a worker's piece."""
         g, c = self.g, self.c
         members = c.team(g)
         head_blocks = g.K // members
