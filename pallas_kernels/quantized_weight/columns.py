@@ -1,4 +1,4 @@
-"""Quantized weights rearranged without dequantizing: columns joined, codes reordered for Hopper.
+"""Changes of quantized weights without dequantizing: joined columns, codes reordered for Hopper.
 
 Dims: K row, N column, G group of rows, C block of columns.
 """
@@ -27,7 +27,7 @@ GROUPS = (64, 128)
 
 
 def by_column_format(form: WeightFormat) -> WeightFormat:
-    """Returns the format in which each column has a scale of its own."""
+    """Returns the same format with one scale per column."""
     return dataclasses.replace(form, group_columns=1)
 
 
@@ -46,7 +46,7 @@ def of_columns(
     change: Callable[[jax.Array], jax.Array],
     outputs: tuple[int, ...],
 ) -> QuantizedWeight:
-    """Applies ``change`` to all parts, [*, rows, *outputs], to give a weight other outputs."""
+    """Applies ``change`` to every array, as [*, rows, *outputs], to give other output dims."""
     weight = by_column(weight)
     columns = weight.matrix_shape[1]
 
@@ -68,7 +68,7 @@ def repeated_outputs(weight: QuantizedWeight, copies: int, *, axis: int) -> Quan
     """Repeats each element of one of the weight's output dims ``copies`` times in a row.
 
     Args:
-        axis: dim of the outputs, negative, counted from the end.
+        axis: negative index of an output dim.
     """
     outputs = list(weight.outputs)
     outputs[axis] *= copies
@@ -78,7 +78,7 @@ def repeated_outputs(weight: QuantizedWeight, copies: int, *, axis: int) -> Quan
 
 
 def are_alike(weights: Sequence[Any]) -> bool:
-    """Returns whether weights of one input can be joined into one quantized matrix."""
+    """Returns whether weights with the same input can be joined into one quantized matrix."""
     kinds = {
         (by_column_format(each.format), each.inputs, each.scales.dtype, each.zeros is None)
         for each in weights
@@ -90,13 +90,13 @@ def are_alike(weights: Sequence[Any]) -> bool:
 
 
 def concatenated_columns(weights: Sequence[QuantizedWeight], *, axis: int) -> QuantizedWeight:
-    """Concatenates quantized weights of one input along an output dim, without dequantizing.
+    """Concatenates quantized weights with the same input along an output dim, without dequantizing.
 
     Args:
-        axis: dim of the outputs along which they are joined, counted from the end.
+        axis: negative index of the output dim along which they are joined.
 
     Raises:
-        InputError: weights differ in format, or one has its rows in an order of its own.
+        InputError: weights differ in format, or one has an ``order`` of rows.
     """
     if not are_alike(weights):
         raise InputError(
@@ -125,7 +125,7 @@ def concatenated_columns(weights: Sequence[QuantizedWeight], *, axis: int) -> Qu
 
 
 def why_not_arranged(weight: QuantizedWeight) -> str | None:
-    """Returns why the kernels have no order for a weight's codes; None if they have one."""
+    """Returns why a weight cannot be rearranged for the kernels; None if it can."""
     form, (rows, columns) = weight.format, weight.matrix_shape
     if form.code is WeightCode.NF4:
         return "codes of nf4 are no integers: they are looked up"
@@ -144,7 +144,7 @@ def why_not_arranged(weight: QuantizedWeight) -> str | None:
 
 
 def arranged(weight: QuantizedWeight) -> QuantizedWeight:
-    """Reorders a weight's codes for the Hopper kernel, and repeats block scales for each column.
+    """Reorders a weight's codes to MMA fragments, and repeats block scales for each column.
 
     Raises:
         UnsupportedError: the kernel does not take the weight's format or size.

@@ -1,4 +1,4 @@
-"""Per-thread instructions that Pallas lacks: converting codes to numbers, multiplying fragments.
+"""Per-thread instructions that Pallas lacks: dequantizing codes and multiplying MMA fragments.
 
 Values are MLIR values: i32 registers of two 16-bit numbers or of codes, and f32 sums.
 """
@@ -17,11 +17,12 @@ from .weight import WeightCode
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Dequantizer:
-    """A converter of weight codes to numbers of x's dtype, in one thread's registers.
+    """Converter of weight codes to numbers of x's dtype, in one thread's registers.
 
-    A code is put in the low bits of a number whose unit in the last place is 1, from which that
-    number is taken: exact, as codes and zero points are integers. FP8 is put in the places of a
-    wider exponent and significand, and multiplied with the ratio of their biases.
+    An integer code is put in the low mantissa bits of a number whose last bit is worth 1
+    (``unit``), and that number is subtracted. This is exact, as codes and zero points are integers.
+    FP8's bits are moved to the wider format's exponent and mantissa, then multiplied to correct the
+    exponent bias.
     """
 
     code: WeightCode
@@ -34,11 +35,11 @@ class Dequantizer:
 
     @property
     def unit(self) -> int:
-        """The least number whose last place is worth 1 (128 or 1024), twice in a register."""
+        """The number whose last mantissa bit is worth 1 (128 or 1024), twice in a register."""
         return 0x43004300 if self.dtype == jnp.bfloat16 else 0x64006400
 
     def zero_pair(self, zero: Any | None) -> Any:
-        """Returns a register with a zero point (i32; None: 8) twice, offset by ``unit``."""
+        """Returns a register with ``unit`` plus a zero point (i32; None: 8), twice."""
         if zero is None:
             return constant(self.unit | 0x00080008)
         return arith.ori(arith.muli(zero, constant(0x00010001)), constant(self.unit))
@@ -50,7 +51,7 @@ class Dequantizer:
         )
 
     def numbers(self, words: list[Any], zeros: tuple[Any, Any]) -> list[Any]:
-        """Converts codes to the MMA's left operand for 16 rows: four registers.
+        """Dequantizes codes to the MMA's left operand for 16 rows of the weight: four registers.
 
         Args:
             words: one word of 4-bit codes, or two words of 8-bit codes.
@@ -61,7 +62,7 @@ class Dequantizer:
         return [self.two(words[r >> 1], r & 1) for r in range(4)]
 
     def two(self, word: Any, place: int, zero: Any | None = None) -> Any:
-        """Converts two codes of a word into one register of two numbers, the first in its low bits.
+        """Dequantizes two codes of a word to a register of two numbers, the first in the low bits.
 
         The codes are nibbles ``place`` and ``place + 4`` of int4, less ``zero``; bytes ``2 place``
         and ``2 place + 1`` of int8; bytes ``1 - place`` and ``3 - place`` of e4m3.
@@ -101,7 +102,7 @@ class Dequantizer:
         return self.pair("mul", arith.ori(sign, size), constant(ratio))
 
     def product(self, a: list[Any], b: list[Any], sums: list[Any]) -> list[Any]:
-        """Computes ``a b + sums`` by one MMA: 16 columns and 16 rows of the weight, 8 rows of x."""
+        """Computes ``a b + sums`` by one MMA: a is 16 columns by 16 rows, b has 8 rows of x."""
         f32 = ir.F32Type.get()
         found = assembly(
             llvm.StructType.get_literal([f32] * 4),

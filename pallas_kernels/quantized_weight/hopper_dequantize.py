@@ -1,7 +1,7 @@
-"""A Hopper kernel that dequantizes an arranged weight to memory, for a library to multiply.
+"""A Hopper kernel that dequantizes an ``arranged`` weight to memory, for a library's matmul.
 
-XLA gathers bytes to undo fragments; here threads convert the codes that they hold. The result is
-the weight transposed, as a thread has neighbors in K.
+XLA would gather bytes to undo the fragment order. Here each thread dequantizes the codes of its
+fragments. The result is the transposed weight, as a thread has elements that are neighbors in K.
 
 Dims: K row, N column of the weight, G group of rows.
 """

@@ -1,6 +1,6 @@
 """Quantization of weights, each element rounded to the nearest number of a format.
 
-Dims: K row, the contracted dim, N column, G group of rows, C block of columns.
+Dims: K row (the contracted dim), N column, G group of rows, C block of columns.
 """
 
 import itertools
@@ -34,17 +34,17 @@ def round_weight(
     scale_dtype: jnp.dtype | None = None,
     clip: jax.Array | None = None,
 ) -> QuantizedWeight:
-    """Quantizes a weight to the nearest codes; each group's scale is from its largest element.
+    """Quantizes a weight to the nearest codes, with each group's scale from its largest element.
 
     Args:
         weight: [*leading, *inputs, *outputs], floating.
         form: code of the elements, and groups that share a scale.
         num_inputs: number of dims that a product contracts.
-        num_leading: number of dims in front of those, such as layers or experts.
-        has_zeros: int4 whose range is that of the group, from its least to its largest element, and
-            0; else symmetric.
-        scale_dtype: dtype that scales are rounded to before elements are; default float32.
-        clip: factors that shrink each group's range first, broadcast to the scales [*, G, C].
+        num_leading: number of dims before those, such as layers or experts.
+        has_zeros: int4 with zero points: a group's codes cover its least to its largest element,
+            and 0. Otherwise codes are symmetric about 0.
+        scale_dtype: dtype of the scales, rounded before elements are quantized; default float32.
+        clip: factors by which to shrink each group's range, broadcast to the scales [*, G, C].
 
     Raises:
         InputError: the format has 4 bits and rows do not divide into groups.

@@ -1,20 +1,21 @@
-"""The representation of a weight in 4 or 8 bits, one for every format of checkpoints.
+"""The representation of a weight in 4 or 8 bits, the same for all checkpoint formats.
 
-As a matrix [K, N] it multiplies rows of K from the left:
+As a matrix [K, N], the right operand of ``x w``, its elements are
 
     weight[k, n] = (code[k, n] - zero[g, n]) * scale[g, c],    g = k // group_rows
 
-``group_rows`` rows share a scale and a zero point, in one column or in ``group_columns`` columns; 0
-means all. In rows, codes of 4 bits are packed two in a byte, each group by itself: of a group's G
-rows, byte row r has code r in its low bits and code r + G / 2 in its high ones. So a group's halves
-are whole tiles for a kernel, and a weight may be cut between groups.
+A group is ``group_rows`` rows, which share a scale and a zero point; ``group_columns`` columns
+share scales; 0 means all. In rows order, 4-bit codes are packed two per byte, within each group: of
+a group's G rows, byte row r has code r in its low bits and code r + G / 2 in its high bits. So each
+half of a group is a whole tile for a kernel, and a weight may be sharded between groups.
 
-Fragments are the order of a Hopper kernel's threads: blocks of 32 rows by 16 columns follow one
-another along the columns. In a block, lane ``4 g + t`` of a warp has its words together, those of
-rows 0 to 15 first. Of 16 rows it holds what it contributes to the left operand of ``mma.m16n8k16``,
-which is the transposed weight: rows ``2 t + e + 8 h`` of columns ``g + 8 r``, with e, h, r 0 or 1.
+Fragments order is that in which a Hopper kernel's threads load codes. Blocks of 32 rows by 16
+columns follow one another along the columns. In a block, the words of lane ``4 g + t`` of a warp
+are contiguous, those of rows 0 to 15 first. For each 16 rows they hold the lane's elements of the
+left operand of ``mma.m16n8k16``, the transposed weight: rows ``2 t + e + 8 h`` of columns
+``g + 8 r``, with e, h, r 0 or 1.
 
-Dims: K row, the contracted dim, N column, G group, C block of columns; S blocks of scales; of
+Dims: K row (the contracted dim), N column, G group, C block of columns; S blocks of scales; of
 fragments B block of 32 rows, C block of 16 columns, W word.
 """
 
@@ -61,7 +62,7 @@ NF4_VALUES = (
 class WeightCode(enum.StrEnum):
     """Meaning of the bits of a quantized weight's element, such as int4 or e4m3."""
 
-    INT4 = "int4"  # 0 to 15, less a zero point, which is 8 where there are none
+    INT4 = "int4"  # 0 to 15, minus a zero point (8 if the weight has none)
     INT8 = "int8"  # -128 to 127
     E4M3 = "e4m3"
     NF4 = "nf4"  # one of 16 quantiles of a normal distribution (Dettmers et al. 2023)
@@ -73,7 +74,7 @@ class WeightCode(enum.StrEnum):
 
     @property
     def largest(self) -> float:
-        """The number that the largest element of a group is quantized to."""
+        """Magnitude of the code to which a group's largest element is quantized."""
         return {"int4": 7.0, "int8": 127.0, "e4m3": 448.0}.get(self.value, 1.0)
 
     @property
@@ -83,17 +84,17 @@ class WeightCode(enum.StrEnum):
 
 
 class Activations(enum.StrEnum):
-    """The format that a product rounds its input to; each row has its own scale."""
+    """The 8-bit format to which a product rounds its input, with one scale per row."""
 
     INT8 = "int8"
     E4M3 = "e4m3"
 
 
 class Arrangement(enum.StrEnum):
-    """Order of a weight's codes; stored, converted and sharded weights are in rows."""
+    """Order of a weight's codes; only weights in rows order are stored, converted and sharded."""
 
-    ROWS = "rows"  # [*, K, N] of 8 bits; two halves of a group share bytes of 4
-    FRAGMENTS = "fragments"  # int32 [*, K / 32, N / 16, W], as the Hopper kernel's threads do
+    ROWS = "rows"  # [*, K, N] of 8 bits; 4-bit codes of a group's two halves share bytes
+    FRAGMENTS = "fragments"  # int32 [*, K / 32, N / 16, W]: the Hopper kernel's order
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +104,7 @@ class WeightFormat:
     code: WeightCode
     group_rows: int = 0  # rows that share a scale; 0: all
     group_columns: int = 1  # columns that share a scale; 0: all
-    activations: Activations | None = None  # None: inputs are multiplied as they are
+    activations: Activations | None = None  # None: inputs are not rounded
 
     def __post_init__(self) -> None:
         if self.group_rows < 0 or self.group_columns < 0:
@@ -156,10 +157,10 @@ class WeightFormat:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DoubleQuantizedScales:
-    """Scales, less their mean, quantized to 8-bit floats; blocks of 256 share a constant.
+    """Scales minus their mean, quantized to 8-bit floats; blocks of 256 share a constant.
 
-    An element costs 8 / 64 + 32 / (64 * 256) = 0.127 bits where groups have 64 rows, in place of
-    0.5 with scales in fp32.
+    With groups of 64 rows, scales cost 8 / 64 + 32 / (64 * 256) = 0.127 bits per element of the
+    weight, instead of 0.5 in fp32.
     """
 
     codes: jax.Array  # e4m3 [*, G, C]
@@ -185,7 +186,7 @@ class DoubleQuantizedScales:
 
 
 def double_quantized(scales: jax.Array) -> DoubleQuantizedScales:
-    """Quantizes scales [*, G, C]: blocks of 256, by the largest deviation from the mean."""
+    """Quantizes scales [*, G, C] in blocks of 256, each by its largest deviation from the mean."""
     *lead, groups, columns = scales.shape
     flat = scales.astype(jnp.float32).reshape(*lead, groups * columns)
     mean = jnp.mean(flat, axis=-1)
@@ -204,11 +205,11 @@ def double_quantized(scales: jax.Array) -> DoubleQuantizedScales:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedWeight:
-    """A quantized weight, which takes the place of an array in a tree of parameters.
+    """A quantized weight, a pytree that takes the place of an array among parameters.
 
-    Dims in front of the matrix (layers, experts) lead every part, so that a tree of weights may be
-    scanned over, sliced and stacked by its arrays. What the weight's own dims are is static: the
-    first of ``inputs`` and ``outputs`` vary slowest in rows and columns.
+    Leading dims (layers, experts) come first in every array, so that weights can be scanned over,
+    sliced and stacked like arrays. The dims of the weight itself are static: ``inputs`` are
+    flattened to rows and ``outputs`` to columns, the first dim varying slowest.
 
     Raises:
         InputError: from ``check``, for parts that do not fit each other.
@@ -221,7 +222,7 @@ class QuantizedWeight:
         ((64, 32), dtype('uint8'), (32, 32))
     """
 
-    data: jax.Array  # [*, K, N] of 8 bits; uint8 [*, K / 2, N] of 4; or as ``arrangement`` says
+    data: jax.Array  # [*, K, N] of 8 bits, uint8 [*, K / 2, N] of 4 bits, or fragments
     scales: Any  # floating [*, G, C]: an array, or ``DoubleQuantizedScales``
     zeros: jax.Array | None = None  # integers [*, G, N]; None: symmetric
     order: jax.Array | None = None  # int32 [*, K]: row k of the data is the weight's row order[k]
@@ -234,12 +235,12 @@ class QuantizedWeight:
 
     @property
     def leading(self) -> tuple[int, ...]:
-        """Dims in front of the matrix, such as layers or experts."""
+        """Dims before those of the matrix, such as layers or experts."""
         return tuple(self.data.shape[: -3 if self.arrangement is Arrangement.FRAGMENTS else -2])
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """Numbers of rows and of columns of the weight as a matrix."""
+        """Numbers of rows and columns of the weight as a matrix."""
         return math.prod(self.inputs), math.prod(self.outputs)
 
     @property
@@ -259,7 +260,7 @@ class QuantizedWeight:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """The weight's arrays (codes, scales and others that it has), by name."""
+        """The weight's arrays (codes, scales, and zeros and order if any), by name."""
         named = {name: getattr(self, name) for name in ("data", "scales", "zeros", "order")}
         return {name: array for name, array in named.items() if array is not None}
 
@@ -271,7 +272,7 @@ class QuantizedWeight:
 
     @property
     def plain(self) -> "QuantizedWeight":
-        """This weight with its scales dequantized, if those are quantized too."""
+        """This weight with plain scales, which are dequantized if they were quantized."""
         if not isinstance(self.scales, DoubleQuantizedScales):
             return self
         return dataclasses.replace(self, scales=self.scales.values())
@@ -310,9 +311,7 @@ class QuantizedWeight:
 
 
 def weight_values(weight: QuantizedWeight) -> jax.Array:
-    """Returns the weight without its scales, ``code - zero``: float32 [*, K, N], in the data's
-    order.
-    """
+    """Returns ``code - zero`` as float32 [*, K, N], in the data's order of rows."""
     form, (rows, _) = weight.format, weight.matrix_shape
     codes = weight_codes(weight)
     if form.code is WeightCode.NF4:
@@ -350,7 +349,7 @@ def dequantized_rows(weight: QuantizedWeight, dtype: jnp.dtype) -> jax.Array:
 
 
 def packed_pairs(codes: jax.Array, group: int) -> jax.Array:
-    """Packs 4-bit codes [*, K, N] two in a byte: uint8 [*, K / 2, N], halves of groups together."""
+    """Packs 4-bit codes [*, K, N] two per byte, within groups: uint8 [*, K / 2, N]."""
     *lead, rows, columns = codes.shape
     grouped = codes.astype(jnp.uint8).reshape(*lead, rows // group, 2, group // 2, columns)
     low, high = grouped[..., 0, :, :], grouped[..., 1, :, :]
@@ -366,7 +365,7 @@ def unpacked_pairs(packed: jax.Array, group: int) -> jax.Array:
 
 
 def weight_codes(weight: QuantizedWeight) -> jax.Array:
-    """Returns the unpacked codes [*, K, N]: uint8 for 4 bits, 8-bit codes as they are stored."""
+    """Returns the unpacked codes [*, K, N]: uint8 for 4 bits, the stored dtype for 8 bits."""
     form = weight.format
     if weight.arrangement is Arrangement.FRAGMENTS:
         codes = functools.partial(fragment_codes, form=form)
@@ -377,7 +376,7 @@ def weight_codes(weight: QuantizedWeight) -> jax.Array:
 
 
 def in_rows(weight: QuantizedWeight) -> QuantizedWeight:
-    """Returns the weight with its codes in the order of rows."""
+    """Returns the weight with its codes in rows order (``Arrangement.ROWS``)."""
     if weight.arrangement is Arrangement.ROWS:
         return weight
     data = weight_codes(weight)
@@ -387,7 +386,7 @@ def in_rows(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def fragment_words(data: jax.Array, *, form: WeightFormat) -> jax.Array:
-    """Arranges codes in rows as the words of MMA fragments [B, C, W]."""
+    """Reorders codes from rows order to words of MMA fragments [B, C, W]."""
     is_4_bit = form.code.bits == 4
     codes = unpacked_pairs(data, form.group_rows) if is_4_bit else data
     codes = jax.lax.bitcast_convert_type(codes, jnp.uint8)
@@ -407,7 +406,7 @@ def fragment_words(data: jax.Array, *, form: WeightFormat) -> jax.Array:
 
 
 def fragment_codes(words: jax.Array, *, form: WeightFormat) -> jax.Array:
-    """Returns the codes in rows of fragment words, the inverse of ``fragment_words``."""
+    """Reorders fragment words to codes in rows order: the inverse of ``fragment_words``."""
     blocks, across, _ = words.shape
     bits = form.code.bits
     places = jnp.arange(32 // bits, dtype=jnp.uint32) * bits
