@@ -1,1 +1,1 @@
-"""The kernel over rows, which computes a formula of each row in one pass over memory."""
+"""The row kernel, which applies a formula such as a softmax to each row in one pass."""

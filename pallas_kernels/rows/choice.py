@@ -1,6 +1,5 @@
-"""The choice of the row kernel's tiles, by the length of a row, on a Hopper GPU.
-
-Figures are percent of a copy's rate on an H200.
+"""The choice of the row kernel's tile sizes by row length, on a Hopper GPU.
+Percentages in comments are of a plain copy's rate on an H200.
 """
 
 import dataclasses
@@ -49,7 +48,7 @@ MOST_CHUNKS, MOST_WRITTEN_OUT = 16, 10
 
 
 def config_for(rows: int, call: RowCall) -> RowConfig:
-    """Returns the row kernel's tiles for this many rows of a 16-bit or 32-bit dtype.
+    """Returns the row kernel's tile sizes for ``rows`` rows of a 16-bit or 32-bit dtype.
 
     Raises:
         UnsupportedError: no tiles fit such rows.

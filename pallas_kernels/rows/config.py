@@ -30,7 +30,7 @@ REDUCTION_BYTES = 256  # scratch that the compiler gets for reductions
 
 
 def tile_layout(vector: int):
-    """Returns the layout of [A, M]: row a in warp ``a % 4``, ``vector`` columns per lane."""
+    """Returns the register layout [A, M]: row a in warp ``a % 4``, ``vector`` columns per lane."""
     return plgpu.Layout.TILED(
         plgpu.Tiling(((WARPS, LANES * vector), (vector,))),
         warp_dims=(-3,),
@@ -55,22 +55,22 @@ def lane_layout(num_parts: int):
 class RowConfig:
     """Tile sizes of the kernel over rows, and how warps share a row.
 
-    A row is split over all warps of a cluster; or, if ``rows_per_warp``, a block is one warpgroup
-    and each of its warps takes whole rows.
+    Without ``rows_per_warp`` a row is split over all warps of a cluster. With it, a block is one
+    warpgroup, and each of its warps takes whole rows.
     """
 
     cluster: int = 1  # blocks that share a row
-    group: int = 1  # warpgroups of a block
-    rows_per_warp: int = 0  # whole rows of a warp at a time; 0: rows are split
-    tile: int = 512  # columns of a warp's part of a chunk, in registers at a time
-    chunks: int = 1  # of a warpgroup's share of a row; a chunk arrives at once
+    group: int = 1  # warpgroups per block
+    rows_per_warp: int = 0  # whole rows per warp at a time; 0: rows are split
+    tile: int = 512  # columns of a chunk per warp, in registers at a time
+    chunks: int = 1  # chunks of a row per warpgroup; one chunk is one copy
     slots: int = 1  # chunks in shared memory
-    vector: int = 8  # adjacent columns of a thread
-    turns: int = 1  # rows, or batches of whole rows, of a cluster; 0: see ``workers``
-    workers: int = 0  # clusters that share all rows, if ``turns`` is 0
+    vector: int = 8  # adjacent columns per thread
+    turns: int = 1  # rows, or batches of whole rows, per cluster; 0: see ``workers``
+    workers: int = 0  # clusters that divide all rows among them, if ``turns`` is 0
     ahead: bool = False  # the next row is folded before a row is finished; needs two rows' slots
-    in_memory: int = 0  # last chunks whose vectors are in shared memory; others are in registers
-    interpretable: bool = False  # uses Pallas's copies alone, which the interpreter has
+    in_memory: int = 0  # last chunks whose vectors are in shared memory, not registers
+    interpretable: bool = False  # uses Pallas's copies only, which the interpreter can run
 
     @property
     def num_parts(self) -> int:
@@ -89,7 +89,7 @@ class RowConfig:
 
     @property
     def columns(self) -> int:
-        """Number of elements that the chunks of a row, or of a batch of whole rows, cover."""
+        """Number of columns that the chunks of a row (or batch of whole rows) cover."""
         return self.cluster * self.group * self.chunks * self.piece
 
 

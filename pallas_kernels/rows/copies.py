@@ -1,13 +1,13 @@
-"""Copies of rows that begin at any element, through TMA bulk copies, which move aligned 16 bytes.
+"""Copies of rows that begin at any element, by TMA bulk copies of aligned 16-byte words.
 
-A chunk is copied in whole words of 16 aligned bytes: from the word that its first element is in to
-that of its last. The first element's offset in its word, in elements, is the chunk's shift in its
-slot. Elements of neighboring rows come along; they do not count and are not written
-(``registers``). Tensor maps do not help: a coordinate that is no multiple of 16 bytes ends a kernel
-with an illegal instruction on an H200.
+A chunk is copied in whole words, from the word with its first element to the word with its last.
+The shift of a row is the offset, in elements, of its first element in its word. Elements of
+neighboring rows are copied with it; they are masked and not written back (``registers``). Tensor
+maps do not help: on an H200 a coordinate that is no multiple of 16 bytes ends the kernel with an
+illegal instruction.
 
-Pallas's copies have a fixed size and make all threads arrive at a barrier; here one thread issues
-them and counts the bytes.
+Pallas's copies have a fixed size, and all threads arrive at their barrier. Here one thread issues
+the copies and tells the barrier their bytes.
 """
 
 import dataclasses
@@ -40,14 +40,14 @@ class Copies:
     """TMA copies of the chunks of rows, from arrays that all have one shape."""
 
     num_rows: int
-    columns: int  # of a row
-    piece: int  # columns of a chunk
-    word: int  # elements of 16 bytes
-    itemsizes: tuple[int, ...]  # bytes of an element of each array
-    width: int  # elements that a row of results takes: ``columns``, or those of all chunks
+    columns: int  # per row
+    piece: int  # columns per chunk
+    word: int  # elements per 16 bytes
+    itemsizes: tuple[int, ...]  # bytes per element of each array
+    width: int  # elements per row of results: ``columns``, or those of all chunks
 
     def whole(self, array: jax.Array) -> jax.Array:
-        """Returns the results as rows [R, C]: here the array itself."""
+        """Returns the kernel's results as rows [R, C]."""
         return array.reshape(-1, self.width)
 
     def begin(self, barriers: Any, count: int) -> None:
@@ -65,7 +65,7 @@ class Copies:
         plgpu.commit_smem()
 
     def wait(self, barrier: Any, turn: Any) -> None:
-        """Waits until a barrier's copies have arrived; ``turn`` is 0 or 1, alternately."""
+        """Waits until a barrier's copies have arrived; ``turn`` alternates between 0 and 1."""
 
         @plgpu.inline_mgpu(arg_types=kinds(1, 1))
         def wait(_, turn, ref):
@@ -85,7 +85,7 @@ class Copies:
             slots: for each array, a buffer [elements] in shared memory.
             row: index of the row, int32.
             column: the chunk's first column, int32.
-            wanted: whether to copy at all; if not, no thread may wait.
+            wanted: whether to copy at all; if False, no thread may wait for the chunk.
         """
         count = len(arrays)
 
@@ -113,7 +113,7 @@ class Copies:
         load(row, column, wanted, barrier, *arrays, *slots)
 
     def bounds(self, row: Any, column: Any) -> tuple[Any, Any, Any]:
-        """Returns the row's shift, and where the row's own elements begin and end in a chunk."""
+        """Returns the row's shift, and the begin and end of its own elements in a chunk."""
         if self.columns % self.word:
             # The low bits are right however large the product.
             shift = arith.andi(arith.muli(row, constant(self.columns)), constant(self.word - 1))
@@ -134,10 +134,9 @@ class Copies:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class InterpretedCopies(Copies):
-    """A version of ``Copies`` for the interpreter, which has only Pallas's own copies.
-
-    Arrays are flat and padded by ``width``. Each row's chunks are written to a place of its own,
-    neighbors' elements included.
+    """A version of ``Copies`` for the interpreter, which can run only Pallas's own copies.
+    Arrays are flat and padded by ``width``. Each row of the result has its own ``width`` elements,
+    to which whole chunks are written, with neighboring rows' elements.
     """
 
     def begin(self, barriers: Any, count: int) -> None:
@@ -152,7 +151,7 @@ class InterpretedCopies(Copies):
         self, arrays: Sequence[Any], slots: Sequence[Any], barrier: Any, *, row: Any, column: Any,
         wanted: Any,
     ) -> None:  # fmt: skip
-        """Starts copies of whole pieces from a 16-byte boundary on, with neighbors' elements."""
+        """Starts copies of whole chunks from a 16-byte boundary on, with neighbors' elements."""
 
         @pl.when(wanted)
         def _():

@@ -26,7 +26,7 @@ SHORTEST_FORWARD, SHORTEST_MASKED = 1024, 32_768
 def choose(
     implementation: str, form: str, direction: str, rows: int, call: RowCall, *, num_devices: int
 ) -> str:
-    """Chooses who computes a call's forward or gradient pass: "hopper", "xla" or "reference".
+    """Chooses the implementation of a call's forward or gradient pass.
 
     Args:
         form: name of the op, such as "rms_norm" or "layer_norm+residual".
@@ -72,7 +72,7 @@ def _is_faster(direction: str, call: RowCall) -> bool:
 
 
 def looped(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the kernel with a ``vmap`` that loops over the batch, one launch per element."""
+    """Wraps a kernel so that ``vmap`` loops over the batch, with one launch per element."""
     return jax.custom_batching.sequential_vmap(results_vary(kernel))
 
 

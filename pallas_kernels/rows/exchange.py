@@ -1,8 +1,8 @@
 """The exchange of numbers among warpgroups and blocks that share a row, on a Hopper GPU.
 
-Blocks store their numbers into each other's shared memory asynchronously: a barrier there counts
-the bytes that have come. A store with a fence and an arrival behind it would wait for all that the
-thread has written before: the results of the last row, on their way to memory.
+Blocks store their numbers into each other's shared memory asynchronously, where a barrier counts
+the bytes that arrived. A plain store would need a fence before the arrival. The fence would wait
+for all earlier writes of the thread, such as the previous row's results to global memory.
 
 Dims: A part of a row in a warpgroup, P part of a row.
 """
@@ -43,7 +43,7 @@ def send(c: RowConfig, smem, me, i, numbers: tuple[jax.Array, ...]) -> None:
     """Sends this warpgroup's numbers of exchange i, [A] each, to all blocks that share the row.
 
     Args:
-        me: this warpgroup's place: ``rank`` of its block in the cluster, ``wg`` in the block.
+        me: this warpgroup: ``rank`` of its block in the cluster, its index ``wg`` in the block.
     """
     first = (me.rank * c.group + me.wg) * WARPS
     turn = lax.rem(i, TURNS)
@@ -58,7 +58,7 @@ def send(c: RowConfig, smem, me, i, numbers: tuple[jax.Array, ...]) -> None:
 
 
 def receive(c: RowConfig, smem, i, num_numbers: int) -> list[jax.Array]:
-    """Waits for exchange i, and returns each number of all parts of the row, [P] each."""
+    """Waits for exchange i, and returns its numbers, each as [P] over all parts of the row."""
     turn = lax.rem(i, TURNS)
     if c.cluster > 1:
         _wait(smem.exchanged, turn, lax.rem(lax.div(i, TURNS), 2))

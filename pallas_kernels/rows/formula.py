@@ -1,7 +1,8 @@
 """The formulas, such as a softmax's or a norm's, that the kernel over rows computes.
 
-A row is in parts, each in the registers of one warp. A formula folds a part into a few numbers,
-joins the numbers of all parts into totals of the row, and finishes each part with these.
+A row is split into parts, each in the registers of one warp. A formula reduces a part to a few
+numbers (fold), combines the numbers of all parts into the row's totals (join), and computes each
+part's results from these (finish).
 
 Dims: R row, C column, A row or part that a warpgroup holds, M column of a part, P part of a row.
 """
@@ -21,10 +22,10 @@ type Load = Callable[[int], jax.Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """The helpers and the pivot that a fold gets beside the inputs and vectors of a tile."""
+    """Helper functions and the pivot, which ``Formula.fold`` gets with the inputs and vectors."""
 
     own: Callable[[jax.Array, float], jax.Array]
-    """Maps (x [A, M], fill) to x in the row's own columns, and fill in a neighbor's."""
+    """Maps (x [A, M], fill) to x in the row's own columns, and fill in a neighboring row's."""
     sums: Callable[..., tuple[jax.Array, ...]]
     """Sums several [A, M] over their columns, to [A] each."""
     pivot: jax.Array | None = None  # [A, M], if the formula asks for one
@@ -66,27 +67,27 @@ class Formula:
     num_results: int = 1
     num_sums: int = 0
     pivot: Callable[[Load], jax.Array] | None = None
-    """Maps inputs to row values; sums are taken of differences from one, to cancel little."""
-    num_pivoted: int = 1  # inputs that it needs
+    """Maps inputs to a value per row, which sums subtract from elements to avoid cancellation."""
+    num_pivoted: int = 1  # first inputs that ``pivot`` reads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RowCall:
-    """Counts and dtypes of the arrays that a call of the row kernel reads, exchanges and sums."""
+    """Counts and dtypes of a row-kernel call's inputs, exchanged numbers and sums."""
 
     columns: int
     dtype: jnp.dtype
     num_inputs: int  # arrays of [rows, columns] of ``dtype``
     num_masks: int = 0  # arrays of [rows, columns] of ``MASK``, after the inputs
     num_vectors: int = 0  # arrays of [columns], fp32
-    num_numbers: int  # fp32, of each part of a row, that parts exchange
-    num_sums: int = 0  # arrays of [columns] that it sums over rows, fp32
+    num_numbers: int  # fp32 numbers per part of a row, exchanged between parts
+    num_sums: int = 0  # arrays of [columns] that are sums over rows, fp32
 
     @classmethod
     def of(
         cls, formula: Formula, inputs_RC: Sequence[jax.Array], vectors_C: Sequence[jax.Array] = ()
     ) -> "RowCall":
-        """Counts what a formula reads and writes, given the arrays or their shapes."""
+        """Returns the counts and dtypes for a formula, given the arrays or their shapes."""
         dtypes = [jnp.dtype(x.dtype) for x in inputs_RC]
         num_masks = dtypes.count(MASK)
         call = cls(
@@ -109,5 +110,5 @@ class RowCall:
 
 
 def to_columns(total: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Broadcasts a number of each row, [A] or a scalar, to [A, M]."""
+    """Broadcasts one number per row, [A] or a scalar, to [A, M]."""
     return jax.lax.broadcast_in_dim(total, shape, range(total.ndim))

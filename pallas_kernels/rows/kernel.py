@@ -1,16 +1,16 @@
 """The row kernel for softmaxes, norms and their gradients: each row is read once, written once.
 
-TMA brings chunks of a row into slots of shared memory (``copies``). A warpgroup folds each chunk of
-its share into a few numbers, which all that share the row exchange (``exchange``). A second turn
-over the chunks writes the results from registers (``registers``). A cluster takes one row and ends;
-or a few, so that vectors such as a norm's scale are read once for all; or, where sums over rows
-stay in registers, as many as make all clusters run at once. Several small blocks share an SM: while
-one waits or computes, others load and store, so the rate depends on how many fit (``choice``).
-Short rows are whole in a warp, several at a time, without an exchange.
+TMA copies chunks of a row into slots of shared memory (``copies``). A warpgroup reduces each of its
+chunks to a few numbers, which all warpgroups of the row exchange (``exchange``). A second pass over
+the chunks writes the results from registers (``registers``). A cluster computes one row, or a few,
+so that vectors such as a norm's scale are read once for them. For sums over rows, which stay in
+registers, there are only as many clusters as run at once. Several small blocks share an SM: while
+one waits or computes, others load and store, so the rate depends on how many fit (``choice``). A
+warp takes short rows whole, several at a time, without an exchange.
 
-Vectors and sums belong to columns, whose place behind the shift of a row (``copies``) repeats after
-a period of 1, 2, 4 or 8 rows. All rows of a cluster are multiples of the period apart: a thread has
-the same columns of all of them, and sums are stored as if they were one more row.
+Which columns a thread has depends on the row's shift (``copies``), which repeats every 1, 2, 4 or 8
+rows. The rows of a cluster are multiples of this period apart. So a thread has the same columns of
+all of them, for vectors and sums, and sums are stored like one more row.
 
 Dims: R row, C column, A part of a row in a warpgroup or whole row, M column of a chunk, P part.
 """
@@ -60,7 +60,7 @@ def apply_rows(
     Args:
         inputs_RC: arrays of one shape and one of ``dispatch.DTYPES``, then masks in int8.
         vectors_C: fp32 vectors that all rows share, such as a scale.
-        config: tiles; by default those of ``choice.config_for``.
+        config: tile sizes; None takes those of ``choice.config_for``.
 
     Returns:
         Results, of the inputs' shape and dtype, and partial sums over rows, fp32 [N, C].

@@ -24,12 +24,12 @@ from .copies import Copies, both, kinds, less, value
 class Cut:
     """A chunk in which some elements may belong to a neighboring row."""
 
-    sure: int  # elements that are not behind the row's end, of any row and warpgroup
-    begins: bool  # whether a row may begin behind the chunk's first element
+    sure: int  # leading elements that are before the row's end in every row and warpgroup
+    begins: bool  # whether a row may begin after the chunk's first element
 
 
 def widened(x: jax.Array, *, vector: int) -> jax.Array:
-    """Converts bf16 [A, M] to fp32 in one instruction per element; the compiler takes up to two."""
+    """Converts bf16 [A, M] to fp32 by one instruction per element; the compiler uses up to two."""
     layout = tile_layout(vector)
     kind = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout)
 
@@ -76,7 +76,7 @@ def masked(
 def write(
     copies: Copies, c: RowConfig, x: Any, array: Any, *, row: Any, column: Any, cut: Cut | None
 ) -> None:
-    """Stores a chunk [A, M] to global memory, ``vector`` elements at once, but no neighbor's."""
+    """Stores a chunk [A, M] without neighboring rows' elements, ``vector`` elements at once."""
     width, size = x.shape[1], x.dtype.itemsize
     across = width // (LANES * c.vector)  # registers of a thread in a row
 
@@ -108,9 +108,9 @@ def write(
 
 
 def added(x: jax.Array, y: jax.Array, *, vector: int) -> jax.Array:
-    """Returns x + y, fp32 [A, M], added at this point of the program.
+    """Returns x + y, fp32 [A, M]; the compiler cannot move this addition.
 
-    LLVM would delay the sums to ``write``, a row's last branch, and keep all addends till there.
+    LLVM would delay the additions until ``write`` and keep all addends in registers until then.
     """
     layout = tile_layout(vector)
     kind = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
@@ -131,10 +131,10 @@ def added(x: jax.Array, y: jax.Array, *, vector: int) -> jax.Array:
 
 
 def doubtful(copies: Copies, c: RowConfig, bounds: Any, cut: Cut) -> dict[int, list[Any]]:
-    """Returns a thread's registers that may hold neighbors' elements, with the test for each.
+    """Returns which of a thread's registers may hold a neighboring row's elements.
 
-    One condition holds for a whole register, or each element has its own where a row may begin or
-    end within it.
+    Each maps to the condition that its elements belong to the row: one for all of them, or one per
+    element if a row may begin or end within the register.
 
     Args:
         bounds: (begin, end) of the row's own elements in the chunk.
