@@ -72,7 +72,7 @@ def default_product(s: ProductShape) -> SkinnyConfig | QuantizedConfig | None:
 
 
 def fused_hopper(call: FewRowsCall, config: FusedConfig | QuantizedConfig | None) -> jax.Array:
-    """Computes the whole call by one kernel; ``unsupported_fused`` must have returned None.
+    """Computes the whole call by one kernel; valid only if ``unsupported_fused`` returns None.
 
     Args:
         config: tiles that fit; None: the default ones.
@@ -96,7 +96,7 @@ def product_hopper(
     out_dtype: jnp.dtype,
     swiglu: bool = False,
 ) -> jax.Array:
-    """Computes the product alone by a kernel; ``unsupported_product`` must have returned None.
+    """Computes the product alone by a kernel; valid only if ``unsupported_product`` returns None.
 
     Args:
         config: tiles that fit; None: the default ones.
