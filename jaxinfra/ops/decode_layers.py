@@ -31,7 +31,7 @@ def decode_layers(
 
     Args:
         layers: stacked weights of all layers, [L, ...] each.
-        pages: pages of the first layer, in pools of all layers.
+        pages: view of the first layer's pages; its pools have the pages of all layers.
 
     Returns:
         The residual stream and the pools with the new token. None if the step is not of this kind,

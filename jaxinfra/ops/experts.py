@@ -71,7 +71,7 @@ def multiply_groups_fp8(
     *,
     recipe: Recipe,
 ) -> jax.Array:
-    """Multiplies rows of x, or copies of rows, with their expert's weights in 8 bits.
+    """Multiplies each copy of a token with its expert's weights in 8 bits.
 
     Returns [M, F of all weights] in the compute dtype.
 

@@ -271,7 +271,7 @@ class Call:
     devices: Devices
 
     def product(self, x, quantized, x_seen, weight, record) -> jax.Array:
-        """Computes the product, [B, T, N], differentiable; of x only the dtype is used."""
+        """Computes the matmul [B, T, N], with a gradient rule; of x only the dtype is used."""
         x_dtype = x.dtype
 
         @jax.custom_vjp
@@ -292,7 +292,7 @@ class Call:
         return y, (quantized.tokens, x_seen, w, seen, record is not None)
 
     def backward(self, kept, cotangent):
-        """Computes dx, dweight, and the statistics of this step's operands for the record."""
+        """Quantizes the cotangent; returns dx, dweight, and this step's statistics or None."""
         contracted, outer = self.sides
         both, seen = _quantized_tokens(
             cotangent,

@@ -26,7 +26,7 @@ of its sequence."""
 class Hold(enum.Enum):
     """Ways in which an array is sharded over a mesh."""
 
-    USED = enum.auto()  # activations, and weights as products read them
+    USED = enum.auto()  # activations, and weights as matmuls read them
     STORED = enum.auto()  # a weight between steps
     SUMMED = enum.auto()  # a weight's gradient
 
@@ -80,7 +80,7 @@ class Devices:
 
     @property
     def together(self) -> "Devices":
-        """Returns these devices with arrays partitioned by the compiler."""
+        """Returns ``Devices`` on which the compiler partitions arrays, instead of ``shard_map``."""
         return self
 
     def unfit(self, sides: tuple[Side, ...]) -> str | None:
@@ -109,10 +109,10 @@ class Devices:
         return x[None]
 
     def whole(self, weight: Quantized, placed: Any, shape: tuple[int, ...]) -> Quantized:
-        """Gathers a stored weight, in 8 bits, as a whole matrix for a product.
+        """Gathers a stored weight in 8 bits, as one matrix for a matmul.
 
         Args:
-            placed: its placement, from ``of_matrix``.
+            placed: placement of the stored weight, from ``of_matrix``.
             shape: shape of the whole weight, before dims are merged.
         """
         if self.gather is None:
@@ -133,7 +133,7 @@ class Devices:
         return x
 
     def tokens_of_sum(self, over: Dims) -> Dims:
-        """Logical dims of the tokens of ``total``'s result."""
+        """Returns the logical dims of the tokens in the result of ``total(y, over)``."""
         del over
         return TOKENS
 

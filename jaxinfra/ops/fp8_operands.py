@@ -1,6 +1,6 @@
 """Quantized operands of 8-bit matmuls: dims, placement, and statistics of rounding.
 
-In a program of one device, or in its shard, tokens are a matrix [M, K], which kernels of
+On one device, or inside a ``shard_map``, tokens are a matrix [M, K], which kernels of
 ``pallas_kernels.fp8`` quantize. If the compiler partitions tokens over a mesh, they keep the
 sharded dims, [B, T, K]. XLA then quantizes them by the same formula to the same bits. A block has
 128 tokens of one sequence.
@@ -65,7 +65,7 @@ def form_of(fp8: Fp8Recipe) -> Scaling:
 
 
 def empty_record() -> jax.Array:
-    """Returns a matmul's record before the first step: fp32 [3, 3], ``seen`` of each operand."""
+    """Returns a matmul's initial record: zeros, fp32 [3, 3], for ``seen`` of its 3 operands."""
     return jnp.zeros((len(OPERANDS), 1 + NUM_LOST), ACCUMULATOR)
 
 
@@ -104,7 +104,7 @@ class Caster(NamedTuple):
     def tokens(
         self, x: jax.Array, *, dims: Dims, lie: Dims = TOKENS, sequences: int = 1
     ) -> tuple[BothWays, jax.Array]:
-        """Quantizes tokens along the width and along tokens; returns both and the ``seen`` of x.
+        """Quantizes x along the width and along tokens; returns both and x's ``seen`` statistics.
 
         Args:
             x: [M, K] or [B, T, K].
@@ -133,7 +133,7 @@ class Caster(NamedTuple):
         return BothWays(rows, across), seen
 
     def weight(self, weight_RC: jax.Array, dims: tuple[Dims, Dims]) -> tuple[Quantized, jax.Array]:
-        """Quantizes a stored weight [R, C] by 128x128 blocks; returns it and ``seen``.
+        """Quantizes a weight [R, C] by 128x128 blocks; returns it and its ``seen`` statistics.
 
         Args:
             dims: logical dims that are merged in R, and in C.
@@ -147,7 +147,7 @@ class Caster(NamedTuple):
         return quantize(x, self.form, **self.options)
 
     def seen(self, x: jax.Array, quantized: Quantized, dims: Dims) -> jax.Array:
-        """Measures x before rounding, as the function ``seen``, over the shards of all devices.
+        """Computes the statistics of the function ``seen`` over x's shards on all devices.
 
         Args:
             dims: logical dims over which x is sharded.
@@ -163,10 +163,10 @@ def transposed(weight: Quantized) -> Quantized:
 
 
 def seen(x: jax.Array, quantized: Quantized, *, whole: bool) -> jax.Array:
-    """Measures x before rounding, fp32 [3].
+    """Returns statistics of quantizing x, fp32 [3].
 
-    The numbers are the largest absolute value, the fraction of nonzero elements that became 0, and
-    the fraction of elements that were not finite.
+    They are the largest absolute value, the fraction of nonzero elements that became 0, and the
+    fraction of elements that became NaN.
 
     Args:
         whole: whether x is on one device; then only a sample of its rows is counted.

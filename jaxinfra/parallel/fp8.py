@@ -57,7 +57,7 @@ class OnEachDevice(Devices):
 
     @property
     def together(self) -> Devices:
-        """Returns these devices with arrays partitioned by the compiler."""
+        """Returns ``Devices`` on which the compiler partitions arrays, instead of ``shard_map``."""
         return Devices(num=self.num, gather=self.gather)
 
     def unfit(self, sides: tuple[Side, ...]) -> str | None:

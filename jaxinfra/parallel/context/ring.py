@@ -13,7 +13,7 @@ saves the merged (out, lse), but no other device's keys.
 
 Bytes per device, with t tokens, K kv heads of width H, b bytes per element (GQA heads are never
 expanded): forward 2 (P-1) t K H b; backward 2 (P-1) t K H (b + 4). Packed rows add 4 bytes of
-segment ids to each token that travels with its keys (``cost``).
+segment ids per token, which are sent with its keys (``context_bytes``).
 
 Dims: B batch, t tokens of a device, c = t/2 of a chunk, N query heads, K key/value heads, H head
 width; 2B two blocks as one batch.
