@@ -25,9 +25,8 @@ _XLA_ACCELERATOR_BYTES = 2**30
 _HOPPER_BYTES = 470 * 2**20
 
 HOPPER_LEAST_IDS = 100_000
-"""Vocabularies, or a device's part of one, from which "auto" takes the Hopper form: 1.18 times as
-fast at 128,256 ids, width 2048 and 16,384 tokens
-(experiments/results/linear-cross-entropy-h200.json); not measured below."""
+"""Least rows of this device's table for which "auto" takes the Hopper kernel: 1.18 times as fast at
+128,256 ids, width 2048 and 16,384 tokens (experiments/results/linear-cross-entropy-h200.json)."""
 
 
 class CrossEntropySums(NamedTuple):

@@ -32,7 +32,7 @@ from .stream import Product, QuantizedTile, TileStream
 
 DTYPES = ("bfloat16", "float16")
 _LARGE = "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200"
-"""Names, or their beginnings, of GPUs that have as many SMs as a launch has blocks."""
+"""Prefixes of the names of GPUs with as many SMs as a launch has blocks."""
 _LEAST_STAGES = 4
 _MEETINGS = 5  # of a layer
 _SCALES = "attention_scale", "mlp_scale"
@@ -258,7 +258,7 @@ class LayersKernel:
         each_thread(body, refs, [lax.axis_index("block")])
 
     def put_attended(self, gmem, smem, plan: KeyPlan) -> None:
-        """Stores attention's result, merged from all blocks, into shared memory."""
+        """Merges attention's results of all blocks, and stores them in shared memory."""
         share = self.products[1].share
 
         def body(attended, stats, x, block, *plan):

@@ -38,12 +38,12 @@ TUNED = pathlib.Path(__file__).parent / "tuned"
 LEAST_GAIN = 1.03
 """Least measured speedup of a kernel over separate operations, or over XLA."""
 MOST_ROWS_MEASURED = MOST_ROWS_AT_A_TIME
-"""Beyond these rows the quantized kernel reads and converts the weight again, which was not timed;
-there the weight is dequantized once, by a kernel, and a library multiplies."""
+"""Most rows that the quantized kernel multiplies in one pass. For more, which were not timed, a
+kernel dequantizes the weight once, and a library multiplies."""
 _NEAR = {"depth": 0.5, "columns": 0.5}
 _WITHIN = {"rows": 1.0, "depth": 1.0, "columns": 1.0}
-"""Powers of two from a measured size within which its measurement is trusted: of a fused kernel,
-whose rows all take the time of the weight, and of a product alone."""
+"""Largest ``|log2(ratio)|`` of a size to a measured one at which the measurement counts: ``_NEAR``
+for fused kernels, whose time does not depend on rows, ``_WITHIN`` for the product alone."""
 
 type KernelConfig = FusedConfig | SkinnyConfig | QuantizedConfig
 type Fields = dict[str, tables.Value]

@@ -39,10 +39,10 @@ from .xla import input_gradient, quantized_matmul_xla
 
 type QuantizedImplementation = Literal["auto", "hopper", "xla"]
 type CodeProduct = Callable[[jax.Array, QuantizedWeight], jax.Array]
-"""A product of rows in bfloat16 and a weight, float32."""
+"""Function that multiplies bfloat16 rows by a quantized weight, to float32."""
 
 MOST_BYTES = 256 * 2**20
-"""Bytes of a dequantized weight in memory at a time."""
+"""Most bytes of a dequantized weight in memory at a time."""
 _LARGEST = {Activations.INT8: 127.0, Activations.E4M3: 448.0}
 _LEAST = 2.0**-60  # of a row's largest element: no scale is 0
 

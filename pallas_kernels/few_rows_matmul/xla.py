@@ -16,7 +16,7 @@ from pallas_kernels.quantized_weight import Arrangement, QuantizedWeight, dequan
 from pallas_kernels.quantized_weight.weight import COLUMNS
 
 type Transposed = Callable[[QuantizedWeight, jnp.dtype], jax.Array]
-"""The matrix that a weight stands for, transposed."""
+"""Function that dequantizes a weight to its transpose, in a dtype."""
 
 
 def quantized_matmul_xla(

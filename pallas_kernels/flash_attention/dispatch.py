@@ -22,7 +22,7 @@ TUNED = pathlib.Path(__file__).parent / "tuned"
 QUESTION = "dispatch"
 
 UNMEASURED = ("cudnn", "hopper", "xla")
-"""The order where no table says better."""
+"""Order in which "auto" tries implementations without measurements."""
 
 _EXACT = ("dtype", "gradient")
 _WORTH = {
@@ -33,8 +33,8 @@ _WORTH = {
 LEAST_DISTANCE = 0.25
 """Least distance from a measured case, because two measurements of one case differ, too."""
 DECAY = 3
-"""A measured case counts by this power of its nearness. Worths and power are round numbers near
-those that foretell best what is left out of the table (``bench.attention_table --left-out``)."""
+"""A measured case has weight ``distance ** -DECAY``. ``_WORTH`` and ``DECAY`` are round numbers
+near those that best predict cases left out of the table (``bench.attention_table --left-out``)."""
 
 
 def choose(implementation: str, call: AttentionCall, *, gradient: bool = True) -> str:

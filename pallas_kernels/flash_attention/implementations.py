@@ -26,10 +26,10 @@ LSE_NAME = "attention_lse"
 that saves them (``jax.checkpoint_policies.save_only_these_names``) never reruns the forward."""
 
 type Forward = Callable[..., tuple[jax.Array, ...]]
-"""(q, k, v, masks, *, spec) to (out, lse)."""
+"""Function (q, k, v, masks, *, spec) -> (out, lse)."""
 type Backward = Callable[..., AttentionGradients]
-"""(operands, *, spec) to gradients; those of k, v, sinks and bias are sums over the block's own
-queries."""
+"""Function (operands, *, spec) -> gradients; those of k, v, sinks and bias are sums over the
+queries in ``operands``, such as a device's shard."""
 
 _RESIDUALS = ("q", "k", "v", "out", "lse", "d_out", "d_lse")
 
@@ -44,8 +44,8 @@ class Implementation:
     forward: Forward
     backward: Backward
     lift: Callable[[Compute, Operands, tuple[str, ...], MeshAxes], tuple[jax.Array, ...]]
-    """``call_opaque`` for custom calls, which JAX cannot look into, or ``call_traceable``: brings
-    a pass, of operands and results by name, to batches and meshes."""
+    """Runs a pass under vmap and on meshes: ``call_opaque`` for custom calls, which JAX cannot
+    partition, or ``call_traceable`` for plain JAX code."""
 
 
 IMPLEMENTATIONS = {

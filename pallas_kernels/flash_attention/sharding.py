@@ -29,7 +29,7 @@ from .spec import MeshAxes
 
 type Operands = Mapping[str, jax.Array]
 type Compute = Callable[[Operands], tuple[jax.Array, ...]]
-"""Arrays by name to results in an agreed order, for any batch and any heads."""
+"""Function from operands by name to a tuple of results, for any batch and number of heads."""
 
 DIMS = {
     "q": "BTNH",

@@ -27,11 +27,11 @@ from .xla import quantize_across_xla
 TUNED = pathlib.Path(__file__).parent / "tuned"
 QUESTION = "both-ways"
 """``tuned/both-ways-DEVICE.json``: a row's case is ``case_of``, its choice {"implementation":
-"hopper" or "apart"}: one kernel, or what "auto" takes where no measurement says so."""
+"hopper" or "apart"}: the one kernel, or the separate steps that "auto" takes otherwise."""
 LEAST_GAIN = 1.03
 """Least measured speedup of the one kernel for "auto" to choose it."""
 _FARTHEST = {"rows": 2.0, "columns": 2.0}
-"""Powers of two from the nearest measured shape within which its measurement is trusted."""
+"""Largest ``|log2(ratio)|`` of a size to a measured one at which the measurement counts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,7 +29,8 @@ import jax.numpy as jnp
 from jax import lax
 
 LEAST = 2.0**-100
-"""Products of two scales, 2**-200 and less, are 0 in fp32, as are the products of such elements."""
+"""Least maximum that a block's scale is computed from. Products of two smaller elements are 0 in
+fp32 anyway."""
 
 # The largest numbers of e4m3 and e5m2 are 1.75 * 2**8 and 1.75 * 2**15.
 _LARGEST_EXPONENT = {"float8_e4m3fn": 8, "float8_e5m2": 15}

@@ -32,12 +32,12 @@ NAMES = ("hopper", "xla", "reference")
 OUT_DTYPES = ("bfloat16", "float16", "float32")
 
 IMPLEMENTATIONS = {"hopper": hopper, "xla": xla}
-"""Modules of the same functions, by name. JAX differentiates the reference."""
+"""Modules with the same functions, by implementation name. JAX differentiates the reference."""
 
 GATE_NAME = "grouped_gate"
 UP_NAME = "grouped_up"
-"""Names of the two products that the gated one's gradient needs besides its operands, for a
-rematerialization policy that saves them."""
+"""Checkpoint names of the two products that the gradient of ``grouped_swiglu`` needs besides its
+operands, for a rematerialization policy that saves them."""
 
 
 def grouped_matmul(
@@ -184,7 +184,7 @@ def scaled_grouped_matmul(
     out_dtype: Any = jnp.bfloat16,
     implementation: str = "auto",
 ) -> jax.Array:
-    """Multiplies 8-bit rows by the 8-bit weight of their group, with scales of blocks.
+    """Multiplies 8-bit rows by the 8-bit weight of their group, with block scales.
 
     ``out[m, n] = sum_k (a a_scale)[m, k] (b b_scale)[group(m), n, k]``, as ``scaled_matmul`` does
     for one group. Scales belong to 1x128 blocks of a and 128x128 blocks of b. They multiply each

@@ -13,7 +13,7 @@ from .mosaic import arith, mgpu_utils, plgpu
 from .threads import assembly, constant, global_place, total
 
 _SOME, _ALL = 8, 9
-"""Hardware barriers that Mosaic does not use: it takes 0, and one per warpgroup."""
+"""Numbers of hardware barriers that Mosaic does not use; it uses 0 and one per warpgroup."""
 
 
 def meet_in_cluster(*, ordered: bool) -> None:

@@ -13,7 +13,7 @@ from .mosaic import plgpu
 type Named = Mapping[str, Any]
 
 PARAMS: Named = dict(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
-"""The compiler's parameters for kernels with barriers of their own."""
+"""Compiler parameters for kernels that synchronize by their own barriers."""
 
 
 def launch(

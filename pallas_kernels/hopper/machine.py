@@ -10,8 +10,7 @@ LANES = 32  # threads of a warp
 WARPGROUP = WARPS * LANES
 
 COPY_ALIGNMENT = 128
-"""Alignment in bytes of TMA's destinations in shared memory; else the kernel ends in a misaligned
-address.
+"""Required alignment in bytes of TMA's destinations in shared memory.
 """
 
 SMEM_BYTES = 227 * 1024

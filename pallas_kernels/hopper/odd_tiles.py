@@ -1,4 +1,4 @@
-"""TMA copies of tiles of arrays [B, T, N, H] whose length T is not a multiple of 8.
+"""TMA copies of tiles of arrays [B, T, N, H] whose length T is not a multiple of 8 ("odd").
 
 The rows of a WGMMA operand are in groups of 8. Pallas's TMA descriptor has the whole array in such
 groups, so T must be a multiple of 8. Here one descriptor covers the array up to its last whole
@@ -20,10 +20,10 @@ from .mosaic import arith, copies, mgpu, mgpu_utils, plgpu
 from .threads import barrier_at, constant, one_thread
 
 GROUP = 8
-"""Rows of one group."""
+"""Number of rows per group."""
 
 type TilePlace = tuple[Any, Any, Any]
-"""int32: batch entry; first row, a multiple of 8; head."""
+"""Batch entry, first row (a multiple of 8) and head of a tile, int32 each."""
 
 
 def is_odd(x: Any) -> bool:

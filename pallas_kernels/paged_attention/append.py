@@ -32,7 +32,7 @@ def append_to_pages(
     *,
     rope: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Writes new tokens' keys and values into page pools at their positions; donate the pools.
+    """Writes new tokens' keys and values into page pools at their positions, in place if donated.
 
     Args:
         k_new: [B, T, K, H], cast to the pool's dtype.

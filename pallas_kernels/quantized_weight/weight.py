@@ -34,7 +34,7 @@ from pallas_kernels.common.rounding import keep_rounded
 ROWS, COLUMNS = 32, 16
 """Rows and columns of a block of fragments."""
 MIDDLE = 8
-"""The zero point of int4 where none are given."""
+"""Zero point of int4 weights without zero points of their own."""
 _SCALES_PER_CONSTANT = 256  # scales that share a constant
 _LARGEST_E4M3 = 448.0  # of e4m3
 _LEAST_DEVIATION = 2.0**-100  # of a block's largest deviation: no constant is 0

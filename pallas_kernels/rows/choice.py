@@ -14,37 +14,37 @@ from .config import NUM_CLUSTERS, RowConfig, blocks_fit
 from .formula import RowCall
 
 SHORTEST, LONGEST = 256, 262_144
-"""Fewest and most columns of rows that warps share."""
+"""Fewest and most columns of rows that are split over warps."""
 LONGEST_WHOLE, LONGEST_WHOLE_SUMMED = 1024, 512
 """Most columns of rows that one warp holds whole; the second limit is for rows with sums."""
 
 BLOCKS = {1: 4, 2: 3}
-"""Blocks of a warpgroup that an SM has room for where nothing belongs to columns, by inputs."""
+"""One-warpgroup blocks that must fit on an SM, by number of inputs, without vectors and sums."""
 MOST_AT_ONCE = 24
-"""Columns that a thread has of a chunk then: more take registers that other blocks need."""
+"""Most columns of a chunk per thread in that case: more take registers that other blocks need."""
 LONGEST_OF_TURNS = 1536
-"""Most columns of rows of which a block still takes two, if it computes exponentials."""
+"""Most columns of rows of which a block computes two, if the formula has exponentials."""
 
 SHARED = (1, 1), (1, 2), (1, 4), (4, 1), (8, 1), (8, 2)
-"""Blocks and warpgroups that share rows with vectors, fewest threads first."""
+"""Blocks per cluster and warpgroups per block for rows with vectors, fewest threads first."""
 MOST_HELD, MOST_HELD_AT_ONCE = 64, 32
-"""Numbers of vectors that a thread holds in registers, and columns of a chunk beside them."""
+"""Most elements of vectors per thread in registers, and most columns of a chunk with them."""
 
 SUMMED = {2560: (1, 1), 5120: (1, 2), 12288: (1, 4), 28672: (2, 4), 57344: (4, 4), LONGEST: (8, 4)}
-"""Blocks and warpgroups that share rows up to a length where sums, or LayerNorm's scale and bias,
-stay in registers from row to row."""
+"""Blocks per cluster and warpgroups per block for rows up to a length. Here sums, or LayerNorm's
+scale and bias, stay in registers from row to row."""
 SHORT = 1280
-"""Columns of rows of which an SM works on more then: a thread has few."""
+"""Most columns of rows for which an SM runs six blocks in that case."""
 MOST_SUMS, MOST_BESIDE_SUMS = 64, (48, 96)
-"""Numbers of two sums that a thread holds, and of these and vectors together: the more where eight
-blocks share a row, although they spill (131,072 columns 80 instead of 55)."""
+"""Most elements of two sums per thread, and of sums and vectors together. The second limit is
+higher for eight blocks per row, although registers spill (131,072 columns 80 instead of 55)."""
 
 NARROWER = {8: 0.0, 4: 0.03, 2: 0.12}
-"""Cost of fewer elements at a time, as a part of a row that is computed for nothing."""
+"""Cost of fewer elements per access, as a fraction of a row."""
 A_CHUNK = 2
-"""Cost of a chunk, in columns of each thread: it is reduced, waited for and asked for."""
+"""Cost of a chunk in columns per thread: its copy, a wait and a reduction."""
 MOST_CHUNKS, MOST_WRITTEN_OUT = 16, 10
-"""Chunks of a warpgroup's share of a row; the fewer where they are written out one by one."""
+"""Most chunks of a row per warpgroup; the second limit is for loops that are unrolled."""
 
 
 def config_for(rows: int, call: RowCall) -> RowConfig:

@@ -16,16 +16,16 @@ from pallas_kernels.hopper.mosaic import plgpu
 from .formula import RowCall
 
 NUM_CLUSTERS = {1: NUM_PROCESSORS, 2: 66, 4: 30, 8: 15}
-"""Clusters by their number of blocks, one block per SM, that run at the same time."""
+"""Number of clusters that run at the same time, by blocks per cluster, with one block per SM."""
 
 ALIGNMENT = 1024  # where Pallas starts each buffer, the compiler's own for reductions too
 SMEM_PROCESSOR_BYTES, SMEM_BLOCK_BYTES = 228 * 1024, 1024
-"""Shared memory of an SM, and what it takes for itself of each block's."""
+"""Shared memory of an SM, and the bytes of it that the system reserves per block."""
 RESERVED_BYTES = 1024
 """Bytes left for the compiler: a block that counted all of shared memory was refused at launch."""
 BARRIER_BYTES, BARRIER_WORDS = 8, 2
 TURNS = 4
-"""Exchanges that may overlap: one is still read while the second next is written."""
+"""Buffers for exchanges that overlap: one is still read while the second next is written."""
 REDUCTION_BYTES = 256  # scratch that the compiler gets for reductions
 
 

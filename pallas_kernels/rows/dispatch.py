@@ -20,7 +20,7 @@ DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 """Dtypes of the kernels' inputs and results."""
 
 SHORTEST_FORWARD, SHORTEST_MASKED = 1024, 32_768
-"""Least columns for which "auto" takes the forward kernel, without and with a mask."""
+"""Fewest columns for which "auto" takes the forward kernel, without and with a mask."""
 
 
 def choose(

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 
 MASK = jnp.dtype(jnp.int8)
-"""Dtype of masks, a byte per element: the kernel reads no bool."""
+"""Dtype of masks, one byte per element, as the kernel cannot read bool."""
 
 type Load = Callable[[int], jax.Array]
-"""Input or vector i as fp32 [A, M]."""
+"""Function that loads input or vector i as fp32 [A, M]."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -51,7 +51,8 @@ class BackwardConfig:
     """Form of the fused backward for heads up to 128 wide: 128 keys per block, 64 queries per step.
 
     Raises:
-        UnsupportedError: from ``check``, for a form that the head width leaves no registers for.
+        UnsupportedError: from ``check``, for a form that needs too many registers at the head
+            width.
     """
 
     num_stages: int = 2  # query tiles in flight
@@ -104,11 +105,11 @@ SHIPPED: dict[tuple[str, str], TileConfig] = {
 A key is the head widths of query and value as "128/128", perhaps with ``UNGROUPED``, ``SHORT``
 or ``SHORT_CAUSAL``."""
 SHORT, SHORT_CAUSAL = " short", " short causal"
-"""End the key of a forward whose query tiles see few keys."""
+"""Suffixes of keys for forward passes whose query tiles see few keys."""
 SHORT_KEYS, SHORT_CAUSAL_KEYS = 1024, 512
-"""The most that they see on average."""
+"""Most keys that these query tiles see on average."""
 UNGROUPED = " ungrouped"
-"""Ends the key of a backward with as many key/value heads as query heads."""
+"""Suffix of keys for backward passes with as many key/value heads as query heads."""
 
 
 def unsupported(

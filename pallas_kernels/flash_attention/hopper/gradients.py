@@ -21,7 +21,7 @@ from .tiles import pad_width
 
 WIDEST_BY_KEYS = 128  # wider heads are split over columns
 HALVES = 2 * 32
-"""Widths that are split over columns are multiples of it: halves must be whole swizzle atoms."""
+"""Divisor of head widths that warpgroups split in halves, which must be whole swizzle atoms."""
 
 
 def backward(

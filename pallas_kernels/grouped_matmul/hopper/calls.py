@@ -27,9 +27,8 @@ from .weight_gradient_kernel import grouped_weight_gradient
 LEAST_WIDTH = BLOCK_ROWS
 DEFAULT = GroupedConfig()
 LEAST_FREE_ROWS = 1024
-"""Rows per group, on average, from which warpgroups multiply 8 bits freely: 5 and 8% faster than
-alternating with 1,024 (an H200, an H100), 1% with 4,096; with 512 they are 1 and 5% slower.
-"""
+"""Mean rows per group from which warpgroups issue 8-bit products without alternating. This is 5 and
+8% faster with 1,024 rows (an H200, an H100), 1% with 4,096, and 1 and 5% slower with 512."""
 
 
 def unsupported(x: jax.Array, w_GKN: jax.Array) -> str | None:
@@ -165,7 +164,7 @@ def scaled_product(
     config: ScaledGroupedConfig | None = None,
     interpretable: bool = False,
 ) -> jax.Array:
-    """Multiplies 8-bit rows by their group's weight, with scales of blocks, by a Hopper kernel."""
+    """Multiplies 8-bit rows by their group's weight, with block scales, by a Hopper kernel."""
     kernel = functools.partial(
         scaled_grouped_product,
         out_dtype=out_dtype,

@@ -10,8 +10,8 @@ BLOCK_ROWS = NUM_COMPUTE * WARPGROUP_ROWS
 BLOCK_DEPTH = 64  # of a step's contraction: 128 bytes, the widest swizzle
 WIDTH_MULTIPLE = 64
 ROW_MULTIPLE = 8
-"""TMA moves 8 rows at a time: a group's first tile begins at the multiple of 8 at or
-before its first row, and leaves the rows before it alone."""
+"""TMA copies start at multiples of 8 rows. A group's first tile begins at the multiple of 8 at or
+before its first row, and does not write the rows before that row."""
 BAND = 8  # tiles of rows that are walked before the next: what L2 keeps
 LINE_BYTES = 128
 """Bytes of a row of results that are stored at a time."""

@@ -1,4 +1,4 @@
-"""Grouped products of 8-bit operands with scales of blocks on a Hopper GPU.
+"""Grouped products of 8-bit operands with block scales on a Hopper GPU.
 
 Tiles, ring and stores are those of 16-bit products (``ring``, ``row_tiles``). A step covers 128 of
 K, the length of a block of scales. As in ``fp8/hopper_matmul.py``, each step's product is promoted

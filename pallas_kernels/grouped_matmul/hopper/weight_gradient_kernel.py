@@ -32,7 +32,7 @@ from .config import (
 from .ring import RingKernel, copy_rows
 
 LONG = 4
-"""Groups with more rows than this many times the mean are begun first."""
+"""Groups with more rows than this many times the mean are computed first."""
 READ_AT_ONCE = 8  # sizes whose loads do not wait for each other
 
 

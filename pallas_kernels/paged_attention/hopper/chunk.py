@@ -34,7 +34,7 @@ from .attend import clean
 from .reader import PagePieces
 
 LEAST_TOKENS, LEAST_TILES = 128, 32
-"""Below these, a split of the rows over SMs counts for more."""
+"""Least tokens per row, and query tiles, for this kernel; with fewer, split rows are faster."""
 
 
 def is_chunk(call: PagedCall) -> bool:

@@ -83,8 +83,8 @@ class Partials(NamedTuple):
     out: jax.Array  # float32 [partials, rows, V]
     lse: jax.Array  # float32 [partials, 64], in units of log2
     whole: jax.Array | None = None
-    """[B, T, N, V] in the queries' dtype: rows that one worker has read have their results here and
-    no partial ones; others have nothing here yet."""
+    """[B, T, N, V] in the queries' dtype: final results of rows that one worker read alone, which
+    have no partial results; other rows are not written."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +110,7 @@ class PageKernel(abc.ABC):
         """Computes the attention of a worker's segments."""
 
     def copy_keys(self, gmem, smem, slot, places: list[tuple[Any, Any]], head) -> None:
-        """Starts the copies that arrive with a tile's keys."""
+        """Starts the copies of a tile's keys, and of their scales if pages are quantized."""
         self.pieces.copy(gmem.k, smem.k.at[slot], smem.k_full.at[slot], places, head)
 
     def barriers(self, *, key_copies: int = 1) -> dict[str, Any]:
