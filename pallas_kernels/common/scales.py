@@ -49,7 +49,7 @@ class Quantized(NamedTuple):
 def scaling_of(name: str, values: jax.Array, scale: jax.Array) -> Scaling:
     """Returns which elements share a scale in an 8-bit matrix, from the shape of its scales.
 
-    For a matrix of one row both forms have the same scales, so either answer is right.
+    For a matrix of one row both forms have the same scales, so the result does not matter.
 
     Args:
         name: the matrix's name in error messages.

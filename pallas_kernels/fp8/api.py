@@ -51,6 +51,7 @@ def quantize(
         implementation: "hopper" (Mosaic GPU; bf16, R a multiple of 64, or of 128 for
             128x128, C of 128) or "xla"; "auto" takes hopper if it supports the call.
         num_devices: number of devices that the call is partitioned over; "hopper" needs 1.
+
     Returns:
         ``values`` in 8 bits [R, C] and the float32 ``scale`` that multiplies them, whose shape
         ``scaled_matmul`` lists.

@@ -68,8 +68,10 @@ def grouped_matmul(
         implementation: "hopper" (Mosaic GPU kernels; bfloat16 and float16, K and N multiples of 64
             from 128), "xla" (linear memory, any device), "reference" (the formula, M * G * N
             memory), or "auto": hopper if it supports the call, else xla.
+
     Returns:
         [M, N].
+
     Raises:
         InputError: shapes, dtypes or options that disagree.
         UnsupportedError: the named implementation cannot compute this call.
@@ -201,8 +203,10 @@ def scaled_grouped_matmul(
         implementation: "hopper" (Mosaic GPU; K a multiple of 128, N of 64 from 128), "xla"
             (dequantized, on a GPU to bf16), "reference" (dequantized, M * G * N memory), or "auto":
             hopper if it supports the call, else xla.
+
     Returns:
         [M, N].
+
     Raises:
         InputError: shapes, dtypes or options that disagree.
         UnsupportedError: the named implementation cannot compute this call, or a gradient is taken.

@@ -94,6 +94,7 @@ def append_heads(
     implementation: AppendImplementation = "auto",
 ) -> tuple[jax.Array, ...]:
     """Rotates (RoPE) queries and keys of a packed QKV product; writes keys and values to pages.
+
     On a Hopper GPU, one kernel does the work of ``append_to_pages`` and the rotation of queries,
     and writes in place into donated pools. There is no gradient.
 

@@ -1,4 +1,5 @@
 """The choice of the row kernel's tile sizes by row length, on a Hopper GPU.
+
 Percentages in comments are of a plain copy's rate on an H200.
 """
 

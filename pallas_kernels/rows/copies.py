@@ -135,6 +135,7 @@ class Copies:
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class InterpretedCopies(Copies):
     """A version of ``Copies`` for the interpreter, which can run only Pallas's own copies.
+
     Arrays are flat and padded by ``width``. Each row of the result has its own ``width`` elements,
     to which whole chunks are written, with neighboring rows' elements.
     """

@@ -72,6 +72,7 @@ def attend_pages(
 
 def finishes(call: PagedCall, layout: QueryLayout) -> bool:
     """Tells whether the kernel writes final results of rows that one worker reads alone.
+
     A final result has a fourth of a partial one's bytes, and writes cost more than reads.
     """
     whole_heads = layout.tiles_per_token == 1 and layout.group == layout.merged_group
@@ -218,6 +219,7 @@ def positions_less_columns(seg: Segment, layout: QueryLayout):
 
 def softmax_step(spec: PagedSpec, s, peak, total, ahead):
     """Computes probabilities by the running row maximum, and the factors of older sums.
+
     Args:
         spec: the call's scale, soft cap and window.
         s: products of queries and keys.

@@ -1,8 +1,9 @@
 """The kernel that reads quantized pages and dequantizes codes in registers.
 
 As in ``attend``, a block's workers read tiles. But here each warp has its own keys of a tile, and
-dequantized numbers are never written to shared memory, whose bandwidth would not suffice. Codes are
-written to it and read once; numbers of two or four times the size would be, too.
+dequantized numbers are never written to shared memory, whose bandwidth would not suffice. Codes
+already cross it twice, written by TMA and read; numbers, two or four times as large, would cross it
+twice more.
 
 Dims: as in ``pallas_kernels.paged_attention.spec``.
 """

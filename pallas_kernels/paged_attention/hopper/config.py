@@ -53,6 +53,7 @@ class PagedConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class QueryLayout:
     """Sizes of a paged attention call, and how its query heads are laid out as rows of tiles.
+
     A tile has ``span`` rows per token: the query heads of a kv head. As copies begin at multiples
     of 8 heads, these include some neighboring heads, whose results are not read.
     """

@@ -1,8 +1,10 @@
 """Plan of which worker reads which key tiles: all rows' tiles end to end, cut in equal pieces.
+
 This sequence of all tiles is the line. A piece may end in the middle of a row, so that every worker
 has equally many tiles, whatever the lengths. A piece belongs to a team of workers, one for each of
 a few kv heads. They read the same pages at about the same time, so neighboring memory is read
 together.
+
 Lengths are inputs of a plan, not compiled into it. Computing it takes two small operations, and
 layers of a model with the same window share one plan.
 

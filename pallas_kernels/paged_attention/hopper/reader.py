@@ -90,6 +90,7 @@ class Partials(NamedTuple):
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PageKernel(abc.ABC):
     """Base class of the kernels that read pages; subclasses define the computation.
+
     Methods emit the kernel's phases. A worker has a warpgroup that fills a ring and one
     that computes; slot s of worker w is ``w * num_stages + s``.
     """
