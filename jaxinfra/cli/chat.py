@@ -10,13 +10,13 @@ import argparse
 import sys
 from pathlib import Path
 
+from jaxinfra.cli.template_option import add_template_argument, template_settings
 from jaxinfra.cli.terminal import printable
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.data.chat_template import load_chat_template
 from jaxinfra.errors import DataError
 from jaxinfra.serving.conversation import Conversation
 from jaxinfra.serving.engine.requests import EndReason
-from jaxinfra.serving.load import load
+from jaxinfra.serving.load import load, load_template
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="run, or a Hugging Face model")
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
     parser.add_argument("--plain", action="store_true", help="continue text without a template")
+    add_template_argument(parser)
     parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="default: 512")
     parser.add_argument("--temperature", type=float, metavar="T", help="0: the likeliest token")
     parser.add_argument(
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Chats in the terminal: reads messages and writes answers until the input ends."""
-    template = None if args.plain else load_chat_template(args.run)
+    template = None if args.plain else load_template(args.run, template_settings(args))
     policy = None if args.policy is None else PolicyName(args.policy)
     model = load(args.run, policy=policy)
     conversation = Conversation(

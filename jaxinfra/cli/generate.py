@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfra.cli.engine_options import add_model_arguments, load_models
+from jaxinfra.cli.template_option import add_template_argument, template_settings
 from jaxinfra.cli.terminal import printable
-from jaxinfra.data.chat_template import load_chat_template
 from jaxinfra.errors import CheckpointError, ConfigError, DataError
 from jaxinfra.runtime.files import parse_json, read_bytes
 from jaxinfra.serving.engine.requests import EndReason
 from jaxinfra.serving.generate import engine_for, generate_text, request_of
-from jaxinfra.serving.load import LoadedModel
+from jaxinfra.serving.load import LoadedModel, load_template
 from jaxinfra.serving.sampling import SamplingConfig
 
 
@@ -64,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat", action="store_true", help="the prompt is a message, in the model's chat template"
     )
+    add_template_argument(parser)
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default: 256")
     parser.add_argument(
         "--temperature",
@@ -95,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     options = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed}
     options["consumes"] = True
     if args.chat:
-        template = load_chat_template(args.run)
+        template = load_template(args.run, template_settings(args))
         prompt = template.encode(model.tokenizer, [{"role": "user", "content": prompt}])
     try:
         for progress in generate_text(model, prompt, **options):
@@ -149,7 +150,7 @@ def _file(
         raise ConfigError("the file of prompts is empty; give a prompt on each line")
     began, template = time.perf_counter(), None
     if args.chat or any(isinstance(each, list) for each in prompts):
-        template = load_chat_template(args.run)
+        template = load_template(args.run, template_settings(args))
 
     def encoded(prompt: Any) -> list[int]:
         if template is None:

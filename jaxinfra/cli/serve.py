@@ -27,6 +27,7 @@ from jaxinfra.cli.engine_options import (
     engine_options,
     load_models,
 )
+from jaxinfra.cli.template_option import add_template_argument, template_settings
 from jaxinfra.config.mesh import MeshConfig, parse_mesh
 from jaxinfra.errors import (
     ConfigError,
@@ -127,6 +128,7 @@ def _add_defaults(parser: argparse.ArgumentParser) -> None:
         default="tokens",
         help="how special tokens that a completion's prompt spells out are read (default: tokens)",
     )
+    add_template_argument(said)
 
 
 def _add_companions(parser: argparse.ArgumentParser) -> None:
@@ -180,6 +182,7 @@ def _options(args: argparse.Namespace, path: Path) -> Any:
             uses_defaults=args.sampling_defaults == "model",
         ),
         max_open=args.max_open,
+        template=template_settings(args),
     )
 
 

@@ -20,6 +20,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+from jaxinfra.cli.template_option import add_template_argument, template_settings
 from jaxinfra.config import codec
 from jaxinfra.config.files import read_run_config
 from jaxinfra.config.finetune import LoraConfig
@@ -129,6 +130,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
             metavar=_CHOICES.get(option, "X"),
             help=f"{text} ({path})",
         )
+    add_template_argument(settings)
     settings.add_argument(
         "--set",
         action="append",
@@ -205,6 +207,9 @@ def _with_options(config: RunConfig, args: argparse.Namespace) -> RunConfig:
         if getattr(args, option) is not None
     ]
     config = codec.override(config, [*settings, *args.set])
+    if args.template:
+        data = dataclasses.replace(config.data, template_settings=template_settings(args))
+        config = dataclasses.replace(config, data=data)
     if args.mesh is not None:
         config = dataclasses.replace(config, mesh=parse_mesh(args.mesh))
     return config

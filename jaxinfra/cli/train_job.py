@@ -11,17 +11,19 @@ from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.cli.out_of_memory import explain_out_of_memory
 from jaxinfra.cli.terminal import printable
 from jaxinfra.config import codec
-from jaxinfra.config.data import STDLIB
+from jaxinfra.config.data import DataConfig
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.preferences import PreferenceConfig
 from jaxinfra.config.run import RunConfig
+from jaxinfra.data.chat import ChatRow
+from jaxinfra.data.corpora import first_prompt
 from jaxinfra.errors import ConfigError, DeviceMemoryError
 from jaxinfra.runtime.cluster import detect_cluster
 from jaxinfra.runtime.files import new_run_directory, user_cache
 from jaxinfra.runtime.rendezvous import leave
 from jaxinfra.runtime.signals import RESUMABLE_EXIT
 from jaxinfra.serving.generate import generate_text
-from jaxinfra.serving.load import load_run
+from jaxinfra.serving.load import load_run, load_template
 from jaxinfra.serving.sampling import SamplingConfig
 from jaxinfra.training.describe import aligned, placement_table
 from jaxinfra.training.job import make_job
@@ -87,10 +89,7 @@ def run(args: argparse.Namespace, config: RunConfig) -> int:
     if not outcome.was_complete and (cluster is None or cluster.process_id == 0):
         _report(outcome.summary)
         if cluster is None and not args.no_sample:
-            _sample(
-                directory,
-                "def " if config.data.source == STDLIB and not config.data.mixture else "",
-            )
+            _sample(directory, config.data)
         print(f"\nrun: {directory}   loss picture: {RunDirectory(directory).picture_file}")
     return leave(0, together=outcome.together)
 
@@ -127,11 +126,20 @@ def _report_heldout(summary: dict) -> None:
     )
 
 
-def _sample(directory: Path, prompt: str) -> None:
-    """Text of the model: after a prompt that fits its data, or a document of its own."""
+def _sample(directory: Path, data: DataConfig) -> None:
+    """Text of the model: after a prompt of its data, if these have prompts, or a document."""
     sampling = SamplingConfig(temperature=0.8, top_p=0.95)
-    print(f"\nsample after {prompt!r}:\n" if prompt else "\nsample of a document:\n")
-    pieces = generate_text(
-        load_run(directory), prompt, max_new_tokens=120, sampling=sampling, consumes=True
-    )
-    print(prompt + "".join(printable(each.text) for each in pieces))
+    model = load_run(directory)
+    prompt = first_prompt(data)
+    if isinstance(prompt, ChatRow):
+        template = load_template(directory, prompt.settings)
+        ids = template.encode(model.tokenizer, prompt.messages, tools=prompt.tools)
+        print("\nsample of a chat:\n")
+        for message in prompt.messages:
+            print(f"{message['role']}: {printable(str(message.get('content') or ''))}")
+        shown = "assistant: "
+    else:
+        shown, ids = prompt, prompt
+        print(f"\nsample after {prompt!r}:\n" if prompt else "\nsample of a document:\n")
+    pieces = generate_text(model, ids, max_new_tokens=120, sampling=sampling, consumes=True)
+    print(shown + "".join(printable(each.text) for each in pieces))

@@ -203,6 +203,21 @@ def parse_record[C](kind: type[C], text: str, *, what: str, first: str | None = 
     return from_dict(kind, values)
 
 
+def parse_values(settings: typing.Sequence[str], *, what: str) -> dict[str, Any]:
+    """Parses values of free names, each written as ``"name=value"``: JSON, or a bare word.
+
+    Args:
+        what: what is set, in errors.
+    """
+    values: dict[str, Any] = {}
+    for setting in settings:
+        name, separator, text = (part.strip() for part in setting.partition("="))
+        if not separator or not name:
+            raise ConfigError(f"{what} {setting!r} has no value; write name=value")
+        values[name] = _value(text)
+    return values
+
+
 def _child(node: Any, name: str, path: str) -> Any:
     if isinstance(node, dict) and name in node:
         return node[name]

@@ -2,6 +2,8 @@
 
 import dataclasses
 import enum
+from collections.abc import Mapping
+from typing import Any
 
 from jaxinfra.config.limits import require_within
 from jaxinfra.config.mixture import (
@@ -21,7 +23,12 @@ class DataFormat(enum.StrEnum):
 
     TEXT = "text"
     CHAT = "chat"  # a row of messages, of ShareGPT's or of Alpaca's form: docs/fine-tuning.md
+    COMPLETIONS = "completions"  # a row of a prompt and its completion, plain text; it counts
     PREFERENCES = "preferences"  # a row of a prompt, a chosen and a rejected answer: there, too
+
+
+KEPT_WHOLE = (DataFormat.CHAT, DataFormat.COMPLETIONS)
+"""Formats whose documents ``DataConfig.packing`` keeps whole in rows."""
 
 
 class Packing(enum.StrEnum):
@@ -32,6 +39,17 @@ class Packing(enum.StrEnum):
     BEST_FIT = "best_fit"  # whole, the longest first, each where it leaves the least room
     IN_ORDER = "in_order"  # whole, as they come, into a new row where the last has no room
     ALONE = "alone"  # a row each
+
+
+class Turns(enum.StrEnum):
+    """Messages of the model that count in a conversation, and the texts that they are in.
+
+    Some chat templates change earlier text as a conversation goes on: they drop the thoughts of
+    earlier messages, or move tools. Their texts ask for the last message alone.
+    """
+
+    PREFIXES = "prefixes"  # all; beside the whole, prefixes that end with those it does not ask for
+    LAST = "last"  # the last one, in the whole
 
 
 class TooLong(enum.StrEnum):
@@ -106,6 +124,9 @@ class DataConfig:
     text_field: str = "text"  # of JSON lines and Parquet rows
     format: DataFormat = DataFormat.TEXT  # what a document is
     chat_template: str | None = None  # a model's directory; its template renders conversations
+    # Variables that the template reads, such as {"enable_thinking": false}.
+    template_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    turns: Turns = Turns.PREFIXES  # of the model that count, where a template changes earlier text
     packing: Packing = Packing.AUTO  # how documents become rows
     too_long: TooLong = (
         TooLong.DROP
@@ -134,10 +155,15 @@ class DataConfig:
                 f"data format={self.format} with chat_template={self.chat_template!r}: a model's "
                 "directory, whose template renders them, goes with conversations and only with them"
             )
-        if self.format != DataFormat.CHAT and self.packing != Packing.AUTO:
+        if self.chat_template is None and (self.template_settings or self.turns != Turns.PREFIXES):
             raise ConfigError(
-                f"packing={self.packing} of data format={self.format}: conversations alone have a "
-                "choice; leave packing=auto"
+                f"template_settings={dict(self.template_settings)} and the choice of messages "
+                f"{self.turns!s} without a chat_template: name one, or leave them out"
+            )
+        if self.format not in KEPT_WHOLE and self.packing != Packing.AUTO:
+            raise ConfigError(
+                f"packing={self.packing} of data format={self.format}: conversations and "
+                "completions alone have a choice; leave packing=auto"
             )
         if self.format != DataFormat.TEXT and self.tokenizer.kind == TokenizerKind.BPE:
             raise ConfigError(

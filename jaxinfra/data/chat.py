@@ -1,37 +1,33 @@
 """Conversations to tokens, with a mark on those of the model's messages, which count.
 
-If the template encloses the model's messages in ``{% generation %}``, the enclosed tokens count.
-Otherwise a message is rendered twice: the conversation up to it, and the conversation before it
-with the generation prompt. The difference is the text that the model would have to write, and
-counts. That requires a template that never changes earlier text, which is checked, in text and in
-tokens.
+A conversation is one document, or several, each with some of the messages (``data/turns.py``). The
+tokens before a message are those that the model would be given to ask for it, which is checked.
 """
 
+import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
 
+from jaxinfra.config.data import Turns
 from jaxinfra.data.chat_template import ChatTemplate, Message, is_text_part
 from jaxinfra.data.readers import EACH_LINE, Document
 from jaxinfra.data.tokenizer import Tokenizer
-from jaxinfra.errors import DataError
+from jaxinfra.data.turns import ASSISTANT, Rendering, turn_renderings
+from jaxinfra.errors import ConfigError, DataError
 from jaxinfra.runtime.files import parse_json, require_type
-
-ASSISTANT = "assistant"
-
-type Span = tuple[int, int]
-"""A range of characters: first, and first no more."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedChat:
-    """A conversation's tokens without its first token, which all conversations have in common."""
+    """A document's tokens without its first one, with marks on those that count."""
 
     tokens: np.ndarray  # int32
     counted: np.ndarray  # bool, of each token
     text: str  # what counts
+    first: int  # token before them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,83 +38,111 @@ class ChatRow:
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None = None
     num_given: int = 0  # turns of the model, the first ones, that are given and do not count
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the template
+
+    def counted(self) -> list[int]:
+        """Returns the numbers of the messages that count."""
+        said = [n for n, message in enumerate(self.messages) if message["role"] == ASSISTANT]
+        return [n for n in said[self.num_given :] if self.messages[n].get("weight", 1) != 0]
 
 
 @final
 class ChatEncoder:
     """Renders conversations by a chat template, tokenizes them and marks what the loss counts.
 
-    ``bos_id`` is the token that every conversation begins with.
+    ``bos_id`` is the token that a conversation of one user's message begins with.
+
+    Args:
+        turns: the model's messages that count, and the texts that they are in.
     """
 
-    per_row = 1  # documents that a line becomes
-
-    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer):
+    def __init__(
+        self, template: ChatTemplate, tokenizer: Tokenizer, *, turns: Turns = Turns.PREFIXES
+    ):
         self._template = template
         self._tokenizer = tokenizer
+        self._turns = turns
+        self._counts = collections.Counter[str]()
         probe = tokenizer.encode_rendered([template.render([{"role": "user", "content": "x"}])])
         if not probe[0].size:
             raise DataError("the chat template renders a message to nothing")
         self.bos_id = int(probe[0][0])
 
-    def encode_batch(self, documents: Sequence[Document]) -> list[EncodedChat]:
-        """Returns the tokens of conversations in JSON lines.
+    def encode_batch(self, documents: Sequence[Document]) -> list[list[EncodedChat]]:
+        """Returns the documents of each conversation in JSON lines.
 
         Raises:
             DataError: a conversation is invalid; the message names it and says why.
         """
         return self.encode([parse_conversation(document) for document in documents])
 
-    def encode(self, conversations: Sequence[ChatRow]) -> list[EncodedChat]:
-        """Returns the tokens of conversations.
+    def encode(self, conversations: Sequence[ChatRow]) -> list[list[EncodedChat]]:
+        """Returns the documents of each conversation: the first has its last turn that counts.
 
         Raises:
             DataError: a conversation is invalid; the message names it and says why.
         """
         rendered = [self._render(each) for each in conversations]
         # Where a span begins or ends, the text is cut: the tokens up to there are counted.
-        cuts = [[text, *(text[:at] for span in spans for at in span)] for text, spans in rendered]
-        flat = self._tokenizer.encode_rendered([piece for each in cuts for piece in each])
-        result, start = [], 0
-        for each, (text, spans), pieces in zip(conversations, rendered, cuts, strict=True):
-            ids, *prefixes = flat[start : start + len(pieces)]
-            start += len(pieces)
-            result.append(self._mark(each.name, text, spans, ids, prefixes))
-        return result
-
-    def _render(self, each: ChatRow) -> tuple[str, list[Span]]:
-        try:
-            text, spans = rendered_spans(self._template, each.messages, tools=each.tools)
-        except DataError as error:
-            raise DataError(f"{each.name}: {error}") from error
-        said = [message for message in each.messages if message["role"] == ASSISTANT]
-        counts = [
-            number >= each.num_given and message.get("weight", 1) != 0
-            for number, message in enumerate(said)
+        cuts = [
+            [part.text, *(part.text[:at] for span in part.spans for at in span)]
+            for parts in rendered
+            for part in parts
         ]
-        if all(counts):
-            return text, spans
-        if len(spans) != len(said):
-            raise DataError(
-                f"{each.name}: the chat template marks {len(spans)} messages of the model where "
-                f"there are {len(said)}, so those that do not count cannot be told from "
-                "the others; mark every one in it"
+        flat = iter(self._tokenizer.encode_rendered([piece for each in cuts for piece in each]))
+        return [
+            [
+                self._mark(each.name, part, next(flat), [next(flat) for _ in range(num_cuts)])
+                for part, num_cuts in ((part, 2 * len(part.spans)) for part in parts)
+            ]
+            for each, parts in zip(conversations, rendered, strict=True)
+        ]
+
+    def notes(self) -> list[str]:
+        """Returns lines on what was made of the conversations so far, beyond one text of each."""
+        counts, lines = self._counts, []
+        if counts["split"]:
+            lines.append(
+                f"{counts['split']:,} of {counts['conversations']:,} conversations are "
+                f"{counts['documents of split']:,} documents: the chat template changes earlier "
+                "text as they go on, so each turn of the model is in a text that asks for it "
+                f"(data.turns={self._turns})"
             )
-        return text, [span for span, does in zip(spans, counts, strict=True) if does]
+        if counts["left out"]:
+            lines.append(
+                f"{counts['left out']:,} turns of the model before the last do not count "
+                f"(data.turns={self._turns})"
+            )
+        if counts["unasked"]:
+            lines.append(
+                f"{counts['unasked']:,} turns of the model begin otherwise than the chat "
+                "template's generation prompt; they count from where the template writes them"
+            )
+        return lines
+
+    def _render(self, each: ChatRow) -> list[Rendering]:
+        counted = each.counted()
+        if self._turns is Turns.LAST:
+            self._counts["left out"] += len(counted[:-1])
+            counted = counted[-1:]
+        try:
+            template = self._template.with_settings(each.settings)
+            parts = turn_renderings(template, each.messages, counted, tools=each.tools)
+        except (ConfigError, DataError) as error:
+            raise DataError(f"{each.name}: {error}") from error
+        self._counts["conversations"] += 1
+        self._counts["unasked"] += sum(part.num_unasked for part in parts)
+        if len(parts) > 1:
+            self._counts["split"] += 1
+            self._counts["documents of split"] += len(parts)
+        return parts
 
     def _mark(
-        self,
-        name: str,
-        text: str,
-        spans: list[Span],
-        ids: np.ndarray,
-        prefixes: list[np.ndarray],
+        self, name: str, part: Rendering, ids: np.ndarray, prefixes: list[np.ndarray]
     ) -> EncodedChat:
-        if not ids.size or ids[0] != self.bos_id:
-            raise DataError(
-                f"{name}: begins with another token than other conversations; begin the chat "
-                "template with {{ bos_token }}"
-            )
+        text, spans = part.text, part.spans
+        if not ids.size:
+            raise DataError(f"{name}: the chat template renders it to nothing")
         counted = np.zeros(len(ids), bool)
         for number, (first, last) in enumerate(spans):
             for cut, prefix in zip((first, last), prefixes[2 * number :], strict=False):
@@ -133,42 +157,11 @@ class ChatEncoder:
         if counted[0]:
             raise DataError(f"{name}: the model's turn begins the text; nothing asks for it")
         return EncodedChat(
-            tokens=ids[1:], counted=counted[1:], text="".join(text[a:b] for a, b in spans)
+            tokens=ids[1:],
+            counted=counted[1:],
+            text="".join(text[a:b] for a, b in spans),
+            first=int(ids[0]),
         )
-
-
-def rendered_spans(
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-) -> tuple[str, list[Span]]:
-    """Renders a conversation and finds where the model's messages are in the text.
-
-    Returns the text, and each message's start and end as character offsets.
-
-    Raises:
-        DataError: the template refuses the messages, or their place in the text is ambiguous.
-    """
-    text, spans = template.render_marked(messages, tools=tools)
-    if spans is not None:
-        if not any(last > first for first, last in spans):
-            raise DataError("the template's generation blocks are empty: nothing to learn")
-        return text, spans
-    spans = []
-    for number, message in enumerate(messages):
-        if message["role"] != ASSISTANT:
-            continue
-        before = template.render(messages[:number], tools=tools)
-        after = template.render(messages[: number + 1], add_generation_prompt=False, tools=tools)
-        if not (after.startswith(before) and text.startswith(after)):
-            raise DataError(
-                f"message {number + 1}: the chat template changes earlier text as a conversation "
-                "goes on, so the model's messages cannot be told apart; mark them in the template "
-                "with {% generation %} ... {% endgeneration %}"
-            )
-        spans.append((len(before), len(after)))
-    return text, spans
 
 
 _SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": ASSISTANT, ASSISTANT: ASSISTANT}
@@ -233,18 +226,54 @@ def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_conversation(document: Document) -> ChatRow:
-    """Returns messages and tools of a JSON line; raises DataError if it is invalid."""
+    """Returns messages and tools of a JSON line; raises DataError if it is invalid.
+
+    Of a ``prompt`` with a ``completion``, each a text or messages, the completion alone counts.
+    """
     where = document.name
     row = parse_json(document.text, where=where, error=DataError, remedy=EACH_LINE)
-    messages = as_messages(row, where=where)
+    messages, num_given = as_messages(row, where=where), 0
+    if messages is None and row.get("completion") is not None:
+        prompt = said_by(row.get("prompt"), role="user")
+        messages = [*prompt, *said_by(row["completion"], role=ASSISTANT)]
+        num_given = sum(role_of(message) == ASSISTANT for message in prompt)
+        messages = with_system(messages, row, where=where)
     if not isinstance(messages, list) or not messages:
         raise DataError(
             f'{where}: no messages; each line must be {{"messages": [{{"role": ..., "content": '
-            '...}, ...]}, {"conversations": [{"from": ..., "value": ...}, ...]} as ShareGPT has '
-            'it, or {"instruction": ..., "input": ..., "output": ...} as Alpaca has it'
+            '...}, ...]}, {"prompt": ..., "completion": ...} of texts or messages, '
+            '{"conversations": [{"from": ..., "value": ...}, ...]} as ShareGPT has it, or '
+            '{"instruction": ..., "input": ..., "output": ...} as Alpaca has it'
         )
     check_messages(messages, where=where)
-    return ChatRow(name=where, messages=messages, tools=tools_of(row, where=where))
+    return ChatRow(
+        name=where,
+        messages=messages,
+        tools=tools_of(row, where=where),
+        num_given=num_given,
+        settings=settings_of(row, where=where),
+    )
+
+
+def said_by(value: Any, *, role: str) -> list[Any]:
+    """A text as a message of that role, a message as a list of one; nothing for other kinds."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if isinstance(value, dict):
+        return [value]
+    return value if isinstance(value, list) else []
+
+
+def role_of(message: Any) -> Any:
+    """Returns a message's role; None if it is no message."""
+    return message.get("role") if isinstance(message, dict) else None
+
+
+def settings_of(row: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """Returns the template's settings of a row, ``chat_template_kwargs`` as TRL calls them."""
+    settings = row.get("chat_template_kwargs") or {}
+    require_type(settings, dict[str, Any], where=f"{where}: chat_template_kwargs", error=DataError)
+    return settings
 
 
 def tools_of(row: Mapping[str, Any], *, where: str) -> list[dict[str, Any]] | None:

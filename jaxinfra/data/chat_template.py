@@ -5,6 +5,7 @@ the weights, so it runs in Jinja's sandbox, in a process of its own with bounded
 """
 
 import atexit
+import copy
 import json
 import re
 import subprocess
@@ -18,7 +19,7 @@ from jaxinfra.data import template_program
 from jaxinfra.data.special_tokens import named_tokens, read_settings
 from jaxinfra.data.template_program import BEGIN, END
 from jaxinfra.data.tokenizer import GUARD, Tokenizer
-from jaxinfra.errors import ConfigError, DataError
+from jaxinfra.errors import ConfigError, DataError, nearest
 from jaxinfra.runtime.files import is_text, read_bytes, require_type
 
 type Message = Mapping[str, Any]
@@ -27,6 +28,7 @@ read."""
 
 TOOL_USE_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 _NO_TOOLS = "{{ raise_exception('there is a template for conversations with tools only') }}"
+_OF_CONVERSATIONS = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
 _RENDER_S = 10.0  # a conversation takes a millisecond
 
 
@@ -98,14 +100,36 @@ class ChatTemplate:
 
     def __init__(self, source: str, *, variables: Mapping[str, str], with_tools: str | None = None):
         sources = [source, source if with_tools is None else with_tools]
-        self._variables = dict(variables)
-        # What a rendering depends on.
-        self.identity = json.dumps([*dict.fromkeys(sources), self._variables])
+        self._variables: dict[str, Any] = dict(variables)
         try:
-            # Each with whether it marks the model's turns.
-            self._programs = [(each, _PROCESS.ask({"source": each})) for each in sources]
+            found = [_PROCESS.ask({"source": each}) for each in sources]
         except DataError as error:
             raise ConfigError(f"the chat template is no Jinja program ({error})") from error
+        # Each with whether it marks the model's turns.
+        self._programs = [(each, said["marks"]) for each, said in zip(sources, found, strict=True)]
+        self._names = frozenset(name for said in found for name in said["names"])
+
+    @property
+    def identity(self) -> str:
+        """Returns a text that tells apart templates whose renderings may differ."""
+        return json.dumps([*dict.fromkeys(each for each, _ in self._programs), self._variables])
+
+    def with_settings(self, settings: Mapping[str, Any]) -> "ChatTemplate":
+        """Returns the template with values for variables that it reads, ``enable_thinking`` say.
+
+        Raises:
+            ConfigError: the template reads no such variable, or it is the conversation's own.
+        """
+        if not settings:
+            return self
+        known = self._names - _OF_CONVERSATIONS
+        for name in settings:
+            if name not in known:
+                hint = nearest(name, known) if known else "; it reads none"
+                raise ConfigError(f"the chat template has no setting {name!r}{hint}")
+        changed = copy.copy(self)
+        changed._variables = self._variables | dict(settings)
+        return changed
 
     def render(
         self,

@@ -6,11 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import final
 
-from jaxinfra.config.data import DataConfig, DataFormat, Packing
+from jaxinfra.config.data import KEPT_WHOLE, STDLIB, DataConfig, DataFormat, Packing
 from jaxinfra.config.mixture import OWN
 from jaxinfra.config.run import TrainingConfig
+from jaxinfra.data.chat import ChatRow
 from jaxinfra.data.corpus import Corpus, open_corpus, shared_tokenizer
 from jaxinfra.data.mixture import MixedWindows, MixtureSchedule
+from jaxinfra.data.pairs import prompt_of
+from jaxinfra.data.sources import scan
 from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.data.whole_rows import WholeRows, conversation_rows, pair_rows
@@ -75,7 +78,7 @@ class Corpora:
         if data.format is DataFormat.PREFERENCES:
             return pair_rows(self.sources[OWN].train, **order)
         rows_of = None
-        if data.format is DataFormat.CHAT and data.packing is not Packing.WINDOWS:
+        if data.format in KEPT_WHOLE and data.packing is not Packing.WINDOWS:
             rows_of = functools.partial(
                 conversation_rows, packing=data.packing, too_long=data.too_long, **order
             )
@@ -133,6 +136,16 @@ def open_corpora(
         for each in config.validation
     }
     return Corpora(config=config, sources=sources, validation=validation)
+
+
+def first_prompt(config: DataConfig) -> str | ChatRow:
+    """Returns what a sample of the model begins with: the first prompt of the data, if these have
+    prompts. For the standard library it is the beginning of a function, for other text "".
+    """
+    source = config.mixture[0].source if config.mixture else config.source
+    if config.format is DataFormat.TEXT:
+        return "def " if source == STDLIB else ""
+    return prompt_of(next(scan(source).documents(text_field=None)), config)
 
 
 def _alone(config: DataConfig, source: str, heldout_source: str | None) -> DataConfig:

@@ -14,10 +14,10 @@ from typing import BinaryIO, final
 import numpy as np
 import tokenizers
 
-from jaxinfra.config.data import DataConfig, DataFormat, TokenizerKind
+from jaxinfra.config.data import DataConfig, DataFormat, TokenizerKind, Turns
 from jaxinfra.data.chat import ChatEncoder
 from jaxinfra.data.chat_template import load_chat_template
-from jaxinfra.data.pairs import PairEncoder
+from jaxinfra.data.pairs import CompletionEncoder, PairEncoder
 from jaxinfra.data.readers import Document
 from jaxinfra.data.sources import scan
 from jaxinfra.data.split import Split, heldout_limit, name_hash, require_text
@@ -41,8 +41,9 @@ from jaxinfra.runtime.files import read_json
 
 _LOG = logging.getLogger(__name__)
 
-type RowEncoder = ChatEncoder | PairEncoder
+type RowEncoder = ChatEncoder | PairEncoder | CompletionEncoder
 
+_NOTES = "notes.json"
 _BPE_SAMPLE_BYTES = 10_000_000
 _BPE_PIECE_CHARS = 1 << 16
 _ENCODE_CHARS = 1 << 22  # text encoded at a time
@@ -58,6 +59,7 @@ class Corpus:
     heldout: TokenArrays | None  # None: nothing is held out
     heldout_names: tuple[str, ...]
     heldout_text: Path | None  # the held-out documents' bytes, one after another, where kept
+    notes: tuple[str, ...] = ()  # on what was made of conversations
 
     def heldout_documents(self) -> list[bytes]:
         """Texts of the held-out documents in UTF-8; pre-tokenized arrays are decoded."""
@@ -164,11 +166,15 @@ def open_corpus(
     identity = [split.identity(), tokenizer.fingerprint]
     if config.chat_template is not None:
         where = template_directory or Path(config.chat_template).expanduser()
-        template = load_chat_template(where)
-        chat = ChatEncoder(template, tokenizer)
+        template = load_chat_template(where).with_settings(config.template_settings)
+        chat = ChatEncoder(template, tokenizer, turns=config.turns)
         identity.append(template.identity)
-    is_pairs = config.format is DataFormat.PREFERENCES
-    encoder = PairEncoder(tokenizer, chat) if is_pairs else chat
+        identity += [] if config.turns is Turns.PREFIXES else [config.turns]
+    encoder: RowEncoder | None = chat
+    if config.format is DataFormat.PREFERENCES:
+        encoder = PairEncoder(tokenizer, chat)
+    elif config.format is DataFormat.COMPLETIONS:
+        encoder = CompletionEncoder(tokenizer)
     return _cached_corpus(cache_dir / "corpora" / _key(*identity), split, tokenizer, encoder)
 
 
@@ -261,6 +267,9 @@ def _open_cached(directory: Path, tokenizer: Tokenizer) -> Corpus:
     text_path = directory / "heldout.txt"
     try:
         names = tuple(read_json(directory / "heldout_names.json", holds=list[str], error=DataError))
+        notes: list[str] = []
+        if (directory / _NOTES).is_file():
+            notes = read_json(directory / _NOTES, holds=list[str], error=DataError)
         num_bytes = text_path.stat().st_size
     except (OSError, ValueError) as error:
         raise DataError(f"{directory}: cannot be read ({error}); remove it") from error
@@ -276,31 +285,27 @@ def _open_cached(directory: Path, tokenizer: Tokenizer) -> Corpus:
         heldout=heldout,
         heldout_names=names,
         heldout_text=text_path,
+        notes=tuple(notes),
     )
 
 
 def _tokenize(
     split: Split, tokenizer: Tokenizer, encoder: RowEncoder | None, directory: Path
 ) -> None:
-    heldout_names: list[str] = []
-    num_train = 0
     with contextlib.ExitStack() as stack:
         text_file = stack.enter_context((directory / "heldout.txt").open("wb"))
         train = stack.enter_context(_Side(directory / "train", tokenizer, encoder))
         heldout = stack.enter_context(_Side(directory / "heldout", tokenizer, encoder, text_file))
         for document, is_heldout in split.documents():
-            if is_heldout:
-                heldout_names += [document.name] * (1 if encoder is None else encoder.per_row)
-                heldout.add(document)
-            else:
-                num_train += 1
-                train.add(document)
-        require_text(split.config, num_train=num_train, num_heldout=len(heldout_names))
+            (heldout if is_heldout else train).add(document)
         train.finish()
         heldout.finish()
-    if not heldout_names:
+        require_text(split.config, num_train=len(train.names), num_heldout=len(heldout.names))
+    if not heldout.names:
         shutil.rmtree(directory / "heldout")
-    (directory / "heldout_names.json").write_text(json.dumps(heldout_names))
+    (directory / "heldout_names.json").write_text(json.dumps(heldout.names))
+    if encoder is not None and (notes := encoder.notes()):
+        (directory / _NOTES).write_text(json.dumps(notes))
 
 
 @final
@@ -330,6 +335,7 @@ class _Side:
             eos_id=tokenizer.eos_id,
             marks=encoder is not None,
         )
+        self.names: list[str] = []  # of the document that each became of
         self._pending: list[Document] = []
         self._num_chars = 0
 
@@ -350,18 +356,33 @@ class _Side:
         self._writer.finish()
 
     def _encode(self) -> None:
+        if not self._pending:
+            return
         if self._encoder is None:
             texts = [document.text for document in self._pending]
-            for text, ids in zip(texts, self._tokenizer.encode_batch(texts), strict=True):
-                self._append(ids, text, None)
+            for document, ids in zip(
+                self._pending, self._tokenizer.encode_batch(texts), strict=True
+            ):
+                self._append(document.name, ids, document.text)
         else:
-            for each in self._encoder.encode_batch(self._pending):
-                self._append(each.tokens, each.text, each.counted)
+            encoded = self._encoder.encode_batch(self._pending)
+            for document, parts in zip(self._pending, encoded, strict=True):
+                for each in parts:
+                    marks = {"counted": each.counted, "first": each.first}
+                    self._append(document.name, each.tokens, each.text, **marks)
         self._pending, self._num_chars = [], 0
 
-    def _append(self, ids: np.ndarray, text: str, counted: np.ndarray | None) -> None:
+    def _append(
+        self,
+        name: str,
+        ids: np.ndarray,
+        text: str,
+        counted: np.ndarray | None = None,
+        first: int | None = None,
+    ) -> None:
         data = text.encode()
-        self._writer.append(ids, num_bytes=len(data), counted=counted)
+        self.names.append(name)
+        self._writer.append(ids, num_bytes=len(data), counted=counted, first=first)
         if self._text_file is not None:
             self._text_file.write(data)
 

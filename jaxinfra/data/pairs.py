@@ -1,27 +1,34 @@
 """Pairs of answers to tokens: the prompt is context, the loss counts the answer."""
 
+import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
 
+from jaxinfra.config.data import DataConfig, DataFormat
 from jaxinfra.data.chat import (
-    ASSISTANT,
     ChatEncoder,
     ChatRow,
     EncodedChat,
     check_messages,
+    parse_conversation,
+    role_of,
+    said_by,
+    settings_of,
     tools_of,
     with_system,
 )
 from jaxinfra.data.readers import EACH_LINE, Document
 from jaxinfra.data.tokenizer import Tokenizer
+from jaxinfra.data.turns import ASSISTANT, num_alike
 from jaxinfra.errors import DataError
 from jaxinfra.runtime.files import parse_json
 
 _FORMS = (
     'each line must be {"prompt": ..., "chosen": ..., "rejected": ...}, each a text or a list of '
-    "messages; without a prompt the answers are whole conversations that begin alike"
+    "messages; without a prompt the answers begin alike, with it"
 )
 
 
@@ -34,14 +41,12 @@ class PairEncoder:
             prompt's, and ends with the separator.
     """
 
-    per_row = 2  # documents that a line becomes
-
     def __init__(self, tokenizer: Tokenizer, chat: ChatEncoder | None):
         self._tokenizer = tokenizer
         self._chat = chat
         self.bos_id = tokenizer.bos_id if chat is None else chat.bos_id
 
-    def encode_batch(self, documents: Sequence[Document]) -> list[EncodedChat]:
+    def encode_batch(self, documents: Sequence[Document]) -> list[list[EncodedChat]]:
         """Returns the tokens of pairs in JSON lines, each chosen answer before its rejected one.
 
         Raises:
@@ -51,40 +56,102 @@ class PairEncoder:
         names = [document.name for document in documents]
         if self._chat is not None:
             each = [c for name, row in zip(names, rows, strict=True) for c in _talks(name, row)]
-            encoded = self._chat.encode(each)
+            flat = [parts[0] for parts in self._chat.encode(each)]
+            encoded = [flat[number : number + 2] for number in range(0, len(flat), 2)]
         else:
-            encoded = self._texts(names, rows)
-        for number, answer in enumerate(encoded):
-            if not answer.counted.any():
-                kind = "rejected" if number % 2 else "chosen"
-                raise DataError(f"{names[number // 2]}: the {kind} answer has no token")
+            texts = [_pair_texts(name, row) for name, row in zip(names, rows, strict=True)]
+            encoded = _answers(self._tokenizer, texts)
+        for name, pair in zip(names, encoded, strict=True):
+            for kind, answer in zip(("chosen", "rejected"), pair, strict=True):
+                if not answer.counted.any():
+                    raise DataError(f"{name}: the {kind} answer has no token")
         return encoded
 
-    def _texts(self, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[EncodedChat]:
-        fields = ("prompt", "chosen", "rejected")
-        for name, row in zip(names, rows, strict=True):
-            for field in fields:
-                if not isinstance(row.get(field), str):
-                    raise DataError(
-                        f"{name}: {field} is {type(row.get(field)).__name__}; without a chat "
-                        "template all three must be text: give --chat for messages"
-                    )
-        ids = self._tokenizer.encode_batch([row[field] for row in rows for field in fields])
-        encoded = []
-        for number, row in enumerate(rows):
-            prompt = ids[3 * number]
-            for place, field in ((1, "chosen"), (2, "rejected")):
-                answer = np.append(ids[3 * number + place], self._tokenizer.eos_id)
-                counted = np.zeros(len(prompt) + len(answer), bool)
-                counted[len(prompt) :] = bool(row[field])
-                encoded.append(
-                    EncodedChat(
-                        tokens=np.concatenate([prompt, answer]).astype(np.int32),
-                        counted=counted,
-                        text=row[field],
-                    )
-                )
-        return encoded
+    def notes(self) -> list[str]:
+        """Returns lines on what was made of the conversations so far, beyond one text of each."""
+        return [] if self._chat is None else self._chat.notes()
+
+
+@final
+class CompletionEncoder:
+    """Tokenizes prompts with their completions, both plain text: the completion counts."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self.bos_id = tokenizer.bos_id
+
+    def encode_batch(self, documents: Sequence[Document]) -> list[list[EncodedChat]]:
+        """Returns one document for each JSON line.
+
+        Raises:
+            DataError: a row is invalid; the message names it and says why.
+        """
+        return _answers(self._tokenizer, [_completion_texts(each) for each in documents])
+
+    def notes(self) -> list[str]:
+        """Returns no lines: each row is one document."""
+        return []
+
+
+def prompt_of(document: Document, config: DataConfig) -> str | ChatRow:
+    """Returns the prompt of a row of text, or the messages before the first turn that counts."""
+    name = document.name
+    if config.format is DataFormat.CHAT:
+        row = parse_conversation(document)
+    elif config.chat_template is not None:
+        row = _talks(name, _parse(document))[0]
+    elif config.format is DataFormat.PREFERENCES:
+        return _pair_texts(name, _parse(document))[0]
+    else:
+        return _completion_texts(document)[0]
+    first = next(iter(row.counted()), len(row.messages))
+    return dataclasses.replace(row, messages=row.messages[:first])
+
+
+def _completion_texts(document: Document) -> list[str]:
+    name = document.name
+    row = parse_json(document.text, where=name, error=DataError, remedy=EACH_LINE)
+    return _require_texts(name, row, ("prompt", "completion"))
+
+
+def _require_texts(name: str, row: Mapping[str, Any], fields: Sequence[str]) -> list[str]:
+    for field in fields:
+        if not isinstance(row.get(field), str):
+            raise DataError(
+                f"{name}: {field} is {type(row.get(field)).__name__}; without a chat template "
+                f"{', '.join(fields)} must be text: give --chat for messages"
+            )
+    return [row[field] for field in fields]
+
+
+def _pair_texts(name: str, row: Mapping[str, Any]) -> list[str]:
+    """A row's prompt, chosen and rejected text; the prompt is what both begin with if it has none.
+
+    Both answers begin with a whole word, and with the space before it, as tokenizers join them.
+    """
+    if row.get("prompt") is not None:
+        return _require_texts(name, row, ("prompt", "chosen", "rejected"))
+    answers = _require_texts(name, row, ("chosen", "rejected"))
+    prompt = re.sub(r" ?\w*$", "", answers[0][: num_alike(*answers)], flags=re.ASCII)
+    return [prompt, *(answer.removeprefix(prompt) for answer in answers)]
+
+
+def _answers(tokenizer: Tokenizer, texts: Sequence[Sequence[str]]) -> list[list[EncodedChat]]:
+    """The documents of each row: its first text, followed by each of the others and the end."""
+    ids = iter(tokenizer.encode_batch([text for row in texts for text in row]))
+    encoded = []
+    for row in texts:
+        prompt, documents = next(ids), []
+        for text in row[1:]:
+            answer = np.append(next(ids), tokenizer.eos_id)
+            counted = np.zeros(len(prompt) + len(answer), bool)
+            counted[len(prompt) :] = bool(text)
+            tokens = np.concatenate([prompt, answer]).astype(np.int32)
+            documents.append(
+                EncodedChat(tokens=tokens, counted=counted, text=text, first=tokenizer.bos_id)
+            )
+        encoded.append(documents)
+    return encoded
 
 
 def _parse(document: Document) -> Mapping[str, Any]:
@@ -97,17 +164,17 @@ def _parse(document: Document) -> Mapping[str, Any]:
 
 def _talks(name: str, row: Mapping[str, Any]) -> list[ChatRow]:
     """The two conversations of a row."""
-    prompt = _messages(row.get("prompt", []), role="user", where=name)
-    answers = [_messages(row[each], role=ASSISTANT, where=name) for each in ("chosen", "rejected")]
+    prompt = said_by(row.get("prompt"), role="user")
+    answers = [said_by(row[each], role=ASSISTANT) for each in ("chosen", "rejected")]
     if not all(answers):
         raise DataError(f"{name}: an answer is neither text nor messages; {_FORMS}")
-    if all(_role(answer[0]) != ASSISTANT for answer in answers):
-        num_given = _num_alike(*answers)  # whole conversations, whatever prompt stands beside
+    if all(role_of(answer[0]) != ASSISTANT for answer in answers):
+        num_given = num_alike(*answers)  # whole conversations, whatever prompt stands beside
     else:
         num_given = len(prompt)
         answers = [[*prompt, *answer] for answer in answers]
     if num_given == 0 or any(
-        all(_role(message) != ASSISTANT for message in answer[num_given:]) for answer in answers
+        all(role_of(message) != ASSISTANT for message in answer[num_given:]) for answer in answers
     ):
         raise DataError(
             f"{name}: no prompt, or an answer in which the model says nothing; {_FORMS}"
@@ -117,27 +184,9 @@ def _talks(name: str, row: Mapping[str, Any]) -> list[ChatRow]:
     num_given += len(answers[0]) - length
     for answer in answers:
         check_messages(answer, where=name)
-    given = sum(_role(message) == ASSISTANT for message in answers[0][:num_given])
-    tools = tools_of(row, where=name)
-    return [ChatRow(name=name, messages=answer, tools=tools, num_given=given) for answer in answers]
-
-
-def _messages(value: Any, *, role: str, where: str) -> list[Any]:
-    """A text as a message of that role, a message as a list of one; nothing for other kinds."""
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    if isinstance(value, dict):
-        return [value]
-    return value if isinstance(value, list) else []
-
-
-def _role(message: Any) -> Any:
-    return message.get("role") if isinstance(message, dict) else None
-
-
-def _num_alike(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Number of messages that two conversations share at their beginning."""
-    num = 0
-    while num < min(len(first), len(second)) and first[num] == second[num]:
-        num += 1
-    return num
+    given = sum(role_of(message) == ASSISTANT for message in answers[0][:num_given])
+    tools, settings = tools_of(row, where=name), settings_of(row, where=name)
+    return [
+        ChatRow(name=name, messages=answer, tools=tools, num_given=given, settings=settings)
+        for answer in answers
+    ]

@@ -54,8 +54,9 @@ def piece_rows(
     ends = offset == arrays.lengths[document]
     cell = (pieces.row[which], pieces.column[which] + position)
     first_of_row = np.searchsorted(pieces.row, pieces.row)
+    begin = arrays.bos_id if arrays.first is None else arrays.first[document]
     tokens[cell] = np.where(
-        offset == 0, arrays.bos_id, arrays.tokens[np.maximum(target - 1, 0)].astype(np.int32)
+        offset == 0, begin, arrays.tokens[np.maximum(target - 1, 0)].astype(np.int32)
     )
     target = np.minimum(target, len(arrays.tokens) - 1)  # unused where it is past the document
     targets[cell] = np.where(ends, arrays.eos_id, arrays.tokens[target].astype(np.int32))

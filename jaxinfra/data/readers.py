@@ -31,6 +31,7 @@ _PARQUET = ".parquet"
 _ARROW = ".arrow"
 _TABLES = (_PARQUET, _ARROW)
 _ROWS = 1024  # read at a time
+_OF_ANSWERS = {"messages", "conversations", "completion", "output", "chosen"}
 EACH_LINE = "each line must be one JSON object"
 
 
@@ -230,10 +231,11 @@ def _require_columns(path: Path, found: list[str], columns: list[str] | None) ->
 
 def _field(row: Mapping[str, object], where: str, text_field: str) -> str:
     if text_field not in row:
-        raise DataError(
-            f"{where}: no field {text_field!r} among {sorted(row)}; "
-            "set text_field to the one that holds the text"
-        )
+        hint = "set text_field to the one that holds the text"
+        if _OF_ANSWERS & row.keys():
+            hint += ", or read rows of messages with --chat, of a prompt and its completion with "
+            hint += "data.format=completions, of two answers with --preferences"
+        raise DataError(f"{where}: no field {text_field!r} among {sorted(row)}; {hint}")
     value = row[text_field]
     if not isinstance(value, str):
         raise DataError(

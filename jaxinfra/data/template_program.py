@@ -15,12 +15,13 @@ from collections.abc import Mapping
 from typing import Any, NoReturn, override
 
 import jinja2
-from jinja2 import ext, nodes, parser, sandbox
+from jinja2 import defaults, ext, meta, nodes, parser, sandbox
 
 MEMORY_BYTES = 1 << 30
 TEXT_CHARACTERS = 1 << 26
 # Around what generation blocks enclose. Unicode reserves them for such uses: no text has them.
 _ASKED = "what a template may do with a text"
+_FUNCTIONS = defaults.DEFAULT_NAMESPACE  # range, namespace and others of Jinja
 BEGIN, END = "\ufdd0", "\ufdd1"
 
 
@@ -42,8 +43,10 @@ class Generation(ext.Extension):
         return [begin, *body, end]
 
 
-def compiled(source: str) -> tuple[jinja2.Template, bool]:
-    """Compiles a chat template; also returns whether it has ``{% generation %}``."""
+def compiled(source: str) -> tuple[jinja2.Template, dict[str, Any]]:
+    """Compiles a chat template; also returns whether it has ``{% generation %}`` and the names of
+    the variables that it reads.
+    """
     # As the reference implementation sets it up: templates depend on every one of these.
     environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
@@ -58,7 +61,8 @@ def compiled(source: str) -> tuple[jinja2.Template, bool]:
     template = environment.from_string(source, globals=functions)
     generation = environment.extensions[Generation.identifier]
     assert isinstance(generation, Generation)
-    return template, generation.is_used
+    names = meta.find_undeclared_variables(environment.parse(source)) - {*functions, *_FUNCTIONS}
+    return template, {"marks": generation.is_used, "names": sorted(names)}
 
 
 class Nothing(str):
@@ -137,13 +141,15 @@ def _now(format: str) -> str:
     return datetime.datetime.now().strftime(format)
 
 
-def _answer(request: dict[str, Any], known: dict[str, tuple[jinja2.Template, bool]]) -> Any:
+def _answer(
+    request: dict[str, Any], known: dict[str, tuple[jinja2.Template, dict[str, Any]]]
+) -> Any:
     source = request["source"]
     if source not in known:
         known[source] = compiled(source)
-    template, marks = known[source]
+    template, about = known[source]
     if "variables" not in request:
-        return marks
+        return about
     variables = request["variables"]
     messages = variables["messages"]
     has_parts = any(isinstance(m, dict) and isinstance(m.get("content"), list) for m in messages)
@@ -158,7 +164,7 @@ def _answer(request: dict[str, Any], known: dict[str, tuple[jinja2.Template, boo
 def main() -> None:
     """Answers requests from the standard input until it ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    known: dict[str, tuple[jinja2.Template, bool]] = {}
+    known: dict[str, tuple[jinja2.Template, dict[str, Any]]] = {}
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         try:

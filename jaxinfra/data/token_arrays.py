@@ -10,6 +10,8 @@ A directory of token arrays holds, little-endian:
   per byte are counted
 - optionally ``counted.bin``: uint8 per token, 1 where the loss counts it as a target; without it
   all count, and so does the separator after each document
+- optionally ``first.npy``: int64 ``[documents]``, the token before each document where it is not
+  ``bos_id`` for all, as chat templates may begin with different ones
 - ``meta.json``: format, version, dtype, counts, ``vocab_size``, ``bos_id``, ``eos_id``, and the
   SHA-256 of the contents, by which a resumed run recognizes its data
 - optionally ``tokenizer.json``, the tokenizer that made them
@@ -36,6 +38,7 @@ FORMAT = "jaxinfra-token-arrays"
 VERSION = 1
 META = "meta.json"
 COUNTED = "counted.bin"
+FIRST = "first.npy"
 
 
 @final
@@ -54,6 +57,7 @@ class TokenArrays:
     counted: np.ndarray | None = None  # uint8 beside tokens; None: all of them
     # float32 beside tokens: log probability of each under a reference model.
     reference: np.ndarray | None = None
+    first: np.ndarray | None = None  # token before each document; None: bos_id
 
     @property
     def num_documents(self) -> int:
@@ -92,6 +96,7 @@ class TokenArrays:
             starts=self.starts[documents],
             lengths=self.lengths[documents],
             document_bytes=self.document_bytes[documents],
+            first=None if self.first is None else self.first[documents],
             fingerprint=identity.hexdigest(),
         )
 
@@ -115,14 +120,26 @@ class TokenWriter:
         self._dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
         self._lengths: list[int] = []
         self._document_bytes: list[int] = []
+        self._first: list[int] = []
         self._hash = hashlib.sha256()
         self._file = (directory / "tokens.bin").open("wb")
         self._marks = (directory / COUNTED).open("wb") if marks else None
 
     def append(
-        self, tokens: np.ndarray, *, num_bytes: int, counted: np.ndarray | None = None
+        self,
+        tokens: np.ndarray,
+        *,
+        num_bytes: int,
+        counted: np.ndarray | None = None,
+        first: int | None = None,
     ) -> None:
-        """Appends a document's tokens, its text's UTF-8 bytes, and which tokens the loss counts."""
+        """Appends a document.
+
+        Args:
+            num_bytes: UTF-8 bytes of its text.
+            counted: marks on the tokens that the loss counts.
+            first: token before the document; None: ``bos_id``.
+        """
         vocab_size = self._settings["vocab_size"]
         tokens = np.asarray(tokens)
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
@@ -146,6 +163,7 @@ class TokenWriter:
             self._marks.write(marks)
         self._lengths.append(tokens.size)
         self._document_bytes.append(num_bytes)
+        self._first.append(self._settings["bos_id"] if first is None else first)
 
     def finish(self) -> None:
         """Writes the metadata and offsets; without them the directory is not valid."""
@@ -154,6 +172,11 @@ class TokenWriter:
         document_bytes = np.array(self._document_bytes, dtype="<i8")
         np.save(self._directory / "offsets.npy", offsets)
         np.save(self._directory / "document_bytes.npy", document_bytes)
+        has_first = set(self._first) - {self._settings["bos_id"]}
+        if has_first:
+            first = np.array(self._first, dtype="<i8")
+            np.save(self._directory / FIRST, first)
+            self._hash.update(first)
         for part in (offsets, document_bytes, json.dumps(self._settings).encode()):
             self._hash.update(part)
         meta = {
@@ -164,6 +187,7 @@ class TokenWriter:
             "num_tokens": int(offsets[-1]),
             "num_bytes": int(document_bytes.sum()),
             "marks": self._marks is not None,
+            "first": bool(has_first),
             **self._settings,
             "sha256": self._hash.hexdigest(),
         }
@@ -213,6 +237,7 @@ def open_token_arrays(directory: Path, *, vocab_size: int | None = None) -> Toke
         actual_bytes = tokens_path.stat().st_size
         marks = (directory / COUNTED) if meta.get("marks", False) else None
         num_marks = num_tokens if marks is None else marks.stat().st_size
+        first = np.load(directory / FIRST) if meta.get("first", False) else None
         separators = {"bos_id": int(meta["bos_id"]), "eos_id": int(meta["eos_id"])}
         fingerprint = str(meta["sha256"])
     except (OSError, ValueError, TypeError, KeyError, EOFError) as error:
@@ -230,6 +255,7 @@ def open_token_arrays(directory: Path, *, vocab_size: int | None = None) -> Toke
         or num_marks != num_tokens
         or offsets.shape != (num_documents + 1,)
         or document_bytes.shape != (num_documents,)
+        or (first is not None and first.shape != (num_documents,))
         or offsets[0] != 0
         or offsets[-1] != num_tokens
         or (np.diff(offsets) < 0).any()
@@ -249,6 +275,7 @@ def open_token_arrays(directory: Path, *, vocab_size: int | None = None) -> Toke
         vocab_size=own_vocab_size,
         fingerprint=fingerprint,
         counted=None if marks is None else np.memmap(marks, dtype=np.uint8, mode="r"),
+        first=first,
         **separators,
     )
 

@@ -16,12 +16,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxinfra.data.chat_template import ChatTemplate, load_chat_template
+from jaxinfra.data.chat_template import ChatTemplate
 from jaxinfra.errors import ConfigError, DataError, UnsupportedError
 from jaxinfra.model.decoder import Decoder
 from jaxinfra.serving.engine.requests import GenerationRequest
 from jaxinfra.serving.generate import bucket, generate, request_of
-from jaxinfra.serving.load import LoadedModel, load
+from jaxinfra.serving.load import LoadedModel, load, load_template
 from jaxinfra.serving.sampling import SamplingConfig
 
 _TOKENS = 4096  # of a batch
@@ -175,7 +175,7 @@ def evaluate_tasks(
     """
     evaluator, manager = _import("lm_eval.evaluator"), _import("lm_eval.tasks").TaskManager
     loaded = model if isinstance(model, LoadedModel) else load(model)
-    template = None if chat_template is None else load_chat_template(Path(chat_template))
+    template = None if chat_template is None else load_template(Path(chat_template))
     known = manager(include_path=None if task_directory is None else str(task_directory))
     if unknown := [task for task in tasks if task not in known.all_tasks]:
         raise ConfigError(

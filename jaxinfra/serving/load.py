@@ -20,6 +20,7 @@ from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import RunConfig
 from jaxinfra.config.validate import check_divides
+from jaxinfra.data.chat_template import ChatTemplate, load_chat_template
 from jaxinfra.data.special_tokens import read_generation_config
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.errors import CheckpointError, ConfigError, nearest
@@ -294,6 +295,21 @@ def load_run(
         placement=placement,
         defaults=sampling_defaults(path),
     )
+
+
+def load_template(path: Path, settings: Mapping[str, Any] | None = None) -> ChatTemplate:
+    """Loads the chat template of a model, or of a run with the settings that it was trained with.
+
+    Args:
+        settings: values of variables that the template reads; they precede those of the run.
+
+    Raises:
+        ConfigError: there is no chat template, or it has no such setting.
+    """
+    run, trained = RunDirectory(path), {}
+    if run.config_file.is_file() and not is_model_directory(path):
+        trained = run.read_config().data.template_settings
+    return load_chat_template(path).with_settings({**trained, **(settings or {})})
 
 
 def restore_trained(

@@ -80,10 +80,11 @@ def describe_corpora(corpora: Corpora, config: RunConfig) -> str:
     validation = [
         f"validation set {name}: {side(each.heldout)}" for name, each in corpora.validation.items()
     ]
+    notes = [note for each in corpora.sources.values() for note in each.notes]
     if not config.data.mixture:
         (own,) = corpora.sources.values()
         text = f"training text: {side(own.train)}; held out: {side(own.heldout)}"
-        return "\n".join([text, *validation])
+        return "\n".join([text, *notes, *validation])
     steps, size = config.training.steps, config.training.sequence_length
     shares = schedule_of(config.data, config.training).mean_shares(steps)
     lines = [f"mixture of {len(shares)} sources, by their parts of all {steps} steps:"]
@@ -94,7 +95,7 @@ def describe_corpora(corpora: Corpora, config: RunConfig) -> str:
             f"  {name} {share:.2%}, {epochs:.3g} epochs: {side(each.train)}; held out: "
             f"{side(each.heldout)}"
         )
-    return "\n".join([*lines, *validation])
+    return "\n".join([*lines, *notes, *validation])
 
 
 def _documents(number: int) -> str:

@@ -35,7 +35,7 @@ CONFIG = dataclasses.replace(SERVED_CONFIG, vocab_size=257, max_positions=CONTEX
 TEMPLATE = (
     "{% if tools %}{{ tools[0].function.name }};{% endif %}"
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
-    "{% if add_generation_prompt %}a:{% endif %}"
+    "{% if add_generation_prompt %}a:{% if loud %}!{% endif %}{% endif %}"
 )
 BASE = {"model": "letters", "prompt": "a", "max_tokens": 2}
 

@@ -220,6 +220,11 @@ def test_tokens_are_counted(running):
     assert answer == {"count": 4, "max_model_len": CONTEXT, "tokens": [256, 97, 98, 99]}
     _, answer, _ = post(running, "/tokenize", {"messages": [{"role": "user", "content": "x"}]})
     assert answer["count"] == len("u:x;a:")
+    asked = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"loud": True}}
+    assert post(running, "/tokenize", asked)[1]["count"] == len("u:x;a:!")
+    status, answer, _ = post(running, "/tokenize", asked | {"chat_template_kwargs": {"low": True}})
+    assert status == 400
+    assert "no setting 'low'" in answer["error"]["message"]
     _, answer, _ = post(running, "/detokenize", {"tokens": [97, 256]})
     end = running.model.tokenizer.decode([256])
     assert answer == {"prompt": f"a{end}"}

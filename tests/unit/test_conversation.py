@@ -8,12 +8,16 @@ import sys
 import chat_model
 import pytest
 
+from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.cli.main import main
+from jaxinfra.config import codec
+from jaxinfra.config.data import DataConfig, TokenizerConfig
+from jaxinfra.config.presets import run_preset
 from jaxinfra.data.chat_template import load_chat_template
-from jaxinfra.errors import DataError
+from jaxinfra.errors import ConfigError, DataError
 from jaxinfra.serving.conversation import Conversation
 from jaxinfra.serving.generate import generate_text
-from jaxinfra.serving.load import load
+from jaxinfra.serving.load import load, load_template
 from jaxinfra.serving.sampling import GREEDY
 
 NEW = 6
@@ -37,6 +41,25 @@ def alone(model, path, messages):
     ids = load_chat_template(path).encode(model.tokenizer, messages)
     pieces = generate_text(model, ids, max_new_tokens=NEW, sampling=GREEDY)
     return "".join(piece.text for piece in pieces)
+
+
+def test_a_run_is_asked_as_it_was_trained(tmp_path):
+    """The template's settings of the run hold, but for those that are given."""
+    data = DataConfig(
+        format="chat",
+        chat_template="hf",
+        template_settings={"thinks": False},
+        tokenizer=TokenizerConfig(kind="bytes"),
+    )
+    config = codec.normalized(dataclasses.replace(run_preset("tiny"), data=data))
+    run = RunDirectory(tmp_path / "run")
+    run.create(config, {"chat_template.jinja": b"{{ thinks }}{{ loud }}"})
+    assert run.read_config().data.template_settings == {"thinks": False}
+    assert load_template(run.path).render([]) == "False"
+    assert load_template(run.path, {"loud": 1}).render([]) == "False1"
+    assert load_template(run.path, {"thinks": True}).render([]) == "True"
+    with pytest.raises(ConfigError, match="has no setting 'think'; did you mean 'thinks'"):
+        load_template(run.path, {"think": True})
 
 
 @pytest.mark.slow

@@ -9,12 +9,13 @@ import tokenizers
 from chat_model import CHATML, write_tokenizer
 
 from jaxinfra.config.data import DataConfig, DataFormat, TokenizerConfig, TokenizerKind
-from jaxinfra.data.chat import ChatEncoder, rendered_spans
+from jaxinfra.data.chat import ChatEncoder
 from jaxinfra.data.chat_template import ChatTemplate
 from jaxinfra.data.corpus import open_corpus
 from jaxinfra.data.heldout import HeldoutBatches
 from jaxinfra.data.packing import PackedWindows
 from jaxinfra.data.readers import Document
+from jaxinfra.data.turns import turn_renderings
 from jaxinfra.errors import ConfigError, DataError
 
 MARKED = (
@@ -48,7 +49,7 @@ def line(messages, **more):
 
 def encoded(tokenizer, program, messages):
     encoder = ChatEncoder(ChatTemplate(program, variables={}), tokenizer)
-    (result,) = encoder.encode_batch([line(messages)])
+    ((result,),) = encoder.encode_batch([line(messages)])
     return encoder, result
 
 
@@ -75,9 +76,11 @@ def test_exactly_the_models_turns_count(tokenizer, program, said):
 
 def test_both_ways_of_telling_agree(tokenizer):
     unmarked = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    (text, marked), (same, told) = (
-        rendered_spans(ChatTemplate(program, variables={}), TALK) for program in (MARKED, unmarked)
+    ((marks,), (found,)) = (
+        turn_renderings(ChatTemplate(program, variables={}), TALK, [2, 4])
+        for program in (MARKED, unmarked)
     )
+    (text, marked), (same, told) = (marks.text, marks.spans), (found.text, found.spans)
     assert text == same
     assert [first for first, _ in marked] == [first for first, _ in told]
     assert [text[last] for _, last in marked] == ["\n", "\n"], "told ones have it"
@@ -119,20 +122,17 @@ def test_bad_lines_are_named(tokenizer, message):
 
 def test_what_cannot_be_told_is_refused(tokenizer):
     cases = {
-        "changes earlier text": (FORGETFUL, TALK),
-        "message 2: the chat template changes": (FORGETFUL, [TALK[1], TALK[2], TALK[1]]),
         "a token reaches across the start of the model's turn": (
             CHATML,
             [TALK[1], {"role": "assistant", "content": "\nHello"}],
         ),
-        "begins with another token": ("{{ messages[0].role[0] }}" + CHATML, TALK),
         "refuses the messages": ("<|im_start|>{{ messages[7].role }}", TALK),
         "U+FDD0": (MARKED, [TALK[1], {"role": "assistant", "content": "\ufdd0"}]),
     }
     for message, (program, messages) in cases.items():
         if message == "refuses the messages":
             with pytest.raises(DataError, match=message):
-                rendered_spans(ChatTemplate(program, variables={}), messages)
+                turn_renderings(ChatTemplate(program, variables={}), messages, [])
             continue
         with pytest.raises(DataError) as caught:
             encoded(tokenizer, program, messages)
@@ -209,5 +209,5 @@ def test_turns_of_weight_0_do_not_count(tokenizer):
         {"role": "user", "content": "b"},
         {"role": "assistant", "content": "two", "weight": 1},
     ]
-    (found,) = encoder.encode_batch([line(talk)])
+    ((found,),) = encoder.encode_batch([line(talk)])
     assert found.text == "two<|im_end|>\n"

@@ -229,7 +229,8 @@ def encoded(row, *, chat: bool = False):
     if chat:
         template = ChatTemplate(CHATML, variables={"bos_token": "#"})
         encoder = PairEncoder(TOKENIZER, ChatEncoder(template, TOKENIZER))
-    return encoder.encode_batch([Document(name="x:1", text=json.dumps(row))])
+    (pair,) = encoder.encode_batch([Document(name="x:1", text=json.dumps(row))])
+    return pair
 
 
 def test_a_text_answer_follows_its_prompt_and_ends():

@@ -134,7 +134,9 @@ def _add_generation(app: fastapi.FastAPI, service: Service) -> None:
     async def chat(http: fastapi.Request, body: ChatBody) -> responses.Response:
         name = _served(service, body.model)
         tools = None if body.tool_choice == "none" else body.tools
-        prompt = await asyncio.to_thread(service.render, body.messages, tools)
+        prompt = await asyncio.to_thread(
+            service.render, body.messages, tools, body.chat_template_kwargs
+        )
         requests = service.requests([prompt], body, model=name, default_tokens=service.context)
         form = ChatForm(name, [prompt], body, tokenizer=service.tokenizer)
         return await _answer(service, http, body, form, requests)
@@ -160,7 +162,9 @@ def _add_information(app: fastapi.FastAPI, service: Service) -> None:
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         _served(service, body.model)
         if body.messages is not None:
-            tokens = await asyncio.to_thread(service.render, body.messages, body.tools)
+            tokens = await asyncio.to_thread(
+                service.render, body.messages, body.tools, body.chat_template_kwargs
+            )
         else:
             tokens = service.encode(body.prompt or "", special=body.add_special_tokens)
         return {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}

@@ -198,6 +198,7 @@ class ChatBody(GenerationBody):
     messages: list[dict[str, Any]] = pydantic.Field(min_length=1)
     max_completion_tokens: int | None = pydantic.Field(default=None, ge=1)
     tools: Tools | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     logprobs: bool = False
     top_logprobs: int | None = pydantic.Field(default=None, ge=0, le=20)
@@ -228,4 +229,5 @@ class TokenizeBody(ClientBody):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: Tools | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True

@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -18,13 +18,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from jaxinfra.data.chat import check_message
-from jaxinfra.data.chat_template import ChatTemplate, load_chat_template
+from jaxinfra.data.chat_template import ChatTemplate
 from jaxinfra.errors import ConfigError, DataError
 from jaxinfra.serving.engine.background import EngineThread
 from jaxinfra.serving.engine.grammar import GrammarCompiler
 from jaxinfra.serving.engine.requests import GenerationRequest, RequestProgress
 from jaxinfra.serving.http.bodies import GenerationBody
-from jaxinfra.serving.load import LoadedModel
+from jaxinfra.serving.load import LoadedModel, load_template
 
 
 @final
@@ -155,6 +155,7 @@ class Service:
     Args:
         path: the model's directory, with a chat template if the model has one.
         name: the model's name in clients' requests.
+        template: variables of the chat template, where a request gives no other value.
     """
 
     def __init__(
@@ -165,6 +166,7 @@ class Service:
         path: Path,
         name: str,
         limits: ServiceLimits,
+        template: Mapping[str, Any] | None = None,
     ):
         self.name, self.limits, self.engine = name, limits, engine
         self.created = int(time.time())
@@ -175,8 +177,10 @@ class Service:
         self._template: ChatTemplate | None = None
         self.no_chat = ""
         try:
-            self._template = load_chat_template(path)
+            self._template = load_template(path, template)
         except ConfigError as error:
+            if template:
+                raise
             self.no_chat = str(error)
         self._compiler: GrammarCompiler | None = None
         self._deliveries: Deliveries | None = None
@@ -213,14 +217,18 @@ class Service:
         return self.tokenizer.decode(tokens)
 
     def render(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        settings: dict[str, Any] | None,
     ) -> tuple[int, ...]:
         """Renders a conversation with the model's chat template, and returns its tokens."""
         if self._template is None:
             raise ConfigError(self.no_chat)
         for number, message in enumerate(messages):
             check_message(message, where=f"messages[{number}]")
-        return tuple(self._template.encode(self.tokenizer, messages, tools=tools))
+        template = self._template.with_settings(settings or {})
+        return tuple(template.encode(self.tokenizer, messages, tools=tools))
 
     def requests(
         self,

@@ -1,8 +1,9 @@
 """Serves one model over HTTP, from loading its engine until the last answer."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from jaxinfra.errors import ConfigError, JaxinfraError
 from jaxinfra.runtime.cluster import Cluster
@@ -32,6 +33,8 @@ class ServeOptions:
     server: ServerOptions
     limits: ServiceLimits
     max_open: int  # requests that may run or wait
+    # Variables of the chat template, where a request gives no other value.
+    template: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def _require_other_names(name: str, bank: AdapterBank | None) -> None:
@@ -69,7 +72,14 @@ def serve(
     _require_other_names(options.name, bank)
     engine = Engine.of(model, options=options.engine, draft=draft, bank=bank, consumes=True)
     running = EngineThread(engine, max_open=options.max_open)
-    service = Service(model, running, path=options.path, name=options.name, limits=options.limits)
+    service = Service(
+        model,
+        running,
+        path=options.path,
+        name=options.name,
+        limits=options.limits,
+        template=options.template,
+    )
     app = application(service, api_key=options.server.api_key)
     # An address that is taken is known at once.
     server = HttpServer(app, options.server, drain=running.drain)

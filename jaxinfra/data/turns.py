@@ -1,0 +1,134 @@
+"""Renderings of a conversation in which each message of the model is found where it was asked for.
+
+If the template encloses the model's messages in ``{% generation %}``, what is enclosed counts, in
+one rendering. Otherwise a message is what a rendering up to it adds to the rendering before it with
+the generation prompt. Templates that change earlier text as a conversation goes on, such as those
+that drop the thoughts of earlier messages, need several renderings: each ends with one of them.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+from jaxinfra.data.chat_template import ChatTemplate, Message
+from jaxinfra.errors import DataError
+
+ASSISTANT = "assistant"
+
+type Span = tuple[int, int]
+"""A range of characters: first, and first no more."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Rendering:
+    """A text of a conversation, and where in it the messages are that count."""
+
+    text: str
+    spans: list[Span]
+    num_unasked: int = 0  # of these, those that begin otherwise than they are asked for
+
+
+def turn_renderings(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    counted: Sequence[int],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> list[Rendering]:
+    """Renders a conversation such that each counted message is in exactly one text as it was asked
+    for: all in one if the template leaves earlier text as it is, else in as few as that takes.
+
+    Args:
+        counted: numbers of the messages that count, in order; all are the model's.
+
+    Raises:
+        DataError: the template refuses the messages, or marks other messages than there are.
+    """
+    whole, marks = template.render_marked(messages, tools=tools)
+    if marks is not None:
+        return [Rendering(text=whole, spans=_of_marks(marks, messages, counted))]
+    turns, left, result = _Turns(template, messages, tools), list(counted), []
+    for end in (len(messages), *(number + 1 for number in reversed(counted))):
+        if end < len(messages) and end - 1 not in left:
+            continue
+        text = whole if end == len(messages) else turns.up_to(end)
+        found = [number for number in left if number < end and text.startswith(turns.after(number))]
+        if found or not counted:
+            starts = [turns.start(number) for number in found]
+            result.append(
+                Rendering(
+                    text=text,
+                    spans=[
+                        (start, len(turns.after(number)))
+                        for (start, _), number in zip(starts, found, strict=True)
+                    ],
+                    num_unasked=sum(not asked for _, asked in starts),
+                )
+            )
+            left = [number for number in left if number not in found]
+    return result
+
+
+def _of_marks(marks: list[Span], messages: Sequence[Message], counted: Sequence[int]) -> list[Span]:
+    if not any(last > first for first, last in marks):
+        raise DataError("the template's generation blocks are empty: nothing to learn")
+    said = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+    if len(counted) == len(said):
+        return marks
+    if len(marks) != len(said):
+        raise DataError(
+            f"the chat template marks {len(marks)} messages of the model where there are "
+            f"{len(said)}, so those that do not count cannot be told from the others; mark every "
+            "one in it"
+        )
+    return [span for span, number in zip(marks, said, strict=True) if number in counted]
+
+
+@final
+class _Turns:
+    """Texts of one conversation around messages of the model, each rendered once."""
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+    ):
+        self._messages = list(messages)
+        self._render = functools.partial(template.render, tools=tools)
+        self.up_to = functools.cache(self._up_to)
+
+    def _up_to(self, end: int) -> str:
+        return self._render(self._messages[:end], add_generation_prompt=False)
+
+    def after(self, number: int) -> str:
+        """Text of the conversation that ends with this turn."""
+        return self.up_to(number + 1)
+
+    def start(self, number: int) -> tuple[int, bool]:
+        """Returns where a turn begins in ``after(number)``, and whether it begins there as the
+        generation prompt asks for it.
+
+        Some templates ask for another beginning than they write later, or write a prompt otherwise
+        once it is answered. Then a turn begins where the texts of two other answers differ.
+        """
+        before, after = self._render(self._messages[:number]), self.after(number)
+        if after.startswith(before):
+            return len(before), True
+        others = [
+            self._render(
+                [*self._messages[:number], {"role": ASSISTANT, "content": content}],
+                add_generation_prompt=False,
+            )
+            for content in ("x", "y")
+        ]
+        return min(num_alike(others[0], each) for each in (others[1], after)), False
+
+
+def num_alike(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Counts the characters, or other elements, that two sequences share at their beginning."""
+    num = 0
+    while num < min(len(first), len(second)) and first[num] == second[num]:
+        num += 1
+    return num
