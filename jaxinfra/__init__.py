@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from jaxinfra.errors import UnsupportedError as UnsupportedError
     from jaxinfra.model.passes import LayerOutput as LayerOutput
     from jaxinfra.model.passes import Pass as Pass
+    from jaxinfra.model.passes import Sums as Sums
     from jaxinfra.serving.convert import Conversion as Conversion
     from jaxinfra.serving.convert import convert as convert
     from jaxinfra.serving.harness import evaluate_tasks as evaluate_tasks
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from jaxinfra.training.metrics import JsonLinesLogger as JsonLinesLogger
     from jaxinfra.training.metrics import MetricsLogger as MetricsLogger
     from jaxinfra.training.metrics import MlflowLogger as MlflowLogger
+    from jaxinfra.training.metrics import StopTraining as StopTraining
     from jaxinfra.training.metrics import TensorBoardLogger as TensorBoardLogger
     from jaxinfra.training.metrics import WandbLogger as WandbLogger
     from jaxinfra.training.preferences import PairLoss as PairLoss
@@ -156,6 +158,7 @@ _PUBLIC = {
     "jaxinfra.model.passes": (
         "LayerOutput",
         "Pass",
+        "Sums",
     ),
     "jaxinfra.serving.convert": (
         "Conversion",
@@ -172,6 +175,7 @@ _PUBLIC = {
         "JsonLinesLogger",
         "MetricsLogger",
         "MlflowLogger",
+        "StopTraining",
         "TensorBoardLogger",
         "WandbLogger",
     ),

@@ -65,7 +65,7 @@ class UnsupportedError(JaxinfraError):
         ...     Uncached().cache
         ... except jaxinfra.UnsupportedError as error:
         ...     print(error)
-        Uncached keeps no cache, which generating needs; ...
+        Uncached has no pages of cached tokens, which servers, ... need; ...
     """
 
 

@@ -51,7 +51,11 @@ def plan(
         >>> found.fits, found.layout.mesh.num_devices
         (True, 8)
     """
-    planned = find_model(model) if isinstance(model, str) else plan_model(codec.normalized(model))
+    planned = (
+        find_model(model)
+        if isinstance(model, str)
+        else plan_model(codec.normalized(model, ModelConfig))
+    )
     kind = with_bench_results(find_device(device), user_cache() / "bench")
     length = length or min(planned.config.max_positions, 8192)
     if mesh is not None:

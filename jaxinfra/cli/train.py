@@ -30,7 +30,7 @@ from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.preferences import PreferenceConfig
 from jaxinfra.config.presets import run_preset
 from jaxinfra.config.run import AttentionImplementation, Remat, RunConfig
-from jaxinfra.config.validate import validate
+from jaxinfra.config.validate import describe_warmup, validate, with_warmup
 from jaxinfra.errors import ConfigError
 from jaxinfra.runtime.files import local_path
 
@@ -217,10 +217,9 @@ def _with_options(config: RunConfig, args: argparse.Namespace) -> RunConfig:
 
 def _with_warmup(config: RunConfig, args: argparse.Namespace) -> RunConfig:
     """A run that was made shorter than its warm-up gets one of a tenth of it, and is told so."""
-    steps, warmup = config.training.steps, config.optimizer.warmup_steps
-    if warmup <= steps or any(each.startswith("optimizer.warmup_steps=") for each in args.set):
-        return config
-    shorter = steps // 10
-    print(f"warm-up of {shorter} steps instead of {warmup}: the run has {steps}")
-    optimizer = dataclasses.replace(config.optimizer, warmup_steps=shorter)
-    return dataclasses.replace(config, optimizer=optimizer)
+    if any(each.startswith("optimizer.warmup_steps=") for each in args.set):
+        validate(config)
+    shorter = with_warmup(config)
+    if shorter is not config:
+        print(describe_warmup(config, shorter))
+    return shorter

@@ -112,14 +112,40 @@ def from_dict[C](kind: type[C], values: dict[str, Any]) -> C:
         raise ConfigError("; ".join(lines)) from error
 
 
-def normalized[C](config: C) -> C:
+def normalized[C](config: C, kind: type[C]) -> C:
     """Returns the config with enum members in place of the strings that a script wrote.
 
     Records take ``policy="bf16"`` as it is, and ``"bf16" is PolicyName.BF16`` would be false later.
 
+    Args:
+        kind: the record that it must be.
+
     Raises ConfigError for a word that names no member, and for values of other types.
     """
-    return from_dict(type(config), to_dict(config))
+    _require_records(config, kind, path="")
+    return from_dict(kind, to_dict(config))
+
+
+def _require_records(value: Any, kind: Any, *, path: str) -> None:
+    """Raises ConfigError where something else is in the place of a record."""
+    kind = kind.__value__ if isinstance(kind, typing.TypeAliasType) else kind
+    if typing.get_origin(kind) is tuple:
+        if not _is_list(value):
+            raise ConfigError(f"{path}={value!r} is no tuple; give one")
+        for number, each in enumerate(value):
+            _require_records(each, typing.get_args(kind)[0], path=f"{path}.{number}")
+        return
+    kinds = typing.get_args(kind) or (kind,)
+    records = tuple(each for each in kinds if dataclasses.is_dataclass(each))
+    if not records or (value is None and type(None) in kinds):
+        return
+    if not isinstance(value, records):
+        names = " or ".join(each.__name__ for each in records)
+        where = f"{path}={value!r}" if path else repr(value)
+        raise ConfigError(f"{where} is no {names}; give one, such as a preset has")
+    for name, hint in typing.get_type_hints(type(value)).items():
+        if typing.get_origin(hint) is not typing.ClassVar:
+            _require_records(getattr(value, name), hint, path=f"{path}.{name}".strip("."))
 
 
 def _explain(error: BaseException, expected: type | None) -> str:
@@ -165,9 +191,14 @@ def override[C](config: C, settings: typing.Sequence[str]) -> C:
         >>> config.training.steps, config.mesh.fsdp
         (20, 2)
     """
+    if not dataclasses.is_dataclass(config) or isinstance(settings, str):
+        raise ConfigError(
+            f"override({config!r:.60}, {settings!r:.60}): give a config, such as jaxinfra.preset "
+            'returns, and a list of settings, as in ["training.steps=20"]'
+        )
     values = to_dict(config)
     for setting in settings:
-        path, separator, text = setting.partition("=")
+        path, separator, text = str(setting).partition("=")
         if not separator:
             raise ConfigError(f"setting {setting!r} has no value; write path=value")
         *parents, leaf = path.strip().split(".")

@@ -1,7 +1,7 @@
 """Puts a user's own functions and layers into a run in place of built-in ones."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxinfra.config.model import (
@@ -10,6 +10,7 @@ from jaxinfra.config.model import (
     GroupedAttentionConfig,
     MixerConfig,
 )
+from jaxinfra.config.optimizer import RATE, UPDATE, OptimizerConfig
 from jaxinfra.config.parts import part_name
 from jaxinfra.config.run import RunConfig
 from jaxinfra.errors import ConfigError
@@ -23,8 +24,12 @@ def customize(
     norm: Callable[..., Any] | None = None,
     mixer: MixerConfig | None = None,
     feed_forward: FeedForwardConfig | None = None,
+    optimizer: Callable[..., Any] | None = None,
+    schedule: Callable[..., Any] | None = None,
+    gradients: Callable[..., Any] | None = None,
+    frozen: Sequence[str] | None = None,
 ) -> RunConfig:
-    """Puts functions and layers of your own into every block; config.json names them.
+    """Puts functions and layers of your own into a run; config.json names them.
 
     Functions and records that other processes read, such as ``jaxinfra generate``, are marked with
     ``jaxinfra.part`` where they are defined.
@@ -41,9 +46,19 @@ def customize(
             and heads.
         norm: ``(x [..., D] fp32, epsilon) -> [..., D]``; scale and bias follow.
         mixer, feed_forward: records, of your own (``OwnMixer``, ``OwnFeedForward``) or built in.
+        optimizer: ``(learning_rate) -> optax.GradientTransformation``, given the run's schedule. It
+            takes the place of the kind, its constants, Muon and weight decay; ``clip_norm`` clips
+            before it.
+        schedule: ``(step, *, steps, peak) -> learning rate``, step int32 [], given the run's steps
+            and ``learning_rate``. It takes the place of the schedule and its warm-up.
+        gradients: ``() -> optax.GradientTransformation``, applied to gradients before they are
+            clipped; ``gradient_norm`` stays that of the gradients as they were.
+        frozen: patterns of parameters that stay as they begin, such as ``"embedding/*"``; they are
+            saved with the rest and have no optimizer state.
 
     Raises:
-        ConfigError: a function that no config can name; attention for a mixer that has none.
+        ConfigError: a function that no config can name; attention for a mixer that has none; a
+            value that is none of these.
 
     Examples:
         >>> wide = jaxinfra.MlpConfig(hidden_dim=1024)
@@ -51,6 +66,10 @@ def customize(
         >>> config.model.blocks[0].feed_forward.hidden_dim
         1024
     """
+
+    _require(config, RunConfig, "config")
+    _require(mixer, MixerConfig.__value__ | None, "mixer")
+    _require(feed_forward, FeedForwardConfig.__value__ | None, "feed_forward")
 
     def changed(block: BlockConfig) -> BlockConfig:
         mixing = _with_attention(mixer or block.mixer, attention)
@@ -68,7 +87,42 @@ def customize(
     if loss is not None:
         training = dataclasses.replace(training, loss=part_name(loss))
     model = dataclasses.replace(config.model, stacks=stacks)
-    return dataclasses.replace(config, model=model, training=training)
+    learns = _own_optimizer(config.optimizer, optimizer, schedule, gradients)
+    if frozen is not None:
+        _require(frozen, list | tuple, "frozen")
+        learns = dataclasses.replace(learns, frozen=tuple(frozen))
+    return dataclasses.replace(config, model=model, training=training, optimizer=learns)
+
+
+def _own_optimizer(
+    config: OptimizerConfig,
+    optimizer: Callable[..., Any] | None,
+    schedule: Callable[..., Any] | None,
+    gradients: Callable[..., Any] | None,
+) -> OptimizerConfig:
+    changes: dict[str, Any] = {}
+    if optimizer is not None:
+        changes |= {**UPDATE, "function": part_name(optimizer)}
+    if schedule is not None:
+        changes |= {**RATE, "schedule_function": part_name(schedule)}
+    if gradients is not None:
+        changes["gradients"] = part_name(gradients)
+    return dataclasses.replace(config, **changes)
+
+
+def _require(value: Any, kinds: Any, what: str) -> None:
+    if not isinstance(value, kinds):
+        raise ConfigError(
+            f"customize {what}={value!r} is a {type(value).__name__}; give {_NEEDED[what]}"
+        )
+
+
+_NEEDED = {
+    "config": "a RunConfig, such as jaxinfra.preset returns",
+    "mixer": "a record, such as GroupedAttentionConfig or a subclass of OwnMixer",
+    "feed_forward": "a record, such as MlpConfig or a subclass of OwnFeedForward",
+    "frozen": "a tuple of patterns, as in frozen=('embedding/*',)",
+}
 
 
 def _with_attention(mixer: MixerConfig, attention: Callable[..., Any] | None) -> MixerConfig:

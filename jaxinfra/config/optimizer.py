@@ -1,7 +1,8 @@
-"""Settings of the optimizer and its learning-rate schedule."""
+"""Settings of the optimizer, its learning rate by step, and frozen parameters."""
 
 import dataclasses
 import enum
+from typing import Any
 
 from jaxinfra.errors import ConfigError
 
@@ -88,6 +89,14 @@ class OptimizerConfig:
     # Decay per step of a running mean of the weights (Polyak and Juditsky 1992), which is then
     # evaluated, generates and is exported; None: the weights themselves.
     average: float | None = None
+    # Your own in place of kind, muon, betas and decay: a part, (learning_rate schedule) ->
+    # optax.GradientTransformation. Gradients are clipped by clip_norm before it.
+    function: str | None = None
+    # Your own in place of schedule and warmup_steps: a part, (step, *, steps, peak) -> rate.
+    schedule_function: str | None = None
+    # Your own, before clipping: a part, () -> optax.GradientTransformation.
+    gradients: str | None = None
+    frozen: tuple[str, ...] = ()  # patterns of parameters that stay as they begin: embedding/*
 
     def __post_init__(self) -> None:
         if self.learning_rate <= 0 or self.warmup_steps < 0:
@@ -122,8 +131,33 @@ class OptimizerConfig:
             raise ConfigError(f"clip_norm={self.clip_norm} must be positive, or none")
         if self.decay_steps is not None and self.decay_steps < 1:
             raise ConfigError(f"decay_steps={self.decay_steps} must be at least 1, or none")
+        self._require_unset(self.function, UPDATE, "function")
+        self._require_unset(self.schedule_function, RATE, "schedule_function")
+
+    def _require_unset(self, own: str | None, others: dict[str, Any], what: str) -> None:
+        """Raises ConfigError for a setting that a user's own function would not read."""
+        given = [name for name, unset in others.items() if getattr(self, name) != unset]
+        if own is not None and given:
+            raise ConfigError(
+                f"optimizer.{given[0]}={getattr(self, given[0])!s} with {what}={own}, which takes "
+                f"its place; leave it at {others[given[0]]}, or set it in your own function"
+            )
 
     @property
     def keeps_short_moments(self) -> bool:
         """Whether a moment is stored in a dtype of fewer bits than the one it is computed in."""
         return (self.first_moment, self.second_moment) != (MomentFormat.FP32,) * 2
+
+
+def _unset(*names: str) -> dict[str, Any]:
+    defaults = {field.name: field.default for field in dataclasses.fields(OptimizerConfig)}
+    return {name: defaults[name] for name in names}
+
+
+UPDATE: dict[str, Any] = {
+    **_unset("kind", "muon", "beta1", "beta2", "epsilon", "first_moment", "second_moment"),
+    "weight_decay": 0.0,
+}
+"""Settings in whose place a user's own optimizer comes, each as it is then."""
+RATE = _unset("schedule", "warmup_steps", "decay_steps", "final_fraction")
+"""Settings in whose place a user's own schedule comes, each as it is then."""

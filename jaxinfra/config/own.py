@@ -65,8 +65,9 @@ class OwnFeedForward(OwnLayer):
 class OwnMixer(OwnLayer):
     """The base of a record for a mixer of your own, a layer that mixes positions of a sequence.
 
-    It trains on every mesh without a context axis. It keeps no cache, so it generates nothing; the
-    planner does not know its costs.
+    It trains on every mesh without a context axis; the planner does not know its costs. It
+    generates with ``jaxinfra.generate``, not in a server: by computing the whole text again for
+    each token, or, with ``state``, from what its layer keeps.
 
     Examples:
         >>> class Average(nnx.Module):  # of all positions so far
@@ -103,10 +104,19 @@ class OwnMixer(OwnLayer):
         """Width of values that scores weigh, for counting FLOPs; none by default."""
         return 0
 
+    def state(self, model_dim: int) -> dict[str, tuple[int, ...]] | None:
+        """Shapes per row, by name, of the arrays that the layer keeps between tokens; None: none.
+
+        While text is generated the layer finds in ``given.cache`` what it kept: ``read()`` gives
+        the arrays [B, ...] in fp32, zeros before the first token, and ``write(new)`` what to return
+        as ``LayerOutput.cache``. A pass then has one token per row or more, and no padding.
+        """
+        return None
+
     @property
     def cache(self) -> CacheSpec:
-        """Raises UnsupportedError, since this mixer keeps no cache."""
+        """Raises UnsupportedError, since this mixer has no pages of tokens."""
         raise UnsupportedError(
-            f"{type(self).__name__} keeps no cache, which generating needs; evaluate it, or train "
-            "with grouped attention"
+            f"{type(self).__name__} has no pages of cached tokens, which servers, dialogues and "
+            "files of prompts need; use jaxinfra.generate, or jaxinfra generate with --prompt"
         )

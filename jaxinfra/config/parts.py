@@ -69,7 +69,7 @@ def find_part(name: str) -> Any:
 
 def _name_of(thing: Any) -> str:
     name = getattr(thing, "__qualname__", None)
-    if name is None or "<" in name:
+    if name is None or "<" in name or not callable(thing):
         raise ConfigError(
             f"{thing!r} cannot be named in a config: define it with def or class at the top of a "
             "module"

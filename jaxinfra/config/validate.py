@@ -1,5 +1,6 @@
 """Checks across the configs of a run, such as that sizes divide over mesh axes."""
 
+import dataclasses
 from collections.abc import Iterator
 
 from jaxinfra.config.data import DataFormat
@@ -76,7 +77,8 @@ def validate(run: RunConfig) -> None:
         )
     if run.optimizer.warmup_steps > training.steps:
         raise ConfigError(
-            f"warmup_steps={run.optimizer.warmup_steps} exceeds steps={training.steps}"
+            f"warmup_steps={run.optimizer.warmup_steps} exceeds steps={training.steps}; set "
+            "optimizer.warmup_steps"
         )
     _validate_preferences(run)
     _validate_own(run)
@@ -87,6 +89,23 @@ def validate(run: RunConfig) -> None:
     _validate_fp8(run)
     check_divides(model, mesh)
     run.exchange.num_nodes(mesh.expert)  # raises where experts' devices are not whole nodes
+
+
+def with_warmup(run: RunConfig) -> RunConfig:
+    """Returns the run with a warm-up of a tenth of its steps, if it is shorter than its warm-up."""
+    steps = run.training.steps
+    if run.optimizer.warmup_steps <= steps:
+        return run
+    optimizer = dataclasses.replace(run.optimizer, warmup_steps=steps // 10)
+    return dataclasses.replace(run, optimizer=optimizer)
+
+
+def describe_warmup(asked: RunConfig, run: RunConfig) -> str:
+    """Says how much shorter a run's warm-up is than the one that was asked for."""
+    return (
+        f"warm-up of {run.optimizer.warmup_steps} steps instead of "
+        f"{asked.optimizer.warmup_steps}: the run has {run.training.steps}"
+    )
 
 
 def _validate_preferences(run: RunConfig) -> None:

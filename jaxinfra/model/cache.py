@@ -142,6 +142,36 @@ class PagedCache:
         )
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RowState:
+    """State of a fixed size that a mixer of a user's own keeps per row, of all tokens before."""
+
+    arrays: dict[str, Shaped[Array, "L B ..."]]  # by the names of ``OwnMixer.state``
+    layer: Int[Array | np.ndarray, ""] | None = None  # as in ContiguousCache
+    is_empty: bool = dataclasses.field(default=False, metadata=dict(static=True))
+
+    @classmethod
+    def zeros(
+        cls, shapes: Mapping[str, tuple[int, ...]], *, num_layers: int, batch: int, dtype: jnp.dtype
+    ) -> "RowState":
+        """Makes the state before the first token: zeros."""
+        arrays = {n: jnp.zeros((num_layers, batch, *shape), dtype) for n, shape in shapes.items()}
+        return cls(arrays=arrays, is_empty=True)
+
+    def read(self) -> dict[str, Shaped[Array, "B ..."]]:
+        """Returns this layer's arrays, of each row after the tokens before this pass."""
+        return {name: stored[self.layer] for name, stored in self.arrays.items()}
+
+    def write(self, new: Mapping[str, Shaped[Array, "B ..."]]) -> "RowState":
+        """Returns the state with this layer's arrays after the tokens of this pass."""
+        arrays = {
+            name: stored.at[self.layer].set(new[name].astype(stored.dtype))
+            for name, stored in self.arrays.items()
+        }
+        return dataclasses.replace(self, arrays=arrays)
+
+
 type Cache = ContiguousCache | PagedCache
 """The cache of all layers of one kind, or of one of them: append(new, positions) and view()."""
 

@@ -19,10 +19,11 @@ from jaxtyping import Array, Float, Int
 from jaxinfra import axes
 from jaxinfra.axes import LAYERS
 from jaxinfra.config.model import BlockConfig, ExpertsConfig, ModelConfig, Stack
+from jaxinfra.config.own import OwnMixer
 from jaxinfra.config.rope import RopeConfig
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.block import Block, dropout
-from jaxinfra.model.cache import ContiguousCache, after_pass
+from jaxinfra.model.cache import ContiguousCache, RowState, after_pass
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.layer_loop import one_by_one, take_apart, take_in_place
 from jaxinfra.model.norm import Norm
@@ -191,9 +192,17 @@ class Decoder(nnx.Module):
         ).x
 
     def empty_cache(self, *, batch: int, num_slots: int) -> KVCache:
-        """Makes a contiguous cache of ``num_slots`` positions per row in the execution's format."""
+        """Makes a contiguous cache of ``num_slots`` positions per row in the execution's format.
 
-        def empty(block: BlockConfig, repeats: int) -> ContiguousCache:
+        Of a user's own mixer that declares one it has the state before the first token.
+        """
+
+        def empty(block: BlockConfig, repeats: int) -> Any:
+            if isinstance(block.mixer, OwnMixer):
+                shapes = block.mixer.state(self.config.model_dim)
+                if shapes is not None:
+                    dtype = self.execution.policy.accum
+                    return RowState.zeros(shapes, num_layers=repeats, batch=batch, dtype=dtype)
             spec = block.mixer.cache.repeated(self.execution.place.copies)
             form = self.execution.cache_format
             cache = ContiguousCache.zeros(

@@ -53,6 +53,17 @@ class Sums:
 
     ``losses`` and ``added`` are summed over micro-batches and devices, of ``largest`` the maximum
     is taken. All three are empty for layers without losses and statistics.
+    ``metrics.jsonl`` has them as ``layers/NAME``: a loss per counted token, a sum or a maximum.
+
+    Examples:
+        A layer that keeps its outputs small, and counts those that are not:
+
+        >>> x = jnp.ones((2, 3, 8))
+        >>> sums = jaxinfra.Sums(
+        ...     losses={"size": 1e-3 * jnp.sum(jnp.mean(x**2, axis=-1))},
+        ...     added={"large": jnp.sum(jnp.abs(x) > 10.0)},
+        ... )
+        >>> out = jaxinfra.LayerOutput(x=x, sums=sums)
     """
 
     losses: dict[str, jax.Array] = dataclasses.field(default_factory=dict)

@@ -1,11 +1,14 @@
 """Continues prompts with an engine, for ``jaxinfra.generate``, commands and training samples."""
 
+import collections
+import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import jax
 
 from jaxinfra.errors import CheckpointError, DataError
+from jaxinfra.serving import own_mixers
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import options_on
 from jaxinfra.serving.engine.requests import EndReason, GenerationRequest, RequestProgress
@@ -99,31 +102,42 @@ def generate(
     """
     if not requests:
         raise DataError("there are no prompts; give at least one")
+    if not own_mixers.has_pages(model):
+        return _finite(own_mixers.run(model, requests))
     engine = engine_for(model, requests, consumes=consumes)
     for place, request in enumerate(requests):
         try:
             engine.check(request)
         except DataError as error:
             raise DataError(f"prompt {place}: {error}") from error
-    return _run(engine, requests)
+    return _finite(_run(engine, requests))
+
+
+def _finite(
+    told: Generator[tuple[int, RequestProgress]],
+) -> Iterator[tuple[int, RequestProgress]]:
+    """Passes progress on; raises CheckpointError at a request with nothing to draw from."""
+    counts: collections.Counter[int] = collections.Counter()
+    with contextlib.closing(told):
+        for place, progress in told:
+            if progress.end is EndReason.ERROR:
+                raise CheckpointError(
+                    f"the logits of prompt {place} for new token {counts[place] + 1} are not "
+                    "finite, so there is nothing to draw: its weights, or what this precision "
+                    "makes of them, are not; take an earlier checkpoint, or another --policy"
+                )
+            counts[place] += len(progress.tokens)
+            yield place, progress
 
 
 def _run(
     engine: Engine, requests: Sequence[GenerationRequest]
-) -> Iterator[tuple[int, RequestProgress]]:
+) -> Generator[tuple[int, RequestProgress]]:
     places = {engine.submit(request): place for place, request in enumerate(requests)}
-    counts = [0] * len(requests)
     try:
         while places:
             for progress in engine.step():
                 place = places[progress.request]
-                counts[place] += len(progress.tokens)
-                if progress.end is EndReason.ERROR:
-                    raise CheckpointError(
-                        f"the logits of prompt {place} for new token {counts[place] + 1} are not "
-                        "finite, so there is nothing to draw: its weights, or what this precision "
-                        "makes of them, are not; take an earlier checkpoint, or another --policy"
-                    )
                 if progress.end is not None:
                     del places[progress.request]
                 yield place, progress

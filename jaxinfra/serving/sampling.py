@@ -351,6 +351,11 @@ class SamplingRows:
         )
 
 
+def sampling_key(seed: jax.Array, choice: jax.Array, position: jax.Array) -> Key[Array, ""]:
+    """Returns the PRNG key with which a request samples its token at a position."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), choice), position)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LogProbabilities:

@@ -24,6 +24,7 @@ from jaxinfra.config.validate import may_keep_gathered, validate
 from jaxinfra.data.batch import Batch
 from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.model.definition import ModelDefinition, Parameters, define_model, only
+from jaxinfra.model.gradients import Gradients
 from jaxinfra.model.quantized_base import base_shapes
 from jaxinfra.numerics.policy import held_as_computed, policy_of
 from jaxinfra.parallel.execution import execution_on
@@ -38,7 +39,7 @@ from jaxinfra.training.gradients import (
     make_log_probability_step,
 )
 from jaxinfra.training.optim.learning_rate import learning_rate
-from jaxinfra.training.optim.optimizer import make_optimizer
+from jaxinfra.training.optim.optimizer import make_optimizer, trained_by
 from jaxinfra.training.pipeline_gradients import make_pipeline_gradient
 from jaxinfra.training.recompute.budget import (
     Choice,
@@ -54,7 +55,7 @@ from jaxinfra.training.state import (
     state_around,
     state_shardings,
 )
-from jaxinfra.training.step import TrainStep, make_train_step, pass_over
+from jaxinfra.training.step import TrainStep, make_gradient_step, make_train_step, pass_over
 from jaxinfra.training.xla_options import Options, compiler_options
 
 
@@ -163,6 +164,17 @@ class Job:
             return self._around(only(tree, self.model.shapes), only(tree, self.model.state_shapes))
 
         return jax.jit(around, out_shardings=self.shardings, donate_argnums=0)(tree)
+
+    @functools.cached_property
+    def gradient_step(self) -> Any:
+        """Jitted (state, batch) -> ``Gradients``, unscaled; nothing is donated."""
+        trained = trained_by(self.config.optimizer, self.model.dims)
+
+        def make(model: ModelDefinition) -> Callable[[State, Batch], Gradients]:
+            return make_gradient_step(self.gradient.of(model), trained=trained)
+
+        step = jax.jit(of_frozen(make, self.model))
+        return Bound(step, self.model.frozen) if self.model.frozen else step
 
     def with_frozen(self, frozen: Parameters) -> "Job":
         """Returns the job with these values for the parameters that are not trained."""
@@ -320,11 +332,8 @@ def _build_job(config: RunConfig, *, traceable: bool, devices: Sequence[jax.Devi
     average = config.optimizer.average
     shardings = state_shardings(model, optimizer, placement, averages=average is not None)
     gradient = _gradient(config, model, placement)
-    options = compiler_options(
-        config,
-        on_gpu=jax.default_backend() == "gpu",
-        traceable=traceable,
-    )
+    on_gpu = jax.default_backend() == "gpu"
+    options = compiler_options(config, on_gpu=on_gpu, traceable=traceable)
     whole, rows, base = placement.replicated, placement.batch, (frozen,) if frozen else ()
 
     def train_step(model: ModelDefinition, dims: Parameters | None = None) -> TrainStep:
@@ -336,6 +345,7 @@ def _build_job(config: RunConfig, *, traceable: bool, devices: Sequence[jax.Devi
             updates=placement.updates(model),
             average=average,
             dims=dims,
+            trained=trained_by(config.optimizer, model.dims),
         )
 
     def statistics_step(model: ModelDefinition) -> TrainStep:

@@ -96,9 +96,9 @@ class Trainer:
         self._draw()
         self._watch.snapshot(step=self._step, now=True)
         if self._step < self._training.steps or not self._is_evaluated():
-            assert self._stop.signal is not None
+            why = f" ({self._log.stopped})" if self._log.stopped and str(self._log.stopped) else ""
             self._progress.message(
-                f"stopped by {self._stop.signal.name} at step {self._step}, saved; continue with "
+                f"stopped by {self._stop.cause}{why} at step {self._step}, saved; continue with "
                 f"jaxinfra train --resume {self._run.path}"
             )
             return Outcome(summary=None, step=self._step)
@@ -220,6 +220,7 @@ class Trainer:
             self._stall_s = 0.0
             self._watch.phase("host", step)  # callbacks are called, and may take long
             self._log.write(record)
+            self._heed_callbacks()
             self._watch.look_for_slow(rows, step=step, step_s=step_s)
             self._watch.snapshot(step=step, record=record)
             if values is not None:
@@ -231,6 +232,11 @@ class Trainer:
                     self._explain_skip(step, values)
                 self._watch.look_for_divergence(values.fp8, step=step)
                 require_progress(self._job.config, values, step=step, path=self._run.path)
+
+    def _heed_callbacks(self) -> None:
+        """Asks all processes to stop if a callback has asked to."""
+        if self._log.stopped is not None:
+            self._stop.ask()
 
     def _require_undoubted(self, step: int, loss: float) -> None:
         """Checks a repeated step; raises Doubt where its batch, or this loss, is bad."""
@@ -342,6 +348,7 @@ class Trainer:
         except Interrupted:
             return
         self._log.write({"step": self._step, **result.record()})
+        self._heed_callbacks()
         self._progress.message(f"step {self._step}: {result.describe()}")
 
     def _is_to_stop_evaluating(self) -> bool:
@@ -366,6 +373,7 @@ class Trainer:
         finally:
             self._stall_s += self._saver.last_stall_s
         self._log.tell_of_save(self._step)
+        self._heed_callbacks()
         self._progress.message(
             f"step {self._step}: saving; training stood still for {self._saver.last_stall_s:.3f} s"
         )

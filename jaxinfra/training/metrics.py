@@ -2,7 +2,8 @@
 receive them.
 
 ``jaxinfra.train(..., callbacks=[...])`` calls them on the job's first process. They see plain
-numbers after the step, so they change nothing of what it computes; what they raise ends the run.
+numbers after the step, so they change nothing of what it computes. What they raise ends the run:
+``StopTraining`` with its checkpoint, so that it can be resumed.
 """
 
 import importlib
@@ -32,8 +33,23 @@ type Record = Mapping[str, Any]
 """Values by name, ``step`` among them: one line of metrics.jsonl."""
 
 
+class StopTraining(Exception):
+    """Exception that a callback raises to end the run with its checkpoint, from which the run can
+    be resumed. Its text is printed as the reason.
+
+    Examples:
+        >>> class Early(jaxinfra.Callback):
+        ...     def on_evaluation(self, record):
+        ...         if record["heldout_loss"] < 3.0:
+        ...             raise jaxinfra.StopTraining("held-out loss below 3")
+    """
+
+
 class Callback:
     """A hook protocol whose methods do nothing: override those that you need.
+
+    A hook that raises ``StopTraining`` ends the run with its checkpoint, at most two steps later;
+    any other exception ends the run as an error.
 
     Examples:
         >>> class Watch(jaxinfra.Callback):
@@ -252,6 +268,7 @@ class MetricsLog:
         self._paths = (file, tensorboard)
         self._writes = writes
         self._callbacks = callbacks
+        self.stopped: StopTraining | None = None  # by a callback
         found, damaged = read_log(file, holds=_Record)
         self.records = [record for record in found if _is_flat(record)]
         self.damaged = len(damaged) + len(found) - len(self.records)  # lines that are kept aside
@@ -314,16 +331,18 @@ class MetricsLog:
             numbers |= flat_statistics(statistics)
         for name, value in numbers.items():
             self._add_event(Event(step=record["step"], summary=scalar(name, value)))
-        for callback in self._callbacks:
-            if "heldout_loss" in record:
-                callback.on_evaluation(record)
-            else:
-                callback.on_step(record)
+        self._call("on_evaluation" if "heldout_loss" in record else "on_step", record)
 
     def tell_of_save(self, step: int) -> None:
         """Tells callbacks that a checkpoint of this step begins to be written."""
+        self._call("on_save", step)
+
+    def _call(self, hook: str, told: Any) -> None:
         for callback in self._callbacks:
-            callback.on_save(step)
+            try:
+                getattr(callback, hook)(told)
+            except StopTraining as stop:  # the others are still told
+                self.stopped = self.stopped or stop
 
     def _add_event(self, event: Event) -> None:
         event.wall_time = time.time()

@@ -14,6 +14,7 @@ from jaxinfra.checkpoint import directory_layout, processes
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config import codec
 from jaxinfra.config.run import RunConfig
+from jaxinfra.config.validate import describe_warmup, with_warmup
 from jaxinfra.errors import (
     ConfigError,
     DeviceMemoryError,
@@ -87,17 +88,16 @@ def train(
     """
     began = time.perf_counter()
     with noted_signals() as stop, contextlib.ExitStack() as resources:
+        given = codec.normalized(config, RunConfig)
         run, cache_dir = RunDirectory(local_path(directory)), cache_dir or user_cache()
         stop.words = functools.partial(_nothing_lost, run)
         cluster = connect()
         rank = 0 if cluster is None else cluster.process_id
         faults.arm(os.environ, rank=rank, attempt=attempt())
         keep_compiled_programs(cache_dir)
-        progress = resources.enter_context(
-            Progress(every=config.training.log_every, quiet=rank > 0)
-        )
+        progress = resources.enter_context(Progress(every=given.training.log_every, quiet=rank > 0))
         session = _Session(
-            config=codec.normalized(config),
+            config=_fitting(given, progress),
             run=run,
             resume=resume,
             cache_dir=cache_dir,
@@ -237,6 +237,14 @@ class _Session:
             profiler=profiler,
             watch=watch,
         )
+
+
+def _fitting(config: RunConfig, progress: Progress) -> RunConfig:
+    """The config with a warm-up that is no longer than the run, which is said where it changes."""
+    fitting = with_warmup(config)
+    if fitting is not config:
+        progress.message(describe_warmup(config, fitting))
+    return fitting
 
 
 def _nothing_lost(run: RunDirectory) -> str:

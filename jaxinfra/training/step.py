@@ -67,6 +67,7 @@ def make_train_step(
     updates: Any = None,
     average: float | None = None,
     dims: Parameters | None = None,
+    trained: Any = None,
 ) -> TrainStep:
     """Builds the training step (state, batch) -> (state, metrics); jit it with the state donated.
 
@@ -79,6 +80,7 @@ def make_train_step(
             gathered.
         average: decay of the parameters' running mean; None: no mean is kept.
         dims: names of the parameters' dims, if the step computes parameter statistics.
+        trained: which parameters are not frozen, a tree of bools; None: all of them.
     """
     update = functools.partial(
         _updated,
@@ -88,6 +90,7 @@ def make_train_step(
         updates=updates,
         average=average,
         dims=dims,
+        trained=trained,
     )
 
     def train_step(state: State, batch: Batch) -> tuple[State, StepMetrics]:
@@ -116,6 +119,26 @@ def make_train_step(
     return train_step
 
 
+def make_gradient_step(
+    gradient: GradientFunction, *, trained: Any = None
+) -> Callable[[State, Batch], Gradients]:
+    """Builds the function (state, batch) -> gradients that a training step would apply, unscaled.
+
+    Args:
+        trained: as of ``make_train_step``.
+    """
+
+    def gradient_step(state: State, batch: Batch) -> Gradients:
+        scale = state.loss_scale.value
+        learned = gradient(
+            state.parameters, state.model_state, batch, key=step_key(state), loss_scale=scale
+        )
+        found = unscaled(learned.gradients, scale, trained=trained)
+        return dataclasses.replace(learned, gradients=found)
+
+    return gradient_step
+
+
 def _updated(
     state: State,
     learned: Gradients,
@@ -128,13 +151,13 @@ def _updated(
     updates: Any,
     average: float | None,
     dims: Parameters | None,
+    trained: Any,
 ) -> tuple[State, Float[Array, ""], StatisticsTable]:
     """The next state, the norm of the gradients, and statistics where they are asked for."""
     gradients, old = learned.gradients, state.parameters
     if updates is not None:
         gradients, old = jax.lax.with_sharding_constraint((gradients, old), (updates,) * 2)
-    scale = state.loss_scale.value
-    gradients = jax.tree.map(lambda g: g.astype(scale.dtype) / scale, gradients)
+    gradients = unscaled(gradients, state.loss_scale.value, trained=trained)
     norm = optax.tree_utils.tree_norm(gradients)
     finite = jnp.isfinite(learned.loss) & jnp.isfinite(norm)
     applies = finite & (counted > 0)
@@ -167,6 +190,19 @@ def _updated(
         )
         new_state = dataclasses.replace(new_state, average=applied(mean, state.average))
     return new_state, norm, statistics
+
+
+def unscaled(gradients: Parameters, scale: Float[Array, ""], *, trained: Any = None) -> Parameters:
+    """Divides gradients by the loss scale, in its dtype. Those of frozen parameters are 0, so XLA
+    does not compute what they would have been.
+
+    Args:
+        trained: which parameters are not frozen, a tree of bools; None: all of them.
+    """
+    gradients = jax.tree.map(lambda g: g.astype(scale.dtype) / scale, gradients)
+    if trained is None:
+        return gradients
+    return jax.tree.map(lambda g, on: g if on else jnp.zeros_like(g), gradients, trained)
 
 
 def step_key(state: State) -> Key[Array, ""]:

@@ -11,11 +11,12 @@ from jaxinfra.checkpoint.checkpointer import load_state
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.config import codec
 from jaxinfra.config.run import RunConfig
-from jaxinfra.config.validate import validate
+from jaxinfra.config.validate import validate, with_warmup
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.corpora import Corpora
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.decoder import Decoder
+from jaxinfra.model.gradients import Gradients
 from jaxinfra.runtime.files import user_cache
 from jaxinfra.training.job import make_job
 from jaxinfra.training.run_data import batches_of, open_data
@@ -45,7 +46,7 @@ class Steps:
     """
 
     def __init__(self, config: RunConfig):
-        self._job = with_frozen(make_job(codec.normalized(config)))
+        self._job = with_frozen(make_job(with_warmup(codec.normalized(config, RunConfig))))
         self._corpora: Corpora | None = None
 
     @property
@@ -60,29 +61,46 @@ class Steps:
         return first_state(self._job)
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, StepMetrics]:
-        """Runs one step; the state given is consumed. ``float(metrics.loss)`` waits for the
-        devices.
+        """Runs one step, and consumes the state given: its memory becomes the next state's, so go
+        on with the state that is returned. ``float(metrics.loss)`` waits for the devices.
 
         Args:
             batch: of [B, T], such as ``batches`` yields or ``batch_of`` makes; B and T may differ
                 from the config's, at the price of a compilation.
 
         Raises:
-            ConfigError: the batch does not divide over the mesh.
+            ConfigError: the batch does not divide over the mesh, or the state is consumed already.
         """
+        _require_whole(state)
         self._check(batch, parts=self.config.training.accumulation)
         return self._job.train_step(state, self._job.put(batch))
+
+    def gradients(self, state: State, batch: Batch) -> Gradients:
+        """Computes what a step would learn from a batch; the state is not changed or consumed.
+
+        Returns:
+            ``gradients``, a tree like ``state.parameters``, on the mesh, before any clipping, zero
+            where frozen; ``loss`` in nats per counted target; ``sums``, what layers emit.
+
+        Raises:
+            ConfigError: the batch does not divide over the mesh, or the state is consumed.
+        """
+        _require_whole(state)
+        self._check(batch, parts=self.config.training.accumulation)
+        return self._job.gradient_step(state, self._job.put(batch))
 
     def loss(self, state: State, batch: Batch) -> float:
         """Computes the mean cross entropy of a batch in nats per counted target, without
         training.
         """
+        _require_whole(state)
         self._check(batch, parts=1)
         nll, count = self._job.evaluation_step(state.evaluated, self._job.put(batch))
         return float(nll) / float(count)
 
     def model(self, state: State) -> Decoder:
         """Returns the model with the parameters of a state: ``model(token_ids)`` gives logits."""
+        _require_whole(state)
         return self._job.model.bind(state.evaluated)
 
     def batches(self, *, first: int = 0, cache_dir: Path | None = None) -> Iterator[Batch]:
@@ -105,6 +123,7 @@ class Steps:
         ``jaxinfra.load``, ``generate`` and ``evaluate`` can read it if ``batches`` was called or
         the directory has a tokenizer.json.
         """
+        _require_whole(state)
         run = RunDirectory(Path(directory))
         if not run.config_file.exists():
             run.create(self.config)
@@ -149,6 +168,15 @@ class Steps:
             accumulation=parts,
         )
         validate(dataclasses.replace(self.config, training=training))
+
+
+def _require_whole(state: State) -> None:
+    """Raises ConfigError for a state whose memory a step has taken over."""
+    if state.step.is_deleted():
+        raise ConfigError(
+            "this state was consumed by a step that it was given to; go on with the state that the "
+            "step returned: state, metrics = steps(state, batch)"
+        )
 
 
 def batch_of(tokens: Any, *, weights: Any = None) -> Batch[np.ndarray]:

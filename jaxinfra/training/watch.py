@@ -43,6 +43,7 @@ from jaxinfra.training.statistics import Fp8Watch
 from jaxinfra.training.step import StepMetrics
 
 _LOOK_EVERY_S = 0.1
+_CALLBACK = 1000  # asks to stop as a signal does; no signal has this number
 
 
 class Stopped(BaseException):
@@ -68,10 +69,14 @@ class Agreement:
     def __init__(self, request: StopRequest, exchange: Exchange | None):
         self._request = request
         self._exchange = exchange
-        self._agreed: signal.Signals | None = None
+        self._asked = self._agreed = 0
 
     def __bool__(self) -> bool:
-        return self.signal is not None
+        return self._stops != 0
+
+    def ask(self) -> None:
+        """Asks to stop for a callback, as a signal would; a signal that came first counts."""
+        self._asked = _CALLBACK
 
     def hold(self) -> None:
         """Defers signals from now on: they are noted and obeyed between steps, and do not end this
@@ -95,16 +100,23 @@ class Agreement:
         return made.result()
 
     @property
-    def signal(self) -> signal.Signals | None:
-        """The signal for which all processes stop; None while none is agreed on."""
-        return self._request.asked if self._exchange is None else self._agreed
+    def cause(self) -> str:
+        """The cause for which all processes stop: the name of a signal, or a callback."""
+        return "a callback" if self._stops == _CALLBACK else signal.Signals(self._stops).name
+
+    @property
+    def _wish(self) -> int:
+        return int(self._request.asked or self._asked)
+
+    @property
+    def _stops(self) -> int:
+        return self._wish if self._exchange is None else self._agreed
 
     def start(self, row: ProcessRow) -> ProcessTable | None:
         """Sends this process's wish to stop, and its times, to all processes; a collective."""
         if self._exchange is None:
             return None
-        asked = self._request.asked
-        return self._exchange.start(dataclasses.replace(row, stop=float(asked or 0)))
+        return self._exchange.start(dataclasses.replace(row, stop=float(self._wish)))
 
     def read(self, table: ProcessTable | None) -> list[ProcessRow]:
         """Returns one row per process from the table; if any row asks to stop, the agreement is
@@ -113,9 +125,7 @@ class Agreement:
         if table is None:
             return []
         rows = table.rows()
-        asked = max(int(row.stop) for row in rows)
-        if asked:
-            self._agreed = signal.Signals(asked)
+        self._agreed = max(int(row.stop) for row in rows) or self._agreed
         return rows
 
     def now(self) -> bool:

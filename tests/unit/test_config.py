@@ -209,11 +209,11 @@ def test_a_script_may_write_words_for_choices():
         precision=PrecisionConfig(policy="bf16"),
         data=DataConfig(tokenizer=tokenizer),
     )
-    assert normalized(run).precision.policy is PolicyName.BF16
-    assert normalized(run).data.tokenizer.kind is TokenizerKind.FILE
+    assert normalized(run, RunConfig).precision.policy is PolicyName.BF16
+    assert normalized(run, RunConfig).data.tokenizer.kind is TokenizerKind.FILE
     wrong = dataclasses.replace(run, precision=PrecisionConfig(policy="bf61"))
     with pytest.raises(ConfigError, match="did you mean 'bf16'"):
-        normalized(wrong)
+        normalized(wrong, RunConfig)
 
 
 def test_a_setting_that_is_new_since_a_checkpoint_is_no_change():

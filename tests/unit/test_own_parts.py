@@ -188,7 +188,7 @@ def test_a_mixer_without_a_cache_says_so(tiny):
     own = with_block(tiny, mixer=AveragedConfig())
     model = define_model(own.model, execution_on())
     decoder = model.bind(model.initialize(jax.random.key(0)))
-    with pytest.raises(UnsupportedError, match="keeps no cache"):
+    with pytest.raises(UnsupportedError, match="no pages of cached tokens"):
         decoder.empty_cache(batch=1, num_slots=16)
     with pytest.raises(UnsupportedError, match="not known to the planner"):
         search(plan_model(own.model), Question(devices=1, length=64, batch=1), find_device("h200"))

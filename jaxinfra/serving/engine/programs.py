@@ -30,6 +30,7 @@ from jaxinfra.serving.sampling import (
     TokenHistory,
     log_probabilities,
     sample,
+    sampling_key,
 )
 
 
@@ -399,13 +400,9 @@ def _allowed(state: DeviceState, rows: RowInputs) -> jax.Array:
 
 def _keys(rows: RowInputs, *, offset: jax.Array | int) -> jax.Array:
     """Returns a PRNG key for each request, choice and position."""
-
-    def key(seed: jax.Array, choice: jax.Array, position: jax.Array) -> jax.Array:
-        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), choice), position)
-
     seeds_B = jax.lax.bitcast_convert_type(rows.field("seed"), jnp.uint32)
     positions_B = rows.field("key_position") + offset
-    return jax.vmap(key)(seeds_B, rows.field("choice"), positions_B)
+    return jax.vmap(sampling_key)(seeds_B, rows.field("choice"), positions_B)
 
 
 def _placed(

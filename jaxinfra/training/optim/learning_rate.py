@@ -7,16 +7,20 @@ import jax
 import optax
 
 from jaxinfra.config.optimizer import LearningRateSchedule, OptimizerConfig
+from jaxinfra.config.parts import find_part
 
 
 def learning_rate(config: OptimizerConfig, *, steps: int) -> optax.Schedule:
     """Returns the schedule: it rises linearly from peak/warmup to the peak, then decays to
-    ``final_fraction`` of it.
+    ``final_fraction`` of it. A user's own, where the config names one.
 
     Args:
         steps: number of steps of the run, at which the decay ends.
     """
     peak, final = config.learning_rate, config.learning_rate * config.final_fraction
+    if config.schedule_function is not None:
+        own = find_part(config.schedule_function)
+        return standard_promotion(functools.partial(own, steps=steps, peak=peak))
     # Counted from step 0, a rise from 0 would waste the first step.
     warmup = optax.linear_schedule(
         peak / max(config.warmup_steps, 1), peak, max(config.warmup_steps - 1, 1)

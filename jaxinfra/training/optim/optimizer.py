@@ -1,8 +1,10 @@
-"""The optimizer: clipping by global norm, then AdamW, Muon and others with decay on matrices only.
+"""The optimizer: clipping by global norm, then AdamW, Muon and others with decay on matrices only,
+or a user's own.
 
 Adam's moments may be stored in fewer bytes than they are computed in.
 """
 
+import fnmatch
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +14,8 @@ import optax
 
 from jaxinfra.axes import Dims
 from jaxinfra.config.optimizer import MomentFormat, OptimizerConfig, OptimizerKind
+from jaxinfra.config.parts import find_part
+from jaxinfra.errors import ConfigError, nearest
 from jaxinfra.numerics.storage import empty_moment, empty_scales, exact, read_moment, stored_moment
 from jaxinfra.training.optim.adafactor import scale_by_adafactor
 from jaxinfra.training.optim.learning_rate import learning_rate, standard_promotion
@@ -88,30 +92,35 @@ def make_optimizer(
     config: OptimizerConfig, *, dims: Any, steps: int
 ) -> optax.GradientTransformation:
     """Builds the optimizer: AdamW (Loshchilov and Hutter 2019, algorithm 2) over fp32 parameters,
-    Muon, Lion or Adafactor.
+    Muon, Lion, Adafactor or a user's own.
 
     theta -= lr * (m_hat / (sqrt(v_hat) + epsilon) + weight_decay * theta), decay on matrices only.
     With Muon, hidden matrices get ``orthogonalized`` in place of the quotient; Lion and Adafactor
     have their own, with the same rate and decay.
 
+    Frozen parameters have no state, and their updates are their gradients, which are 0.
+
     Args:
         dims: tree of ``DimsLeaf``: which parameters are matrices follows from their logical dims.
         steps: number of steps of the run, for the schedule.
+
+    Raises:
+        ConfigError: a user's own function makes no transformation, or nothing is trained.
     """
-    clip = (
-        optax.identity()
-        if config.clip_norm is None
-        else optax.clip_by_global_norm(config.clip_norm)
-    )
+    is_trained = trained_by(config, dims)
+    if is_trained is not None:
+        dims = jax.tree.map(lambda leaf, on: leaf if on else optax.MaskedNode(), dims, is_trained)
+    before = [] if config.gradients is None else [_made(config.gradients, "gradients")]
+    if config.clip_norm is not None:
+        before.append(optax.clip_by_global_norm(config.clip_norm))
     rate = learning_rate(config, steps=steps)
-    updates = [
-        *_scaled(config, dims),
-        optax.add_decayed_weights(config.weight_decay, _where(is_matrix, dims)),
-    ]
-    if config.muon is not None:
-        at_rate = optax.scale(config.muon.rate)
-        updates.append(optax.masked(at_rate, _where(is_hidden_matrix, dims)))
-    chain = optax.chain(clip, optax.chain(*updates, optax.scale_by_learning_rate(rate)))
+    if config.function is not None:
+        update = _made(config.function, "optimizer", rate)
+    else:
+        update = optax.chain(*_built_in(config, dims), optax.scale_by_learning_rate(rate))
+    chain = optax.chain(*(before or [optax.identity()]), update)
+    if is_trained is not None:
+        chain = optax.masked(chain, is_trained)
     # Weights may be kept in fewer bits than moments and updates are computed in.
     return optax.GradientTransformationExtraArgs(
         lambda params: chain.init(exact(params)),
@@ -121,6 +130,54 @@ def make_optimizer(
             )
         ),
     )
+
+
+def trained_by(config: OptimizerConfig, dims: Any) -> Any:
+    """Returns which parameters are trained, a tree of bools like ``dims``; None if all are.
+
+    Raises:
+        ConfigError: a pattern of ``config.frozen`` fits no parameter, or they fit all.
+    """
+    if not config.frozen:
+        return None
+    leaves = jax.tree_util.tree_leaves_with_path(dims)
+    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    for pattern in config.frozen:
+        if not fnmatch.filter(paths, pattern):
+            raise ConfigError(
+                f"optimizer.frozen {pattern!r} fits no parameter{nearest(pattern, paths)}; "
+                "jaxinfra memory lists them"
+            )
+    is_trained = [not any(fnmatch.fnmatchcase(p, each) for each in config.frozen) for p in paths]
+    if not any(is_trained):
+        raise ConfigError(
+            f"optimizer.frozen={list(config.frozen)} fits every parameter, so nothing would be "
+            "trained; leave one out"
+        )
+    return jax.tree.structure(dims).unflatten(is_trained)
+
+
+def _made(name: str, what: str, *given: optax.Schedule) -> optax.GradientTransformation:
+    """Calls a user's own function that makes a transformation."""
+    made = find_part(name)(*given)
+    if not (hasattr(made, "init") and hasattr(made, "update")):
+        raise ConfigError(
+            f"{what} {name} returns {type(made).__name__}; it makes an "
+            "optax.GradientTransformation, such as optax.adamw(learning_rate)"
+        )
+    return made
+
+
+def _built_in(config: OptimizerConfig, dims: Any) -> list[optax.GradientTransformation]:
+    """The updates of a kind of optimizer with decay, before the learning rate."""
+    updates = [
+        *_scaled(config, dims),
+        optax.add_decayed_weights(config.weight_decay, _where(is_matrix, dims)),
+    ]
+    if config.muon is not None:
+        at_rate = optax.scale(config.muon.rate)
+        updates.append(optax.masked(at_rate, _where(is_hidden_matrix, dims)))
+    return updates
 
 
 def _scaled(config: OptimizerConfig, dims: Any) -> list[optax.GradientTransformation]:
