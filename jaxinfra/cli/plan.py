@@ -2,6 +2,7 @@
 
 jaxinfra plan llama3_70b --devices 64 --device h100          search the best mesh
 jaxinfra plan llama3_8b --devices 8 --mesh fsdp=8            predict this mesh
+jaxinfra plan llama3_8b --inference --context 4096 --brief   how to serve it, in ten lines
 jaxinfra plan path/to/config.json --devices 16 --json
 jaxinfra plan llama32_1b --devices 8 --mesh fsdp=8 --compile cpu
 jaxinfra plan --schedule 1f1b -p 8 -m 16           a pipeline schedule; --pictures DIR draws it
@@ -21,10 +22,9 @@ from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.limits import require_within
 from jaxinfra.config.mesh import parse_axes, parse_mesh
 from jaxinfra.config.pipeline import PipelineSchedule
-from jaxinfra.config.presets import MODELS
 from jaxinfra.config.run import Remat
 from jaxinfra.errors import ConfigError, nearest
-from jaxinfra.planning import table
+from jaxinfra.planning import answer, table
 from jaxinfra.planning.devices import (
     NAMES,
     Device,
@@ -34,7 +34,7 @@ from jaxinfra.planning.devices import (
 )
 from jaxinfra.planning.formats import CORRESPONDENCES, FORMATS, RECIPES
 from jaxinfra.planning.inference import WEIGHTS, Serving, stored_format, summary
-from jaxinfra.planning.layout import BY_STRENGTH, UNROLLED, Layout, Traits, untrainable
+from jaxinfra.planning.layout import BY_STRENGTH, UNROLLED, Layout, Traits
 from jaxinfra.planning.memory import CACHE_BITS
 from jaxinfra.planning.model import PlannedModel, find_model
 from jaxinfra.planning.picture import draw_formats, draw_plan, draw_serving
@@ -42,92 +42,8 @@ from jaxinfra.planning.pipeline_schedule import report
 from jaxinfra.planning.plan import Plan, make_plan
 from jaxinfra.planning.receipt import compile_for_gpu, compile_on_cpu
 from jaxinfra.planning.search import Found, Question, search
-from jaxinfra.planning.step import step_time
 from jaxinfra.quantize.recipes import DEFAULT_GROUP
 from jaxinfra.runtime.files import read_json, user_cache
-
-_ROOM = 1.5  # what trained mixtures need, whose loads are balanced by a loss or a bias
-
-
-def headline(plan: Plan, *, searched: bool) -> list[str]:
-    """Returns the lines that ``jaxinfra plan`` prints before its tables.
-
-    Args:
-        searched: whether the layout was found by the search.
-    """
-    layout, seconds = plan.layout, plan.time.total_s
-    best = "fastest that fits: " if searched and plan.fits else ""
-    mesh = f", {layout.describe()}" if layout.devices > 1 else ""
-    lines = [
-        f"{best}{plan.model.name} on {layout.devices} {plan.device.name}{mesh}: "
-        f"{seconds:.4g} s per step, {plan.tokens_per_s_per_device:,.0f} tokens/s per GPU, MFU "
-        f"{plan.mfu:.1%}, {plan.memory.total / 1e9:,.1f} of {plan.device.hbm_bytes / 1e9:,.0f} GB"
-    ]
-    command = train_command(plan.model.name, plan.asked)
-    if command is not None and plan.fits:
-        reason = untrainable(plan.model, plan.asked)
-        lines.append(f"  {command}" if reason is None else f"  not trained here: {reason}")
-    return [*lines, *_why_slower(plan), *_spare_room(plan), ""]
-
-
-def train_command(name: str, layout: Layout) -> str | None:
-    """Returns a layout's ``jaxinfra train`` command; None if its number formats cannot be trained.
-
-    Args:
-        name: a preset's name, or the directory of a model.
-    """
-    if layout.recipe != "bf16":
-        return None
-    start = name if name in MODELS else f"--init {name}"
-    options = {
-        "--mesh": layout.mesh.option,
-        "--batch-size": layout.batch,
-        "--accumulation": layout.accumulation,
-        "--sequence-length": layout.length,
-        "--remat": layout.remat.value,
-        "--zero": layout.zero if layout.mesh.shards_state and 0 < layout.zero < 3 else None,
-        "--sequence-parallel": "true" if layout.sequence_parallel else None,
-        "--schedule": "interleaved" if layout.chunks > 1 else None,
-        "--policy": "bf16",
-    }
-    words = [f"{option} {value}" for option, value in options.items() if value]
-    if layout.mesh.expert > 1:
-        chosen = {name: getattr(layout.exchange, name) for name in ("room_factor", "node_size")}
-        words += [f"--set exchange.{name}={value:g}" for name, value in chosen.items() if value]
-    if layout.chunks > 1:
-        words.append(f"--set pipeline.chunks={layout.chunks}")
-    if layout.keep_gathered is not None and layout.may_keep_gathered:
-        words.append(f"--set sharding.keep_gathered={str(layout.keep_gathered).lower()}")
-    return " ".join(["jaxinfra train", start, *words])
-
-
-def _spare_room(plan: Plan) -> list[str]:
-    """Returns the cost of exchange buffers for any load, where experts are on other devices."""
-    layout = plan.layout
-    if layout.mesh.expert == 1 or layout.exchange.room_factor is not None:
-        return []
-    exchange = dataclasses.replace(layout.exchange, room_factor=_ROOM)
-    tight = dataclasses.replace(layout, exchange=exchange)
-    saved = plan.time.total_s - step_time(plan.model, tight, plan.device).total_s
-    return [
-        f"  the exchange between experts has room for any load; --room {_ROOM:g} (times the mean; "
-        f"choices beyond it are dropped and counted) would take {1e3 * saved:,.0f} ms less"
-    ]
-
-
-def _why_slower(plan: Plan) -> list[str]:
-    """Returns a note if keeping all activations is predicted to be slower than recomputing."""
-    forms = plan.by_remat()
-    none, dots = forms[Remat.NONE.value].time, forms[Remat.DOTS.value].time
-    if none.total_s <= dots.total_s:
-        return []
-    growth = {name: seconds - dots.parts.get(name, 0.0) for name, seconds in none.parts.items()}
-    part = max(growth, key=growth.__getitem__)
-    return [
-        f"  remat=none is {1e3 * (none.total_s - dots.total_s):,.0f} ms slower than dots: what it "
-        f"keeps is written and read again ({part} takes {1e3 * growth[part]:,.0f} ms more), and "
-        "recomputing costs less than that"
-    ]
 
 
 def formats(args: argparse.Namespace) -> int:
@@ -228,6 +144,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--schedule", choices=list(map(str, PipelineSchedule)), help="show a pipeline schedule")
     add("-p", type=_count, default=4, metavar="STAGES", help="stages of --schedule (default: 4)")
     add("-m", type=_count, default=8, metavar="MICRO", help="micro-batches (default: 8)")
+    add("--brief", action="store_true", help="print the answer in ten lines, without tables")
     add("--json", action="store_true", help="print JSON")
 
 
@@ -393,8 +310,12 @@ def _report(args: argparse.Namespace, plan: Plan, found: Found | None) -> int:
             }
         _print_json(values)
         return 0
+    print("\n".join(answer.training_lines(plan, searched=found is not None)))  # unbroken commands
+    if args.brief:
+        print("\n".join(answer.brief_lines(plan, [] if found is None else found.runners_up)))
+        return 0
     tables = table.plan_tables(plan, tokens=args.tokens)
-    print("\n".join(headline(plan, searched=found is not None)))  # a command is one line
+    print()
     table.show(*(table.ranking(found) if found is not None else []), *tables)
     return 0
 
@@ -441,23 +362,28 @@ def _receipt(args: argparse.Namespace, plan: Plan) -> int:
         _print_json(values)
     else:
         table.show(*table.receipt_tables(receipt))
-    return 0 if receipt.arguments_equal and receipt.axes_equal else 1
+    return 0 if receipt.arguments_equal and receipt.axes_equal and receipt.fits else 1
 
 
 def _inference(args: argparse.Namespace, model: PlannedModel, device: Device) -> int:
-    weights, group = stored_format(args.model)
+    weights, group = args.weights, DEFAULT_GROUP
+    if weights is None:
+        weights, group = stored_format(args.model)
     serving = Serving(
         devices=args.devices,
-        weights=args.weights or weights,
+        weights=weights,
         group=args.group_size or group,
         cache=args.cache,
     )
     batch = args.batch or 1
     if args.pictures is not None:
         draw_serving(model, device, serving, args.pictures, context=args.context)
+    figures = summary(model, device, serving, context=args.context, batch=batch)
     if args.json:
-        figures = summary(model, device, serving, context=args.context, batch=batch)
         _print_json(figures)
         return 0
-    table.show(*table.serving_tables(model, device, serving, context=args.context, batch=batch))
+    print("\n".join(answer.serving_lines(model, device, serving, figures)))
+    if not args.brief:
+        print()
+        table.show(*table.serving_tables(model, device, figures))
     return 0

@@ -15,6 +15,10 @@ from typing import Any, NotRequired, TypedDict
 from jaxinfra.errors import ConfigError, nearest
 from jaxinfra.runtime.devices import device_peak
 from jaxinfra.runtime.files import is_of_type, read_json, require_type
+from jaxinfra.training.recompute.budget import FREE_SHARE
+
+JAX_SHARE = 0.75
+"""Share of a GPU's memory that JAX takes where ``XLA_PYTHON_CLIENT_MEM_FRACTION`` is not set."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,7 +32,7 @@ class Device:
     kind: str  # JAX's device_kind
     num_sms: int
     flops: Mapping[str, float]  # dense tensor-core peak by format
-    hbm_bytes: int
+    hbm_bytes: int  # to be used: the whole memory, or what --memory allows
     hbm_bytes_per_s: float
     matmul_efficiency: Mapping[str, float]  # fraction of peak in large matmuls, by format
     matmul_half_depth: float  # contraction depth at which half of that is reached
@@ -49,6 +53,26 @@ class Device:
     reserved_bytes: int  # context, NCCL buffers, fragmentation
     dollars_per_hour: float
     sources: Mapping[str, str]
+
+    @property
+    def budget_bytes(self) -> float:
+        """Bytes that a step's arrays may take: all but the reserve, less what a run keeps free."""
+        return (1 - FREE_SHARE) * (self.hbm_bytes - self.reserved_bytes)
+
+    @property
+    def limit_bytes(self) -> float:
+        """Largest predicted peak that fits: the arrays' budget and the reserve."""
+        return self.budget_bytes + self.reserved_bytes
+
+    def memory_fraction(self, array_bytes: float) -> float | None:
+        """Returns the share of the GPU that JAX must be allowed; None where its own is enough.
+
+        A run of this share has ``budget_bytes`` for its arrays, and the reserve is beside it.
+        """
+        whole = max(find_device(self.name).hbm_bytes, self.hbm_bytes)
+        if array_bytes <= (1 - FREE_SHARE) * JAX_SHARE * whole:
+            return None
+        return 100 * (self.hbm_bytes - self.reserved_bytes) // whole / 100
 
     @property
     def beside(self) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from jaxinfra import axes
 from jaxinfra.errors import ConfigError, UnsupportedError, nearest
 from jaxinfra.hf import quantization_of
 from jaxinfra.model.definition import ParameterInfo, by_path, define_model, is_weight
@@ -199,13 +200,33 @@ def weight_bytes(model: PlannedModel, device: Device, serving: Serving) -> int:
 
 def cache_room(model: PlannedModel, device: Device, serving: Serving) -> float:
     """Returns the bytes left for KV caches on all devices; negative if the weights do not fit."""
-    whole = serving.devices * (device.hbm_bytes - device.reserved_bytes)
-    return whole - weight_bytes(model, device, serving)
+    return serving.devices * device.budget_bytes - weight_bytes(model, device, serving)
+
+
+def cache_copies(model: PlannedModel, devices: int) -> float:
+    """Returns how many copies of each cached element so many devices hold together.
+
+    KV heads are split over the devices, and repeated where there are fewer. Latents belong to all
+    heads, so each device holds them.
+    """
+    heads = min(
+        size
+        for block in model.config.blocks
+        for array in block.mixer.cache.arrays
+        for size in [dict(zip(array.dims, array.shape, strict=True)).get(axes.KV_HEADS, 1)]
+    )
+    return devices / min(devices, heads)
+
+
+def cached_bytes(model: PlannedModel, serving: Serving, *, batch: int, context: int) -> float:
+    """Returns the bytes of the KV caches of ``batch`` sequences on all devices together."""
+    size = kv_bytes(model, batch=batch, context=context, cache_format=serving.cache)
+    return size * cache_copies(model, serving.devices)
 
 
 def max_batch(model: PlannedModel, device: Device, serving: Serving, *, context: int) -> int:
     """Returns how many sequences of ``context`` tokens have caches that fit beside the weights."""
-    one = kv_bytes(model, batch=1, context=context, cache_format=serving.cache)
+    one = cached_bytes(model, serving, batch=1, context=context)
     return max(int(cache_room(model, device, serving) // one), 0)
 
 
@@ -217,7 +238,7 @@ def max_context(model: PlannedModel, device: Device, serving: Serving, *, batch:
     room = cache_room(model, device, serving)
 
     def cached(context: int) -> float:
-        return kv_bytes(model, batch=batch, context=context, cache_format=serving.cache)
+        return cached_bytes(model, serving, batch=batch, context=context)
 
     return max(bisect.bisect_right(range(1 << 40), room, key=cached) - 1, 0)
 
@@ -228,7 +249,7 @@ def prefill(
     """Predicts a prefill pass over ``batch`` prompts; weights are read once for all tokens."""
     flops = model.forward_flops(length, batch=batch)
     read = _read_weights(model, device, serving, tokens=batch * length)
-    written = kv_bytes(model, batch=batch, context=length, cache_format=serving.cache)
+    written = cached_bytes(model, serving, batch=batch, context=length)
     activations = 2.0 * 12 * model.config.num_layers * batch * length * model.config.model_dim
     return _phase(device, serving, flops, read + written + activations)
 
@@ -239,13 +260,41 @@ def decode(
     """Predicts a decode step of one token per sequence; it reads all weights and KV caches."""
     flops = model.decode_flops(context, batch=batch)
     read = _read_weights(model, device, serving, tokens=batch)
-    cached = kv_bytes(model, batch=batch, context=context, cache_format=serving.cache)
+    cached = cached_bytes(model, serving, batch=batch, context=context)
     return _phase(device, serving, flops, read + cached)
 
 
 def _read_weights(model: PlannedModel, device: Device, serving: Serving, *, tokens: int) -> float:
     """Returns bytes of weights read in a pass over so many tokens; few tokens use few experts."""
     return sum(each.traffic(tokens) for each in serving.arrays(model, device))
+
+
+def slow_weights(
+    model: PlannedModel, device: Device, serving: Serving, *, batch: int, context: int
+) -> str | None:
+    """Returns why a decode step is slower with these weights than in 16 bits; None if it is not."""
+    plain = dataclasses.replace(serving, weights=PLAIN)
+    ours, theirs = (
+        decode(model, device, each, batch=batch, context=context).seconds
+        for each in (serving, plain)
+    )
+    if ours <= theirs:
+        return None
+    traffic = dict.fromkeys(("experts", "no kernel", "rows"), 0.0)
+    for each in serving.arrays(model, device):
+        if isinstance(each.held, QuantizedWeight):
+            kind = "no kernel" if each.is_dequantized else "rows"
+            traffic["experts" if each.is_expert else kind] += each.traffic(batch)
+    reason = {
+        "experts": "experts have no kernel that multiplies codes",
+        "no kernel": "codes have no kernel "
+        + ("on several devices" if serving.devices > 1 else f"for these sizes on {device.name}"),
+        "rows": f"the kernel for codes takes at most {MOST_ROWS_MEASURED} tokens per step",
+    }[max(traffic, key=traffic.__getitem__)]
+    return (
+        f"{1e3 * ours:,.1f} ms per token with {serving.weights} weights, {1e3 * theirs:,.1f} with "
+        f"{PLAIN}: {reason}, so each step writes and reads a 16-bit copy of the weights"
+    )
 
 
 def _phase(device: Device, serving: Serving, flops: float, size: float) -> Phase:
@@ -275,7 +324,7 @@ def crossover_batch(
     for exponent in range(25):
         batch = 1 << exponent
         flops = model.decode_flops(context, batch=batch)
-        cached = kv_bytes(model, batch=batch, context=context, cache_format=serving.cache)
+        cached = cached_bytes(model, serving, batch=batch, context=context)
         read = _read_weights(model, device, serving, tokens=batch) + cached
         if flops / rate >= read / bandwidth:
             break
@@ -283,7 +332,7 @@ def crossover_batch(
         return None
     a_sequence = (
         model.decode_flops(context) / rate
-        - kv_bytes(model, batch=1, context=context, cache_format=serving.cache) / bandwidth
+        - cached_bytes(model, serving, batch=1, context=context) / bandwidth
     )
     return math.ceil(_read_weights(model, device, serving, tokens=batch) / bandwidth / a_sequence)
 

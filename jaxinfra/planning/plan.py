@@ -33,7 +33,6 @@ from jaxinfra.planning.step import (
     stage_sends,
     step_time,
 )
-from jaxinfra.training.recompute.budget import FREE_SHARE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,14 +51,18 @@ class GatherForms:
 
     def describe(self) -> str:
         """Describes in one line whether gathered weights are kept, and the bytes of both forms."""
-        form = "stay for the backward pass" if self.keeps else "are gathered again"
         kept, again, budget = (
             f"{size / 1e9:,.1f}"
             for size in (self.kept.arrays, self.again.arrays, self.budget_bytes)
         )
+        if self.keeps:
+            return (
+                f"stay for the backward pass: a step takes {kept} of {budget} GB; gathered again, "
+                f"it would take {again}"
+            )
         return (
-            f"{form}: a step needs {kept} GB per device if they stay and {again} GB if they do "
-            f"not; {budget} GB are available"
+            f"are gathered again for the backward pass: a step takes {again} of {budget} GB; if "
+            f"they stayed, {kept}"
         )
 
     def as_dict(self) -> dict[str, float | bool]:
@@ -91,7 +94,7 @@ def sized(model: PlannedModel, layout: Layout, device: Device) -> Sized:
     forms = GatherForms(
         kept=memory(model, kept, device),
         again=memory(model, again, device),
-        budget_bytes=(1 - FREE_SHARE) * (device.hbm_bytes - device.reserved_bytes),
+        budget_bytes=device.budget_bytes,
         asked=layout.keep_gathered,
     )
     if forms.keeps:
@@ -125,8 +128,8 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Tells whether the busiest device's predicted peak fits in its memory."""
-        return self.memory.total <= self.device.hbm_bytes
+        """Tells whether the busiest device's arrays fit in what JAX may take, with a rest free."""
+        return self.memory.total <= self.device.limit_bytes
 
     @property
     def tokens_per_s_per_device(self) -> float:

@@ -31,6 +31,7 @@ from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import AttentionImplementation
 from jaxinfra.errors import UnsupportedError
+from jaxinfra.hlo.buffers import step_bytes
 from jaxinfra.hlo.collective_bytes import sent_bytes
 from jaxinfra.hlo.program import Collective, collectives
 from jaxinfra.model.definition import define_model
@@ -210,6 +211,13 @@ class Receipt:
     lines: tuple[Line, ...]
     predicted_temporaries: float
     temporary_bytes: int
+    step_bytes: int  # arguments, temporaries and new results
+    budget_bytes: float | None  # what a run on the device may use; None for CPU devices
+
+    @property
+    def fits(self) -> bool:
+        """Tells whether the compiled step fits in what a run on the device may use."""
+        return self.budget_bytes is None or self.step_bytes <= self.budget_bytes
 
     @property
     def arguments_equal(self) -> bool:
@@ -243,6 +251,9 @@ class Receipt:
                 "predicted": round(self.predicted_temporaries),
                 "compiled": self.temporary_bytes,
             },
+            "step_bytes": self.step_bytes,
+            "budget_bytes": self.budget_bytes,
+            "fits": self.fits,
             "exchanged": [line.as_dict() for line in self.lines],
         }
 
@@ -276,7 +287,8 @@ def compile_on_cpu(model: ModelConfig, layout: Layout) -> Receipt:
     compiled = lower_step(job).compile(compiler_options=options)
     layout = dataclasses.replace(layout, recipe="fp32")
     target = f"{layout.devices} CPU devices, fp32"
-    return compare(model, layout, compiled, find_device("h200"), target=target)
+    found = compare(model, layout, compiled, find_device("h200"), target=target)
+    return dataclasses.replace(found, budget_bytes=None)
 
 
 def compile_for_gpu(model: ModelConfig, layout: Layout, device: Device) -> Receipt:
@@ -326,6 +338,8 @@ def compare(
         ),
         predicted_temporaries=memory(planned, layout, device).temporaries,
         temporary_bytes=analysis.temp_size_in_bytes,
+        step_bytes=step_bytes(compiled),
+        budget_bytes=device.budget_bytes,
     )
 
 

@@ -101,10 +101,10 @@ def search(
     found: list[Candidate] = []
     for number, (layout, size) in enumerate(_sized(model, question, device, reasons)):
         require_within(layouts=number, remedy="narrow the search with --fix, --zero or --remat")
-        fits = size <= device.hbm_bytes
+        fits = size <= device.limit_bytes
         seconds = step_time(model, layout, device).total_s if fits else math.inf
         found.append(Candidate(layout=layout, seconds=seconds, bytes_total=size))
-    fitting = [each for each in found if each.bytes_total <= device.hbm_bytes]
+    fitting = [each for each in found if each.bytes_total <= device.limit_bytes]
     if not fitting:
         raise ConfigError(_nothing(model, question, device, found, reasons))
     ranked = heapq.nsmallest(_KEPT, fitting, key=lambda each: each.seconds)
@@ -144,7 +144,7 @@ def _sized(
     for layout in layouts(model, question, device, reasons):
         least = dataclasses.replace(layout, remat=forms[-1])
         size = memory(model, least, device).total
-        if size > device.hbm_bytes:
+        if size > device.limit_bytes:
             yield least, size
             continue
         fitting = 0
@@ -152,7 +152,7 @@ def _sized(
             each = sized(model, dataclasses.replace(layout, remat=form), device)
             size = each.memory.total
             yield each.layout, size
-            fitting += size <= device.hbm_bytes
+            fitting += size <= device.limit_bytes
             if fitting and form is not Remat.NONE:
                 break
 
@@ -243,15 +243,15 @@ def _variants(
                 reasons[reason] += 1
                 break
             yield layout
-            if sum(state_bytes(model, layout)) > device.hbm_bytes:
+            if sum(state_bytes(model, layout)) > device.budget_bytes:
                 break
 
 
 def why_slower(plan: Plan, best: Plan) -> str:
     """Explains where a plan loses most time against the best, or how much memory it lacks."""
     if not plan.fits:
-        short = (plan.memory.total - plan.device.hbm_bytes) / 1e9
-        return f"does not fit: {short:,.0f} GB more than there are"
+        short = (plan.memory.total - plan.device.limit_bytes) / 1e9
+        return f"does not fit: {short:,.1f} GB too much"
     names = {**plan.time.parts, **best.time.parts}
     worse = {
         name: plan.time.parts.get(name, 0.0) - best.time.parts.get(name, 0.0) for name in names
@@ -305,7 +305,8 @@ def _nothing(
     if found:
         smallest = min(found, key=lambda each: each.bytes_total)
         return (
-            f"{what}: no layout fits {device.hbm_bytes / 1e9:.0f} GB; the smallest, "
+            f"{what}: no layout fits the {device.limit_bytes / 1e9:.0f} of "
+            f"{device.hbm_bytes / 1e9:.0f} GB that a run may use; the smallest, "
             f"{smallest.layout.describe()} with remat {smallest.layout.remat}, needs "
             f"{smallest.bytes_total / 1e9:.0f} GB; add devices, shorten sequences or choose a "
             "recipe of fewer bytes per parameter"

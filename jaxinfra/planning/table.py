@@ -10,7 +10,6 @@ from rich.table import Table
 
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.formats import CORRESPONDENCES, FORMATS, RECIPES, Correspondence
-from jaxinfra.planning.inference import Serving, summary
 from jaxinfra.planning.memory import kv_table
 from jaxinfra.planning.model import (
     PlannedModel,
@@ -180,6 +179,11 @@ def receipt_tables(receipt: Receipt) -> list[RenderableType]:
     arguments.append(("all", f"{predicted:,}", f"{receipt.argument_bytes:,}"))
     temporaries = receipt.predicted_temporaries
     arguments.append(("temporaries", f"{temporaries:,.0f}", f"{receipt.temporary_bytes:,}"))
+    whole = f"{predicted + temporaries:,.0f}"
+    arguments.append(("the whole step", whole, f"{receipt.step_bytes:,}"))
+    if receipt.budget_bytes is not None:
+        verdict = "fits" if receipt.fits else "DOES NOT FIT"
+        arguments.append(("that a run may use", f"{receipt.budget_bytes:,.0f}", verdict))
     exchanged = [
         (
             f"{line.axis} {line.purpose}",
@@ -219,15 +223,14 @@ def _weights_row(each: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def serving_tables(
-    model: PlannedModel, device: Device, serving: Serving, *, context: int, batch: int
+    model: PlannedModel, device: Device, figures: Mapping[str, Any]
 ) -> list[RenderableType]:
-    """Builds tables for serving: what fits, how fast it is, and other weight and cache formats."""
-    figures = summary(model, device, serving, context=context, batch=batch)
-    rows = [
-        (name.replace("_", " "), _figure(value))
-        for name, value in figures.items()
-        if not isinstance(value, list)
-    ]
+    """Builds tables for serving: what fits, how fast it is, and other weight and cache formats.
+
+    Args:
+        figures: ``inference.summary`` of the model.
+    """
+    batch, context = figures["batch"], figures["context"]
     caches = _cells(
         kv_table(model),
         *("{0[form]}", "{0[cache_format]}", "{0[bytes_per_token]:,.0f}", "{0[over_mha]:.1f}x"),
@@ -237,7 +240,7 @@ def serving_tables(
             each["cache"],
             f"{each['max_batch']:,}",
             f"{each['max_context']:,}",
-            _figure(each["compute_bound_batch"]),
+            _crossing(each["compute_bound_batch"]),
         )
         for each in figures["by_cache"]
     ]
@@ -257,7 +260,7 @@ def serving_tables(
     kept = ("weights", "kept", "bits each", f"batch of {context:,} tokens", "per step", "of bf16")
     columns = ("batch", "per step", "tokens/s", "FLOPs per byte", "bound by", "")
     return [
-        grid(f"Serving {model.name} on {device.name}", ("", ""), rows),
+        grid(f"Serving {model.name} on {device.name}", ("", ""), _serving_facts(figures)),
         grid("KV cache", ("heads", "format", "bytes per token", "less than MHA"), caches),
         grid(f"Weights by format, and a decode step of {batch:,}", kept, weights),
         grid("What fits beside the weights", fitting, fits),
@@ -265,14 +268,36 @@ def serving_tables(
     ]
 
 
-def _figure(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    if value is None:
-        return "no batch size: each further sequence adds its own cache to the bytes read"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+def _serving_facts(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The figures of a served model by name and unit, in the order shown."""
+    batch, context = figures["batch"], figures["context"]
+    crossing = [_crossing(figures[f"compute_bound_batch{each}"]) for each in ("", "_without_cache")]
+    return [
+        ("devices, for one copy", f"{figures['devices']:,}"),
+        ("weights", f"{figures['weights']}, {gigabytes(figures['weight_bytes'])}"),
+        ("KV cache", f"{figures['cache']}, {figures['kv_bytes_per_token']:,.0f} bytes per token"),
+        (f"sequences of {context:,} tokens that fit", f"{figures['max_batch']:,}"),
+        ("tokens of the longest sequence that fits", f"{figures['max_context']:,}"),
+        ("tokens of the longest sequence trained", f"{figures['trained_positions']:,}"),
+        (
+            f"prefill of {batch:,} x {context:,} tokens",
+            f"{1e3 * figures['prefill_s']:,.1f} ms, bound by {figures['prefill_bound']}",
+        ),
+        (
+            f"decode step of {batch:,} after {context:,}",
+            f"{1e3 * figures['decode_s']:,.2f} ms, bound by {figures['decode_bound']}",
+        ),
+        ("    tokens/s", f"{figures['decode_tokens_per_s']:,.0f}"),
+        ("    FLOPs per byte", f"{figures['decode_intensity']:,.1f}"),
+        ("ridge of the roofline, FLOPs per byte", f"{figures['ridge_flops_per_byte']:,.1f}"),
+        (f"compute-bound batch after {context:,}", crossing[0]),
+        ("compute-bound batch without caches", crossing[1]),
+    ]
+
+
+def _crossing(batch: int | None) -> str:
+    """Formats the batch size from which decode is compute-bound."""
+    return "none" if batch is None else f"{batch:,}"
 
 
 def format_tables() -> list[RenderableType]:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import resource
 import shlex
 import subprocess
@@ -10,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from jaxinfra.cli import train
+from jaxinfra.cli import quantize, serve, train
 from jaxinfra.cli.main import Parser, main
-from jaxinfra.cli.plan import headline, train_command
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.run import Remat
 from jaxinfra.config.validate import validate
 from jaxinfra.diagnostics.trace import events_by_device, jax
 from jaxinfra.errors import ConfigError, DataError, nearest
+from jaxinfra.planning.answer import train_command, training_lines
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.layout import Layout
 from jaxinfra.planning.model import find_model
@@ -89,8 +90,16 @@ LAYOUTS = {
 def test_a_plan_begins_with_a_command_that_trains_so(name):
     layout = LAYOUTS[name]
     plan = make_plan(find_model("llama3_8b"), layout, find_device("h200"))
-    words = shlex.split(train_command("llama3_8b", layout) or "")
+    words = shlex.split(train_command(plan) or "")
+    share = None
+    if words[0].startswith("XLA_PYTHON_CLIENT_MEM_FRACTION="):
+        share = float(words.pop(0).partition("=")[2])
     assert words[:2] == ["jaxinfra", "train"]
+    # What the arrays take, a share of it free, is what JAX may take; the reserve is beside that.
+    whole = find_device("h200").hbm_bytes
+    if plan.fits:
+        assert plan.memory.arrays <= 0.96 * (share or 0.75) * whole
+        assert plan.memory.reserved <= (1 - (share or 0.75)) * whole
     config = train.config_of(parsed(*words[2:]))
     validate(config)
     training, sharding = config.training, config.sharding
@@ -101,11 +110,11 @@ def test_a_plan_begins_with_a_command_that_trains_so(name):
     assert sharding.keep_gathered == layout.keep_gathered
     if layout.chunks > 1:
         assert config.pipeline.chunks_a_stage == layout.chunks
-    first, second, *_ = headline(plan, searched=True)
+    first, second, *_ = training_lines(plan, searched=True)
     assert first.startswith(("fastest that fits: llama3_8b", "llama3_8b"))
     assert f"{plan.time.total_s:.4g} s per step" in first
     if plan.fits:
-        assert second.strip() == " ".join(words)
+        assert second.strip().endswith(" ".join(words))
 
 
 @pytest.mark.parametrize(
@@ -115,8 +124,8 @@ def test_a_search_finds_what_trains(devices, fixed):
     question = Question(devices=devices, length=8192, batch=devices * 4, fixed=fixed)
     found = search(find_model("llama3_8b"), question, find_device("h200"), runners_up=3)
     for plan in (found.best, *(plan for plan, _ in found.runners_up)):
-        words = shlex.split(train_command("llama3_8b", plan.asked) or "")
-        validate(train.config_of(parsed(*words[2:])))
+        words = shlex.split(train_command(plan) or "")
+        validate(train.config_of(parsed(*words[words.index("train") + 1 :])))
 
 
 @pytest.mark.parametrize(
@@ -142,8 +151,43 @@ def test_a_plan_says_why_recomputing_is_predicted_to_be_faster():
     plan = make_plan(find_model("llama3_8b"), layout, find_device("h200"))
     forms = plan.by_remat()
     assert forms["none"].time.total_s > forms["dots"].time.total_s
-    (line,) = (line for line in headline(plan, searched=False) if "remat=none" in line)
+    (line,) = (line for line in training_lines(plan, searched=False) if "remat=dots: none" in line)
     assert "memory takes" in line
+
+
+def test_a_plan_names_its_own_recomputation():
+    """The reason is that of the form that it has, against all that keep more."""
+    layout = Layout(length=8192, batch=32, mesh=MeshConfig(fsdp=8), remat=Remat.MLP)
+    plan = make_plan(find_model("llama3_8b"), layout, find_device("h100"))
+    (line,) = (line for line in training_lines(plan, searched=False) if "remat=" in line[:9])
+    assert line.startswith("  remat=mlp: none does not fit")
+    assert "dots does not fit" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["llama3_8b", "--inference"], "jaxinfra serve DIR --max-running"),
+        (
+            ["llama3_70b", "--inference", "--devices", "16", "--weights", "fp8"],
+            "each part held 2 times",
+        ),
+        (["mixtral_8x7b", "--inference", "--devices", "2"], "--mesh fsdp=2,expert=2"),
+        (["mixtral_8x7b", "--inference", "--weights", "fp8"], "experts have no kernel"),
+        (["llama3_70b", "--inference"], "do not fit"),
+    ],
+)
+def test_a_plan_of_serving_begins_with_the_answer(capsys, words, said):
+    assert main(["plan", *words, "--brief"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 10
+    assert said in "\n".join(lines)
+    for line in lines:
+        found = re.search(r"jaxinfra (serve|quantize) (.*)", line)
+        if found:
+            parser = argparse.ArgumentParser()
+            {"serve": serve, "quantize": quantize}[found[1]].add_arguments(parser)
+            parser.parse_args(shlex.split(found[2]))
 
 
 def test_a_schedule_draws_nothing_unasked(tmp_path, monkeypatch, capsys):

@@ -167,9 +167,9 @@ def test_a_schedule_alone(capsys, tmp_path):
     assert code == 0
     assert json.loads(out)["stages"] == 4
     assert (tmp_path / "1f1b-p4-m8.png").exists()
-    code, _, err = plan(capsys, "--schedule", "2f2b")
-    assert code == 1
-    assert "1f1b" in err
+    with pytest.raises(SystemExit):
+        plan(capsys, "--schedule", "2f2b")
+    assert "1f1b" in capsys.readouterr().err
 
 
 def test_pictures(capsys, tmp_path):

@@ -320,7 +320,7 @@ def test_search_finds_what_trying_everything_finds():
 
 
 def test_search_says_why_nothing_fits():
-    with pytest.raises(ConfigError, match="no layout fits 141 GB"):
+    with pytest.raises(ConfigError, match="no layout fits the 134 of 141 GB"):
         search(find_model("llama3_405b"), Question(devices=8, length=4096, batch=8), H200)
 
 

@@ -8,6 +8,8 @@ from jaxinfra.planning.inference import (
     Serving,
     by_batch,
     by_cache,
+    cache_copies,
+    cached_bytes,
     crossover_batch,
     decode,
     max_batch,
@@ -39,12 +41,12 @@ def test_caches():
 def test_what_fits_beside_the_weights():
     serving = Serving()
     batch = max_batch(EIGHT_B, H200, serving, context=8192)
-    used = weight_bytes(EIGHT_B, H200, serving) + H200.reserved_bytes
+    used = weight_bytes(EIGHT_B, H200, serving)
     one = kv_bytes(EIGHT_B, batch=1, context=8192)
-    assert used + batch * one <= H200.hbm_bytes < used + (batch + 1) * one
+    assert used + batch * one <= H200.budget_bytes < used + (batch + 1) * one
     context = max_context(EIGHT_B, H200, serving, batch=4)
-    assert used + kv_bytes(EIGHT_B, batch=4, context=context) <= H200.hbm_bytes
-    assert used + kv_bytes(EIGHT_B, batch=4, context=context + 1) > H200.hbm_bytes
+    assert used + kv_bytes(EIGHT_B, batch=4, context=context) <= H200.budget_bytes
+    assert used + kv_bytes(EIGHT_B, batch=4, context=context + 1) > H200.budget_bytes
     assert max_batch(find_model("llama3_405b"), H200, serving, context=1) == 0
 
 
@@ -64,9 +66,18 @@ def test_batches_and_caches_that_fit_are_listed():
     caches = {row["cache"]: row for row in by_cache(EIGHT_B, H200, serving, context=8192)}
     # 8 bits, and a scale of 16 for the 128 of a token and head, in place of 16.
     one = kv_bytes(EIGHT_B, batch=1, context=8192, cache_format="bf16") * (8 + 16 / 128) / 16
-    room = H200.hbm_bytes - H200.reserved_bytes - weight_bytes(EIGHT_B, H200, serving)
+    room = H200.budget_bytes - weight_bytes(EIGHT_B, H200, serving)
     assert caches["fp8"]["max_batch"] == room // one > 1.9 * caches["bf16"]["max_batch"]
     assert caches["int4"]["max_context"] > 3.5 * caches["bf16"]["max_context"]
+
+
+def test_heads_fewer_than_devices_are_held_several_times():
+    """Eight KV heads over 16 devices are held twice; latents are held by each device."""
+    assert [cache_copies(EIGHT_B, devices) for devices in (1, 8, 16)] == [1, 1, 2]
+    assert cache_copies(find_model("deepseek_v3"), 16) == 16
+    eight, sixteen = (Serving(devices=devices) for devices in (8, 16))
+    sizes = [cached_bytes(EIGHT_B, each, batch=1, context=8192) for each in (eight, sixteen)]
+    assert sizes[1] == 2 * sizes[0] == 2 * kv_bytes(EIGHT_B, batch=1, context=8192)
 
 
 def test_prefill_is_compute_bound_and_decode_memory_bound():
