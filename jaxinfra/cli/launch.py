@@ -96,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
         num_processes=args.processes,
         logs=logs,
         recorder=None if run_directory is None else run_directory / "recorder",
+        incidents=None if run_directory is None else run_directory / "incidents.jsonl",
         limits=Limits(max_restarts=args.restarts, backoff_s=args.backoff, grace_s=args.grace),
         place=_place(args),
         environment=_without_cluster(),

@@ -19,8 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Reads a run and writes its HTML report."""
-    page = run_page(read_view(args.run))
+    view = read_view(args.run)
+    page = run_page(view)
     file = args.out or args.run / "report.html"
     write_atomically(file, page)
     print(f"{file}: {len(page) / 1e6:.2f} MB")
+    explained = [] if view.explanation is None else [view.explanation.paragraph()]
+    print("\n".join([*view.happened(), *explained]))
     return 0

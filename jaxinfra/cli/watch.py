@@ -54,7 +54,5 @@ def _shown(view: RunView) -> RenderableType:
         ]
     if view.explanation is not None:
         parts.append(view.explanation.paragraph())
-    parts += [
-        f"{each['kind']}: step {each['step']}: {each['text']}" for each in view.incidents[-5:]
-    ]
+    parts += view.happened()
     return Group(*parts)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.diagnostics.drift import drift_delays
 from jaxinfra.diagnostics.host_delays import Delay, evaluation_delays, host_delays, rarely
 from jaxinfra.diagnostics.traced_run import TracedRun
 from jaxinfra.diagnostics.waterfall import IDLE, Waterfall
@@ -323,7 +324,9 @@ def explain_step(directory: Path, traced: TracedRun | None = None) -> Explanatio
     found += hosts
     found += evaluation_delays(records, step_ms=step_ms)
     found += checkpoint_delays(lines, step_ms=step_ms)
-    found += incident_delays(read_incidents(run.incidents_file), steps_ms=[1e3 * s for s in steps])
+    incidents = read_incidents(run.incidents_file)
+    found += incident_delays(incidents, steps_ms=[1e3 * s for s in steps])
+    found += drift_delays(lines, records, incidents, hosts)
     found.sort(key=lambda each: -each.ms)
     return Explanation(step_ms=step_ms, delays=tuple(found))
 

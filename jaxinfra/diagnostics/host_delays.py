@@ -71,22 +71,29 @@ _COMPUTING = Delay(
 )
 
 
-def phase_ms(record: RankRecord) -> dict[str, float]:
-    """Returns a rank's median milliseconds per step in each host phase, from its ring buffer.
+def phase_times(record: RankRecord) -> dict[str, dict[int, float]]:
+    """Returns a rank's milliseconds in each host phase by step, from its ring buffer.
 
     The first step is left out, since its time may include compilation.
     """
     phases = _phases(record)
-    steps = sorted({event.step for event in phases})[1:-1]
+    steps = set(sorted({event.step for event in phases})[1:-1])
     spent: dict[str, dict[int, float]] = collections.defaultdict(dict)
     for begun, ended in itertools.pairwise(phases):
         if begun.step in steps:
             of_phase = spent[begun.name]
             of_phase[begun.step] = of_phase.get(begun.step, 0.0) + 1e3 * ended.value
+    return {
+        name: {step: of_step.get(step, 0.0) for step in sorted(steps)}
+        for name, of_step in spent.items()
+    }
+
+
+def phase_ms(record: RankRecord) -> dict[str, float]:
+    """Returns a rank's milliseconds per step in each host phase, by medians."""
     # The median: one step that saved or was interrupted tells of that alone.
     return {
-        name: statistics.median([of_step.get(step, 0.0) for step in steps])
-        for name, of_step in spent.items()
+        name: statistics.median(of_step.values()) for name, of_step in phase_times(record).items()
     }
 
 

@@ -1,5 +1,6 @@
 """A view of a run directory: while the run trains, afterwards, and beside other runs."""
 
+import collections
 import contextlib
 import dataclasses
 import statistics
@@ -65,9 +66,28 @@ class RunView:
             "MFU": _number(summary.get("mfu"), ".1%"),
             "peak": _number((summary.get("peak_bytes") or 0) / 2**30 or None, ".2f", " GiB"),
             "goodput": _number(self.goodput, ".1%"),
-            "incidents": str(len(self.incidents)),
+            "incidents": self._counted(),
             **{f"held-out {name}": _number(x, ".4f") for name, x in self.heldout_sets.items()},
         }
+
+    def _counted(self) -> str:
+        kinds = collections.Counter(each["kind"] for each in self.incidents)
+        named = ", ".join(f"{kind} x {n}" if n > 1 else kind for kind, n in kinds.items())
+        return f"{len(self.incidents)}: {named}" if named else "0"
+
+    def happened(self) -> list[str]:
+        """Returns what a run met, a line for each kind of incident, those of the newest last."""
+        kinds: dict[str, list[dict[str, Any]]] = {}
+        for each in self.incidents:
+            kinds.setdefault(each["kind"], []).append(each)
+        lines = []
+        for kind, found in sorted(kinds.items(), key=lambda item: item[1][-1].get("time", 0.0)):
+            last = found[-1]
+            when = f"step {last['step']}"
+            if len(found) > 1:
+                when = f"{len(found)} times, steps {found[0]['step']} to {last['step']}, the last"
+            lines.append(f"{kind}: {when}: {last['text']}")
+        return lines
 
 
 def read_view(directory: Path) -> RunView:

@@ -20,10 +20,11 @@ from types import FrameType
 from typing import Any, TextIO, final
 
 from jaxinfra.runtime import cluster
-from jaxinfra.runtime.recorder import read_record, record_file
+from jaxinfra.runtime.recorder import RankRecord, read_record, record_file, record_incident
 from jaxinfra.runtime.signals import RESUMABLE_EXIT, handled_elsewhere
 from jaxinfra.runtime.watchdog import read_report
 
+RANK_ENDED = "rank ended"  # the kind of such incidents
 _FATAL = (1, 2)  # a restart would end in the same failure
 # Where a peer goes, the others end so: by JAX's own abort, or by our word for it. A rank that ended
 # otherwise was there first.
@@ -180,6 +181,7 @@ class Supervisor:
         again: command line of restarts, which continues the run.
         logs: directory for the processes' output and for ``report.json``.
         recorder: directory of the ranks' flight recorders, if they have some.
+        incidents: log of the run's incidents, to which failures of ranks are added.
         environment: variables of the processes, to which those of their places are added.
         memory_group: cgroup whose count of OOM kills shows that a process was killed for memory.
     """
@@ -192,6 +194,7 @@ class Supervisor:
         again: Sequence[str],
         logs: Path,
         recorder: Path | None,
+        incidents: Path | None,
         limits: Limits,
         place: NodePlace,
         environment: Mapping[str, str],
@@ -199,7 +202,7 @@ class Supervisor:
     ):
         self._command, self._again = list(command), list(again)
         self._num = num_processes
-        self._logs, self._recorder = logs, recorder
+        self._logs, self._recorder, self._incidents = logs, recorder, incidents
         self._limits, self._place = limits, place
         self._environment = dict(environment)
         self._memory_group = memory_group or own_memory_group()
@@ -239,18 +242,19 @@ class Supervisor:
             code = self._attempt(number)
             if code in (0, RESUMABLE_EXIT) or self._asked is not None:
                 return code
-            cause = self._attempts[-1]
+            cause, wait_s = self._attempts[-1], None
             if cause["fatal"]:
-                self._say(f"{cause['text']}; starting it again would not help")
+                then = "starting it again would not help"
+            elif number == self._limits.max_restarts:
+                then = f"given up after {number} restarts"
+            else:
+                wait_s = min(self._limits.longest_backoff_s, self._limits.backoff_s * 2**number)
+                then = f"restart {number + 1} of {self._limits.max_restarts} in {wait_s:g} s"
+            self._tell_run(cause, then, restart=None if wait_s is None else number + 1)
+            self._say(f"{cause['text']}; {then}")
+            if wait_s is None:
                 return code
-            if number == self._limits.max_restarts:
-                self._say(f"{cause['text']}; given up after {number} restarts")
-                return code
-            wait_s = min(self._limits.longest_backoff_s, self._limits.backoff_s * 2**number)
             number += 1
-            self._say(
-                f"{cause['text']}; restart {number} of {self._limits.max_restarts} in {wait_s:g} s"
-            )
             until = time.monotonic() + wait_s
             while time.monotonic() < until:
                 time.sleep(_POLL_S)
@@ -284,6 +288,27 @@ class Supervisor:
                 "continues from its newest complete checkpoint"
             )
         return code
+
+    def _tell_run(self, cause: Mapping[str, Any], then: str, *, restart: int | None) -> None:
+        """Records in the run how its first rank ended, unless another node's launcher knows it."""
+        first = cause["first"]
+        is_other = cause["exit"] in (74, 128 + signal.SIGABRT) and self._place.num_ranks is not None
+        # A job that fails before its run begins leaves nothing behind.
+        if first is None or self._incidents is None or not self._incidents.parent.is_dir():
+            return
+        if is_other:
+            return
+        record = self._record_of(first)
+        details = {"rank": first, "exit": cause["exit"], "restart": restart}
+        step = 0 if record is None else record.step
+        try:
+            text = f"{cause['text']}; {then}"
+            record_incident(self._incidents, RANK_ENDED, step=step, text=text, **details)
+        except OSError as error:
+            self._say(f"{self._incidents}: {error.strerror}: the run's report will not say this")
+
+    def _record_of(self, rank: int) -> RankRecord | None:
+        return None if self._recorder is None else read_record(record_file(self._recorder, rank))
 
     def _code(self, endings: list[Ending], failed: Ending | None) -> int:
         asked = () if self._asked is None else (-self._asked, -signal.SIGTERM)
@@ -417,10 +442,9 @@ class Supervisor:
             parts.append(report)
         elif said := last_line(self._logs / f"attempt-{number}.rank-{failed.rank}.err"):
             parts.append(f"it said: {said}")
-        if self._recorder is not None:
-            record = read_record(record_file(self._recorder, failed.rank))
-            if record is not None:
-                parts.append(f"last recorded in {record.phase} of step {record.step}")
+        record = self._record_of(failed.rank)
+        if record is not None:
+            parts.append(f"last recorded in {record.phase} of step {record.step}")
         others = [end.describe() for end in endings if end.rank != failed.rank]
         if others:
             parts.append(f"then {', '.join(others)}")

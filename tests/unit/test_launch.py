@@ -15,6 +15,7 @@ from jaxinfra.cli.launch import requeue, train_commands
 from jaxinfra.cli.main import main
 from jaxinfra.errors import ConfigError
 from jaxinfra.runtime.cluster import Cluster, detect_cluster, expand_nodes
+from jaxinfra.runtime.recorder import read_incidents
 from jaxinfra.runtime.supervisor import (
     Ending,
     Limits,
@@ -138,6 +139,7 @@ def supervise(tmp_path, program: str, *, processes: int = 2, again: str | None =
         num_processes=processes,
         logs=tmp_path / "logs",
         recorder=None,
+        incidents=tmp_path / "run" / "incidents.jsonl",
         limits=Limits(backoff_s=0.01, **limits),
         place=NodePlace(),
         environment={},
@@ -159,8 +161,13 @@ def test_a_job_that_ends_normally(tmp_path, capfd):
 
 def test_a_killed_rank_is_named_and_the_job_started_again(tmp_path, capfd):
     program = RANK + "os.kill(os.getpid(), 9) if rank == 1 else time.sleep(60)"
+    (tmp_path / "run").mkdir()
     code, report = supervise(tmp_path, program, again="pass")
     assert code == 0
+    (incident,) = read_incidents(tmp_path / "run" / "incidents.jsonl")
+    assert (incident["kind"], incident["rank"], incident["exit"]) == ("rank ended", 1, 137)
+    assert "SIGKILL" in incident["text"]
+    assert "restart 1 of 3" in incident["text"]
     assert [(one["exit"], one["first"]) for one in report] == [(137, 1), (0, None)]
     assert "rank 1 was ended by SIGKILL (exit 137) first" in capfd.readouterr().err
 

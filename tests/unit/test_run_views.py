@@ -10,9 +10,10 @@ from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.cli.main import main
 from jaxinfra.config import codec
 from jaxinfra.config.presets import run_preset
+from jaxinfra.diagnostics.drift import drift_delays, slow_stretch
 from jaxinfra.diagnostics.run_page import draw_curves
 from jaxinfra.diagnostics.run_view import differing_settings, read_view
-from jaxinfra.runtime.recorder import record_incident
+from jaxinfra.runtime.recorder import Event, RankRecord, record_incident
 
 
 @pytest.fixture
@@ -41,7 +42,65 @@ def test_a_view_says_how_a_run_stands(runs):
     assert head["step"] == f"20/{view.num_steps}"
     assert (head["loss"], head["held-out"]) == ("3.0000", "3.2500")
     assert head["tokens/s"] == f"{tokens:,.0f}"
-    assert (head["goodput"], head["incidents"]) == ("75.0%", "1")
+    assert (head["goodput"], head["incidents"]) == ("75.0%", "1: slow rank")
+
+
+def test_a_report_begins_with_what_happened(runs, capsys):
+    """A killed rank, a full disk and steps that became slow are in its first lines."""
+    run = RunDirectory(runs[1])
+    records = [{"step": n, "loss": 2.0, "step_s": 0.21 if n >= 80 else 0.1} for n in range(1, 161)]
+    run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in records))
+    killed = "rank 1 was ended by SIGKILL (exit 137) first; restart 1 of 3 in 1 s"
+    record_incident(run.incidents_file, "rank ended", step=12, text=killed)
+    for step in (20, 40):
+        record_incident(run.incidents_file, "not saved", step=step, text="No space left on device")
+    assert main(["report", str(run.path)]) == 0
+    first = capsys.readouterr().out.splitlines()[1:5]
+    page = (run.path / "report.html").read_text().partition("<h2>")[0]
+    for said in ("\n".join(first), page):
+        assert "rank 1 was ended by SIGKILL" in said
+        assert "2 times, steps 20 to 40, the last: No space left on device" in said
+        assert re.search(r"steps take 2.1x of the (others'|others&#39;) 100 ms since step 80", said)
+    assert main(["compare", *map(str, runs)]) == 0
+    assert "not saved x 2" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("times", "said"),
+    [
+        ([1.0] * 60, None),
+        ([1.0, 1.3] * 30, None),
+        ([1.0] * 30 + [2.0] * 10 + [1.0] * 20, "from step 31 to 40"),
+        ([3.0] * 20 + [1.0] * 40, "until step 20"),
+        ([1.0] * 900 + [1.8] * 101, "since step 901"),
+        ([1.0] * 56 + [9.0] * 4, None),  # too few to tell
+    ],
+)
+def test_steps_that_become_slow_are_found(times, said):
+    found = slow_stretch([{"step": n, "step_s": s} for n, s in enumerate(times, 1)])
+    assert (found is None) == (said is None)
+    assert found is None or found.describe().endswith(said)
+
+
+def test_the_cause_of_slow_steps_is_named_where_it_is_known():
+    lines = [{"step": n, "step_s": 0.5 if n > 40 else 0.1} for n in range(1, 81)]
+    events, before = [], 0.0
+    for step in range(1, 81):
+        for name, seconds in (("input", 0.4 if step > 40 else 0.0), ("step", 0.1)):
+            # An event's value is what the phase before it took.
+            events.append(Event(time=0.0, name=name, step=step, value=before))
+            before = seconds
+    record = RankRecord(
+        rank=3, pid=1, host="a", beats=0, beat_time=0.0, phase="step", since=0.0, step=80,
+        events=tuple(events),
+    )  # fmt: skip
+    (found,) = drift_delays(lines, [record], [], [])
+    assert "since step 41; the host's phase 'input' takes 400 ms more" in found.text
+    slow = {"kind": "slow rank", "step": 50, "text": "rank 2 computes slowly"}
+    (found,) = drift_delays(lines, [record], [slow], [])
+    assert found.text.endswith("since step 41; rank 2 computes slowly")
+    (found,) = drift_delays(lines, [], [], [])
+    assert "no rank's host says why" in found.text
 
 
 def test_settings_that_differ_are_named(runs):
