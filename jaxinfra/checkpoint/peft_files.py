@@ -13,7 +13,6 @@ Dims: L layers, I inputs of a Hugging Face tensor, O its outputs, R rank.
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import numpy as np
 
 from jaxinfra.checkpoint.finite import require_finite_piece
 from jaxinfra.checkpoint.parameter_sources import LiveParameters, ParameterSource
+from jaxinfra.checkpoint.peft_settings import CONFIG, PeftSettings, read_settings
 from jaxinfra.checkpoint.tensor_files import (
     TensorFiles,
     new_directory,
@@ -32,11 +32,9 @@ from jaxinfra.checkpoint.tensor_files import (
 from jaxinfra.config.finetune import PROJECTIONS, AdapterKind, AdapterScaling, LoraConfig
 from jaxinfra.errors import CheckpointError, ConfigError
 from jaxinfra.hf import by_path
-from jaxinfra.hf.keys import Keys
 from jaxinfra.hf.mapping import Part, Tensor, WeightMap
 from jaxinfra.hf.tensor_layout import Index
 from jaxinfra.model.definition import ModelDefinition, define_model
-from jaxinfra.runtime.files import read_json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +135,7 @@ def host_adapters(lora: LoraConfig, arrays: Mapping[str, jax.Array]) -> Adapters
     return Adapters(lora=lora, arrays=chosen)
 
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+TENSORS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 
 
@@ -260,94 +258,6 @@ def _input_dim(part: Part, num_inner: int) -> int:
     return next(i for i, dim in enumerate(part.layout.theirs) if set(dim) == inner)
 
 
-_NO_EFFECT = frozenset(
-    (
-        *("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout"),
-        *("fan_in_fan_out", "target_modules", "exclude_modules", "layers_to_transform"),
-        *("layers_pattern", "megatron_config", "megatron_core", "peft_version", "loftq_config"),
-        *("eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "velora_config"),
-        *("ensure_weight_tying", "task_type"),
-    )
-)
-"""Keys on which nothing depends that is read here: how it was trained, and what the tensors say."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class PeftSettings:
-    """The fields of ``adapter_config.json`` that decide how its tensors are applied."""
-
-    rank: int
-    alpha: float
-    alphas: Mapping[str, float]  # of modules, by expressions that their names' ends match
-    kind: AdapterKind
-    scaling: AdapterScaling
-
-    def scale(self, module: str, rank: int) -> float:
-        """Returns the factor s of a module's update s B A."""
-        matching = (a for e, a in self.alphas.items() if re.match(rf"(.*\.)?({e})$", module))
-        alpha = next(matching, self.alpha)  # as PEFT matches them, an anchored one as a whole
-        return LoraConfig(rank=rank, alpha=alpha, scaling=self.scaling).scale
-
-
-ENDS = dict.fromkeys(("lm_head", "embed_out"), "output head")
-ENDS |= dict.fromkeys(("embed_tokens", "wte", "wpe"), "embeddings")
-"""Modules of models beside their layers, by the last part of their names."""
-
-_MOST_REPEATS = 4
-
-
-def _is_quick(expression: str) -> bool:
-    """Whether matching ends soon whatever the name: files come from strangers."""
-    try:
-        re.compile(expression)
-    except re.error:
-        return False
-    repeats = len(re.findall(r"[*+{]", expression))
-    return repeats <= _MOST_REPEATS and not re.search(r"\)[*+{]", expression)
-
-
-def is_peft_directory(path: Path) -> bool:
-    """Whether ``path`` holds adapters that PEFT wrote."""
-    return (path / CONFIG).is_file()
-
-
-def read_settings(path: Path) -> PeftSettings:
-    """Reads ``adapter_config.json``; refuses a setting that changes more than W + s B A."""
-    values = read_json(path / CONFIG)
-    keys = Keys(values, what=str(path / CONFIG))
-    keys.expect("peft_type", ("LORA",), "adapters of this kind are read")
-    keys.expect("bias", ("none",), "trained biases are not read; merge them into the model")
-    began = (True, False, "gaussian", "orthogonal", "eva")
-    keys.expect("init_lora_weights", began, "it changes the model's own weights; convert it first")
-    for name in ("modules_to_save", "target_parameters", "trainable_token_indices"):
-        keys.expect(name, (None, [], ()), "more than projections was trained; merge it instead")
-    for name in ("layer_replication", "alora_invocation_tokens", "arrow_config", "kasa_config"):
-        keys.expect(name, (None,), "this form of adapters is not read")
-    keys.expect("lora_bias", (False, None), "biases of adapters are not read; merge them")
-    for name in ("use_qalora", "use_bdlora", "monteclora_config"):
-        keys.expect(name, (False, None), "this form of adapters is not read")
-    keys.ignore("rank_pattern")  # the tensors have the ranks
-    alphas = keys.mapping("alpha_pattern") or {}
-    for name, alpha in alphas.items():
-        if not _is_quick(name) or type(alpha) not in (int, float):
-            raise ConfigError(
-                f"{path / CONFIG}: alpha_pattern {name!r}: {alpha!r}: expressions that repeat no "
-                f"group and have at most {_MOST_REPEATS} repetitions are read, with a number each; "
-                "write this one out"
-            )
-    settings = PeftSettings(
-        rank=keys.integer("r"),
-        alpha=keys.number("lora_alpha"),
-        alphas={name: float(alpha) for name, alpha in alphas.items()},
-        kind=AdapterKind.DORA if keys.flag("use_dora", False) else AdapterKind.LORA,
-        scaling=(
-            AdapterScaling.RSLORA if keys.flag("use_rslora", False) else AdapterScaling.STANDARD
-        ),
-    )
-    keys.finish(_NO_EFFECT)
-    return settings
-
-
 def read_peft(
     path: Path, weights: WeightMap, definition: ModelDefinition, *, source: ParameterSource
 ) -> Adapters:
@@ -368,7 +278,7 @@ def read_peft(
     parts = [(module, part) for module in modules for part in module.tensor.parts]
     targets = {_target(path, part) for _, part in parts}
     # Standard scaling: alpha is what this rank needs for the factor that most modules have.
-    scale = settings.scale("", settings.rank)
+    scale = settings.scale()
     lora = LoraConfig(
         rank=rank,
         alpha=scale * (math.sqrt(rank) if settings.scaling is AdapterScaling.RSLORA else rank),
@@ -407,11 +317,6 @@ def _modules(path: Path, weights: WeightMap, settings: PeftSettings) -> list[_Mo
     found: dict[str, dict[str, np.ndarray]] = {}
     for name in files.tensors:
         module, kind = _parsed(path, name)
-        if module.split(".")[-1] in ENDS:
-            raise ConfigError(
-                f"{path}: {name} adapts the {ENDS[module.split('.')[-1]]}, and ours are of "
-                "projections of layers; merge it into the model (PEFT's merge_and_unload)"
-            )
         if module + ".weight" not in weights.tensors:
             raise CheckpointError(
                 f"{path}: {name} is of no weight of the model; the adapters are of another one"
@@ -425,14 +330,25 @@ def _modules(path: Path, weights: WeightMap, settings: PeftSettings) -> list[_Mo
     ]
 
 
+ENDS = dict.fromkeys(("lm_head", "embed_out"), "output head")
+ENDS |= dict.fromkeys(("embed_tokens", "wte", "wpe"), "embeddings")
+"""Modules of models beside their layers, by the last part of their names."""
+
+
 def _parsed(path: Path, name: str) -> tuple[str, str]:
+    """A tensor's module, and its role in the module's adapter."""
+    for part in name.split("."):
+        if part in ENDS:
+            raise ConfigError(
+                f"{path}: {name} adapts the {ENDS[part]}, or holds a whole copy, as PEFT saves "
+                "after training or resizing it; adapters of projections in layers are read. "
+                "Merge it in PEFT (merge_and_unload) and load the merged model"
+            )
     for kind, ending in (
         ("A", ".lora_A.weight"),
         ("B", ".lora_B.weight"),
         ("magnitude", ".lora_magnitude_vector"),
         ("magnitude", ".lora_magnitude_vector.weight"),
-        ("A", ".lora_embedding_A"),
-        ("B", ".lora_embedding_B"),
     ):
         if name.startswith(PREFIX) and name.endswith(ending):
             return name.removeprefix(PREFIX).removesuffix(ending), kind
@@ -458,6 +374,7 @@ def _module(
         )
     a_RI, b_OR = found["A"], found["B"]
     rank = a_RI.shape[0]
+    settings.require_rank(name, rank)
     sizes = {(b_OR.shape[0], a_RI.shape[-1]), (a_RI.shape[-1], b_OR.shape[0])}
     if a_RI.ndim != 2 or b_OR.ndim != 2 or b_OR.shape[1] != rank or tensor.shape not in sizes:
         raise CheckpointError(
@@ -474,7 +391,7 @@ def _module(
         a_RI=a_RI,
         b_OR=b_OR,
         magnitude_O=None if magnitude_O is None else magnitude_O.reshape(-1),
-        scale=settings.scale(name, rank),
+        scale=settings.scale(name),
     )
 
 
@@ -482,7 +399,8 @@ def _target(path: Path, part: Part) -> str:
     name = part.path.split("/")[-2]
     if name not in PROJECTIONS or len(part.index) != 1:
         raise ConfigError(
-            f"{path}: {part.path} has an adapter; ours are of {', '.join(PROJECTIONS)}"
+            f"{path}: {part.path} has an adapter; those of {', '.join(PROJECTIONS)} are read. "
+            "Merge it in PEFT (merge_and_unload) and load the merged model"
         )
     return name
 

@@ -13,13 +13,12 @@ from jaxinfra.checkpoint.initial import read_initial
 from jaxinfra.checkpoint.model_directory import describes, is_model_directory, read_model_directory
 from jaxinfra.checkpoint.parameter_sources import LiveParameters
 from jaxinfra.checkpoint.peft_files import (
-    CONFIG,
     Adapters,
     MergedParameters,
     host_adapters,
-    is_peft_directory,
     read_peft,
 )
+from jaxinfra.checkpoint.peft_settings import CONFIG, is_peft_directory
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config.finetune import BaseWeights
 from jaxinfra.errors import ConfigError

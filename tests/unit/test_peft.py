@@ -14,7 +14,8 @@ from jaxinfra import load_model
 from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.checkpoint.model_directory import read_model_directory
 from jaxinfra.checkpoint.onto_mesh import place_parameters
-from jaxinfra.checkpoint.peft_files import MergedParameters, read_peft, read_settings, write_peft
+from jaxinfra.checkpoint.peft_files import MergedParameters, read_peft, write_peft
+from jaxinfra.checkpoint.peft_settings import read_settings
 from jaxinfra.cli.main import main
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.errors import CheckpointError, ConfigError
@@ -28,10 +29,10 @@ SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in CASES if case != 
 
 
 class Case:
-    """A golden model, the adapters of PEFT over it, and the arrays that PEFT computed."""
+    """A golden model and the adapters of PEFT over it."""
 
-    def __init__(self, name, adapters=None):
-        path = GOLDEN / "hf" / CASES[name]
+    def __init__(self, base, adapters):
+        path = GOLDEN / "hf" / base
         self.directory = read_model_directory(path)
         self.base = load_pretrained(path, policy=PolicyName.FP32)
         definition = self.base.definition
@@ -39,13 +40,9 @@ class Case:
         self.weights = weight_map(
             self.directory.hf["model_type"], self.directory.config, definition.arrays
         )
-        self.adapters = read_peft(
-            adapters or GOLDEN / "peft" / name, self.weights, definition, source=self.source
-        )
+        self.adapters = read_peft(adapters, self.weights, definition, source=self.source)
         whole = define_model(definition.config, definition.execution, lora=self.adapters.lora)
         self.model = whole.freeze(self.base.parameters)
-        with np.load(GOLDEN / "peft" / name / "golden.npz") as arrays:
-            self.golden = dict(arrays)
 
     @property
     def tree(self):
@@ -55,6 +52,15 @@ class Case:
     @property
     def arrays(self):
         return self.adapters.arrays
+
+
+class GoldenCase(Case):
+    """A case of make_peft.py, with the arrays that PEFT computed."""
+
+    def __init__(self, name, adapters=None):
+        super().__init__(CASES[name], adapters or GOLDEN / "peft" / name)
+        with np.load(GOLDEN / "peft" / name / "golden.npz") as arrays:
+            self.golden = dict(arrays)
 
 
 def _key(text):
@@ -71,7 +77,7 @@ def close(got, golden, name, rest=""):
 
 @pytest.mark.parametrize("name", ["phi3_dora_rslora", *SLOW])
 def test_logits_and_gradients_are_those_of_peft(name):
-    case = Case(name)
+    case = GoldenCase(name)
     ids = case.golden["ids"]
 
     def loss(tree):
@@ -113,7 +119,7 @@ def test_logits_and_gradients_are_those_of_peft(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_merged_weights_are_those_of_peft(name):
-    case = Case(name)
+    case = GoldenCase(name)
     source = MergedParameters(base=case.source, adapters=case.adapters)
     definition, placement = case.base.definition, case.base.placement
     shardings = placement.parameters(definition)
@@ -139,12 +145,12 @@ def test_adapters_are_merged_into_a_directory(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["phi3_dora_rslora", *SLOW])
 def test_what_is_written_is_read_again(name, tmp_path):
-    case = Case(name)
+    case = GoldenCase(name)
     write_peft(case.adapters, case.weights, tmp_path / "out", base="x", source=case.source)
     values = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert values["use_dora"] == ("dora" in name)
     assert values["use_rslora"] == ("rslora" in name)
-    again = Case(name, tmp_path / "out")
+    again = GoldenCase(name, tmp_path / "out")
     first, second = (
         MergedParameters(base=case.source, adapters=each.adapters) for each in (case, again)
     )
@@ -160,7 +166,7 @@ def test_what_is_written_is_read_again(name, tmp_path):
 
 @pytest.mark.slow
 def test_magnitudes_begin_at_the_norms_of_the_base():
-    case = Case("phi3_dora_rslora")
+    case = GoldenCase("phi3_dora_rslora")
     found = by_path(case.model.initialize(jax.random.key(0), beside=case.base.parameters))
     for name, module in {"attention/query": "self_attn.qkv", "mlp/down": "mlp.down"}.items():
         got = np.asarray(found[f"blocks/0/{name}/adapter/magnitude"])[1].reshape(-1)
@@ -192,14 +198,14 @@ def spoiled(tmp_path):
 FIRST = "base_model.model.model.layers.0.mlp.down_proj.lora_"
 WRONG = {
     "peft_type": ({"peft_type": "LOHA"}, None),
-    "trained biases": ({"bias": "all"}, None),
+    "own biases were trained": ({"bias": "all"}, None),
     "init_lora_weights='pissa'": ({"init_lora_weights": "pissa"}, None),
     "modules_to_save": ({"modules_to_save": ["lm_head"]}, None),
     "unknown keys": ({"new_form": 3}, None),
     "alpha_pattern": ({"alpha_pattern": {"(a+)+": 1}}, None),
     "is no adapter of a projection": (
         {},
-        lambda t: t.update({"lm_head.weight": t[FIRST + "A.weight"]}),
+        lambda t: t.update({"mlp.lora_A.weight": t[FIRST + "A.weight"]}),
     ),
     "of another one": (
         {},
@@ -225,6 +231,8 @@ WRONG = {
     ),
     "biases of adapters": ({"lora_bias": True}, None),
     "write this one out": ({"alpha_pattern": {"(": 1}}, None),
+    "rank_pattern '.*down_proj': 1.5": ({"rank_pattern": {".*down_proj": 1.5}}, None),
+    "has rank 4 in its tensors and 5 by r": ({"rank_pattern": {"down_proj": 5}}, None),
     "not finite": ({}, lambda t: t[FIRST + "A.weight"].fill(np.nan)),
 }
 
@@ -245,7 +253,79 @@ PATTERNS = json.loads((GOLDEN / "peft" / "patterns.json").read_text())
 
 @pytest.mark.parametrize(("patterns", "wanted"), PATTERNS)
 def test_patterns_match_as_in_peft(patterns, wanted, spoiled):
-    settings = {"alpha_pattern": patterns, "lora_alpha": -1 + 1e9, "use_rslora": False}
+    settings = {"alpha_pattern": patterns, "lora_alpha": -1 + 1e9, "use_rslora": False, "r": 2}
     found = read_settings(spoiled(settings))
     for module, alpha in wanted.items():
-        assert found.scale(module, 2) == (settings["lora_alpha"] if alpha == -1 else alpha) / 2
+        assert found.scale(module) == (settings["lora_alpha"] if alpha == -1 else alpha) / 2
+
+
+CHOICES = json.loads((GOLDEN / "peft" / "choices.json").read_text())
+READ = (
+    "expression",
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in (
+            "excluded",
+            "excluded_expression",
+            "layers",
+            "anchored",
+            "anchored_fused",
+            "tied",
+        )
+    ),
+)
+REFUSED = {
+    "embeddings": "adapts the embeddings, or holds a whole copy",
+    "head": "adapts the output head, or holds a whole copy",
+    "tied_embeddings": "adapts the output head, or holds a whole copy",
+    "whole_modules": "modules_to_save.*trained whole",
+    "whole_rows": "trainable_token_indices.*rows of the embedding were trained whole",
+    "adapter_biases": "lora_bias=True: biases of adapters are not read",
+    "own_biases": "bias='lora_only': the model's own biases were trained",
+    "stacked_experts": "target_parameters.*adapters of stacked parameters",
+    "resized": "adapts the output head, or holds a whole copy",
+}
+
+
+@pytest.fixture
+def chosen(tmp_path):
+    """The directory that PEFT wrote for a case of make_choices.py, and what it computed."""
+
+    def make(name):
+        case = CHOICES[name]
+        with np.load(GOLDEN / "peft" / "choices.npz") as arrays:
+            found = {
+                key.removeprefix(f"{name}/"): arrays[key]
+                for key in arrays
+                if key.startswith(f"{name}/")
+            }
+        tensors = {
+            key: found.get(key, np.ones(shape, np.float32))
+            for key, shape in case["tensors"].items()
+        }
+        (tmp_path / "adapter_config.json").write_text(json.dumps(case["config"]))
+        save_file(tensors, tmp_path / "adapter_model.safetensors")
+        return found
+
+    return make
+
+
+@pytest.mark.parametrize("name", READ)
+def test_modules_are_chosen_as_in_peft(name, chosen, tmp_path):
+    golden = chosen(name)
+    case = Case(CHOICES[name]["base"], tmp_path)
+    logits = case.model.bind(case.tree)(golden["ids"])
+    # Both round in float32; the test of logits and gradients has bounds from float64.
+    size = np.abs(golden["logits"]).max()
+    assert np.abs(logits - golden["logits"]).max() <= 1e-5 * size
+    assert np.abs(golden["plain"] - golden["logits"]).max() > 0.1 * size
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_adapters_of_more_than_projections_are_refused(name, chosen, tmp_path):
+    chosen(name)
+    base = read_model_directory(GOLDEN / "hf" / CHOICES[name]["base"])
+    definition = define_model(base.config, execution_on())
+    weights = weight_map(base.hf["model_type"], base.config, definition.arrays)
+    with pytest.raises(ConfigError, match=REFUSED[name]):
+        read_peft(tmp_path, weights, definition, source=base.open(definition))
