@@ -1,5 +1,5 @@
-"""Descriptions of a run: its set-up in words, the bytes of state per device, and the environment
-that its steps were computed in.
+"""Descriptions of a run: its set-up in words, the bytes of state per device, and the hardware and
+software that computed its steps.
 
 The environment is one line per session. A replay reads it to know whether its results must equal
 the first ones bit for bit.
@@ -111,8 +111,8 @@ def _short(number: int) -> str:
 
 
 def describe_ranking(training: TrainingConfig, checkpoint: CheckpointConfig) -> str | None:
-    """Warns if checkpoints are to be ranked by held-out loss, but no evaluation coincides with
-    their saves.
+    """Returns a warning if checkpoints are ranked by held-out loss, but no evaluation runs at the
+    steps that are saved.
     """
     save, evaluate = checkpoint.every, training.evaluate_every
     if not checkpoint.keep_best or save is None or evaluate is None:
@@ -172,7 +172,8 @@ def placement_table(job: Job) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], *, left: int) -> str:
-    """Formats rows as lines of columns; all but the first ``left`` columns are right-justified."""
+    """Formats rows as lines of aligned columns: the first ``left`` columns are left-justified, the
+    others right-justified."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
@@ -207,8 +208,8 @@ _LOG = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """Hardware, software and settings besides the config that decide how a session's sums are
-    ordered and rounded.
+    """Hardware, software and compiler flags of a session. They decide the order and rounding of
+    floating-point sums; two sessions that differ in them may differ in the last bits.
     """
 
     jax_version: str
@@ -230,8 +231,8 @@ class Environment:
         )
 
     def differences(self, other: "Environment") -> list[str]:
-        """Lists the fields in which two environments differ, with both values; the number of
-        devices is not compared.
+        """Lists the fields in which two environments differ, with both values. The XLA flag for
+        the number of simulated CPU devices is ignored.
         """
         found = []
         for field in dataclasses.fields(self):
@@ -252,7 +253,9 @@ def _alike(value: Any) -> Any:
 
 
 def record_environment(file: Path, job: Job, *, step: int) -> None:
-    """Appends the environment of the steps after ``step`` to the file; only process 0 writes."""
+    """Appends this session's environment to the file, with the step after which it applies. Only
+    process 0 writes.
+    """
     if jax.process_index() > 0:
         return
     line = {"step": step, **dataclasses.asdict(Environment.of(job))}

@@ -40,10 +40,10 @@ from jaxinfra.training.step import pair_record
 class Evaluation:
     """The loss of a model on one text, with the counts for its mean and for bits per byte."""
 
-    loss: float  # nats per token, or of pairs their loss, per pair
-    num_tokens: int  # of pairs those of the chosen answers, as bytes are
+    loss: float  # nats per token; for pairs of answers, mean preference loss per pair
+    num_tokens: int  # for pairs, tokens of the chosen answers only; so is num_bytes
     num_bytes: int
-    nll: float | None = None  # nats per token of the chosen answers, of pairs
+    nll: float | None = None  # for pairs only: nats per token of the chosen answers
     pairs: dict[str, float] = dataclasses.field(default_factory=dict)  # as ``pair_record``
 
     @property
@@ -68,7 +68,7 @@ class SetEvaluations:
     """Losses of all the texts that a run is evaluated on."""
 
     sets: dict[str, Evaluation]  # by name
-    judged: Evaluation  # of the set, or of all sets together, that the run is judged by
+    judged: Evaluation  # by which checkpoints are ranked: of data.best_by, else of all sets pooled
 
     def record(self) -> dict[str, float]:
         """Returns the losses for ``metrics.jsonl``; with several sets, each set also has its own
@@ -111,14 +111,14 @@ _ACCURACY = "preferences/accuracy"
 
 
 class Interrupted(Exception):
-    """Exception that ends an evaluation which was asked to stop before its end."""
+    """Raised inside an evaluation when ``stop`` returns True before all batches are done."""
 
 
 def evaluate_sets(
     job: Job, tree: Parameters, corpora: Corpora, *, stop: Callable[[], bool] | None = None
 ) -> SetEvaluations:
-    """Computes the held-out loss of every set; raises Interrupted, and returns no loss, if asked to
-    stop before the last.
+    """Computes the held-out loss of every evaluation set. If ``stop`` returns True before the last
+    set is done, raises Interrupted.
     """
     sets = {
         name: evaluate_heldout(job, tree, arrays, stop=stop)
@@ -229,8 +229,8 @@ def evaluate(
 class RunEvaluation:
     """A model's loss on a text, with the bits per byte that gzip and xz reach on it."""
 
-    step: int | None  # None: the model is of no run
-    evaluation: Evaluation  # of what the run is judged by
+    step: int | None  # of the run's checkpoint; None: the model is not from a run
+    evaluation: Evaluation  # of the texts by which the run's checkpoints are ranked
     sets: dict[str, Evaluation]  # of each text by name, where there are several
     baseline: CompressionBaseline
 

@@ -36,14 +36,14 @@ from jaxinfra.training.watch import Watch
 def locate_nonfinite(
     job: Job, state: State, batches: TrainIterator, *, step: int
 ) -> dict[str, Any]:
-    """Finds where a step was not finite: computes the gradient from each rank's rows alone. A
-    collective.
+    """Finds the rank and tensors in which a step became NaN or infinite. A collective.
 
-    The other ranks' rows are replaced by rows that count no token, so a number that is not finite
-    comes from the remaining rows. It costs one compilation, and one gradient per rank's part.
+    The gradient is computed once per rank's rows, with all other rows' targets masked out. So a
+    number that is not finite comes from those rows. This costs one compilation in all.
 
     Args:
-        state: before the step, or after it: a step that is not finite changes no parameter.
+        state: the state before or after the step; they have equal parameters, as a step that is
+            not finite is skipped.
 
     Returns:
         What ``Watch.incident`` records: text, cause, ranks, and the tensors of their gradients.
@@ -140,21 +140,21 @@ GREW = 0.5
 class SampleLoss:
     """The loss of one sample of a step."""
 
-    sample: int  # its number in the run's order of data
+    sample: int  # index in the run's order of data
     loss: float  # nats per counted target
-    targets: int  # that count
-    documents: int  # of which it holds parts
-    source: str | None  # of a mixture
-    text: str  # how it begins
+    targets: int  # number of counted targets
+    documents: int  # number of documents with tokens in the sample
+    source: str | None  # name in the data mixture; None without a mixture
+    text: str  # first characters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayerGrowth:
-    """The gradient norm of one layer's parameters, beside that of an ordinary step."""
+    """The gradient norm of one layer's parameters in the examined step and in an ordinary step."""
 
     name: str  # "layer 3", or a top-level name such as "embedding"
     norm: float
-    usual: float
+    usual: float  # the norm in the ordinary step
 
     @property
     def growth(self) -> float:
@@ -175,8 +175,8 @@ class Examination:
 
     @property
     def first(self) -> LayerGrowth:
-        """Returns, of the layers whose gradients grew most, the one that the backward pass reaches
-        first.
+        """Layer where the growth began: of the layers whose gradients grew most, the one that the
+        backward pass reaches first.
         """
         most = max(layer.growth for layer in self.layers)
         return next(each for each in reversed(self.layers) if each.growth >= GREW * most)
@@ -223,7 +223,8 @@ def examine_step(
     Args:
         state: before the step.
         batches: iterator of the run's batches; its position does not change.
-        usual_step: step whose gradient, for the current parameters, stands for an ordinary one.
+        usual_step: step whose batch is not suspect; its gradient at the current parameters is the
+            baseline for each layer's growth.
     """
     batch, usual = (job.put(batches.batch(number - 1)) for number in (step, usual_step))
     whole = job.placement.replicated
@@ -261,8 +262,8 @@ def sample_losses(
 ) -> tuple[Float[Array, "B"], Float[Array, "B"], jax.Array, jax.Array]:
     """Computes for each row of a batch its summed nll, counted targets, tokens and documents.
 
-    8-bit matmuls and dropout are off. A row's loss is that of its micro-batch with the targets of
-    all other rows left out, so it is computed as in the training step.
+    8-bit matmuls and dropout are off. Each row's loss is computed on its whole micro-batch, with
+    the targets of all other rows masked out, so shapes are those of the training step.
     """
     model, training = job.model.unquantized, job.config.training
     tree, count = only(tree, model.arrays), training.accumulation
@@ -331,8 +332,8 @@ def explain_spike(
     """Writes the report of a step that is skipped because of its loss, if there is none yet; a
     collective.
 
-    After the roll-back the run reaches the skipped batch again, and the state from before that step
-    is at hand. So the report needs no saved state and no replay.
+    It is called when the run, after its roll-back, reaches the skipped batch again. At that point
+    the state before the step is in memory, so the report needs no checkpoint and no replay.
 
     Args:
         state: before the step.

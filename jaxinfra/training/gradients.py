@@ -58,8 +58,8 @@ class GradientFunction(abc.ABC):
         """
 
     def of(self, model: ModelDefinition) -> Self:
-        """Returns this gradient function for another model, such as one whose frozen parameters are
-        given.
+        """Returns a copy of this gradient function for another model, such as a model whose frozen
+        parameters are bound.
         """
         return dataclasses.replace(self, model=model)
 
@@ -67,14 +67,14 @@ class GradientFunction(abc.ABC):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSums:
-    """Loss sums over a batch's counted targets, or over its pairs of answers; divided by their
-    number, they are means.
+    """Loss sums over a batch's counted targets or, in preference training, over its pairs of
+    answers. Dividing by the number of targets or pairs gives means.
     """
 
-    objective: Float[Array, ""]  # what is differentiated
-    nll: Float[Array, ""]  # of pairs their loss
-    layers: Any  # what layers emit, as ``Gradients.sums``
-    figures: dict[str, Float[Array, ""]]  # of pairs; else empty
+    objective: Float[Array, ""]  # the sum that is differentiated
+    nll: Float[Array, ""]  # with pairs, the sum of their preference losses
+    layers: Any  # statistics that layers emit, as ``Gradients.sums``
+    figures: dict[str, Float[Array, ""]]  # logged sums over pairs; empty without pairs
 
 
 def batch_loss(
@@ -94,11 +94,12 @@ def batch_loss(
     model's parameters and state.
 
     Args:
-        loss: the part that computes it in place of the cross entropy, whose sum is then the nll's.
-        preferences: the loss of pairs, if the batch has pairs.
-        sequence_shards: number of devices that a sequence of pairs is split over.
-        per_target: pairs per counted target of the whole batch: the weight of losses that layers
-            add; None stands for 1.
+        loss: name of the user's loss function (``jaxinfra.part``) in place of the cross entropy;
+            ``nll`` is then its sum.
+        preferences: settings of the preference loss, if the batch has pairs of answers.
+        sequence_shards: number of devices that each sequence is sharded over; used with pairs.
+        per_target: weight of losses that layers add, such as balance losses: pairs per counted
+            target of the whole batch; None stands for 1.
     """
     decoder = model.bind(tree)
     out = decoder.run(
@@ -190,13 +191,13 @@ class AccumulatedGradient(GradientFunction):
     targets of the whole batch, and gradients are summed in place, so peak memory does not grow
     with K.
 
-    On a mesh, replicated gradients are all-reduced once, after the last micro-batch. Gradients that
-    are sharded (fsdp from ZeRO 2 on) are reduce-scattered after each micro-batch, as no device has
-    room for all of them.
+    On a mesh, replicated gradients are all-reduced once, after the last micro-batch. Sharded
+    gradients (fsdp axis, ZeRO 2 and 3) are reduce-scattered after each micro-batch, so no device
+    ever holds the whole sum.
     """
 
-    placement: Placement | None = None  # of the state, on a mesh
-    preferences: PreferenceConfig | None = None  # the loss of pairs, where the batch has such
+    placement: Placement | None = None  # shardings of the state on the mesh
+    preferences: PreferenceConfig | None = None  # preference loss, if batches have pairs of answers
 
     def __call__(
         self,
@@ -300,8 +301,8 @@ class AccumulatedGradient(GradientFunction):
 
 
 def count_targets(batch: Batch) -> Float[Array, ""]:
-    """Counts the targets of a batch that have a weight, at least 1: the divisor of its loss
-    sums.
+    """Counts the targets of a batch whose weight is not 0; returns at least 1, as loss sums are
+    divided by it.
     """
     return jnp.maximum(jnp.sum(batch.weights), 1.0)
 

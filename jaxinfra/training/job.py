@@ -1,5 +1,5 @@
-"""A job: the jitted functions and shardings of a run on its mesh, made from the run's config. No
-parameter is initialized here.
+"""A job: the jitted functions and shardings of a run on its mesh, made from the run's config.
+Making a job initializes no parameter.
 """
 
 import dataclasses
@@ -78,10 +78,10 @@ def in_zigzag(batch: Batch[np.ndarray], num_shards: int) -> Batch[np.ndarray]:
 def of_frozen[**P, R](
     make: Callable[[ModelDefinition], Callable[P, R]], model: ModelDefinition
 ) -> Callable[..., R]:
-    """Returns ``make(model)`` as a function that takes the frozen parameters, if the model has any,
-    as its first argument.
+    """Returns ``make(model)`` as a function whose first argument is the frozen parameters, if the
+    model has any.
 
-    As a closure's values they would become constants in the compiled program.
+    Captured in a closure, frozen parameters would become constants of the compiled program.
     """
     if not model.frozen:
         return make(model)
@@ -129,16 +129,16 @@ class Job:
     optimizer: optax.GradientTransformation
     placement: Placement
     shardings: TrainState[NamedSharding]
-    frozen_shardings: Parameters  # of what is not trained, as ``model.frozen``
+    frozen_shardings: Parameters  # of the frozen parameters; a tree like ``model.frozen``
     gradient: GradientFunction  # not jitted
     train_step: Wrapped  # a TrainStep, jitted; the state is donated
-    pass_over: Callable[[State], State]  # jitted; a step whose batch is not trained on
-    statistics_step: Wrapped | None  # as ``train_step``, with statistics; None: not asked for
+    pass_over: Callable[[State], State]  # jitted; advances the state past an excluded batch
+    statistics_step: Wrapped | None  # ``train_step`` with statistics; None: the run has none
     evaluation_step: Wrapped  # (parameters and state, batch) -> (nll, targets), jitted
-    # (parameters and state, batch) -> log probabilities of targets [B, T] on all, jitted.
+    # (parameters and state, batch) -> log probabilities of targets [B, T], replicated; jitted.
     log_probability_step: Wrapped
-    choice: Choice | KeptChoice | None = None  # of recomputation, where the config left it open
-    gathers: GatherChoice | None = None  # whether gathered weights stay, likewise
+    choice: Choice | KeptChoice | None = None  # remat choice, if the config has auto or optimal
+    gathers: GatherChoice | None = None  # whether gathered weights are kept, if that was auto
 
     def initialize(self) -> TrainState[jax.Array]:
         """Initializes the training state of step 0 directly onto the mesh.
@@ -177,7 +177,7 @@ class Job:
         return Bound(step, self.model.frozen) if self.model.frozen else step
 
     def with_frozen(self, frozen: Parameters) -> "Job":
-        """Returns the job with these values for the parameters that are not trained."""
+        """Returns the job with these values bound to its frozen parameters."""
         model = self.model.freeze(frozen)
         return dataclasses.replace(
             self,
@@ -264,8 +264,8 @@ def make_job(
     """Validates the config and builds its job; raises ConfigError where it cannot run here.
 
     Settings left at "auto" are chosen first. With remat=auto and remat=optimal, steps are compiled
-    until one fits in memory, and the job's config holds the choice. The choice to keep gathered
-    weights stays "auto" in the config, so that the run may continue on other devices.
+    until one fits in memory, and the job's config records the choice. ``sharding.keep_gathered``
+    stays unset in the config, so that the run may continue on devices with other memory.
 
     Args:
         config: config of the run.
@@ -434,9 +434,8 @@ def _gradient(config: RunConfig, model: ModelDefinition, placement: Placement) -
 
 @final
 class StepPrograms:
-    """A job's compiled steps, with and without statistics, and the rule which one a step runs.
-
-    ``plain`` may be replaced before its first call.
+    """A job's two training programs, without and with statistics, and the rule that selects one
+    for each step. ``plain``, the program without statistics, may be replaced before its first call.
     """
 
     def __init__(self, job: Job):
@@ -446,7 +445,7 @@ class StepPrograms:
         self._has_run: set[bool] = set()
 
     def asks(self, step: int) -> bool:
-        """Whether this step is one that computes statistics."""
+        """Whether this step runs the program with statistics."""
         return self._every is not None and step % self._every == 0
 
     def phase(self, step: int) -> str:

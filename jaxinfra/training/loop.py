@@ -51,7 +51,9 @@ class _Pending:
 
 @final
 class Trainer:
-    """The loop over a run's remaining steps; it evaluates, saves and records when due."""
+    """The loop over a run's remaining steps. It also evaluates, saves checkpoints and logs metrics
+    at their configured intervals.
+    """
 
     def __init__(
         self,

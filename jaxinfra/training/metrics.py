@@ -46,7 +46,7 @@ class StopTraining(Exception):
 
 
 class Callback:
-    """A hook protocol whose methods do nothing: override those that you need.
+    """Base class of a run's callbacks: all methods do nothing; override those that you need.
 
     A hook that raises ``StopTraining`` ends the run with its checkpoint, at most two steps later;
     any other exception ends the run as an error.
@@ -81,8 +81,8 @@ class Callback:
         """Called when a checkpoint of this step begins to be written."""
 
     def on_end(self, summary: Record | None) -> None:
-        """Called at the run's end; ``summary`` is the content of ``summary.json``, None if the run
-        was stopped.
+        """Called at the end of a session. ``summary`` is the content of ``summary.json``; None if
+        the run was stopped before its last step.
         """
 
 
@@ -162,7 +162,7 @@ class WandbLogger(MetricsLogger):
     """A logger for Weights & Biases; ``pip install wandb`` first.
 
     Args:
-        options: of ``wandb.init``, such as ``project="ablations"``.
+        options: keyword arguments of ``wandb.init``, such as ``project="ablations"``.
 
     Raises:
         ConfigError: wandb is not installed.
@@ -195,7 +195,7 @@ class MlflowLogger(MetricsLogger):
     """A logger for MLflow; ``pip install mlflow`` first.
 
     Args:
-        options: of ``mlflow.start_run``, such as ``experiment_id="3"``.
+        options: keyword arguments of ``mlflow.start_run``, such as ``experiment_id="3"``.
 
     Raises:
         ConfigError: mlflow is not installed.
@@ -251,8 +251,9 @@ class MetricsLog:
     as on a full disk, stay in memory until the next record; ``close`` raises if lines remain.
 
     Args:
-        after_step: a resumed run repeats the steps after this one, so their lines are dropped.
-        writes: False on all processes but the first, which keep the records in memory only.
+        after_step: step at which a resumed run begins; lines of later steps are dropped, as these
+            steps are run again.
+        writes: whether this process writes files; False on all processes but the first.
         callbacks: called with each record, and at each save.
     """
 
@@ -282,8 +283,8 @@ class MetricsLog:
         return undone
 
     def rewind(self, after_step: int) -> list[dict[str, Any]]:
-        """Drops and returns the records of the steps after ``after_step``, to which the run rolls
-        back.
+        """Drops and returns the records of all steps after ``after_step``, when the run rolls back
+        to that step.
         """
         self.close()
         undone = self._keep(after_step)
@@ -315,8 +316,8 @@ class MetricsLog:
     def write(self, record: dict[str, Any]) -> None:
         """Writes a record, which must have a ``step``, and calls the callbacks with it.
 
-        Its ``statistics``, if any, go to ``statistics.jsonl`` in the same directory. If that has
-        two lines for a step, the later one counts.
+        If the record has ``statistics``, they are written to ``statistics.jsonl`` in the same
+        directory. That file may have two lines for a step that was repeated; the later one counts.
         """
         record = finite(record)
         statistics = record.pop("statistics", None)
@@ -352,8 +353,8 @@ class MetricsLog:
         self._events.append(size + sums[0] + data + sums[1])
 
     def sync(self) -> None:
-        """Forces the log's lines to disk; done before a checkpoint, so that no logged step before
-        it can be lost.
+        """Forces the log's lines to disk. Called before each checkpoint, so that the log has every
+        step that the checkpoint contains.
         """
         if self._writes:
             self._lines.sync()
@@ -437,7 +438,7 @@ class _Appender:
 
 
 def finite(record: dict[str, Any]) -> dict[str, Any]:
-    """Replaces by None each float of a record that is NaN or infinite, which JSON cannot hold."""
+    """Returns the record with None for each float that is NaN or infinite: JSON has neither."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in record.items()

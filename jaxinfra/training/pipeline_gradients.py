@@ -99,14 +99,14 @@ class PipelineGradient(GradientFunction):
     Every micro-batch is divided by the number of counted targets of the whole batch, and gradients
     are summed in place, as without a pipeline.
 
-    It has the decoder as the functions that stages run (``StageFunctions``); a layer is one
-    repetition of its block pattern.
+    Its methods are the parts of the decoder that stages run (``StageFunctions``). There, "layer"
+    means one repetition of the stack's block pattern.
     """
 
     placement: Placement
     schedule: Schedule
     program: TickProgram  # of the schedule
-    places: np.ndarray  # of ``layer_places``
+    places: np.ndarray  # layer index of each slot of the stages, from ``layer_places``
 
     def __call__(
         self,

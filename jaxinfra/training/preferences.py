@@ -52,10 +52,11 @@ def preference_loss(
     chosen_reference: Float[Array, "*pairs"] | None = None,
     rejected_reference: Float[Array, "*pairs"] | None = None,
 ) -> PairLoss:
-    """Computes the loss of each pair of answers from their log probabilities: c of the chosen, r of
-    the rejected one.
+    """Computes the loss of each pair of answers from their log probabilities: c of the chosen
+    answer, r of the rejected one.
 
-    With sigma the logistic function, b = beta, |c| a number of tokens, c' and r' the reference's:
+    sigma is the logistic function, b is beta, |c| the number of tokens of the chosen answer. c'
+    and r' are the log probabilities under the reference model:
 
     - dpo: -log sigma(b (c - c') - b (r - r')) (Rafailov et al. 2023, equation 7)
     - ipo: (c - c' - r + r' - 1 / (2 b))^2 (Azar et al. 2023, equation 17)
@@ -64,14 +65,14 @@ def preference_loss(
     - orpo: -b log sigma(log odds(c) - log odds(r)), odds(x) = p / (1 - p), p = exp(x / |x|) (Hong
       et al. 2024, equations 4 and 7)
 
-    ``likelihood`` adds that many times -c / |c|: 1 for orpo and cpo, 0 for others by default. With
-    ``label_smoothing`` e, -log sigma(x) becomes -(1 - e) log sigma(x) - e log sigma(-x).
+    ``likelihood`` is the weight of an added -c / |c|; by default 1 for orpo and cpo, 0 for others.
+    With ``label_smoothing`` e, -log sigma(x) becomes -(1 - e) log sigma(x) - e log sigma(-x).
 
-    Rewards are the terms that are compared, b (c - c') for dpo and ipo.
+    An answer's reward is its term in the difference, such as b (c - c') for dpo and ipo.
 
     Args:
         chosen, rejected: log probabilities of the answers, summed over their tokens, in nats.
-        config: the kind of loss and its coefficients.
+        config: kind of the loss and its coefficients.
         chosen_tokens, rejected_tokens: number of tokens in each answer, at least 1.
         chosen_reference, rejected_reference: the summed log probabilities under the model that the
             run started from; dpo and ipo need them.
@@ -149,7 +150,7 @@ class PairSums:
     """The loss and the logged figures of preference training, summed over the pairs of a batch."""
 
     loss: Float[Array, ""]
-    figures: dict[str, Float[Array, ""]]  # what is shown, over the pairs
+    figures: dict[str, Float[Array, ""]]  # sums that are logged, such as rewards
 
 
 def pair_sums(
@@ -158,7 +159,7 @@ def pair_sums(
     """Computes the losses of a batch's pairs from the log probabilities of its targets.
 
     Args:
-        batch: rows as ``data/whole_rows.py`` makes them; a segment's tokens that count are its
+        batch: rows as ``data/whole_rows.py`` makes them; the counted tokens of a segment are its
             answer.
     """
     counted_BTS = _in_segment(batch) * batch.weights[..., None]
@@ -224,8 +225,8 @@ def log_probabilities(
 ) -> Float[Array, "B T"]:
     """Computes the log probability of each target in nats, fp32.
 
-    Logits are there for some positions at a time, and again in the backward pass; where a sequence
-    is spread over devices, for all at a time.
+    Logits are computed for a chunk of positions at a time and recomputed in the backward pass. If
+    sequences are sharded over devices, there is one chunk of all positions.
     """
     decoder = model.bind(tree)
 

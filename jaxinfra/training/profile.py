@@ -29,20 +29,20 @@ STEP_FILE = "step.json"
 
 
 class TracedStep(TypedDict):
-    """Facts about a traced step that its trace does not contain, such as the kind of device."""
+    """Facts about a traced step that the profiler does not record, such as the kind of device."""
 
     device_kind: str
-    limit_bytes: int | None  # that JAX may take of a device; None where the device does not say
-    step_bytes: int  # per device, compiled
+    limit_bytes: int | None  # memory of a device that JAX may use; None: unknown
+    step_bytes: int  # memory of the compiled step per device
     accumulation: int
     matmuls: list[MatmulShape]
-    # "name=value", of the step, then of the environment; older traces do not say.
+    # "name=value": options of the step, then of XLA_FLAGS; absent in older traces.
     xla_options: NotRequired[list[str]]
 
 
 def rank_directory(directory: Path, rank: int) -> Path:
-    """Returns the directory of a rank's trace below a run's ``trace``; ranks of one host have one
-    directory name.
+    """Returns the directory of a rank's trace below a run's ``trace`` directory. Each rank has its
+    own, as the profiler names its files by host, and several ranks may share a host.
     """
     return directory / f"rank-{rank:05d}" if rank else directory
 
@@ -90,7 +90,7 @@ class Profiler:
         self._running = False
 
     def describe(self, job: Job, state: State, batch: Batch) -> None:
-        """Writes which kernels and collectives a training step launches, if steps are to be traced.
+        """Writes the kernels and collectives of a training step to a file, if steps are traced.
 
         This compiles the step; its first call then reuses the compiled program.
         """
@@ -124,7 +124,7 @@ class Profiler:
             (self._directory / COLLECTIVES_FILE).write_text(json.dumps(found))
 
     def before_step(self, step: int) -> None:
-        """Starts the trace if it begins with ``step`` (from 0); called before that step is
+        """Starts the trace if its range begins with ``step`` (from 0). Called before ``step`` is
         dispatched.
         """
         if self._steps is not None and step == self._steps.start:
@@ -133,8 +133,8 @@ class Profiler:
             self._running = True
 
     def after_step(self, step: int, result: Float[Array, ""]) -> None:
-        """Stops the trace if it ends with ``step``, after waiting for the step; called after its
-        dispatch.
+        """Stops the trace if ``step`` is the last of its range, after waiting for the step's
+        result. Called after ``step`` is dispatched.
         """
         if self._running and self._steps is not None and step + 1 >= self._steps.stop:
             jax.block_until_ready(result)

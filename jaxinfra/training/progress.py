@@ -20,12 +20,11 @@ from jaxinfra.training.job import Job
 
 @final
 class Clock:
-    """Measures a run's wall time over all its sessions; compilation, evaluation and saves count for
-    no step.
+    """Measures a run's wall time over all its sessions, and its step times. Compilation, evaluation
+    and saves are not part of a step's time.
 
     Args:
-        records: records of the run so far. Steps that a kill undid are not among them, nor is their
-            time.
+        records: records of the run so far, without steps that were lost when a session was killed.
         began: ``time.perf_counter()`` at the start of this session.
     """
 
@@ -42,8 +41,8 @@ class Clock:
         self.step_s: float | None = None  # moving average
 
     def lap(self) -> float | None:
-        """Returns the seconds since the step before was recorded; None for a session's first step,
-        which compiled.
+        """Returns the seconds since the previous step was recorded; None for a session's first
+        step, whose time includes compilation.
         """
         now = time.perf_counter()
         last, self._last = self._last, now
@@ -89,8 +88,8 @@ def median_step_s(records: Sequence[dict[str, Any]]) -> float | None:
 
 
 def peak_bytes() -> int:
-    """Returns the most memory ever held in bytes: of the first device, or of this process if the
-    device does not count it.
+    """Returns the peak memory in bytes of the first device or, if the device does not report it,
+    of this process.
     """
     counters = jax.local_devices()[0].memory_stats() or {}
     resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -148,8 +147,8 @@ class Progress:
     """The display of a run: a live panel on a terminal, plain lines elsewhere.
 
     Args:
-        every: steps between plain lines; a live panel is refreshed by each status.
-        quiet: show nothing (processes other than the first).
+        every: steps between plain lines; a live panel is refreshed after every step.
+        quiet: show nothing; set on all processes but the first.
     """
 
     def __init__(self, *, every: int, quiet: bool = False):

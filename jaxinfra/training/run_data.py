@@ -35,8 +35,8 @@ def _reference(job: Job, tree: Parameters, arrays: TokenArrays) -> np.ndarray:
 def pair_rows(
     job: Job, tree: Parameters, arrays: TokenArrays
 ) -> Iterator[tuple[Batch[np.ndarray], np.ndarray, DocumentPieces]]:
-    """Iterates over batches of all pairs of a text, each once, with the log probabilities of their
-    targets; a collective, and all processes get all rows.
+    """Iterates once over all answer pairs of a corpus, in batches, with the log probabilities of
+    their targets. A collective; every process gets the rows of all processes.
     """
     training, (part, parts) = job.config.training, job.process_share()
     length, size = training.sequence_length, training.batch_size // training.accumulation
@@ -84,9 +84,9 @@ def open_data(
     """Opens the corpora that a job's config names; a collective.
 
     Args:
-        initial: returns the state of step 0, whose model is the reference of a loss of pairs;
-            called only if the loss has one that is not computed yet.
-        run: run directory that holds files of the start model and the computed log probabilities.
+        initial: returns the state of step 0, whose model is the reference of dpo and ipo. It is
+            called only if the reference's log probabilities are needed and not yet computed.
+        run: run directory with files of the start model and the reference's log probabilities.
         tokenizer: tokenizer of a checkpoint, if the run continues from one.
     """
     config = job.config

@@ -65,13 +65,13 @@ def train(
 
     A new run makes ``directory``; a resumed one continues from its newest good checkpoint with the
     state and data order of a run that never stopped, bit for bit. A complete run is left unchanged.
-    If the environment makes this process one of several, it joins them: all must call ``train``
-    with equal arguments, and all stop at one step.
+    If environment variables describe a multi-process job, this process joins it: all processes
+    must call ``train`` with equal arguments, and all stop at the same step.
 
     Args:
         config: model, data, optimizer and length of the run.
         directory: the run's directory; it must be new unless ``resume`` is true.
-        resume: continue the run in ``directory``; ``config`` may differ from the one before.
+        resume: continue the run in ``directory``; ``config`` may differ from the run's last one.
         cache_dir: directory of tokenized corpora and compiled programs, shared by runs; the user's
             cache by default.
         profile: range of steps to trace.

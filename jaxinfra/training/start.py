@@ -29,7 +29,9 @@ from jaxinfra.training.state import State
 
 
 def with_frozen(job: Job) -> Job:
-    """Returns the job with the values of its frozen parameters, if it has any; a collective."""
+    """Reads the frozen parameters of a job, if it has any, and returns the job with them bound. A
+    collective.
+    """
     if job.config.lora is None:
         return job
     assert job.config.init is not None, "validate"
@@ -41,8 +43,8 @@ def with_frozen(job: Job) -> Job:
 def first_state(job: Job) -> State:
     """Makes the training state of step 0; a collective.
 
-    If the run starts from another model, its parameters are read and none is initialized. LoRA
-    adapters are initialized, and the model state of the adapted model is read.
+    If the run starts from another model, that model's parameters and model state are read. LoRA
+    adapters are always initialized.
     """
     init, model = job.config.init, job.model
     if init is None:
@@ -67,8 +69,8 @@ def kept_from_start(config: RunConfig) -> dict[str, bytes]:
 
 
 def require_same_start(config: RunConfig, start: RunConfig) -> None:
-    """Raises ConfigError if a setting that weights or tokens depend on has changed since the run's
-    start, and names it.
+    """Raises ConfigError if a setting that weights or tokens depend on differs from that of the
+    start model.
 
     Rotary embedding, context length and dropout may differ.
     """
@@ -133,11 +135,11 @@ class Start:
     """Everything a run's first step needs: its data, its checkpointer and its state."""
 
     corpora: Corpora
-    batches: TrainIterator  # the next one is of the state's step
+    batches: TrainIterator  # its next batch is the one that the state's next step trains on
     saver: Checkpointer
     state: State
     saved: bool  # whether the state is that of a checkpoint
-    changes: tuple[str, ...] = ()  # of settings since that checkpoint
+    changes: tuple[str, ...] = ()  # settings that changed since that checkpoint
     excluded: frozenset[int] = frozenset()  # steps whose batches are left out
 
 
@@ -148,7 +150,8 @@ def new_start(
     *,
     cache_dir: Path,
 ) -> Start:
-    """Prepares a run at step 0; removes its new directory again if data or weights are refused."""
+    """Prepares a run at step 0. If its data or weights cannot be used, removes the new run
+    directory again."""
     try:
         initial = functools.cache(lambda: first_state(job))
         corpora = open_data(job, cache_dir=cache_dir, initial=initial, run=run)

@@ -21,14 +21,14 @@ class TrainState[Leaf]:
     """
 
     step: Leaf  # int32 [], batches consumed
-    skipped: Leaf  # int32 [], of them not applied because not finite
+    skipped: Leaf  # int32 [], batches whose step was not applied because it was not finite
     skipped_in_a_row: Leaf  # int32 []
     parameters: Parameters
-    model_state: Parameters  # arrays that layers' rules change, not the optimizer; mostly none
+    model_state: Parameters  # arrays that layers update by rules of their own; often empty
     optimizer: optax.OptState
     loss_scale: LossScale[Leaf]
     rng: Leaf  # uint32 [2], key data; a step's keys are folded from it and ``step``
-    # The running mean of the parameters, where ``optimizer.average`` asks for one; else empty.
+    # The running mean of the parameters, if ``optimizer.average`` is set; else empty.
     average: Parameters = dataclasses.field(default_factory=dict)
 
     @property
@@ -38,8 +38,8 @@ class TrainState[Leaf]:
 
     @property
     def evaluated(self) -> Parameters:
-        """The model's tree to evaluate: with the running mean of the parameters if the optimizer
-        keeps one.
+        """Parameters and state of the model for evaluation. The parameters are their running mean
+        if the optimizer keeps one.
         """
         return merged(self.average or self.parameters, self.model_state)
 

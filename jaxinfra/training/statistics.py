@@ -1,5 +1,5 @@
-"""Statistics of a step: of parameters and activations per layer, and of the values that each 8-bit
-matmul's operands lose.
+"""Statistics of a step: of parameters and activations per layer, and of values that are lost when
+operands of 8-bit matmuls are quantized.
 
 A run with statistics has a second compiled step, which also returns them. Only the steps that need
 statistics run it, so all other steps run the program of a run without statistics. (A branch in one
@@ -31,12 +31,13 @@ type StatisticsTable = dict[str, dict[str, Any]]
 def parameter_statistics(
     dims: Parameters, *, gradients: Parameters, before: Parameters, after: Parameters
 ) -> StatisticsTable:
-    """Computes statistics of each parameter, per layer where layers are stacked. They are RMS and
-    largest value of gradient and weight, the update's relative size, and the count of gradient
-    elements that are not finite.
+    """Computes statistics of each parameter, per layer if the parameter has a layer dim: RMS and
+    largest value of gradient and weight, the ratio of the update's RMS to the weight's, and the
+    number of gradient elements that are not finite.
 
     Args:
-        dims: names of each parameter's dims, which show whether layers are stacked.
+        dims: names of each parameter's dims, which show whether one is the layer.
+        before, after: the parameters before and after the update.
     """
     logical = by_path(dims)
     new, old, found = by_path(exact(after)), by_path(exact(before)), {}
@@ -130,8 +131,9 @@ MOST_VANISHED = 0.25
 
 
 def emitted_by_site(state: Parameters) -> dict[str, jax.Array]:
-    """Collects the statistics that the backward pass of each 8-bit matmul emitted, by its path:
-    fp32 [L, O, 3] with the columns of ``fp8_operands.seen``.
+    """Collects the statistics that the backward pass of each 8-bit matmul emitted. Keys are paths
+    of matmuls, values fp32 [L, O, 3]: largest value, vanished and lost, as in
+    ``fp8_operands.seen``.
     """
     suffix = f"/{QUANTIZATION}"
     return {
@@ -144,8 +146,8 @@ def emitted_by_site(state: Parameters) -> dict[str, jax.Array]:
 
 
 def fp8_record(emitted: Mapping[str, Any]) -> dict[str, float]:
-    """Formats the statistics of 8-bit matmuls for ``metrics.jsonl`` as ``fp8/SITE/OPERAND/{largest,
-    vanished, lost}``, each the maximum over layers.
+    """Formats the statistics of 8-bit matmuls for ``metrics.jsonl``: ``fp8/SITE/OPERAND/largest``,
+    ``.../vanished`` and ``.../lost``, each the maximum over layers.
     """
     return {
         f"fp8/{site}/{operand}/{what}": float(values.max())
@@ -164,7 +166,7 @@ def _each(emitted: Mapping[str, Any]) -> Iterator[tuple[str, str, str, np.ndarra
 
 @final
 class Fp8Watch:
-    """Finds 8-bit matmuls whose operands begin to lose more values than in the steps before."""
+    """Finds 8-bit matmuls whose operands begin to lose more values than in earlier steps."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[str, str, str], collections.deque[np.ndarray]] = {}

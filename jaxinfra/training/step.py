@@ -37,18 +37,18 @@ class StepMetrics:
     emit.
     """
 
-    loss: Float[Array, ""]  # nats a counted token, without z-loss
+    loss: Float[Array, ""]  # nats per counted token, without z-loss
     gradient_norm: Float[Array, ""]  # before clipping
     learning_rate: Float[Array, ""]
     loss_scale: Float[Array, ""]
     tokens: Float[Array, ""]  # counted targets
     skipped: Int[Array, ""]  # steps not applied so far
     skipped_in_a_row: Int[Array, ""]
-    sums: tuple[Sums, ...]  # what layers emit, as ``Gradients.sums``
-    fp8: dict[str, Float[Array, "..."]]  # what 8-bit matmuls emit, as ``emitted_by_site``
-    # Sums that the loss shows beside its value, over pairs.
+    sums: tuple[Sums, ...]  # statistics that layers emit, as ``Gradients.sums``
+    fp8: dict[str, Float[Array, "..."]]  # statistics of 8-bit matmuls, as ``emitted_by_site``
+    # Logged sums over answer pairs, such as rewards; empty without pairs.
     figures: dict[str, Float[Array, ""]] = dataclasses.field(default_factory=dict)
-    # As ``parameter_statistics``, where they are asked for; else empty.
+    # Result of ``parameter_statistics`` in a step with statistics; else empty.
     statistics: StatisticsTable = dataclasses.field(default_factory=dict)
 
 
@@ -71,13 +71,12 @@ def make_train_step(
 ) -> TrainStep:
     """Builds the training step (state, batch) -> (state, metrics); jit it with the state donated.
 
-    A step changes only the counters and the loss scale if its loss or gradient is not finite, or if
-    no token of its batch counts.
+    If the loss or gradient is not finite, or no token of the batch counts, the step changes only
+    the counters and the loss scale.
 
     Args:
-        updates: shardings in which the optimizer works, a tree like the parameters'; if the
-            parameters are sharded otherwise, each device updates its shard and the shards are
-            gathered.
+        updates: shardings of the optimizer's update, a tree like the parameters. If the parameters
+            are sharded less, each device updates its shard, and shards are then all-gathered.
         average: decay of the parameters' running mean; None: no mean is kept.
         dims: names of the parameters' dims, if the step computes parameter statistics.
         trained: which parameters are not frozen, a tree of bools; None: all of them.
@@ -231,7 +230,7 @@ def step_record(metrics: StepMetrics | None) -> dict[str, Any]:
     """Formats a step's fetched metrics for ``metrics.jsonl``; None stands for a batch that is not
     trained on.
 
-    ``statistics`` are left out: they have a file of their own.
+    ``statistics`` are left out, as they are written to ``statistics.jsonl``.
     """
     if metrics is None:
         return {"excluded": 1}
@@ -252,8 +251,8 @@ def step_record(metrics: StepMetrics | None) -> dict[str, Any]:
 
 
 def pair_record(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Formats the figures of preference training as means over pairs; ``chosen_nll`` is a mean over
-    tokens.
+    """Converts the summed figures of preference training to means over pairs; ``chosen_nll``
+    becomes a mean over tokens.
     """
     if not figures:
         return {}

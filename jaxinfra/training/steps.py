@@ -65,8 +65,8 @@ class Steps:
         on with the state that is returned. ``float(metrics.loss)`` waits for the devices.
 
         Args:
-            batch: of [B, T], such as ``batches`` yields or ``batch_of`` makes; B and T may differ
-                from the config's, at the price of a compilation.
+            batch: arrays [B, T], as ``batches`` yields or ``batch_of`` makes. B and T may differ
+                from the config's; new sizes compile the step again.
 
         Raises:
             ConfigError: the batch does not divide over the mesh, or the state is consumed already.
@@ -184,7 +184,7 @@ def batch_of(tokens: Any, *, weights: Any = None) -> Batch[np.ndarray]:
 
     Args:
         tokens: int [B, T + 1]: T inputs and, shifted by one, T targets.
-        weights: float [B, T]: 0 where a target does not count; all count by default.
+        weights: float [B, T]: 0 where a target does not count; by default all targets count.
 
     Raises:
         ConfigError: shapes do not fit, or tokens are not integers.

@@ -28,8 +28,8 @@ _COUNTS = {"layers/dropped": "dropped by capacity", "layers/overflowed": "withou
 
 
 def draw_loads(records: Sequence[dict[str, Any]], file: Path) -> None:
-    """Plots each step's most and fewest tokens per expert, relative to the layer's mean, and the
-    dropped choices; nothing without experts.
+    """Plots, by step, the largest and smallest expert load relative to a layer's mean, and the
+    dropped choices. Does nothing if the model has no experts.
     """
     rows = [record for record in records if f"{LOADS}/imbalance" in record]
     if not rows:
@@ -64,7 +64,7 @@ def draw_loads(records: Sequence[dict[str, Any]], file: Path) -> None:
 
 
 def draw_run(records: Sequence[dict[str, Any]], run: RunDirectory) -> None:
-    """Plots the pictures of a run directory: its losses and its experts' loads."""
+    """Plots the losses and the expert loads of a run into its directory."""
     draw_loss(records, run.picture_file)
     draw_loads(records, run.loads_picture_file)
 
@@ -117,7 +117,8 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SourceRead:
-    """Record of one source's reading in a run's mixture, as ``read_mixture`` returns it.
+    """Amount of text that a run has read from one source of its mixture; ``read_mixture`` returns
+    one per source.
 
     Examples:
         >>> for each in jaxinfra.read_mixture("runs/mixed"):
@@ -127,16 +128,16 @@ class SourceRead:
     """
 
     name: str  # of the source
-    wanted: float  # part of all sequences so far, by the weights
-    read: float  # part of all sequences so far
+    wanted: float  # fraction of all sequences so far, as the weights ask
+    read: float  # fraction of all sequences so far, as it was
     sequences: int  # rows of batches
     tokens: int  # with a separator for each document
-    epochs: float  # times that the source was read whole
+    epochs: float  # passes over the whole source
 
 
 def read_mixture(run: str | Path) -> tuple[SourceRead, ...]:
-    """Returns what a run has read of each source of its mixture so far; empty for a run on a single
-    source.
+    """Returns the amount of text that a run has read from each source of its mixture so far; empty
+    for a run without a mixture.
 
     Args:
         run: the run's directory.
@@ -207,9 +208,9 @@ class Outcome:
     """
 
     summary: dict[str, Any] | None  # None where it was asked to stop before the end
-    step: int  # the last that is done
-    was_complete: bool = False  # before the call, which did nothing
-    together: bool = False  # all processes of the job end here
+    step: int  # last completed step
+    was_complete: bool = False  # the run was already complete, and the call did nothing
+    together: bool = False  # all processes of the job return at this step
 
     @property
     def result(self) -> dict[str, Any]:
@@ -251,8 +252,8 @@ def summarize(
 ) -> dict[str, Any]:
     """Computes the values of ``summary.json``; a figure that is unknown or not finite is None.
 
-    It has figures of the held-out text if there is one, ``heldout_sets`` if there are several,
-    ``mixture`` for a mixture of sources, and ``heldout_preferences/...`` for pairs of answers.
+    It includes held-out losses if there is held-out text, ``heldout_sets`` if there are several
+    sets, ``mixture`` for a mixture of sources, and ``heldout_preferences/...`` for answer pairs.
 
     Args:
         causes: seconds of wall time by cause (``jaxinfra.runtime.goodput``).

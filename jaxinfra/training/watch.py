@@ -47,7 +47,7 @@ _CALLBACK = 1000  # asks to stop as a signal does; no signal has this number
 
 
 class Stopped(BaseException):
-    """An exception that ends a wait when a signal has come.
+    """Raised to end a wait, such as for the next batch, when a signal has arrived.
 
     It derives from BaseException, as KeyboardInterrupt does, so that no ``except Exception``
     catches it.
@@ -58,9 +58,9 @@ class Stopped(BaseException):
 class Agreement:
     """Agreement of all processes on the step after which they stop.
 
-    A signal may reach one process only, or each at another moment. So each process sends its wish
-    in the table of its next step, and all stop after the step whose table they then read. A process
-    that is alone stops as soon as asked.
+    A signal may reach only one process, or each at a different time. So each process sends with
+    every step whether it was asked to stop. All processes read the same table of these flags, so
+    all stop after the same step. A single process stops as soon as it is asked.
 
     Args:
         exchange: exchange with the other processes; None if this process is alone.
@@ -79,16 +79,16 @@ class Agreement:
         self._asked = _CALLBACK
 
     def hold(self) -> None:
-        """Defers signals from now on: they are noted and obeyed between steps, and do not end this
-        process.
+        """Defers signals from now on: a signal no longer ends this process at once, but stops the
+        run between two steps.
         """
         self._request.hold()
 
     def wait_for[T](self, make: Callable[[], T]) -> T:
         """Returns the result of ``make``, such as the next batch; a signal ends the wait.
 
-        Raises Stopped if a signal comes first and this process is alone. If there are other
-        processes, it waits on, as they may have begun a step that needs this process.
+        Raises Stopped if a signal arrives first and this is the only process. With other processes
+        it keeps waiting, as they may have begun a step that needs this process.
         """
         if self._exchange is not None:
             return make()
@@ -113,14 +113,16 @@ class Agreement:
         return self._wish if self._exchange is None else self._agreed
 
     def start(self, row: ProcessRow) -> ProcessTable | None:
-        """Sends this process's wish to stop, and its times, to all processes; a collective."""
+        """Sends this process's stop flag and times to all processes; a collective. Returns the
+        table of all rows, which ``read`` waits for.
+        """
         if self._exchange is None:
             return None
         return self._exchange.start(dataclasses.replace(row, stop=float(self._wish)))
 
     def read(self, table: ProcessTable | None) -> list[ProcessRow]:
-        """Returns one row per process from the table; if any row asks to stop, the agreement is
-        true from now on.
+        """Returns one row per process from the table. If any row asks to stop, all processes are
+        agreed to stop from now on.
         """
         if table is None:
             return []
@@ -142,7 +144,7 @@ def _fulfil[T](made: concurrent.futures.Future[T], make: Callable[[], T]) -> Non
 
 
 class PersistentFaultError(JaxinfraError):
-    """Error for a device that repeatedly computes wrong results; a restart on the device would not
+    """Error for a device that repeatedly computes wrong results, so that a restart on it would not
     help.
     """
 
@@ -156,11 +158,11 @@ class Doubt(Exception):
     the step.
 
     Args:
-        step: first step that is suspect.
-        text: description of what was seen.
+        step: first suspect step.
+        text: description of the evidence.
         loss: loss of the step, if the loss is suspect.
-        hashes: hashes of the state after the step, if its copies differ.
-        ranks: ranks whose copies differ from the majority's.
+        hashes: hashes of the replicas of the state after the step, if they differ.
+        ranks: ranks whose replica differs from the majority's.
     """
 
     def __init__(
@@ -190,9 +192,9 @@ class Judged:
 
 @final
 class Guards:
-    """Checks of every step's loss and, at intervals, of the state's copies on different devices.
+    """Checks of every step's loss and, at intervals, of the state's replicas on different devices.
 
-    All processes see the same numbers, so all raise Doubt at the same step.
+    All processes compare the same numbers, so all raise Doubt at the same step.
 
     Args:
         abstract: the state's shapes, dtypes and shardings.
@@ -249,13 +251,13 @@ class Guards:
         self._agreed_at = step
 
     def went_back_to(self, step: int) -> None:
-        """Notes that the state was restored from the checkpoint of this step."""
+        """Resets the checks after the state was restored from the checkpoint of this step."""
         self._agreed_at = step
 
     def judge_state(self, state: State, doubt: Doubt) -> Judged:
-        """Returns the verdict of a replay up to the step where copies of the state differed.
+        """Returns the verdict on a replay up to the step where replicas of the state differed.
 
-        Raises PersistentFaultError if the copies differ again.
+        Raises PersistentFaultError if the replicas differ again.
         """
         assert doubt.hashes is not None
         table = np.asarray(self._hash(state).addressable_data(0))
@@ -323,7 +325,7 @@ def require_progress(config: RunConfig, values: StepMetrics, *, step: int, path:
 
 
 def require_applied(last: dict[str, Any] | None, *, steps: int) -> None:
-    """Raises DivergedError if every step of a run, whose last record is given, was skipped."""
+    """Raises DivergedError if every step of a run was skipped, according to its last record."""
     if last is not None and last["skipped"] >= steps:
         raise DivergedError(
             f"none of {steps} steps was applied: each had a loss or a gradient that is not finite, "
@@ -340,7 +342,7 @@ def same_program(
     Args:
         record: called with the program's fingerprint, if there are several processes.
 
-    Raises ConfigError naming the ranks that differ.
+    Raises ConfigError that names the ranks whose programs differ.
     """
     if jax.process_count() == 1:
         return job.train_step
@@ -359,12 +361,12 @@ def same_program(
 
 @final
 class Watch:
-    """A rank's flight recorder, its exchange with other ranks, and the run's ledgers, which process
-    0 writes.
+    """Supervision of one rank. It records events in the rank's flight recorder and exchanges times
+    with other ranks; process 0 also writes the run's goodput and incident files.
 
     Args:
-        began: wall time of the session's start.
-        lost_s: compute seconds of the last session's steps that this session repeats.
+        began: wall-clock time of the session's start.
+        lost_s: compute seconds of the previous session's steps that this session repeats.
         excluded: steps whose batches the checkpoint lists as excluded.
     """
 
@@ -397,14 +399,14 @@ class Watch:
         self.excluded = {*config.exclude_steps, *excluded, *excluded_steps(run.incidents_file)}
 
     def phase(self, name: str, step: int) -> float:
-        """Records the begin of a phase of a step; returns the seconds of the phase before it."""
+        """Records that a phase of a step begins; returns the seconds of the previous phase."""
         return self._recorder.phase(name, step=step)
 
     def begin_input(self, step: int, *, num_ready: int, busy_readers: float) -> None:
-        """Records the begin of the wait for a batch, with the number of batches that are ready.
+        """Records that the wait for a batch begins, with the number of batches that are ready.
 
         Args:
-            busy_readers: share of their time for which the reader threads computed.
+            busy_readers: fraction of the time in which the reader threads were busy.
         """
         self.phase("input", step)
         self._recorder.event(READY_BATCHES, step=step, value=num_ready)
@@ -412,7 +414,7 @@ class Watch:
             self._recorder.event(BUSY_READERS, step=step, value=busy_readers)
 
     def note_shapes(self, batch: Any, step: int) -> None:
-        """Records the arrays of a batch whose shapes have changed: the step recompiles for them."""
+        """Records which arrays of a batch have new shapes, for which the step is compiled again."""
         shapes = {
             jax.tree_util.keystr(path, simple=True): f"{leaf.dtype}{list(leaf.shape)}"
             for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
@@ -439,7 +441,7 @@ class Watch:
         return self.stop.start(row)
 
     def look_for_slow(self, rows: Sequence[ProcessRow], *, step: int, step_s: float | None) -> None:
-        """Reports slow ranks, for which the others wait."""
+        """Reports ranks that are slower than the others, which wait for them."""
         for rank, cause, text in self._stragglers.add(rows, step_s=step_s):
             self.incident("slow rank", step=step, text=text, rank=rank, cause=cause)
 

@@ -1,7 +1,7 @@
-"""XLA compiler options of a run's programs: defaults that measurements favour, and the user's own.
+"""XLA compiler options of a run's programs: defaults that measured faster, and the user's own.
 
-They apply to one program's compilation, unlike ``XLA_FLAGS``, which ends the process at an unknown
-name.
+They are passed with each compilation. An unknown name raises an error here; in ``XLA_FLAGS`` it
+would end the process.
 """
 
 from collections.abc import Iterable, Mapping
@@ -49,9 +49,10 @@ def compiler_options(config: RunConfig, *, on_gpu: bool, traceable: bool) -> Opt
 
 
 def parse_options(settings: Iterable[str]) -> Options:
-    """Parses ``{name: value}`` from "name=value"; the leading dashes of an XLA flag may stay.
+    """Parses settings "name=value" into ``{name: value}``; names may begin with the two dashes of
+    an XLA flag.
 
-    Raises ConfigError for what has another form.
+    Raises ConfigError for a setting of any other form.
     """
     options: Options = {}
     for setting in settings:

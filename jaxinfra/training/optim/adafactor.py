@@ -1,7 +1,7 @@
-"""Adafactor's second moments and its clipping, matrix by matrix (Shazeer and Stern 2018).
+"""Adafactor's second moments and its clipping, per matrix (Shazeer and Stern 2018).
 
-A parameter is a stack of matrices, as for Muon: layers and experts are apart, and a width that is
-split into heads is one side.
+A stacked parameter counts as one matrix per layer and expert, as for Muon. Its heads and head
+width together are one side of the matrix.
 """
 
 import math
@@ -22,8 +22,8 @@ _MOST_RMS = 1.0  # of an update
 
 
 class FactoredState(NamedTuple):
-    """Adafactor's second moments: means of squares by row and by column of factored matrices, or
-    per element. A moment that a parameter does not have is one zero.
+    """Adafactor's second moments. A matrix has the mean square of each row and each column; other
+    parameters have a mean square per element (``whole``). Moments that do not apply are one zero.
     """
 
     count: jax.Array  # int32 []
@@ -37,7 +37,7 @@ def scale_by_adafactor(dims: Any) -> optax.GradientTransformation:
     clipped to a root mean square of 1 per matrix.
 
     Args:
-        dims: tree of ``DimsLeaf`` that names each parameter's dims.
+        dims: tree of ``DimsLeaf``: the logical dims of each parameter.
     """
     every = [leaf.dims for leaf in jax.tree.leaves(dims)]
 

@@ -47,7 +47,7 @@ def learning_rate(config: OptimizerConfig, *, steps: int) -> optax.Schedule:
 def standard_promotion[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     """Runs ``function`` under JAX's standard dtype promotion, whatever its caller has set.
 
-    Optax raises Python floats to int32 counts, which strict promotion refuses.
+    Optax computes ``float ** count`` with an int32 count, which strict promotion refuses.
     """
 
     @functools.wraps(function)

@@ -1,7 +1,7 @@
-"""Muon: momentum, orthogonalized as the matrix that a parameter is (Jordan et al. 2024).
+"""Muon: the momentum of each matrix, orthogonalized (Jordan et al. 2024).
 
-A parameter is a stack of matrices: its layers and experts are apart. A width that is split into
-heads is one side, so a query weight [L, D, N, H] is L matrices of D x (N H).
+A stacked parameter counts as one matrix per layer and expert. Heads and head width together are
+one side of the matrix, so a query weight [L, D, N, H] is L matrices of D x (N H).
 """
 
 import math
@@ -20,10 +20,10 @@ _ROOT_MEAN_SQUARE = 0.2
 
 
 def sides(dims: Dims) -> tuple[tuple[int, ...], ...]:
-    """Returns the dims of each space that a parameter connects: two spaces for a matrix, one for a
-    vector.
+    """Groups a parameter's dims into sides: two sides for a matrix, one for a vector. Returns the
+    dim indices of each side.
 
-    A head's width belongs to the same side as the heads; layers and experts are part of no side.
+    Head width belongs to the same side as the heads. Layer and expert dims belong to no side.
     """
     found: list[tuple[int, ...]] = []
     for index, dim in enumerate(dims):
@@ -35,17 +35,17 @@ def sides(dims: Dims) -> tuple[tuple[int, ...], ...]:
 
 
 def is_matrix(dims: Dims) -> bool:
-    """Whether a parameter maps one space into another, unlike a norm's scale or a bias.
+    """Whether a parameter is a matrix per layer and expert; a norm's scale or a bias is not.
 
-    Stacking over layers and splitting a width into heads add dims without making a matrix: a query
-    bias is [layers, heads, head] and is none.
+    The number of dims does not decide: a query bias is [layers, heads, head], but is a vector per
+    layer.
     """
     return len(sides(dims)) >= 2
 
 
 def is_hidden_matrix(dims: Dims) -> bool:
-    """Whether both sides of a parameter are widths, unlike embedding tables, whose rows are read
-    one at a time.
+    """Whether a parameter is a matrix between two widths of the model. Embedding tables are not:
+    one of their sides is the vocabulary or the positions.
     """
     return len(sides(dims)) == 2 and not {VOCAB, POSITION} & set(dims)
 
@@ -53,17 +53,17 @@ def is_hidden_matrix(dims: Dims) -> bool:
 def orthogonalized(config: MuonConfig, dims: Any) -> optax.GradientTransformation:
     """Builds Muon's updates of hidden matrices, before learning rate and weight decay.
 
-    Of step t's gradient g, with Nesterov's momentum and the corrections of Dozat 2016:
+    With the gradient g of step t, Nesterov's momentum and the bias corrections of Dozat 2016:
 
         m = momentum m + (1 - momentum) g
         n = momentum m / (1 - momentum^(t+1)) + (1 - momentum) g / (1 - momentum^t)
 
-    Where n = U S V^T the update is 0.2 sqrt(max(rows, columns)) U f(S) V^T: five Newton-Schulz
-    steps bring f(S) near 1. Their products are small beside a batch's. Where a matrix is on
-    several devices, the compiler places them.
+    With the singular value decomposition n = U S V^T, the update is
+    0.2 sqrt(max(rows, columns)) U f(S) V^T. Five Newton-Schulz steps bring f(S) near 1; their
+    matmuls cost little beside those of a batch. The compiler shards them with the matrix.
 
     Args:
-        dims: tree of ``DimsLeaf``.
+        dims: tree of ``DimsLeaf``: the logical dims of each parameter.
     """
     numbers = jax.tree.map(
         lambda leaf: (

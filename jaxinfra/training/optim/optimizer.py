@@ -25,14 +25,14 @@ _SEED = 0  # of rounding
 
 
 class StoredAdamState(NamedTuple):
-    """Adam's moments in their stored dtypes. A second moment with a scale is stored as its square
-    root, which halves the range of exponents.
+    """Adam's moments in their stored dtypes. In a format with scales the second moment is stored
+    as its square root, which needs half the exponent range.
     """
 
     count: jax.Array  # int32 []
     mu: Any
     nu: Any
-    mu_scale: Any  # float32 [] of each moment; None where the format has none
+    mu_scale: Any  # one float32 per parameter; None if the format has no scales
     nu_scale: Any
 
 
@@ -40,8 +40,8 @@ def scale_by_stored_adam(config: OptimizerConfig) -> optax.GradientTransformatio
     """Builds ``optax.scale_by_adam`` with moments stored in ``config.first_moment`` and
     ``second_moment``.
 
-    Updates are computed in float32 from the stored moments, which are then rounded: FP8-LM (Peng et
-    al. 2023) with fp8 and fp16, DeepSeek-V3 (2024, section 3.3.2) with bf16 in both.
+    Updates are computed in float32; the moments are rounded when they are stored. FP8-LM (Peng et
+    al. 2023) uses fp8 and fp16, DeepSeek-V3 (2024, section 3.3.2) bf16 for both moments.
     """
     adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)
     formats = config.first_moment, config.second_moment
@@ -95,13 +95,13 @@ def make_optimizer(
     Muon, Lion, Adafactor or a user's own.
 
     theta -= lr * (m_hat / (sqrt(v_hat) + epsilon) + weight_decay * theta), decay on matrices only.
-    With Muon, hidden matrices get ``orthogonalized`` in place of the quotient; Lion and Adafactor
-    have their own, with the same rate and decay.
+    With Muon, ``orthogonalized`` replaces the quotient m_hat / (...) for hidden matrices. Lion and
+    Adafactor replace it for all parameters; learning rate and decay apply alike.
 
     Frozen parameters have no state, and their updates are their gradients, which are 0.
 
     Args:
-        dims: tree of ``DimsLeaf``: which parameters are matrices follows from their logical dims.
+        dims: tree of ``DimsLeaf``: logical dims, from which follows which parameters are matrices.
         steps: number of steps of the run, for the schedule.
 
     Raises:

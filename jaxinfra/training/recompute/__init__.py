@@ -1,3 +1,3 @@
-"""Recomputation: which values the backward pass keeps and which it computes again, by a memory
-budget.
+"""Recomputation: chooses, for a memory budget, which values are kept for the backward pass and
+which it computes again.
 """

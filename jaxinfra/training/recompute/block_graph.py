@@ -1,8 +1,8 @@
-"""The graph of a repetition of a block pattern, and the choice of values that its layers keep.
+"""The graph of one repetition of a block pattern, and the choice of values that layers keep.
 
-The graph says which operation makes which value, what that costs, and what the backward pass
-reads; so it prices keeping a set of values. Of all sets those stay that no other beats in both
-bytes and time. Which layer takes which is found by dynamic programming over layers and bytes.
+The graph has each operation's cost and the values that the backward pass reads. From it follow the
+bytes and the recomputation time of keeping a set of values. Sets on the Pareto front of bytes and
+time are options; dynamic programming over layers and bytes chooses an option for each layer.
 """
 
 import dataclasses
@@ -44,21 +44,21 @@ class BlockOperation:
     outputs: tuple[int, ...]
     flops: float = 0.0  # of matmuls
     is_kernel: bool = False  # a matmul, or a kernel: reads and writes whole arrays in memory
-    is_free: bool = False  # its result is its input
-    name: str | None = None  # a checkpoint's name of its one output
+    is_free: bool = False  # no work: its output is its input, as in a reshape
+    name: str | None = None  # name that ``checkpoint_name`` gave its one output
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BlockGraph:
-    """Graph of a repetition's numbered values; values that no operation makes are the repetition's
-    inputs.
+    """Graph of the operations and values of one repetition of a block pattern. Values are numbered;
+    those that no operation makes are inputs.
     """
 
     operations: tuple[BlockOperation, ...]  # in an order in which they can run
     sizes: tuple[int, ...]  # bytes of each value
     stored: frozenset[int]  # values that XLA would write to memory: read or made by kernels
-    needed: frozenset[int]  # that the backward pass reads
-    makers: Mapping[int, int]  # value to operation
+    needed: frozenset[int]  # values that the backward pass reads
+    makers: Mapping[int, int]  # from a value to the index of the operation that makes it
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -72,18 +72,17 @@ class BlockGraph:
 class Option:
     """A set of values that a repetition may keep, with its cost."""
 
-    names: tuple[str, ...]  # of those that the backward pass comes to read
-    bytes: int  # per device and repetition
-    seconds: float  # predicted, of what is computed again, per repetition
-    matmuls: int  # that are computed again, per repetition
+    names: tuple[str, ...]  # names of the kept values, without any that the backward pass skips
+    bytes: int  # of kept values, per device and repetition
+    seconds: float  # predicted time of recomputation per repetition
+    matmuls: int  # number of recomputed matmuls per repetition
 
 
 def block_graph(jaxpr: Any, *, attention: float) -> BlockGraph:
     """Builds a repetition's graph from ``jax.make_jaxpr`` of its ``jax.vjp``.
 
     Args:
-        jaxpr: (inputs) -> (result, residuals...). Keeping inputs costs nothing: they are kept
-            anyway.
+        jaxpr: (inputs) -> (result, residuals...). Inputs are always kept, so they count no bytes.
         attention: FLOPs of the attention kernel that makes the value named ``ATTENTION``, as a
             kernel's FLOPs cannot be counted in a jaxpr.
     """
@@ -115,12 +114,12 @@ def block_graph(jaxpr: Any, *, attention: float) -> BlockGraph:
 def keeping(
     graph: BlockGraph, names: Collection[str] | None, peak: DevicePeak, *, shards: int = 1
 ) -> Option:
-    """Prices keeping values of these names: the backward pass recomputes from kept values and
-    inputs to what it reads.
+    """Computes the bytes and recomputation time of keeping the values of these names. The backward
+    pass recomputes all else that it reads, from kept values and inputs.
 
     Args:
-        names: such as those of a fixed policy (``kept_by``); None: all values that the backward
-            pass reads.
+        names: names of values to keep, such as those of a fixed policy (``kept_by``); None: all
+            values that the backward pass reads.
         shards: number of devices that values and work are divided over.
     """
     pending = [value for value in graph.needed if value in graph.makers]
@@ -313,8 +312,8 @@ def trace_repetition(
     """Traces the graph of a repetition of a stack's pattern from shapes alone.
 
     Args:
-        rows, length: rows and tokens per row of the batch that passes through it at once.
-        number: number of the repetition, as some may be excluded from 8 bits.
+        rows, length: rows and tokens per row of a micro-batch.
+        number: index of the repetition; some repetitions may not use 8-bit matmuls.
     """
     config = model.config
     first = sum(len(each.pattern) for each in config.stacks[:stack])
@@ -360,17 +359,17 @@ MEMORY_SHARE = 0.85
 class Layers:
     """Consecutive repetitions that keep the same values."""
 
-    options: tuple[Option, ...]  # from the one of least bytes
+    options: tuple[Option, ...]  # fewest bytes first
     count: int = 1
-    # Of each, there as long as what is kept: its input, and its weights where they are cast early.
+    # Per repetition, kept whatever the option: its input, and its weights if they are cast early.
     fixed_bytes: int = 0
-    gradient_bytes: int = 0  # of each, there from its backward pass to the end
-    policies: tuple[Option, ...] = ()  # what fixed policies keep, to be compared with
+    gradient_bytes: int = 0  # per repetition, from its backward pass to the step's end
+    policies: tuple[Option, ...] = ()  # the sets that fixed policies keep, for comparison
 
 
 def best_options(graph: BlockGraph, peak: DevicePeak, *, shards: int = 1) -> tuple[Option, ...]:
-    """Selects the sets of kept values that no other beats in both bytes and time, fewest bytes
-    first.
+    """Returns the Pareto front of sets of kept values: no other set has both fewer bytes and less
+    recomputation. Fewest bytes come first.
     """
 
     def option(names: frozenset[str]) -> Option:
@@ -411,8 +410,8 @@ def _worth_keeping(graph: BlockGraph, option) -> list[str]:
 
 
 def peak_bytes(layers: Sequence[Layers], chosen: Sequence[Option]) -> int:
-    """Returns the most bytes of kept values and gradients: at a layer's backward pass, all layers
-    before it still hold theirs.
+    """Returns the peak bytes of kept values and gradients, for one chosen option per entry. In the
+    backward pass of a layer, all earlier layers still hold their kept values.
     """
     kept = np.cumsum(
         [
@@ -426,8 +425,8 @@ def peak_bytes(layers: Sequence[Layers], chosen: Sequence[Option]) -> int:
 
 
 def cheapest(layers: Sequence[Layers], *, room: int) -> tuple[Option, ...] | None:
-    """Chooses an option per layer with the least sum of seconds whose ``peak_bytes`` fit ``room``;
-    None if none fits. Bytes are rounded to ``BINS`` parts of the room.
+    """Chooses an option per layer: the least total seconds whose ``peak_bytes`` fit ``room`` bytes.
+    None if nothing fits. Bytes are rounded up to multiples of ``room / BINS``.
     """
     total = sum(each.gradient_bytes * each.count for each in layers)
     if room < total or room <= 0:

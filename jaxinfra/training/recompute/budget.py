@@ -1,8 +1,8 @@
 """Recomputation chosen by a memory budget: the cheapest policy whose compiled step fits.
 
-The step is compiled as it will run, so what counts is XLA's own assignment of buffers, which undoes
-recomputation that it finds cheap to keep. The program of the policy that is taken is kept by
-the compilation cache.
+Each candidate step is compiled as it will run, so its bytes are those of XLA's own buffer
+assignment. The program of the chosen policy stays in the compilation cache and is not compiled
+again.
 """
 
 import dataclasses
@@ -29,14 +29,14 @@ NEED_LESS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """The chosen remat policy, with the bytes per device of its step and of the policies tried
-    before.
+    """The chosen remat policy, and the bytes per device of the step with it and with each policy
+    that was tried before it.
     """
 
     remat: Remat
     budget_bytes: int
-    needs: dict[Remat, int]  # bytes of a device, in the order tried
-    kept: tuple[KeptValues, ...] = ()  # the policy says it
+    needs: dict[Remat, int]  # bytes per device of the step, in the order tried
+    kept: tuple[KeptValues, ...] = ()  # always empty: the policy decides what is kept
 
     def describe(self) -> str:
         """Describes the chosen remat policy in one line for the log."""
@@ -53,7 +53,7 @@ def choose_remat(*, budget_bytes: int, need: Callable[[Remat], int]) -> Choice:
     recomputation.
 
     Args:
-        need: returns the bytes per device of a step with a policy, its state included.
+        need: returns the bytes per device of the step with a policy, training state included.
 
     Raises:
         ConfigError: no policy fits.
@@ -72,8 +72,8 @@ def choose_remat(*, budget_bytes: int, need: Callable[[Remat], int]) -> Choice:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GatherChoice:
-    """The choice whether gathered weights are kept for the backward pass, and the bytes of the
-    resulting step.
+    """The choice whether gathered weights are kept for the backward pass. ``needs_bytes`` are the
+    step's bytes per device if they are.
     """
 
     needs_bytes: int
@@ -99,8 +99,8 @@ def keeping(config: RunConfig, *, gathered: bool | None) -> RunConfig:
 
 
 def budget_bytes(gib: float | None, device: jax.Device) -> int | None:
-    """Returns a budget in bytes; for None, the memory that JAX may take of the device, less
-    ``FREE_SHARE``, or None where the device does not say.
+    """Returns a memory budget in bytes. Without ``gib`` it is the device memory that JAX may use,
+    less ``FREE_SHARE`` of it; None if the device does not report it.
     """
     if gib is not None:
         return int(gib * 2**30)
@@ -109,7 +109,8 @@ def budget_bytes(gib: float | None, device: jax.Device) -> int | None:
 
 
 def agreed_bytes(compiled: jax.stages.Compiled) -> int:
-    """Returns ``step_bytes`` of the first process's program, so that all processes decide alike."""
+    """Returns the first process's ``step_bytes`` of a program, on all processes: so they all make
+    the same choice."""
     size = step_bytes(compiled)
     return processes.on_first(lambda: size)
 

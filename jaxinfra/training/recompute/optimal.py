@@ -1,9 +1,9 @@
 """The cheapest recomputation under a memory budget: layers keep the values that save most time.
 
-The cost of keeping a set of values is read off the traced block; which layer keeps which is
-found exactly (``block_graph``). The rest of a step's need is measured: the step that keeps least is
-compiled, then the choice. Where XLA's buffers come out larger or smaller than predicted, the choice
-is made again with what was learned.
+The cost of keeping a set of values is computed from the traced block, and the best set for each
+layer by an exact search (``block_graph``). All other memory of a step is measured: the step that
+keeps the least is compiled, then the chosen one. If XLA needs more or fewer bytes than predicted,
+the prediction is corrected and the search repeated.
 """
 
 import dataclasses
@@ -52,11 +52,11 @@ CLOSE_ENOUGH = 0.01
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Tradeoff:
     """The trade-off between bytes per device and predicted seconds of recomputation, for
-    plotting.
+    plotting: points (bytes, seconds).
     """
 
-    cheapest: tuple[tuple[int, float], ...]  # from the least bytes on
-    policies: dict[Remat, tuple[int, float]]  # the same for all layers
+    cheapest: tuple[tuple[int, float], ...]  # best choice for each budget, fewest bytes first
+    policies: dict[Remat, tuple[int, float]]  # fixed policies, one for all layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,11 +64,11 @@ class KeptChoice:
     """The chosen values that each layer keeps, with the step's predicted and measured bytes."""
 
     kept: tuple[KeptValues, ...]
-    seconds: float  # predicted, of what a step computes again
-    predicted_bytes: int  # per device, before its step was compiled
-    need_bytes: int  # per device, of its compiled step
+    seconds: float  # predicted time of recomputation per step
+    predicted_bytes: int  # of the step per device, before it was compiled
+    need_bytes: int  # of the compiled step per device
     budget_bytes: int
-    options: tuple[tuple[Option, ...], ...]  # of each stack
+    options: tuple[tuple[Option, ...], ...]  # chosen options, for each stack
     tradeoff: Tradeoff
 
     @property
@@ -90,7 +90,9 @@ class KeptChoice:
 
 
 class KeptSearch:
-    """Search for the values to keep within a budget; it learns from the bytes of compiled steps."""
+    """Search for the values to keep within a budget. The bytes of each compiled step correct the
+    search's predictions.
+    """
 
     def __init__(self, stacks: Sequence[tuple[tuple[Layers, ...], int]], *, budget_bytes: int):
         """Args:
@@ -108,7 +110,8 @@ class KeptSearch:
         """Compiles steps until no better one is expected; returns the best that fits.
 
         Args:
-            need: returns the bytes per device of a step that keeps these values, state included.
+            need: returns the bytes per device of a step that keeps these values, training state
+                included.
 
         Raises:
             ConfigError: even the step that keeps least does not fit.
@@ -185,8 +188,8 @@ class KeptSearch:
         return as_kept(each)
 
     def tradeoff(self) -> Tradeoff:
-        """Returns the cheapest choices for budgets from least to most, and the fixed policies;
-        compiled steps have measured bytes.
+        """Returns the cheapest choice for each of many budgets, and the fixed policies. Bytes are
+        measured for steps that were compiled, predicted for others.
         """
 
         def point(chosen: tuple[Option, ...]) -> tuple[int, float]:
@@ -226,8 +229,8 @@ def choose(
     """Chooses the recomputation of a config with ``auto`` or ``optimal``.
 
     Args:
-        need: returns the bytes per device of a step with a remat policy and, for the policy
-            ``chosen``, the values that it keeps; its state included.
+        need: returns the bytes per device of a step, training state included. Its arguments are a
+            remat policy and, for ``chosen``, the values to keep.
 
     Raises:
         ConfigError: the budget is below the least that is possible.
@@ -241,9 +244,11 @@ def choose(
 def layers_of(
     config: RunConfig, model: ModelDefinition, placement: Placement | None
 ) -> list[tuple[tuple[Layers, ...], int]]:
-    """Lists each stack's layers, grouped where they differ, with the stack's number of repetitions.
+    """Lists, for each stack, its groups of repetitions that may choose separately, and its number
+    of repetitions.
 
-    In a loop all repetitions keep the same values, and the gradients of all exist from the start.
+    If the stack is a loop, it is one group: all repetitions keep the same values. An unrolled stack
+    has one group per repetition.
     """
     training, parts = config.training, []
     device = jax.devices()[0] if placement is None else placement.mesh.devices.flat[0]
@@ -295,8 +300,8 @@ def layers_of(
 
 
 def draw_choice(choice: Choice | KeptChoice | None, file: Path) -> None:
-    """Plots the cheapest recomputation per budget, the fixed policies and the choice; nothing if no
-    budget decided.
+    """Plots the cheapest recomputation per budget, the fixed policies and the choice. Does nothing
+    unless ``choice`` came from a search (``optimal``).
     """
     if not isinstance(choice, KeptChoice):
         return
