@@ -13,16 +13,18 @@ SCALE = "_scale"
 
 
 class CacheFormat(enum.StrEnum):
-    """Formats of a cache's elements; below 16 bits a token's elements of a head share a scale."""
+    """Formats of a KV cache's elements. In the 8-bit and 4-bit formats, the elements of one head of
+    a token share a scale.
+    """
 
-    PLAIN = "plain"  # as attention computes
+    PLAIN = "plain"  # the compute dtype, without scales
     FP8 = "fp8"  # e4m3
     INT8 = "int8"
     INT4 = "int4"
 
     @property
     def bits(self) -> int | None:
-        """Bits per element; None for elements of the compute dtype."""
+        """Bits per element; None for ``plain``, whose elements have the compute dtype."""
         return {"fp8": 8, "int8": 8, "int4": 4}.get(self.value)
 
 
@@ -40,13 +42,14 @@ class CacheSpec:
     """The arrays that attention caches for each token."""
 
     arrays: tuple[CachedArray, ...]
-    window: int | None = None  # tokens that are still read; None: all
+    window: int | None = None  # number of newest tokens that attention reads; None: all
 
     def repeated(self, copies: Callable[[str | None, int], int]) -> "CacheSpec":
-        """Returns the cache with elements repeated in dims that are too small to shard.
+        """Returns the cache with elements repeated along dims that are too small to shard, such as
+        2 key/value heads on 4 devices.
 
         Args:
-            copies: gives the number of copies of each element, from a dim's name and size.
+            copies: function from a dim's name and size to the number of copies of each element.
         """
         arrays = (
             dataclasses.replace(

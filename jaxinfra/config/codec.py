@@ -113,14 +113,15 @@ def from_dict[C](kind: type[C], values: dict[str, Any]) -> C:
 
 
 def normalized[C](config: C, kind: type[C]) -> C:
-    """Returns the config with enum members in place of the strings that a script wrote.
+    """Returns the config with strings replaced by the enum members that they name.
 
-    Records take ``policy="bf16"`` as it is, and ``"bf16" is PolicyName.BF16`` would be false later.
+    A script may write ``policy="bf16"``. Dataclasses do not convert it, and later the comparison
+    ``"bf16" is PolicyName.BF16`` would be false.
 
     Args:
-        kind: the record that it must be.
+        kind: class that the config must be an instance of.
 
-    Raises ConfigError for a word that names no member, and for values of other types.
+    Raises ConfigError for a string that names no member, and for a value of the wrong type.
     """
     _require_records(config, kind, path="")
     return from_dict(kind, to_dict(config))
@@ -162,7 +163,7 @@ def to_json(config: Any) -> str:
 
 
 def flattened(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns single values by their dotted path in JSON values: ``model.stacks.0.repeats``."""
+    """Returns the leaves of JSON values by dotted path, such as ``model.stacks.0.repeats``."""
     if isinstance(value, dict) and value:
         items = value.items()
     elif isinstance(value, list | tuple) and value:

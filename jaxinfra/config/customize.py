@@ -31,11 +31,11 @@ def customize(
 ) -> RunConfig:
     """Puts functions and layers of your own into a run; config.json names them.
 
-    Functions and records that other processes read, such as ``jaxinfra generate``, are marked with
-    ``jaxinfra.part`` where they are defined.
+    Mark them with ``jaxinfra.part`` where they are defined, so that other processes, such as
+    ``jaxinfra generate``, can import them by name.
 
     Args:
-        config: what to change; what is not named below stays.
+        config: the config to change; arguments that are left out change nothing.
         loss: ``(logits [B, T, V] fp32, targets [B, T], *, weights [B, T]) -> [B, T]``, each
             token's loss, which is averaged by ``weights``: 0 where a target does not count. It sees
             a whole micro-batch, so rows may be compared. The held-out loss stays the cross

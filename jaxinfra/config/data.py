@@ -34,11 +34,11 @@ KEPT_WHOLE = (DataFormat.CHAT, DataFormat.COMPLETIONS)
 class Packing(enum.StrEnum):
     """Ways to pack documents into rows."""
 
-    AUTO = "auto"  # windows of text; best_fit of conversations
-    WINDOWS = "windows"  # one after another, cut where a row is full
-    BEST_FIT = "best_fit"  # whole, the longest first, each where it leaves the least room
-    IN_ORDER = "in_order"  # whole, as they come, into a new row where the last has no room
-    ALONE = "alone"  # a row each
+    AUTO = "auto"  # windows for text; best_fit for conversations
+    WINDOWS = "windows"  # documents one after another, cut at the end of a row
+    BEST_FIT = "best_fit"  # whole documents, longest first, each into the fullest row that fits it
+    IN_ORDER = "in_order"  # whole documents in order; one that does not fit begins a new row
+    ALONE = "alone"  # one document per row
 
 
 class Turns(enum.StrEnum):
@@ -72,14 +72,14 @@ class TokenizerConfig:
     """A tokenizer; its vocabulary may not exceed the model's.
 
     Raises:
-        ConfigError: a file for a kind that reads none, or none for one that needs it.
+        ConfigError: kind=file without a path, or a path with another kind.
 
     Examples:
         >>> jaxinfra.DataConfig(tokenizer=jaxinfra.TokenizerConfig(kind="bytes")).tokenizer.kind
         'bytes'
     """
 
-    kind: TokenizerKind = TokenizerKind.BPE  # trained on the corpus, bytes, or a file
+    kind: TokenizerKind = TokenizerKind.BPE  # byte-level BPE trained on the corpus, bytes, or file
     path: str | None = None  # of a tokenizer.json, with kind=file
 
     def __post_init__(self) -> None:
@@ -113,13 +113,13 @@ class DataConfig:
 
     source: str = STDLIB  # text to train on
     heldout_source: str | None = None  # text to evaluate on; None: a part of source
-    heldout_fraction: float = 0.03  # of documents, where it is a part; 0: none is held out
-    mixture: tuple[MixtureSource, ...] = ()  # several sources in the place of source
-    mixture_unit: MixtureUnit = MixtureUnit.STEPS  # what times of the mixture's weights count
-    mixture_between: MixtureBetween = MixtureBetween.LINEAR  # weights between two points
+    heldout_fraction: float = 0.03  # of documents, without heldout_source; 0: none is held out
+    mixture: tuple[MixtureSource, ...] = ()  # several weighted sources instead of source
+    mixture_unit: MixtureUnit = MixtureUnit.STEPS  # unit of time in the mixture's weights
+    mixture_between: MixtureBetween = MixtureBetween.LINEAR  # weight between two given times
     validation: tuple[ValidationSet, ...] = ()  # further texts to evaluate on
-    # The set whose loss is heldout_loss, by which checkpoints are kept; None: what is held out of
-    # the sources, all together.
+    # Name of the evaluation set whose loss is heldout_loss, by which checkpoints are ranked; None:
+    # the held-out documents of all sources together.
     best_by: str | None = None
     text_field: str = "text"  # of JSON lines and Parquet rows
     format: DataFormat = DataFormat.TEXT  # what a document is
@@ -132,7 +132,7 @@ class DataConfig:
         TooLong.DROP
     )  # conversations that no row holds, where packing keeps them whole
     tokenizer: TokenizerConfig = TokenizerConfig()  # how text becomes tokens
-    num_prefetch_threads: int = 2  # that read ahead
+    num_prefetch_threads: int = 2  # threads that read ahead
     prefetch_batches: int = 4  # batches read ahead
 
     def __post_init__(self) -> None:

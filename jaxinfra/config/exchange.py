@@ -10,34 +10,35 @@ class ExchangeForm(enum.StrEnum):
     """Forms of the exchange between a token's device and its experts' devices."""
 
     PER_EXPERT = "per_expert"  # a copy for each chosen expert
-    PER_DEVICE = "per_device"  # one copy to each device that has some of them; their sum comes back
+    # One copy to each device that has some of the chosen experts; it returns the outputs' sum.
+    PER_DEVICE = "per_device"
 
 
 class ExchangeImplementation(enum.StrEnum):
     """The collective that carries the exchange."""
 
     AUTO = "auto"  # equal buffers
-    EQUAL = "equal"  # all_to_all of equal buffers, filled up with nothing
-    RAGGED = "ragged"  # ragged_all_to_all of what there is: CUDA alone has it
+    EQUAL = "equal"  # all_to_all of equal, padded buffers
+    RAGGED = "ragged"  # ragged_all_to_all without padding; on CUDA only
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangeConfig:
     """Form and buffer sizes of the exchange.
 
-    Buffers hold ``room_factor`` times the load of evenly spread tokens; choices beyond it are
-    dropped, counted and reported. With None, buffers hold any load.
+    Buffers hold ``room_factor`` times the load that a device has if tokens are spread evenly over
+    devices. Tokens beyond it are dropped, counted and reported. With None, buffers hold any load.
 
     With ``node_size`` the exchange has two levels: a token is sent once to each node that has some
     of its experts, then within the node, by ``form``. A node sums its experts' outputs for a token
     before it returns them.
     """
 
-    form: ExchangeForm = ExchangeForm.PER_DEVICE  # what travels: a token per device or per expert
+    form: ExchangeForm = ExchangeForm.PER_DEVICE  # whether a token is sent per device or per expert
     implementation: ExchangeImplementation = ExchangeImplementation.AUTO  # the collective
-    room_factor: float | None = None  # rows of a buffer over their mean; None: room for all
-    # Neighbours among the devices that share experts that are one node: with tensor=2, 4 of a node
-    # of 8. None: one level. No level is made for one node, or for nodes of one device.
+    room_factor: float | None = None  # buffer size over its mean load; None: nothing is dropped
+    # Number of consecutive devices along the expert axis that are in one node: 4 for a node of 8
+    # GPUs with tensor=2. None, one node, or nodes of one device: the exchange has one level.
     node_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -52,10 +53,11 @@ class ExchangeConfig:
             )
 
     def num_nodes(self, expert: int) -> int:
-        """Number of nodes that a token is sent to before it is sent within one; 1 means one level.
+        """Returns the number of nodes that a layer's experts are spread over; 1 means that the
+        exchange has one level.
 
         Args:
-            expert: number of devices that share a layer's experts.
+            expert: size of the expert axis.
 
         Raises:
             ConfigError: these devices do not make up whole nodes.

@@ -25,13 +25,14 @@ _TAGS = ("type", "kind")  # say which record of a union it is
 def read_run_config(file: str | Path) -> RunConfig:
     """Reads the run that a file describes: ``.toml``, ``.yaml``, ``.yml`` or ``.json``.
 
-    With ``preset`` at the top, the other entries are changes to that preset: a table is merged with
-    the preset's, anything else takes its place, and in ``model.stacks`` a table of numbers, such as
-    ``stacks.0.repeats``, changes single entries. Without ``preset`` the file is a whole config,
-    such as a run's config.json.
+    With ``preset`` at the top, the other entries change that preset. Tables are merged with those
+    of the preset, and other values replace them. In ``model.stacks``, keys that are numbers change
+    single entries, as in ``stacks.0.repeats``. Without ``preset`` the file is a whole config, such
+    as a run's config.json.
 
     Raises:
-        ConfigError: the ``file`` cannot be read, or a setting is unknown or out of range; named.
+        ConfigError: the ``file`` cannot be read, or a setting is unknown or out of range; the
+            message names it.
 
     Examples:
         With ``preset = "tiny"`` and ``[training]``, ``steps = 4`` in ``mine.toml``:

@@ -18,30 +18,31 @@ PROJECTIONS = (
 class InitConfig:
     """The weights that a run starts from."""
 
-    path: str  # of a Hugging Face directory, a converted one, or a run
-    sha256: str  # of its weights, by which a resumed run knows them again
-    step: int | None = None  # of a run's checkpoint
+    path: str  # a Hugging Face directory, a converted model or a run
+    sha256: str  # checksum of the weights; a resumed run refuses others
+    step: int | None = None  # step of the checkpoint, if path is a run
 
 
 class AdapterKind(enum.StrEnum):
     """Kinds of adapters beside a frozen weight W, with s the config's ``scale``."""
 
     LORA = "lora"  # W + s B A (Hu et al. 2021)
-    DORA = "dora"  # its direction, and a trained length for each output (Liu et al. 2024)
+    # W + s B A, normalized per output, times a trained length per output (Liu et al. 2024).
+    DORA = "dora"
 
 
 class BaseWeights(enum.StrEnum):
-    """Formats of frozen weights on devices while adapters beside them are trained."""
+    """Formats in which devices store frozen weights while adapters are trained."""
 
     COMPUTE = "compute"  # in the compute dtype
-    NF4 = "nf4"  # blocks of 64 inputs, scales in fp32: 0.56 bytes an element (QLoRA)
-    NF4_DOUBLE = "nf4_double"  # the scales in 8 bits: 0.52 bytes an element
-    INT4 = "int4"  # blocks of 64 inputs, scales in fp32: 0.56 bytes
-    INT8 = "int8"  # a scale for each output: 1 byte
+    NF4 = "nf4"  # blocks of 64 inputs, scales in fp32: 0.56 bytes per element (QLoRA)
+    NF4_DOUBLE = "nf4_double"  # the same with 8-bit scales: 0.52 bytes per element
+    INT4 = "int4"  # blocks of 64 inputs, scales in fp32: 0.56 bytes per element
+    INT8 = "int8"  # one scale per output: 1 byte per element
 
 
 class AdapterScaling(enum.StrEnum):
-    """Rules for the factor s on an adapter's B A: from alpha and rank."""
+    """Rules that give the factor s of an adapter's update s B A, from alpha and rank."""
 
     STANDARD = "standard"  # alpha / rank
     RSLORA = "rslora"  # alpha / sqrt(rank): updates as large at any rank (Kalajdzievski 2023)
@@ -52,7 +53,7 @@ class LoraConfig:
     """Low-rank adapters (Hu et al. 2021): y = W x + s B A x, W frozen.
 
     Raises:
-        ConfigError: a rank below 1, or targets that are no projections.
+        ConfigError: a rank below 1, or a target that is not a projection.
 
     Examples:
         >>> lora = jaxinfra.LoraConfig(rank=4, targets=("query", "key", "value", "out"))
@@ -62,10 +63,10 @@ class LoraConfig:
 
     rank: int = 8  # inner width of an adapter
     alpha: float = 16.0  # strength; the factor s is alpha / rank
-    targets: tuple[str, ...] = ("query", "value")  # projections that get one
-    kind: AdapterKind = AdapterKind.LORA  # dora trains each output's length apart
+    targets: tuple[str, ...] = ("query", "value")  # projections that get an adapter
+    kind: AdapterKind = AdapterKind.LORA  # dora also trains the length of each output's weights
     scaling: AdapterScaling = AdapterScaling.STANDARD  # rslora: s is alpha / sqrt(rank)
-    base: BaseWeights = BaseWeights.COMPUTE  # frozen projections: in fewer bits for QLoRA
+    base: BaseWeights = BaseWeights.COMPUTE  # storage of frozen projections: nf4 for QLoRA
 
     def __post_init__(self) -> None:
         if self.rank < 1 or not (0.0 < self.alpha < math.inf):

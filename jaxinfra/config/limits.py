@@ -35,12 +35,12 @@ LIMITS = {
 
 
 def limits_are_on() -> bool:
-    """Tells whether the limits are enforced; an environment variable lifts them."""
+    """Whether the limits are enforced; an environment variable switches them off."""
     return os.environ.get(VARIABLE) != "off"
 
 
 def require_within(*, remedy: str = "make it smaller", **sizes: int) -> None:
-    """Raises ConfigError that names the first given size which is above its limit."""
+    """Raises ConfigError for the first of ``sizes`` that is above the limit of its name."""
     if not limits_are_on():
         return
     for name, size in sizes.items():

@@ -1,4 +1,4 @@
-"""Number of devices on each mesh axis, and what the axes shard."""
+"""Number of devices on each mesh axis, and the arrays that each axis shards."""
 
 import dataclasses
 import functools
@@ -30,11 +30,11 @@ class MeshConfig:
 
     pipe: int = 1  # stages of a pipeline
     replica: int = 1  # copies of the whole state
-    fsdp: int = 1  # devices that share parameters and the batch
-    context: int = 1  # devices that share a sequence
-    tensor: int = 1  # devices that share each matmul
-    # Devices that share a layer's experts, taken from the data axes: a part of fsdp, times the
-    # whole of context, of replica, or of both where that is not enough.
+    fsdp: int = 1  # shards of parameters and of the batch
+    context: int = 1  # shards of each sequence
+    tensor: int = 1  # shards of each matmul
+    # Shards of a layer's experts, over devices of the data axes: a divisor of fsdp, if needed times
+    # all of context, of replica, or of both.
     expert: int = 1
 
     def __post_init__(self) -> None:
@@ -50,13 +50,17 @@ class MeshConfig:
 
     @property
     def fsdp_beside_experts(self) -> int:
-        """Number of devices on the fsdp axis that hold the same experts and shard their widths."""
+        """Number of devices on the fsdp axis that hold the same experts, and shard their weights
+        along a width.
+        """
         inner, _ = self._shared_by_experts()
         return self.fsdp // inner
 
     @property
     def device_axes(self) -> dict[str, int]:
-        """Axes of the device mesh; a part of fsdp that experts take is an axis of its own."""
+        """Sizes of the device mesh's axes by name. If experts are sharded over a part of the fsdp
+        axis, that part is an axis of its own.
+        """
         inner, _ = self._shared_by_experts()
         axes: dict[str, int] = {}
         for axis, size in self.sizes().items():
@@ -104,7 +108,7 @@ class MeshConfig:
 
     @property
     def sequence_shards(self) -> int:
-        """Number of devices that share a sequence."""
+        """Number of shards of each sequence."""
         return self.context
 
     @property
@@ -114,12 +118,12 @@ class MeshConfig:
 
     @property
     def shards_state(self) -> bool:
-        """Whether several devices share the optimizer's state, so that ZeRO's stages differ."""
+        """Whether the optimizer's state is sharded; only then do ZeRO stages differ."""
         return self.fsdp > 1
 
     @property
     def splits_matmuls(self) -> bool:
-        """Tells whether several devices share each matmul."""
+        """Whether matmuls are sharded over devices."""
         return self.tensor > 1
 
     @property
@@ -129,11 +133,15 @@ class MeshConfig:
         return ",".join(f"{axis}={size}" for axis, size in axes.items() if size > 1)
 
     def with_more_shards(self, factor: int) -> "MeshConfig":
-        """Returns the mesh with more devices, which share the state of a training run."""
+        """Returns the mesh with ``factor`` times as many devices, which shard the training state
+        further.
+        """
         return dataclasses.replace(self, fsdp=factor * self.fsdp)
 
     def with_finer_matmuls(self, factor: int) -> "MeshConfig":
-        """Returns the mesh with more devices, which share a served model's weights and cache."""
+        """Returns the mesh with ``factor`` times as many devices, which shard a served model's
+        weights and KV cache further.
+        """
         return dataclasses.replace(self, tensor=factor * self.tensor)
 
 
@@ -141,7 +149,9 @@ class MeshConfig:
 def shared_by_experts(
     expert: int, fsdp: int, context: int, replica: int
 ) -> tuple[int, tuple[str, ...]] | None:
-    """Splits expert shards over the data axes: a part of fsdp, and axes taken whole; else None."""
+    """Splits expert shards over the data axes. Returns the size of the used part of fsdp and the
+    names of axes that are used whole; None if the axes cannot hold that many shards.
+    """
     sizes = {MeshAxis.CONTEXT.value: context, MeshAxis.REPLICA.value: replica}
     near, far = sizes
     for whole in ((), (near,), (far,), (far, near)):
@@ -156,7 +166,7 @@ class ShardingConfig:
     """Choices of what is sharded over the mesh axes.
 
     Raises:
-        ConfigError: a ``zero`` that is none of the stages 1, 2 and 3.
+        ConfigError: ``zero`` is not 1, 2 or 3.
 
     Examples:
         >>> jaxinfra.ShardingConfig(zero=1).zero  # the optimizer's state only
@@ -166,12 +176,12 @@ class ShardingConfig:
     # Over the fsdp axis (Rajbhandari et al. 2020): 1 shards the optimizer's state, 2 the gradients
     # too, 3 the parameters too (fully sharded data parallel).
     zero: int = 3
-    # Over the tensor axis, between its projections: the residual stream by sequence, with norms,
-    # dropout and residual sums (Korthikanti et al. 2022).
+    # Shard the residual stream along the sequence over the tensor axis, and with it norms, dropout
+    # and residual sums between the sharded projections (Korthikanti et al. 2022).
     sequence_parallel: bool = False
-    # At stage 3, a layer's weights gathered for the forward pass stay, in the compute dtype, until
-    # its backward pass, which then does not gather them again. None: where the step then fits
-    # the devices' memory. What is computed is the same.
+    # At stage 3: keep a layer's weights, all-gathered for its forward pass, until its backward pass
+    # instead of gathering them twice. They are kept in the compute dtype; results are equal. None:
+    # keep them if the step then fits in device memory.
     keep_gathered: bool | None = None
 
     def __post_init__(self) -> None:
@@ -186,7 +196,7 @@ def parse_mesh(text: str) -> MeshConfig:
     """Parses the mesh of a command line's ``text``; axes that it does not name have size 1.
 
     Raises:
-        ConfigError: an axis that is not known or given twice, or a size that is no whole number.
+        ConfigError: an axis is unknown or given twice, or a size is not a whole number.
 
     Examples:
         >>> jaxinfra.parse_mesh("fsdp=4,tensor=2") == jaxinfra.MeshConfig(fsdp=4, tensor=2)

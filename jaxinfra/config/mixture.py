@@ -1,4 +1,4 @@
-"""Several sources read together, each with its share of a batch, and named sets to evaluate on."""
+"""Mixtures of several sources, each with its fraction of a batch, and named evaluation sets."""
 
 import bisect
 import dataclasses
@@ -23,14 +23,14 @@ class MixtureUnit(enum.StrEnum):
     """Units in which the times of a mixture's weights count."""
 
     STEPS = "steps"
-    TOKENS = "tokens"  # of sequences, padding included: steps x batch_size x sequence_length
+    TOKENS = "tokens"  # padding included: steps x batch_size x sequence_length
 
 
 class MixtureBetween(enum.StrEnum):
-    """Rules for the weight between two points."""
+    """Rules for a source's weight between two times at which it is given."""
 
-    LINEAR = "linear"  # on the straight line between them
-    HOLD = "hold"  # that of the earlier one
+    LINEAR = "linear"  # linear interpolation
+    HOLD = "hold"  # the weight of the earlier time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,8 @@ class MixtureSource:
 
     name: str  # what tables and metrics call it
     source: str  # text to train on, as data.source
-    # Its part of a batch is this over the sum of all: a number, or [[time, weight], ...].
+    # The source's fraction of a batch is its weight over the sum of all weights. A number, or
+    # [[time, weight], ...] for a weight that changes during training.
     weight: Weight = 1.0
     heldout_source: str | None = None  # text to evaluate on; None: a part of source
 
@@ -77,7 +78,7 @@ class MixtureSource:
         return self.weight if isinstance(self.weight, tuple) else ((0, self.weight),)
 
     def weight_at(self, time: int, between: MixtureBetween) -> float:
-        """Returns the source's weight at a time, constant before the first and after the last."""
+        """Returns the source's weight at a time; constant before the first and after the last."""
         points = self.points
         place = bisect.bisect_right(points, time, key=lambda point: point[0]) - 1
         if place < 0:
@@ -94,7 +95,7 @@ class ValidationSet:
     """A named set of documents that is evaluated, never trained on.
 
     Raises:
-        ConfigError: a name that is none.
+        ConfigError: an invalid name.
 
     Examples:
         >>> books = jaxinfra.ValidationSet(name="books", source="books.jsonl")

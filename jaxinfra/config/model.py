@@ -21,10 +21,10 @@ class NormConfig:
     """
 
     kind: NormKind = NormKind.RMS  # root mean square, or layer norm
-    epsilon: float = 1e-5  # added to the mean square
+    epsilon: float = 1e-5  # added to the mean square or variance
     bias: bool = False  # a learned bias beside the scale
     scale_offset: float = 0.0  # Gemma multiplies by (1 + scale): 1.0
-    function: str | None = None  # your own in place of kind: a part, (x, epsilon) -> x
+    function: str | None = None  # your own norm by name (jaxinfra.part): (x, epsilon) -> x
 
     def __post_init__(self) -> None:
         if self.epsilon <= 0.0:
@@ -51,8 +51,9 @@ class GroupedAttentionConfig:
     qk_norm: NormConfig | None = None  # over head_dim, before rotary: Qwen3
     qkv_bias: bool = False  # biases of queries, keys, values
     out_bias: bool = False  # bias of the output projection
-    sinks: bool = False  # a learned score of each head that no value belongs to: gpt-oss
-    function: str | None = None  # your own attention: a part, (q, k, v, *, mask, distance) -> out
+    sinks: bool = False  # a learned score per head, in the softmax but without a value: gpt-oss
+    # Your own attention by name (jaxinfra.part): (q, k, v, *, mask, distance) -> out.
+    function: str | None = None
 
     def __post_init__(self) -> None:
         q, k = self.num_q_heads, self.num_kv_heads
@@ -119,12 +120,12 @@ class LatentAttentionConfig:
     num_q_heads: int  # query heads
     query_rank: int | None  # None: queries are not compressed
     kv_rank: int  # width of the cached latent
-    nope_dim: int  # of a head, without position
-    rope_dim: int  # of a head, rotated; the key's is shared by all heads
-    value_dim: int  # of a head's value
+    nope_dim: int  # width of a head's part without RoPE
+    rope_dim: int  # width of a head's part with RoPE; all heads share one such key
+    value_dim: int  # width of a head's value
     rope: RopeConfig | None  # rotary positions; None: none
-    norm: NormConfig = NormConfig()  # of the compressed queries, keys and values
-    bias: bool = False  # of the projections onto compressed widths, and of the one out
+    norm: NormConfig = NormConfig()  # norm of the compressed queries, keys and values
+    bias: bool = False  # biases of the down projections and of the output projection
     window: int | None = None  # as in grouped attention
     logit_soft_cap: float | None = None  # as in grouped attention
     scale: float | None = None  # multiplies scores; None: (nope_dim + rope_dim)^-0.5
@@ -195,7 +196,7 @@ class MlpConfig:
 
     hidden_dim: int  # width of the hidden layer
     kind: MlpKind = MlpKind.SWIGLU  # activation, gated or not
-    bias: bool = False  # of each projection
+    bias: bool = False  # a bias on each projection
 
     def __post_init__(self) -> None:
         if self.hidden_dim < 1:
@@ -218,12 +219,12 @@ class ExpertsConfig:
 
     num_experts: int  # routed experts of a layer
     top_k: int  # routed experts of a token
-    hidden_dim: int  # of one expert
+    hidden_dim: int  # width of one expert's hidden layer
     kind: MlpKind = MlpKind.SWIGLU  # activation of an expert
-    bias: bool = False  # of each expert's projections
+    bias: bool = False  # biases on each expert's projections
     routing: RoutingConfig = RoutingConfig()  # how experts are chosen
-    balance: BalanceConfig = BalanceConfig()  # what evens out their loads
-    shared_hidden_dim: int = 0  # of all shared experts together
+    balance: BalanceConfig = BalanceConfig()  # losses and biases that balance experts' loads
+    shared_hidden_dim: int = 0  # hidden width of all shared experts together; 0: none
     shared_gate: bool = False  # Qwen2-MoE scales the shared expert by a learned gate
 
     def __post_init__(self) -> None:
@@ -261,15 +262,15 @@ class BlockConfig:
 
     mixer: MixerConfig  # mixes the positions of a sequence
     feed_forward: FeedForwardConfig  # acts on each position alone
-    norm: NormConfig = NormConfig()  # of both layers' inputs
-    norm_placement: NormPlacement = NormPlacement.PRE  # before a layer, or after it too
+    norm: NormConfig = NormConfig()  # norm of both layers
+    norm_placement: NormPlacement = NormPlacement.PRE  # before each layer, or before and after
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Stack:
-    """Layers that are scanned over: a pattern of blocks, repeated.
+    """A pattern of blocks, repeated; the model runs the repetitions in a ``scan``.
 
-    One entry serves a uniform stack, two serve Gemma-2's alternating windows.
+    A uniform stack has a pattern of one block, Gemma-2's alternating windows a pattern of two.
 
     Examples:
         >>> block = jaxinfra.preset("tiny").model.blocks[0]
@@ -310,13 +311,13 @@ class ModelConfig:
         ... )
     """
 
-    vocab_size: int  # rows of the token table
+    vocab_size: int  # rows of the token embedding table
     model_dim: int  # width of the residual stream
     max_positions: int  # longest sequence, in tokens
     stacks: tuple[Stack, ...]  # the layers
-    tie_embeddings: bool  # logits by the token table
-    learned_positions: bool = False  # a table of positions: GPT-2
-    embedding_scale: float = 1.0  # Gemma: sqrt(model_dim)
+    tie_embeddings: bool  # the output projection is the token embedding table
+    learned_positions: bool = False  # a learned position embedding table: GPT-2
+    embedding_scale: float = 1.0  # multiplies token embeddings; Gemma: sqrt(model_dim)
     final_norm: NormConfig = NormConfig()  # before the logits
     logit_soft_cap: float | None = None  # cap * tanh(logit / cap): Gemma-2
     dropout_rate: float = 0.0  # on embeddings and residual branches, in training only
@@ -349,7 +350,9 @@ class ModelConfig:
 
     @property
     def blocks(self) -> tuple[BlockConfig, ...]:
-        """Distinct blocks: the patterns of all stacks in order, ``blocks/i`` in parameter paths."""
+        """Distinct blocks: the patterns of all stacks, one after another. Block i is ``blocks/i``
+        in parameter paths.
+        """
         return tuple(block for stack in self.stacks for block in stack.pattern)
 
     @property

@@ -21,14 +21,14 @@ class OptimizerKind(enum.StrEnum):
 
     ADAMW = "adamw"  # two moments of each parameter (Loshchilov and Hutter 2019)
     LION = "lion"  # the sign of one moment (Chen et al. 2023): a third to a tenth of AdamW's rate
-    # A matrix's second moment as a row and a column (Shazeer and Stern 2018); constants of its own
-    # in place of the betas and epsilon.
+    # The second moment of a matrix, factored into a row and a column (Shazeer and Stern 2018). It
+    # uses constants of its own, not beta1, beta2 and epsilon.
     ADAFACTOR = "adafactor"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MuonConfig:
-    """Muon (Jordan et al. 2024), for matrices between hidden widths.
+    """Muon (Jordan et al. 2024) for hidden matrices; all other parameters use AdamW.
 
     Raises:
         ConfigError: a momentum outside [0, 1), or a rate that is not positive.
@@ -38,9 +38,9 @@ class MuonConfig:
         >>> optimizer = jaxinfra.OptimizerConfig(learning_rate=1e-3, muon=muon)
     """
 
-    momentum: float = 0.95  # Nesterov's
-    # Learning rate of the matrices over that of the rest. At 1 their updates have the root mean
-    # square that AdamW's usually have (Liu et al. 2025), so AdamW's rates and decays carry over.
+    momentum: float = 0.95  # Nesterov momentum
+    # Learning rate of Muon's matrices over that of other parameters. At 1, Muon's updates have the
+    # usual root mean square of AdamW's (Liu et al. 2025), so AdamW's rates and decays carry over.
     rate: float = 1.0
 
     def __post_init__(self) -> None:
@@ -72,22 +72,22 @@ class OptimizerConfig:
         0.1
     """
 
-    learning_rate: float  # its peak
-    kind: OptimizerKind = OptimizerKind.ADAMW  # what makes a step of a gradient
-    schedule: LearningRateSchedule = LearningRateSchedule.COSINE  # its shape after the warm-up
-    warmup_steps: int = 0  # steps in which it rises
-    decay_steps: int | None = None  # of WSD's last phase; None: a fifth of the run
-    final_fraction: float = 0.1  # learning rate at the end, over its peak
+    learning_rate: float  # peak learning rate
+    kind: OptimizerKind = OptimizerKind.ADAMW  # update rule
+    schedule: LearningRateSchedule = LearningRateSchedule.COSINE  # learning rate after the warm-up
+    warmup_steps: int = 0  # steps of linear warm-up
+    decay_steps: int | None = None  # steps of WSD's decay phase; None: a fifth of the run
+    final_fraction: float = 0.1  # final learning rate over the peak
     beta1: float = 0.9  # decay of the first moment
     beta2: float = 0.95  # decay of the second moment
-    epsilon: float = 1e-8  # added to the update's divisor
-    weight_decay: float = 0.1  # of matrices, times the rate
-    clip_norm: float | None = 1.0  # of all gradients together; None: no clipping
-    first_moment: MomentFormat = MomentFormat.FP32  # what it is kept in between steps
-    second_moment: MomentFormat = MomentFormat.FP32  # in the same formats
+    epsilon: float = 1e-8  # added to the square root of the second moment
+    weight_decay: float = 0.1  # decay of matrices, times the learning rate
+    clip_norm: float | None = 1.0  # largest global gradient norm; None: no clipping
+    first_moment: MomentFormat = MomentFormat.FP32  # storage format between steps
+    second_moment: MomentFormat = MomentFormat.FP32  # storage format between steps
     muon: MuonConfig | None = None  # None: AdamW for every parameter
-    # Decay per step of a running mean of the weights (Polyak and Juditsky 1992), which is then
-    # evaluated, generates and is exported; None: the weights themselves.
+    # Decay per step of a running mean of the weights (Polyak and Juditsky 1992). Evaluation,
+    # generation and export then use the mean; None: they use the weights themselves.
     average: float | None = None
     # Your own in place of kind, muon, betas and decay: a part, (learning_rate schedule) ->
     # optax.GradientTransformation. Gradients are clipped by clip_norm before it.
@@ -145,7 +145,7 @@ class OptimizerConfig:
 
     @property
     def keeps_short_moments(self) -> bool:
-        """Whether a moment is stored in a dtype of fewer bits than the one it is computed in."""
+        """Whether a moment is stored in fewer bits than fp32, in which it is computed."""
         return (self.first_moment, self.second_moment) != (MomentFormat.FP32,) * 2
 
 

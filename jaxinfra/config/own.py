@@ -1,7 +1,7 @@
-"""Records for layers of a user's own, which take a built-in layer's place in a block.
+"""Base classes of configs for a user's own layers, which replace a built-in layer in a block.
 
-A record is a frozen dataclass whose fields are the layer's settings. Marked with ``jaxinfra.part``,
-it is written to ``config.json`` by its name, and read back in any process that can import it.
+Such a config is a frozen dataclass whose fields are the layer's settings. Mark it with
+``jaxinfra.part``: ``config.json`` then names it, and any process that can import it can read it.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ _PLANNED = ("num_q_heads", "num_kv_heads", "head_dim", "hidden_dim", "kind")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OwnLayer:
-    """Base of records for a user's own layers: a layer class and its settings.
+    """Base class of configs for a user's own layers: a layer class and its settings.
 
-    Set ``layer`` to the layer's class: a ``flax.nnx.Module`` that is built with ``(config,
-    *, model_dim, std, out_std, execution, rngs)`` and called with ``(x, given)``, x of [B, T, D] in
-    the compute dtype; it returns a ``LayerOutput``. ``jaxinfra.model.mlp.Mlp`` is one.
+    Set ``layer`` to the layer's class, a ``flax.nnx.Module`` built with ``(config, *, model_dim,
+    std, out_std, execution, rngs)``. It is called with ``(x, given)``, x [B, T, D] in the compute
+    dtype, and returns a ``LayerOutput``. ``jaxinfra.model.mlp.Mlp`` is an example.
     """
 
     layer: ClassVar[Callable[..., Any]]
@@ -41,9 +41,8 @@ class OwnLayer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OwnFeedForward(OwnLayer):
-    """Base of a record for a feed-forward layer of your own, which maps each position by itself.
-
-    The planner does not know its costs.
+    """Base class of configs for a feed-forward layer of your own, which maps each position
+    separately. The planner leaves out its costs.
 
     Examples:
         >>> class Square(nnx.Module):
@@ -63,7 +62,7 @@ class OwnFeedForward(OwnLayer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OwnMixer(OwnLayer):
-    """The base of a record for a mixer of your own, a layer that mixes positions of a sequence.
+    """Base class of configs for a mixer of your own: a layer that mixes positions of a sequence.
 
     It trains on every mesh without a context axis; the planner does not know its costs. It
     generates with ``jaxinfra.generate``, not in a server: by computing the whole text again for
@@ -84,7 +83,7 @@ class OwnMixer(OwnLayer):
         >>> config = jaxinfra.customize(jaxinfra.preset("tiny"), mixer=AverageConfig())
     """
 
-    rope: RopeConfig | None = None  # ``given.rope`` has its angles, for ``rotated_dim`` numbers
+    rope: RopeConfig | None = None  # if set, ``given.rope`` has its cos and sin per position
     window: int | None = dataclasses.field(default=None, init=False)
     scale: float | None = dataclasses.field(default=None, init=False)
     logit_soft_cap: float | None = dataclasses.field(default=None, init=False)

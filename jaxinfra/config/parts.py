@@ -1,7 +1,7 @@
-"""Functions and classes of a user's own that a config names: ``"module:name"``.
+"""Functions and classes of a user's own that a config names as ``"module:name"``.
 
-A config that is read in another process imports that module. Only what the module marks with
-``part`` can be named, so a config from elsewhere cannot call what merely happens to be importable.
+Reading the config in another process imports that module. A config can only name functions and
+classes marked with ``part``, so a config from elsewhere cannot call arbitrary importable code.
 """
 
 import importlib

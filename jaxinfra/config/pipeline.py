@@ -12,7 +12,7 @@ class PipelineSchedule(enum.StrEnum):
     GPIPE = "gpipe"  # all forwards, then all backwards (Huang et al. 2019)
     ONE_F_ONE_B = "1f1b"  # one forward, one backward (Narayanan et al. 2019)
     INTERLEAVED = (
-        "interleaved"  # 1F1B with several chunks of layers a stage (Narayanan et al. 2021)
+        "interleaved"  # 1F1B with several chunks of layers per stage (Narayanan et al. 2021)
     )
     ZB_H1 = "zb_h1"  # weight gradients fill 1F1B's bubble (Qi et al. 2024)
     ZB_V = "zb_v"  # the same with two chunks per stage, laid out as a V (Qi et al. 2024)
@@ -20,11 +20,13 @@ class PipelineSchedule(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineConfig:
-    """Settings of a mesh with a pipe axis; micro-batches are ``training.accumulation``."""
+    """Settings of a mesh with a pipe axis. The number of micro-batches is
+    ``training.accumulation``.
+    """
 
     # The order of forward and backward passes.
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
-    chunks: int = 2  # of layers a stage, in the interleaved schedule
+    chunks: int = 2  # chunks of layers per stage, in the interleaved schedule
 
     def __post_init__(self) -> None:
         if self.chunks < 2:
@@ -46,7 +48,7 @@ class PipelineConfig:
 
     @property
     def backward_ticks(self) -> int:
-        """Planned duration of a backward pass, in forward passes.
+        """Duration of a backward pass that the schedule assumes, in forward passes.
 
         A backward pass that computes both gradients takes two forward passes. Only the interleaved
         order depends on this ratio: 1F1B and GPipe have one bubble for any ratio.

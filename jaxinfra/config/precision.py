@@ -18,7 +18,7 @@ class WeightGradients(enum.StrEnum):
     """Dtypes of the weight gradient that a matmul returns; the sum inside is always fp32."""
 
     FP32 = "fp32"
-    COMPUTE = "compute"  # rounded to the compute dtype: half the bytes of its sum over devices
+    COMPUTE = "compute"  # rounded to the compute dtype: half the bytes in the gradient all-reduce
 
 
 class Site(enum.StrEnum):
@@ -34,14 +34,15 @@ class Fp8Scaling(enum.StrEnum):
     """Groups of elements that share a scale in a matmul of 8-bit operands."""
 
     BLOCKS = "blocks"  # 1x128 of activations and gradients, 128x128 of weights (DeepSeek-V3, 3.3)
-    SQUARES = "squares"  # 128x128 of all three, the same both ways (as Xi et al. 2024, Jetfire)
+    # 128x128 of all three, so a transposed operand has the same scales (Xi et al. 2024, Jetfire).
+    SQUARES = "squares"
 
 
 class Fp8Format(enum.StrEnum):
     """Formats of 8-bit floats: bits of exponent and of mantissa."""
 
-    E4M3 = "e4m3"  # to 448
-    E5M2 = "e5m2"  # to 57344
+    E4M3 = "e4m3"  # largest value 448
+    E5M2 = "e5m2"  # largest value 57344
 
 
 class Fp8Scales(enum.StrEnum):
@@ -55,13 +56,13 @@ class Fp8Scales(enum.StrEnum):
 class Fp8Matmuls:
     """Matmuls of 8-bit operands, forward and backward; their results are in the compute dtype."""
 
-    scaling: Fp8Scaling = Fp8Scaling.BLOCKS  # what shares a scale
-    scales: Fp8Scales = Fp8Scales.FP32  # which numbers they are
-    forward: Fp8Format = Fp8Format.E4M3  # of activations and weights
-    gradient: Fp8Format = Fp8Format.E4M3  # of cotangents
-    sites: tuple[Site, ...] = (Site.PROJECTION,)  # matmuls that are in 8 bits
-    first_layers_out: int = 0  # layers at the beginning that stay in the policy's format
-    last_layers_out: int = 0  # layers at the end that do
+    scaling: Fp8Scaling = Fp8Scaling.BLOCKS  # groups of elements that share a scale
+    scales: Fp8Scales = Fp8Scales.FP32  # values that a scale may have
+    forward: Fp8Format = Fp8Format.E4M3  # format of activations and weights
+    gradient: Fp8Format = Fp8Format.E4M3  # format of cotangents
+    sites: tuple[Site, ...] = (Site.PROJECTION,)  # matmuls with 8-bit operands
+    first_layers_out: int = 0  # first layers that stay in the compute dtype
+    last_layers_out: int = 0  # last layers that stay in the compute dtype
 
     def __post_init__(self) -> None:
         if min(self.first_layers_out, self.last_layers_out) < 0:
@@ -117,11 +118,11 @@ class PrecisionConfig:
     """
 
     policy: PolicyName = PolicyName.FP32  # compute dtype
-    weights: StoredWeights = StoredWeights.FP32  # what they are kept in between steps
-    fp8: Fp8Matmuls | None = None  # None: every matmul computes in the policy's format
-    weight_gradients: WeightGradients = WeightGradients.FP32  # in which dtype they are summed
-    loss_scaling: LossScaling = LossScaling.NONE  # of fp16 gradients
-    initial_loss_scale: float = 2.0**15  # where scaling begins
+    weights: StoredWeights = StoredWeights.FP32  # storage format between steps
+    fp8: Fp8Matmuls | None = None  # None: every matmul is in the compute dtype
+    weight_gradients: WeightGradients = WeightGradients.FP32  # dtype of a matmul's weight gradient
+    loss_scaling: LossScaling = LossScaling.NONE  # loss scaling for fp16 gradients
+    initial_loss_scale: float = 2.0**15  # loss scale of the first step
     growth_interval: int = 2000  # finite steps in a row before the dynamic scale doubles
 
     def __post_init__(self) -> None:

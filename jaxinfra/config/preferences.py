@@ -24,10 +24,10 @@ class PreferenceLoss(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PreferenceConfig:
-    """A loss on pairs of answers; dpo and ipo compare with the model that the run starts from.
+    """A loss on pairs of answers. dpo and ipo use the run's start model as reference.
 
     Raises:
-        ConfigError: a number out of range, or one that the loss does not have.
+        ConfigError: a number is out of range, or the loss has no such coefficient.
 
     Examples:
         >>> preferences = jaxinfra.PreferenceConfig(loss="simpo")
@@ -35,11 +35,12 @@ class PreferenceConfig:
         (2.0, 1.0)
     """
 
-    loss: PreferenceLoss = PreferenceLoss.DPO  # dpo, ipo; without a reference simpo, orpo, cpo
+    loss: PreferenceLoss = PreferenceLoss.DPO  # dpo, ipo; without reference model: simpo, orpo, cpo
     beta: float | None = None  # strength; None: 2 for simpo, 0.1 for the others
     margin: float | None = None  # gamma of simpo; None: half of beta
-    label_smoothing: float = 0.0  # share of pairs that are the wrong way round; dpo, cpo and simpo
-    # Of the better answer's mean nll per token, added; None: 1 for orpo and cpo, 0 for the others.
+    label_smoothing: float = 0.0  # assumed fraction of swapped pairs; for dpo, cpo and simpo
+    # Weight of the better answer's mean nll per token, which is added to the loss; None: 1 for orpo
+    # and cpo, 0 for the others.
     likelihood: float | None = None
 
     def __post_init__(self) -> None:
@@ -87,5 +88,5 @@ class PreferenceConfig:
 
     @property
     def has_reference(self) -> bool:
-        """Tells whether the loss needs log probabilities of the model at the start."""
+        """Whether the loss needs log probabilities of the run's start model."""
         return self.loss in (PreferenceLoss.DPO, PreferenceLoss.IPO)

@@ -15,18 +15,18 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NtkScaling:
-    """NTK-aware scaling: base multiplied by factor^(d/(d-2)), so high frequencies stay."""
+    """NTK-aware scaling: base multiplied by factor^(d/(d-2)), so high frequencies hardly change."""
 
-    factor: float  # of the context's length
+    factor: float  # context length over that of pretraining
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Llama3Scaling:
     """Llama 3.1: low frequencies divided by ``factor``, high ones kept, a linear ramp between."""
 
-    factor: float  # of the context's length
-    low_frequency_factor: float  # slower rotations are all scaled
-    high_frequency_factor: float  # faster rotations are not scaled
+    factor: float  # context length over that of pretraining
+    low_frequency_factor: float  # fewer rotations in the original context: divided by factor
+    high_frequency_factor: float  # more rotations than this: unchanged
     original_max_positions: int  # of pretraining
 
 
@@ -34,12 +34,12 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN: interpolation by parts and a softmax temperature (Peng et al. 2023, section 3)."""
 
-    factor: float  # of the context's length
+    factor: float  # context length over that of pretraining
     original_max_positions: int  # of pretraining
-    beta_fast: float = 32.0  # rotations within that context that are kept
-    beta_slow: float = 1.0  # rotations that are interpolated
+    beta_fast: float = 32.0  # with more rotations in that context a frequency is unchanged
+    beta_slow: float = 1.0  # with fewer rotations it is divided by factor
     attention_factor: float | None = None  # None: 0.1 ln(factor) + 1
-    truncate: bool = True  # round the ramp's ends to whole dims, as the reference code does
+    truncate: bool = True  # round the ends of the ramp between them to whole dims
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,8 +77,8 @@ class RopeConfig:
 
     theta: float = 10_000.0  # base of the frequencies
     scaling: RopeScaling | None = None  # to longer contexts; None: as trained
-    fraction: float = 1.0  # of each head's width that is rotated, from its front; the rest is kept
-    pairs: RopePairs = RopePairs.HALVES  # which numbers of a head turn together
+    fraction: float = 1.0  # leading fraction of each head's width that is rotated
+    pairs: RopePairs = RopePairs.HALVES  # which two elements of a head are rotated together
 
     def rotary_dim(self, head_dim: int) -> int:
         """Number of elements of a head that are rotated."""

@@ -28,12 +28,13 @@ class RoutingConfig:
     scoring: Scoring = Scoring.SOFTMAX  # of the router's logits
     renormalize: bool = True  # the chosen experts' weights sum to ``scale``
     scale: float = 1.0  # multiplies the weights
-    # A token chooses among the experts of the ``top_groups`` best of ``num_groups`` equal groups.
+    # Experts form num_groups equal groups; a token's experts are in its top_groups best groups.
     num_groups: int = 1
     top_groups: int = 1  # groups that a token chooses from
     group_score: GroupScore = GroupScore.MAX  # how a group is rated
     logit_bias: bool = False  # learned, of each expert: gpt-oss
-    # Added to scores for the choice alone, and changed by a rule (arXiv 2408.15664).
+    # A bias per expert, added to scores only to choose experts, not to weigh them. Each step moves
+    # it by balance.bias_rate towards even loads (arXiv 2408.15664).
     correction_bias: bool = False
 
     def __post_init__(self) -> None:
@@ -49,12 +50,13 @@ class RoutingConfig:
 class BalanceConfig:
     """Settings that balance the experts' loads; loss weights multiply means over tokens."""
 
-    switch_loss: float = 0.0  # E sum_e share_e mean(p_e), share of tokens (arXiv 2101.03961, eq. 4)
+    # E sum_e f_e mean(p_e): f_e the fraction of tokens, p_e the score (arXiv 2101.03961, eq. 4).
+    switch_loss: float = 0.0
     sequence_loss: float = 0.0  # the same within each sequence (arXiv 2412.19437, eq. 17 to 20)
     z_loss: float = 0.0  # logsumexp(logits)^2 (arXiv 2202.08906, eq. 5)
     bias_rate: float = 0.001  # by which a step moves each correction bias (arXiv 2408.15664)
-    # An expert takes at most this many times its even share of a sequence's choices, the first
-    # ones; the others are dropped, and counted. None: no choice is dropped.
+    # Limit on an expert's tokens per sequence, over the mean per expert. Later tokens are dropped
+    # for that expert, and counted. None: none are dropped.
     capacity_factor: float | None = None
 
     def __post_init__(self) -> None:

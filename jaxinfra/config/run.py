@@ -22,7 +22,7 @@ from jaxinfra.errors import ConfigError
 class StatisticsConfig:
     """Statistics of each layer's activations, gradients, weights and updates."""
 
-    every: int | None = None  # steps between them; None: none, and the step's program has none
+    every: int | None = None  # steps between statistics; None: no statistics
 
     def __post_init__(self) -> None:
         if self.every is not None and self.every < 1:
@@ -34,12 +34,12 @@ class ReliabilityConfig:
     """Limits and intervals of a run's checks for hardware and numeric faults; None: off."""
 
     hang_s: float = 600.0  # the longest that a phase of a step may last before the run is aborted
-    heartbeat_s: float = 10.0  # the longest that a process may give no sign of life
+    heartbeat_s: float = 10.0  # the longest time without a process's heartbeat
     hash_every: int | None = 100  # steps between comparisons of replicated state across replicas
     probe_every: int | None = 50  # steps between timings of each rank's own devices
     spike_factor: float | None = None  # a loss this many times the recent median is a bad batch
-    spike_window: int = 16  # finite losses before a spike can be told
-    exclude_steps: tuple[int, ...] = ()  # steps whose batch is not trained on
+    spike_window: int = 16  # finite losses in that median; with fewer, no spike is reported
+    exclude_steps: tuple[int, ...] = ()  # steps whose batch is skipped
 
     def __post_init__(self) -> None:
         for name in ("hang_s", "heartbeat_s"):
@@ -66,16 +66,16 @@ class Remat(enum.StrEnum):
 
     NONE = "none"  # nothing: keep every intermediate
     DOTS = "dots"  # all but matmul and attention outputs
-    MLP = "mlp"  # as dots, and the MLP's hidden layer, its widest, too
+    MLP = "mlp"  # as dots, and also the MLP's hidden layer
     NAMED = "named"  # all but attention's output and logsumexp (Korthikanti et al. 2022: selective)
     FULL = "full"  # everything: keep block inputs only
     AUTO = "auto"  # the first of these, in this order, whose compiled step fits the memory budget
-    OPTIMAL = "optimal"  # the values to keep within the budget that save most, layer by layer
-    CHOSEN = "chosen"  # what training.kept names: how an optimal run records its choice
+    OPTIMAL = "optimal"  # per layer, the kept values that save the most time within the budget
+    CHOSEN = "chosen"  # all but the values in training.kept; an optimal run records its choice so
 
     @property
     def is_open(self) -> bool:
-        """Tells whether the choice depends on a memory budget that is still to be resolved."""
+        """Whether the memory budget decides, so that the choice is made when steps are compiled."""
         return self in (Remat.AUTO, Remat.OPTIMAL)
 
 
@@ -95,8 +95,8 @@ class KeptValues:
         ... )
     """
 
-    layers: int  # repetitions of a stack's pattern, from the one before on
-    names: tuple[str, ...] = ()  # of values, such as mlp.gate; attention_out: what attention keeps
+    layers: int  # number of repetitions of a stack's pattern, after those of the previous entry
+    names: tuple[str, ...] = ()  # such as mlp.gate, or attention_out: output and logsumexp
 
     def __post_init__(self) -> None:
         if self.layers < 1:
@@ -117,8 +117,8 @@ class ContextMethod(enum.StrEnum):
     """Methods by which devices that share a sequence (context axis) exchange keys and queries."""
 
     AUTO = "auto"  # the ring; in a pipeline all_gather
-    RING = "ring"  # keys travel round the devices, hidden behind attention (Liu et al. 2023)
-    ULYSSES = "ulysses"  # all-to-all: heads instead of tokens on each (Jacobs et al. 2023)
+    RING = "ring"  # keys pass from device to device while attention computes (Liu et al. 2023)
+    ULYSSES = "ulysses"  # all-to-all from sequence shards to head shards (Jacobs et al. 2023)
     ALL_GATHER = "all_gather"  # all keys on every device (Llama 3, section 3.3.2)
 
 
@@ -138,22 +138,23 @@ class TrainingConfig:
     """
 
     steps: int  # optimizer steps
-    batch_size: int  # sequences a step, over all devices and accumulation
-    sequence_length: int  # tokens
+    batch_size: int  # sequences per step, over all devices and micro-batches
+    sequence_length: int  # tokens per sequence
     accumulation: int = 1  # micro-batches per step
     remat: Remat = Remat.NONE  # what the backward pass computes again
-    kept: tuple[KeptValues, ...] = ()  # of remat=chosen: run by run of layers, all in all
-    # Of a device, for remat=auto and optimal; None: what it has.
+    kept: tuple[KeptValues, ...] = ()  # for remat=chosen: entries that together cover all layers
+    # Memory per device for remat=auto and optimal; None: all that the device has.
     memory_budget_gib: float | None = None
-    unroll: int = 1  # layers in one body of the loop over layers; all of them: no loop
-    xla_options: tuple[str, ...] = ()  # "name=value", on top of what is known to be good here
-    attention: AttentionImplementation = AttentionImplementation.AUTO  # who computes attention
-    # How a sequence over several devices attends.
+    unroll: int = 1  # layers per iteration of the loop over layers; all layers: no loop
+    xla_options: tuple[str, ...] = ()  # "name=value", added to the built-in options
+    attention: AttentionImplementation = AttentionImplementation.AUTO  # attention kernel
+    # Attention over sequences that are sharded over devices.
     context_method: ContextMethod = ContextMethod.AUTO
-    loss: str | None = None  # your own: a part, (logits, targets, *, weights) -> loss of each token
+    # Your own loss by name (jaxinfra.part): (logits, targets, *, weights) -> loss of each token.
+    loss: str | None = None
     z_loss: float = 0.0  # weight of logsumexp(logits)^2 (PaLM, section 5)
-    label_smoothing: float = 0.0  # of the target's probability, spread over all ids; not evaluated
-    seed: int = 0  # of initial weights, data order and dropout
+    label_smoothing: float = 0.0  # target probability spread over all ids; in training only
+    seed: int = 0  # random seed of initial weights, data order and dropout
     log_every: int = 1  # steps between progress lines; metrics.jsonl holds every step
     evaluate_every: int | None = None  # steps; None: at the end only
     max_bad_steps: int = 20  # non-finite steps in a row before the run stops
@@ -220,9 +221,9 @@ class CheckpointConfig:
         >>> checkpoint = jaxinfra.CheckpointConfig(every=100, keep_last=3)
     """
 
-    every: int | None = None  # steps; None: at the end and on a signal only
-    keep_last: int = 2  # newest checkpoints that stay
-    keep_best: int = 1  # by held-out loss
+    every: int | None = None  # steps between checkpoints; None: at the end and on a signal only
+    keep_last: int = 2  # number of newest checkpoints to keep
+    keep_best: int = 1  # number of checkpoints with the lowest held-out loss to keep
 
     def __post_init__(self) -> None:
         if (self.every is not None and self.every < 1) or self.keep_last < 1 or self.keep_best < 0:
@@ -243,18 +244,18 @@ class RunConfig:
         >>> config = dataclasses.replace(config, mesh=jaxinfra.MeshConfig(fsdp=4))
     """
 
-    model: ModelConfig  # what is trained
-    data: DataConfig  # what it reads
-    optimizer: OptimizerConfig  # how it learns
-    training: TrainingConfig  # how long, in which batches
+    model: ModelConfig  # shape of the model
+    data: DataConfig  # texts and tokenizer
+    optimizer: OptimizerConfig  # optimizer and learning rate
+    training: TrainingConfig  # length, batches and recomputation
     precision: PrecisionConfig = PrecisionConfig()  # number formats
     mesh: MeshConfig = MeshConfig()  # devices, by axis
-    sharding: ShardingConfig = ShardingConfig()  # which states are sharded
-    pipeline: PipelineConfig = PipelineConfig()  # of stages, with mesh.pipe
-    exchange: ExchangeConfig = ExchangeConfig()  # of tokens between experts, with mesh.expert
-    checkpoint: CheckpointConfig = CheckpointConfig()  # when states are saved
-    reliability: ReliabilityConfig = ReliabilityConfig()  # what is watched
-    statistics: StatisticsConfig = StatisticsConfig()  # what is recorded of each layer
+    sharding: ShardingConfig = ShardingConfig()  # what the fsdp and tensor axes shard
+    pipeline: PipelineConfig = PipelineConfig()  # pipeline schedule, with mesh.pipe
+    exchange: ExchangeConfig = ExchangeConfig()  # sending tokens to experts, with mesh.expert
+    checkpoint: CheckpointConfig = CheckpointConfig()  # when checkpoints are written and deleted
+    reliability: ReliabilityConfig = ReliabilityConfig()  # checks for faults
+    statistics: StatisticsConfig = StatisticsConfig()  # statistics per layer
     init: InitConfig | None = None  # None: random weights
     lora: LoraConfig | None = None  # None: every parameter is trained
-    preferences: PreferenceConfig | None = None  # None: the loss is of tokens, not of pairs
+    preferences: PreferenceConfig | None = None  # None: a loss on tokens, not on answer pairs

@@ -25,7 +25,7 @@ from jaxinfra.errors import ConfigError
 
 
 def check_divides(model: ModelConfig, mesh: MeshConfig) -> None:
-    """Raises ConfigError where a size of the model does not divide over the axis that shards it."""
+    """Raises ConfigError if a size of the model is not a multiple of the axis that shards it."""
     sharded = [("vocab_size", model.vocab_size, "tensor", mesh.tensor)]
     sharded.append(("model_dim", model.model_dim, "fsdp", mesh.fsdp))
     if any(stack.repeats % mesh.pipe for stack in model.stacks):
@@ -202,7 +202,9 @@ def _validate_sharding(run: RunConfig) -> None:
 
 
 def may_keep_gathered(run: RunConfig) -> bool:
-    """Tells whether a run gathers weights that the forward pass can keep for the backward pass."""
+    """Whether ``sharding.keep_gathered`` applies: a run all-gathers weights that it could keep from
+    the forward to the backward pass.
+    """
     in_few_bits = run.lora is not None and run.lora.base is not BaseWeights.COMPUTE
     is_gathered = run.mesh.fsdp > 1 and run.sharding.zero == 3
     return is_gathered and run.mesh.pipe == 1 and run.precision.fp8 is None and not in_few_bits

@@ -1,9 +1,9 @@
 """Metrics of a run: ``metrics.jsonl``, the same values as TensorBoard events, and callbacks that
 receive them.
 
-``jaxinfra.train(..., callbacks=[...])`` calls them on the job's first process. They see plain
-numbers after the step, so they change nothing of what it computes. What they raise ends the run:
-``StopTraining`` with its checkpoint, so that it can be resumed.
+``jaxinfra.train(..., callbacks=[...])`` calls the callbacks on the job's first process. They get
+plain numbers after the step, so they cannot change its result. An exception in one ends the run;
+``StopTraining`` ends it with a checkpoint, from which the run can be resumed.
 """
 
 import importlib

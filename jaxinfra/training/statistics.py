@@ -31,9 +31,10 @@ type StatisticsTable = dict[str, dict[str, Any]]
 def parameter_statistics(
     dims: Parameters, *, gradients: Parameters, before: Parameters, after: Parameters
 ) -> StatisticsTable:
-    """Computes statistics of each parameter, per layer if the parameter has a layer dim: RMS and
-    largest value of gradient and weight, the ratio of the update's RMS to the weight's, and the
-    number of gradient elements that are not finite.
+    """Computes statistics of each parameter, per layer if the parameter has a layer dim.
+
+    They are RMS and largest value of gradient and weight, the ratio of the update's RMS to the
+    weight's, and the number of gradient elements that are not finite.
 
     Args:
         dims: names of each parameter's dims, which show whether one is the layer.

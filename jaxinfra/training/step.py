@@ -78,8 +78,8 @@ def make_train_step(
         updates: shardings of the optimizer's update, a tree like the parameters. If the parameters
             are sharded less, each device updates its shard, and shards are then all-gathered.
         average: decay of the parameters' running mean; None: no mean is kept.
-        dims: names of the parameters' dims, if the step computes parameter statistics.
-        trained: which parameters are not frozen, a tree of bools; None: all of them.
+        dims: names of the parameters' dims; if given, the step computes parameter statistics.
+        trained: tree of bools, False for each frozen parameter; None: all are trained.
     """
     update = functools.partial(
         _updated,

@@ -61,8 +61,8 @@ class Steps:
         return first_state(self._job)
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, StepMetrics]:
-        """Runs one step, and consumes the state given: its memory becomes the next state's, so go
-        on with the state that is returned. ``float(metrics.loss)`` waits for the devices.
+        """Runs one step. The passed state is donated, so continue with the returned state. Reading
+        a metric, such as ``float(metrics.loss)``, waits for the devices.
 
         Args:
             batch: arrays [B, T], as ``batches`` yields or ``batch_of`` makes. B and T may differ

@@ -21,7 +21,7 @@ _ROPE, _NORM = RopeConfig(), NormConfig()
 
 
 def preset(purpose: str, model: ModelConfig) -> Callable[[], ModelConfig]:
-    """Returns the preset of a model: a function that returns it, whose docstring is ``purpose``."""
+    """Makes a preset: a function that returns ``model`` and has ``purpose`` as docstring."""
 
     def made() -> ModelConfig:
         return model

@@ -57,7 +57,9 @@ def small_moe() -> RunConfig:
 
 
 def pretraining(model: ModelConfig) -> RunConfig:
-    """Settings that a published shape is trained with: bf16, 4 sequences, matmul outputs kept."""
+    """Returns pretraining settings for a published model: bf16, 4 sequences per step, and remat
+    that keeps matmul outputs.
+    """
     return RunConfig(
         model=model,
         data=DataConfig(),
@@ -84,14 +86,14 @@ def finetuning(
 ) -> RunConfig:
     """Settings for the further training of a trained model.
 
-    Learning rates are those usual for the purpose: 1e-5 for all parameters (Touvron et al. 2023,
-    Llama 2, section 3.1, has 2e-5 for batches of 64), 2e-4 for adapters (Dettmers et al. 2023,
-    table 9), and for preferences 1e-6 (Rafailov et al. 2023, appendix B) and ten times that.
+    Learning rates are the usual ones. All parameters: 1e-5 (Llama 2, Touvron et al. 2023, section
+    3.1, has 2e-5 for batches of 64). Adapters: 2e-4 (Dettmers et al. 2023, table 9). Preferences:
+    1e-6 for all parameters (Rafailov et al. 2023, appendix B), ten times that for adapters.
 
     Args:
-        init: the model's directory, whose tokenizer is used, and for conversations its template.
-        chat: the data are conversations, or with preferences their answers are rendered as such.
-        preferences: the data are pairs of answers.
+        init: the start model; its tokenizer is used and, with ``chat``, its chat template.
+        chat: the data are conversations; with preferences, their answers are rendered as messages.
+        preferences: loss settings if the data are pairs of answers.
     """
     rates = (1e-5, 2e-4) if preferences is None else (1e-6, 1e-5)
     rate = rates[0] if lora is None else rates[1]
