@@ -45,6 +45,7 @@ from jaxinfra.serving.adapter_bank import MAX_RANK, AdapterBank, load_bank
 from jaxinfra.serving.engine.options import EngineOptions, Preemption
 from jaxinfra.serving.load import LoadedModel
 from jaxinfra.serving.replicas.processes import REPLICA, end_with_front, environments
+from jaxinfra.serving.tools.forms import TOOL_FORMS
 from jaxinfra.training.job import keep_compiled_programs
 from jaxinfra.training.watch import attempt
 
@@ -79,6 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         said = f"{text} (default: {default})" if default is not None else text
         most.add_argument(f"--{option}", type=int, default=default, metavar="N", help=said)
     _add_defaults(parser)
+    _add_parsers(parser)
     _add_companions(parser)
     add_model_arguments(parser)
     parser.add_argument(
@@ -131,6 +133,25 @@ def _add_defaults(parser: argparse.ArgumentParser) -> None:
     add_template_argument(said)
 
 
+def _add_parsers(parser: argparse.ArgumentParser) -> None:
+    """Declares how answers of chats are read."""
+    read = parser.add_argument_group("reading of answers")
+    read.add_argument(
+        "--tool-parser",
+        choices=("auto", "none", *TOOL_FORMS),
+        default="auto",
+        help="form of the model's tool calls; auto: the one that its chat template shows "
+        "(default: auto)",
+    )
+    read.add_argument(
+        "--reasoning-parser",
+        choices=("auto", "none"),
+        default="auto",
+        help="auto sends reasoning as reasoning_content where the chat template marks it "
+        "(default: auto)",
+    )
+
+
 def _add_companions(parser: argparse.ArgumentParser) -> None:
     """Declares adapters and the draft model, which are served with the model."""
     tuned = parser.add_argument_group("adapters")
@@ -180,6 +201,10 @@ def _options(args: argparse.Namespace, path: Path) -> Any:
             max_body_bytes=args.max_body_mb << 20,
             special_tokens_in_prompts=args.special_tokens == "tokens",
             uses_defaults=args.sampling_defaults == "model",
+            tool_parser=args.tool_parser,
+            reads_reasoning=args.reasoning_parser == "auto",
+            # A later request may come to another replica.
+            **({"max_kept_responses": 0} if REPLICA in os.environ else {}),
         ),
         max_open=args.max_open,
         template=template_settings(args),

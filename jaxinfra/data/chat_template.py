@@ -114,6 +114,10 @@ class ChatTemplate:
         """Returns a text that tells apart templates whose renderings may differ."""
         return json.dumps([*dict.fromkeys(each for each, _ in self._programs), self._variables])
 
+    def reads(self, name: str) -> bool:
+        """Whether the template reads a variable of this name."""
+        return name in self._names
+
     def with_settings(self, settings: Mapping[str, Any]) -> "ChatTemplate":
         """Returns the template with values for variables that it reads, ``enable_thinking`` say.
 
@@ -155,19 +159,31 @@ class ChatTemplate:
         messages: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continues: bool = False,
     ) -> list[int]:
         """Returns the tokens of a conversation, up to where the model's next message begins.
 
         Special tokens that the template writes become tokens. Special tokens spelled out in a
         user's message stay text, unless the template changes the message.
 
+        Args:
+            add_generation_prompt: append the text that precedes the model's next message.
+            continues: end within the last message, after its text, for the model to go on with it.
+
         Raises:
             DataError: the template refuses these messages.
         """
-        text = self.render(messages, tools=tools)
+        asked = add_generation_prompt and not continues
+
+        def rendered(messages: Sequence[Message]) -> str:
+            text = self.render(messages, tools=tools, add_generation_prompt=asked)
+            return _up_to_content(text, messages[-1]) if continues else text
+
+        text = rendered(messages)
         guarded = [_guarded(tokenizer, message) for message in messages]
         if guarded != list(messages):
-            marked = self.render(guarded, tools=tools)
+            marked = rendered(guarded)
             text = marked if marked.replace(GUARD, "") == text else text
         return tokenizer.encode_rendered([text])[0].tolist()
 
@@ -192,6 +208,11 @@ class ChatTemplate:
             elif piece != END:
                 length += len(piece)
         return "".join(piece for piece in pieces if piece not in (BEGIN, END)), spans
+
+    @property
+    def source(self) -> str:
+        """The Jinja programs: for conversations without tools, and with them."""
+        return "\n".join(dict.fromkeys(source for source, _ in self._programs))
 
     def _program(self, tools: Sequence[Mapping[str, Any]] | None) -> tuple[str, bool]:
         return self._programs[tools is not None]
@@ -253,6 +274,21 @@ def load_chat_template(path: Path) -> ChatTemplate:
         )
     default = found.get("default", _NO_TOOLS)
     return ChatTemplate(default, variables=named_tokens(path), with_tools=tools)
+
+
+def _up_to_content(text: str, message: Message) -> str:
+    """Returns a rendered conversation up to the end of its last message's text."""
+    content = message.get("content")
+    if message.get("role") != "assistant" or not isinstance(content, str) or not content.strip():
+        raise DataError(
+            f"the last message (role {message.get('role')!r}) has no text of the model to go on "
+            "with; end the conversation with an assistant's text"
+        )
+    found = text.rfind(content.strip())
+    if found < 0:
+        raise DataError("the chat template changes the last message's text, so it has no end")
+    whole = text.startswith(content, found)
+    return text[: found + len(content if whole else content.strip())]
 
 
 def _guarded(tokenizer: Tokenizer, message: Message) -> Message:

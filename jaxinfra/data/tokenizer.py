@@ -129,6 +129,16 @@ class Tokenizer:
         """Marks special tokens spelled out in a text, so that they are encoded as plain text."""
         return self._spellings.sub(lambda found: found[0][0] + GUARD + found[0][1:], text)
 
+    def id_of(self, name: str) -> int | None:
+        """Returns the id of the token with this name; None if there is none."""
+        return self._tokenizer.token_to_id(name)
+
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the special tokens, which are no text of a document."""
+        ids = map(self._tokenizer.token_to_id, self._special)
+        return frozenset(each for each in ids if each is not None)
+
     @functools.cached_property
     def _spelled_out(self) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_str(self._json)

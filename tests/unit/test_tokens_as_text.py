@@ -12,8 +12,10 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.serving.engine.engine import TextStream
 from jaxinfra.serving.engine.requests import TokenScore
-from jaxinfra.serving.http.answers import ChatForm, ChoicePart, CompletionForm
+from jaxinfra.serving.http.answers import ChoicePart, CompletionForm
 from jaxinfra.serving.http.bodies import ChatBody, CompletionBody
+from jaxinfra.serving.http.chat import ChatTurn
+from jaxinfra.serving.http.chat_answers import ChatForm
 
 LETTERS = "abé日🙂 \n.,'"
 TEXTS = st.text(LETTERS, min_size=1, max_size=24) | st.text(
@@ -139,7 +141,10 @@ def test_prompts_that_break_off_are_not_repeated():
 
 def part_of(tokens, tops, prompt=()):
     scores = [TokenScore(logprob=-1.0, top=tuple((t, -1.0) for t in top)) for top in tops]
-    return ChoicePart(text="", prompt=tuple(prompt), tokens=list(tokens), scores=scores)
+    given = max(len(prompt) - 1, 0)
+    part = ChoicePart(text="", prompt=tuple(prompt), tokens=list(tokens), scores=scores[given:])
+    part.prompt_scores = scores[:given]
+    return part
 
 
 def test_log_probabilities_tell_tokens_apart():
@@ -153,7 +158,8 @@ def test_log_probabilities_tell_tokens_apart():
     assert told["tokens"] == [" a"]
     alike = f"token_id:{ids['<0x61>']}"
     assert [*told["top_logprobs"][0]] == ["a", " a", alike, "bytes:\\xe6", "bytes:\\xe7"]
-    chat = ChatForm("m", [(0,)], ChatBody(messages=[{}], logprobs=True), tokenizer=tokenizer)
+    asked = ChatBody(messages=[{}], logprobs=True, top_logprobs=5)
+    chat = ChatForm("m", ChatTurn(prompt=(0,)), asked, tokenizer=tokenizer)
     (entry,) = chat.choice(0, part)["logprobs"]["content"]
     assert (entry["token"], entry["bytes"]) == (" a", [32, 97])
     assert [each["bytes"] for each in entry["top_logprobs"]] == (

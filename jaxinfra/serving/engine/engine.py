@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Self, final
 
 import numpy as np
@@ -25,6 +25,7 @@ from jaxinfra.serving.engine.requests import (
 from jaxinfra.serving.engine.runner import MOST_BIASES, Dispatched, ModelRunner
 from jaxinfra.serving.engine.scheduler import Scheduler
 from jaxinfra.serving.load import LoadedModel
+from jaxinfra.serving.tools.reader import overlap
 
 
 @final
@@ -36,19 +37,31 @@ class TextStream:
     Args:
         prompt_ids: tokens of the prompt; some tokenizers drop a space after them.
         stop: strings at which the text ends; they are not part of it.
+        keeps_stop: the string that ends the text is part of it.
+        silent_ids: tokens that add no text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str]):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        stop: Sequence[str],
+        *,
+        keeps_stop: bool = False,
+        silent_ids: Collection[int] = (),
+    ):
         self._decoder = StreamDecoder(tokenizer, prompt_ids)
-        self._stop = tuple(stop)
+        self._stop, self._keeps_stop = tuple(stop), keeps_stop
+        self._silent = silent_ids
         self._held = ""
         self.is_stopped = False
 
-    def push(self, token: int) -> str:
+    def push(self, token: int, *, may_stop: bool = True) -> str:
         """Adds a token, and returns the text that is now final; sets ``is_stopped`` at a stop
-        string.
+        string, if it may.
         """
-        return self._certain(self._decoder.push(token))
+        text = "" if token in self._silent else self._decoder.push(token)
+        return self._certain(text) if may_stop else text
 
     def flush(self) -> str:
         """Returns the rest of the text, held back until its end; an incomplete character becomes
@@ -61,19 +74,14 @@ class TextStream:
 
     def _certain(self, new: str) -> str:
         text = self._held + new
-        ends = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        ends = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if ends:
             self.is_stopped, self._held = True, ""
-            return text[: min(ends)]
-        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+            at, stop = min(ends)
+            return text[: at + len(stop) * self._keeps_stop]
+        keep = max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest end of ``text`` that is a beginning of ``stop``."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)
 
 
 _LONGEST, _SHORTEST = 4, 2
@@ -305,7 +313,13 @@ class Engine:
         )
         text = None
         if self.tokenizer is not None:
-            text = TextStream(self.tokenizer, request.prompt_ids, request.stop)
+            text = TextStream(
+                self.tokenizer,
+                request.prompt_ids,
+                request.stop,
+                keeps_stop=request.keeps_stop,
+                silent_ids=request.silent_ids,
+            )
         self.scheduler.add(stream)
         self._requests[number] = _Told(stream=stream, text=text)
         self._unadmitted.add(number)
@@ -413,7 +427,8 @@ class Engine:
             return EndReason.STOP, ""
         text = ""
         if told.text is not None:
-            text = told.text.push(token)
+            drawn = len(stream.tokens) - after - len(request.prompt_ids)
+            text = told.text.push(token, may_stop=drawn >= request.min_tokens)
             if told.text.is_stopped:
                 return EndReason.STOP, text
         if request.constraint is not None:

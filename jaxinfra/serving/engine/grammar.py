@@ -31,6 +31,7 @@ class GrammarCompiler:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, num_ids: int, eos_ids: Collection[int]):
+        self.num_ids = num_ids
         with tempfile.TemporaryDirectory() as made:
             file = Path(made) / "tokenizer.json"
             tokenizer.save(file)

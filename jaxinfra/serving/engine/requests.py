@@ -57,6 +57,10 @@ class GenerationRequest:
     constraint: Constraint | None = dataclasses.field(default=None, compare=False)
     adapter: str | None = None  # of the engine's; None: the model alone
     scores_prompt: bool = False  # with ``sampling.logprobs``: of the prompt's tokens too
+    keeps_stop: bool = False  # the stop string that ends the text is part of it
+    min_tokens: int = 0  # before as many, stop strings end nothing
+    silent_ids: frozenset[int] = frozenset()  # tokens that add no text
+    cache_salt: str | None = None  # requests of different salts share no pages
 
     @property
     def is_plain(self) -> bool:

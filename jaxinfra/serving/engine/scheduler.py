@@ -107,12 +107,12 @@ class Scheduler:
         # What a structure allows next is known when the draw is read.
         return not stream.pending or (stream.request.constraint is None and not self._speculates)
 
-    def _kind(self, stream: RequestStream) -> tuple[bool, str | None]:
-        """Returns what else a page's keys depend on besides its tokens: rotation angles and
-        adapter.
+    def _kind(self, stream: RequestStream) -> tuple[bool, str | None, str | None]:
+        """Returns what requests must have in common besides tokens to share a page: rotation
+        angles, adapter and salt.
         """
-        long = self.limits.long_context
-        return long is not None and stream.total > long, stream.request.adapter
+        long, request = self.limits.long_context, stream.request
+        return long is not None and stream.total > long, request.adapter, request.cache_salt
 
     def _plan_answer(
         self, stream: RequestStream, plan: StepPlan, *, may_draft: bool = True

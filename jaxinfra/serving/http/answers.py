@@ -24,13 +24,14 @@ _encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 type Given = AsyncIterator[tuple[int, RequestProgress]]
 
-_FINISH = {
+FINISH = {
     EndReason.EOS: "stop",
     EndReason.STOP: "stop",
     EndReason.LENGTH: "length",
     EndReason.CONTEXT: "length",
     EndReason.CANCELLED: "abort",
 }
+"""Names of the reasons why answers end, as OpenAI's API has them."""
 
 
 class GenerationFailedError(Exception):
@@ -72,14 +73,16 @@ class ChoicePart:
     prompt: tuple[int, ...] = ()  # tokens that are told before those drawn
     tokens: list[int] = dataclasses.field(default_factory=list)
     scores: list[TokenScore] = dataclasses.field(default_factory=list)
+    prompt_scores: list[TokenScore] = dataclasses.field(default_factory=list)
 
     def add(self, progress: RequestProgress) -> None:
         """Appends the text, tokens and scores of a step's progress."""
         self.text += progress.text
         self.tokens += progress.tokens
-        self.scores += (*progress.prompt_scores, *progress.scores)
+        self.scores += progress.scores
+        self.prompt_scores += progress.prompt_scores
         if progress.end is not None:
-            self.finish = _FINISH[progress.end]
+            self.finish = FINISH[progress.end]
 
 
 class AnswerForm:
@@ -108,9 +111,13 @@ class AnswerForm:
         """Returns the JSON object of a finished choice, given its index."""
         raise NotImplementedError
 
-    def piece(self, index: int, part: ChoicePart, *, is_first: bool) -> dict[str, Any]:
-        """Returns the JSON object of a choice in one event of a stream."""
+    def pieces(self, index: int, part: ChoicePart, *, is_first: bool) -> list[dict[str, Any]]:
+        """Returns the JSON objects of a choice in the events of one step of a stream."""
         raise NotImplementedError
+
+    def beside(self) -> dict[str, Any]:
+        """Returns fields of the answer beside its choices; none by default."""
+        return {}
 
     def before(self, index: int) -> ChoicePart:
         """Returns the text and tokens that precede a choice's sampled ones; none by default."""
@@ -132,7 +139,8 @@ class AnswerForm:
                 raise GenerationFailedError(progress.error)
             parts[place].add(progress)
         choices = [self.choice(index, part) for index, part in enumerate(parts)]
-        return self._head | {"object": self.whole, "choices": choices, "usage": usage.body()}
+        body = {"object": self.whole, "choices": choices, "usage": usage.body()}
+        return self._head | body | self.beside()
 
     async def events(self, given: Given) -> AsyncIterator[str]:
         """Yields the answer as server-sent events: one per piece of text, then the end."""
@@ -149,8 +157,9 @@ class AnswerForm:
             part.add(progress)
             if part.text or part.finish or part.scores or is_first:
                 begun.add(place)
-                choice = self.piece(place, part, is_first=is_first)
-                yield event(self._head | {"object": self.chunk, "choices": [choice]})
+                for choice in self.pieces(place, part, is_first=is_first):
+                    beside = self.beside() if is_first else {}
+                    yield event(self._head | {"object": self.chunk, "choices": [choice]} | beside)
         if options is not None and options.include_usage:
             yield event(self._head | {"object": self.chunk, "choices": [], "usage": usage.body()})
         yield "data: [DONE]\n\n"
@@ -161,6 +170,27 @@ class AnswerForm:
             return progress
         end = None if progress.end is None else EndReason.LENGTH
         return progress._replace(tokens=(), text="", scores=(), end=end)
+
+    def prompt_logprobs(
+        self, prompt: Sequence[int], part: ChoicePart
+    ) -> list[dict[str, dict[str, Any]] | None]:
+        """Returns ``prompt_logprobs`` as vLLM has them: of each token of the prompt, by its id."""
+        most = self._body.prompt_logprobs or 0
+        result: list[dict[str, dict[str, Any]] | None] = [None]
+        for token, score in zip(prompt[1:], part.prompt_scores, strict=True):
+            ranks = {other: rank for rank, (other, _) in enumerate(score.top, start=1)}
+            likely = dict(score.top[:most]) | {token: score.logprob}
+            result.append(
+                {
+                    str(each): {
+                        "logprob": value,
+                        "rank": ranks.get(each),  # null beyond those that were asked for
+                        "decoded_token": self._tokenizer.spelled(each),
+                    }
+                    for each, value in likely.items()
+                }
+            )
+        return result
 
     def _named(self, scores: Sequence[tuple[int, float]]) -> dict[str, float]:
         """Maps tokens to distinct texts; tokens of equal text are told apart by their ids."""
@@ -206,20 +236,31 @@ class CompletionForm(AnswerForm):
         """Returns the JSON object of a finished choice, given its index."""
         told = None if self._body.num_scores is None else self._logprobs(index, part)
         finish = part.finish
-        return {"index": index, "text": part.text, "logprobs": told, "finish_reason": finish}
+        body: dict[str, Any] = {"index": index, "text": part.text, "logprobs": told}
+        body["finish_reason"] = finish
+        prompt = self._prompts[index // self._body.n]
+        if self._body.return_token_ids:
+            body |= {"prompt_token_ids": prompt, "token_ids": part.tokens}
+        if self._body.prompt_logprobs is not None:
+            body["prompt_logprobs"] = self.prompt_logprobs(prompt, part)
+        return body
 
-    def piece(self, index: int, part: ChoicePart, *, is_first: bool) -> dict[str, Any]:
-        """Returns the JSON object of a choice in one event of a stream."""
-        return self.choice(index, part)
+    def pieces(self, index: int, part: ChoicePart, *, is_first: bool) -> list[dict[str, Any]]:
+        """Returns the JSON objects of a choice in the events of one step of a stream."""
+        return [self.choice(index, part)]
 
     def _logprobs(self, index: int, part: ChoicePart) -> dict[str, Any]:
         """Returns the ``logprobs`` object, lists over tokens; a prompt's first token has none."""
         tokens = [*part.prompt, *part.tokens]
-        scores = [*[None] * (len(tokens) - len(part.scores)), *part.scores]
+        told = [*(part.prompt_scores if part.prompt else ()), *part.scores]
+        scores = [*[None] * (len(tokens) - len(told)), *told]
+        most = self._body.num_scores
         return {
             "tokens": [self._tokenizer.spelled(token) for token in tokens],
             "token_logprobs": [None if each is None else each.logprob for each in scores],
-            "top_logprobs": [None if each is None else self._named(each.top) for each in scores],
+            "top_logprobs": [
+                None if each is None else self._named(each.top[:most]) for each in scores
+            ],
             "text_offset": self._offsets(index, tokens),
         }
 
@@ -243,40 +284,6 @@ class CompletionForm(AnswerForm):
             length += len(decoder.push(token))
         self._texts[index] = decoder, length
         return offsets
-
-
-@final
-class ChatForm(AnswerForm):
-    """Formats answers of ``/v1/chat/completions``."""
-
-    prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
-        """Returns the JSON object of a finished choice, given its index."""
-        message = {"role": "assistant", "content": part.text}
-        return self._wrapped(index, part) | {"message": message}
-
-    def piece(self, index: int, part: ChoicePart, *, is_first: bool) -> dict[str, Any]:
-        """Returns the JSON object of a choice in one event of a stream."""
-        delta = ({"role": "assistant"} if is_first else {}) | {"content": part.text}
-        return self._wrapped(index, part) | {"delta": delta}
-
-    def _wrapped(self, index: int, part: ChoicePart) -> dict[str, Any]:
-        told = None
-        if self._body.num_scores is not None:
-            both = zip(part.tokens, part.scores, strict=True)
-            told = {
-                "content": [
-                    self._scored(token, score.logprob)
-                    | {"top_logprobs": [self._scored(*each) for each in score.top]}
-                    for token, score in both
-                ]
-            }
-        return {"index": index, "logprobs": told, "finish_reason": part.finish}
-
-    def _scored(self, token: int, logprob: float) -> dict[str, Any]:
-        data = [*self._tokenizer.token_bytes(token)]
-        return {"token": self._tokenizer.spelled(token), "logprob": logprob, "bytes": data}
 
 
 def event(body: dict[str, Any]) -> str:

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import dataclasses
+import importlib.metadata
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,11 @@ import fastapi
 from fastapi import responses
 from fastapi.exceptions import RequestValidationError
 
-from jaxinfra.errors import JaxinfraError
+from jaxinfra.errors import ConfigError, JaxinfraError
 from jaxinfra.serving.engine.background import OverloadError, StoppedError
 from jaxinfra.serving.engine.requests import GenerationRequest, RequestProgress
 from jaxinfra.serving.http.answers import (
     AnswerForm,
-    ChatForm,
     CompletionForm,
     GenerationFailedError,
     error_response,
@@ -27,7 +28,17 @@ from jaxinfra.serving.http.bodies import (
     DetokenizeBody,
     TokenizeBody,
 )
+from jaxinfra.serving.http.chat import ChatTurn
+from jaxinfra.serving.http.chat_answers import ChatForm
 from jaxinfra.serving.http.guards import Application, RequestGuards, unless_gone
+from jaxinfra.serving.http.items import ItemsForm
+from jaxinfra.serving.http.messages_api import ConversationBody, MessageForm, MessagesBody
+from jaxinfra.serving.http.responses_api import (
+    KeptResponses,
+    ResponseForm,
+    ResponsesBody,
+    UnknownResponseError,
+)
 from jaxinfra.serving.http.service import Service
 
 PAGE = Path(__file__).with_name("page.html")
@@ -45,6 +56,8 @@ def application(service: Service, *, api_key: str | None) -> Application:
     for kind in (JaxinfraError, RequestValidationError, *_UNREADABLE, Exception):
         app.add_exception_handler(kind, _refused)
     _add_generation(app, service)
+    _add_agents(app, service)
+    _add_refusals(app, service)
     _add_information(app, service)
     limit = service.limits.max_body_bytes
     return RequestGuards(app, api_key=api_key, max_body_bytes=limit)
@@ -59,8 +72,10 @@ async def _refused(request: fastapi.Request, error: Exception) -> responses.Resp
             return error_response(429, str(error), kind="rate_limit_error", headers=headers)
         case StoppedError():
             return error_response(503, str(error), kind="server_error")
-        case UnknownModelError():
+        case UnknownModelError() | UnknownResponseError():
             kind, code = "invalid_request_error", "model_not_found"
+            if isinstance(error, UnknownResponseError):
+                code = "response_not_found"
             return error_response(404, str(error), kind=kind, code=code)
         case JaxinfraError():
             status, text = 400, str(error)
@@ -84,7 +99,7 @@ async def _answer(
     service: Service,
     http: fastapi.Request,
     body: Any,
-    form: AnswerForm,
+    form: AnswerForm | ItemsForm,
     requests: list[GenerationRequest],
 ) -> responses.Response:
     """Generates, and answers at once or as a stream of events, as the body asks."""
@@ -112,41 +127,109 @@ async def _answer(
     return await unless_gone(http, answered())
 
 
+async def _turn(
+    service: Service, body: ChatBody, hints: Mapping[str, Any] | None = None
+) -> tuple[str, ChatTurn, list[GenerationRequest]]:
+    """Returns the served model's name, the rendered conversation, and the engine's requests.
+
+    Args:
+        hints: variables for a chat template that reads them.
+    """
+    name = _served(service, body.model)
+    turn = await asyncio.to_thread(service.chat.turn, body, hints or {})
+    turn = dataclasses.replace(turn, prompt=service.shortened(turn.prompt, body))
+    requests = service.requests(
+        [turn.prompt], body, model=name, default_tokens=service.context, turn=turn
+    )
+    return name, turn, requests
+
+
 def _add_generation(app: fastapi.FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def completions(http: fastapi.Request, body: CompletionBody) -> responses.Response:
         name = _served(service, body.model)
-        prompts = [service.encode(prompt) for prompt in body.prompts]
+        prompts = [service.shortened(service.encode(each), body) for each in body.prompts]
         scored = body.echo and body.logprobs is not None
         requests = service.requests(
             prompts, body, model=name, default_tokens=16, scores_prompt=scored
         )
         echoes = None
         if body.echo:
+            is_whole = body.truncate_prompt_tokens is None
             echoes = [
-                text if isinstance(text, str) else service.tokenizer.decode(text)
-                for text in body.prompts
+                text if isinstance(text, str) and is_whole else service.tokenizer.decode(ids)
+                for text, ids in zip(body.prompts, prompts, strict=True)
             ]
         form = CompletionForm(name, prompts, body, tokenizer=service.tokenizer, echoes=echoes)
         return await _answer(service, http, body, form, requests)
 
     @app.post("/v1/chat/completions")
     async def chat(http: fastapi.Request, body: ChatBody) -> responses.Response:
-        name = _served(service, body.model)
-        tools = None if body.tool_choice == "none" else body.tools
-        prompt = await asyncio.to_thread(
-            service.render, body.messages, tools, body.chat_template_kwargs
-        )
-        requests = service.requests([prompt], body, model=name, default_tokens=service.context)
-        form = ChatForm(name, [prompt], body, tokenizer=service.tokenizer)
+        name, turn, requests = await _turn(service, body)
+        form = ChatForm(name, turn, body, tokenizer=service.tokenizer)
         return await _answer(service, http, body, form, requests)
 
-    @app.post("/v1/embeddings")
-    async def embeddings() -> responses.Response:
-        message = f"{service.name} generates text; this server makes no embeddings"
-        return error_response(
-            400, message, kind="invalid_request_error", code="unsupported_endpoint"
-        )
+
+def _add_agents(app: fastapi.FastAPI, service: Service) -> None:
+    """Adds the other two spellings of a chat: OpenAI's Responses and Anthropic's Messages."""
+    kept = KeptResponses(service.limits.max_kept_responses)
+
+    @app.post("/v1/responses")
+    async def respond(http: fastapi.Request, body: ResponsesBody) -> responses.Response:
+        before: list[dict[str, Any]] = []
+        if body.previous_response_id is not None:
+            before = kept.get(body.previous_response_id).messages
+        if body.store and not kept.most:
+            raise ConfigError("store=true: replicas keep no responses; leave it out")
+        keeps = kept if kept.most and body.store is not False else None
+        chat = body.chat(before)
+        name, turn, requests = await _turn(service, chat)
+        form = ResponseForm(name, turn, body, before=before, kept=keeps)
+        return await _answer(service, http, body, form, requests)
+
+    @app.get("/v1/responses/{name}")
+    async def response(name: str) -> Any:
+        return kept.get(name).body
+
+    @app.get("/v1/responses/{name}/input_items")
+    async def items(name: str) -> dict[str, Any]:
+        return {"object": "list", "data": kept.get(name).items, "has_more": False}
+
+    @app.delete("/v1/responses/{name}")
+    async def forget(name: str) -> dict[str, Any]:
+        kept.drop(name)
+        return {"id": name, "object": "response", "deleted": True}
+
+    @app.post("/v1/messages")
+    async def messages(http: fastapi.Request, body: MessagesBody) -> responses.Response:
+        name, turn, requests = await _turn(service, body.generation(), body.hints)
+        return await _answer(service, http, body, MessageForm(name, turn, body), requests)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count(body: ConversationBody) -> dict[str, int]:
+        _served(service, body.model)
+        turn = await asyncio.to_thread(service.chat.turn, body.chat(), body.hints)
+        return {"input_tokens": len(turn.prompt)}
+
+
+def _add_refusals(app: fastapi.FastAPI, service: Service) -> None:
+    """Answers known paths that this server does not serve with the reason."""
+    reasons = {
+        "makes no embeddings": ("/v1/embeddings", "/pooling"),
+        "scores no pairs of texts": ("/v1/score", "/score", "/v1/rerank", "/rerank"),
+        "takes adapters when it starts (--adapters NAME=DIR): its programs are compiled for them": (
+            *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+        ),
+    }
+    for reason, paths in reasons.items():
+        message = f"{service.name} generates text; this server {reason}"
+
+        async def refuse(message: str = message) -> responses.Response:
+            kind, code = "invalid_request_error", "unsupported_endpoint"
+            return error_response(400, message, kind=kind, code=code)
+
+        for path in paths:
+            app.add_api_route(path, refuse, methods=["POST"], include_in_schema=False)
 
 
 def _add_information(app: fastapi.FastAPI, service: Service) -> None:
@@ -163,7 +246,7 @@ def _add_information(app: fastapi.FastAPI, service: Service) -> None:
         _served(service, body.model)
         if body.messages is not None:
             tokens = await asyncio.to_thread(
-                service.render, body.messages, body.tools, body.chat_template_kwargs
+                service.chat.render, body.messages, body.tools, settings=body.chat_template_kwargs
             )
         else:
             tokens = service.encode(body.prompt or "", special=body.add_special_tokens)
@@ -187,6 +270,14 @@ def _add_information(app: fastapi.FastAPI, service: Service) -> None:
             return error_response(503, "the server is stopping, or has failed", kind="server_error")
         stalled_s = round(service.engine.stalled_s, 3)
         return responses.JSONResponse({"status": "ok", "stalled_s": stalled_s})
+
+    @app.api_route("/ping", methods=["GET", "POST"])
+    async def ping() -> responses.Response:
+        return await health()
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": importlib.metadata.version("jaxinfra")}
 
     @app.get("/metrics")
     async def metrics() -> responses.Response:
@@ -213,6 +304,6 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "created": service.created,
         "owned_by": "jaxinfra",
         "max_model_len": service.context,
-        "chat": not service.no_chat,
+        "chat": not service.chat.refusal,
     }
     return card if name == service.name else card | {"parent": service.name}

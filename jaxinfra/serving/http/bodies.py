@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 import pydantic
 
-from jaxinfra.errors import ConfigError
+from jaxinfra.errors import ConfigError, DataError
 from jaxinfra.runtime.files import is_text
 from jaxinfra.serving.engine.grammar import ANY_JSON, StructureKind
 from jaxinfra.serving.sampling import SamplingConfig
@@ -61,6 +61,38 @@ class ResponseFormat(Setting):
         return StructureKind(self.type), text
 
 
+class StructuredOutputs(Setting):
+    """A structure in vLLM's form: one of JSON, a regex, a grammar, or a choice of texts."""
+
+    json_: dict[str, Any] | str | None = pydantic.Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = pydantic.Field(default=None, min_length=1)
+    grammar: str | None = None
+
+    @property
+    def structure(self) -> tuple[StructureKind, str]:
+        """The requested structure as its kind and text."""
+        if self.json_ is not None:
+            text = self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)
+            return StructureKind.JSON_SCHEMA, text
+        if self.regex is not None:
+            return StructureKind.REGEX, self.regex
+        if self.grammar is not None:
+            return StructureKind.GRAMMAR, self.grammar
+        if self.choice is not None:
+            options = " | ".join(json.dumps(each, ensure_ascii=False) for each in self.choice)
+            return StructureKind.GRAMMAR, f"start: {options}"
+        return StructureKind.JSON_SCHEMA, ANY_JSON
+
+    @pydantic.model_validator(mode="after")
+    def _one(self) -> Self:
+        if len(self.model_fields_set) != 1 or self.json_object is False:
+            named = sorted(self.model_fields_set) or "none"
+            raise ValueError(f"give one of json, json_object, regex, choice, grammar; got {named}")
+        return self
+
+
 class StreamOptions(Setting):
     """Options of a streamed answer: whether token counts are sent at the end."""
 
@@ -82,6 +114,19 @@ class Tool(Setting):
 
     type: Literal["function"]
     function: FunctionTool
+
+
+class FunctionName(Setting):
+    """The name of a function, as a tool choice has it."""
+
+    name: str
+
+
+class ToolChoice(Setting):
+    """The function that an answer must call."""
+
+    type: Literal["function"] = "function"
+    function: FunctionName
 
 
 def tools_as_sent(tools: list[Any]) -> list[Any]:
@@ -135,6 +180,22 @@ class GenerationBody(ClientBody):
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    # What vLLM has besides.
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    min_tokens: int = pydantic.Field(default=0, ge=0)
+    bad_words: list[Annotated[str, pydantic.Field(min_length=1)]] = []
+    allowed_token_ids: TokenIds | None = pydantic.Field(default=None, min_length=1)
+    truncate_prompt_tokens: int | None = pydantic.Field(default=None, ge=-1)
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = False
+    prompt_logprobs: int | None = pydantic.Field(default=None, ge=0, le=20)
+    return_token_ids: bool = False
+    cache_salt: str | None = pydantic.Field(default=None, min_length=1)
+    priority: int = 0
     # Official clients send these; nothing here depends on them.
     user: str | None = None
     safety_identifier: str | None = None
@@ -148,7 +209,41 @@ class GenerationBody(ClientBody):
     def _options_of_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options are of a stream; send stream=true too, or leave them")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs come with whole answers; leave out stream")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}")
+        if self.priority:
+            raise ValueError(
+                f"priority={self.priority}: requests are served in the order of their arrival; "
+                "leave it out"
+            )
         return self
+
+    @property
+    def structure(self) -> tuple[StructureKind, str] | None:
+        """The structure that the answer must have, as its kind and text; None: any text.
+
+        Raises:
+            ConfigError: the request asks for several.
+        """
+        guided = {
+            name: getattr(self, f"guided_{name}")
+            for name in ("json", "regex", "choice", "grammar")
+            if getattr(self, f"guided_{name}") is not None
+        }
+        outputs = [
+            self.structured_outputs,
+            *(StructuredOutputs(**{k: v}) for k, v in guided.items()),
+        ]
+        given = [each.structure for each in (self.response_format, *outputs) if each is not None]
+        found = [each for each in given if each is not None]
+        if len(found) > 1:
+            raise ConfigError(
+                "an answer has one structure; send one of response_format, structured_outputs and "
+                "guided_*"
+            )
+        return found[0] if found else None
 
     @property
     def num_scores(self) -> int | None:
@@ -161,8 +256,13 @@ class GenerationBody(ClientBody):
         return SamplingConfig.of(
             defaults,
             {name: getattr(self, name) for name in _SAMPLED},
-            {"logit_bias": bias, "logprobs": self.num_scores},
+            {"logit_bias": bias, "logprobs": self._most_scores},
         )
+
+    @property
+    def _most_scores(self) -> int | None:
+        asked = [each for each in (self.num_scores, self.prompt_logprobs) if each is not None]
+        return max(asked, default=None)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -198,8 +298,11 @@ class ChatBody(GenerationBody):
     messages: list[dict[str, Any]] = pydantic.Field(min_length=1)
     max_completion_tokens: int | None = pydantic.Field(default=None, ge=1)
     tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
     logprobs: bool = False
     top_logprobs: int | None = pydantic.Field(default=None, ge=0, le=20)
 
@@ -213,6 +316,48 @@ class ChatBody(GenerationBody):
         if self.max_completion_tokens is not None:
             self.max_tokens = self.max_completion_tokens
         return self
+
+    @pydantic.model_validator(mode="after")
+    def _one_end(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError(
+                "continue_final_message goes on with the last message and add_generation_prompt "
+                "begins a new one; send one of them"
+            )
+        return self
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        """The tools that the answer may call; None if there are none.
+
+        Raises:
+            ConfigError: the tool choice names a tool that is not given.
+        """
+        choice = self.tool_choice
+        if choice == "none":
+            return None
+        names = [tool["function"]["name"] for tool in self.tools or ()]
+        if isinstance(choice, ToolChoice) and choice.function.name not in names:
+            raise ConfigError(
+                f"tool_choice names {choice.function.name!r}, and the tools are {names}; give it "
+                "among tools"
+            )
+        if choice == "required" and not names:
+            raise ConfigError("tool_choice is 'required', and there are no tools; send some")
+        return self.tools or None
+
+
+def chat_body(given: Mapping[str, Any]) -> ChatBody:
+    """Makes the chat request that a request of another API amounts to.
+
+    Raises:
+        DataError: a setting is invalid.
+    """
+    try:
+        return ChatBody.model_validate(dict(given))
+    except pydantic.ValidationError as error:
+        said = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:4]]
+        raise DataError("; ".join(said)) from error
 
 
 class DetokenizeBody(ClientBody):
@@ -229,5 +374,5 @@ class TokenizeBody(ClientBody):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: Tools | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None

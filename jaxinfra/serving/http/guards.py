@@ -17,7 +17,7 @@ type Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 type Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 type Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-_OPEN = ("/", "/health")  # without a key, for people and for load balancers
+_OPEN = ("/", "/health", "/ping")  # without a key, for people and for load balancers
 
 _LINGER_S = 5.0
 """Seconds for which the rest of a refused request is read and dropped."""
@@ -46,9 +46,10 @@ class RequestGuards:
             return
         headers = dict(scope["headers"])
         if self._api_key is not None and scope["path"] not in _OPEN:
-            expected = f"Bearer {self._api_key}".encode()
-            if not hmac.compare_digest(headers.get(b"authorization", b""), expected):
-                message = "this server asks for its key: Authorization: Bearer KEY"
+            bearer = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+            given = bearer or headers.get(b"x-api-key", b"")
+            if not hmac.compare_digest(given, self._api_key.encode()):
+                message = "this server asks for its key: Authorization: Bearer KEY, or x-api-key"
                 await _refuse(receive, send, 401, message, code="invalid_api_key")
                 return
         body = await self._body(headers, receive)

@@ -17,14 +17,14 @@ import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from jaxinfra.data.chat import check_message
-from jaxinfra.data.chat_template import ChatTemplate
 from jaxinfra.errors import ConfigError, DataError
 from jaxinfra.serving.engine.background import EngineThread
 from jaxinfra.serving.engine.grammar import GrammarCompiler
-from jaxinfra.serving.engine.requests import GenerationRequest, RequestProgress
+from jaxinfra.serving.engine.requests import Constraint, GenerationRequest, RequestProgress
+from jaxinfra.serving.engine.token_rules import TokenRules
 from jaxinfra.serving.http.bodies import GenerationBody
-from jaxinfra.serving.load import LoadedModel, load_template
+from jaxinfra.serving.http.chat import Chat, ChatTurn
+from jaxinfra.serving.load import LoadedModel
 
 
 @final
@@ -146,6 +146,9 @@ class ServiceLimits:
     max_body_bytes: int = 8 << 20
     special_tokens_in_prompts: bool = True  # spelled out in a prompt, they are tokens
     uses_defaults: bool = True  # of sampling, that the model's generation_config.json names
+    tool_parser: str = "auto"  # form of tool calls; auto: as the chat template shows; none: text
+    max_kept_responses: int = 1024  # of /v1/responses, for requests that go on with one
+    reads_reasoning: bool = True  # reasoning is told apart from the answer
 
 
 @final
@@ -174,14 +177,13 @@ class Service:
         self.eos_ids = frozenset(model.tokenizer.end_ids)
         self._model = model
         self.metrics = EngineMetrics(engine, model=name)
-        self._template: ChatTemplate | None = None
-        self.no_chat = ""
-        try:
-            self._template = load_template(path, template)
-        except ConfigError as error:
-            if template:
-                raise
-            self.no_chat = str(error)
+        self.chat = Chat(
+            path,
+            model.tokenizer,
+            template=template,
+            tool_parser=limits.tool_parser,
+            reads_reasoning=limits.reads_reasoning,
+        )
         self._compiler: GrammarCompiler | None = None
         self._deliveries: Deliveries | None = None
 
@@ -216,20 +218,6 @@ class Service:
             raise DataError(f"token ids {min(tokens)}..{max(tokens)} are not all in 0..{most - 1}")
         return self.tokenizer.decode(tokens)
 
-    def render(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        settings: dict[str, Any] | None,
-    ) -> tuple[int, ...]:
-        """Renders a conversation with the model's chat template, and returns its tokens."""
-        if self._template is None:
-            raise ConfigError(self.no_chat)
-        for number, message in enumerate(messages):
-            check_message(message, where=f"messages[{number}]")
-        template = self._template.with_settings(settings or {})
-        return tuple(template.encode(self.tokenizer, messages, tools=tools))
-
     def requests(
         self,
         prompts: Sequence[tuple[int, ...]],
@@ -238,8 +226,13 @@ class Service:
         model: str,
         default_tokens: int,
         scores_prompt: bool = False,
+        turn: ChatTurn | None = None,
     ) -> list[GenerationRequest]:
         """Makes the engine's requests: ``n`` continuations per prompt, in the prompts' order.
+
+        Args:
+            scores_prompt: the prompt's tokens are scored too.
+            turn: the conversation that the only prompt is of; None: prompts are plain texts.
 
         Raises:
             DataError, ConfigError: a request is invalid; the message has the numbers.
@@ -252,17 +245,10 @@ class Service:
                 f"n={body.n} of {len(prompts)} prompts are {wanted} continuations; this server "
                 f"takes {self.limits.max_continuations} in a call"
             )
-        new = default_tokens if body.max_tokens is None else body.max_tokens
-        if self.limits.max_new_tokens is not None and new > self.limits.max_new_tokens:
-            if body.max_tokens is not None:
-                raise ConfigError(
-                    f"max_tokens={new} exceeds {self.limits.max_new_tokens}, the most that this "
-                    "server gives"
-                )
-            new = self.limits.max_new_tokens
+        new = self._length(body, default_tokens)
         sampling = body.sampling(self._model.defaults if self.limits.uses_defaults else {})
-        structure = None if body.response_format is None else body.response_format.structure
         seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
+        silent = self._silent(turn) if body.skip_special_tokens else frozenset()
         result = []
         for prompt in prompts:
             if len(prompt) > self.context:
@@ -271,9 +257,6 @@ class Service:
                     f"{self.context} tokens; shorten it"
                 )
             for choice in range(body.n):
-                constraint = None
-                if structure is not None:
-                    constraint = self._grammars.compile(*structure)
                 result.append(
                     GenerationRequest(
                         prompt_ids=prompt,
@@ -284,12 +267,70 @@ class Service:
                         eos_ids=frozenset() if body.ignore_eos else self.eos_ids,
                         stop_ids=frozenset(body.stop_token_ids),
                         stop=body.stops,
-                        constraint=constraint,
+                        constraint=self._constraint(body, turn),
                         adapter=None if model == self.name else model,
-                        scores_prompt=scores_prompt,
+                        scores_prompt=scores_prompt or body.prompt_logprobs is not None,
+                        keeps_stop=body.include_stop_str_in_output,
+                        min_tokens=body.min_tokens,
+                        silent_ids=silent,
+                        cache_salt=body.cache_salt,
                     )
                 )
         return result
+
+    def _length(self, body: GenerationBody, default_tokens: int) -> int:
+        """Returns the most tokens of an answer."""
+        new = default_tokens if body.max_tokens is None else body.max_tokens
+        most = self.limits.max_new_tokens
+        if most is None or new <= most:
+            return new
+        if body.max_tokens is not None:
+            raise ConfigError(f"max_tokens={new} exceeds {most}, the most that this server gives")
+        return most
+
+    def shortened(self, prompt: tuple[int, ...], body: GenerationBody) -> tuple[int, ...]:
+        """Returns a prompt's last tokens, as many as ``truncate_prompt_tokens`` asks for."""
+        wanted = body.truncate_prompt_tokens
+        if wanted is None:
+            return prompt
+        if wanted > self.context:
+            raise ConfigError(
+                f"truncate_prompt_tokens={wanted} exceeds the context of {self.context} tokens"
+            )
+        most = self.context if wanted < 0 else wanted
+        return prompt[max(len(prompt) - most, 0) :]
+
+    def _silent(self, turn: ChatTurn | None) -> frozenset[int]:
+        """Special tokens that add no text, where the client wants none: all but those parsed."""
+        parsed = {self.tokenizer.id_of(mark) for mark in (turn.marks if turn else ())}
+        return self.tokenizer.special_ids - parsed
+
+    def _constraint(self, body: GenerationBody, turn: ChatTurn | None) -> Constraint | None:
+        """Makes the limit of one answer's tokens; None if any may come."""
+        inner: Constraint | None = None
+        if turn is not None and turn.structure is not None:
+            inner = self.chat.constraint(turn, self._grammars)
+        elif body.structure is not None:
+            inner = self._grammars.compile(*body.structure)
+        num_ids = self.engine.engine.num_ids
+        beyond = [each for each in body.allowed_token_ids or () if not 0 <= each < num_ids]
+        if beyond:
+            raise ConfigError(
+                f"allowed_token_ids {beyond[:4]} are not all in 0..{num_ids - 1}, the model's ids"
+            )
+        if not (body.allowed_token_ids or body.bad_words or body.min_tokens):
+            return inner
+        # A word is written alike at the start of a text and, with a space before it, within one.
+        spellings = {f"{space}{word}" for word in body.bad_words for space in ("", " ")}
+        words = [tuple(self.tokenizer.encode(each).tolist()) for each in sorted(spellings)]
+        return TokenRules(
+            inner,
+            num_ids=num_ids,
+            allowed_ids=body.allowed_token_ids,
+            words=words,
+            min_tokens=body.min_tokens,
+            end_ids=[*self.eos_ids, *body.stop_token_ids],
+        )
 
     @property
     def _grammars(self) -> GrammarCompiler:

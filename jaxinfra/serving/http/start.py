@@ -92,7 +92,7 @@ def serve(
     running.start()
     say(
         f"{', '.join(service.names)} at {server.address}: {engine.limits.context} tokens of "
-        f"context, {options.engine.max_running} requests at a time"
+        f"context, {options.engine.max_running} requests at a time{service.chat.told}"
     )
     try:
         # A server without an engine answers nobody: whoever watches it is to start another.

@@ -93,7 +93,7 @@ def blocks_of(body: bytes) -> PromptBlocks:
         return ()
     if not isinstance(asked, dict):
         return ()
-    prompt: Any = asked.get("prompt", asked.get("messages"))
+    prompt: Any = asked.get("prompt", asked.get("messages", asked.get("input")))
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
     if isinstance(prompt, list) and not all(type(each) is int for each in prompt):
@@ -118,9 +118,9 @@ for other reasons, as on a machine that slept."""
 
 _MOST_TRIES = 3  # replicas that a request may be given to: one that ends them all is not to
 _METRICS_S = 10.0
-_KEPT = ("content-type", "authorization", "accept")
+_KEPT = ("content-type", "authorization", "x-api-key", "accept")
 _PASSED = ("content-type", "retry-after", "cache-control", "x-accel-buffering")
-_GENERATES = (b"/v1/completions", b"/v1/chat/completions")
+_GENERATES = (b"/v1/completions", b"/v1/chat/completions", b"/v1/responses", b"/v1/messages")
 
 
 @final

@@ -1,0 +1,1 @@
+"""Reads tool calls and reasoning out of answers, in the forms of model families."""

@@ -1,0 +1,216 @@
+"""Agents: official clients call tools in a loop, in every family's form, streamed and whole."""
+
+import asyncio
+import json
+
+import anthropic
+import openai
+import pydantic
+import pytest
+from scripted_server import ScriptedServer, spelled_calls
+
+FORMS = (
+    *("openai", "deepseek_v3", "deepseek_v31", "glm45", "qwen3_coder", "mistral"),
+    *("mistral_list", "hermes", "pythonic", "llama3_json"),
+)
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": PARAMETERS}}
+CITIES = ("Rome", 'O"slo', "Zü rich", "Bo\\nn", "Ur {a}")
+SHOWS_TEXT = {"openai", "pythonic", "llama3_json"}  # nothing but calls in an answer with calls
+
+
+def answers(form):
+    """Five calls, the last two in one answer where the form has that, and a last text."""
+    calls = [("look", {"city": city, "days": day}) for day, city in enumerate(CITIES)]
+    one_each = form == "openai"
+    turns = [[each] for each in calls] if one_each else [*([c] for c in calls[:3]), calls[3:]]
+    texts = [spelled_calls(form, turn) for turn in turns]
+    if form not in SHOWS_TEXT:
+        texts[0] = f"I look.\n{texts[0]}"
+    final = "<|channel|>final<|message|>Sunny." if form == "openai" else "Sunny."
+    return [*texts, final]
+
+
+def expected():
+    return [{"city": city, "days": day} for day, city in enumerate(CITIES)]
+
+
+async def openai_loop(client, *, stream):
+    """Calls tools until there is a text; returns all arguments, and texts."""
+    messages, called, texts = [{"role": "user", "content": "Weather?"}], [], []
+    while True:
+        asked = {"model": "m", "messages": messages, "tools": [TOOL]}
+        if stream:
+            async with client.chat.completions.stream(**asked) as events:
+                answer = await events.get_final_completion()
+        else:
+            answer = await client.chat.completions.create(**asked)
+        (choice,) = answer.choices
+        message = choice.message
+        texts.append(message.content)
+        assert choice.finish_reason == ("tool_calls" if message.tool_calls else "stop")
+        if not message.tool_calls:
+            return called, texts
+        messages.append(
+            message.model_dump(exclude_none=True, exclude={"parsed", "parsed_arguments"})
+        )
+        for call in message.tool_calls:
+            assert call.function.name == "look"
+            called.append(json.loads(call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "sun"})
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_agent_calls_five_tools(form, tmp_path):
+    async def run():
+        served = ScriptedServer(tmp_path, form=form)
+        async with served.http() as http:
+            client = openai.AsyncOpenAI(base_url="http://m/v1", api_key="key", http_client=http)
+            for stream in (False, True):
+                served.engine.script = answers(form)
+                called, texts = await openai_loop(client, stream=stream)
+                assert called == expected()
+                assert texts[-1] == "Sunny."
+                assert (texts[0] or "") == ("" if form in SHOWS_TEXT else "I look.")
+                assert '"role": "tool"' in served.engine.prompt()
+                length = 9 if form.startswith("mistral") else 29
+                ids = [
+                    each.split('"')[0] for each in served.engine.prompt().split('"tool_call_id": "')
+                ]
+                assert {len(each) for each in ids[1:]} == {length}
+
+    asyncio.run(run())
+
+
+async def responses_loop(client, *, stream, stored):
+    """As ``openai_loop``, by the Responses API: with kept responses, or the whole conversation."""
+    tools = [{"type": "function", "name": "look", "parameters": PARAMETERS, "strict": True}]
+    given, called, previous = [{"role": "user", "content": "Weather?"}], [], None
+    while True:
+        asked = {"model": "m", "input": given, "tools": tools, "instructions": "Be brief."}
+        asked |= {"store": stored} | ({"previous_response_id": previous} if previous else {})
+        if stream:
+            async with client.responses.stream(**asked) as events:
+                answer = await events.get_final_response()
+        else:
+            answer = await client.responses.create(**asked)
+        assert answer.status == "completed"
+        calls = [item for item in answer.output if item.type == "function_call"]
+        if not calls:
+            return called, answer.output_text
+        results = []
+        for call in calls:
+            called.append(json.loads(call.arguments))
+            results.append(
+                {"type": "function_call_output", "call_id": call.call_id, "output": "sun"}
+            )
+        if stored:
+            given, previous = results, answer.id
+        else:
+            given = [
+                *given,
+                *(each.model_dump(exclude_none=True) for each in answer.output),
+                *results,
+            ]
+
+
+@pytest.mark.parametrize("form", ["hermes", "openai"])
+@pytest.mark.parametrize("stored", [True, False], ids=["stored", "stateless"])
+def test_an_agent_uses_responses(form, stored, tmp_path):
+    async def run():
+        served = ScriptedServer(tmp_path, form=form)
+        async with served.http() as http:
+            client = openai.AsyncOpenAI(base_url="http://m/v1", api_key="key", http_client=http)
+            for stream in (False, True):
+                served.engine.script = answers(form)
+                called, text = await responses_loop(client, stream=stream, stored=stored)
+                assert (called, text) == (expected(), "Sunny.")
+                prompt = served.engine.prompt()
+                assert prompt.count("Be brief.") == 1
+                assert prompt.count('"role": "tool"') == len(CITIES)
+
+    asyncio.run(run())
+
+
+async def anthropic_loop(client, *, stream):
+    """As ``openai_loop``, by Anthropic's API."""
+    tools = [{"name": "look", "input_schema": PARAMETERS}]
+    messages, called = [{"role": "user", "content": "Weather?"}], []
+    while True:
+        asked = {
+            "model": "m",
+            "messages": messages,
+            "tools": tools,
+            "max_tokens": 99,
+            "system": "Hm",
+        }
+        if stream:
+            async with client.messages.stream(**asked) as events:
+                answer = await events.get_final_message()
+        else:
+            answer = await client.messages.create(**asked)
+        calls = [block for block in answer.content if block.type == "tool_use"]
+        assert answer.stop_reason == ("tool_use" if calls else "end_turn")
+        if not calls:
+            return called, answer.content[-1].text
+        called += [call.input for call in calls]
+        content = [block.model_dump(exclude_none=True) for block in answer.content]
+        results = [{"type": "tool_result", "tool_use_id": c.id, "content": "sun"} for c in calls]
+        messages += [
+            {"role": "assistant", "content": content},
+            {"role": "user", "content": results},
+        ]
+
+
+@pytest.mark.parametrize("form", ["glm45", "mistral", "openai"])
+def test_an_agent_uses_messages(form, tmp_path):
+    async def run():
+        served = ScriptedServer(tmp_path, form=form)
+        async with served.http() as http:
+            client = anthropic.AsyncAnthropic(base_url="http://m", api_key="key", http_client=http)
+            for stream in (False, True):
+                served.engine.script = answers(form)
+                assert await anthropic_loop(client, stream=stream) == (expected(), "Sunny.")
+            count = await client.messages.count_tokens(
+                model="m", messages=[{"role": "user", "content": "x"}]
+            )
+            assert count.input_tokens == len(b'[{"role": "user", "content": "x"}]')
+
+    asyncio.run(run())
+
+
+class Forecast(pydantic.BaseModel):
+    city: str
+    days: int
+
+
+def test_parse_helpers_read_structures_and_calls(tmp_path):
+    async def run():
+        served = ScriptedServer(tmp_path, form="hermes")
+        said = '{"city":"Rome","days":2}'
+        async with served.http() as http:
+            client = openai.AsyncOpenAI(base_url="http://m/v1", api_key="key", http_client=http)
+            asked = [{"role": "user", "content": "x"}]
+            served.engine.script = [
+                said,
+                said,
+                spelled_calls("hermes", [("Forecast", {"city": "Ur", "days": 1})]),
+            ]
+            chat = await client.chat.completions.parse(
+                model="m", messages=asked, response_format=Forecast
+            )
+            assert chat.choices[0].message.parsed == Forecast(city="Rome", days=2)
+            answer = await client.responses.parse(model="m", input="x", text_format=Forecast)
+            assert answer.output_parsed == Forecast(city="Rome", days=2)
+            chat = await client.chat.completions.parse(
+                model="m", messages=asked, tools=[openai.pydantic_function_tool(Forecast)]
+            )
+            (call,) = chat.choices[0].message.tool_calls
+            assert call.function.parsed_arguments == Forecast(city="Ur", days=1)
+
+    asyncio.run(run())
