@@ -45,6 +45,24 @@ def _require_other_names(name: str, bank: AdapterBank | None) -> None:
         )
 
 
+def _service(model: LoadedModel, engine: EngineThread, options: ServeOptions) -> Service:
+    return Service(
+        model,
+        engine,
+        path=options.path,
+        name=options.name,
+        limits=options.limits,
+        template=options.template,
+    )
+
+
+def _failed(failure: BaseException) -> EngineFailedError:
+    return EngineFailedError(
+        f"the engine failed ({type(failure).__name__}: {failure}); requests that were open have "
+        "been told so"
+    )
+
+
 def serve(
     model: LoadedModel,
     options: ServeOptions,
@@ -72,14 +90,7 @@ def serve(
     _require_other_names(options.name, bank)
     engine = Engine.of(model, options=options.engine, draft=draft, bank=bank, consumes=True)
     running = EngineThread(engine, max_open=options.max_open)
-    service = Service(
-        model,
-        running,
-        path=options.path,
-        name=options.name,
-        limits=options.limits,
-        template=options.template,
-    )
+    service = _service(model, running, options)
     app = application(service, api_key=options.server.api_key)
     # An address that is taken is known at once.
     server = HttpServer(app, options.server, drain=running.drain)
@@ -100,11 +111,7 @@ def serve(
     finally:
         running.close()
     if running.failure is not None:
-        loss = None if followers is None else followers.loss()
-        raise loss or EngineFailedError(
-            f"the engine failed ({type(running.failure).__name__}: {running.failure}); requests "
-            "that were open have been told so"
-        )
+        raise (followers and followers.loss()) or _failed(running.failure)
     if followers is not None:
         followers.end()
     counts = engine.counts
