@@ -94,7 +94,7 @@ class Chat:
 
     @property
     def told(self) -> str:
-        """How answers are read, to be appended to a line; empty where there is no chat."""
+        """Text that says how answers are read, to append to a line; empty without a template."""
         if self.refusal:
             return ""
         calls = "stay text" if self.form is None else f"are read as {self.form.name}"
