@@ -62,27 +62,36 @@ def empty_moment(weight: jax.Array, format_: MomentFormat) -> jax.Array:
     return jnp.zeros_like(weight, _FORMATS[format_])
 
 
-def empty_scales(weights, format_: MomentFormat):
-    """Returns initial scales of the moments of a tree of weights, float32 []; None if unscaled."""
-    if format_ not in _SCALED:
-        return None
-    return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, EXACT, shape=()), weights)
+def empty_scale(weight: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Returns the initial scale of a weight's moment, float32 with size 1 on the axes it spans."""
+    shape = [1 if axis in axes else size for axis, size in enumerate(weight.shape)]
+    return jnp.zeros_like(weight, EXACT, shape=shape)
+
+
+def is_scaled(format_: MomentFormat) -> bool:
+    """Whether moments of a format have scales."""
+    return format_ in _SCALED
 
 
 def stored_moment(
-    moment: jax.Array, format_: MomentFormat, key: jax.Array
+    moment: jax.Array, format_: MomentFormat, key: jax.Array, *, axes: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array | None]:
     """Quantizes a moment to its storage format; returns the values and their scale or None.
 
     The scale maps the largest element to the format's largest value (FP8-LM, Peng et al. 2023).
     Scaled 16-bit formats round to nearest, bf16 and 8-bit formats stochastically.
+
+    Args:
+        axes: axes that share a scale: those of one matrix in a stack of layers and experts.
     """
     dtype = _FORMATS[format_]
     if format_ is MomentFormat.FP32:
         return moment, None
     if format_ is MomentFormat.BF16:
         return stochastically_rounded(moment, key, dtype), None
-    scale = jnp.max(jnp.abs(moment)) / jnp.asarray(jnp.finfo(dtype).max, EXACT)
+    scale = jnp.max(jnp.abs(moment), axis=axes, keepdims=True) / jnp.asarray(
+        jnp.finfo(dtype).max, EXACT
+    )
     scale = jnp.where(scale > 0.0, scale, 1.0)
     if format_ is MomentFormat.FP16:
         return (moment / scale).astype(dtype), scale

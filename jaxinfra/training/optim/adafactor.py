@@ -13,7 +13,7 @@ import optax
 
 from jaxinfra.axes import Dims
 from jaxinfra.numerics.storage import EXACT
-from jaxinfra.training.optim.muon import sides
+from jaxinfra.training.optim.muon import own_dims, sides
 
 _DECAY = 0.8  # of the second moments: 1 - t^-0.8 at step t
 _EPSILON = 1e-30  # added to squares
@@ -106,6 +106,5 @@ def _stepped(
     else:
         whole = moved(whole, squares)
         step = gradient * whole**-0.5
-    own = tuple(dim for side in sides(dims) for dim in side)
-    root = jnp.sqrt(jnp.mean(jnp.square(step), axis=own, keepdims=True))
+    root = jnp.sqrt(jnp.mean(jnp.square(step), axis=own_dims(dims), keepdims=True))
     return step / jnp.maximum(1.0, root / _MOST_RMS), rows, columns, whole

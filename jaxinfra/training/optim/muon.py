@@ -34,6 +34,11 @@ def sides(dims: Dims) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
+def own_dims(dims: Dims) -> tuple[int, ...]:
+    """Returns the dims of one matrix or vector in a parameter that stacks layers or experts."""
+    return tuple(dim for side in sides(dims) for dim in side)
+
+
 def is_matrix(dims: Dims) -> bool:
     """Whether a parameter is a matrix per layer and expert; a norm's scale or a bias is not.
 

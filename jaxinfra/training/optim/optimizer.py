@@ -16,10 +16,17 @@ from jaxinfra.axes import Dims
 from jaxinfra.config.optimizer import MomentFormat, OptimizerConfig, OptimizerKind
 from jaxinfra.config.parts import find_part
 from jaxinfra.errors import ConfigError, nearest
-from jaxinfra.numerics.storage import empty_moment, empty_scales, exact, read_moment, stored_moment
+from jaxinfra.numerics.storage import (
+    empty_moment,
+    empty_scale,
+    exact,
+    is_scaled,
+    read_moment,
+    stored_moment,
+)
 from jaxinfra.training.optim.adafactor import scale_by_adafactor
 from jaxinfra.training.optim.learning_rate import learning_rate, standard_promotion
-from jaxinfra.training.optim.muon import is_hidden_matrix, is_matrix, orthogonalized
+from jaxinfra.training.optim.muon import is_hidden_matrix, is_matrix, orthogonalized, own_dims
 
 _SEED = 0  # of rounding
 
@@ -32,26 +39,34 @@ class StoredAdamState(NamedTuple):
     count: jax.Array  # int32 []
     mu: Any
     nu: Any
-    mu_scale: Any  # one float32 per parameter; None if the format has no scales
+    mu_scale: Any  # float32 per layer and expert; None if the format has no scales
     nu_scale: Any
 
 
-def scale_by_stored_adam(config: OptimizerConfig) -> optax.GradientTransformation:
+def scale_by_stored_adam(config: OptimizerConfig, dims: Any) -> optax.GradientTransformation:
     """Builds ``optax.scale_by_adam`` with moments stored in ``config.first_moment`` and
     ``second_moment``.
 
     Updates are computed in float32; the moments are rounded when they are stored. FP8-LM (Peng et
-    al. 2023) uses fp8 and fp16, DeepSeek-V3 (2024, section 3.3.2) bf16 for both moments.
+    al. 2023) uses fp8 and fp16, DeepSeek-V3 (2024, section 3.3.2) bf16 for both moments. Each
+    matrix of a stack has its own scale.
+
+    Args:
+        dims: tree of ``DimsLeaf`` that names each parameter's dims.
     """
+    axes = [own_dims(leaf.dims) for leaf in jax.tree.leaves(dims)]
     adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)
     formats = config.first_moment, config.second_moment
     rooted = config.second_moment in (MomentFormat.FP16, MomentFormat.FP8)
 
     def init(params: Any) -> StoredAdamState:
+        leaves, structure = jax.tree.flatten(params)
+        # Of a stand-in for parameters, which has no leaves, the state is that stand-in.
+        empty = [empty_scale(leaf, each) for leaf, each in zip(leaves, axes, strict=False)]
         (mu, mu_scale), (nu, nu_scale) = (
             (
                 jax.tree.map(lambda p, f=each: empty_moment(p, f), params),
-                empty_scales(params, each),
+                structure.unflatten(empty) if is_scaled(each) else None,
             )
             for each in formats
         )
@@ -71,18 +86,23 @@ def scale_by_stored_adam(config: OptimizerConfig) -> optax.GradientTransformatio
         after: Any = found  # optax types its states as any tree
         key = jax.random.fold_in(jax.random.key(_SEED), state.count)
         mu_key, nu_key = jax.random.split(key)
-        mu, mu_scale = _stored(after.mu, formats[0], mu_key)
+        mu, mu_scale = _stored(after.mu, formats[0], mu_key, axes)
         nu = jax.tree.map(jnp.sqrt, after.nu) if rooted else after.nu
-        nu, nu_scale = _stored(nu, formats[1], nu_key)
+        nu, nu_scale = _stored(nu, formats[1], nu_key, axes)
         return updates, StoredAdamState(after.count, mu, nu, mu_scale, nu_scale)
 
     return optax.GradientTransformation(init, update)
 
 
-def _stored(moments: Any, format_: MomentFormat, key: jax.Array) -> tuple[Any, Any]:
+def _stored(
+    moments: Any, format_: MomentFormat, key: jax.Array, axes: list[tuple[int, ...]]
+) -> tuple[Any, Any]:
     leaves, structure = jax.tree.flatten(moments)
     keys = jax.random.split(key, max(1, len(leaves)))
-    pairs = [stored_moment(leaf, format_, k) for leaf, k in zip(leaves, keys, strict=False)]
+    pairs = [
+        stored_moment(leaf, format_, k, axes=each)
+        for leaf, k, each in zip(leaves, keys, axes, strict=False)
+    ]
     values, scales = zip(*pairs, strict=True)
     has_scales = all(scale is not None for scale in scales)
     return structure.unflatten(values), structure.unflatten(scales) if has_scales else None
@@ -192,7 +212,7 @@ def _scaled(config: OptimizerConfig, dims: Any) -> list[optax.GradientTransforma
         case OptimizerKind.ADAFACTOR:  # with the paper's constants
             return [scale_by_adafactor(dims)]
         case OptimizerKind.ADAMW:
-            return [scale_by_stored_adam(config) if config.keeps_short_moments else adam]
+            return [scale_by_stored_adam(config, dims) if config.keeps_short_moments else adam]
 
 
 def _where(holds: Callable[[Dims], bool], dims: Any) -> Any:
