@@ -37,10 +37,10 @@ class GeneratedText:
         ('the cat', True)
     """
 
-    prompt: str  # what it was given
+    prompt: str  # the prompt that was continued
     text: str  # without the prompt
     tokens: tuple[int, ...]  # the new ones, the end token included
-    finish: EndReason  # why it ended: an end token, or as many tokens as were asked for
+    finish: EndReason  # why generation ended: an end token, or ``max_new_tokens``
 
 
 def generate(
@@ -56,8 +56,8 @@ def generate(
     """Continues prompts with a model, many at a time; returns the texts in the prompts' order.
 
     Args:
-        model: a run, a model directory, or a model that ``load`` returned, which saves loading it
-            again; a GPU then holds its projections twice, as ``load`` has them and packed.
+        model: a run, a model directory, or a model that ``load`` returned. The last is not loaded
+            again, but a GPU then holds its projections twice: as loaded, and packed for serving.
         prompts: texts to continue.
         max_new_tokens: most tokens of each answer; an end token ends it sooner.
         temperature: 0 takes the most likely token; None: the model's own setting, else 0.8.

@@ -20,10 +20,10 @@ class PresetInfo:
 
     name: str  # as ``preset`` and the command line take it
     parameters: int  # of the whole model
-    active_parameters: int  # that one token meets
+    active_parameters: int  # parameters that one token uses; fewer with experts
     layers: int  # of all stacks
     max_positions: int  # longest sequence, in tokens
-    purpose: str  # what it is for
+    purpose: str  # use of the preset, in a few words
 
 
 def preset(name: str) -> RunConfig:

@@ -21,7 +21,9 @@ _DATA_FILE_BYTES = 256 << 20
 
 
 def require_savable(flat: Mapping[str, Any]) -> None:
-    """Raises CheckpointError naming the leaves that are not plain, live, non-empty jax.Arrays."""
+    """Raises CheckpointError that names leaves Orbax cannot save: all but plain, non-empty
+    jax.Arrays that were not donated.
+    """
     wrong = [f"{path} {reason}" for path, leaf in flat.items() if (reason := _unsavable(leaf))]
     if wrong or not flat:
         found = "; ".join(wrong) or "no leaves"
@@ -42,7 +44,7 @@ def _unsavable(leaf: Any) -> str:
 
 
 class Write:
-    """An asynchronous write of arrays, which the caller may donate once it is constructed."""
+    """An asynchronous write of arrays. The caller may donate the arrays once it is constructed."""
 
     def __init__(self, directory: Path, flat: Mapping[str, jax.Array]) -> None:
         silence_orbax()
@@ -122,10 +124,10 @@ def _is_retrieved(record: logging.LogRecord) -> bool:
 
 @functools.cache  # once in a process
 def silence_orbax() -> None:
-    """Limits Orbax's log to warnings; others share its absl logger, and stay as they are.
+    """Limits Orbax's log to warnings, without changing other users of absl's logger.
 
-    When one write of a save fails, Orbax raises it and closes its event loop. TensorStore's writes
-    that end later still call back, and Python would print a traceback for each: dropped too.
+    When one write of a save fails, Orbax raises the error and closes its event loop. TensorStore
+    writes that end later call back into the closed loop; their tracebacks are dropped too.
     """
     logging.getLogger("absl").addFilter(_is_for_users)
     logging.getLogger("asyncio").addFilter(_is_retrieved)

@@ -130,8 +130,7 @@ def read_newest(
 def require_finite_parameters(checkpoint: Path) -> None:
     """Raises CheckpointError if a verified checkpoint's parameters hold a NaN or an infinity.
 
-    For callers that only need to know that a model is usable: it brings one array at a time onto
-    this process's first device.
+    It loads one array at a time onto this process's first device, and keeps none.
     """
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     for path, leaf in metadata.read(checkpoint).tree.items():
@@ -344,8 +343,8 @@ class Checkpointer:
     ) -> None:
         """Copies ``state`` to the host and returns; the rest follows in the background.
 
-        The caller may donate the state's buffers as soon as this returns. If the save before is
-        still in flight, this waits for it first: two copies on the host are one too many.
+        The caller may donate the state's buffers as soon as this returns. If the previous save is
+        still in flight, this waits for it, so that the host holds at most one copy of the state.
 
         Leaves are plain jax.Arrays of any numeric dtype; pass ``jax.random.key_data`` of a key. A
         step that is already saved is refused, never overwritten and never silently skipped.
@@ -446,7 +445,7 @@ class Checkpointer:
         )
 
     def set_aside(self, step: int, reason: str) -> None:
-        """Moves a committed step into ``quarantine/``, as a roll-back does with what it undoes."""
+        """Moves a committed step into ``quarantine/``. A roll-back does so with later steps."""
         self._join()
         processes.on_first(lambda: self._set_aside(step, reason))
 

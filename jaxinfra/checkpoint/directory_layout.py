@@ -12,11 +12,11 @@ loaded. Orbax loads a checkpoint with a flipped bit without an error, so we keep
 The sums detect any change to the bytes of any file after they were taken: flipped bits,
 truncation, missing or extra files, a renamed checkpoint. The manifest's own bytes are included.
 
-The sums cannot detect older damage. They are computed right after the files were written, so a
-bit flipped in device or host memory or in the writer is taken for the truth. Both sums usually come
-from the operating system's page cache. Damage on the disk itself shows only once the cache no
-longer holds the file, as after a restart on another machine. The sums guard against accidents, not
-against a person who recomputes them.
+The sums cannot detect earlier damage. They are computed right after the files were written, so a
+bit that was flipped before, in memory or by the writer, is part of the sum. A check soon after the
+write usually reads the operating system's page cache. It finds damage on the disk itself only when
+the file is no longer cached, as after a restart on another machine. The sums guard against
+accidents, not against a person who recomputes them.
 """
 
 import concurrent.futures

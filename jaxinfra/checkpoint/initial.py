@@ -43,13 +43,13 @@ class InitialModel:
 
     init: InitConfig
     config: ModelConfig
-    policy: PolicyName  # that suits the precision it is stored in
+    policy: PolicyName  # precision policy that fits the dtype of the stored weights
 
 
 def read_initial(path: Path) -> InitialModel:
     """Reads the model config of a directory or a run, and computes the checksum of its weights.
 
-    For a model directory that reads its weight files whole; for a run only a manifest.
+    The checksum of a model directory needs all its weight files; that of a run only its manifest.
 
     Raises:
         ConfigError, CheckpointError: a run cannot start from this model; the message says why.
@@ -94,9 +94,9 @@ def place_initial(
 
     Args:
         shardings: shardings of the arrays to read: parameters, model state or both.
-        kept: how projections are stored: if quantized, they are rounded layer by layer from the
-            stored numbers, so that devices hold one layer of those at most. The weights of a run
-            are held whole on the first device meanwhile.
+        kept: format in which devices store projections. Quantized formats are made layer by layer,
+            so devices hold at most one unquantized layer. If the model is a run, the first device
+            holds all of its weights meanwhile.
 
     Raises:
         CheckpointError: the weights differ from those that the run started from.

@@ -48,7 +48,9 @@ type _Read = Callable[[StoredWeight, Index], np.ndarray]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedParameter:
-    """One of our parameters in all layers, as the quantized tensors in the files hold it."""
+    """One of our parameters, stacked over all layers, with the quantized tensors of the files that
+    hold it.
+    """
 
     source: MappedParameters
     weights: Mapping[str, StoredWeight]  # by the files' names
@@ -233,8 +235,8 @@ def _packed(source: ParameterSource, path: str, shape: tuple[int, ...]) -> Packe
 
 
 def form_of_part(form: WeightFormat, tensor: Tensor, part: Part) -> WeightFormat:
-    """Returns the weight format of our part of a tensor stored in ``form``; blocks of outputs that
-    the part cuts are split.
+    """Returns the weight format of our part of a fused tensor that is stored in ``form``. If the
+    part begins or ends inside a block of outputs, its blocks are smaller.
     """
     if form.group_columns > 1 and (tensor.interleaved or part.start % form.group_columns):
         return dataclasses.replace(form, group_columns=1)
@@ -289,8 +291,8 @@ def load_pretrained(
 ) -> PretrainedModel:
     """Reads a model directory, tensor by tensor, each device its shard only.
 
-    Parameters are stored in the compute dtype, as nothing trains them: half the memory of fp32
-    masters, and exact if the checkpoint has no more precision.
+    Parameters are stored in the compute dtype, because they are not trained: bf16 takes half the
+    memory of fp32. Nothing is rounded if the files have no higher precision.
 
     Args:
         policy: precision policy; None: that of the dtype in which the embedding is stored.

@@ -60,7 +60,7 @@ class Metadata:
     tree: dict[str, Leaf]
 
     def encode(self) -> bytes:
-        """Encodes the metadata as JSON; refuses a value that would not survive decoding."""
+        """Encodes the metadata as JSON; raises an error for a value that decoding would change."""
         _require_json("data_state", self.data_state)
         _require_json("identity", self.identity)
         tree = [

@@ -225,7 +225,9 @@ def describes(hf: Mapping[str, Any], config: ModelConfig) -> bool:
 
 
 def cast(x: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
-    """Casts to the nearest; raises CheckpointError for a NaN, or if a finite number overflows."""
+    """Casts elements to a dtype, rounding to nearest. Raises CheckpointError for a NaN, or if a
+    finite number overflows.
+    """
     require_finite_piece(x, name=name)
     if x.dtype == dtype:
         return x
@@ -253,7 +255,9 @@ def _common_dtype(source: ParameterSource, tensor: Tensor) -> np.dtype:
 
 @contextlib.contextmanager
 def filled_directory(path: Path, tokenizer_directory: Path) -> Iterator[Path]:
-    """Makes a model directory with a tokenizer's files; it gets its name when complete."""
+    """Makes a model directory with a tokenizer's files, for the ``with`` block to fill. It is
+    renamed to ``path`` when the block ends.
+    """
     with new_directory(path) as directory:
         for name in TOKENIZER_FILES:
             if (tokenizer_directory / name).is_file():

@@ -107,9 +107,8 @@ def _write_rows[Arrays: (jax.Array, QuantizedWeight)](
 def read_shards(
     shape: tuple[int, ...], sharding: Any, read: Callable[[Index], np.ndarray]
 ) -> jax.Array:
-    """Makes an array of the slices that ``read`` returns, each device its shard only.
-
-    Devices that hold the same shard read it once.
+    """Makes a sharded array from the slices that ``read`` returns; only each device's shard is
+    read. A shard that several devices hold is read once.
     """
     found: dict[Index, np.ndarray] = {}
 
@@ -137,8 +136,8 @@ def place_quantized(
 ) -> Parameters:
     """Reads parameters, each device its shard only, and quantizes projections layer by layer.
 
-    The stored numbers are rounded in fp32, whatever the compute dtype, and no group that shares a
-    scale is split over devices. So the result is equal on any mesh and at every reading.
+    Quantization is computed in fp32, whatever the compute dtype, and no group of elements with a
+    common scale is split over devices. So the result is bitwise equal on any mesh.
 
     Args:
         shardings: shardings of ``base_shapes``, as ``base_shardings`` returns them.

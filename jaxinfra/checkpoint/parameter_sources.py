@@ -1,6 +1,6 @@
 """Sources of parameters: files in the layout of Hugging Face or in ours, or a live model.
 
-A source reads a slice of one of our parameters, stacked over layers, and nothing else.
+A source reads any slice of one of our parameters (stacked over layers) without reading the rest.
 """
 
 import dataclasses
@@ -70,7 +70,8 @@ class MappedParameters:
         """Assembles a slice of a parameter from slices of tensors that ``read`` returns.
 
         Args:
-            leading: layer, and expert, that the slice is of; by default it spans several.
+            leading: indices of the layer and expert that ``index`` is within; by default ``index``
+                has these dims itself.
         """
         if (path, leading) not in self.weights.places:
             first, *rest = index
@@ -104,9 +105,9 @@ class LiveParameters:
 def mapped_parameters(files: TensorReader, weights: WeightMap) -> MappedParameters:
     """Maps files' tensors to parameters; raises CheckpointError for wrong names and shapes.
 
-    Files of the bare model lack the prefix of all names. A tied tensor may be present if it equals
-    the one it is tied to. A bias that the model does not have may be present if it is 0, as
-    AutoGPTQ wrote for every layer.
+    Names may lack their common prefix, as in files of a model without its head. A tied tensor may
+    be present if it equals the tensor that it is tied to. A bias that the model does not have may
+    be present if it is 0: AutoGPTQ wrote one for every layer.
     """
     bare = not any(name.startswith(weights.root) for name in files.tensors)
     names = {

@@ -78,7 +78,7 @@ class MergedParameters:
 
     base: ParameterSource
     adapters: Adapters
-    # Of the model: training changed it, in place of the base's.
+    # Model state after training, which replaces that of the base model.
     state: LiveParameters = LiveParameters(arrays={})
     _gains: dict[tuple[str, int], np.ndarray] = dataclasses.field(default_factory=dict)
 
@@ -113,7 +113,9 @@ class MergedParameters:
         return weight.astype(np.float32) + delta
 
     def gain(self, path: str, found: AdapterArrays, layer: int) -> np.ndarray:
-        """Returns DoRA's factor on each output of a layer; cached, as its norm needs all inputs."""
+        """Returns DoRA's factor on each output of a layer. It is cached, because its norm needs the
+        whole weight matrix.
+        """
         if (path, layer) not in self._gains:
             assert found.magnitude is not None
             shape = (*found.a.shape[1:-1], *found.b.shape[2:])
@@ -146,8 +148,8 @@ def write_peft(
 
     Args:
         base: name of the base model in adapter_config.json.
-        source: the base model's weights: with DoRA, a fused tensor's projections without adapter
-            get the norm of their own weights as magnitude.
+        source: the base model's weights. With DoRA they give the magnitudes of projections that
+            have no adapter but are fused with one that has.
     """
     lora = adapters.lora
     tensors: dict[str, np.ndarray] = {}

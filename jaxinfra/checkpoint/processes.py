@@ -39,5 +39,7 @@ def on_first[T](work: Callable[[], T]) -> T:
 
 
 def barrier(name: str) -> None:
-    """Waits for all processes, in any thread and without devices; a name is used once."""
+    """Waits for all processes. It may be called in any thread and uses no devices; each ``name``
+    may be used only once.
+    """
     ocp.multihost.get_barrier_sync_fn()(key=name, timeout_ms=_BARRIER_TIMEOUT_S * 1000)

@@ -70,7 +70,9 @@ class RunDirectory:
         return self.path / "spikes" / f"step-{step:08d}.json"
 
     def set_aside_odd_logs(self) -> None:
-        """Renames logs that are no plain files: a pipe may block, a link lead to any file."""
+        """Renames logs that are not plain files: a pipe could block, and a link could point to any
+        file.
+        """
         files = (
             *(self.metrics_file, self.incidents_file, self.goodput_file, self.prometheus_file),
             self.environments_file,

@@ -28,12 +28,12 @@ class StoredWeight:
 
     shape: tuple[int, int]  # outputs, inputs
     form: WeightFormat  # rows are inputs, columns outputs
-    parts: tuple[str, ...]  # names of the tensors that it takes the place of
-    first: StoredTensor  # one of them
+    parts: tuple[str, ...]  # names of the files' tensors that make up the weight
+    first: StoredTensor  # the first of these tensors
     codes: Callable[[Index], np.ndarray]
     scales: Callable[[], np.ndarray]  # [blocks of outputs, groups of inputs], floating
     zeros: Callable[[], np.ndarray] | None = None  # integers [outputs, groups]
-    groups: Callable[[], np.ndarray | None] = lambda: None  # of each input; None: one after another
+    groups: Callable[[], np.ndarray | None] = lambda: None  # group of each input; None: consecutive
 
     def spread(self, of_groups: np.ndarray, index: Index) -> np.ndarray:
         """Repeats each group's value for all elements of the group in a slice."""
@@ -90,9 +90,9 @@ def read_whole(files: TensorFiles, name: str) -> np.ndarray:
 class BitPacking:
     """The packing of a weight [outputs, inputs] and its zero points in 32-bit words."""
 
-    dim: int = 1  # of the weight, along which elements share a word; zero points always along 0
-    transposed: bool = False  # files hold the inputs, or their groups, before the outputs
-    order: tuple[int, ...] = ()  # element of a word, from the lowest bits; in sequence by default
+    dim: int = 1  # dim of the weight along which elements share a word; for zero points it is 0
+    transposed: bool = False  # whether the files' first dim is inputs (or groups), not outputs
+    order: tuple[int, ...] = ()  # element index at each bit position, lowest first; () in sequence
 
     def codes(self, files: TensorFiles, name: str, index: Index, *, bits: int) -> np.ndarray:
         """Reads a slice of unsigned elements, as uint8 [outputs, inputs]."""
@@ -104,7 +104,8 @@ class BitPacking:
         return self._unpacked(found, bits, self.dim)[(slice(None),) * self.dim + (wanted,)]
 
     def zeros(self, files: TensorFiles, name: str, *, bits: int) -> np.ndarray:
-        """Reads all zero points, as int16 [outputs, groups]; their last word may hold too many."""
+        """Reads all zero points, as int16 [outputs, groups], without the padding in the last word.
+        """
         shape = files.tensors[name].shape[:: -1 if self.transposed else 1]
         words = self._read(files, name, tuple(slice(0, size) for size in shape))
         return self._unpacked(words, bits, 0).astype(np.int16)

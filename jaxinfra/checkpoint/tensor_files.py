@@ -263,10 +263,11 @@ def _write_file(
 
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """Makes a directory to fill: it gets its name when complete, and is removed on an error.
+    """Makes a directory for the ``with`` block to fill. It is renamed to ``path`` when the block
+    ends, and removed on an error.
 
     Raises:
-        ConfigError: there is something of this name already.
+        ConfigError: ``path`` exists already.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(

@@ -47,8 +47,8 @@ def from_hf_config(values: Mapping[str, Any]) -> ModelConfig:
     """Reads the model that a Hugging Face ``config.json`` describes.
 
     Raises:
-        ConfigError: an architecture, a key or a value that would change what is computed and is
-            not supported; named, with the reason.
+        ConfigError: an architecture, key or value is not supported and would change the result; the
+            message names it.
     """
     model_type = model_type_of(values)
     family = FAMILIES[model_type]
@@ -99,7 +99,9 @@ def plain_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def computed(config: ModelConfig) -> ModelConfig:
-    """Returns the model without settings of training that no Hugging Face config holds."""
+    """Returns the model config without training settings, such as dropout, which Hugging Face
+    configs do not have.
+    """
 
     def block(each: BlockConfig) -> BlockConfig:
         experts = each.feed_forward
@@ -124,7 +126,7 @@ def to_hf_config(config: ModelConfig, *, model_type: str | None = None) -> dict[
         model_type: the architecture to write; None: the first that can describe this model.
 
     Raises:
-        ConfigError: no architecture can.
+        ConfigError: no supported architecture can describe this model.
     """
     if model_type is not None:
         model_type_of({"model_type": model_type})

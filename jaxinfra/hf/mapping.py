@@ -20,9 +20,9 @@ class Part:
     """One layer (or expert) of one of our parameters, within a tensor of the files."""
 
     path: str
-    index: tuple[int, ...]  # leading: the layer of a stacked parameter, an expert of theirs alone
+    index: tuple[int, ...]  # layer in the stacked parameter, and expert if it has its own tensor
     layout: TensorLayout
-    start: int  # along the tensor's fused dim; among interleaved parts the part's number
+    start: int  # offset along the tensor's fused dim; for interleaved parts, the part's number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,11 +69,11 @@ class WeightMap:
     """All tensors of a model in the order they are written, and our parameters within them."""
 
     tensors: Mapping[str, Tensor]
-    places: Mapping[tuple[str, tuple[int, ...]], tuple[Tensor, Part]]  # by our path and index
+    places: Mapping[tuple[str, tuple[int, ...]], tuple[Tensor, Part]]  # keys: our path and index
     root: str
     ignored: re.Pattern[str] | None
-    extra: tuple[re.Pattern[str], int] | None  # layers' names, and the number of layers
-    tied: Mapping[str, str]  # a tensor that may be there, and the one it then equals
+    extra: tuple[re.Pattern[str], int] | None  # pattern of layers' names, and number of layers
+    tied: Mapping[str, str]  # from an optional tensor to the tensor that it must equal
 
     def parts_of(self, path: str) -> list[tuple[Tensor, Part]]:
         """Returns each (tensor, part) that holds a layer or expert of our parameter."""

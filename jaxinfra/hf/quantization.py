@@ -47,8 +47,8 @@ class Gptq:
 
     bits: int
     group: int  # inputs that share a scale; -1: all
-    adds_one: bool  # to zero points as stored: all but the second version of the format
-    act_order: bool  # groups are of inputs in another order, which the files must then say
+    adds_one: bool  # zero points are stored minus 1, as in version 1 of the format
+    act_order: bool  # groups are not of consecutive inputs; ``g_idx`` must give each input's group
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +92,7 @@ def read_quantization(keys: Keys) -> Quantization | None:
     """Reads ``quantization_config``; None where weights are stored plainly.
 
     Raises:
-        ConfigError: a format that is not read.
+        ConfigError: the format is not supported.
     """
     values = keys.mapping("quantization_config")
     if values is None:

@@ -1,8 +1,8 @@
 """Layouts of Hugging Face tensors, relative to our parameters.
 
-A layout is written like an einsum over named dims: ``"(N H) D -> D N H"`` says that their matrix
-has a row for every element of every head, and that ours has the input first and the heads apart.
-It is a reshape and a transposition, so it loses nothing and is undone exactly.
+A layout is written like an einsum over named dims. ``"(N H) D -> D N H"`` says that the Hugging
+Face tensor is a matrix [N*H, D] and our parameter is [D, N, H]. A layout is a reshape and a
+transposition, so it can be inverted exactly.
 
 Letters: D model width, N query heads, K key/value heads, H head width, F mlp width, V vocabulary,
 P positions of a learned table, E experts, R compressed (latent) width.

@@ -15,7 +15,7 @@ class Rule:
     name: str
     parts: tuple[tuple[str, str], ...]  # our path and layout, in the order they are fused
     fused_dim: int = 0  # of their tensor
-    interleaved: bool = False  # along that dim elements of the parts take turns
+    interleaved: bool = False  # elements of the parts alternate along that dim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,9 +25,9 @@ class WeightTable:
     layer_prefix: str  # "{}" stands for the layer's number
     layer: tuple[Rule, ...]
     outside: tuple[Rule, ...]
-    root: str  # of all names, and missing in files of the bare model
-    ignored: str | None = None  # a pattern of tensors that are no weights
-    # Layers after the model's last may be there: multi-token prediction, which is left out.
+    root: str  # prefix of all names; files of a model without its head lack it
+    ignored: str | None = None  # pattern of tensors that are not weights
+    # Files may have layers after the model's last: multi-token prediction, which is left out.
     extra_layers: bool = False
 
 

@@ -1,1 +1,1 @@
-"""The runtime of a job's processes: places, signals, files, records and watchdogs."""
+"""The runtime of a job's processes: ranks, signals, files, flight recorders and watchdogs."""

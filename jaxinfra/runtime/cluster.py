@@ -1,4 +1,4 @@
-"""The place of a process in its job (rank, size, coordinator), from the environment.
+"""Rank of a process, size of its job and address of the coordinator, from the environment.
 
 Launchers are tried in this order; the first whose variables are set is used:
 
@@ -43,7 +43,7 @@ _FIRST_PORT, _NUM_PORTS = 20000, 10000
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """A process's place in its job: its rank, the number of processes and their coordinator."""
+    """Rank of a process in its job, the number of processes, and their coordinator."""
 
     host: str  # of process 0
     port: int
@@ -51,9 +51,9 @@ class Cluster:
     process_id: int
     local_id: int  # among the processes of this node
     num_local: int  # processes of this node; 0: not known
-    source: str  # which environment said so
+    source: str  # launcher whose variables were read
     bind: str | None = None  # address that process 0 listens on; None: its own address by ``host``
-    token: str = ""  # known to the processes of this job alone; empty: there is none
+    token: str = ""  # secret that only this job's processes know; empty: none
 
     def __post_init__(self) -> None:
         if not 0 <= self.process_id < self.num_processes:
@@ -71,7 +71,7 @@ class Cluster:
 
 
 def detect_cluster(environment: Mapping[str, str]) -> Cluster | None:
-    """Returns this process's place in its job; None if it is the job's only process.
+    """Returns the rank and job of this process; None if it is the job's only process.
 
     Raises ConfigError if some variables of a launcher are missing or malformed.
     """

@@ -110,7 +110,7 @@ def sum_causes(sessions: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def goodput(total: Mapping[str, float]) -> float | None:
-    """Returns the share of wall time that was compute of steps that were kept."""
+    """Returns goodput: the fraction of wall time spent computing steps that were not lost."""
     whole = sum(total.values())
     return total["compute"] / whole if whole else None
 

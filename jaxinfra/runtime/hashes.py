@@ -70,7 +70,7 @@ class Mismatch:
     """A shard whose copies on different devices are not equal."""
 
     tensor: str
-    odd: tuple[int, ...]  # rows of the table that differ from most; all where nobody is in majority
+    odd: tuple[int, ...]  # rows of the hash table that differ from the majority; all in a tie
     is_tie: bool
 
 
@@ -117,8 +117,8 @@ class StateHash:
 
 
 def odd_ones(values: Sequence[int | str]) -> tuple[list[int], bool]:
-    """Returns the positions of values that differ from the commonest one, and whether others are as
-    common; then the first of them counts as the commonest.
+    """Returns the indices of values that differ from the most common value, and whether there is a
+    tie. In a tie, the most common value that comes first is taken.
     """
     counts = Counter(values)
     common = [value for value, count in counts.items() if count == max(counts.values())]

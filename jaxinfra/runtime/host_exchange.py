@@ -1,10 +1,11 @@
-"""A table that all processes share, with a row of each per step, and the slow ranks in it.
+"""An exchange of one row of numbers per process and step, and detection of slow ranks from it.
 
-An all-gather of a few floats per process is dispatched beside the step and read with its metrics,
-so no host waits. All decide from the same table: when to stop, and which ranks are slow.
+An all-gather of a few floats per process is dispatched with each step and read with its metrics,
+so no host waits. All processes decide from the same table when to stop and which ranks are slow.
 
-After a collective all ranks look equally slow. So each sends the time it spent alone: waiting for
-its batch, handing the step to its devices, and at times a small program on its devices.
+Whole steps take equally long on all ranks, as collectives wait for the slowest. So each rank sends
+times that it spent alone: waiting for its batch, dispatching the step, and at times a small program
+on its own devices.
 """
 
 import dataclasses

@@ -90,7 +90,7 @@ class Recorder:
         struct.pack_into("<Q", self._ring, _EVENTS_AT, self._events)
 
     def phase(self, name: str, *, step: int) -> float:
-        """Begins a phase; returns the seconds of the one before it, which the event holds."""
+        """Begins a phase; records and returns the seconds of the previous phase."""
         now = time.perf_counter()
         seconds, self._began = now - self._began, now
         self.spent[self.phase_name] += seconds
@@ -112,7 +112,9 @@ class Recorder:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """An event of a flight recorder; a phase's ``value`` is the seconds of the phase before it."""
+    """An event of a flight recorder. If it begins a phase, ``value`` is the previous phase's
+    seconds.
+    """
 
     time: float
     name: str

@@ -46,8 +46,8 @@ class StopRequest:
         return self.asked is not None
 
     def hold(self) -> None:
-        """Makes signals be noted from now on, for the caller to obey. A second SIGINT still ends
-        the process at once: a user does not want to wait for the save.
+        """Makes handlers only note signals from now on; the caller checks ``asked`` and stops. A
+        second SIGINT still ends the process at once, for a user who does not wait for the save.
         """
         self.is_held = True
 
@@ -56,7 +56,7 @@ class StopRequest:
         """Leaves signals to the caller's own handlers within a ``with`` block.
 
         Args:
-            notice: the pipe whose reader calls ``obey`` and ``come_back``, in order.
+            notice: file descriptor of the pipe that tells the watching thread of the block's end.
         """
         self._elsewhere = True
         self._back.clear()

@@ -37,7 +37,7 @@ class Ending:
 
     rank: int
     code: int  # minus the signal's number where one ended it
-    order: int  # in which it was seen to end
+    order: int  # 0 for the process that was seen to end first, then 1, ...
     killed_by_us: bool = False
     stopped: bool = False  # its process was halted by a signal when it was killed
 
@@ -164,7 +164,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NodePlace:
-    """The place of this node's processes in a job; by default they are the whole job."""
+    """Ranks of this node's processes and the job's coordinator; by default the node is the job."""
 
     host: str = "127.0.0.1"
     port: int | None = None  # None: a free one
@@ -178,11 +178,11 @@ class Supervisor:
 
     Args:
         command: command line of the first start.
-        again: command line of restarts, which continues the run.
+        again: command line of restarts, which resume the run.
         logs: directory for the processes' output and for ``report.json``.
         recorder: directory of the ranks' flight recorders, if they have some.
         incidents: log of the run's incidents, to which failures of ranks are added.
-        environment: variables of the processes, to which those of their places are added.
+        environment: environment variables of the processes, to which their ranks are added.
         memory_group: cgroup whose count of OOM kills shows that a process was killed for memory.
     """
 

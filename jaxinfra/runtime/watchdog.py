@@ -41,7 +41,7 @@ ENDED = ("done",)
 def find_absent(
     records: Sequence[RankRecord], *, num_ranks: int, not_running: Collection[int] = (), now: float
 ) -> str:
-    """Names the ranks that the other ranks wait for, and what they do instead.
+    """Names the ranks that the other ranks wait for, and the phase that each of them is in.
 
     Args:
         not_running: ranks whose heartbeat has stopped: the process or its host is stopped or dead.
