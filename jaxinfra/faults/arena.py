@@ -83,7 +83,7 @@ def injected(target: str, action: str, value: float = 0, *, call: int = 1, **mor
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """A finished job's exit code, output and duration."""
+    """Exit code, output and duration of a job that has ended."""
 
     code: int
     said: str  # stdout and stderr
@@ -156,8 +156,8 @@ class Arena:
     """Directory of the runs of one ``jaxinfra faults`` command; several threads may share it.
 
     Args:
-        options: ``jaxinfra train`` options of the user's own config; empty: a tiny model. What
-            is in ``SETTINGS`` and the mesh are set by the arena; ``own_config`` checks the rest.
+        options: ``jaxinfra train`` options of the user's own config; empty: a tiny model. The arena
+            itself sets the mesh and the settings in ``SETTINGS``; ``own_config`` refuses these.
         processes: number of processes of an ordinary job, each with one CPU device.
     """
 
@@ -272,10 +272,10 @@ class Arena:
             return job.end().seconds
 
     def require_same(self, run: str, *settings: str, processes: int | None = None) -> str:
-        """Requires a run's last state and samples to equal the run's without faults.
+        """Requires a run's last state and samples to equal those of the run without faults.
 
         Args:
-            settings: settings of the run without faults; if none, all recorded values are compared.
+            settings: settings of the run without faults; if empty, all metrics are compared too.
         """
         want, got = self.reference(*settings, processes=processes), self.place / run
         sums, expected = state_sums(got, STEPS), state_sums(want, STEPS)

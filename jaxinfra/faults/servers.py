@@ -97,9 +97,9 @@ class Reply:
     """A server's HTTP answer to a client."""
 
     status: int  # 0: the connection ended without an answer
-    came: list[Any]  # a body, or the bodies of events
+    came: list[Any]  # the body, or the bodies of a stream's events
     headers: Mapping[str, str]
-    is_whole: bool = True  # a stream that came to its end mark; an answer without one
+    is_whole: bool = True  # False for a stream that ended before its [DONE] event
 
     @property
     def text(self) -> str:
@@ -161,7 +161,7 @@ class GymServer:
         """Opens a connection and sends a request, without reading the answer.
 
         Args:
-            room: bytes that the connection buffers unread.
+            room: size of the connection's receive buffer in bytes; None: the system's default.
         """
         made = socket.socket()
         if room is not None:

@@ -18,7 +18,7 @@ class Entry:
 
     title: str
     function: Fault
-    devices: int  # of its largest job, over which a batch is divided
+    devices: int  # number of devices of the fault's largest job
 
 
 FAULTS: dict[int, Entry] = {}

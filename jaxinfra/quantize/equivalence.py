@@ -1,8 +1,8 @@
 """Scaling of a block's weights by input channel, and of the layers before them by the inverse.
 
-A group of projections reads one input, and that input is linear in the scale of a norm or the
-columns of another projection. All readers of the input are scaled, those in 16 bits too: the router
-reads what experts read.
+Several projections may read one input. That input is linear in the scale of a norm, or in the
+columns of another projection. If the input is scaled, the weights of all its readers must be
+scaled, including those that stay in 16 bits: the router reads the same input as the experts.
 """
 
 import dataclasses
@@ -29,11 +29,11 @@ class ScaledInput:
 
     readers: tuple[str, ...]
     kept: tuple[str, ...] = ()  # readers that stay in 16 bits
-    norm: str | None = None  # None: ``columns`` makes it
-    offset: float = 0.0  # that the norm adds to its scale
-    columns: str | None = None
-    first: int = 0  # of the last dim of ``columns``: those before make something else
-    by_expert: bool = False  # each expert has an input, and scales, of its own
+    norm: str | None = None  # norm that produces the input; None: ``columns`` does
+    offset: float = 0.0  # constant that the norm adds to its scale
+    columns: str | None = None  # projection whose output columns are the input
+    first: int = 0  # first of these columns, along the last dim; earlier ones make another array
+    by_expert: bool = False  # whether each expert has its own input and scales
 
     @property
     def input(self) -> str:

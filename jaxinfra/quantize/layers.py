@@ -27,7 +27,9 @@ from jaxinfra.quantize.statistics import InputRecorder, InputStatistics, statist
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPlace:
-    """A layer's place in the model: ``blocks/BLOCK`` in paths, and its repetition ``at``."""
+    """Index of a layer in the model. Its parameters are under ``blocks/BLOCK``, at index ``at`` of
+    the stacked arrays.
+    """
 
     number: int
     block: int
@@ -39,7 +41,7 @@ class LayerPlace:
 
 
 def places_of(config: ModelConfig) -> Iterator[LayerPlace]:
-    """Returns the places of all of a model's layers, first to last."""
+    """Iterates over the ``LayerPlace`` of each layer of a model, first to last."""
     for number, (block, at) in enumerate(config.layer_places):
         yield LayerPlace(number=number, block=block, at=at)
 
@@ -59,7 +61,7 @@ def read_layer(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MatrixDims:
-    """Numbers of a weight's dims that are inputs, outputs and experts, to view it as a matrix."""
+    """Number of input dims of a weight, and whether experts precede them: its view as a matrix."""
 
     num_inputs: int  # dims that are contracted
     has_experts: bool = False  # in front of those
@@ -109,7 +111,8 @@ class CalibrationModel:
 
         Args:
             activations: format that inputs of the weights named in ``rounded`` are quantized to.
-            statistics: number of expert inputs whose products are summed; None: no statistics.
+            statistics: block size of the products x^T x that are summed for experts; None: no
+                statistics.
         """
         block = self._block(place.block)
         return block.run(dict(parameters), jnp.asarray(x_BTD), activations, rounded, statistics)

@@ -1,12 +1,12 @@
 """Preparation of a layer's weights for rounding: input scaling and clipped group ranges.
 
-Multiplying an input's weights with s, and what makes that input by 1 / s, changes nothing but how
-they round. AWQ (Lin et al. 2023, arXiv 2306.00978) takes s = mean |x| ** alpha for the alpha at
-which outputs are off least; SmoothQuant (Xiao et al. 2022, arXiv 2211.10438) takes
-s = max |x| ** alpha / max |w| ** (1 - alpha), so that inputs round as easily as weights do.
+Dividing an input by s and multiplying the weights that read it by s changes only rounding errors.
+AWQ (Lin et al. 2023, arXiv 2306.00978) takes s = mean |x| ** alpha, with the alpha of least output
+error. SmoothQuant (Xiao et al. 2022, arXiv 2211.10438) takes
+s = max |x| ** alpha / max |w| ** (1 - alpha), which balances the ranges of inputs and weights.
 
-With D the error of a weight [K, N] and H = x^T x, the error of its outputs is tr(D^T H D). Weights
-of experts are [E, K, N], each with an H of its own tokens.
+If D is the rounding error of a weight [K, N] and H = x^T x, the squared error of its outputs is
+tr(D^T H D). Weights of experts are [E, K, N]; each expert has the H of its own tokens.
 
 Dims: E expert, K input, N output, G group of inputs, R input of a group.
 """
@@ -167,7 +167,7 @@ def with_scaled_inputs(
     *,
     quantized: frozenset[str],
 ) -> tuple[dict[str, jax.Array], dict[str, InputStatistics]]:
-    """Returns a layer's fp32 parameters with scaled input channels and unchanged outputs.
+    """Returns a layer's fp32 parameters with scaled input channels; the layer's outputs are equal.
 
     Also returns statistics of the scaled inputs, by the weight's path in the block.
 

@@ -1,7 +1,7 @@
 """Quantization of a model into a Hugging Face directory, layer by layer.
 
-One layer's weights are on the device and on the host at a time, beside the hidden states of the
-text; quantized weights are on disk until all are written.
+Device and host hold one layer's weights at a time, and the calibration text's hidden states.
+Quantized weights are kept on disk until all are written.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ class LayerReport:
     """Output error and duration of one quantized layer."""
 
     number: int
-    error: float | None  # of its output against the original's, relative; None: no text was given
+    error: float | None  # relative error of the layer's output; None: no calibration text
     seconds: float
 
 
@@ -87,11 +87,11 @@ class QuantizationReport:
 
     recipe: QuantizationRecipe
     layers: tuple[LayerReport, ...]
-    num_quantized: int  # elements
-    num_kept: int
+    num_quantized: int  # number of quantized elements
+    num_kept: int  # number of elements that stay unquantized
     quantized_bytes: int
     kept_bytes: int
-    before_bytes: int  # of all, as the source holds them
+    before_bytes: int  # size of all weights in the source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

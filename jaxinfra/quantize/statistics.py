@@ -27,9 +27,9 @@ class InputStatistics:
     count: jax.Array  # []: tokens
     magnitude_K: jax.Array  # sum of |x|
     largest_K: jax.Array  # of |x|
-    # x^T x, all of it as one block, or blocks on its diagonal: errors of outputs follow from it and
-    # the weights' alone. Errors of different groups of inputs are independent, so blocks of groups
-    # tell as much in the mean.
+    # x^T x as one block, or only the blocks on its diagonal. With the weights' errors it gives the
+    # output error. Rounding errors of different input groups are independent, so on average the
+    # diagonal blocks suffice.
     products_GRR: jax.Array
 
     @property
@@ -88,8 +88,8 @@ class RoutedTokens:
         """Computes each expert's input statistics, of its inward and outward projections.
 
         Args:
-            block: number of inputs whose products are summed; a square of all of them per expert
-                would be larger than the model.
+            block: size of the diagonal blocks of x^T x. The whole matrix for every expert would be
+                larger than the model.
         """
 
         def of_expert(given: tuple[jax.Array, ExpertWeights]) -> tuple[Any, Any]:
@@ -118,7 +118,7 @@ class RoutedTokens:
 class InputRecorder:
     """Records the inputs of a layer's matmuls, and its experts' tokens, while it is traced.
 
-    A projection passes on the very weight object it was given, so weights are told by identity.
+    Weights are recognized by object identity, as a projection passes on its weight object.
     """
 
     def __init__(self, exchange: ExpertExchange) -> None:
