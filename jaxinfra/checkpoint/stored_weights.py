@@ -104,7 +104,7 @@ class BitPacking:
         return self._unpacked(found, bits, self.dim)[(slice(None),) * self.dim + (wanted,)]
 
     def zeros(self, files: TensorFiles, name: str, *, bits: int) -> np.ndarray:
-        """Reads all zero points, as int16 [outputs, groups], without the padding in the last word."""
+        """Reads all zero points, as int16 [outputs, groups], without the last word's padding."""
         shape = files.tensors[name].shape[:: -1 if self.transposed else 1]
         words = self._read(files, name, tuple(slice(0, size) for size in shape))
         return self._unpacked(words, bits, 0).astype(np.int16)
