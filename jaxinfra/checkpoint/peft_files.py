@@ -198,7 +198,7 @@ def _peft_config(
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
         "bias": "none",
         "target_modules": modules,
         "rank_pattern": fused,

@@ -66,12 +66,20 @@ class LoraConfig:
     targets: tuple[str, ...] = ("query", "value")  # projections that get an adapter
     kind: AdapterKind = AdapterKind.LORA  # dora also trains the length of each output's weights
     scaling: AdapterScaling = AdapterScaling.STANDARD  # rslora: s is alpha / sqrt(rank)
+    dropout: float = 0.0  # rate on the adapters' inputs, in training only
     base: BaseWeights = BaseWeights.COMPUTE  # storage of frozen projections: nf4 for QLoRA
 
     def __post_init__(self) -> None:
         if self.rank < 1 or not (0.0 < self.alpha < math.inf):
             raise ConfigError(
                 f"lora rank={self.rank} must be at least 1 and alpha={self.alpha} positive"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ConfigError(f"lora dropout={self.dropout} must be in [0, 1)")
+        if self.dropout and "kv_up" in self.targets:
+            raise ConfigError(
+                f"lora dropout={self.dropout} with target 'kv_up': latent attention may multiply "
+                "its weight with others before an input; leave one of them out"
             )
         require_within(lora_rank=self.rank)
         for name in self.targets:

@@ -5,13 +5,13 @@ Dims: B batch, T position, D model width.
 
 import dataclasses
 import functools
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float
 
 from jaxinfra import axes
 from jaxinfra.config.kinds import NormPlacement
@@ -23,10 +23,12 @@ from jaxinfra.config.model import (
     MlpConfig,
 )
 from jaxinfra.config.own import OwnLayer
-from jaxinfra.model.execution import Execution, Place
+from jaxinfra.model.dropout import dropout
+from jaxinfra.model.execution import Execution
 from jaxinfra.model.experts import Experts
 from jaxinfra.model.grouped_attention import GroupedAttention
 from jaxinfra.model.latent_attention import LatentAttention
+from jaxinfra.model.lora import Adapter
 from jaxinfra.model.mlp import Mlp
 from jaxinfra.model.norm import Norm
 from jaxinfra.model.passes import Abilities, LayerOutput, Pass, joined, site_sums
@@ -103,6 +105,8 @@ class Block(nnx.Module):
         """Computes the mixer and the feed-forward layer; drops out only if ``given`` has a key."""
         key = given.dropout_key
         keys = (None, None) if key is None else jax.random.split(key)
+        if key is not None:
+            self._drop_in_adapters(key)
         with jax.named_scope("attention"):
             mixed, x_BTD = self._branch(
                 self.attention,
@@ -128,6 +132,17 @@ class Block(nnx.Module):
             sites = {"attention": mixed.x, "mlp": fed.x, "stream": x_BTD}
             sums = joined(sums, site_sums(sites, policy=self.execution.policy))
         return LayerOutput(x=x_BTD, cache=mixed.cache, sums=sums)
+
+    def _drop_in_adapters(self, key: jax.Array) -> None:
+        for path, module in nnx.iter_modules(self):
+            if isinstance(module, Adapter) and module.dropout_rate:
+                name = ".".join(map(str, path))
+                module.drop = functools.partial(
+                    dropout,
+                    rate=module.dropout_rate,
+                    key=jax.random.fold_in(key, zlib.crc32(name.encode())),
+                    place=self.execution.place,
+                )
 
     def _branch(
         self,
@@ -176,29 +191,3 @@ class Block(nnx.Module):
 def _abilities(config: Any, layer: Any) -> Abilities:
     """Abilities that a layer declares; a user's own layer has none."""
     return Abilities() if isinstance(config, OwnLayer) else layer.abilities
-
-
-def dropout(
-    x_BT: Float[Array, "B T *rest"], *, rate: float, key: Key[Array, ""] | None, place: Place
-) -> Float[Array, "B T *rest"]:
-    """Zeroes elements of [B, T, ...] with probability ``rate`` and scales the rest (Srivastava
-    et al. 2014); identity without a key.
-
-    Each token's key is derived from its row in the batch and its position in the sequence. So the
-    result does not depend on how the batch is sharded, or on the order of tokens in memory.
-
-    Args:
-        place: object that returns the rows' indices in the batch, and their tokens' positions.
-    """
-    if key is None or rate == 0.0:
-        return x_BT
-    rows_B = place.first_row(x_BT.shape[0]) + jnp.arange(x_BT.shape[0])
-    row_keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, rows_B)
-    of_places = jax.vmap(jax.random.fold_in, (None, 0))
-    keys_BT = jax.vmap(of_places, (0, None))(row_keys_B, place.places(x_BT.shape[1]))
-
-    def keeps(key: jax.Array) -> jax.Array:
-        return jax.random.bernoulli(key, 1.0 - rate, x_BT.shape[2:])
-
-    kept_BT = jax.vmap(jax.vmap(keeps))(keys_BT)
-    return jnp.where(kept_BT, x_BT / (1.0 - rate), jnp.zeros_like(x_BT))

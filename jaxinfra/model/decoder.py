@@ -22,8 +22,9 @@ from jaxinfra.config.model import BlockConfig, ExpertsConfig, ModelConfig, Stack
 from jaxinfra.config.own import OwnMixer
 from jaxinfra.config.rope import RopeConfig
 from jaxinfra.errors import ConfigError
-from jaxinfra.model.block import Block, dropout
+from jaxinfra.model.block import Block
 from jaxinfra.model.cache import ContiguousCache, RowState, after_pass
+from jaxinfra.model.dropout import dropout
 from jaxinfra.model.execution import Execution
 from jaxinfra.model.layer_loop import one_by_one, take_apart, take_in_place
 from jaxinfra.model.norm import Norm

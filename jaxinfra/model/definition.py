@@ -72,6 +72,12 @@ class ModelDefinition:
         return dataclasses.replace(self, frozen=frozen)
 
     @property
+    def drops_out(self) -> bool:
+        """Tells whether training needs a key of dropout, for the model's layers or its adapters."""
+        adapters = 0.0 if self.lora is None else self.lora.dropout
+        return self.config.dropout_rate > 0.0 or adapters > 0.0
+
+    @property
     def unquantized(self) -> "ModelDefinition":
         """Returns the model without 8-bit matmuls and without their state, for evaluation."""
         policy = unquantized(self.execution.policy)

@@ -25,6 +25,10 @@ from jaxinfra.ops.quantized import QuantizedWeight
 _RANK = "r"  # no letter of a projection
 
 
+def _unchanged(x: jax.Array) -> jax.Array:
+    return x
+
+
 class Adapter(nnx.Module):
     """A projection's LoRA adapter, which adds scale * (x A) B; with DoRA also a magnitude.
 
@@ -56,6 +60,9 @@ class Adapter(nnx.Module):
         self.policy = policy
         self.recipe = policy.recipe(Site.PROJECTION).unquantized  # of a small rank
         self.scale = config.scale
+        self.dropout_rate = config.dropout
+        # What x goes through first: in training, a block puts dropout here for one call.
+        self.drop: Callable[[jax.Array], jax.Array] = _unchanged
         x, letters, out = re.split(r",|->", spec)
         inner = "".join(letter for letter in letters if letter not in out)
         outer = "".join(letter for letter in letters if letter in out)
@@ -94,7 +101,7 @@ class Adapter(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T *_"]) -> Float[Array, "B T *_"]:
         """Computes ``scale (x A) B``, which is added to the projection of x, in the accum dtype."""
-        low = self.multiply(self.in_spec, x, self.a[...], recipe=self.recipe)
+        low = self.multiply(self.in_spec, self.drop(x), self.a[...], recipe=self.recipe)
         return self.scale * self.multiply(
             self.out_spec, low, self.b[...], recipe=self.recipe, out=self.recipe.accum
         )

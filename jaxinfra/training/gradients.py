@@ -282,7 +282,7 @@ class AccumulatedGradient(GradientFunction):
                 preferences=self.preferences,
                 sequence_shards=1 if self.placement is None else self.placement.sequence_shards,
                 per_target=per_target,
-                dropout_key=key if model.config.dropout_rate > 0.0 else None,
+                dropout_key=key if model.drops_out else None,
             )
             aux = sums.nll / terms, sums.layers, sums.figures
             return sums.objective * (loss_scale / terms), aux

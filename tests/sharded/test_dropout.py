@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfra.config.mesh import MeshConfig
-from jaxinfra.model.block import dropout
+from jaxinfra.model.dropout import dropout
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement

@@ -10,8 +10,8 @@ from jaxinfra import axes
 from jaxinfra.config.kinds import MlpKind, NormKind
 from jaxinfra.config.model import MlpConfig, NormConfig
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.model.block import dropout
 from jaxinfra.model.decoder import Embedding, stack
+from jaxinfra.model.dropout import dropout
 from jaxinfra.model.mlp import Mlp
 from jaxinfra.model.norm import Norm
 from jaxinfra.model.passes import Pass

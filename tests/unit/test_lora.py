@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import pathlib
+import zlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from adapter_runs import batch, train
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 from tolerance import assert_no_worse
 
@@ -27,6 +29,7 @@ from jaxinfra.config.validate import validate
 from jaxinfra.errors import ConfigError
 from jaxinfra.hf import by_path, weight_map
 from jaxinfra.model.definition import define_model
+from jaxinfra.model.dropout import dropout
 from jaxinfra.model.flops import matmul_parameters, training_flops_per_token
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.training.describe import describe_job, placement_table
@@ -207,6 +210,48 @@ def test_on_a_mesh_as_on_one_device(directory, one_device, mesh, settings):
     assert by_path(job.model.frozen)["blocks/0/mlp/up/weight"].sharding.spec[-1] == "tensor"
 
 
+@pytest.mark.slow
+def test_dropout_of_adapters_does_not_depend_on_the_mesh(directory, one_device):
+    lora = dataclasses.replace(NO_GATE, dropout=0.4)
+    config = run_config(directory, lora=lora)
+    _, _, alone = train(config, steps=2)
+    assert alone[0] == one_device[0]  # B is still zero
+    assert alone[1] != one_device[1]
+    mesh = parse_mesh("fsdp=2,tensor=2,replica=2")
+    _, _, losses = train(dataclasses.replace(config, mesh=mesh), steps=2)
+    np.testing.assert_allclose(losses, alone, rtol=3e-6)
+
+
+def test_an_adapter_reads_what_dropout_leaves(directory):
+    """Against the formula: y = W x + s B A drop(x), with the mask of the block's key."""
+    lora = LoraConfig(rank=3, targets=("up",), dropout=0.5)
+    base = load_pretrained(directory, policy=PolicyName.FP32)
+    execution = base.definition.execution
+    whole = define_model(MODEL, execution, lora=lora)
+    adapters = nudged(whole.freeze(base.definition.shapes).initialize(jax.random.key(1)))
+    first = whole.freeze(base.parameters).bind(adapters).blocks[0]
+    adapter = first.mlp.up.adapter
+    adapter.a, adapter.b = (nnx.Param(each[...][0]) for each in (adapter.a, adapter.b))
+    x = jax.random.normal(jax.random.key(2), (2, 5, adapter.a[...].shape[0]))
+    plain = np.asarray(adapter(x))
+    key = jax.random.key(4)
+    first._drop_in_adapters(key)
+    own = jax.random.fold_in(key, zlib.crc32(b"mlp.up.adapter"))
+    dropped = np.float64(dropout(x, rate=0.5, key=own, place=execution.place))
+    assert 0.3 < (dropped == 0).mean() < 0.7
+    a, b = np.float64(adapter.a[...]), np.float64(adapter.b[...])
+    for values, got in ((np.float64(x), plain), (dropped, np.asarray(adapter(x)))):
+        want = lora.scale * values @ a @ b
+        size = lora.scale * np.abs(values) @ np.abs(a) @ np.abs(b)
+        assert (np.abs(got - want) <= 40 * np.finfo(np.float32).eps * size).all()
+    model = whole.freeze(base.parameters)
+    ids = jnp.asarray(IDS)
+    read = jax.jit(lambda key: model.bind(adapters).hidden(ids, dropout_key=key))
+    ones = [np.asarray(read(jax.random.key(seed))) for seed in (1, 1, 2)]
+    np.testing.assert_array_equal(ones[0], ones[1])
+    assert np.abs(ones[0] - ones[2]).max() > 0.01
+
+
 def test_a_norm_is_of_the_whole_column_wherever_its_rows_lie(directory):
     """Each device squares the inputs that it has, and what they add up to is exchanged."""
     base = load_pretrained(directory, policy=PolicyName.FP32).parameters
@@ -283,6 +328,8 @@ def test_settings_as_text():
         "rank": "no value",
         "rank=x": "'x' is a str, expected int",
         "rank=0": "at least 1",
+        "dropout=1": r"dropout=1.0 must be in \[0, 1\)",
+        "targets=kv_up,dropout=0.1": "target 'kv_up'",
         "ranks=3": "did you mean 'rank'",
         "kind=dor": "did you mean 'dora'",
         "targets=queri": "did you mean 'query'",

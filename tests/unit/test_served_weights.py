@@ -12,6 +12,7 @@ from tokenizers import models
 
 from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.checkpoint.parameter_sources import LiveParameters
+from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import (
     BlockConfig,
     GroupedAttentionConfig,
@@ -28,7 +29,7 @@ from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.serving_form import serving_form, serving_parameters
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.ops.quantized import H200 as TARGET
-from jaxinfra.ops.quantized import compiling_for
+from jaxinfra.ops.quantized import QuantizedWeight, compiling_for
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.inference import (
@@ -43,6 +44,7 @@ from jaxinfra.planning.model import find_model, plan_model
 from jaxinfra.quantize.held import held_shapes
 from jaxinfra.quantize.quantize import SourceModel, quantize_model
 from jaxinfra.quantize.recipes import RECIPES, config_of, quantization_recipe
+from jaxinfra.serving.load import serving_placement
 
 GROUPED = GroupedAttentionConfig(num_q_heads=2, num_kv_heads=1, head_dim=64, rope=RopeConfig())
 DENSE = BlockConfig(mixer=GROUPED, feed_forward=MlpConfig(hidden_dim=256))
@@ -99,6 +101,21 @@ def written(config, recipe, directory):
     ids_BT = np.arange(32, dtype=np.int32).reshape(2, 16) if recipe.needs_text else None
     quantize_model(model, directory / "out", recipe, ids_BT=ids_BT)
     return directory / "out"
+
+
+@pytest.mark.slow
+def test_devices_read_their_own_experts(tmp_path):
+    """Packed experts over two devices are those of the files, not the first ones twice."""
+    config = dataclasses.replace(MODELS["mixture"], vocab_size=64)
+    directory = written(config, quantization_recipe("int8"), tmp_path)
+    alone = load_pretrained(directory, keep_packed=True).parameters
+    mesh = serving_placement(config, MeshConfig(fsdp=2, expert=2))
+    spread = load_pretrained(directory, placement=mesh, keep_packed=True).parameters
+    packed = spread["blocks"][1]["mlp"]["up"]
+    assert isinstance(packed, QuantizedWeight)
+    num_experts = packed.data.shape[1]
+    assert {part.data.shape[1] for part in packed.data.addressable_shards} == {num_experts // 2}
+    jax.tree.map(np.testing.assert_array_equal, spread, alone)
 
 
 def require_alike(told, held):
