@@ -123,12 +123,12 @@ class EngineCounts:
     """Counts of steps, tokens and requests since the engine was made."""
 
     steps: int = 0
-    prompt_tokens: int = 0  # of requests taken
-    cached_tokens: int = 0  # of these, those that pages held already
-    computed_tokens: int = 0  # taken in by steps, recomputed ones and drafts too
+    prompt_tokens: int = 0  # prompt tokens of accepted requests
+    cached_tokens: int = 0  # prompt tokens whose keys and values were cached already
+    computed_tokens: int = 0  # input tokens of all steps, with recomputed tokens and drafts
     generated_tokens: int = 0
     drafted_tokens: int = 0
-    accepted_tokens: int = 0  # drafts that held
+    accepted_tokens: int = 0  # drafts that verification accepted
     ended: collections.Counter[EndReason] = dataclasses.field(default_factory=collections.Counter)
 
 

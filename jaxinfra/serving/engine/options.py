@@ -20,17 +20,17 @@ class Preemption(enum.StrEnum):
 class EngineOptions:
     """User options of an engine: how many requests, pages and tokens per step it takes."""
 
-    max_running: int = 16  # requests that have pages at a time
-    page_size: int = 16  # tokens of a page
-    num_pages: int | None = None  # of the pool; None: enough for max_running of the longest
-    max_context: int | None = None  # tokens of a request; None: as many as the model has positions
-    max_step_tokens: int = 512  # of a step
-    chunk_sizes: tuple[int, ...] = (16, 64, 256)  # tokens of a row that chunks of prompts may have
-    max_piece_rows: int = 4  # prompts in a call
+    max_running: int = 16  # most requests that run, and hold pages, at the same time
+    page_size: int = 16  # tokens per page
+    num_pages: int | None = None  # pages in the pool; None: enough for max_running longest requests
+    max_context: int | None = None  # most tokens per request; None: the model's positions
+    max_step_tokens: int = 512  # most tokens per step
+    chunk_sizes: tuple[int, ...] = (16, 64, 256)  # allowed chunk lengths, in tokens per row
+    max_piece_rows: int = 4  # most prompts per device call
     share_prefixes: bool = True
-    num_drafts: int = 0  # tokens proposed ahead: by the draft model, or looked up without one
+    num_drafts: int = 0  # draft tokens per step, from the draft model or, without one, from n-grams
     preemption: Preemption = Preemption.RECOMPUTE
-    host_bytes: int = 4 << 30  # that pages may take of the host's memory, with Preemption.HOST
+    host_bytes: int = 4 << 30  # host memory for pages, with Preemption.HOST
 
     def __post_init__(self) -> None:
         counts = {

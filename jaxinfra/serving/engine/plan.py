@@ -76,13 +76,13 @@ class PlannedRow(NamedTuple):
     stream: RequestStream
     slot: int
     pages: tuple[int, ...]
-    start: int  # position of the first
-    ids: tuple[int, ...]  # empty: the one that the device drew last
-    count: int
-    draws: bool  # whether the token after the last one is drawn
-    context: int  # tokens that the request has come to
-    num_drafts: int = 0  # of these tokens the last are proposed only, and judged by the step
-    targets: tuple[int, ...] = ()  # tokens after each of these, where the prompt is scored
+    start: int  # position of the row's first token
+    ids: tuple[int, ...]  # token ids; empty: the token that the device sampled last
+    count: int  # number of input tokens
+    draws: bool  # whether a token is sampled after the last input token
+    context: int  # tokens of the request so far, prompt included
+    num_drafts: int = 0  # number of trailing input tokens that are drafts to verify
+    targets: tuple[int, ...] = ()  # next token after each input token, if the prompt is scored
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,11 +118,11 @@ class Drawn(NamedTuple):
     """Tokens and scores that a step sampled for one row; a tuple, as it is quick to make."""
 
     row: PlannedRow
-    tokens: tuple[int, ...]  # after the first token, and after each draft
-    num_held: int  # drafts that are what was drawn
-    is_bad: bool  # its logits were not finite
-    score: TokenScore | None = None  # of the token, where it was asked for
-    prompt_scores: tuple[TokenScore, ...] = ()  # of the prompt's tokens after these
+    tokens: tuple[int, ...]  # sampled after the first token, and after each draft
+    num_held: int  # number of accepted drafts
+    is_bad: bool  # whether the row's logits were not finite
+    score: TokenScore | None = None  # of the sampled token, if log-probabilities were requested
+    prompt_scores: tuple[TokenScore, ...] = ()  # of the row's target tokens, if it is scored
 
 
 def drawn_of_rows(

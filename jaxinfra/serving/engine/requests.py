@@ -106,16 +106,16 @@ class RequestStream:
     number: int  # order of arrival
     request: GenerationRequest
     tokens: list[int]  # prompt and drawn, as far as known
-    limit: int  # tokens in all at which it ends
+    limit: int  # number of tokens, prompt included, at which the request ends
     kind: Hashable = None  # streams of different kinds share no pages
     pages: list[int] = dataclasses.field(default_factory=list)
     num_registered: int = 0  # pages at the front that are in the prefix tree
-    num_finite: int = 0  # pages at the front that draws have shown to be finite
+    num_finite: int = 0  # first pages whose keys and values are known to be finite
     computed: int = 0  # tokens whose keys and values steps have been dispatched for
     pending: int = 0  # tokens drawn by steps that are not read yet
     slot: int | None = None  # where the device keeps its last token; None: it is not running
     num_cached: int = 0
-    saved: HostCopy | None = None  # while it waits to go on: what the host has of it
+    saved: HostCopy | None = None  # host copy of its pages while it is preempted
     is_over: bool = False
     is_plain: bool = dataclasses.field(init=False)  # as the request
 
