@@ -180,6 +180,70 @@ def test_settings_reach_the_draw(client):
     assert set(penalized.choices[0].text) == {"A", "B"}
 
 
+def test_rules_of_tokens_reach_the_draw(running, client):
+    """An end that is likely, words that are forbidden, and the only ids that may come."""
+    ends = {"logit_bias": {"256": 100}}
+    asked = {"model": "letters", "prompt": "abc", "max_tokens": 9, "temperature": 0}
+
+    def ask(**more):
+        return client.completions.create(**asked | more).choices[0]
+
+    assert ask(**ends).text == ""
+    longer = ask(**ends, extra_body={"min_tokens": 5, "return_token_ids": True})
+    assert len(longer.token_ids) == 6
+    assert longer.token_ids[-1] == 256
+    assert longer.prompt_token_ids == [256, 97, 98, 99]
+    likely = {"logit_bias": {"65": 100, "66": 50}}
+    assert ask(**likely, extra_body={"bad_words": ["AAA"]}).text == "AABAABAAB"
+    assert set(ask(extra_body={"allowed_token_ids": [120, 121]}).text) <= {"x", "y"}
+    assert ask(extra_body={"structured_outputs": {"choice": ["one", "two"]}}).text in ("one", "two")
+    assert ask(extra_body={"guided_regex": "[ab]{3}"}).finish_reason == "stop"
+    text = running.alone("abc", new=12)
+    stop = text[2:4]
+    kept = ask(stop=[stop], extra_body={"include_stop_str_in_output": True})
+    assert kept.text == text[: text.index(stop) + len(stop)]
+    late = ask(stop=[text[0]], extra_body={"min_tokens": 3}).text
+    assert len(late) >= 3
+
+
+def test_prompts_are_scored_shortened_and_salted(running, client):
+    asked = {"model": "letters", "prompt": "abcd" * 8, "max_tokens": 1, "temperature": 0}
+    told = client.completions.create(**asked, echo=True, logprobs=1).choices[0].logprobs
+    scored = client.completions.create(**asked, extra_body={"prompt_logprobs": 1}).choices[0]
+    assert scored.prompt_logprobs[0] is None
+    ids = [256, *asked["prompt"].encode()]
+    values = [
+        each[str(token)]["logprob"]
+        for token, each in zip(ids, scored.prompt_logprobs, strict=True)
+        if each
+    ]
+    assert values == pytest.approx(told.token_logprobs[1:33], abs=1e-5)
+    short = client.completions.create(**asked, extra_body={"truncate_prompt_tokens": 5})
+    assert short.usage.prompt_tokens == 5
+
+    def cached(salt):
+        answer = client.completions.create(**asked, extra_body={"cache_salt": salt})
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    assert cached("a") == 0
+    assert cached("a") > 0
+    assert cached("b") == 0
+
+
+def test_a_conversation_goes_on_within_its_last_message(running, client):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}]
+    asked = {"model": "letters", "messages": messages, "max_tokens": 3, "temperature": 0}
+
+    def prompt(**more):
+        body = {"return_token_ids": True} | more
+        answer = client.chat.completions.create(**asked, extra_body=body)
+        return running.model.tokenizer.decode(answer.prompt_token_ids)
+
+    assert prompt() == "u:hi;a:so;a:"
+    assert prompt(add_generation_prompt=False) == "u:hi;a:so;"
+    assert prompt(continue_final_message=True) == "u:hi;a:so"
+
+
 def test_stop_strings_end_the_text_before_them(running, client):
     text = running.alone("abc", new=12)
     stop = text[4:6]

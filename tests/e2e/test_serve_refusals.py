@@ -51,12 +51,33 @@ from jaxinfra.serving.http import guards
             "text alone is read",
         ),
         ("/v1/embeddings", {"input": "x"}, 400, "makes no embeddings"),
+        ("/v1/score", {}, 400, "scores no pairs"),
+        ("/v1/load_lora_adapter", {}, 400, "when it starts"),
+        ("/v1/completions", BASE | {"priority": 1}, 400, "order of their arrival"),
+        ("/v1/completions", BASE | {"min_tokens": 3}, 400, "min_tokens=3 exceeds max_tokens=2"),
+        ("/v1/completions", BASE | {"allowed_token_ids": [999]}, 400, r"\[999\] are not all in"),
+        (
+            "/v1/completions",
+            BASE | {"guided_regex": "a", "guided_choice": ["b"]},
+            400,
+            "one structure",
+        ),
+        ("/v1/responses", {"input": [{"type": "computer_call"}]}, 400, "'computer_call'"),
+        (
+            "/v1/responses",
+            {"input": "x", "previous_response_id": "resp_0"},
+            404,
+            "'resp_0' is not kept here",
+        ),
+        ("/v1/messages", {"messages": [{"role": "x"}], "max_tokens": 1}, 400, "got role 'x'"),
     ],
     ids=[
         *("too_long", "model", "choices", "temperature", "unknown_setting"),
         *("stop_ids", "no_prompts", "no_stream", "no_json"),
         *("no_text", "half_a_character", "path", "tokens"),
         *("ids", "body_size", "structure", "role", "image", "embeddings"),
+        *("score", "adapter", "priority", "min_tokens", "allowed_ids", "structures"),
+        *("item", "response", "message"),
     ],
 )
 def test_refusals_say_why(running, path, body, status, message):
@@ -116,6 +137,10 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
         ({"tools": [{"type": "function", "function": {"name": "f", "args": {}}}]}, "args"),
         ({"tools": [{"type": "retrieval"}]}, "tools"),
         ({"metadata": 3}, "metadata"),
+        ({"tool_choice": "required"}, "there are no tools"),
+        ({"tool_choice": "required", "tools": [TOOL]}, "--tool-parser NAME"),
+        ({"tool_choice": {"function": {"name": "g"}}, "tools": [TOOL]}, "names 'g'"),
+        ({"continue_final_message": True}, "no text of the model to go on with"),
     ],
 )
 def test_settings_are_known_at_every_depth(running, settings, words):
