@@ -192,7 +192,13 @@ class Arena:
         """Starts a job with ``jaxinfra launch``; the ``with`` block's end kills its processes.
 
         Args:
-            command: from ``settings``, or ``["--resume", ...]`` to continue the run.
+            run: name of the run's directory in the arena.
+            command: ``train`` arguments from ``settings``; or ``["--resume", ...]`` to continue the
+                run, with further arguments.
+            faults: faults to inject into the job's processes, from ``injected``.
+            processes: number of processes; None: the arena's.
+            restarts: most restarts without progress.
+            options: further options of ``jaxinfra launch``.
         """
         where = ["--run", str(self.place / run)]
         if command[0] == "--resume":

@@ -67,5 +67,5 @@ def _zeros(tree: Any) -> Any:
 
 
 def nothing_emitted(tree: Any) -> Any:
-    """Returns the smallest values of the dtypes: the start of a maximum of state cotangents."""
+    """Returns -inf in the tree's shapes and dtypes, from which elementwise maxima start."""
     return jax.tree.map(lambda leaf: jnp.full(leaf.shape, -jnp.inf, leaf.dtype), tree)

@@ -118,7 +118,7 @@ class Adapter(nnx.Module):
 
         Args:
             weight: the projection's weight in this layer.
-            repeated: function that repeats heads of an output as in y.
+            repeated: function that repeats an output's heads as often as y has each of them.
         """
         y_accum = self.policy.to_accum(y) + repeated(self(x))
         gain = self.gain(weight)
@@ -214,8 +214,8 @@ class RowAdapters(nnx.Module):
         """Applies each row's adapter to y, the projection's output of x before the bias.
 
         Args:
-            weight: the projection's weight; DoRA's stored factors already contain its norms.
-            repeated: function that repeats heads of an output as in y.
+            weight: not used, as DoRA's stored factors already contain its norms.
+            repeated: function that repeats an output's heads as often as y has each of them.
         """
         del weight
         y = jax.lax.optimization_barrier(y)

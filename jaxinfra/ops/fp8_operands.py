@@ -70,7 +70,7 @@ def empty_record() -> jax.Array:
 
 
 class Caster(NamedTuple):
-    """A quantizer of one operand to 8 bits, which counts elements lost by rounding."""
+    """A quantizer of one operand to 8 bits, which counts elements that became 0 or NaN."""
 
     operand: int  # X, WEIGHT or COTANGENT
     fp8: Fp8Recipe

@@ -469,7 +469,7 @@ class Watch:
             self.incident("fp8 diverges", step=step, text=text)
 
     def undone(self, records: Sequence[dict[str, Any]]) -> None:
-        """Counts the compute seconds of steps that a roll-back undid as lost."""
+        """Adds the compute seconds of steps undone by a roll-back to the goodput's lost time."""
         self._goodput.lost_s += compute_s(records)
 
     def snapshot(

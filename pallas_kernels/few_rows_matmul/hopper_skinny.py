@@ -221,7 +221,7 @@ class TransposedKernel(SkinnyKernel):
 
     @property
     def strips(self) -> range:
-        """First columns of the accumulators of a piece."""
+        """First columns of the accumulators among the ``part_n`` of a weight tile's piece."""
         return range(0, self.part_n, GROUP_ROWS)
 
     def accumulators(self) -> list[Any]:

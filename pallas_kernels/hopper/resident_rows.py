@@ -77,14 +77,16 @@ class ResidentRows:
     ) -> None:
         """Stores this warpgroup's columns of x, after norm or SwiGLU, in shared memory, and waits.
 
-        Chunk c (8 columns) of row m is stored at position ``c xor m``, WGMMA's 128-byte swizzle, so
-        that ``ldmatrix`` reads different banks. Rows beyond those of x are not written, as they
-        affect no other row's sums.
+        In each 64 columns of row m, the c-th 8 columns are stored at position ``c xor m``, WGMMA's
+        128-byte swizzle, so that ``ldmatrix`` reads different banks. Rows beyond those of x are not
+        written, as they affect no other row's sums.
 
         Args:
             x_smem: [``turns``, 2 halves of 128 columns, ``places``, 64], possibly with dims of 1
                 between.
             first: index of the block's first chunk of 128 columns of x.
+            group: this warpgroup's index: it loads chunks ``group``, ``group + groups``, ... of the
+                block.
             transforms: tiling and swizzle of ``x_smem``.
         """
         refs = [gmem.x, x_smem]

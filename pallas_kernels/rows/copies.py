@@ -161,7 +161,11 @@ class InterpretedCopies(Copies):
                 plgpu.copy_gmem_to_smem(x.at[pl.ds(start, self.piece)], slot, barrier)
 
     def write(self, value: Any, array: Any, *, row: Any, column: Any) -> None:
-        """Stores a chunk [A, M] to an array whose rows have ``width`` elements."""
+        """Stores a chunk of a row from registers, [A, M], to a flat array of results.
+
+        Args:
+            column: the chunk's first column among the row's ``width`` elements.
+        """
         array[pl.ds(row * self.width + column, self.piece)] = value.reshape(-1)
 
     def whole(self, array: jax.Array) -> jax.Array:

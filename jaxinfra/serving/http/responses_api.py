@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: requests as conversations, answers as items, and those that are kept."""
+"""OpenAI's Responses API: requests as conversations, answers as items, and a store of responses."""
 
 import collections
 import dataclasses

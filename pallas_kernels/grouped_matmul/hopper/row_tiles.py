@@ -58,7 +58,7 @@ class RowTilesKernel(RingKernel):
         return -(-self.num_columns // self.block_columns)
 
     def start(self, gmem: Any) -> Any:
-        """Returns the first search state: (group, its first row, its rows, tiles before it)."""
+        """Returns the state ``find`` starts at: (group, first row, its rows, tiles before it)."""
         zero = jnp.int32(0)
         return zero, zero, self.size(gmem, zero, zero), zero
 
