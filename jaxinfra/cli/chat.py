@@ -10,6 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from jaxinfra.checkpoint.hub import model_path
 from jaxinfra.cli.template_option import add_template_argument, template_settings
 from jaxinfra.cli.terminal import printable
 from jaxinfra.config.precision import PolicyName
@@ -21,7 +22,9 @@ from jaxinfra.serving.load import load, load_template
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command-line options of ``jaxinfra chat``."""
-    parser.add_argument("run", metavar="RUN", type=Path, help="run, or a Hugging Face model")
+    parser.add_argument(
+        "run", metavar="RUN", type=Path, help="run, or a Hugging Face model: its directory or name"
+    )
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
     parser.add_argument("--plain", action="store_true", help="continue text without a template")
     add_template_argument(parser)
@@ -41,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Chats in the terminal: reads messages and writes answers until the input ends."""
+    args.run = model_path(args.run)
     template = None if args.plain else load_template(args.run, template_settings(args))
     policy = None if args.policy is None else PolicyName(args.policy)
     model = load(args.run, policy=policy)

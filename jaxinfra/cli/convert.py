@@ -7,6 +7,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from jaxinfra.checkpoint.finite import ALLOW_HELP, nonfinite_allowed
+from jaxinfra.checkpoint.hub import model_path
 from jaxinfra.checkpoint.model_directory import parse_dtype
 from jaxinfra.checkpoint.tensor_files import DTYPES
 from jaxinfra.errors import ConfigError
@@ -18,7 +19,7 @@ _MAX_SHARD_GB = 1e6
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command-line options of ``jaxinfra convert``."""
     parser.add_argument(
-        "source", metavar="SRC", type=Path, help="a Hugging Face or converted model, or a run"
+        "source", metavar="SRC", type=Path, help="a model (directory, or name on the Hub), or a run"
     )
     parser.add_argument("destination", metavar="DST", type=Path, help="a new directory")
     parser.add_argument(
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         )
     with nonfinite_allowed(allowed=args.allow_nonfinite):
         result = convert(
-            args.source,
+            model_path(args.source),
             args.destination,
             dtype=None if args.dtype is None else parse_dtype(args.dtype),
             max_shard_bytes=int(args.max_shard_gb * 10**9),

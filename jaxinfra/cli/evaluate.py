@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jaxinfra.api.models import evaluate
 from jaxinfra.checkpoint.finite import ALLOW_HELP, nonfinite_allowed
+from jaxinfra.checkpoint.hub import model_path
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.errors import CheckpointError, ConfigError
 from jaxinfra.serving.harness import evaluate_tasks
@@ -18,7 +19,9 @@ from jaxinfra.training.metrics import finite
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command-line options of ``jaxinfra evaluate``."""
-    parser.add_argument("run", type=Path, help="run directory, or a Hugging Face model")
+    parser.add_argument(
+        "run", type=Path, help="run directory, or a Hugging Face model: directory or name"
+    )
     parser.add_argument("--data", help="text to use instead of the run's own held-out documents")
     parser.add_argument("--step", type=int, help="checkpoint (default: the newest good one)")
     parser.add_argument("--mesh", default="", metavar="AXES", help="such as fsdp=4,tensor=2")
@@ -49,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluates a model on held-out text and prints a table or JSON."""
+    args.run = model_path(args.run)
     if args.tasks is not None:
         return _run_tasks(args)
     of_tasks = ("shots", "limit", "task_directory", "chat")

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from jaxinfra.checkpoint.hub import model_path
 from jaxinfra.cli.engine_options import add_model_arguments, load_models
 from jaxinfra.cli.template_option import add_template_argument, template_settings
 from jaxinfra.cli.terminal import printable
@@ -44,7 +45,9 @@ _PROMPT_BYTES = 64 << 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command-line options of ``jaxinfra generate``."""
-    parser.add_argument("run", metavar="RUN", type=Path, help="run, or a Hugging Face model")
+    parser.add_argument(
+        "run", metavar="RUN", type=Path, help="run, or a Hugging Face model: its directory or name"
+    )
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument(
         "--prompt", metavar="TEXT", help="text to continue; -: from standard input"
@@ -87,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None and args.prompts is None:
         raise ConfigError("--out is where the answers to --prompts go; give both")
     prompts = None if args.prompts is None else read_prompts(args.prompts)
+    args.run = model_path(args.run)
     (model,) = load_models(args, args.run, step=args.step)
     sampling = model.sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     if prompts is not None:

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from jaxinfra.checkpoint.finite import ALLOW_HELP, nonfinite_allowed
+from jaxinfra.checkpoint.hub import model_path
 from jaxinfra.errors import ConfigError
 from jaxinfra.quantize.quantize import (
     LayerReport,
@@ -25,7 +26,7 @@ _MOST_TOKENS = 1 << 24
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command-line options of ``jaxinfra quantize``."""
     parser.add_argument(
-        "source", metavar="SRC", type=Path, help="a Hugging Face model, a converted one, or a run"
+        "source", metavar="SRC", type=Path, help="a model (directory, or name on the Hub), or a run"
     )
     parser.add_argument("destination", metavar="DST", type=Path, help="a new directory")
     parser.add_argument("--recipe", required=True, help=f"one of {', '.join(RECIPES)}")
@@ -63,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if recipe.needs_text and args.calibrate is None:
         raise ConfigError(f"--recipe {recipe.name} needs a text: add --calibrate FILE")
+    args.source = model_path(args.source)
     inside = args.destination.resolve()
     if inside == args.source.resolve() or args.source.resolve() in inside.parents:
         raise ConfigError(

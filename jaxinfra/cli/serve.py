@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from jaxinfra.checkpoint.finite import nonfinite_allowed
+from jaxinfra.checkpoint.hub import model_name, model_path
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.cli.engine_options import (
     add_engine_arguments,
@@ -61,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         type=Path,
         nargs="?",
-        help="a run directory, or a Hugging Face model directory",
+        help="a run directory, or a Hugging Face model: its directory or name, ORG/NAME@REVISION",
     )
     parser.add_argument("--name", help="model name in the API; default: the directory's name")
     _add_network(parser)
@@ -193,7 +194,7 @@ def _options(args: argparse.Namespace, path: Path) -> Any:
     service = importlib.import_module("jaxinfra.serving.http.service")
     return start.ServeOptions(
         path=path,
-        name=args.name or path.resolve().name,
+        name=args.name or model_name(path),
         engine=engine_options(args),
         server=_server(args),
         limits=service.ServiceLimits(
@@ -234,7 +235,7 @@ def run(args: argparse.Namespace) -> int:
             "(--replicas)"
         )
     _check_job(args, detect_cluster(os.environ))
-    path = args.model or _trained()
+    path = _trained() if args.model is None else model_path(args.model)
     if args.replicas is not None:
         return _run_replicas(args, path)
     if args.hang_seconds is not None:
@@ -253,7 +254,7 @@ def run(args: argparse.Namespace) -> int:
         end_with_front()
     rank = whole_number(number or "0") or 0 if cluster is None else cluster.process_id
     faults.arm(os.environ, rank=rank, attempt=attempt())
-    drafts = [] if args.draft is None else [args.draft]
+    drafts = [] if args.draft is None else [model_path(args.draft)]
     model, *drafts = load_models(args, path, *drafts)
     with nonfinite_allowed(allowed=args.allow_nonfinite):
         bank = _bank(model, path, args)
@@ -351,7 +352,7 @@ def _run_replicas(args: argparse.Namespace, path: Path) -> int:
             environments(args.replicas, parse_mesh(args.mesh).num_devices),
             _server(args),
             request,
-            name=args.name or path.resolve().name,
+            name=args.name or model_name(path),
             max_body_bytes=args.max_body_mb << 20,
             hang_s=hang_s,
             say=lambda text: print(text, flush=True),

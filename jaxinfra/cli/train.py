@@ -20,6 +20,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+from jaxinfra.checkpoint.hub import model_path
 from jaxinfra.cli.template_option import add_template_argument, template_settings
 from jaxinfra.config import codec
 from jaxinfra.config.files import read_run_config
@@ -79,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--init",
         type=Path,
         metavar="DIR",
-        help="start from this model: a Hugging Face, converted or run directory",
+        help="start from this model: a Hugging Face name, or a model's or run's directory",
     )
     parser.add_argument(
         "--lora",
@@ -196,6 +197,7 @@ def config_of(args: argparse.Namespace) -> RunConfig:
             PreferenceConfig, args.preferences, what="preferences", first="loss"
         )
     change = functools.partial(_with_options, args=args)
+    args.init = model_path(args.init)
     config = _job().initial_config(args.init, lora, args.chat, pairs, change)
     return _with_warmup(config, args)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxinfra.api.models import start_from
+from jaxinfra.checkpoint.hub import model_name
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.cli.out_of_memory import explain_out_of_memory
 from jaxinfra.cli.terminal import printable
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace, config: RunConfig) -> int:
             "name it with --run"
         )
     preset = args.config.stem if args.config else args.preset or "tiny"
-    name = args.init.resolve().name if args.init else preset
+    name = model_name(args.init).rpartition("/")[2] if args.init else preset
     directory = args.resume or args.run or new_run_directory(name)
     try:
         outcome = train(
