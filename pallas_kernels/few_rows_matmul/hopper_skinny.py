@@ -221,7 +221,7 @@ class TransposedKernel(SkinnyKernel):
 
     @property
     def strips(self) -> range:
-        """First columns of the accumulators among the ``part_n`` of a weight tile's piece."""
+        """First columns of the accumulators in a weight tile's piece of ``part_n`` columns."""
         return range(0, self.part_n, GROUP_ROWS)
 
     def accumulators(self) -> list[Any]:
