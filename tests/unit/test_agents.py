@@ -214,3 +214,118 @@ def test_parse_helpers_read_structures_and_calls(tmp_path):
             assert call.function.parsed_arguments == Forecast(city="Ur", days=1)
 
     asyncio.run(run())
+
+
+def asked_once(directory, script, *, form="hermes", ending="", limits=(), **body):
+    """The server, and its answer's choice to one request."""
+
+    async def run():
+        served = ScriptedServer(directory, form=form, ending=ending, **dict(limits))
+        served.engine.script = [script]
+        body.setdefault("messages", [{"role": "user", "content": "x"}])
+        async with served.http() as http:
+            answer = await http.post("/v1/chat/completions", json=body)
+        return served, answer.json()
+
+    served, answer = asyncio.run(run())
+    assert "choices" in answer, answer
+    return served, answer["choices"][0]
+
+
+STOP = {"type": "function", "function": {"name": "stop"}}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_choice_of_tools_is_enforced(form, tmp_path):
+    """The grammar admits calls as the family writes them, and no text before them."""
+    call = spelled_calls(form, [("look", {"city": "Rome", "days": 2})])
+    both = {"tools": [TOOL, STOP]}
+    for choice in ("required", {"type": "function", "function": {"name": "look"}}):
+        _, told = asked_once(tmp_path, call, form=form, tool_choice=choice, **both)
+        assert told["finish_reason"] == "tool_calls"
+        (made,) = told["message"]["tool_calls"]
+        assert json.loads(made["function"]["arguments"]) == {"city": "Rome", "days": 2}
+    with pytest.raises(AssertionError, match="outside of the structure"):
+        asked_once(tmp_path, "No.", form=form, tool_choice="required", **both)
+    other = {"type": "function", "function": {"name": "stop"}}
+    with pytest.raises(AssertionError, match="outside of the structure"):
+        asked_once(tmp_path, call, form=form, tool_choice=other, **both)
+
+
+def test_tool_choice_none_offers_no_tools(tmp_path):
+    text = spelled_calls("hermes", [("look", {"city": "Rome"})])
+    served, told = asked_once(tmp_path, text, tools=[TOOL], tool_choice="none")
+    assert "parameters" not in served.engine.prompt()
+    assert told["message"] == {"role": "assistant", "content": text}
+    _, told = asked_once(tmp_path, text, tools=[TOOL], limits={"tool_parser": "none"})
+    assert told["message"]["content"] == text
+
+
+def test_one_call_is_kept_where_calls_in_parallel_are_refused(tmp_path):
+    text = spelled_calls("hermes", [("look", {"city": "Rome"}), ("look", {"city": "Ur"})])
+    _, told = asked_once(tmp_path, text, tools=[TOOL], parallel_tool_calls=False)
+    (call,) = told["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "Rome"}
+
+
+def test_an_answer_cut_within_a_call_says_so(tmp_path):
+    text = spelled_calls("hermes", [("look", {"city": "Rome"})])
+    begin = text.index("{", 20)
+    _, told = asked_once(tmp_path, f"{text[: begin + 4]}...", tools=[TOOL])
+    assert told["finish_reason"] == "length"
+    (call,) = told["message"]["tool_calls"]
+    assert call["function"] == {"name": "look", "arguments": text[begin : begin + 4]}
+    _, told = asked_once(tmp_path, f"{text[:30]}...", tools=[TOOL])
+    assert told["message"] == {"role": "assistant", "content": text[:30]}
+
+
+THOUGHT = "{# </think> #}"
+
+
+@pytest.mark.parametrize("ending", [f"{THOUGHT}<think>\n", THOUGHT], ids=["opened", "written"])
+def test_reasoning_is_told_apart_from_a_structured_answer(ending, tmp_path):
+    begun = "" if "<think>" in ending else "<think>"
+    structure = {"response_format": {"type": "json_object"}}
+    text = f'{begun}\nLet me {{see}}.\n</think>{{"a":1}}'
+    _, told = asked_once(tmp_path, text, ending=ending, **structure)
+    assert told["message"]["reasoning_content"] == "Let me {see}."
+    assert told["message"]["content"] == '{"a":1}'
+    call = spelled_calls("hermes", [("look", {"city": "Rome"})])
+    required = {"tools": [TOOL], "tool_choice": "required"}
+    _, told = asked_once(tmp_path, f"{begun}Hm</think>{call}", ending=ending, **required)
+    assert told["message"]["reasoning_content"] == "Hm"
+    assert told["message"]["content"] is None
+    assert told["finish_reason"] == "tool_calls"
+    limits = {"reads_reasoning": False}
+    _, told = asked_once(tmp_path, "<think>Hm</think>so", ending=THOUGHT, limits=limits)
+    assert told["message"] == {"role": "assistant", "content": "<think>Hm</think>so"}
+
+
+def test_harmony_reasons_before_a_structure_and_a_required_call(tmp_path):
+    thought = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant"
+    text = f'{thought}<|channel|>final<|message|>{{"a":1}}'
+    structure = {"response_format": {"type": "json_object"}}
+    _, told = asked_once(tmp_path, text, form="openai", **structure)
+    assert told["message"]["reasoning_content"] == "Hm"
+    assert told["message"]["content"] == '{"a":1}'
+    call = spelled_calls("openai", [("look", {"city": "Rome"})])
+    required = {"tools": [TOOL], "tool_choice": "required"}
+    _, told = asked_once(tmp_path, thought + call, form="openai", **required)
+    assert told["message"]["reasoning_content"] == "Hm"
+    assert len(told["message"]["tool_calls"]) == 1
+
+
+def test_settings_of_the_template_and_hints_reach_it(tmp_path):
+    served, _ = asked_once(tmp_path, "so", chat_template_kwargs={"enable_thinking": False})
+    assert served.engine.prompt().endswith("thinking=False")
+    served, _ = asked_once(tmp_path, "so", reasoning_effort="high")
+    assert served.engine.prompt().endswith("effort=high")
+
+
+def test_special_tokens_add_no_text_where_they_are_not_wanted(tmp_path):
+    text = "a<|call|>b" + spelled_calls("mistral", [("look", {"city": "Rome"})])
+    _, told = asked_once(tmp_path, text, form="mistral", tools=[TOOL], skip_special_tokens=True)
+    assert told["message"]["content"] == "ab"
+    assert len(told["message"]["tool_calls"]) == 1
+    _, told = asked_once(tmp_path, text, form="mistral", tools=[TOOL])
+    assert told["message"]["content"] == "a<|call|>b"

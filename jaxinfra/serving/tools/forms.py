@@ -236,12 +236,15 @@ def _fields(
     return [*rules, f"{rule}: " + " | ".join(options)]
 
 
+# As chat templates spell the calls that models learn; free space could go on without end.
+_AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
 def _json(schema: Any, whole: Mapping[str, Any] | None = None) -> str:
     """Returns a JSON schema within a grammar, with the definitions of the schema around it."""
     own: dict[str, Any] = dict(schema) if isinstance(schema, Mapping) else {}
     own |= {key: whole[key] for key in ("$defs", "definitions") if whole and key in whole}
-    # Without space between the parts: a model could go on with it without end.
-    return f"%json {json.dumps(own | {'x-guidance': {'whitespace_flexible': False}})}"
+    return f"%json {json.dumps(own | {'x-guidance': _AS_WRITTEN})}"
 
 
 _MARK = re.compile(r"(<[^<>\s]{1,40}>|\[[A-Z_]+\])")
