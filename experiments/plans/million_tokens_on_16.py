@@ -3,8 +3,9 @@
     python -m experiments.plans.million_tokens_on_16
 
 Reading a million tokens is 0.32 MiB of cache each with 8 key/value heads: 344 GB, and 2.7 TB with
-64. Sharing heads, sharding the sequence and smaller formats multiply. Training on them is another
-matter: the stream alone that full recomputation keeps is 1.4 TB.
+64. On 16 GPUs each of 8 heads is held twice. Sharing heads, sharding the sequence and smaller
+formats multiply. Training on them is another matter: the stream alone that full recomputation keeps
+is 1.4 TB.
 """
 
 import dataclasses
@@ -13,9 +14,16 @@ from typing import Any
 from jaxinfra.config.model import stacked
 from jaxinfra.config.run import Remat
 from jaxinfra.planning.devices import find_device
-from jaxinfra.planning.inference import Serving, decode, max_context, prefill, weight_bytes
+from jaxinfra.planning.inference import (
+    Serving,
+    cached_bytes,
+    decode,
+    max_context,
+    prefill,
+    weight_bytes,
+)
 from jaxinfra.planning.layout import lay_out
-from jaxinfra.planning.memory import kv_bytes, memory
+from jaxinfra.planning.memory import memory
 from jaxinfra.planning.model import PlannedModel, find_model, plan_model
 from jaxinfra.planning.step import step_time
 from jaxinfra.planning.table import grid, show
@@ -48,9 +56,9 @@ def main() -> None:
     )
     rows = []
     for name, form, serving in cases:
-        cached = kv_bytes(form, batch=1, context=TOKENS, cache_format=serving.cache)
+        cached = cached_bytes(form, serving, batch=1, context=TOKENS)
         each = (weight_bytes(form, device, serving) + cached) / serving.devices
-        fits = each + device.reserved_bytes <= device.hbm_bytes
+        fits = each <= device.budget_bytes
         read = prefill(form, device, serving, batch=1, length=TOKENS)
         token = decode(form, device, serving, batch=1, context=TOKENS)
         rows.append(

@@ -3,11 +3,15 @@
 jaxinfra chat HF_DIR
 jaxinfra chat runs/tiny-1 --plain            a model without a chat template continues the text
 
-/forget starts a new conversation; /quit or the end of input ends.
+/forget starts a new conversation; /quit or the end of input ends. What compilers say in a terminal
+goes to chat.log in the user cache, not into the dialogue.
 """
 
 import argparse
+import contextlib
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxinfra.checkpoint.hub import model_path
@@ -15,6 +19,7 @@ from jaxinfra.cli.template_option import add_template_argument, template_setting
 from jaxinfra.cli.terminal import printable
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.errors import DataError
+from jaxinfra.runtime.files import user_cache
 from jaxinfra.serving.conversation import Conversation
 from jaxinfra.serving.engine.requests import EndReason
 from jaxinfra.serving.load import load, load_template
@@ -58,11 +63,12 @@ def run(args: argparse.Namespace) -> int:
         context=args.context,
     )
     is_terminal = sys.stdin.isatty()
+    log = user_cache() / "chat.log" if sys.stderr.isatty() else None
     while (line := _read(is_terminal)) not in (None, "/quit"):
         if line == "/forget":
             conversation.forget()
         elif line:
-            _answer(conversation, line)
+            _answer(conversation, line, log)
     return 0
 
 
@@ -73,13 +79,33 @@ def _read(is_terminal: bool) -> str | None:
     return line.rstrip("\n") if line else None
 
 
-def _answer(conversation: Conversation, line: str) -> None:
+def _answer(conversation: Conversation, line: str, log: Path | None) -> None:
     try:
-        for text in conversation.ask(line):
-            print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
+        with errors_to(log):
+            for text in conversation.ask(line):
+                print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
     except DataError as error:
         print(f"{error}; /forget begins anew", file=sys.stderr)
         return
     print()
     if conversation.end is EndReason.CONTEXT:
         print("the context is full; /forget begins anew", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def errors_to(log: Path | None) -> Iterator[None]:
+    """Appends what the block writes to file descriptor 2, as compilers do, to a file instead."""
+    if log is None:
+        yield
+        return
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with log.open("ab") as file:
+            os.dup2(file.fileno(), 2)
+            yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(terminal, 2)
+        os.close(terminal)

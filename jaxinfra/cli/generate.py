@@ -1,4 +1,8 @@
-"""``jaxinfra generate RUN --prompt TEXT`` prints text as it is sampled; ``--prompts FILE`` many."""
+"""Print text of a model as it is sampled, or answer a file of prompts.
+
+jaxinfra generate runs/tiny-1 --prompt "def main("
+jaxinfra generate HF_DIR --prompts questions.jsonl --chat --out answers.jsonl
+"""
 
 import argparse
 import contextlib

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.cli.price import step_plan
-from jaxinfra.diagnostics.delays import device_times, explain_step
+from jaxinfra.diagnostics.delays import Explanation, device_delays, device_times, explain_step
 from jaxinfra.diagnostics.difference import compare_steps, predicted_beside_measured
 from jaxinfra.diagnostics.traced_run import TracedRun, read_traced_run
 from jaxinfra.diagnostics.waterfall import EXAMPLE, IDLE, Waterfall, draw
@@ -105,11 +105,15 @@ def _parts(directory: Path, traced: TracedRun) -> dict[str, tuple[float, float]]
 
 def _show_example(args: argparse.Namespace) -> int:
     found = Waterfall.of_json(read_json(EXAMPLE))
+    delays = sorted(device_delays(found), key=lambda each: -each.ms)
+    explained = Explanation(step_ms=found.span_ms, delays=tuple(delays))
     if args.picture is not None:
         draw(found, args.picture)
     if args.json:
-        print(json.dumps(found.as_json(top=args.top), indent=1))
+        whole = {"explanation": dataclasses.asdict(explained), **found.as_json(top=args.top)}
+        print(json.dumps(whole, indent=1))
     else:
+        print(explained.paragraph())
         _print(found, top=args.top)
     return 0
 

@@ -270,7 +270,7 @@ def load_chat_template(path: Path) -> ChatTemplate:
         names = f" by the name of 'default' (but {', '.join(found)})" if found else ""
         raise ConfigError(
             f"{path} ships no chat template{names}; it may be a base model: continue plain text "
-            "instead"
+            "instead (jaxinfra chat --plain, or generate without --chat)"
         )
     default = found.get("default", _NO_TOOLS)
     return ChatTemplate(default, variables=named_tokens(path), with_tools=tools)

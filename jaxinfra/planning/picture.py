@@ -14,6 +14,8 @@ from jaxinfra.planning.plan import Plan
 from jaxinfra.planning.search import Found
 from jaxinfra.runtime.picture_style import COLORS, new_picture
 
+_MOST_NAMED = 14  # layouts that a picture of the search names
+
 
 def draw_plan(plan: Plan, directory: Path, *, found: Found | None = None) -> None:
     """Writes memory.png, time.png, roofline.png and, if searched, pareto.png."""
@@ -181,23 +183,28 @@ def roofline_figure(
 
 def pareto_figure(found: Found) -> Figure:
     """Plots step time against memory of the layouts that no other layout beats in both."""
-    figure, axes = new_picture(8, 4.5)
+    figure, axes = new_picture(11, 4.5)
     sizes = [each.bytes_total / 1e9 for each in found.pareto]
     seconds = [each.seconds for each in found.pareto]
     axes.step(sizes, seconds, where="post", color=COLORS[0], linewidth=1)
     axes.plot(sizes, seconds, "o", color=COLORS[0])
-    shown = sorted({0, len(found.pareto) // 2, len(found.pareto) - 1})
-    for i in shown:
-        each = found.pareto[i]
-        last = i == len(found.pareto) - 1
+    apart = max(1, -(-len(found.pareto) // _MOST_NAMED))
+    for number, i in enumerate(range(len(found.pareto) - 1, -1, -apart), 1):
+        layout = found.pareto[i].layout
         axes.annotate(
-            f"{each.layout.describe()}\nremat {each.layout.remat}",
+            str(number),
             (sizes[i], seconds[i]),
-            xytext=(-6, -34) if last else (6, 10),
-            ha="right" if last else "left",
+            xytext=(3, 5),
             textcoords="offset points",
-            fontsize=8,
+            fontsize=9,
         )
+        name = (
+            f"{number}: {layout.describe()}, ZeRO {layout.zero}, {layout.accumulation} x "
+            f"{layout.micro_rows}, {layout.remat}"
+        )
+        axes.plot([], [], " ", label=name)
+    title = "layout, micro-batches, recomputation"
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8, handlelength=0, title=title)
     axes.set_ylim(0, 1.15 * max(seconds))
     axes.set_xlabel("GB on the busiest device")
     axes.set_ylabel("seconds per step")

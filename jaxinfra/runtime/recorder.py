@@ -78,6 +78,7 @@ class Recorder:
         self._events = self._beats = 0
         self.phase_name, self.step, self.since = "setup", 0, time.time()
         self.began = self._began = time.perf_counter()
+        self._phase_s = 0.0  # of the present phase, up to its last call
         now = (0, 0, self.since, 0, self.since, b"setup")
         _HEADER.pack_into(self._ring, 0, _MAGIC, rank, os.getpid(), *now, host)
         self.event("setup", step=0)
@@ -90,13 +91,20 @@ class Recorder:
         struct.pack_into("<Q", self._ring, _EVENTS_AT, self._events)
 
     def phase(self, name: str, *, step: int) -> float:
-        """Begins a phase; records and returns the seconds of the previous phase."""
+        """Begins a phase; records and returns the seconds of the previous phase.
+
+        A phase that begins again at once, as an evaluation does with each batch, stays one event.
+        """
         now = time.perf_counter()
         seconds, self._began = now - self._began, now
         self.spent[self.phase_name] += seconds
+        self._phase_s += seconds
+        is_again = (name, step) == (self.phase_name, self.step)
         self.phase_name, self.step, self.since = name, step, time.time()
         _NOW.pack_into(self._ring, _NOW_AT, step, self.since, name.encode()[:24])
-        self.event(name, step=step, value=seconds)
+        if not is_again:
+            self.event(name, step=step, value=self._phase_s)
+            self._phase_s = 0.0
         return seconds
 
     def beat(self) -> None:

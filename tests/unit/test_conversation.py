@@ -3,12 +3,14 @@
 import dataclasses
 import io
 import json
+import os
 import sys
 
 import chat_model
 import pytest
 
 from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.cli.chat import errors_to
 from jaxinfra.cli.main import main
 from jaxinfra.config import codec
 from jaxinfra.config.data import DataConfig, TokenizerConfig
@@ -90,6 +92,20 @@ def test_the_command_reads_messages_and_writes_answers(path, monkeypatch, capsys
     half = len(said) // 2
     assert said[:half] == said[half:]  # forgotten, the second is the first again
     assert said
+
+
+def test_a_model_without_a_template_is_told_what_to_do(tmp_path, capsys):
+    assert main(["chat", str(tmp_path)]) == 1
+    assert "--plain" in capsys.readouterr().err
+
+
+def test_what_compilers_print_stays_out_of_a_dialogue(tmp_path, capfd):
+    log = tmp_path / "cache" / "chat.log"
+    with errors_to(log):
+        os.write(2, b"W0000 slow operation\n")
+    os.write(2, b"ours\n")
+    assert log.read_text() == "W0000 slow operation\n"
+    assert capfd.readouterr().err == "ours\n"
 
 
 @pytest.mark.slow

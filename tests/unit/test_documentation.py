@@ -41,6 +41,7 @@ def test_the_settings_page_has_every_field():
 def test_commands_are_listed_with_their_options():
     page = docs_pages.commands_page()
     assert "## train" in page
+    assert not re.search(r"[^`]``[^`]|:func:|:class:", page)  # a terminal shows no markup
     assert "--sequence-parallel" in page
 
 

@@ -217,6 +217,9 @@ def test_an_example_of_a_trace_ships(capsys):
     found = json.loads(capsys.readouterr().out)
     assert sum(found["by_kind_ms"].values()) == pytest.approx(found["span_ms"], rel=1e-6)
     assert found["communication_by_axis"]["tensor"]["launches"] == 101
+    assert main(["trace", "--example"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert re.search(r"loses .* to communication over tensor: .*Remedy: ", first)
     assert main(["trace"]) == 1
 
 
