@@ -118,6 +118,11 @@ class ChatTemplate:
         """Whether the template reads a variable of this name."""
         return name in self._names
 
+    @property
+    def eos_token(self) -> str:
+        """Text of the end token that the template may write; empty if the model names none."""
+        return self._variables.get("eos_token", "")
+
     def with_settings(self, settings: Mapping[str, Any]) -> "ChatTemplate":
         """Returns the template with values for variables that it reads, ``enable_thinking`` say.
 

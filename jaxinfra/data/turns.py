@@ -53,19 +53,14 @@ def turn_renderings(
         if end < len(messages) and end - 1 not in left:
             continue
         text = whole if end == len(messages) else turns.up_to(end)
-        found = [number for number in left if number < end and text.startswith(turns.after(number))]
+        ends = {number: turns.end(number, text) for number in left if number < end}
+        found = [number for number, last in ends.items() if last is not None]
         if found or not counted:
             starts = [turns.start(number) for number in found]
-            result.append(
-                Rendering(
-                    text=text,
-                    spans=[
-                        (start, len(turns.after(number)))
-                        for (start, _), number in zip(starts, found, strict=True)
-                    ],
-                    num_unasked=sum(not asked for _, asked in starts),
-                )
-            )
+            lasts = [last for last in ends.values() if last is not None]
+            spans = [(first, last) for (first, _), last in zip(starts, lasts, strict=True)]
+            num_unasked = sum(not asked for _, asked in starts)
+            result.append(Rendering(text=text, spans=spans, num_unasked=num_unasked))
             left = [number for number in left if number not in found]
     return result
 
@@ -97,6 +92,7 @@ class _Turns:
     ):
         self._messages = list(messages)
         self._render = functools.partial(template.render, tools=tools)
+        self._eos = template.eos_token
         self.up_to = functools.cache(self._up_to)
 
     def _up_to(self, end: int) -> str:
@@ -105,6 +101,20 @@ class _Turns:
     def after(self, number: int) -> str:
         """Text of the conversation that ends with this turn."""
         return self.up_to(number + 1)
+
+    def end(self, number: int, text: str) -> int | None:
+        """Returns where a message ends in a text that begins as ``after(number)``; None for other
+        texts.
+
+        Some templates end each text with the end token, after the end that each message has: it
+        need not be in a text that goes on.
+        """
+        after, content = self.after(number), self._messages[number].get("content")
+        if text.startswith(after):
+            return len(after)
+        shorter = after.removesuffix(self._eos)
+        has_end = isinstance(content, str) and not shorter.endswith(content.strip())
+        return len(shorter) if has_end and text.startswith(shorter) else None
 
     def start(self, number: int) -> tuple[int, bool]:
         """Returns where a turn begins in ``after(number)``, and whether it begins there as the

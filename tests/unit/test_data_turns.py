@@ -133,6 +133,17 @@ def test_templates_that_change_earlier_text_train_every_turn(name):
     assert len(found) <= 4
 
 
+def test_an_end_token_after_the_end_of_a_message_needs_no_text_of_its_own():
+    """As Phi's templates have it: the last message alone is followed by the end token, too."""
+    program = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+        "{{ '<assistant>' if add_generation_prompt else eos_token }}"
+    )
+    ((data, mask),), _ = documents(program, TALK)
+    said = [m["content"] + "<end>" for m in TALK if m["role"] == "assistant"]
+    assert bytes(np.frombuffer(data, np.uint8)[mask]).decode() == "".join(said) + "</s>"
+
+
 def test_turns_that_one_text_asks_for_share_it_and_splits_are_counted():
     found, notes = documents(THINKS, TALK)
     # Both answers to the second question keep their thoughts until the third is asked.
