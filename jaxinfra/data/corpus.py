@@ -73,21 +73,19 @@ class Corpus:
         return [data[start:end] for start, end in itertools.pairwise(bounds)]
 
 
-def _open_pretokenized(
-    config: DataConfig, *, vocab_size: int, tokenizer: Tokenizer | None
-) -> Corpus:
+def _open_pretokenized(config: DataConfig, *, tokenizer: Tokenizer | None) -> Corpus:
     """Opens pre-tokenized arrays.
 
     A document's name is its number. The tokenizer is the one given, the configured one, or the
     ``tokenizer.json`` beside the arrays.
     """
     directory = Path(config.source).expanduser()
-    arrays = open_token_arrays(directory, vocab_size=vocab_size)
+    arrays = open_token_arrays(directory)
     tokenizer = tokenizer or tokenizer_of_arrays(config, directory)
     if config.heldout_source is not None:
         heldout_directory = Path(config.heldout_source).expanduser()
         train = arrays
-        heldout = open_token_arrays(heldout_directory, vocab_size=vocab_size)
+        heldout = open_token_arrays(heldout_directory)
         names = [str(i) for i in range(heldout.num_documents)]
     else:
         numbers = np.arange(arrays.num_documents)
@@ -153,15 +151,13 @@ def open_corpus(
     split, the tokenizer and the template.
     """
     if _holds_arrays(config):
-        return _open_pretokenized(config, vocab_size=vocab_size, tokenizer=tokenizer)
+        corpus = _open_pretokenized(config, tokenizer=tokenizer)
+        _require_ids_within(corpus, vocab_size, config)
+        return corpus
     split = _split_of(config)
     if tokenizer is None:
         tokenizer = _make_tokenizer([split], vocab_size=vocab_size, cache_dir=cache_dir)
-    if tokenizer.vocab_size > vocab_size:
-        raise DataError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model vocab_size={vocab_size}; "
-            "raise the model's to at least the tokenizer's, or use a smaller tokenizer"
-        )
+    _require_separators_within(tokenizer, vocab_size)
     chat: ChatEncoder | None = None
     identity = [split.identity(), tokenizer.fingerprint]
     if config.chat_template is not None:
@@ -175,7 +171,33 @@ def open_corpus(
         encoder = PairEncoder(tokenizer, chat)
     elif config.format is DataFormat.COMPLETIONS:
         encoder = CompletionEncoder(tokenizer)
-    return _cached_corpus(cache_dir / "corpora" / _key(*identity), split, tokenizer, encoder)
+    corpus = _cached_corpus(cache_dir / "corpora" / _key(*identity), split, tokenizer, encoder)
+    _require_ids_within(corpus, vocab_size, config)
+    return corpus
+
+
+def _require_separators_within(tokenizer: Tokenizer, vocab_size: int) -> None:
+    for token in (tokenizer.bos_id, tokenizer.eos_id):
+        if token >= vocab_size:
+            raise DataError(
+                f"documents begin or end with token {token} ({tokenizer.spelled(token)!r}), and "
+                f"vocab_size={vocab_size}, so the model's ids are 0..{vocab_size - 1}; raise the "
+                f"model's to {tokenizer.vocab_size}, the tokenizer's, or use a smaller tokenizer"
+            )
+
+
+def _require_ids_within(corpus: Corpus, vocab_size: int, config: DataConfig) -> None:
+    """Refuses data with a token that the model's table lacks; a tokenizer may have more of them."""
+    _require_separators_within(corpus.tokenizer, vocab_size)
+    for side in (corpus.train, corpus.heldout):
+        token = None if side is None else side.first_beyond(vocab_size)
+        if token is not None:
+            raise DataError(
+                f"{config.source}: its documents have token {token} "
+                f"({corpus.tokenizer.spelled(token)!r}), and vocab_size={vocab_size}, so the "
+                f"model's ids are 0..{vocab_size - 1}; raise the model's to "
+                f"{corpus.tokenizer.vocab_size}, the tokenizer's, or leave such documents out"
+            )
 
 
 def shared_tokenizer(

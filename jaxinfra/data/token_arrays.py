@@ -39,6 +39,7 @@ VERSION = 1
 META = "meta.json"
 COUNTED = "counted.bin"
 FIRST = "first.npy"
+_STRETCH = 1 << 24  # tokens of a memory-mapped file that are looked at together
 
 
 @final
@@ -86,6 +87,18 @@ class TokenArrays:
         """Returns the tokens of one document, without separator."""
         start = self.starts[index]
         return self.tokens[start : start + self.lengths[index]]
+
+    def first_beyond(self, vocab_size: int) -> int | None:
+        """Returns the first id that is ``vocab_size`` or more, None if every id is below it."""
+        if self.vocab_size <= vocab_size:
+            return None
+        stretches = (
+            self.tokens[start : start + _STRETCH] for start in range(0, len(self.tokens), _STRETCH)
+        )
+        for ids in (*(() if self.first is None else (self.first,)), *stretches):
+            if (beyond := ids >= vocab_size).any():
+                return int(ids[beyond.argmax()])
+        return None
 
     def select(self, documents: Integer[np.ndarray, "documents"]) -> "TokenArrays":
         """Returns a view of the documents of these indices; no token is copied."""
@@ -224,8 +237,8 @@ def write_token_arrays(
             writer.finish()
 
 
-def open_token_arrays(directory: Path, *, vocab_size: int | None = None) -> TokenArrays:
-    """Opens token arrays, memory-mapped; checks the model's ``vocab_size``, if given."""
+def open_token_arrays(directory: Path) -> TokenArrays:
+    """Opens token arrays, memory-mapped."""
     meta = _read_meta(directory)
     tokens_path = directory / "tokens.bin"
     try:
@@ -245,11 +258,6 @@ def open_token_arrays(directory: Path, *, vocab_size: int | None = None) -> Toke
             f"{directory}: unreadable token arrays ({type(error).__name__}: {error}); "
             "write them anew with write_token_arrays"
         ) from error
-    if vocab_size is not None and own_vocab_size > vocab_size:
-        raise DataError(
-            f"{directory}: tokens of a vocabulary of {own_vocab_size} do not fit the model's "
-            f"vocab_size={vocab_size}; use the tokenizer they were made with, or a larger model"
-        )
     if (
         actual_bytes != num_tokens * dtype.itemsize
         or num_marks != num_tokens

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxinfra.data import token_arrays
 from jaxinfra.data.token_arrays import (
     TokenWriter,
     is_token_arrays,
@@ -28,7 +29,7 @@ def write(directory: Path, vocab_size: int = 8) -> Path:
 def test_round_trip(tmp_path: Path, vocab_size: int, dtype: str):
     directory = write(tmp_path / "arrays", vocab_size)
     assert is_token_arrays(directory)
-    arrays = open_token_arrays(directory, vocab_size=vocab_size)
+    arrays = open_token_arrays(directory)
     assert isinstance(arrays.tokens, np.memmap)
     assert arrays.tokens.dtype == np.dtype(dtype)
     assert (arrays.num_documents, arrays.num_tokens, arrays.num_bytes) == (3, 5, 14)
@@ -91,10 +92,14 @@ def test_nothing_is_overwritten(tmp_path: Path):
         write(directory)
 
 
-def test_a_larger_vocabulary_than_the_model_s_is_refused(tmp_path: Path):
-    directory = write(tmp_path / "arrays")
-    with pytest.raises(DataError, match="vocabulary of 8 do not fit the model's vocab_size=7"):
-        open_token_arrays(directory, vocab_size=7)
+def test_the_first_id_beyond_a_smaller_vocabulary(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(token_arrays, "_STRETCH", 2)  # tokens that are looked at together
+    arrays = open_token_arrays(write(tmp_path / "arrays", 300))
+    largest = int(max(arrays.tokens))
+    assert arrays.first_beyond(largest + 1) is None
+    for size in range(largest + 1):
+        assert arrays.first_beyond(size) == next(each for each in arrays.tokens if each >= size)
+    assert arrays.first_beyond(300) is None
 
 
 def damage_meta(directory: Path, **changes: object) -> None:

@@ -7,6 +7,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from jaxinfra.config.data import DataConfig, TokenizerConfig, TokenizerKind
 from jaxinfra.data import corpus as corpus_module
@@ -163,11 +164,29 @@ def test_the_tokenizer_given_is_used(texts: Path, cache: Path, tmp_path: Path):
 
 
 def test_a_vocabulary_larger_than_the_model_s(texts: Path, cache: Path):
-    what = "the tokenizer has 257 tokens, the model vocab_size=256"
+    what = "documents begin or end with token 256 ('<|endoftext|>'), and vocab_size=256"
     assert what in error(texts, cache, 256, tokenizer=BYTES)
     assert what in error(texts, cache, 256, saved=bytes_tokenizer())
     assert "too small for byte-level BPE" in error(texts, cache, 256)
     assert not list(cache.rglob("tokens.bin"))
+
+
+def test_ids_beyond_the_model_s_table_are_refused_only_where_data_has_them(
+    texts: Path, cache: Path
+):
+    """Tokens are added after the model's: some are never in data, as of images and tools."""
+    larger = tokenizers.Tokenizer.from_str(bytes_tokenizer()._json)
+    larger.add_tokens(["unseen", "function_7"])
+    saved = Tokenizer(larger)
+    assert saved.vocab_size == 259
+    assert open_it(texts, cache, 259, saved=saved).train.num_documents
+    found = error(texts, cache, 258, saved=saved)
+    assert "its documents have token 258 ('function_7'), and vocab_size=258" in found
+    (texts / "sub" / "file_7.py").unlink()
+    for file in texts.rglob("*.py"):
+        file.write_text(file.read_text().replace("function_7", "f"))
+    corpus = open_it(texts, cache, 257, saved=saved)
+    assert corpus.train.num_documents == 39 - corpus.heldout.num_documents
 
 
 def test_training_samples_of_a_large_corpus(
@@ -284,7 +303,7 @@ def test_pretokenized_arrays_bring_or_name_their_tokenizer(tmp_path: Path, cache
 
 def test_pretokenized_arrays_of_another_vocabulary(tmp_path: Path, cache: Path, texts: Path):
     source = pretokenized(tmp_path / "arrays")
-    assert "do not fit the model's vocab_size=256" in error(source, cache, 256, tokenizer=BYTES)
+    assert "token 256 ('<|endoftext|>')" in error(source, cache, 256, tokenizer=BYTES)
     other = Tokenizer(train_bpe(["a"], vocab_size=300)._tokenizer)
     assert "have (vocab_size, bos_id, eos_id)=(257, 256, 256)" in error(source, cache, saved=other)
     assert "both must be text, or both" in error(
