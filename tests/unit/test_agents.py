@@ -176,6 +176,15 @@ def test_an_agent_uses_messages(form, tmp_path):
             for stream in (False, True):
                 served.engine.script = answers(form)
                 assert await anthropic_loop(client, stream=stream) == (expected(), "Sunny.")
+            with pytest.raises(anthropic.BadRequestError, match="'other'") as told:
+                await client.messages.create(
+                    model="m",
+                    max_tokens=9,
+                    messages=[{"role": "user", "content": "x"}],
+                    tools=[{"name": "look", "input_schema": PARAMETERS}],
+                    tool_choice={"type": "tool", "name": "other"},
+                )
+            assert told.value.body["type"] == "error"
             count = await client.messages.count_tokens(
                 model="m", messages=[{"role": "user", "content": "x"}]
             )

@@ -154,6 +154,7 @@ def test_a_beginning_that_was_seen_decides_unless_its_replica_is_far_busier():
         ({"prompt": [list(range(20)), [1]]}, 1),
         ({"prompt": ["y" * 64, "z"]}, 1),
         ({"messages": [{"role": "system", "content": "x" * 64}]}, 1),
+        ({"input": "x" * 200}, 3),
         ({"prompt": 3}, 0),
         ([1], 0),
     ],

@@ -305,7 +305,8 @@ def error_response(
     headers: dict[str, str] | None = None,
 ) -> responses.Response:
     """Returns the HTTP response that reports an error to a client."""
-    body = {"error": error_body(message, kind=kind, code=code)}
+    # The type is what Anthropic's clients expect.
+    body = {"type": "error", "error": error_body(message, kind=kind, code=code)}
     return responses.JSONResponse(body, status_code=status, headers=headers)
 
 

@@ -246,7 +246,7 @@ class ReplicaFront:
         """
         path, query = request.scope["raw_path"], request.scope["query_string"]
         headers = {name: request.headers[name] for name in _KEPT if name in request.headers}
-        blocks = blocks_of(body) if path in _GENERATES and not query else ()
+        blocks = blocks_of(body) if path in _GENERATES else ()
         target = path + (b"?" + query if query else b"")
         tried: set[int] = set()
         num_lost, refused = 0, None
