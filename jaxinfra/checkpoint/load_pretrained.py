@@ -309,12 +309,14 @@ def load_pretrained(
     )
 
 
-def pretrained_shapes(path: Path) -> PretrainedModel:
-    """Returns the model with shapes instead of arrays, packed weights included, to plan its memory.
+def pretrained_shapes(
+    path: Path, *, policy: PolicyName | None = None, placement: Placement | None = None
+) -> PretrainedModel:
+    """Returns the model with shapes instead of arrays, packed weights included.
 
-    Only the files' headers are read.
+    Only the files' headers are read. Arguments are those of ``load_pretrained``.
     """
-    source, definition, placement = _opened(path, None, None)
+    source, definition, placement = _opened(path, policy, placement)
     shardings = merged(placement.parameters(definition), placement.model_state(definition))
     found = _packed_parameters(source, definition, placement)
     packed = nest({keys: shapes for keys, (_, shapes) in found.items()})

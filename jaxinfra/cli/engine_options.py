@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.errors import ConfigError
+from jaxinfra.runtime.compile_cache import keep_compiled_programs
+from jaxinfra.runtime.files import user_cache
 from jaxinfra.serving.engine.options import EngineOptions, Preemption, options_on
 from jaxinfra.serving.load import LoadedModel, load
+from jaxinfra.serving.program_store import ProgramStore
 
 _CPU, _GPU = options_on("cpu"), options_on("gpu")
 _OPTIONS: tuple[tuple[str, str], ...] = (
@@ -24,7 +28,8 @@ _OPTIONS: tuple[tuple[str, str], ...] = (
     ("page_size", "tokens per page of the KV cache"),
     (
         "num_pages",
-        "pages in the KV cache; default: enough for --max-running requests of the most tokens",
+        "pages in the KV cache; default: those that fit, at most --max-running requests' of the "
+        "most tokens",
     ),
     ("num_drafts", "draft tokens per step of speculative decoding"),
 )
@@ -53,15 +58,24 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load_models(
-    args: argparse.Namespace, *paths: Path, step: int | None = None
+    args: argparse.Namespace,
+    *paths: Path,
+    step: int | None = None,
+    read: Callable[..., LoadedModel] = load,
 ) -> list[LoadedModel]:
-    """Loads models as ``add_model_arguments`` says; of a run the newest checkpoint or ``step``."""
+    """Loads models as ``add_model_arguments`` says; of a run the newest checkpoint or ``step``.
+
+    Args:
+        read: ``load``, or ``describe`` for shapes in place of weights.
+    """
     policy, mesh = None if args.policy is None else PolicyName(args.policy), parse_mesh(args.mesh)
+    keep_compiled_programs(user_cache())
+    # Processes of one model would have to find the same programs.
+    store = ProgramStore.of_user() if jax.process_count() == 1 else None
     with nonfinite_allowed(allowed=args.allow_nonfinite):
-        return [
-            load(path, policy=policy, step=step, mesh=mesh).with_cache(CacheFormat(args.cache))
-            for path in paths
-        ]
+        models = [read(path, policy=policy, step=step, mesh=mesh) for path in paths]
+    cache = CacheFormat(args.cache)
+    return [dataclasses.replace(each.with_cache(cache), store=store) for each in models]
 
 
 def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
@@ -73,6 +87,13 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
             said += f" (default: {default}{'' if on_gpu == default else f', on GPUs {on_gpu}'})"
         option = f"--{name.replace('_', '-')}"
         group.add_argument(option, type=int, metavar="N", help=said)
+    group.add_argument(
+        "--memory-fraction",
+        type=float,
+        metavar="F",
+        help="share of JAX's device memory for weights, programs and pages "
+        f"(default: {_CPU.memory_fraction})",
+    )
     group.add_argument(
         "--preemption",
         choices=[each.value for each in Preemption],
@@ -91,6 +112,8 @@ def engine_options(args: argparse.Namespace) -> EngineOptions:
     """Returns the serving engine's options as given; others have the device's defaults."""
     given: dict[str, Any] = {name: getattr(args, name) for name, _ in _OPTIONS}
     given = {name: value for name, value in given.items() if value is not None}
+    if args.memory_fraction is not None:
+        given["memory_fraction"] = args.memory_fraction
     if args.preemption is not None:
         given["preemption"] = Preemption(args.preemption)
     if args.host_gib is not None:

@@ -25,6 +25,7 @@ COMMANDS = {
     "generate": "generate text with a run or a Hugging Face model",
     "chat": "talk with a model in the terminal",
     "serve": "serve a model through OpenAI's API",
+    "compile": "compile a server's programs ahead of its start",
     "evaluate": "measure loss, perplexity and bits per byte on held-out text",
     "convert": "convert between Hugging Face and jaxinfra, both ways",
     "quantize": "quantize weights to 4 or 8 bits, for other programs too",

@@ -38,12 +38,18 @@ from jaxinfra.diagnostics.memory.report import (
     gib,
     report_memory,
 )
-from jaxinfra.diagnostics.memory.serving import ServingCase, serving_memory, serving_remedies
+from jaxinfra.diagnostics.memory.serving import (
+    ServingCase,
+    fitted_case,
+    serving_memory,
+    serving_remedies,
+)
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.definition import Parameters
 from jaxinfra.numerics.policy import POLICIES, Policy, as_kept, held_as_computed
 from jaxinfra.quantize.held import held_shapes
 from jaxinfra.quantize.recipes import DEFAULT_GROUP, RECIPES, quantization_recipe
+from jaxinfra.serving.engine.fit import let_jax_allocate, memory_limit
 from jaxinfra.training.job import lower_step, make_job
 from jaxinfra.training.recompute.optimal import draw_choice
 
@@ -90,6 +96,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compiles a step and prints its memory by role; returns 1 if it exceeds the limit."""
     limit = None
+    if args.serve:
+        let_jax_allocate()
     if args.limit is not None:
         if not args.limit > 0:
             raise ConfigError(f"--limit {args.limit} must be above 0 GiB")
@@ -191,11 +199,14 @@ def _of_engine(args: argparse.Namespace, limit: int | None) -> _Found:
         is_straight=jax.default_backend() == "gpu",
         weights=weights,
     )
+    case = fitted_case(case, limit_bytes=memory_limit() if limit is None else limit)
     needs, remedies = serving_memory(case), []
     if limit is not None and _exceeds(needs.report, limit):
         remedies = serving_remedies(case, needs, limit_bytes=limit)
     lines = [f"program {name}: {gib(size)} in all" for name, size in needs.totals.items()]
-    lines.append(f"pages: {case.limits.num_pages:,} of {gib(needs.page_bytes)}")
+    pages, size = case.limits.num_pages, case.limits.page_size
+    tokens = (pages - 1) * size
+    lines.append(f"pages: {pages:,} of {gib(needs.page_bytes)}, for {tokens:,} tokens")
     return _Found(report=needs.report, values=needs.as_json(), remedies=remedies, after=lines)
 
 

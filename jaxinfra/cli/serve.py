@@ -8,12 +8,15 @@ jaxinfra serve                   # the newest run of `make train`, trained first
 """
 
 import argparse
+import dataclasses
+import functools
 import importlib
 import importlib.util
 import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +41,16 @@ from jaxinfra.errors import (
     is_out_of_memory,
 )
 from jaxinfra.runtime import injected_faults as faults
-from jaxinfra.runtime.cluster import Cluster, detect_cluster
-from jaxinfra.runtime.files import user_cache, whole_number
+from jaxinfra.runtime.cluster import Cluster, attempt, detect_cluster
+from jaxinfra.runtime.files import whole_number
 from jaxinfra.runtime.rendezvous import connect, leave
 from jaxinfra.runtime.signals import noted_signals
 from jaxinfra.serving.adapter_bank import MAX_RANK, AdapterBank, load_bank
+from jaxinfra.serving.engine.fit import let_jax_allocate, memory_limit
 from jaxinfra.serving.engine.options import EngineOptions, Preemption
-from jaxinfra.serving.load import LoadedModel
+from jaxinfra.serving.load import LoadedModel, describe
 from jaxinfra.serving.replicas.processes import REPLICA, end_with_front, environments
 from jaxinfra.serving.tools.forms import TOOL_FORMS
-from jaxinfra.training.job import keep_compiled_programs
-from jaxinfra.training.watch import attempt
 
 _EXTRA = ("fastapi", "uvicorn", "prometheus_client", "pydantic", "llguidance")
 _HANG_S = 60.0
@@ -224,8 +226,6 @@ def run(args: argparse.Namespace) -> int:
     _require_extra()
     # What only a server needs is imported here: other commands do without.
     start = importlib.import_module("jaxinfra.serving.http.start")
-    if args.draft is not None and not args.num_drafts:
-        raise ConfigError("--draft needs --num-drafts: how many tokens it is to propose")
     mesh = parse_mesh(args.mesh)
     if (shards := mesh.num_data_shards // mesh.expert) > 1:
         raise ConfigError(
@@ -240,6 +240,7 @@ def run(args: argparse.Namespace) -> int:
         return _run_replicas(args, path)
     if args.hang_seconds is not None:
         raise ConfigError("--hang-seconds is about replicas: give --replicas too")
+    let_jax_allocate()
     cluster = connect()  # before JAX is asked for devices
     if cluster is not None and mesh.num_devices != jax.device_count():
         raise ConfigError(
@@ -248,16 +249,13 @@ def run(args: argparse.Namespace) -> int:
             f"say --mesh tensor={jax.device_count()}"
         )
     options = _options(args, path)
-    keep_compiled_programs(user_cache())
     number = os.environ.get(REPLICA)
     if number is not None:
         end_with_front()
     rank = whole_number(number or "0") or 0 if cluster is None else cluster.process_id
     faults.arm(os.environ, rank=rank, attempt=attempt())
-    drafts = [] if args.draft is None else [model_path(args.draft)]
-    model, *drafts = load_models(args, path, *drafts)
-    with nonfinite_allowed(allowed=args.allow_nonfinite):
-        bank = _bank(model, path, args)
+    served = read_models(args, path, mesh)
+    model = served.model
 
     def say(text: str) -> None:
         print(text, flush=True)
@@ -267,13 +265,46 @@ def run(args: argparse.Namespace) -> int:
             if rank > 0 and cluster is not None:
                 start.serve_part(model, options.engine, request, cluster)
             else:
-                given = {"draft": drafts[0] if drafts else None, "bank": bank, "cluster": cluster}
+                given: dict[str, Any] = {"draft": served.draft, "bank": served.bank}
+                given |= {"read": served.read, "cluster": cluster}
                 start.serve(model, options, request, **given, say=say)
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
         raise _too_large(model, options.engine, mesh, error) from error
     return 0 if cluster is None else leave(0, together=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModels:
+    """A model to serve with its companions; their weights may be yet to be read."""
+
+    model: LoadedModel
+    draft: LoadedModel | None
+    bank: AdapterBank | None
+    # Reads the weights of the model and the draft model; None: they are read.
+    read: Callable[[], list[LoadedModel]] | None
+
+
+def read_models(args: argparse.Namespace, path: Path, mesh: MeshConfig) -> ServedModels:
+    """Reads what a server's command line names: of models on one device only the shapes, so that
+    programs can be compiled while weights are read.
+    """
+    if args.draft is not None and not args.num_drafts:
+        raise ConfigError("--draft needs --num-drafts: how many tokens it is to propose")
+    drafts = [] if args.draft is None else [model_path(args.draft)]
+    reading = functools.partial(load_models, args, path, *drafts)
+    # Adapters are added to weights.
+    is_ahead = jax.process_count() == 1 and not args.adapters and mesh.num_devices == 1
+    model, *drafts = reading(read=describe) if is_ahead else reading()
+    with nonfinite_allowed(allowed=args.allow_nonfinite):
+        bank = _bank(model, path, args)
+    return ServedModels(
+        model=model,
+        draft=drafts[0] if drafts else None,
+        bank=bank,
+        read=reading if is_ahead else None,
+    )
 
 
 def _check_job(args: argparse.Namespace, cluster: Cluster | None) -> None:
@@ -324,8 +355,11 @@ def _too_large(
             cache=model.definition.execution.cache_format,
             num_ids=model.num_ids,
             is_straight=jax.default_backend() == "gpu",
-            weights=jax.tree.map(jax.typeof, model.parameters),
+            weights=jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), model.parameters
+            ),
         )
+        case = serving.fitted_case(case, limit_bytes=memory_limit())
         print(report.explain_serving_out_of_memory(case, Path.cwd(), error), file=sys.stderr)
         said = "the lines above say what would"
     except JaxinfraError as other:

@@ -23,10 +23,11 @@ from jaxinfra.data.corpora import Corpora, open_corpora
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.data.train_iterator import TrainIterator
 from jaxinfra.errors import CheckpointError, ConfigError
+from jaxinfra.runtime.compile_cache import keep_compiled_programs
 from jaxinfra.runtime.files import read_log
 from jaxinfra.runtime.recorder import excluded_steps
 from jaxinfra.training.describe import Environment, environment_of
-from jaxinfra.training.job import Job, StepPrograms, keep_compiled_programs, make_job
+from jaxinfra.training.job import Job, StepPrograms, make_job
 from jaxinfra.training.start import excluded_batches, first_state, with_frozen
 from jaxinfra.training.state import State
 from jaxinfra.training.step import step_record

@@ -33,6 +33,7 @@ class Device:
     num_sms: int
     flops: Mapping[str, float]  # dense tensor-core peak by format
     hbm_bytes: int  # to be used: the whole memory, or what --memory allows
+    visible_bytes: int  # that CUDA reports in all, of which JAX takes its share
     hbm_bytes_per_s: float
     matmul_efficiency: Mapping[str, float]  # fraction of peak in large matmuls, by format
     matmul_half_depth: float  # contraction depth at which half of that is reached
@@ -113,6 +114,7 @@ def find_device(name: str) -> Device:
     return Device(
         name=name,
         hbm_bytes=peak.hbm_bytes,
+        visible_bytes=peak.visible_bytes,
         hbm_bytes_per_s=peak.hbm_bytes_per_s,
         **values,
     )

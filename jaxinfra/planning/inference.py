@@ -18,7 +18,7 @@ from jaxinfra.hf import quantization_of
 from jaxinfra.model.definition import ParameterInfo, by_path, define_model, is_weight
 from jaxinfra.ops.quantized import MOST_ROWS_MEASURED, Activations, QuantizedWeight, kept_for_kernel
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.planning.devices import Device
+from jaxinfra.planning.devices import Device, find_device
 from jaxinfra.planning.memory import element_bits, kv_bytes, kv_bytes_per_token, kv_table
 from jaxinfra.planning.model import PlannedModel, config_file, is_expert, total_parameters
 from jaxinfra.quantize.held import held_shapes
@@ -30,11 +30,14 @@ from jaxinfra.quantize.recipes import (
     quantization_recipe,
 )
 from jaxinfra.runtime.files import read_json
+from jaxinfra.serving.engine.fit import JAX_FRACTION, MemoryNeeds
+from jaxinfra.serving.engine.options import options_on
 
 PLAIN = "bf16"
 WEIGHTS = (PLAIN, *RECIPES)
 """Formats of weights: plain ones, and what ``jaxinfra quantize`` makes."""
 
+_OPTIONS = options_on("gpu")
 _TABLES = ("embedding/table", "positions/table")  # of which a token reads a row
 _REBUILT = "attention/kv_up/weight"  # of latent attention: decode dequantizes it, then cuts it
 _PLAIN_BYTES = 2
@@ -200,7 +203,41 @@ def weight_bytes(model: PlannedModel, device: Device, serving: Serving) -> int:
 
 def cache_room(model: PlannedModel, device: Device, serving: Serving) -> float:
     """Returns the bytes left for KV caches on all devices; negative if the weights do not fit."""
-    return serving.devices * device.budget_bytes - weight_bytes(model, device, serving)
+    needs = memory_needs(model, device, serving)
+    return serving.devices * (device_budget(device) - needs.fixed_bytes)
+
+
+def device_budget(device: Device) -> float:
+    """Returns the bytes of a device that ``jaxinfra serve`` uses by default."""
+    share = device.hbm_bytes / find_device(device.name).hbm_bytes  # with --memory less than all
+    return share * device.visible_bytes * JAX_FRACTION * _OPTIONS.memory_fraction
+
+
+def memory_needs(model: PlannedModel, device: Device, serving: Serving) -> MemoryNeeds:
+    """Estimates what a device holds besides the KV cache, as a server's start measures it.
+
+    Temporaries are those of a step's longest chunks: a feed-forward layer's inputs and outputs, and
+    fp32 logits of one scored chunk, before and after the softmax.
+    """
+    config, options = model.config, _OPTIONS
+    widest = max(getattr(block.feed_forward, "hidden_dim", 0) for block in config.blocks)
+    tokens = options.max_step_tokens
+    activations = 2 * tokens * _PLAIN_BYTES * (2 * widest + 2 * config.model_dim)
+    logits = 2 * options.chunk_sizes[-1] * config.vocab_size * 4
+    page = options.page_size * kv_bytes_per_token(model, serving.cache)
+    page *= cache_copies(model, serving.devices)
+    return MemoryNeeds(
+        weight_bytes=math.ceil(weight_bytes(model, device, serving) / serving.devices),
+        temporary_bytes=math.ceil((activations + logits) / serving.devices),
+        state_bytes=options.max_running * config.vocab_size * 8,
+        page_bytes=math.ceil(page / serving.devices),
+    )
+
+
+def pool_tokens(model: PlannedModel, device: Device, serving: Serving) -> int:
+    """Returns the tokens that the KV cache of a server holds by default."""
+    pages = memory_needs(model, device, serving).pages(device_budget(device))
+    return max(0, pages - 1) * _OPTIONS.page_size
 
 
 def cache_copies(model: PlannedModel, devices: int) -> float:
@@ -350,6 +387,7 @@ def summary(
         "context": context,
         "batch": batch,
         "weight_bytes": weight_bytes(model, device, serving),
+        "pool_tokens": pool_tokens(model, device, serving),
         "weights_fit": cache_room(model, device, serving) > 0,
         "kv_bytes_per_token": kv_bytes_per_token(model, serving.cache),
         "max_batch": max_batch(model, device, serving, context=context),

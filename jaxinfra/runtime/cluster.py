@@ -14,6 +14,7 @@ of the job and no other program, and JAXINFRA_BIND, the address that process 0 l
 """
 
 import dataclasses
+import os
 import re
 import socket
 from collections.abc import Mapping
@@ -250,3 +251,8 @@ def free_port(address: str = "127.0.0.1") -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((address, 0))
         return probe.getsockname()[1]
+
+
+def attempt(environment: Mapping[str, str] = os.environ) -> int:
+    """Returns how often the launcher has restarted this job: 0 at the first start."""
+    return whole_number(environment.get(ATTEMPT, "0")) or 0

@@ -10,21 +10,38 @@ class DevicePeak:
     bf16_flops: float  # dense tensor-core FLOP/s
     hbm_bytes_per_s: float
     hbm_bytes: int
+    visible_bytes: int  # that CUDA reports in all, of which JAX takes its share
     link_bytes_per_s: float  # NVLink, one direction, all links of one device
 
 
 _PEAKS: dict[str, DevicePeak] = {
     "A100-SXM4-80GB": DevicePeak(
-        bf16_flops=312e12, hbm_bytes_per_s=2.039e12, hbm_bytes=80 * 10**9, link_bytes_per_s=300e9
+        bf16_flops=312e12,
+        hbm_bytes_per_s=2.039e12,
+        hbm_bytes=80 * 10**9,
+        visible_bytes=int(79.2 * 2**30),
+        link_bytes_per_s=300e9,
     ),
     "H100": DevicePeak(
-        bf16_flops=989.4e12, hbm_bytes_per_s=3.35e12, hbm_bytes=80 * 10**9, link_bytes_per_s=450e9
+        bf16_flops=989.4e12,
+        hbm_bytes_per_s=3.35e12,
+        hbm_bytes=80 * 10**9,
+        visible_bytes=int(79.2 * 2**30),
+        link_bytes_per_s=450e9,
     ),
     "H200": DevicePeak(
-        bf16_flops=989.4e12, hbm_bytes_per_s=4.8e12, hbm_bytes=141 * 10**9, link_bytes_per_s=450e9
+        bf16_flops=989.4e12,
+        hbm_bytes_per_s=4.8e12,
+        hbm_bytes=141 * 10**9,
+        visible_bytes=int(139.8 * 2**30),
+        link_bytes_per_s=450e9,
     ),
     "B200": DevicePeak(
-        bf16_flops=2250e12, hbm_bytes_per_s=8.0e12, hbm_bytes=180 * 10**9, link_bytes_per_s=900e9
+        bf16_flops=2250e12,
+        hbm_bytes_per_s=8.0e12,
+        hbm_bytes=180 * 10**9,
+        visible_bytes=int(178.3 * 2**30),
+        link_bytes_per_s=900e9,
     ),
 }
 

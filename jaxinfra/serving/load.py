@@ -1,6 +1,7 @@
 """Loads a trained model from a run or a directory of safetensors, sharded over a mesh."""
 
 import dataclasses
+import enum
 import functools
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ import jax
 
 from jaxinfra.checkpoint.checkpointer import load_state
 from jaxinfra.checkpoint.initial import place_initial
-from jaxinfra.checkpoint.load_pretrained import load_pretrained
+from jaxinfra.checkpoint.load_pretrained import load_pretrained, pretrained_shapes
 from jaxinfra.checkpoint.model_directory import is_model_directory, read_model_directory
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.config import codec
@@ -23,7 +24,7 @@ from jaxinfra.config.validate import check_divides
 from jaxinfra.data.chat_template import ChatTemplate, load_chat_template
 from jaxinfra.data.special_tokens import read_generation_config
 from jaxinfra.data.tokenizer import Tokenizer
-from jaxinfra.errors import CheckpointError, ConfigError, nearest
+from jaxinfra.errors import CheckpointError, ConfigError, UnsupportedError, nearest
 from jaxinfra.model.decoder import Decoder
 from jaxinfra.model.definition import ModelDefinition, Parameters, define_model, merged
 from jaxinfra.model.execution import DecodeForm
@@ -35,6 +36,7 @@ from jaxinfra.parallel.mesh import SERVING_AXES, make_mesh, serving_rules
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.place_quantized import base_shardings
 from jaxinfra.runtime.files import read_json, require_type
+from jaxinfra.serving.program_store import ProgramStore
 from jaxinfra.serving.sampling import SamplingConfig
 
 
@@ -90,6 +92,8 @@ class LoadedModel:
     placement: Placement | None = None  # None: wherever the arrays are
     # Of sampling, where nobody says: temperature, top_k and others of generation_config.json.
     defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    # Where engines keep compiled programs; None: nowhere.
+    store: ProgramStore | None = dataclasses.field(default=None, compare=False)
     # What ``generate`` made of it: an engine, of this model alone.
     kept: dict[str, Any] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -162,7 +166,32 @@ class LoadedModel:
             decode_form=DecodeForm(packed=is_packed),
         )
         form = serving_form(definition, execution)
+        if self.is_described:
+            return form.bind(self._served_shapes(form))
         return form.bind(serving_parameters(form, self.parameters, consumes=consumes))
+
+    def _served_shapes(self, form: ModelDefinition) -> Parameters:
+        """Shapes and shardings of ``serving_parameters``."""
+        if not self.can_describe:
+            raise UnsupportedError(
+                "the serving form of weights over several devices is known once they are loaded"
+            )
+        shapes = jax.eval_shape(functools.partial(serving_parameters, form), self.parameters)
+        assert self.placement is not None
+        replicated = self.placement.replicated
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated), shapes
+        )
+
+    @property
+    def is_described(self) -> bool:
+        """Whether ``parameters`` are shapes instead of arrays."""
+        return isinstance(jax.tree.leaves(self.parameters)[0], jax.ShapeDtypeStruct)
+
+    @property
+    def can_describe(self) -> bool:
+        """Whether an engine can be made of shapes: of weights on one device."""
+        return self.placement is not None and self.placement.mesh.size == 1
 
 
 def load_model(path: str | Path, dtype: str = "float32", mesh: MeshConfig | None = None) -> Decoder:
@@ -220,18 +249,49 @@ def load(
         >>> model.step, model.config.training.batch_size
         (4, 2)
     """
-    path = Path(path)
+    return _load(Path(path), policy=policy, step=step, mesh=mesh, read=Reading.WEIGHTS)
+
+
+def describe(
+    path: str | Path,
+    *,
+    policy: PolicyName | None = None,
+    step: int | None = None,
+    mesh: MeshConfig | None = None,
+) -> LoadedModel:
+    """Returns what ``load`` returns, with shapes in place of weights; reads headers only."""
+    return _load(Path(path), policy=policy, step=step, mesh=mesh, read=Reading.SHAPES)
+
+
+class Reading(enum.Enum):
+    """Choice of what is read of a model: weights, or only their shapes."""
+
+    WEIGHTS = enum.auto()
+    SHAPES = enum.auto()
+
+
+def _load(
+    path: Path,
+    *,
+    policy: PolicyName | None,
+    step: int | None,
+    mesh: MeshConfig | None,
+    read: Reading,
+) -> LoadedModel:
     if not is_model_directory(path):
-        return load_run(path, policy=policy, step=step, mesh=mesh)
+        return load_run(path, policy=policy, step=step, mesh=mesh, read=read)
     if step is not None:
         raise ConfigError(f"step={step}: {path} is a single model, which has no steps")
     config = read_model_directory(path).config
     tokenizer = _read_tokenizer(path, vocab_size=config.vocab_size)
     placement = serving_placement(config, mesh)
-    pretrained = load_pretrained(path, policy=policy, placement=placement, keep_packed=True)
+    if read is Reading.SHAPES:
+        model = pretrained_shapes(path, policy=policy, placement=placement)
+    else:
+        model = load_pretrained(path, policy=policy, placement=placement, keep_packed=True)
     return LoadedModel(
-        definition=pretrained.definition,
-        parameters=pretrained.parameters,
+        definition=model.definition,
+        parameters=model.parameters,
         tokenizer=tokenizer,
         config=None,
         step=None,
@@ -247,6 +307,7 @@ def load_run(
     policy: PolicyName | None = None,
     step: int | None = None,
     mesh: MeshConfig | None = None,
+    read: Reading = Reading.WEIGHTS,
 ) -> LoadedModel:
     """Loads the model of a run's newest intact checkpoint; each device reads its own shard.
 
@@ -257,6 +318,7 @@ def load_run(
         policy: numeric policy; None: the policy of training.
         step: step of the checkpoint; by default the newest intact one.
         mesh: devices that the model is sharded over; by default the first device.
+        read: whether weights are read, or shapes take their place.
     """
     config = _read_config(path)
     tokenizer = _read_tokenizer(path, vocab_size=config.model.vocab_size)
@@ -276,16 +338,17 @@ def load_run(
             )
         base, kept = define_model(config.model, execution), config.lora.base
         shardings = base_shardings(placement, base, base_shapes(base, kept))
-        frozen = place_initial(config.init, base, shardings, kept=kept)
+        if read is Reading.SHAPES:
+            frozen = _shaped(base_shapes(base, kept), shardings)
+        else:
+            frozen = place_initial(config.init, base, shardings, kept=kept)
     trained = definition.freeze(frozen)
-    step, parameters = restore_trained(
-        path,
-        config,
-        trained,
-        placement.parameters(trained),
-        placement.model_state(trained),
-        step=step,
-    )
+    places = placement.parameters(trained), placement.model_state(trained)
+    if read is Reading.SHAPES:
+        shapes = trained.shapes, trained.state_shapes
+        parameters = functools.reduce(merged, map(_shaped, shapes, places))
+    else:
+        step, parameters = restore_trained(path, config, trained, *places, step=step)
     return LoadedModel(
         definition=definition,
         parameters=merged(frozen, parameters),
@@ -310,6 +373,14 @@ def load_template(path: Path, settings: Mapping[str, Any] | None = None) -> Chat
     if run.config_file.is_file() and not is_model_directory(path):
         trained = run.read_config().data.template_settings
     return load_chat_template(path).with_settings({**trained, **(settings or {})})
+
+
+def _shaped(shapes: Parameters, shardings: Parameters) -> Parameters:
+    return jax.tree.map(
+        lambda leaf, to: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to),
+        shapes,
+        shardings,
+    )
 
 
 def restore_trained(

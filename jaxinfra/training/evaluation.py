@@ -28,8 +28,9 @@ from jaxinfra.errors import ConfigError, DataError
 from jaxinfra.model.definition import Parameters
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
+from jaxinfra.runtime.compile_cache import keep_compiled_programs
 from jaxinfra.training.gradients import make_evaluation_step
-from jaxinfra.training.job import Job, keep_compiled_programs, make_job
+from jaxinfra.training.job import Job, make_job
 from jaxinfra.training.preferences import pair_sums
 from jaxinfra.training.run_data import open_data, pair_rows
 from jaxinfra.training.start import first_state, with_frozen

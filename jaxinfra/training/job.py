@@ -5,7 +5,6 @@ Making a job initializes no parameter.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, final
 
 import jax
@@ -247,15 +246,6 @@ class Job:
                 "divide over the processes"
             )
         return first // count, shards // count
-
-
-def keep_compiled_programs(cache_dir: Path) -> None:
-    """Caches compiled programs on disk, so that a second start on the same devices skips
-    compilation.
-    """
-    directory = cache_dir / "xla"
-    directory.mkdir(parents=True, exist_ok=True)  # JAX itself would only warn where it cannot be
-    jax.config.update("jax_compilation_cache_dir", str(directory))
 
 
 def make_job(

@@ -22,7 +22,8 @@ from jaxinfra.errors import (
     is_out_of_memory,
 )
 from jaxinfra.runtime import injected_faults as faults
-from jaxinfra.runtime.cluster import LAUNCHER
+from jaxinfra.runtime.cluster import LAUNCHER, attempt
+from jaxinfra.runtime.compile_cache import keep_compiled_programs
 from jaxinfra.runtime.files import local_path, user_cache
 from jaxinfra.runtime.host_exchange import Exchange
 from jaxinfra.runtime.recorder import Recorder
@@ -35,7 +36,7 @@ from jaxinfra.training.describe import (
     describe_ranking,
     record_environment,
 )
-from jaxinfra.training.job import Job, keep_compiled_programs, make_job
+from jaxinfra.training.job import Job, make_job
 from jaxinfra.training.loop import Trainer
 from jaxinfra.training.metrics import Callback, MetricsLog
 from jaxinfra.training.profile import Profiler, ProfileRange
@@ -49,7 +50,7 @@ from jaxinfra.training.start import (
     with_frozen,
 )
 from jaxinfra.training.summary import Outcome, final_summary
-from jaxinfra.training.watch import Agreement, Stopped, Watch, attempt, compute_s
+from jaxinfra.training.watch import Agreement, Stopped, Watch, compute_s
 
 
 def train(

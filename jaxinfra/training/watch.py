@@ -5,7 +5,6 @@ other processes.
 import concurrent.futures
 import dataclasses
 import math
-import os
 import signal
 import statistics
 import threading
@@ -23,7 +22,6 @@ from jaxinfra.config import codec
 from jaxinfra.config.run import ReliabilityConfig, RunConfig
 from jaxinfra.data.batch import Batch
 from jaxinfra.errors import JaxinfraError
-from jaxinfra.runtime.files import whole_number
 from jaxinfra.runtime.goodput import Goodput, read_sessions, sum_causes
 from jaxinfra.runtime.hashes import Mismatch, StateHash, require_same
 from jaxinfra.runtime.host_exchange import Exchange, ProcessRow, ProcessTable, Stragglers
@@ -513,8 +511,3 @@ def device_probe() -> Callable[[], float]:
 
     seconds()  # compiles
     return seconds
-
-
-def attempt(environment: Any = os.environ) -> int:
-    """Returns how often the launcher has restarted this job: 0 at the first start."""
-    return whole_number(environment.get("JAXINFRA_ATTEMPT", "0")) or 0

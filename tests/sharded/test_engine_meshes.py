@@ -106,7 +106,7 @@ def test_pages_of_several_devices_go_to_the_host_and_back():
         want[each.row].append(each.token)
     assert [[token for each in row for token in each.tokens] for row in came] == want
     assert engine.scheduler.host.num_restored > 0
-    assert engine.runner.num_late == 0
+    assert engine.runner.programs.num_late == 0
 
 
 def test_heads_that_do_not_divide_are_refused():

@@ -131,7 +131,7 @@ def test_no_program_is_compiled_for_an_adapter(engine):
 
     def run(*adapters):
         engine.run([asked(*each) for each in zip(adapters, prompts, strict=False)])
-        return engine.runner.num_compiled
+        return engine.runner.programs.num_compiled
 
     run(None)
     before = run(None, None)

@@ -230,7 +230,7 @@ def test_load_loses_no_page_and_compiles_nothing(count):
         jax.monitoring.unregister_event_duration_listener(heard)
     assert sum(ends.values()) == count
     assert all(ends[kind] for kind in ("malformed", *EndReason) if kind in KINDS)
-    assert engine.runner.num_late == 0
+    assert engine.runner.programs.num_late == 0
     allocator = engine.scheduler.allocator
     assert allocator.num_held == 0
     assert allocator.num_idle == len(engine.scheduler.tree)
@@ -252,9 +252,9 @@ def test_programs_are_those_listed_and_traced_once(monkeypatch):
     options = dataclasses.replace(OPTIONS, preemption=Preemption.HOST)
     engine = Engine(model(), num_ids=257, options=options)
     engine.warm_up()
-    assert engine.runner.num_compiled == len(engine.runner.keys)
+    assert engine.runner.programs.num_compiled == len(engine.runner.keys)
     engine.run([request(p) for p in PROMPTS])
-    assert engine.runner.num_compiled == len(engine.runner.keys)
+    assert engine.runner.programs.num_compiled == len(engine.runner.keys)
 
 
 def test_scores_are_those_of_the_uncached_model():

@@ -12,11 +12,12 @@ from jaxinfra.planning.inference import (
     cached_bytes,
     crossover_batch,
     decode,
+    device_budget,
     max_batch,
     max_context,
+    memory_needs,
     prefill,
     ridge,
-    weight_bytes,
 )
 from jaxinfra.planning.memory import kv_bytes, kv_bytes_per_token
 from jaxinfra.planning.model import find_model, plan_model
@@ -41,12 +42,12 @@ def test_caches():
 def test_what_fits_beside_the_weights():
     serving = Serving()
     batch = max_batch(EIGHT_B, H200, serving, context=8192)
-    used = weight_bytes(EIGHT_B, H200, serving)
+    used, budget = memory_needs(EIGHT_B, H200, serving).fixed_bytes, device_budget(H200)
     one = kv_bytes(EIGHT_B, batch=1, context=8192)
-    assert used + batch * one <= H200.budget_bytes < used + (batch + 1) * one
+    assert used + batch * one <= budget < used + (batch + 1) * one
     context = max_context(EIGHT_B, H200, serving, batch=4)
-    assert used + kv_bytes(EIGHT_B, batch=4, context=context) <= H200.budget_bytes
-    assert used + kv_bytes(EIGHT_B, batch=4, context=context + 1) > H200.budget_bytes
+    assert used + kv_bytes(EIGHT_B, batch=4, context=context) <= budget
+    assert used + kv_bytes(EIGHT_B, batch=4, context=context + 1) > budget
     assert max_batch(find_model("llama3_405b"), H200, serving, context=1) == 0
 
 
@@ -66,7 +67,7 @@ def test_batches_and_caches_that_fit_are_listed():
     caches = {row["cache"]: row for row in by_cache(EIGHT_B, H200, serving, context=8192)}
     # 8 bits, and a scale of 16 for the 128 of a token and head, in place of 16.
     one = kv_bytes(EIGHT_B, batch=1, context=8192, cache_format="bf16") * (8 + 16 / 128) / 16
-    room = H200.budget_bytes - weight_bytes(EIGHT_B, H200, serving)
+    room = device_budget(H200) - memory_needs(EIGHT_B, H200, serving).fixed_bytes
     assert caches["fp8"]["max_batch"] == room // one > 1.9 * caches["bf16"]["max_batch"]
     assert caches["int4"]["max_context"] > 3.5 * caches["bf16"]["max_context"]
 

@@ -119,11 +119,11 @@ def test_a_model_keeps_its_engine_and_its_programs():
 
     first, second = ([each.tokens for _, each in tokens()] for _ in range(2))
     engine = model.kept["engine"]
-    compiled = engine.runner.num_compiled
+    compiled = engine.runner.programs.num_compiled
     halfway = tokens()
     assert next(halfway)[1].tokens == first[0]
     assert model.kept["engine"] is engine
-    assert engine.runner.num_compiled == compiled
+    assert engine.runner.programs.num_compiled == compiled
     # Another call in the midst of one has an engine of its own.
     assert [each.tokens for _, each in tokens()] == first == second
     assert model.kept["engine"] is not engine

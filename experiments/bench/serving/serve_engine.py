@@ -82,7 +82,7 @@ class Bench:
                 if key.name == "step" and (key.rows == rows if key.length > 1 else not key.is_full)
             ]
         runner.warm_up(keys=keys)
-        programs = runner.num_compiled
+        programs = runner.programs.num_compiled
         return {"programs": programs, "s": round(time.perf_counter() - begun, 2)}
 
     def rates(self) -> dict[str, Any]:
@@ -247,7 +247,7 @@ class Bench:
             self.drained([dataclasses.replace(asked, scores_prompt=True)])  # most logits
         scheduler, stats = self.engine.scheduler, jax.devices()[0].memory_stats() or {}
         return {
-            "late_compiles": self.engine.runner.num_late,
+            "late_compiles": self.engine.runner.programs.num_late,
             "pages_held": self.engine.limits.num_pages
             - 1
             - scheduler.allocator.num_free

@@ -30,8 +30,9 @@ from jaxinfra.faults.servers import CONTEXT, write_served_model
 from jaxinfra.serving.engine.background import EngineThread
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions
+from jaxinfra.serving.engine.program_set import ProgramKey
 from jaxinfra.serving.engine.requests import GenerationRequest
-from jaxinfra.serving.engine.runner import ModelRunner, ProgramKey
+from jaxinfra.serving.engine.runner import ModelRunner
 from jaxinfra.serving.http.app import application
 from jaxinfra.serving.http.server import HttpServer, ServerOptions
 from jaxinfra.serving.http.service import Service, ServiceLimits

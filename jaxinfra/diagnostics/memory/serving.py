@@ -25,9 +25,11 @@ from jaxinfra.model.serving_form import can_pack, serving_form, serving_paramete
 from jaxinfra.numerics.policy import POLICIES, Policy
 from jaxinfra.ops.quantized import QuantizedWeight
 from jaxinfra.parallel.execution import execution_on
+from jaxinfra.serving.engine.fit import fitted_limits
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.engine.plan import SchedulerLimits
-from jaxinfra.serving.engine.runner import ModelRunner, ProgramKey
+from jaxinfra.serving.engine.program_set import ProgramKey
+from jaxinfra.serving.engine.runner import ModelRunner
 from jaxinfra.serving.load import serving_placement
 
 
@@ -72,7 +74,6 @@ class ServingCase:
             self.limits,
             num_ids=self.num_ids or self.model.vocab_size,
             verify_length=1 + drafts if drafts else None,
-            allocates=False,
         )
 
     def _abstract(self, form: ModelDefinition) -> Parameters:
@@ -124,6 +125,25 @@ class ServingMemory:
             "programs": self.totals,
             "page_bytes": self.page_bytes,
         }
+
+
+def fitted_case(case: ServingCase, *, limit_bytes: int | None) -> ServingCase:
+    """Returns the case with the number of pages that a server chooses by itself.
+
+    Args:
+        limit_bytes: bytes that JAX may allocate on a device; None for no limit, as on CPUs.
+
+    Raises:
+        DeviceMemoryError: one request of the full context does not fit.
+    """
+    if limit_bytes is None or case.engine.num_pages is not None:
+        return case
+    limits = case.limits
+    probe = dataclasses.replace(case.engine, num_pages=1 + limits.table_width)
+    needs = dataclasses.replace(case, engine=probe).runner().memory_needs()
+    budget = limit_bytes * case.engine.memory_fraction
+    pages = fitted_limits(limits, needs, budget_bytes=budget).num_pages
+    return dataclasses.replace(case, engine=dataclasses.replace(case.engine, num_pages=pages))
 
 
 def serving_memory(case: ServingCase) -> ServingMemory:

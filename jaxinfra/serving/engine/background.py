@@ -51,11 +51,13 @@ class EngineThread:
         self._open: dict[int, Ticket] = {}
         self.num_open = 0  # submitted requests that have not ended
         self._is_draining = self._is_closed = False
+        self.is_started = False  # until then requests wait
         self._step_begun: float | None = None  # None while there is nothing to do
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread, which then runs submitted requests."""
+        """Starts the thread, which then runs submitted requests, those that wait too."""
+        self.is_started = True
         self._thread.start()
 
     @property
@@ -125,6 +127,8 @@ class EngineThread:
         with self._changed:
             self._is_draining = self._is_closed = True
             self._changed.notify()
+        if not self.is_started:
+            return
         self._thread.join(_CLOSE_S if self.failure is None else 1.0)
         if self._thread.is_alive():
             _log.warning("the engine has been at one step for %.1f s; left behind", self.stalled_s)

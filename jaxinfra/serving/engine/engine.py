@@ -2,11 +2,14 @@
 
 import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Self, final
 
+import jax
 import numpy as np
+from flax import nnx
 
 from jaxinfra.data.tokenizer import StreamDecoder, Tokenizer
 from jaxinfra.errors import ConfigError, DataError
@@ -22,9 +25,10 @@ from jaxinfra.serving.engine.requests import (
     RequestStream,
     TokenScore,
 )
-from jaxinfra.serving.engine.runner import MOST_BIASES, Dispatched, ModelRunner
+from jaxinfra.serving.engine.runner import MOST_BIASES, Dispatched, ModelRunner, limits_that_fit
 from jaxinfra.serving.engine.scheduler import Scheduler
 from jaxinfra.serving.load import LoadedModel
+from jaxinfra.serving.program_store import ProgramStore
 from jaxinfra.serving.tools.reader import overlap
 
 
@@ -160,6 +164,7 @@ class Engine:
             step.
         adapters: names of the adapters in the model's bank (``AdapterBank.added_to``), in order;
             requests choose one by name.
+        store: where compiled programs are kept; None: nowhere.
     """
 
     def __init__(
@@ -171,6 +176,7 @@ class Engine:
         options: EngineOptions | None = None,
         draft: Decoder | None = None,
         adapters: Sequence[str] = (),
+        store: ProgramStore | None = None,
     ):
         options = options or EngineOptions()
         self.adapters = tuple(adapters)
@@ -184,28 +190,34 @@ class Engine:
                 f"{self.vocab_size}; draft with a model of the same tokenizer"
             )
         self.tokenizer = tokenizer
+        models = [model] if draft is None else [model, draft]
         limits = options.limits(
             model.config,
             has_draft=draft is not None,
             batch_shards=model.execution.place.batch_shards,
         )
-        models = [model] if draft is None else [model, draft]
         num_host_pages = options.num_host_pages(
             sum(page_bytes(each.config, each.execution, limits.page_size) for each in models)
         )
-        self.limits = dataclasses.replace(limits, num_host_pages=num_host_pages)
-        lookup = None
-        if draft is None and options.num_drafts:
-            lookup = NgramLookup(num_drafts=options.num_drafts)
-        self.scheduler = Scheduler(self.limits, propose=lookup)
-        self.runner = ModelRunner(
+        limits = dataclasses.replace(limits, num_host_pages=num_host_pages)
+        make_runner = functools.partial(
+            ModelRunner,
             model,
-            self.limits,
             num_ids=self.num_ids,
             draft=draft,
             verify_length=1 + options.num_drafts if options.num_drafts else None,
             adapters=self.adapters,
+            store=store,
         )
+        is_loaded = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(nnx.state(model)))
+        self.limits = limits_that_fit(make_runner, limits, options, is_loaded=is_loaded)
+        self._is_fitted = self.limits.num_pages < limits.num_pages
+        is_looked_up = draft is None and options.num_drafts
+        lookup = NgramLookup(num_drafts=options.num_drafts) if is_looked_up else None
+        self.scheduler = Scheduler(self.limits, propose=lookup)
+        self.runner = make_runner(self.limits)
+        if is_loaded:
+            self.runner.attach(model, draft)
         self._numbers = itertools.count()
         self._requests: dict[int, _Told] = {}
         self._unadmitted: set[int] = set()
@@ -237,7 +249,13 @@ class Engine:
             num_ids=model.num_ids,
             options=options,
             draft=None if draft is None else draft.serving_decoder(consumes=consumes),
+            store=model.store,
         )
+
+    def attach(self, model: LoadedModel, draft: LoadedModel | None = None) -> None:
+        """Takes over the weights of models whose shapes the engine was made of."""
+        drafting = None if draft is None else draft.serving_decoder(consumes=True)
+        self.runner.attach(model.serving_decoder(consumes=True), drafting)
 
     def has_room(self, max_running: int, context: int) -> bool:
         """Returns whether ``max_running`` requests of ``context`` tokens each can run at a time."""
@@ -246,7 +264,7 @@ class Engine:
         return (
             limits.max_running >= max_running
             and limits.context >= context
-            and limits.num_pages > pages
+            and (limits.num_pages > pages or self._is_fitted)
         )
 
     @property

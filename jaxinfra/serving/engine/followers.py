@@ -19,7 +19,8 @@ from jax.experimental import multihost_utils
 from jaxinfra.errors import LostPeerError
 from jaxinfra.runtime.cluster import Cluster
 from jaxinfra.runtime.rendezvous import bind_address
-from jaxinfra.serving.engine.runner import ModelRunner, ProgramKey
+from jaxinfra.serving.engine.program_set import ProgramKey
+from jaxinfra.serving.engine.runner import ModelRunner
 
 _KEY_BYTES = 16
 _PORT_BYTES = 2

@@ -22,7 +22,8 @@ class EngineOptions:
 
     max_running: int = 16  # most requests that run, and hold pages, at the same time
     page_size: int = 16  # tokens per page
-    num_pages: int | None = None  # pages in the pool; None: enough for max_running longest requests
+    num_pages: int | None = None  # pages in the pool; None: as many as fit and can be used
+    memory_fraction: float = 0.9  # share of the device's memory for weights, programs and pages
     max_context: int | None = None  # most tokens per request; None: the model's positions
     max_step_tokens: int = 512  # most tokens per step
     chunk_sizes: tuple[int, ...] = (16, 64, 256)  # allowed chunk lengths, in tokens per row
@@ -40,6 +41,8 @@ class EngineOptions:
         for name, value in counts.items():
             if value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1")
+        if not 0 < self.memory_fraction <= 1:
+            raise ConfigError(f"memory_fraction={self.memory_fraction} must be above 0, at most 1")
         if self.num_drafts < 0:
             raise ConfigError(f"num_drafts={self.num_drafts} must be at least 0")
         if (

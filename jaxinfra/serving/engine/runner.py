@@ -1,10 +1,7 @@
 """Runs planned steps on the device with programs that are compiled before the first request."""
 
-import concurrent.futures
 import dataclasses
 import functools
-import logging
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -13,14 +10,38 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxinfra.checkpoint import processes
+from jaxinfra.config.model import ModelConfig
+from jaxinfra.config.own import OwnLayer
 from jaxinfra.model.decoder import Decoder
-from jaxinfra.model.serving_form import COMPILER_OPTIONS
+from jaxinfra.model.execution import Execution
 from jaxinfra.serving.engine import programs
+from jaxinfra.serving.engine.fit import (
+    MemoryNeeds,
+    budget_bytes,
+    device_bytes,
+    fitted_limits,
+    memory_limit,
+)
 from jaxinfra.serving.engine.inputs import RowWriter
+from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.engine.pages import NULL_PAGE
 from jaxinfra.serving.engine.plan import Drawn, PlannedRow, SchedulerLimits, StepPlan, drawn_of_rows
+from jaxinfra.serving.engine.program_set import (
+    COPY,
+    EMPTY,
+    MASK,
+    RESTORE,
+    SAVE,
+    Prepared,
+    ProgramKey,
+    ProgramSet,
+    first_programs,
+    history_program,
+    largest_programs,
+    listed_programs,
+)
 from jaxinfra.serving.engine.programs import (
-    PAGES_AT_ONCE,
     WORD_BITS,
     DeviceState,
     HostMemory,
@@ -29,74 +50,13 @@ from jaxinfra.serving.engine.programs import (
     Weights,
     batches,
 )
+from jaxinfra.serving.program_store import ProgramStore
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingRows, TokenHistory
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ProgramKey:
-    """Identifies a compiled program by its function, its shapes and its variant."""
-
-    name: str
-    rows: int
-    length: int = 1
-    is_fresh: bool = False
-    is_full: bool = False
-
-    def __str__(self) -> str:
-        kind = " from position 0" * self.is_fresh + " with all settings" * self.is_full
-        return f"{self.name} {self.rows} x {self.length}{kind}"
-
-
-COPY = ProgramKey(name="copy", rows=PAGES_AT_ONCE)
-SAVE = ProgramKey(name="save", rows=PAGES_AT_ONCE)
-RESTORE = ProgramKey(name="restore", rows=PAGES_AT_ONCE)
-MASK = ProgramKey(name="mask", rows=1)
-
-
-def listed_programs(
-    limits: SchedulerLimits, *, verify_length: int | None
-) -> tuple[ProgramKey, ...]:
-    """Returns the keys of all programs that a step may need.
-
-    Args:
-        verify_length: tokens per row with drafts; None without speculative decoding.
-    """
-    # All settings cost passes over the logits, which beside a chunk's own work are nothing.
-    keys = [
-        ProgramKey(name="step", rows=rows, is_full=is_full)
-        for rows in limits.row_sizes
-        for is_full in (False, True)
-    ]
-    keys += [
-        ProgramKey(name="step", rows=rows, length=length, is_fresh=is_fresh, is_full=True)
-        for rows, length in limits.chunk_shapes
-        for is_fresh in (True, False)
-    ]
-    keys += [
-        ProgramKey(name="score", rows=limits.rows(1), length=length)
-        for length in limits.chunk_sizes
-        if length <= limits.max_step_tokens
-    ]
-    if verify_length is not None:
-        keys += [
-            ProgramKey(name="verify", rows=rows, length=verify_length) for rows in limits.row_sizes
-        ]
-    if limits.num_host_pages:
-        keys += [SAVE, RESTORE]
-    return (*keys, COPY, history_program(limits), MASK)
-
-
-def history_program(limits: SchedulerLimits) -> ProgramKey:
-    """Returns the key of the program that fills a slot's token history for a new request."""
-    return ProgramKey(name="history", rows=1, length=limits.context)
-
 
 MOST_BIASES = 300
 """Most token ids in a request's ``logit_bias``, the limit of OpenAI's API."""
 
 _OF_STATE_ALONE = ("copy", "restore", "mask", "history")
-
-_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,9 +74,8 @@ class ModelRunner:
         num_ids: token ids from this one on are never sampled.
         draft: a smaller model of the same vocabulary, which drafts tokens.
         verify_length: tokens per row with drafts; None without speculative decoding.
-        allocates: allocate the pools; if False, ``model`` may hold shapes only, and nothing can
-            run.
         adapters: names of the adapters in the model's bank.
+        store: where compiled programs are kept; None: nowhere.
     """
 
     def __init__(
@@ -127,50 +86,93 @@ class ModelRunner:
         num_ids: int,
         draft: Decoder | None = None,
         verify_length: int | None = None,
-        allocates: bool = True,
         adapters: Sequence[str] = (),
+        store: ProgramStore | None = None,
     ):
         self._limits = limits
         self._writer = RowWriter(limits, adapters)
-        graphdef, parameters = nnx.split(model)
-        draft_graphdef, draft_parameters = (None, None) if draft is None else nnx.split(draft)
-        self._weights = Weights(
-            model=NamedArrays.of(parameters),
-            draft=None if draft_parameters is None else NamedArrays.of(draft_parameters),
+        self._config = ProgramConfig(
+            graphdef=nnx.graphdef(model),
+            num_ids=num_ids,
+            draft=None if draft is None else nnx.graphdef(draft),
         )
-        self._config = ProgramConfig(graphdef=graphdef, num_ids=num_ids, draft=draft_graphdef)
+        self._weights = self._shapes = _shapes(_weights(model, draft))
         self._mask_words = -(-num_ids // WORD_BITS)
         self._verify_length = verify_length
-        self._compiled: dict[ProgramKey, Callable[..., Any]] = {}
         self._histories: dict[int, tuple[int, int]] = {}  # by slot: request, and tokens it has
         self._sampling: dict[int, tuple[tuple[SamplingConfig, ...], SamplingRows]] = {}
         self._tell: Callable[[ProgramKey, tuple[Any, ...]], None] | None = None
-        self.num_compiled = 0
-        self.num_late = 0  # compiled after ``warm_up``
-        self._is_warm = False
-
-        @jax.jit
-        def empty() -> DeviceState:
-            pools = functools.partial(
-                programs.empty_pools, num_pages=limits.num_pages, page_size=limits.page_size
-            )
-            return DeviceState(
-                pools=pools(model.config, model.execution),
-                draft_pools=() if draft is None else pools(draft.config, draft.execution),
-                last_S=jnp.zeros(limits.max_running, jnp.int32),
-                masks_SW=jnp.zeros((limits.max_running, self._mask_words), jnp.uint32),
-                history=TokenHistory.empty(batch=limits.max_running, num_ids=num_ids),
-            )
-
-        self._state = empty() if allocates else _shapes_of(empty.lower())
+        self._empty = functools.partial(
+            _empty_state,
+            models=[(each.config, each.execution) for each in (model, draft) if each is not None],
+            limits=limits,
+            num_ids=num_ids,
+        )
+        layers = [
+            each for block in model.config.blocks for each in (block.mixer, block.feed_forward)
+        ]
+        has_own = any(isinstance(each, OwnLayer) for each in layers)
+        self.programs = ProgramSet(
+            self._prepared,
+            devices=_devices(self._weights),
+            model=(self._config, self._weights, limits, self._verify_length),
+            store=None if has_own else store,  # the code of a user's layers is in no file's name
+        )
+        self._state = self._state_shapes = self._placed_state()
         self._host: HostMemory | None = None
-        if allocates and limits.num_host_pages:
+
+    def _placed_state(self) -> DeviceState:
+        """Shapes and shardings of the state's arrays."""
+        if len(_devices(self._shapes)) == 1:
+            sharding = jax.tree.leaves(self._shapes)[0].sharding
+            if isinstance(sharding, jax.sharding.NamedSharding):
+                sharding = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+            shapes = jax.eval_shape(self._empty)
+            return jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes
+            )
+        make: Any = self.programs.get(EMPTY)  # how its results are sharded, the compiler decides
+        return jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+            jax.eval_shape(self._empty),
+            make.output_shardings,
+        )
+
+    @property
+    def device(self) -> jax.Device:
+        """The first of the devices that hold the weights."""
+        return _devices(self._shapes)[0]
+
+    def memory_needs(self) -> MemoryNeeds:
+        """Compiles the largest programs, and returns the bytes of one device that all else needs
+        beside pages.
+        """
+        state = self._state_shapes
+        pools = device_bytes(jax.tree.leaves((state.pools, state.draft_pools)))
+        return MemoryNeeds(
+            weight_bytes=device_bytes(jax.tree.leaves(self._shapes)),
+            temporary_bytes=self.programs.temporary_bytes(largest_programs(self.keys)),
+            state_bytes=device_bytes(jax.tree.leaves(state)) - pools,
+            page_bytes=-(-pools // self._limits.num_pages),
+        )
+
+    def attach(self, model: Decoder, draft: Decoder | None = None) -> None:
+        """Takes over the weights of models of the described shapes, and allocates the pools."""
+        weights = _weights(model, draft)
+        found, expected = jax.tree.leaves(_shapes(weights)), jax.tree.leaves(self._shapes)
+        assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected]
+        # Structures are equal only if they are one object; compiled programs know that of shapes.
+        self._weights = jax.tree.unflatten(
+            jax.tree.structure(self._shapes), jax.tree.leaves(weights)
+        )
+        self._state = self.programs.get(EMPTY)()
+        if self._limits.num_host_pages:
             shapes = programs.moved_shapes(self._state)
-            self._host = HostMemory(shapes, num_slots=limits.num_host_pages)
+            self._host = HostMemory(shapes, num_slots=self._limits.num_host_pages)
 
     @property
     def keys(self) -> tuple[ProgramKey, ...]:
-        """Keys of all programs that a step may need."""
+        """Keys of all programs that a step may need; the first ones serve every generation."""
         return listed_programs(self._limits, verify_length=self._verify_length)
 
     def warm_up(
@@ -179,26 +181,25 @@ class ModelRunner:
         *,
         keys: Sequence[ProgramKey] | None = None,
     ) -> None:
-        """Compiles all programs that steps may need, or those of the given keys.
+        """Compiles or loads all programs that steps may need, or those of the given keys.
 
         Args:
-            progress: called with the number of compiled programs and of all.
-            keys: programs to compile; by default all.
+            progress: called with the number of programs that are ready and of all.
+            keys: programs to make; by default all.
         """
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            # Programs are traced one after another, and compiled side by side meanwhile.
-            compiling = {
-                pool.submit(self.lowered(key).compile): key
-                for key in (self.keys if keys is None else keys)
-                if key not in self._compiled
-            }
-            done = concurrent.futures.as_completed(compiling)
-            for number, each in enumerate(done, start=1):
-                self._compiled[compiling[each]] = each.result()
-                self.num_compiled += 1
-                if progress is not None:
-                    progress(number, len(compiling))
-        self.num_late, self._is_warm = 0, True
+        self.programs.make(self.keys if keys is None else keys, progress)
+        self.programs.num_late, self.programs.is_warm = 0, True
+
+    def begin_warm_up(self) -> None:
+        """Starts ``warm_up`` in the background; ``wait_until_serving`` waits for its first part."""
+        self.programs.begin(self.keys)
+
+    def wait_until_serving(self, timeout_s: float | None = None) -> bool:
+        """Waits for the programs that can run every step; False if the time is over before."""
+        done = self.programs.wait(first_programs(self.keys), timeout_s)
+        if done:
+            self.programs.num_late, self.programs.is_warm = 0, True
+        return done
 
     def dispatch(self, plan: StepPlan, masks: dict[int, np.ndarray]) -> Dispatched:
         """Starts a planned step on the device, and returns before it is done.
@@ -254,6 +255,8 @@ class ModelRunner:
             is_fresh=is_chunk and all(row.start == 0 for row in rows),
             is_full=is_chunk or (name == "step" and not is_plain),
         )
+        key = self.programs.ready(key)
+        length = key.length
         inputs = self._writer.write(
             rows,
             size=key.rows,
@@ -343,7 +346,7 @@ class ModelRunner:
         if self._tell is not None:
             arguments = jax.tree.map(np.asarray, arguments)
             self._tell(key, arguments)
-        program = self._program(key)
+        program = self.programs.get(key)
         if key == SAVE:
             return program(self._state, *arguments)
         if key.name in _OF_STATE_ALONE:
@@ -352,32 +355,29 @@ class ModelRunner:
         given, self._state = program(self._weights, self._state, *arguments)
         return given
 
-    def _program(self, key: ProgramKey) -> Callable[..., Any]:
-        if key not in self._compiled:
-            if self._is_warm:
-                _log.warning("compiling %s while requests wait; it is not among those listed", key)
-            self.num_compiled += 1
-            self.num_late += 1
-            self._compiled[key] = self.lowered(key).compile()
-        return self._compiled[key]
-
     def lowered(self, key: ProgramKey) -> jax.stages.Lowered:
         """Lowers a program with its shapes, to compile or inspect it."""
+        return self.programs.lowered(key)
+
+    def _prepared(self, key: ProgramKey) -> Prepared:
+        if key == EMPTY:
+            return Prepared(self._empty, ())
+        state = self._state_shapes
         indices = np.zeros(key.rows, np.int32)
         match key.name:
             case "copy":
-                function, arguments = programs.copy_pages, (self._state, indices, indices)
+                function, arguments = programs.copy_pages, (state, indices, indices)
             case "save":
-                function, arguments = programs.read_pages, (self._state, indices)
+                function, arguments = programs.read_pages, (state, indices)
             case "restore":
-                pages = programs.moved_shapes(self._state)
-                function, arguments = programs.write_pages, (self._state, indices, pages)
+                pages = programs.moved_shapes(state)
+                function, arguments = programs.write_pages, (state, indices, pages)
             case "mask":
                 masks = np.zeros((key.rows, self._mask_words), np.uint32)
-                function, arguments = programs.set_masks, (self._state, indices, masks)
+                function, arguments = programs.set_masks, (state, indices, masks)
             case "history":
                 ids, one = np.zeros(key.length, np.int32), np.int32(0)
-                function, arguments = programs.begin_history, (self._state, one, ids, one, one)
+                function, arguments = programs.begin_history, (state, one, ids, one, one)
             case _:
                 function = functools.partial(getattr(programs, key.name), config=self._config)
                 if key.name == "step":
@@ -385,21 +385,83 @@ class ModelRunner:
                     function = functools.partial(function, **kind)
                 sampling = self._sampling_rows((), key.rows)
                 blank = self._writer.write((), size=key.rows, length=key.length, sampling=sampling)
-                arguments = (self._weights, self._state, blank)
+                arguments = (self._shapes, state, blank)
                 if key.name == "score":
                     arguments = (*arguments, np.zeros((key.rows, key.length), np.int32))
         # The state is given up for the next one; what is saved is read only.
         donated = tuple(
-            place for place, each in enumerate(arguments) if each is self._state and key != SAVE
+            place for place, each in enumerate(arguments) if each is state and key != SAVE
         )
-        jitted = jax.jit(function, donate_argnums=donated, compiler_options=COMPILER_OPTIONS)
-        return jitted.lower(*arguments)
+        return Prepared(function, arguments, donated)
 
 
-def _shapes_of(lowered: jax.stages.Lowered) -> Any:
-    """Shapes and shardings of a program's outputs."""
-    return jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        lowered.out_info,
-        lowered.compile().output_shardings,
+def _weights(model: Decoder, draft: Decoder | None) -> Weights:
+    return Weights(
+        model=NamedArrays.of(nnx.split(model)[1]),
+        draft=None if draft is None else NamedArrays.of(nnx.split(draft)[1]),
     )
+
+
+def _shapes(arrays: Any) -> Any:
+    """Shapes, dtypes and shardings of arrays, or of other shapes."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), arrays
+    )
+
+
+def _devices(weights: Weights) -> tuple[jax.Device, ...]:
+    sharding = jax.tree.leaves(weights)[0].sharding
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return tuple(sharding.mesh.devices.flat)
+    return tuple(sharding.device_set) if sharding is not None else (jax.local_devices()[0],)
+
+
+def _empty_state(
+    *,
+    models: Sequence[tuple[ModelConfig, Execution]],
+    limits: SchedulerLimits,
+    num_ids: int,
+) -> DeviceState:
+    """Makes the state of an engine without requests. Call it under jit."""
+    pools = [
+        programs.empty_pools(*each, num_pages=limits.num_pages, page_size=limits.page_size)
+        for each in models
+    ]
+    words = -(-num_ids // WORD_BITS)
+    return DeviceState(
+        pools=pools[0],
+        draft_pools=pools[1] if len(pools) > 1 else (),
+        last_S=jnp.zeros(limits.max_running, jnp.int32),
+        masks_SW=jnp.zeros((limits.max_running, words), jnp.uint32),
+        history=TokenHistory.empty(batch=limits.max_running, num_ids=num_ids),
+    )
+
+
+def limits_that_fit(
+    make: Callable[[SchedulerLimits], ModelRunner],
+    limits: SchedulerLimits,
+    options: EngineOptions,
+    *,
+    is_loaded: bool,
+) -> SchedulerLimits:
+    """Returns the limits with as many pages as fit into a device's memory beside all else.
+
+    Temporaries of programs do not depend on the number of pages, so they are measured with few.
+
+    Args:
+        make: returns the runner of given limits; it need not have weights.
+        options: their number of pages is taken where it is given, else their memory fraction.
+        is_loaded: the weights are on the device already.
+
+    Raises:
+        DeviceMemoryError: one request of the full context does not fit.
+    """
+    if options.num_pages is not None or memory_limit() is None:
+        return limits
+    probe = make(dataclasses.replace(limits, num_pages=1 + limits.table_width))
+    needs = probe.memory_needs()
+    held_bytes = needs.weight_bytes if is_loaded else 0
+    budget = processes.on_first(
+        lambda: budget_bytes(probe.device, fraction=options.memory_fraction, held_bytes=held_bytes)
+    )
+    return fitted_limits(limits, needs, budget_bytes=budget)

@@ -268,8 +268,14 @@ def _add_information(app: fastapi.FastAPI, service: Service) -> None:
     async def health() -> responses.Response:
         if not service.engine.is_serving:
             return error_response(503, "the server is stopping, or has failed", kind="server_error")
-        stalled_s = round(service.engine.stalled_s, 3)
-        return responses.JSONResponse({"status": "ok", "stalled_s": stalled_s})
+        state: dict[str, Any] = {"status": "ok", "stalled_s": round(service.engine.stalled_s, 3)}
+        if not service.engine.is_started:
+            state["status"] = "starting"
+        made = service.engine.engine.runner.programs.progress
+        if made.ready < made.all:
+            state["programs"] = made._asdict()
+        status = 200 if service.engine.is_started else 503
+        return responses.JSONResponse(state, status_code=status)
 
     @app.api_route("/ping", methods=["GET", "POST"])
     async def ping() -> responses.Response:

@@ -110,7 +110,7 @@ class _EngineCollector(Collector):
             ("jaxinfra:host_pages", "Pages of preempted requests on the host.", host.num_used),
         ):
             yield self._labelled(GaugeMetricFamily(name, text, labels=["model_name"]), value)
-        late, preempted = engine.runner.num_late, scheduler.num_preemptions
+        late, preempted = engine.runner.programs.num_late, scheduler.num_preemptions
         for name, text, value in (
             ("vllm:prompt_tokens", "Tokens of prompts.", counts.prompt_tokens),
             ("vllm:generation_tokens", "Tokens drawn.", counts.generated_tokens),

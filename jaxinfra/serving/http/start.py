@@ -1,7 +1,9 @@
 """Serves one model over HTTP, from loading its engine until the last answer."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,15 @@ from jaxinfra.serving.engine.background import EngineThread
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.followers import Followers, follow
 from jaxinfra.serving.engine.options import EngineOptions
+from jaxinfra.serving.engine.plan import SchedulerLimits
+from jaxinfra.serving.engine.program_set import ProgramSet
 from jaxinfra.serving.http.app import application
 from jaxinfra.serving.http.server import HttpServer, ServerOptions
 from jaxinfra.serving.http.service import Service, ServiceLimits
 from jaxinfra.serving.load import LoadedModel
+
+_SAY_S = 5.0  # between lines of progress
+_LOOK_S = 0.1  # between looks whether a stop is asked for
 
 
 class EngineFailedError(JaxinfraError):
@@ -68,6 +75,7 @@ def serve(
     options: ServeOptions,
     request: StopRequest,
     *,
+    read: Callable[[], Sequence[LoadedModel]] | None = None,
     draft: LoadedModel | None = None,
     bank: AdapterBank | None = None,
     cluster: Cluster | None = None,
@@ -75,12 +83,17 @@ def serve(
 ) -> None:
     """Serves a model until a stop is requested; open requests are then answered to their end.
 
+    The address answers at once: ``/health`` says how far the start is, and requests wait for it.
+
     Raises:
+        DeviceMemoryError: one request of the full context does not fit.
         EngineFailedError: the engine failed.
         LostPeerError: another process of the job has ended.
 
     Args:
         model: the model to serve; the engine takes over its weights.
+        read: reads the weights of the model and the draft model, which then are shapes; programs
+            are made meanwhile.
         draft: a smaller model with the same tokenizer, which drafts tokens.
         bank: LoRA adapters that clients may request in place of the model.
         cluster: the job whose processes hold shards of the model; all but the first call
@@ -89,36 +102,88 @@ def serve(
     """
     _require_other_names(options.name, bank)
     engine = Engine.of(model, options=options.engine, draft=draft, bank=bank, consumes=True)
+    say(_pool(engine.limits))
     running = EngineThread(engine, max_open=options.max_open)
     service = _service(model, running, options)
     app = application(service, api_key=options.server.api_key)
-    # An address that is taken is known at once.
-    server = HttpServer(app, options.server, drain=running.drain)
-    say(f"compiling {len(engine.runner.keys)} programs ...")
-    engine.warm_up()
-    followers = None if cluster is None else Followers(cluster, lost=running.fail)
-    if followers is not None:
-        engine.runner.mirror(followers.tell)
-    request.hold()
-    running.start()
-    say(
-        f"{', '.join(service.names)} at {server.address}: {engine.limits.context} tokens of "
-        f"context, {options.engine.max_running} requests at a time{service.chat.told}"
-    )
+    server = HttpServer(app, options.server, drain=running.drain)  # a taken address is known now
+    followers = None
     try:
-        # A server without an engine answers nobody: whoever watches it is to start another.
-        server.run_until_asked(lambda: request.asked or running.failure)
+        with server.running(), _told(running):
+            followers = _ready(engine, running, read=read, cluster=cluster, say=say)
+            request.hold()
+            running.start()
+            say(
+                f"{', '.join(service.names)} at {server.address}: {engine.limits.context} tokens "
+                f"of context, {options.engine.max_running} requests at a time{service.chat.told}"
+            )
+            # A server without an engine answers nobody: whoever watches it is to start another.
+            _watch(engine.runner.programs, lambda: request.asked or running.failure, say)
     finally:
         running.close()
     if running.failure is not None:
         raise (followers and followers.loss()) or _failed(running.failure)
     if followers is not None:
         followers.end()
-    counts = engine.counts
-    say(
-        f"stopped by {request.asked.name if request.asked else 'the server'}: "
-        f"{sum(counts.ended.values())} requests, {counts.generated_tokens} tokens"
-    )
+    counts, cause = engine.counts, request.asked.name if request.asked else "the server"
+    ended = sum(counts.ended.values())
+    say(f"stopped by {cause}: {ended} requests, {counts.generated_tokens} tokens")
+
+
+def _pool(limits: SchedulerLimits) -> str:
+    tokens = (limits.num_pages - 1) * limits.page_size
+    return f"KV cache of {tokens:,} tokens, {limits.context:,} at most in a request"
+
+
+@contextlib.contextmanager
+def _told(running: EngineThread) -> Iterator[None]:
+    """Ends the requests that wait for a start that fails."""
+    try:
+        yield
+    except BaseException as error:
+        running.fail(error)
+        raise
+
+
+def _ready(
+    engine: Engine,
+    running: EngineThread,
+    *,
+    read: Callable[[], Sequence[LoadedModel]] | None,
+    cluster: Cluster | None,
+    say: Callable[[str], None],
+) -> Followers | None:
+    """Reads weights and makes the programs that serve every request, all of them in a cluster."""
+    runner = engine.runner
+    if cluster is not None:
+        say(f"compiling {len(runner.keys)} programs ...")
+        engine.warm_up()
+        followers = Followers(cluster, lost=running.fail)
+        runner.mirror(followers.tell)
+        return followers
+    runner.begin_warm_up()
+    if read is not None:
+        engine.attach(*read())
+    while not runner.wait_until_serving(_SAY_S):
+        say(f"making programs: {runner.programs.progress}")
+    return None
+
+
+def _watch(programs: ProgramSet, asked: Callable[[], object], say: Callable[[str], None]) -> None:
+    """Waits until a stop is asked for; meanwhile tells how many programs are made."""
+    told = time.monotonic()
+    is_whole = False
+    while not asked():
+        programs.wait((), 0)  # raises what the background failed with
+        made = programs.progress
+        if not is_whole and made.ready == made.all:
+            is_whole = True
+            if made.all:
+                say(f"all {made.all} programs: {programs.num_compiled} compiled, the others kept")
+        elif not is_whole and time.monotonic() - told > _SAY_S:
+            told = time.monotonic()
+            say(f"making programs: {made}")
+        time.sleep(_LOOK_S)
 
 
 def serve_part(

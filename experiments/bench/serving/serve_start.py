@@ -1,0 +1,163 @@
+"""Seconds from the command to a healthy server, with and without kept programs.
+
+    python -m experiments.bench.serving.serve_start --models llama32_1b llama3_8b --out start.json
+
+Each model is a directory of random weights in bf16, written first. A server is started twice with a
+cache directory of its own: cold, and again. Both print their pool, programs and times.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from typing import Any
+
+import numpy as np
+
+from jaxinfra.checkpoint.model_directory import write_hf
+from jaxinfra.checkpoint.parameter_sources import LiveParameters
+from jaxinfra.config.precision import PolicyName
+from jaxinfra.data.tokenizer import bytes_tokenizer
+from jaxinfra.model.definition import by_path, define_model
+from jaxinfra.numerics.policy import POLICIES, held_as_computed
+from jaxinfra.parallel.execution import execution_on
+from jaxinfra.planning.model import find_model
+
+_LIMIT_S = 560.0
+_POOL = re.compile(r"KV cache of ([\d,]+) tokens")
+_MADE = re.compile(r"all (\d+) programs: (\d+) compiled")
+_WHERE = re.compile(r" at (http://\S+):")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """One start of a server: times from the command on, and what it printed."""
+
+    model: str
+    kind: str  # cold or again
+    healthy_s: float
+    first_token_s: float  # an answer of one token after the server is healthy
+    whole_s: float | None  # all programs; None: not within the limit
+    programs: int | None
+    compiled: int | None
+    pool_tokens: int
+
+
+def measure(directory: pathlib.Path, cache: pathlib.Path, kind: str, options: list[str]) -> Start:
+    """Starts a server, waits until it is healthy and has all programs, and stops it."""
+    command = [sys.executable, "-m", "jaxinfra", "serve", str(directory), "--port", "0", *options]
+    environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
+    begun = time.monotonic()
+    log = cache / f"{kind}.log"
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+    try:
+        where = _found(log, _WHERE, process, begun)
+        address = where[1]
+        _ask(f"{address}/health")
+        healthy = time.monotonic() - begun
+        body = {"prompt": [1, 2, 3], "max_tokens": 1, "temperature": 0}
+        _ask(f"{address}/v1/completions", body)
+        answered = time.monotonic() - begun - healthy
+        made = _found(log, _MADE, process, begun, is_needed=False)
+        whole = time.monotonic() - begun if made else None
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+    pool = _POOL.search(log.read_text())
+    return Start(
+        model=directory.name,
+        kind=kind,
+        healthy_s=round(healthy, 2),
+        first_token_s=round(answered, 3),
+        whole_s=whole and round(whole, 2),
+        programs=int(made[1]) if made else None,
+        compiled=int(made[2]) if made else None,
+        pool_tokens=int(pool[1].replace(",", "")) if pool else 0,
+    )
+
+
+def _found(
+    log: pathlib.Path,
+    pattern: re.Pattern[str],
+    process: subprocess.Popen[bytes],
+    begun: float,
+    *,
+    is_needed: bool = True,
+) -> Any:
+    while time.monotonic() - begun < _LIMIT_S:
+        found = pattern.search(log.read_text())
+        if found:
+            return found
+        if process.poll() is not None:
+            raise SystemExit(f"the server ended:\n{log.read_text()}")
+        time.sleep(0.05)
+    if is_needed:
+        raise SystemExit(f"not within {_LIMIT_S:g} s:\n{log.read_text()}")
+    return None
+
+
+def _ask(url: str, body: dict[str, Any] | None = None) -> None:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as answer:
+        answer.read()
+
+
+def written(name: str, place: pathlib.Path) -> pathlib.Path:
+    """Writes a preset with random weights in bf16 as a Hugging Face directory."""
+    config = find_model(name).config
+    policy = held_as_computed(POLICIES[PolicyName.BF16])
+    definition = define_model(config, execution_on(policy=policy))
+    block = np.random.default_rng(0).normal(0.0, 0.02, 1 << 20).astype(np.float32)
+    arrays: dict[str, Any] = {
+        path: np.resize(block.astype(leaf.dtype), leaf.shape)
+        for path, leaf in by_path(definition.arrays).items()
+    }
+    beside = place / f"{name}-tokenizer"
+    beside.mkdir(parents=True)
+    bytes_tokenizer().save(beside / "tokenizer.json")
+    write_hf(
+        LiveParameters(arrays=arrays),
+        definition,
+        place / name,
+        hf=None,
+        tokenizer_directory=beside,
+        dtype=None,
+        max_shard_bytes=4 << 30,
+    )
+    return place / name
+
+
+def main() -> None:
+    """Measures both starts of each model, and prints a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="*", default=["llama32_1b", "llama3_8b"])
+    parser.add_argument("--directories", nargs="*", default=[], type=pathlib.Path)
+    parser.add_argument("--place", type=pathlib.Path, help="for the weights; default: a new one")
+    parser.add_argument("--out", type=pathlib.Path)
+    args, options = parser.parse_known_args()
+    place = args.place or pathlib.Path(tempfile.mkdtemp())
+    directories = [*args.directories, *(written(name, place) for name in args.models)]
+    results = []
+    for directory in directories:
+        cache = pathlib.Path(tempfile.mkdtemp())
+        for kind in ("cold", "again"):
+            results.append(dataclasses.asdict(measure(directory, cache, kind, options)))
+            print(json.dumps(results[-1]), flush=True)
+        shutil.rmtree(cache)
+    if args.out is not None:
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""The compiled programs of an engine: which there are, and how they come from a store or compiler.
+
+Programs can be made in the background, those that together serve every request first. Until the
+others are there, a step runs a larger program with padding.
+"""
+
+import concurrent.futures
+import dataclasses
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, final
+
+import jax
+
+from jaxinfra.model.serving_form import COMPILER_OPTIONS
+from jaxinfra.runtime.compile_cache import without_cache
+from jaxinfra.serving.engine.fit import temporary_bytes
+from jaxinfra.serving.engine.plan import SchedulerLimits
+from jaxinfra.serving.engine.programs import PAGES_AT_ONCE
+from jaxinfra.serving.program_store import ProgramStore, described, program_name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramKey:
+    """Identifies a compiled program by its function, its shapes and its variant."""
+
+    name: str
+    rows: int
+    length: int = 1
+    is_fresh: bool = False
+    is_full: bool = False
+
+    def __str__(self) -> str:
+        kind = " from position 0" * self.is_fresh + " with all settings" * self.is_full
+        return f"{self.name} {self.rows} x {self.length}{kind}"
+
+    def covers(self, other: "ProgramKey") -> bool:
+        """Returns whether this program can run what ``other`` runs, with padding."""
+        return (
+            self.name == other.name
+            and self.rows >= other.rows
+            and self.length >= other.length
+            and (self.length > 1) == (other.length > 1)
+            and (other.is_fresh or not self.is_fresh)
+            and (self.is_full or not other.is_full)
+        )
+
+
+EMPTY = ProgramKey(name="empty", rows=1)
+COPY = ProgramKey(name="copy", rows=PAGES_AT_ONCE)
+SAVE = ProgramKey(name="save", rows=PAGES_AT_ONCE)
+RESTORE = ProgramKey(name="restore", rows=PAGES_AT_ONCE)
+MASK = ProgramKey(name="mask", rows=1)
+
+
+def history_program(limits: SchedulerLimits) -> ProgramKey:
+    """Returns the key of the program that fills a slot's token history for a new request."""
+    return ProgramKey(name="history", rows=1, length=limits.context)
+
+
+def listed_programs(
+    limits: SchedulerLimits, *, verify_length: int | None
+) -> tuple[ProgramKey, ...]:
+    """Returns the keys of all programs that a step may need; the first serve every generation.
+
+    Args:
+        verify_length: tokens per row with drafts; None without speculative decoding.
+    """
+    # All settings cost passes over the logits, which beside a chunk's own work are nothing.
+    keys = [
+        ProgramKey(name="step", rows=rows, is_full=is_full)
+        for rows in limits.row_sizes
+        for is_full in (False, True)
+    ]
+    keys += [
+        ProgramKey(name="step", rows=rows, length=length, is_fresh=is_fresh, is_full=True)
+        for rows, length in limits.chunk_shapes
+        for is_fresh in (True, False)
+    ]
+    if verify_length is not None:
+        keys += [
+            ProgramKey(name="verify", rows=rows, length=verify_length) for rows in limits.row_sizes
+        ]
+    if limits.num_host_pages:
+        keys += [SAVE, RESTORE]
+    keys += [EMPTY, COPY, history_program(limits), MASK]
+    first = first_programs(keys)
+    first = (EMPTY, *(key for key in first if key != EMPTY))
+    scores = [
+        ProgramKey(name="score", rows=limits.rows(1), length=length)
+        for length in limits.chunk_sizes
+        if length <= limits.max_step_tokens
+    ]
+    return (*first, *(key for key in keys if key not in first), *scores)
+
+
+def first_programs(keys: Sequence[ProgramKey]) -> tuple[ProgramKey, ...]:
+    """Returns the fewest programs that can run every step, except for scores of prompts."""
+    kept = [key for key in keys if key.name != "score"]
+    return tuple(key for key in kept if not any(o != key and o.covers(key) for o in kept))
+
+
+def largest_programs(keys: Sequence[ProgramKey]) -> tuple[ProgramKey, ...]:
+    """Returns the programs of the model with most rows and tokens, which need most memory."""
+    of_model = [key for key in keys if key.name in ("step", "verify", "score")]
+    return tuple(key for key in of_model if not any(o != key and o.covers(key) for o in of_model))
+
+
+class Prepared(NamedTuple):
+    """A function with its arguments, to be compiled or to be found in a store."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]  # arrays or shapes
+    donated: tuple[int, ...] = ()  # arguments whose memory results may take
+
+    def lowered(self) -> jax.stages.Lowered:
+        """Traces and lowers the function."""
+        jitted = jax.jit(
+            self.function, donate_argnums=self.donated, compiler_options=COMPILER_OPTIONS
+        )
+        return jitted.lower(*self.arguments)
+
+
+class ProgramProgress(NamedTuple):
+    """Number of programs that are ready, of all, and the time that the others will take."""
+
+    ready: int
+    all: int
+    seconds_left: float | None  # None before the first one is ready
+
+    def __str__(self) -> str:
+        left = "" if self.seconds_left is None else f", {self.seconds_left:.0f} s left"
+        return f"{self.ready} of {self.all} programs{left}"
+
+
+_log = logging.getLogger(__name__)
+
+
+@final
+class ProgramSet:
+    """Makes programs by their keys: from a store if there is one, else by compiling them.
+
+    Several threads may use it.
+
+    Args:
+        prepare: returns the function and the arguments of a program.
+        devices: devices of the programs, in the order of their mesh.
+        model: description of the model and the limits, part of the names in the store.
+        store: where compiled programs are kept; None: nowhere.
+    """
+
+    def __init__(
+        self,
+        prepare: Callable[[ProgramKey], Prepared],
+        *,
+        devices: Sequence[jax.Device],
+        model: Sequence[object] = (),
+        store: ProgramStore | None = None,
+    ):
+        self._prepare, self._devices = prepare, tuple(devices)
+        self._store = store
+        self._model = tuple(map(described, model)) if store is not None else ()
+        self._made: dict[ProgramKey, Callable[..., Any]] = {}
+        self._waited: set[ProgramKey] = set()  # that the background has yet to make
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+        self._begun, self._num_wanted = 0.0, 0
+        self.num_compiled = 0
+        self.num_loaded = 0
+        self.num_late = 0  # that a request waited for
+        self.is_warm = False
+
+    @property
+    def progress(self) -> ProgramProgress:
+        """Progress of the background with the programs that it was asked for."""
+        ready = self._num_wanted - len(self._waited)
+        left = None
+        if ready:
+            left = (time.monotonic() - self._begun) / ready * len(self._waited)
+        return ProgramProgress(ready, self._num_wanted, left)
+
+    def make(
+        self, keys: Sequence[ProgramKey], tell: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Makes programs: tracing one after another, loading and compiling side by side.
+
+        Args:
+            tell: called with the number of programs that are ready, and of all.
+        """
+        keys = [key for key in keys if key not in self._made]
+        number = 0
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            loading = {key: pool.submit(self._loaded, key) for key in keys}
+            coming: list[concurrent.futures.Future[None]] = []
+            for key in keys:
+                if loading[key].result() is None:
+                    coming.append(pool.submit(self._compile, key, self.lowered(key)))
+                else:
+                    number += 1
+                    if tell is not None:
+                        tell(number, len(keys))
+            for each in concurrent.futures.as_completed(coming):
+                each.result()
+                number += 1
+                if tell is not None:
+                    tell(number, len(keys))
+
+    def begin(self, keys: Sequence[ProgramKey]) -> None:
+        """Starts to make programs in the background, in this order."""
+        keys = [key for key in keys if key not in self._made]
+        self._waited, self._num_wanted = {*keys}, len(keys)
+        self._begun = time.monotonic()
+
+        def work() -> None:
+            try:
+                self.make(keys)
+            except BaseException as error:
+                with self._changed:
+                    self._failure, self._waited = error, set()
+                    self._changed.notify_all()
+
+        threading.Thread(target=work, name="programs", daemon=True).start()
+
+    def wait(self, keys: Sequence[ProgramKey], timeout_s: float | None = None) -> bool:
+        """Waits until the background has made these programs; False if the time is over before.
+
+        Raises:
+            Exception: what the background failed with.
+        """
+        wanted = {*keys}
+        with self._changed:
+            done = self._changed.wait_for(lambda: not (wanted & self._waited), timeout_s)
+            if self._failure is not None:
+                raise self._failure
+            return done
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def ready(self, key: ProgramKey) -> ProgramKey:
+        """Returns a key whose program is ready and covers ``key``: the smallest; else ``key``."""
+        if key in self._made or not self._waited:
+            return key
+        found = [each for each in list(self._made) if each.covers(key)]
+        return min(found, key=lambda each: each.rows * each.length, default=key)
+
+    def get(self, key: ProgramKey) -> Callable[..., Any]:
+        """Returns a compiled program; one that is missing is made now, and counted as late."""
+        found = self._made.get(key)
+        if found is not None:
+            return found
+        self.num_late += self.is_warm
+        if key in self._waited:
+            self.wait([key])
+            return self._made[key]
+        if self.is_warm:
+            _log.warning("making %s while requests wait; it is not among those listed", key)
+        if self._loaded(key) is None:
+            self._compile(key, self.lowered(key))
+        return self._made[key]
+
+    def temporary_bytes(self, keys: Sequence[ProgramKey]) -> int:
+        """Returns the most bytes per device that one of these programs needs besides arguments.
+
+        The programs are compiled to measure it, unless the store knows the number.
+        """
+        name = program_name(self._devices, *self._model, "temporary bytes", str(keys))
+        found = None if self._store is None else self._store.recall(name)
+        if found is None:
+            with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+                coming = [pool.submit(self.lowered(key).compile) for key in keys]
+            found = max(temporary_bytes(each.result()) for each in coming)
+            if self._store is not None:
+                self._store.note(name, found)
+        return found
+
+    def lowered(self, key: ProgramKey) -> jax.stages.Lowered:
+        """Lowers a program with its shapes, to compile or inspect it."""
+        return self._prepare(key).lowered()
+
+    def _loaded(self, key: ProgramKey) -> Callable[..., Any] | None:
+        if self._store is None:
+            return None
+        prepared = self._prepare(key)
+        in_tree = jax.tree.structure((prepared.arguments, {}))
+        found = self._store.load(self._name(key), in_tree, self._devices)
+        if found is not None:
+            self._add(key, found, is_loaded=True)
+        return found
+
+    def _compile(self, key: ProgramKey, lowered: jax.stages.Lowered) -> None:
+        if self._store is None:
+            self._add(key, lowered.compile(), is_loaded=False)
+            return
+        with without_cache():
+            compiled = lowered.compile()
+        self._add(key, compiled, is_loaded=False)
+        self._store.keep(self._name(key), compiled)
+
+    def _add(self, key: ProgramKey, made: Callable[..., Any], *, is_loaded: bool) -> None:
+        with self._changed:
+            self._made[key] = made
+            self._waited.discard(key)
+            self.num_loaded += is_loaded
+            self.num_compiled += not is_loaded
+            self._changed.notify_all()
+
+    def _name(self, key: ProgramKey) -> str:
+        return program_name(self._devices, *self._model, str(key))

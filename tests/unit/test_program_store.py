@@ -1,0 +1,152 @@
+"""A second engine compiles nothing; a damaged, missing or foreign program is compiled again."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxinfra.serving.engine.engine import Engine
+from jaxinfra.serving.engine.plan import SchedulerLimits
+from jaxinfra.serving.engine.program_set import (
+    Prepared,
+    ProgramKey,
+    ProgramSet,
+    first_programs,
+    listed_programs,
+)
+from jaxinfra.serving.engine.requests import GenerationRequest
+from jaxinfra.serving.program_store import ProgramStore, described, program_name
+from tests.engine_models import OPTIONS, alone, model
+
+KEYS = [ProgramKey(name="step", rows=rows) for rows in (1, 2, 4)]
+DEVICES = jax.local_devices()[:1]
+
+
+def prepare(key: ProgramKey) -> Prepared:
+    return Prepared(lambda x: {"sum": x + key.rows}, (jnp.zeros(key.rows),))
+
+
+def made(store: ProgramStore | None, model: str = "a") -> ProgramSet:
+    return ProgramSet(prepare, devices=DEVICES, model=[model], store=store)
+
+
+def test_a_second_set_compiles_nothing_and_computes_the_same(tmp_path):
+    first, second = (made(ProgramStore(tmp_path)) for _ in range(2))
+    for programs in (first, second):
+        programs.make(KEYS)
+    assert (first.num_compiled, first.num_loaded) == (3, 0)
+    assert (second.num_compiled, second.num_loaded) == (0, 3)
+    assert second.get(KEYS[2])(jnp.ones(4))["sum"].tolist() == [5.0] * 4
+    other = made(ProgramStore(tmp_path), model="b")
+    other.make(KEYS[:1])
+    assert other.num_compiled == 1
+
+
+def test_a_damaged_file_is_compiled_again_and_said(tmp_path, caplog):
+    made(ProgramStore(tmp_path)).make(KEYS[:1])
+    (file,) = tmp_path.iterdir()
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    again = made(ProgramStore(tmp_path))
+    again.make(KEYS[:1])
+    assert again.num_compiled == 1
+    assert f"{file} is damaged" in caplog.text
+    third = made(ProgramStore(tmp_path))
+    third.make(KEYS[:1])
+    assert third.num_loaded == 1
+
+
+def test_the_files_used_longest_ago_are_deleted(tmp_path):
+    store = ProgramStore(tmp_path, limit_bytes=120)
+    for name in "abc":
+        store.note(name, 1)  # 33 bytes
+    assert store.recall("a") == 1
+    store.note("d", 1)
+    assert {file.name for file in tmp_path.iterdir()} == {"a", "c", "d"}
+
+
+def test_a_store_that_cannot_be_written_says_so(tmp_path, caplog):
+    (tmp_path / "file").touch()
+    store = ProgramStore(tmp_path / "file" / "programs")
+    programs = made(store)
+    programs.make(KEYS[:1])
+    assert programs.num_compiled == 1
+    assert "cannot be" in caplog.text
+
+
+def test_names_depend_on_settings_and_not_on_addresses(monkeypatch):
+    name = program_name(DEVICES, "x")
+    assert name == program_name(DEVICES, "x") != program_name(DEVICES, "y")
+    assert " at 0x" not in described(prepare)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/nowhere")
+    assert name != program_name(DEVICES, "x")
+
+
+LIMITS = SchedulerLimits(
+    num_pages=9,
+    page_size=4,
+    max_running=16,
+    max_step_tokens=64,
+    max_positions=64,
+    row_sizes=(1, 4, 16),
+    chunk_sizes=(4, 16, 32),
+    max_piece_rows=4,
+)
+
+
+@pytest.mark.parametrize("verify_length", [None, 3])
+def test_the_first_programs_cover_all_others_but_scores(verify_length):
+    keys = listed_programs(LIMITS, verify_length=verify_length)
+    first = first_programs(keys)
+    assert len(set(keys)) == len(keys)
+    assert set(keys[: len(first)]) == set(first)
+    assert all(key.name == "score" or any(each.covers(key) for each in first) for key in keys)
+    for one, other in itertools.permutations(first, 2):
+        assert not one.covers(other)
+
+
+def test_a_program_that_is_not_made_yet_is_covered_by_a_larger_one():
+    programs = made(None)
+    programs.make(KEYS[1:])
+    assert programs.ready(KEYS[0]) == KEYS[0]  # nothing is under way: it would be made now
+    programs.begin([])
+    programs._waited = {KEYS[0]}
+    assert programs.ready(KEYS[0]) == KEYS[1]
+    assert programs.ready(KEYS[2]) == KEYS[2]
+
+
+def test_the_background_makes_all_and_tells_how_many_are_left():
+    programs = made(None)
+    programs.begin(KEYS)
+    assert programs.wait(KEYS, 60)
+    assert programs.progress.ready == programs.progress.all == 3
+
+
+def test_a_failure_of_the_background_is_raised_where_it_is_waited_for():
+    def fail(key: ProgramKey) -> Prepared:
+        raise RuntimeError("no such program")
+
+    programs = ProgramSet(fail, devices=DEVICES)
+    programs.begin(KEYS)
+    with pytest.raises(RuntimeError, match="no such program"):
+        programs.wait(KEYS, 60)
+
+
+@pytest.mark.slow
+def test_an_engine_serves_with_padding_while_its_programs_are_made(tmp_path):
+    """And a second one with kept programs alone; both as each request alone."""
+    options = dataclasses.replace(OPTIONS, chunk_sizes=(4, 8))
+    prompts = [(7, 250, 3), (1, 2, 3, 4, 6, 9, 11, 30, 2, 8)]
+    want = [alone(prompt) for prompt in prompts]
+    for is_second in (False, True):
+        engine = Engine(model(), num_ids=257, options=options, store=ProgramStore(tmp_path))
+        runner = engine.runner
+        runner.warm_up(keys=first_programs(runner.keys))
+        runner.programs._waited = {*runner.keys} - {*first_programs(runner.keys)}
+        got = engine.run([GenerationRequest(prompt_ids=p, max_new_tokens=10) for p in prompts])
+        assert [[t for each in one for t in each.tokens] for one in got] == want
+        assert runner.programs.num_late == 0
+        assert (runner.programs.num_compiled == 0) is is_second
