@@ -249,7 +249,7 @@ def load(
         >>> model.step, model.config.training.batch_size
         (4, 2)
     """
-    return _load(Path(path), policy=policy, step=step, mesh=mesh, read=Reading.WEIGHTS)
+    return _load(Path(path), policy=policy, step=step, mesh=mesh, read=WeightReading.WEIGHTS)
 
 
 def describe(
@@ -260,10 +260,10 @@ def describe(
     mesh: MeshConfig | None = None,
 ) -> LoadedModel:
     """Returns what ``load`` returns, with shapes in place of weights; reads headers only."""
-    return _load(Path(path), policy=policy, step=step, mesh=mesh, read=Reading.SHAPES)
+    return _load(Path(path), policy=policy, step=step, mesh=mesh, read=WeightReading.SHAPES)
 
 
-class Reading(enum.Enum):
+class WeightReading(enum.Enum):
     """Choice of what is read of a model: weights, or only their shapes."""
 
     WEIGHTS = enum.auto()
@@ -276,7 +276,7 @@ def _load(
     policy: PolicyName | None,
     step: int | None,
     mesh: MeshConfig | None,
-    read: Reading,
+    read: WeightReading,
 ) -> LoadedModel:
     if not is_model_directory(path):
         return load_run(path, policy=policy, step=step, mesh=mesh, read=read)
@@ -285,7 +285,7 @@ def _load(
     config = read_model_directory(path).config
     tokenizer = _read_tokenizer(path, vocab_size=config.vocab_size)
     placement = serving_placement(config, mesh)
-    if read is Reading.SHAPES:
+    if read is WeightReading.SHAPES:
         model = pretrained_shapes(path, policy=policy, placement=placement)
     else:
         model = load_pretrained(path, policy=policy, placement=placement, keep_packed=True)
@@ -307,7 +307,7 @@ def load_run(
     policy: PolicyName | None = None,
     step: int | None = None,
     mesh: MeshConfig | None = None,
-    read: Reading = Reading.WEIGHTS,
+    read: WeightReading = WeightReading.WEIGHTS,
 ) -> LoadedModel:
     """Loads the model of a run's newest intact checkpoint; each device reads its own shard.
 
@@ -338,13 +338,13 @@ def load_run(
             )
         base, kept = define_model(config.model, execution), config.lora.base
         shardings = base_shardings(placement, base, base_shapes(base, kept))
-        if read is Reading.SHAPES:
+        if read is WeightReading.SHAPES:
             frozen = _shaped(base_shapes(base, kept), shardings)
         else:
             frozen = place_initial(config.init, base, shardings, kept=kept)
     trained = definition.freeze(frozen)
     places = placement.parameters(trained), placement.model_state(trained)
-    if read is Reading.SHAPES:
+    if read is WeightReading.SHAPES:
         shapes = trained.shapes, trained.state_shapes
         parameters = functools.reduce(merged, map(_shaped, shapes, places))
     else:
