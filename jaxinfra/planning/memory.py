@@ -1,13 +1,16 @@
 """Bytes per device by role: weights, gradients, optimizer, activations and KV caches."""
 
 import dataclasses
+import functools
 from typing import Any
 
 from jaxinfra.config.cache import CacheFormat
+from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.model import ExpertsConfig, LatentAttentionConfig
 from jaxinfra.config.run import Remat
 from jaxinfra.errors import ConfigError, nearest
 from jaxinfra.model.cache import cached_numbers
+from jaxinfra.parallel.exchange import room_for
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.layout import Layout
 from jaxinfra.planning.model import LayerKind, PlannedModel
@@ -172,12 +175,27 @@ def _buffers(model: PlannedModel, layout: Layout, gradients: float, *, sums: flo
     return max(layer, loss + sums - gradients)
 
 
+@functools.lru_cache(maxsize=4096)
+def _room_for_rows(
+    tokens: int, num_devices: int, experts: ExpertsConfig, exchange: ExchangeConfig
+) -> int:
+    """Returns how many rows a device's experts have room for."""
+    return room_for(tokens, num_devices=num_devices, experts=experts, exchange=exchange).choices
+
+
 def _working_set(layer: LayerKind, layout: Layout) -> float:
     tokens, tensor, item = layout.micro_tokens, layout.mesh.tensor, layout.activation_bytes
     stream = item * tokens * layer.model_dim / (tensor if layout.sequence_parallel else 1)
     hidden, routed = item * tokens * layer.hidden_width / tensor, 0.0
-    if isinstance(layer.feed_forward, ExpertsConfig):
-        routed = 2 * item * tokens * layer.feed_forward.top_k * layer.model_dim
+    experts = layer.feed_forward
+    if isinstance(experts, ExpertsConfig):
+        rows = tokens * experts.top_k
+        if layout.mesh.expert > 1:
+            # Buffers have room for more rows than there are, up to those of all devices.
+            room = _room_for_rows(tokens, layout.mesh.expert, experts, layout.exchange)
+            hidden += item * (room - rows) * experts.hidden_dim / tensor
+            rows = room
+        routed = 2 * item * rows * layer.model_dim
     again = 0.0
     if layout.remat in (Remat.FULL, Remat.NAMED, Remat.MLP):
         # The layer's forward pass runs again before its backward pass.
