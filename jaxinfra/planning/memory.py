@@ -179,7 +179,7 @@ def _buffers(model: PlannedModel, layout: Layout, gradients: float, *, sums: flo
 def _room_for_rows(
     tokens: int, num_devices: int, experts: ExpertsConfig, exchange: ExchangeConfig
 ) -> int:
-    """Returns how many rows a device's experts have room for."""
+    """Returns the number of rows for which the experts of one device have room."""
     return room_for(tokens, num_devices=num_devices, experts=experts, exchange=exchange).choices
 
 
