@@ -5,6 +5,7 @@ read directly onto the mesh.
 import contextlib
 import dataclasses
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def require_same_start(config: RunConfig, start: RunConfig) -> None:
 
     Rotary embedding, context length and dropout may differ.
     """
-    before, now = (codec.flattened(codec.to_dict(each)) for each in (start, config))
+    before, now = (codec.flattened(json.loads(codec.to_json(each))) for each in (start, config))
     free = ("model.dropout_rate", "model.init_std")
     for key in {**before, **now}:
         if before.get(key) == now.get(key) or key in free or ".rope." in key:
