@@ -137,6 +137,32 @@ def test_an_agent_uses_responses(form, stored, tmp_path):
     asyncio.run(run())
 
 
+def test_a_response_cut_within_a_call_says_so(tmp_path):
+    """Its call is incomplete, which tells agents not to run it."""
+
+    async def run():
+        served = ScriptedServer(tmp_path, form="hermes")
+        text = spelled_calls("hermes", [("look", {"city": "Rome"})])
+        tools = [{"type": "function", "name": "look", "parameters": PARAMETERS}]
+        async with served.http() as http:
+            client = openai.AsyncOpenAI(base_url="http://m/v1", api_key="key", http_client=http)
+            served.engine.script = [f"I look.{text[:60]}..."] * 2
+            answer = await client.responses.create(model="m", input="x", tools=tools)
+            events = [
+                event
+                async for event in await client.responses.create(
+                    model="m", input="x", tools=tools, stream=True
+                )
+            ]
+        assert events[-1].type == "response.incomplete"
+        for response in (answer, events[-1].response):
+            assert response.status == "incomplete"
+            assert response.incomplete_details.reason == "max_output_tokens"
+            assert [item.status for item in response.output] == ["completed", "incomplete"]
+
+    asyncio.run(run())
+
+
 async def anthropic_loop(client, *, stream):
     """As ``openai_loop``, by Anthropic's API."""
     tools = [{"name": "look", "input_schema": PARAMETERS}]

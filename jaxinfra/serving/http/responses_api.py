@@ -359,9 +359,14 @@ class ResponseForm(ItemsForm):
             "status": status,
             "error": self._error,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": [self._item(each, "completed") for each in self.items.items],
+            "output": [self._item(each, self._status(each)) for each in self.items.items],
             "usage": None if status == "in_progress" else usage,
         }
+
+    def _status(self, item: AnswerItem) -> str:
+        """Returns whether an item that has ended is whole: the last one may be cut off."""
+        is_last = item is self.items.items[-1]
+        return "incomplete" if self.is_cut and is_last else "completed"
 
     def _item(self, item: AnswerItem, status: str, text: str | None = None) -> dict[str, Any]:
         text = item.text if text is None else text
@@ -428,7 +433,9 @@ class ResponseForm(ItemsForm):
                 yield self._event(f"{name}.done", **within, **whole)
                 if is_text:
                     yield self._event("content_part.done", **within, part=_part(item.text))
-                yield self._event("output_item.done", **at, item=self._item(item, "completed"))
+                yield self._event(
+                    "output_item.done", **at, item=self._item(item, self._status(item))
+                )
 
 
 def _part(text: str) -> dict[str, Any]:
