@@ -125,6 +125,13 @@ def test_the_background_makes_all_and_tells_how_many_are_left():
     assert programs.progress.ready == programs.progress.all == 3
 
 
+def test_a_closed_set_compiles_nothing_more():
+    programs = made(None)
+    programs.close()
+    programs.make(KEYS)
+    assert programs.num_compiled == 0
+
+
 def test_a_failure_of_the_background_is_raised_where_it_is_waited_for():
     def fail(key: ProgramKey) -> Prepared:
         raise RuntimeError("no such program")

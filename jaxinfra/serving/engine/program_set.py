@@ -172,6 +172,7 @@ class ProgramSet:
         self.num_loaded = 0
         self.num_late = 0  # that a request waited for
         self.is_warm = False
+        self._is_closed = False
 
     @property
     def progress(self) -> ProgramProgress:
@@ -196,6 +197,8 @@ class ProgramSet:
             loading = {key: pool.submit(self._loaded, key) for key in keys}
             coming: list[concurrent.futures.Future[None]] = []
             for key in keys:
+                if self._is_closed:
+                    break
                 if loading[key].result() is None:
                     coming.append(pool.submit(self._compile, key, self.lowered(key)))
                 else:
@@ -207,6 +210,12 @@ class ProgramSet:
                 number += 1
                 if tell is not None:
                     tell(number, len(keys))
+
+    def close(self) -> None:
+        """Lets the background end after the programs that are being compiled, so that the process
+        can end.
+        """
+        self._is_closed = True
 
     def begin(self, keys: Sequence[ProgramKey]) -> None:
         """Starts to make programs in the background, in this order."""
@@ -292,6 +301,8 @@ class ProgramSet:
         return found
 
     def _compile(self, key: ProgramKey, lowered: jax.stages.Lowered) -> None:
+        if self._is_closed:
+            return
         if self._store is None:
             self._add(key, lowered.compile(), is_loaded=False)
             return

@@ -120,6 +120,7 @@ def serve(
             # A server without an engine answers nobody: whoever watches it is to start another.
             _watch(engine.runner.programs, lambda: request.asked or running.failure, say)
     finally:
+        engine.runner.programs.close()
         running.close()
     if running.failure is not None:
         raise (followers and followers.loss()) or _failed(running.failure)
