@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from jaxinfra.config.run import KeptValues as KeptValues
     from jaxinfra.config.run import RunConfig as RunConfig
     from jaxinfra.config.run import TrainingConfig as TrainingConfig
+    from jaxinfra.data.batch import batch_of as batch_of
     from jaxinfra.errors import CheckpointError as CheckpointError
     from jaxinfra.errors import ConfigError as ConfigError
     from jaxinfra.errors import DataError as DataError
@@ -74,7 +75,6 @@ if TYPE_CHECKING:
     from jaxinfra.training.preferences import preference_loss as preference_loss
     from jaxinfra.training.session import train as train
     from jaxinfra.training.steps import Steps as Steps
-    from jaxinfra.training.steps import batch_of as batch_of
     from jaxinfra.training.summary import Outcome as Outcome
     from jaxinfra.training.summary import SourceRead as SourceRead
     from jaxinfra.training.summary import read_mixture as read_mixture
@@ -147,6 +147,7 @@ _PUBLIC = {
         "RunConfig",
         "TrainingConfig",
     ),
+    "jaxinfra.data.batch": ("batch_of",),
     "jaxinfra.errors": (
         "CheckpointError",
         "ConfigError",
@@ -189,10 +190,7 @@ _PUBLIC = {
         "preference_loss",
     ),
     "jaxinfra.training.session": ("train",),
-    "jaxinfra.training.steps": (
-        "Steps",
-        "batch_of",
-    ),
+    "jaxinfra.training.steps": ("Steps",),
 }
 """Public names by the module that has them."""
 

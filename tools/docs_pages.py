@@ -177,13 +177,14 @@ _GROUPS = {
     "jaxinfra.config.files": "Begin with a config",
     "jaxinfra.training.metrics": "Callbacks and loggers",
     "jaxinfra.training": "Train",
+    "jaxinfra.data": "Train",
     "jaxinfra.serving": "Trained models",
     "jaxinfra.api.models": "Trained models",
     "jaxinfra.api.analysis": "Plan and profile",
     "jaxinfra.config.own": "Parts of your own",
     "jaxinfra.config.customize": "Parts of your own",
     "jaxinfra.config.parts": "Parts of your own",
-    "jaxinfra.layers": "Parts of your own",
+    "jaxinfra.model.passes": "Parts of your own",
     "jaxinfra.errors": "Errors",
     "jaxinfra": "Records of a config",
 }
@@ -210,9 +211,13 @@ def _members(thing: typing.Any) -> list[str]:
     return [name for name, each in vars(thing).items() if name[0] != "_" and inspect.getdoc(each)]
 
 
-def api_page() -> str:
-    """A section for each public name by what it is for, whose text is its docstring."""
-    parts = [
+def api_pages() -> dict[str, str]:
+    """The pages of the Python reference by file: a list of all names, and a page for each chapter,
+    with a section for each name whose text is its docstring.
+    """
+    names = public_names(jaxinfra)
+    chapters = {g: [n for n in names if _group(n) == g] for g in dict.fromkeys(_GROUPS.values())}
+    listed = [
         "# Python\n",
         "Everything here is a name of `jaxinfra`, and stays. It is imported at its first use. "
         "[How to write an experiment](../python.md) uses them in order.\n",
@@ -220,12 +225,16 @@ def api_page() -> str:
         "`import pathlib`, `import jax`, `import jax.numpy as jnp`, `import numpy as np` and "
         "`from flax import nnx`. `runs/mine` is a run, `mine.toml` its config, `texts` a "
         "directory of text files. Each is run by the tests.\n",
+        "| page | names |\n|---|---|",
     ]
-    names = public_names(jaxinfra)
-    for group in dict.fromkeys(_GROUPS.values()):
-        parts.append(f"## {group}\n")
-        parts += [_section(getattr(jaxinfra, n), n, level=3) for n in names if _group(n) == group]
-    return "\n".join(parts)
+    pages = {}
+    for chapter, own in chapters.items():
+        file = f"api-{chapter.lower().replace(' ', '-')}.md"
+        links = ", ".join(f"[`{n}`]({file}#{getattr(jaxinfra, n).__module__}.{n})" for n in own)
+        listed.append(f"| [{chapter}]({file}) | {links} |")
+        sections = [_section(getattr(jaxinfra, name), name, level=2) for name in own]
+        pages[file] = "\n".join([f"# {chapter}\n", *sections])
+    return {"api.md": "\n".join(listed) + "\n", **pages}
 
 
 def kernels_page() -> str:
@@ -244,21 +253,23 @@ def kernels_page() -> str:
     return "\n".join(parts)
 
 
-PAGES = {
-    "settings.md": settings_page,
-    "presets.md": presets_page,
-    "commands.md": commands_page,
-    "api.md": api_page,
-    "kernels.md": kernels_page,
-}
+def pages() -> dict[str, str]:
+    """All pages that are made, by file."""
+    return {
+        "settings.md": settings_page(),
+        "presets.md": presets_page(),
+        "commands.md": commands_page(),
+        "kernels.md": kernels_page(),
+        **api_pages(),
+    }
 
 
 def main(arguments: list[str]) -> int:
     """Writes the pages."""
     directory = pathlib.Path(arguments[0]) / "reference"
     directory.mkdir(parents=True, exist_ok=True)
-    for name, make in PAGES.items():
-        (directory / name).write_text(make(), "utf-8")
+    for name, text in pages().items():
+        (directory / name).write_text(text, "utf-8")
     return 0
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 
 from jaxinfra.checkpoint.initial import read_initial
-from jaxinfra.checkpoint.model_directory import is_model_directory, write_hf
+from jaxinfra.checkpoint.model_directory import is_model_directory, write_hf, write_ours
 from jaxinfra.checkpoint.parameter_sources import LiveParameters
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.preferences import PreferenceConfig
 from jaxinfra.config.presets import runs
 from jaxinfra.config.run import RunConfig
-from jaxinfra.errors import ConfigError
+from jaxinfra.errors import ConfigError, nearest
 from jaxinfra.model.definition import by_path, define_model, is_weight
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.runtime.files import user_cache
@@ -77,8 +77,8 @@ def generate(
         >>> [each.prompt for each in answers]
         ['the cat', 'on']
     """
-    is_loaded = isinstance(model, LoadedModel)
-    loaded = model if is_loaded else load(model)
+    is_loaded = _is_loaded(model, prompts)
+    loaded = model if isinstance(model, LoadedModel) else load(model)
     sampling = loaded.sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     requests = [
         request_of(
@@ -103,6 +103,17 @@ def generate(
         GeneratedText(prompt=prompt, text=text, tokens=row, finish=ends[place])
         for place, (prompt, text, row) in enumerate(zip(prompts, texts, rows, strict=True))
     )
+
+
+def _is_loaded(model: str | Path | LoadedModel, prompts: object) -> bool:
+    """Tells a loaded model from a path; raises ConfigError for others, and for one prompt alone."""
+    if isinstance(prompts, str) or not isinstance(model, LoadedModel | str | Path):
+        given = "one text" if isinstance(prompts, str) else f"a {type(model).__name__}"
+        raise ConfigError(
+            f"generate of {given}: give a run, a model directory or what jaxinfra.load returned "
+            "(load_model's decoder has no tokenizer), and a list of prompts"
+        )
+    return isinstance(model, LoadedModel)
 
 
 def start_from(
@@ -187,33 +198,42 @@ def save(
     *,
     dtype: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
+    layout: str = "hf",
 ) -> None:
-    """Writes a model and its tokenizer as a Hugging Face directory.
+    """Writes a model and its tokenizer as a directory, by default in Hugging Face's layout.
 
     Args:
         model: the model, as ``load`` returned it.
         directory: a directory that does not exist yet.
+        layout: "hf", or "ours", which holds models with parts of your own: safetensors by the paths
+            of parameters, and a config.json that names the parts. ``load`` reads both.
         dtype: dtype of all written weights; by default each keeps its own, float32 where it is
             quantized.
         max_shard_bytes: most bytes of weights per file.
 
     Raises:
-        ConfigError: no Hugging Face architecture can express the model, or the model has adapters.
+        ConfigError: no Hugging Face architecture can express the model, the model has adapters, or
+            there is no such layout.
 
     Examples:
         >>> jaxinfra.save(jaxinfra.load("runs/mine"), "exported", dtype="bfloat16")
         >>> sorted(file.name for file in pathlib.Path("exported").iterdir())
         ['config.json', 'model.safetensors', 'tokenizer.json', ...]
     """
+    if not isinstance(model, LoadedModel):
+        raise ConfigError(f"save of a {type(model).__name__}: give what jaxinfra.load returned")
     if model.definition.lora is not None:
         raise ConfigError("a model with adapters: jaxinfra.convert merges a run's into its base")
+    if layout not in ("hf", "ours"):
+        raise ConfigError(f"layout={layout!r}{nearest(layout, ('hf', 'ours'))}")
     with tempfile.TemporaryDirectory() as made:
         write_tokenizer(model.tokenizer, Path(made))
-        write_hf(
+        write = write_hf if layout == "hf" else write_ours
+        write(
             LiveParameters(arrays=by_path(model.parameters, is_leaf=is_weight)),
             define_model(model.definition.config, execution_on()),
             Path(directory),
-            hf=hf_config_of(model),
+            hf=hf_config_of(model) if layout == "hf" else None,
             tokenizer_directory=Path(made),
             dtype=None if dtype is None else np.dtype(dtype),
             max_shard_bytes=max_shard_bytes,

@@ -9,6 +9,7 @@ from jaxinfra.config.model import (
     FeedForwardConfig,
     GroupedAttentionConfig,
     MixerConfig,
+    ModelConfig,
 )
 from jaxinfra.config.optimizer import RATE, UPDATE, OptimizerConfig
 from jaxinfra.config.parts import part_name
@@ -68,6 +69,21 @@ def customize(
     """
 
     _require(config, RunConfig, "config")
+    model = _own_blocks(config.model, attention, norm, mixer, feed_forward)
+    learns = _own_optimizer(config.optimizer, optimizer, schedule, gradients, frozen)
+    training = config.training
+    if loss is not None:
+        training = dataclasses.replace(training, loss=part_name(loss))
+    return dataclasses.replace(config, model=model, training=training, optimizer=learns)
+
+
+def _own_blocks(
+    model: ModelConfig,
+    attention: Callable[..., Any] | None,
+    norm: Callable[..., Any] | None,
+    mixer: MixerConfig | None,
+    feed_forward: FeedForwardConfig | None,
+) -> ModelConfig:
     _require(mixer, MixerConfig.__value__ | None, "mixer")
     _require(feed_forward, FeedForwardConfig.__value__ | None, "feed_forward")
 
@@ -81,17 +97,9 @@ def customize(
 
     stacks = tuple(
         dataclasses.replace(stack, pattern=tuple(map(changed, stack.pattern)))
-        for stack in config.model.stacks
+        for stack in model.stacks
     )
-    training = config.training
-    if loss is not None:
-        training = dataclasses.replace(training, loss=part_name(loss))
-    model = dataclasses.replace(config.model, stacks=stacks)
-    learns = _own_optimizer(config.optimizer, optimizer, schedule, gradients)
-    if frozen is not None:
-        _require(frozen, list | tuple, "frozen")
-        learns = dataclasses.replace(learns, frozen=tuple(frozen))
-    return dataclasses.replace(config, model=model, training=training, optimizer=learns)
+    return dataclasses.replace(model, stacks=stacks)
 
 
 def _own_optimizer(
@@ -99,6 +107,7 @@ def _own_optimizer(
     optimizer: Callable[..., Any] | None,
     schedule: Callable[..., Any] | None,
     gradients: Callable[..., Any] | None,
+    frozen: Sequence[str] | None,
 ) -> OptimizerConfig:
     changes: dict[str, Any] = {}
     if optimizer is not None:
@@ -107,6 +116,9 @@ def _own_optimizer(
         changes |= {**RATE, "schedule_function": part_name(schedule)}
     if gradients is not None:
         changes["gradients"] = part_name(gradients)
+    if frozen is not None:
+        _require(frozen, list | tuple, "frozen")
+        changes["frozen"] = tuple(frozen)
     return dataclasses.replace(config, **changes)
 
 

@@ -16,6 +16,8 @@ from jaxinfra.config.mixture import (
 from jaxinfra.errors import ConfigError
 
 STDLIB = "stdlib"
+OWN_SOURCE = "train(data=...)"
+"""The source in the config of a run whose batches a script gave."""
 
 
 class DataFormat(enum.StrEnum):

@@ -5,10 +5,13 @@ which two runs are compared.
 import dataclasses
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Int32
+
+from jaxinfra.errors import ConfigError
 
 
 @jax.tree_util.register_dataclass
@@ -28,6 +31,39 @@ class Batch[Array: (jax.Array, np.ndarray)]:
     weights: Array  # float32: 0 where the target must not count
     # float32: log probability of each target under a reference model, where a loss compares.
     reference: Array | None = None
+
+
+def batch_of(tokens: Any, *, weights: Any = None) -> Batch[np.ndarray]:
+    """Makes a batch of rows that hold one document each; each target is the next token.
+
+    Args:
+        tokens: int [B, T + 1]: T inputs and, shifted by one, T targets.
+        weights: float [B, T]: 0 where a target does not count; by default all targets count.
+
+    Raises:
+        ConfigError: shapes do not fit, or tokens are not integers.
+
+    Examples:
+        >>> jaxinfra.batch_of([[1, 2, 3, 4]]).targets.tolist()
+        [[2, 3, 4]]
+    """
+    rows = np.asarray(tokens)
+    if rows.ndim != 2 or rows.shape[1] < 2 or not np.issubdtype(rows.dtype, np.integer):
+        raise ConfigError(
+            f"tokens of shape {rows.shape} and dtype {rows.dtype}: give whole numbers of [batch, "
+            "length + 1], with a length of at least 1"
+        )
+    shape = (rows.shape[0], rows.shape[1] - 1)
+    counted = np.ones(shape, np.float32) if weights is None else np.asarray(weights, np.float32)
+    if counted.shape != shape:
+        raise ConfigError(f"weights of shape {counted.shape} for targets of {shape}: give as many")
+    return Batch(
+        tokens=rows[:, :-1].astype(np.int32),
+        targets=rows[:, 1:].astype(np.int32),
+        segment_ids=None,
+        positions=None,
+        weights=counted,
+    )
 
 
 # A process sends its number to the others as a float32, which holds no larger whole numbers.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import final
 
-from jaxinfra.config.data import KEPT_WHOLE, STDLIB, DataConfig, DataFormat, Packing
+from jaxinfra.config.data import KEPT_WHOLE, OWN_SOURCE, STDLIB, DataConfig, DataFormat, Packing
 from jaxinfra.config.mixture import OWN
 from jaxinfra.config.run import TrainingConfig
 from jaxinfra.data.chat import ChatRow
@@ -17,6 +17,7 @@ from jaxinfra.data.sources import scan
 from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.data.whole_rows import WholeRows, conversation_rows, pair_rows
+from jaxinfra.errors import DataError
 
 
 @final
@@ -117,6 +118,11 @@ def open_corpora(
     Raises:
         DataError: a text cannot be read, or has no token to train on or to evaluate on.
     """
+    if config.source == OWN_SOURCE:
+        raise DataError(
+            "the run's batches came from its script, by jaxinfra.train(..., data=...), and are not "
+            "here: give data= again, or name a text with --data"
+        )
     parts = {each.name: _alone(config, each.source, each.heldout_source) for each in config.mixture}
     if tokenizer is None and parts:
         tokenizer = shared_tokenizer(

@@ -155,6 +155,11 @@ class TrainIterator:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continues with the step stored in ``state``, on any number of processes."""
+        if "own" in state:
+            raise DataError(
+                "the run has read batches that its script gave to jaxinfra.train(..., data=...) so "
+                "far; give data= again"
+            )
         for name, value in self._identity.items():
             if state.get(name) != value:
                 raise DataError(

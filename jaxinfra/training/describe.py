@@ -18,6 +18,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jaxinfra.config import codec
+from jaxinfra.config.data import OWN_SOURCE
 from jaxinfra.config.finetune import BaseWeights
 from jaxinfra.config.precision import Fp8Matmuls, Site
 from jaxinfra.config.run import CheckpointConfig, RunConfig, TrainingConfig
@@ -26,6 +27,7 @@ from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.parallel.place import path_name
 from jaxinfra.runtime.files import drop_cut_line, read_log
 from jaxinfra.training.job import Job
+from jaxinfra.training.own_data import OwnTexts, Texts
 from jaxinfra.training.xla_options import describe_options
 
 
@@ -63,8 +65,16 @@ def _in_eight_bits(fp8: Fp8Matmuls | None) -> str:
     return f"{by} in all layers but {but}" if but else by
 
 
-def describe_corpora(corpora: Corpora, config: RunConfig) -> str:
-    """Describes how much text a run trains on and evaluates on."""
+def describe_texts(texts: Texts, config: RunConfig) -> str:
+    """Describes what a run trains on and evaluates on."""
+    if not isinstance(texts, OwnTexts):
+        return _describe_corpora(texts, config)
+    trained = "data=" if config.data.source == OWN_SOURCE else config.data.source
+    held = ", ".join(texts.heldout)
+    return f"training on {trained}; held out: {f'validation= ({held})' if held else 'nothing'}"
+
+
+def _describe_corpora(corpora: Corpora, config: RunConfig) -> str:
 
     def side(arrays: TokenArrays | None) -> str:
         counted = ""

@@ -19,7 +19,6 @@ from jaxinfra.config.data import DataConfig
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.data.baseline import CompressionBaseline, compressed_bits_per_byte
 from jaxinfra.data.batch import Batch
-from jaxinfra.data.corpora import Corpora
 from jaxinfra.data.corpus import open_corpus
 from jaxinfra.data.heldout import HeldoutBatches
 from jaxinfra.data.token_arrays import TokenArrays
@@ -31,6 +30,7 @@ from jaxinfra.parallel.place import Placement
 from jaxinfra.runtime.compile_cache import keep_compiled_programs
 from jaxinfra.training.gradients import make_evaluation_step
 from jaxinfra.training.job import Job, make_job
+from jaxinfra.training.own_data import OwnTexts, Texts
 from jaxinfra.training.preferences import pair_sums
 from jaxinfra.training.run_data import open_data, pair_rows
 from jaxinfra.training.start import first_state, with_frozen
@@ -43,7 +43,7 @@ class Evaluation:
 
     loss: float  # nats per token; for pairs of answers, mean preference loss per pair
     num_tokens: int  # for pairs, tokens of the chosen answers only; so is num_bytes
-    num_bytes: int
+    num_bytes: int  # 0 where they are not known: then bits per byte are NaN
     nll: float | None = None  # for pairs only: nats per token of the chosen answers
     pairs: dict[str, float] = dataclasses.field(default_factory=dict)  # as ``pair_record``
 
@@ -57,7 +57,14 @@ class Evaluation:
         """Total loss in bits over the text's UTF-8 bytes: comparable across tokenizers and with
         compressors.
         """
+        if not self.num_bytes:
+            return math.nan
         return self._nats * self.num_tokens / math.log(2) / self.num_bytes
+
+    @property
+    def described_bits(self) -> str:
+        """The bits per byte in words, after a comma; nothing where they are not known."""
+        return f", {self.bits_per_byte:.4f} bits per byte" if self.num_bytes else ""
 
     @property
     def _nats(self) -> float:
@@ -91,8 +98,8 @@ class SetEvaluations:
         """Formats the losses of all sets in one line."""
         judged = self.judged
         text = (
-            f"held-out loss {judged.loss:.4f}, perplexity {judged.perplexity:.2f}, "
-            f"{judged.bits_per_byte:.4f} bits per byte"
+            f"held-out loss {judged.loss:.4f}, perplexity {judged.perplexity:.2f}"
+            f"{judged.described_bits}"
         )
         if judged.pairs:
             text = (
@@ -102,10 +109,9 @@ class SetEvaluations:
         if len(self.sets) == 1:
             return text
         each = (
-            f"{name} {found.loss:.4f} ({found.bits_per_byte:.4f} bits per byte)"
-            for name, found in self.sets.items()
+            f"{name} {found.loss:.4f}{found.described_bits}" for name, found in self.sets.items()
         )
-        return f"{text}; {', '.join(each)}"
+        return f"{text}; {'; '.join(each)}"
 
 
 _ACCURACY = "preferences/accuracy"
@@ -116,16 +122,30 @@ class Interrupted(Exception):
 
 
 def evaluate_sets(
-    job: Job, tree: Parameters, corpora: Corpora, *, stop: Callable[[], bool] | None = None
+    job: Job, tree: Parameters, texts: Texts, *, stop: Callable[[], bool] | None = None
 ) -> SetEvaluations:
     """Computes the held-out loss of every evaluation set. If ``stop`` returns True before the last
     set is done, raises Interrupted.
     """
-    sets = {
-        name: evaluate_heldout(job, tree, arrays, stop=stop)
-        for name, arrays in corpora.heldout.items()
-    }
-    return SetEvaluations(sets=sets, judged=pooled([sets[name] for name in corpora.judged]))
+    if isinstance(texts, OwnTexts):
+        share = job.process_share()
+        sets = {
+            name: evaluate(
+                job.evaluation_step,
+                tree,
+                texts.batches(name, job.config, share),
+                None,
+                put=job.put,
+                stop=stop,
+            )
+            for name in texts.heldout
+        }
+    else:
+        sets = {
+            name: evaluate_heldout(job, tree, arrays, stop=stop)
+            for name, arrays in texts.heldout.items()
+        }
+    return SetEvaluations(sets=sets, judged=pooled([sets[name] for name in texts.judged]))
 
 
 def pooled(parts: Sequence[Evaluation]) -> Evaluation:
@@ -194,7 +214,7 @@ def evaluate(
     step: Callable[[Parameters, Batch], tuple[Float[Array, ""], Float[Array, ""]]],
     tree: Parameters,
     batches: Iterable[Batch],
-    arrays: TokenArrays,
+    arrays: TokenArrays | None,
     *,
     put: Callable[[Batch], Batch],
     stop: Callable[[], bool] | None = None,
@@ -202,6 +222,7 @@ def evaluate(
     """Sums the nll in nats over batches that together count each token of ``arrays`` once.
 
     Args:
+        arrays: the text; None: the batches come from a script.
         step: a jitted ``make_evaluation_step``.
         tree: parameters and state of the model.
         put: moves a batch to the devices.
@@ -222,6 +243,10 @@ def evaluate(
         pending.append(step(tree, put(batch)))
         drain(keep=2)  # the host prepares the next batch while the device works
     drain(keep=0)
+    if arrays is None:
+        if not count:
+            raise DataError("a validation set has no target that counts; give it batches")
+        return Evaluation(loss=total / count, num_tokens=round(count), num_bytes=0)
     assert round(count) == arrays.num_counted, f"counted {count} of {arrays.num_counted} tokens"
     return Evaluation(loss=total / count, num_tokens=round(count), num_bytes=arrays.num_bytes)
 

@@ -20,7 +20,6 @@ from jaxinfra.checkpoint import processes
 from jaxinfra.checkpoint.run_directory import RunDirectory, write_atomically
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.tokenizer import Tokenizer
-from jaxinfra.data.train_iterator import TrainIterator
 from jaxinfra.model.definition import Parameters, only
 from jaxinfra.parallel.place import path_name
 from jaxinfra.parallel.zigzag import from_zigzag
@@ -28,14 +27,13 @@ from jaxinfra.runtime.recorder import EXCLUDED, read_incidents
 from jaxinfra.training.gradients import hidden_loss, split_batch
 from jaxinfra.training.job import Job
 from jaxinfra.training.metrics import finite
+from jaxinfra.training.own_data import Batches
 from jaxinfra.training.state import State
 from jaxinfra.training.step import step_key
 from jaxinfra.training.watch import Watch
 
 
-def locate_nonfinite(
-    job: Job, state: State, batches: TrainIterator, *, step: int
-) -> dict[str, Any]:
+def locate_nonfinite(job: Job, state: State, batches: Batches, *, step: int) -> dict[str, Any]:
     """Finds the rank and tensors in which a step became NaN or infinite. A collective.
 
     The gradient is computed once per rank's rows, with all other rows' targets masked out. So a
@@ -210,7 +208,7 @@ class Examination:
 def examine_step(
     job: Job,
     state: State,
-    batches: TrainIterator,
+    batches: Batches,
     tokenizer: Tokenizer,
     *,
     step: int,
@@ -322,7 +320,7 @@ SPIKE = "loss spike"
 def explain_spike(
     job: Job,
     state: State,
-    batches: TrainIterator,
+    batches: Batches,
     tokenizer: Tokenizer,
     *,
     run: RunDirectory,

@@ -293,9 +293,10 @@ class Trainer:
         if good:
             restored = self._saver.restore(self._job.abstract_state(), step=max(good))
             target, self._state = restored.step, restored.state
+            self._batches.restore(restored.data_state)
         else:
             target, self._state = 0, first_state(self._job)
-        self._batches.restore(self._batches.state(target))
+            self._batches.restore(self._batches.state(0))
         self._watch.undone(self._log.rewind(target))
         self._step, self._saved_step = target, max(good, default=None)
         self._guards.went_back_to(target)

@@ -5,8 +5,9 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -31,14 +32,15 @@ from jaxinfra.runtime.rendezvous import connect
 from jaxinfra.runtime.signals import StopRequest, noted_signals
 from jaxinfra.runtime.watchdog import Watchdog, launcher_of
 from jaxinfra.training.describe import (
-    describe_corpora,
     describe_job,
     describe_ranking,
+    describe_texts,
     record_environment,
 )
 from jaxinfra.training.job import Job, make_job
 from jaxinfra.training.loop import Trainer
 from jaxinfra.training.metrics import Callback, MetricsLog
+from jaxinfra.training.own_data import OwnData
 from jaxinfra.training.profile import Profiler, ProfileRange
 from jaxinfra.training.progress import Clock, Progress
 from jaxinfra.training.recompute.optimal import draw_choice
@@ -61,26 +63,28 @@ def train(
     cache_dir: Path | None = None,
     profile: ProfileRange | None = None,
     callbacks: Sequence[Callback] = (),
+    data: Iterable[Any] | None = None,
+    validation: Iterable[Any] | Mapping[str, Iterable[Any]] | None = None,
 ) -> Outcome:
     """Trains until ``config.training.steps``, or until SIGINT or SIGTERM asks to stop.
 
     A new run makes ``directory``; a resumed one continues from its newest good checkpoint with the
     state and data order of a run that never stopped, bit for bit. A complete run is left unchanged.
-    If environment variables describe a multi-process job, this process joins it: all processes
-    must call ``train`` with equal arguments, and all stop at the same step.
+    All processes of a job must call it with equal arguments, and all stop at one step.
 
     Args:
         config: model, data, optimizer and length of the run.
         directory: the run's directory; it must be new unless ``resume`` is true.
         resume: continue the run in ``directory``; ``config`` may differ from the run's last one.
-        cache_dir: directory of tokenized corpora and compiled programs, shared by runs; the user's
-            cache by default.
+        cache_dir: for tokenized corpora and compiled programs; the user's cache by default.
         profile: range of steps to trace.
         callbacks: hooks around steps, such as loggers; called on the first process.
+        data: whole batches of token ids [B, T + 1] in place of the config's texts (docs/python.md).
+        validation: batches to evaluate on, which can be read again, or several sets by name.
 
     Raises:
         LostPeerError: another process is gone; all processes have to be started again.
-        JaxinfraError: config, data or a checkpoint is wrong; the message says what in one line.
+        JaxinfraError: config, data or a checkpoint is wrong; the message says what.
 
     Examples:
         >>> outcome = jaxinfra.train(jaxinfra.read_run_config("mine.toml"), "runs/new")
@@ -89,16 +93,16 @@ def train(
     """
     began = time.perf_counter()
     with noted_signals() as stop, contextlib.ExitStack() as resources:
-        given = codec.normalized(config, RunConfig)
+        own, given = OwnData.of(data, validation), codec.normalized(config, RunConfig)
         run, cache_dir = RunDirectory(local_path(directory)), cache_dir or user_cache()
-        stop.words = functools.partial(_nothing_lost, run)
-        cluster = connect()
+        stop.words, cluster = functools.partial(_nothing_lost, run), connect()
         rank = 0 if cluster is None else cluster.process_id
         faults.arm(os.environ, rank=rank, attempt=attempt())
         keep_compiled_programs(cache_dir)
         progress = resources.enter_context(Progress(every=given.training.log_every, quiet=rank > 0))
         session = _Session(
-            config=_fitting(given, progress),
+            config=_fitting(given, own, progress),
+            own=own,
             run=run,
             resume=resume,
             cache_dir=cache_dir,
@@ -118,6 +122,7 @@ class _Session:
     """One call of ``train``, once its process knows the others."""
 
     config: RunConfig
+    own: OwnData | None  # of the script that called
     run: RunDirectory
     resume: bool
     cache_dir: Path
@@ -188,13 +193,14 @@ class _Session:
             processes.on_first(lambda: run.create(job.config, kept_from_start(config)))
             processes.on_first(lambda: draw_choice(job.choice, run.recomputation_picture_file))
             prepare = new_start
-        set_up = functools.partial(prepare, job, run, resources, cache_dir=self.cache_dir)
+        given = {"cache_dir": self.cache_dir, "own": self.own, "say": progress.message}
+        set_up = functools.partial(prepare, job, run, resources, **given)
         if jax.process_count() > 1:
             recorder, start = _record_and_watch(config, run, resources), set_up()
         else:  # alone there is nobody to wait for, and a refused resumption leaves all as it was
             start, recorder = set_up(), _record_and_watch(config, run, resources)
         recorder.spent["setup"] += recorder.began - self.began
-        progress.message(describe_corpora(start.corpora, job.config))
+        progress.message(describe_texts(start.corpora, job.config))
         if start.saved:
             progress.message(f"resumed at step {start.batches.step}")
         if start.changes:
@@ -240,8 +246,11 @@ class _Session:
         )
 
 
-def _fitting(config: RunConfig, progress: Progress) -> RunConfig:
-    """The config with a warm-up that is no longer than the run, which is said where it changes."""
+def _fitting(config: RunConfig, own: OwnData | None, progress: Progress) -> RunConfig:
+    """The config with the source of a script's data, and a warm-up no longer than the run, which is
+    said where it changes.
+    """
+    config = config if own is None else own.named_in(config)
     fitting = with_warmup(config)
     if fitting is not config:
         progress.message(describe_warmup(config, fitting))

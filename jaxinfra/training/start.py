@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,12 @@ from jaxinfra.checkpoint.initial import kept_files, place_initial
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.config import codec
 from jaxinfra.config.run import RunConfig
-from jaxinfra.data.corpora import Corpora
 from jaxinfra.data.tokenizer import Tokenizer
-from jaxinfra.data.train_iterator import TrainIterator
 from jaxinfra.errors import CheckpointError, ConfigError, JaxinfraError
 from jaxinfra.model.definition import define_model
 from jaxinfra.runtime.files import require_type
 from jaxinfra.training.job import Job
+from jaxinfra.training.own_data import Batches, OwnBatches, OwnData, Texts
 from jaxinfra.training.profile import ProfileRange
 from jaxinfra.training.run_data import batches_of, open_data
 from jaxinfra.training.state import State
@@ -135,13 +135,35 @@ def excluded_batches(restored: Restored | None) -> frozenset[int]:
 class Start:
     """Everything a run's first step needs: its data, its checkpointer and its state."""
 
-    corpora: Corpora
-    batches: TrainIterator  # its next batch is the one that the state's next step trains on
+    corpora: Texts
+    batches: Batches  # its next batch is the one that the state's next step trains on
     saver: Checkpointer
     state: State
     saved: bool  # whether the state is that of a checkpoint
     changes: tuple[str, ...] = ()  # settings that changed since that checkpoint
     excluded: frozenset[int] = frozenset()  # steps whose batches are left out
+
+
+def _texts_and_batches(
+    job: Job,
+    run: RunDirectory,
+    own: OwnData | None,
+    *,
+    cache_dir: Path,
+    initial: Callable[[], State],
+    say: Callable[[str], None],
+    tokenizer: Tokenizer | None = None,
+) -> tuple[Texts, Batches]:
+    """Opens the texts and the batches of a run from step 0, of its config or of a script."""
+    if own is not None and own.data is not None:
+        share = job.process_share()
+        return (
+            own.texts(job.config, tokenizer),
+            OwnBatches(own.data, job.config, share=share, say=say),
+        )
+    corpora = open_data(job, cache_dir=cache_dir, initial=initial, run=run, tokenizer=tokenizer)
+    batches = batches_of(job, corpora)
+    return corpora if own is None else own.texts(job.config, corpora.tokenizer), batches
 
 
 def new_start(
@@ -150,13 +172,16 @@ def new_start(
     resources: contextlib.ExitStack,
     *,
     cache_dir: Path,
+    own: OwnData | None,
+    say: Callable[[str], None],
 ) -> Start:
     """Prepares a run at step 0. If its data or weights cannot be used, removes the new run
     directory again."""
     try:
         initial = functools.cache(lambda: first_state(job))
-        corpora = open_data(job, cache_dir=cache_dir, initial=initial, run=run)
-        batches = batches_of(job, corpora)
+        corpora, batches = _texts_and_batches(
+            job, run, own, cache_dir=cache_dir, initial=initial, say=say
+        )
         resources.callback(batches.close)
         state = initial()
     except (JaxinfraError, OSError):
@@ -174,6 +199,8 @@ def resumed_start(
     resources: contextlib.ExitStack,
     *,
     cache_dir: Path,
+    own: OwnData | None,
+    say: Callable[[str], None],
     profile: ProfileRange | None,
 ) -> Start:
     """Prepares a run at its newest good checkpoint, or at step 0 if it has none yet."""
@@ -187,14 +214,15 @@ def resumed_start(
         first = restored.step if restored else 0
         profile.require_within(first=first, steps=job.config.training.steps)
     saved = Tokenizer.load(run.tokenizer_file) if run.tokenizer_file.exists() else None
-    corpora = open_data(
+    corpora, batches = _texts_and_batches(
         job,
+        run,
+        own,
         cache_dir=cache_dir,
         initial=lambda: first_state(job),
-        run=run,
+        say=say,
         tokenizer=saved,
     )
-    batches = batches_of(job, corpora)
     resources.callback(batches.close)
     if restored is not None:
         batches.restore(restored.data_state)

@@ -3,9 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, final
-
-import numpy as np
+from typing import final
 
 from jaxinfra.checkpoint.checkpointer import load_state
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
@@ -71,8 +69,8 @@ class Steps:
         Raises:
             ConfigError: the batch does not divide over the mesh, or the state is consumed already.
         """
-        _require_whole(state)
         self._check(batch, parts=self.config.training.accumulation)
+        _require_whole(state)
         return self._job.train_step(state, self._job.put(batch))
 
     def gradients(self, state: State, batch: Batch) -> Gradients:
@@ -85,16 +83,16 @@ class Steps:
         Raises:
             ConfigError: the batch does not divide over the mesh, or the state is consumed.
         """
-        _require_whole(state)
         self._check(batch, parts=self.config.training.accumulation)
+        _require_whole(state)
         return self._job.gradient_step(state, self._job.put(batch))
 
     def loss(self, state: State, batch: Batch) -> float:
         """Computes the mean cross entropy of a batch in nats per counted target, without
         training.
         """
-        _require_whole(state)
         self._check(batch, parts=1)
+        _require_whole(state)
         nll, count = self._job.evaluation_step(state.evaluated, self._job.put(batch))
         return float(nll) / float(count)
 
@@ -177,36 +175,3 @@ def _require_whole(state: State) -> None:
             "this state was consumed by a step that it was given to; go on with the state that the "
             "step returned: state, metrics = steps(state, batch)"
         )
-
-
-def batch_of(tokens: Any, *, weights: Any = None) -> Batch[np.ndarray]:
-    """Makes a batch of rows that hold one document each; each target is the next token.
-
-    Args:
-        tokens: int [B, T + 1]: T inputs and, shifted by one, T targets.
-        weights: float [B, T]: 0 where a target does not count; by default all targets count.
-
-    Raises:
-        ConfigError: shapes do not fit, or tokens are not integers.
-
-    Examples:
-        >>> jaxinfra.batch_of([[1, 2, 3, 4]]).targets.tolist()
-        [[2, 3, 4]]
-    """
-    rows = np.asarray(tokens)
-    if rows.ndim != 2 or rows.shape[1] < 2 or not np.issubdtype(rows.dtype, np.integer):
-        raise ConfigError(
-            f"tokens of shape {rows.shape} and dtype {rows.dtype}: give whole numbers of [batch, "
-            "length + 1], with a length of at least 1"
-        )
-    shape = (rows.shape[0], rows.shape[1] - 1)
-    counted = np.ones(shape, np.float32) if weights is None else np.asarray(weights, np.float32)
-    if counted.shape != shape:
-        raise ConfigError(f"weights of shape {counted.shape} for targets of {shape}: give as many")
-    return Batch(
-        tokens=rows[:, :-1].astype(np.int32),
-        targets=rows[:, 1:].astype(np.int32),
-        segment_ids=None,
-        positions=None,
-        weights=counted,
-    )

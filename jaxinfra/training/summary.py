@@ -14,13 +14,14 @@ from jaxinfra.checkpoint.directory_layout import verify
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.config.run import RunConfig
 from jaxinfra.data.baseline import compressed_bits_per_byte
-from jaxinfra.data.corpora import Corpora, schedule_of
+from jaxinfra.data.corpora import schedule_of
 from jaxinfra.errors import JaxinfraError
 from jaxinfra.runtime.files import read_log
 from jaxinfra.runtime.goodput import goodput
 from jaxinfra.runtime.picture_style import BLUE, GRAY, RED, new_picture, save_picture
 from jaxinfra.training.job import Job
 from jaxinfra.training.metrics import MetricsLog, finite
+from jaxinfra.training.own_data import OwnTexts, Texts
 from jaxinfra.training.progress import Clock, median_step_s, peak_bytes
 
 LOADS = "layers/expert_tokens"
@@ -243,7 +244,7 @@ def final_summary(config: RunConfig, run: RunDirectory) -> dict[str, Any] | None
 
 def summarize(
     job: Job,
-    corpora: Corpora,
+    corpora: Texts,
     log: MetricsLog,
     clock: Clock,
     *,
@@ -282,17 +283,24 @@ def summarize(
     )
 
 
-def _heldout(corpora: Corpora, log: MetricsLog, *, step: int) -> dict[str, Any]:
+def _heldout(corpora: Texts, log: MetricsLog, *, step: int) -> dict[str, Any]:
     """Figures of the held-out sets, together and each; none if nothing is held out."""
     if not corpora.heldout:
         return {}
     heldout = log.find("heldout_loss", step=step)
     assert heldout is not None, "a run is evaluated at its end"
     loss = heldout["heldout_loss"]
-    baseline = compressed_bits_per_byte(corpora.judged_documents())
-    several = {
+    several: dict[str, Any] = {
         "heldout_loss": loss,
         "heldout_perplexity": None if loss is None else math.exp(min(loss, 700.0)),
+    }
+    if isinstance(corpora, OwnTexts):  # of ids, whose bytes nobody knows
+        if len(corpora.heldout) > 1:
+            losses = {name: heldout.get(f"heldout/{name}/loss") for name in corpora.heldout}
+            several["heldout_sets"] = {name: {"loss": each} for name, each in losses.items()}
+        return several
+    baseline = compressed_bits_per_byte(corpora.judged_documents())
+    several |= {
         "heldout_bits_per_byte": heldout["heldout_bits_per_byte"],
         "heldout_bytes": sum(corpora.heldout[name].num_bytes for name in corpora.judged),
         "gzip_bits_per_byte": baseline.gzip_each,

@@ -6,6 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,28 @@ def test_an_experiment_runs(name, texts, tmp_path):
 def test_a_plan_says_how_many_gpus(tmp_path):
     said = run("planning", "--days", "7", "--devices", "8", "64", place=tmp_path)
     assert "64 GPUs suffice" in said
+
+
+@pytest.mark.slow
+def test_own_training_killed_and_run_again_is_the_same(tmp_path):
+    """To the last bit; the second go begins with the checkpoint that the killed one has left."""
+    toml = SCRIPTS / "own_training.toml"
+    words = ("own_training", toml, tmp_path / "whole", tmp_path / "out-whole")
+    told = run(*words, place=tmp_path, devices=8)
+    env = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": str(ROOT)}
+    env["XDG_CACHE_HOME"] = str(tmp_path / "cache")
+    killed = [tmp_path / "killed", tmp_path / "out-killed"]
+    command = [sys.executable, "-m", "experiments.examples.own_training", toml, *killed]
+    job = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL)
+    while job.poll() is None and not (killed[0] / "checkpoints" / "step_00000020").is_dir():
+        time.sleep(0.01)
+    job.kill()
+    assert job.wait() != 0, "it was done before it was killed"
+    again = run("own_training", toml, *killed, "again", place=tmp_path, devices=8)
+    assert "resumed at step" in again
+    assert again.splitlines()[-1] == told.splitlines()[-1]
+    files = [path / "model.safetensors" for path in (words[3], killed[1])]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 @pytest.mark.slow
