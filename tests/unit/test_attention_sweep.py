@@ -39,8 +39,8 @@ def test_a_row_is_its_shape_again_and_a_case_of_the_table():
     table = attention_table.table_of({"runs": [run], "rows": [ROW]})
     assert len(table.rows) == 4
     both = dispatch.case_of(shape.call(), gradient=True)
-    assert dispatch.rank(table, both) == ["cudnn", "hopper"]
-    assert dispatch.rank(table, both | {"gradient": False}) == ["hopper", "cudnn"]
+    assert dispatch.rank(table.rows, both) == ["cudnn", "hopper"]
+    assert dispatch.rank(table.rows, both | {"gradient": False}) == ["hopper", "cudnn"]
     # Left out, nothing is known, and cuDNN is tried before others.
     left = attention_table.left_out(table, [ROW])
     assert left["fwd+bwd"]["mean"] == 1.0

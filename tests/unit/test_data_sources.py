@@ -165,7 +165,7 @@ def test_a_bad_json_line_is_named_by_its_number(tmp_path: Path, line: str, what:
 
 def test_json_lines_in_another_encoding(tmp_path: Path):
     (tmp_path / "rows.jsonl").write_bytes(b'{"text": "\xe9"}\n')
-    assert "rows.jsonl:1: not JSON" in error(tmp_path)
+    assert "rows.jsonl:1: not UTF-8 text" in error(tmp_path)
 
 
 @pytest.mark.parametrize("keep", [0.5, 0.99, -1])

@@ -44,6 +44,14 @@ def test_a_second_set_compiles_nothing_and_computes_the_same(tmp_path):
     assert other.num_compiled == 1
 
 
+def test_a_name_follows_from_flags_but_not_from_what_importing_mosaic_sets(monkeypatch):
+    name = program_name(DEVICES, "a")
+    monkeypatch.setenv("MOSAIC_GPU_CUDA_ROOT", "/elsewhere")
+    assert program_name(DEVICES, "a") == name
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+    assert program_name(DEVICES, "a") != name
+
+
 def test_a_damaged_file_is_compiled_again_and_said(tmp_path, caplog):
     made(ProgramStore(tmp_path)).make(KEYS[:1])
     (file,) = tmp_path.iterdir()
