@@ -127,7 +127,7 @@ class DataConfig:
     format: DataFormat = DataFormat.TEXT  # what a document is
     chat_template: str | None = None  # a model's directory; its template renders conversations
     # Variables that the template reads, such as {"enable_thinking": false}.
-    template_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    template_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     turns: Turns = Turns.PREFIXES  # of the model that count, where a template changes earlier text
     packing: Packing = Packing.AUTO  # how documents become rows
     too_long: TooLong = (

@@ -23,7 +23,9 @@ from jaxinfra.errors import ConfigError
 def test_presets_survive_json_and_are_valid(name):
     run = run_preset(name)
     validate(run)
-    assert from_dict(RunConfig, json.loads(to_json(run))) == run
+    again = from_dict(RunConfig, json.loads(to_json(run)))
+    assert again == run
+    assert hash(again) == hash(run)  # results are cached by their config
     assert to_json(run).endswith("}\n")
 
 
