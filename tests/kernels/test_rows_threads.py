@@ -142,9 +142,9 @@ class Threads(Warpgroup):
             arith.CmpIPredicate.slt, arith.CmpIPredicate.sge = np.less, np.greater_equal
             arith.andi, arith.extsi = np.bitwise_and, lambda _, x: x
             utils = types.SimpleNamespace(
+                **vars(threads.mgpu_utils),
                 ThreadSubset=types.SimpleNamespace(WARP=32, WARPGROUP=128),
                 single_thread_predicate=lambda subset: thread % subset == 0,
-                memref_ptr=lambda ref: ref.base,
                 BarrierRef=lambda *_: types.SimpleNamespace(arrive_expect_tx=arrive),
             )
             plgpu = types.SimpleNamespace(
@@ -153,9 +153,9 @@ class Threads(Warpgroup):
                 RefType=lambda: None,
                 commit_smem=lambda: None,
             )
-            places = {"arith": arith, "mgpu_utils": utils, "plgpu": plgpu}
-            for module, stand_in in places.items():
-                patch.setattr(copies, module, stand_in)
+            patch.setattr(threads, "mgpu_utils", utils)
+            patch.setattr(copies, "arith", arith)
+            patch.setattr(copies, "plgpu", plgpu)
             patch.setattr(copies, "mgpu", types.SimpleNamespace(c=lambda x, _: np.int64(x)))
             patch.setattr(copies, "ir", threads.ir)
             patch.setattr(registers, "arith", arith)
@@ -291,10 +291,10 @@ class Stores(Warpgroup):
             utils = types.SimpleNamespace(when=self.when, c=lambda x, _: np.int64(x))
             for module in (copies, registers):
                 patch.setattr(module, "arith", arith)
-                patch.setattr(module, "mgpu_utils", utils)
                 patch.setattr(module, "plgpu", plgpu)
                 patch.setattr(module, "mgpu", utils)
                 patch.setattr(module, "ir", threads.ir)
+            patch.setattr(registers, "mgpu_utils", utils)
             patch.setattr(registers, "llvm", llvm)
             patch.setattr(registers, "vectors", vectors)
             patch.setattr(registers, "tile_layout", lambda _: None)
