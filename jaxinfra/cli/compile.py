@@ -1,4 +1,4 @@
-"""Compile a server's programs ahead, so that ``jaxinfra serve`` starts without compiling.
+"""Compile a server's programs ahead, so that jaxinfra serve starts without compiling.
 
 jaxinfra compile /models/llama
 jaxinfra compile /models/llama --max-running 64 --cache int8

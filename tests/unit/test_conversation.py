@@ -15,6 +15,7 @@ from jaxinfra.cli.main import main
 from jaxinfra.config import codec
 from jaxinfra.config.data import DataConfig, TokenizerConfig
 from jaxinfra.config.presets import run_preset
+from jaxinfra.config.run import RunConfig
 from jaxinfra.data.chat_template import load_chat_template
 from jaxinfra.errors import ConfigError, DataError
 from jaxinfra.serving.conversation import Conversation
@@ -53,7 +54,7 @@ def test_a_run_is_asked_as_it_was_trained(tmp_path):
         template_settings={"thinks": False},
         tokenizer=TokenizerConfig(kind="bytes"),
     )
-    config = codec.normalized(dataclasses.replace(run_preset("tiny"), data=data))
+    config = codec.normalized(dataclasses.replace(run_preset("tiny"), data=data), RunConfig)
     run = RunDirectory(tmp_path / "run")
     run.create(config, {"chat_template.jinja": b"{{ thinks }}{{ loud }}"})
     assert run.read_config().data.template_settings == {"thinks": False}

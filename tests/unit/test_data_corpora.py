@@ -116,7 +116,7 @@ def test_losses_of_several_texts_as_of_one():
         "heldout/b/loss": 1.0,
         "heldout/b/bits_per_byte": parts[1].bits_per_byte,
     }
-    assert both.describe().endswith("b 1.0000 (1.4427 bits per byte)")
+    assert both.describe().endswith("b 1.0000, 1.4427 bits per byte")
 
 
 def test_a_view_shows_every_set(tmp_path: Path):
