@@ -3,7 +3,7 @@
 jaxinfra compile /models/llama
 jaxinfra compile /models/llama --max-running 64 --cache int8
 
-Give the options that ``serve`` will have. Programs are for the kind of device that this machine
+Give the options that serve will have. Programs are for the kind of device that this machine
 has, since XLA measures kernels while it compiles. Weights are not read.
 """
 
