@@ -20,11 +20,13 @@ def job_of(*settings: str):
 
 
 def require_planned(name: str, job) -> None:
-    """Each role to the byte; moments but for counters and a scale for each array."""
+    """Each role to the byte; moments but for counters and a scale for each layer's array."""
     planned, found = RECIPES[name], bytes_per_parameter(job)
     assert found is not None
     leaves = jax.tree.leaves(job.model.shapes)
-    beside = 4 * (4 + 2 * len(leaves)) / sum(leaf.size for leaf in leaves)
+    stacked = jax.tree.leaves(job.model.shapes["blocks"])
+    scales = len(leaves) - len(stacked) + sum(leaf.shape[0] for leaf in stacked)
+    beside = 4 * (4 + 2 * scales) / sum(leaf.size for leaf in leaves)
     assert (found.weights, found.gradients) == (planned.weights + planned.master, planned.gradients)
     assert (found.summed, found.average) == (planned.accumulated, 0)
     assert 0 < found.moments - planned.moments <= beside
