@@ -145,11 +145,10 @@ def _einsum(
     def dot(dot_spec: str, a: jax.Array, b: jax.Array, result: jnp.dtype) -> jax.Array:
         return pinned_einsum(dot_spec, a.astype(compute), b.astype(compute), result=result)
 
-    # A plain weight is its own share, and read where no gradient is taken.
     if isinstance(weight, GatheredWeight):
         share, value = weight.share, weight.value
-    else:
-        share, value = weight, jax.lax.stop_gradient(weight)
+    else:  # both are the parameter, which the backward pass then keeps without a copy
+        share, value = weight, weight
 
     @jax.custom_vjp
     def product(x: jax.Array, share: jax.Array, value: jax.Array) -> jax.Array:

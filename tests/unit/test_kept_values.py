@@ -106,9 +106,7 @@ def test_the_graph_says_what_jax_computes_again_and_keeps():
 def test_fixed_policies_are_not_better_than_the_options():
     options = best_options(graph(), REFERENCE_PEAK)
     assert options[0].bytes == 0
-    # What no name keeps is computed again: elementwise work, no matmul.
-    assert options[-1].matmuls == 0
-    assert options[-1].seconds < 0.2 * options[0].seconds
+    assert options[-1].seconds == 0.0
     for remat in (Remat.DOTS, Remat.MLP, Remat.NAMED, Remat.FULL):
         kept = keeping(graph(), frozenset(kept_by(remat)), REFERENCE_PEAK)
         beside = [each for each in options if each.bytes <= kept.bytes]
