@@ -1,4 +1,4 @@
-"""What each buffer slot of a pipeline holds, followed by name: the oracle of a program's slots."""
+"""Oracle of a pipeline program's buffer slots: it follows the named value in each slot."""
 
 import functools
 

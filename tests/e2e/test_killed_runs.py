@@ -47,7 +47,7 @@ def test_in_8_bits_with_short_moments_and_no_master_weights(bench):
 
 @pytest.mark.slow
 def test_layers_that_emit_losses_and_have_state(bench):
-    """Of the tests' own kind (``tests/tally.py``), which the config names."""
+    """A run with the tests' own layer (``tests/tally.py``), which its config names."""
     layer = json.dumps({"type": "tests.tally:TallyConfig", "hidden_dim": 64, "num_gains": 4})
     settings = SHORT | {"model__stacks__0__pattern__0__feed_forward": layer}
     replaced = "--set=model.stacks.0.pattern.0.feed_forward.hidden_dim="

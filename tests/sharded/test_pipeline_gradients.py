@@ -55,9 +55,7 @@ def test_pipeline_equals_one_device(case):
 
 
 def cases():
-    """Of every schedule: sizes, other axes, sequences over devices, layers that do not divide over
-    the stages; and every recomputation and model.
-    """
+    """Cases of every schedule: stage counts, other mesh axes, uneven layers, remat and models."""
     each, deep = PipelineSchedule, with_layers(llama_like, 8)
     for schedule, pipe, multiple in itertools.product(each, (2, 4), (1, 2, 4)):
         yield deep, {"pipe": pipe}, {"schedule": schedule, "micro_batches": pipe * multiple}

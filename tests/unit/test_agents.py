@@ -88,7 +88,7 @@ def test_an_agent_calls_five_tools(form, tmp_path):
 
 
 async def responses_loop(client, *, stream, stored):
-    """As ``openai_loop``, by the Responses API: with kept responses, or the whole conversation."""
+    """Runs five tool calls through the Responses API, stored or with the whole conversation sent."""
     tools = [{"type": "function", "name": "look", "parameters": PARAMETERS, "strict": True}]
     given, called, previous = [{"role": "user", "content": "Weather?"}], [], None
     while True:
@@ -138,7 +138,7 @@ def test_an_agent_uses_responses(form, stored, tmp_path):
 
 
 def test_a_response_cut_within_a_call_says_so(tmp_path):
-    """Its call is incomplete, which tells agents not to run it."""
+    """A call that was cut off is marked incomplete, so that an agent does not run it."""
 
     async def run():
         served = ScriptedServer(tmp_path, form="hermes")
@@ -164,7 +164,7 @@ def test_a_response_cut_within_a_call_says_so(tmp_path):
 
 
 async def anthropic_loop(client, *, stream):
-    """As ``openai_loop``, by Anthropic's API."""
+    """Runs five tool calls through Anthropic's Messages API."""
     tools = [{"name": "look", "input_schema": PARAMETERS}]
     messages, called = [{"role": "user", "content": "Weather?"}], []
     while True:

@@ -134,7 +134,7 @@ def test_templates_that_change_earlier_text_train_every_turn(name):
 
 
 def test_an_end_token_after_the_end_of_a_message_needs_no_text_of_its_own():
-    """As Phi's templates have it: the last message alone is followed by the end token, too."""
+    """Phi's templates add the end token after the last message only."""
     program = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
         "{{ '<assistant>' if add_generation_prompt else eos_token }}"

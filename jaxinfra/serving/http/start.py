@@ -117,7 +117,7 @@ def serve(
                 f"{', '.join(service.names)} at {server.address}: {engine.limits.context} tokens "
                 f"of context, {options.engine.max_running} requests at a time{service.chat.told}"
             )
-            # A server without an engine answers nobody: whoever watches it is to start another.
+            # Without its engine a server cannot answer: it ends, so that a supervisor restarts it.
             _watch(engine.runner.programs, lambda: request.asked or running.failure, say)
     finally:
         engine.runner.programs.close()
