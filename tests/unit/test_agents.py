@@ -88,7 +88,7 @@ def test_an_agent_calls_five_tools(form, tmp_path):
 
 
 async def responses_loop(client, *, stream, stored):
-    """Runs five tool calls through the Responses API, stored or with the whole conversation sent."""
+    """Runs five tool calls through the Responses API, stored or with all turns sent again."""
     tools = [{"type": "function", "name": "look", "parameters": PARAMETERS, "strict": True}]
     given, called, previous = [{"role": "user", "content": "Weather?"}], [], None
     while True:
