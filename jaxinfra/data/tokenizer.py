@@ -275,7 +275,7 @@ class StreamDecoder:
 
     def flush(self) -> str:
         """Returns the remaining text at the end; an incomplete character becomes U+FFFD."""
-        text = self._pending()
+        text = self._pending() if self._held else ""
         self._shown, self._held, self._before = [], [], ""
         return text
 

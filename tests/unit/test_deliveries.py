@@ -1,33 +1,38 @@
-"""What other threads tell the queues of an event loop: all of it, in order, with few wakes."""
+"""What other threads put into mailboxes of an event loop: all of it, in order, with few wakes."""
 
 import asyncio
 import threading
 
-from jaxinfra.serving.http.service import Deliveries
+from jaxinfra.serving.http.service import Deliveries, Mailbox
 
 _EACH = 2000
 
 
+async def taken(box, count):
+    """The values of a mailbox, until there are as many, and none more."""
+    values = []
+    while len(values) < count:
+        values += await box.take()
+    assert len(values) == count
+    return values
+
+
 def test_all_that_threads_tell_arrives_in_their_order():
     async def heard() -> list[list[tuple[int, int]]]:
-        deliveries = Deliveries(asyncio.get_running_loop())
-        queues = [asyncio.Queue() for _ in range(3)]
+        loop = asyncio.get_running_loop()
+        deliveries, boxes = Deliveries(loop), [Mailbox(loop) for _ in range(3)]
 
         def tell(thread: int) -> None:
             for i in range(_EACH):
-                deliveries.put(queues[i % 3], (thread, i))
+                deliveries.put(boxes[i % 3], (thread, i))
 
         threads = [threading.Thread(target=tell, args=(i,)) for i in range(4)]
         for each in threads:
             each.start()
         counts = [4 * len(range(place, _EACH, 3)) for place in range(3)]
-        found = [
-            [await queue.get() for _ in range(count)]
-            for queue, count in zip(queues, counts, strict=True)
-        ]
+        found = [await taken(*each) for each in zip(boxes, counts, strict=True)]
         for each in threads:
             each.join()
-        assert all(queue.empty() for queue in queues)
         return found
 
     found = asyncio.run(asyncio.wait_for(heard(), 60))
@@ -38,7 +43,8 @@ def test_all_that_threads_tell_arrives_in_their_order():
 
 def test_a_loop_is_woken_once_for_all_that_came_meanwhile(monkeypatch):
     async def wakes() -> tuple[int, int, list[int]]:
-        loop, queue, count = asyncio.get_running_loop(), asyncio.Queue(), 0
+        loop, count = asyncio.get_running_loop(), 0
+        box = Mailbox(loop)
         called = loop.call_soon_threadsafe
 
         def counted(*args):
@@ -51,7 +57,7 @@ def test_a_loop_is_woken_once_for_all_that_came_meanwhile(monkeypatch):
 
         def tell() -> None:
             for i in range(50):
-                deliveries.put(queue, i)
+                deliveries.put(box, i)
 
         def told_by_a_thread() -> None:  # while the loop waits for it, and looks at nothing
             thread = threading.Thread(target=tell)
@@ -59,10 +65,10 @@ def test_a_loop_is_woken_once_for_all_that_came_meanwhile(monkeypatch):
             thread.join()
 
         told_by_a_thread()
-        first = [await queue.get() for _ in range(50)]
+        first = await box.take()
         once = count
         told_by_a_thread()
-        assert [await queue.get() for _ in range(50)] == first
+        assert await box.take() == first
         return once, count, first
 
     assert asyncio.run(wakes()) == (1, 2, [*range(50)])

@@ -77,6 +77,8 @@ class TextStream:
         return text
 
     def _certain(self, new: str) -> str:
+        if not self._stop:
+            return new
         text = self._held + new
         ends = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if ends:

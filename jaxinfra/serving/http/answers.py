@@ -1,7 +1,6 @@
 """Builds answers in the format of OpenAI's API, as one body or as a stream of events."""
 
 import dataclasses
-import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -10,6 +9,7 @@ from typing import Any, final
 import prometheus_client
 from fastapi import responses
 from prometheus_client.registry import CollectorRegistry
+from pydantic_core import to_json
 
 from jaxinfra.data.tokenizer import StreamDecoder, Tokenizer
 from jaxinfra.serving.engine.requests import (
@@ -20,9 +20,8 @@ from jaxinfra.serving.engine.requests import (
 )
 from jaxinfra.serving.http.bodies import GenerationBody
 
-_encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-
-type Given = AsyncIterator[tuple[int, RequestProgress]]
+type Given = AsyncIterator[Sequence[tuple[int, RequestProgress]]]
+"""Indices of requests and their progress: at a time all that has come since the last."""
 
 FINISH = {
     EndReason.EOS: "stop",
@@ -132,37 +131,47 @@ class AnswerForm:
         """
         usage = Usage(prompts=self._prompts)
         parts = [self.before(index) for index in range(len(requests))]
-        async for place, came in given:
-            progress = self._wanted(came)
-            usage.count(place, progress)
-            if progress.end is EndReason.ERROR:
-                raise GenerationFailedError(progress.error)
-            parts[place].add(progress)
+        async for arrived in given:
+            for place, came in arrived:
+                progress = self._wanted(came)
+                usage.count(place, progress)
+                if progress.end is EndReason.ERROR:
+                    raise GenerationFailedError(progress.error)
+                parts[place].add(progress)
         choices = [self.choice(index, part) for index, part in enumerate(parts)]
         body = {"object": self.whole, "choices": choices, "usage": usage.body()}
         return self._head | body | self.beside()
 
-    async def events(self, given: Given) -> AsyncIterator[str]:
-        """Yields the answer as server-sent events: one per piece of text, then the end."""
+    async def events(self, given: Given) -> AsyncIterator[bytes]:
+        """Yields the answer as server-sent events: one per piece of text, then the end.
+
+        Events of pieces that came at a time are yielded as one value, which is one write.
+        """
         usage, begun = Usage(prompts=self._prompts), set()
         options = self._body.stream_options
-        async for place, came in given:
-            progress = self._wanted(came)
-            usage.count(place, progress)
-            if progress.end is EndReason.ERROR:
-                yield event({"error": error_body(progress.error or "", kind="server_error")})
-                return
-            is_first = place not in begun
-            part = self.before(place) if is_first else ChoicePart()
-            part.add(progress)
-            if part.text or part.finish or part.scores or is_first:
-                begun.add(place)
-                for choice in self.pieces(place, part, is_first=is_first):
-                    beside = self.beside() if is_first else {}
-                    yield event(self._head | {"object": self.chunk, "choices": [choice]} | beside)
+        head = self._head | {"object": self.chunk}
+        async for arrived in given:
+            told = []
+            for place, came in arrived:
+                progress = self._wanted(came)
+                usage.count(place, progress)
+                if progress.end is EndReason.ERROR:
+                    error = error_body(progress.error or "", kind="server_error")
+                    yield b"".join([*told, event({"error": error})])
+                    return
+                is_first = place not in begun
+                part = self.before(place) if is_first else ChoicePart()
+                part.add(progress)
+                if part.text or part.finish or part.scores or is_first:
+                    begun.add(place)
+                    for choice in self.pieces(place, part, is_first=is_first):
+                        beside = self.beside() if is_first else {}
+                        told.append(event(head | {"choices": [choice]} | beside))
+            if told:
+                yield b"".join(told)
         if options is not None and options.include_usage:
-            yield event(self._head | {"object": self.chunk, "choices": [], "usage": usage.body()})
-        yield "data: [DONE]\n\n"
+            yield event(head | {"choices": [], "usage": usage.body()})
+        yield b"data: [DONE]\n\n"
 
     def _wanted(self, progress: RequestProgress) -> RequestProgress:
         """Drops the sampled token if the client asked for none: the engine samples at least one."""
@@ -286,9 +295,9 @@ class CompletionForm(AnswerForm):
         return offsets
 
 
-def event(body: dict[str, Any]) -> str:
+def event(body: dict[str, Any]) -> bytes:
     """Formats a JSON body as a server-sent event."""
-    return f"data: {_encoded(body)}\n\n"
+    return b"data: %b\n\n" % to_json(body)
 
 
 def error_body(message: str, *, kind: str, code: str | None = None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import importlib.metadata
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ async def _answer(
     """Generates, and answers at once or as a stream of events, as the body asks."""
     given = service.stream(requests)
 
-    async def events(first: tuple[int, RequestProgress]) -> AsyncIterator[str]:
+    async def events(first: Sequence[tuple[int, RequestProgress]]) -> AsyncIterator[bytes]:
         async def again():
             yield first
             async for each in given:

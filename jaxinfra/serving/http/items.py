@@ -162,19 +162,19 @@ class ItemsForm:
         """Returns the JSON body of the finished answer."""
         raise NotImplementedError
 
-    def begin(self) -> Iterator[str]:
+    def begin(self) -> Iterator[bytes]:
         """Yields the events that begin a stream."""
         raise NotImplementedError
 
-    def told(self, change: ItemChange) -> Iterator[str]:
+    def told(self, change: ItemChange) -> Iterator[bytes]:
         """Yields the events of an item's change."""
         raise NotImplementedError
 
-    def finish(self) -> Iterator[str]:
+    def finish(self) -> Iterator[bytes]:
         """Yields the events that end a stream."""
         raise NotImplementedError
 
-    def failed(self, message: str) -> Iterator[str]:
+    def failed(self, message: str) -> Iterator[bytes]:
         """Yields the events of a stream that the engine could not finish."""
         raise NotImplementedError
 
@@ -197,28 +197,29 @@ class ItemsForm:
             GenerationFailedError: the engine failed to finish the request.
         """
         del requests
-        async for _, progress in given:
-            if progress.end is EndReason.ERROR:
-                raise GenerationFailedError(progress.error)
-            self.take(progress)
+        async for arrived in given:
+            for _, progress in arrived:
+                if progress.end is EndReason.ERROR:
+                    raise GenerationFailedError(progress.error)
+                self.take(progress)
         return self.body()
 
-    async def events(self, given: Given) -> AsyncIterator[str]:
-        """Yields the answer as server-sent events."""
-        for each in self.begin():
-            yield each
-        async for _, progress in given:
-            if progress.end is EndReason.ERROR:
-                for each in self.failed(progress.error or ""):
-                    yield each
-                return
-            for change in self.take(progress):
-                for each in self.told(change):
-                    yield each
-        for each in self.finish():
-            yield each
+    async def events(self, given: Given) -> AsyncIterator[bytes]:
+        """Yields the answer as server-sent events; those that came at a time as one value."""
+        yield b"".join(self.begin())
+        async for arrived in given:
+            told = []
+            for _, progress in arrived:
+                if progress.end is EndReason.ERROR:
+                    yield b"".join([*told, *self.failed(progress.error or "")])
+                    return
+                for change in self.take(progress):
+                    told += self.told(change)
+            if told:
+                yield b"".join(told)
+        yield b"".join(self.finish())
 
 
-def named_event(kind: str, **fields: Any) -> str:
+def named_event(kind: str, **fields: Any) -> bytes:
     """Formats a server-sent event whose type is its name too."""
-    return f"event: {kind}\n{event({'type': kind} | fields)}"
+    return b"event: %b\n%b" % (kind.encode(), event({"type": kind} | fields))

@@ -209,12 +209,12 @@ class MessageForm(ItemsForm):
         content = [_block(each) for each in self.items.items]
         return self._head | {"content": content} | self._ended | {"usage": self._usage}
 
-    def begin(self) -> Iterator[str]:
+    def begin(self) -> Iterator[bytes]:
         """Yields the event that begins a stream."""
         message = self._head | {"content": [], "stop_reason": None, "stop_sequence": None}
         yield named_event("message_start", message=message | {"usage": self._usage})
 
-    def told(self, change: ItemChange) -> Iterator[str]:
+    def told(self, change: ItemChange) -> Iterator[bytes]:
         """Yields the event of an item's change."""
         item = change.item
         match change.kind:
@@ -230,12 +230,12 @@ class MessageForm(ItemsForm):
             case ChangeKind.CLOSED:
                 yield named_event("content_block_stop", index=item.index)
 
-    def finish(self) -> Iterator[str]:
+    def finish(self) -> Iterator[bytes]:
         """Yields the events that end a stream."""
         yield named_event("message_delta", delta=self._ended, usage=self._usage)
         yield named_event("message_stop")
 
-    def failed(self, message: str) -> Iterator[str]:
+    def failed(self, message: str) -> Iterator[bytes]:
         """Yields the event of a stream that the engine could not finish."""
         yield named_event("error", error={"type": "api_error", "message": message})
 

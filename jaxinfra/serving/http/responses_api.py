@@ -386,26 +386,26 @@ class ResponseForm(ItemsForm):
         prefix = {PieceKind.CALL: "fc", PieceKind.REASONING: "rs"}.get(item.kind, "msg")
         return self._ids.setdefault(item.index, f"{prefix}_{secrets.token_hex(16)}")
 
-    def _event(self, kind: str, **fields: Any) -> str:
+    def _event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1
         return named_event(f"response.{kind}", sequence_number=self._number, **fields)
 
-    def begin(self) -> Iterator[str]:
+    def begin(self) -> Iterator[bytes]:
         """Yields the events that begin a stream."""
         for kind in ("created", "in_progress"):
             yield self._event(kind, response=self._now("in_progress"))
 
-    def finish(self) -> Iterator[str]:
+    def finish(self) -> Iterator[bytes]:
         """Yields the event that ends a stream."""
         body = self.body()
         yield self._event(body["status"], response=body)
 
-    def failed(self, message: str) -> Iterator[str]:
+    def failed(self, message: str) -> Iterator[bytes]:
         """Yields the event of a stream that the engine could not finish."""
         self._error = {"code": "server_error", "message": message}
         yield self._event("failed", response=self._now("failed"))
 
-    def told(self, change: ItemChange) -> Iterator[str]:
+    def told(self, change: ItemChange) -> Iterator[bytes]:
         """Yields the events of an item's change."""
         item = change.item
         at = {"output_index": item.index}

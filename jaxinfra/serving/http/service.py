@@ -28,21 +28,49 @@ from jaxinfra.serving.load import LoadedModel
 
 
 @final
-class Deliveries:
-    """Puts values into asyncio queues from other threads, waking the event loop once for many.
+class Mailbox[T]:
+    """Values for one task of an event loop, which takes all that wait at a time.
 
     Args:
-        loop: event loop that reads the queues.
+        loop: the event loop, in which alone the mailbox is used.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self._loop = loop
+        self._values: list[T] = []
+        self._taker: asyncio.Future[None] | None = None
+
+    def put(self, value: T) -> None:
+        """Adds a value, and wakes the task that waits for one."""
+        self._values.append(value)
+        if self._taker is not None and not self._taker.done():
+            self._taker.set_result(None)
+
+    async def take(self) -> list[T]:
+        """Returns all values since the last call, in order; waits for one if there is none."""
+        while not self._values:
+            self._taker = self._loop.create_future()
+            await self._taker
+        values, self._values = self._values, []
+        return values
+
+
+@final
+class Deliveries:
+    """Puts values into mailboxes from other threads, waking the event loop once for many.
+
+    Args:
+        loop: event loop that reads the mailboxes.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop = loop
-        self._waiting: collections.deque[tuple[asyncio.Queue[Any], Any]] = collections.deque()
+        self._waiting: collections.deque[tuple[Mailbox[Any], Any]] = collections.deque()
         self._is_called = False
 
-    def put(self, queue: asyncio.Queue[Any], value: Any) -> None:
-        """Appends a value to an unbounded queue, in order; callable from any thread."""
-        self._waiting.append((queue, value))
+    def put[T](self, mailbox: Mailbox[T], value: T) -> None:
+        """Adds a value to a mailbox, in order; callable from any thread."""
+        self._waiting.append((mailbox, value))
         # Who finds the loop called has put a value there before the loop looks.
         if not self._is_called:
             self._is_called = True
@@ -51,8 +79,8 @@ class Deliveries:
     def _deliver(self) -> None:
         self._is_called = False
         while self._waiting:
-            queue, value = self._waiting.popleft()
-            queue.put_nowait(value)
+            mailbox, value = self._waiting.popleft()
+            mailbox.put(value)
 
 
 _LATENCIES_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -348,16 +376,17 @@ class Service:
 
     async def stream(
         self, requests: list[GenerationRequest]
-    ) -> AsyncGenerator[tuple[int, RequestProgress]]:
-        """Submits requests to the engine, and yields each one's index and progress as it comes.
+    ) -> AsyncGenerator[Sequence[tuple[int, RequestProgress]]]:
+        """Submits requests to the engine, and yields their indices and progress as it comes.
 
         Closing the generator cancels requests that have not ended. Requests are submitted when the
         first value is read, so OverloadError is raised there.
         """
-        queue, deliveries = asyncio.Queue(), self._deliveries_of(asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        mailbox, deliveries = Mailbox[tuple[int, RequestProgress]](loop), self._deliveries_of(loop)
 
         def listen(place: int, progress: RequestProgress) -> None:
-            deliveries.put(queue, (place, progress))
+            deliveries.put(mailbox, (place, progress))
 
         begun = time.perf_counter()
         tickets = self.engine.submit(requests, listen)
@@ -365,18 +394,19 @@ class Service:
         drawn = dict.fromkeys(range(len(requests)), 0)
         try:
             while drawn:
-                place, progress = await queue.get()
+                arrived = await mailbox.take()
                 now = time.perf_counter()
-                if progress.tokens:
-                    seconds = self.metrics.between_s if place in last else self.metrics.first_s
-                    seconds.observe(now - last.get(place, begun))
-                    last[place] = now
-                    drawn[place] += len(progress.tokens)
-                if progress.end is not None:
-                    self.metrics.end_s.observe(now - begun)
-                    self.metrics.prompt_tokens.observe(len(requests[place].prompt_ids))
-                    self.metrics.new_tokens.observe(drawn.pop(place))
-                yield place, progress
+                for place, progress in arrived:
+                    if progress.tokens:
+                        seconds = self.metrics.between_s if place in last else self.metrics.first_s
+                        seconds.observe(now - last.get(place, begun))
+                        last[place] = now
+                        drawn[place] += len(progress.tokens)
+                    if progress.end is not None:
+                        self.metrics.end_s.observe(now - begun)
+                        self.metrics.prompt_tokens.observe(len(requests[place].prompt_ids))
+                        self.metrics.new_tokens.observe(drawn.pop(place))
+                yield arrived
         finally:
             if drawn:
                 self.engine.cancel([tickets[place] for place in drawn])

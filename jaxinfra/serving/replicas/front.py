@@ -363,7 +363,7 @@ async def _events(
     except LostReplicaError:
         how = "hangs" if upstream.is_closed else "has ended"
         text = f"the replica that answered {how}; send the request again"
-        yield event({"error": error_body(text, kind="server_error")}).encode()
+        yield event({"error": error_body(text, kind="server_error")})
 
 
 @final
