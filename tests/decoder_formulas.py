@@ -47,7 +47,7 @@ class DecoderFormulas:
         if config.learned_positions:
             x = x + parameters["positions"]["table"][positions]
         x = self.keep(x)
-        for i, repetition in config.layer_places:
+        for i, repetition in config.layer_positions:
             weights = jax.tree.map(lambda w, n=repetition: w[n], parameters["blocks"][i])
             x = self._block(config.blocks[i], weights, x, positions, segments)
         x = self._norm(config.final_norm, parameters["final_norm"], x)

@@ -15,7 +15,10 @@ def main() -> int:
     # Python's own handler would show where a SIGINT came, which helps no user yet.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.set_threshold(*GARBAGE_THRESHOLDS)
-    from jaxinfra.runtime.signals import guard_process, leave_ended  # these take their time
+    from jaxinfra.runtime.signals import (
+        guard_process,
+        ignore_signals_at_exit,
+    )  # these take their time
 
     guard_process()
     for stream in (sys.stdout, sys.stderr):
@@ -26,4 +29,4 @@ def main() -> int:
     try:
         return run(sys.argv[1:])
     finally:
-        leave_ended()
+        ignore_signals_at_exit()

@@ -24,7 +24,7 @@ from jaxinfra.errors import ConfigError
 from jaxinfra.runtime.cluster import detect_cluster
 from jaxinfra.runtime.files import new_run_directory
 from jaxinfra.runtime.signals import RESUMABLE_EXIT
-from jaxinfra.runtime.supervisor import Limits, NodePlace, Supervisor
+from jaxinfra.runtime.supervisor import Limits, NodeRanks, Supervisor
 
 _PROCESS_BYTES = 250_000_000  # of one that has loaded JAX
 
@@ -141,18 +141,18 @@ def _option(command: list[str], name: str) -> str | None:
     return None
 
 
-def _place(args: argparse.Namespace) -> NodePlace:
+def _place(args: argparse.Namespace) -> NodeRanks:
     """Among other nodes' launchers, where a cluster started one on each."""
     nodes = detect_cluster(os.environ)
     if nodes is None:
-        return NodePlace(port=args.port)
+        return NodeRanks(port=args.port)
     if args.restarts:
         raise ConfigError(
             f"{nodes.num_processes} launchers ({nodes.source}) cannot restart their job apart from "
             "each other; give --restarts 0 and let the cluster start all of them again "
             "(docs/multi-host.md)"
         )
-    return NodePlace(
+    return NodeRanks(
         host=nodes.host,
         port=args.port or nodes.port,
         first_rank=nodes.process_id * args.processes,

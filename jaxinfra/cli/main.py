@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _leave(code: int) -> int:
     """Ends a process of a job without waiting for others; returns if the process is alone."""
     connection = sys.modules.get("jaxinfra.runtime.rendezvous")
-    return code if connection is None else connection.leave(code, together=False)
+    return code if connection is None else connection.end_process(code, together=False)
 
 
 def _print_help() -> None:

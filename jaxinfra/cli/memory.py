@@ -196,7 +196,7 @@ def _of_engine(args: argparse.Namespace, limit: int | None) -> _Found:
         engine=engine_options(args),
         cache=CacheFormat(args.cache_format),
         mesh=parse_mesh(args.mesh or ""),
-        is_straight=jax.default_backend() == "gpu",
+        is_unrolled=jax.default_backend() == "gpu",
         weights=weights,
     )
     case = fitted_case(case, limit_bytes=memory_limit() if limit is None else limit)

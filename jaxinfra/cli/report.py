@@ -25,5 +25,5 @@ def run(args: argparse.Namespace) -> int:
     write_atomically(file, page)
     print(f"{file}: {len(page) / 1e6:.2f} MB")
     explained = [] if view.explanation is None else [view.explanation.paragraph()]
-    print("\n".join([*view.happened(), *explained]))
+    print("\n".join([*view.incident_lines(), *explained]))
     return 0

@@ -43,7 +43,7 @@ from jaxinfra.errors import (
 from jaxinfra.runtime import injected_faults as faults
 from jaxinfra.runtime.cluster import Cluster, attempt, detect_cluster
 from jaxinfra.runtime.files import whole_number
-from jaxinfra.runtime.rendezvous import connect, leave
+from jaxinfra.runtime.rendezvous import connect, end_process
 from jaxinfra.runtime.signals import noted_signals
 from jaxinfra.serving.adapter_bank import MAX_RANK, AdapterBank, load_bank
 from jaxinfra.serving.engine.fit import let_jax_allocate, memory_limit
@@ -272,7 +272,7 @@ def run(args: argparse.Namespace) -> int:
         if not is_out_of_memory(error):
             raise
         raise _too_large(model, options.engine, mesh, error) from error
-    return 0 if cluster is None else leave(0, together=True)
+    return 0 if cluster is None else end_process(0, together=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -354,7 +354,7 @@ def _too_large(
             mesh=mesh,
             cache=model.definition.execution.cache_format,
             num_ids=model.num_ids,
-            is_straight=jax.default_backend() == "gpu",
+            is_unrolled=jax.default_backend() == "gpu",
             weights=jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), model.parameters
             ),

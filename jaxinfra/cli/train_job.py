@@ -21,7 +21,7 @@ from jaxinfra.data.corpora import first_prompt
 from jaxinfra.errors import ConfigError, DeviceMemoryError
 from jaxinfra.runtime.cluster import detect_cluster
 from jaxinfra.runtime.files import new_run_directory, user_cache
-from jaxinfra.runtime.rendezvous import leave
+from jaxinfra.runtime.rendezvous import end_process
 from jaxinfra.runtime.signals import RESUMABLE_EXIT
 from jaxinfra.serving.generate import generate_text
 from jaxinfra.serving.load import load_run, load_template
@@ -86,13 +86,13 @@ def run(args: argparse.Namespace, config: RunConfig) -> int:
         raise
     if outcome.summary is None:
         # All is saved, and threads that read ahead may be waiting for a disk that hangs.
-        return leave(RESUMABLE_EXIT, together=outcome.together, wait=False)
+        return end_process(RESUMABLE_EXIT, together=outcome.together, wait=False)
     if not outcome.was_complete and (cluster is None or cluster.process_id == 0):
         _report(outcome.summary)
         if cluster is None and not args.no_sample:
             _sample(directory, config.data)
         print(f"\nrun: {directory}   loss picture: {RunDirectory(directory).picture_file}")
-    return leave(0, together=outcome.together)
+    return end_process(0, together=outcome.together)
 
 
 def _report(summary: dict) -> None:

@@ -54,5 +54,5 @@ def _shown(view: RunView) -> RenderableType:
         ]
     if view.explanation is not None:
         parts.append(view.explanation.paragraph())
-    parts += view.happened()
+    parts += view.incident_lines()
     return Group(*parts)

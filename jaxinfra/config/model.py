@@ -374,7 +374,7 @@ class ModelConfig:
         )
 
     @property
-    def layer_places(self) -> tuple[tuple[int, int], ...]:
+    def layer_positions(self) -> tuple[tuple[int, int], ...]:
         """Each layer's index in ``blocks`` and its repetition of that block, in order."""
         places, first = [], 0
         for stack in self.stacks:
@@ -386,7 +386,7 @@ class ModelConfig:
     @property
     def layers(self) -> tuple[BlockConfig, ...]:
         """The block of every layer, in the order that they run in."""
-        return tuple(self.blocks[i] for i, _ in self.layer_places)
+        return tuple(self.blocks[i] for i, _ in self.layer_positions)
 
 
 def _check_cap(cap: float | None) -> None:

@@ -70,7 +70,7 @@ def batch_of(tokens: Any, *, weights: Any = None) -> Batch[np.ndarray]:
 MODULUS = 1 << 24
 
 
-def rows_sum(tokens_BT: Int32[np.ndarray, "B T"], *, first: int) -> int:
+def rows_checksum(tokens_BT: Int32[np.ndarray, "B T"], *, first: int) -> int:
     """Returns a checksum of rows: the sum of (row number in the batch + 1) x CRC-32 of its tokens,
     modulo 2^24.
 
@@ -84,7 +84,7 @@ def rows_sum(tokens_BT: Int32[np.ndarray, "B T"], *, first: int) -> int:
     return sum(number * zlib.crc32(row) for number, row in rows) % MODULUS
 
 
-def whole_sum(parts: Sequence[float], *, copies: int) -> str:
+def batch_checksum(parts: Sequence[float], *, copies: int) -> str:
     """Returns the checksum of a whole batch in hexadecimal, from those of its parts.
 
     Args:

@@ -37,13 +37,13 @@ class ChatRow:
     name: str  # in errors
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None = None
-    num_given: int = 0  # turns of the model, the first ones, that are given and do not count
+    num_context: int = 0  # turns of the model, the first ones, that are given and do not count
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the template
 
     def counted(self) -> list[int]:
         """Returns the numbers of the messages that count."""
         said = [n for n, message in enumerate(self.messages) if message["role"] == ASSISTANT]
-        return [n for n in said[self.num_given :] if self.messages[n].get("weight", 1) != 0]
+        return [n for n in said[self.num_context :] if self.messages[n].get("weight", 1) != 0]
 
 
 @final
@@ -131,7 +131,7 @@ class ChatEncoder:
         except (ConfigError, DataError) as error:
             raise DataError(f"{each.name}: {error}") from error
         self._counts["conversations"] += 1
-        self._counts["unasked"] += sum(part.num_unasked for part in parts)
+        self._counts["unasked"] += sum(part.num_unprompted for part in parts)
         if len(parts) > 1:
             self._counts["split"] += 1
             self._counts["documents of split"] += len(parts)
@@ -232,11 +232,11 @@ def parse_conversation(document: Document) -> ChatRow:
     """
     where = document.name
     row = parse_json(document.text, where=where, error=DataError, remedy=EACH_LINE)
-    messages, num_given = as_messages(row, where=where), 0
+    messages, num_context = as_messages(row, where=where), 0
     if messages is None and row.get("completion") is not None:
-        prompt = said_by(row.get("prompt"), role="user")
-        messages = [*prompt, *said_by(row["completion"], role=ASSISTANT)]
-        num_given = sum(role_of(message) == ASSISTANT for message in prompt)
+        prompt = as_messages_of(row.get("prompt"), role="user")
+        messages = [*prompt, *as_messages_of(row["completion"], role=ASSISTANT)]
+        num_context = sum(role_of(message) == ASSISTANT for message in prompt)
         messages = with_system(messages, row, where=where)
     if not isinstance(messages, list) or not messages:
         raise DataError(
@@ -250,12 +250,12 @@ def parse_conversation(document: Document) -> ChatRow:
         name=where,
         messages=messages,
         tools=tools_of(row, where=where),
-        num_given=num_given,
+        num_context=num_context,
         settings=settings_of(row, where=where),
     )
 
 
-def said_by(value: Any, *, role: str) -> list[Any]:
+def as_messages_of(value: Any, *, role: str) -> list[Any]:
     """A text as a message of that role, a message as a list of one; nothing for other kinds."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]

@@ -41,7 +41,7 @@ class Corpora:
         return {name: arrays for name, arrays in found.items() if arrays is not None}
 
     @property
-    def judged(self) -> tuple[str, ...]:
+    def ranking(self) -> tuple[str, ...]:
         """Names of the held-out sets whose tokens together give the run's held-out loss: the
         sources', or, if nothing is held out of them, all validation sets.
         """
@@ -49,9 +49,9 @@ class Corpora:
         names = tuple(self.sources) if chosen in (None, OWN) else (chosen,)
         return tuple(name for name in names if name in self.heldout) or tuple(self.heldout)
 
-    def judged_documents(self) -> list[bytes]:
+    def ranking_documents(self) -> list[bytes]:
         """Texts of the held-out sets that give the run's held-out loss."""
-        return [text for name in self.judged for text in self._all()[name].heldout_documents()]
+        return [text for name in self.ranking for text in self._all()[name].heldout_documents()]
 
     def changed(self, change: Callable[[TokenArrays], TokenArrays]) -> "Corpora":
         """Returns the corpora with ``change`` applied to each of their token arrays."""

@@ -190,7 +190,7 @@ def _require_ids_within(corpus: Corpus, vocab_size: int, config: DataConfig) -> 
     """Refuses data with a token that the model's table lacks; a tokenizer may have more of them."""
     _require_separators_within(corpus.tokenizer, vocab_size)
     for side in (corpus.train, corpus.heldout):
-        token = None if side is None else side.first_beyond(vocab_size)
+        token = None if side is None else side.first_id_beyond(vocab_size)
         if token is not None:
             raise DataError(
                 f"{config.source}: its documents have token {token} "

@@ -20,7 +20,7 @@ from jaxtyping import Float64, Int64
 
 from jaxinfra.config.mixture import MixtureBetween, MixtureSource, MixtureUnit, turning_points
 from jaxinfra.data.batch import Batch
-from jaxinfra.data.packing import PackedWindows, permute, rows_together
+from jaxinfra.data.packing import PackedWindows, merge_rows, permute
 from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.data.whole_rows import WholeRows
 from jaxinfra.errors import DataError
@@ -148,7 +148,7 @@ class MixedWindows:
         for number in np.unique(source):
             mine = np.flatnonzero(source == number)
             parts.append((mine, windows[number].batch(sample[mine])))
-        return rows_together(parts)
+        return merge_rows(parts)
 
     def row_sources(self, step: int) -> list[str]:
         """Returns the name of the source of each row of a step's batch."""

@@ -50,7 +50,7 @@ class PackedWindows:
 
     def batch(self, samples: Int64[np.ndarray, "B"]) -> Batch[np.ndarray]:
         """Returns the windows of these sample numbers, in this order."""
-        return epochs_together(samples, self.num_windows, self._rows)
+        return rows_of_epochs(samples, self.num_windows, self._rows)
 
     def num_read(self, num_samples: int) -> int:
         """Counts tokens and separators in the first ``num_samples`` samples, padding excluded."""
@@ -94,7 +94,7 @@ class PackedWindows:
         return piece_rows(self._arrays, pieces, num_rows=len(index), sequence_length=length)
 
 
-def epochs_together(
+def rows_of_epochs(
     samples: Int64[np.ndarray, "B"],
     num_rows: int,
     rows_of: Callable[[int, np.ndarray], Batch[np.ndarray]],
@@ -110,10 +110,10 @@ def epochs_together(
     for epoch in np.unique(epochs):
         mine = np.flatnonzero(epochs == epoch)
         parts.append((mine, rows_of(int(epoch), index[mine])))
-    return rows_together(parts)
+    return merge_rows(parts)
 
 
-def rows_together(parts: Sequence[tuple[np.ndarray, Batch[np.ndarray]]]) -> Batch[np.ndarray]:
+def merge_rows(parts: Sequence[tuple[np.ndarray, Batch[np.ndarray]]]) -> Batch[np.ndarray]:
     """Joins parts of a batch; each is given with the numbers of its rows in the batch."""
     if len(parts) == 1 and (np.diff(parts[0][0]) == 1).all():
         return parts[0][1]

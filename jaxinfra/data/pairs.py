@@ -12,17 +12,17 @@ from jaxinfra.data.chat import (
     ChatEncoder,
     ChatRow,
     EncodedChat,
+    as_messages_of,
     check_messages,
     parse_conversation,
     role_of,
-    said_by,
     settings_of,
     tools_of,
     with_system,
 )
 from jaxinfra.data.readers import EACH_LINE, Document
 from jaxinfra.data.tokenizer import Tokenizer
-from jaxinfra.data.turns import ASSISTANT, num_alike
+from jaxinfra.data.turns import ASSISTANT, common_prefix_length
 from jaxinfra.errors import DataError
 from jaxinfra.runtime.files import parse_json
 
@@ -132,7 +132,7 @@ def _pair_texts(name: str, row: Mapping[str, Any]) -> list[str]:
     if row.get("prompt") is not None:
         return _require_texts(name, row, ("prompt", "chosen", "rejected"))
     answers = _require_texts(name, row, ("chosen", "rejected"))
-    prompt = re.sub(r" ?\w*$", "", answers[0][: num_alike(*answers)], flags=re.ASCII)
+    prompt = re.sub(r" ?\w*$", "", answers[0][: common_prefix_length(*answers)], flags=re.ASCII)
     return [prompt, *(answer.removeprefix(prompt) for answer in answers)]
 
 
@@ -164,29 +164,31 @@ def _parse(document: Document) -> Mapping[str, Any]:
 
 def _talks(name: str, row: Mapping[str, Any]) -> list[ChatRow]:
     """The two conversations of a row."""
-    prompt = said_by(row.get("prompt"), role="user")
-    answers = [said_by(row[each], role=ASSISTANT) for each in ("chosen", "rejected")]
+    prompt = as_messages_of(row.get("prompt"), role="user")
+    answers = [as_messages_of(row[each], role=ASSISTANT) for each in ("chosen", "rejected")]
     if not all(answers):
         raise DataError(f"{name}: an answer is neither text nor messages; {_FORMS}")
     if all(role_of(answer[0]) != ASSISTANT for answer in answers):
-        num_given = num_alike(*answers)  # whole conversations, whatever prompt stands beside
+        num_context = common_prefix_length(
+            *answers
+        )  # whole conversations, whatever prompt stands beside
     else:
-        num_given = len(prompt)
+        num_context = len(prompt)
         answers = [[*prompt, *answer] for answer in answers]
-    if num_given == 0 or any(
-        all(role_of(message) != ASSISTANT for message in answer[num_given:]) for answer in answers
+    if num_context == 0 or any(
+        all(role_of(message) != ASSISTANT for message in answer[num_context:]) for answer in answers
     ):
         raise DataError(
             f"{name}: no prompt, or an answer in which the model says nothing; {_FORMS}"
         )
     length = len(answers[0])
     answers = [with_system(answer, row, where=name) for answer in answers]
-    num_given += len(answers[0]) - length
+    num_context += len(answers[0]) - length
     for answer in answers:
         check_messages(answer, where=name)
-    given = sum(role_of(message) == ASSISTANT for message in answers[0][:num_given])
+    given = sum(role_of(message) == ASSISTANT for message in answers[0][:num_context])
     tools, settings = tools_of(row, where=name), settings_of(row, where=name)
     return [
-        ChatRow(name=name, messages=answer, tools=tools, num_given=given, settings=settings)
+        ChatRow(name=name, messages=answer, tools=tools, num_context=given, settings=settings)
         for answer in answers
     ]

@@ -51,7 +51,7 @@ def read_documents(path: Path, *, name: str, text_field: str | None) -> Iterator
     """
     require_plain(path, error=DataError)
     try:
-        if holds_one_document(name):
+        if is_one_document(name):
             if text_field is None:
                 raise DataError(
                     f"{path}: conversations are read from {', '.join((*_JSON, *_CSV, *_TABLES))}; "
@@ -75,7 +75,7 @@ def read_documents(path: Path, *, name: str, text_field: str | None) -> Iterator
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
-def holds_one_document(name: str) -> bool:
+def is_one_document(name: str) -> bool:
     """Whether a file of this name is one text, rather than rows of texts."""
     return _kind(name) not in (*_JSON, *_CSV, *_TABLES)
 

@@ -88,7 +88,7 @@ class TokenArrays:
         start = self.starts[index]
         return self.tokens[start : start + self.lengths[index]]
 
-    def first_beyond(self, vocab_size: int) -> int | None:
+    def first_id_beyond(self, vocab_size: int) -> int | None:
         """Returns the first id that is ``vocab_size`` or more, None if every id is below it."""
         if self.vocab_size <= vocab_size:
             return None

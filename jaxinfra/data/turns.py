@@ -26,7 +26,7 @@ class Rendering:
 
     text: str
     spans: list[Span]
-    num_unasked: int = 0  # of these, those that begin otherwise than they are asked for
+    num_unprompted: int = 0  # of these, those that begin otherwise than they are asked for
 
 
 def turn_renderings(
@@ -59,8 +59,8 @@ def turn_renderings(
             starts = [turns.start(number) for number in found]
             lasts = [last for last in ends.values() if last is not None]
             spans = [(first, last) for (first, _), last in zip(starts, lasts, strict=True)]
-            num_unasked = sum(not asked for _, asked in starts)
-            result.append(Rendering(text=text, spans=spans, num_unasked=num_unasked))
+            num_unprompted = sum(not asked for _, asked in starts)
+            result.append(Rendering(text=text, spans=spans, num_unprompted=num_unprompted))
             left = [number for number in left if number not in found]
     return result
 
@@ -133,10 +133,10 @@ class _Turns:
             )
             for content in ("x", "y")
         ]
-        return min(num_alike(others[0], each) for each in (others[1], after)), False
+        return min(common_prefix_length(others[0], each) for each in (others[1], after)), False
 
 
-def num_alike(first: Sequence[Any], second: Sequence[Any]) -> int:
+def common_prefix_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Counts the characters, or other elements, that two sequences share at their beginning."""
     num = 0
     while num < min(len(first), len(second)) and first[num] == second[num]:

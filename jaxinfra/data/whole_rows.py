@@ -15,7 +15,7 @@ from jaxtyping import Int64
 
 from jaxinfra.config.data import Packing, TooLong
 from jaxinfra.data.batch import Batch
-from jaxinfra.data.packing import epochs_together, permute
+from jaxinfra.data.packing import permute, rows_of_epochs
 from jaxinfra.data.pieces import DocumentPieces, best_fit, next_fit, numbered, piece_rows
 from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.errors import DataError
@@ -139,7 +139,7 @@ class WholeRows:
 
     def batch(self, samples: Int64[np.ndarray, "B"]) -> Batch[np.ndarray]:
         """Returns the rows of these sample numbers, in this order."""
-        return epochs_together(samples, self.num_windows, self._rows)
+        return rows_of_epochs(samples, self.num_windows, self._rows)
 
     def num_read(self, num_samples: int) -> int:
         """Counts the tokens in the first ``num_samples`` samples, padding excluded."""

@@ -281,7 +281,7 @@ class StepPieces:
         config, policy = model.config, model.execution.policy
         self._layers = [
             (i, policy.in_eight_bits(number, config.num_layers))
-            for number, (i, _) in enumerate(config.layer_places)
+            for number, (i, _) in enumerate(config.layer_positions)
         ]
         self._functions = {key: functools.partial(self._layer, *key) for key in set(self._layers)}
 
@@ -321,7 +321,7 @@ class StepPieces:
                 function=self._embed,
             )
         ]
-        for number, (i, repetition) in enumerate(config.layer_places):
+        for number, (i, repetition) in enumerate(config.layer_positions):
             given = Pass(
                 positions_BT=positions,
                 segment_ids_BT=batch.segment_ids,
@@ -496,6 +496,6 @@ def _array_name(job: Job, path: str, leaf: jax.Array) -> str:
     parts = path.split("/")
     if parts[0] != "blocks":
         return path
-    numbers = {place: n for n, place in enumerate(job.config.model.layer_places)}
+    numbers = {place: n for n, place in enumerate(job.config.model.layer_positions)}
     bad = next(i for i in range(leaf.shape[0]) if not is_finite(leaf[i]))
     return f"{path} of layer {numbers[int(parts[1]), bad]}"

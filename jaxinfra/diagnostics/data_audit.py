@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 
 from jaxinfra.data.readers import Document
-from jaxinfra.diagnostics.machine.finding import Finding, Grade, judged
+from jaxinfra.diagnostics.machine.finding import Finding, Grade, graded
 
 _SPACE = re.compile(r"\s+")
 _ODD = re.compile(r"[\ufffd\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
@@ -40,7 +40,7 @@ class DataAudit:
         again = self.duplicate_characters / max(1, self.characters)
         twice = [f"{name} is {first}" for name, first in self.duplicates]
         return [
-            judged(
+            graded(
                 "data: duplicates",
                 f"{len(self.duplicates)} of {self.documents} documents, {again:.1%} of characters"
                 + _some(twice),
@@ -48,7 +48,7 @@ class DataAudit:
                 rule=f"at most {_SHARE:.0%} of the text stands twice (white space aside)",
                 remedy="remove them: they are learned by heart, and held-out copies flatter",
             ),
-            judged(
+            graded(
                 "data: cut documents",
                 f"{len(self.cut)} end at {self.longest} characters, within a line"
                 + _some(self.cut),
@@ -56,7 +56,7 @@ class DataAudit:
                 rule="no limit of an earlier tool has cut documents",
                 remedy="make them again without that limit",
             ),
-            judged(
+            graded(
                 "data: unreadable documents",
                 f"{len(self.unreadable)}" + _some(self.unreadable),
                 ok=len(self.unreadable) <= _SHARE * documents,
@@ -64,7 +64,7 @@ class DataAudit:
                 "replacement characters",
                 remedy="decode them with their own encoding, or leave them out",
             ),
-            judged(
+            graded(
                 "data: empty documents",
                 f"{len(self.empty)}" + _some(self.empty),
                 ok=len(self.empty) <= _SHARE * documents,

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.diagnostics.drift import drift_delays
-from jaxinfra.diagnostics.host_delays import Delay, evaluation_delays, host_delays, rarely
+from jaxinfra.diagnostics.host_delays import Delay, evaluation_delays, host_delays, steps_between
 from jaxinfra.diagnostics.traced_run import TracedRun
 from jaxinfra.diagnostics.waterfall import IDLE, Waterfall
 from jaxinfra.hlo.program import MatmulShape
@@ -342,7 +342,7 @@ def checkpoint_delays(lines: Sequence[Mapping[str, Any]], *, step_ms: float) -> 
         return []
     steps = sum("step_s" in line for line in lines)
     ms, usual = 1e3 * sum(stalls) / max(steps, 1), 1e3 * statistics.median(stalls)
-    seldom = rarely(usual, step_ms)
+    seldom = steps_between(usual, step_ms)
     won = ms - usual / seldom
     if won < _SAID_SHARE * step_ms:
         return []

@@ -25,7 +25,7 @@ _SAID_SHARE = 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SlowStretch:
+class SlowInterval:
     """Consecutive steps that take longer than all others of a run, by medians."""
 
     first: int  # steps, counted from 1
@@ -49,7 +49,7 @@ class SlowStretch:
         )
 
 
-def slow_stretch(lines: Sequence[Mapping[str, Any]]) -> SlowStretch | None:
+def slow_interval(lines: Sequence[Mapping[str, Any]]) -> SlowInterval | None:
     """Finds the stretch of slow steps that explains most of a run's differences in step time.
 
     Args:
@@ -81,7 +81,7 @@ def slow_stretch(lines: Sequence[Mapping[str, Any]]) -> SlowStretch | None:
         return None
     first, end, slow, usual = found
     first, end = _edges([s > (slow + usual) / 2 for _, s in timed], first, min(end, len(timed)))
-    return SlowStretch(
+    return SlowInterval(
         first=timed[first][0],
         last=timed[end - 1][0],
         is_first=first == 0,
@@ -116,7 +116,7 @@ def drift_delays(
     Args:
         known: delays by the run's hosts, of which one may be the cause.
     """
-    found = slow_stretch(lines)
+    found = slow_interval(lines)
     if found is None:
         return []
     text, remedy = _reason(found, records, incidents, known)
@@ -125,7 +125,7 @@ def drift_delays(
 
 
 def _reason(
-    found: SlowStretch,
+    found: SlowInterval,
     records: Sequence[RankRecord],
     incidents: Sequence[Mapping[str, Any]],
     known: Sequence[Delay],

@@ -240,7 +240,7 @@ def evaluation_delays(records: Sequence[RankRecord], *, step_ms: float) -> list[
         return []
     every = statistics.median(later - step for step, later in itertools.pairwise(steps))
     ms = statistics.median(spent[step] for step in steps[1:])
-    seldom = rarely(ms, step_ms)
+    seldom = steps_between(ms, step_ms)
     won = ms / every - ms / seldom
     if won <= _SHARE * step_ms:
         return []
@@ -254,7 +254,7 @@ def evaluation_delays(records: Sequence[RankRecord], *, step_ms: float) -> list[
     ]
 
 
-def rarely(ms: float, step_ms: float) -> int:
+def steps_between(ms: float, step_ms: float) -> int:
     """Returns every how many steps work of ``ms`` may be done, to cost 2% of the step time."""
     exact = max(1.0, ms / (_RARE * step_ms))
     digits = 10 ** max(0, len(str(int(exact))) - 1)

@@ -18,7 +18,7 @@ from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.pipeline import PipelineConfig
 from jaxinfra.config.run import ContextMethod, RunConfig
-from jaxinfra.data.batch import Batch, rows_sum, whole_sum
+from jaxinfra.data.batch import Batch, batch_checksum, rows_checksum
 from jaxinfra.data.corpora import Corpora, open_corpora
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.data.train_iterator import TrainIterator
@@ -163,7 +163,7 @@ def replay_step(directory: Path, *, step: int, cache_dir: Path, on_mesh: bool = 
 
     todo = functools.partial(_steps, job, batches, first=first, last=step, excluded=excluded)
     before, batch, record = todo(start())
-    sums = rows_sum(batches.batch(step - 1).tokens, first=0)
+    sums = rows_checksum(batches.batch(step - 1).tokens, first=0)
     replayed = Replayed(
         job=job,
         corpora=corpora,
@@ -175,7 +175,7 @@ def replay_step(directory: Path, *, step: int, cache_dir: Path, on_mesh: bool = 
         record=record,
         recorded=recorded,
         is_excluded=step in excluded,
-        data_differ=recorded is not None and recorded["batch"] != whole_sum([sums], copies=1),
+        data_differ=recorded is not None and recorded["batch"] != batch_checksum([sums], copies=1),
         differences=tuple(differences),
         tolerances=dict.fromkeys(COMPARED, 0.0),
     )

@@ -27,7 +27,7 @@ def draw_statistics(lines: Sequence[Mapping[str, Any]], places: _Places) -> Figu
 
     Args:
         lines: lines of ``statistics.jsonl``, one per step.
-        places: block and repetition of each layer, as ``ModelConfig.layer_places``.
+        places: block and repetition of each layer, as ``ModelConfig.layer_positions``.
     """
     panels = {
         "residual stream, rms": [_of_stream(line, places) for line in lines],

@@ -75,7 +75,7 @@ class RunView:
         named = ", ".join(f"{kind} x {n}" if n > 1 else kind for kind, n in kinds.items())
         return f"{len(self.incidents)}: {named}" if named else "0"
 
-    def happened(self) -> list[str]:
+    def incident_lines(self) -> list[str]:
         """Returns what a run met, a line for each kind of incident, those of the newest last."""
         kinds: dict[str, list[dict[str, Any]]] = {}
         for each in self.incidents:
@@ -121,7 +121,7 @@ def read_view(directory: Path) -> RunView:
         ranks={each.rank: phase_ms(each) for each in read_records(run.recorder)},
         summary=run.read_summary(),
         explanation=explain_step(directory),
-        places=config.model.layer_places,
+        places=config.model.layer_positions,
         layer_statistics=_statistics(run),
         environments=read_log(run.environments_file, holds=dict[str, Any])[0],
         spikes=_spikes(run),

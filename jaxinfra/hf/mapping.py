@@ -104,7 +104,7 @@ def weight_map(model_type: str, config: ModelConfig, shapes: Parameters) -> Weig
     table = WEIGHTS[model_type]
     flat = {path: leaf.shape for path, leaf in by_path(shapes).items()}
     tensors = [tensor for each in table.outside for tensor in _resolve(each, "", "", (), flat)]
-    for number, (i, repetition) in enumerate(config.layer_places):
+    for number, (i, repetition) in enumerate(config.layer_positions):
         prefix = table.layer_prefix.format(number)
         for each in table.layer:
             tensors += _resolve(each, prefix, f"blocks/{i}/", (repetition,), flat)

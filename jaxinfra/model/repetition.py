@@ -38,7 +38,7 @@ def in_eight_bits(config: ModelConfig, policy: Policy, places: slice) -> list[In
         places: indices of the pattern's blocks among the model's blocks.
     """
     count = config.num_layers
-    found = {at: policy.in_eight_bits(i, count) for i, at in enumerate(config.layer_places)}
+    found = {at: policy.in_eight_bits(i, count) for i, at in enumerate(config.layer_positions)}
     blocks = range(places.start, places.stop)
     return [
         tuple(found[block, repeat] for block in blocks)

@@ -19,9 +19,9 @@ The table is for n tokens on each of N devices, which have E/N of E experts each
 | two: within a node of I | n N p(N), or n K | as in one level | (I-1)/I |
 
 If the experts are divided into P equal parts, p(P) is the probability that a token chooses an
-expert of one part (``visits``). Buffers have ``room_factor`` times these rows, or space for n per
-destination, in the form per expert n min(K, E/N). If a token chooses from M of G groups of experts,
-and a group's experts are in one node, it is sent to at most M nodes: n O p(O) <= n M.
+expert of one part (``chosen_probability``). Buffers have ``room_factor`` times these rows, or space
+for n per destination, in the form per expert n min(K, E/N). If a token chooses from M of G groups
+of experts, and a group's experts are in one node, it is sent to at most M nodes: n O p(O) <= n M.
 
 Dims: N token of a device, K choice of a token, J copy of a token that may be sent, I = N J copies,
 S row that is sent, R row that is received, C row of one pair's buffer, E expert, D model width (of
@@ -59,16 +59,16 @@ class Level(NamedTuple):
     form: ExchangeForm
 
 
-class Room(NamedTuple):
+class BufferSizes(NamedTuple):
     """Sizes of one device's exchange buffers, in rows."""
 
     levels: tuple[Level, ...]  # across nodes, then within a node
     choices: int  # rows that a device's experts compute: one per choice of an expert
 
 
-def room_for(
+def buffer_sizes(
     num_tokens: int, *, num_devices: int, experts: ExpertsConfig, exchange: ExchangeConfig
-) -> Room:
+) -> BufferSizes:
     """Computes buffer sizes: ``room_factor`` times the mean rows if all choices are equally likely.
 
     Raises:
@@ -83,20 +83,20 @@ def room_for(
 
     levels, rows = [], num_tokens
     if num_nodes > 1:
-        slots = bounded(num_tokens * visits(experts, num_nodes), num_tokens)
+        slots = bounded(num_tokens * chosen_probability(experts, num_nodes), num_tokens)
         levels.append(Level(num_nodes, slots, ExchangeForm.PER_DEVICE))
         rows = num_nodes * slots
     # A device sends on what as many devices as there are nodes sent to it.
     if exchange.form is ExchangeForm.PER_EXPERT:
         slots = bounded(num_nodes * num_tokens * top_k / num_devices, rows * min(top_k, own))
     else:
-        slots = bounded(num_nodes * num_tokens * visits(experts, num_devices), rows)
+        slots = bounded(num_nodes * num_tokens * chosen_probability(experts, num_devices), rows)
     levels.append(Level(num_devices // num_nodes, slots, exchange.form))
     most = num_devices * num_tokens * min(top_k, own)
-    return Room(levels=tuple(levels), choices=bounded(num_tokens * top_k, most))
+    return BufferSizes(levels=tuple(levels), choices=bounded(num_tokens * top_k, most))
 
 
-def visits(experts: ExpertsConfig, shares: int) -> float:
+def chosen_probability(experts: ExpertsConfig, shares: int) -> float:
     """Returns the probability that a token chooses any expert of one of ``shares`` equal parts.
 
     A token chooses M of G groups, then K of their experts, each equally likely. If a part has s
@@ -172,28 +172,30 @@ def peers_of(axis: tuple[str, ...], *, num_devices: int, num_nodes: int) -> tupl
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Travel:
+class RowTransfer:
     """A planned all-to-all of token copies: each copy's row in the send buffer, and the sends."""
 
     choice_S: jax.Array  # int32: the copy n J + j in each row; N J in an empty row
     place_NJ: jax.Array  # int32: the row of each copy; S if the copy is not sent
     send: Callable[[jax.Array, jax.Array], jax.Array]  # (rows to send, initial receive buffer)
     back: Callable[[jax.Array], jax.Array]  # returns received rows to the senders' rows
-    received: int  # R, rows of the receive buffer
+    num_received: int  # R, rows of the receive buffer
 
-    def there(self, rows: jax.Array, *, nothing: int = 0) -> jax.Array:
+    def send_rows(self, rows: jax.Array, *, nothing: int = 0) -> jax.Array:
         """Sends rows to their devices; unfilled rows of the receive buffer have ``nothing``."""
-        shape = (self.received, *rows.shape[1:])
+        shape = (self.num_received, *rows.shape[1:])
         return self.send(rows, jnp.full(shape, nothing, rows.dtype))
 
-    def of_copies(self, values: jax.Array, nothing: int) -> jax.Array:
+    def to_send_buffer(self, values: jax.Array, nothing: int) -> jax.Array:
         """Orders the copies' values as the send buffer's rows, with ``nothing`` in empty rows."""
         count = values.shape[0]
         found = values[jnp.minimum(self.choice_S, count - 1)]
         return jnp.where(self.choice_S[:, None] < count, found, nothing)
 
 
-def equal(device_NJ: Int[Array, "N J"], num_devices: int, room: int, *, peers: Peers) -> Travel:
+def plan_padded(
+    device_NJ: Int[Array, "N J"], num_devices: int, room: int, *, peers: Peers
+) -> RowTransfer:
     """Plans an all-to-all with padded buffers of ``room`` rows for each device.
 
     Args:
@@ -207,16 +209,18 @@ def equal(device_NJ: Int[Array, "N J"], num_devices: int, room: int, *, peers: P
     at_NJ = copies.place_NK - starts_D[jnp.minimum(device_NJ, num_devices - 1)]
     travels_NJ = (device_NJ < num_devices) & (at_NJ < room)
     exchange = functools.partial(all_to_all, axis=peers.axis, groups=peers.groups)
-    return Travel(
+    return RowTransfer(
         choice_S=choice_DC.reshape(-1),
         place_NJ=jnp.where(travels_NJ, device_NJ * room + at_NJ, num_devices * room),
         send=lambda rows, _: exchange(rows),
         back=exchange,
-        received=num_devices * room,
+        num_received=num_devices * room,
     )
 
 
-def ragged(device_NJ: Int[Array, "N J"], num_devices: int, room: int, *, peers: Peers) -> Travel:
+def plan_ragged(
+    device_NJ: Int[Array, "N J"], num_devices: int, room: int, *, peers: Peers
+) -> RowTransfer:
     """Plans a ragged all-to-all without padding into one buffer of num_devices x ``room`` rows.
 
     If the buffer is too small, rows of the last senders are not sent.
@@ -250,12 +254,12 @@ def ragged(device_NJ: Int[Array, "N J"], num_devices: int, room: int, *, peers: 
         fitting = fitting_SD[:, me], starts_SD[:, me], fitting_SD[me]
         return exchange(rows, before, places_SD[:, me], *fitting)
 
-    return Travel(
+    return RowTransfer(
         choice_S=copies.choice_M,
         place_NJ=jnp.where(travels_NJ, copies.place_NK, device_NJ.size),
         send=send,
         back=back,
-        received=most,
+        num_received=most,
     )
 
 
@@ -379,7 +383,7 @@ def _of_device(
         expert_NK = jnp.where((mine_NK >= 0) & (mine_NK < number), mine_NK, number)
     apply = functools.partial(apply_experts, experts=experts, kind=config.kind, recipe=recipe)
     if between:
-        room = room_for(len(x_ND), num_devices=num_devices, experts=config, exchange=exchange)
+        room = buffer_sizes(len(x_ND), num_devices=num_devices, experts=config, exchange=exchange)
         num_nodes = exchange.num_nodes(num_devices)
         peers = peers_of(between, num_devices=num_devices, num_nodes=num_nodes)
         y_ND, left_out = _exchanged(
@@ -451,15 +455,15 @@ def _exchanged(
         device_NJ = jnp.where(choices_NJ > 0, d_D[None], members)
         is_there_IK = jnp.swapaxes(is_there_NKD, 1, 2).reshape(-1, top_k)
         expert_IK = jnp.where(is_there_IK, jnp.repeat(expert_NK % own, members, axis=0), own)
-    make = ragged if implementation is ExchangeImplementation.RAGGED else equal
+    make = plan_ragged if implementation is ExchangeImplementation.RAGGED else plan_padded
     scope = "exchange/nodes" if nearer else "exchange"
     with jax.named_scope(scope):
         travel = make(device_NJ, members, level.slots, peers=peers)
-        x_RD = travel.there(spread(x_ND, travel.choice_S, travel.place_NJ))
-        expert_RK = travel.there(travel.of_copies(expert_IK, own), nothing=own)
+        x_RD = travel.send_rows(spread(x_ND, travel.choice_S, travel.place_NJ))
+        expert_RK = travel.send_rows(travel.to_send_buffer(expert_IK, own), nothing=own)
         weight_RK = jnp.ones(expert_RK.shape, weight_NK.dtype)
         if not per_expert:
-            weight_RK = travel.there(spread(weight_NK, travel.choice_S, travel.place_NJ))
+            weight_RK = travel.send_rows(spread(weight_NK, travel.choice_S, travel.place_NJ))
     if nearer:
         apply = functools.partial(
             _exchanged,

@@ -55,8 +55,8 @@ class TokenLoss:
         """
         placement = self.placement
         operands = hidden_BTD, table_VD, targets_BT, weights_BT
-        if placement and takes_own_tokens(placement, hidden_BTD, num_ids=table_VD.shape[0]):
-            return cross_entropy_of_own_tokens(placement, *operands, policy=policy, **options)
+        if placement and shards_by_tokens(placement, hidden_BTD, num_ids=table_VD.shape[0]):
+            return cross_entropy_of_token_shards(placement, *operands, policy=policy, **options)
         place = placement.constraint() if placement else Place()
         return linear_cross_entropy(
             hidden_BTD,
@@ -86,7 +86,7 @@ def _gathered(table_VD: jax.Array, *, policy: Policy, place: Place) -> jax.Array
     return gathered(table_VD)
 
 
-def takes_own_tokens(placement: Placement, hidden_BTD: jax.Array, *, num_ids: int) -> bool:
+def shards_by_tokens(placement: Placement, hidden_BTD: jax.Array, *, num_ids: int) -> bool:
     """Tells whether "auto" runs the loss kernel on each device's tokens and vocabulary rows."""
     rows = num_ids // math.prod(placement.mesh.shape[axis] for axis in placement.axes(VOCAB))
     return placement.mesh.size > 1 and kernel_on_one_device(hidden_BTD, num_ids=rows)
@@ -114,7 +114,7 @@ def _gather_table(by_width: tuple[str, ...], policy: Policy) -> Callable[[jax.Ar
     return gathered
 
 
-def cross_entropy_of_own_tokens(
+def cross_entropy_of_token_shards(
     placement: Placement,
     hidden_BTD: jax.Array,
     table_VD: jax.Array,

@@ -10,7 +10,7 @@ from jaxinfra.config.model import ExpertsConfig, LatentAttentionConfig
 from jaxinfra.config.run import Remat
 from jaxinfra.errors import ConfigError, nearest
 from jaxinfra.model.cache import cached_numbers
-from jaxinfra.parallel.exchange import room_for
+from jaxinfra.parallel.exchange import buffer_sizes
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.layout import Layout
 from jaxinfra.planning.model import LayerKind, PlannedModel
@@ -180,7 +180,7 @@ def _room_for_rows(
     tokens: int, num_devices: int, experts: ExpertsConfig, exchange: ExchangeConfig
 ) -> int:
     """Returns the number of rows for which the experts of one device have room."""
-    return room_for(tokens, num_devices=num_devices, experts=experts, exchange=exchange).choices
+    return buffer_sizes(tokens, num_devices=num_devices, experts=experts, exchange=exchange).choices
 
 
 def _working_set(layer: LayerKind, layout: Layout) -> float:

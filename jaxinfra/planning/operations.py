@@ -19,7 +19,7 @@ from jaxinfra.model.definition import ParameterInfo
 from jaxinfra.model.flops import attention_flops
 from jaxinfra.ops.cross_entropy import HOPPER_LEAST_IDS, hopper_chunks, xla_chunks
 from jaxinfra.parallel.context.methods import context_bytes
-from jaxinfra.parallel.exchange import exchanged_bytes, room_for
+from jaxinfra.parallel.exchange import buffer_sizes, exchanged_bytes
 from jaxinfra.planning.layout import Layout
 from jaxinfra.planning.model import LayerKind, PlannedModel, is_expert, shards, used_shards
 
@@ -298,7 +298,7 @@ def exchange_bytes(
     experts: ExpertsConfig, layout: Layout, model_dim: int
 ) -> dict[str, dict[str, int]]:
     """Returns bytes that an exchange of expert tokens sends between and within nodes."""
-    room = room_for(
+    room = buffer_sizes(
         layout.micro_tokens,
         num_devices=layout.mesh.expert,
         experts=experts,

@@ -42,7 +42,7 @@ class LayerPlace:
 
 def places_of(config: ModelConfig) -> Iterator[LayerPlace]:
     """Iterates over the ``LayerPlace`` of each layer of a model, first to last."""
-    for number, (block, at) in enumerate(config.layer_places):
+    for number, (block, at) in enumerate(config.layer_positions):
         yield LayerPlace(number=number, block=block, at=at)
 
 

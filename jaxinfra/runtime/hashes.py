@@ -49,7 +49,7 @@ def require_same(parts: Mapping[str, str]) -> dict[str, str]:
     table = table.reshape(-1, len(parts), _BYTES)
     for number, name in enumerate(parts):
         prints = [bytes(row[number]).hex() for row in table]
-        odd, _ = odd_ones(prints)
+        odd, _ = minority_indices(prints)
         if odd:
             raise ConfigError(describe(name, prints, odd))
     return {name: fingerprint(text).hex()[:16] for name, text in parts.items()}
@@ -105,7 +105,7 @@ class StateHash:
         found = []
         for number, groups in enumerate(self._copies):
             for group in groups:
-                odd, is_tie = odd_ones([int(table[row, number]) for row in group])
+                odd, is_tie = minority_indices([int(table[row, number]) for row in group])
                 if odd:
                     rows = tuple(group if is_tie else (group[position] for position in odd))
                     found.append(Mismatch(tensor=self._names[number], odd=rows, is_tie=is_tie))
@@ -116,7 +116,7 @@ class StateHash:
         return sorted({self.devices[row].process_index for row in rows})
 
 
-def odd_ones(values: Sequence[int | str]) -> tuple[list[int], bool]:
+def minority_indices(values: Sequence[int | str]) -> tuple[list[int], bool]:
     """Returns the indices of values that differ from the most common value, and whether there is a
     tie. In a tie, the most common value that comes first is taken.
     """

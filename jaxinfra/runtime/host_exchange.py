@@ -27,7 +27,7 @@ class ProcessRow:
     input_s: float = 0.0  # waited for the batch of the step before
     host_s: float = 0.0  # between that batch's arrival and the step's dispatch
     probe_s: float = 0.0  # a small program that only its own devices run; 0: not measured
-    rows_sum: float = 0.0  # of the rows it has read (jaxinfra.data.batch); below 2^24
+    rows_checksum: float = 0.0  # of the rows it has read (jaxinfra.data.batch); below 2^24
 
 
 _NAMES = tuple(field.name for field in dataclasses.fields(ProcessRow))
@@ -49,7 +49,7 @@ class ProcessTable:
 
 
 @final
-class Exchange:
+class RowAllGather:
     """All-gather of a row per process; all call ``start`` at the same points, in one order."""
 
     def __init__(self) -> None:

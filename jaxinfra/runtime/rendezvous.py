@@ -38,7 +38,7 @@ class PortTakenError(JaxinfraError):
     """Error of process 0: it cannot listen on the coordinator's port."""
 
 
-def meet(cluster: Cluster, *, timeout_s: float = TIMEOUT_S) -> int:
+def wait_for_processes(cluster: Cluster, *, timeout_s: float = TIMEOUT_S) -> int:
     """Waits until every process of the job has come; returns the port for JAX's service.
 
     Raises:
@@ -255,12 +255,12 @@ def connect(environment: Mapping[str, str] | None = None) -> Cluster | None:
 
     Raises:
         ConfigError: the environment is incomplete.
-        PortTakenError, LostPeerError: the rendezvous failed; see ``meet``.
+        PortTakenError, LostPeerError: the rendezvous failed; see ``wait_for_processes``.
     """
     cluster = detect_cluster(os.environ if environment is None else environment)
     if cluster is None or jax.distributed.is_initialized():
         return cluster
-    port = meet(cluster)
+    port = wait_for_processes(cluster)
     # Otherwise JAX takes SIGTERM for itself, and the run is not told of it.
     jax.config.update("jax_enable_preemption_service", False)
     try:
@@ -293,7 +293,7 @@ def _own_devices(cluster: Cluster) -> list[int] | None:
     return [cluster.local_id]
 
 
-def leave(code: int, *, together: bool, wait: bool = True) -> int:
+def end_process(code: int, *, together: bool, wait: bool = True) -> int:
     """Ends this process's part in the job; returns ``code``, or exits the process with it.
 
     Args:

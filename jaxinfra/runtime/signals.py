@@ -3,7 +3,7 @@
 An exception from a handler is raised wherever the main thread is: in a garbage collector's callback
 Python ignores it, and while a compiler runs it does not come. So handlers only note the signal. If
 a process has nothing to save, a thread ends it within a second in every phase. A process with
-something to save calls ``hold``, and checks ``asked`` where it can save.
+something to save calls ``defer``, and checks ``asked`` where it can save.
 """
 
 import contextlib
@@ -36,7 +36,9 @@ class StopRequest:
         self.code: int | None = None
         # Makes the text printed at that exit, after "stopped by SIGINT": " ..." or ", ...".
         self.words: Callable[[], str] = str
-        self.is_held = False  # after ``hold``: signals are only noted, and the caller obeys them
+        self.is_deferred = (
+            False  # after ``defer``: signals are only noted, and the caller obeys them
+        )
         self._elsewhere = False
         self._back = threading.Event()
         self._num_seen = 0
@@ -45,11 +47,11 @@ class StopRequest:
     def __bool__(self) -> bool:
         return self.asked is not None
 
-    def hold(self) -> None:
+    def defer(self) -> None:
         """Makes handlers only note signals from now on; the caller checks ``asked`` and stops. A
         second SIGINT still ends the process at once, for a user who does not wait for the save.
         """
-        self.is_held = True
+        self.is_deferred = True
 
     @contextlib.contextmanager
     def elsewhere(self, notice: int) -> Iterator[None]:
@@ -69,7 +71,7 @@ class StopRequest:
             self._back.wait(_LAST_WORDS_S)
             self._elsewhere = False
 
-    def come_back(self) -> None:
+    def end_delegation(self) -> None:
         """Marks that signals from an ``elsewhere`` block are read; the watching thread calls it."""
         self._elsewhere = False
         self._back.set()
@@ -95,7 +97,7 @@ class StopRequest:
         self.note(number)
         self._num_seen += 1
         asked = signal.Signals(number)
-        if not self.is_held:
+        if not self.is_deferred:
             self._end(asked, self.code or 128 + number)
         elif self._num_seen > 1 and asked is signal.SIGINT:
             self._end(asked, 128 + number)
@@ -145,7 +147,7 @@ def guard_process() -> StopRequest:
     return _of_process
 
 
-def leave_ended() -> None:
+def ignore_signals_at_exit() -> None:
     """Ignores signals from now on, because the command has ended and its exit code is settled.
 
     Python restores the default handlers as it exits, which takes a second with JAX: a signal in
@@ -171,7 +173,7 @@ def noted_signals() -> Iterator[StopRequest]:
         yield _of_process
         return
     request = StopRequest()
-    request.hold()
+    request.defer()
 
     def note(number: int, frame: FrameType | None) -> None:
         del frame
@@ -191,7 +193,7 @@ def noted_signals() -> Iterator[StopRequest]:
 
 
 @contextlib.contextmanager
-def handled_elsewhere() -> Iterator[None]:
+def delegated_signals() -> Iterator[None]:
     """Leaves signals to handlers that the caller has set, within a ``with`` block."""
     with _of_process.elsewhere(_notice) if _of_process is not None else contextlib.nullcontext():
         yield
@@ -200,7 +202,7 @@ def handled_elsewhere() -> Iterator[None]:
 @contextlib.contextmanager
 def raised_signals() -> Iterator[None]:
     """Makes SIGINT and SIGTERM raise KeyboardInterrupt, for a command with jobs to end."""
-    with handled_elsewhere():
+    with delegated_signals():
         before = {number: signal.signal(number, signal.default_int_handler) for number in _ASKING}
         try:
             yield
@@ -226,6 +228,6 @@ def _note(number: int, frame: FrameType | None) -> None:
 def _watch(noticed: int, request: StopRequest) -> None:
     while number := os.read(noticed, 1):
         if number == _BACK:
-            request.come_back()
+            request.end_delegation()
         elif number[0] in _ASKING:
             request.obey(number[0])

@@ -21,7 +21,7 @@ from typing import Any, TextIO, final
 
 from jaxinfra.runtime import cluster
 from jaxinfra.runtime.recorder import RankRecord, read_record, record_file, record_incident
-from jaxinfra.runtime.signals import RESUMABLE_EXIT, handled_elsewhere
+from jaxinfra.runtime.signals import RESUMABLE_EXIT, delegated_signals
 from jaxinfra.runtime.watchdog import read_report
 
 RANK_ENDED = "rank ended"  # the kind of such incidents
@@ -163,7 +163,7 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class NodePlace:
+class NodeRanks:
     """Ranks of this node's processes and the job's coordinator; by default the node is the job."""
 
     host: str = "127.0.0.1"
@@ -196,7 +196,7 @@ class Supervisor:
         recorder: Path | None,
         incidents: Path | None,
         limits: Limits,
-        place: NodePlace,
+        place: NodeRanks,
         environment: Mapping[str, str],
         memory_group: Path | None = None,
     ):
@@ -228,7 +228,7 @@ class Supervisor:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         }
         try:
-            with handled_elsewhere():
+            with delegated_signals():
                 return self._run()
         finally:
             self._kill()

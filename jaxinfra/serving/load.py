@@ -139,7 +139,7 @@ class LoadedModel:
     def serving_decoder(
         self,
         *,
-        is_straight: bool | None = None,
+        is_unrolled: bool | None = None,
         consumes: bool = False,
     ) -> Decoder:
         """Returns the model in the form that an engine runs fastest. On GPUs layers are unrolled,
@@ -147,15 +147,15 @@ class LoadedModel:
         8-bit matmuls stay as they are.
 
         Args:
-            is_straight: use the form for GPUs on any device, or on none; by default on GPUs.
+            is_unrolled: use the form for GPUs on any device, or on none; by default on GPUs.
             consumes: free weights that were copied; this object is unusable then.
         """
         definition = self.definition
-        if is_straight is None:
-            is_straight = jax.default_backend() == "gpu"
+        if is_unrolled is None:
+            is_unrolled = jax.default_backend() == "gpu"
         policy = definition.execution.policy
         in_8_bits = any(recipe.fp8 is not None for _, recipe in policy.sites)
-        if not is_straight or definition.lora is not None or in_8_bits:
+        if not is_unrolled or definition.lora is not None or in_8_bits:
             return self.decoder
         is_whole = self.placement is None or self.placement.head_shards == 1
         is_packed = is_whole and can_pack(self.parameters)

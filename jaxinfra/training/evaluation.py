@@ -76,17 +76,17 @@ class SetEvaluations:
     """Losses of all the texts that a run is evaluated on."""
 
     sets: dict[str, Evaluation]  # by name
-    judged: Evaluation  # by which checkpoints are ranked: of data.best_by, else of all sets pooled
+    ranking: Evaluation  # by which checkpoints are ranked: of data.best_by, else of all sets pooled
 
     def record(self) -> dict[str, float]:
         """Returns the losses for ``metrics.jsonl``; with several sets, each set also has its own
         values as ``heldout/NAME/...``.
         """
         record = {
-            "heldout_loss": self.judged.loss,
-            "heldout_bits_per_byte": self.judged.bits_per_byte,
+            "heldout_loss": self.ranking.loss,
+            "heldout_bits_per_byte": self.ranking.bits_per_byte,
         }
-        record |= {f"heldout_{name}": value for name, value in self.judged.pairs.items()}
+        record |= {f"heldout_{name}": value for name, value in self.ranking.pairs.items()}
         if len(self.sets) > 1:
             for name, each in self.sets.items():
                 record[f"heldout/{name}/loss"] = each.loss
@@ -96,15 +96,12 @@ class SetEvaluations:
 
     def describe(self) -> str:
         """Formats the losses of all sets in one line."""
-        judged = self.judged
-        text = (
-            f"held-out loss {judged.loss:.4f}, perplexity {judged.perplexity:.2f}"
-            f"{judged.described_bits}"
-        )
-        if judged.pairs:
+        of = self.ranking
+        text = f"held-out loss {of.loss:.4f}, perplexity {of.perplexity:.2f}{of.described_bits}"
+        if of.pairs:
             text = (
-                f"held-out pairs: loss {judged.loss:.4f}, {judged.pairs[_ACCURACY]:.1%} in order; "
-                f"chosen answers {judged.bits_per_byte:.4f} bits per byte"
+                f"held-out pairs: loss {of.loss:.4f}, {of.pairs[_ACCURACY]:.1%} in order; "
+                f"chosen answers {of.bits_per_byte:.4f} bits per byte"
             )
         if len(self.sets) == 1:
             return text
@@ -145,10 +142,12 @@ def evaluate_sets(
             name: evaluate_heldout(job, tree, arrays, stop=stop)
             for name, arrays in texts.heldout.items()
         }
-    return SetEvaluations(sets=sets, judged=pooled([sets[name] for name in texts.judged]))
+    return SetEvaluations(
+        sets=sets, ranking=pooled_evaluation([sets[name] for name in texts.ranking])
+    )
 
 
-def pooled(parts: Sequence[Evaluation]) -> Evaluation:
+def pooled_evaluation(parts: Sequence[Evaluation]) -> Evaluation:
     """Combines the losses of several texts into the loss of all, as if they were one text."""
     if len(parts) == 1:
         return parts[0]
@@ -311,9 +310,9 @@ def evaluate_run(
     result = evaluate_sets(job, restored.state.evaluated, corpora)
     return RunEvaluation(
         step=restored.step,
-        evaluation=result.judged,
+        evaluation=result.ranking,
         sets=result.sets if len(result.sets) > 1 else {},
-        baseline=compressed_bits_per_byte(corpora.judged_documents()),
+        baseline=compressed_bits_per_byte(corpora.ranking_documents()),
     )
 
 

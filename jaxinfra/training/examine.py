@@ -101,7 +101,7 @@ def _names(job: Job, flags: Parameters) -> list[str]:
 
 def _each(job: Job, tree: Parameters) -> Iterator[tuple[str, int | None, Any]]:
     """Path, number of the layer (None: of none) and value of all values, stacked ones apart."""
-    numbers = {place: number for number, place in enumerate(job.config.model.layer_places)}
+    numbers = {place: number for number, place in enumerate(job.config.model.layer_positions)}
     for path, value in jax.tree_util.tree_leaves_with_path(tree):
         name = path_name(path)
         if value.ndim == 0:

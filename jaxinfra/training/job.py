@@ -58,7 +58,7 @@ from jaxinfra.training.step import TrainStep, make_gradient_step, make_train_ste
 from jaxinfra.training.xla_options import Options, compiler_options
 
 
-def in_zigzag(batch: Batch[np.ndarray], num_shards: int) -> Batch[np.ndarray]:
+def batch_in_zigzag(batch: Batch[np.ndarray], num_shards: int) -> Batch[np.ndarray]:
     """Reorders the tokens and positions of every row into the zig-zag order of sequence shards.
 
     Sums over tokens do not change: attention knows the order, and other layers read positions. A
@@ -74,7 +74,7 @@ def in_zigzag(batch: Batch[np.ndarray], num_shards: int) -> Batch[np.ndarray]:
     return jax.tree.map(lambda x: to_zigzag(np.asarray(x), num_shards), batch)
 
 
-def of_frozen[**P, R](
+def with_frozen_argument[**P, R](
     make: Callable[[ModelDefinition], Callable[P, R]], model: ModelDefinition
 ) -> Callable[..., R]:
     """Returns ``make(model)`` as a function whose first argument is the frozen parameters, if the
@@ -93,7 +93,7 @@ def of_frozen[**P, R](
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Bound:
+class WithFrozenInputs:
     """A jitted, lowered or compiled function whose first argument, the frozen parameters, is
     already given.
     """
@@ -105,13 +105,13 @@ class Bound:
         """Runs the stage on the frozen parameters and these arguments."""
         return self.stage(self.frozen, *args)
 
-    def lower(self, *args: Any) -> "Bound":
+    def lower(self, *args: Any) -> "WithFrozenInputs":
         """Lowers the jitted function for the frozen parameters and these arguments."""
-        return Bound(self.stage.lower(self.frozen, *args), self.frozen)
+        return WithFrozenInputs(self.stage.lower(self.frozen, *args), self.frozen)
 
-    def compile(self) -> "Bound":
+    def compile(self) -> "WithFrozenInputs":
         """Compiles the lowered function."""
-        return Bound(self.stage.compile(), self.frozen)
+        return WithFrozenInputs(self.stage.compile(), self.frozen)
 
     def as_text(self) -> str:
         """Returns the text of the lowered or compiled program."""
@@ -172,8 +172,8 @@ class Job:
         def make(model: ModelDefinition) -> Callable[[State, Batch], Gradients]:
             return make_gradient_step(self.gradient.of(model), trained=trained)
 
-        step = jax.jit(of_frozen(make, self.model))
-        return Bound(step, self.model.frozen) if self.model.frozen else step
+        step = jax.jit(with_frozen_argument(make, self.model))
+        return WithFrozenInputs(step, self.model.frozen) if self.model.frozen else step
 
     def with_frozen(self, frozen: Parameters) -> "Job":
         """Returns the job with these values bound to its frozen parameters."""
@@ -182,10 +182,10 @@ class Job:
             self,
             model=model,
             gradient=self.gradient.of(model),
-            train_step=Bound(self.train_step, frozen),
-            statistics_step=self.statistics_step and Bound(self.statistics_step, frozen),
-            evaluation_step=Bound(self.evaluation_step, frozen),
-            log_probability_step=Bound(self.log_probability_step, frozen),
+            train_step=WithFrozenInputs(self.train_step, frozen),
+            statistics_step=self.statistics_step and WithFrozenInputs(self.statistics_step, frozen),
+            evaluation_step=WithFrozenInputs(self.evaluation_step, frozen),
+            log_probability_step=WithFrozenInputs(self.log_probability_step, frozen),
         )
 
     def abstract_state(self) -> TrainState[jax.ShapeDtypeStruct]:
@@ -212,7 +212,7 @@ class Job:
         """Builds the global batch on the mesh from this process's rows; in zig-zag order if
         sequences are sharded.
         """
-        batch = in_zigzag(batch, self.config.mesh.sequence_shards)
+        batch = batch_in_zigzag(batch, self.config.mesh.sequence_shards)
         sharding, (part, parts) = self.placement.batch, self.process_share()
 
         def place(local: np.ndarray) -> jax.Array:
@@ -345,7 +345,7 @@ def _build_job(config: RunConfig, *, traceable: bool, devices: Sequence[jax.Devi
 
     def trained(make: Callable[[ModelDefinition], TrainStep]) -> Wrapped:
         return jax.jit(
-            of_frozen(make, model),
+            with_frozen_argument(make, model),
             in_shardings=(*base, shardings, rows),
             out_shardings=(shardings, whole),
             donate_argnums=len(base),
@@ -353,7 +353,9 @@ def _build_job(config: RunConfig, *, traceable: bool, devices: Sequence[jax.Devi
         )
 
     def evaluated(make: Callable[[ModelDefinition], Callable], **out: Any) -> Wrapped:
-        return jax.jit(of_frozen(make, model), in_shardings=(*base, shardings.tree, rows), **out)
+        return jax.jit(
+            with_frozen_argument(make, model), in_shardings=(*base, shardings.tree, rows), **out
+        )
 
     shards = placement.sequence_shards
     log_probability_step = functools.partial(make_log_probability_step, sequence_shards=shards)

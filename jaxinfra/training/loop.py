@@ -11,7 +11,7 @@ import jax
 from jaxinfra.checkpoint import processes
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config.precision import LossScaling
-from jaxinfra.data.batch import rows_sum, whole_sum
+from jaxinfra.data.batch import batch_checksum, rows_checksum
 from jaxinfra.errors import CheckpointError
 from jaxinfra.runtime.host_exchange import ProcessTable
 from jaxinfra.runtime.recorder import EXCLUDED
@@ -26,12 +26,12 @@ from jaxinfra.training.step import StepMetrics, step_record
 from jaxinfra.training.summary import Outcome, draw_run, summarize
 from jaxinfra.training.watch import (
     DivergedError,
-    Doubt,
     Guards,
     Stopped,
+    SuspectStep,
     Watch,
     is_due,
-    judge_loss,
+    loss_verdict,
     require_applied,
     require_progress,
     same_program,
@@ -45,7 +45,7 @@ class _Pending:
     step: int
     metrics: StepMetrics | None  # None: its batch is not trained on
     samples: tuple[int, int]  # the first and the last of its batch
-    rows_sum: int  # of the rows that this process has read
+    rows_checksum: int  # of the rows that this process has read
     table: ProcessTable | None
 
 
@@ -77,7 +77,7 @@ class Trainer:
         self._log, self._clock, self._progress, self._profiler = log, clock, progress, profiler
         self._watch, self._stop = watch, watch.stop
         self._guards = Guards(job.config.reliability, job.abstract_state())
-        self._doubt: Doubt | None = None  # being replayed
+        self._doubt: SuspectStep | None = None  # being replayed
         self._share = job.process_share()  # which part of a batch this process reads, of how many
         self.has_trained = False  # whether a step of this session is done
         self._programs = StepPrograms(job)
@@ -93,7 +93,7 @@ class Trainer:
         except DivergedError:
             self._draw()
             raise
-        self._stop.hold()  # what is left takes a moment
+        self._stop.defer_signals()  # what is left takes a moment
         self._watch.phase("finish", self._step)
         self._draw()
         self._watch.snapshot(step=self._step, now=True)
@@ -126,7 +126,7 @@ class Trainer:
                 self._record(keep=0)
                 self._secure()
                 return
-            except Doubt as doubt:
+            except SuspectStep as doubt:
                 self._go_back(doubt)
             except Stopped:
                 if not self.has_trained:
@@ -147,7 +147,7 @@ class Trainer:
             self._progress.message(f"compiled in {time.perf_counter() - began:.1f} s")
             self._record(keep=0)
             self.has_trained = True
-            self._stop.hold()
+            self._stop.defer_signals()
         self._record(keep=1)  # the device works on this step while the host reads the last
         self._watch_copies()
         self._evaluate_and_save()
@@ -163,7 +163,7 @@ class Trainer:
             batch = self._stop.wait_for(functools.partial(next, self._batches))
             input_s = self._watch.phase("place", step + 1)
             samples = self._batches.sample_ids(self._batches.step - 1)
-            read = rows_sum(batch.tokens, first=self._share[0] * len(batch.tokens))
+            read = rows_checksum(batch.tokens, first=self._share[0] * len(batch.tokens))
             metrics = None
             if step + 1 in self._watch.excluded:
                 explain_spike(
@@ -189,14 +189,14 @@ class Trainer:
                     self._profiler.describe(self._job, self._state, placed)
                 with self._clock.paused(when=phase == "compile"):
                     self._state, metrics = self._programs(step + 1, self._state, placed)
-            table = self._watch.send(input_s=input_s, host_s=host_s, rows_sum=read)
+            table = self._watch.send(input_s=input_s, host_s=host_s, rows_checksum=read)
         if metrics is not None:
             self._profiler.after_step(step, metrics.loss)
         return _Pending(
             step=step + 1,
             metrics=metrics,
             samples=(int(samples[0]), int(samples[-1])),
-            rows_sum=read,
+            rows_checksum=read,
             table=table,
         )
 
@@ -213,9 +213,9 @@ class Trainer:
                 self._require_undoubted(step, record["loss"])
             step_s = self._clock.lap()
             rows = self._stop.read(pending.table)
-            sums = [row.rows_sum for row in rows] or [pending.rows_sum]
+            sums = [row.rows_checksum for row in rows] or [pending.rows_checksum]
             copies = len(sums) // self._share[1]
-            record |= {"samples": pending.samples, "batch": whole_sum(sums, copies=copies)}
+            record |= {"samples": pending.samples, "batch": batch_checksum(sums, copies=copies)}
             record |= self._batches.read(step)
             record |= {**self._clock.rates(step_s), "stall_s": self._stall_s}
             record["elapsed_s"] = self._clock.elapsed_s
@@ -223,7 +223,7 @@ class Trainer:
             self._watch.phase("host", step)  # callbacks are called, and may take long
             self._log.write(record)
             self._heed_callbacks()
-            self._watch.look_for_slow(rows, step=step, step_s=step_s)
+            self._watch.report_stragglers(rows, step=step, step_s=step_s)
             self._watch.snapshot(step=step, record=record)
             if values is not None:
                 heldout = self._log.find("heldout_loss")
@@ -232,20 +232,20 @@ class Trainer:
                 )
                 if int(values.skipped_in_a_row) == 1:
                     self._explain_skip(step, values)
-                self._watch.look_for_divergence(values.fp8, step=step)
+                self._watch.report_fp8_overflow(values.fp8, step=step)
                 require_progress(self._job.config, values, step=step, path=self._run.path)
 
     def _heed_callbacks(self) -> None:
         """Asks all processes to stop if a callback has asked to."""
         if self._log.stopped is not None:
-            self._stop.ask()
+            self._stop.request_stop()
 
     def _require_undoubted(self, step: int, loss: float) -> None:
-        """Checks a repeated step; raises Doubt where its batch, or this loss, is bad."""
+        """Checks a repeated step; raises SuspectStep where its batch, or this loss, is bad."""
         if self._doubt is None or self._doubt.loss is None or self._doubt.step != step:
             self._guards.check_loss(self._log.records, step=step, loss=loss)
             return
-        judged, self._doubt = judge_loss(self._doubt, loss), None
+        judged, self._doubt = loss_verdict(self._doubt, loss), None
         if judged.kind == "transient fault":
             self._watch.incident(judged.kind, step=step, text=judged.text)
             return
@@ -254,7 +254,7 @@ class Trainer:
             EXCLUDED, step=step, text=judged.text, samples=[int(ids[0]), int(ids[-1])]
         )
         self._watch.excluded.add(step)
-        raise Doubt(step=step, text="its batch is left out from now on")
+        raise SuspectStep(step=step, text="its batch is left out from now on")
 
     def _explain_skip(self, step: int, values: StepMetrics) -> None:
         """A step that was not applied because something in it was not finite: what, and where."""
@@ -269,13 +269,13 @@ class Trainer:
         step, doubt = self._step, self._doubt
         if doubt is not None and doubt.hashes is not None and step == doubt.seen_at:
             self._record(keep=0)
-            judged, self._doubt = self._guards.judge_state(self._state, doubt), None
+            judged, self._doubt = self._guards.state_verdict(self._state, doubt), None
             self._watch.incident(judged.kind, step=step, text=judged.text, ranks=judged.ranks)
         elif self._guards.hash_is_due(step):
             self._record(keep=0)
             self._guards.check_state(self._state, step=step)
 
-    def _go_back(self, doubt: Doubt) -> None:
+    def _go_back(self, doubt: SuspectStep) -> None:
         """Restores the newest checkpoint from before a suspect step; the steps since then run
         again.
         """
@@ -356,7 +356,7 @@ class Trainer:
 
     def _is_to_stop_evaluating(self) -> bool:
         self._watch.phase("evaluate", self._step)  # each batch has the bound of a step
-        return self._stop.now()
+        return self._stop.all_agree()
 
     def _save(self) -> None:
         """Starts a save of the newest state; raises CheckpointError for it or the one before."""
@@ -375,7 +375,7 @@ class Trainer:
             )
         finally:
             self._stall_s += self._saver.last_stall_s
-        self._log.tell_of_save(self._step)
+        self._log.report_save(self._step)
         self._heed_callbacks()
         self._progress.message(
             f"step {self._step}: saving; training stood still for {self._saver.last_stall_s:.3f} s"

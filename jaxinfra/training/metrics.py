@@ -334,7 +334,7 @@ class MetricsLog:
             self._add_event(Event(step=record["step"], summary=scalar(name, value)))
         self._call("on_evaluation" if "heldout_loss" in record else "on_step", record)
 
-    def tell_of_save(self, step: int) -> None:
+    def report_save(self, step: int) -> None:
         """Tells callbacks that a checkpoint of this step begins to be written."""
         self._call("on_save", step)
 

@@ -101,7 +101,7 @@ class OwnTexts:
     heldout: dict[str, Iterable[Any]]  # by name
 
     @property
-    def judged(self) -> tuple[str, ...]:
+    def ranking(self) -> tuple[str, ...]:
         """Names of the sets whose tokens together give the run's held-out loss: all of them."""
         return tuple(self.heldout)
 

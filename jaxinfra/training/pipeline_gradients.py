@@ -30,8 +30,8 @@ from jaxinfra.parallel.pipeline.executor import (
 from jaxinfra.parallel.pipeline.schedule import Schedule, make_schedule
 from jaxinfra.parallel.pipeline.slices import (
     LayerResult,
-    layer_places,
     pad_layers,
+    padded_layer_indices,
     to_natural_order,
     to_stage_order,
     unpad_layers,
@@ -86,7 +86,7 @@ def make_pipeline_gradient(
         placement=placement,
         schedule=schedule,
         program=make_tick_program(schedule),
-        places=layer_places(repeats, schedule.num_positions),
+        places=padded_layer_indices(repeats, schedule.num_positions),
     )
 
 
@@ -106,7 +106,7 @@ class PipelineGradient(GradientFunction):
     placement: Placement
     schedule: Schedule
     program: TickProgram  # of the schedule
-    places: np.ndarray  # layer index of each slot of the stages, from ``layer_places``
+    places: np.ndarray  # layer index of each slot of the stages, from ``padded_layer_indices``
 
     def __call__(
         self,

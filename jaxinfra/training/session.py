@@ -26,7 +26,7 @@ from jaxinfra.runtime import injected_faults as faults
 from jaxinfra.runtime.cluster import LAUNCHER, attempt
 from jaxinfra.runtime.compile_cache import keep_compiled_programs
 from jaxinfra.runtime.files import local_path, user_cache
-from jaxinfra.runtime.host_exchange import Exchange
+from jaxinfra.runtime.host_exchange import RowAllGather
 from jaxinfra.runtime.recorder import Recorder
 from jaxinfra.runtime.rendezvous import connect
 from jaxinfra.runtime.signals import StopRequest, noted_signals
@@ -227,7 +227,7 @@ class _Session:
         watch = Watch(
             run=run,
             recorder=recorder,
-            stop=Agreement(self.stop, Exchange() if jax.process_count() > 1 else None),
+            stop=Agreement(self.stop, RowAllGather() if jax.process_count() > 1 else None),
             config=self.config.reliability,
             progress=self.progress,
             began=time.time() - (time.perf_counter() - self.began),

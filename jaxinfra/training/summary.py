@@ -299,10 +299,10 @@ def _heldout(corpora: Texts, log: MetricsLog, *, step: int) -> dict[str, Any]:
             losses = {name: heldout.get(f"heldout/{name}/loss") for name in corpora.heldout}
             several["heldout_sets"] = {name: {"loss": each} for name, each in losses.items()}
         return several
-    baseline = compressed_bits_per_byte(corpora.judged_documents())
+    baseline = compressed_bits_per_byte(corpora.ranking_documents())
     several |= {
         "heldout_bits_per_byte": heldout["heldout_bits_per_byte"],
-        "heldout_bytes": sum(corpora.heldout[name].num_bytes for name in corpora.judged),
+        "heldout_bytes": sum(corpora.heldout[name].num_bytes for name in corpora.ranking),
         "gzip_bits_per_byte": baseline.gzip_each,
         "xz_bits_per_byte": baseline.xz_all,
     }

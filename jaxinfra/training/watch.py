@@ -24,7 +24,7 @@ from jaxinfra.data.batch import Batch
 from jaxinfra.errors import JaxinfraError
 from jaxinfra.runtime.goodput import Goodput, read_sessions, sum_causes
 from jaxinfra.runtime.hashes import Mismatch, StateHash, require_same
-from jaxinfra.runtime.host_exchange import Exchange, ProcessRow, ProcessTable, Stragglers
+from jaxinfra.runtime.host_exchange import ProcessRow, ProcessTable, RowAllGather, Stragglers
 from jaxinfra.runtime.recorder import (
     BUSY_READERS,
     READY_BATCHES,
@@ -64,7 +64,7 @@ class Agreement:
         exchange: exchange with the other processes; None if this process is alone.
     """
 
-    def __init__(self, request: StopRequest, exchange: Exchange | None):
+    def __init__(self, request: StopRequest, exchange: RowAllGather | None):
         self._request = request
         self._exchange = exchange
         self._asked = self._agreed = 0
@@ -72,15 +72,15 @@ class Agreement:
     def __bool__(self) -> bool:
         return self._stops != 0
 
-    def ask(self) -> None:
+    def request_stop(self) -> None:
         """Asks to stop for a callback, as a signal would; a signal that came first counts."""
         self._asked = _CALLBACK
 
-    def hold(self) -> None:
+    def defer_signals(self) -> None:
         """Defers signals from now on: a signal no longer ends this process at once, but stops the
         run between two steps.
         """
-        self._request.hold()
+        self._request.defer()
 
     def wait_for[T](self, make: Callable[[], T]) -> T:
         """Returns the result of ``make``, such as the next batch; a signal ends the wait.
@@ -93,7 +93,7 @@ class Agreement:
         made: concurrent.futures.Future[T] = concurrent.futures.Future()
         threading.Thread(target=_fulfil, args=(made, make), name="input", daemon=True).start()
         while not concurrent.futures.wait([made], timeout=_LOOK_EVERY_S).done:
-            if self._request and self._request.is_held:
+            if self._request and self._request.is_deferred:
                 raise Stopped
         return made.result()
 
@@ -128,7 +128,7 @@ class Agreement:
         self._agreed = max(int(row.stop) for row in rows) or self._agreed
         return rows
 
-    def now(self) -> bool:
+    def all_agree(self) -> bool:
         """Whether all processes agree to stop now; a collective."""
         self.read(self.start(ProcessRow()))
         return bool(self)
@@ -151,7 +151,7 @@ class DivergedError(JaxinfraError):
     """Error for a run in which too many steps in a row were not finite."""
 
 
-class Doubt(Exception):
+class SuspectStep(Exception):
     """Exception for a suspect step, whose result must not be kept; the trainer rolls back to before
     the step.
 
@@ -180,7 +180,7 @@ class Doubt(Exception):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Judged:
+class ReplayVerdict:
     """Verdict on a suspect step, after its replay."""
 
     kind: str
@@ -192,7 +192,7 @@ class Judged:
 class Guards:
     """Checks of every step's loss and, at intervals, of the state's replicas on different devices.
 
-    All processes compare the same numbers, so all raise Doubt at the same step.
+    All processes compare the same numbers, so all raise SuspectStep at the same step.
 
     Args:
         abstract: the state's shapes, dtypes and shardings.
@@ -204,7 +204,7 @@ class Guards:
         self._agreed_at = 0  # the newest step after which all copies were equal
 
     def check_loss(self, records: Sequence[dict[str, Any]], *, step: int, loss: float) -> None:
-        """Raises Doubt if a loss is far above the losses of the steps before it."""
+        """Raises SuspectStep if a loss is far above the losses of the steps before it."""
         factor, window = self._config.spike_factor, self._config.spike_window
         if factor is None or not math.isfinite(loss):
             return
@@ -219,7 +219,7 @@ class Guards:
             return
         usual = statistics.median(before)
         if loss > factor * usual:
-            raise Doubt(
+            raise SuspectStep(
                 step=step,
                 loss=loss,
                 text=f"loss {loss:.4f} is {loss / usual:.2f} times the recent median {usual:.4f}",
@@ -235,10 +235,10 @@ class Guards:
         return self._hash.compares and self._config.hash_every is not None
 
     def check_state(self, state: State, *, step: int) -> None:
-        """Raises Doubt if copies of the state after a step differ; waits for the devices."""
+        """Raises SuspectStep if copies of the state after a step differ; waits for the devices."""
         table = np.asarray(self._hash(state).addressable_data(0))
         if found := self._hash.compare(table):
-            raise Doubt(
+            raise SuspectStep(
                 step=self._agreed_at + 1,
                 hashes=table,
                 ranks=self._voted_out(found),
@@ -252,7 +252,7 @@ class Guards:
         """Resets the checks after the state was restored from the checkpoint of this step."""
         self._agreed_at = step
 
-    def judge_state(self, state: State, doubt: Doubt) -> Judged:
+    def state_verdict(self, state: State, doubt: SuspectStep) -> ReplayVerdict:
         """Returns the verdict on a replay up to the step where replicas of the state differed.
 
         Raises PersistentFaultError if the replicas differ again.
@@ -272,7 +272,7 @@ class Guards:
             ranks = tuple(self._hash.processes([int(row) for row in wrong]))
         named = ", ".join(map(str, ranks))
         whose = f"rank {named}" if len(ranks) == 1 else f"one of ranks {named}"
-        return Judged(
+        return ReplayVerdict(
             kind="transient fault",
             ranks=ranks,
             text=f"done again, all copies are equal: a bit had flipped in the memory of {whose}",
@@ -297,15 +297,15 @@ def is_due(step: int, every: int | None) -> bool:
     return every is not None and step > 0 and step % every == 0
 
 
-def judge_loss(doubt: Doubt, loss: float) -> Judged:
+def loss_verdict(doubt: SuspectStep, loss: float) -> ReplayVerdict:
     """Returns the verdict on a step with a suspect loss, from the loss of its replay."""
     if loss != doubt.loss:
-        return Judged(
+        return ReplayVerdict(
             kind="transient fault",
             text=f"done again, the loss is {loss:.6g} and not {doubt.loss:.6g}: the batch is good, "
             "and a fault that passed had spoilt the step",
         )
-    return Judged(
+    return ReplayVerdict(
         kind="bad batch",
         text=f"done again, the loss is {loss:.6g} again: the batch is bad",
     )
@@ -430,15 +430,19 @@ class Watch:
         """Records the fingerprint of the compiled training step."""
         self._recorder.event(f"program {fingerprint}", step=self._recorder.step)
 
-    def send(self, *, input_s: float, host_s: float, rows_sum: int) -> ProcessTable | None:
+    def send(self, *, input_s: float, host_s: float, rows_checksum: int) -> ProcessTable | None:
         """Sends this process's own seconds and the checksum of its rows to all processes; a
         collective.
         """
-        row = ProcessRow(input_s=input_s, host_s=host_s, probe_s=self._probe_s, rows_sum=rows_sum)
+        row = ProcessRow(
+            input_s=input_s, host_s=host_s, probe_s=self._probe_s, rows_checksum=rows_checksum
+        )
         self._probe_s = 0.0
         return self.stop.start(row)
 
-    def look_for_slow(self, rows: Sequence[ProcessRow], *, step: int, step_s: float | None) -> None:
+    def report_stragglers(
+        self, rows: Sequence[ProcessRow], *, step: int, step_s: float | None
+    ) -> None:
         """Reports ranks that are slower than the others, which wait for them."""
         for rank, cause, text in self._stragglers.add(rows, step_s=step_s):
             self.incident("slow rank", step=step, text=text, rank=rank, cause=cause)
@@ -461,7 +465,7 @@ class Watch:
         if self._is_first:
             record_incident(self._run.incidents_file, kind, step=step, text=text, **details)
 
-    def look_for_divergence(self, emitted: dict[str, Any], *, step: int) -> None:
+    def report_fp8_overflow(self, emitted: dict[str, Any], *, step: int) -> None:
         """Reports 8-bit matmuls whose operands outgrow the range of their format."""
         for text in self._fp8.add(emitted):
             self.incident("fp8 diverges", step=step, text=text)

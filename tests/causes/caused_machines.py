@@ -102,7 +102,7 @@ _POOR_HOSTS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "cpu-limit": (
         "a control group of 1.5 of 32 CPUs, which waits in 70% of its periods",
-        {"cpu_limit": 1.5, "cpu_held": 0.7},
+        {"cpu_limit": 1.5, "cpu_throttled": 0.7},
         "host: CPUs: 1.5 of 32",
     ),
     "little-shared-memory": (
@@ -253,7 +253,7 @@ def bare_metal_host(arena: Arena) -> str:
 def container(arena: Arena) -> str:
     """Limits that leave enough."""
     del arena
-    limits = {"cpus": 64, "cpu_limit": 16.0, "cpu_held": 0.02}
+    limits = {"cpus": 64, "cpu_limit": 16.0, "cpu_throttled": 0.02}
     return alarm_of(_host(**limits, cgroup_limit=256 * _GIB, cgroup_used=100 * _GIB))
 
 

@@ -38,7 +38,7 @@ from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh, state_rules
 from jaxinfra.parallel.place import Placement, path_name
 from jaxinfra.training.gradients import AccumulatedGradient
-from jaxinfra.training.job import in_zigzag
+from jaxinfra.training.job import batch_in_zigzag
 from jaxinfra.training.optim.learning_rate import learning_rate
 from jaxinfra.training.optim.optimizer import make_optimizer
 from jaxinfra.training.state import TrainState, state_around, state_shardings
@@ -234,7 +234,7 @@ class Built:
 
     def put(self, batch: Batch) -> Batch:
         """The batch in the order in which the mesh's devices hold it."""
-        return in_zigzag(jax.device_get(batch), self.placement.mesh.shape["context"])
+        return batch_in_zigzag(jax.device_get(batch), self.placement.mesh.shape["context"])
 
     def state(self) -> TrainState:
         """The initial state, drawn once a model: drawing compiles longer than a step."""

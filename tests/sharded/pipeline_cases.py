@@ -17,7 +17,7 @@ from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh, state_rules
 from jaxinfra.parallel.place import Placement
 from jaxinfra.training.gradients import AccumulatedGradient
-from jaxinfra.training.job import in_zigzag
+from jaxinfra.training.job import batch_in_zigzag
 from jaxinfra.training.pipeline_gradients import make_pipeline_gradient
 from tests.sharded import oracle
 from tests.sharded.cases import COMPILER_OPTIONS, drawn, packed_batch
@@ -43,7 +43,7 @@ class Case:
     @property
     def batch(self) -> Batch:
         """In the order in which the mesh's devices hold it."""
-        return in_zigzag(jax.device_get(packed_batch(rows=self.rows)), self.mesh.context)
+        return batch_in_zigzag(jax.device_get(packed_batch(rows=self.rows)), self.mesh.context)
 
 
 def compiled(case: Case) -> tuple[jax.stages.Compiled, Placement, ModelDefinition]:

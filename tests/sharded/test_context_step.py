@@ -19,7 +19,7 @@ from jaxinfra.data.batch import Batch
 from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.hlo.program import collectives
 from jaxinfra.parallel.context.methods import context_bytes
-from jaxinfra.training.job import in_zigzag
+from jaxinfra.training.job import batch_in_zigzag
 from tests.sharded.cases import build, llama_like, mla_like, packed_batch
 from tests.sharded.test_meshes import assert_as_one_device, run
 
@@ -137,10 +137,10 @@ def test_positions_are_given_where_a_batch_has_none():
     batch = Batch(
         tokens=tokens, targets=tokens + 1, segment_ids=None, positions=None, weights=tokens + 0.5
     )
-    ordered = in_zigzag(batch, 2)
+    ordered = batch_in_zigzag(batch, 2)
     assert ordered.positions is not None
     assert ordered.positions.tolist() == [[0, 1, 6, 7, 2, 3, 4, 5]] * 2
     np.testing.assert_array_equal(ordered.tokens, tokens[:, [0, 1, 6, 7, 2, 3, 4, 5]])
     np.testing.assert_array_equal(ordered.targets, ordered.tokens + 1)
     assert ordered.segment_ids is None
-    assert in_zigzag(batch, 1) is batch
+    assert batch_in_zigzag(batch, 1) is batch

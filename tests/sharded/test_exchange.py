@@ -24,7 +24,13 @@ from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.experts import ExpertWeights
 from jaxinfra.parallel import exchange as subject
-from jaxinfra.parallel.exchange import Room, Travel, exchanged_bytes, room_for, visits
+from jaxinfra.parallel.exchange import (
+    BufferSizes,
+    RowTransfer,
+    buffer_sizes,
+    chosen_probability,
+    exchanged_bytes,
+)
 from jaxinfra.parallel.mesh import make_mesh, state_rules
 from jaxinfra.parallel.place import Placement
 from tests.sharded.cases import COMPILER_OPTIONS
@@ -91,10 +97,10 @@ def bounded(form: ExchangeForm, *, num_devices: int = N, node_size: int | None =
     """An exchange that has less room than the loads ask for, and that room."""
     exchange = ExchangeConfig(form=form, room_factor=1.5, node_size=node_size)
     shared = {"num_devices": num_devices, "experts": CONFIG, "exchange": exchange}
-    return exchange, room_for(B * T // num_devices, **shared)
+    return exchange, buffer_sizes(B * T // num_devices, **shared)
 
 
-def check_bytes(program: jax.stages.Compiled, room: Room) -> None:
+def check_bytes(program: jax.stages.Compiled, room: BufferSizes) -> None:
     """Of the two all-to-alls of rows, and of what says which experts they are for; in two levels of
     each, and those that cross nodes go between devices of one number in their nodes.
     """
@@ -129,7 +135,7 @@ def test_a_token_travels_once_to_a_device_and_once_to_a_node():
     """On average N (1 - C(E - e, K) / C(E, K)) devices: fewer rows than choices. Of 4 nodes of 2, a
     token of even loads crosses to 4 p(4) instead of to 8 p(8) devices.
     """
-    even = functools.partial(room_for, 56, num_devices=8, experts=CONFIG)
+    even = functools.partial(buffer_sizes, 56, num_devices=8, experts=CONFIG)
     one = {form: even(exchange=ExchangeConfig(form=form, room_factor=1.0)) for form in FORMS}
     assert one[PER_EXPERT].levels == ((8, 56 * K // 8, PER_EXPERT),)
     assert one[PER_DEVICE].levels == ((8, 56 * K // 8, PER_DEVICE),)  # one expert on a device
@@ -146,7 +152,7 @@ GROUPED = [(1, 1, 3), (2, 1, 3), (4, 2, 3), (4, 2, 4), (4, 3, 2), (8, 4, 2), (8,
 @pytest.mark.parametrize(("num_groups", "top_groups", "top_k"), GROUPED)
 def test_how_often_a_share_of_experts_is_visited_is_counted(num_groups, top_groups, top_k):
     """By going through all choices of groups, and of experts in them. Where nodes are groups, or
-    parts of them, a token visits as many nodes as groups at most.
+    parts of them, a token chosen_probability as many nodes as groups at most.
     """
     routing = RoutingConfig(num_groups=num_groups, top_groups=top_groups)
     experts = ExpertsConfig(num_experts=8, top_k=top_k, hidden_dim=4, routing=routing)
@@ -158,7 +164,9 @@ def test_how_often_a_share_of_experts_is_visited_is_counted(num_groups, top_grou
     ]
     for shares in (1, 2, 4, 8):
         visited = [len({e * shares // 8 for e in chosen}) for chosen in every]
-        assert visits(experts, shares) == pytest.approx(np.mean(visited) / shares, rel=1e-12)
+        assert chosen_probability(experts, shares) == pytest.approx(
+            np.mean(visited) / shares, rel=1e-12
+        )
         if shares <= num_groups:
             assert max(visited) <= top_groups
 
@@ -261,9 +269,9 @@ def test_faults_are_caught(form, node_size, monkeypatch):
     y_BTD, overflowed = compiled(exchange, N)(*drawn())
     assert overflowed is None
     assert near(np.asarray(y_BTD), alone())
-    real = subject.equal
+    real = subject.plan_padded
 
-    def faulty(device_NJ, members, *args, fault: str, peers) -> Travel:
+    def faulty(device_NJ, members, *args, fault: str, peers) -> RowTransfer:
         right = real(device_NJ, members, *args, peers=peers)
         if peers.groups is not None and peers.groups[0][:2] == (0, 1):
             return right  # within a node
@@ -273,7 +281,7 @@ def test_faults_are_caught(form, node_size, monkeypatch):
         return dataclasses.replace(right, place_NJ=jnp.roll(right.place_NJ, 1, axis=0))
 
     for fault in ("device", "token"):
-        monkeypatch.setattr(subject, "equal", functools.partial(faulty, fault=fault))
+        monkeypatch.setattr(subject, "plan_padded", functools.partial(faulty, fault=fault))
         run = exchanging(exchange, N)
         got, _ = jax.jit(run, compiler_options=COMPILER_OPTIONS)(*drawn())
         assert not near(np.asarray(got), alone()), fault

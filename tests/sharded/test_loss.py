@@ -13,7 +13,7 @@ from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.ops.cross_entropy import HOPPER_LEAST_IDS, kernel_on_one_device
 from jaxinfra.ops.quantized import H200, compiling_for
 from jaxinfra.parallel import loss as loss_on_meshes
-from jaxinfra.parallel.loss import cross_entropy_of_own_tokens, takes_own_tokens
+from jaxinfra.parallel.loss import cross_entropy_of_token_shards, shards_by_tokens
 from jaxinfra.parallel.mesh import make_mesh, state_rules
 from jaxinfra.parallel.place import Placement
 from tests.rounding import Rounded
@@ -83,7 +83,7 @@ def test_is_the_whole_batchs(mesh, zero):
     )
 
     def own(*arrays):
-        return cross_entropy_of_own_tokens(
+        return cross_entropy_of_token_shards(
             placement, *arrays, policy=POLICIES[PolicyName.FP32], **HOW
         )
 
@@ -109,10 +109,10 @@ def test_where_it_is_taken():
         assert kernel_on_one_device(hidden, num_ids=128_256)
         assert not kernel_on_one_device(hidden, num_ids=HOPPER_LEAST_IDS - 1), "not measured"
         whole = Placement(mesh=make_mesh(MeshConfig(fsdp=8)))
-        assert takes_own_tokens(whole, hidden, num_ids=HOPPER_LEAST_IDS)
+        assert shards_by_tokens(whole, hidden, num_ids=HOPPER_LEAST_IDS)
         split = Placement(mesh=make_mesh(MeshConfig(fsdp=4, tensor=2)))
-        assert takes_own_tokens(split, hidden, num_ids=2 * HOPPER_LEAST_IDS)
-        assert not takes_own_tokens(split, hidden, num_ids=2 * HOPPER_LEAST_IDS - 2)
+        assert shards_by_tokens(split, hidden, num_ids=2 * HOPPER_LEAST_IDS)
+        assert not shards_by_tokens(split, hidden, num_ids=2 * HOPPER_LEAST_IDS - 2)
 
 
 @pytest.mark.slow
@@ -131,6 +131,6 @@ def test_where_it_is_taken():
     ids=["accumulated", "zero 1", "context", "tensor"],
 )
 def test_a_step_with_it_equals_one_device(monkeypatch, case, mesh, how):
-    monkeypatch.setattr(loss_on_meshes, "takes_own_tokens", lambda *_, **__: True)
+    monkeypatch.setattr(loss_on_meshes, "shards_by_tokens", lambda *_, **__: True)
     _, result = run(case, mesh, **how)
     assert_as_one_device(result[:3], case, what=f"{case} on {mesh}")

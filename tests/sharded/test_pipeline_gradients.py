@@ -116,7 +116,7 @@ def test_sends_between_devices_of_a_stage_are_refused():
 def test_the_last_stage_takes_the_loss_of_own_tokens(monkeypatch, make, mesh):
     """As a step without stages does on Hopper, where a kernel computes it."""
     taken = mock.Mock(return_value=True)
-    monkeypatch.setattr(loss_on_meshes, "takes_own_tokens", taken)
+    monkeypatch.setattr(loss_on_meshes, "shards_by_tokens", taken)
     check(Case(model=with_layers(make, 4), mesh=mesh, micro_batches=4))
     assert taken.called
 

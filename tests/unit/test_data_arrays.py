@@ -96,10 +96,10 @@ def test_the_first_id_beyond_a_smaller_vocabulary(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(token_arrays, "_STRETCH", 2)  # tokens that are looked at together
     arrays = open_token_arrays(write(tmp_path / "arrays", 300))
     largest = int(max(arrays.tokens))
-    assert arrays.first_beyond(largest + 1) is None
+    assert arrays.first_id_beyond(largest + 1) is None
     for size in range(largest + 1):
-        assert arrays.first_beyond(size) == next(each for each in arrays.tokens if each >= size)
-    assert arrays.first_beyond(300) is None
+        assert arrays.first_id_beyond(size) == next(each for each in arrays.tokens if each >= size)
+    assert arrays.first_id_beyond(300) is None
 
 
 def damage_meta(directory: Path, **changes: object) -> None:

@@ -17,7 +17,7 @@ from jaxinfra.data.token_arrays import write_token_arrays
 from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.diagnostics.run_view import read_view
 from jaxinfra.errors import DataError
-from jaxinfra.training.evaluation import Evaluation, SetEvaluations, pooled
+from jaxinfra.training.evaluation import Evaluation, SetEvaluations, pooled_evaluation
 
 BYTES = TokenizerConfig(kind=TokenizerKind.BYTES)
 
@@ -44,27 +44,27 @@ def test_every_source_and_set_has_its_name(texts: Path):
     assert list(corpora.sources) == ["a", "b"]
     assert list(corpora.heldout) == ["a", "b", "v"]
     assert corpora.heldout["v"].num_documents == 20
-    assert corpora.judged == ("a", "b")
+    assert corpora.ranking == ("a", "b")
     alone = open_corpus(
         DataConfig(source=str(texts / "a"), heldout_fraction=0.3, tokenizer=BYTES),
         vocab_size=300,
         cache_dir=texts / "cache",
     )
     assert corpora.sources["a"].train.fingerprint == alone.train.fingerprint
-    assert corpora.judged_documents()[: alone.heldout.num_documents] == alone.heldout_documents()
+    assert corpora.ranking_documents()[: alone.heldout.num_documents] == alone.heldout_documents()
     assert isinstance(corpora.train_source(run_preset("tiny").training), MixedWindows)
 
 
 @pytest.mark.parametrize("judge", ["own", "b", "v"])
 def test_the_judge_is_the_set_that_is_named(texts: Path, judge: str):
     corpora = opened(texts, best_by=judge)
-    assert corpora.judged == (("a", "b") if judge == "own" else (judge,))
+    assert corpora.ranking == (("a", "b") if judge == "own" else (judge,))
 
 
 def test_one_source_with_a_validation_set(texts: Path):
     corpora = opened(texts, mixture=(), source=str(texts / "a"))
     assert list(corpora.heldout) == ["own", "v"]
-    assert corpora.judged == ("own",)
+    assert corpora.ranking == ("own",)
     train = corpora.train_source(run_preset("tiny").training)
     assert train.fingerprint == corpora.sources["own"].train.fingerprint
 
@@ -102,12 +102,12 @@ def test_losses_of_several_texts_as_of_one():
         Evaluation(loss=2.0, num_tokens=30, num_bytes=60),
         Evaluation(loss=1.0, num_tokens=10, num_bytes=10),
     ]
-    together = pooled(parts)
+    together = pooled_evaluation(parts)
     assert (together.loss, together.num_tokens, together.num_bytes) == (1.75, 40, 70)
-    assert pooled(parts[:1]) is parts[0]
-    one = SetEvaluations(sets={"own": parts[0]}, judged=parts[0])
+    assert pooled_evaluation(parts[:1]) is parts[0]
+    one = SetEvaluations(sets={"own": parts[0]}, ranking=parts[0])
     assert set(one.record()) == {"heldout_loss", "heldout_bits_per_byte"}  # as it always was
-    both = SetEvaluations(sets=dict(zip("ab", parts, strict=True)), judged=together)
+    both = SetEvaluations(sets=dict(zip("ab", parts, strict=True)), ranking=together)
     assert both.record() == {
         "heldout_loss": 1.75,
         "heldout_bits_per_byte": together.bits_per_byte,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numbered_documents import numbered_documents
 
-from jaxinfra.data.batch import MODULUS, Batch, rows_sum, whole_sum
+from jaxinfra.data.batch import MODULUS, Batch, batch_checksum, rows_checksum
 from jaxinfra.data.packing import PackedWindows
 from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.data.train_iterator import TrainIterator, sample_ids
@@ -147,17 +147,21 @@ def test_batches_that_wait_are_counted():
 
 def test_the_sum_of_a_batch_is_that_of_its_parts():
     tokens = WHOLE[0].tokens
-    whole = whole_sum([rows_sum(tokens, first=0)], copies=1)
+    whole = batch_checksum([rows_checksum(tokens, first=0)], copies=1)
     for count in (2, 4):
         parts = [
-            rows_sum(rows, first=number * len(rows))
+            rows_checksum(rows, first=number * len(rows))
             for number, rows in enumerate(np.split(tokens, count))
         ]
-        assert whole_sum(parts, copies=1) == whole
-        assert whole_sum([*parts, *parts], copies=2) == whole, "each part held by two processes"
+        assert batch_checksum(parts, copies=1) == whole
+        assert batch_checksum([*parts, *parts], copies=2) == whole, (
+            "each part held by two processes"
+        )
     swapped, changed = tokens[[1, 0, 2, 3]], tokens.copy()
     changed[2, 5] ^= 1
-    others = [whole_sum([rows_sum(other, first=0)], copies=1) for other in (swapped, changed)]
+    others = [
+        batch_checksum([rows_checksum(other, first=0)], copies=1) for other in (swapped, changed)
+    ]
     assert whole not in others
 
 

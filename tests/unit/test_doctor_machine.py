@@ -151,7 +151,7 @@ def test_xid_errors_are_read_from_the_kernel_log(number, grade, word):
 
 POOR = {
     "memory": ({"memory_bytes": 20 * GIB}, "memory", "warn"),
-    "cpu-held": ({"cpu_limit": 16.0, "cpu_held": 0.6}, "CPUs", "warn"),
+    "cpu-held": ({"cpu_limit": 16.0, "cpu_throttled": 0.6}, "CPUs", "warn"),
     "clock": ({"clock_synchronized": False}, "clock", "warn"),
 }
 

@@ -19,7 +19,7 @@ from jaxinfra.runtime.recorder import read_incidents
 from jaxinfra.runtime.supervisor import (
     Ending,
     Limits,
-    NodePlace,
+    NodeRanks,
     Supervisor,
     count_memory_kills,
     first_failure,
@@ -141,7 +141,7 @@ def supervise(tmp_path, program: str, *, processes: int = 2, again: str | None =
         recorder=None,
         incidents=tmp_path / "run" / "incidents.jsonl",
         limits=Limits(backoff_s=0.01, **limits),
-        place=NodePlace(),
+        place=NodeRanks(),
         environment={},
     ).run()
     return code, json.loads((tmp_path / "logs" / "report.json").read_text())

@@ -16,7 +16,7 @@ from jaxinfra.errors import ConfigError
 from jaxinfra.model.definition import DimsLeaf, define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.place import path_name
-from jaxinfra.training.optim.muon import is_hidden_matrix, sides
+from jaxinfra.training.optim.muon import is_hidden_matrix, matrix_sides
 from jaxinfra.training.optim.optimizer import make_optimizer
 from tests.sharded import oracle
 from tests.sharded.cases import gemma_like, gpt_like, llama_like
@@ -138,7 +138,7 @@ def test_it_is_for_hidden_matrices(make, lora):
         name = path_name(path)
         (found if is_hidden_matrix(named.dims) else others).add(name)
         if name in found:
-            assert sorted(sum(sides(named.dims), ())) == list(range(1, len(leaf.shape)))
+            assert sorted(sum(matrix_sides(named.dims), ())) == list(range(1, len(leaf.shape)))
     assert all(name.endswith(("/weight", "/a", "/b")) for name in found)
     assert all(name.endswith(("/bias", "/scale", "/table")) for name in others)
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from jaxinfra.config.pipeline import PipelineSchedule
 from jaxinfra.errors import ConfigError
 from jaxinfra.parallel.pipeline.schedule import Kind, make_schedule, violations
-from jaxinfra.parallel.pipeline.slices import exchange_rounds, layer_places
+from jaxinfra.parallel.pipeline.slices import exchange_rounds, padded_layer_indices
 from jaxinfra.parallel.pipeline.tick_program import (
     UNIT_TIMES,
     bubble_formula,
-    held_chunks,
+    live_chunks,
     make_tick_program,
     peak_activations,
     run,
@@ -50,7 +50,7 @@ def test_any_schedule_is_complete_in_order_and_reads_what_was_written(program):
 @given(programs())
 def test_no_stage_holds_more_than_it_has_slots_for(program):
     schedule = program.schedule
-    held = held_chunks(schedule)
+    held = live_chunks(schedule)
     assert held.min() >= 0
     assert np.all(held[-1] == 0)
     assert held.max() == program.num_saved
@@ -174,7 +174,7 @@ def test_zb_h1_splits_only_the_backwards_that_fill_the_bubble(stages):
 @given(st.integers(1, 12), st.integers(0, 40))
 def test_layers_are_spread_evenly_and_in_order(runs, more):
     num_layers = runs + more
-    places = layer_places(num_layers, runs).reshape(runs, -1)
+    places = padded_layer_indices(num_layers, runs).reshape(runs, -1)
     assert list(places[places >= 0]) == list(range(num_layers))
     sizes = np.count_nonzero(places >= 0, axis=1)
     assert np.all(np.diff(sizes) <= 0)

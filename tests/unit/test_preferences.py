@@ -301,7 +301,7 @@ def test_pairs_from_a_file_to_rows(tmp_path):
     corpus = corpora.sources["own"]
     assert corpus.train.num_documents + corpus.heldout.num_documents == 80
     assert corpus.heldout_names[0::2] == corpus.heldout_names[1::2]
-    chosen, rejected = corpora.judged_documents()[:2]
+    chosen, rejected = corpora.ranking_documents()[:2]
     assert chosen.startswith(b"!", -len(b"!<|im_end|>\n"))
     assert rejected == b"what?<|im_end|>\n"
     training = dataclasses.replace(run_preset("tiny").training, sequence_length=96)

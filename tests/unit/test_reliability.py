@@ -21,8 +21,8 @@ from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.runtime import injected_faults as faults
 from jaxinfra.runtime.files import read_log
 from jaxinfra.runtime.goodput import CAUSES, Goodput, goodput, read_sessions, sum_causes
-from jaxinfra.runtime.hashes import StateHash, describe, odd_ones
-from jaxinfra.runtime.host_exchange import Exchange, ProcessRow, Stragglers
+from jaxinfra.runtime.hashes import StateHash, describe, minority_indices
+from jaxinfra.runtime.host_exchange import ProcessRow, RowAllGather, Stragglers
 from jaxinfra.runtime.recorder import (
     CAPACITY,
     EXCLUDED,
@@ -183,7 +183,7 @@ def test_one_slow_step_is_not_a_slow_rank():
 
 def test_all_processes_see_one_table():
     sent = ProcessRow(stop=15.0, input_s=0.25, host_s=0.5, probe_s=0.125)
-    assert Exchange().start(sent).rows() == [sent]
+    assert RowAllGather().start(sent).rows() == [sent]
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_all_processes_see_one_table():
     ],
 )
 def test_votes(sums, odd, is_tie):
-    assert odd_ones(sums) == (odd, is_tie)
+    assert minority_indices(sums) == (odd, is_tie)
 
 
 SPECS = {

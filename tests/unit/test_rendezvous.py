@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from jaxinfra.errors import LostPeerError
 from jaxinfra.runtime.cluster import Cluster, free_port
-from jaxinfra.runtime.rendezvous import PortTakenError, meet
+from jaxinfra.runtime.rendezvous import PortTakenError, wait_for_processes
 
 
 def meet_all(
@@ -29,7 +29,7 @@ def meet_all(
             token="a secret",
         )
         try:
-            outcomes[process] = meet(cluster, timeout_s=timeout_s)
+            outcomes[process] = wait_for_processes(cluster, timeout_s=timeout_s)
         except Exception as error:
             outcomes[process] = error
 

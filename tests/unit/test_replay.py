@@ -14,7 +14,7 @@ import pytest
 import jaxinfra
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config.parts import part
-from jaxinfra.data.batch import rows_sum, whole_sum
+from jaxinfra.data.batch import batch_checksum, rows_checksum
 from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.diagnostics.bisect import StepPieces, find_nonfinite, first_nonfinite
 from jaxinfra.diagnostics.replay import replay_step
@@ -203,7 +203,7 @@ def run(tmp_path_factory):
         if number == 3:
             steps.save(state, run.path)
         state, metrics = steps(state, batch)
-        sums = whole_sum([rows_sum(batch.tokens, first=0)], copies=1)
+        sums = batch_checksum([rows_checksum(batch.tokens, first=0)], copies=1)
         lines.append({"step": number, **step_record(jax.device_get(metrics)), "batch": sums})
     batches.close()
     write(run, lines)

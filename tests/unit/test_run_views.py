@@ -10,7 +10,7 @@ from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.cli.main import main
 from jaxinfra.config import codec
 from jaxinfra.config.presets import run_preset
-from jaxinfra.diagnostics.drift import drift_delays, slow_stretch
+from jaxinfra.diagnostics.drift import drift_delays, slow_interval
 from jaxinfra.diagnostics.run_page import draw_curves
 from jaxinfra.diagnostics.run_view import differing_settings, read_view
 from jaxinfra.runtime.recorder import Event, RankRecord, record_incident
@@ -77,7 +77,7 @@ def test_a_report_begins_with_what_happened(runs, capsys):
     ],
 )
 def test_steps_that_become_slow_are_found(times, said):
-    found = slow_stretch([{"step": n, "step_s": s} for n, s in enumerate(times, 1)])
+    found = slow_interval([{"step": n, "step_s": s} for n, s in enumerate(times, 1)])
     assert (found is None) == (said is None)
     assert found is None or found.describe().endswith(said)
 
@@ -152,7 +152,7 @@ def test_what_a_run_says_of_its_layers_is_drawn(runs):
     A number that is not finite is null in these files.
     """
     run = RunDirectory(runs[0])
-    places = run.read_config().model.layer_places
+    places = run.read_config().model.layer_positions
     each = [1.0] * len(places)
     site = {"rms": [None, *each[1:]], "largest": each, "zeros": each, "nonfinite": each}
     weight = {"gradient_rms": each, "update_ratio": each}

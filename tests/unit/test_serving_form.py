@@ -85,7 +85,7 @@ def decoders(forms):
         config=None,
         step=None,
     )
-    return loaded.decoder, loaded.serving_decoder(is_straight=True)
+    return loaded.decoder, loaded.serving_decoder(is_unrolled=True)
 
 
 @pytest.mark.slow_cases("drawn", "greedy")

@@ -54,7 +54,7 @@ def test_a_step_is_given_as_many_arrays_whatever_its_layers():
     def arrays(repeats: int) -> int:
         (stack,) = CONFIG.stacks
         config = dataclasses.replace(CONFIG, stacks=(dataclasses.replace(stack, repeats=repeats),))
-        runner = dataclasses.replace(CASE, model=config, is_straight=True).runner()
+        runner = dataclasses.replace(CASE, model=config, is_unrolled=True).runner()
         key = next(key for key in runner.keys if key.name == "step" and not key.is_full)
         return len(jax.tree.leaves(runner.lowered(key).in_avals))
 
@@ -90,15 +90,15 @@ def test_shapes_of_a_directory_are_those_of_what_is_loaded(quantized):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_straight", [False, True])
-def test_an_engine_of_weights_in_4_bits_compiles_what_was_predicted(quantized, is_straight):
+@pytest.mark.parametrize("is_unrolled", [False, True])
+def test_an_engine_of_weights_in_4_bits_compiles_what_was_predicted(quantized, is_unrolled):
     shapes = pretrained_shapes(quantized)
     policy = shapes.definition.execution.policy
     case = ServingCase(
         model=shapes.definition.config,
         policy=policy,
         engine=OPTIONS,
-        is_straight=is_straight,
+        is_unrolled=is_unrolled,
         weights=shapes.parameters,
     )
     needs = serving_memory(case)
@@ -110,7 +110,7 @@ def test_an_engine_of_weights_in_4_bits_compiles_what_was_predicted(quantized, i
         config=None,
         step=None,
     )
-    engine = Engine(loaded.serving_decoder(is_straight=is_straight), options=OPTIONS)
+    engine = Engine(loaded.serving_decoder(is_unrolled=is_unrolled), options=OPTIONS)
     assert step_bytes(engine.runner.lowered(needs.program).compile()) == needs.bytes
     plain = dataclasses.replace(case, weights=None, policy=held_as_computed(policy))
     assert needs.report.by_role()[WEIGHTS] < serving_memory(plain).report.by_role()[WEIGHTS]

@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
 
-from jaxinfra.data.batch import rows_sum
+from jaxinfra.data.batch import rows_checksum
 from jaxinfra.data.packing import permute
 from jaxinfra.model.rope import apply_rope
 from jaxinfra.parallel.zigzag import chunks_in_sequence, to_zigzag
 
 FAULTS = {
-    "too few dims": lambda: rows_sum(np.zeros(4, np.int32), first=0),
-    "another dtype": lambda: rows_sum(np.zeros((2, 4), np.int64), first=0),
+    "too few dims": lambda: rows_checksum(np.zeros(4, np.int32), first=0),
+    "another dtype": lambda: rows_checksum(np.zeros((2, 4), np.int64), first=0),
     "floats for numbers": lambda: permute(np.zeros(3), size=3, key=""),
     "an array of another library": lambda: to_zigzag(jnp.zeros((1, 4)), 2),
     "no batch dim": lambda: chunks_in_sequence(jnp.zeros(4), 2),

@@ -69,7 +69,7 @@ def test_code_and_words_are_the_command_s():
 
 def test_what_is_held_is_saved():
     program = (
-        "r = guard_process(); r.hold()\n"
+        "r = guard_process(); r.defer()\n"
         + _READY
         + "while not r: time.sleep(0.01)\nprint('saved', r.asked.name)\nsys.exit(75)"
     )
@@ -80,7 +80,7 @@ def test_what_is_held_is_saved():
 
 
 def test_a_second_interrupt_waits_for_no_save():
-    with begin("r = guard_process(); r.hold()\n" + _BUSY["a lock"]) as process:
+    with begin("r = guard_process(); r.defer()\n" + _BUSY["a lock"]) as process:
         process.send_signal(INT)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.3)
@@ -120,7 +120,7 @@ def test_handlers_of_a_supervisor_are_left_alone():
     program = (
         "import signal\nguard_process()\n"
         "signal.signal(15, lambda *_: (print('mine', flush=True), os._exit(3)))\n"
-        "with handled_elsewhere():\n    print('ready', flush=True)\n    time.sleep(60)"
+        "with delegated_signals():\n    print('ready', flush=True)\n    time.sleep(60)"
     )
     with begin(program) as process:
         process.send_signal(TERM)
@@ -167,8 +167,10 @@ def test_a_command_that_has_ended_has_ended(number):
     reads a byte before the process is gone.
     """
     program = (
-        "guard_process().hold()\nlibc = ctypes.CDLL(None)\n"
-        "libc.__cxa_atexit(libc.getchar, None, None)\n" + _READY + "leave_ended()\nsys.exit(3)\n"
+        "guard_process().defer()\nlibc = ctypes.CDLL(None)\n"
+        "libc.__cxa_atexit(libc.getchar, None, None)\n"
+        + _READY
+        + "ignore_signals_at_exit()\nsys.exit(3)\n"
     )
     with begin(program, stdin=subprocess.PIPE) as process:
         time.sleep(0.5)

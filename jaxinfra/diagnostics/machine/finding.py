@@ -28,7 +28,7 @@ class Finding:
         assert self.remedy or self.grade in (Grade.OK, Grade.UNKNOWN), self.subject
 
 
-def judged(
+def graded(
     subject: str, value: str, *, ok: bool, rule: str, remedy: str, otherwise: Grade = Grade.WARN
 ) -> Finding:
     """Returns a finding graded ``OK``, or else graded ``otherwise`` and with its remedy."""

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pynvml
 
-from jaxinfra.diagnostics.machine.finding import Finding, Grade, judged, not_known
+from jaxinfra.diagnostics.machine.finding import Finding, Grade, graded, not_known
 from jaxinfra.diagnostics.machine.nvml import Answers, NoAnswerError, asked_or_none
 from jaxinfra.runtime.devices import device_peak
 
@@ -148,7 +148,7 @@ def link_findings(rates: Iterable[LinkRate]) -> list[Finding]:
         ok = rate.bytes_per_s >= 0.5 * usual and (own is None or rate.bytes_per_s >= _SHARE * own)
         beside = "" if rate.expected is None else f" of {rate.expected / 1e9:.0f}"
         found.append(
-            judged(
+            graded(
                 f"link: {rate.sender} to {rate.receiver}",
                 f"{rate.bytes_per_s / 1e9:.1f}{beside} GB/s",
                 ok=ok,
@@ -255,7 +255,7 @@ def gpu_findings(answers: Answers) -> list[Finding]:
             except NoAnswerError as error:
                 found.append(not_known(subject, str(error), rule=rule))
                 continue
-            rated = judged(subject, value, ok=ok, rule=rule, remedy=remedy, otherwise=otherwise)
+            rated = graded(subject, value, ok=ok, rule=rule, remedy=remedy, otherwise=otherwise)
             found.append(rated)
     return found
 
@@ -430,7 +430,7 @@ def driver_findings(answers: Answers) -> list[Finding]:
     major = int(version.split(".")[0])
     brought = "" if cuda is None else f", CUDA {cuda // 1000}.{cuda % 1000 // 10}"
     return [
-        judged(
+        graded(
             "driver",
             f"{version}{brought}",
             ok=major >= 580,

@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from jaxinfra.diagnostics.machine.finding import Finding, Grade, judged, not_known
+from jaxinfra.diagnostics.machine.finding import Finding, Grade, graded, not_known
 
 _WRITTEN = 64 << 20
 _SLOW_DISK = 200e6
@@ -32,7 +32,7 @@ class HostState:
     cgroup_used: int | None
     cpus: int  # cores that this process may run on
     cpu_limit: float | None  # CPU quota of the control group, in cores; None: no limit
-    cpu_held: float | None  # fraction of scheduling periods throttled by that quota
+    cpu_throttled: float | None  # fraction of scheduling periods throttled by that quota
     shared_bytes: int | None  # free in /dev/shm
     open_files: int  # most files that a process may have open
     disk_free: int
@@ -55,7 +55,7 @@ def read_host(directory: Path) -> HostState:
         cgroup_used=_bytes("memory.current", "memory/memory.usage_in_bytes"),
         cpus=len(os.sched_getaffinity(0)),
         cpu_limit=_cpu_limit(),
-        cpu_held=_cpu_held(),
+        cpu_throttled=_cpu_held(),
         shared_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         disk_free=free,
@@ -143,7 +143,7 @@ def host_findings(state: HostState, *, gpu_bytes: int = 0, gpus: int = 0) -> lis
         _cgroup(state),
         _processors(state, gpus),
         _shared(state),
-        judged(
+        graded(
             "host: open files",
             f"at most {state.open_files}",
             ok=state.open_files >= _FILES,
@@ -159,7 +159,7 @@ def _memory(state: HostState, gpu_bytes: int) -> Finding:
     # Of a GPU's memory about half is state, which a checkpoint copies to the host first.
     wanted = max(4 << 30, gpu_bytes // 2)
     rule = f"at least {wanted / 2**30:.0f} GiB can be had: a checkpoint is copied through the host"
-    return judged(
+    return graded(
         "host: memory",
         f"{state.memory_bytes / 2**30:.1f} of {state.total_bytes / 2**30:.1f} GiB free, "
         f"{state.cpus} CPUs",
@@ -172,8 +172,8 @@ def _memory(state: HostState, gpu_bytes: int) -> Finding:
 def _cgroup(state: HostState) -> Finding:
     rule = "a tenth of the control group's memory is free, or the kernel ends the job"
     if state.cgroup_limit is None or state.cgroup_used is None:
-        return judged("host: cgroup", "no limit", ok=True, rule=rule, remedy="")
-    return judged(
+        return graded("host: cgroup", "no limit", ok=True, rule=rule, remedy="")
+    return graded(
         "host: cgroup",
         f"{state.cgroup_used / 2**30:.1f} of {state.cgroup_limit / 2**30:.1f} GiB in use",
         ok=state.cgroup_used < 0.9 * state.cgroup_limit,
@@ -186,11 +186,11 @@ def _cgroup(state: HostState) -> Finding:
 def _processors(state: HostState, gpus: int) -> Finding:
     wanted = max(1, _CPUS_A_GPU * gpus)
     there = state.cpus if state.cpu_limit is None else min(state.cpu_limit, state.cpus)
-    held = state.cpu_held or 0.0
+    held = state.cpu_throttled or 0.0
     value = f"{there:g} of {state.cpus}"
     if state.cpu_limit is not None:
         value += f" by the control group, which was made to wait in {held:.0%} of its periods"
-    return judged(
+    return graded(
         "host: CPUs",
         value,
         ok=there >= wanted and held < _HELD,
@@ -204,7 +204,7 @@ def _shared(state: HostState) -> Finding:
     rule = "at least 1 GiB in /dev/shm: NCCL and loaders exchange buffers there"
     if state.shared_bytes is None:
         return not_known("host: shared memory", "no /dev/shm", rule=rule)
-    return judged(
+    return graded(
         "host: shared memory",
         f"{state.shared_bytes / 2**30:.2f} GiB free",
         ok=state.shared_bytes >= 1 << 30,
@@ -217,7 +217,7 @@ def _shared(state: HostState) -> Finding:
 def _disk(state: HostState) -> list[Finding]:
     speed = f"at least {_SLOW_DISK / 1e6:.0f} MB/s, or saves outlast what they overlap with"
     found = [
-        judged(
+        graded(
             "host: disk space",
             f"{state.disk_free / 2**30:.1f} GiB free",
             ok=state.disk_free >= 10 << 30,
@@ -229,7 +229,7 @@ def _disk(state: HostState) -> list[Finding]:
     ]
     if state.write_rate is None:
         return [*found, not_known("host: disk writes", "could not be written", rule=speed)]
-    rated = judged(
+    rated = graded(
         "host: disk writes",
         f"{state.write_rate / 1e6:.0f} MB/s ({_WRITTEN >> 20} MiB, synchronized)",
         ok=state.write_rate >= _SLOW_DISK,
@@ -244,7 +244,7 @@ def _clock_finding(state: HostState) -> Finding:
     if state.clock_synchronized is None:
         return not_known("host: clock", "not told", rule=rule)
     error = state.clock_error_s
-    return judged(
+    return graded(
         "host: clock",
         ("synchronized" if state.clock_synchronized else "not synchronized")
         + ("" if error is None else f", off by at most {error:.3f} s"),

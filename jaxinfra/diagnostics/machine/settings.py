@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from jaxinfra.diagnostics.machine.finding import Finding, Grade, judged
+from jaxinfra.diagnostics.machine.finding import Finding, Grade, graded
 
 
 def installed() -> dict[str, str]:
@@ -33,7 +33,7 @@ def software_findings(versions: Mapping[str, str], *, num_gpus: int) -> list[Fin
     """
     jax = versions.get("jax", "")
     found = [
-        judged(
+        graded(
             "software: Python",
             platform.python_version(),
             ok=tuple(map(int, platform.python_version_tuple()[:2])) >= (3, 12),
@@ -41,7 +41,7 @@ def software_findings(versions: Mapping[str, str], *, num_gpus: int) -> list[Fin
             remedy="make a new environment: make clean && make train",
             otherwise=Grade.FAIL,
         ),
-        judged(
+        graded(
             "software: JAX",
             jax or "not installed",
             ok=(0, 11, 2) <= _parts(jax) < (0, 13),
@@ -53,7 +53,7 @@ def software_findings(versions: Mapping[str, str], *, num_gpus: int) -> list[Fin
     plugins = {name: text for name, text in versions.items() if name.startswith(("jaxlib", "jax-"))}
     others = [f"{name} {text}" for name, text in plugins.items() if text != jax]
     found.append(
-        judged(
+        graded(
             "software: jaxlib and plugins",
             ", ".join(f"{name} {text}" for name, text in plugins.items()),
             ok=not others,
@@ -70,7 +70,7 @@ def _cuda_findings(versions: Mapping[str, str]) -> list[Finding]:
     has_plugin = any("pjrt" in name for name in versions)
     both = [series for series in ("12", "13") if f"jax-cuda{series}-pjrt" in versions]
     return [
-        judged(
+        graded(
             "software: CUDA plugin",
             "installed" if has_plugin else "not installed",
             ok=has_plugin,
@@ -78,7 +78,7 @@ def _cuda_findings(versions: Mapping[str, str]) -> list[Finding]:
             remedy="install jaxinfra[cuda]",
             otherwise=Grade.FAIL,
         ),
-        judged(
+        graded(
             "software: one CUDA",
             f"CUDA {' and '.join(both) or 'of neither series'}",
             ok=len(both) < 2,
@@ -233,7 +233,7 @@ def setting_findings(environment: Mapping[str, str], *, num_gpus: int) -> list[F
             )
         )
     rule = "no variable or flag that costs speed or changes results"
-    return found or [judged("settings", "none", ok=True, rule=rule, remedy="")]
+    return found or [graded("settings", "none", ok=True, rule=rule, remedy="")]
 
 
 def unknown_flag_findings(environment: Mapping[str, str]) -> list[Finding]:
@@ -244,7 +244,7 @@ def unknown_flag_findings(environment: Mapping[str, str]) -> list[Finding]:
     flags = xla_flags(environment)
     rule = "this XLA knows every flag; an unknown one ends the process"
     if not flags:
-        return [judged("XLA_FLAGS", "not set", ok=True, rule=rule, remedy="")]
+        return [graded("XLA_FLAGS", "not set", ok=True, rule=rule, remedy="")]
     done = subprocess.run(
         [sys.executable, "-c", "import jax; jax.devices()"],
         env={**os.environ, **environment, "JAX_PLATFORMS": "cpu"},
@@ -259,7 +259,7 @@ def unknown_flag_findings(environment: Mapping[str, str]) -> list[Finding]:
     else:
         text = (done.stderr.strip().splitlines() or ["JAX did not start with them"])[-1]
     return [
-        judged(
+        graded(
             "XLA_FLAGS",
             text,
             ok=done.returncode == 0,

@@ -202,7 +202,7 @@ class MemoryPart:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class HeldBuffer:
+class LiveBuffer:
     """One array that is alive when a program's memory is fullest, or one of its arguments."""
 
     role: str
@@ -218,7 +218,7 @@ class MemoryReport:
 
     total_bytes: int  # as the compiler reports: arguments, results, temporaries
     parts: tuple[MemoryPart, ...]  # sum exactly to the total; largest first
-    largest: tuple[HeldBuffer, ...]  # largest first
+    largest: tuple[LiveBuffer, ...]  # largest first
     peak_operation: str  # the operation that runs when memory is fullest
     peak_scope: str  # its named scope, such as "mlp backward"
     moments: tuple[int, ...]  # instructions of the program at which memory changes
@@ -317,7 +317,7 @@ def _peak_scope(lives: Lives, now: int) -> str:
     return next((scope for scope in scopes if not scope.startswith("other")), "the program's start")
 
 
-def _arguments(program: CompiledProgram) -> list[HeldBuffer]:
+def _arguments(program: CompiledProgram) -> list[LiveBuffer]:
     paths = {
         operation.parameter: operation
         for operation in program.computations[program.entry].operations
@@ -328,7 +328,7 @@ def _arguments(program: CompiledProgram) -> list[HeldBuffer]:
         if each.is_parameter:
             operation = paths[each.parameter]
             found.append(
-                HeldBuffer(
+                LiveBuffer(
                     role=argument_role(operation.op_name),
                     name=argument_name(operation.op_name),
                     shape=operation.shapes[0],
@@ -404,13 +404,13 @@ class _Heap:
         begin, end = _ends(self._all[number].buffer)
         return slice(self._places[begin], self._places[end])
 
-    def at_peak(self) -> tuple[list[tuple[HeldBuffer, int]], int]:
+    def at_peak(self) -> tuple[list[tuple[LiveBuffer, int]], int]:
         """Returns the arrays alive at peak memory, their unshared bytes, and the peak's moment."""
         totals = self._by_role.sum(axis=1) if len(self._by_role) else np.zeros(1)
         found = []
         for number in np.unique(self._owners[self._owners >= 0]):
             life = self._all[number]
-            held = HeldBuffer(
+            held = LiveBuffer(
                 role=buffer_role(life, self._lives),
                 name=buffer_name(life, self._lives),
                 shape=life.shape,

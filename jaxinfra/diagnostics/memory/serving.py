@@ -43,7 +43,7 @@ class ServingCase:
     cache: CacheFormat = CacheFormat.PLAIN
     mesh: MeshConfig = MeshConfig()
     num_ids: int | None = None  # ids that may be sampled; None: all
-    is_straight: bool = False  # as on GPUs: layers unrolled, projections packed
+    is_unrolled: bool = False  # as on GPUs: layers unrolled, projections packed
     # Shapes or arrays of the loaded weights, which may be quantized. None: all weights in the
     # policy's dtype.
     weights: Parameters | None = None
@@ -60,7 +60,7 @@ class ServingCase:
         kept: dict[str, Any] = {"policy": self.policy, "cache_format": self.cache}
         execution = execution_on(placement, **kept)
         form = define_model(self.model, execution)
-        if not self.is_straight:
+        if not self.is_unrolled:
             return form
         packed = not self.mesh.splits_matmuls and (self.weights is None or can_pack(self.weights))
         how = execution_on(placement, **kept, decode_form=DecodeForm(packed=packed))
@@ -88,7 +88,7 @@ class ServingCase:
                 "known before they are loaded; leave --mesh out for that of one device"
             )
         held = self.weights
-        if self.is_straight:
+        if self.is_unrolled:
             made = functools.partial(serving_parameters, form)
             held = jax.eval_shape(made, self.weights)
         return jax.tree.map(lambda leaf: _placed(leaf, placement.replicated), held)

@@ -385,7 +385,7 @@ def _is_cheap(made: Mapping[int, _Equation], from_dy: set[int], value: int) -> b
     )
 
 
-def layer_places(num_layers: int, runs: int) -> np.ndarray:
+def padded_layer_indices(num_layers: int, runs: int) -> np.ndarray:
     """Splits layers into runs; returns layer indices, int [runs * longest run], -1 for padding."""
     longest, first_short = -(-num_layers // runs), num_layers % runs or runs
     places = np.full((runs, longest), -1)
@@ -398,7 +398,11 @@ def layer_places(num_layers: int, runs: int) -> np.ndarray:
 
 
 def pad_layers(tree: Tree, places: np.ndarray) -> Tree:
-    """Pads stacked layers [layers, ...] with zeros to [places, ...], as ``layer_places`` says."""
+    """Pads stacked layers [layers, ...] with zeros to [places, ...].
+
+    Args:
+        places: layer indices from ``padded_layer_indices``.
+    """
     if np.all(places >= 0):
         return tree
 

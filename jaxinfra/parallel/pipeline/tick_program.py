@@ -248,7 +248,7 @@ def bubble_formula(
             return (stages - 1) / (6 * micro_batches)
 
 
-def held_chunks(schedule: Schedule) -> np.ndarray:
+def live_chunks(schedule: Schedule) -> np.ndarray:
     """Counts chunks whose activations each stage keeps after each tick, int [ticks, stages]."""
     frees = (schedule.kind == Kind.BACKWARD) | (schedule.kind == Kind.WEIGHT)
     return np.cumsum((schedule.kind == Kind.FORWARD).astype(int) - frees, axis=0)
@@ -257,4 +257,4 @@ def held_chunks(schedule: Schedule) -> np.ndarray:
 def peak_activations(schedule: Schedule) -> np.ndarray:
     """Computes each stage's peak activations, in units of a stage's for one micro-batch."""
     # A chunk holds its activations in the tick that frees them, too.
-    return held_chunks(schedule).max(axis=0) / schedule.num_chunks
+    return live_chunks(schedule).max(axis=0) / schedule.num_chunks

@@ -111,7 +111,7 @@ def serve(
     try:
         with server.running(), _told(running):
             followers = _ready(engine, running, read=read, cluster=cluster, say=say)
-            request.hold()
+            request.defer()
             running.start()
             say(
                 f"{', '.join(service.names)} at {server.address}: {engine.limits.context} tokens "
@@ -197,5 +197,5 @@ def serve_part(
     """
     engine = Engine.of(model, options=options, consumes=True)
     engine.warm_up()
-    request.hold()  # the first process decides when it ends
+    request.defer()  # the first process decides when it ends
     follow(cluster, engine.runner)

@@ -433,7 +433,7 @@ def serve_replicas(
     front = ReplicaFront(replicas, api_key=options.api_key, hang_s=hang_s)
     guarded = RequestGuards(front, api_key=options.api_key, max_body_bytes=max_body_bytes)
     server = HttpServer(guarded, options, drain=front.drain)
-    request.hold()
+    request.defer()
     try:
         replicas.start(lambda: request.asked)
         if not request.asked:

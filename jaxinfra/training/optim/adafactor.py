@@ -13,7 +13,7 @@ import optax
 
 from jaxinfra.axes import Dims
 from jaxinfra.numerics.storage import EXACT
-from jaxinfra.training.optim.muon import own_dims, sides
+from jaxinfra.training.optim.muon import matrix_dims, matrix_sides
 
 _DECAY = 0.8  # of the second moments: 1 - t^-0.8 at step t
 _EPSILON = 1e-30  # added to squares
@@ -64,7 +64,7 @@ def scale_by_adafactor(dims: Any) -> optax.GradientTransformation:
 
 
 def _factored(shape: tuple[int, ...], dims: Dims) -> bool:
-    found = sides(dims)
+    found = matrix_sides(dims)
     return len(found) == 2 and all(
         math.prod(shape[dim] for dim in side) >= _LEAST_SIDE for side in found
     )
@@ -74,7 +74,7 @@ def _empty(leaf: Any, dims: Dims) -> tuple[jax.Array, jax.Array, jax.Array]:
     none = jnp.zeros((1,), leaf.dtype)
     if not _factored(leaf.shape, dims):
         return none, none, jnp.zeros_like(leaf)
-    rows, columns = sides(dims)
+    rows, columns = matrix_sides(dims)
     along_rows, along_columns = (
         jnp.zeros([1 if dim in side else size for dim, size in enumerate(leaf.shape)], leaf.dtype)
         for side in (columns, rows)
@@ -98,7 +98,7 @@ def _stepped(
         return (decay * mean + (1.0 - decay) * now).astype(mean.dtype)
 
     if _factored(gradient.shape, dims):
-        row_dims, column_dims = sides(dims)
+        row_dims, column_dims = matrix_sides(dims)
         rows = moved(rows, jnp.mean(squares, axis=column_dims, keepdims=True))
         columns = moved(columns, jnp.mean(squares, axis=row_dims, keepdims=True))
         share = rows / jnp.mean(rows, axis=row_dims, keepdims=True)
@@ -106,5 +106,5 @@ def _stepped(
     else:
         whole = moved(whole, squares)
         step = gradient * whole**-0.5
-    root = jnp.sqrt(jnp.mean(jnp.square(step), axis=own_dims(dims), keepdims=True))
+    root = jnp.sqrt(jnp.mean(jnp.square(step), axis=matrix_dims(dims), keepdims=True))
     return step / jnp.maximum(1.0, root / _MOST_RMS), rows, columns, whole

@@ -19,7 +19,7 @@ from jaxinfra.config.optimizer import MuonConfig
 _ROOT_MEAN_SQUARE = 0.2
 
 
-def sides(dims: Dims) -> tuple[tuple[int, ...], ...]:
+def matrix_sides(dims: Dims) -> tuple[tuple[int, ...], ...]:
     """Groups a parameter's dims into sides: two sides for a matrix, one for a vector. Returns the
     dim indices of each side.
 
@@ -34,9 +34,9 @@ def sides(dims: Dims) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
-def own_dims(dims: Dims) -> tuple[int, ...]:
+def matrix_dims(dims: Dims) -> tuple[int, ...]:
     """Returns the dims of one matrix or vector in a parameter that stacks layers or experts."""
-    return tuple(dim for side in sides(dims) for dim in side)
+    return tuple(dim for side in matrix_sides(dims) for dim in side)
 
 
 def is_matrix(dims: Dims) -> bool:
@@ -45,14 +45,14 @@ def is_matrix(dims: Dims) -> bool:
     The number of dims does not decide: a query bias is [layers, heads, head], but is a vector per
     layer.
     """
-    return len(sides(dims)) >= 2
+    return len(matrix_sides(dims)) >= 2
 
 
 def is_hidden_matrix(dims: Dims) -> bool:
     """Whether a parameter is a matrix between two widths of the model. Embedding tables are not:
     one of their sides is the vocabulary or the positions.
     """
-    return len(sides(dims)) == 2 and not {VOCAB, POSITION} & set(dims)
+    return len(matrix_sides(dims)) == 2 and not {VOCAB, POSITION} & set(dims)
 
 
 def orthogonalized(config: MuonConfig, dims: Any) -> optax.GradientTransformation:
@@ -88,7 +88,7 @@ def orthogonalized(config: MuonConfig, dims: Any) -> optax.GradientTransformatio
 
 
 def _dimension_numbers(dims: Dims) -> MuonDimensionNumbers:
-    rows, columns = sides(dims)
+    rows, columns = matrix_sides(dims)
     return MuonDimensionNumbers(reduction_axis=rows, output_axis=columns)
 
 

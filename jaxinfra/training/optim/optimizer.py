@@ -26,7 +26,7 @@ from jaxinfra.numerics.storage import (
 )
 from jaxinfra.training.optim.adafactor import scale_by_adafactor
 from jaxinfra.training.optim.learning_rate import learning_rate, standard_promotion
-from jaxinfra.training.optim.muon import is_hidden_matrix, is_matrix, orthogonalized, own_dims
+from jaxinfra.training.optim.muon import is_hidden_matrix, is_matrix, matrix_dims, orthogonalized
 
 _SEED = 0  # of rounding
 
@@ -54,7 +54,7 @@ def scale_by_stored_adam(config: OptimizerConfig, dims: Any) -> optax.GradientTr
     Args:
         dims: tree of ``DimsLeaf`` that names each parameter's dims.
     """
-    axes = [own_dims(leaf.dims) for leaf in jax.tree.leaves(dims)]
+    axes = [matrix_dims(leaf.dims) for leaf in jax.tree.leaves(dims)]
     adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)
     formats = config.first_moment, config.second_moment
     rooted = config.second_moment in (MomentFormat.FP16, MomentFormat.FP8)
