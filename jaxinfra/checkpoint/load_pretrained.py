@@ -34,7 +34,7 @@ from jaxinfra.model.definition import (
     nest,
     without,
 )
-from jaxinfra.numerics.policy import POLICIES, held_as_computed
+from jaxinfra.numerics.policy import POLICIES, stored_as_computed
 from jaxinfra.ops.quantized import QuantizedWeight, WeightFormat
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
@@ -339,7 +339,7 @@ def _opened(
         placement = Placement(mesh=make_mesh(MeshConfig(), devices=jax.local_devices()))
 
     def defined(policy: PolicyName) -> ModelDefinition:
-        numbers = held_as_computed(POLICIES[policy])
+        numbers = stored_as_computed(POLICIES[policy])
         return define_model(directory.config, execution_on(placement, policy=numbers))
 
     # Names and shapes do not depend on the policy, and the files say which one fits them.

@@ -46,8 +46,8 @@ from jaxinfra.diagnostics.memory.serving import (
 )
 from jaxinfra.errors import ConfigError
 from jaxinfra.model.definition import Parameters
-from jaxinfra.numerics.policy import POLICIES, Policy, as_kept, held_as_computed
-from jaxinfra.quantize.held import held_shapes
+from jaxinfra.numerics.policy import POLICIES, Policy, as_kept, stored_as_computed
+from jaxinfra.quantize.held import quantized_shapes
 from jaxinfra.quantize.recipes import DEFAULT_GROUP, RECIPES, quantization_recipe
 from jaxinfra.serving.engine.fit import let_jax_allocate, memory_limit
 from jaxinfra.training.job import lower_step, make_job
@@ -183,9 +183,9 @@ def _served(args: argparse.Namespace) -> tuple[ModelConfig, Policy, Parameters |
                 "--mesh out"
             )
         recipe = quantization_recipe(args.weights, group=args.group_size)
-        held = held_shapes(config.model, recipe, policy=config.precision.policy)
-        return config.model, held_as_computed(policy), held
-    return config.model, held_as_computed(policy) if config.lora else policy, None
+        held = quantized_shapes(config.model, recipe, policy=config.precision.policy)
+        return config.model, stored_as_computed(policy), held
+    return config.model, stored_as_computed(policy) if config.lora else policy, None
 
 
 def _of_engine(args: argparse.Namespace, limit: int | None) -> _Found:

@@ -263,7 +263,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with noted_signals() as request:
             if rank > 0 and cluster is not None:
-                start.serve_part(model, options.engine, request, cluster)
+                start.serve_as_follower(model, options.engine, request, cluster)
             else:
                 given: dict[str, Any] = {"draft": served.draft, "bank": served.bank}
                 given |= {"read": served.read, "cluster": cluster}

@@ -36,7 +36,7 @@ class PipelineConfig:
             )
 
     @property
-    def chunks_a_stage(self) -> int:
+    def chunks_per_stage(self) -> int:
         """Number of separate groups of consecutive layers per stage."""
         match self.schedule:
             case PipelineSchedule.INTERLEAVED:

@@ -278,10 +278,10 @@ def _validate_pipeline(run: RunConfig) -> None:
     for text in _refused_by_stages(run):
         raise ConfigError(text)
     groups, pipeline = run.model.stacks[0].repeats, run.pipeline
-    if groups < pipe * pipeline.chunks_a_stage:
+    if groups < pipe * pipeline.chunks_per_stage:
         raise ConfigError(
             f"{groups} repetitions of the block pattern are too few for pipe={pipe} stages x "
-            f"{pipeline.chunks_a_stage} chunks of schedule={pipeline.schedule.value}; each needs "
+            f"{pipeline.chunks_per_stage} chunks of schedule={pipeline.schedule.value}; each needs "
             f"one: choose a pipe size or schedule of at most {groups}"
         )
 

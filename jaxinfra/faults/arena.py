@@ -378,7 +378,7 @@ def incidents(run: Path, kind: str) -> list[dict[str, Any]]:
     return [found for found in _lines(run / "incidents.jsonl") if found["kind"] == kind]
 
 
-def the_incident(run: Path, kind: str) -> dict[str, Any]:
+def single_incident(run: Path, kind: str) -> dict[str, Any]:
     """Returns a run's only incident of a kind; raises NotProvenError if there are more or none."""
     found = incidents(run, kind)
     if len(found) != 1:

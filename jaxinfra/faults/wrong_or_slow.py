@@ -5,7 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfra.checkpoint.run_directory import RunDirectory
-from jaxinfra.faults.arena import Arena, incidents, injected, ledger, metrics, require, the_incident
+from jaxinfra.faults.arena import (
+    Arena,
+    incidents,
+    injected,
+    ledger,
+    metrics,
+    require,
+    single_incident,
+)
 from jaxinfra.faults.verdict import fault
 
 _BATCH = "jaxinfra.data.packing:PackedWindows.batch"
@@ -32,7 +40,7 @@ def not_a_number(arena: Arena) -> str:
     step = 10
     plan = _poison(arena, step, rank=1, action=f"{_CORRUPTION}:poison_weights")
     arena.run("f11", arena.settings(), faults=[plan], restarts=0).require(0)
-    found = the_incident(arena.place / "f11", "not finite")
+    found = single_incident(arena.place / "f11", "not finite")
     require(found["step"] == step and found["ranks"] == [1], f"found {found}")
     require(found["tensors"] and "layer 0" in found["text"], f"found {found}")
     same = _require_like_excluded(arena, "f11", step)
@@ -47,7 +55,7 @@ def poison_batch(arena: Arena) -> str:
     plans = [_poison(arena, step, rank=rank, action=action) for rank in range(arena.processes)]
     arena.run("f12", arena.settings(*_spike(arena)), faults=plans, restarts=0).require(0)
     _require_spike(arena, "f12", step, kind="batch excluded")
-    found = the_incident(arena.place / "f12", "batch excluded")
+    found = single_incident(arena.place / "f12", "batch excluded")
     require(found["step"] == step, f"found {found}")
     without = [entry[0] for entry in ledger(arena.place / "f12") if not entry[-1]]
     require(without == [step], f"the ledger lacks the batches of steps {without}")
@@ -61,9 +69,9 @@ def flipped_weight(arena: Arena) -> str:
     plan = injected(_STEP, f"{_CORRUPTION}:flipping_step", rank=1, at=6)
     command = arena.settings(processes=4)
     arena.run("f13", command, faults=[plan], restarts=0, processes=4).require(0)
-    back = the_incident(arena.place / "f13", "went back")
+    back = single_incident(arena.place / "f13", "went back")
     require(back["step"] == 8, f"seen at step {back['step']}, flipped at 6, compared every 4")
-    found = the_incident(arena.place / "f13", "transient fault")
+    found = single_incident(arena.place / "f13", "transient fault")
     require(found["ranks"] == [1], f"found {found}")
     return f"W: {back['text']}; {found['text']}; {arena.require_same('f13', processes=4)}"
 
@@ -76,7 +84,7 @@ def transient(arena: Arena) -> str:
     plan = injected(_STEP, f"{_CORRUPTION}:poisoning_step", rank=1, at=step, token=rare)
     arena.run("f14", arena.settings(*_spike(arena)), faults=[plan], restarts=0).require(0)
     _require_spike(arena, "f14", step, kind="transient fault")
-    found = the_incident(arena.place / "f14", "transient fault")
+    found = single_incident(arena.place / "f14", "transient fault")
     require(found["step"] == step, f"found {found}")
     require(not incidents(arena.place / "f14", "batch excluded"), "a good batch was left out")
     return f"W: step {step}: {found['text']}; {arena.require_same('f14')}"

@@ -36,7 +36,7 @@ from jaxinfra.model.repetition import (
     graphdefs_of,
     in_eight_bits,
     repetition_of,
-    straight,
+    run_unrolled,
 )
 from jaxinfra.model.rope import RopeTable, rope_table
 from jaxinfra.model.whole_step import whole_step
@@ -340,7 +340,7 @@ class Decoder(nnx.Module):
         if cache is not None and is_straight:
             blocks = self._blocks_at(places)
             with jax.named_scope("layer"):
-                return straight(x_BTD, blocks, kinds, given, tuple(ropes), cache)
+                return run_unrolled(x_BTD, blocks, kinds, given, tuple(ropes), cache)
         computed = {
             kind: self.repetition(places, given, ropes=ropes, cache=cache, number=kinds.index(kind))
             for kind in dict.fromkeys(kinds)

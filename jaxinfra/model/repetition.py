@@ -133,7 +133,7 @@ def repetition_of(
     return repetition
 
 
-def straight(
+def run_unrolled(
     x_BTD: jax.Array,
     blocks: Sequence[Block],
     kinds: Sequence[InEightBits],

@@ -69,7 +69,7 @@ def policy_of(config: PrecisionConfig) -> Policy:
     if config.weight_gradients is WeightGradients.COMPUTE:
         policy = dataclasses.replace(policy, gradient=policy.compute)
     if config.weights is StoredWeights.BF16:
-        policy = held_as_computed(policy)
+        policy = stored_as_computed(policy)
     if config.fp8 is None:
         return policy
     fp8 = fp8_recipe(config.fp8)
@@ -86,7 +86,7 @@ def unquantized(policy: Policy) -> Policy:
     return dataclasses.replace(policy, sites=sites, out_of_eight_bits=(0, 0))
 
 
-def held_as_computed(policy: Policy) -> Policy:
+def stored_as_computed(policy: Policy) -> Policy:
     """Returns the policy with weights stored in the compute dtype, without fp32 masters.
 
     It is for weights that are frozen, or whose updates are rounded stochastically.

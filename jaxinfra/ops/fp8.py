@@ -38,7 +38,7 @@ from jaxinfra.ops.fp8_devices import (
     WHOLE,
     Devices,
     FindDevices,
-    Hold,
+    ShardingUse,
     Side,
     of_matrix,
     one_device,
@@ -113,13 +113,13 @@ def _form(spec: str) -> tuple[int, int, bool]:
 
 def _fitting(devices: Devices, sides: tuple[Side, ...], fp8: Fp8Recipe) -> Devices:
     """Returns devices whose shares have whole blocks, else those partitioned by the compiler."""
-    why = devices.unfit(sides)
+    why = devices.why_unfit(sides)
     if why is None:
         return devices
     shape = " x ".join(str(math.prod(sizes)) for _, sizes in sides)
     case = f"scales by {operands.form_of(fp8)} of {shape}"
     announce("8-bit matmul", "xla", case, because=why)
-    return devices.together
+    return devices.compiler_partitioned
 
 
 def _quantized_tokens(
@@ -140,12 +140,12 @@ def _quantized_tokens(
     assert fp8 is not None
     caster = Caster(operand, fp8, devices)
     sizes = x.shape[: x.ndim - len(dims)]
-    if devices.unfit(((tokens, sizes),)) is not None:
+    if devices.why_unfit(((tokens, sizes),)) is not None:
         tokens = TOKENS  # brought together in 16 bits
 
     def part(x: jax.Array) -> tuple[BothWays, jax.Array]:
         matrix = operands.as_matrix(x.astype(recipe.compute), len(dims), devices)
-        return caster.tokens(matrix, dims=dims, lie=tokens, sequences=x.shape[0])
+        return caster.tokens(matrix, dims=dims, token_dims=tokens, sequences=x.shape[0])
 
     both = BothWays._make((of_matrix(TOKENS, dims), of_matrix(dims, TOKENS)))
     takes = (unmerged((*tokens, *dims)),)
@@ -299,7 +299,7 @@ class Call:
             operand=COTANGENT,
             recipe=self.recipe,
             dims=outer,
-            tokens=self.devices.tokens_of_sum(contracted),
+            tokens=self.devices.token_dims_of_sum(contracted),
             devices=self.devices,
         )
         return self.gradients(kept, both, seen)
@@ -327,7 +327,7 @@ class Call:
             matrix = weight.reshape(self._as_matrix(weight.shape)).astype(self.recipe.compute)
             return caster.weight(matrix, self.matrix_dims)
 
-        takes = (unmerged((*rows, *columns), Hold.STORED),)
+        takes = (unmerged((*rows, *columns), ShardingUse.STORED),)
         return self.devices.each(part, takes=takes, gives=(self._placed_weight, WHOLE))(weight)
 
     def _with_weight(self, tokens: Quantized, w: Quantized, *, out: jnp.dtype, along_first: bool):
@@ -338,16 +338,16 @@ class Call:
         placed = self._placed_weight
         split = len(rows)
         outer_shape = self.weight_shape[split:] if along_first else self.weight_shape[:split]
-        shape = devices.share((*self.tokens, *outer_shape), (*TOKENS, *outer))
+        shape = devices.shard_shape((*self.tokens, *outer_shape), (*TOKENS, *outer))
 
         def part(tokens: Quantized, w: Quantized) -> jax.Array:
-            whole = devices.whole(w, placed, self.weight_shape)
+            whole = devices.gather_weight(w, placed, self.weight_shape)
             b = operands.transposed(whole) if along_first else whole
             y = self._multiply(tokens, b, forms, out)
-            return devices.total(y.reshape(shape), contracted)
+            return devices.sum_products(y.reshape(shape), contracted)
 
         takes = (of_matrix(TOKENS, contracted), placed)
-        gives = unmerged((*devices.tokens_of_sum(contracted), *outer))
+        gives = unmerged((*devices.token_dims_of_sum(contracted), *outer))
         return devices.each(part, takes=takes, gives=gives)(tokens, w)
 
     def _of_weight(self, a: Quantized, b: Quantized) -> jax.Array:
@@ -355,14 +355,14 @@ class Call:
         devices, (rows, columns) = self.devices, self.matrix_dims
         dims, form = (*rows, *columns), self._form
         handed_on = self.recipe.gradient or self.recipe.accum
-        shape = devices.share(self.weight_shape, dims)
+        shape = devices.shard_shape(self.weight_shape, dims)
 
         def part(a: Quantized, b: Quantized) -> jax.Array:
             gradient = self._multiply(a, b, (form, form), self.recipe.accum).astype(handed_on)
-            return devices.total_gradient(gradient.reshape(shape), dims)
+            return devices.sum_gradient(gradient.reshape(shape), dims)
 
         takes = (of_matrix(rows, TOKENS), of_matrix(columns, TOKENS))
-        return devices.each(part, takes=takes, gives=unmerged(dims, Hold.SUMMED))(a, b)
+        return devices.each(part, takes=takes, gives=unmerged(dims, ShardingUse.SUMMED))(a, b)
 
     def _as_matrix(self, shape: tuple[int, ...]) -> tuple[int, int]:
         split = len(self.matrix_dims[0])
@@ -374,7 +374,7 @@ class Call:
 
     @property
     def _placed_weight(self) -> Any:
-        return of_matrix(*self.matrix_dims, Hold.STORED)
+        return of_matrix(*self.matrix_dims, ShardingUse.STORED)
 
     def _multiply(
         self, a: Quantized, b: Quantized, forms: tuple[Scaling, Scaling], out: jnp.dtype
@@ -383,7 +383,7 @@ class Call:
         operands have; rounded from fp32 to ``out``.
         """
         if a.values.ndim == 2:
-            num_devices = self.devices.spread
+            num_devices = self.devices.num_partitions
             return scaled_matmul(
                 a.values, b.values, a.scale, b.scale, out_dtype=out, num_devices=num_devices
             )

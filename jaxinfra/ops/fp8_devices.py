@@ -23,7 +23,7 @@ STREAM_TOKENS: Dims = (BATCH, STREAM_SEQUENCE)
 of its sequence."""
 
 
-class Hold(enum.Enum):
+class ShardingUse(enum.Enum):
     """Ways in which an array is sharded over a mesh."""
 
     USED = enum.auto()  # activations, and weights as matmuls read them
@@ -32,27 +32,29 @@ class Hold(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Placed:
-    """The placement of an array: the logical dims merged in each of its dims, and its ``Hold``."""
+class PartPlacement:
+    """Placement of an array: the logical dims merged in each of its dims, and its use."""
 
     dims: tuple[Dims, ...]
-    held: Hold = Hold.USED
+    use: ShardingUse = ShardingUse.USED
 
 
-WHOLE = Placed(())
+WHOLE = PartPlacement(())
 """An array that every device has all of."""
 
 
-def unmerged(dims: Dims, held: Hold = Hold.USED) -> Placed:
+def unmerged(dims: Dims, use: ShardingUse = ShardingUse.USED) -> PartPlacement:
     """Returns the placement of an array whose dims are these logical dims, none merged."""
-    return Placed(tuple((dim,) for dim in dims), held)
+    return PartPlacement(tuple((dim,) for dim in dims), use)
 
 
-def of_matrix(rows: Dims, columns: Dims, held: Hold = Hold.USED) -> Any:
-    """Returns the ``Placed`` of a matrix's values and scales, in the structure of a
+def of_matrix(rows: Dims, columns: Dims, use: ShardingUse = ShardingUse.USED) -> Any:
+    """Returns the ``PartPlacement`` of a matrix's values and scales, in the structure of a
     ``Quantized``.
     """
-    return Quantized._make((Placed((rows, columns), held), Placed((columns, rows), held)))
+    return Quantized._make(
+        (PartPlacement((rows, columns), use), PartPlacement((columns, rows), use))
+    )
 
 
 type Side = tuple[Dims, tuple[int, ...]]
@@ -74,16 +76,16 @@ class Devices:
     gather: GatherQuantized | None = None  # constrains the compiler to gather a quantized weight
 
     @property
-    def spread(self) -> int:
+    def num_partitions(self) -> int:
         """Number of devices that the compiler partitions arrays over; 1 where kernels run."""
         return self.num
 
     @property
-    def together(self) -> "Devices":
+    def compiler_partitioned(self) -> "Devices":
         """Returns ``Devices`` on which the compiler partitions arrays, instead of ``shard_map``."""
         return self
 
-    def unfit(self, sides: tuple[Side, ...]) -> str | None:
+    def why_unfit(self, sides: tuple[Side, ...]) -> str | None:
         """Returns why parts cannot run on shards of operands with these dims; None if they can."""
         del sides
         return None
@@ -92,23 +94,23 @@ class Devices:
         """Returns a function of whole arrays that runs ``part`` on these devices.
 
         Args:
-            takes: placements of its arguments, a tree of ``Placed``.
-            gives: placements of its result, a tree of ``Placed``.
+            takes: placements of its arguments, a tree of ``PartPlacement``.
+            gives: placements of its result, a tree of ``PartPlacement``.
         """
         del takes, gives
         return part
 
-    def share(self, shape: tuple[int, ...], dims: Dims) -> tuple[int, ...]:
+    def shard_shape(self, shape: tuple[int, ...], dims: Dims) -> tuple[int, ...]:
         """Returns the shape of the shard that a part sees of an array of this shape."""
         del dims
         return shape
 
-    def of_all(self, x: jax.Array, dims: Dims, held: Hold) -> jax.Array:
+    def stack_shards(self, x: jax.Array, dims: Dims, use: ShardingUse) -> jax.Array:
         """Stacks x of the n devices that have different shards of these dims: [n, ...]."""
-        del dims, held
+        del dims, use
         return x[None]
 
-    def whole(self, weight: Quantized, placed: Any, shape: tuple[int, ...]) -> Quantized:
+    def gather_weight(self, weight: Quantized, placed: Any, shape: tuple[int, ...]) -> Quantized:
         """Gathers a stored weight in 8 bits, as one matrix for a matmul.
 
         Args:
@@ -121,7 +123,7 @@ class Devices:
         values, scale = self.gather(weight.values.reshape(shape), weight.scale, dims)
         return Quantized(values.reshape(weight.values.shape), scale)
 
-    def joined(self, x: jax.Array, tokens: Dims, *, dim: int, sequences: int) -> jax.Array:
+    def gather_tokens(self, x: jax.Array, tokens: Dims, *, dim: int, sequences: int) -> jax.Array:
         """Gathers x's tokens from the devices that shard a sequence.
 
         Args:
@@ -132,17 +134,17 @@ class Devices:
         del tokens, dim, sequences
         return x
 
-    def tokens_of_sum(self, over: Dims) -> Dims:
-        """Returns the logical dims of the tokens in the result of ``total(y, over)``."""
+    def token_dims_of_sum(self, over: Dims) -> Dims:
+        """Returns the logical dims of the tokens in the result of ``sum_products(y, over)``."""
         del over
         return TOKENS
 
-    def total(self, y: jax.Array, over: Dims) -> jax.Array:
+    def sum_products(self, y: jax.Array, over: Dims) -> jax.Array:
         """Sums products y [B, T, ...] over the devices that shard the contracted dims ``over``."""
         del over
         return y
 
-    def total_gradient(self, gradient: jax.Array, dims: Dims) -> jax.Array:
+    def sum_gradient(self, gradient: jax.Array, dims: Dims) -> jax.Array:
         """Sums a weight's gradient over devices, and returns this device's shard of the sum."""
         del dims
         return gradient

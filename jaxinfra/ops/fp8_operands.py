@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxinfra.axes import Dims
 from jaxinfra.config.precision import Fp8Scaling
 from jaxinfra.numerics.recipe import Fp8Recipe
-from jaxinfra.ops.fp8_devices import TOKENS, Devices, Hold
+from jaxinfra.ops.fp8_devices import TOKENS, Devices, ShardingUse
 from pallas_kernels.common.dot import ACCUMULATOR
 from pallas_kernels.common.scales import BLOCK, Quantized, Scaling
 from pallas_kernels.fp8 import quantize, quantize_both_ways
@@ -94,22 +94,22 @@ class Caster(NamedTuple):
     @property
     def options(self) -> dict[str, Any]:
         """Keyword arguments that give the 8-bit format and say where kernels run."""
-        return {**self.format, "num_devices": self.devices.spread}
+        return {**self.format, "num_devices": self.devices.num_partitions}
 
     @property
-    def held(self) -> Hold:
+    def use(self) -> ShardingUse:
         """The way in which the operand is sharded over the mesh."""
-        return Hold.STORED if self.operand == WEIGHT else Hold.USED
+        return ShardingUse.STORED if self.operand == WEIGHT else ShardingUse.USED
 
     def tokens(
-        self, x: jax.Array, *, dims: Dims, lie: Dims = TOKENS, sequences: int = 1
+        self, x: jax.Array, *, dims: Dims, token_dims: Dims = TOKENS, sequences: int = 1
     ) -> tuple[BothWays, jax.Array]:
         """Quantizes x along the width and along tokens; returns both and x's ``seen`` statistics.
 
         Args:
             x: [M, K] or [B, T, K].
             dims: logical dims that are merged in K.
-            ``lie``: logical dims of x's tokens. If they are not ``TOKENS``, the quantized tokens
+            token_dims: logical dims of x's tokens. If they are not ``TOKENS``, the quantized tokens
                 are gathered over the devices that shard a sequence.
             sequences: number of sequences in M.
         """
@@ -117,14 +117,14 @@ class Caster(NamedTuple):
             # One array for what rounds it, by rows and across: XLA would compute it again for each.
             x = jax.lax.optimization_barrier(x)
         form, across = self.form, None
-        if form is Scaling.BLOCK and (x.ndim > 2 or lie != TOKENS):
+        if form is Scaling.BLOCK and (x.ndim > 2 or token_dims != TOKENS):
             rows = self._by_blocks(x)
         elif x.ndim > 2:
             rows, across = self._by_blocks(x), quantize_across_xla(x, **self.format)
         else:
             rows, across = quantize_both_ways(x, form, **self.options)
-        seen = self.seen(x, rows, lie + dims)
-        join = functools.partial(self.devices.joined, tokens=lie, sequences=sequences)
+        seen = self.seen(x, rows, token_dims + dims)
+        join = functools.partial(self.devices.gather_tokens, tokens=token_dims, sequences=sequences)
         # Scales of rows come after the dim of blocks of columns.
         rows = Quantized(join(rows.values, dim=0), join(rows.scale, dim=rows.scale.ndim - 1))
         if across is None:
@@ -152,8 +152,8 @@ class Caster(NamedTuple):
         Args:
             dims: logical dims over which x is sharded.
         """
-        own = seen(x, quantized, whole=self.devices.spread == 1)
-        each = self.devices.of_all(own, dims, self.held)
+        own = seen(x, quantized, whole=self.devices.num_partitions == 1)
+        each = self.devices.stack_shards(own, dims, self.use)
         return jnp.concatenate([jnp.max(each[:, :1], axis=0), jnp.mean(each[:, 1:], axis=0)])
 
 
@@ -189,5 +189,5 @@ def as_matrix(x: jax.Array, contracted: int, devices: Devices) -> jax.Array:
     *lead, _ = x.shape[: x.ndim - contracted + 1]
     x = x.reshape(*lead, math.prod(x.shape[len(lead) :]))
     # Where no block of tokens would be of two sequences.
-    flat = devices.spread == 1 and x.shape[-2] % BLOCK == 0
+    flat = devices.num_partitions == 1 and x.shape[-2] % BLOCK == 0
     return x.reshape(-1, x.shape[-1]) if flat or x.ndim < 3 else x

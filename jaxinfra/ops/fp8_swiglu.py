@@ -81,11 +81,11 @@ class _Stage(NamedTuple):
     def is_taken(self) -> bool:
         """Tells whether devices have whole tiles of hidden values, and one kernel is faster."""
         call, (contracted, outer) = self.calls[0], self.calls[0].sides
-        if call.devices.spread > 1 or call.devices.tokens_of_sum(contracted) != TOKENS:
+        if call.devices.num_partitions > 1 or call.devices.token_dims_of_sum(contracted) != TOKENS:
             return False
         caster = Caster(X, self.fp8, call.devices)
         shape = (*call.tokens, self.calls[0].weight_shape[-1])
-        share = call.devices.share(shape, (*TOKENS, *outer))
+        share = call.devices.shard_shape(shape, (*TOKENS, *outer))
         hidden = jax.eval_shape(
             functools.partial(self._matrix, call), jax.ShapeDtypeStruct(share, self.recipe.compute)
         )

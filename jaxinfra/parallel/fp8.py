@@ -29,9 +29,9 @@ from jaxinfra.ops.fp8_devices import (
     TOKENS,
     Devices,
     FindDevices,
-    Hold,
-    Placed,
+    PartPlacement,
     Quantized,
+    ShardingUse,
     Side,
     one_device,
 )
@@ -44,23 +44,23 @@ type _Axes = Mapping[str, tuple[str, ...]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class OnEachDevice(Devices):
+class PerDeviceKernels(Devices):
     """Devices of a mesh that each compute their shard of an 8-bit matmul by kernels."""
 
     placement: Placement
-    axes: Mapping[Hold, _Axes]  # of dims that are sharded
+    axes: Mapping[ShardingUse, _Axes]  # of dims that are sharded
 
     @property
-    def spread(self) -> int:
+    def num_partitions(self) -> int:
         """Returns 1: kernels run on each device."""
         return 1
 
     @property
-    def together(self) -> Devices:
+    def compiler_partitioned(self) -> Devices:
         """Returns ``Devices`` on which the compiler partitions arrays, instead of ``shard_map``."""
         return Devices(num=self.num, gather=self.gather)
 
-    def unfit(self, sides: tuple[Side, ...]) -> str | None:
+    def why_unfit(self, sides: tuple[Side, ...]) -> str | None:
         """Returns why kernels cannot run on shards of these operands; None if they can.
 
         A shard must consist of whole blocks of scales, and be contiguous.
@@ -70,11 +70,11 @@ class OnEachDevice(Devices):
                 if len(sizes) != len(TOKENS):
                     return f"tokens have {len(sizes)} dims and devices share out batch and sequence"
                 sizes, dims = sizes[1:], dims[1:]  # blocks are of one sequence
-            inner = [dim for dim in dims[1:] if self._shards((dim,), Hold.STORED) > 1]
+            inner = [dim for dim in dims[1:] if self._shards((dim,), ShardingUse.STORED) > 1]
             if inner:
                 return f"{inner[0]} is sharded and not the first of {dims}"
             size = math.prod(sizes)
-            shards = self._shards(dims, Hold.STORED)
+            shards = self._shards(dims, ShardingUse.STORED)
             whole_blocks = size % (shards * BLOCK) == 0 or (
                 shards == 1 and dims[0] not in _SEQUENCES
             )
@@ -93,17 +93,17 @@ class OnEachDevice(Devices):
             part, in_specs=specs[0], out_specs=specs[1], check_vma=False
         )
 
-    def share(self, shape: tuple[int, ...], dims: Dims) -> tuple[int, ...]:
+    def shard_shape(self, shape: tuple[int, ...], dims: Dims) -> tuple[int, ...]:
         """Returns the shape of one device's shard of an array of this shape."""
         each = zip(shape, dims, strict=True)
-        return tuple(size // self._shards((dim,), Hold.USED) for size, dim in each)
+        return tuple(size // self._shards((dim,), ShardingUse.USED) for size, dim in each)
 
-    def of_all(self, x: jax.Array, dims: Dims, held: Hold) -> jax.Array:
+    def stack_shards(self, x: jax.Array, dims: Dims, use: ShardingUse) -> jax.Array:
         """Gathers the devices' shards of x along a new first dim."""
-        over = self._over(dims, held)
+        over = self._over(dims, use)
         return all_gather(x[None], over) if over else x[None]
 
-    def whole(self, weight: Quantized, placed: Any, shape: tuple[int, ...]) -> Quantized:
+    def gather_weight(self, weight: Quantized, placed: Any, shape: tuple[int, ...]) -> Quantized:
         """Gathers a weight over the axes that shard its storage but not its use (``fsdp``)."""
         del shape
         # As integers: XLA's CPU backend would send 8-bit floats as 16-bit ones.
@@ -114,13 +114,15 @@ class OnEachDevice(Devices):
         )
         return Quantized(jax.lax.bitcast_convert_type(values, weight.values.dtype), scale)
 
-    def joined(self, x: jax.Array, tokens: Dims, *, dim: int, sequences: int) -> jax.Array:
+    def gather_tokens(self, x: jax.Array, tokens: Dims, *, dim: int, sequences: int) -> jax.Array:
         """Gathers x's tokens over the devices that shard a sequence. Sends D (N-1) bytes per device
         for shards of D bytes.
         """
-        used = self.axes[Hold.USED]
+        used = self.axes[ShardingUse.USED]
         by_all = used.get(SEQUENCE, ())
-        axes = tuple(axis for axis in self._over(tokens[1:], Hold.USED) if axis not in by_all)
+        axes = tuple(
+            axis for axis in self._over(tokens[1:], ShardingUse.USED) if axis not in by_all
+        )
         if not axes:
             return x
         bits = jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
@@ -129,54 +131,54 @@ class OnEachDevice(Devices):
         whole = whole.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
         return jax.lax.bitcast_convert_type(whole, x.dtype)
 
-    def tokens_of_sum(self, over: Dims) -> Dims:
-        """Returns the token dims of ``total``'s result, sharded if it is reduce-scattered."""
+    def token_dims_of_sum(self, over: Dims) -> Dims:
+        """Returns the token dims of the sum of products, sharded if it is reduce-scattered."""
         return STREAM_TOKENS if self._scatters(over) else TOKENS
 
-    def total(self, y: jax.Array, over: Dims) -> jax.Array:
+    def sum_products(self, y: jax.Array, over: Dims) -> jax.Array:
         """Sums y over devices in its dtype: all-reduce, 2 D (N-1)/N bytes, or reduce-scatter."""
-        axes = self._over(over, Hold.USED)
+        axes = self._over(over, ShardingUse.USED)
         if not axes:
             return y
         return reduce_scatter(y, axes, dim=1) if self._scatters(over) else all_reduce(y, axes)
 
-    def total_gradient(self, gradient: jax.Array, dims: Dims) -> jax.Array:
+    def sum_gradient(self, gradient: jax.Array, dims: Dims) -> jax.Array:
         """Sums a weight's gradient over devices in its dtype. Each sends D (N-1)/N bytes over axes
         that shard it (reduce-scatter), 2 D (N-1)/N over others (all-reduce).
         """
-        rest = list(self._over(TOKENS, Hold.USED))
+        rest = list(self._over(TOKENS, ShardingUse.USED))
         for at, dim in enumerate(dims):
-            for axis in self._only(dim, Hold.SUMMED):
+            for axis in self._only(dim, ShardingUse.SUMMED):
                 gradient = reduce_scatter(gradient, axis, dim=at)
                 rest.remove(axis)
         return all_reduce(gradient, tuple(rest)) if rest else gradient
 
     def _scatters(self, over: Dims) -> bool:
-        used = self.axes[Hold.USED]
+        used = self.axes[ShardingUse.USED]
         split = used.get(STREAM_SEQUENCE, ())
-        summed = self._over(over, Hold.USED)
+        summed = self._over(over, ShardingUse.USED)
         return bool(summed) and split == used.get(SEQUENCE, ()) + summed
 
-    def _gathered(self, x: jax.Array, placed: Placed) -> jax.Array:
+    def _gathered(self, x: jax.Array, placed: PartPlacement) -> jax.Array:
         for at, merged in enumerate(placed.dims):
-            axes = tuple(axis for dim in merged for axis in self._only(dim, Hold.STORED))
+            axes = tuple(axis for dim in merged for axis in self._only(dim, ShardingUse.STORED))
             if axes:
                 x = all_gather(x, axes, dim=at)
         return x
 
-    def _only(self, dim: str | None, held: Hold) -> tuple[str, ...]:
+    def _only(self, dim: str | None, use: ShardingUse) -> tuple[str, ...]:
         """The axes of a dim that it is not sharded over where it is used."""
-        used = self.axes[Hold.USED].get(dim or "", ())
-        return tuple(axis for axis in self.axes[held].get(dim or "", ()) if axis not in used)
+        used = self.axes[ShardingUse.USED].get(dim or "", ())
+        return tuple(axis for axis in self.axes[use].get(dim or "", ()) if axis not in used)
 
-    def _over(self, dims: Dims, held: Hold) -> tuple[str, ...]:
-        return tuple(axis for dim in dims for axis in self.axes[held].get(dim or "", ()))
+    def _over(self, dims: Dims, use: ShardingUse) -> tuple[str, ...]:
+        return tuple(axis for dim in dims for axis in self.axes[use].get(dim or "", ()))
 
-    def _shards(self, dims: Dims, held: Hold) -> int:
-        return math.prod(self.placement.mesh.shape[axis] for axis in self._over(dims, held))
+    def _shards(self, dims: Dims, use: ShardingUse) -> int:
+        return math.prod(self.placement.mesh.shape[axis] for axis in self._over(dims, use))
 
-    def _spec(self, placed: Placed) -> PartitionSpec:
-        return PartitionSpec(*(self._over(merged, placed.held) or None for merged in placed.dims))
+    def _spec(self, placed: PartPlacement) -> PartitionSpec:
+        return PartitionSpec(*(self._over(merged, placed.use) or None for merged in placed.dims))
 
 
 def fp8_devices_on(placement: Placement | None) -> FindDevices:
@@ -185,9 +187,9 @@ def fp8_devices_on(placement: Placement | None) -> FindDevices:
         return one_device
     rules = placement.rules
     tables = {
-        Hold.USED: rules.used,
-        Hold.STORED: rules.parameters,
-        Hold.SUMMED: rules.gradients,
+        ShardingUse.USED: rules.used,
+        ShardingUse.STORED: rules.parameters,
+        ShardingUse.SUMMED: rules.gradients,
     }
 
     def gather(values: jax.Array, scale: jax.Array, dims: Dims) -> tuple[jax.Array, jax.Array]:
@@ -201,11 +203,12 @@ def fp8_devices_on(placement: Placement | None) -> FindDevices:
         scale = jax.lax.with_sharding_constraint(scale, everywhere)
         return jax.lax.bitcast_convert_type(bits, values.dtype), scale
 
-    def here() -> OnEachDevice:
+    def here() -> PerDeviceKernels:
         axes = {
-            held: {dim: placement.axes(dim, table) for dim in table}
-            for held, table in tables.items()
+            use: {dim: placement.axes(dim, table) for dim in table} for use, table in tables.items()
         }
-        return OnEachDevice(num=placement.mesh.size, gather=gather, placement=placement, axes=axes)
+        return PerDeviceKernels(
+            num=placement.mesh.size, gather=gather, placement=placement, axes=axes
+        )
 
     return here

@@ -157,7 +157,7 @@ class Placement:
         """Returns the shardings of moments, gradients and parameters in the optimizer's update."""
         return self._place(model, self.rules.optimizer)
 
-    def summed_last(self, model: ModelDefinition, *, accumulation: int) -> tuple[str, ...]:
+    def deferred_sum_axes(self, model: ModelDefinition, *, accumulation: int) -> tuple[str, ...]:
         """Returns the mesh axes over which gradients are summed once, after the last micro-batch.
 
         These are the batch's axes that shard no gradient. With one micro-batch there are none: the

@@ -16,7 +16,7 @@ from jaxinfra.model.passes import over_devices
 from jaxinfra.parallel.place import Placement
 
 
-def summed_once(
+def sum_gradients_once(
     function: Callable[..., Gradients],
     *,
     placement: Placement,

@@ -21,7 +21,7 @@ from jaxinfra.parallel.execution import execution_on
 from jaxinfra.planning.devices import Device, find_device
 from jaxinfra.planning.memory import element_bits, kv_bytes, kv_bytes_per_token, kv_table
 from jaxinfra.planning.model import PlannedModel, config_file, is_expert, total_parameters
-from jaxinfra.quantize.held import held_shapes
+from jaxinfra.quantize.held import quantized_shapes
 from jaxinfra.quantize.recipes import (
     DEFAULT_GROUP,
     GROUPS,
@@ -47,7 +47,7 @@ _PLAIN_BYTES = 2
 class ServedArray:
     """One of a served model's arrays, stacked over all layers that have it."""
 
-    held: jax.ShapeDtypeStruct | QuantizedWeight  # shapes in the engine's stored format
+    stored: jax.ShapeDtypeStruct | QuantizedWeight  # shapes in the engine's stored format
     active: float = 1.0  # fraction that one token uses; below 1 for experts
     num_rows: int | None = None  # rows of a table that tokens look up; None: it is read whole
     is_dequantized: bool = False  # no kernel multiplies it in its stored format
@@ -56,7 +56,7 @@ class ServedArray:
     @property
     def nbytes(self) -> int:
         """Bytes of the array in its stored format, over all layers."""
-        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self.held))
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self.stored))
 
     def traffic(self, tokens: int) -> float:
         """Returns the bytes of memory traffic for this array in a pass over ``tokens`` tokens.
@@ -68,13 +68,13 @@ class ServedArray:
             return self.nbytes * min(tokens, self.num_rows) / self.num_rows
         # Expected share of experts that some token is sent to.
         met = 1.0 - (1.0 - self.active) ** tokens
-        if not isinstance(self.held, QuantizedWeight):
+        if not isinstance(self.stored, QuantizedWeight):
             return met * self.nbytes
-        plain = self.held.size * _PLAIN_BYTES
+        plain = self.stored.size * _PLAIN_BYTES
         if self.is_expert:  # as many are dequantized as tokens have choices, or all of a layer
             dequantized = min(tokens * self.active, 1.0)
             return dequantized * (self.nbytes + plain) + met * plain
-        if self.is_dequantized and self.held.format.activations is Activations.INT8:
+        if self.is_dequantized and self.stored.format.activations is Activations.INT8:
             # XLA multiplies the codes themselves, of more than one row transposed.
             return self.nbytes * (1.0 if tokens == 1 else 3.0)
         if self.is_dequantized or tokens > MOST_ROWS_MEASURED:
@@ -117,7 +117,7 @@ def served_arrays(
         ConfigError, UnsupportedError: weights that ``jaxinfra quantize`` would not make.
     """
     recipe = None if weights == PLAIN else quantization_recipe(weights, group=group)
-    held = by_path(held_shapes(model.config, recipe), is_leaf=is_weight)
+    held = by_path(quantized_shapes(model.config, recipe), is_leaf=is_weight)
     table = {info.path: info for info in define_model(model.config, execution_on()).table()}
     is_tied = model.config.tie_embeddings
     return tuple(_served(table[path], leaf, kind, is_tied=is_tied) for path, leaf in held.items())
@@ -130,7 +130,7 @@ def _served(info: ParameterInfo, leaf: Any, kind: str | None, *, is_tied: bool) 
     # A tied table is multiplied with for the logits.
     is_table = info.path in _TABLES and not (is_tied and info.path == _TABLES[0])
     return ServedArray(
-        held=leaf if kept is None else kept,
+        stored=leaf if kept is None else kept,
         active=info.active,
         num_rows=info.shape[0] if is_table else None,
         is_dequantized=kept is None or info.path.endswith(_REBUILT),
@@ -319,7 +319,7 @@ def slow_weights(
         return None
     traffic = dict.fromkeys(("experts", "no kernel", "rows"), 0.0)
     for each in serving.arrays(model, device):
-        if isinstance(each.held, QuantizedWeight):
+        if isinstance(each.stored, QuantizedWeight):
             kind = "no kernel" if each.is_dequantized else "rows"
             traffic["experts" if each.is_expert else kind] += each.traffic(batch)
     reason = {

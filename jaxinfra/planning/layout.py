@@ -84,7 +84,7 @@ class Layout:
     def may_keep_gathered(self) -> bool:
         """Tells whether all-gathered weights exist that a step could keep for its backward pass."""
         is_gathered = self.mesh.fsdp > 1 and self.zero == 3
-        return is_gathered and self.mesh.pipe == 1 and self.bytes_a_parameter.compute != "fp8"
+        return is_gathered and self.mesh.pipe == 1 and self.training_recipe.compute != "fp8"
 
     @property
     def keeps_gathered_experts(self) -> bool:
@@ -108,14 +108,14 @@ class Layout:
         return self.micro_rows * self.length // self.mesh.context
 
     @property
-    def bytes_a_parameter(self) -> TrainingRecipe:
+    def training_recipe(self) -> TrainingRecipe:
         """The training recipe, which gives bytes per parameter by role."""
         return recipe_of(self.recipe, sums=self.accumulation > 1)
 
     @property
     def activation_bytes(self) -> float:
         """Bytes per element of an activation in this layout's recipe."""
-        return self.bytes_a_parameter.activation_bytes
+        return self.training_recipe.activation_bytes
 
     @property
     def axes(self) -> dict[str, int]:

@@ -110,7 +110,7 @@ class Memory:
 def memory(model: PlannedModel, layout: Layout, device: Device) -> Memory:
     """Predicts the peak memory of the busiest device, which has the pipeline's first stage."""
     weights, gradients, optimizer = state_bytes(model, layout)
-    recipe = layout.bytes_a_parameter
+    recipe = layout.training_recipe
     sums = gradients * recipe.summed_bytes / recipe.gradient_bytes
     if layout.accumulation == 1:
         sums = 0.0
@@ -126,7 +126,7 @@ def memory(model: PlannedModel, layout: Layout, device: Device) -> Memory:
 
 def state_bytes(model: PlannedModel, layout: Layout) -> tuple[float, float, float]:
     """Returns bytes of weights, gradients and optimizer state, by ZeRO stage and recipe."""
-    recipe = layout.bytes_a_parameter
+    recipe = layout.training_recipe
     weights = gradients = optimizer = 0.0
     for experts in (False, True):
         elements = device_parameters(model, layout, experts=experts)

@@ -147,7 +147,7 @@ def _matmul(parameter: ParameterInfo, layout: Layout) -> PlannedMatmul:
         count = max(experts / layout.mesh.expert, 1)
         tokens = max(tokens * parameter.active * experts / count, 1.0)
     tensor = used_shards(parameter, tensor=layout.mesh.tensor)
-    number_format = layout.bytes_a_parameter.compute
+    number_format = layout.training_recipe.compute
     if _is_inward(parameter):
         depth = sizes[0]
         width = elements // depth
@@ -170,7 +170,7 @@ def _copied_heads(parameter: ParameterInfo, layout: Layout) -> list[PlannedColle
     heads = used_shards(parameter, tensor=layout.mesh.tensor)
     if heads == shards(parameter, tensor=layout.mesh.tensor, expert=1):
         return []
-    size = layout.bytes_a_parameter.gradients * parameter.size
+    size = layout.training_recipe.gradients * parameter.size
     return [
         PlannedCollective("sum copies", "all-reduce", "tensor", size / heads),
         PlannedCollective("gather heads", "all-gather", "tensor", size),
@@ -264,7 +264,7 @@ def _memory(layer: LayerKind, layout: Layout) -> tuple[list[MemoryPass], list[Me
         MemoryPass("residual gradient", item * (2 + 2 * mask) * stream),
         MemoryPass("activation gradient", item * (5 if gated else 3) * hidden),
     ]
-    if layout.bytes_a_parameter.compute == "fp8":
+    if layout.training_recipe.compute == "fp8":
         # Operands are read for their scale, read again, and written as rows and as columns.
         cast = 6.0 * (3 * stream + (mixer.value_width * tokens + hidden) / tensor)
         forward.append(MemoryPass("cast to fp8", cast))
@@ -415,7 +415,7 @@ def loss_form(model: PlannedModel, layout: Layout) -> LossForm:
         return LossForm(
             kernel=False, chunks=1, chunk_bytes=6.0 * tokens * vocab / layout.mesh.tensor
         )
-    bf16 = layout.bytes_a_parameter.compute == "bf16"
+    bf16 = layout.training_recipe.compute == "bf16"
     if layout.traits.loss_kernel and bf16 and ids >= HOPPER_LEAST_IDS:
         chunks = hopper_chunks(tokens=tokens, num_ids=ids)
         return LossForm(kernel=True, chunks=chunks.count, chunk_bytes=2.0 * chunks.length * ids)

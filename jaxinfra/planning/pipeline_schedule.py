@@ -68,7 +68,7 @@ def report(
         chunks: number of layer chunks per stage, in the interleaved schedule.
     """
     pipeline = PipelineConfig(schedule=name, chunks=chunks)
-    chunks = pipeline.chunks_a_stage
+    chunks = pipeline.chunks_per_stage
     sizes = {"stages": stages, "micro_batches": micro_batches, "chunks": chunks}
     schedule = make_schedule(name, **sizes, backward_ticks=pipeline.backward_ticks)
     program = make_tick_program(schedule)

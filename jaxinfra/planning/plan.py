@@ -139,7 +139,7 @@ class Plan:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilization at the recipe's peak matmul rate (PaLM, appendix B)."""
-        peak = self.device.flops[self.layout.bytes_a_parameter.compute]
+        peak = self.device.flops[self.layout.training_recipe.compute]
         return self.time.model_flops / (self.time.total_s * self.layout.devices * peak)
 
     def days(self, tokens: float) -> float:

@@ -259,18 +259,18 @@ def _hide(layout: Layout, seconds: float, *, window: float, share: float) -> tup
     return seconds - hidden, hidden
 
 
-def stage_sends(model: PlannedModel, layout: Layout, turns: int) -> PlannedCollective:
+def stage_sends(model: PlannedModel, layout: Layout, num_rounds: int) -> PlannedCollective:
     """Returns one pipeline stage's sends of activations and their gradients.
 
     Each tensor shard sends its own part (scatter/gather optimization, arXiv 2104.04473, 4.1).
 
     Args:
-        turns: number of rounds; in each, a stage sends one micro-batch per chunk in both passes.
+        num_rounds: in each round, a stage sends one micro-batch per chunk in both passes.
     """
     size = (
         layout.activation_bytes * layout.micro_tokens * model.config.model_dim / layout.mesh.tensor
     )
-    return PlannedCollective("send", "permute", "pipe", size, count=2 * layout.chunks * turns)
+    return PlannedCollective("send", "permute", "pipe", size, count=2 * layout.chunks * num_rounds)
 
 
 def device_parameters(
@@ -353,7 +353,7 @@ def weight_passes(model: PlannedModel, layout: Layout) -> list[MemoryPass]:
 
 def data_collectives(model: PlannedModel, layout: Layout) -> list[PlannedCollective]:
     """Lists a step's all-gathers of weights and gradient reductions over the data axes."""
-    recipe = layout.bytes_a_parameter
+    recipe = layout.training_recipe
     item = max(recipe.gradients, recipe.accumulated)
     found: list[PlannedCollective] = []
     for experts in (False, True):
@@ -403,7 +403,7 @@ def _sharded_weights(
         rows = layout.activation_bytes * layout.micro_tokens * model.config.model_dim
         found.append(PlannedCollective("rows", "all-to-all", "fsdp", rows, True, 2 * micro))
     wide = layout.activation_bytes  # the logits' table, and experts unless they are asked for
-    in_eight_bits = layout.bytes_a_parameter.compute == "fp8" and not experts
+    in_eight_bits = layout.training_recipe.compute == "fp8" and not experts
     gathered = 1.0 if in_eight_bits else wide
     calls = passes * _calls(model, layout, gathered, experts=experts) + (table > 0)
     size = (gathered * passes * elements + wide * table) / calls
@@ -457,7 +457,7 @@ def _data_communication(
 
 def _optimizer_s(model: PlannedModel, layout: Layout, device: Device) -> float:
     """Returns seconds of the update: state is read and written, gradients are read twice."""
-    recipe = layout.bytes_a_parameter
+    recipe = layout.training_recipe
     a_parameter = 2 * (recipe.weights + recipe.summed_bytes + recipe.optimizer_bytes)
     elements = sum(
         device_parameters(model, layout, experts=experts)

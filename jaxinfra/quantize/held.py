@@ -17,7 +17,7 @@ from jaxinfra.model.definition import (
     nest,
     without,
 )
-from jaxinfra.numerics.policy import POLICIES, held_as_computed
+from jaxinfra.numerics.policy import POLICIES, stored_as_computed
 from jaxinfra.ops.quantized import QuantizedWeight
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.quantize.equivalence import scaled_inputs
@@ -30,7 +30,7 @@ from jaxinfra.quantize.matrices import (
 from jaxinfra.quantize.recipes import QuantizationRecipe
 
 
-def held_shapes(
+def quantized_shapes(
     config: ModelConfig,
     recipe: QuantizationRecipe | None,
     *,
@@ -57,7 +57,7 @@ def held_shapes(
 
 @functools.lru_cache(maxsize=8)
 def _definition(config: ModelConfig, policy: PolicyName) -> ModelDefinition:
-    return define_model(config, execution_on(policy=held_as_computed(POLICIES[policy])))
+    return define_model(config, execution_on(policy=stored_as_computed(POLICIES[policy])))
 
 
 @functools.lru_cache(maxsize=8)

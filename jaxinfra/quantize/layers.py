@@ -26,7 +26,7 @@ from jaxinfra.quantize.statistics import InputRecorder, InputStatistics, statist
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LayerPlace:
+class LayerPosition:
     """Index of a layer in the model. Its parameters are under ``blocks/BLOCK``, at index ``at`` of
     the stacked arrays.
     """
@@ -40,14 +40,14 @@ class LayerPlace:
         return f"blocks/{self.block}/{name}"
 
 
-def places_of(config: ModelConfig) -> Iterator[LayerPlace]:
-    """Iterates over the ``LayerPlace`` of each layer of a model, first to last."""
+def positions_of_layers(config: ModelConfig) -> Iterator[LayerPosition]:
+    """Iterates over the ``LayerPosition`` of each layer of a model, first to last."""
     for number, (block, at) in enumerate(config.layer_positions):
-        yield LayerPlace(number=number, block=block, at=at)
+        yield LayerPosition(number=number, block=block, at=at)
 
 
 def read_layer(
-    source: ParameterSource, definition: ModelDefinition, place: LayerPlace
+    source: ParameterSource, definition: ModelDefinition, place: LayerPosition
 ) -> dict[str, np.ndarray]:
     """Reads one layer's arrays from the source, by their paths in the block."""
     prefix = f"blocks/{place.block}/"
@@ -99,7 +99,7 @@ class CalibrationModel:
 
     def run(
         self,
-        place: LayerPlace,
+        place: LayerPosition,
         parameters: Mapping[str, Any],
         x_BTD: np.ndarray,
         *,
@@ -117,12 +117,14 @@ class CalibrationModel:
         block = self._block(place.block)
         return block.run(dict(parameters), jnp.asarray(x_BTD), activations, rounded, statistics)
 
-    def held(self, place: LayerPlace, values: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    def on_device(
+        self, place: LayerPosition, values: Mapping[str, np.ndarray]
+    ) -> dict[str, jax.Array]:
         """Puts one layer's parameters and state on the device, in their compute dtypes."""
         dtypes = self._block(place.block).dtypes
         return {path: jnp.asarray(value).astype(dtypes[path]) for path, value in values.items()}
 
-    def matrices(self, place: LayerPlace) -> dict[str, MatrixDims]:
+    def matrices(self, place: LayerPosition) -> dict[str, MatrixDims]:
         """Returns the matrix dims of each of a layer's matmul weights, by path."""
         return self._block(place.block).matrices
 

@@ -36,11 +36,16 @@ from jaxinfra.errors import ConfigError, DataError
 from jaxinfra.hf import WeightMap, quantization_of, to_hf_config, weight_map
 from jaxinfra.hf.mapping import Part
 from jaxinfra.model.definition import ModelDefinition, by_path, define_model
-from jaxinfra.numerics.policy import POLICIES, held_as_computed
+from jaxinfra.numerics.policy import POLICIES, stored_as_computed
 from jaxinfra.numerics.storage import EXACT
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.quantize import matrices
-from jaxinfra.quantize.layers import CalibrationModel, LayerPlace, places_of, read_layer
+from jaxinfra.quantize.layers import (
+    CalibrationModel,
+    LayerPosition,
+    positions_of_layers,
+    read_layer,
+)
 from jaxinfra.quantize.prepare import cut_ranges, with_scaled_inputs
 from jaxinfra.quantize.recipes import QuantizationRecipe, config_of
 from jaxinfra.quantize.statistics import InputStatistics
@@ -251,10 +256,10 @@ class _Quantization:
         """Quantizes all layers in order."""
         config = self.model.definition.config
         names = {policy.compute.name: name for name, policy in POLICIES.items()}
-        policy = held_as_computed(POLICIES[names.get(self.kept_dtype.name, PolicyName.FP32)])
+        policy = stored_as_computed(POLICIES[names.get(self.kept_dtype.name, PolicyName.FP32)])
         running = CalibrationModel(config, self.model.source, policy)
         x_BTD = None if ids_BT is None else running.embedded(ids_BT)
-        for place in places_of(config):
+        for place in positions_of_layers(config):
             start = time.monotonic()
             read = read_layer(self.model.source, self.model.definition, place)
             outputs, seen = [], {}
@@ -270,14 +275,14 @@ class _Quantization:
     def _calibrated(
         self,
         running: CalibrationModel,
-        place: LayerPlace,
+        place: LayerPosition,
         read: dict[str, np.ndarray],
         x_BTD: np.ndarray,
     ) -> tuple[list[np.ndarray], dict[str, InputStatistics]]:
         """Runs a layer; returns outputs on the host and its weights' input statistics."""
         # Without groups, no error of outputs is looked at.
         block = (self.recipe.form.group_rows or 1) if self.recipe.needs_text else None
-        used, outputs, seen = running.held(place, read), [], {}
+        used, outputs, seen = running.on_device(place, read), [], {}
         for part in _pieces(x_BTD):
             out, more = running.run(place, used, part, statistics=block)
             outputs.append(np.asarray(out))
@@ -287,7 +292,7 @@ class _Quantization:
     def _rounded(
         self,
         running: CalibrationModel,
-        place: LayerPlace,
+        place: LayerPosition,
         read: dict[str, np.ndarray],
         seen: dict[str, InputStatistics],
     ) -> dict[str, np.ndarray]:
@@ -327,13 +332,13 @@ class _Quantization:
     def _error(
         self,
         running: CalibrationModel,
-        place: LayerPlace,
+        place: LayerPosition,
         values: dict[str, np.ndarray],
         x_BTD: np.ndarray,
         outputs: list[np.ndarray],
     ) -> float:
         """Returns the error of a layer's output against the original's, given the same input."""
-        used = running.held(place, values)
+        used = running.on_device(place, values)
         again = functools.partial(
             running.run,
             place,
@@ -347,7 +352,7 @@ class _Quantization:
         )
         return _relative_error(outputs, (again(part)[0] for part in _pieces(x_BTD)))
 
-    def _quantized_paths(self, place: LayerPlace) -> frozenset[str]:
+    def _quantized_paths(self, place: LayerPosition) -> frozenset[str]:
         """Paths of the quantized weights in the block."""
         prefix = f"blocks/{place.block}/"
         tensors = self.tensors[place.block, place.at]

@@ -30,7 +30,7 @@ from jaxinfra.model.definition import ModelDefinition, Parameters, define_model,
 from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.quantized_base import base_shapes
 from jaxinfra.model.serving_form import can_pack, serving_form, serving_parameters
-from jaxinfra.numerics.policy import POLICIES, as_kept, held_as_computed
+from jaxinfra.numerics.policy import POLICIES, as_kept, stored_as_computed
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import SERVING_AXES, make_mesh, serving_rules
 from jaxinfra.parallel.place import Placement
@@ -326,7 +326,7 @@ def load_run(
     placement = serving_placement(config.model, mesh)
     if config.lora is not None:
         # As in training: what is frozen is held as it is used.
-        numbers = held_as_computed(numbers)
+        numbers = stored_as_computed(numbers)
     execution = execution_on(placement, policy=numbers)
     definition = define_model(config.model, execution, lora=config.lora)
     frozen: Parameters = {}

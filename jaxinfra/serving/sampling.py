@@ -229,15 +229,15 @@ class TokenHistory:
     replaced.
     """
 
-    drawn_BV: Int[Array, "B V"]  # int32
-    prompted_BV: Bool[Array, "B V"]
+    sampled_BV: Int[Array, "B V"]  # int32
+    in_prompt_BV: Bool[Array, "B V"]
 
     @classmethod
     def empty(cls, *, batch: int, num_ids: int) -> "TokenHistory":
         """Makes a history of rows without tokens."""
         return cls(
-            drawn_BV=jnp.zeros((batch, num_ids), jnp.int32),
-            prompted_BV=jnp.zeros((batch, num_ids), bool),
+            sampled_BV=jnp.zeros((batch, num_ids), jnp.int32),
+            in_prompt_BV=jnp.zeros((batch, num_ids), bool),
         )
 
     def begin(
@@ -256,14 +256,14 @@ class TokenHistory:
             num_prompt, num_tokens: number of ids in the prompt, and in prompt and samples.
         """
         place_T = jnp.arange(ids_T.size)
-        num_ids = self.drawn_BV.shape[1]
+        num_ids = self.sampled_BV.shape[1]
         prompt_T = jnp.where(place_T < num_prompt, ids_T, num_ids)
         drawn_T = jnp.where((place_T >= num_prompt) & (place_T < num_tokens), ids_T, num_ids)
-        prompted_V = jnp.zeros(num_ids, bool).at[prompt_T].set(True, mode="drop")
-        drawn_V = jnp.zeros(num_ids, jnp.int32).at[drawn_T].add(1, mode="drop")
+        in_prompt_V = jnp.zeros(num_ids, bool).at[prompt_T].set(True, mode="drop")
+        sampled_V = jnp.zeros(num_ids, jnp.int32).at[drawn_T].add(1, mode="drop")
         return TokenHistory(
-            drawn_BV=self.drawn_BV.at[row].set(drawn_V),
-            prompted_BV=self.prompted_BV.at[row].set(prompted_V),
+            sampled_BV=self.sampled_BV.at[row].set(sampled_V),
+            in_prompt_BV=self.in_prompt_BV.at[row].set(in_prompt_V),
         )
 
 
@@ -475,13 +475,13 @@ def log_probabilities(
 
 def _penalized(logits_BV: jax.Array, rows: SamplingRows, history: TokenHistory) -> jax.Array:
     """Logits after the repetition, frequency and presence penalties."""
-    drawn_BV = history.drawn_BV
+    sampled_BV = history.sampled_BV
     repetition_B1 = rows.repetition_B[:, None]
-    is_repeated_BV = (drawn_BV > 0) | history.prompted_BV
+    is_repeated_BV = (sampled_BV > 0) | history.in_prompt_BV
     repeated_BV = jnp.where(logits_BV > 0, logits_BV / repetition_B1, logits_BV * repetition_B1)
     logits_BV = jnp.where(is_repeated_BV, repeated_BV, logits_BV)
-    logits_BV = logits_BV - rows.frequency_B[:, None] * drawn_BV.astype(logits_BV.dtype)
-    return logits_BV - jnp.where(drawn_BV > 0, rows.presence_B[:, None], 0.0)
+    logits_BV = logits_BV - rows.frequency_B[:, None] * sampled_BV.astype(logits_BV.dtype)
+    return logits_BV - jnp.where(sampled_BV > 0, rows.presence_B[:, None], 0.0)
 
 
 def _most_likely(logits_BV: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:

@@ -22,7 +22,7 @@ from jaxinfra.model.gradients import Gradients, added, nothing_added
 from jaxinfra.numerics.storage import exact
 from jaxinfra.ops.cross_entropy import CrossEntropySums
 from jaxinfra.parallel.place import Placement
-from jaxinfra.parallel.reduction import summed_once
+from jaxinfra.parallel.reduction import sum_gradients_once
 from jaxinfra.training.preferences import count_pairs, log_probabilities, pair_sums
 
 
@@ -215,9 +215,9 @@ class AccumulatedGradient(GradientFunction):
             terms, per_target = pairs, pairs / terms
         total, placement = self._accumulated, self.placement
         if placement is not None:
-            axes = placement.summed_last(self.model, accumulation=self.training.accumulation)
+            axes = placement.deferred_sum_axes(self.model, accumulation=self.training.accumulation)
             if axes:
-                total = summed_once(total, placement=placement, model=self.model, axes=axes)
+                total = sum_gradients_once(total, placement=placement, model=self.model, axes=axes)
         return total(parameters, state, batch, key, loss_scale, terms, per_target)
 
     def _accumulated(

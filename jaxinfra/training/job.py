@@ -25,7 +25,7 @@ from jaxinfra.errors import ConfigError, UnsupportedError
 from jaxinfra.model.definition import ModelDefinition, Parameters, define_model, only
 from jaxinfra.model.gradients import Gradients
 from jaxinfra.model.quantized_base import base_shapes
-from jaxinfra.numerics.policy import held_as_computed, policy_of
+from jaxinfra.numerics.policy import policy_of, stored_as_computed
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh, state_rules
 from jaxinfra.parallel.place import Placement
@@ -393,7 +393,7 @@ def _model(config: RunConfig, placement: Placement) -> tuple[ModelDefinition, Pa
     """The model on the mesh, and shardings of its frozen parameters, which are shapes as yet."""
     training, policy = config.training, policy_of(config.precision)
     if config.lora is not None:
-        policy = held_as_computed(policy)
+        policy = stored_as_computed(policy)
     execution = execution_on(
         placement,
         policy=policy,

@@ -76,7 +76,7 @@ def make_pipeline_gradient(
         pipeline.schedule,
         stages=placement.mesh.shape[STAGES],
         micro_batches=training.accumulation,
-        chunks=pipeline.chunks_a_stage,
+        chunks=pipeline.chunks_per_stage,
         backward_ticks=pipeline.backward_ticks,
     )
     (repeats,) = (stack.repeats for stack in model.config.stacks)  # validate: one stack

@@ -129,7 +129,7 @@ def wait_until_idle(running):
     while running.thread.num_open and time.monotonic() < deadline:
         time.sleep(0.02)
     assert running.thread.num_open == 0
-    assert running.engine.scheduler.allocator.num_held == 0
+    assert running.engine.scheduler.allocator.num_in_use == 0
 
 
 def post(running, path, body, *, key=KEY):

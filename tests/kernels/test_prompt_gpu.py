@@ -14,7 +14,7 @@ from jaxinfra.model.cache import after_pass
 from jaxinfra.model.definition import define_model
 from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.serving_form import serving_form, serving_parameters
-from jaxinfra.numerics.policy import POLICIES, held_as_computed
+from jaxinfra.numerics.policy import POLICIES, stored_as_computed
 from jaxinfra.parallel.execution import execution_on
 from tests.decoder_oracle import model
 
@@ -31,7 +31,7 @@ def test_logits_are_those_without_a_cache(window):
     config = model(attention, attention, vocab_size=64, model_dim=256, max_positions=1024)
     ids = jax.random.randint(jax.random.key(1), (len(LENGTHS), 512), 0, 64)
     first = jnp.array([[min(n, 256)] for n in LENGTHS])
-    policy = held_as_computed(POLICIES[PolicyName.BF16])
+    policy = stored_as_computed(POLICIES[PolicyName.BF16])
     plain = define_model(config, execution_on(policy=policy))
     drawn = plain.initialize(jax.random.key(0))
     served = serving_form(plain, execution_on(policy=policy, decode_form=DecodeForm(packed=True)))

@@ -45,7 +45,7 @@ def served(model, prompts, *, new: int, options: EngineOptions = OPTIONS) -> lis
         for _ in range(2)
     )
     assert first == again
-    assert engine.scheduler.allocator.num_held == 0
+    assert engine.scheduler.allocator.num_in_use == 0
     return first
 
 

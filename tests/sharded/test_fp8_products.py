@@ -108,7 +108,7 @@ def test_shares_are_multiplied_as_the_whole(name):
 def test_what_devices_do_not_tell_each_other_is_caught(method, fault, name):
     mesh = MeshConfig(context=2, tensor=2)
     with (
-        mock.patch.object(fp8.OnEachDevice, method, fault),
+        mock.patch.object(fp8.PerDeviceKernels, method, fault),
         pytest.raises(AssertionError),
     ):
         assert_as_numpy(CONFIGS[name], placement_of(mesh, ShardingConfig()))
@@ -123,8 +123,8 @@ def test_a_share_without_whole_blocks_is_left_to_the_compiler(caplog):
         (tokens, ((EMBED,), (128,))),
         (tokens, ((MLP,), (384,))),
     ):
-        assert "not whole blocks of 128" in devices.unfit(sides)
-    assert devices.unfit((tokens, ((EMBED,), (D,)), ((None,), (72,)))) is None
+        assert "not whole blocks of 128" in devices.why_unfit(sides)
+    assert devices.why_unfit((tokens, ((EMBED,), (D,)), ((None,), (72,)))) is None
 
     execution = execution_on(placement_of(MESH))
     precision = PrecisionConfig(policy=PolicyName.BF16, fp8=CONFIGS["blocks"])

@@ -24,7 +24,7 @@ from jaxinfra.model.definition import ModelDefinition, define_model
 from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.serving_form import serving_form, serving_parameters
 from jaxinfra.model.whole_step import can_be_whole
-from jaxinfra.numerics.policy import POLICIES, held_as_computed
+from jaxinfra.numerics.policy import POLICIES, stored_as_computed
 from jaxinfra.ops import decode_layers
 from jaxinfra.ops.quantized import H200, compiling_for
 from jaxinfra.parallel.execution import execution_on
@@ -66,7 +66,7 @@ def config(model_dim: int = 512) -> ModelConfig:
 
 def traced_step(weights: str, sizes: ModelConfig) -> jax.extend.core.Jaxpr:
     """A step of one row in the midst of generation."""
-    policy = held_as_computed(POLICIES[PolicyName.BF16])
+    policy = stored_as_computed(POLICIES[PolicyName.BF16])
     definition = define_model(sizes, execution_on(policy=policy))
     served = execution_on(policy=policy, decode_form=DecodeForm(packed=True))
     form = serving_form(definition, served)
@@ -144,7 +144,7 @@ def test_whole_layers_are_taken_where_they_were_measured():
 
 
 def test_a_prompt_into_an_empty_cache_is_appended_by_a_kernel():
-    policy = held_as_computed(POLICIES[PolicyName.BF16])
+    policy = stored_as_computed(POLICIES[PolicyName.BF16])
     served = execution_on(policy=policy, decode_form=DecodeForm(packed=True))
     form = serving_form(define_model(config(), execution_on(policy=policy)), served)
     drawn = jax.eval_shape(form.initialize, jax.random.key(0))

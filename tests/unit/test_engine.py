@@ -83,7 +83,7 @@ def test_every_family_as_generated_alone(name):
         assert [drawn(each)[0] for each in got] == want
     assert engine.scheduler.num_preemptions > 0
     assert engine.counts.cached_tokens > 0
-    assert engine.scheduler.allocator.num_held == 0
+    assert engine.scheduler.allocator.num_in_use == 0
 
 
 @functools.cache
@@ -155,7 +155,7 @@ def test_a_cancelled_request_leaves_no_page():
         EndReason.CANCELLED,
     ]
     assert drawn(got[1])[0] == alone(PROMPTS[1], new=30)
-    assert engine.scheduler.allocator.num_held == 0
+    assert engine.scheduler.allocator.num_in_use == 0
     assert not engine.is_busy
 
 
@@ -232,7 +232,7 @@ def test_load_loses_no_page_and_compiles_nothing(count):
     assert all(ends[kind] for kind in ("malformed", *EndReason) if kind in KINDS)
     assert engine.runner.programs.num_late == 0
     allocator = engine.scheduler.allocator
-    assert allocator.num_held == 0
+    assert allocator.num_in_use == 0
     assert allocator.num_idle == len(engine.scheduler.tree)
 
 
@@ -325,9 +325,9 @@ def test_a_request_that_comes_back_to_a_slot_has_all_of_its_history():
             start=start,
             ids=(tokens[start],),
             count=1,
-            draws=True,
+            is_sampled=True,
             context=start + 1,
         )
         runner._is_counted(row)
-    told = np.asarray(runner._state.history.drawn_BV[0])
+    told = np.asarray(runner._state.history.sampled_BV[0])
     assert {token: int(told[token]) for token in np.flatnonzero(told)} == {7: 1, 8: 2, 9: 1}

@@ -35,7 +35,7 @@ def a_row(*, slot, number=0, **said):
         prompt_ids=(1, 2), max_new_tokens=4, seed=2**32 - 5, choice=1, adapter=said.pop("adapter")
     )
     stream = RequestStream(number=number, request=request, tokens=[1, 2], limit=6)
-    told = dict(pages=(), start=7, ids=(), count=2, draws=True, context=9)
+    told = dict(pages=(), start=7, ids=(), count=2, is_sampled=True, context=9)
     return PlannedRow(stream=stream, slot=slot, **(told | said))
 
 
@@ -44,26 +44,26 @@ def read(rows):
     names = ("slot", "start", "count", "context", "choice", "adapter", "key_position")
     fields = [rows.field(name) for name in (*names, "is_masked", "is_counted")]
     seeds = jax.lax.bitcast_convert_type(rows.field("seed"), jnp.uint32)
-    return fields, seeds, rows.field("draws") != 0, rows.tables_BM, rows.ids_BT
+    return fields, seeds, rows.field("is_sampled") != 0, rows.tables_BM, rows.ids_BT
 
 
 def test_one_array_holds_what_was_said_of_the_rows():
     writer = RowWriter(LIMITS, adapters=("other", "mine"))
     rows = [
         a_row(slot=3, adapter="mine", pages=(5, 6), ids=(7, 8), num_drafts=1),
-        a_row(slot=1, adapter=None, draws=False, start=0, context=2),
+        a_row(slot=1, adapter=None, is_sampled=False, start=0, context=2),
     ]
     written = writer.write(
         rows, size=3, length=2, sampling=SamplingRows.of([GREEDY] * 3), masks={1: None}, counted=[0]
     )
-    fields, seeds, draws, tables, ids = read(written)
+    fields, seeds, is_sampled, tables, ids = read(written)
     assert [x.tolist() for x in fields] == [
         [3, 1, 4], [7, 0, 0], [2, 2, 0], [9, 2, 0], [1, 1, 0], [2, 0, 0], [8, 2, 0],
         [False, True, False], [True, False, False],
     ]  # fmt: skip
     assert seeds.dtype == jnp.uint32
     assert seeds.tolist() == [2**32 - 5, 2**32 - 5, 0]
-    assert draws.tolist() == [True, False, False]
+    assert is_sampled.tolist() == [True, False, False]
     np.testing.assert_array_equal(tables, [[5, 6], [0, 0], [0, 0]])
     np.testing.assert_array_equal(ids, [[7, 8], [-1, 0], [0, 0]])
 

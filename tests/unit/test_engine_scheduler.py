@@ -76,7 +76,7 @@ class Device:
         held = 0
         while held < row.num_drafts and ids[held + 1] == tokens[held]:
             held += 1
-        if row.draws:
+        if row.is_sampled:
             self.last[row.slot] = tokens[held]
         return tokens, held, is_bad
 
@@ -133,7 +133,7 @@ def run(scheduler, arrivals, *, cancels=(), delay=1):
             unread.append(device.run(plan, num_referenced={page: users[page] for page in written}))
         while unread and (len(unread) > delay or plan.is_empty):
             for row, (tokens, held, is_bad) in unread.popleft():
-                if not row.draws:
+                if not row.is_sampled:
                     continue
                 number = row.stream.number
                 if is_bad and number in alive:
@@ -213,7 +213,7 @@ def test_everyone_gets_what_the_model_says(limits, arrivals, cancels, delay, num
             prompt = request.prompt_ids
             count = min(request.max_new_tokens, limits.context + 1 - len(prompt))
             assert results[number] == continued(prompt, count)
-    assert scheduler.allocator.num_held == 0
+    assert scheduler.allocator.num_in_use == 0
     assert scheduler.allocator.num_idle == len(scheduler.tree)
     assert scheduler.host.num_used == 0
 
@@ -241,7 +241,7 @@ def test_poison_stays_with_its_request(arrivals, cancels, num_host_pages, num_dr
         if results[number] is not None:
             clean = continued(prompt, request.max_new_tokens)
             assert results[number] == ("poisoned" if POISON in prompt else clean)
-    assert scheduler.allocator.num_held == 0
+    assert scheduler.allocator.num_in_use == 0
 
 
 def test_a_page_of_one_that_was_cancelled_before_its_poison_was_read_is_zero():

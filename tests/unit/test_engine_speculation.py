@@ -54,7 +54,7 @@ def test_every_draw_is_that_without_drafts(draft):
     if draft == "model":
         assert counts.accepted_tokens > 0.4 * counts.drafted_tokens
         assert engine.counts.steps < 14 * len(requests) / 2
-    assert engine.scheduler.allocator.num_held == 0
+    assert engine.scheduler.allocator.num_in_use == 0
     assert engine.scheduler.host.num_restored > 0, "pages of both models"
 
 

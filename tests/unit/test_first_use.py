@@ -109,7 +109,7 @@ def test_a_plan_begins_with_a_command_that_trains_so(name):
     assert sharding.sequence_parallel == layout.sequence_parallel
     assert sharding.keep_gathered == layout.keep_gathered
     if layout.chunks > 1:
-        assert config.pipeline.chunks_a_stage == layout.chunks
+        assert config.pipeline.chunks_per_stage == layout.chunks
     first, second, *_ = training_lines(plan, searched=True)
     assert first.startswith(("fastest that fits: llama3_8b", "llama3_8b"))
     assert f"{plan.time.total_s:.4g} s per step" in first

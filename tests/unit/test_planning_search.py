@@ -245,7 +245,7 @@ def test_key_value_heads_fewer_than_the_tensor_axis_are_copied():
     assert kept[1] - kept[0] / 2 == pytest.approx(heads * (1 - 1 / 16), rel=1e-3)
     assert kept[1] - used == heads * (1 - 1 / 8)
     gathers = {e.axis: e.array_bytes for e in traffic(EIGHT_B, wider, H200) if "gather" in e.kind}
-    assert gathers == {"tensor": wider.bytes_a_parameter.gradients * heads}
+    assert gathers == {"tensor": wider.training_recipe.gradients * heads}
 
 
 def test_experts_must_divide():

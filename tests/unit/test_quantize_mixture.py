@@ -21,7 +21,7 @@ from jaxinfra.ops.activation import activated
 from jaxinfra.ops.experts import ExpertWeights
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.quantize import equivalence, prepare
-from jaxinfra.quantize.layers import CalibrationModel, places_of, read_layer
+from jaxinfra.quantize.layers import CalibrationModel, positions_of_layers, read_layer
 from jaxinfra.quantize.prepare import clipped_ranges, output_error
 from jaxinfra.quantize.quantize import SourceModel, quantize_model
 from jaxinfra.quantize.recipes import Method, quantization_recipe
@@ -66,7 +66,7 @@ def scaled(definition, values, recipe):
     source = LiveParameters(arrays=values)
     running = CalibrationModel(definition.config, source, POLICIES[PolicyName.FP32])
     changed = {path: value for path, value in values.items() if not path.startswith("blocks/")}
-    for place in places_of(definition.config):
+    for place in positions_of_layers(definition.config):
         layer = {path: jnp.asarray(x) for path, x in read_layer(source, definition, place).items()}
         dims = running.matrices(place)
         kept = {path for path in dims if path.split("/")[1] in ("router", "shared_scale")}

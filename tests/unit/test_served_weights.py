@@ -27,7 +27,7 @@ from jaxinfra.hf import from_hf_config, to_hf_config
 from jaxinfra.model.definition import by_path, define_model
 from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.serving_form import serving_form, serving_parameters
-from jaxinfra.numerics.policy import POLICIES, held_as_computed
+from jaxinfra.numerics.policy import POLICIES, stored_as_computed
 from jaxinfra.ops.quantized import H200 as TARGET
 from jaxinfra.ops.quantized import QuantizedWeight, compiling_for
 from jaxinfra.parallel.execution import execution_on
@@ -41,7 +41,7 @@ from jaxinfra.planning.inference import (
     weight_bytes,
 )
 from jaxinfra.planning.model import find_model, plan_model
-from jaxinfra.quantize.held import held_shapes
+from jaxinfra.quantize.held import quantized_shapes
 from jaxinfra.quantize.quantize import SourceModel, quantize_model
 from jaxinfra.quantize.recipes import RECIPES, config_of, quantization_recipe
 from jaxinfra.serving.load import serving_placement
@@ -84,7 +84,7 @@ MODELS["mixture"] = small_mixture()
 def written(config, recipe, directory):
     """A directory of random weights, in bf16 but for those in few bits."""
     definition = define_model(
-        config, execution_on(policy=held_as_computed(POLICIES[PolicyName.BF16]))
+        config, execution_on(policy=stored_as_computed(POLICIES[PolicyName.BF16]))
     )
     rng = np.random.default_rng(0)
     values = {
@@ -143,7 +143,7 @@ def test_shapes_are_those_of_what_other_programs_wrote(files, name):
     recipe = dataclasses.replace(recipe, form=form)
     config = from_hf_config(json.loads((directory / "config.json").read_text()))
     held = load_pretrained(directory, keep_packed=True).parameters
-    require_alike(held_shapes(config, recipe, policy=PolicyName.FP32), held)
+    require_alike(quantized_shapes(config, recipe, policy=PolicyName.FP32), held)
 
 
 @pytest.mark.slow  # Programs for each size; the test above holds shapes to files likewise.
@@ -152,7 +152,7 @@ def test_shapes_are_those_of_what_other_programs_wrote(files, name):
 def test_bytes_are_those_of_the_arrays_that_are_loaded(tmp_path, model, name):
     recipe = quantization_recipe(name)
     held = load_pretrained(written(MODELS[model], recipe, tmp_path), keep_packed=True).parameters
-    require_alike(held_shapes(MODELS[model], recipe), held)
+    require_alike(quantized_shapes(MODELS[model], recipe), held)
     planned = plan_model(MODELS[model])
     serving = Serving(devices=2, weights=name)  # several devices keep the files' order of codes
     loaded = sum(array.nbytes for array in jax.tree.leaves(held))
@@ -165,8 +165,8 @@ def test_an_engine_on_a_gpu_keeps_what_is_predicted(model, name):
     """Packed, layer by layer, codes in the order of the kernel where it takes them."""
     config = MODELS[model]
     recipe = None if name == "bf16" else quantization_recipe(name)
-    loaded = held_shapes(config, recipe)
-    policy = held_as_computed(POLICIES[PolicyName.BF16])
+    loaded = quantized_shapes(config, recipe)
+    policy = stored_as_computed(POLICIES[PolicyName.BF16])
     with compiling_for(TARGET):
         form = serving_form(
             define_model(config, execution_on(policy=policy)),
@@ -207,7 +207,7 @@ def test_what_a_decode_step_reads():
         ("w8a8", 2, 2, 3 * kept),
     ):
         arrays = Serving(weights=weights, devices=devices).arrays(eight, H200)
-        (down,) = [each for each in arrays if each.held.shape == (32, 14336, 4096)]
+        (down,) = [each for each in arrays if each.stored.shape == (32, 14336, 4096)]
         assert down.traffic(rows) == want, (weights, devices, rows)
 
     mixture = plan_model(MODELS["mixture"])

@@ -23,7 +23,7 @@ from jaxinfra.diagnostics.memory.serving import (
 from jaxinfra.hf import to_hf_config
 from jaxinfra.hlo.buffers import step_bytes
 from jaxinfra.model.definition import by_path
-from jaxinfra.numerics.policy import POLICIES, held_as_computed
+from jaxinfra.numerics.policy import POLICIES, stored_as_computed
 from jaxinfra.quantize.quantize import SourceModel, quantize_model
 from jaxinfra.quantize.recipes import quantization_recipe
 from jaxinfra.serving.engine.engine import Engine
@@ -112,7 +112,7 @@ def test_an_engine_of_weights_in_4_bits_compiles_what_was_predicted(quantized, i
     )
     engine = Engine(loaded.serving_decoder(is_unrolled=is_unrolled), options=OPTIONS)
     assert step_bytes(engine.runner.lowered(needs.program).compile()) == needs.bytes
-    plain = dataclasses.replace(case, weights=None, policy=held_as_computed(policy))
+    plain = dataclasses.replace(case, weights=None, policy=stored_as_computed(policy))
     assert needs.report.by_role()[WEIGHTS] < serving_memory(plain).report.by_role()[WEIGHTS]
 
 

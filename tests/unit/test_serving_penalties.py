@@ -88,13 +88,13 @@ def test_penalties_and_bias_move_the_logits_by_their_formulas():
 def test_a_row_begun_again_has_the_history_it_had():
     batch, ids = 3, np.array([*PROMPT, *DRAWN, 30, 30], np.int32)
     whole = history(batch)
-    other = dataclasses.replace(whole, drawn_BV=whole.drawn_BV.at[1, 33].add(1))
+    other = dataclasses.replace(whole, sampled_BV=whole.sampled_BV.at[1, 33].add(1))
     num_prompt, num_tokens = np.int32([len(PROMPT), len(PROMPT) + len(DRAWN)])
     again = jax.jit(TokenHistory.begin)(
         other, np.int32(1), ids, num_prompt=num_prompt, num_tokens=num_tokens
     )
-    np.testing.assert_array_equal(again.drawn_BV, whole.drawn_BV)
-    np.testing.assert_array_equal(again.prompted_BV, whole.prompted_BV)
+    np.testing.assert_array_equal(again.sampled_BV, whole.sampled_BV)
+    np.testing.assert_array_equal(again.in_prompt_BV, whole.in_prompt_BV)
 
 
 def test_a_mask_of_bits_says_what_may_be_drawn():

@@ -34,7 +34,7 @@ from jaxinfra.model.decoder import KVCache
 from jaxinfra.model.definition import ModelDefinition, Parameters, by_path, define_model, nest
 from jaxinfra.model.execution import DecodeForm
 from jaxinfra.model.serving_form import COMPILER_OPTIONS, serving_form, serving_parameters
-from jaxinfra.numerics.policy import POLICIES, held_as_computed
+from jaxinfra.numerics.policy import POLICIES, stored_as_computed
 from jaxinfra.ops.quantized import Activations, WeightCode, WeightFormat, round_weight
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.engine.programs import NamedArrays
@@ -188,7 +188,7 @@ def served(preset: str, weights: WeightFormat | None = None, *, tensor: int = 1)
     config = MODELS[preset]()
     placement = serving_placement(config, MeshConfig(tensor=tensor)) if tensor > 1 else None
     on = functools.partial(
-        execution_on, placement, policy=held_as_computed(POLICIES[PolicyName.BF16])
+        execution_on, placement, policy=stored_as_computed(POLICIES[PolicyName.BF16])
     )
     definition = define_model(config, on())
     where = None if placement is None else placement.parameters(definition)

@@ -28,7 +28,7 @@ from jaxinfra.checkpoint.parameter_sources import LiveParameters
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.model.definition import by_path, define_model
-from jaxinfra.numerics.policy import POLICIES, held_as_computed
+from jaxinfra.numerics.policy import POLICIES, stored_as_computed
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.planning.model import find_model
 
@@ -116,7 +116,7 @@ def _ask(url: str, body: dict[str, Any] | None = None) -> None:
 def written(name: str, place: pathlib.Path) -> pathlib.Path:
     """Writes a preset with random weights in bf16 as a Hugging Face directory."""
     config = find_model(name).config
-    policy = held_as_computed(POLICIES[PolicyName.BF16])
+    policy = stored_as_computed(POLICIES[PolicyName.BF16])
     definition = define_model(config, execution_on(policy=policy))
     block = np.random.default_rng(0).normal(0.0, 0.02, 1 << 20).astype(np.float32)
     arrays: dict[str, Any] = {

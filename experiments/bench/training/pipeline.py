@@ -212,7 +212,7 @@ def own_cost(args: argparse.Namespace, variant: Variant) -> float:
     """Time of the schedule's table over the last stage's work."""
     assert variant.schedule is not None
     pipeline = PipelineConfig(schedule=variant.schedule, chunks=args.chunks)
-    chunks, stages = pipeline.chunks_a_stage, variant.mesh.pipe
+    chunks, stages = pipeline.chunks_per_stage, variant.mesh.pipe
     schedule = make_schedule(
         variant.schedule,
         stages=stages,

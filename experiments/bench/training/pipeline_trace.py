@@ -103,7 +103,7 @@ def table_bubble(
         pipeline.schedule,
         stages=len(rows),
         micro_batches=micro_batches,
-        chunks=pipeline.chunks_a_stage,
+        chunks=pipeline.chunks_per_stage,
         backward_ticks=pipeline.backward_ticks,
     )
     head = rows[-1]["mean_ms"]["forward"] - durations[Kind.FORWARD]

@@ -16,7 +16,7 @@ from jaxinfra.errors import ConfigError, DataError
 from jaxinfra.model.decoder import Decoder
 from jaxinfra.serving.adapter_bank import AdapterBank
 from jaxinfra.serving.engine.options import EngineOptions
-from jaxinfra.serving.engine.plan import Drawn, StepPlan
+from jaxinfra.serving.engine.plan import RowSample, StepPlan
 from jaxinfra.serving.engine.programs import page_bytes
 from jaxinfra.serving.engine.requests import (
     EndReason,
@@ -363,7 +363,7 @@ class Engine:
             masks = {
                 row.slot: row.stream.request.constraint.mask()
                 for row in plan.rows
-                if row.draws and row.stream.request.constraint is not None
+                if row.is_sampled and row.stream.request.constraint is not None
             }
             self._unread.append((self.runner.dispatch(plan, masks), plan))
             self._count(plan)
@@ -394,25 +394,25 @@ class Engine:
                 self._unadmitted.remove(row.stream.number)
                 self.counts.cached_tokens += row.stream.num_cached
 
-    def _take(self, drawn: Drawn) -> RequestProgress | None:
+    def _take(self, drawn: RowSample) -> RequestProgress | None:
         """Adds a row's sampled tokens to its request's progress; None if the request is over."""
         stream = drawn.row.stream
         told = self._requests.get(stream.number)
         if drawn.is_bad and told is not None:
-            stream.pending -= drawn.row.draws
+            stream.pending -= drawn.row.is_sampled
             return self._end(told, EndReason.ERROR, error=NOT_FINITE, poisoned=True)
         if told is not None and drawn.prompt_scores:
             wanted = len(stream.request.prompt_ids) - 1 - len(told.prompt_scores)
             known = len(told.prompt_scores) - drawn.row.start  # some, if it was begun again
             if known >= 0:
                 told.prompt_scores += drawn.prompt_scores[known : known + wanted]
-        if not drawn.row.draws:
+        if not drawn.row.is_sampled:
             return None
-        taken = self.scheduler.take(drawn.row, drawn.tokens, drawn.num_held)
+        taken = self.scheduler.take(drawn.row, drawn.tokens, drawn.num_accepted)
         if told is None:
             return None
         self.counts.drafted_tokens += drawn.row.num_drafts
-        self.counts.accepted_tokens += drawn.num_held
+        self.counts.accepted_tokens += drawn.num_accepted
         tokens, text = [], ""
         for place, token in enumerate(taken, start=1 - len(taken)):
             tokens.append(token)
@@ -427,7 +427,9 @@ class Engine:
         )
         return self._with_scores(progress, told, drawn)
 
-    def _with_scores(self, progress: RequestProgress, told: _Told, drawn: Drawn) -> RequestProgress:
+    def _with_scores(
+        self, progress: RequestProgress, told: _Told, drawn: RowSample
+    ) -> RequestProgress:
         if drawn.score is None:
             return progress
         prompt, told.prompt_scores = tuple(told.prompt_scores), []

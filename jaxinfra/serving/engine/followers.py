@@ -51,7 +51,7 @@ class Followers:
         for connection in self._connections:
             threading.Thread(target=self._watch, args=(connection,), daemon=True).start()
 
-    def tell(self, key: ProgramKey, arguments: tuple[Any, ...]) -> None:
+    def send(self, key: ProgramKey, arguments: tuple[Any, ...]) -> None:
         """Makes all other processes run a program with these arguments."""
         with contextlib.suppress(OSError):  # who is gone is noticed by its thread
             for connection in self._connections:

@@ -27,7 +27,7 @@ _OF_STEP = (
     "count",  # its new tokens
     "context",  # tokens of its request so far, prompt included
     "key_position",  # of its first sampled token, from which the PRNG key is derived
-    "draws",  # 1: it samples a token that the engine uses; chunks in a prompt's middle do not
+    "is_sampled",  # 1: it samples a token that the engine uses; chunks in a prompt's middle do not
 )
 FIELDS = (
     *_OF_REQUEST,
@@ -108,7 +108,7 @@ class RowWriter:
         if rows:
             first = len(_OF_REQUEST)
             numbers_BC[:count, first : first + len(_OF_STEP)] = [
-                (r.start, r.count, r.context, r.start + r.count - r.num_drafts, r.draws)
+                (r.start, r.count, r.context, r.start + r.count - r.num_drafts, r.is_sampled)
                 for r in rows
             ]
             if length == 1:

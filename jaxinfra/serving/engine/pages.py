@@ -52,7 +52,7 @@ class PageAllocator:
         return len(self._idle)
 
     @property
-    def num_held(self) -> int:
+    def num_in_use(self) -> int:
         """Number of pages that at least one sequence holds."""
         return self.num_usable - self.num_free - self.num_idle
 
@@ -102,7 +102,7 @@ class PageAllocator:
         self._idle.pop(page, None)
         self.release(page)
 
-    def longest_idle(self) -> int:
+    def least_recently_used(self) -> int:
         """Returns the idle page that has been idle for the longest time."""
         return next(iter(self._idle))
 
@@ -230,7 +230,7 @@ class PrefixTree:
 
     def evict(self) -> None:
         """Removes the page from the tree that has been idle for the longest time."""
-        node = self._nodes[self._allocator.longest_idle()]
+        node = self._nodes[self._allocator.least_recently_used()]
         assert not node.children
         self._remove(node)
 

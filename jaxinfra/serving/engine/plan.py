@@ -79,7 +79,7 @@ class PlannedRow(NamedTuple):
     start: int  # position of the row's first token
     ids: tuple[int, ...]  # token ids; empty: the token that the device sampled last
     count: int  # number of input tokens
-    draws: bool  # whether a token is sampled after the last input token
+    is_sampled: bool  # whether a token is sampled after the last input token
     context: int  # tokens of the request so far, prompt included
     num_drafts: int = 0  # number of trailing input tokens that are drafts to verify
     targets: tuple[int, ...] = ()  # next token after each input token, if the prompt is scored
@@ -114,20 +114,20 @@ class StepPlan:
         return not (self.saves or self.zeros or self.copies or self.restores or self.rows)
 
 
-class Drawn(NamedTuple):
+class RowSample(NamedTuple):
     """Tokens and scores that a step sampled for one row; a tuple, as it is quick to make."""
 
     row: PlannedRow
     tokens: tuple[int, ...]  # sampled after the first token, and after each draft
-    num_held: int  # number of accepted drafts
+    num_accepted: int  # number of accepted drafts
     is_bad: bool  # whether the row's logits were not finite
     score: TokenScore | None = None  # of the sampled token, if log-probabilities were requested
     prompt_scores: tuple[TokenScore, ...] = ()  # of the row's target tokens, if it is scored
 
 
-def drawn_of_rows(
+def samples_of_rows(
     rows: Sequence[PlannedRow], drawn: np.ndarray, scores: Sequence[LogProbabilities]
-) -> list[Drawn]:
+) -> list[RowSample]:
     """Returns sampled tokens and scores for each row of a call that samples or is scored.
 
     Args:
@@ -139,27 +139,27 @@ def drawn_of_rows(
     values = drawn.tolist()
     if drawn.ndim == 1 and not scores:
         told = zip(rows, values, strict=False)
-        return [Drawn(row, (token,), 0, token < 0) for row, token in told if row.draws]
+        return [RowSample(row, (token,), 0, token < 0) for row, token in told if row.is_sampled]
     return [
         _of_row(row, place, value if drawn.ndim > 1 else [0, value], scores)
         for place, (row, value) in enumerate(zip(rows, values, strict=False))
-        if row.draws or row.targets
+        if row.is_sampled or row.targets
     ]
 
 
 def _of_row(
     row: PlannedRow, place: int, drawn: Sequence[int], scores: Sequence[LogProbabilities]
-) -> Drawn:
+) -> RowSample:
     held, *tokens = drawn
     asked, score, of_prompt = row.stream.request.sampling.logprobs, None, ()
-    if asked is not None and row.draws and scores:
+    if asked is not None and row.is_sampled and scores:
         score = _score(scores[0], place, asked)
     if asked is not None and row.targets and len(scores) > 1:
         of_prompt = tuple(_score(scores[1], at, asked) for at in range(len(row.targets)))
-    return Drawn(
+    return RowSample(
         row=row,
-        tokens=tuple(tokens) if row.draws else (),
-        num_held=held,
+        tokens=tuple(tokens) if row.is_sampled else (),
+        num_accepted=held,
         is_bad=held < 0 or tokens[0] < 0,
         score=score,
         prompt_scores=of_prompt,

@@ -184,12 +184,12 @@ class ProgramSet:
         return ProgramProgress(ready, self._num_wanted, left)
 
     def make(
-        self, keys: Sequence[ProgramKey], tell: Callable[[int, int], None] | None = None
+        self, keys: Sequence[ProgramKey], report: Callable[[int, int], None] | None = None
     ) -> None:
         """Makes programs: tracing one after another, loading and compiling side by side.
 
         Args:
-            tell: called with the number of programs that are ready, and of all.
+            report: called with the number of programs that are ready, and of all.
         """
         keys = [key for key in keys if key not in self._made]
         number = 0
@@ -203,13 +203,13 @@ class ProgramSet:
                     coming.append(pool.submit(self._compile, key, self.lowered(key)))
                 else:
                     number += 1
-                    if tell is not None:
-                        tell(number, len(keys))
+                    if report is not None:
+                        report(number, len(keys))
             for each in concurrent.futures.as_completed(coming):
                 each.result()
                 number += 1
-                if tell is not None:
-                    tell(number, len(keys))
+                if report is not None:
+                    report(number, len(keys))
 
     def close(self) -> None:
         """Lets the background end after the programs that are being compiled, so that the process

@@ -233,7 +233,7 @@ def _drawn(
         allowed_BW=allowed_BW,
     )
     tokens_B = jnp.where(drawn.is_finite_B, drawn.ids_B, NO_TOKEN)
-    slots_B = jnp.where(rows.field("draws") != 0, rows.field("slot"), state.last_S.shape[0])
+    slots_B = jnp.where(rows.field("is_sampled") != 0, rows.field("slot"), state.last_S.shape[0])
     last_S = state.last_S.at[slots_B].set(jnp.maximum(tokens_B, 0), mode="drop")
     return (tokens_B, drawn.logprobs), dataclasses.replace(state, last_S=last_S)
 
@@ -242,10 +242,10 @@ def _history(state: DeviceState, rows: RowInputs) -> tuple[TokenHistory, DeviceS
     """Returns the rows' token history for penalties, and the state; both count the input tokens."""
     kept, num_slots = state.history, state.last_S.shape[0]
     counted_B = jnp.where(rows.field("is_counted") != 0, rows.field("slot"), num_slots)
-    drawn_SV = kept.drawn_BV.at[counted_B, _known_ids(state, rows)[:, 0]].add(1, mode="drop")
+    sampled_SV = kept.sampled_BV.at[counted_B, _known_ids(state, rows)[:, 0]].add(1, mode="drop")
     slots_B = jnp.minimum(rows.field("slot"), num_slots - 1)
-    history = TokenHistory(drawn_BV=drawn_SV[slots_B], prompted_BV=kept.prompted_BV[slots_B])
-    kept = dataclasses.replace(kept, drawn_BV=drawn_SV)
+    history = TokenHistory(sampled_BV=sampled_SV[slots_B], in_prompt_BV=kept.in_prompt_BV[slots_B])
+    kept = dataclasses.replace(kept, sampled_BV=sampled_SV)
     return history, dataclasses.replace(state, history=kept)
 
 
@@ -284,7 +284,7 @@ def verify(
     holds_BT = (ids_BT[:, 1:] == tokens_BT[:, :-1]) & is_there_BT[:, 1:]
     num_held_B = jnp.sum(jnp.cumprod(holds_BT.astype(jnp.int32), axis=1), axis=1)
     last_B = jnp.take_along_axis(tokens_BT, num_held_B[:, None], axis=1)[:, 0]
-    slots_B = jnp.where(rows.field("draws") != 0, rows.field("slot"), state.last_S.shape[0])
+    slots_B = jnp.where(rows.field("is_sampled") != 0, rows.field("slot"), state.last_S.shape[0])
     state = dataclasses.replace(
         state,
         pools=pools,

@@ -26,7 +26,13 @@ from jaxinfra.serving.engine.fit import (
 from jaxinfra.serving.engine.inputs import RowWriter
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.engine.pages import NULL_PAGE
-from jaxinfra.serving.engine.plan import Drawn, PlannedRow, SchedulerLimits, StepPlan, drawn_of_rows
+from jaxinfra.serving.engine.plan import (
+    PlannedRow,
+    RowSample,
+    SchedulerLimits,
+    StepPlan,
+    samples_of_rows,
+)
 from jaxinfra.serving.engine.program_set import (
     COPY,
     EMPTY,
@@ -228,14 +234,14 @@ class ModelRunner:
                 drawn.append((rows, self._call(rows, name, length, masks)))
         return Dispatched(rows=drawn)
 
-    def read(self, dispatched: Dispatched) -> list[Drawn]:
+    def read(self, dispatched: Dispatched) -> list[RowSample]:
         """Waits for a dispatched step, and returns the tokens that it sampled."""
         if self._host is not None:
             self._host.collect()
         result = []
         for rows, (array, *told) in dispatched.rows:
             scores = [jax.tree.map(np.asarray, each) for each in told]
-            result += drawn_of_rows(rows, np.asarray(array), scores)
+            result += samples_of_rows(rows, np.asarray(array), scores)
         return result
 
     def _call(
@@ -335,11 +341,11 @@ class ModelRunner:
             given = self._host.pages([*slots])
             self.call(RESTORE, np.array(pages, np.int32), given)
 
-    def mirror(self, tell: Callable[[ProgramKey, tuple[Any, ...]], None]) -> None:
-        """Sets a function that is told of each program call before it is made, so that the mesh's
-        other processes can make it too.
+    def mirror(self, send: Callable[[ProgramKey, tuple[Any, ...]], None]) -> None:
+        """Sets a function that sends each program call, before it is made, to the mesh's other
+        processes, which make it too.
         """
-        self._tell = tell
+        self._tell = send
 
     def call(self, key: ProgramKey, *arguments: Any) -> Any:
         """Runs a program, keeps the new device state, and returns the program's other results."""

@@ -86,7 +86,7 @@ class Scheduler:
         for row in plan.rows:
             stream, count = row.stream, row.count
             stream.computed += count
-            stream.pending += row.draws
+            stream.pending += row.is_sampled
             written += self._pages(stream, row.start, row.start + count)
         self.allocator.suspect(written)
         for row in plan.chunks:
@@ -129,7 +129,7 @@ class Scheduler:
             num_drafts = min(self.limits.num_drafts, room) or len(drafts)
         if not self._reserve(stream, stream.computed + 1 + num_drafts):
             return
-        row = self._row(stream, count=1, draws=True)
+        row = self._row(stream, count=1, is_sampled=True)
         if num_drafts:
             row = row._replace(
                 ids=(*row.ids, *drafts),
@@ -139,7 +139,7 @@ class Scheduler:
             )
         (plan.verifies if num_drafts else plan.decodes).append(row)
 
-    def _row(self, stream: RequestStream, *, count: int, draws: bool) -> PlannedRow:
+    def _row(self, stream: RequestStream, *, count: int, is_sampled: bool) -> PlannedRow:
         assert stream.slot is not None
         self._planned.add(stream)
         start = stream.computed
@@ -150,7 +150,7 @@ class Scheduler:
             start=start,
             ids=tuple(stream.tokens[start : start + count]),
             count=count,
-            draws=draws,
+            is_sampled=is_sampled,
             context=stream.total,
             targets=(
                 tuple(stream.tokens[start + 1 : start + count + 1])
@@ -185,7 +185,7 @@ class Scheduler:
             if not rows:
                 length = self._chunk_length(left, budget)
             count = min(left, length)
-            rows.append(self._row(stream, count=count, draws=count == left))
+            rows.append(self._row(stream, count=count, is_sampled=count == left))
         return dataclasses.replace(plan, chunks=rows, chunk_length=length)
 
     def _chunk_length(self, left: int, budget: int) -> int:
@@ -355,12 +355,14 @@ class Scheduler:
             self._give_up_pages(stream)
         self._leave(stream)
 
-    def take(self, row: PlannedRow, tokens: Sequence[int], num_held: int = 0) -> tuple[int, ...]:
+    def take(
+        self, row: PlannedRow, tokens: Sequence[int], num_accepted: int = 0
+    ) -> tuple[int, ...]:
         """Adds a step's sampled tokens to a row's request, and returns the tokens that were added.
 
         Args:
             tokens: sampled after the row's first token and after each draft.
-            num_held: number of leading drafts that equal the samples.
+            num_accepted: number of leading drafts that equal the samples.
         """
         stream = row.stream
         stream.pending -= 1
@@ -369,8 +371,8 @@ class Scheduler:
         if stream.slot is not None:
             self._trust(stream, row.start + row.count)
             if row.num_drafts:
-                stream.computed = row.start + 1 + num_held  # what follows is overwritten
-        taken = tuple(tokens)[: 1 + num_held]
+                stream.computed = row.start + 1 + num_accepted  # what follows is overwritten
+        taken = tuple(tokens)[: 1 + num_accepted]
         stream.tokens += taken
         return taken
 

@@ -114,7 +114,7 @@ class AnswerForm:
         """Returns the JSON objects of a choice in the events of one step of a stream."""
         raise NotImplementedError
 
-    def beside(self) -> dict[str, Any]:
+    def extra_fields(self) -> dict[str, Any]:
         """Returns fields of the answer beside its choices; none by default."""
         return {}
 
@@ -140,7 +140,7 @@ class AnswerForm:
                 parts[place].add(progress)
         choices = [self.choice(index, part) for index, part in enumerate(parts)]
         body = {"object": self.whole, "choices": choices, "usage": usage.body()}
-        return self._head | body | self.beside()
+        return self._head | body | self.extra_fields()
 
     async def events(self, given: Given) -> AsyncIterator[bytes]:
         """Yields the answer as server-sent events: one per piece of text, then the end.
@@ -165,8 +165,8 @@ class AnswerForm:
                 if part.text or part.finish or part.scores or is_first:
                     begun.add(place)
                     for choice in self.pieces(place, part, is_first=is_first):
-                        beside = self.beside() if is_first else {}
-                        told.append(event(head | {"choices": [choice]} | beside))
+                        extra = self.extra_fields() if is_first else {}
+                        told.append(event(head | {"choices": [choice]} | extra))
             if told:
                 yield b"".join(told)
         if options is not None and options.include_usage:

@@ -93,7 +93,7 @@ class Chat:
         self.thinking = thinking_of(source) if is_told else None
 
     @property
-    def told(self) -> str:
+    def parsing_summary(self) -> str:
         """Text that says how answers are read, to append to a line; empty without a template."""
         if self.refusal:
             return ""

@@ -58,7 +58,7 @@ class ChatForm(AnswerForm):
         last = [self._wrapped(index, part) | {"delta": delta} for delta in deltas[-1:]]
         return waiting + last
 
-    def beside(self) -> dict[str, Any]:
+    def extra_fields(self) -> dict[str, Any]:
         """Returns fields of the answer beside its choices: what was asked for of the prompt."""
         body, (prompt,), fields = self._body, self._prompts, {}
         if body.return_token_ids:

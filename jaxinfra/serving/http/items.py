@@ -166,7 +166,7 @@ class ItemsForm:
         """Yields the events that begin a stream."""
         raise NotImplementedError
 
-    def told(self, change: ItemChange) -> Iterator[bytes]:
+    def events_of(self, change: ItemChange) -> Iterator[bytes]:
         """Yields the events of an item's change."""
         raise NotImplementedError
 
@@ -214,7 +214,7 @@ class ItemsForm:
                     yield b"".join([*told, *self.failed(progress.error or "")])
                     return
                 for change in self.take(progress):
-                    told += self.told(change)
+                    told += self.events_of(change)
             if told:
                 yield b"".join(told)
         yield b"".join(self.finish())

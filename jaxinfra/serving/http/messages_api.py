@@ -214,7 +214,7 @@ class MessageForm(ItemsForm):
         message = self._head | {"content": [], "stop_reason": None, "stop_sequence": None}
         yield named_event("message_start", message=message | {"usage": self._usage})
 
-    def told(self, change: ItemChange) -> Iterator[bytes]:
+    def events_of(self, change: ItemChange) -> Iterator[bytes]:
         """Yields the event of an item's change."""
         item = change.item
         match change.kind:

@@ -405,7 +405,7 @@ class ResponseForm(ItemsForm):
         self._error = {"code": "server_error", "message": message}
         yield self._event("failed", response=self._now("failed"))
 
-    def told(self, change: ItemChange) -> Iterator[bytes]:
+    def events_of(self, change: ItemChange) -> Iterator[bytes]:
         """Yields the events of an item's change."""
         item = change.item
         at = {"output_index": item.index}

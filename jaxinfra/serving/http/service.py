@@ -128,7 +128,7 @@ class _EngineCollector(Collector):
         engine = self._thread.engine
         scheduler, counts = engine.scheduler, engine.counts
         allocator, host = scheduler.allocator, scheduler.host
-        used = allocator.num_held / allocator.num_usable
+        used = allocator.num_in_use / allocator.num_usable
         for name, text, value in (
             ("vllm:num_requests_running", "Requests that have pages.", len(scheduler.running)),
             ("vllm:num_requests_waiting", "Requests that wait for pages.", len(scheduler.waiting)),

@@ -97,7 +97,7 @@ def serve(
         draft: a smaller model with the same tokenizer, which drafts tokens.
         bank: LoRA adapters that clients may request in place of the model.
         cluster: the job whose processes hold shards of the model; all but the first call
-            ``serve_part``.
+            ``serve_as_follower``.
         say: called with lines that report progress.
     """
     _require_other_names(options.name, bank)
@@ -115,7 +115,8 @@ def serve(
             running.start()
             say(
                 f"{', '.join(service.names)} at {server.address}: {engine.limits.context} tokens "
-                f"of context, {options.engine.max_running} requests at a time{service.chat.told}"
+                f"of context, {options.engine.max_running} requests at a time"
+                f"{service.chat.parsing_summary}"
             )
             # Without its engine a server cannot answer: it ends, so that a supervisor restarts it.
             _watch(engine.runner.programs, lambda: request.asked or running.failure, say)
@@ -160,7 +161,7 @@ def _ready(
         say(f"compiling {len(runner.keys)} programs ...")
         engine.warm_up()
         followers = Followers(cluster, lost=running.fail)
-        runner.mirror(followers.tell)
+        runner.mirror(followers.send)
         return followers
     runner.begin_warm_up()
     if read is not None:
@@ -187,7 +188,7 @@ def _watch(programs: ProgramSet, asked: Callable[[], object], say: Callable[[str
         time.sleep(_LOOK_S)
 
 
-def serve_part(
+def serve_as_follower(
     model: LoadedModel, options: EngineOptions, request: StopRequest, cluster: Cluster
 ) -> None:
     """Runs a job's process other than the first: holds a shard, and runs what the first one sends.

@@ -20,7 +20,7 @@ def hermes(reader: TextReader, schemas: Schemas) -> Reading[None]:
     del schemas
     while mark := (yield from reader.until(("<tool_call>",), TEXT)):
         if not (yield from reader.json_call()):
-            reader.tell(TEXT, mark)
+            reader.emit(TEXT, mark)
         yield from reader.starts("</tool_call>")
 
 
@@ -28,22 +28,22 @@ def qwen_coder(reader: TextReader, schemas: Schemas) -> Reading[None]:
     """Reads ``<function=NAME><parameter=KEY>VALUE</parameter></function>`` (Qwen3-Coder)."""
     while mark := (yield from reader.until(("<tool_call>", "<function="), TEXT)):
         if mark == "<tool_call>" and not (yield from reader.starts("<function=")):
-            reader.tell(TEXT, mark)
+            reader.emit(TEXT, mark)
             continue
         name, ended = yield from reader.collect((">",))
         if not ended:
-            reader.tell(TEXT, f"<function={name}")
+            reader.emit(TEXT, f"<function={name}")
             return
         fields = _Fields(reader, schemas.get(name.strip(), {}))
         reader.call(name.strip(), "{")
         while mark := (yield from reader.starts("<parameter=", "</function>")):
             if mark == "</function>":
-                reader.tell(ARGUMENTS, "}")
+                reader.emit(ARGUMENTS, "}")
                 break
             key, ended = yield from reader.collect((">",))
             value, closed = yield from reader.collect(("</parameter>",))
             if not closed:
-                reader.tell(TEXT, f"<parameter={key}{ended}{value}")
+                reader.emit(TEXT, f"<parameter={key}{ended}{value}")
                 return
             fields.add(key, value.removeprefix("\n").removesuffix("\n"))
         yield from reader.starts("</tool_call>")
@@ -55,7 +55,7 @@ def glm(reader: TextReader, schemas: Schemas) -> Reading[None]:
     while begun := (yield from reader.until(("<tool_call>",), TEXT)):
         name, mark = yield from reader.collect(ends)
         if not mark:
-            reader.tell(TEXT, begun + name)
+            reader.emit(TEXT, begun + name)
             return
         fields = _Fields(reader, schemas.get(name.strip(), {}))
         reader.call(name.strip(), "{")
@@ -64,12 +64,12 @@ def glm(reader: TextReader, schemas: Schemas) -> Reading[None]:
             opened = yield from reader.starts("<arg_value>")
             value, ended = yield from reader.collect(("</arg_value>",))
             if not ended:
-                reader.tell(TEXT, mark + key + closed + opened + value)
+                reader.emit(TEXT, mark + key + closed + opened + value)
                 return
             fields.add(key.strip(), value)
             mark = yield from reader.starts(*ends)
         if mark:
-            reader.tell(ARGUMENTS, "}")
+            reader.emit(ARGUMENTS, "}")
 
 
 class _Fields:
@@ -93,7 +93,7 @@ class _Fields:
         if value is None and (is_text or text.strip() != "null"):
             value = text
         said = f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}"
-        self._reader.tell(ARGUMENTS, said if self._is_first else f", {said}")
+        self._reader.emit(ARGUMENTS, said if self._is_first else f", {said}")
         self._is_first = False
 
 
@@ -107,14 +107,14 @@ def mistral(reader: TextReader, schemas: Schemas) -> Reading[None]:
         if (yield from reader.starts("[")):
             is_call = yield from reader.json_call()
             if not is_call:
-                reader.tell(TEXT, f"{mark}[")
+                reader.emit(TEXT, f"{mark}[")
             while is_call and (yield from reader.starts(",")):
                 is_call = yield from reader.json_call()
             yield from reader.starts("]")
         elif not (yield from reader.json_call()):
             header = yield from reader.match(_MISTRAL)
             if header is None:
-                reader.tell(TEXT, mark)
+                reader.emit(TEXT, mark)
             else:
                 reader.call(header[1])
                 yield from reader.arguments()
@@ -128,7 +128,7 @@ def llama_json(reader: TextReader, schemas: Schemas) -> Reading[None]:
         mark = yield from reader.starts(";", ",")
         if not mark:
             return
-    reader.tell(TEXT, mark)
+    reader.emit(TEXT, mark)
 
 
 _PYTHON_CALL = re.compile(r"\s*([A-Za-z_][\w.]*)\(")
@@ -231,7 +231,7 @@ def deepseek(reader: TextReader, schemas: Schemas) -> Reading[None]:
                 break
             header = yield from reader.match(_DEEPSEEK_HEADER)
             if header is None:
-                reader.tell(TEXT, mark + begun)
+                reader.emit(TEXT, mark + begun)
                 break
             mark = ""
             reader.call((header[1] or header[2]).strip())
@@ -239,7 +239,7 @@ def deepseek(reader: TextReader, schemas: Schemas) -> Reading[None]:
             yield from reader.starts("```")
             yield from reader.starts(_DEEPSEEK_END)
         else:
-            reader.tell(TEXT, mark)
+            reader.emit(TEXT, mark)
 
 
 _TO = r"(?:\s*to=(?:functions\.)?([\w.\-]+))?"
@@ -259,7 +259,7 @@ def harmony(reader: TextReader, schemas: Schemas) -> Reading[None]:
         text, ended = yield from reader.collect(("<|message|>",))
         header = _HARMONY_HEADER.fullmatch(mark + text)
         if not ended or header is None:
-            reader.tell(TEXT, mark + text + ended)
+            reader.emit(TEXT, mark + text + ended)
             mark = ""
             continue
         recipient = header[1] or header[3]

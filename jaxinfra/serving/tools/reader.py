@@ -100,7 +100,7 @@ class TextReader:
         yield
         return True
 
-    def tell(self, kind: PieceKind, text: str) -> None:
+    def emit(self, kind: PieceKind, text: str) -> None:
         """Adds a piece."""
         if kind in (PieceKind.TEXT, PieceKind.REASONING):
             text = text.lstrip() if self.follows_marker else text
@@ -110,8 +110,8 @@ class TextReader:
 
     def call(self, name: str, arguments: str = "") -> None:
         """Adds a call of a function, with its arguments if they are known."""
-        self.tell(PieceKind.CALL, name)
-        self.tell(PieceKind.ARGUMENTS, arguments)
+        self.emit(PieceKind.CALL, name)
+        self.emit(PieceKind.ARGUMENTS, arguments)
         self.follows_marker = True
 
     def take(self, length: int) -> str:
@@ -125,15 +125,15 @@ class TextReader:
             found = [(at, mark) for mark in marks if (at := self.text.find(mark)) >= 0]
             if found:
                 at, mark = min(found, key=lambda each: (each[0], -len(each[1])))
-                self.tell(kind, self.take(at).rstrip())
+                self.emit(kind, self.take(at).rstrip())
                 self.take(len(mark))
                 self.follows_marker = True
                 return mark
             held = max(overlap(self.text, mark) for mark in marks)
             certain = self.text[: len(self.text) - held].rstrip()
-            self.tell(kind, self.take(len(certain)))
+            self.emit(kind, self.take(len(certain)))
             if not (yield from self.more()):
-                self.tell(kind, self.take(len(self.text)))
+                self.emit(kind, self.take(len(self.text)))
                 return ""
 
     def collect(self, marks: Sequence[str]) -> Reading[tuple[str, str]]:
@@ -183,14 +183,14 @@ class TextReader:
         if self.text[0] == '"':
             text, is_whole = yield from self._value()
             value = json_or_none(text)
-            self.tell(PieceKind.ARGUMENTS, value if isinstance(value, str) else text)
+            self.emit(PieceKind.ARGUMENTS, value if isinstance(value, str) else text)
             return is_whole
         if self.text[0] not in "{[":
             return False
         scan = JsonScan()
         while True:
             length, is_closed = scan.end(self.text)
-            self.tell(PieceKind.ARGUMENTS, self.take(length))
+            self.emit(PieceKind.ARGUMENTS, self.take(length))
             if is_closed:
                 return True
             if not (yield from self.more()):
@@ -217,9 +217,9 @@ class TextReader:
         yield from self.arguments()
         rest, _ = yield from self._value(depth=1)
         if rest.startswith("null"):
-            self.tell(PieceKind.ARGUMENTS, "{}")
+            self.emit(PieceKind.ARGUMENTS, "{}")
         if not _REST.fullmatch(rest):
-            self.tell(PieceKind.TEXT, rest)
+            self.emit(PieceKind.TEXT, rest)
         return True
 
     def _whole_call(self, length: int) -> bool:
@@ -296,6 +296,6 @@ class AnswerParser:
         reader = self._reader
         self._is_read = self._is_read or next(self._steps, _DONE) is _DONE
         if self._is_read:
-            reader.tell(PieceKind.TEXT, reader.take(len(reader.text)))
+            reader.emit(PieceKind.TEXT, reader.take(len(reader.text)))
         pieces, reader.pieces = reader.pieces, []
         return pieces
